@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from mega_cli.data_options import Input, JsonKey, MoreInput, Overwrite, TokenizerPath
 from mega_cli.data_preprocess import HELP as PREPROCESS_HELP
 from mega_cli.data_preprocess import preprocess_command
 from mega_cli.data_retrieve import EXAMPLES as RETRIEVE_EXAMPLES
 from mega_cli.data_retrieve import retrieve_command
 from mega_cli.data_show import show_command
+from mega_cli.model_options import Input, JsonKey, MoreInput, Overwrite, TokenizerPath
 from mega_common.errors import ConfigError, DataError, MegaError
 from mega_common.progress_logging import format_number
 
@@ -150,7 +150,7 @@ def clean_command(
     raw = apply_overrides(load_yaml_mapping(config) if config else {}, changes or [])
     summary = run(
         [*input, *(more or [])],
-        CleanConfig.parse(raw, source=str(config or "--set")),
+        CleanConfig.parse(raw, source=f"the rules in {config}" if config else "the rules of --set"),
         output,
         json_key=json_key,
         folder=config.parent if config else None,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from mega_cli.data_options import Input, JsonKey, MoreInput, OnBadLine, Overwrite, ParseSpecialTokens
+from mega_cli.model_options import Input, JsonKey, MoreInput, OnBadLine, Overwrite, ParseSpecialTokens
 from mega_common.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mega_cli.data_options import Overwrite, TokenizerPath
 from mega_cli.embed import PoolingOption, parse_pooling_modes
-from mega_cli.model_options import Device, EvalPrecision, PrecisionOption
+from mega_cli.model_options import Device, EvalPrecision, Overwrite, PrecisionOption, TokenizerPath
 from mega_common.errors import DataError
 
 if TYPE_CHECKING:

@@ -20,8 +20,15 @@ from types import FrameType
 from typing import Any, Literal
 
 from mega_cli.file_digests import FileDigests, FileRecord, compute_code_digest, expand_patterns
-from mega_cli.stage_settings import FlatSettings, StageVerdict, judge_settings_change, referenced_files, stage_settings
-from mega_cli.workflow_config import WorkflowConfig, WorkflowStage
+from mega_cli.workflow_config import (
+    FlatSettings,
+    StageVerdict,
+    WorkflowConfig,
+    WorkflowStage,
+    judge_settings_change,
+    referenced_files,
+    stage_settings,
+)
 from mega_common import atomic_files as files
 from mega_common.atomic_files import lock_file_exclusively, write_json_atomically
 from mega_common.bounded_parsing import parse_json_text

@@ -27,7 +27,7 @@ from torch.distributed.fsdp import fully_shard
 
 from mega_ckpt.formats.hf_source import HfSource
 from mega_ckpt.source import WeightSource, open_weight_source
-from mega_ckpt.training_state import OptimizerNotConverted
+from mega_ckpt.weight_source import OptimizerNotConverted
 from mega_common.errors import CheckpointError
 
 SIZES = {

@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from mega_ckpt.formats.gguf_file import GgufModel
-from mega_ckpt.formats.gguf_tokenizer import build_tokenizer_files
+from mega_ckpt.formats.gguf_source import build_tokenizer_files
 
 TEXTS = [
     "Hello world, it's 12345 o'clock; I'LL go.", "  two  spaces\n\n\tand a tab ", "Grüße an 東京 🎉 ①½", "def f(x):\n    return x**2",

@@ -31,7 +31,7 @@ from mega_ckpt.source import WeightSource, open_weight_source
 from mega_ckpt.store import save_sharded_checkpoint
 from mega_ckpt.tensor_pieces import ShardedTensor, TensorBox
 from mega_common.errors import CheckpointError
-from mega_common.hybrid_pattern import HybridLayerPattern
+from mega_common.layer_kinds import HybridLayerPattern
 from mega_common.model_config import ModelConfig
 
 BASE: dict[str, Any] = {

@@ -21,7 +21,7 @@ from mega_eval.drafters import ModelDrafter, NgramDrafter
 from mega_eval.engine_requests import EngineRequest
 from mega_eval.inference_engine import InferenceEngine
 from mega_eval.model_loading import LoraAdapterSet, load_inference_model
-from mega_eval.page_allocator import PAGE
+from mega_eval.paged_cache import PAGE
 from mega_eval.text_stream import GenerationLimits
 from mega_trainer.model.decoder import Decoder
 from mega_trainer.parallel.lora_layers import LoraAdapterLayer, PerRowAdapters

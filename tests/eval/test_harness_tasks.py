@@ -17,8 +17,8 @@ from mega_eval.model_loading import find_end_tokens, load_inference_model, load_
 from mega_eval.multi_rank_inference import ModelReplicas, PromptTokenizer
 
 pytest.importorskip("lm_eval", reason="lm-evaluation-harness")
-from mega_eval.harness_model import HarnessModel
 from mega_eval.harness_tasks import (
+    HarnessModel,
     HarnessTaskOptions,
     find_harness_tasks,
     format_results_table,

@@ -31,8 +31,7 @@ from transformers.models.llava_next.modeling_llava_next import image_size_to_num
 from mega_ckpt.convert import convert_checkpoint
 from mega_common.errors import DataError
 from mega_common.vision_config import VisionConfig
-from mega_data.images.image_geometry import list_placeholder_features
-from mega_data.images.image_pixels import prepare_image
+from mega_data.images.image_pixels import list_placeholder_features, prepare_image
 from mega_eval import generate as generating
 from mega_eval.generate import generate_completions
 from mega_eval.image_prompts import ImagePrompt

@@ -20,7 +20,7 @@ from mega_ckpt.convert import convert_checkpoint
 from mega_ckpt.formats.hf_write import plan_hf_folder
 from mega_ckpt.source import open_weight_source
 from mega_common.vision_config import VisionConfig
-from mega_data.images.image_geometry import compute_mrope_positions
+from mega_data.images.image_pixels import compute_mrope_positions
 from mega_eval import generate as generating
 from mega_eval.generate import generate_completions
 from mega_eval.image_prompts import ImagePrompt

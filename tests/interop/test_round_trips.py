@@ -15,8 +15,8 @@ from mega_ckpt.convert import convert
 from mega_ckpt.formats.hf_write import plan_hf_folder, write_hf_folder
 from mega_ckpt.source import MegaWeightSource, open_weight_source
 from mega_common.errors import CheckpointError
+from mega_eval.encoder_losses import compute_decoder_states
 from mega_eval.model_loading import load_inference_model
-from mega_eval.span_corruption import compute_decoder_states
 
 transformers = pytest.importorskip("transformers", reason="the reference implementation")
 

@@ -90,6 +90,10 @@ def resumed(cases: Sequence[Case], folder: Path, others: Sequence[Case] = ()) ->
             out.append(None)
             continue
         straight = Trainer.make(case, rank, maker).run(BEFORE + AFTER)
+        if others:  # which hold other parts of it
+            parts = [straight.tensors] * dist.get_world_size(_group(maker, case))
+            dist.all_gather_object(parts, straight.tensors, group=_group(maker, case))
+            straight.tensors = merge_sharded_tensors(parts)
         first = Trainer.make(case, rank, maker)
         losses = first.run(BEFORE).losses
         saved = checkpoint(first, maker, folder / str(number))

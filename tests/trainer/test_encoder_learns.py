@@ -16,11 +16,11 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from mega_ckpt.source import open_weight_source
 from mega_data.token_files.indexed_writer import IndexedWriter
 from mega_data.tokenizer import Tokenizer
-from mega_eval.masked_lm_loss import evaluate_masked_lm
+from mega_eval.encoder_losses import evaluate_masked_lm
 from mega_eval.model_loading import load_inference_model
 from mega_eval.text_embedding import compute_embeddings
 from mega_trainer.config.run_config import RunConfig
-from mega_trainer.distributed.rank_info import RankInfo
+from mega_trainer.distributed.process_groups import RankInfo
 from mega_trainer.run.training_run import run_training
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+
+from tree_sitter import Node
 
 from mega_cli.megatron_args.conditions import KnownTruth
+from mega_cli.megatron_args.script_state import ScriptReader
+from mega_cli.megatron_args.script_variables import VariableValue
 from mega_cli.megatron_args.shell_words import MARK, ShellWord, make_unknown_mark
 from mega_cli.megatron_args.syntax_tree import node_text
-
-if TYPE_CHECKING:
-    from tree_sitter import Node
-
-    from mega_cli.megatron_args.script_reader import ScriptReader
-    from mega_cli.megatron_args.word_expansion import VariableValue, WordExpander
+from mega_cli.megatron_args.word_expansion import WordExpander
 
 
 def assign_variables(reader: ScriptReader, node: Node) -> KnownTruth:

@@ -7,8 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from mega_cli.megatron_args.linear_regex import search_extended_regex
-from mega_cli.megatron_args.shell_patterns import matches_pattern
+from mega_cli.megatron_args.shell_patterns import matches_pattern, search_extended_regex
 from mega_cli.megatron_args.shell_words import MARK, is_unset_parameter
 
 KnownTruth = bool | None  # None: unknown

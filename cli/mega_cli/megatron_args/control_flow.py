@@ -6,18 +6,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+
+from tree_sitter import Node
 
 from mega_cli.megatron_args.conditions import KnownTruth, three_valued_not
-from mega_cli.megatron_args.shell_commands import ScriptExit
+from mega_cli.megatron_args.script_state import ScriptExit, ScriptReader
 from mega_cli.megatron_args.shell_patterns import matches_pattern
 from mega_cli.megatron_args.shell_words import MARK, format_unknown_marks, make_unknown_mark
 from mega_cli.megatron_args.syntax_tree import VALUES, group_adjacent, if_branches, node_text
-
-if TYPE_CHECKING:
-    from tree_sitter import Node
-
-    from mega_cli.megatron_args.script_reader import ScriptReader
 
 ROUNDS = 256  # most iterations of a loop
 

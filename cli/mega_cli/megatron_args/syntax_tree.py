@@ -9,7 +9,7 @@ from functools import cache
 import tree_sitter_bash
 from tree_sitter import Language, Node, Parser
 
-from mega_cli.megatron_args.linear_regex import replace_regex_matches
+from mega_cli.megatron_args.shell_patterns import replace_regex_matches
 
 PLACEHOLDER = re.compile(r"^([ \t]*(?:export[ \t]+)?\w+=)(<[^<>\n'()]+>[^\s'()<>]*)[ \t]*(?=$|#)", re.MULTILINE)
 SUBSTRING = re.compile(r"(?<=:)\s*\$(?=\w+[:}])")

@@ -9,7 +9,8 @@ from itertools import pairwise
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 
-from mega_cli.megatron_args.script_reader import ScriptResult, follow_script
+from mega_cli.megatron_args.script_reader import follow_script
+from mega_cli.megatron_args.script_state import ScriptResult
 from mega_cli.megatron_args.shell_words import MARK, ShellWord, format_unknown_marks, split_on_blanks
 from mega_common.errors import ConfigError
 
@@ -136,7 +137,8 @@ def _nothing_trained(training: Sequence[WordsAtLine], script: ScriptResult) -> C
     ]
     if not training:
         return ConfigError(
-            "the launch script has no training command" + "".join(f"; {sentence}" for sentence in unread),
+            "the launch script has no training command of Megatron-LM"
+            + "".join(f"; {sentence}" for sentence in unread),
             hint="give a script with a command such as `torchrun ... pretrain_gpt.py --num-layers ...`, or a file with its arguments",
         )
     command, at = training[0]

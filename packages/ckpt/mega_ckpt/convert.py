@@ -44,8 +44,7 @@ from mega_ckpt.source import (
 from mega_ckpt.storage import open_storage_folder
 from mega_ckpt.store import Checkpoint
 from mega_ckpt.stream_checkpoint import split_blocks, write_weights
-from mega_ckpt.training_state import ConvertedTraining, OptimizerNotConverted
-from mega_ckpt.weight_source import WeightSource, cast_dtype
+from mega_ckpt.weight_source import ConvertedTraining, OptimizerNotConverted, WeightSource, cast_dtype
 from mega_common.errors import CheckpointError
 from mega_common.object_store import Location, RemotePath, parse_location
 from mega_common.progress_logging import ProgressBar, logger
@@ -162,7 +161,10 @@ def _open_input(source: str | Location, to: str, options: ConvertOptions) -> Wei
         return load_with_adapter(options.adapter, source)
     weights = open_weight_source(source, settings=options.settings, averaged=options.averaged)
     if to == "peft" and not isinstance(weights, AdaptedWeightSource):
-        raise CheckpointError(f"{source}: --to peft requires a checkpoint with an adapter", hint="convert it --to hf")
+        raise CheckpointError(
+            f"{source}: --to peft requires a LoRA adapter, but this checkpoint has the weights of a whole model",
+            hint="use --to hf, or give a run that was trained with `lora`",
+        )
     if options.tokens:
         return add_tokens(weights, options.tokens, options.vocab_size)
     return weights if options.vocab_size is None else ExtendedVocabularySource(weights, options.vocab_size)

@@ -16,8 +16,8 @@ from mega_ckpt.manifest import MANIFEST
 from mega_ckpt.source import open_weight_source
 from mega_ckpt.storage import open_storage_folder
 from mega_ckpt.stream_checkpoint import split_blocks
-from mega_ckpt.training_state import OptimizerNotConverted
 from mega_ckpt.verify import CheckpointSummary, VerifyReport, group_weights_by_dtype
+from mega_ckpt.weight_source import OptimizerNotConverted
 from mega_common.errors import CheckpointError
 from mega_common.object_store import Location
 from mega_common.progress_logging import ProgressBar

@@ -19,8 +19,7 @@ from mega_ckpt.manifest import DTYPE_NAMES, FileEntry, TensorChunk, TensorEntry,
 from mega_ckpt.resumable_folder import RunOnce, WriteJournal, write_always
 from mega_ckpt.shard_files import HashedFile, ShardSlab, write_shards
 from mega_ckpt.tensor_pieces import TensorShape, crop_tensor, split_box
-from mega_ckpt.training_state import ConvertedTraining
-from mega_ckpt.weight_source import WeightSource, cast_dtype
+from mega_ckpt.weight_source import ConvertedTraining, WeightSource, cast_dtype
 from mega_common.model_config import ModelConfig
 from mega_common.object_store import Location
 from mega_common.progress_logging import ProgressBar

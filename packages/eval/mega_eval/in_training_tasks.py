@@ -16,8 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from mega_ckpt.lora_tensors import adapted_modules
 from mega_common.errors import ConfigError
 from mega_common.progress_logging import logger
-from mega_eval.harness_model import HarnessModel
-from mega_eval.harness_tasks import HarnessTaskOptions, find_harness_tasks, run_harness_tasks
+from mega_eval.harness_tasks import HarnessModel, HarnessTaskOptions, find_harness_tasks, run_harness_tasks
 from mega_eval.multi_rank_inference import ModelReplicas, PromptTokenizer, ReplicaLayout
 from mega_eval.sharded_decoders import GatheredDecoder, GatheredPipelineDecoder, GatheredWeights, PipelineDecoder
 from mega_trainer.config.run_config import RunConfig

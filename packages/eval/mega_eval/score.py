@@ -20,8 +20,8 @@ from torch import Tensor
 
 from mega_common.errors import CheckpointError, DataError
 from mega_common.progress_logging import ProgressBar
+from mega_eval.encoder_losses import compute_decoder_states
 from mega_eval.model_loading import check_sequence_length
-from mega_eval.span_corruption import compute_decoder_states
 from mega_trainer.model.decoder import Decoder
 from mega_trainer.model.vocab_parallel_loss import logit_tokens_per_chunk
 

@@ -21,6 +21,7 @@ from mega_common.errors import ConfigError, DataError
 from mega_common.object_store import Location
 from mega_common.progress_logging import ProgressBar, logger
 from mega_data.tokenizer import Tokenizer
+from mega_eval.encoder_losses import pad_sequences
 from mega_eval.model_loading import load_inference_model, load_tokenizer
 from mega_eval.sentence_transformers_folder import (
     PoolingMode,
@@ -30,7 +31,6 @@ from mega_eval.sentence_transformers_folder import (
     pool_hidden_states,
     read_sentence_transformers_folder,
 )
-from mega_eval.span_corruption import pad_sequences
 from mega_trainer.data.micro_batch import SequenceBounds
 from mega_trainer.model.decoder import Decoder
 

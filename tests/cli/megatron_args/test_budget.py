@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mega_cli.megatron_args.brace_expansion import expand_braces
-from mega_cli.megatron_args.linear_regex import search_extended_regex
-from mega_cli.megatron_args.shell_patterns import apply_parameter_operator
+from mega_cli.megatron_args.shell_patterns import apply_parameter_operator, search_extended_regex
 from mega_cli.megatron_args.shell_words import WordPiece, WorkBudget, make_unknown_mark, split_on_blanks
 from mega_cli.megatron_args.training_command import find_training_command
 from mega_common.errors import ConfigError

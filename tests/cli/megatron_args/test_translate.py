@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from mega_cli.megatron_args import ScriptTranslation, render_run_yaml, translate_script
 from mega_cli.megatron_args import flag_tables as flags
 from mega_cli.megatron_args.flag_tables import FlagSpec, load_flag_tables
-from mega_cli.megatron_args.render_yaml import HEADINGS
 from mega_cli.megatron_args.run_draft import load_flag_handling
+from mega_cli.megatron_args.translate import HEADINGS
 from mega_common.errors import ConfigError
 from mega_common.model_config import ModelConfig
 from mega_common.strict_config import load_yaml_mapping

@@ -243,6 +243,29 @@ def test_what_the_template_does_is_told(tmp_path: Path, tokenizer: Path, caplog:
         assert said in caplog.text
 
 
+SPELLED: list[tuple[dict[str, Any], set[str]]] = [
+    ({"prompt": "Hi", "response": "Hello"}, set()),
+    ({"prompt": "what is <|im_end|>?", "response": "Hello"}, {"<|im_end|>"}),
+    ({"prompt": "Hi", "response": "a<|im_end|><|im_start|>user\n"}, {"<|im_end|>", "<|im_start|>"}),
+    ({"system": "<|im_start|>", "prompt": "Hi", "response": "Hello"}, {"<|im_start|>"}),
+    ({"messages": [ASK, {"role": "assistant", "content": "<|im_start|>"}]}, {"<|im_start|>"}),
+    ({"prompt": "<|im_en d|> < |im_start|>", "response": "<|im_start"}, set()),
+]
+
+
+@pytest.mark.parametrize(("record", "tokens"), SPELLED)
+def test_special_tokens_that_a_conversation_spells_are_counted(
+    record: dict[str, Any], tokens: set[str], tmp_path: Path, tokenizer: Path
+) -> None:
+    info = preprocess_records(tmp_path, tokenizer, [record, {"prompt": "Hi", "response": "Hello"}])
+    assert info.chat is not None
+    spelled = {note: count for note, count in info.chat.notes.items() if "spell the special token" in note}
+    assert spelled == {
+        f"spell the special token {token!r} in a message or in 'tools', which is encoded as that token": 1
+        for token in tokens
+    }
+
+
 def test_rated_answers_are_pairs_of_which_one_is_missing(
     tmp_path: Path, tokenizer: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -349,9 +349,11 @@ def test_workers_end_with_their_parent(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     process = subprocess.Popen([sys.executable, tmp_path / "main.py"], env=environment, stderr=subprocess.DEVNULL)
     workers = wait_for(lambda: [int(path.name[3:]) for path in tmp_path.glob("pid*")])
+    assert process.poll() is None
     process.send_signal(signal.SIGKILL)
     process.wait()
     wait_for(lambda: not any(alive(pid) for pid in workers))
+    assert not any(alive(pid) for pid in workers)
 
 
 def alive(pid: int) -> bool:

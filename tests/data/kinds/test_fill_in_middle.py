@@ -14,8 +14,8 @@ from mega_data.blended_dataset import build_blended_datasets
 from mega_data.data_config import DataConfig
 from mega_data.kinds.dataset_kind import DatasetContext, TrainingSample
 from mega_data.kinds.fill_in_middle import FimContextSamples, build_fim_samples
+from mega_data.kinds.masked_lm_samples import create_sample_stream
 from mega_data.kinds.running_text import build_text_samples
-from mega_data.kinds.word_masking import create_sample_stream
 from mega_data.preprocessing.preprocess_corpus import preprocess_corpus
 from mega_data.sampling.dataset_parts import DatasetPartitioner
 from mega_data.token_files.indexed_writer import IndexedWriter

@@ -12,8 +12,7 @@ from masked_data import SENTINELS, SPECIAL, WORDS, sentences, their_splits
 from mega_common.errors import DataError
 from mega_data.batch_loader import BatchLoader
 from mega_data.blended_dataset import BlendedDataset, build_blended_datasets
-from mega_data.data_config import DataConfig
-from mega_data.denoising_config import SpanCorruption
+from mega_data.data_config import DataConfig, SpanCorruption
 from mega_data.kinds.t5_samples import T5Sample
 from mega_data.token_files.indexed_reader import IndexedReader
 from mega_data.tokenizer import Tokenizer

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mega_data.retrieval.vector_index import VectorShards
+from mega_data.retrieval.retrieve_neighbors import VectorShards
 
 
 def test_rows_lie_in_files_that_are_whole_or_absent(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from mega_common.hybrid_pattern import MOST_LAYERS
+from mega_common.layer_kinds import MOST_LAYERS
 from mega_common.model_config import ModelConfig
 from mega_common.strict_config import StrictConfig
 

@@ -32,8 +32,7 @@ from mega_ckpt.families.hybrid_entries import (
     mamba_tensor_rules,
 )
 from mega_ckpt.families.moe_entries import MoeInLayerPatternEntry, MoeSectionEntry, per_expert_rules
-from mega_common.hybrid_pattern import MOST_LAYERS
-from mega_common.layer_kinds import LETTERS
+from mega_common.layer_kinds import LETTERS, MOST_LAYERS
 from mega_common.model_config import ModelConfig
 
 _DISK_LAYER = "backbone.layers.{i}"

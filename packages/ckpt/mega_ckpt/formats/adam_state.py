@@ -31,7 +31,7 @@ from mega_ckpt.formats.dcp import malformed_as_error
 from mega_ckpt.formats.disk_source import LazyTensor
 from mega_ckpt.formats.safe_pickles import InertObject
 from mega_ckpt.formats.torch_archive import StoredTensor, load_torch_archive
-from mega_ckpt.training_state import MOMENTS
+from mega_ckpt.weight_source import MOMENTS
 from mega_common.errors import CheckpointError
 
 

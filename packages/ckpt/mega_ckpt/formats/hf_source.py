@@ -32,7 +32,7 @@ from mega_ckpt.formats.hf_weight_files import (
 from mega_ckpt.formats.quantized_weights import SCHEME_KEYS, dequantize_tensors
 from mega_ckpt.formats.safetensors_file import SafetensorsHeader
 from mega_ckpt.tensor_pieces import TensorShape
-from mega_ckpt.training_state import (
+from mega_ckpt.weight_source import (
     LOW,
     MOMENTS,
     ConvertedTraining,

@@ -34,8 +34,7 @@ from mega_ckpt.formats.megatron_entries import (
 )
 from mega_ckpt.formats.megatron_position_entries import MegatronMlaEntry, MegatronPositionsEntry
 from mega_common.errors import CheckpointError, ConfigError
-from mega_common.hybrid_pattern import NORM_EPS, build_hybrid_pattern, build_mamba_section
-from mega_common.layer_kinds import LETTERS, MambaConfig
+from mega_common.layer_kinds import LETTERS, NORM_EPS, MambaConfig, build_hybrid_pattern, build_mamba_section
 from mega_common.model_config import ModelConfig
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mega_ckpt.families.config_entries import ConfigDict, ConfigMismatchError, split_words
-from mega_common.hybrid_pattern import MOST_LAYERS
+from mega_common.layer_kinds import MOST_LAYERS
 from mega_common.model_config import ModelConfig
 
 

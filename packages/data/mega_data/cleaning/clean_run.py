@@ -1,22 +1,24 @@
-"""Cleaning run `mega data clean`: two passes over a corpus, with all dropped documents kept in separate files.
-
-The first pass applies the rules to each document and stores the fingerprints of the kept ones. The second pass compares
-the fingerprints and removes duplicates. Both use `workers` processes and resume after an interruption: all work happens
-in `.NAME.partial` next to the output, which is renamed when it is complete.
-"""
+"""Process pool whose results come in the order of the work."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
 import json
+import os
 import shutil
+import signal
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from multiprocessing import get_context, parent_process
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
@@ -24,15 +26,17 @@ from pydantic import TypeAdapter, ValidationError
 from mega_common.atomic_files import lock_folder, rename_folder_into_place, write_json_atomically
 from mega_common.errors import DataError
 from mega_common.progress_logging import ProgressBar, logger
-from mega_data.cleaning.append_files import SUFFIXES, AppendJournal
+from mega_data.cleaning.append_files import SUFFIXES, AppendJournal, import_fingerprints, write_kept_fingerprints
 from mega_data.cleaning.clean_config import RULES, CleanConfig
-from mega_data.cleaning.clean_tally import CleaningTally, DocumentAmount, sum_document_amounts
 from mega_data.cleaning.document_judge import (
     CleanedBatch,
     CleaningBatch,
+    CleaningTally,
     CleaningWorkerSettings,
+    DocumentAmount,
     DocumentCleaner,
     clean_batch,
+    sum_document_amounts,
 )
 from mega_data.cleaning.duplicate_removal import (
     FirstPassPart,
@@ -40,13 +44,65 @@ from mega_data.cleaning.duplicate_removal import (
     find_duplicates,
     remove_part_duplicates,
 )
-from mega_data.cleaning.fingerprint_files import import_fingerprints, write_kept_fingerprints
-from mega_data.cleaning.ordered_pool import map_in_order
 from mega_data.cleaning.rule_builder import hash_evaluation_ngrams
 from mega_data.preprocessing.preprocess_corpus import count_usable_cores
 from mega_data.preprocessing.text_batches import PreprocessProgress, ResumableReader
 from mega_data.reading.corpus_sources import CorpusSource, SkippedFiles, find_corpus_sources
 from mega_data.reading.documents import Document, RejectedItem
+
+READ_AHEAD = 4  # items per process that are queued or in progress
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+def map_in_order(
+    call: Callable[[Item], Result], items: Iterable[Item], workers: int
+) -> Generator[tuple[Item, Result], None, None]:
+    """Yield each item with the result of `call` on it, in input order, computed by `workers` processes, or by this
+    process for one worker.
+
+    Raises:
+        DataError: if a process was killed; and any error of `call`.
+    """
+    if workers == 1:
+        yield from ((item, call(item)) for item in items)
+        return
+    pending: deque[tuple[Item, Future[Result]]] = deque()
+    pool = ProcessPoolExecutor(workers, get_context("spawn"), _initialize_worker)
+    try:
+        for item in items:
+            if len(pending) >= READ_AHEAD * workers:
+                yield _await_first(pending)
+            pending.append((item, pool.submit(call, item)))
+        while pending:
+            yield _await_first(pending)
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _await_first(pending: deque[tuple[Item, Future[Result]]]) -> tuple[Item, Result]:
+    item, future = pending.popleft()
+    try:
+        return item, future.result()
+    except BrokenProcessPool as error:
+        raise DataError(
+            "a worker process was killed, possibly because memory ran out", hint="use fewer --workers"
+        ) from error
+
+
+def _initialize_worker() -> None:
+    """Ignore Ctrl-C in a worker, which the parent handles, and end the worker with its parent."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)  # no process is left to take a result
+
 
 BATCH = 1 << 20  # bytes of text judged at once
 PART = 1 << 28  # bytes of text in a file of the output

@@ -12,16 +12,18 @@ import numpy as np
 from pydantic import TypeAdapter
 
 from mega_common.atomic_files import open_atomic_file, write_json_atomically
-from mega_data.cleaning.append_files import SUFFIXES, compress_lines, encode_json_line
-from mega_data.cleaning.clean_config import CleanConfig, DuplicatesRule
-from mega_data.cleaning.clean_tally import CleaningTally, DocumentAmount, RuleExample
-from mega_data.cleaning.duplicate_detection import Numbers, estimate_similarity, find_exact_leaders, find_near_leaders
-from mega_data.cleaning.fingerprint_files import (
+from mega_data.cleaning.append_files import (
+    SUFFIXES,
     DocumentPositions,
+    compress_lines,
+    encode_json_line,
     load_document_positions,
     load_signatures,
     load_text_hashes,
 )
+from mega_data.cleaning.clean_config import CleanConfig, DuplicatesRule
+from mega_data.cleaning.document_judge import CleaningTally, DocumentAmount, RuleExample
+from mega_data.cleaning.duplicate_detection import Numbers, estimate_similarity, find_exact_leaders, find_near_leaders
 from mega_data.reading.corpus_sources import lookup_record_value
 from mega_data.reading.decompression import open_decompressed
 

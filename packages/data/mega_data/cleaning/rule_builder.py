@@ -14,12 +14,20 @@ import numpy as np
 
 from mega_common.errors import ConfigError, DataError
 from mega_common.progress_logging import logger
-from mega_data.cleaning.c4_rules import apply_c4_rule, load_bad_words
 from mega_data.cleaning.clean_config import CleanConfig, DecontaminationRule, LengthRule
-from mega_data.cleaning.gopher_rules import apply_quality_rule, apply_repetition_rule
 from mega_data.cleaning.language_detection import build_language_rule
-from mega_data.cleaning.pii_rules import apply_pii_rule
-from mega_data.cleaning.rule_verdict import BoundedMeasure, CleaningRule, DropDocument, TextRecord, check_measure_bounds
+from mega_data.cleaning.quality_rules import (
+    BoundedMeasure,
+    CleaningRule,
+    DropDocument,
+    TextRecord,
+    apply_c4_rule,
+    apply_pii_rule,
+    apply_quality_rule,
+    apply_repetition_rule,
+    check_measure_bounds,
+    load_bad_words,
+)
 from mega_data.cleaning.text_words import AnalyzedText, Hashes
 from mega_data.reading.source_readers import iterate_document_texts
 

@@ -108,7 +108,7 @@ def preprocess_image_chats(
         raise DataError(f"--image-text must contain {images.placeholder} exactly once, and is {images.text!r}")
     with ExitStack() as stack:
         writer = stack.enter_context(
-            _ImageDatasetWriter(prefix, tokenizer, ChatPreparation(chat, tokenizer), images, token)
+            _ImageDatasetWriter(prefix, tokenizer, ChatPreparation(chat, tokenizer, images.text), images, token)
         )
         skipped_files, bar = (
             SkippedFiles(),

@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from mega_data.kinds.dataset_kind import DatasetContext, TrainingSample
+from mega_data.kinds.masked_lm_samples import Random, WholeWordMasker, find_special_token, inverse_ngram_sampler
 from mega_data.kinds.sentence_samples import MegatronSentenceRanges, SeededSentenceRanges, SentenceRanges
-from mega_data.kinds.word_masking import Random, WholeWordMasker, find_special_token, inverse_ngram_sampler
 from mega_data.sampling.dataset_parts import DatasetPart
 from mega_data.token_files.indexed_reader import Tokens
 

@@ -18,8 +18,9 @@ import numpy as np
 import numpy.typing as npt
 
 from mega_common.errors import ConfigError
-from mega_data.denoising_config import ROOM, FimConfig
+from mega_data.data_config import ROOM, FimConfig
 from mega_data.kinds.dataset_kind import DatasetContext, TrainingSample
+from mega_data.kinds.masked_lm_samples import Random, create_sample_stream
 from mega_data.kinds.packed_documents import (
     DocumentPieces,
     PackedSamples,
@@ -28,7 +29,6 @@ from mega_data.kinds.packed_documents import (
     split_documents,
 )
 from mega_data.kinds.running_text import DocumentRules, TextSamples, build_token_windows
-from mega_data.kinds.word_masking import Random, create_sample_stream
 from mega_data.sampling.dataset_parts import DatasetPart
 from mega_data.token_files.indexed_reader import IndexedReader, Tokens
 from mega_data.tokenizer import Tokenizer

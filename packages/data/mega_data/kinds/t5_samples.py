@@ -15,16 +15,16 @@ import numpy as np
 import numpy.typing as npt
 
 from mega_common.errors import DataError
-from mega_data.denoising_config import SpanCorruption
+from mega_data.data_config import SpanCorruption
 from mega_data.kinds.dataset_kind import DatasetContext
-from mega_data.kinds.running_text import build_token_windows
-from mega_data.kinds.sentence_samples import MegatronSentenceRanges
-from mega_data.kinds.word_masking import (
+from mega_data.kinds.masked_lm_samples import (
     WholeWordMasker,
     create_sample_stream,
     find_special_token,
     geometric_ngram_sampler,
 )
+from mega_data.kinds.running_text import build_token_windows
+from mega_data.kinds.sentence_samples import MegatronSentenceRanges
 from mega_data.sampling.dataset_parts import DatasetPart
 from mega_data.tokenizer import Tokenizer
 

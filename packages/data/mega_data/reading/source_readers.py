@@ -30,20 +30,22 @@ from mega_data.reading.corpus_sources import (
 )
 from mega_data.reading.decompression import DAMAGE, ReportBytes, import_optional, open_decompressed, peek_first_bytes
 from mega_data.reading.documents import (
+    LONG,
     MAX_TEXT_BYTES,
     Document,
     DocumentStream,
+    LongText,
     RejectedItem,
     attach_record,
+    decode_blocks,
     document_from_text,
     escape_bytes,
     explain_too_large,
     format_key_names,
+    iterate_blocks,
     reject_damaged_rest,
 )
-from mega_data.reading.json_readers import read_json_lines, read_json_values
-from mega_data.reading.long_text import LONG, LongText, decode_blocks, iterate_blocks
-from mega_data.reading.parquet_reader import read_parquet
+from mega_data.reading.record_readers import read_json_lines, read_json_values, read_parquet
 
 
 def read_documents(

@@ -18,9 +18,8 @@ import numpy.typing as npt
 import xxhash
 
 from mega_common.errors import DataError
-from mega_data.sampling.document_order import DocumentOrder, find_token_range
+from mega_data.sampling.document_order import DocumentOrder, find_token_range, permute_index, splitmix64
 from mega_data.sampling.index_cache import Arrays, load_or_build_arrays
-from mega_data.sampling.keyed_permutation import permute_index, splitmix64
 from mega_data.token_files.indexed_reader import IndexedReader, Tokens
 
 

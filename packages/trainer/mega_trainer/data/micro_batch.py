@@ -13,7 +13,7 @@ from mega_common.errors import DataError
 from mega_common.model_config import ModelConfig
 from mega_common.vision_config import VisionConfig
 from mega_data.batch_loader import StepBatch
-from mega_data.images.image_geometry import compute_mrope_positions
+from mega_data.images.image_pixels import compute_mrope_positions
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.data.batch_images import BatchImages, ImageBlock, find_image_blocks
 from mega_trainer.distributed.comm import CommGroup
