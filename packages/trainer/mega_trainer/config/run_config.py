@@ -236,7 +236,7 @@ class RunConfig(StrictConfig):
         yield from train.find_run_problems(data.sample_order)
         yield from self.checkpoint.find_run_problems(train.eval_every)
         yield from self.parallel_rules.find_problems()
-        yield from find_zero_problems(parallel, self.optimizer, lora)
+        yield from find_zero_problems(parallel, lora)
         if self.precision == "fp8":
             yield from find_fp8_problems(self.fp8, model, parallel, data.seq_length, linear=self.kernels.linear)
         yield from find_lora_problems(lora, self.init_from, self.precision) if lora else ()

@@ -65,6 +65,11 @@ class ParallelConfig(StrictConfig):
     zero3_layers: PositiveInt | None = Field(
         None, description="under zero 3, layers all-gathered at once; default: by layer size and number of ranks"
     )
+    zero3_gather: Literal["micro_batch", "step"] | None = Field(
+        None,
+        description="under zero 3, gather weights for the forward and again for the backward of each micro_batch, or once a "
+        "step, which keeps all gathered weights of a rank in memory during the step; default: micro_batch",
+    )
     grad_reduce_dtype: Literal["fp32", "bf16"] = Field(
         "fp32",
         description="dtype of the gradient all-reduce over data ranks; bf16 halves the traffic and loses precision",
