@@ -87,6 +87,9 @@ class TrainConfig(StrictConfig):
     epochs: float | None = Field(None, gt=0, description="passes over the training data, in place of steps")
     eval_every: int = Field(0, ge=0, description="steps between validations; 0 for none")
     eval_steps: PositiveInt = Field(10, description="global batches of one validation")
+    eval_first: bool = Field(
+        False, description="also validate before the first step: initial_valid_loss of step 1 in metrics.jsonl"
+    )
     seed: int = Field(1234, ge=0)
     freeze: list[str] = Field([], description="frozen tensors, by patterns of their names such as model.embed_tokens.*")
     ema: float | None = Field(
@@ -133,6 +136,8 @@ class TrainConfig(StrictConfig):
         """Yield `train` settings that conflict with the order of the data, or that need validation in a run without."""
         if self.early_stop is not None and not self.eval_every:
             yield validation_required_problem("train.early_stop", self.early_stop)
+        if self.eval_first and not self.eval_every:
+            yield validation_required_problem("train.eval_first", True)
         if sample_order != "megatron":
             return
         if self.epochs is not None:
