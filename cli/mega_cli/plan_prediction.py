@@ -16,7 +16,7 @@ from mega_common.progress_logging import format_number, logger
 
 if TYPE_CHECKING:
     from mega_trainer.config.run_config import RunConfig
-    from mega_trainer.pages.plan_page import SearchedLayout
+    from mega_trainer.pages.plan_page import LayoutCandidate
     from mega_trainer.plan.layout_search import PlannedLayout
 
 SHOWN = 8  # layouts that are printed
@@ -278,7 +278,7 @@ def _parse_token_count(text: str) -> float:
 
 
 def write_plan_html(
-    html: Path, run: Path, config: RunConfig, ranks: int, plan: dict[str, Any], found: Sequence[SearchedLayout] = ()
+    html: Path, run: Path, config: RunConfig, ranks: int, plan: dict[str, Any], found: Sequence[LayoutCandidate] = ()
 ) -> None:
     """Write the HTML page of a run's plan, given as `mega plan --json` prints it, and of the predicted times if `plan`
     has `time`.
@@ -321,14 +321,14 @@ def write_search_html(
     Raises:
         ConfigError: if the file cannot be written.
     """
-    from mega_trainer.pages.plan_page import SearchedLayout
+    from mega_trainer.pages.plan_page import LayoutCandidate
     from mega_trainer.plan.layout_search import explain_layout_time, format_layout
     from mega_trainer.plan.memory_advice import apply_settings
 
     best = layouts[0]
     each = config.batch.global_ * config.data.seq_length / ranks
     found = [
-        SearchedLayout(
+        LayoutCandidate(
             layout.time.seconds,
             each / layout.time.seconds,
             layout.memory,

@@ -55,7 +55,7 @@ class ScheduleDraft:
         found = self.given.take_number(f"{KWARGS}{key}")
         return default if found is None else found
 
-    def check_half_cosine(self, cycles: float = 0.5) -> bool:
+    def require_num_cycles(self, cycles: float = 0.5) -> bool:
         """Return True if the schedule's num_cycles is `cycles`, so that the cosine falls once; else leave the schedule
         for the user to fill in.
         """
@@ -75,25 +75,25 @@ class ScheduleDraft:
 
 
 def _cosine(schedule: ScheduleDraft, origin: str) -> None:
-    if schedule.check_half_cosine():
+    if schedule.require_num_cycles():
         schedule.set_schedule("cosine", origin)
 
 
 def _cosine_with_restarts(schedule: ScheduleDraft, origin: str) -> None:
-    if schedule.check_half_cosine(1):
+    if schedule.require_num_cycles(1):
         schedule.set_schedule("cosine", origin)
 
 
 def _cosine_with_min_lr(schedule: ScheduleDraft, origin: str) -> None:
     lowest = schedule.minimum_rate()
-    if lowest is not None and schedule.check_half_cosine():
+    if lowest is not None and schedule.require_num_cycles():
         schedule.set_schedule("cosine", origin, min_lr=lowest)
 
 
 def _cosine_warmup_with_min_lr(schedule: ScheduleDraft, origin: str) -> None:
     """Set the cosine whose warm-up and decay both end one step early."""
     lowest, first = schedule.minimum_rate(), schedule.given.take_number(f"{KWARGS}warmup_lr_rate")
-    warmup, falls = schedule.warmup.steps, schedule.check_half_cosine()
+    warmup, falls = schedule.warmup.steps, schedule.require_num_cycles()
     if schedule.steps is None or not warmup:
         schedule.leave_open(
             "cosine_warmup_with_min_lr requires max_steps and a warm-up of at least one step to translate"
@@ -123,7 +123,7 @@ def _warmup_stable_decay(schedule: ScheduleDraft, origin: str) -> None:
     shapes = [schedule.given.take_value(f"{KWARGS}{key}_type") for key in ("warmup", "decay")]
     lowest, warmup = schedule.take_number("min_lr_ratio", 0.0) * schedule.lr, schedule.warmup.steps
     rise, fall = ("minus-sqrt" if shape == "1-sqrt" else shape for shape in shapes)
-    falls = schedule.check_half_cosine()
+    falls = schedule.require_num_cycles()
     if not decay or (stable is not None and warmup is None):
         schedule.leave_open(
             "warmup_stable_decay requires num_decay_steps, and with num_stable_steps a warm-up in steps"

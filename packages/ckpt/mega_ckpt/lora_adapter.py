@@ -154,7 +154,7 @@ def check_adapter_modules(
     return modules
 
 
-def check_adapter_start(
+def check_initial_adapter(
     adapter: SavedAdapter, modules: Mapping[str, AdaptedModule], trains: Callable[[str], bool], where: str
 ) -> None:
     """Reject a start from `adapter` in which the run would drop one of its tensors or change its scale.

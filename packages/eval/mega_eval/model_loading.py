@@ -35,7 +35,7 @@ from mega_common.progress_logging import logger
 from mega_data.tokenizer import Tokenizer
 from mega_eval.sampling import (
     GENERATION_KEYS,
-    list_unsupported_settings,
+    list_unsupported_generation_settings,
     parse_sampling_settings,
     parse_token_ids,
 )
@@ -278,7 +278,7 @@ def warn_unsupported_settings(path: str | Location) -> None:
     """Log a warning that lists the settings in the model's generation_config.json that are not supported but would
     change the text.
     """
-    if unsupported := list_unsupported_settings(_load_generation_config(path)):
+    if unsupported := list_unsupported_generation_settings(_load_generation_config(path)):
         message = "%s: the generation settings %s are not supported; texts differ from those of transformers"
         logger.warning(message, path, ", ".join(unsupported))
 

@@ -102,8 +102,8 @@ class EncoderHeadsEntry:
 
     name: str
     activation: str = ""
-    covered_keys: frozenset[str] = frozenset()  # `architectures` is every family's
-    covered_fields: frozenset[str] = frozenset({"masked_lm", "pooler", "sentence_pairs"})
+    handled_config_keys: frozenset[str] = frozenset()  # `architectures` is every family's
+    handled_model_fields: frozenset[str] = frozenset({"masked_lm", "pooler", "sentence_pairs"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the fields `masked_lm`, `pooler` and `sentence_pairs` that the class in `architectures` implies."""
@@ -135,8 +135,8 @@ class OffsetPositionsEntry:
     of unused rows.
     """
 
-    covered_keys: frozenset[str] = frozenset({"max_position_embeddings", "pad_token_id"})
-    covered_fields: frozenset[str] = frozenset({"max_position", "position_offset"})
+    handled_config_keys: frozenset[str] = frozenset({"max_position_embeddings", "pad_token_id"})
+    handled_model_fields: frozenset[str] = frozenset({"max_position", "position_offset"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the fields `max_position`, the number of usable rows, and `position_offset`, the number of unused ones
@@ -165,8 +165,8 @@ class LocalAttentionEntry:
     which has full attention.
     """
 
-    covered_keys: frozenset[str] = frozenset({"local_attention", "layer_types", "global_attn_every_n_layers"})
-    covered_fields: frozenset[str] = frozenset({"sliding_window", "full_attention_layers"})
+    handled_config_keys: frozenset[str] = frozenset({"local_attention", "layer_types", "global_attn_every_n_layers"})
+    handled_model_fields: frozenset[str] = frozenset({"sliding_window", "full_attention_layers"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the fields `sliding_window`, which counts the query's own position, and `full_attention_layers`."""
@@ -304,8 +304,8 @@ ROBERTA = EncoderFamily(
 class _ModernBertHeadEntry:
     """ModernBERT's masked-language-model head; its keys are named after classifiers."""
 
-    covered_keys: frozenset[str] = frozenset({"classifier_activation", "classifier_bias", "decoder_bias"})
-    covered_fields: frozenset[str] = frozenset({"masked_lm", "pooler", "sentence_pairs"})
+    handled_config_keys: frozenset[str] = frozenset({"classifier_activation", "classifier_bias", "decoder_bias"})
+    handled_model_fields: frozenset[str] = frozenset({"masked_lm", "pooler", "sentence_pairs"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the head, independent of the class: `restrict_to_stored` checks the tensors."""

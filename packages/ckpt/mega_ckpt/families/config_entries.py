@@ -36,11 +36,11 @@ class ConfigEntry(Protocol):
     """
 
     @property
-    def covered_keys(self) -> frozenset[str]:
+    def handled_config_keys(self) -> frozenset[str]:
         """Keys of config.json that the entry accounts for; a key that no entry covers is reported as unread."""
 
     @property
-    def covered_fields(self) -> frozenset[str]:
+    def handled_model_fields(self) -> frozenset[str]:
         """Fields of `ModelConfig` that the entry accounts for; a field that no entry covers must have its default."""
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
@@ -75,12 +75,12 @@ class KeyEntry:
     must_agree: bool = True
 
     @property
-    def covered_keys(self) -> frozenset[str]:
+    def handled_config_keys(self) -> frozenset[str]:
         """Keys of config.json that the entry covers: the key and its aliases."""
         return frozenset(self.key.split())
 
     @property
-    def covered_fields(self) -> frozenset[str]:
+    def handled_model_fields(self) -> frozenset[str]:
         """Fields of `ModelConfig` that the entry covers."""
         return frozenset(self.field_names.split())
 
@@ -140,10 +140,10 @@ class KeyValueHeadsEntry:
     divisible: bool = False
     derived: bool = False
     dim_key: str = "head_dim"
-    covered_fields: frozenset[str] = frozenset({"num_kv_heads", "head_dim"})
+    handled_model_fields: frozenset[str] = frozenset({"num_kv_heads", "head_dim"})
 
     @property
-    def covered_keys(self) -> frozenset[str]:
+    def handled_config_keys(self) -> frozenset[str]:
         """Keys of config.json that the entry covers."""
         return frozenset({"num_key_value_heads", *self.dim_key.split()})
 
@@ -176,10 +176,10 @@ class FixedFieldsEntry:
     """
 
     values: Mapping[str, Any]
-    covered_keys: frozenset[str] = field(default=frozenset())
+    handled_config_keys: frozenset[str] = field(default=frozenset())
 
     @property
-    def covered_fields(self) -> frozenset[str]:
+    def handled_model_fields(self) -> frozenset[str]:
         """Fields of `ModelConfig` that the entry covers."""
         return frozenset(self.values)
 
@@ -204,10 +204,10 @@ class AllowedValuesEntry:
     """Config entry for keys of config.json that have no field and are accepted only with values that change nothing."""
 
     values: Mapping[str, tuple[Any, ...]]
-    covered_fields: frozenset[str] = field(default=frozenset())
+    handled_model_fields: frozenset[str] = field(default=frozenset())
 
     @property
-    def covered_keys(self) -> frozenset[str]:
+    def handled_config_keys(self) -> frozenset[str]:
         """Keys of config.json that the entry covers."""
         return frozenset(self.values)
 
@@ -234,12 +234,12 @@ class PerHeadNormEntry:
     key: str
 
     @property
-    def covered_keys(self) -> frozenset[str]:
+    def handled_config_keys(self) -> frozenset[str]:
         """Keys of config.json that the entry covers."""
         return frozenset({self.key})
 
     @property
-    def covered_fields(self) -> frozenset[str]:
+    def handled_model_fields(self) -> frozenset[str]:
         """Fields of `ModelConfig` that the entry covers."""
         return frozenset({"qk_norm", "qk_norm_span"})
 
@@ -335,8 +335,8 @@ class MultiHeadEntry:
     together are as wide as the model.
     """
 
-    covered_keys: frozenset[str] = frozenset({"head_dim"})
-    covered_fields: frozenset[str] = frozenset({"num_kv_heads", "head_dim"})
+    handled_config_keys: frozenset[str] = frozenset({"head_dim"})
+    handled_model_fields: frozenset[str] = frozenset({"num_kv_heads", "head_dim"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return no fields: multi-head attention is `ModelConfig`'s default; ConfigMismatchError for another

@@ -50,8 +50,8 @@ class LatentAttentionEntry:
     transformers' default epsilon.
     """
 
-    covered_keys: frozenset[str] = frozenset({*_LATENT, "head_dim", "qk_head_dim", "num_key_value_heads"})
-    covered_fields: frozenset[str] = frozenset({"mla", "num_kv_heads", "head_dim"})
+    handled_config_keys: frozenset[str] = frozenset({*_LATENT, "head_dim", "qk_head_dim", "num_key_value_heads"})
+    handled_model_fields: frozenset[str] = frozenset({"mla", "num_kv_heads", "head_dim"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the section `mla` with the ranks and head dimensions; ConfigMismatchError if one is missing or
@@ -94,8 +94,8 @@ class ExpertGroupsEntry:
     methods: tuple[str, str]
     score: str
     defaults: tuple[int | None, int | None] = (None, None)
-    covered_keys: frozenset[str] = frozenset({"n_group", "topk_group", "topk_method"})
-    covered_fields: frozenset[str] = frozenset({"groups", "top_groups", "group_score"})
+    handled_config_keys: frozenset[str] = frozenset({"n_group", "topk_group", "topk_method"})
+    handled_model_fields: frozenset[str] = frozenset({"groups", "top_groups", "group_score"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the fields `groups`, `top_groups` and `group_score`; one group if `topk_method` is the method without

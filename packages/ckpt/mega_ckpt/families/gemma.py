@@ -51,8 +51,8 @@ class QueryScaleEntry:
     """Config entry for Gemma's integer `query_pre_attn_scalar`: attention scores are divided by its square root."""
 
     default: int
-    covered_keys: frozenset[str] = frozenset({"query_pre_attn_scalar"})
-    covered_fields: frozenset[str] = frozenset({"attention_scale"})
+    handled_config_keys: frozenset[str] = frozenset({"query_pre_attn_scalar"})
+    handled_model_fields: frozenset[str] = frozenset({"attention_scale"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the field `attention_scale`: None if `query_pre_attn_scalar` equals the head dimension, else its

@@ -32,8 +32,8 @@ class Gpt2SizesEntry:
     for the maximum sequence length.
     """
 
-    covered_keys: frozenset[str] = frozenset({"n_inner", "n_ctx"})
-    covered_fields: frozenset[str] = frozenset({"ffn_hidden_size"})
+    handled_config_keys: frozenset[str] = frozenset({"n_inner", "n_ctx"})
+    handled_model_fields: frozenset[str] = frozenset({"ffn_hidden_size"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the field `ffn_hidden_size`; ConfigMismatchError if `n_ctx`, an older name of `n_positions`, differs
@@ -125,8 +125,8 @@ GPT2 = ModelFamily(
 class MultiQueryEntry:
     """Config entry for GPT-BigCode's key `multi_query`, which selects multi-query or multi-head attention."""
 
-    covered_keys: frozenset[str] = frozenset({"multi_query", "head_dim"})
-    covered_fields: frozenset[str] = frozenset({"num_kv_heads", "head_dim"})
+    handled_config_keys: frozenset[str] = frozenset({"multi_query", "head_dim"})
+    handled_model_fields: frozenset[str] = frozenset({"num_kv_heads", "head_dim"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the field `num_kv_heads`: 1 for multi-query attention, else None (as many as query heads)."""

@@ -31,8 +31,8 @@ _EXPERTS = "model.layers.{i}.mlp.experts"
 class LogitsScalingEntry:
     """Config entry for Granite's `logits_scaling`, which divides the logits."""
 
-    covered_keys: frozenset[str] = frozenset({"logits_scaling"})
-    covered_fields: frozenset[str] = frozenset({"logit_scale"})
+    handled_config_keys: frozenset[str] = frozenset({"logits_scaling"})
+    handled_model_fields: frozenset[str] = frozenset({"logit_scale"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the field `logit_scale`, the inverse of `logits_scaling`."""
@@ -53,8 +53,8 @@ class LogitsScalingEntry:
 class AttentionMultiplierEntry:
     """Config entry for Granite's `attention_multiplier`, the factor on attention scores, 1 by default."""
 
-    covered_keys: frozenset[str] = frozenset({"attention_multiplier"})
-    covered_fields: frozenset[str] = frozenset({"attention_scale"})
+    handled_config_keys: frozenset[str] = frozenset({"attention_multiplier"})
+    handled_model_fields: frozenset[str] = frozenset({"attention_scale"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the field `attention_scale` from `attention_multiplier`."""

@@ -76,10 +76,10 @@ class UnusedFieldsEntry:
     """
 
     values: Mapping[str, int | str]
-    covered_keys: frozenset[str] = field(default=frozenset())
+    handled_config_keys: frozenset[str] = field(default=frozenset())
 
     @property
-    def covered_fields(self) -> frozenset[str]:
+    def handled_model_fields(self) -> frozenset[str]:
         """Fields of `ModelConfig` that the entry covers."""
         return frozenset(self.values)
 
@@ -99,12 +99,12 @@ class OptionalRopeEntry:
     rope: RopeEntry
 
     @property
-    def covered_keys(self) -> frozenset[str]:
+    def handled_config_keys(self) -> frozenset[str]:
         """Keys of config.json that the entry covers."""
-        return self.rope.covered_keys | {"position_embedding_type"}
+        return self.rope.handled_config_keys | {"position_embedding_type"}
 
     @property
-    def covered_fields(self) -> frozenset[str]:
+    def handled_model_fields(self) -> frozenset[str]:
         """Fields of `ModelConfig` that the entry covers."""
         return frozenset({"position", "rope"})
 
@@ -141,12 +141,14 @@ class MambaSectionEntry:
     expand: str | None = None
     auto: str | None = None
     expand_default: int = 2
-    covered_fields: frozenset[str] = frozenset({"mamba"})
+    handled_model_fields: frozenset[str] = frozenset({"mamba"})
 
     @property
-    def covered_keys(self) -> frozenset[str]:
+    def handled_config_keys(self) -> frozenset[str]:
         """Keys of config.json that the entry covers."""
-        return frozenset([self.expand] if self.expand else []).union(*(entry.covered_keys for entry in self.entries))
+        return frozenset([self.expand] if self.expand else []).union(
+            *(entry.handled_config_keys for entry in self.entries)
+        )
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the section `mamba`; ConfigMismatchError if heads times head width is not the width that `expand`
@@ -158,7 +160,7 @@ class MambaSectionEntry:
             (heads,) = (
                 entry.fields_from_config(raw)["num_heads"]
                 for entry in self.entries
-                if "num_heads" in entry.covered_fields
+                if "num_heads" in entry.handled_model_fields
             )
             raw[self.auto] = (width or 0) // heads
         for entry in self.entries:
@@ -194,10 +196,10 @@ class TimeStepLimitEntry:
     """
 
     key: str = "time_step_limit"
-    covered_fields: frozenset[str] = frozenset({"dt_limit"})
+    handled_model_fields: frozenset[str] = frozenset({"dt_limit"})
 
     @property
-    def covered_keys(self) -> frozenset[str]:
+    def handled_config_keys(self) -> frozenset[str]:
         """Keys of config.json that the entry covers."""
         return frozenset(self.key.split())
 

@@ -217,7 +217,7 @@ _MLP_NORM = f"{LAYER}.post_attention_layernorm"
 class FalconArchitectureEntry:
     """Config entry for key/value heads and norms of Falcon, from the keys of its old (7B) and new (40B) architecture."""
 
-    covered_keys: frozenset[str] = frozenset(
+    handled_config_keys: frozenset[str] = frozenset(
         {
             "num_kv_heads",
             "new_decoder_architecture",
@@ -227,7 +227,7 @@ class FalconArchitectureEntry:
             "head_dim",
         }
     )
-    covered_fields: frozenset[str] = frozenset({"num_kv_heads", "head_dim", "parallel_residual", "shared_norm"})
+    handled_model_fields: frozenset[str] = frozenset({"num_kv_heads", "head_dim", "parallel_residual", "shared_norm"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the fields `num_kv_heads`, `parallel_residual` and `shared_norm` (one norm before attention and MLP)."""
@@ -264,8 +264,8 @@ class FalconArchitectureEntry:
 class FalconWidthEntry:
     """Config entry for Falcon's MLP width, four times the model's by default."""
 
-    covered_keys: frozenset[str] = frozenset({"ffn_hidden_size"})
-    covered_fields: frozenset[str] = frozenset({"ffn_hidden_size"})
+    handled_config_keys: frozenset[str] = frozenset({"ffn_hidden_size"})
+    handled_model_fields: frozenset[str] = frozenset({"ffn_hidden_size"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the field `ffn_hidden_size`, the MLP width."""

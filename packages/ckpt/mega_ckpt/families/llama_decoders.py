@@ -254,10 +254,10 @@ class NoRopeLayersEntry:
     """
 
     every: int = 4
-    covered_keys: frozenset[str] = frozenset(
+    handled_config_keys: frozenset[str] = frozenset(
         {"no_rope_layers", "no_rope_layer_interval", "use_sliding_window", "sliding_window", "layer_types"}
     )
-    covered_fields: frozenset[str] = frozenset({"no_rope_layers", "sliding_window", "full_attention_layers"})
+    handled_model_fields: frozenset[str] = frozenset({"no_rope_layers", "sliding_window", "full_attention_layers"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the fields `no_rope_layers`, `sliding_window` and `full_attention_layers`."""

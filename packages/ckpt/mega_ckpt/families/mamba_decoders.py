@@ -57,8 +57,8 @@ class GraniteLayersEntry:
     experts in all layers or in none.
     """
 
-    covered_keys: frozenset[str] = _EXPERTS.covered_keys | {"layer_types", "layers_block_type"}
-    covered_fields: frozenset[str] = frozenset({"layers", "moe", "ffn_hidden_size"})
+    handled_config_keys: frozenset[str] = _EXPERTS.handled_config_keys | {"layer_types", "layers_block_type"}
+    handled_model_fields: frozenset[str] = frozenset({"layers", "moe", "ffn_hidden_size"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the fields `layers`, `ffn_hidden_size` and, with experts, `moe`."""
@@ -93,7 +93,7 @@ def _shared_mlp(module: str) -> tuple[TensorRule, ...]:
 
 
 _ENTRIES: tuple[ConfigEntry, ...] = tuple(
-    entry for entry in DECODER if not entry.covered_fields & {"ffn_hidden_size", "position"}
+    entry for entry in DECODER if not entry.handled_model_fields & {"ffn_hidden_size", "position"}
 )  # covered by other entries
 
 GRANITE_MOE_HYBRID = ModelFamily(
@@ -119,8 +119,8 @@ GRANITE_MOE_HYBRID = ModelFamily(
 class AttentionLayersEntry:
     """Config entry for Bamba's `attn_layer_indices`: the layers with attention; all others are Mamba-2."""
 
-    covered_keys: frozenset[str] = frozenset({"attn_layer_indices", "layers_block_type", "layer_types"})
-    covered_fields: frozenset[str] = frozenset({"layers"})
+    handled_config_keys: frozenset[str] = frozenset({"attn_layer_indices", "layers_block_type", "layer_types"})
+    handled_model_fields: frozenset[str] = frozenset({"layers"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the field `layers`, the kind of each layer; ConfigMismatchError if a list of layer types disagrees."""
@@ -174,8 +174,8 @@ _BACKBONE = "backbone.layers.{i}"
 class MambaLayersEntry:
     """Config entry for Mamba-2 in every layer, which no key of config.json selects."""
 
-    covered_keys: frozenset[str] = frozenset({"num_hidden_layers", "layer_types"})
-    covered_fields: frozenset[str] = frozenset({"num_layers", "layers"})
+    handled_config_keys: frozenset[str] = frozenset({"num_hidden_layers", "layer_types"})
+    handled_model_fields: frozenset[str] = frozenset({"num_layers", "layers"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the fields `num_layers` and `layers`, with Mamba-2 in every layer."""

@@ -26,11 +26,11 @@ class MoeFieldEntry(Protocol):
     """
 
     @property
-    def covered_keys(self) -> frozenset[str]:
+    def handled_config_keys(self) -> frozenset[str]:
         """Keys of config.json that the entry covers."""
 
     @property
-    def covered_fields(self) -> frozenset[str]:
+    def handled_model_fields(self) -> frozenset[str]:
         """Fields of `MoeConfig` that the entry covers."""
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
@@ -50,7 +50,7 @@ class MoeLayersEntry(Protocol):
     """
 
     @property
-    def covered_keys(self) -> frozenset[str]:
+    def handled_config_keys(self) -> frozenset[str]:
         """Keys of config.json that the entry covers."""
 
     def fields_from_config(self, raw: ConfigDict) -> list[int] | None:
@@ -73,12 +73,12 @@ class MoeSectionEntry:
 
     entries: tuple[MoeFieldEntry, ...]
     layers: MoeLayersEntry
-    covered_fields: frozenset[str] = frozenset({"moe"})
+    handled_model_fields: frozenset[str] = frozenset({"moe"})
 
     @property
-    def covered_keys(self) -> frozenset[str]:
+    def handled_config_keys(self) -> frozenset[str]:
         """Keys of config.json that the entry covers."""
-        return self.layers.covered_keys.union(*(entry.covered_keys for entry in self.entries))
+        return self.layers.handled_config_keys.union(*(entry.handled_config_keys for entry in self.entries))
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the section `moe`."""
@@ -100,7 +100,7 @@ class MoeSectionEntry:
         out = self.layers.config_from_fields(model)
         for entry in self.entries:
             out |= entry.config_from_fields(model.moe)
-        covered = MOE_TRAINING_FIELDS.union({"layers"}, *(entry.covered_fields for entry in self.entries))
+        covered = MOE_TRAINING_FIELDS.union({"layers"}, *(entry.handled_model_fields for entry in self.entries))
         for name, field in MoeConfig.model_fields.items():
             if name not in covered and getattr(model.moe, name) != field.default:
                 raise ConfigMismatchError(f"moe.{name} = {getattr(model.moe, name)!r} has no counterpart")
@@ -111,7 +111,7 @@ class MoeSectionEntry:
 class MoeInAllLayersEntry:
     """`MoeLayersEntry` for experts in every layer, without a key in config.json."""
 
-    covered_keys: frozenset[str] = frozenset()
+    handled_config_keys: frozenset[str] = frozenset()
 
     def fields_from_config(self, raw: ConfigDict) -> None:
         """Return None: all layers have experts."""
@@ -127,7 +127,7 @@ class MoeInAllLayersEntry:
 class MoeInLayerPatternEntry:
     """`MoeLayersEntry` for experts in the layers of a pattern of layer kinds, which another entry reads and writes."""
 
-    covered_keys: frozenset[str] = frozenset()
+    handled_config_keys: frozenset[str] = frozenset()
 
     def fields_from_config(self, raw: ConfigDict) -> None:
         """Return None: another entry reads the layers."""
@@ -143,7 +143,7 @@ class SparseStepEntry:
     `mlp_only_layers`.
     """
 
-    covered_keys: frozenset[str] = frozenset({"decoder_sparse_step", "mlp_only_layers"})
+    handled_config_keys: frozenset[str] = frozenset({"decoder_sparse_step", "mlp_only_layers"})
 
     def fields_from_config(self, raw: ConfigDict) -> list[int] | None:
         """Return the indices of the layers with experts; None if all layers have them."""
@@ -172,7 +172,7 @@ class DenseFirstEntry:
 
     default: int
     mtp_entry: KeyEntry | None = None
-    covered_keys: frozenset[str] = frozenset({"first_k_dense_replace", "moe_layer_freq"})
+    handled_config_keys: frozenset[str] = frozenset({"first_k_dense_replace", "moe_layer_freq"})
 
     def fields_from_config(self, raw: ConfigDict) -> list[int] | None:
         """Return the indices of the layers with experts: all except the first dense ones; None if no layer is dense."""
@@ -231,8 +231,8 @@ class SharedExpertsEntry:
     """Config entry for DeepSeek's number of shared experts, which mega stores as one expert of their total width."""
 
     default: int
-    covered_keys: frozenset[str] = frozenset({"n_shared_experts"})
-    covered_fields: frozenset[str] = frozenset({"shared_ffn_hidden_size"})
+    handled_config_keys: frozenset[str] = frozenset({"n_shared_experts"})
+    handled_model_fields: frozenset[str] = frozenset({"shared_ffn_hidden_size"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the field `shared_ffn_hidden_size`, the total width of the shared experts."""

@@ -46,10 +46,10 @@ class NemotronLayersEntry:
     layers follows from it.
     """
 
-    covered_keys: frozenset[str] = frozenset(
+    handled_config_keys: frozenset[str] = frozenset(
         {"layers_block_type", "layer_types", "hybrid_override_pattern", "num_hidden_layers"}
     )
-    covered_fields: frozenset[str] = frozenset({"num_layers", "layers"})
+    handled_model_fields: frozenset[str] = frozenset({"num_layers", "layers"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the fields `layers` and `num_layers`; the key `num_hidden_layers` is ignored."""
@@ -89,12 +89,12 @@ class OptionalMoeEntry:
     """
 
     experts: MoeSectionEntry
-    covered_fields: frozenset[str] = frozenset({"moe", "mlp_bias"})
+    handled_model_fields: frozenset[str] = frozenset({"moe", "mlp_bias"})
 
     @property
-    def covered_keys(self) -> frozenset[str]:
+    def handled_config_keys(self) -> frozenset[str]:
         """Keys of config.json that the entry covers."""
-        return self.experts.covered_keys | {"mlp_bias"}
+        return self.experts.handled_config_keys | {"mlp_bias"}
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the fields `moe`, None if no layer has experts, and `mlp_bias`."""

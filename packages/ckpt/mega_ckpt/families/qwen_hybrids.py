@@ -55,13 +55,13 @@ _SIZES = (
 
 
 @dataclass(frozen=True)
-class DeltaSectionEntry:
+class GatedDeltaNetEntry:
     """Config entry for the section `delta`, the sizes of gated delta nets, whose norm has the model's epsilon; a model
     without delta nets may lack it.
     """
 
-    covered_keys: frozenset[str] = frozenset().union(*(entry.covered_keys for entry in _SIZES))
-    covered_fields: frozenset[str] = frozenset({"delta"})
+    handled_config_keys: frozenset[str] = frozenset().union(*(entry.handled_config_keys for entry in _SIZES))
+    handled_model_fields: frozenset[str] = frozenset({"delta"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the section `delta`."""
@@ -84,13 +84,13 @@ class QwenLayersEntry:
     """
 
     feed: str = ""
-    covered_fields: frozenset[str] = frozenset({"layers"})
+    handled_model_fields: frozenset[str] = frozenset({"layers"})
 
     @property
-    def covered_keys(self) -> frozenset[str]:
+    def handled_config_keys(self) -> frozenset[str]:
         """Keys of config.json that the entry covers."""
         return frozenset({"layer_types", "full_attention_interval"}) | (
-            SparseStepEntry().covered_keys if not self.feed else set()
+            SparseStepEntry().handled_config_keys if not self.feed else set()
         )
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
@@ -124,7 +124,7 @@ def qwen_hybrid_entries(kv_heads: int) -> tuple[ConfigEntry, ...]:
     return (
         KeyValueHeadsEntry(kv_default=kv_heads, dim_default=256),
         RopeEntry(fraction=0.25, partial=True),
-        DeltaSectionEntry(),
+        GatedDeltaNetEntry(),
         KeyEntry("attention_bias", "qkv_bias attention_out_bias", False),
         *NO_WINDOW,
         AllowedValuesEntry({"attn_output_gate": (True,)}),
@@ -202,7 +202,7 @@ QWEN3_5_MOE = ModelFamily(
     name="qwen3_5_moe_text",
     architecture="Qwen3_5MoeForCausalLM",
     entries=(
-        *(entry for entry in llama_config_entries() if "ffn_hidden_size" not in entry.covered_fields),
+        *(entry for entry in llama_config_entries() if "ffn_hidden_size" not in entry.handled_model_fields),
         UnusedFieldsEntry({"ffn_hidden_size": "moe_intermediate_size"}),
         *qwen_hybrid_entries(2),
         QwenLayersEntry("moe"),

@@ -57,10 +57,10 @@ class RopeEntry:
     absent: Mapping[str, Any] = field(default_factory=dict)
     original: int | None = None
     interleaved: bool = False
-    covered_fields: frozenset[str] = frozenset({"rope"})
+    handled_model_fields: frozenset[str] = frozenset({"rope"})
 
     @property
-    def covered_keys(self) -> frozenset[str]:
+    def handled_config_keys(self) -> frozenset[str]:
         """Keys of config.json that the entry covers."""
         usual = {"rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor", _ORIGINAL_KEY}
         return frozenset({*usual, self.theta_key, self.fraction_key})
@@ -169,12 +169,12 @@ class GlobalLocalRopeEntry:
     rope: RopeEntry
     local: RopeEntry
     local_key: str | None = "rope_local_base_freq"
-    covered_fields: frozenset[str] = frozenset({"rope", "local_rope"})
+    handled_model_fields: frozenset[str] = frozenset({"rope", "local_rope"})
 
     @property
-    def covered_keys(self) -> frozenset[str]:
+    def handled_config_keys(self) -> frozenset[str]:
         """Keys of config.json that the entry covers."""
-        return self.rope.covered_keys | ({self.local_key} if self.local_key else set())
+        return self.rope.handled_config_keys | ({self.local_key} if self.local_key else set())
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the fields `rope` (full-attention layers) and `local_rope` (sliding-window layers); the key

@@ -33,10 +33,10 @@ _ACTIVATIONS = {
 class StackLayersEntry:
     """Config entry for the numbers of T5's encoder and decoder layers (equal by default), and the decoder start token."""
 
-    covered_keys: frozenset[str] = frozenset(
+    handled_config_keys: frozenset[str] = frozenset(
         {"num_layers", "num_hidden_layers", "num_decoder_layers", "decoder_start_token_id", "is_encoder_decoder"}
     )
-    covered_fields: frozenset[str] = frozenset({"num_layers", "encoder"})
+    handled_model_fields: frozenset[str] = frozenset({"num_layers", "encoder"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the fields `num_layers`, the sum over encoder and decoder, and `encoder`, with the encoder's layers
@@ -71,8 +71,10 @@ class RelativePositionsEntry:
     """
 
     every_layer: bool
-    covered_keys: frozenset[str] = frozenset({"relative_attention_num_buckets", "relative_attention_max_distance"})
-    covered_fields: frozenset[str] = frozenset({"position", "relative"})
+    handled_config_keys: frozenset[str] = frozenset(
+        {"relative_attention_num_buckets", "relative_attention_max_distance"}
+    )
+    handled_model_fields: frozenset[str] = frozenset({"position", "relative"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the field `position` and the section `relative`."""
@@ -107,8 +109,8 @@ class OutputScaleEntry:
 
     scaled: bool
     by_tie: bool = False
-    covered_keys: frozenset[str] = frozenset({"tie_word_embeddings", "scale_decoder_outputs"})
-    covered_fields: frozenset[str] = frozenset({"tie_embeddings", "logit_scale"})
+    handled_config_keys: frozenset[str] = frozenset({"tie_word_embeddings", "scale_decoder_outputs"})
+    handled_model_fields: frozenset[str] = frozenset({"tie_embeddings", "logit_scale"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the fields `tie_embeddings` and `logit_scale`."""
@@ -136,8 +138,8 @@ class OutputScaleEntry:
 class T5HeadSizeEntry:
     """Config entry for T5's head dimension, which is independent of the model width."""
 
-    covered_keys: frozenset[str] = frozenset({"d_kv", "head_dim"})
-    covered_fields: frozenset[str] = frozenset({"head_dim", "num_kv_heads"})
+    handled_config_keys: frozenset[str] = frozenset({"d_kv", "head_dim"})
+    handled_model_fields: frozenset[str] = frozenset({"head_dim", "num_kv_heads"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the fields `head_dim` and `num_kv_heads`, which is None: every head has its own key and value."""
@@ -154,12 +156,12 @@ class T5HeadSizeEntry:
 class DropoutRateEntry:
     """Config entry for T5's single dropout rate of embeddings, attention and residuals."""
 
-    covered_keys: frozenset[str] = frozenset({"dropout_rate"})
-    covered_fields: frozenset[str] = frozenset({"embedding_dropout", "attention_dropout", "residual_dropout"})
+    handled_config_keys: frozenset[str] = frozenset({"dropout_rate"})
+    handled_model_fields: frozenset[str] = frozenset({"embedding_dropout", "attention_dropout", "residual_dropout"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the fields of embedding, attention and residual dropout, each with the value of `dropout_rate`."""
-        return dict.fromkeys(sorted(self.covered_fields), raw.get("dropout_rate", 0.1))
+        return dict.fromkeys(sorted(self.handled_model_fields), raw.get("dropout_rate", 0.1))
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
         """Return the key `dropout_rate` from `residual_dropout`; embedding and attention dropout are not written."""

@@ -64,10 +64,10 @@ class NativeResolutionEntry:
     of any shape.
     """
 
-    covered_keys: frozenset[str] = frozenset({"rope_parameters"}).union(
-        *(entry.covered_keys for entry in _NATIVE_SIZES)
+    handled_config_keys: frozenset[str] = frozenset({"rope_parameters"}).union(
+        *(entry.handled_config_keys for entry in _NATIVE_SIZES)
     )
-    covered_fields: frozenset[str] = frozenset({"native"})
+    handled_model_fields: frozenset[str] = frozenset({"native"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the section `native`; ConfigMismatchError for other rotary positions than axial ones of base 10000."""
@@ -246,7 +246,9 @@ class VisionLanguageFamily(ModelFamily):
         """
         inner = dict(raw.get("text_config") or {})
         if not inner and self.flat:
-            outer = frozenset({"vision_config", "model_type"}).union(*(entry.covered_keys for entry in self.entries))
+            outer = frozenset({"vision_config", "model_type"}).union(
+                *(entry.handled_config_keys for entry in self.entries)
+            )
             inner = {key: value for key, value in raw.items() if key not in outer | self.carried}
             inner["model_type"] = self.text_family.name
         tied = {_TIED: True} if raw.get(_TIED) else {}
@@ -256,9 +258,11 @@ class VisionLanguageFamily(ModelFamily):
         """Return the keys of a config.json that neither transformers nor mega reads; see `ModelFamily.unread_keys`."""
         inner = raw.get("vision_config") or {}
         tower = VISION_ENCODERS.get(inner.get("model_type", self.towers[0]), ())
-        vision_keys = CARRIED.union(_CARRIED, *(entry.covered_keys for entry in tower))
+        vision_keys = CARRIED.union(_CARRIED, *(entry.handled_config_keys for entry in tower))
         outer_keys = CARRIED.union(
-            self.carried, {"text_config", "vision_config", _TIED}, *(entry.covered_keys for entry in self.entries)
+            self.carried,
+            {"text_config", "vision_config", _TIED},
+            *(entry.handled_config_keys for entry in self.entries),
         )
         unread = [
             f"vision_config.{key}" for key, value in inner.items() if key not in vision_keys and value is not None

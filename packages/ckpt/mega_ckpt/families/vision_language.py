@@ -39,8 +39,8 @@ class FeatureSelectEntry:
     Without a class token it would drop a patch, which is not supported.
     """
 
-    covered_keys: frozenset[str] = frozenset({"vision_feature_select_strategy"})
-    covered_fields: frozenset[str] = frozenset({"feature_class"})
+    handled_config_keys: frozenset[str] = frozenset({"vision_feature_select_strategy"})
+    handled_model_fields: frozenset[str] = frozenset({"feature_class"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the field `feature_class`, true if the class token is kept; ConfigMismatchError if a patch would be
@@ -100,8 +100,8 @@ _DEFAULT_PINPOINTS = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 100
 class GridPinpointsEntry:
     """Config entry for LLaVA-NeXT's `image_grid_pinpoints`, the resolutions that an image may be resized to."""
 
-    covered_keys: frozenset[str] = frozenset({"image_grid_pinpoints"})
-    covered_fields: frozenset[str] = frozenset({"pinpoints"})
+    handled_config_keys: frozenset[str] = frozenset({"image_grid_pinpoints"})
+    handled_model_fields: frozenset[str] = frozenset({"pinpoints"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the field `pinpoints`, a list of [height, width]."""
@@ -136,8 +136,8 @@ class TokensPerImageEntry:
     pooled to.
     """
 
-    covered_keys: frozenset[str] = frozenset({"mm_tokens_per_image"})
-    covered_fields: frozenset[str] = frozenset({"pool"})
+    handled_config_keys: frozenset[str] = frozenset({"mm_tokens_per_image"})
+    handled_model_fields: frozenset[str] = frozenset({"pool"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the field `pool`, the pooling factor per side; ConfigMismatchError if square pools of patches do not
@@ -162,8 +162,8 @@ class NoLogitCapEntry:
     model.
     """
 
-    covered_keys: frozenset[str] = frozenset()
-    covered_fields: frozenset[str] = frozenset()
+    handled_config_keys: frozenset[str] = frozenset()
+    handled_model_fields: frozenset[str] = frozenset()
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return no fields; ConfigMismatchError if `text_config` has `final_logit_softcapping`."""
@@ -279,8 +279,8 @@ def qwen_encoder_rules(vision: VisionConfig) -> tuple[TensorRule, ...]:
 class OutHiddenSizeEntry:
     """Config entry for `out_hidden_size` of the vision encoder, which must equal the text model's width."""
 
-    covered_keys: frozenset[str] = frozenset()
-    covered_fields: frozenset[str] = frozenset()
+    handled_config_keys: frozenset[str] = frozenset()
+    handled_model_fields: frozenset[str] = frozenset()
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return no fields; ConfigMismatchError if `out_hidden_size` differs from the text model's `hidden_size`."""

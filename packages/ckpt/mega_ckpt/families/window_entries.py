@@ -24,8 +24,8 @@ class UniformWindowEntry:
 
     size: int | None = None
     supports_windows: bool = True
-    covered_keys: frozenset[str] = frozenset({"sliding_window", "layer_types"})
-    covered_fields: frozenset[str] = frozenset({"sliding_window"})
+    handled_config_keys: frozenset[str] = frozenset({"sliding_window", "layer_types"})
+    handled_model_fields: frozenset[str] = frozenset({"sliding_window"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the field `sliding_window`; ConfigMismatchError if the family does not support windows or a list of
@@ -61,10 +61,10 @@ class LayerTypesEntry:
     size: int | None
     every: int | None
     every_keys: tuple[str, ...] = ()
-    covered_fields: frozenset[str] = frozenset({"sliding_window", "full_attention_layers"})
+    handled_model_fields: frozenset[str] = frozenset({"sliding_window", "full_attention_layers"})
 
     @property
-    def covered_keys(self) -> frozenset[str]:
+    def handled_config_keys(self) -> frozenset[str]:
         """Keys of config.json that the entry covers."""
         return frozenset({"sliding_window", "layer_types", *self.every_keys})
 
@@ -95,10 +95,10 @@ class QwenWindowEntry:
     size: int = 4096
     first: int = 28
     alternating: bool = False
-    covered_keys: frozenset[str] = frozenset(
+    handled_config_keys: frozenset[str] = frozenset(
         {"use_sliding_window", "sliding_window", "max_window_layers", "layer_types"}
     )
-    covered_fields: frozenset[str] = frozenset({"sliding_window", "full_attention_layers"})
+    handled_model_fields: frozenset[str] = frozenset({"sliding_window", "full_attention_layers"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the fields `sliding_window` and `full_attention_layers`."""
@@ -128,10 +128,10 @@ class SwitchedWindowEntry:
     """Config entry for one sliding window in every layer or none, selected by `use_sliding_window`."""
 
     size: int = 4096
-    covered_keys: frozenset[str] = frozenset(
+    handled_config_keys: frozenset[str] = frozenset(
         {"use_sliding_window", "sliding_window", "max_window_layers", "layer_types"}
     )
-    covered_fields: frozenset[str] = frozenset({"sliding_window"})
+    handled_model_fields: frozenset[str] = frozenset({"sliding_window"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the field `sliding_window`, None unless switched on; `max_window_layers` is ignored as in
@@ -160,10 +160,10 @@ class RopeInWindowsEntry:
     none_rotates_all: bool = False
     size: int = 4096
     every: int = 4
-    covered_fields: frozenset[str] = frozenset({"sliding_window", "full_attention_layers", "no_rope_layers"})
+    handled_model_fields: frozenset[str] = frozenset({"sliding_window", "full_attention_layers", "no_rope_layers"})
 
     @property
-    def covered_keys(self) -> frozenset[str]:
+    def handled_config_keys(self) -> frozenset[str]:
         """Keys of config.json that the entry covers."""
         return frozenset({"sliding_window", "layer_types", self.every_key})
 

@@ -304,7 +304,7 @@ def encode_hf_layout(headers: Mapping[str, bytes]) -> bytes:
     return json.dumps({"files": files}, indent=1, ensure_ascii=False).encode()
 
 
-def decode_hf_layout(content: bytes) -> dict[str, SafetensorsHeader]:
+def decode_hf_headers(content: bytes) -> dict[str, SafetensorsHeader]:
     """Return {file name: SafetensorsHeader} from the content of a `hf_layout.json`.
 
     Raises:

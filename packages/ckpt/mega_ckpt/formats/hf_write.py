@@ -28,7 +28,13 @@ from mega_ckpt.families import (
 )
 from mega_ckpt.families.disk_layouts import PLAIN, DiskTensor, TensorSlice
 from mega_ckpt.families.family import CARRIED
-from mega_ckpt.formats.hf_source import CONFIG, LAYOUT, add_image_settings, build_checked_tensor_table, decode_hf_layout
+from mega_ckpt.formats.hf_source import (
+    CONFIG,
+    LAYOUT,
+    add_image_settings,
+    build_checked_tensor_table,
+    decode_hf_headers,
+)
 from mega_ckpt.formats.hf_weight_files import INDEX, SINGLE, decode_json_mapping, encode_json_mapping
 from mega_ckpt.formats.safetensors_file import SafetensorsHeader, write_safetensors
 from mega_ckpt.resumable_folder import FinishedFile, RunOnce, write_always
@@ -63,7 +69,7 @@ class HfOrigin:
         """Return the origin of a weight source, from its asset files."""
         others = dict(source.asset_files())
         config, index, layout = (_read_content(others.pop(name, None)) for name in (CONFIG, INDEX, LAYOUT))
-        return cls(config, index, decode_hf_layout(layout) if layout else {}, others)
+        return cls(config, index, decode_hf_headers(layout) if layout else {}, others)
 
     def read_other_json(self, name: str) -> dict[str, Any]:
         """Return the JSON mapping in the origin's file `name`; empty if the file is missing.

@@ -24,13 +24,13 @@ from mega_ckpt.families.config_entries import (
 from mega_ckpt.families.model_equivalence import normalize_config, resolve_config
 from mega_ckpt.formats.megatron_entries import (
     MegatronActivationEntry,
+    MegatronAttentionWindowEntry,
     MegatronBiasesEntry,
     MegatronInvertedSwitchEntry,
     MegatronMoeEntry,
     MegatronMtpEntry,
     MegatronMultiKeyEntry,
     MegatronSizesEntry,
-    MegatronWindowEntry,
 )
 from mega_ckpt.formats.megatron_position_entries import MegatronMlaEntry, MegatronPositionsEntry
 from mega_common.errors import CheckpointError, ConfigError
@@ -42,8 +42,8 @@ from mega_common.model_config import ModelConfig
 class MegatronBertEntry(MegatronMultiKeyEntry):
     """Mapping of Megatron's `is_encoder` and `bert_binary_head`, which make a model a BERT."""
 
-    covered_keys: frozenset[str] = frozenset({"is_encoder", "bert_binary_head"})
-    covered_fields: frozenset[str] = frozenset({"causal", "token_types", "masked_lm", "pooler", "sentence_pairs"})
+    handled_config_keys: frozenset[str] = frozenset({"is_encoder", "bert_binary_head"})
+    handled_model_fields: frozenset[str] = frozenset({"causal", "token_types", "masked_lm", "pooler", "sentence_pairs"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the fields of a BERT (`causal`, `token_types`, `masked_lm`, `pooler`, `sentence_pairs`), none for
@@ -67,11 +67,11 @@ class MegatronT5Entry(MegatronMultiKeyEntry):
     store it.
     """
 
-    covered_keys: frozenset[str] = split_words(
+    handled_config_keys: frozenset[str] = split_words(
         """is_encoder_decoder encoder_num_layers decoder_num_layers decoder_start_token_id
         relative_attention_num_buckets relative_attention_max_distance"""
     )
-    covered_fields: frozenset[str] = frozenset({"num_layers", "encoder", "relative"})
+    handled_model_fields: frozenset[str] = frozenset({"num_layers", "encoder", "relative"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the fields `num_layers`, `encoder` and, for relative positions, `position` and `relative`; no fields
@@ -118,11 +118,11 @@ _LETTER = {kind: letter for letter, kind in LETTERS.items()}
 class MegatronHybridLayersEntry(MegatronMultiKeyEntry):
     """Mapping of Megatron's pattern of layer kinds in a hybrid model, and the sizes of its Mamba-2 layers."""
 
-    covered_keys: frozenset[str] = split_words(
+    handled_config_keys: frozenset[str] = split_words(
         """is_hybrid_model hybrid_layer_pattern hybrid_override_pattern hybrid_attention_ratio hybrid_mlp_ratio
         mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads"""
     )
-    covered_fields: frozenset[str] = frozenset({"layers", "mamba"})
+    handled_model_fields: frozenset[str] = frozenset({"layers", "mamba"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the fields `num_layers`, `layers` and `mamba`; no fields for a model of transformer layers."""
@@ -187,7 +187,7 @@ SETTINGS: tuple[ConfigEntry, ...] = (
     KeyEntry("qk_layernorm", "qk_norm", False),
     KeyEntry("attention_output_gate", "attention_gate", False),
     KeyEntry("softmax_type", "attention_sinks", "vanilla", SINKS),
-    MegatronWindowEntry(),
+    MegatronAttentionWindowEntry(),
     MegatronPositionsEntry(),
     MegatronMlaEntry(),
     MegatronHybridLayersEntry(),
@@ -247,10 +247,10 @@ def _read_fields(args: ConfigDict, given: Set[str] = frozenset()) -> tuple[dict[
         try:
             fields |= entry.fields_from_config(raw)
         except ConfigMismatchError as error:
-            if not entry.covered_fields or not entry.covered_fields <= given:
+            if not entry.handled_model_fields or not entry.handled_model_fields <= given:
                 found.append(str(error))
         except (TypeError, ValueError):
-            found.append(f"{', '.join(sorted(entry.covered_keys & raw.keys()))}: a value has the wrong type")
+            found.append(f"{', '.join(sorted(entry.handled_config_keys & raw.keys()))}: a value has the wrong type")
     if fields.get("layers") and not any(layer.endswith("moe") for layer in fields["layers"]):
         fields["moe"] = None  # settings of experts are unused
     return fields | {"embedding_dropout": fields.get("residual_dropout", 0.0)}, found

@@ -122,7 +122,7 @@ class CorruptionCheck:
     optimizer: ShardedOptimizer
     _rest: Tensor | None = None  # hashes of all tensors of this rank since the last update
 
-    def check_before_step(self, step: int, batches: Callable[[], Sequence[MicroBatch]]) -> None:
+    def check_recomputed_gradients(self, step: int, batches: Callable[[], Sequence[MicroBatch]]) -> None:
         """If due, let all data ranks compute the micro-batches of data rank 0 for this step, and compare their losses
         and gradients bit by bit.
 

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from mega_ckpt.canonical_tensors import EMBEDDING
 from mega_common.model_config import ModelConfig
 from mega_trainer.data.batch_images import BatchImages
-from mega_trainer.data.micro_batch import HeadTargets, MicroBatch, MtpTargets, SequenceBounds
+from mega_trainer.data.micro_batch import DocumentBounds, HeadTargets, MicroBatch, MtpTargets
 from mega_trainer.distributed.rng import DropoutFactory, SeededDropout
 from mega_trainer.model.activation_checkpointing import ActivationOffload, RecomputePolicy, SavedActivations
 from mega_trainer.model.forward_context import AttentionMask, ForwardContext, KVCache, SequenceMask
@@ -26,7 +26,7 @@ from mega_trainer.model.output_heads import OutputHead, OutputProjection
 from mega_trainer.model.rotary_embedding import RotaryEmbedding
 from mega_trainer.model.transformer_layer import build_transformer_layer
 from mega_trainer.model.vision.vision_encoder import ImageEmbedder
-from mega_trainer.parallel.expert_routing import StepRouting
+from mega_trainer.parallel.expert_routing import MicroBatchRouting
 from mega_trainer.parallel.tensor_parallel import embed_token_ids, local_sequence_slice
 from mega_trainer.parallel.zero_buffers import ForwardUnit
 
@@ -229,8 +229,8 @@ class Decoder(nn.Module):
         attention_mask: AttentionMask | None = None,
         cache: KVCache | None = None,
         dropout: SeededDropout | None = None,
-        sequence_bounds: SequenceBounds | None = None,
-        routing: StepRouting | None = None,
+        sequence_bounds: DocumentBounds | None = None,
+        routing: MicroBatchRouting | None = None,
     ) -> ForwardContext:
         """Return the forward context for tokens at `positions`, int64 [B or 1, S], or [3, B, S] for multimodal rotary
         positions.
@@ -247,14 +247,14 @@ class Decoder(nn.Module):
             rotation = local_rotation = self.rotary.compute_rotation(positions, self.dtype, lengths)
             if self.local_rotary is not None:
                 local_rotation = self.local_rotary.compute_rotation(positions, self.dtype, lengths)
-        length, bounds = positions.shape[-1] * self.groups.cp.size, sequence_bounds or SequenceBounds([])
+        length, bounds = positions.shape[-1] * self.groups.cp.size, sequence_bounds or DocumentBounds([])
         attention_mask = attention_mask or SequenceMask(
             length, positions.device, bounds.document_starts, self.config.causal, bounds.bidirectional_blocks
         )
         return ForwardContext(attention_mask, rotation, local_rotation, cache, dropout, routing)
 
     def make_batch_context(
-        self, batch: MicroBatch, dropout: DropoutFactory, routing: StepRouting | None = None
+        self, batch: MicroBatch, dropout: DropoutFactory, routing: MicroBatchRouting | None = None
     ) -> ForwardContext:
         """Return the forward context of a micro-batch: positions, attention mask, dropout and expert routing."""
         drop, images = dropout(batch.tokens.shape[1], 0), batch.images

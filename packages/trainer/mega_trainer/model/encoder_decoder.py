@@ -32,7 +32,7 @@ from mega_trainer.model.forward_context import EncoderContext, ForwardContext, S
 from mega_trainer.model.layer_builder import LayerBuilder
 from mega_trainer.model.relative_position_bias import BucketedPositionBias
 from mega_trainer.model.retro import RetroDecoder
-from mega_trainer.parallel.expert_routing import StepRouting
+from mega_trainer.parallel.expert_routing import MicroBatchRouting
 from mega_trainer.parallel.tensor_parallel import local_sequence_slice
 from mega_trainer.parallel.zero_buffers import ForwardUnit
 
@@ -99,7 +99,7 @@ class EncoderDecoderModel(Decoder):
         return torch.cat([encoder, super().embed_micro_batch(batch, context), self._tables_as_rows(encoder)], 1)
 
     def make_batch_context(
-        self, batch: MicroBatch, dropout: DropoutFactory, routing: StepRouting | None = None
+        self, batch: MicroBatch, dropout: DropoutFactory, routing: MicroBatchRouting | None = None
     ) -> ForwardContext:
         """Return the forward context of the decoder's layers, which includes the forward context of the encoder's; see
         `Decoder.make_batch_context`.

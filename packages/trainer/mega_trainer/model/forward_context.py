@@ -30,7 +30,7 @@ from mega_trainer.kernels.attention_masks import (
 from mega_trainer.kernels.kernel_interface import Kernels, RotaryAngles, ScoreTransform
 from mega_trainer.model.relative_position_bias import BucketedPositionBias
 from mega_trainer.parallel.context_parallel import rank_token_indices
-from mega_trainer.parallel.expert_routing import RoutingReplay, StepRouting
+from mega_trainer.parallel.expert_routing import MicroBatchRouting, RoutingReplay
 
 # A layer's attention: (queries [B, S, H, d], keys [B, T, K, d], values [B, T, K, e], mask) -> [B, S, H, e].
 AttendFunction = Callable[[Tensor, Tensor, Tensor, AttentionMaskSpec], Tensor]
@@ -102,7 +102,7 @@ class SequenceMask:
 
     Attributes:
         length: S.
-        document_starts, bidirectional_blocks: as in `mega_trainer.data.micro_batch.SequenceBounds`. `mask_for_window`
+        document_starts, bidirectional_blocks: as in `mega_trainer.data.micro_batch.DocumentBounds`. `mask_for_window`
             ignores the blocks; `mask_between` includes them.
     """
 
@@ -210,7 +210,7 @@ class ForwardContext:
     local_rotation: RotaryAngles | None = None
     cache: KVCache | None = None
     dropout: SeededDropout | None = None
-    routing: StepRouting | None = None
+    routing: MicroBatchRouting | None = None
     relative: BucketedPositionBias | None = None
     source: EncoderContext | None = None
     routes: RoutingReplay | None = None

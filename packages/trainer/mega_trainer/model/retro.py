@@ -45,7 +45,7 @@ from mega_trainer.model.forward_context import (
 )
 from mega_trainer.model.layer_builder import LayerBuilder
 from mega_trainer.model.transformer_layer import build_transformer_layer
-from mega_trainer.parallel.expert_routing import StepRouting
+from mega_trainer.parallel.expert_routing import MicroBatchRouting
 from mega_trainer.parallel.tensor_parallel import local_sequence_slice
 
 
@@ -136,7 +136,7 @@ class RetroDecoder(Decoder):
         return torch.cat([x, neighbors.reshape(len(x), -1, x.shape[-1])], 1)
 
     def make_batch_context(
-        self, batch: MicroBatch, dropout: DropoutFactory, routing: StepRouting | None = None
+        self, batch: MicroBatch, dropout: DropoutFactory, routing: MicroBatchRouting | None = None
     ) -> ForwardContext:
         """Return the forward context of a micro-batch, with the neighbor encoder's forward context; see
         `Decoder.make_batch_context`.
@@ -189,7 +189,7 @@ class RetroDecoder(Decoder):
 def _chunk_in_document(begins: np.ndarray, chunks: int) -> Tensor:
     """Return the mask of queries in a document that contains the whole chunk, of L `chunks`: bool [B L, m, 1, 1].
 
-    The m queries of a chunk begin with its last token; `begins` are document starts, int64 [B, S], as in `SequenceBounds`.
+    The m queries of a chunk begin with its last token; `begins` are document starts, int64 [B, S], as in `DocumentBounds`.
     """
     size = begins.shape[1] // chunks
     ahead = np.pad(begins[:, size - 1 :], ((0, 0), (0, size - 1))).reshape(-1, chunks, size)

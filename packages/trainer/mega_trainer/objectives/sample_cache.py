@@ -153,7 +153,7 @@ SampleHalf = Literal["answers", "mismatched"]
 class ReferenceModel(Protocol):
     """Interface of sources of the reference model's summed answer log-probabilities, for preference losses."""
 
-    def get_answer_sums(
+    def get_answer_log_prob_sums(
         self,
         batch: StepBatch,
         micro: Sequence[MicroBatch],
@@ -173,14 +173,14 @@ class LiveReferenceModel:
     def __init__(self, executor: PipelineExecutor) -> None:
         self._executor = executor
 
-    def get_answer_sums(
+    def get_answer_log_prob_sums(
         self,
         batch: StepBatch,
         micro: Sequence[MicroBatch],
         answers: Sequence[PreferenceAnswers],
         what: SampleHalf = "answers",
     ) -> list[Tensor]:
-        """Run the reference model and return its summed answer log-probabilities; see `ReferenceModel.get_answer_sums`."""
+        """Run the reference model and return its summed answer log-probabilities; see `ReferenceModel.get_answer_log_prob_sums`."""
         return score_answers(self._executor, micro, answers)
 
 
@@ -190,7 +190,7 @@ class CachedReferenceModel:
     def __init__(self, files: SampleCache) -> None:
         self._files = files
 
-    def get_answer_sums(
+    def get_answer_log_prob_sums(
         self,
         batch: StepBatch,
         micro: Sequence[MicroBatch],
@@ -198,7 +198,7 @@ class CachedReferenceModel:
         what: SampleHalf = "answers",
     ) -> list[Tensor]:
         """Read the reference model's summed answer log-probabilities from the cache files; see
-        `ReferenceModel.get_answer_sums`.
+        `ReferenceModel.get_answer_log_prob_sums`.
 
         Raises:
             DataError: for a sample that is not in the cache.

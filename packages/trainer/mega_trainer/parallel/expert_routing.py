@@ -20,7 +20,7 @@ SUMS = 6  # numbers of a layer before the loads of its experts
 
 
 @dataclass(frozen=True)
-class StepRouting:
+class MicroBatchRouting:
     """Routing state of one micro-batch in a training step: the routers' inputs (masks, loss weights) and load counters
     of all layers.
 
@@ -54,7 +54,7 @@ class RoutingReplay:
 
     Attributes:
         layers: numbers of the layers.
-        token_indices: as in `StepRouting`.
+        token_indices: as in `MicroBatchRouting`.
         given: int64 [B, S, L, K], experts to use, of whole sequences; -1: the router chooses; None: it always does.
         recorded: int64 [B, S, L, K], 1 + the experts of this rank's tokens in its layers, 0 for other tokens and layers.
     """
@@ -112,16 +112,18 @@ class RoutedBatch(Protocol):
         """Positions of this rank's tokens within the whole samples, int64 [S]."""
 
 
-def make_step_routings(batches: Sequence[RoutedBatch], data: CommGroup, loss_scale: float) -> list[StepRouting]:
+def make_step_routings(batches: Sequence[RoutedBatch], data: CommGroup, loss_scale: float) -> list[MicroBatchRouting]:
     """Return the routing state of each of this rank's micro-batches in a step; `data` is the data-parallel group."""
     sequences = sum(len(batch.tokens) for batch in batches) * data.size
     return [
-        StepRouting(batch.affects_loss_mask, batch.token_indices, loss_scale / sequences, loss_scale / len(batches))
+        MicroBatchRouting(
+            batch.affects_loss_mask, batch.token_indices, loss_scale / sequences, loss_scale / len(batches)
+        )
         for batch in batches
     ]
 
 
-def sum_expert_loads(routings: Sequence[StepRouting]) -> dict[int, Tensor]:
+def sum_expert_loads(routings: Sequence[MicroBatchRouting]) -> dict[int, Tensor]:
     """Return the expert load counters by layer, summed over micro-batches."""
     layers = routings[0].loads if routings else {}
     return {layer: torch.stack([one.loads[layer] for one in routings]).sum(0) for layer in layers}
@@ -129,7 +131,7 @@ def sum_expert_loads(routings: Sequence[StepRouting]) -> dict[int, Tensor]:
 
 def tabulate_expert_loads(loads: Mapping[int, Tensor], config: ModelConfig, device: torch.device) -> Tensor:
     """Return this rank's expert loads as fp64 [layers, 6 + experts], zeros for layers of other ranks; rows as in
-    `StepRouting.loads`.
+    `MicroBatchRouting.loads`.
     """
     if config.moe is None:
         return torch.zeros(0, SUMS, dtype=torch.float64, device=device)

@@ -141,7 +141,7 @@ class TrainingLoop:
             batch,
             context.objective.count_local_terms(following),
         )
-        self._integrity.check_before_step(self._state.step + 1, self._first_rank_batches)
+        self._integrity.check_recomputed_gradients(self._state.step + 1, self._first_rank_batches)
         result = train_step(
             self._executor,
             self._state.optimizer,
