@@ -204,7 +204,7 @@ class ModelFamily:
         return model.model_copy(update={name: value for name, value in fixed.items() if name in unused})
 
     def disk_tensor_table(self, model: ModelConfig, names: Iterable[str] | None = None) -> dict[str, DiskTensor]:
-        """Return {disk name: DiskTensor} of the tensors of `model` in the family's files.
+        """Return {name on disk: DiskTensor} of the tensors of `model` as the family's HuggingFace folders store them.
 
         `names` are the disk tensors of a folder. They decide the form of its names: with or without the prefix, stacked
         experts, tied embeddings stored once or twice. Without them, it is the form that is written.

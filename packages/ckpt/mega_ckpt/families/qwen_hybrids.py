@@ -56,19 +56,19 @@ _SIZES = (
 
 @dataclass(frozen=True)
 class GatedDeltaNetEntry:
-    """Config entry for the section `delta`, the sizes of gated delta nets, whose norm has the model's epsilon; a model
-    without delta nets may lack it.
+    """Config entry for the sizes of gated delta nets (section `delta` of `ModelConfig`), whose norm has the model's
+    epsilon; a model without delta nets may lack it.
     """
 
     handled_config_keys: frozenset[str] = frozenset().union(*(entry.handled_config_keys for entry in _SIZES))
     handled_model_fields: frozenset[str] = frozenset({"delta"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the section `delta`."""
+        """Return, from config.json, the `ModelConfig` section `delta`: head counts and sizes of the gated delta nets."""
         return {"delta": {name: value for entry in _SIZES for name, value in entry.fields_from_config(raw).items()}}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the keys of the delta nets' sizes; placeholders of 1 for a model without delta nets."""
+        """Return config.json's head counts and sizes of the gated delta nets; 1 each if the model has none."""
         delta = model.delta or GatedDeltaConfig(num_key_heads=1, num_value_heads=1, key_head_dim=1, value_head_dim=1)
         if delta.norm_eps not in (None, model.norm_eps):
             raise ConfigMismatchError(f"delta.norm_eps must be norm_eps = {model.norm_eps}, not {delta.norm_eps}")
@@ -77,8 +77,8 @@ class GatedDeltaNetEntry:
 
 @dataclass(frozen=True)
 class QwenLayersEntry:
-    """Config entry for the kind of each layer: a list of mixers (by default attention in every n-th layer, else gated
-    delta nets) and the keys that select layers with experts.
+    """Config entry for the kind of each layer: a list of token mixers in config.json (by default attention in every
+    n-th layer, else gated delta nets) and the keys that select layers with experts.
 
     `feed` is the feed-forward block of every layer; empty: keys of config.json select it.
     """
@@ -88,13 +88,15 @@ class QwenLayersEntry:
 
     @property
     def handled_config_keys(self) -> frozenset[str]:
-        """Keys of config.json that the entry covers."""
+        """Keys of config.json that set the kind of each layer."""
         return frozenset({"layer_types", "full_attention_interval"}) | (
             SparseStepEntry().handled_config_keys if not self.feed else set()
         )
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the field `layers`, with the mixer and the feed-forward kind of each layer as "mixer+feed"."""
+        """Return, from config.json, the `ModelConfig` field `layers`, with the mixer and the feed-forward kind of each
+        layer as "mixer+feed".
+        """
         layers, every = layer_indices(raw), raw.get("full_attention_interval", 4)
         default = ["full_attention" if every and (layer + 1) % every == 0 else "linear_attention" for layer in layers]
         mixers = parse_mixer_names(raw.get("layer_types") or default, "delta", layers)
@@ -108,7 +110,9 @@ class QwenLayersEntry:
         return ["moe" if sparse is None or layer in sparse else "mlp" for layer in layers]
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the key `layer_types` and, unless `feed` is set, the keys that select the layers with experts."""
+        """Return the config.json key `layer_types` and, unless all layers have one kind of feed-forward block, the keys
+        that select the layers with experts.
+        """
         out = {"layer_types": mixer_names(check_layer_mixers(model, "delta"))}
         if not self.feed:
             return {**out, **SparseStepEntry().config_from_fields(model)}

@@ -46,8 +46,8 @@ class MegatronBertEntry(MegatronMultiKeyEntry):
     handled_model_fields: frozenset[str] = frozenset({"causal", "token_types", "masked_lm", "pooler", "sentence_pairs"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the fields of a BERT (`causal`, `token_types`, `masked_lm`, `pooler`, `sentence_pairs`), none for
-        other models; the sentence-order head implies two segment types.
+        """Return, from Megatron's arguments, the `ModelConfig` fields of a BERT (`causal`, `token_types`, `masked_lm`,
+        `pooler`, `sentence_pairs`), none for other models; the sentence-order head implies two segment types.
         """
         if not raw.get("is_encoder"):
             return {}
@@ -56,15 +56,14 @@ class MegatronBertEntry(MegatronMultiKeyEntry):
         return {"causal": False, "token_types": types, "masked_lm": {}, "pooler": pairs, "sentence_pairs": pairs}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return Megatron's `is_encoder` and `bert_binary_head` for a bidirectional model, else no arguments."""
+        """Return Megatron's arguments `is_encoder` and `bert_binary_head` for a bidirectional model, else no arguments."""
         return {} if model.causal else {"is_encoder": True, "bert_binary_head": model.sentence_pairs}
 
 
 @dataclass(frozen=True)
 class MegatronT5Entry(MegatronMultiKeyEntry):
-    """Mapping of Megatron's T5: `is_encoder_decoder`, and the layers of both stacks; the output layer has a bias per
-    token if it is tied to the embedding. Megatron has no setting for the decoder start token; files written by mega
-    store it.
+    """Mapping between Megatron's arguments of a T5 (`is_encoder_decoder`, layers of encoder and decoder) and
+    `ModelConfig`. Megatron has no setting for the decoder start token; files written by mega store it.
     """
 
     handled_config_keys: frozenset[str] = split_words(
@@ -74,8 +73,8 @@ class MegatronT5Entry(MegatronMultiKeyEntry):
     handled_model_fields: frozenset[str] = frozenset({"num_layers", "encoder", "relative"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the fields `num_layers`, `encoder` and, for relative positions, `position` and `relative`; no fields
-        for a model with one stack.
+        """Return, from Megatron's arguments, the `ModelConfig` fields `num_layers`, `encoder` and, for relative
+        positions, `position` and `relative`; no fields unless `is_encoder_decoder` is set.
         """
         if not raw.get("is_encoder_decoder"):
             return {}
@@ -91,7 +90,9 @@ class MegatronT5Entry(MegatronMultiKeyEntry):
         return {**out, "position": "relative", "relative": {"buckets": buckets, "max_distance": most}}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return Megatron's arguments of a T5, none for other models; `num_layers` counts the decoder's layers only."""
+        """Return Megatron's arguments of a T5, none for other models; Megatron's `num_layers` counts the decoder's
+        layers only.
+        """
         encoder = model.encoder
         if encoder is None:
             return {}
@@ -125,7 +126,9 @@ class MegatronHybridLayersEntry(MegatronMultiKeyEntry):
     handled_model_fields: frozenset[str] = frozenset({"layers", "mamba"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the fields `num_layers`, `layers` and `mamba`; no fields for a model of transformer layers."""
+        """Return, from Megatron's arguments, the `ModelConfig` fields `num_layers`, `layers` and `mamba`; no fields for
+        a model of transformer layers.
+        """
         try:
             pattern = build_hybrid_pattern(raw)
         except ValueError as error:
@@ -142,7 +145,7 @@ class MegatronHybridLayersEntry(MegatronMultiKeyEntry):
         return {**out, "mamba": build_mamba_section(raw)} if "M" in pattern.letters else out
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return Megatron's `hybrid_override_pattern`, which all versions read, and the Mamba-2 sizes."""
+        """Return Megatron's arguments `hybrid_override_pattern`, which all versions read, and the Mamba-2 sizes."""
         if model.layers is None:
             return {"is_hybrid_model": False}
         halves = [[half for half in kind if half] for kind in model.layer_kinds[: model.num_layers]]
@@ -213,7 +216,8 @@ SETTINGS: tuple[ConfigEntry, ...] = (
 
 
 def read_megatron_args(args: ConfigDict, source: object, extra: ConfigDict | None = None) -> ModelConfig:
-    """Return the model configuration that Megatron's `args` describe; fields of `ModelConfig` in `extra` override them.
+    """Return the model configuration that Megatron's arguments `args` describe; fields of `ModelConfig` in `extra`
+    override them, and errors name `source`.
 
     Raises:
         CheckpointError: naming what is missing, and what `ModelConfig` cannot express.
@@ -257,7 +261,8 @@ def _read_fields(args: ConfigDict, given: Set[str] = frozenset()) -> tuple[dict[
 
 
 def write_megatron_args(model: ModelConfig, tp: int = 1, pp: int = 1) -> dict[str, Any]:
-    """Return Megatron's `args` for `model`, as in a run with tensor parallel size `tp` and pipeline parallel size `pp`.
+    """Return Megatron's arguments (`args` of its checkpoints) for `model`, as in a run with tensor parallel size `tp`
+    and pipeline parallel size `pp`.
 
     Raises:
         CheckpointError: naming every setting that Megatron cannot express.

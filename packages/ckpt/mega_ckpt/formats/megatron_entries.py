@@ -32,14 +32,18 @@ class MegatronSizesEntry(MegatronMultiKeyEntry):
     handled_model_fields: frozenset[str] = frozenset({"ffn_hidden_size", "num_kv_heads", "head_dim", "vocab_size"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the size fields; `vocab_size` is the padded one if only that is given."""
+        """Return, from Megatron's arguments, the `ModelConfig` fields of MLP width, key/value heads, head dimension and
+        vocabulary; `vocab_size` is the padded one if only that is given.
+        """
         vocab = raw.get("vocab_size") or raw.get("padded_vocab_size")
         grouped = raw.get("num_query_groups") if raw.get("group_query_attention") else None
         found = {"ffn_hidden_size": feed_forward_size(raw), "head_dim": raw.get("kv_channels"), "vocab_size": vocab}
         return {"num_kv_heads": grouped} | {field: value for field, value in found.items() if value is not None}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return Megatron's arguments of all sizes as numbers, defaults filled in."""
+        """Return Megatron's arguments of MLP width, key/value heads, head dimension and vocabulary as numbers, defaults
+        filled in.
+        """
         return {
             "ffn_hidden_size": model.ffn_hidden_size,
             "group_query_attention": model.key_value_heads != model.num_attention_heads,
@@ -69,8 +73,8 @@ class MegatronActivationEntry(MegatronMultiKeyEntry):
     handled_model_fields: frozenset[str] = frozenset({"activation", "activation_limit"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the fields `activation` and `activation_limit`: GELU has the tanh form if fused with a bias, and the
-        sigmoid form as a gate (GPT-OSS).
+        """Return, from Megatron's arguments, the `ModelConfig` fields `activation` and `activation_limit`: GELU has the
+        tanh form if fused with a bias, and the sigmoid form as a gate (GPT-OSS).
         """
         limit, offset = raw.get("activation_func_clamp_value"), raw.get("glu_linear_offset") or 0.0
         quick = raw.get("quick_geglu") and not (raw.get("swiglu") or raw.get("squared_relu"))
@@ -111,7 +115,9 @@ class MegatronBiasesEntry(MegatronMultiKeyEntry):
     handled_model_fields: frozenset[str] = frozenset({"qkv_bias", "attention_out_bias", "mlp_bias"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the fields `qkv_bias`, `attention_out_bias` and `mlp_bias`; Megatron's default is biases everywhere."""
+        """Return, from Megatron's arguments, the `ModelConfig` fields `qkv_bias`, `attention_out_bias` and `mlp_bias`;
+        Megatron's default is biases everywhere.
+        """
         every = bool(raw.get("add_bias_linear", True))
         return {"qkv_bias": every or bool(raw.get("add_qkv_bias")), "attention_out_bias": every, "mlp_bias": every}
 
@@ -130,8 +136,9 @@ class MegatronAttentionWindowEntry(MegatronMultiKeyEntry):
     handled_model_fields: frozenset[str] = frozenset({"sliding_window", "full_attention_layers"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return `sliding_window` (None: unlimited) from Megatron's `window_size`, and `full_attention_layers` from
-        `window_attn_skip_freq`: flags per layer, or n for full attention in every n-th layer.
+        """Return the `ModelConfig` fields `sliding_window` (None: unlimited) from Megatron's `window_size`, and
+        `full_attention_layers` from `window_attn_skip_freq`: flags per layer, or n for full attention in every n-th
+        layer.
         """
         given = raw.get("window_size")
         sizes = [int(number) for number in re.findall(r"-?\d+", str(given or ""))]
@@ -145,8 +152,8 @@ class MegatronAttentionWindowEntry(MegatronMultiKeyEntry):
         return {"sliding_window": sizes[0] + 1, "full_attention_layers": full or None}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return Megatron's `window_size`, and `window_attn_skip_freq` as a list: 1 for layers with a window, 0 for
-        full attention.
+        """Return Megatron's arguments `window_size`, and `window_attn_skip_freq` as a list: 1 for layers with a window,
+        0 for full attention.
         """
         pattern = [
             int(model.get_attention_window(layer) is not None) for layer in range(model.num_layers + model.mtp_layers)
@@ -197,8 +204,8 @@ class MegatronMoeEntry(MegatronMultiKeyEntry):
     handled_model_fields: frozenset[str] = frozenset({"moe"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the section `moe`, None without experts. In a hybrid model the layer pattern selects the layers with
-        experts.
+        """Return, from Megatron's arguments, the `ModelConfig` section `moe`, None without experts. In a hybrid model
+        the layer pattern selects the layers with experts.
         """
         if not raw.get("num_experts"):
             return {"moe": None}
@@ -316,8 +323,8 @@ class MegatronMtpEntry(MegatronMultiKeyEntry):
     handled_model_fields: frozenset[str] = frozenset({"mtp_layers", "mtp_loss"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the fields `mtp_layers` and `mtp_loss`; none without MTP layers, since the loss weight then has no
-        effect.
+        """Return, from Megatron's arguments, the `ModelConfig` fields `mtp_layers` and `mtp_loss`; none without MTP
+        layers, since the loss weight then has no effect.
         """
         if not (count := count_mtp_layers(raw)):
             return {}
@@ -340,25 +347,25 @@ class MegatronMtpEntry(MegatronMultiKeyEntry):
 
 @dataclass(frozen=True)
 class MegatronInvertedSwitchEntry:
-    """Config entry for a boolean Megatron argument that is the opposite of a boolean field."""
+    """Config entry for a boolean Megatron argument that is the negation of a boolean field of `ModelConfig`."""
 
     key: str
     field: str
 
     @property
     def handled_config_keys(self) -> frozenset[str]:
-        """Megatron argument that the entry covers."""
+        """The boolean Megatron argument that this config entry translates."""
         return frozenset({self.key})
 
     @property
     def handled_model_fields(self) -> frozenset[str]:
-        """Field of `ModelConfig` that the entry covers."""
+        """The boolean field of `ModelConfig` that this config entry translates."""
         return frozenset({self.field})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the boolean field, the opposite of the Megatron argument."""
+        """Return the boolean field `field` of `ModelConfig`: the negation of the Megatron argument `key`."""
         return {self.field: not raw.get(self.key, False)}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the boolean Megatron argument, the opposite of the field."""
+        """Return the boolean Megatron argument `key`: the negation of `ModelConfig`'s field `field`."""
         return {self.key: not getattr(model, self.field)}

@@ -34,8 +34,8 @@ class MegatronPositionsEntry(MegatronMultiKeyEntry):
     handled_model_fields: frozenset[str] = frozenset({"position", "rope"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the fields `position` and, for rotary positions, `rope`; YaRN never interleaves, and rotates whole
-        heads.
+        """Return, from Megatron's arguments, the `ModelConfig` fields `position` and, for rotary positions, `rope`;
+        YaRN never interleaves, and rotates whole heads.
         """
         kind = _position_kind(raw)
         if POSITIONS[kind] != "rope":  # `MegatronT5Entry` reads relative positions
@@ -49,7 +49,7 @@ class MegatronPositionsEntry(MegatronMultiKeyEntry):
         return {"position": "rope", "rope": rope | _rope_theta(raw) | _scaling_without_yarn(raw)}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return Megatron's arguments of the kind of positions and the rotary settings."""
+        """Return Megatron's arguments of the kind of position embeddings and the rotary settings."""
         rope = model.rope
         yarn = rope.scaling == "yarn" and model.position == "rope"
         names = {kind: name for name, kind in POSITIONS.items() if name != "yarn"}
@@ -126,7 +126,9 @@ class MegatronMlaEntry(MegatronMultiKeyEntry):
     handled_model_fields: frozenset[str] = frozenset({"mla"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the section `mla`, and the attention and rotary fields it implies; no fields without MLA."""
+        """Return, from Megatron's arguments, the `ModelConfig` section `mla`, and the attention and rotary fields it
+        implies; no fields without MLA.
+        """
         if not raw.get("multi_latent_attention"):
             return {}
         self._check_supported(raw)
