@@ -82,7 +82,7 @@ def predict_run(
     config: RunConfig, ranks: int, name: str, tokens: str | None, memory: Sequence[Mapping[str, int]]
 ) -> dict[str, Any]:
     """Predict the step time of a run on machine `name`, MFU, cost and faster settings; times in seconds, memory in
-    bytes, as `mega plan --json` prints them.
+    bytes, as `mega plan --json` prints them. `memory` has the bytes of each pipeline rank.
 
     Raises:
         ConfigError: for an unknown machine, or an invalid number of tokens.
@@ -126,7 +126,7 @@ def predict_run(
 
 
 def format_prediction(prediction: Mapping[str, Any]) -> list[str]:
-    """Return a prediction of `predict_run` as lines of text."""
+    """Return the prediction of a run's step time, MFU and cost (the result of `predict_run`) as lines of text."""
     seconds = prediction["seconds_per_step"]
     parts = ", ".join(f"{kind} {100 * part / seconds:.1f} %" for kind, part in prediction["seconds"].items())
     limit = prediction["memory_limit_bytes"] / 2**30
@@ -212,8 +212,8 @@ def describe_layouts(
 
 
 def fit_machine(config: RunConfig, ranks: int, name: str, metrics: Path) -> str:
-    """Return machine `name` calibrated with the metrics file of a run, as YAML with predicted and measured times as
-    comments.
+    """Return the description of machine `name`, calibrated with the metrics file of a run on `ranks` ranks, as YAML
+    with predicted and measured times as comments.
 
     Raises:
         ConfigError: for an unknown machine, metrics without times, or a run that was faster than the machine's peak.

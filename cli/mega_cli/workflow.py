@@ -118,7 +118,9 @@ def load_workflow(file: Path, overrides: list[str], root: Any, *, names: Collect
 
 @dataclass(frozen=True)
 class WorkflowStageForecast:
-    """Forecast of a workflow stage: whether it would run (None: depends on an earlier stage), why, and its command."""
+    """Forecast of a workflow stage: True if it would run (None: depends on an earlier stage), the reason, and its
+    command.
+    """
 
     name: str
     run: bool | None

@@ -28,7 +28,7 @@ class WarmupLength:
 
 @dataclass(frozen=True)
 class ScheduleDraft:
-    """Learning-rate scheduler of a settings file under translation to `lr_schedule` of run.yaml.
+    """Learning-rate scheduler of a HuggingFace-style settings file, under translation to `lr_schedule` of run.yaml.
 
     Attributes:
         steps: steps of the run; None if its length is in epochs.
@@ -41,13 +41,15 @@ class ScheduleDraft:
     warmup: WarmupLength
 
     def set_schedule(self, name: str, origin: str, **fields: float | int | str | None) -> None:
-        """Set `lr_schedule.name`, the `fields` that are not None or 0, and the warm-up unless `fields` has it."""
+        """Set `lr_schedule.name` of run.yaml, the `fields` that are not None or 0, and the warm-up unless `fields` has
+        it; `origin` is the key's comment.
+        """
         self.given.set_key("lr_schedule.name", name, origin)
         for key, value in {"warmup_steps": self.warmup.steps, "warmup_share": self.warmup.share, **fields}.items():
             self.given.set_key(f"lr_schedule.{key}", value or None, origin)
 
     def leave_open(self, reason: str) -> None:
-        """Leave `lr_schedule` for the user to fill in, with a note of the reason."""
+        """Leave `lr_schedule` of run.yaml for the user to fill in, with a note of the reason."""
         self.given.leave_open("lr_schedule.name", f"{reason}; write the schedule of the run")
 
     def take_number(self, key: str, default: float) -> float:
@@ -56,8 +58,8 @@ class ScheduleDraft:
         return default if found is None else found
 
     def require_num_cycles(self, cycles: float = 0.5) -> bool:
-        """Return True if the schedule's num_cycles is `cycles`, so that the cosine falls once; else leave the schedule
-        for the user to fill in.
+        """Return True if the schedule's num_cycles is `cycles`, so that the cosine falls once; else leave `lr_schedule`
+        of run.yaml for the user to fill in and return False.
         """
         found = self.take_number("num_cycles", cycles)
         if found != cycles:
@@ -66,7 +68,7 @@ class ScheduleDraft:
 
     def minimum_rate(self) -> float | None:
         """Return the minimum learning rate of a cosine schedule that requires one; without one, return None and leave
-        the schedule for the user to fill in.
+        `lr_schedule` of run.yaml for the user to fill in.
         """
         share, lowest = self.given.take_number(f"{KWARGS}min_lr_rate"), self.given.take_number(f"{KWARGS}min_lr")
         if lowest is None and share is None:

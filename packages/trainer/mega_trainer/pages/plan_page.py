@@ -37,8 +37,8 @@ class PipelineShape(NamedTuple):
 
 @dataclass(frozen=True)
 class LayoutCandidate:
-    """Layout found by `mega plan --search`, for its page: seconds per step, tokens per second and GPU, bytes, settings
-    in words, and an explanation of its time.
+    """Layout found by `mega plan --search`, as shown on the plan's HTML page: step time, tokens per second and GPU,
+    memory in bytes, settings in words, and why it takes that time.
     """
 
     seconds: float
