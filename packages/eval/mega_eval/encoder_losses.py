@@ -68,7 +68,8 @@ def evaluate_masked_lm(
 
 
 class MaskedLmWindows:
-    """Windows of `seq_length` tokens of a data set, each between the begin and end tokens that the tokenizer adds.
+    """Windows of `seq_length` tokens of a data set, each between the begin and end tokens that the tokenizer adds, for
+    masked-LM evaluation.
 
     Attributes:
         mask: id of the mask token.

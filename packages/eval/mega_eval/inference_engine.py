@@ -85,7 +85,7 @@ class InferenceEngine:
 
     @property
     def num_waiting(self) -> int:
-        """Number of queued requests: not yet started, or to be recomputed after they lost their cache pages."""
+        """Number of queued requests: not yet started, or to be recomputed after they lost their KV cache pages."""
         return len(self._waiting)
 
     @property
@@ -164,7 +164,7 @@ class InferenceEngine:
         return events
 
     def drop_all_requests(self) -> None:
-        """Drop all requests and all cached pages of the engine, for use after a `step` that raised an error."""
+        """Drop all requests and all pages of the engine's KV cache, for use after a `step` that raised an error."""
         self._waiting.clear()
         self._running.clear()
         self._pages, self._free_states = PageAllocator(self._pages.count), list(range(self._batch_size))

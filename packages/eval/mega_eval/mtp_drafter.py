@@ -23,8 +23,8 @@ from mega_trainer.parallel.tensor_parallel import embed_token_ids
 
 
 class MtpDrafter:
-    """Drafter that proposes one token per multi-token-prediction (MTP) layer of the model; hidden states that these
-    layers have yet to read are kept in the request states.
+    """Source of draft tokens for speculative decoding, one per multi-token-prediction (MTP) layer of the model; hidden
+    states that these layers have yet to read are kept in the request states.
 
     Args:
         model: decoder with MTP layers (`predictors`).

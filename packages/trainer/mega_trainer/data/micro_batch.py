@@ -43,8 +43,8 @@ class DocumentBounds:
     def from_positions(
         cls, positions: np.ndarray, documents: np.ndarray | None, bidirectional: np.ndarray | None = None
     ) -> DocumentBounds:
-        """Return the bounds of sequences from their positions and document ids, int [B, S]; `bidirectional` bool [B, S]
-        marks tokens of bidirectional blocks.
+        """Return the sequences' lengths, the start of each token's document, and the bidirectional blocks, from
+        positions and document ids, int [B, S]; `bidirectional` bool [B, S] marks tokens of such blocks.
         """
         starts = None
         if documents is not None:
@@ -55,8 +55,8 @@ class DocumentBounds:
 
     @classmethod
     def from_padded_rows(cls, lengths: np.ndarray, width: int) -> DocumentBounds:
-        """Return the bounds of rows of `width` tokens, of which the first `lengths` (int [B]) are real; the padding
-        after them becomes a separate document.
+        """Return the document bounds of rows of `width` tokens, of which the first `lengths` (int [B]) are real; the
+        padding after them becomes a separate document.
         """
         positions = np.broadcast_to(np.arange(width), (len(lengths), width))
         padding = positions >= lengths[:, None]
@@ -97,7 +97,9 @@ class TeacherSoftLabels:
 
 @dataclass(frozen=True)
 class HeadTargets:
-    """Labels and loss weights for the output head; the fields are the `MicroBatch` fields of these names."""
+    """Targets of the output head for a batch of tokens: labels and loss weights, and optionally a function that
+    computes weights from log-probabilities, and soft labels of a teacher.
+    """
 
     labels: Tensor
     weights: Tensor

@@ -56,8 +56,8 @@ class MultiTokenPredictor(nn.Module):
         self.norm = build.build_residual_norm(f"{name}.shared_head.norm")
 
     def forward(self, embedded: Tensor, hidden: Tensor, context: ForwardContext) -> Tensor:
-        """Map the embeddings of tokens k positions ahead and the previous layer's hidden states, [B, S or S/T, D], to
-        this layer's hidden states.
+        """Map the embeddings of tokens k positions ahead and the previous layer's hidden states, [B, S or S/T, D] (S/T
+        under sequence parallelism over T ranks), to this layer's hidden states.
         """
         joined = torch.cat([self.embedding_norm(embedded), self.hidden_norm(hidden)], -1)
         y: Tensor = self.norm(self.block(self.linear(joined, self.join), context))
@@ -66,7 +66,7 @@ class MultiTokenPredictor(nn.Module):
 
 @dataclass(frozen=True)
 class StageLayers:
-    """Part of a model in one pipeline stage: layers [first, last), with the embedding (`embeds`) and the output head
+    """Share of a model in one pipeline stage: layers [first, last), with the embedding (`embeds`) and the output head
     (`heads`) where the stage has them.
 
     MTP layers are in the stage of the head. `has_embedding_and_head`: one rank has the stages of both embedding and head.
@@ -121,8 +121,8 @@ class PositionTypeEmbeddings(nn.Module):
         self.norm = build.build_residual_norm("model.embed_norm") if config.embedding_norm else None
 
     def forward(self, x: Tensor, positions: Tensor, types: Tensor | None) -> Tensor:
-        """Add position and type embeddings to token embeddings x [B, S or S/T, D], and normalise; positions int64 [B or
-        1, S], types int64 [B, S] (None: all are 0).
+        """Add position and type embeddings to token embeddings x [B, S or S/T, D] (S/T under sequence parallelism over
+        T ranks), and normalise; positions int64 [B or 1, S], types int64 [B, S] (None: all are 0).
         """
         part = local_sequence_slice(positions.shape[-1], self.tp, sp=self.sp)
         if self.positions is not None:
@@ -142,7 +142,7 @@ def apply_embedding_scale(x: Tensor, config: ModelConfig) -> Tensor:
 
 
 class Decoder(nn.Module):
-    """Decoder model: embedding, layers, final norm and output head, of which a pipeline stage has the parts in `stage`."""
+    """Decoder model: embedding, layers, final norm and output head; a pipeline stage has only those that `stage` lists."""
 
     def __init__(
         self,
@@ -189,8 +189,8 @@ class Decoder(nn.Module):
         return build_transformer_layer(build, index)
 
     def list_parameter_units(self) -> list[ForwardUnit]:
-        """Return the model's units (such as layers) in forward order, each with the parameters that it is the first to
-        use; ZeRO waits for gathered weights unit by unit.
+        """Return the model's modules (such as layers) in forward order, each with the parameters that it is the first
+        to use; ZeRO waits for gathered weights module by module.
         """
         units = [ForwardUnit(layer, list(layer.parameters())) for layer in self.layers]
         if self.stage.embeds:
@@ -210,14 +210,14 @@ class Decoder(nn.Module):
 
     @property
     def output_weight(self) -> Tensor:
-        """Output matrix [V/T, D] over this tensor rank's part of the vocabulary; the embedding matrix if weights are
-        tied.
+        """Output matrix [V/T, D] over the vocabulary rows of this rank, one of T tensor ranks; the embedding matrix if
+        weights are tied.
         """
         return self.embedding.weight if self.matrix is None else self.matrix
 
     def get_output_projection(self, tied_weight: Tensor | None = None) -> OutputProjection:
-        """Return the output projection (weight and bias); `tied_weight` [V/T, D] is the embedding that this stage gets
-        from another stage, if it does.
+        """Return the output projection (weight and bias); `tied_weight` [V/T, D] (T tensor ranks) is the embedding that
+        this stage gets from another stage, if it does.
         """
         borrowed = tied_weight if self.config.tie_embeddings else None
         return OutputProjection(self.output_weight if borrowed is None else borrowed, self.head_bias)
@@ -264,11 +264,15 @@ class Decoder(nn.Module):
         )
 
     def embed_micro_batch(self, batch: MicroBatch, context: ForwardContext) -> Tensor:
-        """Embed a micro-batch's tokens (and images) and return the input of the first layer, [B, S or S/T, D]."""
+        """Embed a micro-batch's tokens (and images) and return the input of the first layer, [B, S or S/T, D] (S/T
+        under sequence parallelism over T ranks).
+        """
         return self.embed_inputs(batch.tokens, batch.positions, context.dropout, batch.token_types, batch.images)
 
     def pipeline_message_shape(self, batch: MicroBatch) -> tuple[int, int, int]:
-        """Return the shape of a micro-batch's activations between two pipeline stages: [B, S or S/T, D]."""
+        """Return the shape of a micro-batch's activations between two pipeline stages: [B, S or S/T, D] (S/T under
+        sequence parallelism over T ranks).
+        """
         rows, length = batch.tokens.shape
         local_length = len(range(length)[local_sequence_slice(length, self.groups.tp, sp=self.sp)])
         return rows, local_length, self.config.hidden_size
@@ -282,7 +286,7 @@ class Decoder(nn.Module):
         images: BatchImages | None = None,
     ) -> Tensor:
         """Embed tokens, positions and segment types, int64 [B, S], and optional images, and return the input of the
-        first layer, [B, S or S/T, D].
+        first layer, [B, S or S/T, D] (S/T under sequence parallelism over T ranks).
         """
         x = apply_embedding_scale(self.embedding(tokens), self.config)
         if self.vision is not None and images is not None:
@@ -294,7 +298,9 @@ class Decoder(nn.Module):
         return x if dropout is None else dropout.drop_residual(x, self.config.embedding_dropout, layer, "embedding")
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
-        """Pass hidden states [B, S or S/T, D] through this stage's layers, without embedding and output head."""
+        """Pass hidden states [B, S or S/T, D] (S/T under sequence parallelism over T ranks) through this stage's
+        layers, without embedding and output head.
+        """
         for index, layer in enumerate(self.layers):
             x = self.saved.run_layer(index, layer, x, context)
         return x
@@ -310,8 +316,8 @@ class Decoder(nn.Module):
     def compute_objective(
         self, x: Tensor, batch: MicroBatch, context: ForwardContext, tied_weight: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the training loss from the final hidden states [B, S or S/T, D], the weighted sums of the next-token
-        and further losses [2], and each token's loss [B, S].
+        """Return the training loss from the final hidden states [B, S or S/T, D] (S/T under sequence parallelism over T
+        ranks), the weighted sums of the next-token and further losses [2], and each token's loss [B, S].
 
         Args:
             tied_weight: the tied embedding [V/T, D], for a stage that `borrows` it.
@@ -349,8 +355,8 @@ class Decoder(nn.Module):
         return total
 
     def whole(self, batch: MicroBatch, context: ForwardContext) -> tuple[Tensor, Tensor, Tensor]:
-        """Run the whole model, on one pipeline stage, from a micro-batch's tokens to `compute_objective`, as one
-        forward, so that ZeRO-3 gathers weights around it.
+        """Run the whole model, which must be on one pipeline stage, from a micro-batch's tokens to the training loss,
+        as one forward, so that ZeRO-3 gathers weights around it; returns loss, loss sums and token losses [B, S].
         """
         x = self.forward(self.embed_micro_batch(batch, context), context)
         return self.compute_objective(x, batch, context)

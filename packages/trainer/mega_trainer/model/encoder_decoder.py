@@ -38,8 +38,8 @@ from mega_trainer.parallel.zero_buffers import ForwardUnit
 
 
 class EncoderDecoderModel(Decoder):
-    """Encoder-decoder model (T5), of which a pipeline stage has the part in `stage`; after the last layer the hidden
-    states are the decoder's tokens alone.
+    """Encoder-decoder model (T5), or the layers of it in one pipeline stage; after the last layer the hidden states are
+    the decoder's tokens alone.
     """
 
     def __init__(
@@ -62,7 +62,9 @@ class EncoderDecoderModel(Decoder):
         self.tables = nn.ParameterList(build_bias_table(build, f"model.{name}_relative_bias") for name in names)
 
     def list_parameter_units(self) -> list[ForwardUnit]:
-        """Return the model's ZeRO units in forward order; see `Decoder.list_parameter_units`."""
+        """Return the model's modules in forward order, each with the parameters that it is the first to use; ZeRO waits
+        for gathered weights module by module.
+        """
         first, *others = super().list_parameter_units()
         if self.stage.embeds:
             first = ForwardUnit(first.module, [*first.parameters, *self.tables])

@@ -54,7 +54,7 @@ class CachedAttention:
         return self.kernels.attention(q, k, v, mask, how)
 
     def decode_attention(self, q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
-        """Compute the layer's attention with one query per batch row; see `Kernels.decode_attention`."""
+        """Compute the layer's attention of one query per batch row to all cached keys of that row, in generation."""
         if self.relative is None and not self.how.has_unfused_terms:
             return self.kernels.decode_attention(q, keys, values, self.how.scale)
         rows = zip(q[:, None, None], keys, values, strict=True)
@@ -115,11 +115,13 @@ class SequenceMask:
     _preceding: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
     def mask_for_window(self, window: int | None) -> AttentionMaskSpec:
-        """Return the mask of all queries and keys, of which a query attends to at most `window`; see `AttentionMask`."""
+        """Return the mask over all queries and keys of a layer whose queries attend to at most `window` keys each."""
         return self._square(range(self.length), window)
 
     def mask_between(self, queries: range, keys: range, window: int | None) -> list[MaskPart]:
-        """Return the mask for a range of queries and a range of keys, in parts; the ranges are equal or do not overlap."""
+        """Return the mask for a range of queries and a range of keys as a list of masked rectangles; the ranges are
+        equal or do not overlap.
+        """
         if queries == keys:
             return [
                 MaskPart(slice(None), queries, keys, self._square(queries, window)),

@@ -67,7 +67,9 @@ class NeighborEncoderBuilder(LayerBuilder):
         return cls(**fields | {"config": config, "by_layer": {}, "adapts": {}}, prefix=retro_encoder_prefix(layer))
 
     def build_parameter(self, shape: Sequence[int], pieces: Sequence[TensorPiece], **start: Any) -> nn.Parameter:
-        """Build a parameter whose name begins with the neighbor encoder's prefix; see `LayerBuilder.build_parameter`."""
+        """Build a parameter whose name in the checkpoint begins with the neighbor encoder's prefix; otherwise like the
+        parameters of the decoder's layers.
+        """
         own = [replace(piece, name=piece.name.replace("model.layers.", self.prefix, 1)) for piece in pieces]
         return super().build_parameter(shape, own, **start)
 
@@ -82,8 +84,8 @@ class NeighborEncodingLayer(nn.Module):
         self.encoder = nn.ModuleList(build_transformer_layer(own, index) for index in range(own.config.num_layers))
 
     def forward(self, x: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor]:
-        """Return the hidden states [B, S or S/T, D] after this layer, and the encoded neighbors (shaped as
-        `context.source.memory`).
+        """Return the hidden states [B, S or S/T, D] (S/T under sequence parallelism over T ranks) after this layer, and
+        the encoded neighbors (shaped as `context.source.memory`).
         """
         mixer, cross, feed, source = self.block.mixer, self.block.cross, self.block.feed, context.source
         assert mixer is not None
@@ -101,8 +103,8 @@ class NeighborEncodingLayer(nn.Module):
 
 
 class RetroDecoder(Decoder):
-    """Retro model, of which a pipeline stage has the part in `stage`; after the last layer the hidden states are the
-    text's tokens alone, without neighbors.
+    """Retro model, or the layers of it in one pipeline stage; after the last layer the hidden states are the text's
+    tokens alone, without neighbors.
     """
 
     def _build_layer(self, build: LayerBuilder, index: int) -> nn.Module:

@@ -160,8 +160,8 @@ class ReferenceModel(Protocol):
         answers: Sequence[PreferenceAnswers],
         what: SampleHalf = "answers",
     ) -> list[Tensor]:
-        """Return the reference model's summed log-probabilities of each micro-batch's answers, or of the `mismatched`
-        answers (KTO): fp64 [P, 2].
+        """Return the reference model's summed log-probabilities of each micro-batch's answers, fp64 [P, 2] for P pairs,
+        or (`what` "mismatched", for KTO) of answers moved to another question.
 
         A collective call of the ranks of a model; the result is arbitrary except on the last stage.
         """
@@ -180,7 +180,9 @@ class LiveReferenceModel:
         answers: Sequence[PreferenceAnswers],
         what: SampleHalf = "answers",
     ) -> list[Tensor]:
-        """Run the reference model and return its summed answer log-probabilities; see `ReferenceModel.get_answer_log_prob_sums`."""
+        """Run the reference model and return the summed log-probabilities of each micro-batch's answers, fp64 [P, 2]
+        for P pairs; with `what` "mismatched" of answers moved to another question (KTO).
+        """
         return score_answers(self._executor, micro, answers)
 
 
@@ -197,8 +199,8 @@ class CachedReferenceModel:
         answers: Sequence[PreferenceAnswers],
         what: SampleHalf = "answers",
     ) -> list[Tensor]:
-        """Read the reference model's summed answer log-probabilities from the cache files; see
-        `ReferenceModel.get_answer_log_prob_sums`.
+        """Read from the cache files the reference model's summed log-probabilities of each micro-batch's answers, fp64
+        [P, 2] for P pairs; with `what` "mismatched" of answers moved to another question (KTO).
 
         Raises:
             DataError: for a sample that is not in the cache.
@@ -214,7 +216,7 @@ def collect_reference_sums(
     executor: PipelineExecutor, config: RunConfig, device: torch.device, batch: StepBatch, samples: range
 ) -> dict[str, list[np.ndarray]]:
     """Return the reference model's summed answer log-probabilities of each sample, to be written to the cache, also of
-    `mismatched` answers if the loss needs them.
+    answers moved to another question if the loss (KTO) needs them.
 
     Each is fp64 [2 P], on every rank. A collective call of all ranks.
     """

@@ -130,8 +130,8 @@ def sum_expert_loads(routings: Sequence[MicroBatchRouting]) -> dict[int, Tensor]
 
 
 def tabulate_expert_loads(loads: Mapping[int, Tensor], config: ModelConfig, device: torch.device) -> Tensor:
-    """Return this rank's expert loads as fp64 [layers, 6 + experts], zeros for layers of other ranks; rows as in
-    `MicroBatchRouting.loads`.
+    """Return this rank's routing statistics as fp64 [layers, 6 + experts], zeros for layers of other ranks: six sums of
+    a layer (tokens, dropped choices, losses and so on), then the choices of each expert.
     """
     if config.moe is None:
         return torch.zeros(0, SUMS, dtype=torch.float64, device=device)
@@ -145,8 +145,8 @@ def list_expert_layers(config: ModelConfig) -> list[int]:
 
 
 def compute_routing_metrics(moe: MoeConfig | None, table: Tensor, loss_scale: float) -> dict[str, float]:
-    """Return a step's routing metrics (such as load balance and dropped choices) from `table`, the sum of all ranks'
-    `tabulate_expert_loads`; empty without experts.
+    """Return a step's routing metrics (such as load balance and dropped choices) from `table`, the routing statistics
+    by layer summed over all ranks; empty without experts.
 
     `aux_loss` and `z_loss` are weighted as in the training loss. `expert_load_max` and `expert_load_min` are the most and
     fewest choices of an expert, relative to the mean of its layer. `drop_rate` is the share of dropped choices.

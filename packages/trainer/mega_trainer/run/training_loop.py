@@ -283,8 +283,8 @@ class LoopStepHooks(StepHooks):
         )
 
     def accepts_loss(self, loss: float) -> bool:
-        """Check tensors for silent corruption just before an update, and return whether the loss guard accepts the
-        loss.
+        """Check tensors for silent corruption just before an update, and return True if the run's policies for
+        non-finite losses and loss spikes allow an update with this loss.
         """
         self.integrity.check_before_update(self._step)
         return self.context.state.guard.accepts_loss(loss)

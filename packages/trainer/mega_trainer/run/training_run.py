@@ -223,8 +223,8 @@ def reduce_during_backward(sharded: Mapping[int, ShardedStage], stage: int, last
 def initialize_state(
     state: TrainState, start: Location | MemoryCopy | None, world: CommGroup, tokenizer: Tokenizer | None
 ) -> None:
-    """Load the weights and the optimizer state that a run starts from into `state`: from checkpoint or memory copy
-    `start`, from `init_from`, or random ones.
+    """Load the weights and the optimizer state that a run starts from into `state`: from the checkpoint or host-memory
+    copy `start`, from `init_from`, or random ones.
 
     Args:
         start: the checkpoint or memory copy that the run resumes from; None for a new run, which begins with the
