@@ -53,8 +53,8 @@ class SeededDropout:
     def drop_projection_inputs(
         self, x: Tensor, p: float, site: str, width: int, *, first: int = 0, whole: bool = False
     ) -> Tensor:
-        """Return x [B, tokens, columns], a part of the `width` columns of a projection's input from column `first` on,
-        with elements dropped with probability `p`.
+        """Return x [B, tokens, columns], a slice of the `width` columns of a projection's input from column `first` on,
+        with elements dropped with probability `p`; `site` names the projection.
 
         Its tokens are the residual stream's, or with `whole` the gathered ones of all tensor ranks.
         """

@@ -88,8 +88,8 @@ class ParameterBuilder:
     def make_expert_piece(
         self, name: str, shape: Sequence[int], *, axis: int | None, place: int = 0, among: int = 1
     ) -> TensorPiece:
-        """Return the piece of the canonical tensor `name`, a stack of experts of `shape`, that this rank has; it is
-        split over `expert_tp` along `axis`.
+        """Return the position of this rank's slice in the canonical tensor `name`, a stack of experts of `shape`; each
+        expert is split over `expert_tp` along `axis`.
 
         In the local parameter it is part number `place` of several, concatenated on the first axis; so it is in the
         canonical tensor `name`, if that has `among` > 1 parts.
@@ -114,8 +114,8 @@ class ParameterBuilder:
         std: float | None = None,
         replicas: Sequence[CommGroup] = (),
     ) -> nn.Parameter:
-        """Build a parameter that stacks this rank's experts, each of `shape`; the other arguments are the ones of
-        `ParameterInfo`.
+        """Build a parameter that stacks this rank's experts, each of `shape`; `pieces` locate them in canonical
+        tensors, `std` is for their initial values, and `replicas` are groups that hold copies.
         """
         groups = self.groups
         return make_parameter(
@@ -164,7 +164,7 @@ class ParameterBuilder:
         )  # fmt: skip
 
     def build_vocab_bias(self, name: str) -> nn.Parameter:
-        """Build a bias [vocabulary], split over tensor ranks like the rows of `build_vocab_parameter`."""
+        """Build a bias [vocabulary], split over tensor ranks like the rows of the embedding."""
         return make_vocab_parameter(
             name, self.config.vocab_size, group=self.groups.tp, data=self.groups.dp_cp, dtype=self.parameter_dtype, device=self.device,
             parts=self.groups.tp,
@@ -181,8 +181,8 @@ class ParameterBuilder:
         grad_sync: Sequence[CommGroup] = (),
         replicas: Sequence[CommGroup] = (),
     ) -> nn.Parameter:
-        """Build a parameter whose gradient is summed over all data and context ranks; the other arguments are the ones
-        of `ParameterInfo`.
+        """Build a parameter whose gradient is summed over all data and context ranks; `pieces` locate it in canonical
+        tensors, and the other arguments set initial values and further groups to sum over.
         """
         return make_parameter(
             shape, pieces, data=self.groups.dp_cp, dtype=self.parameter_dtype, device=self.device,

@@ -55,7 +55,7 @@ class PreferenceAnswers:
         scored: bool = False,
     ) -> PreferenceAnswers:
         """Return the answers in some rows of this data rank's batch; a context rank gets only its own tokens. `width`
-        is `row_document_bound` of the batch.
+        is an even number, at least the number of documents in any row.
 
         With `scored`, as for reward models, only the last token of each document has a weight.
         """

@@ -25,7 +25,9 @@ from torch.nn import functional as F
 
 
 def pick_token_rows(x: Tensor, slots: RowAssignment) -> Tensor:
-    """Return the token of each row: x [N tokens, ..] -> [M rows + 1, ..]; a row without a token has an arbitrary one."""
+    """Return the token of each row of an expert-sorted buffer: x [N tokens, ..] -> [M rows + 1, ..]; a row without a
+    token has an arbitrary one.
+    """
     return x[slots.token_of_row]
 
 

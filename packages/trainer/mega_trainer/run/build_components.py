@@ -62,8 +62,8 @@ from mega_trainer.plan.zero3_memory import zero3_unit_layers
 def connect_parallel_groups(
     config: RunConfig, ranks: RankInfo, maker: ProcessGroupCache | None = None, log: CommLog | None = None
 ) -> ParallelGroups:
-    """Return this rank's communication groups for the configured degrees of parallelism. A collective call of all
-    ranks.
+    """Return this rank's communication groups for the configured degrees of parallelism; `maker` caches process groups,
+    `log` counts traffic. A collective call of all ranks.
 
     Raises:
         ConfigError: when they do not fit the number of ranks.
@@ -103,7 +103,7 @@ def build_expert_dispatcher(config: RunConfig, groups: ParallelGroups, leaves: L
 
 
 def choose_kernels(config: RunConfig, device: torch.device) -> BackendChoice:
-    """Choose the kernel back ends of a run for this kind of device.
+    """Choose the kernel back ends of a run (linear layers, attention, recurrent mixers) for this kind of device.
 
     Raises:
         ConfigError: when a configured one cannot be used on this device.

@@ -146,7 +146,7 @@ class PatchWindowMask:
     windows: PackedMask
 
     def mask_for_window(self, window: int | None) -> AttentionMaskSpec:
-        """Return the mask by windows, or with None by images; see `AttentionMask`."""
+        """Return the mask by attention windows of patches, or for `window` None by images."""
         return self.images if window is None else self.windows
 
 

@@ -52,7 +52,9 @@ class VisionLayerBuilder(LayerBuilder):
         replicas: Sequence[CommGroup] = (),
         **start: Any,
     ) -> nn.Parameter:
-        """Build a parameter whose name begins with the vision prefix; see `LayerBuilder.build_parameter`."""
+        """Build a parameter whose name in the checkpoint begins with the vision encoder's prefix, whole on every tensor
+        rank, with its gradient summed over tensor ranks.
+        """
         own = [replace(piece, name=piece.name.replace("model.", self.prefix, 1)) for piece in pieces]
         return make_parameter(
             shape, own, data=self.groups.dp_cp, dtype=self.parameter_dtype, device=self.device,

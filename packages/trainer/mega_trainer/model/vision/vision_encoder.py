@@ -135,7 +135,9 @@ class ImageEmbedder(nn.Module):
         return None if build.config.vision is None else cls(build)
 
     def forward(self, x: Tensor, images: BatchImages) -> Tensor:
-        """Replace the embeddings of image placeholders in x [B, S or S/T, D] by the features of the images."""
+        """Replace the embeddings of image placeholders in x [B, S or S/T, D] (S/T under sequence parallelism over T
+        ranks) by the features of the images.
+        """
         features = self.encode_images(images, x.device) if images.features is None else images.features
         part = local_sequence_slice(images.rows.shape[1], self.groups.tp, sp=self.sp)
         return insert_image_features(x, features, images.rows[:, part])
