@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from chat_templates import CONVERSATIONS, chat_tokenizer
-from mega_trainer.distributed.rank_info import RankInfo
+from mega_trainer.distributed.process_groups import RankInfo
 from ranks import run_ranks
 
 from mega_common.errors import TrainingInterrupted
