@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from chat_templates import CONVERSATIONS, chat_tokenizer
-from mega_trainer.distributed.process_groups import RankInfo
 from ranks import run_ranks
 
 from mega_common.errors import TrainingInterrupted
@@ -18,6 +17,7 @@ from mega_data.chat.chat_preparation import ChatOptions
 from mega_data.preprocessing.preprocess_corpus import preprocess_corpus
 from mega_data.tokenizer import train_tokenizer
 from mega_trainer.config.run_config import RunConfig, resolve_run_config
+from mega_trainer.distributed.process_groups import RankInfo
 from mega_trainer.run.training_run import run_training
 
 pytest.importorskip("transformers", reason="what renders templates")
