@@ -35,7 +35,7 @@ from torch import Tensor
 from mega_common.errors import NumericalError
 from mega_data.batch_loader import StepBatch
 from mega_trainer.data import micro_batch as batches
-from mega_trainer.data.micro_batch import HeadTargets, MicroBatch, SequenceBounds
+from mega_trainer.data.micro_batch import DocumentBounds, HeadTargets, MicroBatch
 from mega_trainer.distributed import rng
 from mega_trainer.distributed.comm import CommGroup, RingTransfer, all_reduce
 from mega_trainer.distributed.process_groups import ParallelGroups
@@ -478,7 +478,7 @@ def _documents_of_the_first_tokens() -> AbstractContextManager[Any]:
         if self.document_starts is not None:
             documents = np.roll(self.document_starts, 1, axis=1)
             documents[:, 0] = 0
-            moved = SequenceBounds.from_positions(documents, documents).document_starts
+            moved = DocumentBounds.from_positions(documents, documents).document_starts
         return real(replace(self, document_starts=moved, _masks={}, _preceding={}), queries, keys, window)
 
     return swap(SequenceMask, "mask_between", parts)

@@ -86,7 +86,9 @@ class ParallelRules:
         return parallel.pp * (ranks if parallel.dp else math.lcm(ranks, block))
 
     def with_degrees(self, degrees: Mapping[str, int | str]) -> ParallelRules:
-        """Return a copy of the rules with `degrees` in place of these fields of the `parallel` section."""
+        """Return a copy of the rules with `degrees`, {field of run.yaml's `parallel` section: value}, in place of the
+        present values.
+        """
         return replace(self, parallel=self.parallel.model_copy(update=dict(degrees)))
 
     def _stage_problems(self) -> Iterator[ConfigProblem]:

@@ -81,7 +81,7 @@ def is_hidden_matrix(parameter: nn.Parameter) -> bool:
 
 
 class MuonUpdateRule:
-    """`UpdateRule` that updates slots of main weights by Muon.
+    """`UpdateRule` that updates main weights, held in one slot per parameter shard, by Muon.
 
     Args:
         slots: slots to update: slices of buckets of hidden matrices, or rows of these. Every data rank has the same number,
@@ -110,7 +110,9 @@ class MuonUpdateRule:
         self.momenta = [torch.zeros_like(slot.main) for slot in slots]
 
     def update_slots(self, transfers: SlotTransfers, lr: float, decoupled_lr: float | None = None) -> None:
-        """Update the main weights of the slots by Muon; see `UpdateRule.update_slots`."""
+        """Update the main weights of all parameter shards (slots) by Muon at learning rate `lr`, or `decoupled_lr` for
+        decoupled param groups.
+        """
         for number, (slot, momentum) in enumerate(zip(self.slots, self.momenta, strict=True)):
             with transfers.update_context([slot]):
                 self._update_slot(number, slot, momentum, lr * self.lr_factor * slot.kind.lr_factor)
@@ -125,7 +127,7 @@ class MuonUpdateRule:
         slot.main.mul_(1 - lr * self.weight_decay).add_(update, alpha=-lr)
 
     def state_tensors(self) -> dict[str, list[tuple[OptimizerSlot, Tensor]]]:
-        """Return Muon's momentum of each slot; see `UpdateRule.state_tensors`."""
+        """Return Muon's momentum, {name: one tensor for each parameter shard (slot)}."""
         return {"muon_momentum": list(zip(self.slots, self.momenta, strict=True))}
 
     def _gather_and_orthogonalize(self, number: int, slot: OptimizerSlot, direction: Tensor) -> Tensor:

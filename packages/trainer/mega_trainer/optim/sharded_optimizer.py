@@ -137,8 +137,8 @@ class ShardedOptimizer:
         }
 
     def state_tensors(self) -> list[tuple[str, list[tuple[OptimizerSlot, Tensor]]]]:
-        """Return, for each kind of optimizer state, each slot's flat tensor, `main` (main weights) last; each is at
-        least as long as the slot's shard.
+        """Return, for each kind of optimizer state, the flat tensor of each parameter shard (slot), `main` (main
+        weights) last; each is at least as long as the shard.
         """
         kinds = [kind for rule in self._rules for kind in rule.state_tensors().items()]
         if self._averages:

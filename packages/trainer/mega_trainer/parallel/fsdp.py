@@ -69,7 +69,7 @@ def fully_shard_stage(
     gather: Literal["micro_batch", "step"] = "micro_batch",
 ) -> None:
     """Shard a pipeline stage over its `shard` group by torch's FSDP2, in place: each parameter becomes a `DTensor` of
-    which a rank has some rows.
+    which a rank has some rows; the weights of `layers` layers are gathered together.
 
     Args:
         model: parameters are in the dtype of the main weights, fp32 or fp64, and may be on the meta device, since no rank
@@ -106,7 +106,6 @@ def fully_shard_stage(
         unit.set_custom_reduce_scatter(_ReduceScatter(sharers))  # type: ignore[arg-type]
     register_fsdp_forward_method(model, "run_stage")
     model.to_empty(device=device)
-    model.dtype = dtype
     for values, _ in non_trainable_buffers(model):
         values.zero_()
     for name, parameter in model.named_parameters():
@@ -121,8 +120,8 @@ def fully_shard_stage(
 
 
 def list_fsdp_units(model: Decoder, layers: int) -> list[list[nn.Module]]:
-    """Return the modules that FSDP gathers together, inner units first; a unit has the parameters of its modules that
-    no earlier unit has.
+    """Return lists of modules that FSDP gathers together, inner ones first; each list has the parameters of its modules
+    that no earlier one has.
 
     Recomputed and other layers are in different units: FSDP waits until the forward of all modules of a unit has run.
     """
@@ -165,8 +164,8 @@ def _process_group(group: CommGroup) -> dist.ProcessGroup:
 
 
 def slice_piece_rows(pieces: Sequence[TensorPiece], first: int, stop: int) -> Iterator[TensorPiece]:
-    """Yield the pieces (`TensorPiece`) that describe rows [first, stop) of a local tensor, from the pieces of the whole
-    local tensor.
+    """Yield the positions in global tensors (`TensorPiece`) of rows [first, stop) of a local tensor, from those of the
+    whole local tensor.
     """
     for piece in pieces:
         low, high = max(first, piece.local_start[0]), min(stop, piece.local_start[0] + piece.shape[0])
@@ -199,7 +198,7 @@ def _row_shard(parameter: nn.Parameter) -> ParameterShard:
 
 
 class FsdpUnitGradients:
-    """Gradients of one FSDP unit in one flat tensor `values`, to which FSDP adds.
+    """Gradients of the modules that FSDP gathers together, in one flat tensor `values`, to which FSDP adds.
 
     With several copies of the weights, they are all-reduced over the copies as soon as the step's last backward has
     finished the unit, while the backward of earlier units still runs.

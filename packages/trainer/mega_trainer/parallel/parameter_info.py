@@ -34,8 +34,8 @@ class NormalInit:
 
 @dataclass(frozen=True)
 class UniformInit:
-    """Initialisation from a uniform distribution between `low` and `high`, with an optional function `then` of the
-    values.
+    """Initialisation from a uniform distribution between `low` and `high`, with an optional function `then` that is
+    applied to the drawn values.
     """
 
     low: float
@@ -108,7 +108,8 @@ def make_parameter(
     uniform: UniformInit | None = None,
     packing: WeightQuantizer | None = None,
 ) -> nn.Parameter:
-    """Return an uninitialised parameter of the local `shape`, with its `ParameterInfo` attached.
+    """Return an uninitialised parameter of the local `shape`, with its `ParameterInfo` attached: `pieces` locate it in
+    canonical tensors, `data` is its data-parallel group.
 
     With `packing` the values are in a `PackedWeight`; the parameter has the shape and dtype, and one zero in memory.
 
@@ -129,7 +130,7 @@ def make_parameter(
 
 
 def get_local_values(parameter: Tensor) -> Tensor:
-    """Return a view of the part of a parameter that this rank has: under ZeRO-3 its rows, for a packed weight its
+    """Return a view of the elements of a parameter that this rank has: under ZeRO-3 its rows, for a packed weight its
     packed bytes.
     """
     packed = get_packed_weight(parameter)
@@ -280,9 +281,7 @@ class NonTrainableBuffer(nn.Module):
 
 
 def non_trainable_buffers(model: nn.Module) -> Iterator[tuple[Tensor, Sequence[TensorPiece]]]:
-    """Yield the non-trainable tensors (`NonTrainableBuffer.values`) of a model, with the pieces that locate them in
-    canonical tensors.
-    """
+    """Yield the non-trainable tensors of a model that checkpoints contain, with their positions in canonical tensors."""
     for module in model.modules():
         if isinstance(module, NonTrainableBuffer):
             yield module.values, module.pieces

@@ -114,7 +114,7 @@ def _common_lr_factor(info: ParameterInfo, lr_factor: LrFactor) -> float:
 
 @dataclass(frozen=True)
 class ShardPart:
-    """Part of a `ParameterShard` that belongs to one parameter, and its place in both.
+    """Range of a `ParameterShard` that belongs to one parameter, and its place in both.
 
     Attributes:
         pieces, shape: pieces and shape of the local tensor.

@@ -144,8 +144,8 @@ class FlatParameterBuffer(ParameterBuffer):
 
 
 class FlatBufferStage:
-    """`ShardedStage` with flat buffers (ZeRO-0 to ZeRO-2): accumulates gradients as they arrive and starts their
-    reductions over the data ranks.
+    """Pipeline stage with flat parameter and gradient buffers (`ShardedStage` for ZeRO-0 to ZeRO-2): accumulates
+    gradients as they arrive and starts their reductions over the data ranks.
 
     All ranks must reduce their buckets in the same order, or they would deadlock: a bucket that is complete on one rank may
     lack a gradient on another (an expert without tokens). The order is the expected order of completion in a backward. A

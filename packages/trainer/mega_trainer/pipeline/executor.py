@@ -24,7 +24,7 @@ from mega_trainer.distributed.rng import SeededDropout
 from mega_trainer.model.decoder import Decoder
 from mega_trainer.model.forward_context import ForwardContext
 from mega_trainer.parallel.context_parallel import residual_token_ranges
-from mega_trainer.parallel.expert_routing import StepRouting, make_step_routings, sum_expert_loads
+from mega_trainer.parallel.expert_routing import MicroBatchRouting, make_step_routings, sum_expert_loads
 from mega_trainer.parallel.fsdp import list_autograd_leaves
 from mega_trainer.parallel.parallel_linear import DeferredWgrad, run_deferred_wgrads
 from mega_trainer.pipeline.schedules import PipelineOp, PipelineSchedule
@@ -48,7 +48,7 @@ class PipelineExecutor:
         around_backward: makes the context of each backward, which reduces the gradients, from the stage's number and a
             flag for the stage's last backward of the step. Of a split backward, the weight half runs in it.
         phase: makes the context of a named part of a step, for timing.
-        loads: tokens per expert in the last run, by layer, as in `StepRouting.loads`.
+        loads: tokens per expert in the last run, by layer, as in `MicroBatchRouting.loads`.
         losses: loss of each token by micro-batch of the last run, [B, S]; empty except on the last stage.
     """
 
@@ -61,7 +61,7 @@ class PipelineExecutor:
     loads: dict[int, Tensor] = field(default_factory=dict)
     losses: dict[int, Tensor] = field(default_factory=dict)
     _schedules: dict[int, PipelineSchedule] = field(default_factory=dict)
-    _routings: Sequence[StepRouting] = ()
+    _routings: Sequence[MicroBatchRouting] = ()
     _inputs: dict[MicroBatchKey, Tensor] = field(default_factory=dict)
     _outputs: dict[MicroBatchKey, Tensor] = field(default_factory=dict)
     _edges: dict[MicroBatchKey, GradientEdge] = field(default_factory=dict)

@@ -62,8 +62,8 @@ from mega_trainer.plan.zero3_memory import zero3_unit_layers
 def connect_parallel_groups(
     config: RunConfig, ranks: RankInfo, maker: ProcessGroupCache | None = None, log: CommLog | None = None
 ) -> ParallelGroups:
-    """Return this rank's communication groups for the configured degrees of parallelism. A collective call of all
-    ranks.
+    """Return this rank's communication groups for the configured degrees of parallelism; `maker` caches process groups,
+    `log` counts traffic. A collective call of all ranks.
 
     Raises:
         ConfigError: when they do not fit the number of ranks.
@@ -103,7 +103,7 @@ def build_expert_dispatcher(config: RunConfig, groups: ParallelGroups, leaves: L
 
 
 def choose_kernels(config: RunConfig, device: torch.device) -> BackendChoice:
-    """Choose the kernel back ends of a run for this kind of device.
+    """Choose the kernel back ends of a run (linear layers, attention, recurrent mixers) for this kind of device.
 
     Raises:
         ConfigError: when a configured one cannot be used on this device.
@@ -191,7 +191,7 @@ def build_stages(
     device, sharded = build.device, parallel.zero == 3 and build.groups.dp_cp.size > 1
     if sharded:
         stored = torch.float64 if build.dtype == torch.float64 else torch.float32
-        build = replace(build, dtype=stored, device=torch.device("meta"))
+        build = replace(build, stored_dtype=stored, device=torch.device("meta"))
     has_both_ends = schedule.owners[0] == schedule.owners[last]
     stages = {}
     for index in schedule.stages_of_rank(build.groups.pp.rank):
