@@ -146,7 +146,7 @@ def fully_sharded() -> list[tuple[Case, Case]]:
 @pytest.mark.long
 def test_zero_3_computes_the_same() -> None:
     cases = fully_sharded()
-    assert not told([b for _, b in cases], run_ranks(bits, 4, cases))
+    assert not told([b for _, b in cases], run_ranks(bits, 4, cases, timeout=280))
 
 
 def test_layers_that_are_gathered_together_change_no_bit() -> None:
