@@ -11,7 +11,7 @@ from typing import Any, Literal
 from mega_common.model_config import ModelConfig
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.plan.flops import ParameterCounts
-from mega_trainer.plan.layer_flops import max_active_ffn_width, saved_activation_elements
+from mega_trainer.plan.layer_flops import expert_row_width, max_active_ffn_width, saved_activation_elements
 from mega_trainer.plan.machine import MachineSpec
 from mega_trainer.plan.memory_advice import make_run_shape
 from mega_trainer.plan.run_shape import RecomputeKind, RunShape
@@ -126,7 +126,7 @@ class RoughMemoryEstimate:
         sums = {2: 4 / run.zero3_shard_ranks, 3: 0.0}.get(run.zero, 4.0)
         states = optimizer * shared + (6 * shared if run.zero == 3 else (2 + sums) * (dense + experts))
         # backward of a layer, which holds the rows of experts three times, and the gradients of one stack of experts
-        rows = model.hidden_size * (model.moe.top_k if model.moe else 0) / run.tp
+        rows = expert_row_width(model) * (model.moe.top_k if model.moe else 0) / run.tp
         kept, every = (
             saved_activation_elements(model, each, self.wide) for each in (run, replace(run, recompute="none"))
         )

@@ -17,8 +17,8 @@ from mega_common.model_config import ModelConfig
 from mega_trainer.parallel.zero_buffers import ZeroConfig
 from mega_trainer.pipeline.schedules import PipelineOp, PipelineOpCosts, place_stages
 from mega_trainer.plan.flops import ParameterCounts, count_parameters_by_layer
+from mega_trainer.plan.kernel_throughput import GpuThroughput
 from mega_trainer.plan.layer_cost import (
-    GpuThroughput,
     LayerCostModel,
     PassSeconds,
     PassWork,
@@ -98,7 +98,7 @@ class PlannedRun:
             raise ConfigError("--machine is not supported for models with encoders", hint="leave out --machine")
         interconnect, rates = (
             Interconnect.from_machine(machine, efficiency),
-            GpuThroughput.from_machine(machine, efficiency, profile),
+            GpuThroughput.from_machine(machine, efficiency, profile.attention),
         )
         unit = zero3_unit_layers(model, run) if run.zero == 3 else 1
         count = count or count_parameters_by_layer(model)
