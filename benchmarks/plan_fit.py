@@ -43,12 +43,18 @@ CONSTANTS = {
     "blackwell.fp8": Constant(0.65, 0.3, 1.0), "blackwell.nvfp4": Constant(0.5, 0.2, 1.0),
     "hopper.attention": Constant(0.5, 0.2, 0.8), "blackwell.attention": Constant(0.45, 0.2, 0.8),
     "hopper.triton": Constant(0.2, 0.05, 0.5), "all.grouped": Constant(0.8, 0.3, 1.0),
-    "all.exchange": Constant(0.7, 0.2, 1.0), "all.scan": Constant(0.1, 0.01, 0.5),
-    "all.tile": Constant(1e-6, 1e-7, 5e-6), "all.power": Constant(1.0, 0.3, 1.5),
+    "all.exchange": Constant(0.7, 0.2, 1.0), "all.scan": Constant(0.07, 0.01, 0.5),  "hopper.power": Constant(0.8, 0.3, 1.5),
+    "blackwell.power": Constant(0.8, 0.3, 1.5), "amd.bf16": Constant(0.45, 0.2, 1.0), "amd.fp8": Constant(0.35, 0.1, 1.0),
     "trainer.eager": Constant(2.0, 1.0, 4.0), "trainer.compiled": Constant(1.2, 1.0, 3.0),
-    "trainer.host": Constant(8e-3, 1e-3, 2e-2), "trainer.graphed": Constant(0.5, 0.1, 0.95),
+    "trainer.host": Constant(8e-3, 1e-3, 2e-2), "trainer.stall": Constant(2e-3, 2e-4, 1e-2),
+    "trainer.looped": Constant(0.7, 0.3, 1.0),
+    "trainer.fused": Constant(1.2, 1.0, 2.0),
 }  # fmt: skip
-GROUPS = {"large": ("hopper", "blackwell"), "all": ("ampere", "ada", "hopper", "blackwell", "cdna3", "cdna4")}
+GROUPS = {
+    "amd": ("cdna3", "cdna4"),
+    "large": ("hopper", "blackwell"),
+    "all": ("ampere", "ada", "hopper", "blackwell", "cdna3", "cdna4"),
+}
 ROUNDS = 3  # of a fit: errors are taken as linear in the constants' logarithms, each time anew
 PRIOR = 0.5  # what a constant's distance from what was known before weighs, beside a run that is as far off
 Constants = Mapping[str, float]
@@ -74,13 +80,10 @@ class Predictor:
         generation = run.machine.generation
         own = own_constants(constants, generation)
         profile, machine = run.profile, run.machine
-        if profile.passes != 1:
-            kind = "trainer.eager" if profile.passes >= 1.5 else "trainer.compiled"
-            profile = replace(profile, passes=constants.get(kind, profile.passes))
-        if profile.host:
-            profile = replace(profile, host=constants.get("trainer.host", profile.host))
-        if 0 < profile.graphs < 1:
-            profile = replace(profile, graphs=constants.get("trainer.graphed", profile.graphs))
+        profile = replace(profile, passes=constants.get(f"trainer.{run.fusion}", profile.passes))
+        assumed = {"host": profile.host, "stall": profile.stall, "looped": profile.looped % 1}
+        fitted = {name: constants.get(f"trainer.{name}", value) for name, value in assumed.items() if value}
+        profile = replace(profile, **fitted)
         efficiency = self.base[generation].model_copy(update=own)
         if id(run) not in self.plans:
             self.plans[id(run)] = PlannedRun.from_settings(run.model, run.run, machine, efficiency, profile)

@@ -25,7 +25,7 @@ import record
 
 from mega_common.model_config import ModelConfig
 from mega_common.model_presets import load_model_preset
-from mega_trainer.plan.machine import SLACK
+from mega_trainer.plan.device_memory import SLACK
 from mega_trainer.plan.other_trainer_memory import TrainerMemoryOptions, TrainerName, predict_other_trainer_memory
 from mega_trainer.plan.run_shape import RunShape
 

@@ -29,6 +29,7 @@ from published import Published, published
 
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.plan import machine as machines
+from mega_trainer.plan.device_memory import add_device_memory
 from mega_trainer.plan.layout_candidates import generate_candidates
 from mega_trainer.plan.machine import load_efficiency
 from mega_trainer.plan.other_trainer_memory import predict_other_trainer_memory
@@ -102,7 +103,8 @@ def without_context(run: Published, predictor: Predictor, constants: Constants) 
     for layout in sorted(layouts, key=PlannedRun.estimate_minimum_seconds):
         if layout.estimate_minimum_seconds() >= best:
             break
-        held = max(sum(kinds.values()) for kinds in predict_other_trainer_memory(run.model, layout.run, "megatron"))
+        kept = predict_other_trainer_memory(run.model, layout.run, "megatron")
+        held = max(sum(add_device_memory(layout.run, kinds).values()) for kinds in kept)
         best = layout.predict_step_time().seconds if held <= run.machine.usable_memory_bytes else best
     return best
 

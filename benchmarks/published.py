@@ -28,17 +28,19 @@ MAKERS = {
 }  # fmt: skip
 HABITS = {
     # Transformer Engine's kernels, collectives of tensor parallelism beside products, gradients summed in bf16
-    "megatron": TrainerProfile(tp_waited=2, dispatch="expert", gradient_bytes=2),
+    "megatron": TrainerProfile(passes=1.2, tp_waited=2, dispatch="expert", gradient_bytes=2),
     # before fused attention and sequence parallelism; element by element work mostly fused
     "megatron-2021": TrainerProfile(attention="unfused", tp_waited=10, passes=1.5),
     # PyTorch's FSDP, attention in Triton with ALiBi, nothing compiled
     "mosaic": TrainerProfile(attention="triton", passes=2.0, gradient_bytes=2),
     "torchtitan": TrainerProfile(attention="flash2", passes=1.2, tp_waited=10),
-    "nanotron": TrainerProfile(attention="flash2", passes=2.0, tp_waited=10),
+    "nanotron": TrainerProfile(
+        attention="flash2", passes=2.0, tp_waited=10, bucket_bytes=25 << 20
+    ),  # as torch's DDP has it
 }
 HOST = 8e-3  # before any fit
+LOOPED, STALL = 0.7, 2e-3  # before any fit
 PARTIAL = 0.5  # share of a layer's launches in the graphs of attention, router and preprocessing, before any fit
-TORCHAO_POWER = {"H100": 500 / 700, "B200": 0.75}  # the source says of B200 only that it is power-limited
 GPUS = {
     "A100-40GB": "a100-40", "A100-80GB": "a100-80", "H100": "h100", "H100-96GB-HBM2e-500W": "h100-500w", "B200": "b200",
     "GB200": "gb200", "H200": "h200", "GB300": "gb300", "B300": "b300", "MI300X": "mi300x",
@@ -135,6 +137,11 @@ class Published:
         return found[0].lower() if found else "?"
 
     @property
+    def fusion(self) -> str:
+        """How far its elementwise kernels are fused: by hand, by a compiler, or not at all."""
+        return "fused" if self.maker == "megatron" else "eager" if self.profile.passes >= 1.5 else "compiled"
+
+    @property
     def kind(self) -> str:
         """Class of its model, for which errors are reported."""
         return model_class(self.model)
@@ -167,7 +174,10 @@ def published(path: Path, *, tuned: bool = False) -> Iterator[Published]:
     with path.open(encoding="utf-8") as file:
         for row in csv.DictReader(file):
             left_out = ("LoRA" in row["source"] or "SFT" in row["source"]) is not tuned
-            if row["gpu"] in GPUS and maker_of(row) and not left_out and (row["tp"] or row["pp"] or row["dp"]):
+            known = (
+                row["gpu"] in GPUS and "power-limited" not in row["source"]
+            )  # to a limit that the source does not give
+            if known and maker_of(row) and not left_out and (row["tp"] or row["pp"] or row["dp"]):
                 found = _published(row)
                 if found is not None:
                     yield found
@@ -179,11 +189,8 @@ def _published(row: Row) -> Published | None:
     if model is None or not gpus:
         return None
     run = _run(row, model, seq, gpus)
-    machine = load_machine(GPUS[row["gpu"]])
-    if (
-        "torchao" in row["source"] and "500W" not in row["gpu"]
-    ):  # on the cluster of torchtitan's H100s, whose limit is 500 W
-        machine = machine.model_copy(update={"power_w": (machine.power_w or 0.0) * TORCHAO_POWER.get(row["gpu"], 1.0)})
+    # torchao's H100s are of the cluster that torchtitan's documents describe, whose limit is 500 W
+    machine = load_machine("h100-500w" if (row["gpu"], maker_of(row)) == ("H100", "torchtitan") else GPUS[row["gpu"]])
     rate = _rate(row, model, seq, machine)
     if not rate:
         return None
@@ -194,7 +201,11 @@ def _published(row: Row) -> Published | None:
     if "Bridge" in row["source"]:  # whose recipes use DeepEP or HybridEP, and hide the exchange wherever a pipeline is
         profile = replace(profile, dispatch="node", hides_dispatch=run.pp > 1)
     if model.moe and maker_of(row) == "megatron" and "tokendrop" not in row["source"]:
-        profile = replace(profile, host=HOST, graphs=_graphs(row))
+        graphs = _graphs(row)
+        kernels = (
+            {} if graphs == 1.0 else {"looped": LOOPED, "stall": STALL}
+        )  # whole graphs need one kernel for all experts
+        profile = replace(profile, host=HOST, graphs=graphs, **kernels)
     if "async" in row["source"].lower():
         profile = replace(profile, tp_waited=4)
     return Published(row, model, run, machine, profile, gpus, tokens / gpus / rate)

@@ -8,6 +8,7 @@ K0 is the inner dimension that takes as long as a tile's start and end, which no
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -17,6 +18,7 @@ from mega_trainer.plan.machine import GpuGeneration, MachineEfficiency, MachineS
 AttentionKernel = Literal["fused", "flash2", "triton", "unfused"]
 TILE = 128  # rows of a kernel's tile; attention computes half a tile of masked scores
 TILE_ELEMENTS = 128 * 256  # results of a GEMM's tile
+TILES = ((128, 256, 1.0), (128, 128, 1.1))  # rows and columns of tiles to choose from, and the time of a result in them
 HEAD_SIZE = 128  # elements of a head for which the rates of attention stand
 # Multiprocessors of the largest GPU of a generation, which the data sheets' peaks are of.
 MULTIPROCESSORS: dict[GpuGeneration, int] = {
@@ -35,6 +37,7 @@ class GpuThroughput:
     Attributes:
         product: of long GEMMs by precision.
         tile_depth: inner dimension of a GEMM, by precision, that takes as long as the start and end of its tiles.
+        multiprocessors: number of them, each of which computes one tile of a GEMM at a time.
         grouped: grouped GEMMs relative to single ones.
         attention: of heads of 128 elements.
         exponentials: share of attention's time at that head size that is the softmax.
@@ -46,6 +49,7 @@ class GpuThroughput:
 
     product: Mapping[str, float]
     tile_depth: Mapping[str, float]
+    multiprocessors: int
     grouped: float
     attention: float
     exponentials: float
@@ -71,6 +75,7 @@ class GpuThroughput:
         return cls(
             product,
             {kind: efficiency.tile * rate / one for kind, rate in product.items()},
+            MULTIPROCESSORS[machine.generation],
             efficiency.grouped,
             min(1.0, own * power) * peak,
             EXPONENTIALS[machine.generation],
@@ -80,9 +85,25 @@ class GpuThroughput:
             efficiency.contention,
         )
 
-    def product_seconds(self, flops: float, inner: float, precision: str) -> float:
-        """Return the seconds of GEMMs of these FLOPs and inner dimension, without the time to read their operands."""
+    def product_seconds(self, shape: tuple[float, float, float], precision: str, count: float = 1) -> float:
+        """Return the seconds of a GEMM of rows, columns and inner dimension `shape`, or of `count` in one kernel, without the
+        time to read its operands.
+        """
+        rows, columns, inner = shape
+        flops = 2.0 * rows * columns * inner * count * self._wave_loss(rows, columns, count)
         return flops * (1 + self.tile_depth[precision] / inner) / self.product[precision]
+
+    def _wave_loss(self, rows: float, columns: float, count: float) -> float:
+        """Return the time of a GEMM's tiles / the time if they filled all multiprocessors, with the best tile; less than a wave
+        is split along the inner dimension.
+        """
+        losses = []
+        for height, width, slower in TILES:
+            tiles = count * math.ceil(rows / height) * math.ceil(columns / width)
+            waves = tiles / self.multiprocessors
+            whole = tiles * height * width / (count * rows * columns)
+            losses.append(slower * whole * (math.ceil(waves) / waves if waves > 1 else 1.0))
+        return min(losses)
 
     def attention_seconds(self, flops: float, head_size: float) -> float:
         """Return the seconds of attention's FLOPs with heads of this size, the mean of keys and values."""

@@ -53,9 +53,12 @@ class TrainerProfile:
         tp_waited: number of exposed collectives among the ten of a layer under tensor and sequence parallelism.
         dispatch: destinations of a token: each of its experts, each rank with such experts, or each such node.
         gradient_bytes: bytes per element of gradients reduced over data ranks.
+        bucket_bytes: bytes of a gradient bucket that is reduced at once; None: as mega's, large enough for many ranks.
         host: minimum seconds of a layer with experts, forward and backward: the time in which the host launches its
             kernels, if it reads the number of rows of each expert and so cannot run ahead of the GPU.
+        stall: seconds of a layer with experts in which the GPU is idle after the host has read those numbers.
         graphs: share of a layer's launches that CUDA graphs replay, which take no time of the host.
+        looped: rate of experts' GEMMs relative to one grouped kernel with fused activation, if they are launched one by one.
         hides_dispatch: compute of another micro-batch runs beside dispatch and combine.
         skew: rows of the busiest rank of experts / mean.
     """
@@ -65,8 +68,11 @@ class TrainerProfile:
     tp_waited: int = 6
     dispatch: Literal["expert", "rank", "node"] = "rank"
     gradient_bytes: int = 4
+    bucket_bytes: int | None = None
     host: float = 0.0
+    stall: float = 0.0
     graphs: float = 0.0
+    looped: float = 1.0
     hides_dispatch: bool = False
     skew: float = 1.0
 
@@ -145,8 +151,10 @@ class LayerCostModel:
             ]
         )
         whole = self._hide_dispatch(combine_work([work, recomputed, communication]))
-        host = self.profile.host * (1 - self.profile.graphs) if self.model.is_moe_layer(index) else 0.0
-        waits = host - sum(cost.total for cost in whole.values())
+        if not self.model.is_moe_layer(index):
+            return whole
+        launched = self.profile.host * (1 - self.profile.graphs) - sum(cost.total for cost in whole.values())
+        waits = max(launched, self.profile.stall)
         return combine_work([whole, {"host": PassSeconds(waits / 3, 2 * waits / 3)}]) if waits > 0 else whole
 
     def _hide_dispatch(self, work: PassWork) -> PassWork:
@@ -165,25 +173,26 @@ class LayerCostModel:
         GEMMs are grouped.
         """
         kind = precision or self.run.precision
-        flops = 2.0 * rows * columns * inner * count
-        if count > 1:  # on average, half of an expert's last tile is empty
-            flops *= (1 + TILE / 2 / rows) / self.rates.grouped
         start = count * self.rates.kernel  # the first tiles and the last wave of a kernel leave most of the GPU idle
         size = OPERAND_BYTES.get(kind, self.activation_bytes)
         x, w, y = rows * inner * count, columns * inner * count, rows * columns * count
         out = self.activation_bytes
 
-        def gemm_seconds(depth: float, read: float, written: float) -> float:
-            product = self.rates.product_seconds(flops, depth, kind)
+        together, slower = (count, 1.0) if count == 1 else (count, 1 / self.rates.grouped)
+        if count > 1 and self.profile.looped < 1:
+            together, slower = 1, count / self.rates.grouped / self.profile.looped
+
+        def gemm_seconds(shape: tuple[float, float, float], read: float, written: float) -> float:
+            product = slower * self.rates.product_seconds(shape, kind, together)
             return start + product + (size * read + written) / self.rates.memory
 
         moved = QUANTISED_BYTES.get(kind, 0) / self.rates.memory  # weights are quantised once a step
         quantised = [moved * (x + (w if self.run.zero == 3 else 0.0)), moved * y]
         # the fp32 buffer that accumulates a weight gradient is read and written
         return PassSeconds(
-            gemm_seconds(inner, x + w, out * y) + quantised[0],
-            gemm_seconds(columns, y + w, out * x) + quantised[1],
-            gemm_seconds(rows, x + y, 8 * w),
+            gemm_seconds((rows, columns, inner), x + w, out * y) + quantised[0],
+            gemm_seconds((rows, inner, columns), y + w, out * x) + quantised[1],
+            gemm_seconds((columns, inner, rows), x + y, 8 * w),
         )
 
     def _dense_gemms(self, kind: LayerKind) -> Iterator[PassWork]:

@@ -22,6 +22,7 @@ from mega_common.errors import ConfigError
 from mega_common.strict_config import apply_overrides
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.config.sections import ParallelConfig
+from mega_trainer.plan.device_memory import add_device_memory
 from mega_trainer.plan.flops import ParameterCounts, count_parameters_by_layer
 from mega_trainer.plan.layer_cost import TrainerProfile
 from mega_trainer.plan.layout_candidates import (
@@ -289,7 +290,8 @@ def _plan_layout(
         changed.check_world_size(ranks)
     except ConfigError:
         return None
-    most = max(sum(kinds.values()) for kinds in predict_memory(changed.model, make_run_shape(changed, ranks)))
+    shape = make_run_shape(changed, ranks)
+    most = max(sum(add_device_memory(shape, kinds).values()) for kinds in predict_memory(changed.model, shape))
     return PlannedLayout(settings, make_planned_run(changed, ranks, machine, count).predict_step_time(), most)
 
 

@@ -26,8 +26,6 @@ from mega_trainer.plan.flops import find_peak_flops
 
 GpuGeneration = Literal["ampere", "ada", "hopper", "blackwell", "cdna3", "cdna4"]
 MEMORY_MARGIN = 0.15  # relative difference of data sheet and driver: 80 GB are 79.1 GiB, 192 GB are 178 GiB
-CONTEXT = 1.5e9  # bytes of a GPU for CUDA, its libraries and NCCL's channels
-SLACK = 1.04  # reserved memory of torch's allocator / peak of tensors: fitted by benchmarks/plan_memory.py
 # Power limits in watts of the data sheets, for which the efficiencies of a generation stand.
 REFERENCE_WATTS: dict[GpuGeneration, float] = {
     "ampere": 400, "ada": 350, "hopper": 700, "blackwell": 1200, "cdna3": 750, "cdna4": 1400,
@@ -85,6 +83,9 @@ class MachineSpec(StrictConfig):
     gpu: str = Field(description="name as in torch.cuda.get_device_name, which determines peak rates")
     generation: GpuGeneration = Field(description="GPU generation, which determines the default efficiency")
     memory_gb: PositiveFloat
+    memory_gib: PositiveFloat | None = Field(
+        None, description="memory that the driver reports, in GiB; default: memory_gb"
+    )
     memory_gb_s: PositiveFloat = Field(description="bandwidth of a GPU's memory")
     link_gb_s: PositiveFloat = Field(description="bandwidth from a GPU to the others of its node")
     networks_gb_s: dict[str, PositiveFloat] = Field(
@@ -131,10 +132,8 @@ class MachineSpec(StrictConfig):
 
     @property
     def usable_memory_bytes(self) -> float:
-        """Bytes of one GPU's memory that tensors can use, without the CUDA context and the overhead of torch's
-        allocator.
-        """
-        return (self.memory_gb * 1e9 - CONTEXT) / SLACK
+        """Bytes of one GPU's memory for tensors and everything else (`device_memory`), as its driver reports them."""
+        return self.memory_gib * 2**30 if self.memory_gib else self.memory_gb * 1e9
 
     @property
     def achieved_efficiency(self) -> MachineEfficiency:

@@ -1,7 +1,7 @@
 """Predicted memory of a run in other trainers, for comparison with published figures and for migration.
 
 The formulas were checked against published peaks (`benchmarks/plan_memory.py`). They count bytes of tensors, without CUDA's
-context and the allocator's slack (`MachineSpec.usable_memory_bytes`).
+context, communicators and the allocator's slack (`device_memory`).
 """
 
 from __future__ import annotations

@@ -246,7 +246,9 @@ class PlannedRun:
                 exposed += run.microbatches * self._zero3_seconds(held, trained, stride, forward, backward)
                 gpu_bytes += GATHERED_BYTES * held * run.microbatches
                 continue
-            buckets = math.ceil(trained / ZeroConfig(shard_grads=True).min_bucket_elements(ranks))
+            profile, own = cost_model.profile, ZeroConfig(shard_grads=True).min_bucket_elements(ranks)
+            bucket = profile.bucket_bytes / profile.gradient_bytes if profile.bucket_bytes else own
+            buckets = math.ceil(trained / bucket)
             latency = cost_model.interconnect.hop * ranks * (buckets - 1)
             reduce = (
                 cost_model.interconnect.all_gather_seconds(cost_model.profile.gradient_bytes * trained, group) + latency
