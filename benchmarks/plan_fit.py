@@ -100,12 +100,14 @@ class Predictor:
         """Of a step."""
         planned = self.planned(run, constants)
         quick = planned.predict_minimum_time()
-        waits = quick.parts.get("pipeline bubble", 0.0)
-        if not waits:
+        busy = quick.seconds - quick.parts.get("pipeline bubble", 0.0)
+        if run.run.pp == 1:
             return quick.seconds
         if id(run) not in self.waits:
-            self.waits[id(run)] = planned.predict_step_time().parts.get("pipeline bubble", 0.0) / waits
-        return quick.seconds + waits * (self.waits[id(run)] - 1)
+            simulated = planned.predict_step_time()
+            bubble = simulated.parts.get("pipeline bubble", 0.0)
+            self.waits[id(run)] = bubble / (simulated.seconds - bubble)
+        return busy * (1 + self.waits[id(run)])
 
     def errors(self, constants: Constants, runs: Sequence[Published] | None = None) -> Array:
         """Logarithms of predicted over measured."""

@@ -20,7 +20,6 @@ from published import Published, published
 
 from mega_common.errors import ConfigError
 from mega_trainer.config.run_config import RunConfig
-from mega_trainer.plan.device_memory import add_device_memory
 from mega_trainer.plan.layout_candidates import list_layout_settings
 from mega_trainer.plan.layout_search import find_best_layouts, format_layout, make_planned_run
 from mega_trainer.plan.memory_advice import apply_settings, make_run_shape

@@ -24,7 +24,7 @@ from mega_trainer.config.run_config import RunConfig
 from mega_trainer.config.sections import ParallelConfig
 from mega_trainer.plan.device_memory import add_device_memory
 from mega_trainer.plan.flops import ParameterCounts, count_parameters_by_layer
-from mega_trainer.plan.layer_cost import TrainerProfile
+from mega_trainer.plan.layer_cost import PassWork, TrainerProfile
 from mega_trainer.plan.layout_candidates import (
     RECOMPUTE,
     LayoutSettings,
@@ -154,6 +154,25 @@ class _TimedCandidate:
         return run.recompute, run.zero, run.schedule, run.pp > 1, run.ep > 1
 
 
+class _CandidateTimer:
+    """Minimum times of candidate layouts; the work of a micro-batch is computed once for all layouts that share it."""
+
+    def __init__(self, config: RunConfig, machine: MachineSpec, count: ParameterCounts) -> None:
+        self.config, self.machine, self.count = config, machine, count
+        self.efficiency, self.profile = machine.achieved_efficiency, make_trainer_profile(config)
+        self.works: dict[tuple[object, ...], PassWork] = {}
+
+    def estimate_seconds(self, run: RunShape) -> float:
+        """Return the minimum seconds of a step in the layout `run`."""
+        planned = PlannedRun.from_settings(
+            self.config.model, run, self.machine, self.efficiency, self.profile, self.count
+        )
+        key = (run.tp, run.cp, run.cp_kind, run.ep, run.expert_tp, run.micro_batch, run.recompute, run.zero == 3)
+        if key not in self.works:
+            self.works[key] = planned.compute_model_work()
+        return planned.estimate_minimum_seconds(self.works[key])
+
+
 def find_best_layouts(
     config: RunConfig,
     ranks: int,
@@ -258,7 +277,7 @@ def _time_candidates(
     fixed: Collection[str],
 ) -> Iterator[_TimedCandidate]:
     """Yield the candidates that may fit, with their minimum time."""
-    efficiency, profile = machine.achieved_efficiency, make_trainer_profile(config)
+    timer = _CandidateTimer(config, machine, count)
     given = {"batch.micro": config.batch.micro, "recompute": {"kind": config.recompute.kind}}
     kept = {path: value for path, value in given.items() if path in fixed}
     timed, rough = 0, RoughMemoryEstimate.from_parameters(config.model, count)
@@ -275,10 +294,7 @@ def _time_candidates(
         timed += 1
         if timed % 500 == 0:
             report(f"{timed} layouts timed")
-        seconds = PlannedRun.from_settings(
-            config.model, run, machine, efficiency, profile, count
-        ).estimate_minimum_seconds()
-        yield _TimedCandidate(seconds, needed, settings, run)
+        yield _TimedCandidate(timer.estimate_seconds(run), needed, settings, run)
 
 
 def _plan_layout(

@@ -15,7 +15,12 @@ from typing import TYPE_CHECKING
 from mega_common.model_config import ModelConfig
 from mega_trainer.pipeline.layer_partition import split_stage_layers
 from mega_trainer.pipeline.schedules import PipelineOp, PipelineSchedule
-from mega_trainer.plan.flops import count_parameters_by_layer, head_cost_in_layers, relative_layer_costs
+from mega_trainer.plan.flops import (
+    ParameterCounts,
+    count_parameters_by_layer,
+    head_cost_in_layers,
+    relative_layer_costs,
+)
 from mega_trainer.plan.pipeline_fill import IN_FLIGHT, make_planning_schedule
 from mega_trainer.plan.run_shape import RunShape
 
@@ -58,11 +63,11 @@ def split_layers_into_stages(model: ModelConfig, run: RunShape) -> list[range]:
     )  # fmt: skip
 
 
-def zero3_unit_layers(model: ModelConfig, run: RunShape) -> int:
+def zero3_unit_layers(model: ModelConfig, run: RunShape, count: ParameterCounts | None = None) -> int:
     """Return how many layers' weights (experts excluded) ZeRO-3 gathers as one unit: configured, or enough that a
-    rank's share has `UNIT_ELEMENTS` elements.
+    rank's share has `UNIT_ELEMENTS` elements. `count` is the model's parameters, if already counted.
     """
-    layers = count_parameters_by_layer(model).layers
+    layers = (count or count_parameters_by_layer(model)).layers
     mean = sum(layer.split / run.tp + layer.whole for layer in layers) / len(layers)
     return run.zero3_layers or math.ceil(UNIT_ELEMENTS * run.zero3_shard_ranks / mean)
 

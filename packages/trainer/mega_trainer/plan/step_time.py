@@ -100,8 +100,8 @@ class PlannedRun:
             Interconnect.from_machine(machine, efficiency),
             GpuThroughput.from_machine(machine, efficiency, profile.attention),
         )
-        unit = zero3_unit_layers(model, run) if run.zero == 3 else 1
         count = count or count_parameters_by_layer(model)
+        unit = zero3_unit_layers(model, run, count) if run.zero == 3 else 1
         trained = TrainableParameters.from_run_shape(model, run, count)
         return cls(model, run, LayerCostModel(model, run, interconnect, rates, profile, trained), count, trained, unit)
 
@@ -161,20 +161,24 @@ class PlannedRun:
         works = self.compute_stage_work()
         return self._make_step_time(works, self._minimum_makespan(combine_work(works)))
 
-    def estimate_minimum_seconds(self) -> float:
-        """Estimate the minimum seconds of a step as if all stages and ranks were equal, fast enough for a search over
-        thousands of layouts.
-        """
-        model, cost_model, run = self.model, self.cost_model, self.run
+    def compute_model_work(self) -> PassWork:
+        """Return the seconds by kind of work that one micro-batch takes in all layers, embedding and head."""
+        model, cost_model = self.model, self.cost_model
         layers = range(model.num_layers + model.mtp_layers)
-        work = combine_work(
+        return combine_work(
             [
                 self._make_layer_summer()(layers),
                 cost_model.compute_embedding_work(),
                 repeat_work(cost_model.compute_head_work(), 1 + model.mtp_layers),
             ]
         )
-        once = self._per_step_seconds(0, repeat_work(work, 1 / run.pp))
+
+    def estimate_minimum_seconds(self, work: PassWork | None = None) -> float:
+        """Estimate the minimum seconds of a step as if all stages and ranks were equal, fast enough for a search over
+        thousands of layouts; `work` is `compute_model_work`, if already computed for a layout with equal micro-batches.
+        """
+        work = work or self.compute_model_work()
+        once = self._per_step_seconds(0, repeat_work(work, 1 / self.run.pp))
         return self._minimum_makespan(work) + sum(once.values())
 
     def _make_step_time(self, works: Sequence[PassWork], makespan: float) -> PredictedStepTime:
