@@ -11,9 +11,9 @@ from mega_common.errors import ConfigError
 from mega_common.model_presets import load_model_preset
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.plan.layout_candidates import generate_candidates
+from mega_trainer.plan.layout_changes import find_faster_changes, find_fitting_changes
 from mega_trainer.plan.layout_search import (
     find_best_layouts,
-    find_faster_changes,
     layout_to_yaml,
     make_planned_run,
 )

@@ -13,7 +13,6 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import islice
 from typing import Any
 
 import yaml
@@ -26,11 +25,9 @@ from mega_trainer.plan.device_memory import add_device_memory
 from mega_trainer.plan.flops import ParameterCounts, count_parameters_by_layer
 from mega_trainer.plan.layer_cost import PassWork, TrainerProfile
 from mega_trainer.plan.layout_candidates import (
-    RECOMPUTE,
     LayoutSettings,
     RoughMemoryEstimate,
     generate_candidates,
-    list_pipeline_schedules,
 )
 from mega_trainer.plan.machine import MachineSpec
 from mega_trainer.plan.memory_advice import apply_settings, format_overrides, make_run_shape
@@ -40,7 +37,6 @@ from mega_trainer.plan.step_time import PlannedRun, PredictedStepTime
 
 MAX_TRIES = 60  # layouts whose memory is predicted and whose schedule is simulated
 MAX_SLOWDOWN = 1.25  # minimum time / best time, at which the search stops
-MIN_GAIN = 0.01  # smallest relative gain of a change that is reported
 LENIENCY = 0.7  # factor on the smallest ratio of predicted to rough memory, before a candidate is skipped by it
 ROUGH_TOLERANCE = 1.15  # rough memory estimate / memory of a GPU, above which a candidate is dropped
 
@@ -237,7 +233,7 @@ def _search_layouts(
         tried += 1
         report(f"checked {tried} of the fastest of {len(rough)} layouts, {len(found)} fit")
         settings = {path: value for path, value in candidate.settings.items() if path not in fixed}
-        layout = _plan_layout(config, settings, ranks, machine, count)
+        layout = plan_layout(config, settings, ranks, machine, count)
         if layout is None:
             continue
         ratio = layout.memory / candidate.memory
@@ -257,7 +253,7 @@ def _offload_until_fit(
     stages = settings["parallel.pp"] * settings["parallel.virtual_stages"]
 
     def plan_with_offload(layers: int) -> PlannedLayout | None:
-        return _plan_layout(config, {**settings, "offload.activations": layers}, ranks, machine, count)
+        return plan_layout(config, {**settings, "offload.activations": layers}, ranks, machine, count)
 
     def fits_in_memory(layers: int) -> bool:
         layout = plan_with_offload(layers)
@@ -297,8 +293,12 @@ def _time_candidates(
         yield _TimedCandidate(timer.estimate_seconds(run), needed, settings, run)
 
 
-def _plan_layout(
-    config: RunConfig, settings: LayoutSettings, ranks: int, machine: MachineSpec, count: ParameterCounts | None
+def plan_layout(
+    config: RunConfig,
+    settings: LayoutSettings,
+    ranks: int,
+    machine: MachineSpec,
+    count: ParameterCounts | None = None,
 ) -> PlannedLayout | None:
     """Return the planned layout with these settings, or None if it is not legal."""
     try:
@@ -317,54 +317,5 @@ def plan_if_fitting(
     """Return the planned layout with these settings, or None if it is invalid for the run or does not fit the machine's
     memory.
     """
-    layout = _plan_layout(config, settings, ranks, machine, count)
+    layout = plan_layout(config, settings, ranks, machine, count)
     return layout if layout is not None and layout.memory <= machine.usable_memory_bytes else None
-
-
-def find_faster_changes(config: RunConfig, ranks: int, machine: MachineSpec, *, keep: int = 3) -> list[PlannedLayout]:
-    """Return layouts that differ from the run's by a single change, would be faster and still fit, largest gains first,
-    at most `keep`.
-    """
-    count, now = count_parameters_by_layer(config.model), make_planned_run(config, ranks, machine)
-    seconds, limit = now.predict_step_time().seconds, now.estimate_minimum_seconds()
-    gains: list[tuple[float, LayoutSettings]] = []
-    for settings in _iterate_changes(config, machine):
-        try:
-            changed = apply_settings(config, settings)
-            changed.check_world_size(ranks)
-        except ConfigError:
-            continue
-        gains.append((make_planned_run(changed, ranks, machine, count).estimate_minimum_seconds(), settings))
-    near = [settings for least, settings in sorted(gains, key=lambda gain: gain[0]) if least < limit]
-    found = (plan_if_fitting(config, settings, ranks, machine, count) for settings in near)
-    gained = (layout for layout in found if layout is not None and layout.time.seconds < (1 - MIN_GAIN) * seconds)
-    return sorted(islice(gained, keep), key=lambda layout: layout.time.seconds)
-
-
-def _iterate_changes(config: RunConfig, machine: MachineSpec) -> Iterator[LayoutSettings]:
-    """Yield single changes of a run's layout settings."""
-    parallel, kinds = config.parallel, list(RECOMPUTE)
-    if config.precision == "bf16" and machine.get_peak_flops("fp8") > machine.get_peak_flops("bf16"):
-        yield {"precision": "fp8"}  # not part of the search, since it changes the training
-    yield from ({"recompute": {"kind": kind}} for kind in kinds[: kinds.index(config.recompute.kind)])
-    yield {"batch.micro": 2 * config.batch.micro}
-    if config.batch.micro % 2 == 0:
-        yield {"batch.micro": config.batch.micro // 2}
-    if parallel.tp > 1:
-        yield {"parallel.tp": parallel.tp // 2, "parallel.sp": parallel.tp > 2, "parallel.dp": None}
-        if not parallel.sp:
-            yield {"parallel.sp": True}
-    if parallel.cp > 1:
-        yield {"parallel.cp": parallel.cp // 2, "parallel.dp": None}
-        yield from ({"parallel.cp_kind": kind} for kind in ("ring", "alltoall") if kind != parallel.cp_kind)
-    for schedule, virtual in list_pipeline_schedules(config.model.num_layers, parallel.pp):
-        if (schedule, virtual) != (parallel.schedule, parallel.virtual_stages):
-            yield {
-                "parallel.schedule": schedule, "parallel.virtual_stages": virtual, "parallel.pipeline_layout": None,
-            }  # fmt: skip
-    if parallel.pp > 1:
-        yield {"parallel.pp": parallel.pp // 2, "parallel.dp": None, "parallel.pipeline_layout": None}
-    if parallel.ep > 1:
-        yield {"parallel.ep": parallel.ep // 2}
-    if parallel.zero != 1:
-        yield {"parallel.zero": 1, "parallel.zero3_shard": None, "parallel.zero3_layers": None}
