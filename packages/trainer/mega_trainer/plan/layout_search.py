@@ -154,15 +154,13 @@ class _CandidateTimer:
     """Minimum times of candidate layouts; the work of a micro-batch is computed once for all layouts that share it."""
 
     def __init__(self, config: RunConfig, machine: MachineSpec, count: ParameterCounts) -> None:
-        self.config, self.machine, self.count = config, machine, count
-        self.efficiency, self.profile = machine.achieved_efficiency, make_trainer_profile(config)
+        alone = config.model_copy(update={"parallel": type(config.parallel)()})
+        self.base = make_planned_run(alone, 1, machine, count)
         self.works: dict[tuple[object, ...], PassWork] = {}
 
     def estimate_seconds(self, run: RunShape) -> float:
         """Return the minimum seconds of a step in the layout `run`."""
-        planned = PlannedRun.from_settings(
-            self.config.model, run, self.machine, self.efficiency, self.profile, self.count
-        )
+        planned = self.base.change_shape(run)
         key = (run.tp, run.cp, run.cp_kind, run.ep, run.expert_tp, run.micro_batch, run.recompute, run.zero == 3)
         if key not in self.works:
             self.works[key] = planned.compute_model_work()
@@ -251,17 +249,18 @@ def _offload_until_fit(
     if settings.get("offload.activations") != 0 or settings.get("recompute", {}).get("kind") == "full":
         return None
     stages = settings["parallel.pp"] * settings["parallel.virtual_stages"]
+    layers = math.ceil(config.model.num_layers / stages)
+    planned: dict[int, PlannedLayout | None] = {}
 
-    def plan_with_offload(layers: int) -> PlannedLayout | None:
-        return plan_layout(config, {**settings, "offload.activations": layers}, ranks, machine, count)
-
-    def fits_in_memory(layers: int) -> bool:
-        layout = plan_with_offload(layers)
+    def fits_in_memory(number: int) -> bool:
+        settings_of = {**settings, "offload.activations": number}
+        layout = planned[number] = plan_layout(config, settings_of, ranks, machine, count)
         return layout is not None and layout.memory <= machine.usable_memory_bytes
 
-    numbers = range(1, math.ceil(config.model.num_layers / stages) + 1)
-    least = bisect_left(numbers, True, key=fits_in_memory)
-    return plan_with_offload(numbers[least]) if least < len(numbers) else None
+    if not fits_in_memory(layers):
+        return None
+    numbers = range(1, layers)
+    return planned[(*numbers, layers)[bisect_left(numbers, True, key=fits_in_memory)]]
 
 
 def _time_candidates(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from mega_common.errors import ConfigError
@@ -104,6 +104,11 @@ class PlannedRun:
         unit = zero3_unit_layers(model, run, count) if run.zero == 3 else 1
         trained = TrainableParameters.from_run_shape(model, run, count)
         return cls(model, run, LayerCostModel(model, run, interconnect, rates, profile, trained), count, trained, unit)
+
+    def change_shape(self, run: RunShape) -> PlannedRun:
+        """Return the same model on the same machine in another layout, with the same trainable parameters."""
+        unit = zero3_unit_layers(self.model, run, self.count) if run.zero == 3 else 1
+        return replace(self, run=run, cost_model=replace(self.cost_model, run=run), unit=unit)
 
     @cached_property
     def stage_layers(self) -> list[range]:
