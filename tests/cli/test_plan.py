@@ -178,7 +178,7 @@ def test_a_search_tells_hours_and_cost_and_why_another_layout_is_slower(
         "--price",
         "2",
         "--why",
-        "tp 2, micro 4",
+        "pp 2, micro 4",
     ]
     _, out, _ = small(tmp_path, capsys, "plan", *options, "--json")
     *rows, asked = json.loads(out)
@@ -186,12 +186,12 @@ def test_a_search_tells_hours_and_cost_and_why_another_layout_is_slower(
         assert row["hours"] == pytest.approx(1e9 / (4 * row["tokens_per_second_per_gpu"]) / 3600)
         assert row["cost"] == pytest.approx(8 * row["hours"])
         assert row["error"]["class"].endswith("dense bf16")
-    assert asked["settings"]["parallel.tp"] == 2
+    assert asked["settings"]["parallel.pp"] == 2
     assert asked["slower"] > 0
     assert "%" in asked["reason"]
     _, out, _ = small(tmp_path, capsys, "plan", *options)
     assert "hours" in out
-    assert "# --why tp 2, micro 4: " in out
+    assert "# --why pp 2, micro 4: " in out
     assert "# error of step time: half within" in out
     status, _, error = small(tmp_path, capsys, "plan", *options[:-1], "wide 3")
     assert status == 2

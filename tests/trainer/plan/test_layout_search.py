@@ -11,7 +11,7 @@ from mega_common.errors import ConfigError
 from mega_common.model_presets import load_model_preset
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.plan.layout_candidates import generate_candidates
-from mega_trainer.plan.layout_changes import find_faster_changes
+from mega_trainer.plan.layout_changes import find_faster_changes, find_fitting_changes
 from mega_trainer.plan.layout_search import (
     find_best_layouts,
     layout_to_yaml,
@@ -107,8 +107,8 @@ def test_a_layout_that_does_not_fit_has_changes_that_fit() -> None:
 def test_a_layouts_quick_time_does_not_depend_on_the_layout_that_it_is_derived_from() -> None:
     config = run(load_model_preset("mixtral-8x7b"), 64, 4096)
     base = make_planned_run(config, 1, H100)
-    for settings, shape in list(generate_candidates(config, 16, H100))[::397]:
-        planned = make_planned_run(apply_settings(config, {**settings, "parallel.dp": None}), 16, H100)
+    for chosen, shape in list(generate_candidates(config, 16, H100))[::397]:
+        planned = make_planned_run(apply_settings(config, {**chosen, "parallel.dp": None}), 16, H100)
         quick = base.change_shape(shape).estimate_minimum_seconds()
         assert quick == pytest.approx(planned.estimate_minimum_seconds())
 

@@ -117,12 +117,12 @@ def _scale_efficiency(
     def scale_shares(factor: float) -> MachineEfficiency:
         return shares.model_copy(update={name: getattr(shares, name) * factor for name in names})
 
-    largest = 1 / max(getattr(shares, name) for name in names)
-    low, high = MIN_SHARE / min(getattr(shares, name) for name in names), largest
+    highest = max(getattr(shares, name) for name in names)
+    low, high = MIN_SHARE / highest, 1 / highest
     for _ in range(BISECTIONS):
         middle = (low * high) ** 0.5
         low, high = (middle, high) if seconds(scale_shares(middle)) > target else (low, middle)
-    return shares.model_copy(update={name: round(getattr(shares, name) * high, 4) for name in names})
+    return shares.model_copy(update={name: round(getattr(shares, name) * high, 6) for name in names})
 
 
 def compare_predictions(before: PlannedRun, after: PlannedRun, measured: MeasuredTimes) -> Iterator[str]:
