@@ -27,7 +27,7 @@ from mega_common.model_config import ModelConfig
 from mega_common.model_presets import load_model_preset
 from mega_trainer.plan.device_memory import SLACK
 from mega_trainer.plan.other_trainer_memory import TrainerMemoryOptions, TrainerName, predict_other_trainer_memory
-from mega_trainer.plan.run_shape import RunShape
+from mega_trainer.plan.training_layout import TrainingLayout
 
 UNITS = {"GiB": 2**30, "GB": 1e9}
 # Moonlight's recipe says "precision-aware optimizer with bf16 gradients/moments" (Megatron-Bridge, recipes/moonlight); those of
@@ -76,7 +76,7 @@ class Published:
     source: str
     family: str
     model: ModelConfig
-    run: RunShape
+    run: TrainingLayout
     recompute: str
     bytes: float
     reserved: bool
@@ -102,7 +102,7 @@ def read(path: Path) -> Iterator[Published | str]:
             )  # fmt: skip
 
 
-def _run(row: Mapping[str, str], model: ModelConfig) -> RunShape:
+def _run(row: Mapping[str, str], model: ModelConfig) -> TrainingLayout:
     def number(key: str) -> int:
         return int(row[key] or 1)
 
@@ -110,7 +110,7 @@ def _run(row: Mapping[str, str], model: ModelConfig) -> RunShape:
     dp = int(row["gpus"]) // (tp * pp * cp)
     steps = row["source"].partition("grad-accum ")[2].rstrip(")")
     zero = 3 if "FSDP" in row["zero_or_fsdp"] else 0 if row["zero_or_fsdp"] == "ZeRO-0" else 1
-    return RunShape(
+    return TrainingLayout(
         int(row["seq"] or 8192), micro_batch=number("micro_batch"), microbatches=int(steps or 1), tp=tp, sp=tp > 1, pp=pp,
         cp=cp, ep=number("ep"), dp=dp, zero=zero,
     )  # fmt: skip

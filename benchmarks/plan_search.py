@@ -25,9 +25,9 @@ from mega_trainer.config.run_config import RunConfig
 from mega_trainer.plan.device_memory import add_device_memory
 from mega_trainer.plan.layout_candidates import RECOMPUTE, list_layout_settings
 from mega_trainer.plan.layout_search import find_best_layouts, format_layout, make_planned_run
-from mega_trainer.plan.memory_advice import apply_settings, make_run_shape
+from mega_trainer.plan.memory_advice import apply_settings, make_training_layout
 from mega_trainer.plan.memory_prediction import predict_memory
-from mega_trainer.plan.run_shape import RunShape
+from mega_trainer.plan.training_layout import TrainingLayout
 
 NEAR = 1.03
 RECIPES, SWEEP = ("dgxc-benchmarking v25.04.01", "Megatron-Bridge"), "nanotron ultra-scale sweep"
@@ -72,7 +72,7 @@ def compared(run: Published) -> dict[str, Any]:
     except ConfigError as error:
         return told | {"published": f"not legal here: {error.message}"}
     seconds = make_planned_run(theirs, run.gpus, run.machine).predict_step_time().seconds
-    shape = make_run_shape(theirs, run.gpus)
+    shape = make_training_layout(theirs, run.gpus)
     # a source that leaves recomputation open may have used any
     kinds = [shape.recompute] if run.row["recompute"] else RECOMPUTE
     most = min(_most_memory(theirs.model, replace(shape, recompute=kind)) for kind in kinds)
@@ -82,7 +82,7 @@ def compared(run: Published) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _most_memory(model: ModelConfig, shape: RunShape) -> int:
+def _most_memory(model: ModelConfig, shape: TrainingLayout) -> int:
     """Return the bytes of the rank that needs most."""
     return max(sum(add_device_memory(shape, kinds).values()) for kinds in predict_memory(model, shape))
 

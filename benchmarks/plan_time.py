@@ -30,7 +30,7 @@ from published import Published, published
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.plan import machine as machines
 from mega_trainer.plan.device_memory import add_device_memory
-from mega_trainer.plan.layout_candidates import generate_candidates
+from mega_trainer.plan.layout_candidates import generate_layout_candidates
 from mega_trainer.plan.machine import load_efficiency
 from mega_trainer.plan.other_trainer_memory import predict_other_trainer_memory
 from mega_trainer.plan.step_time import PlannedRun
@@ -96,7 +96,7 @@ def without_context(run: Published, predictor: Predictor, constants: Constants) 
     )  # fmt: skip
     layouts = [
         replace(planned, run=other, cost_model=replace(planned.cost_model, run=other))
-        for _, other in generate_candidates(config, run.gpus, wider)
+        for _, other in generate_layout_candidates(config, run.gpus, wider)
         if (other.cp, other.zero, other.schedule) == (1, 1, "1f1b") and other.recompute in ("none", "full")
     ]
     best = math.inf

@@ -17,7 +17,7 @@ from mega_common.model_presets import load_model_preset
 from mega_trainer.plan.flops import hardware_flops, model_flops
 from mega_trainer.plan.layer_cost import TrainerProfile
 from mega_trainer.plan.machine import MachineSpec, load_machine
-from mega_trainer.plan.run_shape import RecomputeKind, RunShape
+from mega_trainer.plan.training_layout import RecomputeKind, TrainingLayout
 
 Row = dict[str, str]
 
@@ -108,7 +108,7 @@ class Published:
 
     row: Row
     model: ModelConfig
-    run: RunShape
+    run: TrainingLayout
     machine: MachineSpec
     profile: TrainerProfile
     gpus: int
@@ -236,7 +236,7 @@ def _rate(row: Row, model: ModelConfig, seq: int, machine: MachineSpec) -> float
     return float(row["mfu"]) / 100 * machine.get_peak_flops("bf16") / flops if row["mfu"] else 0.0
 
 
-def _run(row: Row, model: ModelConfig, seq: int, gpus: int) -> RunShape:
+def _run(row: Row, model: ModelConfig, seq: int, gpus: int) -> TrainingLayout:
     maker, source = maker_of(row), row["source"]
     tp, pp, cp, ep = (number(row, name) or 1 for name in ("tp", "pp", "cp", "ep"))
     fully = maker in ("mosaic", "torchtitan") or "FSDP" in source
@@ -253,7 +253,7 @@ def _run(row: Row, model: ModelConfig, seq: int, gpus: int) -> RunShape:
     recompute, modules = _recompute(row, maker)
     # what Megatron takes where none is given; later recipes give 1
     expert_tp = tp if ep > 1 and "v25.03" in source else 1
-    return RunShape(
+    return TrainingLayout(
         seq, micro, max(1, batch // (dp * micro)), tp=tp, sp=tp > 1 and maker != "megatron-2021", pp=pp,
         virtual_stages=virtual, cp=cp, ep=ep, expert_tp=expert_tp, dp=dp, zero=3 if fully else 1,
         lora=LoraConfig().model_dump_json() if "LoRA" in source else None,

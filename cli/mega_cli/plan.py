@@ -236,7 +236,7 @@ def _check_options(machine: str | None, search: bool, **given: object) -> None:
 def _memory_like(config: RunConfig, ranks: int, like: str) -> list[dict[str, int]]:
     from mega_common.errors import ConfigError
     from mega_trainer.plan.device_memory import add_device_memory
-    from mega_trainer.plan.memory_advice import make_run_shape
+    from mega_trainer.plan.memory_advice import make_training_layout
     from mega_trainer.plan.other_trainer_memory import TRAINERS, predict_other_trainer_memory
 
     known = next((name for name in TRAINERS if name == like), None)
@@ -244,7 +244,7 @@ def _memory_like(config: RunConfig, ranks: int, like: str) -> list[dict[str, int
         raise ConfigError(
             f"--like must be one of {', '.join(TRAINERS)}, found {like!r}", hint=f"--like {next(iter(TRAINERS))}"
         )
-    shape = make_run_shape(config, ranks)
+    shape = make_training_layout(config, ranks)
     return [add_device_memory(shape, kinds) for kinds in predict_other_trainer_memory(config.model, shape, known)]
 
 

@@ -28,11 +28,11 @@ def describe_plan(config: RunConfig, ranks: int, draw: Path | None = None) -> di
     from mega_trainer.plan.device_memory import add_device_memory
     from mega_trainer.plan.flops import CONVENTIONS, count_parameters_by_layer, published_flops
     from mega_trainer.plan.layer_flops import image_flops
-    from mega_trainer.plan.memory_advice import make_run_shape
+    from mega_trainer.plan.memory_advice import make_training_layout
     from mega_trainer.plan.memory_prediction import predict_memory
     from mega_trainer.plan.pipeline_fill import check_operation_count, estimate_bubble, make_planning_schedule
 
-    parallel, dp, run = config.parallel, config.data_parallel_size(ranks), make_run_shape(config, ranks)
+    parallel, dp, run = config.parallel, config.data_parallel_size(ranks), make_training_layout(config, ranks)
     micro = config.micro_batches_per_step(dp)
     shape = {"pp": parallel.pp, "microbatches": micro, "virtual_stages": parallel.virtual_stages}
     filled = make_planning_schedule(parallel.schedule, **shape)
@@ -228,10 +228,10 @@ def write_plan_html(
     from mega_trainer.pages.page_elements import write_html_page
     from mega_trainer.pages.plan_page import PipelineShape, render_plan_page
     from mega_trainer.plan.layout_search import make_planned_run
-    from mega_trainer.plan.memory_advice import make_run_shape
+    from mega_trainer.plan.memory_advice import make_training_layout
     from mega_trainer.plan.memory_prediction import predict_peak_memory
 
-    shape, costs = make_run_shape(config, ranks), None
+    shape, costs = make_training_layout(config, ranks), None
     if machine is not None:
         timed = make_planned_run(config, ranks, machine)
         costs = timed.make_stage_costs(timed.compute_stage_work())

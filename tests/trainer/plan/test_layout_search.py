@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from mega_common.errors import ConfigError
 from mega_common.model_presets import load_model_preset
 from mega_trainer.config.run_config import RunConfig
-from mega_trainer.plan.layout_candidates import generate_candidates
+from mega_trainer.plan.layout_candidates import generate_layout_candidates
 from mega_trainer.plan.layout_changes import find_faster_changes, find_fitting_changes
 from mega_trainer.plan.layout_search import (
     find_best_layouts,
@@ -67,7 +67,7 @@ def test_what_is_proposed_is_legal(
 def test_most_of_what_is_timed_is_legal() -> None:
     """So that few of the fastest are looked at in vain."""
     config = run(load_model_preset("llama3-8b"), 64, 8192)
-    tried = list(generate_candidates(config, 16, H100))[::29]
+    tried = list(generate_layout_candidates(config, 16, H100))[::29]
     legal = 0
     for chosen, _ in tried:
         try:
@@ -107,7 +107,7 @@ def test_a_layout_that_does_not_fit_has_changes_that_fit() -> None:
 def test_a_layouts_quick_time_does_not_depend_on_the_layout_that_it_is_derived_from() -> None:
     config = run(load_model_preset("mixtral-8x7b"), 64, 4096)
     base = make_planned_run(config, 1, H100)
-    for chosen, shape in list(generate_candidates(config, 16, H100))[::397]:
+    for chosen, shape in list(generate_layout_candidates(config, 16, H100))[::397]:
         planned = make_planned_run(apply_settings(config, {**chosen, "parallel.dp": None}), 16, H100)
         quick = base.change_shape(shape).estimate_minimum_seconds()
         assert quick == pytest.approx(planned.estimate_minimum_seconds())

@@ -4,7 +4,7 @@ from typing import Any
 
 from mega_common.model_presets import load_model_preset
 from mega_trainer.config.run_config import RunConfig
-from mega_trainer.plan.memory_advice import find_memory_savings, make_run_shape
+from mega_trainer.plan.memory_advice import find_memory_savings, make_training_layout
 from mega_trainer.plan.memory_prediction import predict_memory
 
 
@@ -18,7 +18,7 @@ def config(**sections: Any) -> RunConfig:
 
 
 def total(config: RunConfig, ranks: int) -> int:
-    return max(sum(kinds.values()) for kinds in predict_memory(config.model, make_run_shape(config, ranks)))
+    return max(sum(kinds.values()) for kinds in predict_memory(config.model, make_training_layout(config, ranks)))
 
 
 def test_advice_says_what_the_planner_says_of_the_changed_run() -> None:
@@ -36,7 +36,7 @@ def test_advice_says_what_the_planner_says_of_the_changed_run() -> None:
 
 def test_a_pipeline_s_own_layout_is_planned() -> None:
     uneven, even = (
-        predict_memory(one.model, make_run_shape(one, 2))
+        predict_memory(one.model, make_training_layout(one, 2))
         for one in (config(parallel={"pp": 2, "pipeline_layout": [30, 2]}), config(parallel={"pp": 2}))
     )
     assert uneven[0]["weights"] > 1.6 * even[0]["weights"]

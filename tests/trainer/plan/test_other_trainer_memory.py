@@ -8,7 +8,7 @@ from mega_common.model_config import ModelConfig
 from mega_common.model_presets import load_model_preset
 from mega_trainer.plan.flops import count_parameters_by_layer
 from mega_trainer.plan.other_trainer_memory import TrainerMemoryOptions, predict_other_trainer_memory
-from mega_trainer.plan.run_shape import RunShape
+from mega_trainer.plan.training_layout import TrainingLayout
 
 LLAMA = ModelConfig.parse(load_model_preset("llama3-8b"))
 MIXTRAL = ModelConfig.parse(load_model_preset("mixtral-8x7b"))
@@ -17,9 +17,9 @@ MIXTRAL = ModelConfig.parse(load_model_preset("mixtral-8x7b"))
 @pytest.mark.parametrize(
     ("like", "run", "keeping", "published"),
     [  # torchtitan 2024-12 and dgxc-benchmarking v25.04.01; the first two tell what the allocator holds, and compile no loss
-        ("fsdp2", RunShape(8192, 2, dp=8, zero=3, recompute="selective"), TrainerMemoryOptions(logits=14, recomputed=frozenset({"norm", "activation"})), 77.0 * 2**30 / 1.04),
-        ("fsdp2", RunShape(32_768, 1, dp=8, zero=3, recompute="full"), TrainerMemoryOptions(logits=14, recomputed=frozenset({"full"})), 83.9 * 2**30 / 1.04),
-        ("megatron", RunShape(8192, 1, 32, cp=2, dp=4, zero=1), TrainerMemoryOptions(gradients=2), 70_833_405_952),
+        ("fsdp2", TrainingLayout(8192, 2, dp=8, zero=3, recompute="selective"), TrainerMemoryOptions(logits=14, recomputed=frozenset({"norm", "activation"})), 77.0 * 2**30 / 1.04),
+        ("fsdp2", TrainingLayout(32_768, 1, dp=8, zero=3, recompute="full"), TrainerMemoryOptions(logits=14, recomputed=frozenset({"full"})), 83.9 * 2**30 / 1.04),
+        ("megatron", TrainingLayout(8192, 1, 32, cp=2, dp=4, zero=1), TrainerMemoryOptions(gradients=2), 70_833_405_952),
     ],
 )  # fmt: skip
 def test_published_peaks(like, run, keeping, published) -> None:
@@ -28,7 +28,7 @@ def test_published_peaks(like, run, keeping, published) -> None:
 
 
 def test_states_are_all_parameters_and_stages_share_the_layers() -> None:
-    run = RunShape(4096, 1, 8, tp=2, sp=True, pp=4, virtual_stages=2, ep=2, dp=4, zero=1)
+    run = TrainingLayout(4096, 1, 8, tp=2, sp=True, pp=4, virtual_stages=2, ep=2, dp=4, zero=1)
     told = predict_other_trainer_memory(MIXTRAL, run, "megatron")
     count = count_parameters_by_layer(MIXTRAL)
     whole = sum(layer.whole for layer in count.layers)
@@ -41,7 +41,7 @@ def test_states_are_all_parameters_and_stages_share_the_layers() -> None:
 
 @pytest.mark.parametrize("part", ["norm", "activation", "mlp", "full"])
 def test_what_is_computed_again_is_not_kept(part: str) -> None:
-    run = RunShape(4096, 1, 8, dp=8, zero=1)
+    run = TrainingLayout(4096, 1, 8, dp=8, zero=1)
     all_kept, less = (
         predict_other_trainer_memory(LLAMA, run, "megatron", TrainerMemoryOptions(recomputed=frozenset(again)))[0][
             "activations"
@@ -59,11 +59,11 @@ FULL = TrainerMemoryOptions(logits=14, recomputed=frozenset({"full"}))
 @pytest.mark.parametrize(
     ("model", "run", "published"),
     [  # torchtitan 2024-12, tables 4 to 6: GiB that the allocator holds, of the rank that holds most; 500 W H100s of 96 GB
-        ("llama3-70b", RunShape(8192, 16, tp=8, sp=True, dp=32, zero=3), 71.9),
-        ("llama3-405b", RunShape(8192, 4, 8, tp=8, sp=True, pp=8, dp=8, zero=3), 82.5),
-        ("llama3-405b", RunShape(8192, 2, 16, tp=8, sp=True, pp=8, virtual_stages=2, dp=8, zero=3), 72.7),
-        ("llama3-405b", RunShape(32_768, 1, 8, tp=8, sp=True, pp=8, dp=8, zero=3), 75.3),
-        ("llama3-405b", RunShape(131_072, 1, 8, tp=8, sp=True, pp=8, cp=4, dp=2, zero=3), 77.1),
+        ("llama3-70b", TrainingLayout(8192, 16, tp=8, sp=True, dp=32, zero=3), 71.9),
+        ("llama3-405b", TrainingLayout(8192, 4, 8, tp=8, sp=True, pp=8, dp=8, zero=3), 82.5),
+        ("llama3-405b", TrainingLayout(8192, 2, 16, tp=8, sp=True, pp=8, virtual_stages=2, dp=8, zero=3), 72.7),
+        ("llama3-405b", TrainingLayout(32_768, 1, 8, tp=8, sp=True, pp=8, dp=8, zero=3), 75.3),
+        ("llama3-405b", TrainingLayout(131_072, 1, 8, tp=8, sp=True, pp=8, cp=4, dp=2, zero=3), 77.1),
     ],
 )
 def test_fsdp2_splits_the_model_by_tensor_and_pipeline_ranks_before_it_shards(model, run, published) -> None:
@@ -76,6 +76,7 @@ def test_fsdp2_splits_the_model_by_tensor_and_pipeline_ranks_before_it_shards(mo
 
 def test_expert_ranks_share_fsdp2s_experts() -> None:
     one, split = (
-        predict_other_trainer_memory(MIXTRAL, RunShape(4096, dp=8, ep=ep, zero=3), "fsdp2")[0]["work"] for ep in (1, 8)
+        predict_other_trainer_memory(MIXTRAL, TrainingLayout(4096, dp=8, ep=ep, zero=3), "fsdp2")[0]["work"]
+        for ep in (1, 8)
     )
     assert one > 2 * split

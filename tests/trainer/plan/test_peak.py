@@ -24,7 +24,7 @@ from ranks import run_ranks
 from torch.profiler import ProfilerActivity, profile
 
 from mega_trainer.config.run_config import RunConfig
-from mega_trainer.plan.memory_advice import make_run_shape
+from mega_trainer.plan.memory_advice import make_training_layout
 from mega_trainer.plan.memory_prediction import RankMemory, predict_peak_memory
 
 MODEL = {
@@ -158,7 +158,7 @@ def traced(work: Callable[[], object]) -> int:
 def planned(case: Case) -> list[RankMemory]:
     """Of each pipeline rank."""
     config = RunConfig.parse(case.raw)
-    return predict_peak_memory(config.model, replace(make_run_shape(config, case.ranks), device="cpu"))
+    return predict_peak_memory(config.model, replace(make_training_layout(config, case.ranks), device="cpu"))
 
 
 def measured(cases: Mapping[str, Case], counted: Callable[[Callable[[], object]], int]) -> dict[str, list[int]]:

@@ -10,16 +10,16 @@ from mega_trainer.pipeline.schedules import make_schedule, simulate_schedule
 from mega_trainer.plan.flops import model_flops
 from mega_trainer.plan.layer_cost import PassSeconds, TrainerProfile
 from mega_trainer.plan.machine import load_efficiency, load_machine
-from mega_trainer.plan.run_shape import RunShape
 from mega_trainer.plan.step_time import PlannedRun, StageCosts, predict_step_time
+from mega_trainer.plan.training_layout import TrainingLayout
 
 H100, HOPPER = load_machine("h100"), load_efficiency()["hopper"]
 LLAMA = ModelConfig.parse(load_model_preset("llama3-8b"))
 MIXTRAL = ModelConfig.parse(load_model_preset("mixtral-8x7b"))
-RUN = RunShape(8192, micro_batch=1, microbatches=8, dp=8, zero=1)
+RUN = TrainingLayout(8192, micro_batch=1, microbatches=8, dp=8, zero=1)
 
 
-def seconds(run: RunShape, model: ModelConfig = LLAMA, profile: TrainerProfile | None = None) -> float:
+def seconds(run: TrainingLayout, model: ModelConfig = LLAMA, profile: TrainerProfile | None = None) -> float:
     return predict_step_time(model, run, H100, HOPPER, profile).seconds
 
 
@@ -32,11 +32,11 @@ def test_parts_add_up_and_products_alone_take_no_less_than_their_flops() -> None
 @pytest.mark.parametrize(
     ("model", "run", "measured"),
     [
-        ("llama3-8b", RunShape(8192, 1, 32, cp=2, dp=4, zero=1), 12.27),
-        ("llama3-70b", RunShape(8192, 1, 64, tp=4, sp=True, pp=4, virtual_stages=5, cp=2, dp=2, zero=1), 14.66),
+        ("llama3-8b", TrainingLayout(8192, 1, 32, cp=2, dp=4, zero=1), 12.27),
+        ("llama3-70b", TrainingLayout(8192, 1, 64, tp=4, sp=True, pp=4, virtual_stages=5, cp=2, dp=2, zero=1), 14.66),
     ],
 )
-def test_a_published_run_takes_as_long_as_was_measured(model: str, run: RunShape, measured: float) -> None:
+def test_a_published_run_takes_as_long_as_was_measured(model: str, run: TrainingLayout, measured: float) -> None:
     """Batches of 128 samples on 8 and 64 H100s: dgxc-benchmarking v25.04.01."""
     peers = TrainerProfile(tp_waited=2, gradient_bytes=2)
     assert seconds(run, ModelConfig.parse(load_model_preset(model)), peers) == pytest.approx(measured, rel=0.15)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from mega_trainer.plan.run_shape import RunShape
+from mega_trainer.plan.training_layout import TrainingLayout
 
 CONTEXT_BYTES = 700 << 20  # CUDA's context with the kernels of torch, cuBLAS and cuDNN, and cuBLAS's workspace
 COMMUNICATOR_BYTES = 256 << 20  # buffers of NCCL's channels for a communicator of several ranks
 SLACK = 1.04  # reserved memory of torch's allocator / peak of tensors: fitted by benchmarks/plan_memory.py
 
 
-def count_communicators(run: RunShape) -> int:
+def count_communicators(run: TrainingLayout) -> int:
     """Return how many communicators of several ranks a rank of the run belongs to: the world's, one of each degree of
     parallelism, and that of its experts' replicas.
     """
@@ -22,7 +22,7 @@ def count_communicators(run: RunShape) -> int:
     return sum(size > 1 for size in sizes)
 
 
-def add_device_memory(run: RunShape, tensors: Mapping[str, int]) -> dict[str, int]:
+def add_device_memory(run: TrainingLayout, tensors: Mapping[str, int]) -> dict[str, int]:
     """Return the bytes of a rank by kind: those of `tensors`, and on a GPU also `allocator` (reserved by torch beyond
     tensors), `communicators` and `context`. Their sum is what the GPU's memory must hold.
     """

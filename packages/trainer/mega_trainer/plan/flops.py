@@ -21,7 +21,7 @@ from mega_common.layer_kinds import FeedForwardKind, MixerKind
 from mega_common.model_config import ModelConfig
 from mega_common.vision_config import PROJECTOR, TOWER
 from mega_trainer.plan.layer_flops import active_ffn_elements, active_ffn_width, mixing_flops, projection_shapes
-from mega_trainer.plan.run_shape import RecomputeKind
+from mega_trainer.plan.training_layout import RecomputeKind
 
 FlopsConvention = Literal["exact", "megatron", "full", "palm", "mosaic"]
 CONVENTIONS: dict[FlopsConvention, str] = {

@@ -30,8 +30,8 @@ from mega_trainer.plan.layer_flops import (
     saved_activation_elements,
 )
 from mega_trainer.plan.machine import Interconnect, RankPlacement
-from mega_trainer.plan.run_shape import RunShape
 from mega_trainer.plan.trainable_parameters import TrainableParameters
+from mega_trainer.plan.training_layout import TrainingLayout
 
 OPERAND_BYTES = {"fp8": 1, "nvfp4": 0.5625}  # of an operand's element, with its share of a block's scale
 QUANTISED_BYTES = {"fp8": 4, "nvfp4": 7}  # moved per element to quantise it in two layouts; nvfp4 also after a rotation
@@ -97,7 +97,7 @@ class PassSeconds(NamedTuple):
 PassWork = dict[str, PassSeconds]  # seconds by kind of work
 
 
-def combine_work(works: Iterator[PassWork] | list[PassWork]) -> PassWork:
+def sum_pass_work(works: Iterator[PassWork] | list[PassWork]) -> PassWork:
     """Return the sum of several works: the seconds of forward and backward by kind of work, such as GEMMs or
     communication.
     """
@@ -108,7 +108,7 @@ def combine_work(works: Iterator[PassWork] | list[PassWork]) -> PassWork:
     return out
 
 
-def repeat_work(work: PassWork, count: float) -> PassWork:
+def multiply_pass_work(work: PassWork, count: float) -> PassWork:
     """Return the work (seconds by kind) of `count` repetitions of `work`."""
     return {kind: PassSeconds(*(count * seconds for seconds in cost)) for kind, cost in work.items()}
 
@@ -118,7 +118,7 @@ class LayerCostModel:
     """Cost model of one rank's work in a run on a machine: seconds of forward and backward of each part of the model."""
 
     model: ModelConfig
-    run: RunShape
+    run: TrainingLayout
     interconnect: Interconnect
     rates: GpuThroughput
     profile: TrainerProfile
@@ -137,25 +137,25 @@ class LayerCostModel:
     def compute_layer_work(self, index: int) -> PassWork:
         """Return the seconds of layer number `index` for one micro-batch, by kind of work."""
         kind = self.model.get_layer_kind(index)
-        products = combine_work([*self._dense_gemms(kind), *self._expert_work(index)])
+        products = sum_pass_work([*self._dense_gemms(kind), *self._expert_work(index)])
         forward, inputs, weights = products.get("products", PassSeconds())
         products["products"] = PassSeconds(forward, inputs, self.trained.shares[index] * weights)
-        work = combine_work(
+        work = sum_pass_work(
             [products, self._mixer_work(kind.mixer, index), self._elementwise_work(kind), *self._adapter_work(index)]
         )
         recomputed = self._recompute_work(work)
-        communication = combine_work(
+        communication = sum_pass_work(
             [
                 self._tensor_parallel_work(work, halves=sum(map(bool, kind))),
                 self._context_parallel_work(work, kind.mixer),
             ]
         )
-        whole = self._hide_dispatch(combine_work([work, recomputed, communication]))
+        whole = self._hide_dispatch(sum_pass_work([work, recomputed, communication]))
         if not self.model.is_moe_layer(index):
             return whole
         launched = self.profile.host * (1 - self.profile.graphs) - sum(cost.total for cost in whole.values())
         waits = max(launched, self.profile.stall)
-        return combine_work([whole, {"host": PassSeconds(waits / 3, 2 * waits / 3)}]) if waits > 0 else whole
+        return sum_pass_work([whole, {"host": PassSeconds(waits / 3, 2 * waits / 3)}]) if waits > 0 else whole
 
     def _hide_dispatch(self, work: PassWork) -> PassWork:
         """Return the work of a layer with the part of its expert exchange that another micro-batch's compute hides."""

@@ -13,7 +13,7 @@ from mega_common.layer_kinds import FeedForwardKind, MixerKind
 from mega_common.lora_config import LoraConfig, is_trainable_tensor
 from mega_common.model_config import ModelConfig
 from mega_common.vision_config import PROJECTOR, TOWER
-from mega_trainer.plan.run_shape import RunShape
+from mega_trainer.plan.training_layout import TrainingLayout
 
 MatrixShape = tuple[int, int]  # (out, in)
 
@@ -128,7 +128,7 @@ def max_active_ffn_width(model: ModelConfig) -> int:
     return max(active_ffn_width(model, feed) for feed in {kind.feed_forward for kind in model.layer_kinds})
 
 
-def saved_activation_elements(model: ModelConfig, run: RunShape, wide: int) -> float:
+def saved_activation_elements(model: ModelConfig, run: TrainingLayout, wide: int) -> float:
     """Return the approximate number of elements per token that a layer of feed-forward width `wide` saves on one rank
     for its backward: the inputs of its GEMMs.
     """

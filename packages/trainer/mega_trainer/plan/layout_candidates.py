@@ -13,22 +13,22 @@ from mega_trainer.config.run_config import RunConfig
 from mega_trainer.plan.flops import ParameterCounts
 from mega_trainer.plan.layer_flops import expert_row_width, max_active_ffn_width, saved_activation_elements
 from mega_trainer.plan.machine import MachineSpec
-from mega_trainer.plan.memory_advice import make_run_shape
-from mega_trainer.plan.run_shape import RecomputeKind, RunShape
+from mega_trainer.plan.memory_advice import make_training_layout
+from mega_trainer.plan.training_layout import RecomputeKind, TrainingLayout
 
 MIN_CONTEXT_TOKENS = 2048  # tokens of a context rank; with fewer, attention does not hide the communication
 LayoutSettings = dict[str, Any]  # values by path, as for `--set`
 RECOMPUTE: tuple[RecomputeKind, ...] = ("none", "selective", "full")
 
 
-def generate_candidates(
+def generate_layout_candidates(
     config: RunConfig, ranks: int, machine: MachineSpec
-) -> Iterator[tuple[LayoutSettings, RunShape]]:
+) -> Iterator[tuple[LayoutSettings, TrainingLayout]]:
     """Yield (settings, run shape) of all candidate layouts of a run that divide the ranks, layers and batch evenly and
     keep tensor ranks on one node.
     """
     model, batch, length = config.model, config.batch.global_, config.data.seq_length
-    base = make_run_shape(config.model_copy(update={"parallel": type(config.parallel)()}), 1)
+    base = make_training_layout(config.model_copy(update={"parallel": type(config.parallel)()}), 1)
     experts = model.moe.num_experts if model.moe else 1
     degrees = [
         n for n in _divisors(ranks) if n <= max(model.num_layers, machine.ranks_per_node, length // MIN_CONTEXT_TOKENS)
@@ -62,7 +62,7 @@ def generate_candidates(
             yield list_layout_settings(run), run
 
 
-def list_layout_settings(run: RunShape) -> LayoutSettings:
+def list_layout_settings(run: TrainingLayout) -> LayoutSettings:
     """Return the run.yaml settings, {dotted path: value}, that give a run this shape."""
     return {
         "parallel.tp": run.tp, "parallel.sp": run.sp, "parallel.pp": run.pp, "parallel.virtual_stages": run.virtual_stages,
@@ -116,7 +116,7 @@ class RoughMemoryEstimate:
         split, whole = (sum(getattr(layer, name) for layer in layers) for name in ("split", "whole"))
         return cls(model, count, split, whole, max(layer.experts for layer in layers), max_active_ffn_width(model))
 
-    def estimate_bytes(self, run: RunShape) -> float:
+    def estimate_bytes(self, run: TrainingLayout) -> float:
         """Return the estimated peak bytes of the first pipeline rank in the layout `run`."""
         model, count, block, alone = self.model, self.count, run.ep * run.expert_tp, run.pp == 1
         dense = (self.split / run.tp + self.whole) / run.pp + (count.embedding + count.head * alone) / run.tp

@@ -27,13 +27,13 @@ from mega_trainer.plan.layer_cost import PassWork, TrainerProfile
 from mega_trainer.plan.layout_candidates import (
     LayoutSettings,
     RoughMemoryEstimate,
-    generate_candidates,
+    generate_layout_candidates,
 )
 from mega_trainer.plan.machine import MachineSpec
-from mega_trainer.plan.memory_advice import apply_settings, format_overrides, make_run_shape
+from mega_trainer.plan.memory_advice import apply_settings, format_overrides, make_training_layout
 from mega_trainer.plan.memory_prediction import predict_memory
-from mega_trainer.plan.run_shape import RunShape
 from mega_trainer.plan.step_time import PlannedRun, PredictedStepTime
+from mega_trainer.plan.training_layout import TrainingLayout
 
 MAX_TRIES = 60  # layouts whose memory is predicted and whose schedule is simulated
 MAX_SLOWDOWN = 1.25  # minimum time / best time, at which the search stops
@@ -120,7 +120,7 @@ def make_planned_run(
     """
     return PlannedRun.from_settings(
         config.model,
-        make_run_shape(config, ranks),
+        make_training_layout(config, ranks),
         machine,
         machine.achieved_efficiency,
         make_trainer_profile(config),
@@ -135,13 +135,13 @@ class _TimedCandidate:
     Attributes:
         seconds: minimum seconds of a step.
         memory: rough estimate of the bytes of a rank.
-        settings, run: as in `generate_candidates`.
+        settings, run: as in `generate_layout_candidates`.
     """
 
     seconds: float
     memory: float
     settings: LayoutSettings
-    run: RunShape
+    run: TrainingLayout
 
     @property
     def estimate_kind(self) -> tuple[object, ...]:
@@ -158,7 +158,7 @@ class _CandidateTimer:
         self.base = make_planned_run(alone, 1, machine, count)
         self.works: dict[tuple[object, ...], PassWork] = {}
 
-    def estimate_seconds(self, run: RunShape) -> float:
+    def estimate_seconds(self, run: TrainingLayout) -> float:
         """Return the minimum seconds of a step in the layout `run`."""
         planned = self.base.change_shape(run)
         key = (run.tp, run.cp, run.cp_kind, run.ep, run.expert_tp, run.micro_batch, run.recompute, run.zero == 3)
@@ -276,7 +276,7 @@ def _time_candidates(
     given = {"batch.micro": config.batch.micro, "recompute": {"kind": config.recompute.kind}}
     kept = {path: value for path, value in given.items() if path in fixed}
     timed, rough = 0, RoughMemoryEstimate.from_parameters(config.model, count)
-    for settings, run in generate_candidates(config, ranks, machine):
+    for settings, run in generate_layout_candidates(config, ranks, machine):
         needed = rough.estimate_bytes(run)
         if (
             any(settings[path] != value for path, value in kept.items())
@@ -305,7 +305,7 @@ def plan_layout(
         changed.check_world_size(ranks)
     except ConfigError:
         return None
-    shape = make_run_shape(changed, ranks)
+    shape = make_training_layout(changed, ranks)
     most = max(sum(add_device_memory(shape, kinds).values()) for kinds in predict_memory(changed.model, shape))
     return PlannedLayout(settings, make_planned_run(changed, ranks, machine, count).predict_step_time(), most)
 

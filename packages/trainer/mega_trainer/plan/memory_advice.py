@@ -11,15 +11,15 @@ from mega_common.errors import ConfigError
 from mega_common.strict_config import apply_overrides
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.plan.memory_prediction import predict_memory
-from mega_trainer.plan.run_shape import RunShape
+from mega_trainer.plan.training_layout import TrainingLayout
 
 
-def make_run_shape(config: RunConfig, world_size: int) -> RunShape:
+def make_training_layout(config: RunConfig, world_size: int) -> TrainingLayout:
     """Return the shape of the configured run on `world_size` ranks: its split over ranks and its batch sizes, for
     predictions.
     """
     parallel, dp = config.parallel, config.data_parallel_size(world_size)
-    return RunShape(
+    return TrainingLayout(
         seq_length=config.data.seq_length, target_length=config.sequence_lengths[1],
         micro_batch=config.batch.micro, microbatches=config.micro_batches_per_step(dp), tp=parallel.tp,
         sp=parallel.sp, pp=parallel.pp, virtual_stages=parallel.virtual_stages, schedule=parallel.schedule,
@@ -60,16 +60,16 @@ class MemoryAdvice:
 
 
 @dataclass(frozen=True)
-class MemoryNeeds:
+class PredictedMemoryNeeds:
     """Predicted memory of one rank in bytes by kind, and changes of settings that would free memory."""
 
     predicted: Mapping[str, int]
     suggestions: list[MemoryAdvice]
 
     @classmethod
-    def predict_for_rank(cls, config: RunConfig, world_size: int, pipeline_rank: int) -> MemoryNeeds:
+    def predict_for_rank(cls, config: RunConfig, world_size: int, pipeline_rank: int) -> PredictedMemoryNeeds:
         """Return the predicted memory of a rank in pipeline rank `pipeline_rank`, with advice on freeing memory."""
-        predicted = predict_memory(config.model, make_run_shape(config, world_size))[pipeline_rank]
+        predicted = predict_memory(config.model, make_training_layout(config, world_size))[pipeline_rank]
         return cls(predicted, find_memory_savings(config, world_size))
 
 
@@ -93,7 +93,7 @@ def find_memory_savings(config: RunConfig, world_size: int) -> list[MemoryAdvice
 
 def _peak_rank_bytes(config: RunConfig, world_size: int) -> int:
     """Return the peak bytes of the rank with the highest peak."""
-    return max(sum(kinds.values()) for kinds in predict_memory(config.model, make_run_shape(config, world_size)))
+    return max(sum(kinds.values()) for kinds in predict_memory(config.model, make_training_layout(config, world_size)))
 
 
 def _iterate_changes(config: RunConfig) -> Iterator[Mapping[str, Any]]:

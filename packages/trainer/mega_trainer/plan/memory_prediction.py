@@ -22,7 +22,7 @@ from mega_trainer.plan.flops import (
     relative_layer_costs,
 )
 from mega_trainer.plan.pipeline_fill import IN_FLIGHT, make_planning_schedule
-from mega_trainer.plan.run_shape import RunShape
+from mega_trainer.plan.training_layout import TrainingLayout
 
 if TYPE_CHECKING:
     from mega_trainer.plan.part_memory import ModelPartMemory, PartMemory, WeightCounts
@@ -50,7 +50,7 @@ class RankMemory:
         return sum(self.bytes.values())
 
 
-def split_layers_into_stages(model: ModelConfig, run: RunShape) -> list[range]:
+def split_layers_into_stages(model: ModelConfig, run: TrainingLayout) -> list[range]:
     """Return the range of layer indices of each pipeline stage, split as mega trains them.
 
     Raises:
@@ -63,7 +63,7 @@ def split_layers_into_stages(model: ModelConfig, run: RunShape) -> list[range]:
     )  # fmt: skip
 
 
-def zero3_unit_layers(model: ModelConfig, run: RunShape, count: ParameterCounts | None = None) -> int:
+def zero3_unit_layers(model: ModelConfig, run: TrainingLayout, count: ParameterCounts | None = None) -> int:
     """Return how many layers' weights (experts excluded) ZeRO-3 gathers as one unit: configured, or enough that a
     rank's share has `UNIT_ELEMENTS` elements. `count` is the model's parameters, if already counted.
     """
@@ -72,7 +72,7 @@ def zero3_unit_layers(model: ModelConfig, run: RunShape, count: ParameterCounts 
     return run.zero3_layers or math.ceil(UNIT_ELEMENTS * run.zero3_shard_ranks / mean)
 
 
-def predict_memory(model: ModelConfig, run: RunShape) -> list[dict[str, int]]:
+def predict_memory(model: ModelConfig, run: TrainingLayout) -> list[dict[str, int]]:
     """Return the predicted peak bytes by kind (such as weights or activations) of one rank in each pipeline rank, in
     pipeline order.
 
@@ -86,7 +86,7 @@ def predict_memory(model: ModelConfig, run: RunShape) -> list[dict[str, int]]:
     return [rank.bytes for rank in predict_peak_memory(model, run)]
 
 
-def predict_peak_memory(model: ModelConfig, run: RunShape) -> list[RankMemory]:
+def predict_peak_memory(model: ModelConfig, run: TrainingLayout) -> list[RankMemory]:
     """Return the predicted peak memory of one rank in each pipeline rank, as `predict_memory`, with the operation at
     which the peak occurs.
     """
@@ -123,7 +123,7 @@ class _StageMemory:
 
     @classmethod
     def from_stage(
-        cls, model: ModelConfig, run: RunShape, parts: ModelPartMemory, stages: Sequence[range], stage: int
+        cls, model: ModelConfig, run: TrainingLayout, parts: ModelPartMemory, stages: Sequence[range], stage: int
     ) -> _StageMemory:
         """Return the memory of stage number `stage`."""
         from mega_trainer.plan.part_memory import WeightCounts
@@ -152,7 +152,7 @@ class _StageMemory:
         )
 
 
-def _layer_memory(run: RunShape, parts: ModelPartMemory, index: int, number: int) -> PartMemory:
+def _layer_memory(run: TrainingLayout, parts: ModelPartMemory, index: int, number: int) -> PartMemory:
     """Return the memory of a layer, the given `number` in its stage, under the run's recompute setting."""
     bound = run.recompute_layers
     whole = run.recompute == "full" and (bound is None or number < bound)
@@ -197,7 +197,7 @@ class _MessageBuffer:
 
 def _rank_peak(
     model: ModelConfig,
-    run: RunShape,
+    run: TrainingLayout,
     parts: ModelPartMemory,
     schedule: PipelineSchedule,
     chunks: Sequence[_StageMemory],
@@ -243,14 +243,14 @@ def _rank_peak(
     return RankMemory({**states, "activations": most.kept, "work": most.work}, most.moment)
 
 
-def _shard_counts(run: RunShape) -> tuple[int, int]:
+def _shard_counts(run: TrainingLayout) -> tuple[int, int]:
     """Return over how many ranks ordinary weights and experts are sharded."""
     return run.zero3_shard_ranks if run.zero == 3 else run.dp * run.cp, max(
         1, run.dp * run.cp * run.tp // (run.ep * run.expert_tp)
     )
 
 
-def _state_bytes(run: RunShape, stages: Sequence[WeightCounts]) -> dict[str, int]:
+def _state_bytes(run: TrainingLayout, stages: Sequence[WeightCounts]) -> dict[str, int]:
     """Return the bytes of weights, gradients and optimizer states of some stages."""
     dense, experts = sum(w.dense for w in stages), sum(w.experts for w in stages)
     shared = _shard_counts(run)
@@ -277,7 +277,7 @@ def _state_bytes(run: RunShape, stages: Sequence[WeightCounts]) -> dict[str, int
     }  # fmt: skip
 
 
-def _quantised_bytes(model: ModelConfig, run: RunShape, mine: Sequence[_StageMemory]) -> int:
+def _quantised_bytes(model: ModelConfig, run: TrainingLayout, mine: Sequence[_StageMemory]) -> int:
     """Return the bytes of linear weights that are kept quantised, in two forms."""
     if run.is_zero3_sharded or not run.fp8_layers:
         return 0
@@ -287,7 +287,7 @@ def _quantised_bytes(model: ModelConfig, run: RunShape, mine: Sequence[_StageMem
 
 
 def _zero3_bytes(
-    model: ModelConfig, run: RunShape, held: Sequence[PartMemory], layers: Sequence[PartMemory]
+    model: ModelConfig, run: TrainingLayout, held: Sequence[PartMemory], layers: Sequence[PartMemory]
 ) -> list[tuple[int, int]]:
     """Return the additional bytes of ZeRO-3 in the forward and the backward of each part of the model.
 
@@ -315,7 +315,7 @@ def _zero3_bytes(
     return out
 
 
-def _bucket_bytes(run: RunShape, mine: Sequence[_StageMemory]) -> tuple[int, int]:
+def _bucket_bytes(run: TrainingLayout, mine: Sequence[_StageMemory]) -> tuple[int, int]:
     """Return the bytes of gradient buckets in flight, in a forward and in a backward, if gradients are reduced after
     each micro-batch.
     """
@@ -330,14 +330,14 @@ def _bucket_bytes(run: RunShape, mine: Sequence[_StageMemory]) -> tuple[int, int
     return round(min(total, most + bucket) * each), round(min(total, most + 3 * bucket) * each)
 
 
-def _bucket_elements(run: RunShape) -> int:
+def _bucket_elements(run: TrainingLayout) -> int:
     """Return the elements of a gradient bucket."""
     from mega_trainer.parallel.zero_buffers import ZeroConfig
 
     return ZeroConfig(shard_grads=True, bucket_elements=run.bucket_elements).min_bucket_elements(run.dp * run.cp)
 
 
-def _update_bytes(run: RunShape, stages: Sequence[WeightCounts]) -> int:
+def _update_bytes(run: TrainingLayout, stages: Sequence[WeightCounts]) -> int:
     """Return the additional bytes of an update: the buffer of this rank's new weights for the all-gather."""
     if run.zero not in (1, 2):
         return 0
@@ -346,7 +346,7 @@ def _update_bytes(run: RunShape, stages: Sequence[WeightCounts]) -> int:
     return round(sum(run.weight_bytes * count / ranks for count, ranks in shared if ranks > 1))
 
 
-def _batch_bytes(model: ModelConfig, run: RunShape) -> int:
+def _batch_bytes(model: ModelConfig, run: TrainingLayout) -> int:
     """Return the bytes of a micro-batch: tokens, labels and positions, and loss weights."""
     each = 3 * 8 + 4 + (2 * 8 + 4) * model.mtp_layers + (model.moe is not None) + 8 * (model.token_types > 0)
     source = 2 * 8 * run.seq_length if run.target_length else 0
@@ -354,7 +354,7 @@ def _batch_bytes(model: ModelConfig, run: RunShape) -> int:
     return run.micro_batch * ((run.target_length or run.seq_length) * each + source) // run.cp
 
 
-def _residual_bytes(model: ModelConfig, run: RunShape) -> int:
+def _residual_bytes(model: ModelConfig, run: TrainingLayout) -> int:
     """Return the bytes of a micro-batch's hidden states on a rank."""
     tokens = run.micro_batch * run.sample_tokens // run.cp // (run.tp if run.sp else 1)
     tokens *= 1 + 2 * model.retro.neighbors if model.retro else 1

@@ -16,7 +16,7 @@ from mega_trainer.plan.flops import ParameterCounts, count_parameters_by_layer
 from mega_trainer.plan.layer_flops import active_ffn_width, expert_row_width
 from mega_trainer.plan.memory_prediction import split_layers_into_stages
 from mega_trainer.plan.pipeline_fill import make_planning_schedule
-from mega_trainer.plan.run_shape import RunShape
+from mega_trainer.plan.training_layout import TrainingLayout
 
 TrainerName = Literal["megatron", "nanotron", "fsdp2"]
 TRAINERS: tuple[TrainerName, ...] = ("megatron", "nanotron", "fsdp2")
@@ -40,14 +40,14 @@ class TrainerMemoryOptions:
     recomputed: frozenset[str] = frozenset()
 
 
-def make_memory_options(run: RunShape) -> TrainerMemoryOptions:
+def make_memory_options(run: TrainingLayout) -> TrainerMemoryOptions:
     """Return the memory options that follow from the recompute settings of the run shape."""
     recomputed = {"none": (), "selective": run.modules, "full": ("full",)}[run.recompute]
     return TrainerMemoryOptions(recomputed=frozenset(recomputed))
 
 
 def predict_other_trainer_memory(
-    model: ModelConfig, run: RunShape, like: TrainerName, options: TrainerMemoryOptions | None = None
+    model: ModelConfig, run: TrainingLayout, like: TrainerName, options: TrainerMemoryOptions | None = None
 ) -> list[dict[str, int]]:
     """Return the peak bytes by kind that the trainer `like` needs on a rank of each pipeline stage: `weights`,
     `gradients`, `optimizer`, `activations` and `work`, which is the loss and, under FSDP2, gathered weights.
@@ -63,7 +63,7 @@ def predict_other_trainer_memory(
     return _pipelined(model, run, options, nanotron=like == "nanotron")
 
 
-def _fsdp2(model: ModelConfig, run: RunShape, options: TrainerMemoryOptions) -> list[dict[str, int]]:
+def _fsdp2(model: ModelConfig, run: TrainingLayout, options: TrainerMemoryOptions) -> list[dict[str, int]]:
     """Return the memory in torchtitan by pipeline rank: fp32 shards of weights, gradients and two moments, after tensor,
     pipeline and expert parallelism have split the model; the activations of `_fsdp2_layer_bytes`; logits in bf16, and their
     gradients (in fp32, three times, without a compiled loss).
@@ -101,7 +101,7 @@ def _fsdp2(model: ModelConfig, run: RunShape, options: TrainerMemoryOptions) -> 
 
 
 def _fsdp2_unsharded(
-    count: ParameterCounts, run: RunShape, layers: list[int], *, first: bool, last: bool
+    count: ParameterCounts, run: TrainingLayout, layers: list[int], *, first: bool, last: bool
 ) -> tuple[float, float]:
     """Return how many parameters of a rank are gathered at the peak, and of how many the gradients are summed unsharded."""
     if run.pp > 1:
@@ -111,7 +111,7 @@ def _fsdp2_unsharded(
     return (count.embedding + count.head) / run.tp + 2 * largest, 0.0
 
 
-def _fsdp2_layer_bytes(model: ModelConfig, run: RunShape, index: int, again: frozenset[str]) -> float:
+def _fsdp2_layer_bytes(model: ModelConfig, run: TrainingLayout, index: int, again: frozenset[str]) -> float:
     """Return the bytes per token of one layer's saved activations in torchtitan, split by tensor parallelism with sequences.
 
     Per-operation checkpointing saves a layer's input, the attention output and the outputs of every second GEMM: queries,
@@ -128,7 +128,7 @@ def _fsdp2_layer_bytes(model: ModelConfig, run: RunShape, index: int, again: fro
 
 
 def _pipelined(
-    model: ModelConfig, run: RunShape, options: TrainerMemoryOptions, *, nanotron: bool
+    model: ModelConfig, run: TrainingLayout, options: TrainerMemoryOptions, *, nanotron: bool
 ) -> list[dict[str, int]]:
     """Return the memory in Megatron and nanotron: bf16 weights, whole gradients, fp32 main weights and moments, sharded
     under ZeRO-1.
@@ -165,7 +165,7 @@ def _pipelined(
 
 
 def _count_held(
-    count: ParameterCounts, run: RunShape, layers: list[int], *, first: bool, last: bool
+    count: ParameterCounts, run: TrainingLayout, layers: list[int], *, first: bool, last: bool
 ) -> tuple[float, float]:
     """Return the parameters of a rank: those replicated over data ranks, and experts."""
     ends = (count.embedding * first + count.head * last) / run.tp
@@ -173,7 +173,9 @@ def _count_held(
     return dense, sum(count.layers[i].experts for i in layers) / (run.ep * run.expert_tp)
 
 
-def _layer_bytes(model: ModelConfig, run: RunShape, index: int, again: frozenset[str], *, nanotron: bool) -> float:
+def _layer_bytes(
+    model: ModelConfig, run: TrainingLayout, index: int, again: frozenset[str], *, nanotron: bool
+) -> float:
     """Return the bytes per token of one layer's saved activations, without recomputed parts.
 
     nanotron saves q and k before and after rotation, the outputs of silu and of its multiplication, and the gathered inputs of

@@ -65,8 +65,8 @@ from mega_trainer.plan.meta_counting import (
     MetaKernels,
     MetaWeightQuantizer,
 )
-from mega_trainer.plan.run_shape import RecomputeKind, RunShape
 from mega_trainer.plan.trainable_parameters import parse_run_lora
+from mega_trainer.plan.training_layout import RecomputeKind, TrainingLayout
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16}
 
@@ -154,7 +154,7 @@ class PartMemoryCounter:
         run: shape of the run; micro-batches and pipeline ranks are ignored.
     """
 
-    def __init__(self, model: ModelConfig, run: RunShape) -> None:
+    def __init__(self, model: ModelConfig, run: TrainingLayout) -> None:
         self.model, self.run, self.live, self.lora = model, run, LiveTensorCounter(), parse_run_lora(run)
         self.device = torch.device("cpu" if run.device == "cpu" else "meta")
         layout = ParallelLayout(tp=run.tp, cp=run.cp, dp=run.dp, ep=run.ep, expert_tp=run.expert_tp)
@@ -429,7 +429,7 @@ class ModelPartMemory:
     context: int
 
 
-def count_model_parts(model: ModelConfig, run: RunShape) -> ModelPartMemory:
+def count_model_parts(model: ModelConfig, run: TrainingLayout) -> ModelPartMemory:
     """Return the memory of all parts of a model; the result is cached and shared by all layouts whose ranks hold equal
     parts.
     """
@@ -442,13 +442,13 @@ def count_model_parts(model: ModelConfig, run: RunShape) -> ModelPartMemory:
     return _count_parts(model.model_dump_json(exclude_unset=True), bare, alone, has_embedding_and_head)
 
 
-def _minimum_data_ranks(run: RunShape) -> int:
+def _minimum_data_ranks(run: TrainingLayout) -> int:
     """Return the smallest number of data ranks that holds the experts; more do not change a rank's micro-batch."""
     return math.lcm(run.ep * run.expert_tp, run.tp * run.cp) // (run.tp * run.cp)
 
 
 def _trainable_by_layer(
-    model: ModelConfig, run: RunShape, adapts: Mapping[str, AdaptedModule]
+    model: ModelConfig, run: TrainingLayout, adapts: Mapping[str, AdaptedModule]
 ) -> dict[int, list[object]]:
     """Return the trainable tensors and adapters of each layer, to distinguish layers that are only partly trained."""
     names: dict[int, list[object]] = defaultdict(list)
@@ -465,7 +465,7 @@ def _trainable_by_layer(
 
 
 @lru_cache(maxsize=4096)
-def _count_parts(text: str, run: RunShape, alone: bool, has_embedding_and_head: bool) -> ModelPartMemory:
+def _count_parts(text: str, run: TrainingLayout, alone: bool, has_embedding_and_head: bool) -> ModelPartMemory:
     """Return the memory of all parts; layers of one kind are counted once."""
     model = ModelConfig.model_validate_json(text)
     counter = PartMemoryCounter(model, run)

@@ -15,7 +15,7 @@ from functools import cached_property
 from mega_common.errors import ConfigError
 from mega_common.model_config import ModelConfig
 from mega_trainer.parallel.zero_buffers import ZeroConfig
-from mega_trainer.pipeline.schedules import PipelineOp, PipelineOpCosts, place_stages
+from mega_trainer.pipeline.schedules import PipelineOp, PipelineOpCosts, place_pipeline_stages
 from mega_trainer.plan.flops import ParameterCounts, count_parameters_by_layer
 from mega_trainer.plan.kernel_throughput import GpuThroughput
 from mega_trainer.plan.layer_cost import (
@@ -23,14 +23,14 @@ from mega_trainer.plan.layer_cost import (
     PassSeconds,
     PassWork,
     TrainerProfile,
-    combine_work,
-    repeat_work,
+    multiply_pass_work,
+    sum_pass_work,
 )
 from mega_trainer.plan.machine import Interconnect, MachineEfficiency, MachineSpec
 from mega_trainer.plan.memory_prediction import split_layers_into_stages, zero3_unit_layers
 from mega_trainer.plan.pipeline_fill import estimate_makespan
-from mega_trainer.plan.run_shape import RunShape
 from mega_trainer.plan.trainable_parameters import TrainableParameters
+from mega_trainer.plan.training_layout import TrainingLayout
 
 UPDATE_BYTES = 51  # moved by AdamW and the gradient norm per parameter of a rank: benchmarks/results/traffic.json
 HOST_BYTES = 28  # copied per parameter if optimizer states are in host memory: main weight, moments and gradient
@@ -72,7 +72,7 @@ class PlannedRun:
     """
 
     model: ModelConfig
-    run: RunShape
+    run: TrainingLayout
     cost_model: LayerCostModel
     count: ParameterCounts
     trained: TrainableParameters
@@ -82,7 +82,7 @@ class PlannedRun:
     def from_settings(
         cls,
         model: ModelConfig,
-        run: RunShape,
+        run: TrainingLayout,
         machine: MachineSpec,
         efficiency: MachineEfficiency,
         profile: TrainerProfile,
@@ -102,10 +102,10 @@ class PlannedRun:
         )
         count = count or count_parameters_by_layer(model)
         unit = zero3_unit_layers(model, run, count) if run.zero == 3 else 1
-        trained = TrainableParameters.from_run_shape(model, run, count)
+        trained = TrainableParameters.from_training_layout(model, run, count)
         return cls(model, run, LayerCostModel(model, run, interconnect, rates, profile, trained), count, trained, unit)
 
-    def change_shape(self, run: RunShape) -> PlannedRun:
+    def change_shape(self, run: TrainingLayout) -> PlannedRun:
         """Return the same model on the same machine in another layout, with the same trainable parameters."""
         unit = zero3_unit_layers(self.model, run, self.count) if run.zero == 3 else 1
         return replace(self, run=run, cost_model=replace(self.cost_model, run=run), unit=unit)
@@ -132,7 +132,7 @@ class PlannedRun:
             for kind, (first, *_) in by_kind.items():
                 if kind not in kinds:
                     kinds[kind] = self.cost_model.compute_layer_work(first)
-            return combine_work([repeat_work(kinds[kind], len(same)) for kind, same in by_kind.items()])
+            return sum_pass_work([multiply_pass_work(kinds[kind], len(same)) for kind, same in by_kind.items()])
 
         return sum_layer_work
 
@@ -141,19 +141,19 @@ class PlannedRun:
         model, cost_model, sum_layers = self.model, self.cost_model, self._make_layer_summer()
         works = [sum_layers(part) for part in self.stage_layers]
         mtp = range(model.num_layers, model.num_layers + model.mtp_layers)
-        works[0] = combine_work([works[0], cost_model.compute_embedding_work()])
-        works[-1] = combine_work(
-            [works[-1], sum_layers(mtp), repeat_work(cost_model.compute_head_work(), 1 + len(mtp))]
+        works[0] = sum_pass_work([works[0], cost_model.compute_embedding_work()])
+        works[-1] = sum_pass_work(
+            [works[-1], sum_layers(mtp), multiply_pass_work(cost_model.compute_head_work(), 1 + len(mtp))]
         )
         offloaded = [min(len(part), self.run.offload) for part in self.stage_layers]
         return [
-            combine_work([work, cost_model.compute_offload_wait(layers, work)])
+            sum_pass_work([work, cost_model.compute_offload_wait(layers, work)])
             for work, layers in zip(works, offloaded, strict=True)
         ]
 
     def list_rank_stages(self) -> list[list[int]]:
         """Return the stage numbers of each pipeline rank."""
-        owners = place_stages(self.run.schedule, self.run.pp, self.run.virtual_stages)
+        owners = place_pipeline_stages(self.run.schedule, self.run.pp, self.run.virtual_stages)
         return [[stage for stage, owner in enumerate(owners) if owner == rank] for rank in range(self.run.pp)]
 
     def predict_step_time(self) -> PredictedStepTime:
@@ -164,17 +164,17 @@ class PlannedRun:
     def predict_minimum_time(self) -> PredictedStepTime:
         """Predict the minimum time of a step without simulating the pipeline schedule, as if all stages were equal."""
         works = self.compute_stage_work()
-        return self._make_step_time(works, self._minimum_makespan(combine_work(works)))
+        return self._make_step_time(works, self._minimum_makespan(sum_pass_work(works)))
 
     def compute_model_work(self) -> PassWork:
         """Return the seconds by kind of work that one micro-batch takes in all layers, embedding and head."""
         model, cost_model = self.model, self.cost_model
         layers = range(model.num_layers + model.mtp_layers)
-        return combine_work(
+        return sum_pass_work(
             [
                 self._make_layer_summer()(layers),
                 cost_model.compute_embedding_work(),
-                repeat_work(cost_model.compute_head_work(), 1 + model.mtp_layers),
+                multiply_pass_work(cost_model.compute_head_work(), 1 + model.mtp_layers),
             ]
         )
 
@@ -183,13 +183,13 @@ class PlannedRun:
         thousands of layouts; `work` is `compute_model_work`, if already computed for a layout with equal micro-batches.
         """
         work = work or self.compute_model_work()
-        once = self._per_step_seconds(0, repeat_work(work, 1 / self.run.pp))
+        once = self._per_step_seconds(0, multiply_pass_work(work, 1 / self.run.pp))
         return self._minimum_makespan(work) + sum(once.values())
 
     def _make_step_time(self, works: Sequence[PassWork], makespan: float) -> PredictedStepTime:
         """Return the step time and its parts for a makespan."""
         run = self.run
-        mine = [combine_work([works[stage] for stage in stages]) for stages in self.list_rank_stages()]
+        mine = [sum_pass_work([works[stage] for stage in stages]) for stages in self.list_rank_stages()]
         totals = [sum(cost.total for cost in work.values()) for work in mine]
         slowest = totals.index(max(totals))
         parts = {kind: cost.total * run.microbatches for kind, cost in mine[slowest].items()}
@@ -305,7 +305,7 @@ class PlannedRun:
 
 def predict_step_time(
     model: ModelConfig,
-    run: RunShape,
+    run: TrainingLayout,
     machine: MachineSpec,
     efficiency: MachineEfficiency,
     profile: TrainerProfile | None = None,

@@ -11,7 +11,7 @@ from mega_ckpt.lora_tensors import AdaptedModule, adapted_modules, adapter_tenso
 from mega_common.lora_config import LoraConfig, is_trainable_tensor
 from mega_common.model_config import ModelConfig
 from mega_trainer.plan.flops import ParameterCounts, count_parameters_by_layer
-from mega_trainer.plan.run_shape import RunShape
+from mega_trainer.plan.training_layout import TrainingLayout
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,9 @@ class TrainableParameters:
     adapters: Mapping[int, tuple[AdaptedModule, ...]]
 
     @classmethod
-    def from_run_shape(cls, model: ModelConfig, run: RunShape, whole: ParameterCounts) -> TrainableParameters:
+    def from_training_layout(
+        cls, model: ModelConfig, run: TrainingLayout, whole: ParameterCounts
+    ) -> TrainableParameters:
         """Return the trainable parameters of a run whose model has the parameters `whole`."""
         if not run.freeze and run.lora is None:
             return cls(whole, (1.0,) * len(whole.layers), True, {})
@@ -63,7 +65,7 @@ class TrainableParameters:
         return 6.0 * added - 2.0 * frozen
 
 
-def parse_run_lora(run: RunShape) -> LoraConfig | None:
+def parse_run_lora(run: TrainingLayout) -> LoraConfig | None:
     """Return the LoRA configuration in a run shape, or None without LoRA."""
     return None if run.lora is None else LoraConfig.model_validate_json(run.lora)
 

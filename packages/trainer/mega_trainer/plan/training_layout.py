@@ -10,7 +10,7 @@ _ELEMENT = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2, "nvfp4": 2}
 
 
 @dataclass(frozen=True)
-class RunShape:
+class TrainingLayout:
     """Shape of a run for predictions: split of the model over ranks, batch sizes, and memory options.
 
     Attributes:
