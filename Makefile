@@ -28,7 +28,7 @@ test: $(VENV)/.done  ## every test that this machine can run, but a few long one
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 test-long: $(VENV)/.done  ## those: a real pretrained model, Megatron's own checkpoints, planted bugs, machines that restart, the largest sweeps
-	$(BIN)/python -m pytest -m long
+	$(BIN)/python -m pytest -m long -n 2 --dist worksteal --timeout 900
 
 parity: $(VENV)/.done  ## every layout of up to 8 ranks against one process; writes docs/parity.md. N=500: so many of them
 	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python tests/parity/full.py $(N)

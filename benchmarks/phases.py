@@ -23,7 +23,7 @@ import torch
 from mega_data.batch_loader import StepBatch
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.data.micro_batch import split_micro_batches
-from mega_trainer.distributed.rank_info import RankInfo
+from mega_trainer.distributed.process_groups import RankInfo
 from mega_trainer.job.goodput import GoodputCounter
 from mega_trainer.job.phase_timer import PhaseTimer
 from mega_trainer.run import build_components
@@ -45,7 +45,7 @@ def measure(pairs: int) -> dict[str, float]:
     """Milliseconds of processor time a step without, and the share that telling adds."""
     torch.set_num_threads(1)
     config, device = RunConfig.parse(RUN), torch.device("cpu")
-    groups = build_components.connect_groups(config, RankInfo())
+    groups = build_components.connect_parallel_groups(config, RankInfo())
     state, executor = assemble_training(config, groups, device)
     shape = (MICRO_BATCHES, LENGTH)
     tokens, places = np.ones((MICRO_BATCHES, LENGTH + 1), np.int64), np.tile(np.arange(LENGTH), (MICRO_BATCHES, 1))

@@ -36,7 +36,6 @@ from mega_trainer.plan.other_trainer_memory import predict_other_trainer_memory
 from mega_trainer.plan.step_time import PlannedRun
 
 GOAL = ("A100-40GB", "A100-80GB", "H100", "H100-96GB-HBM2e-500W", "B200")
-TRAINERS = {"trainer.eager": 3.07, "trainer.compiled": 1.31, "trainer.host": 9.15e-3, "trainer.graphed": 0.5}
 LEAST_RUNS = 3  # of a class whose error is written
 
 

@@ -39,7 +39,7 @@ from pathlib import Path
 import record
 
 from mega_ckpt.formats.gguf_file import open_gguf_model
-from mega_ckpt.formats.gguf_tokenizer import build_tokenizer_files
+from mega_ckpt.formats.gguf_source import build_tokenizer_files
 from mega_data.preprocessing.preprocess_corpus import preprocess_corpus
 from mega_data.tokenizer import train_tokenizer
 

@@ -15,6 +15,7 @@ from mega_common.lora_config import LoraConfig
 from mega_common.model_config import ModelConfig
 from mega_common.model_presets import load_model_preset
 from mega_trainer.plan.flops import hardware_flops, model_flops
+from mega_trainer.plan.held_out_error import classify_model
 from mega_trainer.plan.layer_cost import TrainerProfile
 from mega_trainer.plan.machine import MachineSpec, load_machine
 from mega_trainer.plan.training_layout import RecomputeKind, TrainingLayout
@@ -144,23 +145,12 @@ class Published:
     @property
     def kind(self) -> str:
         """Class of its model, for which errors are reported."""
-        return model_class(self.model)
-
-    @property
-    def release(self) -> str:
-        """Release of the software, where the source gives one; else the source."""
-        found = re.search(r"\bv?\d+\.\d+(\.\d+)?\b", self.row["source"])
-        return f"{self.source} {found[0]}" if found else self.source
+        return classify_model(self.model)
 
     @property
     def mixture(self) -> bool:
         """Whether it has experts."""
         return self.model.moe is not None
-
-
-def model_class(model: ModelConfig) -> str:
-    """Return the class of a model: a hybrid has recurrent layers, `experts` has attention alone."""
-    return "hybrid" if model.is_recurrent else "experts" if model.moe else "dense"
 
 
 def maker_of(row: Row) -> str:

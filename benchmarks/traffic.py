@@ -564,7 +564,9 @@ class Wire:
             self.size += _nbytes(counts) * (self.ranks - 1)
             return counts.repeat(self.ranks)
 
-        def send_those_there_are(tables: nvshmem_dispatch.SymmetricTables, group: CommGroup, received: Tensor) -> Any:
+        def send_those_there_are(
+            tables: nvshmem_dispatch.SymmetricMemoryTables, group: CommGroup, received: Tensor
+        ) -> Any:
             self.size += self.rows * (self.ranks - 1) * _nbytes(tables.leaving[0])
             return SimpleNamespace(wait=lambda: None)
 

@@ -24,7 +24,7 @@ from torch.distributed import HashStore
 from mega_data.batch_loader import StepBatch
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.data.micro_batch import split_micro_batches
-from mega_trainer.distributed.rank_info import RankInfo
+from mega_trainer.distributed.process_groups import RankInfo
 from mega_trainer.job.hang_watchdog import HangWatchdog
 from mega_trainer.job.phase_timer import PhaseTimer
 from mega_trainer.run import build_components
@@ -38,7 +38,7 @@ def measure(pairs: int, logs: Path) -> dict[str, float]:
     """Milliseconds of processor time a step without, and the share that the watch adds."""
     torch.set_num_threads(1)
     config, device = RunConfig.parse(model.RUN), torch.device("cpu")
-    groups, phases = build_components.connect_groups(config, RankInfo()), PhaseTimer(device)
+    groups, phases = build_components.connect_parallel_groups(config, RankInfo()), PhaseTimer(device)
     state, executor = assemble_training(config, groups, device, phases.time_phase)
     shape = (model.MICRO_BATCHES, model.LENGTH)
     tokens, places = np.ones((shape[0], shape[1] + 1), np.int64), np.tile(np.arange(shape[1]), (shape[0], 1))

@@ -8,6 +8,11 @@ ARG BASE=python:3.11.14-slim-bookworm
 FROM ${BASE}
 ARG CONSTRAINTS=constraints.txt
 
+# torch.compile and Triton build their kernels with a C compiler at run time.
+# hadolint ignore=DL3008
+RUN command -v g++ >/dev/null || { apt-get update && apt-get install -y --no-install-recommends g++ \
+    && rm -rf /var/lib/apt/lists/*; }
+
 WORKDIR /src
 COPY constraints.txt ./
 COPY packages/common packages/common

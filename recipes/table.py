@@ -18,7 +18,7 @@ from mega_trainer.plan.flops import published_flops
 from mega_trainer.plan.layout_candidates import list_layout_settings
 from mega_trainer.plan.layout_search import format_layout, make_planned_run
 from mega_trainer.plan.machine import load_machine
-from mega_trainer.plan.memory_advice import make_run_shape
+from mega_trainer.plan.memory_advice import make_training_layout
 from mega_trainer.plan.memory_prediction import predict_memory
 
 HERE = Path(__file__).parent
@@ -56,13 +56,13 @@ def predicted(config: RunConfig, ranks: int) -> dict[str, float]:
 
 def most_memory(config: RunConfig, ranks: int) -> int:
     """Bytes of its fullest rank."""
-    return max(sum(kinds.values()) for kinds in predict_memory(config.model, make_run_shape(config, ranks)))
+    return max(sum(kinds.values()) for kinds in predict_memory(config.model, make_training_layout(config, ranks)))
 
 
 def begun(name: str, config: RunConfig, ranks: int) -> str:
     """A recipe's line, up to its memory."""
     told = predicted(config, ranks)
-    layout = format_layout(list_layout_settings(make_run_shape(config, ranks)))
+    layout = format_layout(list_layout_settings(make_training_layout(config, ranks)))
     figures = f"{told['seconds']:.2f} s | {told['rate']:,.0f} | {told['tflops']:.0f}"
     return f"| [{name}]({name}.yaml) | {layout} | {config.precision} | {figures} |"
 

@@ -39,7 +39,7 @@ def embed(texts: list[str], advance: Callable[[int], None]) -> npt.NDArray[np.fl
 
 
 def found(folder: Path, data: Path, database: Path | None = None, **search: Any) -> NeighborsInfo:
-    """The neighbours of a data set beside it; a tokenizer comes into `folder`."""
+    """The neighbors of a data set beside it; a tokenizer comes into `folder`."""
     tokenizer = Tokenizer(save_word_pieces(folder / "words"))
     settings = RetrievalSettings(**{"chunk_length": 8, **search})
     encoder = ChunkEncoder("words", "1", embed)

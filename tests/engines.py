@@ -10,7 +10,7 @@ import torch
 from mega_common.model_config import ModelConfig
 from mega_eval.engine_requests import EngineEvent, EngineRequest
 from mega_eval.inference_engine import InferenceEngine
-from mega_eval.page_allocator import PAGE
+from mega_eval.paged_cache import PAGE
 from mega_trainer.model.decoder import Decoder
 from mega_trainer.model.layer_builder import LayerBuilder
 

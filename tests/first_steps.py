@@ -14,14 +14,13 @@ from torch import Tensor
 from mega_data.batch_loader import BatchLoader
 from mega_trainer.config.run_config import RunConfig, resolve_run_config
 from mega_trainer.data.micro_batch import split_micro_batches
-from mega_trainer.distributed.rank_info import RankInfo
+from mega_trainer.distributed.process_groups import RankInfo
 from mega_trainer.job.step_result import StepResult
 from mega_trainer.objectives.training_objective import TrainingObjective
-from mega_trainer.run.build_components import connect_groups, load_datasets
-from mega_trainer.run.initial_state import initialize_state
+from mega_trainer.run.build_components import connect_parallel_groups, load_datasets
 from mega_trainer.run.objective_builder import build_objectives
 from mega_trainer.run.train_step import StepHooks, train_step
-from mega_trainer.run.training_run import assemble_training
+from mega_trainer.run.training_run import assemble_training, initialize_state
 
 ALONE = RankInfo()
 
@@ -32,8 +31,8 @@ class ObjectiveHooks(StepHooks):
 
     objective: TrainingObjective
 
-    def measure_losses(self, sums: Tensor) -> Tensor:
-        return self.objective.measure_losses(sums)
+    def append_metric_sums(self, sums: Tensor) -> Tensor:
+        return self.objective.append_metric_sums(sums)
 
 
 def step(
@@ -41,7 +40,7 @@ def step(
 ) -> tuple[StepResult, dict[str, float], dict[str, Any], Any]:
     """The first step of a run: what it tells, its gradients, its batch."""
     config, device = RunConfig.parse(resolve_run_config(raw)), torch.device("cpu")
-    groups = connect_groups(config, ranks, maker)
+    groups = connect_parallel_groups(config, ranks, maker)
     training, _ = load_datasets(config, None)
     state, executor = assemble_training(config, groups, device)
     initialize_state(state, None, groups.world, None)

@@ -245,12 +245,12 @@ VARIANTS |= {
         "zero_centered_norm": True, "scale_embeddings": True, "activation": "geglu", "tie_embeddings": True,
         "num_kv_heads": 1, "head_dim": 10,
     },
-    "neighbours": {"rope": {"interleaved": True, "theta": 1000.0}, "num_kv_heads": 2},
-    "neighbours-biased": {"rope": {"interleaved": True}, **_BIASES},
-    "neighbours-partial": {
+    "neighbors": {"rope": {"interleaved": True, "theta": 1000.0}, "num_kv_heads": 2},
+    "neighbors-biased": {"rope": {"interleaved": True}, **_BIASES},
+    "neighbors-partial": {
         "hidden_size": 32, "rope": {"interleaved": True, "fraction": 0.5}, "qkv_bias": True, "num_kv_heads": 2,
     },
-    "neighbours-partial-norms": {
+    "neighbors-partial-norms": {
         "hidden_size": 32, "rope": {"interleaved": True, "fraction": 0.5}, "qkv_bias": True, "norm_position": "both",
     },
     "glm4-moe": {

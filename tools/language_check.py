@@ -21,7 +21,7 @@ ROOT = Path(__file__).parent.parent
 OURS = [ROOT / "packages", ROOT / "cli"]
 
 CLAUSE = re.compile(r"(what|whether|which|where|when|how|who)\b", re.IGNORECASE)
-NEEDS_NEIGHBOUR = re.compile(r"(of|the same|such|those|these|its|their|so many|as|likewise|both)\b", re.IGNORECASE)
+NEEDS_NEIGHBOR = re.compile(r"(of|the same|such|those|these|its|their|so many|as|likewise|both)\b", re.IGNORECASE)
 TELL = re.compile(r"(?<!\.)\b(?:tell|tells|told)\b(?!\()", re.IGNORECASE)  # `tell()` of a stream is an API
 
 # Words and phrases that plain technical English replaces; CONTRIBUTING.md has the rule. "no longer" and "no more" are fine.
@@ -61,8 +61,8 @@ LIMITS = {
     "type names defined in more than one module": Limit(at_most=0, goal="<= 5"),
     "longest function of the packages, lines": Limit(at_most=60, goal="<= 60"),
     "longest function body of the command line, lines": Limit(at_most=65, goal="<= 80"),
-    "code lines": Limit(at_most=59_000, goal="<= 46,000"),
-    "files": Limit(at_most=515, goal="<= 430"),
+    "code lines": Limit(at_most=59_500, goal="<= 46,000"),
+    "files": Limit(at_most=470, goal="<= 430"),
 }
 
 
@@ -154,7 +154,7 @@ def measure(files: list[Path], pages: list[Path]) -> dict[str, tuple[float, list
     commands = [(path, node) for path, node in nodes if "mega_cli" in path.parts]
     values = [
         measure_docstrings(nodes, CLAUSE),
-        measure_docstrings(nodes, NEEDS_NEIGHBOUR),
+        measure_docstrings(nodes, NEEDS_NEIGHBOR),
         count_words([*files, *pages], TELL),
         count_words([*files, *pages], PRIVATE),
         (sum(lengths) / max(1, len(lengths)), []),

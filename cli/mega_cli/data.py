@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from mega_cli.data_options import Input, JsonKey, MoreInput, Overwrite, TokenizerPath
 from mega_cli.data_preprocess import HELP as PREPROCESS_HELP
 from mega_cli.data_preprocess import preprocess_command
 from mega_cli.data_retrieve import EXAMPLES as RETRIEVE_EXAMPLES
 from mega_cli.data_retrieve import retrieve_command
 from mega_cli.data_show import show_command
+from mega_cli.model_options import Input, JsonKey, MoreInput, Overwrite, TokenizerPath
 from mega_common.errors import ConfigError, DataError, MegaError
 from mega_common.progress_logging import format_number
 
@@ -46,14 +46,14 @@ def train_tokenizer_command(
 ) -> None:
     """Train a byte-level BPE tokenizer in the format of HuggingFace (tokenizer.json)."""
     from mega_data.reading.corpus_sources import find_corpus_sources
-    from mega_data.reading.source_readers import iterate_texts
+    from mega_data.reading.source_readers import iterate_document_texts
     from mega_data.token_files.dataset_info import reject_input_as_output
     from mega_data.tokenizer import train_tokenizer as run
 
     inputs = [*input, *(more or [])]
     outputs = (output / name for name in ("tokenizer.json", "tokenizer_config.json"))
     reject_input_as_output(outputs, (Path(source.name) for source in find_corpus_sources(inputs, json_key)))
-    tokenizer = run(iterate_texts(inputs, json_key), vocab_size, output, overwrite=overwrite)
+    tokenizer = run(iterate_document_texts(inputs, json_key), vocab_size, output, overwrite=overwrite)
     typer.echo(f"{output}: {tokenizer.vocab_size:,} tokens")
 
 
@@ -92,13 +92,13 @@ def convert_tokenizer_command(
     The original library and the converted tokenizer both encode the first four million characters of the input. The
     result is written only if all tokens agree.
     """
-    from mega_data.reading.source_readers import iterate_texts
+    from mega_data.reading.source_readers import iterate_document_texts
     from mega_data.tokenizer_conversion import convert_tokenizer as run
 
     tokenizer = run(
         file,
         output,
-        iterate_texts([*input, *(more or [])], json_key),
+        iterate_document_texts([*input, *(more or [])], json_key),
         pattern=pattern,
         special_tokens=special_token or (),
         overwrite=overwrite,
@@ -150,7 +150,7 @@ def clean_command(
     raw = apply_overrides(load_yaml_mapping(config) if config else {}, changes or [])
     summary = run(
         [*input, *(more or [])],
-        CleanConfig.parse(raw, source=str(config or "--set")),
+        CleanConfig.parse(raw, source=f"the rules in {config}" if config else "the rules of --set"),
         output,
         json_key=json_key,
         folder=config.parent if config else None,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from mega_cli.data_options import Input, JsonKey, MoreInput, OnBadLine, Overwrite, ParseSpecialTokens
+from mega_cli.model_options import Input, JsonKey, MoreInput, OnBadLine, Overwrite, ParseSpecialTokens
 from mega_common.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -192,7 +192,7 @@ def preprocess_command(
     """Tokenize text or conversations into a data set for training."""
     from mega_data.preprocessing.preprocess_corpus import preprocess_corpus as run
     from mega_data.preprocessing.sharding import InputShard
-    from mega_data.token_files.remote_copies import restore_url
+    from mega_data.token_files.remote_copies import restore_url_slashes
 
     if shard is not None and engine != "threads":
         raise ConfigError(
@@ -248,7 +248,7 @@ def preprocess_command(
         encoder=encoder,
         sentences=(language or "en") if split_sentences else None,
     )
-    name = restore_url(output) + (f", part {info.shard.number} of {info.shard.of}" if info.shard else "")
+    name = restore_url_slashes(output) + (f", part {info.shard.number} of {info.shard.of}" if info.shard else "")
     typer.echo(f"{name}: {info.documents:,} documents, {info.tokens:,} tokens, {info.text_bytes:,} bytes of text")
 
 

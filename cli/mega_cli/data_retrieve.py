@@ -1,4 +1,4 @@
-"""`mega data retrieve`: nearest neighbours of a data set's chunks."""
+"""`mega data retrieve`: nearest neighbors of a data set's chunks."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mega_cli.data_options import Overwrite, TokenizerPath
 from mega_cli.embed import PoolingOption, parse_pooling_modes
-from mega_cli.model_options import Device, EvalPrecision, PrecisionOption
+from mega_cli.model_options import Device, EvalPrecision, Overwrite, PrecisionOption, TokenizerPath
 from mega_common.errors import DataError
 
 if TYPE_CHECKING:
@@ -44,7 +43,7 @@ def retrieve_command(
     ] = None,
     database: Annotated[
         Path | None,
-        typer.Option(metavar="PREFIX", help="Data set to search for neighbours.", show_default="the data set itself"),
+        typer.Option(metavar="PREFIX", help="Data set to search for neighbors.", show_default="the data set itself"),
     ] = None,
     split: Annotated[
         str | None,
@@ -54,7 +53,7 @@ def retrieve_command(
             show_default="969,30,1 as in run.yaml; with --database: everything",
         ),
     ] = None,
-    neighbors: Annotated[int, typer.Option("--neighbors", "-k", min=1, help="Neighbours per chunk.")] = 2,
+    neighbors: Annotated[int, typer.Option("--neighbors", "-k", min=1, help="Neighbors per chunk.")] = 2,
     chunk_length: Annotated[int, typer.Option(min=1, help="Tokens per chunk.")] = 64,
     index: Annotated[
         str | None,
@@ -115,7 +114,7 @@ def retrieve_command(
         overwrite=overwrite,
     )
     typer.echo(
-        f"{output or get_neighbors_path(prefix)}: {neighbors} neighbours of {found.data.last:,} chunks in {found.database.last:,}"
+        f"{output or get_neighbors_path(prefix)}: {neighbors} neighbors of {found.data.last:,} chunks in {found.database.last:,}"
     )
 
 

@@ -15,7 +15,7 @@ from mega_common.errors import ConfigError
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from mega_data.reports.show_tokens import ShownPart, ShownToken
+    from mega_data.reports.show_tokens import DisplayedPart, DisplayedToken
     from mega_data.tokenizer import Tokenizer
     from mega_trainer.config.run_config import RunConfig
 
@@ -62,7 +62,7 @@ def show_command(
             console.print(line)
 
 
-def _of_data_set(prefix: Path, number: int, tokenizer: Tokenizer | None) -> list[ShownPart]:
+def _of_data_set(prefix: Path, number: int, tokenizer: Tokenizer | None) -> list[DisplayedPart]:
     from mega_data.reports.inspect_dataset import load_original_tokenizer
     from mega_data.reports.show_tokens import show_document
     from mega_data.token_files.dataset_info import read_dataset_info
@@ -74,7 +74,7 @@ def _of_data_set(prefix: Path, number: int, tokenizer: Tokenizer | None) -> list
     return show_document(prefix, number, tokenizer or load_original_tokenizer(info))
 
 
-def _of_run(run: Path, number: int, tokenizer: Tokenizer | None) -> list[ShownPart]:
+def _of_run(run: Path, number: int, tokenizer: Tokenizer | None) -> list[DisplayedPart]:
     from mega_data.blended_dataset import build_blended_datasets
     from mega_data.reports.show_tokens import show_training_sample
     from mega_trainer.data.data_check import find_run_tokenizer
@@ -111,12 +111,12 @@ def _load_run_config(run: Path) -> RunConfig:
         return RunConfig.parse(raw, source=str(run))
 
 
-def _heading(part: ShownPart) -> str:
+def _heading(part: DisplayedPart) -> str:
     counted = sum(token.weight > 0 for token in part.tokens)
     return f"{part.name}: {len(part.tokens):,} tokens, {counted:,} count in the loss"
 
 
-def _format_tokens(part: ShownPart) -> list[Text]:
+def _format_tokens(part: DisplayedPart) -> list[Text]:
     """Return a line for each stretch of tokens with the same weight; none for padding."""
     from rich.text import Text
 
@@ -132,7 +132,7 @@ def _format_tokens(part: ShownPart) -> list[Text]:
     return lines
 
 
-def _escape_text(token: ShownToken) -> str:
+def _escape_text(token: DisplayedToken) -> str:
     """Return a text on one line, with invisible characters escaped."""
     if token.text is None:
         return f"{token.id} "

@@ -16,7 +16,7 @@ from typing import Annotated
 
 import typer
 
-from mega_cli.workflow_runner import move_aside
+from mega_cli.workflow_runner import rename_aside
 
 EXAMPLES = """Examples:
 
@@ -24,7 +24,7 @@ EXAMPLES = """Examples:
 
   mega demo --output /tmp/demo --nproc 2
 """
-VOCABULARY, STEPS, SEQUENCE = 8192, 240, 256
+VOCABULARY, STEPS, SEQUENCE = 8192, 160, 256
 HELD_OUT_EVERY = 50  # one file of this many is held out for evaluation
 HELD_OUT_BYTES = 150_000
 PROMPT = "def read_file(path):\n"
@@ -150,7 +150,7 @@ def _write_workflow(output: Path, nproc: int, steps: int) -> None:
         if path.exists() and path.read_text() == text:
             continue
         if name == "run.yaml":
-            move_aside(output / "run")
+            rename_aside(output / "run")
         path.write_text(text)
 
 

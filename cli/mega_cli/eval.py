@@ -135,22 +135,21 @@ def eval_command(
     """
     _check_option_use(ctx, data, tasks)
     if tasks is not None:
-        from mega_cli.eval_tasks import TaskEvalOptions, evaluate_tasks, import_harness
+        from mega_cli.eval_ranks import TaskEvalOptions, evaluate_tasks, import_harness
 
         import_harness(offline=offline)
-        from mega_eval.harness_tasks import TaskOptions
+        from mega_eval.harness_tasks import HarnessTaskOptions
         from mega_eval.multi_rank_inference import ReplicaLayout
 
         asked = TaskEvalOptions(model, tokenizer, precision, device, batch_size, seq_length, output)
-        options = TaskOptions(include_path, num_fewshot, limit, apply_chat_template, log_samples, cache)
+        options = HarnessTaskOptions(include_path, num_fewshot, limit, apply_chat_template, log_samples, cache)
         evaluate_tasks(tasks.split(","), asked, options, ReplicaLayout(tp, ep, pp), nproc)
         return
     assert data is not None
     from mega_common.atomic_files import write_json_atomically
     from mega_eval.dataset_scores import evaluate_perplexity
-    from mega_eval.masked_lm_loss import SHARE, evaluate_masked_lm
+    from mega_eval.encoder_losses import SHARE, evaluate_masked_lm, evaluate_span_corruption
     from mega_eval.model_loading import PRECISIONS, load_inference_model, select_device
-    from mega_eval.span_corruption import evaluate_span_corruption
 
     loaded = load_inference_model(
         model,

@@ -1,4 +1,4 @@
-"""Ranks that share a model for evaluation or serving."""
+"""Ranks that share a model for evaluation or serving, and `mega eval --tasks`: downstream tasks on such ranks."""
 
 from __future__ import annotations
 
@@ -8,16 +8,19 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
-from mega_common.errors import ConfigError
+from mega_common.errors import ConfigError, DataError, MissingPackageError
 
 if TYPE_CHECKING:
-    from mega_eval.multi_rank_inference import ReplicaLayout
-    from mega_trainer.distributed.rank_info import RankInfo
+    from mega_data.chat.chat_template import ChatTemplate
+    from mega_eval.harness_tasks import HarnessTaskOptions
+    from mega_eval.multi_rank_inference import ModelReplicas, ReplicaLayout
+    from mega_trainer.distributed.process_groups import RankInfo
 
 
 @contextmanager
@@ -31,7 +34,7 @@ def join_model_ranks(sharing: ReplicaLayout, nproc: int | None, device: str, wai
         ConfigError: if their number does not divide into whole copies of the model.
     """
     from mega_common.progress_logging import configure_logging
-    from mega_trainer.distributed.rank_info import RankInfo
+    from mega_trainer.distributed.process_groups import RankInfo
     from mega_trainer.launch.local_ranks import join_process_group, rank_from_environment
 
     ranks = rank_from_environment(os.environ)
@@ -59,3 +62,115 @@ def _start_ranks(count: int) -> int:
     if status == 0:
         shutil.rmtree(folder)
     return status
+
+
+OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}  # environment variables of the hub libraries
+WAIT_SECONDS = 24 * 3600.0  # timeout of ranks that wait for rank 0, which may download data
+
+
+@dataclass(frozen=True)
+class TaskEvalOptions:
+    """Options of `mega eval --tasks` on the model, how it runs, and the results file."""
+
+    model: str
+    tokenizer: Path | None
+    precision: str
+    device: str
+    batch_size: int
+    seq_length: int | None
+    output: Path | None
+
+
+def import_harness(*, offline: bool) -> None:
+    """Import lm-evaluation-harness; `offline` sets environment variables that forbid its HuggingFace libraries the
+    network.
+
+    Raises:
+        MissingPackageError: if it is not installed.
+    """
+    if offline:
+        os.environ.update(OFFLINE)
+    try:
+        import lm_eval  # noqa: F401
+    except ImportError:
+        raise MissingPackageError(
+            "--tasks requires lm-evaluation-harness, which is not installed",
+            hint="in the root of the repository: pip install 'packages/eval[tasks]'",
+        ) from None
+
+
+def evaluate_tasks(
+    names: list[str],
+    model_settings: TaskEvalOptions,
+    options: HarnessTaskOptions,
+    sharing: ReplicaLayout,
+    nproc: int | None,
+) -> None:
+    """Run lm-evaluation-harness tasks on a model: in this process if it is a rank or the only one, else on `nproc`
+    ranks started here.
+    """
+
+    with join_model_ranks(sharing, nproc, model_settings.device, WAIT_SECONDS) as ranks:
+        if ranks.rank == 0:
+            _lead(names, model_settings, options, sharing, ranks.world_size)
+        else:
+            _load(model_settings, sharing, ranks.rank, ranks.world_size).follow_first_rank()
+
+
+def _lead(
+    names: list[str],
+    model_settings: TaskEvalOptions,
+    options: HarnessTaskOptions,
+    sharing: ReplicaLayout,
+    world_size: int,
+) -> None:
+    from mega_eval.harness_tasks import (
+        HarnessModel,
+        find_harness_tasks,
+        format_results_table,
+        run_harness_tasks,
+        write_task_results,
+    )
+    from mega_eval.model_loading import find_end_tokens
+
+    manager = find_harness_tasks(names, options.include_path)  # reports unknown names before the model is loaded
+    replicas = _load(model_settings, sharing, 0, world_size)
+    tokenizer = replicas.prompts.tokenizer
+    length = model_settings.seq_length or replicas.model.config.max_position
+    template = _template(model_settings) if options.apply_chat_template else None
+    model = HarnessModel(replicas, find_end_tokens(model_settings.model, tokenizer), template, length)
+    run_info = {
+        "model_args": {"model": model_settings.model, "precision": model_settings.precision, "max_length": length}
+    }
+    results = run_harness_tasks(model, names, options, run_info, manager)
+    replicas.stop_followers()
+    if model_settings.output is not None:
+        write_task_results(model_settings.output, results)
+    print(format_results_table(results))
+
+
+def _template(model_settings: TaskEvalOptions) -> ChatTemplate:
+    from mega_eval.chat_session import load_chat_template
+
+    try:
+        return load_chat_template(model_settings.model, model_settings.tokenizer)
+    except DataError as error:
+        hint = "put chat_template.jinja into the tokenizer's folder, or leave out --apply-chat-template"
+        raise DataError(error.message, hint=hint) from None
+
+
+def _load(model_settings: TaskEvalOptions, sharing: ReplicaLayout, rank: int, world_size: int) -> ModelReplicas:
+    from mega_ckpt.source import read_model_config
+    from mega_data.tokenizer import Tokenizer
+    from mega_eval.model_loading import PRECISIONS, load_inference_model, load_tokenizer, select_device
+    from mega_eval.multi_rank_inference import ModelReplicas, PromptTokenizer, build_replica_groups
+
+    tokenizer = (
+        Tokenizer(model_settings.tokenizer) if model_settings.tokenizer else load_tokenizer(model_settings.model)
+    )
+    groups = build_replica_groups(read_model_config(model_settings.model), rank, world_size, sharing)
+    dtype, device = PRECISIONS[model_settings.precision], select_device(model_settings.device)
+    model = load_inference_model(
+        model_settings.model, dtype=dtype, device=device, groups=groups, kinds=("decoder", "encoder-decoder")
+    )
+    return ModelReplicas(model, PromptTokenizer(tokenizer), model_settings.batch_size, rank, world_size, sharing)

@@ -81,7 +81,7 @@ class FileDigests:
 
 
 def expand_patterns(base: Path, patterns: Iterable[str]) -> Iterator[str]:
-    """Yield the names of all files that `patterns` match: files, all files in folders, and globs; as `relative_name`
+    """Yield the names of all files that `patterns` match: files, all files in folders, and globs; as `relative_path_name`
     returns them.
     """
     for pattern in patterns:
@@ -90,19 +90,19 @@ def expand_patterns(base: Path, patterns: Iterable[str]) -> Iterator[str]:
             if (base / found).is_dir():
                 for folder, _, names in os.walk(base / found, followlinks=True):
                     inner = os.path.relpath(folder, base / found)
-                    yield from (relative_name(base, os.path.join(found, inner, name)) for name in names)
+                    yield from (relative_path_name(base, os.path.join(found, inner, name)) for name in names)
             else:
-                yield relative_name(base, found)
+                yield relative_path_name(base, found)
 
 
-def relative_name(base: Path, path: str) -> str:
+def relative_path_name(base: Path, path: str) -> str:
     """Return a normalized path: relative to `base`, or absolute if `path` is an absolute path outside of `base`."""
     absolute = Path(os.path.normpath(base / path))
     is_outside = os.path.isabs(path) and not absolute.is_relative_to(base)
     return str(absolute) if is_outside else os.path.relpath(absolute, base)
 
 
-def code_digest(command: str) -> str:
+def compute_code_digest(command: str) -> str:
     """Return one digest of the Python sources of a `mega` command: its module and all packages of mega that it imports."""
     files: list[Path] = []
     for package in STACKS[COMMAND_PACKAGES.get(command, "mega_eval")]:

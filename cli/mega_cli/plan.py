@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from mega_trainer.config.run_config import RunConfig
     from mega_trainer.plan.machine import MachineSpec
 
-HTML_LAYOUTS = 16  # layouts of a search in the HTML page
 EXAMPLES = """Examples:
 
   mega plan run.yaml --ranks 64
@@ -153,24 +152,13 @@ def plan_command(
         ranks, layouts = find_ranks_for_budget(config, spec, limits, precision or [])
     ranks = ranks or config.parallel_rules.minimum_ranks
     if spec is not None and (search or layouts is not None):
-        from mega_cli.plan_search import (
-            SHOWN,
-            describe_layouts,
-            format_layouts,
-            search_layouts,
-            write_layout_yaml,
-            write_search_html,
-        )
+        from mega_cli.plan_search import report_layouts
 
-        layouts = layouts or search_layouts(
-            config, ranks, spec, SHOWN if html is None else HTML_LAYOUTS, precision or []
-        )
-        if html is not None:
-            write_search_html(html, run, config, ranks, spec, name, limits, layouts)
-        if write is not None:
-            write_layout_yaml(config, layouts[0], write)
-        rows = describe_layouts(config, ranks, spec, name, layouts[:SHOWN], limits, why)
-        print(json.dumps(rows, indent=1) if as_json else format_layouts(rows, ranks, layouts[0]))
+        text = report_layouts(
+            config, ranks, spec, name, layouts, run=run, precisions=precision or [], limits=limits, why=why, html=html,
+            write=write, as_json=as_json,
+        )  # fmt: skip
+        print(text)
         return
     config.check_world_size(ranks)
     if spec is not None and fit is not None:

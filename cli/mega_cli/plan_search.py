@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from mega_trainer.plan.run_budget import BudgetLimits
 
 SHOWN = 8  # layouts that are printed
+HTML_LAYOUTS = 16  # layouts of a search in the HTML page
 MOST_RANKS = 16_384  # largest job that a budget is searched for
 # Words of a layout as it is printed, by settings of run.yaml.
 WORDS = {
@@ -25,6 +26,32 @@ WORDS = {
     **{name: f"parallel.{name}" for name in ("tp", "sp", "pp", "virtual_stages", "schedule", "cp", "cp_kind", "ep", "expert_tp",
                                              "dp", "zero", "zero3_shard")},
 }  # fmt: skip
+
+
+def report_layouts(
+    config: RunConfig,
+    ranks: int,
+    machine: MachineSpec,
+    name: str,
+    layouts: Sequence[PlannedLayout] | None,
+    *,
+    run: Path,
+    precisions: Sequence[str],
+    limits: BudgetLimits | None,
+    why: str | None,
+    html: Path | None,
+    write: Path | None,
+    as_json: bool,
+) -> str:
+    """Return the text or JSON of the fastest layouts, searched unless given; write the page and the run.yaml asked for."""
+    keep = SHOWN if html is None else HTML_LAYOUTS
+    layouts = layouts or search_layouts(config, ranks, machine, keep, precisions)
+    if html is not None:
+        write_search_html(html, run, config, ranks, machine, name, limits, layouts)
+    if write is not None:
+        write_layout_yaml(config, layouts[0], write)
+    rows = describe_layouts(config, ranks, machine, name, layouts[:SHOWN], limits, why)
+    return json.dumps(rows, indent=1) if as_json else format_layouts(rows, ranks, layouts[0])
 
 
 def search_layouts(

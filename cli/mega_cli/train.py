@@ -205,10 +205,10 @@ def _resolve_layout(
     """Return the configuration and its overrides; without `parallel`, a layout is chosen for the number of ranks."""
     from mega_ckpt.checkpoint import Checkpoint
     from mega_trainer.config.run_config import load_run_config
+    from mega_trainer.job.resume import find_start_checkpoint
     from mega_trainer.plan.automatic_layout import choose_layout
     from mega_trainer.plan.memory_advice import format_overrides
     from mega_trainer.run.run_summary import detect_machine
-    from mega_trainer.run.train_state import find_start_checkpoint
 
     if ranks == 1 or "parallel" in config.model_fields_set or (machine := detect_machine(config)) is None:
         return config, overrides
@@ -263,7 +263,7 @@ def _select_run(words: list[str]) -> Path:
 
 def _load_run(run: Path, overrides: Sequence[str], *, warn_unread: bool) -> RunConfig:
     """Read run.yaml; a workflow gives one error instead of one per unknown key."""
-    from mega_cli.workflow_config import reject_workflow
+    from mega_cli.workflow_config import reject_workflow_file
     from mega_common.errors import ConfigError
     from mega_common.strict_config import load_yaml_mapping
     from mega_trainer.config.run_config import load_run_config
@@ -272,7 +272,7 @@ def _load_run(run: Path, overrides: Sequence[str], *, warn_unread: bool) -> RunC
         return load_run_config(run, overrides, warn_unread=warn_unread)
     except ConfigError:
         if run.is_file():
-            reject_workflow(run, load_yaml_mapping(run), f"mega run {run}")
+            reject_workflow_file(run, load_yaml_mapping(run), f"mega run {run}")
         raise
 
 
@@ -310,7 +310,7 @@ def _train_or_start_ranks(config: RunConfig, run: Path, nproc: int | None, overr
     for name, value in library_settings(config).items():
         os.environ.setdefault(name, value)
     from mega_common.progress_logging import configure_logging
-    from mega_trainer.distributed.rank_info import RankInfo
+    from mega_trainer.distributed.process_groups import RankInfo
     from mega_trainer.launch.local_ranks import (
         default_rank_count,
         join_process_group,
@@ -356,7 +356,7 @@ def _build_task_scorer(config: RunConfig) -> TaskScorer | None:
     """Return the scorer that runs the tasks of `eval.tasks`, or None without tasks."""
     if not config.eval.tasks:
         return None
-    from mega_cli.eval_tasks import import_harness
+    from mega_cli.eval_ranks import import_harness
 
     import_harness(offline=False)
     from mega_eval.in_training_tasks import TrainingTasks

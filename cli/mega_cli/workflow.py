@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from mega_cli.workflow_config import WorkflowConfig, command_problems, reject_run_config, suggest_nearest
+from mega_cli.workflow_config import WorkflowConfig, find_command_problems, reject_run_config, suggest_nearest
 from mega_cli.workflow_runner import WorkflowRunner, hold_workflow_lock
 from mega_common.errors import ConfigError
 from mega_common.progress_logging import logger
@@ -106,7 +106,7 @@ def load_workflow(file: Path, overrides: list[str], root: Any, *, names: Collect
     raw = apply_overrides(load_yaml_mapping(file), overrides)
     reject_run_config(file, raw)
     workflow = WorkflowConfig.parse(raw, source=str(file))
-    found = [problem for name, stage in workflow.stages.items() for problem in command_problems(name, stage, root)]
+    found = [problem for name, stage in workflow.stages.items() for problem in find_command_problems(name, stage, root)]
     found += [
         ConfigProblem(name, "the workflow has no such stage", hint=suggest_nearest(name, workflow.stages))
         for name in sorted(set(names) - workflow.stages.keys())

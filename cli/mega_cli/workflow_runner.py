@@ -19,9 +19,16 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
 
-from mega_cli.file_digests import FileDigests, FileRecord, code_digest, expand_patterns
-from mega_cli.stage_settings import FlatSettings, StageVerdict, judge_settings_change, referenced_files, stage_settings
-from mega_cli.workflow_config import WorkflowConfig, WorkflowStage
+from mega_cli.file_digests import FileDigests, FileRecord, compute_code_digest, expand_patterns
+from mega_cli.workflow_config import (
+    FlatSettings,
+    StageVerdict,
+    WorkflowConfig,
+    WorkflowStage,
+    judge_settings_change,
+    referenced_files,
+    stage_settings,
+)
 from mega_common import atomic_files as files
 from mega_common.atomic_files import lock_file_exclusively, write_json_atomically
 from mega_common.bounded_parsing import parse_json_text
@@ -40,7 +47,7 @@ class WorkflowError(MegaError):
     """Raised if a workflow cannot continue: missing input, missing output of a stage, or a lock that another run has."""
 
 
-class StageAttempt(StrictConfig):
+class WorkflowStageAttempt(StrictConfig):
     """Record of the last attempt at a workflow stage. `inputs` and `outputs` map file names to SHA-256; times in
     seconds.
 
@@ -64,7 +71,7 @@ class WorkflowState(StrictConfig):
     """Content of a workflow's state file: the last attempt of each stage, and digests of the files read so far."""
 
     version: Literal[1] = 1
-    stages: dict[str, StageAttempt] = {}
+    stages: dict[str, WorkflowStageAttempt] = {}
     files: dict[str, FileRecord] = {}
 
 
@@ -116,11 +123,11 @@ class WorkflowRunner:
             blocked = last.status != "failed" and stage.command_arguments[0] in NO_OVERWRITE
             invalid = changed is not None and changed.start_over
             return StageVerdict(f"{reason}, {changed.reason}" if changed else reason, start_over=invalid or blocked)
-        if changed is None and code_digest(stage.command_arguments[0]) != last.code:
+        if changed is None and compute_code_digest(stage.command_arguments[0]) != last.code:
             return StageVerdict("the code changed", start_over=stage.run != "train")
         return changed or self._find_damage(stage, last)
 
-    def _find_change(self, name: str, last: StageAttempt) -> StageVerdict | None:
+    def _find_change(self, name: str, last: WorkflowStageAttempt) -> StageVerdict | None:
         """Return a difference to the last attempt, and if it invalidates the outputs; None without one."""
         stage = self.workflow.stages[name]
         if stage.run_identity != last.command:
@@ -133,7 +140,7 @@ class WorkflowRunner:
             return StageVerdict(reason, start_over=True)
         return judge_settings_change(stage, last.settings, self._settings(name), done=last.status == "done")
 
-    def _find_damage(self, stage: WorkflowStage, last: StageAttempt) -> StageVerdict | None:
+    def _find_damage(self, stage: WorkflowStage, last: WorkflowStageAttempt) -> StageVerdict | None:
         """Return the damage to the outputs, if any. Training recreates missing files, and may have been continued by hand."""
         now = self.digests.digest_patterns(stage.outputs)
         if stage.run != "train":
@@ -172,9 +179,9 @@ class WorkflowRunner:
         if verdict.start_over and stage.on_change == "start-over":
             self._set_aside(name)
         now, start = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()
-        fresh = StageAttempt(
+        fresh = WorkflowStageAttempt(
             status="running", command=stage.run_identity, settings=self._settings(name),
-            code=code_digest(stage.command_arguments[0]), inputs=self.digest_inputs(stage), named=self.digest_referenced(name), started=now,
+            code=compute_code_digest(stage.command_arguments[0]), inputs=self.digest_inputs(stage), named=self.digest_referenced(name), started=now,
         )  # fmt: skip
         self._record(name, fresh)
         logger.info("%s: mega %s", name, " ".join(stage.command_arguments))
@@ -198,7 +205,7 @@ class WorkflowRunner:
         logger.error("%s: failed with status %d; after a fix, run the workflow again to resume", name, status)
         return status
 
-    def _record(self, name: str, attempt: StageAttempt) -> None:
+    def _record(self, name: str, attempt: WorkflowStageAttempt) -> None:
         self.attempts[name] = attempt
         self.save_state()
 
@@ -213,7 +220,7 @@ class WorkflowRunner:
         folder = self.base / run["output"] if run else None
         with files.lock_folder(folder) if folder is not None and folder.is_dir() else contextlib.nullcontext():
             for path in paths:
-                move_aside(path)
+                rename_aside(path)
 
     def _stage_outputs(self, name: str) -> Iterator[Path]:
         """Yield the outputs of a stage; for a file of a token data set, all files of the set."""
@@ -237,7 +244,7 @@ class WorkflowRunner:
         return str(last.settings["output"])
 
 
-def move_aside(path: Path) -> None:
+def rename_aside(path: Path) -> None:
     """Rename a path to the first free NAME.old-N in its folder, if the path exists."""
     if not path.exists():
         return

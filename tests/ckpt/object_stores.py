@@ -65,7 +65,7 @@ class Watched(MemoryFileSystem):
         self.done()
 
 
-def put(content: dict[str, bytes]) -> None:
+def write_objects(content: dict[str, bytes]) -> None:
     """Make this the content of watched://, and forget what was told."""
     fsspec.register_implementation("watched", Watched, clobber=True)
     Watched.store.clear()

@@ -110,6 +110,18 @@ def test_latent_attention_and_a_layer_that_predicts_further_tokens() -> None:
     }
 
 
+def test_latents_without_norms() -> None:
+    mla = {"kv_lora_rank": 5, "q_lora_rank": 3, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 7}
+    fields = {**SMALL, "num_kv_heads": None, "head_dim": None}
+    normed, raw = (
+        canonical_tensors(ModelConfig.parse({**fields, "mla": {**mla, "latent_norm": norm}})) for norm in (True, False)
+    )
+    assert normed.keys() - raw.keys() == {
+        f"model.layers.{layer}.self_attn.{name}_a_layernorm.weight" for layer in range(2) for name in ("q", "kv")
+    }
+    assert raw.items() <= normed.items()
+
+
 @pytest.mark.parametrize(
     ("name", "count"),
     [

@@ -48,7 +48,7 @@ def refused(name: str, number: int, at: int, *, once: bool = False) -> Iterator[
         yield
 
 
-def put(root: Path, version: int, step: int | None = None) -> Path:
+def save_version(root: Path, version: int, step: int | None = None) -> Path:
     return save_sharded_checkpoint(root, step or version, part(version, 0, 1), model=MODEL, state={"version": version})
 
 
@@ -64,13 +64,13 @@ def assert_one_sentence(error: CheckpointError, root: Path, number: int) -> None
     ("name", "at"), [("rename", 0), ("fsync", 0), ("fsync", 1), ("fsync", 2), ("fsync", 3), ("write", 0), ("write", 2)]
 )
 def test_a_new_step(tmp_path: Path, name: str, at: int, refusal: str) -> None:
-    put(tmp_path, 1)
+    save_version(tmp_path, 1)
     with refused(name, REFUSALS[refusal], at), pytest.raises(CheckpointError) as raised:
-        put(tmp_path, 2)
+        save_version(tmp_path, 2)
     assert_one_sentence(raised.value, tmp_path, REFUSALS[refusal])
     assert found(tmp_path) in (1, 2)
     assert all(verify_checkpoint(folder).ok for folder in list_checkpoints(tmp_path))
-    put(tmp_path, 3)
+    save_version(tmp_path, 3)
     remove_leftovers(tmp_path)
     assert found(tmp_path) == 3
     assert {path.name for path in tmp_path.iterdir()} <= {f"step-{step:08d}" for step in (1, 2, 3)}
@@ -80,9 +80,9 @@ def test_a_new_step(tmp_path: Path, name: str, at: int, refusal: str) -> None:
 @pytest.mark.parametrize(("name", "at"), [("rename", 0), ("rename", 1), *(("fsync", at) for at in range(5))])
 def test_a_step_that_is_saved_again(tmp_path: Path, name: str, at: int, refusal: str) -> None:
     """At each moment one of the two is there."""
-    put(tmp_path, 1, step=5)
+    save_version(tmp_path, 1, step=5)
     with refused(name, REFUSALS[refusal], at), pytest.raises(CheckpointError) as raised:
-        put(tmp_path, 2, step=5)
+        save_version(tmp_path, 2, step=5)
     assert_one_sentence(raised.value, tmp_path, REFUSALS[refusal])
     for _ in range(2):
         (folder,) = list_checkpoints(tmp_path)
@@ -95,7 +95,7 @@ def test_a_step_that_is_saved_again(tmp_path: Path, name: str, at: int, refusal:
 @pytest.mark.parametrize("refusal", REFUSALS)
 @pytest.mark.parametrize(("name", "at"), [("rename", 0), ("fsync", 2)])
 def test_in_the_background(tmp_path: Path, name: str, at: int, refusal: str) -> None:
-    put(tmp_path, 1)
+    save_version(tmp_path, 1)
     with AsyncSaver() as saver, refused(name, REFUSALS[refusal], at):
         saver.start_save(tmp_path, 2, part(2, 0, 1), model=MODEL, state={"version": 2})
         with pytest.raises(CheckpointError) as raised:
@@ -108,7 +108,7 @@ def test_in_the_background(tmp_path: Path, name: str, at: int, refusal: str) -> 
 @pytest.mark.parametrize(("name", "at"), [("rename", 0), ("fsync", 0)])
 def test_removing_old_steps(tmp_path: Path, name: str, at: int, refusal: str) -> None:
     for version in (1, 2):
-        put(tmp_path, version)
+        save_version(tmp_path, version)
     with refused(name, REFUSALS[refusal], at), pytest.raises(CheckpointError) as raised:
         apply_retention(tmp_path, keep=1)
     assert_one_sentence(raised.value, tmp_path, REFUSALS[refusal])
@@ -118,7 +118,7 @@ def test_removing_old_steps(tmp_path: Path, name: str, at: int, refusal: str) ->
 
 @pytest.mark.parametrize("refusal", REFUSALS)
 def test_sweeping(tmp_path: Path, refusal: str) -> None:
-    os.rename(put(tmp_path, 1), tmp_path / ".step-00000001.replaced-0a")
+    os.rename(save_version(tmp_path, 1), tmp_path / ".step-00000001.replaced-0a")
     with refused("rename", REFUSALS[refusal], 0), pytest.raises(CheckpointError) as raised:
         remove_leftovers(tmp_path)
     assert_one_sentence(raised.value, tmp_path, REFUSALS[refusal])

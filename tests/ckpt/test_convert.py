@@ -16,7 +16,7 @@ from mega_ckpt import convert as module
 from mega_ckpt.canonical_tensors import canonical_tensors
 from mega_ckpt.convert import ConvertOptions, convert_checkpoint
 from mega_ckpt.formats.hf_source import LAYOUT, HfSource
-from mega_ckpt.source import MegaSource, WeightSource, copy_assets, load_weights, open_weight_source
+from mega_ckpt.source import MegaWeightSource, WeightSource, copy_assets, load_weights, open_weight_source
 from mega_ckpt.store import Checkpoint, save_sharded_checkpoint
 from mega_ckpt.tensor_pieces import ShardedTensor, TensorBox
 from mega_common.errors import CheckpointError
@@ -55,7 +55,7 @@ def weights(source: WeightSource) -> dict[str, Tensor]:
     return {name: source.read_tensor(name).clone() for name in source.tensor_names()}
 
 
-def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+def equal_tensors(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(
         one[name].dtype == other[name].dtype and torch.equal(one[name], other[name]) for name in one
     )
@@ -70,8 +70,8 @@ def test_hf_to_mega_to_hf_is_the_same_to_the_byte(case: str, shard: str, tmp_pat
     convert_checkpoint(folder, tmp_path / "mega", "mega", verify=True)
     convert_checkpoint(tmp_path / "mega", tmp_path / "back", "hf", verify=True)
     assert content(tmp_path / "back") == content(folder)
-    assert same(weights(open_weight_source(tmp_path / "mega")), weights(open_weight_source(folder)))
-    assert MegaSource(Checkpoint.open_folder(tmp_path / "mega")).model == HfSource(folder).model
+    assert equal_tensors(weights(open_weight_source(tmp_path / "mega")), weights(open_weight_source(folder)))
+    assert MegaWeightSource(Checkpoint.open_folder(tmp_path / "mega")).model == HfSource(folder).model
 
 
 def test_folders_of_older_days_come_back_too(tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_tied_embeddings_that_are_stored_twice_come_back_twice(tmp_path: Path) -
 def test_casting(to: str, llama: Path, tmp_path: Path) -> None:
     convert_checkpoint(llama, tmp_path / "out", to, options=ConvertOptions(dtype=torch.float32), verify=True)
     expected = {name: tensor.float() for name, tensor in weights(open_weight_source(llama)).items()}
-    assert same(weights(open_weight_source(tmp_path / "out")), expected)
+    assert equal_tensors(weights(open_weight_source(tmp_path / "out")), expected)
 
 
 def test_casting_keeps_the_files_and_tells_config_json(mega: Path, llama: Path, tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ def test_another_shard_size(mega: Path, llama: Path, tmp_path: Path) -> None:
     files = sorted((tmp_path / "many").glob("*.safetensors"))
     assert files[0].name == f"model-00001-of-{len(files):05d}.safetensors"
     assert all(sum(t.nbytes for t in held.values()) <= 4000 or len(held) == 1 for held in map(load_file, files))
-    assert same(weights(open_weight_source(tmp_path / "many")), weights(open_weight_source(llama)))
+    assert equal_tensors(weights(open_weight_source(tmp_path / "many")), weights(open_weight_source(llama)))
 
 
 SMALL = {"num_layers": 2, "hidden_size": 16, "ffn_hidden_size": 24, "num_attention_heads": 4, "vocab_size": 50}
@@ -195,9 +195,9 @@ def test_a_model_that_mega_trained_is_loaded_by_transformers(
     assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == family
     model, told = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(told.values())
-    assert same(weights(open_weight_source(tmp_path / "out")), weights(open_weight_source(checkpoint)))
+    assert equal_tensors(weights(open_weight_source(tmp_path / "out")), weights(open_weight_source(checkpoint)))
     model.save_pretrained(tmp_path / "theirs")
-    assert same(weights(open_weight_source(tmp_path / "theirs")), weights(open_weight_source(checkpoint)))
+    assert equal_tensors(weights(open_weight_source(tmp_path / "theirs")), weights(open_weight_source(checkpoint)))
 
 
 @pytest.fixture
@@ -373,7 +373,7 @@ def test_a_damaged_layout_is_refused(mega: Path, tmp_path: Path) -> None:
     assets = Path(shutil.copytree(mega / "assets", tmp_path / "assets"))
     layout = json.loads((assets / LAYOUT).read_text())
     first = next(iter(layout["files"]))
-    model, tensors = MegaSource(Checkpoint.open_folder(mega)).model, weights(open_weight_source(mega))
+    model, tensors = MegaWeightSource(Checkpoint.open_folder(mega)).model, weights(open_weight_source(mega))
     held = {f"weights/{k}": ShardedTensor(tuple(t.shape), [TensorBox((0,) * t.dim(), t)]) for k, t in tensors.items()}
     broken = {
         "must be the plain name": {"files": {"../../x.safetensors": layout["files"][first]}},
@@ -396,7 +396,7 @@ def test_open_source_finds_the_newest_checkpoint_of_a_run(tmp_path: Path) -> Non
     newest = trained(run / "checkpoints", {}, step=10)
     for path in (run, run / "checkpoints", newest):
         source = open_weight_source(path)
-        assert same(weights(source), weights(MegaSource(Checkpoint.open_folder(newest))))
+        assert equal_tensors(weights(source), weights(MegaWeightSource(Checkpoint.open_folder(newest))))
         assert list(source.tensor_names()) == list(canonical_tensors(source.model))
 
 

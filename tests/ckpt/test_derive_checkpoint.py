@@ -45,7 +45,7 @@ def weights(source: WeightSource) -> dict[str, Tensor]:
     return {name: source.read_tensor(name).clone() for name in source.tensor_names()}
 
 
-def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+def equal_tensors(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(
         one[name].dtype == other[name].dtype and torch.equal(one[name], other[name]) for name in one
     )
@@ -58,7 +58,7 @@ def test_prune_keeps_the_model_to_the_byte(dtype: torch.dtype, tmp_path: Path) -
     pruned = Checkpoint.open_folder(tmp_path / "deep" / "pruned")
     assert verify_checkpoint(pruned.folder).ok
     assert pruned.tensor_keys() == Checkpoint.open_folder(full).tensor_keys("weights/")
-    assert same(weights(open_weight_source(pruned.folder)), weights(open_weight_source(full)))
+    assert equal_tensors(weights(open_weight_source(pruned.folder)), weights(open_weight_source(full)))
     assert (pruned.step, pruned.trainer_state, pruned.model) == (7, {}, Checkpoint.open_folder(full).model)
     assert pruned.manifest.provenance == {
         "run": "first",
@@ -163,7 +163,7 @@ def test_average_of_a_huggingface_folder_and_its_checkpoint(tmp_path: Path) -> N
     folder = save_model(tmp_path / "hf", "llama-tied-linear")
     convert_checkpoint(folder, tmp_path / "mega", "mega")
     average_checkpoints([folder, tmp_path / "mega"], tmp_path / "out")
-    assert same(weights(open_weight_source(tmp_path / "out")), weights(open_weight_source(folder)))
+    assert equal_tensors(weights(open_weight_source(tmp_path / "out")), weights(open_weight_source(folder)))
     convert_checkpoint(tmp_path / "out", tmp_path / "back", "hf")
     assert (tmp_path / "back" / "config.json").read_bytes() == (folder / "config.json").read_bytes()
 
@@ -181,18 +181,18 @@ def test_training_settings_make_no_other_model(tmp_path: Path) -> None:
     one = save_random_checkpoint(tmp_path / "one", 1)
     other = save_random_checkpoint(tmp_path / "other", 1, attention_dropout=0.1, num_kv_heads=4)
     average_checkpoints([one, other], tmp_path / "out")
-    assert same(weights(open_weight_source(tmp_path / "out")), weights(open_weight_source(one)))
+    assert equal_tensors(weights(open_weight_source(tmp_path / "out")), weights(open_weight_source(one)))
 
 
 @pytest.mark.parametrize(
     ("count", "given_weights", "match"),
     [
-        (1, None, "two or more"),
-        (2, [1.0], "must be that of checkpoints, 2, not 1"),
-        (2, [1.0, 0.0], "must be a positive number"),
-        (2, [1.0, -1.0], "must be a positive number"),
-        (2, [1.0, float("nan")], "must be a positive number"),
-        (2, [1.0, float("inf")], "must be a positive number"),
+        (1, None, "at least two checkpoints, found 1"),
+        (2, [1.0], "one number for each of the 2 checkpoints, found 1"),
+        (2, [1.0, 0.0], "must be positive numbers, found"),
+        (2, [1.0, -1.0], "must be positive numbers, found"),
+        (2, [1.0, float("nan")], "must be positive numbers, found"),
+        (2, [1.0, float("inf")], "must be positive numbers, found"),
     ],
 )
 def test_weights_that_do_not_fit(count: int, given_weights: list[float] | None, match: str, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from mega_ckpt.canonical_tensors import canonical_tensors
 from mega_ckpt.families import FAMILIES, ModelFamily, family_by_name, family_for_model, family_of_config, is_same_model
-from mega_ckpt.families.disk_layouts import TRANSPOSED, TensorRule, UnstackedLayout, expand_rules
+from mega_ckpt.families.disk_layouts import TRANSPOSED, TensorRule, UnstackedLayout, expand_tensor_rules
 from mega_common.errors import CheckpointError
 from mega_common.model_config import ModelConfig, RopeConfig
 
@@ -508,7 +508,7 @@ def test_experts_whose_rows_take_turns() -> None:
 def test_heads_that_follow_each_other() -> None:
     names = [f"model.layers.0.{name}" for name in "qk"]
     rule = TensorRule("{i}.fused", tuple(name.replace("0", "{i}") for name in names), per_head="kv")
-    (disk,) = expand_rules([rule], dict.fromkeys(names, (6, 3)), 1, heads={"kv": 2}).values()
+    (disk,) = expand_tensor_rules([rule], dict.fromkeys(names, (6, 3)), 1, heads={"kv": 2}).values()
     assert (disk.name, disk.shape) == ("0.fused", (12, 3))
     assert [(slab.name, slab.offset) for slab in disk.slabs] == [(name, (at, 0)) for at in (0, 3) for name in names]
     assert {slab.shape for slab in disk.slabs} == {(3, 3)}
@@ -517,7 +517,7 @@ def test_heads_that_follow_each_other() -> None:
 def test_rules_for_experts() -> None:
     tensors = {"model.layers.0.mlp.experts.up_proj.weight": (3, 5, 4), "model.norm.weight": (4,)}
     rule = TensorRule("layers.{i}.experts.{e}.w3", ("model.layers.{i}.mlp.experts.up_proj.weight",), UnstackedLayout())
-    table = expand_rules([rule], tensors, 1)
+    table = expand_tensor_rules([rule], tensors, 1)
     assert {disk.name: disk.shape for disk in table.values()} == {
         "layers.0.experts.0.w3": (5, 4), "layers.0.experts.1.w3": (5, 4), "layers.0.experts.2.w3": (5, 4),
         "model.norm.weight": (4,),
@@ -528,4 +528,4 @@ def test_rules_for_experts() -> None:
 
 def test_a_rule_does_not_apply_where_the_model_lacks_its_tensors() -> None:
     rules = [TensorRule("w.{i}", ("model.layers.{i}.a",), TRANSPOSED), TensorRule("b.{i}", ("model.layers.{i}.bias",))]
-    assert list(expand_rules(rules, {"model.layers.0.a": (2, 3)}, 1)) == ["w.0"]
+    assert list(expand_tensor_rules(rules, {"model.layers.0.a": (2, 3)}, 1)) == ["w.0"]

@@ -27,7 +27,7 @@ from torch.distributed.fsdp import fully_shard
 
 from mega_ckpt.formats.hf_source import HfSource
 from mega_ckpt.source import WeightSource, open_weight_source
-from mega_ckpt.training_state import OptimizerNotConverted
+from mega_ckpt.weight_source import OptimizerNotConverted
 from mega_common.errors import CheckpointError
 
 SIZES = {
@@ -360,7 +360,7 @@ TITAN = {
 
 
 @pytest.mark.parametrize("new", [False, True])
-def test_names_of_torchtitan_and_rotary_pairs_that_are_neighbours(tmp_path: Path, new: bool) -> None:
+def test_names_of_torchtitan_and_rotary_pairs_that_are_neighbors(tmp_path: Path, new: bool) -> None:
     model, out = make_model(), {}
     for name, tensor in model.state_dict().items():
         word = in_words_of(TITAN, name)

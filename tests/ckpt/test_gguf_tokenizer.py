@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from mega_ckpt.formats.gguf_file import GgufModel
-from mega_ckpt.formats.gguf_tokenizer import build_tokenizer_files
+from mega_ckpt.formats.gguf_source import build_tokenizer_files
 
 TEXTS = [
     "Hello world, it's 12345 o'clock; I'LL go.", "  two  spaces\n\n\tand a tab ", "Grüße an 東京 🎉 ①½", "def f(x):\n    return x**2",
@@ -38,7 +38,7 @@ def metadata(tokenizer: Tokenizer, kind: str, **more: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def made(fields: dict[str, Any]) -> tuple[Tokenizer, dict[str, Any]]:
+def build_tokenizer(fields: dict[str, Any]) -> tuple[Tokenizer, dict[str, Any]]:
     files = build_tokenizer_files(GgufModel(Path("x.gguf"), fields, {}, None))
     return Tokenizer.from_str(files["tokenizer.json"].decode()), json.loads(files["tokenizer_config.json"])
 
@@ -57,7 +57,7 @@ def test_byte_level(split: str) -> None:
         show_progress=False,
     )
     tokenizer.train_from_iterator(TEXTS * 3, trainer)
-    found, config = made(
+    found, config = build_tokenizer(
         metadata(tokenizer, "gpt2", **{"tokenizer.ggml.pre": split, "tokenizer.ggml.add_bos_token": False})
     )
     for text in TEXTS:
@@ -82,7 +82,7 @@ def test_sentencepiece(prefix: bool) -> None:
     )
     fields["tokenizer.ggml.scores"] = [-float(n) for n in range(len(fields["tokenizer.ggml.tokens"]))]
     del fields["tokenizer.ggml.merges"]
-    found, _ = made(fields)
+    found, _ = build_tokenizer(fields)
     for text in TEXTS:
         assert found.encode(text, add_special_tokens=False).ids == tokenizer.encode(text).ids
         assert found.encode(text).ids[0] == 0  # what SentencePiece puts before each text

@@ -43,7 +43,7 @@ CASES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def said(folder: Path) -> Any:
+def read_unsupported(folder: Path) -> Any:
     return image_processor_section(
         lambda name: json.loads((folder / name).read_text()) if (folder / name).is_file() else {}
     )
@@ -75,20 +75,20 @@ def test_written_for_transformers_and_read_from_it(tmp_path: Path, name: str) ->
     (tmp_path / FILE).unlink()
     processor.save_pretrained(tmp_path)
     assert (
-        apply_image_processor(usual, said(tmp_path))
+        apply_image_processor(usual, read_unsupported(tmp_path))
         == apply_image_processor(vision, build_preprocessor_config(vision))
         == vision
     )
-    assert not list(unsupported_image_settings(vision, said(tmp_path)))
+    assert not list(unsupported_image_settings(vision, read_unsupported(tmp_path)))
 
 
 def test_the_section_of_a_processor_goes_first(tmp_path: Path) -> None:
     (tmp_path / FILE).write_text(json.dumps({"image_mean": 0.5}))
-    assert apply_image_processor(VisionConfig(**TOWER), said(tmp_path)).mean == HALF
+    assert apply_image_processor(VisionConfig(**TOWER), read_unsupported(tmp_path)).mean == HALF
     (tmp_path / PROCESSOR_FILE).write_text(json.dumps({"image_seq_length": 3}))
-    assert apply_image_processor(VisionConfig(**TOWER), said(tmp_path)).mean == HALF
+    assert apply_image_processor(VisionConfig(**TOWER), read_unsupported(tmp_path)).mean == HALF
     (tmp_path / PROCESSOR_FILE).write_text(json.dumps({"image_processor": {"image_mean": list(CLIP_MEAN)}}))
-    assert apply_image_processor(VisionConfig(**TOWER), said(tmp_path)) == VisionConfig(**TOWER)
+    assert apply_image_processor(VisionConfig(**TOWER), read_unsupported(tmp_path)) == VisionConfig(**TOWER)
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,7 @@ def first_chunk(raw: dict[str, Any]) -> Any:
     return raw["tensors"]["weights/a"]["chunks"][0]
 
 
-def put(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
+def set_entry(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
     def change(raw: dict[str, Any]) -> None:
         node: Any = raw
         *parents, last = path.split("|")
@@ -91,50 +91,50 @@ def put(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
 
 A = "tensors|weights/a"
 HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
-    "parent folder": (put("files|../s", {"bytes": 1, "checksum": SUM}), "plain name"),
-    "absolute path": (put("files|/etc/passwd", {"bytes": 1, "checksum": SUM}), "plain name"),
-    "climbing inside": (put("files|assets/../../s", {"bytes": 1, "checksum": SUM}), "plain name"),
-    "backslashes": (put("files|..\\s", {"bytes": 1, "checksum": SUM}), "plain name"),
-    "null byte": (put("files|a\0b", {"bytes": 1, "checksum": SUM}), "plain name"),
-    "itself": (put(f"files|{MANIFEST}", {"bytes": 1, "checksum": SUM}), "plain name"),
-    "dot": (put("files|.", {"bytes": 1, "checksum": SUM}), "plain name"),
-    "file not listed": (put(f"{A}|chunks|0|file", "../other"), "weights/a.*not a file of this checkpoint"),
-    "terabyte": (put(f"{A}|shape", [1 << 38, 2]), "weights/a.*are incomplete"),
-    "terabyte chunk": (put(f"{A}|chunks|0|shape", [1 << 38, 2]), "weights/a.*exceeds"),
-    "shape that overflows": (put(f"{A}|shape", [1 << 61, 1 << 61]), "weights/a.*is too large"),
-    "huge empty shape": (put(f"{A}|shape", [0, 1 << 61, 1 << 61]), "weights/a.*is too large"),
-    "too many axes": (put(f"{A}|shape", [1] * 30), "weights/a.*is too large"),
-    "negative size": (put(f"{A}|shape", [-4, 2]), "weights/a.*greater than or equal to 0"),
-    "integer beyond 64 bits": (put(f"{A}|shape", [1 << 80, 2]), "weights/a"),
-    "fraction": (put(f"{A}|shape", [4.5, 2]), "weights/a.*integer"),
+    "parent folder": (set_entry("files|../s", {"bytes": 1, "checksum": SUM}), "plain name"),
+    "absolute path": (set_entry("files|/etc/passwd", {"bytes": 1, "checksum": SUM}), "plain name"),
+    "climbing inside": (set_entry("files|assets/../../s", {"bytes": 1, "checksum": SUM}), "plain name"),
+    "backslashes": (set_entry("files|..\\s", {"bytes": 1, "checksum": SUM}), "plain name"),
+    "null byte": (set_entry("files|a\0b", {"bytes": 1, "checksum": SUM}), "plain name"),
+    "itself": (set_entry(f"files|{MANIFEST}", {"bytes": 1, "checksum": SUM}), "plain name"),
+    "dot": (set_entry("files|.", {"bytes": 1, "checksum": SUM}), "plain name"),
+    "file not listed": (set_entry(f"{A}|chunks|0|file", "../other"), "weights/a.*not a file of this checkpoint"),
+    "terabyte": (set_entry(f"{A}|shape", [1 << 38, 2]), "weights/a.*are incomplete"),
+    "terabyte chunk": (set_entry(f"{A}|chunks|0|shape", [1 << 38, 2]), "weights/a.*exceeds"),
+    "shape that overflows": (set_entry(f"{A}|shape", [1 << 61, 1 << 61]), "weights/a.*is too large"),
+    "huge empty shape": (set_entry(f"{A}|shape", [0, 1 << 61, 1 << 61]), "weights/a.*is too large"),
+    "too many axes": (set_entry(f"{A}|shape", [1] * 30), "weights/a.*is too large"),
+    "negative size": (set_entry(f"{A}|shape", [-4, 2]), "weights/a.*greater than or equal to 0"),
+    "integer beyond 64 bits": (set_entry(f"{A}|shape", [1 << 80, 2]), "weights/a"),
+    "fraction": (set_entry(f"{A}|shape", [4.5, 2]), "weights/a.*integer"),
     "missing chunk": (lambda raw: raw["tensors"]["weights/a"]["chunks"].pop(), "weights/a.*are incomplete"),
     "duplicate chunk": (
         lambda raw: raw["tensors"]["weights/a"]["chunks"].append(first_chunk(raw)),
         "weights/a.*overlap",
     ),
-    "overlapping chunks": (put(f"{A}|chunks|1|offset", [1, 0]), "weights/a.*overlap"),
-    "chunk outside": (put(f"{A}|chunks|1|offset", [3, 0]), "weights/a.*exceeds"),
-    "axes differ": (put(f"{A}|chunks|0|offset", [0]), "weights/a.*number of axes"),
+    "overlapping chunks": (set_entry(f"{A}|chunks|1|offset", [1, 0]), "weights/a.*overlap"),
+    "chunk outside": (set_entry(f"{A}|chunks|1|offset", [3, 0]), "weights/a.*exceeds"),
+    "axes differ": (set_entry(f"{A}|chunks|0|offset", [0]), "weights/a.*number of axes"),
     "shared bytes": (
         lambda raw: first_chunk(raw).update(begin=32, end=48),
         "weights/[ab].*overlap with another",
     ),
-    "bytes do not fit shape": (put(f"{A}|chunks|0|end", 28), "weights/a.*its bytes"),
-    "end before begin": (put(f"{A}|chunks|0|end", 8), "weights/a.*its bytes"),
-    "past the end of file": (put("files|s.safetensors|bytes", 40), "exceeds the file"),
-    "unaccounted bytes": (put("files|s.safetensors|bytes", 99), "must end at the end"),
+    "bytes do not fit shape": (set_entry(f"{A}|chunks|0|end", 28), "weights/a.*its bytes"),
+    "end before begin": (set_entry(f"{A}|chunks|0|end", 8), "weights/a.*its bytes"),
+    "past the end of file": (set_entry("files|s.safetensors|bytes", 40), "exceeds the file"),
+    "unaccounted bytes": (set_entry("files|s.safetensors|bytes", 99), "must end at the end"),
     "unaligned": (
         lambda raw: [chunk.update(begin=chunk["begin"] + 1, end=chunk["end"] + 1) for chunk in raw["tensors"]["weights/a"]["chunks"]],
         "weights/a.*its bytes",
     ),
-    "unknown dtype": (put(f"{A}|dtype", "O"), "weights/a.*dtype 'O' is not supported"),
-    "bad checksum": (put(f"{A}|chunks|0|checksum", "xyz"), "weights/a"),
+    "unknown dtype": (set_entry(f"{A}|dtype", "O"), "weights/a.*dtype 'O' is not supported"),
+    "bad checksum": (set_entry(f"{A}|chunks|0|checksum", "xyz"), "weights/a"),
     "name with escapes": (lambda raw: raw["tensors"].update({"a\x1b[2J": raw["tensors"]["weights/a"]}), "printable"),
-    "unknown key": (put("surprise", 1), "surprise"),
-    "other version": (put("format_version", 2), "format_version"),
-    "model that is none": (put("model|num_layers", 0), "model.num_layers"),
-    "model that contradicts itself": (put("model|num_kv_heads", 3), "num_kv_heads"),
-    "not an object": (put("tensors", []), "tensors"),
+    "unknown key": (set_entry("surprise", 1), "surprise"),
+    "other version": (set_entry("format_version", 2), "format_version"),
+    "model that is none": (set_entry("model|num_layers", 0), "model.num_layers"),
+    "model that contradicts itself": (set_entry("model|num_kv_heads", 3), "num_kv_heads"),
+    "not an object": (set_entry("tensors", []), "tensors"),
 }  # fmt: skip
 
 

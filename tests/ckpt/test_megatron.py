@@ -31,7 +31,7 @@ from mega_ckpt.source import WeightSource, open_weight_source
 from mega_ckpt.store import save_sharded_checkpoint
 from mega_ckpt.tensor_pieces import ShardedTensor, TensorBox
 from mega_common.errors import CheckpointError
-from mega_common.hybrid_pattern import HybridLayerPattern
+from mega_common.layer_kinds import HybridLayerPattern
 from mega_common.model_config import ModelConfig
 
 BASE: dict[str, Any] = {
@@ -62,7 +62,7 @@ def weights(source: WeightSource) -> dict[str, Tensor]:
     return {name: source.read_tensor(name).clone() for name in source.tensor_names()}
 
 
-def same(one: Path, other: Path) -> bool:
+def equal_checkpoints(one: Path, other: Path) -> bool:
     a, b = weights(open_weight_source(one)), weights(open_weight_source(other))
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) and a[name].dtype == b[name].dtype for name in a)
 
@@ -113,7 +113,7 @@ def test_there_and_back(
     options = ConvertOptions(megatron_format=kind, tp=tp, pp=pp, implementation=implementation)
     convert_checkpoint(source, tmp_path / "megatron", "megatron", options=options, verify=True)
     convert_checkpoint(tmp_path / "megatron", tmp_path / "back", "mega", verify=True)
-    assert same(source, tmp_path / "back")
+    assert equal_checkpoints(source, tmp_path / "back")
     one, other = open_weight_source(source).model, open_weight_source(tmp_path / "back").model
     assert write_megatron_args(one) == write_megatron_args(other)
     assert resolve_config(one) == resolve_config(other)
@@ -137,7 +137,7 @@ def test_hybrids_there_and_back(changes: dict[str, Any], kind: str, tp: int, pp:
     for implementation in ("transformer_engine", "local"):
         options = ConvertOptions(megatron_format=kind, tp=tp, pp=pp, implementation=implementation)
         convert_checkpoint(source, tmp_path / implementation, "megatron", options=options, verify=True)
-        assert same(source, tmp_path / implementation)
+        assert equal_checkpoints(source, tmp_path / implementation)
         assert resolve_config(open_weight_source(tmp_path / implementation).model) == resolve_config(
             open_weight_source(source).model
         )
@@ -162,7 +162,7 @@ def test_encoders_there_and_back(name: str, kind: str, tp: int, pp: int, tmp_pat
     for implementation in ("transformer_engine", "local"):
         options = ConvertOptions(megatron_format=kind, tp=tp, pp=pp, implementation=implementation)
         convert_checkpoint(source, tmp_path / implementation, "megatron", options=options, verify=True)
-        assert same(source, tmp_path / implementation)
+        assert equal_checkpoints(source, tmp_path / implementation)
         assert resolve_config(open_weight_source(tmp_path / implementation).model) == resolve_config(
             open_weight_source(source).model
         )
@@ -194,7 +194,7 @@ def test_files_of_ranks_join_the_parts_of_a_mamba_layer(tmp_path: Path) -> None:
         state["model"] = {
             name.replace("mixer.conv1d.", "mixer.conv1d_"): tensor for name, tensor in state["model"].items()
         }
-    assert same(source, put(tmp_path / "iter_0000003", states))
+    assert equal_checkpoints(source, write_states(tmp_path / "iter_0000003", states))
 
 
 def test_layers_of_mamba_split_by_groups_alone(tmp_path: Path) -> None:
@@ -280,7 +280,7 @@ def ranks(root: Path) -> dict[str, dict[str, Any]]:
     return {path.parent.name: torch.load(path, weights_only=False) for path in sorted(root.glob(f"release/*/{FILE}"))}
 
 
-def put(root: Path, states: dict[str, dict[str, Any]]) -> Path:
+def write_states(root: Path, states: dict[str, dict[str, Any]]) -> Path:
     for name, state in states.items():
         (root / name).mkdir(parents=True)
         torch.save(state, root / name / FILE)
@@ -300,7 +300,7 @@ def test_an_interleaved_pipeline(tmp_path: Path) -> None:
         }
         for stage in (0, 1)
     }
-    assert same(source, put(tmp_path / "iter_0000003", states))
+    assert equal_checkpoints(source, write_states(tmp_path / "iter_0000003", states))
 
 
 @pytest.mark.parametrize("kind", ["grouped by name", "grouped in one", "split over ranks"])
@@ -332,7 +332,7 @@ def test_experts_as_others_store_them(kind: str, tmp_path: Path) -> None:
                 out[f"{name}_{ep:03d}"] = state | {"args": args, "model": own}
             else:
                 out[name] = state | {"model": own}
-    assert same(source, put(tmp_path / "iter_0000003", out))
+    assert equal_checkpoints(source, write_states(tmp_path / "iter_0000003", out))
 
 
 def test_further_tokens_as_newer_versions_store_them(tmp_path: Path) -> None:
@@ -344,7 +344,7 @@ def test_further_tokens_as_newer_versions_store_them(tmp_path: Path) -> None:
         names = {name: name.replace(".transformer_layer.", ".mtp_model_layer.") for name in state["model"]}
         state["model"] = {names[name]: tensor for name, tensor in state["model"].items()}
     assert any(".mtp_model_layer.mlp.experts." in name for name in states["mp_rank_00_001"]["model"])
-    assert same(source, put(tmp_path / "iter_0000003", states))
+    assert equal_checkpoints(source, write_states(tmp_path / "iter_0000003", states))
 
 
 def test_further_tokens_that_the_settings_do_not_tell_of(tmp_path: Path) -> None:
@@ -360,8 +360,8 @@ def test_further_tokens_that_the_settings_do_not_tell_of(tmp_path: Path) -> None
 
 def test_folders(folder: Path) -> None:
     """The root, the folder of an iteration, a tracker that names either."""
-    assert same(folder / "dist", folder / "dist" / "release")
-    assert same(folder / "dist", folder / "torch" / "release")
+    assert equal_checkpoints(folder / "dist", folder / "dist" / "release")
+    assert equal_checkpoints(folder / "dist", folder / "torch" / "release")
     (folder / "torch" / "release").rename(folder / "dist" / "iter_0000012")
     (folder / "dist" / "latest_checkpointed_iteration.txt").write_text("12\n")
     assert MegatronSource(folder / "dist").contents.kind == "torch"
@@ -406,7 +406,7 @@ def test_settings_from_a_file(folder: Path) -> None:
     with pytest.raises(CheckpointError, match="hidden_size: is required"):
         open_weight_source(folder / "dist", settings=given)
     convert_checkpoint(folder / "dist", folder / "back", "mega", options=ConvertOptions(settings=BASE))
-    assert same(folder / "mega" / "step-00000000", folder / "back")
+    assert equal_checkpoints(folder / "mega" / "step-00000000", folder / "back")
 
 
 def test_settings_that_mega_has_not(folder: Path) -> None:
@@ -428,7 +428,7 @@ def test_common_state_as_an_object(folder: Path) -> None:
     metadata.storage_data[index] = info(file.name, 0, file.stat().st_size)
     (root / ".metadata").write_bytes(pickle.dumps(metadata))
     (root / "common.pt").unlink()
-    assert same(folder / "dist", folder / "torch")
+    assert equal_checkpoints(folder / "dist", folder / "torch")
 
 
 def metadata_says(change: Callable[[Any], Any]) -> Callable[[Path], None]:
@@ -862,7 +862,7 @@ def test_singleton_local_shards_come_in(fields: dict[str, Any], tmp_path: Path) 
     convert_checkpoint(source, tmp_path / "usual", "megatron")
     folder = _singletons(tmp_path / "usual", tmp_path / "singletons")
     convert_checkpoint(folder, tmp_path / "back", "mega", verify=True)
-    assert same(source, tmp_path / "back")
+    assert equal_checkpoints(source, tmp_path / "back")
 
 
 SINGLETONS: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], str]] = {
@@ -888,7 +888,51 @@ def test_singleton_local_shards_that_are_not_whole(case: str, tmp_path: Path) ->
         open_weight_source(_singletons(tmp_path / "usual", tmp_path / "singletons", change))
 
 
-def test_latent_attention_without_norms_of_the_latents_is_refused_by_name(tmp_path: Path) -> None:
-    args = write_megatron_args(ModelConfig.parse(BASE | LATENT)) | {"qk_layernorm": False}
-    with pytest.raises(CheckpointError, match="multi_latent_attention requires qk_layernorm"):
-        read_megatron_args(args, tmp_path)
+RAW = {**LATENT, "mla": {**LATENT["mla"], "latent_norm": False}}
+TORCH_LOCAL = {"megatron_format": "torch", "implementation": "local"}
+RAW_LATENTS: dict[str, dict[str, Any]] = {
+    "keys and values": RAW,
+    "queries too": {**RAW, "mla": {**RAW["mla"], "q_lora_rank": 12}},
+    "centred norms": {**RAW, "zero_centered_norm": True},
+    "MTP": {**RAW, "mla": {**RAW["mla"], "norm_eps": 1e-2}, "mtp_layers": 1},
+    "experts": {**RAW, "moe": EXPERTS | {"layers": [1, 3]}},
+}
+
+
+@pytest.mark.parametrize("case", RAW_LATENTS)
+@pytest.mark.parametrize("options", [{}, {"megatron_format": "torch", "tp": 2}, TORCH_LOCAL], ids=str)
+def test_latents_without_norms_there_and_back(case: str, options: dict[str, Any], tmp_path: Path) -> None:
+    model = mega(tmp_path / "mega", RAW_LATENTS[case])
+    convert_checkpoint(model, tmp_path / "one", "megatron", options=ConvertOptions(**options))
+    convert_checkpoint(tmp_path / "one", tmp_path / "back", "mega")
+    convert_checkpoint(tmp_path / "back", tmp_path / "two", "megatron", options=ConvertOptions(**options))
+    assert equal_checkpoints(model, tmp_path / "back")
+    found = [
+        {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.suffix in (".distcp", ".pt")}
+        for folder in (tmp_path / "one", tmp_path / "two")
+    ]
+    assert found[0] == found[1] != {}
+    assert not any(
+        "layernorm" in name and "self_attn" in name for name in weights(open_weight_source(tmp_path / "one"))
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "settings", "said"),
+    [
+        (LATENT, {"mla": RAW["mla"]}, "kv_layernorm|kv_a_layernorm"),  # norms in the file that the settings deny
+        (RAW, {"mla": LATENT["mla"]}, "kv_layernorm|kv_a_layernorm"),
+    ],
+)
+def test_norms_of_latents_that_the_settings_contradict(
+    fields: dict[str, Any], settings: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    convert_checkpoint(mega(tmp_path / "mega", fields), tmp_path / "megatron", "megatron")
+    with pytest.raises(CheckpointError, match=said):
+        weights(open_weight_source(tmp_path / "megatron", settings=settings))
+
+
+def test_latents_without_norms_have_no_family_of_huggingface(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"mla\.latent_norm = false is not supported"):
+        convert_checkpoint(mega(tmp_path / "mega", RAW), tmp_path / "hf", "hf")
+    assert not (tmp_path / "hf").exists()

@@ -46,7 +46,7 @@ def tensors_in(root: Path) -> dict[str, Tensor]:
     return found
 
 
-def whole(_: str, tensor: Tensor) -> tuple[tuple[int, ...], Chunks]:
+def whole_chunk(_: str, tensor: Tensor) -> tuple[tuple[int, ...], Chunks]:
     return tuple(tensor.shape), {(0,) * tensor.dim(): tensor}
 
 
@@ -85,7 +85,7 @@ def trained(
     tmp_path: Path,
     fields: dict[str, Any],
     dtype: torch.dtype = torch.float32,
-    form: Callable[[str, Tensor], tuple[tuple[int, ...], Chunks]] = whole,
+    form: Callable[[str, Tensor], tuple[tuple[int, ...], Chunks]] = whole_chunk,
     prefix: str = "",
 ) -> Path:
     """A checkpoint of Megatron after 7 steps, one of them skipped; what it has of each kind is the model <kind>."""
@@ -102,19 +102,19 @@ def trained(
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def plain_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return trained(tmp_path_factory.mktemp("plain"), {}).parent
 
 
 @pytest.fixture
-def folder(plain: Path, tmp_path: Path) -> Path:
+def folder(plain_checkpoint: Path, tmp_path: Path) -> Path:
     """A copy to change, in dist."""
-    shutil.copytree(plain / "dist", tmp_path / "dist")
+    shutil.copytree(plain_checkpoint / "dist", tmp_path / "dist")
     return tmp_path
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("form", [whole, flat])
+@pytest.mark.parametrize("form", [whole_chunk, flat])
 @pytest.mark.parametrize("experts", [False, True])
 def test_moments_and_main_weights_come_along(
     experts: bool, form: Callable[[str, Tensor], Any], dtype: torch.dtype, tmp_path: Path
@@ -164,7 +164,7 @@ def common(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
 def bucket(root: Path) -> None:
     metadata_says(pop("optimizer."))(root)
     name = "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(torch.float32, torch.float32).bucket_idx_0.exp_avg"
-    add(root / "dist" / "release", {name: whole("", torch.ones(10))})
+    add(root / "dist" / "release", {name: whole_chunk("", torch.ones(10))})
 
 
 UP = "decoder.layers.mlp.linear_fc1.weight"
@@ -191,7 +191,7 @@ LEFT: dict[str, tuple[Callable[[Path], Any], str]] = {
 }  # fmt: skip
 
 
-def said(caplog: pytest.LogCaptureFixture, work: Callable[[], None]) -> str:
+def error_or_log(caplog: pytest.LogCaptureFixture, work: Callable[[], None]) -> str:
     caplog.clear()
     with caplog.at_level(logging.INFO, logger.name):
         work()
@@ -202,7 +202,7 @@ def said(caplog: pytest.LogCaptureFixture, work: Callable[[], None]) -> str:
 def test_what_stays_behind_and_why(what: str, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     change, why = LEFT[what]
     change(folder)
-    text = said(caplog, lambda: convert_checkpoint(folder / "dist", folder / "ours", "mega"))
+    text = error_or_log(caplog, lambda: convert_checkpoint(folder / "dist", folder / "ours", "mega"))
     assert text.startswith("only the weights are converted: ")
     assert "\n" not in text
     assert re.search(why, text), text
@@ -231,7 +231,7 @@ def test_inspect_says_what_would_come_along(folder: Path) -> None:
 
 def test_a_cast_leaves_the_optimizer_behind(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     options = ConvertOptions(dtype=torch.bfloat16)
-    text = said(caplog, lambda: convert_checkpoint(folder / "dist", folder / "ours", "mega", options=options))
+    text = error_or_log(caplog, lambda: convert_checkpoint(folder / "dist", folder / "ours", "mega", options=options))
     assert "only the weights are converted: the optimizer state is not supported with a cast" in text
     assert not Checkpoint.open_folder(folder / "ours").tensor_keys("optimizer/")
 
@@ -239,11 +239,11 @@ def test_a_cast_leaves_the_optimizer_behind(folder: Path, caplog: pytest.LogCapt
 def test_files_of_ranks_say_no_names(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     options = ConvertOptions(megatron_format="torch", tp=2)
     convert_checkpoint(mega(tmp_path / "mega", BASE), tmp_path / "torch", "megatron", options=options)
-    assert "the checkpoint has no optimizer state" in said(
+    assert "the checkpoint has no optimizer state" in error_or_log(
         caplog, lambda: convert_checkpoint(tmp_path / "torch", tmp_path / "one", "mega")
     )
     (tmp_path / "torch/release/mp_rank_00/distrib_optim.pt").write_bytes(b"not looked into")
-    text = said(caplog, lambda: convert_checkpoint(tmp_path / "torch", tmp_path / "two", "mega"))
+    text = error_or_log(caplog, lambda: convert_checkpoint(tmp_path / "torch", tmp_path / "two", "mega"))
     assert "only the weights are converted: in the format torch the optimizer's tensors have rank-local numbers" in text
 
 
@@ -256,6 +256,6 @@ def test_a_damaged_moment_is_an_error(folder: Path) -> None:
 
 
 def test_what_comes_along_is_told(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    text = said(caplog, lambda: convert_checkpoint(folder / "dist", folder / "ours", "mega"))
+    text = error_or_log(caplog, lambda: convert_checkpoint(folder / "dist", folder / "ours", "mega"))
     assert "the optimizer state of step 7 is converted" in text
     assert "\n" not in text

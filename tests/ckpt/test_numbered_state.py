@@ -15,7 +15,7 @@ import transformers
 
 from mega_ckpt.formats.hf_source import HfSource
 from mega_ckpt.source import open_weight_source
-from mega_ckpt.training_state import OptimizerNotConverted
+from mega_ckpt.weight_source import OptimizerNotConverted
 from mega_common.errors import CheckpointError
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

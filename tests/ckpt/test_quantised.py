@@ -62,7 +62,7 @@ def export(folder: Path, out: Path) -> dict[str, Tensor]:
     return load_file(out / "hf" / "model.safetensors")
 
 
-def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
+def equal_tensors(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
     assert found.keys() == expected.keys()
     bits = {name: (one.dtype, one.contiguous().view(torch.uint8)) for name, one in found.items()}
     return all(
@@ -77,7 +77,7 @@ def test_deepseeks_blocks_at_the_edges_too(v3: tuple[Path, dict[str, Tensor]], t
     latent = "model.layers.0.self_attn.kv_a_proj_with_mqa.weight"
     assert (stored[latent].shape, stored[f"{latent}_scale_inv"].shape) == ((18, 24), (2, 2))  # blocks of 16, cut off
     assert HfSource(folder).quantization == "fp8, a scale for 16 x 16 weights; read as bfloat16"
-    assert same(export(folder, tmp_path), values)
+    assert equal_tensors(export(folder, tmp_path), values)
 
 
 def test_blocks_as_transformers_decodes_them(tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_mxfp4_as_transformers_decodes_it(oss: Path, tmp_path: Path) -> None:
         if name.endswith("_blocks"):
             base = name.removesuffix("_blocks")
             values[base] = decode(stored[name], stored[f"{base}_scales"])
-    assert same(export(oss, tmp_path), values)
+    assert equal_tensors(export(oss, tmp_path), values)
 
 
 def test_every_code_and_exponent_of_mxfp4() -> None:
@@ -183,7 +183,7 @@ def test_what_codes_stand_for(case: str, tmp_path: Path) -> None:
     scheme, change, said = SCHEMES[case]
     folder, values = quantise(tmp_path / "source", "llama", scheme, change, "_proj")
     assert said in str(HfSource(folder).quantization)
-    assert same(export(folder, tmp_path), values)
+    assert equal_tensors(export(folder, tmp_path), values)
 
 
 def edit(folder: Path, change: Callable[[dict[str, Tensor], dict[str, Any]], object]) -> None:

@@ -46,16 +46,16 @@ MODEL = ModelConfig.parse(
 
 @pytest.fixture
 def root() -> Iterator[Location]:
-    object_stores.put({})
+    object_stores.write_objects({})
     yield parse_location("watched://bucket/run")
-    object_stores.put({})
+    object_stores.write_objects({})
 
 
-def whole(tensors: dict[str, torch.Tensor]) -> dict[str, ShardedTensor]:
+def whole_tensors(tensors: dict[str, torch.Tensor]) -> dict[str, ShardedTensor]:
     return {key: ShardedTensor(tuple(t.shape), [TensorBox((0,) * t.dim(), t)]) for key, t in tensors.items()}
 
 
-def put(root: Location, version: int, step: int | None = None, **more: Any) -> Location:
+def save_version(root: Location, version: int, step: int | None = None, **more: Any) -> Location:
     """Save a version of the crash test's tensors."""
     return save_sharded_checkpoint(
         root, step or version, part(version, 0, 1), model=MODEL, state={"version": version}, **more
@@ -96,7 +96,7 @@ def test_a_client_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None
 def test_round_trip(root: Location, tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "tokenizer.json").write_text("{}")
-    folder = put(root, 3, assets=tmp_path)
+    folder = save_version(root, 3, assets=tmp_path)
     assert folder == step_folder(root, 3) == latest_checkpoint(root)
     assert found(root) == 3
     opened = Checkpoint.open_folder(folder)
@@ -110,7 +110,7 @@ def test_a_load_reads_only_what_it_needs(root: Location, monkeypatch: pytest.Mon
     monkeypatch.setattr(dcp_planners, "MAX_SLAB_BYTES", 1 << 12)
     rows, columns = 64, 64
     tensor = torch.arange(float(rows * columns)).view(rows, columns)
-    folder = save_sharded_checkpoint(root, 1, whole({"t": tensor}), model=MODEL, state={})
+    folder = save_sharded_checkpoint(root, 1, whole_tensors({"t": tensor}), model=MODEL, state={})
     for verified in (True, False):
         quarter = torch.zeros(rows // 4, columns)
         Watched.read.clear()
@@ -128,7 +128,7 @@ def test_every_moment_of_a_save(root: Location) -> None:
     for version, step in enumerate([1, 2, 2, 3], 1):  # step 2 is saved again
         begun[len(Watched.contents)] = version
         if version % 2:
-            put(root, version, step)
+            save_version(root, version, step)
         else:
             with AsyncSaver() as saver:
                 saver.start_save(root, step, part(version, 0, 1), model=MODEL, state={"version": version})
@@ -137,7 +137,7 @@ def test_every_moment_of_a_save(root: Location) -> None:
     moments = list(Watched.contents)
     versions = []
     for done, content in enumerate(moments, 1):
-        object_stores.put(content)
+        object_stores.write_objects(content)
         versions.append(found(root))
         least, most = (max((v for at, v in marks.items() if at < done), default=0) for marks in (returned, begun))
         assert least <= versions[-1] <= most
@@ -159,7 +159,7 @@ def put_until(root: Location, moment: int, error: BaseException) -> str | None:
 
     Watched.announce = staticmethod(announce)
     try:
-        put(root, 2)
+        save_version(root, 2)
     except (CheckpointError, KeyboardInterrupt) as told:
         return str(told)
     finally:
@@ -169,7 +169,7 @@ def put_until(root: Location, moment: int, error: BaseException) -> str | None:
 
 @pytest.mark.parametrize("error", [OSError(5, "the store is out of order"), KeyboardInterrupt("stopped")])
 def test_an_error_at_any_moment_leaves_the_older_one(root: Location, error: BaseException) -> None:
-    put(root, 1)
+    save_version(root, 1)
     before = object_stores.content()
     moments = itertools.count()
     while (told := put_until(root, next(moments), error)) is not None:
@@ -191,11 +191,11 @@ def test_a_commit_whose_answer_is_lost_is_not_taken_apart(root: Location, monkey
         real(self, path, value, **options)
         raise TimeoutError("no answer")
 
-    put(root, 1, step=7)
+    save_version(root, 1, step=7)
     with monkeypatch.context() as patch:
         patch.setattr(Watched, "pipe_file", lost)
         with pytest.raises(CheckpointError, match="no answer"):
-            put(root, 2, step=7)
+            save_version(root, 2, step=7)
     assert found(root) == 2
     remove_leftovers(root)
     assert found(root) == 2
@@ -203,7 +203,7 @@ def test_a_commit_whose_answer_is_lost_is_not_taken_apart(root: Location, monkey
 
 def test_a_store_that_is_out_of_reach_is_not_an_empty_one(root: Location) -> None:
     """Else a run would begin anew, and a sweep might delete."""
-    put(root, 1)
+    save_version(root, 1)
 
     def broken(what: str) -> None:
         raise PermissionError(what)
@@ -222,7 +222,7 @@ def test_a_store_that_is_out_of_reach_is_not_an_empty_one(root: Location) -> Non
 def test_folders_without_a_manifest_are_absent_and_damaged_ones_are_told(root: Location) -> None:
     assert latest_checkpoint(root) is None
     assert remove_leftovers(root) == []
-    put(root, 1)
+    save_version(root, 1)
     for path, data in object_stores.content().items():
         Watched.announce = staticmethod(lambda what: None)
         if not path.endswith(MANIFEST):
@@ -242,7 +242,7 @@ def test_folders_without_a_manifest_are_absent_and_damaged_ones_are_told(root: L
 
 def test_retain(root: Location) -> None:
     for version in range(1, 7):
-        put(root, version)
+        save_version(root, version)
     gone = apply_retention(root, keep=1, keep_every=3)
     assert list_checkpoints(root) == [step_folder(root, 3), step_folder(root, 6)]
     assert len(gone) == 4
@@ -250,14 +250,14 @@ def test_retain(root: Location) -> None:
 
 
 def test_a_checkpoint_copied_to_or_from_a_store_is_one(root: Location, tmp_path: Path) -> None:
-    local = put(tmp_path, 1)
+    local = save_version(tmp_path, 1)
     for path in local.iterdir():
         (step_folder(root, 1) / path.name).write_bytes(path.read_bytes())
     assert found(root) == 1
     assert remove_leftovers(root) == []
     assert found(root) == 1
     assert diff_checkpoints(local, step_folder(root, 1)).is_identical
-    put(root, 2)
+    save_version(root, 2)
     for name, data in object_stores.content().items():
         target = tmp_path / Path(name).relative_to("/bucket/run")
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -270,16 +270,16 @@ def test_a_checkpoint_copied_to_or_from_a_store_is_one(root: Location, tmp_path:
 
 def test_damage_is_one_sentence_with_file_and_tensor(root: Location) -> None:
     """P7."""
-    folder = put(root, 1)
+    folder = save_version(root, 1)
     sound = object_stores.content()
     for path in sound:
         for change in (lambda data: data[:-1] + bytes([data[-1] ^ 1]), lambda data: data[:-1], lambda data: b""):
-            object_stores.put({**sound, path: change(sound[path])})
+            object_stores.write_objects({**sound, path: change(sound[path])})
             with pytest.raises(CheckpointError) as caught:
                 load_sharded_checkpoint(folder, part(1, 0, 1))
             assert path.rpartition("/")[2] in caught.value.message
             assert path.endswith(MANIFEST) or any(key in caught.value.message for key in part(1, 0, 1))
-        object_stores.put({other: data for other, data in sound.items() if other != path})
+        object_stores.write_objects({other: data for other, data in sound.items() if other != path})
         with pytest.raises(CheckpointError):
             load_sharded_checkpoint(folder, part(1, 0, 1))
 
@@ -291,7 +291,7 @@ def test_inspect_verify_and_convert(root: Location, tmp_path: Path) -> None:
     (tmp_path / "assets").mkdir()
     (tmp_path / "assets" / "tokenizer.json").write_bytes(b"{}")
     folder = save_sharded_checkpoint(
-        root / "checkpoints", 5, whole(weights()), model=MODEL, state={"a": 1}, assets=tmp_path / "assets"
+        root / "checkpoints", 5, whole_tensors(weights()), model=MODEL, state={"a": 1}, assets=tmp_path / "assets"
     )
     url = str(root)
     assert resolve_checkpoint(url) == folder
@@ -309,7 +309,7 @@ def test_inspect_verify_and_convert(root: Location, tmp_path: Path) -> None:
 
 def test_a_huggingface_folder_is_read_from_a_store(root: Location, tmp_path: Path) -> None:
     convert_checkpoint(
-        save_sharded_checkpoint(tmp_path, 1, whole(weights(2.0)), model=MODEL, state={}), tmp_path / "hf", "hf"
+        save_sharded_checkpoint(tmp_path, 1, whole_tensors(weights(2.0)), model=MODEL, state={}), tmp_path / "hf", "hf"
     )
     (tmp_path / "hf" / "additional_chat_templates").mkdir()
     (tmp_path / "hf" / "additional_chat_templates" / "tools.jinja").write_bytes(b"{{ tools }}")

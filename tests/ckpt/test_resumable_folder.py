@@ -23,7 +23,7 @@ from mega_ckpt.formats import megatron_dist_write
 from mega_ckpt.formats.hf_source import HfSource
 from mega_ckpt.formats.megatron_write import MegatronWriter
 from mega_ckpt.resumable_folder import CONTENT, JOURNAL, open_resumable
-from mega_ckpt.source import MegaSource, open_weight_source
+from mega_ckpt.source import MegaWeightSource, open_weight_source
 from mega_ckpt.verify import diff_checkpoints, verify_checkpoint
 from mega_common.errors import CheckpointError, MegaError
 from mega_common.object_store import parse_location
@@ -59,11 +59,11 @@ def interrupt(monkeypatch: pytest.MonkeyPatch, at: int, error: BaseException) ->
 
         return failing
 
-    for kind in (HfSource, MegaSource):
+    for kind in (HfSource, MegaWeightSource):
         monkeypatch.setattr(kind, "read_tensor_slice", wrapped(kind.read_tensor_slice))
 
 
-def begun(monkeypatch: pytest.MonkeyPatch, source: Path, out: Path, **more: Any) -> Path:
+def interrupt_conversion(monkeypatch: pytest.MonkeyPatch, source: Path, out: Path, **more: Any) -> Path:
     """A conversion to mega that an interrupt ended; the folder that it left."""
     before = set(out.parent.glob(f".{out.name}.*.partial"))
     with monkeypatch.context() as patch:
@@ -159,7 +159,7 @@ def test_to_megatron(kind: str, at: int, mega: Path, tmp_path: Path, monkeypatch
 def test_an_interrupt_says_how_to_go_on(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    begun(monkeypatch, llama, tmp_path / "out")
+    interrupt_conversion(monkeypatch, llama, tmp_path / "out")
     assert "run the same command to resume" in caplog.text
 
 
@@ -167,8 +167,8 @@ def test_nothing_of_another_source_or_other_options_is_taken(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, out = Path(shutil.copytree(llama, tmp_path / "source")), tmp_path / "out"
-    begun(monkeypatch, source, out, options=ConvertOptions(dtype=torch.float32))
-    begun(monkeypatch, source, out)
+    interrupt_conversion(monkeypatch, source, out, options=ConvertOptions(dtype=torch.float32))
+    interrupt_conversion(monkeypatch, source, out)
     changed = min(source.glob("*.safetensors"))
     data = changed.read_bytes()
     changed.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))  # the same names, shapes and sizes
@@ -184,7 +184,7 @@ def test_what_is_not_as_it_was_finished_is_made_again(
 ) -> None:
     convert_checkpoint(llama, tmp_path / "straight", "mega")
     out = tmp_path / "out"
-    left = begun(monkeypatch, llama, out)
+    left = interrupt_conversion(monkeypatch, llama, out)
     one, two, three, *_ = sorted((left / CONTENT).glob("*.safetensors"))
     data = one.read_bytes()
     one.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
@@ -227,7 +227,7 @@ def test_two_at_once_are_refused(tmp_path: Path) -> None:
 
 
 def test_on_an_object_store(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    object_stores.put({})
+    object_stores.write_objects({})
     out = parse_location("watched://bucket/llama")
     with monkeypatch.context() as patch:
         interrupt(patch, 14, KeyboardInterrupt())
@@ -261,7 +261,7 @@ def test_on_an_object_store(llama: Path, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_what_proves_wrong_on_an_object_store_goes(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    object_stores.put({})
+    object_stores.write_objects({})
 
     def wrong(_: object) -> None:
         raise CheckpointError("not the same")

@@ -64,14 +64,14 @@ def root(endpoint: str, request: pytest.FixtureRequest, monkeypatch: pytest.Monk
     return parse_location(f"s3://{bucket}/run")
 
 
-def put(root: Location, version: int) -> Location:
+def save_version(root: Location, version: int) -> Location:
     return save_sharded_checkpoint(root, version, part(version, 0, 1), model=MODEL, state={"version": version})
 
 
 def test_save_load_retain_sweep_verify(root: Location, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_bytes(b"{}")
     assert latest_checkpoint(root) is None
-    put(root, 1)
+    save_version(root, 1)
     with AsyncSaver() as saver:
         for version in (2, 2, 3):
             saver.start_save(
@@ -112,7 +112,7 @@ def test_a_shard_of_several_parts_is_read_by_ranges(root: Location, monkeypatch:
 
 
 def test_damage_and_refusal(root: Location, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = put(root, 1)
+    folder = save_version(root, 1)
     (inner,) = (path for path in folder.iterdir() if path.name != "manifest.json")
     (shard,) = inner.iterdir()
     data = shard.read_bytes()
@@ -122,7 +122,7 @@ def test_damage_and_refusal(root: Location, monkeypatch: pytest.MonkeyPatch) -> 
     ):
         found(root)
     with pytest.raises(CheckpointError, match=r"s3://nobucket/run/.*bucket does not exist"):
-        put(parse_location("s3://nobucket/run"), 1)
+        save_version(parse_location("s3://nobucket/run"), 1)
 
 
 def test_conversions(root: Location, tmp_path: Path) -> None:

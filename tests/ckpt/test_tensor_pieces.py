@@ -18,7 +18,7 @@ from mega_ckpt.tensor_pieces import (
     boxes_by_name,
     boxes_of_flat_range,
     copy_overlap,
-    merge_sharded,
+    merge_sharded_tensors,
     select_replica_share,
     split_box,
 )
@@ -71,7 +71,7 @@ def test_a_piece_outside_its_tensor_is_a_programming_error() -> None:
 @given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 4), st.integers(1, 3))
 def test_ranks_of_a_fused_projection_make_up_both_tensors(a: int, b: int, columns: int, split: int) -> None:
     rows = (a * split, b * split)
-    held = merge_sharded(boxes_by_name([fused(rows, columns, split, part)]) for part in range(split))
+    held = merge_sharded_tensors(boxes_by_name([fused(rows, columns, split, part)]) for part in range(split))
     whole = [gathered(held["a"]), gathered(held["b"])]
     locals_ = [fused(rows, columns, split, part)[0] for part in range(split)]
     assert torch.equal(whole[0], torch.cat([local[:a] for local in locals_]))
@@ -106,7 +106,7 @@ def test_flat_ranges_of_a_fused_projection_make_up_the_same_as_the_tensor(
         boxes_of_flat_range(local.view(-1)[start:stop], pieces, tuple(local.shape), start)
         for start, stop in itertools.pairwise(ends)
     ]
-    together, whole = merge_sharded(ranges), boxes_by_name([(local, pieces)])
+    together, whole = merge_sharded_tensors(ranges), boxes_by_name([(local, pieces)])
     for name in "ab":
         assert torch.equal(gathered(together[name]), gathered(whole[name]))
 
@@ -145,9 +145,9 @@ def test_ranks_that_hold_the_same_bring_each_element_once(held: list[TensorShape
         str(i): ShardedTensor(shape, [TensorBox((0,) * len(shape), numbered(shape))]) for i, shape in enumerate(held)
     }
     shares = [select_replica_share(tensors, rank, size, max_bytes) for rank in range(size)]
-    for name, sharded in merge_sharded(shares).items():
+    for name, sharded in merge_sharded_tensors(shares).items():
         assert torch.equal(gathered(sharded), tensors[name].boxes[0].tensor)
-    assert merge_sharded(shares).keys() == tensors.keys()
+    assert merge_sharded_tensors(shares).keys() == tensors.keys()
     bytes_of = [sum(box.tensor.nbytes for held in share.values() for box in held.boxes) for share in shares]
     if size > 1:
         assert max(bytes_of) - min(bytes_of) <= max_bytes

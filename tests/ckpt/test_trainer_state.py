@@ -13,7 +13,7 @@ import transformers
 
 from mega_ckpt.formats.hf_source import HfSource
 from mega_ckpt.source import open_weight_source
-from mega_ckpt.training_state import MOMENTS, OptimizerNotConverted
+from mega_ckpt.weight_source import MOMENTS, OptimizerNotConverted
 
 SIZES = {"vocab_size": 37, "num_hidden_layers": 2, "num_attention_heads": 4}
 MODELS: dict[str, Any] = {

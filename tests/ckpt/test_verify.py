@@ -19,7 +19,7 @@ from mega_common.model_presets import load_model_preset
 MODEL = ModelConfig.parse(load_model_preset("tiny"))
 
 
-def put(root: Path, tensors: dict[str, torch.Tensor], *, model: ModelConfig = MODEL, **state: Any) -> Path:
+def save_checkpoint(root: Path, tensors: dict[str, torch.Tensor], *, model: ModelConfig = MODEL, **state: Any) -> Path:
     assets = root.parent / "assets"
     assets.mkdir(parents=True, exist_ok=True)
     (assets / "tokenizer.json").write_text("{}")
@@ -38,7 +38,7 @@ def flip(path: Path, position: int) -> None:
 
 
 def test_a_sound_checkpoint(tmp_path: Path) -> None:
-    report = verify_checkpoint(put(tmp_path / "root", two()), finite=True)
+    report = verify_checkpoint(save_checkpoint(tmp_path / "root", two()), finite=True)
     assert report.ok
     assert (report.files, report.tensors, report.extra) == (2, 2, [])
     assert "all checksums match" in str(report)
@@ -54,7 +54,7 @@ def test_a_sound_checkpoint(tmp_path: Path) -> None:
     ],
 )
 def test_any_flipped_byte_is_found(tmp_path: Path, name: str, position: int, named: str) -> None:
-    folder = put(tmp_path / "root", two())
+    folder = save_checkpoint(tmp_path / "root", two())
     flip(folder / name, position)
     report = verify_checkpoint(folder)
     assert not report.ok
@@ -64,7 +64,7 @@ def test_any_flipped_byte_is_found(tmp_path: Path, name: str, position: int, nam
 
 
 def test_all_damaged_tensors_and_files_are_named(tmp_path: Path) -> None:
-    folder = put(tmp_path / "root", two())
+    folder = save_checkpoint(tmp_path / "root", two())
     shard = folder / "shard-00000-000.safetensors"
     flip(shard, -1)
     flip(shard, -(48 + 1))
@@ -77,7 +77,7 @@ def test_all_damaged_tensors_and_files_are_named(tmp_path: Path) -> None:
 
 
 def test_a_damaged_manifest_is_an_error(tmp_path: Path) -> None:
-    folder = put(tmp_path / "root", two())
+    folder = save_checkpoint(tmp_path / "root", two())
     flip(folder / MANIFEST, 200)
     with pytest.raises(CheckpointError, match=r"manifest\.json: damaged"):
         verify_checkpoint(folder)
@@ -85,7 +85,7 @@ def test_a_damaged_manifest_is_an_error(tmp_path: Path) -> None:
 
 def test_elements_that_are_not_finite_are_counted_when_asked(tmp_path: Path) -> None:
     tensor = torch.tensor([1.0, float("nan"), float("-inf")]).bfloat16()
-    folder = put(tmp_path / "root", {"weights/a": tensor, "count": torch.tensor(3)})
+    folder = save_checkpoint(tmp_path / "root", {"weights/a": tensor, "count": torch.tensor(3)})
     assert verify_checkpoint(folder).ok
     report = verify_checkpoint(folder, finite=True)
     assert report.not_finite == {"weights/a": 2}
@@ -94,7 +94,9 @@ def test_elements_that_are_not_finite_are_counted_when_asked(tmp_path: Path) -> 
 
 def test_diff_of_the_same(tmp_path: Path) -> None:
     nan = {"weights/a": torch.tensor([float("nan"), 1.0])}
-    found = diff_checkpoints(put(tmp_path / "a" / "root", nan, x=1), put(tmp_path / "b" / "root", nan, x=1))
+    found = diff_checkpoints(
+        save_checkpoint(tmp_path / "a" / "root", nan, x=1), save_checkpoint(tmp_path / "b" / "root", nan, x=1)
+    )
     assert found.is_identical
     assert found.equal == 1
 
@@ -104,7 +106,10 @@ def test_diff_tells_settings_and_tensors(tmp_path: Path) -> None:
     right = {**two(1.5), "weights/shape": torch.ones(3), "weights/right": torch.ones(1)}
     right |= {"optimizer/main/a": torch.ones(3, 4), "weights/nan": torch.tensor([1.0, float("nan")])}
     other = MODEL.model_copy(update={"norm_eps": 1e-6})
-    a, b = put(tmp_path / "a" / "r", left, x={"y": 1}), put(tmp_path / "b" / "r", right, model=other, x={"y": 2}, z=3)
+    a, b = (
+        save_checkpoint(tmp_path / "a" / "r", left, x={"y": 1}),
+        save_checkpoint(tmp_path / "b" / "r", right, model=other, x={"y": 2}, z=3),
+    )
     found = diff_checkpoints(a, b)
     assert not found.is_identical
     assert found.settings == {"model.norm_eps": (1e-5, 1e-6), "state.x.y": (1, 2), "state.z": (None, 3)}
@@ -119,14 +124,14 @@ def test_diff_tells_settings_and_tensors(tmp_path: Path) -> None:
 
 
 def test_diff_sees_the_sign_of_zero(tmp_path: Path) -> None:
-    a = put(tmp_path / "a" / "root", {"t": torch.tensor([0.0])})
-    b = put(tmp_path / "b" / "root", {"t": torch.tensor([-0.0])})
+    a = save_checkpoint(tmp_path / "a" / "root", {"t": torch.tensor([0.0])})
+    b = save_checkpoint(tmp_path / "b" / "root", {"t": torch.tensor([-0.0])})
     (only,) = diff_checkpoints(a, b).tensors
     assert only.max_abs == 0.0
 
 
 def test_inspect(tmp_path: Path) -> None:
-    summary = inspect_checkpoint(put(tmp_path / "root", two(), samples=12))
+    summary = inspect_checkpoint(save_checkpoint(tmp_path / "root", two(), samples=12))
     assert (summary.step, summary.parameters, summary.state) == (1, 12, {"samples": 12})
     assert [(g.prefix, g.dtype, g.tensors, g.elements, g.bytes) for g in summary.groups] == [
         ("optimizer/main", "F64", 1, 12, 96),

@@ -17,7 +17,7 @@ RUN = {
 }
 
 
-def told(tmp_path: Path, capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, str, str]:
+def run_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, str, str]:
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(RUN))
     with pytest.raises(SystemExit) as end:
         main(["plan", str(tmp_path / "run.yaml"), *options])
@@ -26,7 +26,7 @@ def told(tmp_path: Path, capsys: pytest.CaptureFixture[str], *options: str) -> t
 
 
 def test_the_bubble_stands_beside_its_formula(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, _ = told(tmp_path, capsys, "--ranks", "16", "--json")
+    status, out, _ = run_plan(tmp_path, capsys, "--ranks", "16", "--json")
     plan = json.loads(out)
     assert status == 0
     assert plan["ranks"] == {"world": 16, "tp": 2, "pp": 4, "cp": 1, "dp": 2}
@@ -39,18 +39,18 @@ def test_the_bubble_stands_beside_its_formula(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_memory_as_others_keep_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, _ = told(tmp_path, capsys, "--ranks", "16", "--like", "megatron")
+    status, out, _ = run_plan(tmp_path, capsys, "--ranks", "16", "--like", "megatron")
     assert status == 0
     assert "estimated memory of megatron by pipeline rank" in out
-    status, _, err = told(tmp_path, capsys, "--like", "jax")
+    status, _, err = run_plan(tmp_path, capsys, "--like", "jax")
     assert status == 2
     assert "one of megatron, nanotron, fsdp2" in err
 
 
 def test_a_copy_of_the_weights_lies_on_so_many_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fully = ["--set", "parallel.pp=1", "--set", "parallel.zero=3", "--json"]
-    _, one, _ = told(tmp_path, capsys, "--ranks", "8", *fully)
-    _, several, _ = told(tmp_path, capsys, "--ranks", "16", "--set", "parallel.zero3_shard=4", *fully)
+    _, one, _ = run_plan(tmp_path, capsys, "--ranks", "8", *fully)
+    _, several, _ = run_plan(tmp_path, capsys, "--ranks", "16", "--set", "parallel.zero3_shard=4", *fully)
     (hybrid,), (whole,) = (json.loads(text)["memory_bytes"] for text in (several, one))
     states = ("weights", "gradients", "optimizer", "work")
     assert [hybrid[kind] for kind in states] == [whole[kind] for kind in states]
@@ -58,40 +58,40 @@ def test_a_copy_of_the_weights_lies_on_so_many_ranks(tmp_path: Path, capsys: pyt
 
 def test_a_growing_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     growing = ["--set", "batch.rampup={start: 32, increment: 16, samples: 100}", "--ranks", "8"]
-    _, out, _ = told(tmp_path, capsys, *growing, "--json")
+    _, out, _ = run_plan(tmp_path, capsys, *growing, "--json")
     plan = json.loads(out)
     assert plan["rampup"] == [{"global": 32, "steps": 2}, {"global": 48, "steps": 1}]
     assert (plan["microbatches"], plan["tokens_per_step"]) == (64, 64 * 8192)
-    assert "batch ramp-up    from 32 samples, over 3 steps" in told(tmp_path, capsys, *growing)[1]
-    status, _, error = told(tmp_path, capsys, *growing[:2], "--set", "batch.micro=32", "--ranks", "8")
+    assert "batch ramp-up    from 32 samples, over 3 steps" in run_plan(tmp_path, capsys, *growing)[1]
+    status, _, error = run_plan(tmp_path, capsys, *growing[:2], "--set", "batch.micro=32", "--ranks", "8")
     assert status == 2
     assert "batch.rampup.increment = 16: must be a multiple of batch.micro = 32" in error
 
 
 def test_the_schedule_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     drawing = tmp_path / "schedule.svg"
-    status, out, _ = told(tmp_path, capsys, "--draw", str(drawing))
+    status, out, _ = run_plan(tmp_path, capsys, "--draw", str(drawing))
     assert status == 0
     assert "pipeline bubble" in out
     assert ElementTree.parse(drawing).getroot().tag.endswith("svg")
 
 
 def test_ranks_that_do_not_fit_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    status, _, error = told(tmp_path, capsys, "--ranks", "12")
+    status, _, error = run_plan(tmp_path, capsys, "--ranks", "12")
     assert status == 2
     assert "does not divide" in error
 
 
 def test_a_machine_tells_the_time_of_a_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--ranks", "16", "--machine", "h100-ib", "--tokens", "1T"]
-    status, out, _ = told(tmp_path, capsys, *options, "--json")
+    status, out, _ = run_plan(tmp_path, capsys, *options, "--json")
     plan = json.loads(out)["time"]
     assert status == 0
     assert sum(plan["seconds"].values()) == pytest.approx(plan["seconds_per_step"])
     assert plan["tokens_per_second_per_gpu"] * 16 * plan["seconds_per_step"] == pytest.approx(64 * 8192)
     assert plan["hours"] == pytest.approx(1e12 / 16 / plan["tokens_per_second_per_gpu"] / 3600)
     assert plan["mfu_palm"] > plan["mfu_causal"] > 0.2
-    _, text, _ = told(tmp_path, capsys, *options)
+    _, text, _ = run_plan(tmp_path, capsys, *options)
     assert "tokens/s/GPU" in text
     assert "PaLM's formula" in text
 
@@ -108,7 +108,7 @@ def test_a_machine_tells_the_time_of_a_step(tmp_path: Path, capsys: pytest.Captu
 def test_what_a_prediction_needs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], told_of: str
 ) -> None:
-    status, _, error = told(tmp_path, capsys, "--ranks", "8", *options)
+    status, _, error = run_plan(tmp_path, capsys, "--ranks", "8", *options)
     assert status == 2
     assert told_of in error
 
@@ -232,7 +232,7 @@ def test_a_page_says_that_it_predicts_and_how_a_layout_would_fit(
 ) -> None:
     page = tmp_path / "plan.html"
     options = ["--machine", "a100-40", "--ranks", "8", "--set", "parallel.pp=1", "--tokens", "1T", "--html", str(page)]
-    status, out, _ = told(tmp_path, capsys, *options)
+    status, out, _ = run_plan(tmp_path, capsys, *options)
     text = page.read_text()
     assert status == 0
     assert "memory         does not fit 39.4 GiB" in out

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import json
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +11,13 @@ import typer
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from workflows import Flow
 
 from mega_cli.main import build_typer_app
 from mega_cli.workflow import load_workflow
-from mega_cli.workflow_config import WorkflowConfig
+from mega_cli.workflow_config import WorkflowConfig, changed_settings
+from mega_cli.workflow_runner import WorkflowError
+from mega_common.atomic_files import lock_folder
 from mega_common.errors import ConfigError
 from mega_trainer.config.run_config import load_run_config
 
@@ -114,3 +120,232 @@ def test_each_stage_comes_after_what_it_needs(needs: list[set[int]], random: Any
         part = workflow.ordered_stages(name)
         assert part[-1] == name
         assert set(config.needs) < set(part) <= set(order)
+
+
+RUN = """\
+# a comment
+model: {preset: tiny, vocab_size: 300}
+data: {train: tokens, seq_length: 64}
+batch: {micro: 2, global: 8}
+train: {steps: 60}
+output: run
+"""
+UP_TO_DATE, GOES_ON, STARTS_OVER = "up to date", "goes on", "starts over"
+
+
+@pytest.fixture
+def trained(flow: Flow) -> Flow:
+    """A workflow of one train stage, which has been run."""
+    flow.raw = {"stages": {"train": {"run": "train", "args": ["run.yaml"], "outputs": ["run/checkpoints"]}}}
+    (flow.base / "run.yaml").write_text(RUN)
+    assert flow.run() == ["train"]
+    return flow
+
+
+def change(base: Path, sections: dict[str, Any]) -> None:
+    raw = dict(reversed(yaml.safe_load(RUN).items()))
+    for name, value in sections.items():
+        raw[name] = {**raw.get(name, {}), **value} if isinstance(value, dict) else value
+    (base / "run.yaml").write_text(yaml.safe_dump(raw, sort_keys=False))
+
+
+def what_happens(flow: Flow) -> str:
+    """To the run that is there, which the next one writes a second line into, or sets aside."""
+    if not flow.run():
+        return UP_TO_DATE
+    return GOES_ON if trainings(flow.base / "run") == 2 else STARTS_OVER
+
+
+def trainings(folder: Path) -> int:
+    return (folder / "checkpoints/made").read_text().count("trained")
+
+
+@pytest.mark.parametrize(
+    ("sections", "finished", "half_done"),
+    [
+        ({}, UP_TO_DATE, GOES_ON),  # no comment any more, and the keys in another order
+        ({"train": {"steps": 70}}, GOES_ON, GOES_ON),
+        ({"train": {"steps": 70}, "optimizer": {"lr": 1e-4}}, GOES_ON, GOES_ON),
+        ({"train": {"steps": 40}}, STARTS_OVER, GOES_ON),
+        ({"optimizer": {"lr": 1e-4}}, STARTS_OVER, GOES_ON),
+        ({"optimizer": {"lr": 3.0e-4}}, UP_TO_DATE, GOES_ON),  # the default
+        ({"model": {"vocab_size": 301}}, STARTS_OVER, STARTS_OVER),
+        ({"model": {"vocab_size": 301}, "train": {"steps": 70}}, STARTS_OVER, STARTS_OVER),
+        ({"batch": {"global": 16}}, STARTS_OVER, GOES_ON),
+        ({"train": {"seed": 7}}, STARTS_OVER, GOES_ON),
+        ({"lr_schedule": {"decay_steps": 60}}, UP_TO_DATE, GOES_ON),  # the default, too
+        ({"lr_schedule": {"decay_steps": 50}}, STARTS_OVER, GOES_ON),
+        ({"checkpoint": {"every": 5, "keep": 2}, "log": {"every": 7}}, UP_TO_DATE, GOES_ON),
+        ({"parallel": {"tp": 2}, "batch": {"micro": 1}, "recompute": "full"}, UP_TO_DATE, GOES_ON),
+    ],
+)
+def test_only_what_makes_the_old_outputs_wrong_puts_them_aside(
+    trained: Flow, sections: dict[str, Any], finished: str, half_done: str
+) -> None:
+    state = trained.base / "flow.state.json"
+    as_finished = state.read_text()
+    change(trained.base, sections)
+    assert what_happens(trained) == finished
+    shutil.rmtree(trained.base / "run")
+    (trained.base / "run/checkpoints").mkdir(parents=True)
+    (trained.base / "run/checkpoints/made").write_text("trained\n")
+    failed = json.loads(as_finished)
+    failed["stages"]["train"] |= {"status": "failed", "exit_status": 1}
+    state.write_text(json.dumps(failed))
+    assert what_happens(trained) == half_done
+
+
+def test_settings_on_the_command_count_like_those_in_the_file(trained: Flow) -> None:
+    trained.raw["stages"]["train"]["with"] = {"nproc": 2, "set": ["train.steps=60", "checkpoint.keep=3"]}
+    assert what_happens(trained) == UP_TO_DATE
+    trained.raw["stages"]["train"]["with"]["set"] = "train.steps=70"
+    assert trained.why() == {"train": "train.steps: 60 -> 70, lr_schedule.decay_steps: 60 -> 70"}
+    assert what_happens(trained) == GOES_ON
+
+
+NAMED = {
+    "data": {"valid": [{"path": "held/out"}], "tokenizer": "tok"},
+    "init_from": "weights",
+    "checkpoint": {"load": "older"},
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "tokens.bin",
+        "tokens.idx",
+        "tokens.mask.bin",
+        "held/out.bin",
+        "tok/tokenizer.json",
+        "weights/model.safetensors",
+        "older/a",
+    ],
+)
+def test_files_that_a_run_yaml_names_are_inputs(flow: Flow, name: str) -> None:
+    flow.raw = {"stages": {"train": {"run": "train", "args": ["run.yaml"], "outputs": ["run/checkpoints"]}}}
+    change(flow.base, NAMED)
+    file = flow.base / name
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("one")
+    assert flow.run() == ["train"]
+    assert what_happens(flow) == UP_TO_DATE
+    file.write_text("another")
+    assert flow.why() == {"train": f"input {name} changed"}
+    assert what_happens(flow) == STARTS_OVER
+
+
+def test_a_checkpoint_of_its_own_that_a_run_loads_is_no_input(trained: Flow) -> None:
+    change(trained.base, {"checkpoint": {"load": "run/checkpoints"}})
+    assert what_happens(trained) == STARTS_OVER
+    assert what_happens(trained) == UP_TO_DATE
+
+
+def test_a_state_that_does_not_know_the_named_files_keeps_its_training(trained: Flow) -> None:
+    (trained.base / "tokens.bin").write_text("there before")
+    state = json.loads((trained.base / "flow.state.json").read_text())
+    state["stages"]["train"]["named"] = None
+    (trained.base / "flow.state.json").write_text(json.dumps(state))
+    assert what_happens(trained) == UP_TO_DATE
+
+
+def test_a_run_yaml_that_cannot_be_is_told_before_the_stage_runs(trained: Flow) -> None:
+    change(trained.base, {"train": {"step": 3}})
+    with pytest.raises(ConfigError, match=r"train\.step: unknown key"):
+        trained.run()
+
+
+def test_what_changed_is_named_with_its_values(trained: Flow) -> None:
+    change(trained.base, {"optimizer": {"lr": 1e-4, "eps": 1e-6, "weight_decay": 0}, "precision": "fp32"})
+    assert "optimizer.lr: 0.0003 -> 0.0001" in trained.why()["train"]
+    assert trained.why()["train"].endswith("(and 1 more)")
+    assert changed_settings({"a": {"b": 1}, "c": 2}, {"a": {"b": 1, "d": 3}}) == {"a.d": (None, 3), "c": (2, None)}
+
+
+@pytest.mark.parametrize("lost", ["step", "nothing, and more was made"])
+def test_training_goes_on_with_what_is_left_of_its_checkpoints(trained: Flow, lost: str) -> None:
+    folder = trained.base / "run/checkpoints"
+    if lost == "step":
+        (folder / "made").rename(folder / "other")
+        assert trained.why() == {"train": "output run/checkpoints/made is gone"}
+        assert trained.run() == ["train"]
+        assert (folder / "other").exists()
+    else:
+        (folder / "later").write_text("by hand")
+        assert trained.run() == []
+
+
+def test_new_code_does_not_throw_a_training_away(trained: Flow, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mega_cli.workflow_runner.compute_code_digest", lambda command: f"new {command}")
+    assert what_happens(trained) == GOES_ON
+
+
+@pytest.fixture
+def halves(flow: Flow) -> Flow:
+    """One training in two stages, which have been run."""
+    half = {"run": "train", "args": ["run.yaml"]}
+    first = {**half, "with": {"set": "train.steps=30"}, "outputs": ["run/checkpoints/train.steps=30"]}
+    flow.raw = {"stages": {"first": first, "second": {**half, "needs": ["first"], "outputs": ["run/checkpoints/end"]}}}
+    (flow.base / "run.yaml").write_text(RUN)
+    assert flow.run() == ["train", "train"]
+    return flow
+
+
+def test_a_training_that_starts_over_takes_later_stages_of_its_run_along(halves: Flow) -> None:
+    """What a first stage began and a second went on with is one run: nothing of the old one may be gone on with."""
+    (halves.base / "run/assets").mkdir()
+    change(halves.base, {"model": {"vocab_size": 301}})
+    assert halves.run() == ["train", "train"]
+    assert trainings(halves.base / "run") == trainings(halves.base / "run.old-1") == 2
+    assert not (halves.base / "run/assets").exists()
+
+
+def test_a_longer_second_half_leaves_the_first_alone(halves: Flow) -> None:
+    change(halves.base, {"train": {"steps": 70}})
+    assert halves.why() == {"first": "up to date", "second": "train.steps: 60 -> 70, lr_schedule.decay_steps: 60 -> 70"}
+    assert halves.run() == ["train"]
+    assert trainings(halves.base / "run") == 3
+
+
+def test_what_is_not_the_runs_own_stays_where_it_is(trained: Flow) -> None:
+    (trained.base / "run/tokens.bin").write_text("the data lies beside")
+    change(trained.base, {"model": {"vocab_size": 301}})
+    assert what_happens(trained) == STARTS_OVER
+    assert (trained.base / "run/tokens.bin").exists()
+    assert trainings(trained.base / "run") == 1
+    assert (trained.base / "run/checkpoints.old-1/made").exists()
+
+
+def test_a_folder_that_something_trains_in_is_not_moved(trained: Flow) -> None:
+    change(trained.base, {"model": {"vocab_size": 301}})
+    with (
+        lock_folder(trained.base / "run"),
+        pytest.raises(ConfigError, match=f"run: is in use by process {os.getpid()}"),
+    ):
+        trained.run()
+    assert trainings(trained.base / "run") == 1
+
+
+def test_a_run_that_moves_elsewhere_leaves_the_old_one_alone(trained: Flow) -> None:
+    (trained.base / "run/note").write_text("")
+    change(trained.base, {"output": "elsewhere"})
+    trained.run()
+    assert (trained.base / "run/note").exists()
+
+
+@pytest.mark.parametrize("place", ["kept", "s3://bucket/run"])
+def test_checkpoints_that_are_kept_elsewhere_are_not_gone_on_from_either(flow: Flow, place: str) -> None:
+    flow.raw = {"stages": {"train": {"run": "train", "args": ["run.yaml"], "outputs": ["run/checkpoints"]}}}
+    change(flow.base, {"checkpoint": {"path": place}})
+    flow.run()
+    (flow.base / "kept").mkdir()
+    change(flow.base, {"checkpoint": {"path": place}, "model": {"vocab_size": 301}})
+    if place == "kept":
+        flow.run()
+        assert (flow.base / "kept.old-1").exists()
+    else:
+        with pytest.raises(
+            WorkflowError, match="s3://bucket/run: the checkpoints of the earlier run cannot be moved away"
+        ):
+            flow.run()
+        assert not (flow.base / "run.old-1").exists()

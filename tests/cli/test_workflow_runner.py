@@ -95,7 +95,7 @@ def test_on_change_continue_leaves_outputs_in_place(flow: Flow) -> None:
 
 def test_changed_code_runs_a_stage_again(flow: Flow, monkeypatch: pytest.MonkeyPatch) -> None:
     flow.run()
-    monkeypatch.setattr(workflow_runner, "code_digest", lambda command: f"new {command}")
+    monkeypatch.setattr(workflow_runner, "compute_code_digest", lambda command: f"new {command}")
     assert flow.why()["first"] == "the code changed"
     assert flow.run() == ["upper", "copy"]
     assert flow.run() == []

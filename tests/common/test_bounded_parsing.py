@@ -81,7 +81,10 @@ def test_aliases_and_merges_that_people_write_are_read() -> None:
 
 def test_nesting_up_to_the_limit_is_read() -> None:
     depth = MAX_DEPTH - 2
-    parse_yaml_text("x: " + "[" * depth + "]" * depth, "run.yaml")
+    value, found = parse_yaml_text("x: " + "[" * depth + "]" * depth, "run.yaml")["x"], 1
+    while value:
+        (value,), found = value, found + 1
+    assert found == depth
 
 
 def test_a_file_larger_than_the_limit_is_refused_and_a_device_ends(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ PUBLISHED = {
     "gemma3-4b": 4.30008, "qwen2.5-vl-3b": 3.754622976, "qwen2.5-vl-7b": 8.292166656,
     "deepseek-v3": 671.03 + 11.58,  # the model, and what its further predictor has of its own
     "nemotron-h-8b": 8.10, "nemotron-3-nano": 31.58, "granite-4-h-small": 32.21, "granite-4-h-tiny": 6.94, "qwen3-next-80b": 79.67,
-    "retro-8b": 9.529,  # counted by hand of its shape, 8.523 of them the decoder's without neighbours
+    "retro-8b": 9.529,  # counted by hand of its shape, 8.523 of them the decoder's without neighbors
     "t5-base": 0.2229, "t5-11b": 11.307, "flan-t5-xl": 2.8498,
     "bert-large": 0.33623, "roberta-base": 0.1247, "modernbert-base": 0.14966,
     "gpt3-125m": 0.125, "gpt3-350m": 0.356, "gpt3-1.3b": 1.316, "gpt3-6.7b": 6.66, "gpt3-175b": 174.6,

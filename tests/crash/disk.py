@@ -229,14 +229,14 @@ def _content(
     }
 
 
-def put(content: Tree, folder: Path) -> None:
+def write_tree(content: Tree, folder: Path) -> None:
     """Make a real folder of it."""
     folder.mkdir()
     for name, one in content.items():
         if isinstance(one, bytes):
             (folder / name).write_bytes(one)
         else:
-            put(one, folder / name)
+            write_tree(one, folder / name)
 
 
 def crashes(operations: Sequence[Operation], seeds: int) -> Iterator[tuple[int, str, Tree]]:

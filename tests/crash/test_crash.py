@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from crash.disk import Disk, Operation, Tree, crashes, put
+from crash.disk import Disk, Operation, Tree, crashes, write_tree
 from crash.savers import MODEL, found, part, save_and_watch, save_until_killed
 from ranks import PRELOAD, run_ranks
 
@@ -19,7 +19,7 @@ from mega_ckpt.store import remove_leftovers, save_sharded_checkpoint
 
 def resumed(content: Tree, scratch: Path) -> int:
     """The version that is found after a crash; the sweep of the next start must not change it, and leave nothing."""
-    put(content, scratch)
+    write_tree(content, scratch)
     root = scratch / "checkpoints"
     version = found(root)
     remove_leftovers(root)

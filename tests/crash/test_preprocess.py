@@ -136,6 +136,7 @@ def killed(folder: Path, tmp_path: Path, engine: str, workers: int, most: int) -
 
 @pytest.mark.parametrize(("engine", "workers"), [("threads", 2), ("processes", 4), ("ray", 2)])
 def test_killed_at_random_times(folder: Path, tmp_path: Path, engine: str, workers: int) -> None:
+    """`killed` asserts after each round that the data set is the one of an undisturbed run."""
     killed(folder, tmp_path, engine, workers, 8)
 
 

@@ -37,7 +37,7 @@ class Numbered:
         return np.full(len(numbers), S * S)
 
 
-def taken(loader: BatchLoader, steps: int) -> list[StepBatch]:
+def take_batches(loader: BatchLoader, steps: int) -> list[StepBatch]:
     return list(islice(loader, steps))
 
 
@@ -51,9 +51,11 @@ def taken(loader: BatchLoader, steps: int) -> list[StepBatch]:
 def test_order_does_not_depend_on_world_size_prefetch_or_restarts(
     dp_size: int, prefetch: int, before: int, dp_size_before: int
 ) -> None:
-    straight = [batch.sample_ids.tolist() for batch in taken(BatchLoader(Numbered(), global_batch=12, seq_length=S), 8)]
+    straight = [
+        batch.sample_ids.tolist() for batch in take_batches(BatchLoader(Numbered(), global_batch=12, seq_length=S), 8)
+    ]
     first = BatchLoader(Numbered(), global_batch=12, seq_length=S, dp_size=dp_size_before, prefetch=prefetch)
-    taken(first, before)
+    take_batches(first, before)
     assert first.consumed_samples == 12 * before
     ranks = [
         BatchLoader(
@@ -62,7 +64,7 @@ def test_order_does_not_depend_on_world_size_prefetch_or_restarts(
         )
         for rank in range(dp_size)
     ]  # fmt: skip
-    steps = zip(*(taken(loader, 8 - before) for loader in ranks), strict=True)
+    steps = zip(*(take_batches(loader, 8 - before) for loader in ranks), strict=True)
     for expected, parts in zip(straight[before:], steps, strict=True):
         assert [k for part in parts for k in part.sample_ids.tolist()] == expected
         for part in parts:
@@ -80,7 +82,7 @@ def test_order_does_not_depend_on_caches(tmp_path: Path, order: str) -> None:
             {"train": [source, source], "order": order, "seq_length": S, "cache": tmp_path / cache}
         )
         train: BlendedDataset = build_blended_datasets(config, seed=1, samples={"train": 300}, eod=None)[0]
-        return [batch.tokens.tolist() for batch in taken(BatchLoader(train, global_batch=30, seq_length=S), 10)]
+        return [batch.tokens.tolist() for batch in take_batches(BatchLoader(train, global_batch=30, seq_length=S), 10)]
 
     (tmp_path / "blocked").write_text("not a folder")
     assert read("cold") == read("cold") == read("other") == read("blocked")
@@ -128,7 +130,7 @@ def test_samples_of_uneven_work_are_those_of_the_step_and_dealt_evenly(dp_size: 
     made = [
         BatchLoader(Uneven(), global_batch=24, seq_length=S, dp_rank=rank, dp_size=dp_size) for rank in range(dp_size)
     ]
-    for step, parts in enumerate(zip(*(taken(loader, 4) for loader in made), strict=True)):
+    for step, parts in enumerate(zip(*(take_batches(loader, 4) for loader in made), strict=True)):
         ids = [part.sample_ids.tolist() for part in parts]
         assert sorted(k for own in ids for k in own) == list(range(24 * step, 24 * step + 24))
         work = [Uneven().estimate_attention_work(own).sum() for own in ids]

@@ -54,7 +54,7 @@ def megatrons(sizes: tuple[int, int, int], seed: int, **fields: Any) -> list[Any
     return list(builder.BlendedMegatronDatasetBuilder(gpt.GPTDataset, sizes, lambda: True, settings).build())
 
 
-def same(ours: BlendedDataset | None, theirs: Any, count: int) -> bool:
+def equal_samples(ours: BlendedDataset | None, theirs: Any, count: int) -> bool:
     expected = np.stack([theirs[k]["tokens"].numpy() for k in range(count)])
     return np.array_equal(tokens(ours, count), expected)
 
@@ -71,7 +71,7 @@ def test_one_data_set_in_megatrons_order(tmp_path: Path, seed: int, split: str, 
     )  # fmt: skip
     for mine, other, count in zip(ours, theirs, sizes, strict=True):
         assert (mine is None) == (other is None)
-        assert other is None or same(mine, other, count)
+        assert other is None or equal_samples(mine, other, count)
 
 
 @pytest.mark.parametrize("past", [-1, 0, 1])
@@ -84,7 +84,7 @@ def test_last_epoch_is_apart_below_eighty_per_cent_of_it(tmp_path: Path, past: i
     ours = build_blended_datasets(
         config(train=prefix, split="1", order="megatron"), seed=4, samples={"train": train}, eod=None
     )
-    assert same(ours[0], theirs[0], train)
+    assert equal_samples(ours[0], theirs[0], train)
 
 
 @pytest.mark.parametrize("weights", [[0.3, 0.7], [5.0, 1.0, 0.25], [1.0]])
@@ -95,8 +95,8 @@ def test_blend_in_megatrons_order(tmp_path: Path, weights: list[float]) -> None:
     ours = build_blended_datasets(
         config(train=train, split=[9, 1], order="megatron"), seed=7, samples={"train": 900, "valid": 60}, eod=None
     )
-    assert same(ours[0], theirs[0], 900)
-    assert same(ours[1], theirs[1], 60)
+    assert equal_samples(ours[0], theirs[0], 900)
+    assert equal_samples(ours[1], theirs[1], 60)
     with pytest.raises(DataError, match=r"data.order = megatron.* is fixed for"):
         tokens(ours[0], 2000)
 
@@ -113,7 +113,7 @@ def test_splits_of_their_own_in_megatrons_order(tmp_path: Path) -> None:
         seed=7, samples={"train": 300, "valid": 40, "test": 30}, eod=None,
     )  # fmt: skip
     for mine, other, count in zip(ours, theirs, (300, 40, 30), strict=True):
-        assert same(mine, other, count)
+        assert equal_samples(mine, other, count)
 
 
 @pytest.mark.parametrize("positions", [False, True])

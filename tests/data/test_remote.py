@@ -52,9 +52,9 @@ def test_a_url_is_read_as_the_folder_is(tmp_path: Path, tokenizer_folder: Path, 
     assert content(tmp_path / "objects") == content(tmp_path / "files")
     bad = json.loads((tmp_path / "objects.quarantine.jsonl").read_text())
     assert (bad["file"], bad["line"]) == ("memory://bucket/in/a.jsonl", 31)
-    left_out = SkippedFiles()
-    find_corpus_sources(["memory://bucket/in"], left_out=left_out)
-    assert {Path(name).name for names in left_out.names.values() for name in names} == {"README.md", "test.jsonl"}
+    skipped_files = SkippedFiles()
+    find_corpus_sources(["memory://bucket/in"], skipped_files=skipped_files)
+    assert {Path(name).name for names in skipped_files.names.values() for name in names} == {"README.md", "test.jsonl"}
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,14 @@ SERVICES = ["tokenizer", "preprocess", "train", "convert", "eval"]
 YAML_RULES = "{extends: default, rules: {line-length: {max: 120}, document-start: disable}}"
 
 
+def service_libraries(service: str) -> set[str]:
+    """Names of the libraries that the package of a service depends on, by itself or through others of ours."""
+    project = tomllib.loads((ROOT / f"packages/{service}/pyproject.toml").read_text())["project"]
+    names = {re.split(r"[^\w-]", other)[0] for other in project["dependencies"]}
+    ours = [name.removeprefix("mega-") for name in names if name.startswith("mega-")]
+    return names.union(*map(service_libraries, ours))
+
+
 def compose() -> dict[str, Any]:
     loaded = yaml.safe_load((ROOT / "docker/compose.yaml").read_text())
     assert isinstance(loaded, dict)
@@ -64,6 +72,21 @@ class TestDockerfile:
             todo += [found[1] for other in project["dependencies"] if (found := re.match(r"mega-(\w+) @", other))]
         assert set(re.findall(r"^COPY packages/(\w+)", text, re.MULTILINE)) == needed
         assert set(re.findall(r"\./packages/(\w+)", text)) == needed
+
+    def test_what_runs_models_has_a_compiler_and_what_does_not_has_no_cuda(self, path: Path) -> None:
+        """Without a compiler `compile: auto` falls back; torch's wheel with CUDA takes gigabytes."""
+        service, text = path.name.removesuffix(".Dockerfile"), path.read_text()
+        steps = [step for step in re.split(r"\n(?=[A-Z]+ )", re.sub(r"\\\n", " ", text)) if step.startswith("RUN")]
+        compilers = [number for number, step in enumerate(steps) if re.search(r"apt-get install .*\bg\+\+", step)]
+        assert len(compilers) == (service in ("trainer", "eval"))
+        assert all("command -v g++" in steps[number] for number in compilers)  # not twice, in an image of the user's
+        assert ("torch" in service_libraries(service)) == (service != "data")
+        cpu = re.search(r"^ARG TORCH_INDEX=\S+/cpu$", text, re.MULTILINE)
+        assert bool(cpu) == (service == "ckpt")
+        if cpu:  # torch comes first, so that the packages find it
+            assert re.search(
+                r'--index-url "\$TORCH_INDEX" "\$\(grep .\^torch==. constraints.txt\)".*packages', steps[-1]
+            )
 
     def test_it_is_pinned_and_not_root(self, path: Path) -> None:
         text = path.read_text()

@@ -21,7 +21,7 @@ from mega_eval.drafters import ModelDrafter, NgramDrafter
 from mega_eval.engine_requests import EngineRequest
 from mega_eval.inference_engine import InferenceEngine
 from mega_eval.model_loading import LoraAdapterSet, load_inference_model
-from mega_eval.page_allocator import PAGE
+from mega_eval.paged_cache import PAGE
 from mega_eval.text_stream import GenerationLimits
 from mega_trainer.model.decoder import Decoder
 from mega_trainer.parallel.lora_layers import LoraAdapterLayer, PerRowAdapters
@@ -58,7 +58,9 @@ def engine_of(model: Decoder, beside: LoraAdapterSet | None = None, **options: A
     return InferenceEngine(model, Numbers(), adapters=beside and beside.pool.selection, **given)
 
 
-def told(engine: InferenceEngine, requests: list[EngineRequest], every: int = 0) -> list[tuple[list[int], list[float]]]:
+def run_requests(
+    engine: InferenceEngine, requests: list[EngineRequest], every: int = 0
+) -> list[tuple[list[int], list[float]]]:
     """Of each request its tokens and their log-probabilities."""
     found = run(engine, requests, every=every).values()
     return [(tokens_of(events), [one.logprob for event in events for one in event.scored]) for events in found]
@@ -77,13 +79,15 @@ def test_each_row_of_a_mixed_batch_is_as_by_its_adapter_merged(name: str, tmp_pa
         EngineRequest(prompt, GenerationLimits(9), logprobs=0, adapter=adapter)
         for prompt, adapter in zip(prompts, chosen, strict=True)
     ]
-    mixed = told(engine_of(model, beside, drafter=NgramDrafter()), asked, every=1)
+    mixed = run_requests(engine_of(model, beside, drafter=NgramDrafter()), asked, every=1)
     texts = set()
     for adapter in (None, "a", "b"):
         whole = load_inference_model(base, dtype=torch.float64, adapter=None if adapter is None else folders[adapter])
         for prompt, mine, (tokens, logprobs) in zip(prompts, chosen, mixed, strict=True):
             if mine == adapter:
-                ((alone, expected),) = told(engine_of(whole), [EngineRequest(prompt, GenerationLimits(9), logprobs=0)])
+                ((alone, expected),) = run_requests(
+                    engine_of(whole), [EngineRequest(prompt, GenerationLimits(9), logprobs=0)]
+                )
                 assert tokens == alone
                 assert logprobs == pytest.approx(expected, abs=1e-9)
                 texts.add((tuple(prompt), round(logprobs[0], 6)))
@@ -98,7 +102,7 @@ def test_what_magnitudes_multiply_is_worked_out_once(tmp_path: Path) -> None:
     with mock.patch.object(
         LoraAdapterLayer, "magnitude_factors", autospec=True, side_effect=LoraAdapterLayer.magnitude_factors
     ) as worked_out:
-        told(
+        run_requests(
             engine_of(model, beside),
             [EngineRequest(prompt, GenerationLimits(6), adapter="a") for prompt in (SHARED, [7])],
         )
@@ -115,8 +119,8 @@ def test_rows_without_an_adapter_keep_their_bits(tmp_path: Path) -> None:
         EngineRequest([9], GenerationLimits(6), adapter="a"),
         without[3],
     ]
-    found = told(engine_of(load_inference_model(base, lora_adapters=beside), beside), mixed)
-    plain = told(engine_of(load_inference_model(base)), without)
+    found = run_requests(engine_of(load_inference_model(base, lora_adapters=beside), beside), mixed)
+    plain = run_requests(engine_of(load_inference_model(base)), without)
     assert [found[0], found[3]] == [plain[0], plain[3]]
 
 
@@ -128,8 +132,8 @@ def test_a_drafting_model_guesses_for_texts_with_adapters_too(tmp_path: Path) ->
     )
     model = load_inference_model(base, dtype=torch.float64, lora_adapters=beside)
     drafter = ModelDrafter(engine_of(load_inference_model(base, dtype=torch.float64)))
-    guessed = told(engine_of(model, beside, drafter=drafter), asked)
-    assert guessed == told(engine_of(model, beside), asked)
+    guessed = run_requests(engine_of(model, beside, drafter=drafter), asked)
+    assert guessed == run_requests(engine_of(model, beside), asked)
 
 
 def test_adapters_that_cannot_be_apart_are_refused(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from mega_common.errors import CheckpointError, MegaError
 from mega_eval.drafters import ModelDrafter
 from mega_eval.engine_requests import EngineEvent, EngineRequest
 from mega_eval.inference_engine import InferenceEngine
-from mega_eval.page_allocator import PAGE
+from mega_eval.paged_cache import PAGE
 from mega_eval.sampling import Sampling
 from mega_eval.text_stream import GenerationLimits
 

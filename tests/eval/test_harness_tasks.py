@@ -17,9 +17,9 @@ from mega_eval.model_loading import find_end_tokens, load_inference_model, load_
 from mega_eval.multi_rank_inference import ModelReplicas, PromptTokenizer
 
 pytest.importorskip("lm_eval", reason="lm-evaluation-harness")
-from mega_eval.harness_model import HarnessModel
 from mega_eval.harness_tasks import (
-    TaskOptions,
+    HarnessModel,
+    HarnessTaskOptions,
     find_harness_tasks,
     format_results_table,
     run_harness_tasks,
@@ -50,17 +50,21 @@ def harness_model(folder: Path, **options: Any) -> HarnessModel:
 
 
 @pytest.fixture(scope="module")
-def ours(folder: Path, names: list[str]) -> dict[str, Any]:
+def mega_results(folder: Path, names: list[str]) -> dict[str, Any]:
     return run_harness_tasks(
-        harness_model(folder, batch_size=3), names, TaskOptions(log_samples=True), {"device": "cpu"}
+        harness_model(folder, batch_size=3), names, HarnessTaskOptions(log_samples=True), {"device": "cpu"}
     )
 
 
-def test_each_sample_scores_as_with_the_harness_own_model(folder: Path, names: list[str], ours: dict[str, Any]) -> None:
-    assert_same(ours, hf_results(folder, names))
-    texts = [sample["resps"][0][0] for sample in ours["samples"]["local_generation"]]
+def test_each_sample_scores_as_with_the_harness_own_model(
+    folder: Path, names: list[str], mega_results: dict[str, Any]
+) -> None:
+    assert_same(mega_results, hf_results(folder, names))
+    texts = [sample["resps"][0][0] for sample in mega_results["samples"]["local_generation"]]
     assert len(set(texts)) > 1  # the model does say something
-    longest = max(len(load_tokenizer(folder).encode(s["doc"]["text"])) for s in ours["samples"]["local_rolling"])
+    longest = max(
+        len(load_tokenizer(folder).encode(s["doc"]["text"])) for s in mega_results["samples"]["local_rolling"]
+    )
     assert longest > 64  # of more than one window
 
 
@@ -73,7 +77,7 @@ def test_each_sample_of_a_model_with_an_encoder_scores_so_too(tmp_path: Path, na
     )
     model = HarnessModel(replicas, find_end_tokens(tmp_path, tokenizer), None, 64)
     mine, theirs = (
-        run_harness_tasks(model, names, TaskOptions(log_samples=True)),
+        run_harness_tasks(model, names, HarnessTaskOptions(log_samples=True)),
         hf_results(tmp_path, names, max_length=64),
     )
     texts = [[sample["resps"][0][0] for sample in found["samples"].pop("local_generation")] for found in (mine, theirs)]
@@ -87,7 +91,7 @@ def test_each_sample_of_a_model_with_an_encoder_scores_so_too(tmp_path: Path, na
 
 
 def test_chats_and_few_shots_are_those_of_the_harness_own_model(folder: Path, names: list[str]) -> None:
-    options = TaskOptions(apply_chat_template=True, num_fewshot=2, limit=3, log_samples=True)
+    options = HarnessTaskOptions(apply_chat_template=True, num_fewshot=2, limit=3, log_samples=True)
     mine = run_harness_tasks(harness_model(folder), [names[0], names[2]], options)
     other = hf_results(folder, [names[0], names[2]], apply_chat_template=True, num_fewshot=2, limit=3)
     assert "<|im_start|>assistant" in mine["samples"]["local_choice"][0]["arguments"][0][0]
@@ -95,15 +99,17 @@ def test_chats_and_few_shots_are_those_of_the_harness_own_model(folder: Path, na
 
 
 def test_a_mega_checkpoint_scores_as_its_export(
-    folder: Path, names: list[str], ours: dict[str, Any], tmp_path: Path
+    folder: Path, names: list[str], mega_results: dict[str, Any], tmp_path: Path
 ) -> None:
     convert_checkpoint(folder, tmp_path / "mega", "mega")
-    found = run_harness_tasks(harness_model(tmp_path / "mega", batch_size=8), names, TaskOptions(log_samples=True))
-    assert_same(found, ours)
+    found = run_harness_tasks(
+        harness_model(tmp_path / "mega", batch_size=8), names, HarnessTaskOptions(log_samples=True)
+    )
+    assert_same(found, mega_results)
 
 
 def test_answers_are_kept_for_the_model_that_gave_them(folder: Path, names: list[str], tmp_path: Path) -> None:
-    options = TaskOptions(limit=2, log_samples=True, cache=tmp_path / "cache")
+    options = HarnessTaskOptions(limit=2, log_samples=True, cache=tmp_path / "cache")
     first = run_harness_tasks(harness_model(folder), names, options)
     again = harness_model(folder)
 
@@ -119,15 +125,15 @@ def test_answers_are_kept_for_the_model_that_gave_them(folder: Path, names: list
     assert changed["samples"]["local_rolling"][0]["resps"] != first["samples"]["local_rolling"][0]["resps"]
 
 
-def test_results_are_told_and_written(ours: dict[str, Any], tmp_path: Path) -> None:
-    write_task_results(tmp_path / "results.json", ours)
+def test_results_are_told_and_written(mega_results: dict[str, Any], tmp_path: Path) -> None:
+    write_task_results(tmp_path / "results.json", mega_results)
     raw = json.loads((tmp_path / "results.json").read_text())
-    assert raw["results"]["local_choice"]["acc,none"] == ours["results"]["local_choice"]["acc,none"]
+    assert raw["results"]["local_choice"]["acc,none"] == mega_results["results"]["local_choice"]["acc,none"]
     assert raw["config"]["model"] == "mega"
     assert raw["config"]["device"] == "cpu"
     assert len(raw["samples"]["local_generation"]) == 12
-    assert "local_choice" in format_results_table(ours)
-    assert "word_perplexity" in format_results_table(ours)
+    assert "local_choice" in format_results_table(mega_results)
+    assert "word_perplexity" in format_results_table(mega_results)
 
 
 def test_a_task_that_is_not_there_has_a_nearest_name(tmp_path: Path) -> None:
@@ -147,7 +153,7 @@ def test_data_that_are_not_there(folder: Path, names: list[str], tmp_path: Path)
     task = tmp_path / "task.yaml"
     task.write_text(Path(names[0]).read_text().replace("choice.jsonl", "nowhere.jsonl"))
     with pytest.raises(DataError, match=r"task .*task\.yaml cannot be loaded"):
-        run_harness_tasks(harness_model(folder), [str(task)], TaskOptions())
+        run_harness_tasks(harness_model(folder), [str(task)], HarnessTaskOptions())
 
 
 @pytest.mark.parametrize(
@@ -166,4 +172,4 @@ def test_generation_settings_that_cannot_be(
     task = tmp_path / "task.yaml"
     task.write_text(Path(names[2]).read_text().replace(*change))
     with pytest.raises((DataError, ConfigError), match=said):
-        run_harness_tasks(harness_model(folder), [str(task)], TaskOptions(limit=1))
+        run_harness_tasks(harness_model(folder), [str(task)], HarnessTaskOptions(limit=1))

@@ -15,13 +15,12 @@ from mega_common.errors import ConfigError
 from mega_data.preprocessing.preprocess_corpus import preprocess_corpus
 from mega_data.tokenizer import train_tokenizer
 from mega_trainer.config.run_config import RunConfig
-from mega_trainer.distributed.rank_info import RankInfo
+from mega_trainer.distributed.process_groups import RankInfo
 from mega_trainer.pipeline.executor import PipelineExecutor
 from mega_trainer.run.training_run import run_training
 
 pytest.importorskip("lm_eval", reason="lm-evaluation-harness")
-from mega_eval.harness_model import HarnessModel
-from mega_eval.harness_tasks import TaskOptions, run_harness_tasks
+from mega_eval.harness_tasks import HarnessModel, HarnessTaskOptions, run_harness_tasks
 from mega_eval.in_training_tasks import TrainingTasks, build_inference_model
 from mega_eval.model_loading import find_end_tokens, load_inference_model, load_tokenizer
 from mega_eval.multi_rank_inference import ModelReplicas, PromptTokenizer
@@ -141,7 +140,7 @@ def check_scores(raw: dict[str, Any], told: dict[str, Any]) -> None:
         None,
         64,
     )
-    expected = run_harness_tasks(model, raw["eval"]["tasks"], TaskOptions())["results"]
+    expected = run_harness_tasks(model, raw["eval"]["tasks"], HarnessTaskOptions())["results"]
     for name, value in scores.items():
         _, task, metric = name.split("/")
         assert value == pytest.approx(expected[task][f"{metric},none"], rel=1e-4), name

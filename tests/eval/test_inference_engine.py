@@ -21,7 +21,7 @@ from mega_data.tokenizer import Tokenizer, train_tokenizer
 from mega_eval.drafters import ModelDrafter, NgramDrafter
 from mega_eval.engine_requests import AdaptiveDraftLength, Drafter, EngineEvent, EngineRequest
 from mega_eval.inference_engine import InferenceEngine
-from mega_eval.page_allocator import PAGE
+from mega_eval.paged_cache import PAGE
 from mega_eval.sampling import Sampling
 from mega_eval.text_stream import GenerationLimits
 from mega_trainer.model.decoder import Decoder

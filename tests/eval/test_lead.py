@@ -25,7 +25,7 @@ from mega_trainer.distributed.process_groups import ParallelGroups
 Told = dict[int, list[int]]
 
 
-def asked(engine: InferenceEngine) -> Told:
+def run_engine(engine: InferenceEngine) -> Told:
     """Requests that come between steps, one that is dropped, one that is refused; what becomes of the others."""
     found: Told = defaultdict(list)
     drawn = Sampling(temperature=1.0, seed=2)
@@ -65,7 +65,7 @@ def on_a_rank(folder: Path, layouts: list[ReplicaLayout]) -> list[Told]:
         kind = InferenceEngine if rank else BroadcastingEngine
         engine = engine_of(folder, kind, groups)
         if isinstance(engine, BroadcastingEngine):
-            found.append(asked(engine))
+            found.append(run_engine(engine))
             engine.stop_followers()
         else:
             follow_engine_calls(engine)
@@ -76,7 +76,7 @@ def test_ranks_answer_as_one(tmp_path: Path) -> None:
     write_model(tmp_path)
     for seed, (name, rank) in enumerate({"a": 3, "b": 2}.items()):
         save_adapter(tmp_path / name, tmp_path, LoraConfig(rank=rank, dora=name == "b"), seed=seed)
-    alone = asked(engine_of(tmp_path))
+    alone = run_engine(engine_of(tmp_path))
     assert {request: len(tokens) for request, tokens in alone.items()} == {0: 12, 1: 3, 2: 5, 3: 7, 4: 3}
     assert alone[0][:7] != alone[3]
     found = run_ranks(on_a_rank, 2, tmp_path, [ReplicaLayout(tp=2), ReplicaLayout(pp=2)])[0]

@@ -13,7 +13,7 @@ from tiny_models import BASE
 from mega_common.model_config import ModelConfig
 from mega_eval.engine_requests import AdaptiveDraftLength, EngineRequest, RequestState
 from mega_eval.inference_engine import InferenceEngine
-from mega_eval.page_allocator import PAGE
+from mega_eval.paged_cache import PAGE
 from mega_eval.sampling import Sampling
 from mega_eval.text_stream import GenerationLimits
 from mega_trainer.model.decoder import Decoder, apply_embedding_scale

@@ -1,22 +1,71 @@
+"""Objects that exist when a server starts are not part of its garbage collections."""
+
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 from local_tasks import WORDS, write_model
 from ranks import run_ranks
+from serving import Scripted, service_of, serving
 from tokenizers.processors import TemplateProcessing
 
 from mega_ckpt.source import read_model_config
 from mega_common.errors import ConfigError
+from mega_data.tokenizer import train_tokenizer
 from mega_eval.generate import Completion
 from mega_eval.model_loading import load_inference_model, load_tokenizer
-from mega_eval.multi_rank_inference import ModelReplicas, PromptTokenizer, ReplicaLayout, build_replica_groups
+from mega_eval.multi_rank_inference import (
+    ModelReplicas,
+    PromptTokenizer,
+    ReplicaLayout,
+    build_replica_groups,
+    freeze_startup_objects,
+)
 from mega_eval.sampling import Sampling
 from mega_eval.score import ContextContinuation, Score
 from mega_eval.text_stream import GenerationLimits
+
+
+class Node:
+    """Object of a reference cycle."""
+
+    def __init__(self) -> None:
+        self.other: object = self
+
+
+def test_objects_of_before_are_excluded_and_come_back() -> None:
+    early = [Node() for _ in range(10)]
+    with freeze_startup_objects():
+        assert gc.get_freeze_count() > 10
+        assert not any(one in early for one in gc.get_objects() if type(one) is Node)
+    assert gc.get_freeze_count() == 0
+    assert sum(type(one) is Node for one in gc.get_objects()) == 10
+
+
+def test_cycles_of_afterwards_are_collected() -> None:
+    with freeze_startup_objects():
+        node = weakref.ref(Node())
+        gc.collect()
+        assert node() is None
+
+
+def test_objects_come_back_after_an_error() -> None:
+    with pytest.raises(ValueError, match="stop"), freeze_startup_objects():
+        raise ValueError("stop")
+    assert gc.get_freeze_count() == 0
+
+
+def test_a_server_excludes_the_objects_of_its_start(tmp_path: Path) -> None:
+    train_tokenizer(["a b"], 260, tmp_path)
+    with serving(service_of(Scripted(), tmp_path)):
+        assert gc.get_freeze_count() > 1000
+    assert gc.get_freeze_count() == 0
+
 
 PROMPTS = ["the cat", "a dog ran to", "the end of the story", "one", "in one long day the dog sat on a mat and"]
 

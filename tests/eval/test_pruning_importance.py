@@ -103,7 +103,7 @@ def transformed(folder: Path) -> nn.Module:
 
 
 @torch.no_grad()
-def ours(path: Path) -> Tensor:
+def mega_importance(path: Path) -> Tensor:
     model, positions = load_inference_model(path), torch.arange(16)[None]
     return model.compute_logits(model(model.embed_inputs(WINDOWS[0], positions), model.make_forward_context(positions)))
 
@@ -133,7 +133,7 @@ def test_a_smaller_model_is_one_of_its_family(name: str, sizes: ShrinkSizes, tmp
     convert_checkpoint(tmp_path / "mega", tmp_path / "hf", "hf")
     with torch.no_grad():
         theirs = transformed(tmp_path / "hf")(WINDOWS[0]).logits
-    torch.testing.assert_close(theirs, ours(tmp_path / "mega"), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(theirs, mega_importance(tmp_path / "mega"), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("sizes", [ShrinkSizes(heads=heads, ffn=ffn) for heads in (1, 2, 3) for ffn in (None, 24)])
@@ -161,7 +161,9 @@ def test_layers_without_function_leave_the_model_as_it_was(tmp_path: Path) -> No
     shrink_model(
         open_weight_source(tmp_path / "whole"), tmp_path / "small", found, ShrinkSizes(layers=2, ffn=39, heads=2)
     )
-    torch.testing.assert_close(ours(tmp_path / "small"), ours(tmp_path / "whole"), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        mega_importance(tmp_path / "small"), mega_importance(tmp_path / "whole"), rtol=1e-5, atol=1e-5
+    )
 
 
 def test_sizes_that_cannot_be(tmp_path: Path) -> None:

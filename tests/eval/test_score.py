@@ -14,7 +14,7 @@ from mega_trainer.model.decoder import Decoder
 from mega_trainer.model.layer_builder import LayerBuilder
 
 VOCAB = 61
-# what may make a token depend on its neighbours: positions, windows, latents, experts, sinks, lengths of rows
+# what may make a token depend on its neighbors: positions, windows, latents, experts, sinks, lengths of rows
 NAMES = ["plain", "multi-query", "gpt2", "window", "gemma2", "gemma3", "oss", "deepseek3", "dynamic", "long"]
 TOKENS = st.integers(0, VOCAB - 1)
 CONTEXTS = st.lists(st.integers(0, 2), min_size=1, max_size=9)  # of few tokens, so that many begin alike

@@ -15,7 +15,7 @@ from tiny_models import save_tiny, variant
 
 from mega_ckpt.families import family_for_model
 from mega_common.errors import CheckpointError, ConfigError
-from mega_eval.sentence_transformers_folder import MODES, read_sentence_folder
+from mega_eval.sentence_transformers_folder import MODES, read_sentence_transformers_folder
 from mega_eval.text_embedding import TextEmbedder, load_text_embedder
 
 TEXTS = ["w1 w2 w3", "w9", "w4 w5 w6 w7 w8 w9 w10 w11 w12 w13 w14", "w3 w3"]
@@ -82,6 +82,25 @@ def test_prompts(transformer: Path, tmp_path: Path, include: bool, pooling: str)
         assert_same(reference, tmp_path, name)
     with pytest.raises(ConfigError, match="--prompt-name 'other' is not in"):
         opened(tmp_path).settings.select_prompt("other")
+
+
+@pytest.mark.parametrize("after", [[], ["Normalize"], ["Dense", "Normalize"], ["Normalize", "Dense"]], ids=str)
+@pytest.mark.parametrize("size", [1, 5, 100])
+def test_truncated_vectors(transformer: Path, tmp_path: Path, after: list[str], size: int) -> None:
+    pytest.importorskip("sentence_transformers", reason="the judge of its own folders")
+    from sentence_transformers.base.modules.dense import Dense
+    from sentence_transformers.base.modules.normalize import Normalize
+
+    modules = [Dense(24, 16) if name == "Dense" else Normalize() for name in after]
+    build(transformer, tmp_path, modules, truncate_dim=size)
+    settings = json.loads((tmp_path / "config_sentence_transformers.json").read_text())
+    (tmp_path / "config_sentence_transformers.json").write_text(json.dumps({**settings, "truncate_dim": size}))
+    import sentence_transformers
+
+    reference = sentence_transformers.SentenceTransformer(str(tmp_path), device="cpu", truncate_dim=size)
+    assert_same(reference, tmp_path)
+    lengths = np.linalg.norm(opened(tmp_path, normalize=True).embed_texts(TEXTS), axis=1)
+    np.testing.assert_allclose(lengths, 1, atol=1e-6)
 
 
 def test_long_texts_keep_the_last_special_token(transformer: Path, tmp_path: Path) -> None:
@@ -170,8 +189,8 @@ def test_what_is_not_supported_is_named(tmp_path: Path, files: dict[str, str], m
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(content)
     with pytest.raises(CheckpointError, match=message):
-        read_sentence_folder(tmp_path)
+        read_sentence_transformers_folder(tmp_path)
 
 
 def test_other_folders_have_no_settings(transformer: Path) -> None:
-    assert read_sentence_folder(transformer) is None
+    assert read_sentence_transformers_folder(transformer) is None

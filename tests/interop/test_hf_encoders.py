@@ -22,7 +22,7 @@ ENCODERS = [name for name, fields in VARIANTS.items() if fields.get("causal") is
 LENGTHS, S = [29, 17, 23], 29
 
 
-def given(vocab: int, types: int) -> tuple[Tensor, Tensor, np.ndarray]:
+def random_inputs(vocab: int, types: int) -> tuple[Tensor, Tensor, np.ndarray]:
     """Tokens none of which is for padding, types of segment, and which are padding."""
     g = torch.Generator().manual_seed(1)
     padding = np.arange(S) >= np.array(LENGTHS)[:, None]
@@ -47,7 +47,7 @@ def test_hidden_states_logits_and_losses(tmp_path: Path, name: str) -> None:
         save_tiny(tmp_path, family_for_model(config), config),
         load_inference_model(tmp_path, kinds=("encoder",)),
     )
-    tokens, types, padding = given(config.vocab_size, config.token_types)
+    tokens, types, padding = random_inputs(config.vocab_size, config.token_types)
     there = torch.from_numpy(~padding)
     labels = torch.where(there & (torch.rand(tokens.shape) < 0.3), tokens.flip(1), -100)
     asked: dict[str, Any] = {"attention_mask": there.long()} | ({"token_type_ids": types} if config.token_types else {})

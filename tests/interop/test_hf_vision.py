@@ -31,8 +31,7 @@ from transformers.models.llava_next.modeling_llava_next import image_size_to_num
 from mega_ckpt.convert import convert_checkpoint
 from mega_common.errors import DataError
 from mega_common.vision_config import VisionConfig
-from mega_data.images.image_geometry import list_placeholder_features
-from mega_data.images.image_pixels import prepare_image
+from mega_data.images.image_pixels import list_placeholder_features, prepare_image
 from mega_eval import generate as generating
 from mega_eval.generate import generate_completions
 from mega_eval.image_prompts import ImagePrompt
@@ -105,7 +104,7 @@ def reference(name: str, folder: Path) -> Any:
     return model
 
 
-def told(name: str, tokens: Tensor, pixels: Tensor, sizes: Sequence[tuple[int, int]]) -> dict[str, Tensor]:
+def hf_inputs(name: str, tokens: Tensor, pixels: Tensor, sizes: Sequence[tuple[int, int]]) -> dict[str, Tensor]:
     """What transformers is told of images [n, 3, H, W]: of those in tiles all of one after another, with black ones behind;
     and where tokens are that see one another.
     """
@@ -161,9 +160,9 @@ def test_logits_and_a_round_trip(tmp_path: Path, name: str) -> None:
     assert ours.config.vision is not None
     tokens, pixels, images = inputs(ours.config.vision)
     with torch.no_grad():
-        expected = theirs(input_ids=tokens, **told(name, tokens, pixels, SIZES)).logits
+        expected = theirs(input_ids=tokens, **hf_inputs(name, tokens, pixels, SIZES)).logits
         found = logits_of(ours, tokens, images)
-        blind = theirs(input_ids=tokens, **told(name, tokens, torch.zeros_like(pixels), SIZES)).logits
+        blind = theirs(input_ids=tokens, **hf_inputs(name, tokens, torch.zeros_like(pixels), SIZES)).logits
     assert (expected - blind).abs().max() > 0.1, "images that say nothing"
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
     convert_checkpoint(tmp_path / "hf", tmp_path / "mega", to="mega")
@@ -240,7 +239,7 @@ def test_greedy_text_image_by_image(tmp_path: Path, name: str) -> None:
         assert (vision.begin_token in tokens) == (name == "gemma 3")
         row = theirs.generate(
             torch.tensor([tokens]), do_sample=False, max_new_tokens=12, eos_token_id=None,
-            **told(name, torch.tensor([tokens]), pixels, each_size),
+            **hf_inputs(name, torch.tensor([tokens]), pixels, each_size),
         )  # fmt: skip
         assert one.tokens == row[0, len(tokens) :].tolist()
     assert len({tuple(one.tokens) for one in found[:3]}) > 1, "images that say nothing"
@@ -256,7 +255,7 @@ def test_loss_and_gradients_without_the_layer_that_is_for_nothing(tmp_path: Path
     assert ours.vision is not None
     tokens, pixels, images = inputs(ours.config.vision)
     labels = torch.where(tokens == IMAGE, -100, tokens)
-    expected = theirs(input_ids=tokens, labels=labels, **told(name, tokens, pixels, SIZES)).loss
+    expected = theirs(input_ids=tokens, labels=labels, **hf_inputs(name, tokens, pixels, SIZES)).loss
     expected.backward()
     positions = torch.arange(tokens.shape[1] - 1)[None]
     weights = (labels[:, 1:] >= 0).float()

@@ -64,6 +64,7 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
         {"tp": 1, "pp": 2, "ep": 2},
     ),
     "latent": (LATENT, {"tp": 2, "pp": 2}),
+    "latent-without-norms": ({**LATENT, "qk_layernorm": False}, {"tp": 2, "pp": 2}),
     "experts-as-in-gpt-oss": (
         {
             **GROUPED, **EXPERTS, "add_bias_linear": True, "swiglu": False, "quick_geglu": True, "glu_linear_offset": 1.0,
@@ -74,7 +75,7 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
         },
         {"tp": 1, "pp": 2, "ep": 2},
     ),
-    "centred-norms-neighbours": (
+    "centred-norms-neighbors": (
         {
             **GROUPED, "normalization": "LayerNorm", "layernorm_zero_centered_gamma": True, "rotary_interleaved": True,
             "kv_channels": 12, "rotary_percent": 0.5, "softmax_type": "learnable", "window_size": [3, 0],
@@ -117,7 +118,7 @@ FURTHER = [name for name, (changes, _) in MODELS.items() if changes.get("mtp_num
 
 
 @pytest.fixture(scope="module")
-def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def megatron_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Every model as Megatron saves it, in both formats, with its logits."""
     root, jobs = tmp_path_factory.mktemp("theirs"), []
     for name, (changes, layout) in sorted(MODELS.items(), key=lambda item: str(item[1][1])):  # a layout after the other
@@ -128,7 +129,7 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def ours(theirs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def mega_checkpoint(megatron_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Every model as mega writes it after a way through a checkpoint of its own, loaded by Megatron: its logits.
 
     Its older format is loaded strictly too, and gives the same tensors on every rank.
@@ -138,7 +139,7 @@ def ours(theirs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         tp = (
             1 if changes.get("num_experts") and changes.get("add_bias_linear") else 2
         )  # biases of experts are not split
-        convert_checkpoint(theirs / name, root / "mega" / name, "mega", verify=True)
+        convert_checkpoint(megatron_checkpoint / name, root / "mega" / name, "mega", verify=True)
         convert_checkpoint(root / "mega" / name, root / name, "megatron", options=ConvertOptions(tp=tp), verify=True)
         jobs.append({"do": "load", "folder": str(root / name / "release"), "tp": tp})
         for pp in (1, 2):
@@ -160,21 +161,24 @@ def logits(folder: Path) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_what_megatron_saves_mega_reads(theirs: Path, name: str) -> None:
-    expected = torch.load(theirs / name / "iter_0000007.pt")["logits"]
+def test_what_megatron_saves_mega_reads(megatron_checkpoint: Path, name: str) -> None:
+    expected = torch.load(megatron_checkpoint / name / "iter_0000007.pt")["logits"]
     assert expected.std() > 0.1, "logits that say nothing"
-    torch.testing.assert_close(logits(theirs / name), expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(logits(megatron_checkpoint / name), expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_what_mega_writes_megatron_loads(theirs: Path, ours: Path, name: str) -> None:
-    expected = torch.load(theirs / name / "iter_0000007.pt")["logits"]
-    torch.testing.assert_close(torch.load(ours / name / "release.pt")["logits"], expected, rtol=0, atol=1e-5)
+def test_what_mega_writes_megatron_loads(megatron_checkpoint: Path, mega_checkpoint: Path, name: str) -> None:
+    expected = torch.load(megatron_checkpoint / name / "iter_0000007.pt")["logits"]
+    torch.testing.assert_close(torch.load(mega_checkpoint / name / "release.pt")["logits"], expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_files_of_all_ranks_are_the_same_model(theirs: Path, name: str) -> None:
-    dist, legacy = open_weight_source(theirs / name), open_weight_source(theirs / f"{name}-legacy")
+def test_the_files_of_all_ranks_are_the_same_model(megatron_checkpoint: Path, name: str) -> None:
+    dist, legacy = (
+        open_weight_source(megatron_checkpoint / name),
+        open_weight_source(megatron_checkpoint / f"{name}-legacy"),
+    )
     assert all(torch.equal(dist.read_tensor(key), legacy.read_tensor(key)) for key in dist.tensor_names())
 
 
@@ -188,9 +192,12 @@ def whole_model(folder: Path) -> Decoder:
 
 
 @pytest.mark.parametrize("name", FURTHER)
-def test_further_tokens(theirs: Path, ours: Path, name: str) -> None:
+def test_further_tokens(megatron_checkpoint: Path, mega_checkpoint: Path, name: str) -> None:
     """Their logits, on both sides of both ways, and what they add to the loss."""
-    model, expected = whole_model(theirs / name), torch.load(theirs / name / "iter_0000007.pt")
+    model, expected = (
+        whole_model(megatron_checkpoint / name),
+        torch.load(megatron_checkpoint / name / "iter_0000007.pt"),
+    )
     tokens, found = megatron_oracle.tokens(model.config.vocab_size), []
     labels, positions, ones = tokens.roll(-1, 1), torch.arange(tokens.shape[1])[None], torch.ones(tokens.shape)
     ahead = [
@@ -211,7 +218,7 @@ def test_further_tokens(theirs: Path, ours: Path, name: str) -> None:
     (batch,) = normalize_mtp_weights([batch], [ones.sum().item(), *(one.weights.sum().item() for one in ahead)])
     with torch.no_grad():
         _, (_, loss), _ = model.whole(batch, model.make_forward_context(positions))
-    written = torch.load(ours / name / "release.pt")["further"]
+    written = torch.load(mega_checkpoint / name / "release.pt")["further"]
     for mine, one, other in zip(found, expected["further"], written, strict=True):
         assert one.std() > 0.1, "logits that say nothing"
         torch.testing.assert_close(mine, one, rtol=0, atol=1e-5)

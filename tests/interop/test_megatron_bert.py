@@ -58,7 +58,7 @@ def megatrons_samples(folder: Path, name: str) -> StepBatch:
 
 
 @pytest.fixture(scope="module")
-def theirs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, StepBatch]]:
+def megatron_bert(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, StepBatch]]:
     """As Megatron saves them, its losses; and what it makes of the weights after a way through a checkpoint of mega's."""
     root = tmp_path_factory.mktemp("bert")
     batches = {name: megatrons_samples(root, name) for name in MODELS}
@@ -85,8 +85,8 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, St
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_losses_on_megatrons_samples_are_megatrons(theirs: tuple[Path, dict[str, StepBatch]], name: str) -> None:
-    root, batches = theirs
+def test_losses_on_megatrons_samples_are_megatrons(megatron_bert: tuple[Path, dict[str, StepBatch]], name: str) -> None:
+    root, batches = megatron_bert
     batch, expected = batches[name], torch.load(root / name / "iter_0000007.pt")
     model = load_inference_model(root / f"{name}-mega", kinds=("encoder",))
     assert batch.document_ids is not None
@@ -112,8 +112,8 @@ def test_losses_on_megatrons_samples_are_megatrons(theirs: tuple[Path, dict[str,
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_what_mega_writes_is_what_megatron_wrote(theirs: tuple[Path, dict[str, StepBatch]], name: str) -> None:
-    root, _ = theirs
+def test_what_mega_writes_is_what_megatron_wrote(megatron_bert: tuple[Path, dict[str, StepBatch]], name: str) -> None:
+    root, _ = megatron_bert
     one, other = (torch.load(root / f"{folder}.pt") for folder in (f"{name}/iter_0000007", f"{name}-back/release"))
     assert torch.equal(one["lm"], other["lm"])
     assert one["pairs"] is None or torch.equal(one["pairs"], other["pairs"])

@@ -21,7 +21,7 @@ from mega_ckpt.store import Checkpoint
 from mega_common.progress_logging import logger
 from mega_data.token_files.indexed_writer import IndexedWriter
 from mega_trainer.config.run_config import RunConfig
-from mega_trainer.distributed.rank_info import RankInfo
+from mega_trainer.distributed.process_groups import RankInfo
 from mega_trainer.run import training_loop
 from mega_trainer.run.train_state import TrainState
 from mega_trainer.run.training_run import run_training as train
@@ -103,10 +103,10 @@ def _run_from(root: Path, name: str, tokens: Path, steps: int) -> TrainState:
 def main_weights(state: TrainState) -> dict[str, Tensor]:
     tensors = state.checkpoint_tensors()
     prefix = "optimizer/main/" if any(key.startswith("optimizer/main/") for key in tensors) else "weights/"
-    return whole({key.removeprefix(prefix): held for key, held in tensors.items() if key.startswith(prefix)})
+    return whole_tensors({key.removeprefix(prefix): held for key, held in tensors.items() if key.startswith(prefix)})
 
 
-def whole(tensors: dict[str, Any]) -> dict[str, Tensor]:
+def whole_tensors(tensors: dict[str, Any]) -> dict[str, Tensor]:
     out = {}
     for name, held in tensors.items():
         out[name] = torch.empty(held.shape)
@@ -150,7 +150,7 @@ def test_the_next_step_is_the_one_that_megatron_makes(root: Path, name: str, tok
 def test_a_run_makes_the_step_of_adam(root: Path, tokens: Path) -> None:
     """On data, from the moments that Megatron had; its gradients go to torch's own optimizer."""
     state = resumed(root, "fp32", tokens, steps=1)
-    found, gradients = main_weights(state), whole(state.optimizer.gradients_by_name())
+    found, gradients = main_weights(state), whole_tensors(state.optimizer.gradients_by_name())
     weights = in_memory(root, "fp32", "main")
     moments = {kind: in_memory(root, "fp32", kind) for kind in MOMENTS}
     for key, weight in weights.items():

@@ -13,11 +13,10 @@ from mega_ckpt.families.model_equivalence import normalize_config
 from mega_ckpt.formats.megatron_args import read_megatron_args
 from mega_cli.megatron_args import translate_script
 from mega_cli.megatron_args.arithmetic import parse_layer_pattern
-from mega_cli.megatron_args.flag_tables import load_flag_tables
-from mega_cli.megatron_args.parse_arguments import parse_command_arguments
+from mega_cli.megatron_args.flag_tables import load_flag_tables, parse_command_arguments
 from mega_cli.megatron_args.training_command import find_training_command
 from mega_common.errors import CheckpointError, ConfigError
-from mega_common.hybrid_pattern import distribute_layer_kinds
+from mega_common.layer_kinds import distribute_layer_kinds
 from mega_common.model_config import ModelConfig
 
 SCRIPT = """

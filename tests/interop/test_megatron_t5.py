@@ -89,7 +89,7 @@ class Theirs:
 
 
 @pytest.fixture(scope="module")
-def theirs(tmp_path_factory: pytest.TempPathFactory) -> Theirs:
+def megatron_t5(tmp_path_factory: pytest.TempPathFactory) -> Theirs:
     """Megatron's folders through mega and back, in both formats, one of which comes from the files of its ranks."""
     root = tmp_path_factory.mktemp("t5")
     micro = megatrons_samples(root)
@@ -125,20 +125,23 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> Theirs:
 
 
 @pytest.mark.parametrize("name", [name for name in KINDS if name != "relative"])
-def test_losses_on_megatrons_samples_are_megatrons(theirs: Theirs, name: str) -> None:
-    micro, model = theirs.micro, load_inference_model(str(theirs.root / name / "mega"), kinds=("encoder-decoder",))
+def test_losses_on_megatrons_samples_are_megatrons(megatron_t5: Theirs, name: str) -> None:
+    micro, model = (
+        megatron_t5.micro,
+        load_inference_model(str(megatron_t5.root / name / "mega"), kinds=("encoder-decoder",)),
+    )
     assert isinstance(model, EncoderDecoderModel)
     with torch.no_grad():
         _, _, ours = model.whole(micro, model.make_batch_context(micro, lambda *_: None))
-    read = torch.load(theirs.root / "samples.pt")["read"]
+    read = torch.load(megatron_t5.root / "samples.pt")["read"]
     assert read.sum() > 20
-    losses: Tensor = theirs.found(name, "iter_0000007")["losses"]
+    losses: Tensor = megatron_t5.found(name, "iter_0000007")["losses"]
     torch.testing.assert_close(ours[read], losses[read], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_what_mega_writes_is_what_megatron_wrote(theirs: Theirs, name: str) -> None:
-    one, other = theirs.found(name, "iter_0000007"), theirs.found(name, "back/release")
+def test_what_mega_writes_is_what_megatron_wrote(megatron_t5: Theirs, name: str) -> None:
+    one, other = megatron_t5.found(name, "iter_0000007"), megatron_t5.found(name, "back/release")
     assert one["weights"].keys() == other["weights"].keys()
     for tensor in one["weights"]:
         assert torch.equal(one["weights"][tensor], other["weights"][tensor]), tensor
@@ -146,16 +149,19 @@ def test_what_mega_writes_is_what_megatron_wrote(theirs: Theirs, name: str) -> N
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_files_of_ranks_hold_the_same(theirs: Theirs, name: str) -> None:
-    one, other = open_weight_source(theirs.root / name / "mega"), open_weight_source(theirs.root / name / "from-ranks")
+def test_files_of_ranks_hold_the_same(megatron_t5: Theirs, name: str) -> None:
+    one, other = (
+        open_weight_source(megatron_t5.root / name / "mega"),
+        open_weight_source(megatron_t5.root / name / "from-ranks"),
+    )
     assert one.model == other.model
     assert one.tensor_names() == other.tensor_names()
     assert all(torch.equal(one.read_tensor(tensor), other.read_tensor(tensor)) for tensor in one.tensor_names())
 
 
-def test_moments_come_along(theirs: Theirs) -> None:
+def test_moments_come_along(megatron_t5: Theirs) -> None:
     """Those of a T5 that Megatron trained are what it had in memory."""
-    place = theirs.root / "trained"
+    place = megatron_t5.root / "trained"
     convert_checkpoint(place / "theirs", place / "ours", "mega", verify=True)
     ours = Checkpoint.open_folder(place / "ours")
     for moment in ("exp_avg", "exp_avg_sq"):

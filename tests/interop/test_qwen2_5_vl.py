@@ -20,7 +20,7 @@ from mega_ckpt.convert import convert_checkpoint
 from mega_ckpt.formats.hf_write import plan_hf_folder
 from mega_ckpt.source import open_weight_source
 from mega_common.vision_config import VisionConfig
-from mega_data.images.image_geometry import compute_mrope_positions
+from mega_data.images.image_pixels import compute_mrope_positions
 from mega_eval import generate as generating
 from mega_eval.generate import generate_completions
 from mega_eval.image_prompts import ImagePrompt
@@ -68,7 +68,7 @@ def reference(name: str, folder: Path) -> tuple[Any, list[tuple[int, int]]]:
     return model, sizes
 
 
-def told(vision: VisionConfig, tokens: Tensor, images: list[Tensor]) -> dict[str, Tensor]:
+def hf_inputs(vision: VisionConfig, tokens: Tensor, images: list[Tensor]) -> dict[str, Tensor]:
     """What transformers is told of images [3, H, W]: their patches, and how many."""
     alone = [ImagePartition([image], vision, 0, 1) for image in images]
     grids = [[1, *(side // vision.patch_size for side in image.shape[1:])] for image in images]
@@ -109,9 +109,9 @@ def test_logits_and_a_round_trip(tmp_path: Path, name: str) -> None:
     assert ours.config.vision is not None
     tokens, pixels, images = inputs(ours.config.vision, sizes)
     with torch.no_grad():
-        expected = theirs(input_ids=tokens, **told(ours.config.vision, tokens, pixels)).logits
+        expected = theirs(input_ids=tokens, **hf_inputs(ours.config.vision, tokens, pixels)).logits
         found = logits_of(ours, tokens, images)
-        black = told(ours.config.vision, tokens, [torch.zeros_like(one) for one in pixels])
+        black = hf_inputs(ours.config.vision, tokens, [torch.zeros_like(one) for one in pixels])
         assert (expected - theirs(input_ids=tokens, **black).logits).abs().max() > 0.1, "images that say nothing"
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
     convert_checkpoint(tmp_path / "hf", tmp_path / "mega", to="mega")
@@ -125,7 +125,7 @@ def test_positions_are_transformers(tmp_path: Path) -> None:
     vision = load_inference_model(tmp_path / "hf").config.vision
     assert vision is not None
     tokens, pixels, images = inputs(vision, sizes)
-    seen = told(vision, tokens, pixels)
+    seen = hf_inputs(vision, tokens, pixels)
     expected, _ = theirs.model.get_rope_index(tokens, seen["mm_token_type_ids"], seen["image_grid_thw"])
     assert images.positions is not None
     assert torch.equal(images.positions, expected)
@@ -164,7 +164,7 @@ def test_a_folder_as_it_was_first_published(tmp_path: Path) -> None:
         assert ours.config.vision is not None
         tokens, pixels, images = inputs(ours.config.vision, sizes)
         with torch.no_grad():
-            expected = theirs(input_ids=tokens, **told(ours.config.vision, tokens, pixels)).logits
+            expected = theirs(input_ids=tokens, **hf_inputs(ours.config.vision, tokens, pixels)).logits
             torch.testing.assert_close(logits_of(ours, tokens, images), expected, rtol=0, atol=1e-5)
         convert_checkpoint(tmp_path / folder, tmp_path / f"{folder}.mega", to="mega")
         convert_checkpoint(tmp_path / f"{folder}.mega", tmp_path / f"{folder}.back", to="hf")
@@ -196,7 +196,7 @@ def test_greedy_text_image_by_image(tmp_path: Path) -> None:
         tokens, images = prompt.encode_prompt(model, Numbers())
         row = torch.tensor([tokens])
         seen = theirs.generate(
-            row, do_sample=False, max_new_tokens=12, eos_token_id=None, **told(vision, row, list(images.pixels))
+            row, do_sample=False, max_new_tokens=12, eos_token_id=None, **hf_inputs(vision, row, list(images.pixels))
         )
         assert one.tokens == seen[0, len(tokens) :].tolist()
     assert len({tuple(one.tokens) for one in found[:3]}) > 1, "images that say nothing"
@@ -211,7 +211,7 @@ def test_loss_and_gradients(tmp_path: Path) -> None:
     assert ours.vision is not None
     tokens, pixels, images = inputs(ours.config.vision, sizes)
     labels = torch.where(tokens == IMAGE, -100, tokens)
-    expected = theirs(input_ids=tokens, labels=labels, **told(ours.config.vision, tokens, pixels)).loss
+    expected = theirs(input_ids=tokens, labels=labels, **hf_inputs(ours.config.vision, tokens, pixels)).loss
     expected.backward()
     weights = (labels[:, 1:] >= 0).float()
     part = images.select_positions(slice(-1))

@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 
 from mega_ckpt.convert import convert
 from mega_ckpt.formats.hf_write import plan_hf_folder, write_hf_folder
-from mega_ckpt.source import MegaSource, open_weight_source
+from mega_ckpt.source import MegaWeightSource, open_weight_source
 from mega_common.errors import CheckpointError
+from mega_eval.encoder_losses import compute_decoder_states
 from mega_eval.model_loading import load_inference_model
-from mega_eval.span_corruption import compute_decoder_states
 
 transformers = pytest.importorskip("transformers", reason="the reference implementation")
 
@@ -64,7 +64,7 @@ CASES: dict[str, tuple[str, Mapping[str, Any]]] = {
 }  # fmt: skip
 
 
-class Bare(MegaSource):
+class Bare(MegaWeightSource):
     """A checkpoint without the files of the folder that it was made from."""
 
     def asset_files(self) -> Mapping[str, Path | bytes]:
@@ -103,7 +103,7 @@ def test_a_model_comes_in_and_goes_out_again(tmp_path: Path, case: str, length: 
     torch.testing.assert_close(ours.compute_logits(x), expected, rtol=1e-4, atol=1e-4)
 
     source = open_weight_source(tmp_path / "mega")
-    assert isinstance(source, MegaSource)
+    assert isinstance(source, MegaWeightSource)
     bare = Bare(source.checkpoint)
     (tmp_path / "anew").mkdir()
     write_hf_folder(bare, plan_hf_folder(bare), tmp_path / "anew", lambda _: None)
@@ -157,7 +157,7 @@ def test_a_head_apart_from_the_embedding_comes_in_and_goes_out_again(
     torch.testing.assert_close(logits, factor * expected, rtol=1e-4, atol=1e-4)
 
     source = open_weight_source(tmp_path / "mega")
-    assert isinstance(source, MegaSource)
+    assert isinstance(source, MegaWeightSource)
     out = Bare(source.checkpoint) if bare else source
     (tmp_path / "anew").mkdir()
     write_hf_folder(out, plan_hf_folder(out, family=theirs.config.model_type), tmp_path / "anew", lambda _: None)

@@ -23,11 +23,11 @@ from parity.worker import (
     make_groups,
     part_of,
     places,
-    whole,
+    whole_tensor,
 )
 
 from mega_ckpt.store import save_sharded_checkpoint
-from mega_ckpt.tensor_pieces import merge_sharded
+from mega_ckpt.tensor_pieces import merge_sharded_tensors
 from mega_trainer.distributed.process_groups import ProcessGroupCache
 
 BEFORE, AFTER = 2, 2  # steps before a save and after it
@@ -38,7 +38,7 @@ def unlike(mine: Held, reference: Held) -> list[str]:
     return [
         name
         for name, held in mine.items()
-        for full in [whole(reference[name])]
+        for full in [whole_tensor(reference[name])]
         if not all(torch.equal(box.tensor, part_of(full, box)) for box in held.boxes)
     ]
 
@@ -141,7 +141,7 @@ def moved(
             second = Trainer.make(after, rank, maker)
             spoil(second)
             second.state.restore_checkpoint(everywhere[0][0], _group(maker, after))
-        broken = unlike(clone(second.state.checkpoint_tensors()), merge_sharded(held for _, held in everywhere))
+        broken = unlike(clone(second.state.checkpoint_tensors()), merge_sharded_tensors(held for _, held in everywhere))
         out.append(Moved(broken, _straight_on(second, references)))
     return out
 

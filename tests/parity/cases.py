@@ -90,7 +90,7 @@ MODELS["vision"] = {
         "patch_size": 2, "image_token": 60,
     },
 }  # fmt: skip
-# Chunks of which some have no neighbours, and neighbours of which some are short.
+# Chunks of which some have no neighbors, and neighbors of which some are short.
 MODELS["retro"] = {
     "num_attention_heads": 8, "vocab_size": 61, "retro": {"chunk_length": 4, "neighbors": 2, "encoder_layers": 2},
 }  # fmt: skip
@@ -122,7 +122,10 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         {}, {"attention_sinks": True, "activation_limit": 0.7, "sliding_window": 5, "full_attention_layers": [1]},
         {"moe": MODELS["moe"]["moe"] | SINKHORN},
     ],
-    "mla": [{}, {"tie_embeddings": True, "mtp_layers": 2, "mla": {**MODELS["mla"]["mla"], "q_lora_rank": None}}],
+    "mla": [
+        {}, {"tie_embeddings": True, "mtp_layers": 2, "mla": {**MODELS["mla"]["mla"], "q_lora_rank": None}},
+        {"mla": {**MODELS["mla"]["mla"], "latent_norm": False}},
+    ],
 }  # fmt: skip
 VARIANTS["deepseek"] = VARIANTS["mla"]
 VARIANTS["hybrid"] = [
@@ -229,6 +232,7 @@ class Case:
         steps: to train.
         lora: the section of that name.
         freeze: patterns of what is not trained.
+        compiled: leaf functions are compiled.
     """
 
     name: str
@@ -254,6 +258,7 @@ class Case:
     offload: Mapping[str, Any] = field(default_factory=dict)
     lora: Mapping[str, Any] | None = None
     freeze: Sequence[str] = ()
+    compiled: bool = False
 
     @cached_property
     def raw(self) -> dict[str, Any]:
@@ -276,6 +281,7 @@ class Case:
             "precision": self.precision,
             "fp8": dict(self.fp8),
             "debug": dict(self.debug),
+            "compile": self.compiled,
         }  # fmt: skip
 
     @property
@@ -350,11 +356,11 @@ def layouts(name: str, ranks: int) -> Iterator[dict[str, Any]]:
         shapes += [{**shape, "cp": cp} for cp in (2, 4, 8) for shape in degrees(ranks, (1, 2, 4), cp)]
     for shape in shapes:
         kinds = [{"cp_kind": kind} for kind in CONTEXT] if "cp" in shape else [{}]
-        for experts, kind in product(expert_degrees(name, ranks // shape["pp"]), kinds):
+        for experts, kind in product(list_expert_degrees(name, ranks // shape["pp"]), kinds):
             yield shape | experts | kind
 
 
-def expert_degrees(name: str, ranks: int) -> list[dict[str, Any]]:
+def list_expert_degrees(name: str, ranks: int) -> list[dict[str, Any]]:
     """Every ep and expert_tp on the ranks of a stage, where the model has experts."""
     if "moe" not in MODELS[name]:
         return [{}]

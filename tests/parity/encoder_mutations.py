@@ -14,7 +14,7 @@ from parity.recurrence_mutations import Patch
 from torch import Tensor
 
 from mega_trainer.kernels.attention_masks import BandMask
-from mega_trainer.model.decoder import InputEmbeddings
+from mega_trainer.model.decoder import PositionTypeEmbeddings
 from mega_trainer.model.forward_context import SequenceMask
 from mega_trainer.model.layer_builder import LayerBuilder
 from mega_trainer.model.output_heads import SequencePooler
@@ -50,12 +50,12 @@ def _parts(change: Callable[[SequenceMask], SequenceMask]) -> Patch:
 
 
 def _types_of_the_first_rank_alone() -> AbstractContextManager[Any]:
-    real = InputEmbeddings.forward
+    real = PositionTypeEmbeddings.forward
 
-    def forward(self: InputEmbeddings, x: Tensor, positions: Tensor, types: Tensor | None) -> Tensor:
+    def forward(self: PositionTypeEmbeddings, x: Tensor, positions: Tensor, types: Tensor | None) -> Tensor:
         return real(self, x, positions, None if self.tp.rank else types)
 
-    return swap(InputEmbeddings, "forward", forward)
+    return swap(PositionTypeEmbeddings, "forward", forward)
 
 
 def _first_token_on_every_rank() -> AbstractContextManager[Any]:

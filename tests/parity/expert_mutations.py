@@ -13,7 +13,7 @@ from parity.cases import VARIANTS, Case, case
 from torch import Tensor
 
 from mega_trainer.distributed.process_groups import ParallelGroups
-from mega_trainer.model import expert_router, layer_builder, mixture_of_experts
+from mega_trainer.model import expert_router, mixture_of_experts, parameter_builder
 from mega_trainer.model.layer_builder import LayerBuilder
 from mega_trainer.model.mixture_of_experts import GroupedExperts
 from mega_trainer.optim import gradient_clipping
@@ -62,13 +62,13 @@ def _groups(**changes: Callable[[ParallelGroups], Any]) -> Patch:
 
 
 def _router_without_sync() -> AbstractContextManager[Any]:
-    real = layer_builder.make_parameter
+    real = parameter_builder.make_parameter
 
     def make(shape: Any, pieces: Any, **options: Any) -> Any:
         gate = any(".mlp.gate." in piece.name for piece in pieces)
         return real(shape, pieces, **{**options, "grad_sync": ()} if gate else options)
 
-    return swap(layer_builder, "make_parameter", make)
+    return swap(parameter_builder, "make_parameter", make)
 
 
 def _expert_gradients_averaged() -> AbstractContextManager[Any]:
@@ -144,9 +144,9 @@ def _weights_of_the_choice() -> AbstractContextManager[Any]:
 
 def _sent(change: Callable[..., Any]) -> Patch:
     """Change the columns [N, K parts] of ranks that tokens go to, of which so many hold parts of one expert."""
-    real = expert_parallel.target_ranks
+    real = expert_parallel.expert_ranks_of_tokens
     return lambda: swap(
-        expert_parallel, "target_ranks", lambda chosen, own, parts: change(real(chosen, own, parts), parts)
+        expert_parallel, "expert_ranks_of_tokens", lambda chosen, own, parts: change(real(chosen, own, parts), parts)
     )
 
 
@@ -160,7 +160,7 @@ def _once_for_each_choice() -> AbstractContextManager[Any]:
             lambda x, chosen, weights, own, rows: real(x, chosen, weights, own, 2 * rows),
         )
     )
-    patches.enter_context(swap(expert_parallel, "target_ranks", lambda chosen, own, parts: chosen // own))
+    patches.enter_context(swap(expert_parallel, "expert_ranks_of_tokens", lambda chosen, own, parts: chosen // own))
     return patches
 
 

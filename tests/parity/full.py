@@ -49,7 +49,7 @@ difference, relative to the largest element of each tensor, must be below {toler
   and key heads fewer than tensor ranks, states passed or heads exchanged over context ranks, experts in a latent space
 - `vision`: a vision tower (as CLIP's, SigLIP's or Qwen2.5-VL's), frozen or not, and a projector, whole on ranks that share the images,
   in tiles, whole, or of any shape
-- `retro`: a decoder that attends to retrieved neighbours by chunks, with their encoder; some chunks without any
+- `retro`: a decoder that attends to retrieved neighbors by chunks, with their encoder; some chunks without any
 
 {count} layouts. The table has a row for each set of dimensions larger than one; errors are rounded up to a power of ten.
 

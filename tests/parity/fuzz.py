@@ -92,6 +92,7 @@ def _latent(rng: random.Random) -> dict[str, Any]:
     mla = {
         "q_lora_rank": rng.choice([None, 5, 12]), "kv_lora_rank": rng.choice([3, 8]), "v_head_dim": rng.choice([2, 5]),
         "qk_nope_head_dim": rng.choice([1, 4]), "qk_rope_head_dim": rng.choice([2, 4]),
+        "latent_norm": rng.random() < 0.7,
     }  # fmt: skip
     rope = {"theta": 100.0, "interleaved": rng.random() < 0.5}
     return {"mla": mla, "rope": rope, "num_kv_heads": None, "head_dim": None, "qk_norm": False}

@@ -28,11 +28,11 @@ from torch import Tensor
 
 from mega_ckpt.convert import convert_checkpoint
 from mega_trainer.config.run_config import RunConfig
-from mega_trainer.distributed.rank_info import RankInfo
+from mega_trainer.distributed.process_groups import RankInfo
 from mega_trainer.engine import TrainingEngine
-from mega_trainer.run.build_components import connect_groups
+from mega_trainer.run.build_components import connect_parallel_groups
 
-# whose attention draws dropout, too; which the library refuses; which has a decoder of the others beside its tower; which reads neighbours
+# whose attention draws dropout, too; which the library refuses; which has a decoder of the others beside its tower; which reads neighbors
 SKIPPED = ("tied", "encoder", "t5", "vision", "retro")
 # What makes of the models of these names some that HuggingFace has: Llama, Qwen3 (gqa, long), Gemma 2, Mixtral, DeepSeek-V3.
 NAMED = {
@@ -91,7 +91,7 @@ def exportable(cases: Sequence[Case]) -> list[Case]:
 
 def engine_of(case: Case, ranks: RankInfo, maker: Any = None) -> TrainingEngine:
     config = RunConfig.parse(case.raw, source=str(case))
-    return TrainingEngine(config, connect_groups(config, ranks, maker))
+    return TrainingEngine(config, connect_parallel_groups(config, ranks, maker))
 
 
 def outcome(engine: TrainingEngine) -> tuple[list[Tensor], float, float, dict[str, Any]]:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from parity.bits import Moved, moved
-from parity.cases import CONTEXT, STEPS, Case, case
+from parity.cases import CONTEXT, STEPS, VARIANTS, Case, case
 from parity.eight_bit_mutations import EIGHT_BITS
 from parity.encoder_mutations import ENCODERS
 from parity.expert_mutations import EXPERTS
@@ -34,21 +34,20 @@ from torch import Tensor
 from mega_common.errors import NumericalError
 from mega_data.batch_loader import StepBatch
 from mega_trainer.data import micro_batch as batches
-from mega_trainer.data import token_counts
 from mega_trainer.data.micro_batch import HeadTargets, MicroBatch, SequenceBounds
 from mega_trainer.distributed import rng
 from mega_trainer.distributed.comm import CommGroup, RingTransfer, all_reduce
 from mega_trainer.distributed.process_groups import ParallelGroups
 from mega_trainer.kernels import gemm_accumulation as products
 from mega_trainer.kernels.torch_kernels import TorchKernels
-from mega_trainer.model import decoder, latent_attention, layer_builder, output_heads, vocab_parallel_loss
-from mega_trainer.model.activation_checkpointing import _RecomputedTensor
-from mega_trainer.model.activation_offload import OffloadedLayer
+from mega_trainer.model import decoder, latent_attention, output_heads, parameter_builder, vocab_parallel_loss
+from mega_trainer.model.activation_checkpointing import OffloadedLayer, _RecomputedTensor
 from mega_trainer.model.attention import AttentionCore
 from mega_trainer.model.decoder import Decoder
 from mega_trainer.model.forward_context import SequenceMask
 from mega_trainer.model.layer_builder import LayerBuilder
 from mega_trainer.model.output_heads import OutputHead, OutputProjection
+from mega_trainer.objectives import training_objective
 from mega_trainer.optim import gradient_clipping
 from mega_trainer.optim.muon import MuonUpdateRule
 from mega_trainer.optim.sharded_optimizer import ShardedOptimizer
@@ -78,6 +77,7 @@ DROPPING = case("tied", 2, parallel={"cp": 2, "cp_kind": "alltoall"})
 AGAIN = case("gqa", 1, recompute={"kind": "selective"})
 AWAY = case("gqa", 1, offload={"activations": 1, "min_bytes": 0})
 LATENT = case("mla", 2, parallel={"tp": 2, "sp": True})
+RAW_LATENT = case("mla", 2, parallel={"tp": 2, "sp": True}, variant=VARIANTS["mla"][2])
 AHEAD_DP = case("mla", 2, parallel={"zero": 0}, micro=2)
 AHEAD_CP = case("mla", 2, parallel={"cp": 2})
 AHEAD_PP = case("mla", 2, parallel={"pp": 2}, micro=2)
@@ -126,14 +126,16 @@ def _replicated(partial_grad: bool) -> Patch:
 
 
 def _without_sync() -> AbstractContextManager[Any]:
-    real = layer_builder.make_parameter
-    return swap(layer_builder, "make_parameter", lambda *args, **options: real(*args, **{**options, "grad_sync": ()}))
+    real = parameter_builder.make_parameter
+    return swap(
+        parameter_builder, "make_parameter", lambda *args, **options: real(*args, **{**options, "grad_sync": ()})
+    )
 
 
 def _tied_without_sync() -> AbstractContextManager[Any]:
-    real = layer_builder.make_vocab_parameter
+    real = parameter_builder.make_vocab_parameter
     return swap(
-        layer_builder, "make_vocab_parameter", lambda *args, **options: real(*args, **{**options, "grad_sync": ()})
+        parameter_builder, "make_vocab_parameter", lambda *args, **options: real(*args, **{**options, "grad_sync": ()})
     )
 
 
@@ -168,19 +170,21 @@ def _mean_of_means() -> Any:
     def mean(self: OutputHead, hidden: Tensor, output: OutputProjection, targets: HeadTargets) -> tuple[Tensor, Tensor]:
         return real(self, hidden, output, replace(targets, weights=targets.weights / targets.weights.sum()))
 
-    with swap(token_counts, "count_step_tokens", count_batches), swap(OutputHead, "compute_token_loss", mean):
+    with swap(training_objective, "count_step_tokens", count_batches), swap(OutputHead, "compute_token_loss", mean):
         yield
 
 
 def _own_tokens() -> AbstractContextManager[Any]:
     """Those of a data rank, and of a context rank about its share."""
-    return swap(token_counts, "count_step_tokens", lambda batch, *more: [batch.loss_weights.sum() / more[-1].cp.size])
+    return swap(
+        training_objective, "count_step_tokens", lambda batch, *more: [batch.loss_weights.sum() / more[-1].cp.size]
+    )
 
 
 def _tokens_of_every_rank() -> AbstractContextManager[Any]:
-    real = token_counts.count_local_tokens
+    real = training_objective.count_local_tokens
     return swap(
-        token_counts, "count_local_tokens", lambda batch, further, groups: real(batch, further, ParallelGroups())
+        training_objective, "count_local_tokens", lambda batch, further, groups: real(batch, further, ParallelGroups())
     )
 
 
@@ -230,24 +234,24 @@ def _weight_gradients(times: int) -> Patch:
 
 def _inputs_of_the_microbatch_before() -> AbstractContextManager[Any]:
     """What was put off is computed from the micro-batch's own dY and the X that was used last."""
-    real, used = parallel_linear.LinearFunction.compute_wgrad, {}
+    real, used = parallel_linear.ParallelLinearFunction.compute_wgrad, {}
 
-    def stale(self: parallel_linear.LinearFunction, x: Tensor, dy: Tensor, main: Any) -> Tensor | None:
+    def stale(self: parallel_linear.ParallelLinearFunction, x: Tensor, dy: Tensor, main: Any) -> Tensor | None:
         previous, used[x.shape] = used.get(x.shape, x), x
         return real(self, previous, dy, main)
 
-    return swap(parallel_linear.LinearFunction, "compute_wgrad", stale)
+    return swap(parallel_linear.ParallelLinearFunction, "compute_wgrad", stale)
 
 
 def _gradients_of_another_layer() -> AbstractContextManager[Any]:
     """Products that were put off are added where that of the last weight of this shape belongs."""
-    real, used = parallel_linear.LinearFunction.defer_wgrad, {}
+    real, used = parallel_linear.ParallelLinearFunction.defer_wgrad, {}
 
-    def swapped(self: parallel_linear.LinearFunction, weight: Tensor, x: Tensor, dy: Tensor, main: Any) -> None:
+    def swapped(self: parallel_linear.ParallelLinearFunction, weight: Tensor, x: Tensor, dy: Tensor, main: Any) -> None:
         other, used[weight.shape] = used.get(weight.shape, main), main
         real(self, weight, x, dy, other)
 
-    return swap(parallel_linear.LinearFunction, "defer_wgrad", swapped)
+    return swap(parallel_linear.ParallelLinearFunction, "defer_wgrad", swapped)
 
 
 def _head_of_a_tied_embedding_lost() -> AbstractContextManager[Any]:
@@ -306,18 +310,20 @@ def _overwritten() -> AbstractContextManager[Any]:
 
 def _weight_gradient_twice() -> AbstractContextManager[Any]:
     """Added to its place, and given to autograd too."""
-    real = parallel_linear.LinearFunction.compute_wgrad
+    real = parallel_linear.ParallelLinearFunction.compute_wgrad
 
-    def twice(self: parallel_linear.LinearFunction, x: Tensor, dy: Tensor, main: Any) -> Tensor | None:
+    def twice(self: parallel_linear.ParallelLinearFunction, x: Tensor, dy: Tensor, main: Any) -> Tensor | None:
         real(self, x, dy, main)
         return real(self, x, dy, None)
 
-    return swap(parallel_linear.LinearFunction, "compute_wgrad", twice)
+    return swap(parallel_linear.ParallelLinearFunction, "compute_wgrad", twice)
 
 
 def _head_gradient_unscaled() -> AbstractContextManager[Any]:
-    real = products.write_scaled
-    return swap(products, "write_scaled", lambda values, scale, *args, **kw: real(values, scale * 0 + 1, *args, **kw))
+    real = products.write_scaled_values
+    return swap(
+        products, "write_scaled_values", lambda values, scale, *args, **kw: real(values, scale * 0 + 1, *args, **kw)
+    )
 
 
 def _slice_off_by_one() -> AbstractContextManager[Any]:
@@ -435,13 +441,13 @@ def _no_decay_of_slices() -> AbstractContextManager[Any]:
 
 def _first_kv_head() -> AbstractContextManager[Any]:
     """Every rank takes the first key/value head."""
-    real = layer_builder.split_fused_heads
+    real = parameter_builder.split_fused_heads
 
     def first(blocks: Any, tail: Any, group: CommGroup) -> Any:
         shared = blocks[0].count < group.size
         return real(blocks, tail, replace(group, rank=0) if shared else group)
 
-    return swap(layer_builder, "split_fused_heads", first)
+    return swap(parameter_builder, "split_fused_heads", first)
 
 
 def _ring_skips_a_block() -> AbstractContextManager[Any]:
@@ -498,7 +504,7 @@ def _each_block_alone() -> AbstractContextManager[Any]:
 
 
 def _gradient_stays_away() -> AbstractContextManager[Any]:
-    """The last step of the ring's gradients left out: each rank keeps those of its neighbour's keys."""
+    """The last step of the ring's gradients left out: each rank keeps those of its neighbor's keys."""
     real = context_parallel.RingExchange.collect_gradients
 
     def collect(self: Any, mine: Tensor, work: Any) -> Tensor:
@@ -572,6 +578,15 @@ def _latent_norms_without_sync() -> AbstractContextManager[Any]:
 
     def replicated(self: LayerBuilder, name: str, shape: tuple[int, ...], **options: Any) -> Any:
         return real(replace(self, sp=False) if "a_layernorm" in name else self, name, shape, **options)
+
+    return swap(LayerBuilder, "build_replicated", replicated)
+
+
+def _latent_projections_without_sync() -> AbstractContextManager[Any]:
+    real = LayerBuilder.build_replicated
+
+    def replicated(self: LayerBuilder, name: str, shape: tuple[int, ...], **options: Any) -> Any:
+        return real(replace(self, sp=False) if "_a_proj" in name else self, name, shape, **options)
 
     return swap(LayerBuilder, "build_replicated", replicated)
 
@@ -667,7 +682,7 @@ MUTATIONS = [
     Mutation("ring skips a block", RING, _ring_skips_a_block),
     Mutation("ring adds blocks without their weights", RING, _blocks_added_without_weights),
     Mutation("ring's gradient of each block as if it were alone", RING, _each_block_alone),
-    Mutation("ring leaves a key's gradient with the neighbour", RING, _gradient_stays_away),
+    Mutation("ring leaves a key's gradient with the neighbor", RING, _gradient_stays_away),
     Mutation("gathered keys' gradients not summed", GATHER, _gathered_gradient_not_summed),
     Mutation("heads for sequence: tokens in the order of ranks", EXCHANGE, _tokens_in_order_of_ranks),
     Mutation("ring leaves the sinks out", RING, _blocks_without_sinks),
@@ -679,6 +694,9 @@ MUTATIONS = [
     Mutation("window within a block alone", RING, _window_within_a_block),
     Mutation("dropout of the sequence's first tokens on every context rank", RING, _dropout_of_first_part),
     Mutation("latents: gradient of a norm not summed under sequence parallelism", LATENT, _latent_norms_without_sync),
+    Mutation(
+        "latents without norms: gradient of a projection not summed", RAW_LATENT, _latent_projections_without_sync
+    ),
     Mutation(
         "latents: gradient of this rank's heads alone",
         replace(LATENT, parallel={"tp": 2}),

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from mega_ckpt.tensor_pieces import TensorPiece
 from mega_trainer.data import micro_batch as batches
 from mega_trainer.model import retro
-from mega_trainer.model.cross_attention import CrossAttentionChunks
-from mega_trainer.model.forward_context import ForwardContext, SequenceMask
+from mega_trainer.model.forward_context import CrossAttentionChunks, ForwardContext, SequenceMask
 from mega_trainer.model.layer_builder import LayerBuilder
 from mega_trainer.model.retro import NeighborEncoderBuilder, RetroDecoder
 
@@ -58,13 +57,13 @@ def _causal_encoder() -> AbstractContextManager[Any]:
 
 
 def _open_documents() -> AbstractContextManager[Any]:
-    """Neighbours are seen across a document's end, too."""
+    """Neighbors are seen across a document's end, too."""
     real = retro._chunk_in_document
     return swap(retro, "_chunk_in_document", lambda begins, chunks: real(begins * 0, chunks))
 
 
 def _without_gradient(stage: int) -> Patch:
-    """What a stage is given of the neighbours gets no gradient there."""
+    """What a stage is given of the neighbors gets no gradient there."""
     real = RetroDecoder.unpack_neighbors
 
     def rows(self: RetroDecoder, neighbors: Tensor) -> Tensor:
@@ -95,15 +94,15 @@ def _encoder_without_sync() -> AbstractContextManager[Any]:
 
 
 RETROS: list[tuple[str, Case, Patch]] = [
-    ("retro: neighbours of the next chunk seen", TP, _cut(_of_the_next)),
+    ("retro: neighbors of the next chunk seen", TP, _cut(_of_the_next)),
     ("retro: shifted by a chunk, not by one token less", TP, _cut(lambda own, k, v: (replace(own, shift=own.shift + 1), k, v))),
-    ("retro: a chunk without neighbours adds something", TP, _cut(lambda own, k, v: (replace(own, some=None), k, v))),
-    ("retro: neighbours of the document before seen", TP, _open_documents),
+    ("retro: a chunk without neighbors adds something", TP, _cut(lambda own, k, v: (replace(own, some=None), k, v))),
+    ("retro: neighbors of the document before seen", TP, _open_documents),
     ("retro: places without a token attended to", TP, _read(attention_mask=None)),
     ("retro: places without a token read", TP, _open_padding),
     ("retro: the encoder sees only what is before", TP, _causal_encoder),
     ("retro: gradient of the encoder's norms not summed", TP, _encoder_without_sync),
-    ("retro: gradient of the neighbours lost before the encoder", PP, _without_gradient(0)),
+    ("retro: gradient of the neighbors lost before the encoder", PP, _without_gradient(0)),
     ("retro: gradient of what the encoder made lost in the second stage", TIED, _without_gradient(1)),
     ("retro: gradient of the chunk in the encoder lost", TIED, _chunk_without_gradient),
 ]  # fmt: skip

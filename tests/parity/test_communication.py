@@ -24,7 +24,7 @@ from mega_trainer.distributed.comm import CommLog
 from mega_trainer.job.step_result import StepScalars
 from mega_trainer.model.expert_router import ExpertRouter
 from mega_trainer.parallel.gradient_buckets import SLICE_ELEMENTS
-from mega_trainer.pipeline.schedules import place_stages
+from mega_trainer.pipeline.schedules import place_pipeline_stages
 
 S, D, F, V, L = 16, 32, 48, 64, 2
 SCALAR = 8
@@ -127,7 +127,7 @@ def pipeline(one: Case, rank: int) -> Traffic:
     """Each boundary between stages of different ranks is crossed once forward and once backward a micro-batch."""
     theory, m, layout = Theory(), microbatches(one), one.layout
     pp = layout["pp"]
-    owners = place_stages(layout["schedule"], pp, layout["virtual_stages"])
+    owners = place_pipeline_stages(layout["schedule"], pp, layout["virtual_stages"])
     crossed = [ends for ends in pairwise(owners) if ends[0] != ends[1]]  # in the bend of a V nothing is sent
     arrivals = m * sum(ends.count(rank // layout["tp"]) for ends in crossed)
     share = layout["tp"] if layout["sp"] else 1
@@ -135,7 +135,7 @@ def pipeline(one: Case, rank: int) -> Traffic:
     if "encoder" in one.model:  # its tokens, the decoder's, and two tables of relative positions
         table = one.model["relative"]["buckets"] * one.model["num_attention_heads"] // layout["tp"]
         rows = (one.length + TARGET) // share + math.ceil(2 * table / D)
-    if "retro" in one.model:  # of each chunk, neighbours of twice its length
+    if "retro" in one.model:  # of each chunk, neighbors of twice its length
         rows += 2 * one.model["retro"]["neighbors"] * S // share
     theory.expect("pp", "receive", arrivals, one.micro * rows * D * BYTES[one.precision])
     theory.expect("pp", "all_gather", 1, pp * NORM)
@@ -353,7 +353,7 @@ def counted() -> dict[Case, list[Traffic]]:
     return {one: list(ranks[: one.ranks]) for one, ranks in zip(cases, results, strict=True)}
 
 
-def only(counts: Traffic, group: str) -> Traffic:
+def select_group(counts: Traffic, group: str) -> Traffic:
     return {key: value for key, value in counts.items() if key[0] == group}
 
 
@@ -372,13 +372,13 @@ def test_latents(counted: Any, one: Case) -> None:
 @pytest.mark.parametrize("one", PIPELINE, ids=str)
 def test_pipeline(counted: Any, one: Case) -> None:
     for rank, counts in enumerate(counted[one]):
-        assert only(counts, "pp") == pipeline(one, rank)
+        assert select_group(counts, "pp") == pipeline(one, rank)
 
 
 @pytest.mark.parametrize("sp", [False, True])
 def test_a_backward_in_two_halves_sends_what_a_whole_one_does(counted: Any, sp: bool) -> None:
     whole, halves = (
-        [only(counts, "tp") for counts in counted[one]]
+        [select_group(counts, "tp") for counts in counted[one]]
         for schedule in ("1f1b", "zb-h1")
         for one in PIPELINE
         if (one.name, one.layout["tp"], one.layout["sp"], one.layout["schedule"]) == ("dense", 2, sp, schedule)
@@ -395,15 +395,15 @@ def test_data_parallel(counted: Any, one: Case) -> None:
 @pytest.mark.parametrize("one", CONTEXTS, ids=str)
 def test_context_parallel(counted: Any, one: Case) -> None:
     for counts in counted[one]:
-        assert only(counts, "cp") == context_parallel(one)
+        assert select_group(counts, "cp") == context_parallel(one)
 
 
 @pytest.mark.parametrize("one", EXPERTS, ids=str)
 def test_experts(counted: Any, one: Case) -> None:
     together: Counter[tuple[str, str, int]] = Counter()
     for counts in counted[one]:
-        assert only(counts, "expert_data") == expert_gradients(one)
-        for key, numbers in only(counts, "ep").items():
+        assert select_group(counts, "expert_data") == expert_gradients(one)
+        for key, numbers in select_group(counts, "ep").items():
             together.update({(*key, index): number for index, number in enumerate(numbers)})
     computed = 2 if one.layout["recompute"] == "full" else 1
     pairs = sum(counts["router", "pairs"][1] for counts in counted[one]) // computed

@@ -40,6 +40,20 @@ def test_a_growing_batch_and_rates_of_embedding_and_output_and_by_name() -> None
     assert not problems(cases, 4)
 
 
+def test_latents_without_norms() -> None:
+    shapes: list[tuple[int, dict[str, Any]]] = [
+        (1, {}), (2, {"tp": 2}), (2, {"tp": 2, "sp": True}), (2, {"cp": 2}), (2, {"pp": 2}), (4, {"tp": 4, "sp": True}),
+        (4, {"tp": 2, "sp": True, "cp": 2, "cp_kind": "alltoall"}), (4, {"tp": 2, "pp": 2, "zero": 1}),
+        (4, {"cp": 2, "pp": 2}), (4, {"tp": 2, "zero": 3}),
+    ]  # fmt: skip
+    cases = [
+        case(name, ranks, layers=shape.get("pp", 1) * 2, parallel=shape, micro=2, variant=VARIANTS["mla"][2])
+        for ranks, shape in shapes
+        for name in ("mla", "deepseek")
+    ]
+    assert not problems(cases, 4)
+
+
 def test_images_in_different_numbers_of_tiles() -> None:
     """The row behind lines of patches is on every rank, whether these share a sequence or have all of it."""
     shapes: list[dict[str, Any]] = [

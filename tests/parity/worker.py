@@ -19,23 +19,23 @@ from mega_common.progress_logging import ProgressBar
 from mega_common.retro_config import RetroConfig
 from mega_common.vision_config import VisionConfig
 from mega_data.batch_loader import EncoderInput, StepBatch
-from mega_data.images.image_geometry import compute_native_size, list_placeholder_features
+from mega_data.images.image_pixels import compute_native_size, list_placeholder_features
 from mega_data.kinds.dataset_kind import SampleImages
 from mega_trainer.config.parallel_layout import ParallelLayout
 from mega_trainer.config.run_config import RunConfig
-from mega_trainer.data import token_counts
 from mega_trainer.data.micro_batch import split_micro_batches
 from mega_trainer.distributed.comm import CommLog
-from mega_trainer.distributed.process_groups import ParallelGroups, ProcessGroupCache, build_parallel_groups
-from mega_trainer.distributed.rank_info import RankInfo
+from mega_trainer.distributed.process_groups import ParallelGroups, ProcessGroupCache, RankInfo, build_parallel_groups
 from mega_trainer.job.step_result import StepResult
 from mega_trainer.model.weight_init import initialize_weights
+from mega_trainer.objectives import training_objective
 from mega_trainer.optim.sharded_optimizer import ShardedOptimizer
 from mega_trainer.pipeline.executor import PipelineExecutor
 from mega_trainer.run import build_components, training_run
 from mega_trainer.run.train_state import TrainState
 from mega_trainer.run.train_step import train_step
 
+CPU = torch.device("cpu")
 FLOOR = 1e-4  # a tensor smaller than this share of the largest of its kind is measured against that one
 Held = Mapping[str, ShardedTensor]
 # The batch of a step: configuration, number of the step, data rank, data ranks, whether attention is closed.
@@ -72,6 +72,7 @@ class Trainer:
     optimizer: ShardedOptimizer
     state: TrainState
     batches: Batches
+    device: torch.device = CPU
 
     @classmethod
     def make(
@@ -81,25 +82,26 @@ class Trainer:
         maker: ProcessGroupCache | None = None,
         log: CommLog | None = None,
         batches: Batches | None = None,
+        device: torch.device = CPU,
     ) -> Trainer:
         """This rank's trainer. A collective call among the ranks of the case."""
         config = RunConfig.parse(case.raw, source=str(case))
-        groups = build_components.connect_groups(config, RankInfo(rank, case.ranks), maker, log)
+        groups = build_components.connect_parallel_groups(config, RankInfo(rank, case.ranks), maker, log)
         dtype = torch.float64 if case.wide else build_components.compute_dtype(config)
         with mock.patch.object(build_components, "compute_dtype", return_value=dtype):
-            state, executor = training_run.assemble_training(config, groups, torch.device("cpu"))
+            state, executor = training_run.assemble_training(config, groups, device)
         for stage in state.stages.values():
             initialize_weights(stage, config.train.seed)
         state.optimizer.load_main_from_model()
-        return cls(case, config, groups, executor, state.optimizer, state, batches or synthetic)
+        return cls(case, config, groups, executor, state.optimizer, state, batches or synthetic, device)
 
     def step(self, number: int | None = None) -> StepResult:
         """Train on the batch of the step at hand, or of another."""
         number = self.state.step if number is None else number
         batch = self.batches(self.config, number, self.groups.dp.rank, self.groups.dp.size, self.case.closed)
-        micro = list(split_micro_batches(batch, self.config, torch.device("cpu"), self.groups.cp))
+        micro = list(split_micro_batches(batch, self.config, self.device, self.groups.cp))
         settings = self.config.optimizer
-        tokens = token_counts.count_step_tokens(batch, self.config.model.mtp_layers, self.groups)
+        tokens = training_objective.count_step_tokens(batch, self.config.model.mtp_layers, self.groups)
         result = train_step(
             self.executor, self.optimizer, micro, tokens=tokens,
             lr=1e-2, decoupled_lr=settings.decoupled_lr, clip=settings.clip_grad,
@@ -185,7 +187,7 @@ def _source(config: RunConfig, step: int, own: slice, count: int) -> EncoderInpu
 
 
 def _neighbors(config: RunConfig, retro: RetroConfig, step: int, count: int) -> np.ndarray:
-    """What was retrieved: some chunks have nothing, and some neighbours are short."""
+    """What was retrieved: some chunks have nothing, and some neighbors are short."""
     rng = np.random.default_rng([9, step])
     shape = (count, config.data.seq_length // retro.chunk_length, retro.neighbors, retro.neighbor_length)
     tokens = rng.integers(0, config.model.vocab_size, shape)
@@ -201,7 +203,7 @@ def clone(tensors: Held) -> dict[str, ShardedTensor]:
     }
 
 
-def whole(held: ShardedTensor) -> Tensor:
+def whole_tensor(held: ShardedTensor) -> Tensor:
     """One tensor from boxes that cover it; nan where none is."""
     first = held.boxes[0].tensor
     out = first.new_full(held.shape, float("nan"))
@@ -217,7 +219,7 @@ def part_of(tensor: Tensor, box: TensorBox) -> Tensor:
 
 def difference(mine: Held, reference: Held) -> float:
     """Largest error of any box against the reference's tensors, relative to each tensor's largest element."""
-    wholes = {name: whole(held).double() for name, held in reference.items()}
+    wholes = {name: whole_tensor(held).double() for name, held in reference.items()}
     scales = {name: tensor.abs().max().item() for name, tensor in wholes.items()}
     largest: dict[str, float] = {}
     for name, scale in scales.items():

@@ -1,4 +1,4 @@
-"""A small ModernBERT, trained on this Python's own source code: it guesses masked tokens, and its vectors find neighbours."""
+"""A small ModernBERT, trained on this Python's own source code: it guesses masked tokens, and its vectors find neighbors."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from mega_ckpt.source import open_weight_source
 from mega_data.token_files.indexed_writer import IndexedWriter
 from mega_data.tokenizer import Tokenizer
-from mega_eval.masked_lm_loss import evaluate_masked_lm
+from mega_eval.encoder_losses import evaluate_masked_lm
 from mega_eval.model_loading import load_inference_model
 from mega_eval.text_embedding import compute_embeddings
 from mega_trainer.config.run_config import RunConfig
-from mega_trainer.distributed.rank_info import RankInfo
+from mega_trainer.distributed.process_groups import RankInfo
 from mega_trainer.run.training_run import run_training
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
@@ -56,7 +56,7 @@ def write(prefix: Path, texts: list[list[int]]) -> None:
         writer.add_documents(np.concatenate([np.array(text) for text in texts]), [len(text) for text in texts])
 
 
-def test_a_modernbert_trained_on_code_beats_unigrams_and_finds_a_planted_neighbour(tmp_path: Path) -> None:
+def test_a_modernbert_trained_on_code_beats_unigrams_and_finds_a_planted_neighbor(tmp_path: Path) -> None:
     texts = sources()
     tokenizer = tokenizer_of(texts[::4], tmp_path / "tok")
     eod = tokenizer.eos_id

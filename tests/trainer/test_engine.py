@@ -32,7 +32,7 @@ import mega_trainer
 from mega_ckpt.convert import convert_checkpoint
 from mega_ckpt.source import open_weight_source
 from mega_common.errors import ConfigError, DataError
-from mega_trainer.distributed.rank_info import RankInfo
+from mega_trainer.distributed.process_groups import RankInfo
 from mega_trainer.model.expert_router import ExpertRouter
 
 EXAMPLE = Path(__file__).parents[2] / "examples/rl"
@@ -87,7 +87,7 @@ def test_a_checkpoint_of_the_engine_s_has_the_tokenizer_that_came_with_the_weigh
     assert open_weight_source(again).asset_files().keys() >= {"tokenizer.json", "config.json"}
 
 
-def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+def equal_states(one: dict[str, Any], other: dict[str, Any]) -> bool:
     """Whether this rank holds the same bits."""
     boxes = [[box.tensor for name in sorted(held) for box in held[name].boxes] for held in (one, other)]
     return all(torch.equal(a, b) for a, b in zip(*boxes, strict=True))
@@ -106,7 +106,7 @@ def hands_on(cases: Sequence[Case], folder: Path) -> list[str]:
         engine.reload()
         after = outcome(engine)
         wrong += [f"{case}: {held} bytes stay"] if held else []
-        wrong += [] if same(before[3], after[3]) and after[1] == before[1] else [f"{case}: not as before"]
+        wrong += [] if equal_states(before[3], after[3]) and after[1] == before[1] else [f"{case}: not as before"]
     return wrong
 
 

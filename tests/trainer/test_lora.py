@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from parity.worker import synthetic, whole
+from parity.worker import synthetic, whole_tensor
 
 from mega_ckpt.convert import convert_checkpoint
 from mega_ckpt.derive_checkpoint import average_checkpoints, prune_checkpoint
@@ -21,16 +21,14 @@ from mega_common.errors import CheckpointError, ConfigError
 from mega_data.batch_loader import StepBatch
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.data.micro_batch import split_micro_batches
-from mega_trainer.data.token_counts import count_step_tokens
-from mega_trainer.distributed.process_groups import ParallelGroups
-from mega_trainer.distributed.rank_info import RankInfo
+from mega_trainer.distributed.process_groups import ParallelGroups, RankInfo
 from mega_trainer.distributed.rng import SeededDropout
 from mega_trainer.job.step_result import StepResult
+from mega_trainer.objectives.training_objective import count_step_tokens
 from mega_trainer.optim.sharded_optimizer import ShardedOptimizer
-from mega_trainer.run.initial_state import initialize_state
 from mega_trainer.run.train_state import TrainState
 from mega_trainer.run.train_step import train_step
-from mega_trainer.run.training_run import assemble_training, run_training
+from mega_trainer.run.training_run import assemble_training, initialize_state, run_training
 
 CONSTANT = {"name": "constant"}
 Settings = Callable[..., dict[str, Any]]
@@ -198,7 +196,7 @@ def check_is_peft_s(step: tuple[StepBatch, StepResult, ShardedOptimizer], theirs
     found = optimizer.gradients_by_name()
     assert found.keys() == expected.keys()
     for name, gradient in expected.items():
-        torch.testing.assert_close(whole(found[name]), gradient, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(whole_tensor(found[name]), gradient, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(("dropout", "dora"), [(0.0, False), (0.3, False), (0.0, True)])

@@ -17,7 +17,7 @@ from mega_common.errors import ConfigError
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.distributed.process_groups import ParallelGroups
 from mega_trainer.parallel.parameter_info import get_packed_weight
-from mega_trainer.plan.memory_advice import make_run_shape
+from mega_trainer.plan.memory_advice import make_training_layout
 from mega_trainer.plan.memory_prediction import predict_memory
 from mega_trainer.run.train_state import TrainState, collect_weights
 from mega_trainer.run.training_run import assemble_training
@@ -103,7 +103,7 @@ def test_the_plan_counts_the_bytes_that_are_held(tuning: Settings) -> None:
     assert all(each.untyped_storage().nbytes() == each.element_size() for each in of_packed)
     whole = sum(each.nbytes for each in parameters if get_packed_weight(each) is None)
     config = RunConfig.parse(raw)
-    counted = predict_memory(config.model, make_run_shape(config, 1))[0]["weights"]
+    counted = predict_memory(config.model, make_training_layout(config, 1))[0]["weights"]
     assert counted == whole + sum(keeper.nbytes for keeper in packed)
 
 

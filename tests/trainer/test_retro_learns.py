@@ -1,4 +1,4 @@
-"""A small Retro reads facts it has never seen from its neighbours, which is all that tells them."""
+"""A small Retro reads facts it has never seen from its neighbors, which is all that tells them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def facts(step: int, *, neighbors: bool) -> StepBatch:
     again and again, of which the first one is asked for.
 
     Another text states the same facts: it has the key with its value, and the value with other text behind it, which are
-    one of the two neighbours of each. There is no second one.
+    one of the two neighbors of each. There is no second one.
     """
     rng = np.random.default_rng([11, step])
     tokens = rng.integers(0, SIZE, (ROWS, S + 1))
@@ -72,6 +72,6 @@ def held_out(*, neighbors: bool) -> float:
     return sum(found) / len(found)
 
 
-def test_values_of_facts_never_seen_are_told_by_neighbours() -> None:
+def test_values_of_facts_never_seen_are_told_by_neighbors() -> None:
     assert held_out(neighbors=True) < 1.0
     assert held_out(neighbors=False) > 0.9 * math.log(SIZE)

@@ -1,4 +1,4 @@
-"""A run of a model with retrieval, from a data set and its neighbours on disk to a checkpoint, and what that is not for."""
+"""A run of a model with retrieval, from a data set and its neighbors on disk to a checkpoint, and what that is not for."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mega_ckpt.source import open_weight_source
 from mega_common.errors import CheckpointError, ConfigError
 from mega_eval.model_loading import load_inference_model
 from mega_trainer.config.run_config import RunConfig
-from mega_trainer.distributed.rank_info import RankInfo
+from mega_trainer.distributed.process_groups import RankInfo
 from mega_trainer.run.training_run import run_training
 
 M, S = 8, 32
@@ -31,7 +31,7 @@ MODEL = {
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    pytest.importorskip("faiss", reason="neighbours are searched by faiss")
+    pytest.importorskip("faiss", reason="neighbors are searched by faiss")
     folder = tmp_path_factory.mktemp("data")
     documents(folder / "d", np.random.default_rng(3).integers(0, 60, (40, 21)).tolist())
     found(folder, folder / "d", split=(1,))
@@ -58,17 +58,17 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
-def whole(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole_run(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Four steps in one process."""
     output = tmp_path_factory.mktemp("whole")
     run_training(RunConfig.parse(settings(data, output, 4)), RankInfo(0, 1))
     return output
 
 
-def test_a_run_resumes_in_another_layout(data: Path, whole: Path, tmp_path: Path) -> None:
+def test_a_run_resumes_in_another_layout(data: Path, whole_run: Path, tmp_path: Path) -> None:
     run_training(RunConfig.parse(settings(data, tmp_path, 2)), RankInfo(0, 1))
     run_ranks(resumed, 2, settings(data, tmp_path, 4, pp=2))
-    one, other = weights(whole), weights(tmp_path)
+    one, other = weights(whole_run), weights(tmp_path)
     assert "model.layers.0.encoder.1.self_attn.q_proj.weight" in one
     for name, tensor in one.items():
         torch.testing.assert_close(other[name], tensor, rtol=1e-8, atol=1e-10)
@@ -80,9 +80,9 @@ def test_megatrons_own_is_refused() -> None:
         read_megatron_args({"num_layers": 32, "retro_add_retriever": True}, "retro-8b")
 
 
-def test_what_asks_without_neighbours_is_refused(whole: Path) -> None:
-    with pytest.raises(ConfigError, match="requires retrieved neighbours of each text"):
-        load_inference_model(whole, kinds=("decoder", "encoder", "encoder-decoder", "reward model"))
+def test_what_asks_without_neighbors_is_refused(whole_run: Path) -> None:
+    with pytest.raises(ConfigError, match="requires retrieved neighbors of each text"):
+        load_inference_model(whole_run, kinds=("decoder", "encoder", "encoder-decoder", "reward model"))
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_what_asks_without_neighbours_is_refused(whole: Path) -> None:
         ("megatron", "retro is not supported with --to megatron"),
     ],
 )
-def test_others_formats_are_refused(whole: Path, tmp_path: Path, to: str, told: str) -> None:
+def test_others_formats_are_refused(whole_run: Path, tmp_path: Path, to: str, told: str) -> None:
     with pytest.raises(CheckpointError, match=told):
-        convert_checkpoint(whole, tmp_path / "out", to)
+        convert_checkpoint(whole_run, tmp_path / "out", to)
     assert not (tmp_path / "out").exists()

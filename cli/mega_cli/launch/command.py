@@ -13,7 +13,7 @@ from mega_cli.launch.array_jobs import indexed_job_manifest, plan_array_job, slu
 from mega_cli.launch.kubernetes import PodPlan, run_manifests
 from mega_cli.launch.slurm import ContainerImage, SlurmJobPlan, slurm_batch_script
 from mega_cli.launch.value_grammars import KUBERNETES, PATH, SLURM, TEXT, check_option_value, check_option_values
-from mega_cli.workflow_config import reject_workflow
+from mega_cli.workflow_config import reject_workflow_file
 from mega_common.errors import ConfigError
 from mega_common.progress_logging import logger
 from mega_common.strict_config import apply_overrides, load_yaml_mapping
@@ -203,7 +203,7 @@ def check_launched_run(run: Path, overrides: list[str], ranks: int) -> None:
     from mega_trainer.config.run_config import load_run_config
 
     raw = apply_overrides(load_yaml_mapping(run), overrides)
-    reject_workflow(run, raw, "give a run.yaml, or --stage NAME to launch a stage of the workflow")
+    reject_workflow_file(run, raw, "give a run.yaml, or --stage NAME to launch a stage of the workflow")
     model = raw.get("model")
     if isinstance(model, dict) and "from" in model and not Path(str(model["from"])).exists():
         logger.warning("model.from = %s does not exist on this machine, so the run is not checked", model["from"])

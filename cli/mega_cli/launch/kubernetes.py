@@ -10,8 +10,13 @@ from typing import Any
 
 import yaml
 
-from mega_cli.launch.torchrun_agent import ENVIRONMENT, RESTARTS, SAVE_SECONDS, torchrun_agent_command
-from mega_cli.launch.value_grammars import escape_kubernetes_references
+from mega_cli.launch.value_grammars import (
+    ENVIRONMENT,
+    RESTARTS,
+    SAVE_SECONDS,
+    escape_kubernetes_references,
+    torchrun_agent_command,
+)
 
 PORT = 29500  # each pod has its own address
 GROUP = 10001  # of the user in mega's images
@@ -59,7 +64,7 @@ def run_manifests(plan: PodPlan, config: str) -> str:
 
 
 def dump_documents(objects: Sequence[dict[str, Any]]) -> str:
-    """Return Kubernetes objects as one text of several YAML documents."""
+    """Return Kubernetes objects as YAML text, one document each."""
     return yaml.dump_all(objects, Dumper=_ManifestDumper, sort_keys=False, width=120, explicit_start=True)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mega_cli.launch.torchrun_agent import ENVIRONMENT, SAVE_SECONDS, torchrun_agent_command
+from mega_cli.launch.value_grammars import ENVIRONMENT, SAVE_SECONDS, torchrun_agent_command
 
 # Shell code that waits for $step, and sends it TERM when USR1 announces the time limit; the caller closes the `if`.
 WAIT = """limit=

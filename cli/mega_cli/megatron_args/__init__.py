@@ -4,18 +4,17 @@
     print(render_run_yaml(translation))
 
 `training_command` finds the training command of a script. `script_reader` interprets the script statement by statement
-over its tree-sitter syntax tree (`syntax_tree`), with `control_flow`, `assignments`, `shell_commands` and `conditions`;
-`branch_values` merges the variables of branches whose condition is unknown. `word_expansion` expands words, with
-`shell_patterns`, `arithmetic`, and `command_output` for the output of small commands. Values that only a running shell
-has stay in a `shell_words.ShellWord` as a mark.
+over its tree-sitter syntax tree (`syntax_tree`), with `control_flow`, `assignments`, `shell_commands` and `conditions`,
+which share a `script_state.ScriptReader`; `script_variables` merges the variables of branches whose condition is unknown.
+`word_expansion` expands words, with `shell_patterns`, `arithmetic`, and `text_tools` for the output of small commands.
+Values that only a running shell has stay in a `shell_words.ShellWord` as a mark.
 
-`parse_arguments` parses the arguments of the command, and the modules `*_section`, `training_sections`, `hybrid_layers`,
-`pipeline_layout` and `bert_and_t5` write the sections of run.yaml. `flags.csv` is the table of Megatron-LM's flags,
+`flag_tables` parses the arguments of the command, and the modules `*_section`, `training_sections`, `hybrid_layers` and
+`bert_and_t5` write the sections of run.yaml, which `translate` renders. `flags.csv` is the table of Megatron-LM's flags,
 `forks.csv` the table of flags added by forks, and `handling.yaml` has the notes on flags without a key in run.yaml.
 """
 
-from mega_cli.megatron_args.render_yaml import render_run_yaml
 from mega_cli.megatron_args.run_draft import FlagNote
-from mega_cli.megatron_args.translate import ScriptTranslation, translate_script
+from mega_cli.megatron_args.translate import ScriptTranslation, render_run_yaml, translate_script
 
 __all__ = ["FlagNote", "ScriptTranslation", "render_run_yaml", "translate_script"]

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+
+from tree_sitter import Node
 
 from mega_cli.megatron_args.conditions import KnownTruth
-from mega_cli.megatron_args.shell_words import MARK, ShellWord, unknown_mark
+from mega_cli.megatron_args.script_state import ScriptReader
+from mega_cli.megatron_args.script_variables import VariableValue
+from mega_cli.megatron_args.shell_words import MARK, ShellWord, make_unknown_mark
 from mega_cli.megatron_args.syntax_tree import node_text
-
-if TYPE_CHECKING:
-    from tree_sitter import Node
-
-    from mega_cli.megatron_args.script_reader import ScriptReader
-    from mega_cli.megatron_args.word_expansion import VariableValue, WordExpander
+from mega_cli.megatron_args.word_expansion import WordExpander
 
 
 def assign_variables(reader: ScriptReader, node: Node) -> KnownTruth:
@@ -46,7 +44,7 @@ def assign_variable(reader: ScriptReader, node: Node) -> KnownTruth:
         kept = {} if single and not appended else old
         awaited = _is_missing_argument(words, text)
         # A missing argument of the script is reported by the name of the variable that it is assigned to.
-        word = ShellWord(unknown_mark(name) if awaited and single else text, words.line_number(node))
+        word = ShellWord(make_unknown_mark(name) if awaited and single else text, words.line_number(node))
         words.set_variable(name, _ordered_elements(words, name, {**kept, key: word}))
         words.awaited |= {name} if awaited else set()
     return True

@@ -7,8 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from mega_cli.megatron_args.linear_regex import search_extended_regex
-from mega_cli.megatron_args.shell_patterns import matches_pattern
+from mega_cli.megatron_args.shell_patterns import matches_pattern, search_extended_regex
 from mega_cli.megatron_args.shell_words import MARK, is_unset_parameter
 
 KnownTruth = bool | None  # None: unknown
@@ -28,25 +27,25 @@ class ConditionOperand(NamedTuple):
     pattern: str
 
 
-def negate_known(value: KnownTruth) -> KnownTruth:
+def three_valued_not(value: KnownTruth) -> KnownTruth:
     """Return `not value`; None, unknown, stays None."""
     return None if value is None else not value
 
 
-def and_known(left: KnownTruth, right: KnownTruth) -> KnownTruth:
+def three_valued_and(left: KnownTruth, right: KnownTruth) -> KnownTruth:
     """Return `left and right`, where None is unknown: False and None is False."""
     if left is False or right is False:
         return False
     return None if left is None or right is None else True
 
 
-def or_known(left: KnownTruth, right: KnownTruth) -> KnownTruth:
+def three_valued_or(left: KnownTruth, right: KnownTruth) -> KnownTruth:
     """Return `left or right`, where None is unknown: True or None is True."""
-    return negate_known(and_known(negate_known(left), negate_known(right)))
+    return three_valued_not(three_valued_and(three_valued_not(left), three_valued_not(right)))
 
 
 class ConditionEvaluator:
-    """Evaluator of a shell condition, `[ ... ]` or `[[ ... ]]`, that is given as words.
+    """Evaluator of a shell condition, `[ ... ]` or `[[ ... ]]`, given as words.
 
     `value` returns the text of a word in a comparison: empty for an unset variable, None if unknown. `number` evaluates
     arithmetic.
@@ -75,13 +74,13 @@ class ConditionEvaluator:
     def _any(self) -> KnownTruth:
         result = self._all()
         while self._take("||", "-o"):
-            result = or_known(result, self._all())
+            result = three_valued_or(result, self._all())
         return result
 
     def _all(self) -> KnownTruth:
         result = self._one()
         while self._take("&&", "-a"):
-            result = and_known(result, self._one())
+            result = three_valued_and(result, self._one())
         return result
 
     def _one(self) -> KnownTruth:
@@ -91,7 +90,7 @@ class ConditionEvaluator:
             del self.words[:3]
             return self._compared(left, sign.text, right)
         if self._take("!"):
-            return negate_known(self._one())
+            return three_valued_not(self._one())
         if self._take("("):
             result = self._any()
             return result if self._take(")") else None
@@ -116,7 +115,7 @@ class ConditionEvaluator:
         if sign == "=~":
             return None if re.search(r"\$[\w{(]", right.pattern) else search_extended_regex(right.pattern, text)
         same = matches_pattern(text, right.pattern if other else "")
-        return negate_known(same) if sign == "!=" else same
+        return three_valued_not(same) if sign == "!=" else same
 
     def _whole(self, text: str) -> int | None:
         worth = self.value(text)

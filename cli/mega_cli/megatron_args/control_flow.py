@@ -6,18 +6,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
-from mega_cli.megatron_args.conditions import KnownTruth, negate_known
-from mega_cli.megatron_args.shell_commands import ScriptExit
+from tree_sitter import Node
+
+from mega_cli.megatron_args.conditions import KnownTruth, three_valued_not
+from mega_cli.megatron_args.script_state import ScriptExit, ScriptReader
 from mega_cli.megatron_args.shell_patterns import matches_pattern
-from mega_cli.megatron_args.shell_words import MARK, show_marks, unknown_mark
+from mega_cli.megatron_args.shell_words import MARK, format_unknown_marks, make_unknown_mark
 from mega_cli.megatron_args.syntax_tree import VALUES, group_adjacent, if_branches, node_text
-
-if TYPE_CHECKING:
-    from tree_sitter import Node
-
-    from mega_cli.megatron_args.script_reader import ScriptReader
 
 ROUNDS = 256  # most iterations of a loop
 
@@ -52,7 +48,7 @@ def follow_for_loop(reader: ScriptReader, node: Node) -> KnownTruth:
 
 
 def _follow_unknown_iteration(reader: ScriptReader, name: str, body: Node, node: Node) -> None:
-    reader.words.set_text_variable(name, unknown_mark("{" + name + "}"), reader.words.line_number(node))
+    reader.words.set_text_variable(name, make_unknown_mark("{" + name + "}"), reader.words.line_number(node))
     reader.follow_statement(body)
 
 
@@ -64,7 +60,7 @@ def follow_while_loop(reader: ScriptReader, node: Node) -> KnownTruth:
 
     def begin_iteration() -> KnownTruth:
         holds = reader.follow_block(conditions)
-        return negate_known(holds) if until else holds
+        return three_valued_not(holds) if until else holds
 
     return _follow_iterations(reader, node, begin_iteration, lambda: reader.follow_statement(body) if body else None)
 
@@ -156,7 +152,9 @@ def _follow_case_items(reader: ScriptReader, node: Node, text: str, items: Seque
                 partial(reader.follow_block, body),
                 partial(_follow_case_items, reader, node, text, items[number + 1 :]),
             )
-            reader.follow_all_branches(node, f"{show_marks(text)} is {show_marks(patterns[0])}", follow, skip)
+            reader.follow_all_branches(
+                node, f"{format_unknown_marks(text)} is {format_unknown_marks(patterns[0])}", follow, skip
+            )
             return None
     return True
 

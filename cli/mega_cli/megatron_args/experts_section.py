@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mega_cli.megatron_args.hybrid_layers import has_hybrid_layers, select_layers
+from mega_cli.megatron_args.hybrid_layers import has_hybrid_layers, select_pattern_layers
 from mega_cli.megatron_args.run_draft import DEFAULT, RunDraft
 
 SCOPES = {"aux_loss": "batch", "seq_aux_loss": "sequence"}
@@ -124,7 +124,7 @@ def _layers(draft: RunDraft) -> None:
     key, dest = "model.moe.layers", "moe_layer_freq"
     if has_hybrid_layers(draft):
         return draft.add_note("not needed", "the hybrid layer pattern sets it", dest)
-    kinds = select_layers(draft, key, dest, lambda layer, n: layer % n == 0)
+    kinds = select_pattern_layers(draft, key, dest, lambda layer, n: layer % n == 0)
     if kinds is not None and all(kinds):
         draft.add_note("translated", f"experts in all layers, the default of {key}", dest)
     elif kinds is not None:

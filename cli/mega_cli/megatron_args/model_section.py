@@ -11,12 +11,12 @@ from mega_cli.megatron_args.hybrid_layers import (
     has_hybrid_layers,
     hybrid_pattern,
     pattern_lacks_experts,
-    select_layers,
+    select_pattern_layers,
     write_attention_variant,
     write_hybrid_section,
 )
 from mega_cli.megatron_args.run_draft import RunDraft
-from mega_cli.megatron_args.shell_words import MARK, show_marks
+from mega_cli.megatron_args.shell_words import MARK, format_unknown_marks
 
 NORMS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
 POSITIONS = {"learned_absolute": "learned", "rope": "rope", "yarn": "rope", "none": "none", "mrope": "rope"}
@@ -156,7 +156,8 @@ def _parts(draft: RunDraft) -> None:
     latent = draft["multi_latent_attention"]
     if latent:
         text = "mega's norms of latents multiply by weight, not by 1 + weight"
-        draft.add_note("changes meaning", text, "layernorm_zero_centered_gamma")
+        if draft["qk_layernorm"]:
+            draft.add_note("changes meaning", text, "layernorm_zero_centered_gamma")
     else:
         put("model.qkv_bias", biased or draft["add_qkv_bias"], *([] if biased else ["add_qkv_bias"]), "add_bias_linear")
         draft.add_note("translated", "model.qkv_bias, which --add-bias-linear switches on already", "add_qkv_bias")
@@ -219,7 +220,9 @@ def _quick_geglu(draft: RunDraft) -> None:
 
 def _window(draft: RunDraft) -> None:
     if MARK.search(draft["window_size"]):
-        return draft.set_key("model.sliding_window", None, "window_size", instead=show_marks(draft["window_size"]))
+        return draft.set_key(
+            "model.sliding_window", None, "window_size", instead=format_unknown_marks(draft["window_size"])
+        )
     sizes = [int(number) for number in re.findall(r"-?\d+", draft["window_size"])]
     if len(sizes) != 2 or sizes[0] < 0:
         return draft.add_note("not needed", "this window is unlimited", "window_size")
@@ -237,7 +240,7 @@ def _full_attention_layers(draft: RunDraft) -> None:
     """Write which layers use full attention: every n-th, or those with a zero in the list."""
     key, dest = "model.full_attention_layers", "window_attn_skip_freq"
     further = draft["mtp_num_layers"] or 0
-    windowed = select_layers(draft, key, dest, lambda layer, n: (layer + 1) % n != 0, further)
+    windowed = select_pattern_layers(draft, key, dest, lambda layer, n: (layer + 1) % n != 0, further)
     if windowed is not None:
         draft.set_key(key, [layer for layer, narrow in enumerate(windowed) if not narrow], dest)
 
@@ -330,11 +333,11 @@ def _latents(draft: RunDraft) -> None:
     put("model.mla.qk_nope_head_dim", draft["qk_head_dim"], "qk_head_dim")
     put("model.mla.qk_rope_head_dim", draft["qk_pos_emb_head_dim"], "qk_pos_emb_head_dim")
     put("model.mla.v_head_dim", draft["v_head_dim"], "v_head_dim")
-    put("model.mla.norm_eps", draft["layernorm_epsilon"], "layernorm_epsilon", "qk_layernorm")
+    if draft["qk_layernorm"]:
+        put("model.mla.norm_eps", draft["layernorm_epsilon"], "layernorm_epsilon", "qk_layernorm")
+    else:
+        put("model.mla.latent_norm", draft["qk_layernorm"], because="as Megatron without --qk-layernorm")
     put("model.rope.interleaved", True, because="as Megatron's latent attention always does")
-    if not draft["qk_layernorm"]:
-        text = "mega always normalises latents; Megatron does so only with --qk-layernorm"
-        draft.add_note("changes meaning", text, "multi_latent_attention")
 
 
 def _dropout_and_init(draft: RunDraft) -> None:

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from mega_cli.megatron_args.command_output import COMMANDS, simulate_output
+from tree_sitter import Node
+
 from mega_cli.megatron_args.conditions import ConditionOperand, KnownTruth
+from mega_cli.megatron_args.script_state import ScriptExit, ScriptReader
 from mega_cli.megatron_args.shell_patterns import quote_pattern
-from mega_cli.megatron_args.shell_words import MARK, ShellWord, show_marks
-from mega_cli.megatron_args.syntax_tree import node_text, output_redirection
-
-if TYPE_CHECKING:
-    from tree_sitter import Node
-
-    from mega_cli.megatron_args.script_reader import ScriptReader
+from mega_cli.megatron_args.shell_words import MARK, ShellWord, format_unknown_marks
+from mega_cli.megatron_args.syntax_tree import node_text, stdout_redirection
+from mega_cli.megatron_args.text_tools import COMMANDS, simulate_output
 
 SHELL = re.compile(r"(?:.*/)?(?:ba|z|da|k)?sh")
 SCRIPT = re.compile(r".*\.(?:sh|bash|slurm|sbatch|job|batch|pbs)")
@@ -25,10 +23,6 @@ TRANSPARENT = frozenset({"command", "builtin", "exec", "time", "nohup"})
 HANDLING = frozenset(
     {"chmod", "cp", "mv", "rm", "ls", "scp", "rsync", "touch", "dos2unix", "grep", "git", "chown", "ln"}
 )
-
-
-class ScriptExit(Exception):
-    """Raised when an interpreted script leaves a loop, a function or itself: `break`, `continue`, `return`, `exit`."""
 
 
 class NestedScript(NamedTuple):
@@ -125,7 +119,9 @@ def _source(reader: ScriptReader, words: list[ShellWord], node: Node) -> KnownTr
     text = reader.script.read_file(name)
     if text is None:
         if not SURROUNDINGS.fullmatch(name):
-            reader.add_remark(node, f"the file of `{show_marks(' '.join(word.text for word in words))}` was not read")
+            reader.add_remark(
+                node, f"the file of `{format_unknown_marks(' '.join(word.text for word in words))}` was not read"
+            )
         return None
     return reader.read_source(text, words[0].line, words[2:] or None)
 
@@ -233,7 +229,7 @@ def _getopts(reader: ScriptReader, words: list[ShellWord], node: Node) -> KnownT
     return None
 
 
-Builtin = Callable[["ScriptReader", list[ShellWord], "Node"], KnownTruth]
+Builtin = Callable[[ScriptReader, list[ShellWord], Node], KnownTruth]
 BUILTINS: dict[str, Builtin] = {
     "eval": _eval, "source": _source, ".": _source, "set": _set, "shift": _shift, "exit": _follow_exit, "return": _follow_exit,
     "break": _follow_exit, "continue": _follow_exit, "read": _read, "mapfile": _mapfile, "readarray": _mapfile, "let": _let,
@@ -253,7 +249,7 @@ def follow_redirection(reader: ScriptReader, node: Node) -> KnownTruth:
     after = [inner for child in heredocs for inner in child.children_by_field_name("right")]
     for redirect in redirects:
         read_redirected_input(reader, redirect)
-    writing = next(filter(None, map(output_redirection, redirects)), None)
+    writing = next(filter(None, map(stdout_redirection, redirects)), None)
     try:
         if body is None:
             return True

@@ -32,14 +32,14 @@ class WordPiece(NamedTuple):
     line: int
 
 
-def unknown_mark(name: str) -> str:
+def make_unknown_mark(name: str) -> str:
     """Return the mark that stands for an unknown value in expanded text; `name` is `NAME`, `(command)`,
     `((expression))` or `{NAME}`.
     """
-    return f"{OPEN}{show_marks(name)}{CLOSE}"
+    return f"{OPEN}{format_unknown_marks(name)}{CLOSE}"
 
 
-def show_marks(text: str) -> str:
+def format_unknown_marks(text: str) -> str:
     """Return a text with each mark of an unknown value written as in the script: `$NAME`."""
     return MARK.sub(r"$\1", text)
 
@@ -57,12 +57,12 @@ def explain_unknown(text: str) -> str:
     match = MARK.search(text)
     name = match[1] if match else ""
     if name.startswith("(("):
-        return f"{show_marks(text)} is computed from variables that the script does not set"
+        return f"{format_unknown_marks(text)} is computed from variables that the script does not set"
     if name.startswith(("(", "`")):
-        return f"{show_marks(text)} is the output of a command, and commands are not executed"
+        return f"{format_unknown_marks(text)} is the output of a command, and commands are not executed"
     if name[1:-1].isidentifier() and name.startswith("{"):
-        return f"the value of {show_marks(text)} could not be followed through the script"
-    return f"{show_marks(text)} is not set in the script"
+        return f"the value of {format_unknown_marks(text)} could not be followed through the script"
+    return f"{format_unknown_marks(text)} is not set in the script"
 
 
 def split_on_blanks(text: str) -> list[str]:

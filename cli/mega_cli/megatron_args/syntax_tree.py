@@ -9,7 +9,7 @@ from functools import cache
 import tree_sitter_bash
 from tree_sitter import Language, Node, Parser
 
-from mega_cli.megatron_args.linear_regex import rewrite_matches
+from mega_cli.megatron_args.shell_patterns import replace_regex_matches
 
 PLACEHOLDER = re.compile(r"^([ \t]*(?:export[ \t]+)?\w+=)(<[^<>\n'()]+>[^\s'()<>]*)[ \t]*(?=$|#)", re.MULTILINE)
 SUBSTRING = re.compile(r"(?<=:)\s*\$(?=\w+[:}])")
@@ -41,7 +41,7 @@ def parse_script(text: str) -> Node:
     if root.has_error:
         for pattern, said in ((PLACEHOLDER, r"\1'\2'"), (SUBSTRING, "")):
             text = pattern.sub(said, text)
-        text = rewrite_matches(BRACKETS, r"\1test\2\3", text)
+        text = replace_regex_matches(BRACKETS, r"\1test\2\3", text)
         source = text.encode()
         root = _parser().parse(source).root_node
     for _ in range(PASSES):
@@ -108,7 +108,7 @@ def if_branches(node: Node) -> Iterator[tuple[list[Node], list[Node]]]:
             yield from if_branches(child)
 
 
-def output_redirection(redirect: Node) -> Node | None:
+def stdout_redirection(redirect: Node) -> Node | None:
     """Return the redirection if it sends standard output to a file, else None."""
     signs = [child.type for child in redirect.children if not child.is_named]
     to_error = redirect.children[0].type == "file_descriptor" and node_text(redirect.children[0]) != "1"

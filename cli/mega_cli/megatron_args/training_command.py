@@ -9,8 +9,9 @@ from itertools import pairwise
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 
-from mega_cli.megatron_args.script_reader import ScriptResult, follow_script
-from mega_cli.megatron_args.shell_words import MARK, ShellWord, show_marks, split_on_blanks
+from mega_cli.megatron_args.script_reader import follow_script
+from mega_cli.megatron_args.script_state import ScriptResult
+from mega_cli.megatron_args.shell_words import MARK, ShellWord, format_unknown_marks, split_on_blanks
 from mega_common.errors import ConfigError
 
 NOTHING: Mapping[str, str] = MappingProxyType({})
@@ -80,13 +81,16 @@ def find_training_command(
         return _bare_arguments(script, batch, commands)
     command, at = _choose_command(modelled)
     remarks = [
-        (other[i].line, f"another training command, {show_marks(other[i].text)}, was not read")
+        (other[i].line, f"another training command, {format_unknown_marks(other[i].text)}, was not read")
         for other, i in commands
         if other is not command and _is_training_program(other, i)
     ]
     if not _is_training_program(command, at):
         remarks.append(
-            (command[at].line, f"{show_marks(command[at].text)} may not be a training program; its arguments were read")
+            (
+                command[at].line,
+                f"{format_unknown_marks(command[at].text)} may not be a training program; its arguments were read",
+            )
         )
     nodes, per_node = _count_ranks(command[:at], batch)
     found = [*script.remarks, *dict.fromkeys(remarks)]
@@ -124,7 +128,7 @@ def _bare_arguments(script: ScriptResult, batch: dict[str, str], commands: Seque
 
 
 def _name(program: ShellWord) -> str:
-    return PurePosixPath(show_marks(program.text)).name
+    return PurePosixPath(format_unknown_marks(program.text)).name
 
 
 def _nothing_trained(training: Sequence[WordsAtLine], script: ScriptResult) -> ConfigError:
@@ -133,13 +137,14 @@ def _nothing_trained(training: Sequence[WordsAtLine], script: ScriptResult) -> C
     ]
     if not training:
         return ConfigError(
-            "the launch script has no training command" + "".join(f"; {sentence}" for sentence in unread),
+            "the launch script has no training command of Megatron-LM"
+            + "".join(f"; {sentence}" for sentence in unread),
             hint="give a script with a command such as `torchrun ... pretrain_gpt.py --num-layers ...`, or a file with its arguments",
         )
     command, at = training[0]
-    marks = dict.fromkeys(show_marks(word.text) for word in command[at + 1 :] if MARK.fullmatch(word.text))
+    marks = dict.fromkeys(format_unknown_marks(word.text) for word in command[at + 1 :] if MARK.fullmatch(word.text))
     return ConfigError(
-        f"line {command[at].line}: {show_marks(command[at].text)} requires flags that set a model, such as --num-layers"
+        f"line {command[at].line}: {format_unknown_marks(command[at].text)} requires flags that set a model, such as --num-layers"
         + "".join(f"; {sentence}" for sentence in unread)
         + (f"; unknown: {', '.join(marks)}" if marks else ""),
         hint="set variables of the script with --define NAME=VALUE, and give its arguments after `--`",

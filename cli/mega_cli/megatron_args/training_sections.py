@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import log2, prod
 
 from mega_cli.megatron_args.experts_section import has_experts
-from mega_cli.megatron_args.pipeline_layout import write_pipeline_layout
+from mega_cli.megatron_args.hybrid_layers import write_pipeline_layout
 from mega_cli.megatron_args.run_draft import RunDraft
 
 COPY = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")

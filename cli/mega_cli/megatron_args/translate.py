@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mega_cli.megatron_args.batch_section import write_batch_section, write_train_section
+import yaml
+
+from mega_cli.megatron_args.batch_section import write_batch_section, write_schedule_section, write_train_section
 from mega_cli.megatron_args.bert_and_t5 import is_t5_script, write_bert_section, write_t5_section
 from mega_cli.megatron_args.data_section import write_data_section
-from mega_cli.megatron_args.deepspeed_config import DeepSpeedConfigFile, read_deepspeed_file
-from mega_cli.megatron_args.flag_tables import CommandSettings, load_flag_tables
+from mega_cli.megatron_args.flag_tables import CommandSettings, load_flag_tables, parse_command_arguments
 from mega_cli.megatron_args.model_section import write_model_section
-from mega_cli.megatron_args.parse_arguments import parse_command_arguments
-from mega_cli.megatron_args.run_draft import FlagNote, RunDraft
-from mega_cli.megatron_args.schedule_section import write_schedule_section
-from mega_cli.megatron_args.shell_words import show_marks
+from mega_cli.megatron_args.run_draft import DeepSpeedConfigFile, FlagNote, NoteKind, RunDraft, read_deepspeed_file
+from mega_cli.megatron_args.shell_words import format_unknown_marks
 from mega_cli.megatron_args.training_command import NOTHING, TrainingCommand, find_training_command
 from mega_cli.megatron_args.training_sections import (
     note_deepspeed_file,
@@ -116,7 +117,7 @@ def _refuse_vision(launch: TrainingCommand) -> None:
 def _deepspeed_file(given: CommandSettings, launch: TrainingCommand) -> DeepSpeedConfigFile:
     values = given.given["deepspeed_config"].values if "deepspeed_config" in given else ()
     text = launch.file(values[0]) if values else None
-    found = read_deepspeed_file(show_marks(values[0]), text) if text is not None else None
+    found = read_deepspeed_file(format_unknown_marks(values[0]), text) if text is not None else None
     return found or DeepSpeedConfigFile()
 
 
@@ -150,3 +151,83 @@ def _launch(launch: TrainingCommand, draft: RunDraft) -> str:
     if ranks % copies:
         return f"{ranks} ranks, which is not a multiple of tp x pp x cp = {copies}"
     return f"{launch.nodes} x {launch.per_node} = {ranks} ranks, so dp = {ranks // copies}"
+
+
+HEADINGS: dict[NoteKind, str] = {
+    "open": "To check before the first run:",
+    "no equivalent": "Without an equivalent in mega, left out:",
+    "changes meaning": "Different in mega:",
+    "not needed": "Not needed in mega:",
+}
+WIDTH = 118
+LONGEST_COMMENT = 70
+
+
+def render_run_yaml(translation: ScriptTranslation) -> str:
+    """Return the text of run.yaml for a translation: notes at the top, and the flags that set each key as comments."""
+    lines = [*_header(translation), *_mapping(translation.run, "", translation.origins)]
+    return "\n".join(lines) + "\n"
+
+
+def _header(translation: ScriptTranslation) -> Iterator[str]:
+    yield f"# Translated from {translation.source}."
+    if translation.launch:
+        yield f"# Launch: {translation.launch}."
+    for kind, heading in HEADINGS.items():
+        notes = list(_group_notes([note for note in translation.notes if note.kind == kind]))
+        if notes:
+            yield "#"
+            yield f"# {heading}"
+        for note in notes:
+            yield from textwrap.wrap(
+                _comment_text(note), WIDTH, initial_indent="#   ", subsequent_indent="#     ", break_on_hyphens=False
+            )
+    yield ""
+
+
+def _group_notes(notes: Sequence[FlagNote]) -> Iterator[str]:
+    """Return the notes, with flags of the same reason together."""
+    reasons: dict[str, list[str]] = {}
+    for note in notes:
+        reasons.setdefault(note.text, []).extend(filter(None, [note.flag or note.key]))
+    for reason, names in reasons.items():
+        yield f"{', '.join(names)}: {reason}" if names else reason
+
+
+def _mapping(node: Mapping[str, Any], path: str, origins: Mapping[str, str]) -> Iterator[str]:
+    indent = "  " * (path.count(".") if path else 0)
+    for key, value in node.items():
+        full = path + key
+        if isinstance(value, Mapping):
+            yield f"{indent}{key}:"
+            yield from _mapping(value, full + ".", origins)
+            continue
+        comment = f"  # {textwrap.shorten(_comment_text(origins[full]), LONGEST_COMMENT, placeholder=' ...')}"
+        if isinstance(value, list) and value and isinstance(value[0], Mapping):
+            yield f"{indent}{key}:{comment}"
+            yield from (f"{indent}  - {_inline_yaml(item)}" for item in value)
+        else:
+            yield f"{indent}{key}: {_inline_yaml(value)}{comment}"
+
+
+def _inline_yaml(value: Any) -> str:
+    """Return a value on one line."""
+    text = yaml.dump(value, Dumper=_QuotingDumper, default_flow_style=True, sort_keys=False, width=float("inf"))
+    return text.removesuffix("\n").removesuffix("\n...")
+
+
+def _comment_text(text: str) -> str:
+    """Return a text for a comment, without line breaks."""
+    return "".join(char if char.isprintable() else " " for char in text)
+
+
+class _QuotingDumper(yaml.SafeDumper):
+    """YAML dumper that quotes everything except plain words: run.yaml is read as YAML 1.2, which parses more numbers."""
+
+
+def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    plain = re.fullmatch(r"[A-Za-z_/$][\w/.$-]*", text, re.ASCII)
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if plain else '"')
+
+
+_QuotingDumper.add_representer(str, _text)

@@ -4,135 +4,40 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from tree_sitter import Node
 
 from mega_cli.megatron_args.arithmetic import evaluate_arithmetic
 from mega_cli.megatron_args.brace_expansion import expand_braces
+from mega_cli.megatron_args.script_variables import ScriptVariables
 from mega_cli.megatron_args.shell_patterns import apply_parameter_operator, pieces_to_pattern
 from mega_cli.megatron_args.shell_words import (
-    CLOSE,
-    EXPRESSION,
     MARK,
-    OPEN,
     WORD,
     ShellWord,
     WordPiece,
-    WorkBudget,
     is_unset_parameter,
+    make_unknown_mark,
     split_on_separators,
-    unknown_mark,
 )
 from mega_cli.megatron_args.syntax_tree import node_text, parse_script
 
-VariableValue = dict[str, ShellWord]  # by index or key; a plain variable has the key "0"
-
-LONGEST = 1_000_000  # characters of a variable, against loops that double it
 EXPANSIONS = frozenset({"simple_expansion", "expansion", "command_substitution", "arithmetic_expansion"})
 ESCAPED = {'"': re.compile(r'\\([$`"\\])|\\\n'), "<<": re.compile(r"\\([$`\\])|\\\n"), "": re.compile(r"\\(.)|\\\n")}
 STARRED = re.compile(r"\$(\*|\{\*|\{!?\w+\[\*\])")  # words joined by IFS in double quotes
-NUMBERED = re.compile(f"{OPEN}#(\\d+){CLOSE}")
 ANSI = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\", "'": "'", '"': '"', "e": "\x1b", "a": "\a", "0": "\0"}
 
 
 @dataclass
-class WordExpander:
-    """Variables of a shell script, and the expansion of its words with their values.
+class WordExpander(ScriptVariables):
+    """Expansion of a shell script's words with the values of its variables.
 
     Attributes:
-        variables: values by name; values are replaced, not mutated, so that a shallow copy is a snapshot.
-        positional: `$1`, `$2`, ...; None if unknown.
-        defined: variables that override assignments of the script.
-        awaited: variables that contain a missing argument of the script.
-        associative: names of associative arrays.
         substitute: function that returns the output of a command substitution, None if unknown.
-        marks: names of marks in a parsed text, where they are encoded as numbers.
-        budget: limit of the characters that may still be created.
-        place: first line of the text under expansion in the script, and True if all of it counts as this line.
     """
 
-    substitute: Callable[[Node], str | None]
-    variables: dict[str, VariableValue] = field(default_factory=dict)
-    positional: list[ShellWord] | None = None
-    defined: set[str] = field(default_factory=set)
-    awaited: set[str] = field(default_factory=set)
-    associative: set[str] = field(default_factory=set)
-    marks: list[str] = field(default_factory=list)
-    place: tuple[int, bool] = (1, False)
-    budget: WorkBudget = field(default_factory=WorkBudget)
-
-    def line_number(self, node: Node) -> int:
-        """Return the line of the script where a node begins."""
-        first, flat = self.place
-        return first if flat else first + node.start_point[0]
-
-    def encode_marks(self, text: str) -> str:
-        """Return a text whose marks of unknown values are numbered, because names in marks may contain characters that
-        the parser rejects.
-        """
-        self.marks = [*self.marks, *MARK.findall(text)]
-        numbers = iter(range(len(self.marks) - len(MARK.findall(text)), len(self.marks)))
-        return MARK.sub(lambda _: f"{OPEN}#{next(numbers)}{CLOSE}", text)
-
-    def decode_marks(self, text: str) -> str:
-        """Return a parsed text whose numbered marks have their names again; undoes `encode_marks`."""
-        return NUMBERED.sub(lambda match: unknown_mark(self.marks[int(match[1])]), text)
-
-    @contextmanager
-    def at_offset(self, place: tuple[int, bool], arguments: list[ShellWord] | None) -> Iterator[None]:
-        """Let line numbers in the context count from `place`, (first line, whether all text counts as it), and use
-        `arguments` as `$1`, `$2`, ... unless None.
-        """
-        before = self.place, self.positional
-        self.place = place
-        if arguments is not None:
-            self.positional = arguments
-        try:
-            yield
-        finally:
-            self.place, self.positional = before
-
-    # The variables.
-
-    def get_variable(self, name: str) -> VariableValue | None:
-        """Return the value of a variable or positional parameter, or None if the script does not set it."""
-        if name.isdigit() and name != "0" and self.positional is not None:
-            return {"0": self.positional[int(name) - 1]} if int(name) <= len(self.positional) else {}
-        return self.variables.get(name)
-
-    def set_variable(self, name: str, value: VariableValue) -> None:
-        """Set a variable of the script, unless it was defined from outside, such as by `--define`."""
-        self.budget.spend_characters(1 + len(value))
-        if sum(len(word.text) + 1 for word in value.values()) > LONGEST:
-            value = {"0": ShellWord(unknown_mark("{" + name + "}"), self.place[0])}
-        if name not in self.defined:
-            self.variables[name] = value
-            self.awaited.discard(name)
-
-    def set_text_variable(self, name: str, text: str, line: int) -> None:
-        """Set a scalar variable of the interpreted shell script to `text`, which is on line `line` of the script."""
-        self.set_variable(name, {"0": ShellWord(text, line)})
-
-    def read_number(self, name: str) -> str | None:
-        """Return the text of a variable or array element for `evaluate_arithmetic`, or None if unknown."""
-        self.budget.spend_characters(EXPRESSION)
-        name, _, index = name.removesuffix("]").partition("[")
-        key = "0" if not index else index if name in self.associative else self._index(index)
-        word = (self.get_variable(name) or {}).get(key or "")
-        return None if word is None or MARK.search(word.text) else word.text
-
-    def assign_number(self, name: str, value: str | None) -> None:
-        """Set a variable to the result of an arithmetic assignment (`evaluate_arithmetic`); None makes it unknown."""
-        self.set_text_variable(name, unknown_mark("{" + name + "}") if value is None else value, self.place[0])
-
-    def _index(self, text: str) -> str | None:
-        """Return the key of an array's element, or None if unknown."""
-        number = None if MARK.search(text) else evaluate_arithmetic(text, self)
-        return None if number is None else str(number)
-
-    # Words.
+    substitute: Callable[[Node], str | None] = field(kw_only=True)
 
     def expand_fields(self, *nodes: Node) -> list[ShellWord]:
         """Return the words that a word of the script, given as adjacent nodes, expands to: none, one or several."""
@@ -214,7 +119,7 @@ class WordExpander:
         if node.type in EXPANSIONS:
             return list(self._expansion(node, quote))
         if node.type == "process_substitution":
-            return [WordPiece(unknown_mark(self.decode_marks(source)), "quoted", line)]
+            return [WordPiece(make_unknown_mark(self.decode_marks(source)), "quoted", line)]
         return list(self.expand_mixed(node, quote, 0, len(source.encode())))
 
     def expand_mixed(self, node: Node, quote: str, start: int, end: int) -> Iterator[WordPiece | None]:
@@ -243,7 +148,7 @@ class WordExpander:
         """Return text of the script with its escapes resolved."""
         line, at = self.line_number(node), 0
         if not quote and node.prev_sibling is None and re.match("~(?=/|$)", source):
-            yield WordPiece(unknown_mark("HOME"), "quoted", line)
+            yield WordPiece(make_unknown_mark("HOME"), "quoted", line)
             at = 1
         for match in [*ESCAPED[quote].finditer(source, at), None]:
             text = source[at : match.start() if match else None]
@@ -264,7 +169,7 @@ class WordExpander:
             output = self.substitute(node)
             inner = source[1:] if source.startswith("$") else f"({source[1:-1]})"
             values = [
-                ShellWord(unknown_mark(self.decode_marks(inner)) if output is None else output.rstrip("\n"), line)
+                ShellWord(make_unknown_mark(self.decode_marks(inner)) if output is None else output.rstrip("\n"), line)
             ]
         elif node.type == "arithmetic_expansion":
             values = [ShellWord(self._arithmetic(node, source), line)]
@@ -290,7 +195,7 @@ class WordExpander:
         start, end = (2, 1) if source.startswith("$[") else (3, 2)
         text = self.source_from(node, len(node.text or b"") - len(source.encode()) + start, end)
         value = None if MARK.search(text) else evaluate_arithmetic(text, self)
-        return unknown_mark(self.decode_marks(source[1:])) if value is None else str(value)
+        return make_unknown_mark(self.decode_marks(source[1:])) if value is None else str(value)
 
     def expand_variable(self, name: str, line: int) -> list[ShellWord]:
         """Return the words of the expansion `$NAME`."""
@@ -299,7 +204,7 @@ class WordExpander:
         if name == "#":
             return [ShellWord(str(len(self.positional or [])), line)]
         value = self.get_variable(name)
-        return [ShellWord(unknown_mark(name), line)] if value is None else [value["0"]] if "0" in value else []
+        return [ShellWord(make_unknown_mark(name), line)] if value is None else [value["0"]] if "0" in value else []
 
     def element_key(self, name: str, subscript: Node) -> str | None:
         """Return the key of the array element `NAME[...]`, or None if unknown."""
@@ -309,7 +214,7 @@ class WordExpander:
             return None
         if name in self.associative:
             return text
-        key = self._index(text)
+        key = self.element_index(text)
         return list(value)[int(key)] if key and key.startswith("-") and len(value) >= -int(key) else key
 
 
@@ -352,7 +257,9 @@ class _ParameterExpansion:
         ]
 
     def _unknown(self) -> list[ShellWord]:
-        return [ShellWord(unknown_mark(self.words.decode_marks(self.source[1:])), self.words.line_number(self.node))]
+        return [
+            ShellWord(make_unknown_mark(self.words.decode_marks(self.source[1:])), self.words.line_number(self.node))
+        ]
 
     def _changed(self, value: ShellWord, text: str | None) -> ShellWord:
         return self._unknown()[0] if text is None else ShellWord(text, value.line)
@@ -375,7 +282,7 @@ class _ParameterExpansion:
             return self.words.expand_variable(name, line)
         value, whole = self.words.get_variable(name), node_text(index).endswith(("[@]", "[*]"))
         if value is None:
-            return [ShellWord(unknown_mark(name), line)] if whole else self._unknown()
+            return [ShellWord(make_unknown_mark(name), line)] if whole else self._unknown()
         if whole:
             return list(value.values())
         key = self.words.element_key(name, index)

@@ -1,8 +1,20 @@
-"""DeepSpeed's ds_config.json as a run.yaml. Facts: deepspeed.ai/docs/config-json, DeepSpeed 0.19 (runtime/config.py)."""
+"""DeepSpeed's configuration file as a run.yaml: batch, layout, optimizer, precision, loss scale and schedule.
+
+Precision and loss scale of DeepSpeed's file. Facts: DeepSpeed 0.19 (runtime/config.py, precision_config.py, torch_autocast.py).
+
+DeepSpeed's schedulers as `lr_schedule`. Facts: DeepSpeed 0.19 (runtime/lr_schedules.py, runtime/engine.py).
+
+The engine advances a scheduler after a step, and the scheduler counts from -1: step k of a run (from 0) has the rate of the
+scheduler's iteration k - 1, and step 0 has the lowest rate. So the logarithmic warm-up of N steps is log(k) / log(N), a
+linear warm-up starts one step late, and the linear decay of WarmupDecayLR ends one step after total_num_steps.
+
+DeepSpeed's ds_config.json as a run.yaml. Facts: deepspeed.ai/docs/config-json, DeepSpeed 0.19 (runtime/config.py).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import log2
 from pathlib import Path
 
 from mega_cli.megatron_args.run_draft import NoteKind
@@ -11,12 +23,170 @@ from mega_cli.moving_in.batch_and_layout import (
     ModelParallelSplit,
     count_data_ranks,
     set_batch_sizes,
+    set_optimizer_offload,
     set_parallel_sizes,
 )
-from mega_cli.moving_in.deepspeed_precision import set_deepspeed_precision
-from mega_cli.moving_in.deepspeed_schedule import set_deepspeed_schedule
-from mega_cli.moving_in.optimizer_offload import set_optimizer_offload
 from mega_cli.moving_in.settings_file import Reasons, SettingsFile
+
+AUTOCAST = {
+    "bfloat16": "bf16", "bf16": "bf16", "torch.bfloat16": "bf16", "float16": "fp16", "fp16": "fp16", "half": "fp16",
+    "torch.float16": "fp16", "torch.half": "fp16", "float32": "fp32", "fp32": "fp32", "float": "fp32", "torch.float32": "fp32",
+}  # fmt: skip
+SAFE_MODULES = "torch_autocast.lower_precision_safe_modules"
+
+
+def set_deepspeed_precision(given: SettingsFile) -> None:
+    """Set `precision` of run.yaml, and for fp16 the loss scale, from a DeepSpeed configuration file."""
+    bf16, fp16 = given.take_value("bf16.enabled", "bfloat16.enabled"), given.take_value("fp16.enabled")
+    if given.take_value("torch_autocast.enabled") is True:
+        _put_autocast(given)
+        return
+    given.set_key(
+        "precision", "bf16" if bf16 is True else "fp16" if fp16 is True else "fp32", "bf16.enabled, fp16.enabled"
+    )
+    if fp16 is True:
+        _set_loss_scale(given)
+    text = "main weights, moments and sums of gradients are kept in fp32"
+    given.note_matching("changes meaning", text, "bf16.bf16_* bfloat16.bf16_* fp16.fp16_*")
+    given.note_matching("not needed", "gradients are checked at every step", "bf16.check_grad_overflow")
+    given.note_matching("not needed", "gradients are accumulated during the backward", "bf16.immediate_grad_update")
+    given.note_matching("not needed", "inputs have the precision of the model", "fp16.auto_cast")
+
+
+def _put_autocast(given: SettingsFile) -> None:
+    """Set the precision of `torch_autocast`, which keeps weights in fp32 as mega keeps its main weights."""
+    dtype = given.take_value("torch_autocast.dtype")
+    precision = AUTOCAST.get(str(dtype).lower())
+    if precision is None:
+        problem = (
+            "torch_autocast.dtype must be bfloat16 or float16" if dtype is not None else "torch_autocast has no dtype"
+        )
+        given.leave_open(
+            "precision",
+            f"{problem}; torch's default on a GPU is float16 (fp16), DeepSpeed's documentation says bfloat16",
+        )
+    given.set_key("precision", precision, "torch_autocast.dtype")
+    modules = given.take_value(SAFE_MODULES)
+    if modules is not None:
+        text = "mega selects the layers in low precision; norms, softmax and losses are in fp32"
+        given.add_note("changes meaning", text, f"{SAFE_MODULES}: {modules}")
+
+
+def _set_loss_scale(given: SettingsFile) -> None:
+    """Set `fp16` from the loss scale; DeepSpeed's 0 means dynamic."""
+    fixed = given.take_number("fp16.loss_scale")
+    if fixed:
+        if fixed < 0:
+            given.refuse_value("fp16.loss_scale", "must be 0, for a dynamic loss scale, or positive")
+        given.set_key("fp16.initial_scale", 2.0 ** round(log2(fixed)), "fp16.loss_scale")
+        text = "is the initial loss scale, rounded to a power of two; mega's loss scale is always dynamic"
+        given.add_note("changes meaning", text, f"fp16.loss_scale: {fixed:g}")
+        given.note_matching("not needed", "has no effect with a fixed loss scale", "fp16.*")
+        return
+    power = given.take_number("fp16.initial_scale_power")
+    given.set_key("fp16.initial_scale", None if power is None else 2.0**power, "fp16.initial_scale_power")
+    given.copy_settings({"fp16.growth_interval": "fp16.loss_scale_window", "fp16.min_scale": "fp16.min_loss_scale"})
+    tolerated = (given.take_integer("fp16.hysteresis") or 2) - 1
+    if tolerated:
+        text = f"is halved at every overflow; DeepSpeed tolerates {tolerated} before (fp16.hysteresis)"
+        given.add_note("changes meaning", text, "loss scale")
+    given.note_matching("not needed", "every overflow halves the loss scale", "fp16.consecutive_hysteresis")
+
+
+SCHEDULER_PARAMS = "scheduler.params."
+SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "wsd", "WarmupCosineLR": "cosine"}
+WARMUP_STEPS, DECAY_RATE, COSINE_FLOOR = 1000, 1e-3, 1e-4  # DeepSpeed's defaults
+
+
+def set_deepspeed_schedule(given: SettingsFile, lr: float | None) -> None:
+    """Set `lr_schedule` of run.yaml to the curve of a DeepSpeed file's scheduler, or leave it for the user to fill in.
+
+    Args:
+        lr: learning rate of the optimizer; None if the training program sets it.
+    """
+    name = given.take_value("scheduler.type")
+    if name is None:
+        text = "the file has no scheduler; if the training program creates one, write it here"
+        given.add_note("open", text, "lr_schedule.name: constant")
+        given.set_key("lr_schedule.name", "constant", "no scheduler")
+        return
+    keys = (
+        "warmup_num_steps",
+        "total_num_steps",
+        "warmup_max_lr",
+        "warmup_min_lr",
+        "warmup_min_ratio",
+        "cos_min_ratio",
+    )
+    auto = [f"{SCHEDULER_PARAMS}{key}" for key in keys if given.is_automatic(f"{SCHEDULER_PARAMS}{key}")]
+    if name not in SCHEDULES or auto:
+        reason = f"{', '.join(auto)}: auto" if auto else f"{name} has no equivalent among mega's schedules"
+        given.leave_open("lr_schedule.name", f"{reason}; write the schedule of the run")
+        return
+    _put_warmup(given)
+    if name == "WarmupCosineLR":
+        _put_cosine(given, lr)
+    else:
+        _set_warmup_rates(given, name)
+
+
+def _put_warmup(given: SettingsFile) -> None:
+    steps = given.take_integer(f"{SCHEDULER_PARAMS}warmup_num_steps")
+    given.set_key("lr_schedule.warmup_steps", max(2, WARMUP_STEPS if steps is None else steps), "warmup_num_steps")
+    if given.take_value(f"{SCHEDULER_PARAMS}warmup_type") == "linear":
+        given.set_key("lr_schedule.warmup_delay_steps", 1, "DeepSpeed's first step is before its schedule")
+    else:
+        given.set_key("lr_schedule.warmup_shape", "log", "warmup_type, by default log")
+
+
+def _set_warmup_rates(given: SettingsFile, name: str) -> None:
+    """Set the rates of WarmupLR and WarmupDecayLR: the second decays to the lowest rate of its warm-up."""
+    lowest, highest = (
+        given.take_number(f"{SCHEDULER_PARAMS}warmup_min_lr"),
+        given.take_number(f"{SCHEDULER_PARAMS}warmup_max_lr"),
+    )
+    if highest is None and name == "WarmupDecayLR":
+        highest = DECAY_RATE
+    given.set_key("optimizer.lr", highest, "warmup_max_lr")
+    given.set_key("lr_schedule.warmup_init", lowest or None, "warmup_min_lr")
+    given.set_key("lr_schedule.name", SCHEDULES[name], f"scheduler.type {name}")
+    if name == "WarmupLR":
+        return
+    given.set_key("lr_schedule.min_lr", lowest or None, "warmup_min_lr")
+    _set_decay_end(given, late=1)
+
+
+def _put_cosine(given: SettingsFile, lr: float | None) -> None:
+    shares = {
+        "warmup_init": given.take_number(f"{SCHEDULER_PARAMS}warmup_min_ratio"),
+        "min_lr": given.take_number(f"{SCHEDULER_PARAMS}cos_min_ratio"),
+    }
+    if lr is None:
+        given.leave_open("lr_schedule.name", "its rates are fractions of optimizer.lr, which is not in the file")
+        return
+    given.set_key("lr_schedule.name", "cosine", "scheduler.type WarmupCosineLR")
+    floor = COSINE_FLOOR if shares["min_lr"] is None else shares["min_lr"]
+    given.set_key("lr_schedule.min_lr", lr * floor or None, "cos_min_ratio")
+    if shares["warmup_init"]:
+        given.set_key("lr_schedule.warmup_init", lr * shares["warmup_init"], "warmup_min_ratio")
+        text = "is also the rate of the first step; DeepSpeed's first step has the rate 0"
+        given.add_note("changes meaning", text, "lr_schedule.warmup_init")
+    _set_decay_end(given, late=0)
+
+
+def _set_decay_end(given: SettingsFile, *, late: int) -> None:
+    """Set the end of the decay, and of WarmupDecayLR (`late` = 1) its length: it begins a step after the warm-up."""
+    total, warmup = (
+        given.take_integer(f"{SCHEDULER_PARAMS}total_num_steps"),
+        given.current_value("lr_schedule.warmup_steps"),
+    )
+    if total is None or total <= warmup:
+        reason = "is not in the file" if total is None else f"= {total} must be above the warm-up of {warmup} steps"
+        given.leave_open("lr_schedule.decay_steps", f"scheduler.params.total_num_steps {reason}")
+        return
+    given.set_key("lr_schedule.decay_steps", total + late, "total_num_steps")
+    given.set_key("lr_schedule.cooldown_steps", total - warmup if late else None, "total_num_steps - warmup_num_steps")
+
 
 PARAMS = "optimizer.params."
 ADAM = ("adam", "adamw", "fusedadam", "deepspeedcpuadam", "cpuadam")

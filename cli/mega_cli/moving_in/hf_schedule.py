@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from mega_cli.moving_in.dialects import ToolDefaults
+from mega_cli.moving_in.hf_objective import ToolDefaults
 from mega_cli.moving_in.settings_file import SettingsFile
 
 KWARGS = "lr_scheduler_kwargs."

@@ -213,7 +213,7 @@ def _cross_attention(config: ModelConfig) -> TensorShapes:
 
 
 def _retro_encoder(config: ModelConfig, index: int) -> TensorShapes:
-    """Return the tensors of the encoder of retrieved neighbours (Retro), stored in the first layer that attends to
+    """Return the tensors of the encoder of retrieved neighbors (Retro), stored in the first layer that attends to
     them.
     """
     encoder = config.neighbor_encoder_config
@@ -226,7 +226,7 @@ def _retro_encoder(config: ModelConfig, index: int) -> TensorShapes:
 
 
 def retro_encoder_prefix(layer: int) -> str:
-    """Return the name prefix of the tensors of Retro's neighbour encoder, which is stored in decoder layer `layer`; a
+    """Return the name prefix of the tensors of Retro's neighbor encoder, which is stored in decoder layer `layer`; a
     layer number of the encoder follows the prefix.
     """
     return f"model.layers.{layer}.encoder."
@@ -239,15 +239,19 @@ def _latent_attention(config: ModelConfig) -> TensorShapes:
     mla, width, heads = config.mla, config.hidden_size, config.num_attention_heads
     assert mla is not None
     queries, bias = heads * config.query_key_head_dim, config.qkv_bias
+
+    def latent_norm(name: str, rank: int) -> TensorShapes:
+        return {f"self_attn.{name}.weight": (rank,)} if mla.latent_norm else {}
+
     latent: TensorShapes = {
         **_linear("self_attn.q_a_proj", mla.q_lora_rank or 0, width, bias),
-        "self_attn.q_a_layernorm.weight": (mla.q_lora_rank or 0,),
+        **latent_norm("q_a_layernorm", mla.q_lora_rank or 0),
         "self_attn.q_b_proj.weight": (queries, mla.q_lora_rank or 0),
     }
     return {
         **(latent if mla.q_lora_rank else {"self_attn.q_proj.weight": (queries, width)}),
         **_linear("self_attn.kv_a_proj_with_mqa", mla.kv_lora_rank + mla.qk_rope_head_dim, width, bias),
-        "self_attn.kv_a_layernorm.weight": (mla.kv_lora_rank,),
+        **latent_norm("kv_a_layernorm", mla.kv_lora_rank),
         "self_attn.kv_b_proj.weight": (heads * (mla.qk_nope_head_dim + mla.v_head_dim), mla.kv_lora_rank),
         **_linear("self_attn.o_proj", width, heads * mla.v_head_dim, config.attention_out_bias),
     }

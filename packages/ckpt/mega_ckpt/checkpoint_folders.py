@@ -74,8 +74,8 @@ class RenameCommitter:
         self._root = root
 
     def list_candidates(self) -> list[Path]:
-        """Return the folders named like complete checkpoints; one that was being replaced counts if its successor is
-        missing.
+        """Return the folders below the root that are named like checkpoints, sorted by step; one that was being
+        replaced counts if its successor is missing.
         """
         found: dict[int, Path] = {}
         # "." sorts before "s": the new checkpoint takes precedence over the one that it replaces.
@@ -169,7 +169,9 @@ class ManifestCommitter:
         self._root = root
 
     def list_candidates(self) -> list[RemotePath]:
-        """Return the folders named like checkpoints, sorted by step, with or without a manifest."""
+        """Return the folders below the root that are named like checkpoints, sorted by step, with or without a
+        manifest.
+        """
         return sorted(self._folders(), key=step_from_path)
 
     def begin_save(self, step: int) -> Location:
@@ -336,7 +338,7 @@ def apply_retention(
     return deleted
 
 
-def latest_until_step(root: Location, step: int) -> Location | None:
+def latest_checkpoint_until_step(root: Location, step: int) -> Location | None:
     """Return the complete checkpoint below `root` of the highest step <= `step`, or None if there is none; damaged ones
     are left out.
     """

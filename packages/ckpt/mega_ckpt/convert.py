@@ -27,15 +27,15 @@ from mega_ckpt.formats.hf_write import plan_hf_folder, write_hf_folder
 from mega_ckpt.formats.megatron_dist_write import write_dist_checkpoint
 from mega_ckpt.formats.megatron_legacy_write import write_legacy_checkpoint
 from mega_ckpt.formats.megatron_source import TRACKER, MegatronSource
-from mega_ckpt.formats.megatron_write import MegatronWriter, check_parallel_sizes, write_release
+from mega_ckpt.formats.megatron_write import MegatronWriter, check_parallel_sizes, write_release_folder
 from mega_ckpt.formats.peft_adapter import CONFIG as PEFT_CONFIG
 from mega_ckpt.formats.peft_adapter import write_peft_folder
-from mega_ckpt.lora_adapter import AdaptedSource
+from mega_ckpt.lora_adapter import AdaptedWeightSource
 from mega_ckpt.manifest import MANIFEST
 from mega_ckpt.model_card import build_cards
 from mega_ckpt.resumable_folder import WriteJournal, open_resumable
 from mega_ckpt.source import (
-    MegaSource,
+    MegaWeightSource,
     load_with_adapter,
     open_weight_source,
     resolve_checkpoint,
@@ -44,8 +44,7 @@ from mega_ckpt.source import (
 from mega_ckpt.storage import open_storage_folder
 from mega_ckpt.store import Checkpoint
 from mega_ckpt.stream_checkpoint import split_blocks, write_weights
-from mega_ckpt.training_state import ConvertedTraining, OptimizerNotConverted
-from mega_ckpt.weight_source import WeightSource, cast_dtype
+from mega_ckpt.weight_source import ConvertedTraining, OptimizerNotConverted, WeightSource, cast_dtype
 from mega_common.errors import CheckpointError
 from mega_common.object_store import Location, RemotePath, parse_location
 from mega_common.progress_logging import ProgressBar, logger
@@ -161,15 +160,18 @@ def _open_input(source: str | Location, to: str, options: ConvertOptions) -> Wei
     if options.adapter is not None:
         return load_with_adapter(options.adapter, source)
     weights = open_weight_source(source, settings=options.settings, averaged=options.averaged)
-    if to == "peft" and not isinstance(weights, AdaptedSource):
-        raise CheckpointError(f"{source}: --to peft requires a checkpoint with an adapter", hint="convert it --to hf")
+    if to == "peft" and not isinstance(weights, AdaptedWeightSource):
+        raise CheckpointError(
+            f"{source}: --to peft requires a LoRA adapter, but this checkpoint has the weights of a whole model",
+            hint="use --to hf, or give a run that was trained with `lora`",
+        )
     if options.tokens:
         return add_tokens(weights, options.tokens, options.vocab_size)
     return weights if options.vocab_size is None else ExtendedVocabularySource(weights, options.vocab_size)
 
 
 def _write_peft(source: WeightSource, folder: Path, options: ConvertOptions, journal: WriteJournal) -> None:
-    assert isinstance(source, AdaptedSource)
+    assert isinstance(source, AdaptedWeightSource)
     write_peft_folder(source.adapter, source.base, folder)
 
 
@@ -195,7 +197,7 @@ def _file_stamps(source: Location) -> dict[str, str]:
 
 def _write_hf(source: WeightSource, folder: Path, options: ConvertOptions, journal: WriteJournal) -> None:
     plan = plan_hf_folder(source, family=options.family, dtype=options.dtype, max_shard=options.max_shard)
-    if isinstance(source, MegaSource):
+    if isinstance(source, MegaWeightSource):
         parameters = sum(math.prod(source.tensor_shape(name)) for name in source.tensor_names())
         plan = dataclasses.replace(
             plan, others={**plan.others, **build_cards(source.checkpoint, parameters, plan.others)}
@@ -246,7 +248,9 @@ def _write_megatron(source: WeightSource, folder: Path, options: ConvertOptions,
     writing = _prepare_megatron(source, options)
     with ProgressBar("writing Megatron", total=writing.total_bytes, unit="bytes") as bar:
         journal.advance = bar.advance
-        write_release(writing, folder, MEGATRON_FORMATS[options.megatron_format], bar.advance, journal.write_once)
+        write_release_folder(
+            writing, folder, MEGATRON_FORMATS[options.megatron_format], bar.advance, journal.write_once
+        )
 
 
 MEGATRON_FORMATS = {"torch_dist": write_dist_checkpoint, "torch": write_legacy_checkpoint}

@@ -188,7 +188,7 @@ class WrittenChunk:
     file: FileEntry
 
 
-class SaveTarget(Protocol):
+class CheckpointSaveTarget(Protocol):
     """Interface of the checkpoint folder that a save fills; only the coordinator rank uses it."""
 
     def begin_save(self) -> Location:
@@ -205,12 +205,12 @@ class ShardStorageWriter(StorageWriter):
     `advance` is called with the bytes of each slab.
     """
 
-    def __init__(self, target: SaveTarget, advance: Callable[[int], None]) -> None:
+    def __init__(self, target: CheckpointSaveTarget, advance: Callable[[int], None]) -> None:
         self.target, self.advance = target, advance
         self.folder: Location | None = None
 
     def reset(self, checkpoint_id: object = None) -> None:
-        """Do nothing: a writer object serves one save."""
+        """Do nothing: a writer object serves one save only, so `checkpoint_id` has no effect."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Create the checkpoint folder, on the coordinator only."""
@@ -263,7 +263,7 @@ class ShardStorageReader(StorageReader):
         self._opened: Checkpoint | MegaError
 
     def reset(self, checkpoint_id: object = None) -> None:
-        """Do nothing: a reader object serves one load."""
+        """Do nothing: a reader object serves one load only, so `checkpoint_id` has no effect."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Open the checkpoint and return DCP metadata of the requested tensors. An error is raised only in

@@ -22,7 +22,7 @@ from mega_ckpt.checkpoint_folders import make_durable_folder, wrap_disk_errors
 from mega_ckpt.families import is_same_model
 from mega_ckpt.lora_adapter import is_adapter_checkpoint
 from mega_ckpt.manifest import MANIFEST
-from mega_ckpt.source import MegaSource, open_weight_source, resolve_checkpoint
+from mega_ckpt.source import MegaWeightSource, open_weight_source, resolve_checkpoint
 from mega_ckpt.stream_checkpoint import write_weights
 from mega_common.atomic_files import create_atomic_folder
 from mega_common.errors import CheckpointError, ConfigError
@@ -51,7 +51,7 @@ def prune_checkpoint(source: str | Location, destination: str | Location) -> Non
                 f"{checkpoint.folder}: must be the checkpoint of a full model, not of an adapter",
                 hint="use mega ckpt convert: --to peft writes the adapter, --to mega the merged model",
             )
-        source_weights = MegaSource(checkpoint)
+        source_weights = MegaWeightSource(checkpoint)
         note = {"source": str(checkpoint.folder), "without": sorted(_non_model_groups(checkpoint))}
         provenance = {**checkpoint.manifest.provenance, "pruned": note}
         write_weights(source_weights, folder, "pruning", step=checkpoint.step, provenance=provenance)
@@ -108,16 +108,22 @@ def _non_model_groups(checkpoint: Checkpoint) -> set[str]:
 def _normalize_weights(count: int, weights: Sequence[float] | None) -> list[float]:
     """Return the weight of each source in the mean; the weights sum to 1."""
     if count < 2:
-        raise ConfigError("an average requires two or more checkpoints")
+        raise ConfigError(
+            f"an average requires at least two checkpoints, found {count}",
+            hint="give each by its folder, e.g. runs/a/checkpoints/step-00000100 runs/a/checkpoints/step-00000200",
+        )
     weights = [1.0] * count if weights is None else weights
     if len(weights) != count:
         raise ConfigError(
-            f"the number of weights must be that of checkpoints, {count}, not {len(weights)}",
-            hint="give one number per checkpoint",
+            f"--weights must have one number for each of the {count} checkpoints, found {len(weights)}",
+            hint=f"e.g. --weights {','.join(['1'] * count)}, or leave it out for the plain mean",
         )
     for weight in weights:
         if not (math.isfinite(weight) and weight > 0):
-            raise ConfigError(f"weight {weight} must be a positive number")
+            raise ConfigError(
+                f"--weights must be positive numbers, found {weight:g}",
+                hint="leave out checkpoints that should not count",
+            )
     return [weight / math.fsum(weights) for weight in weights]
 
 

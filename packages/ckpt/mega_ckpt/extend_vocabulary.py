@@ -15,14 +15,14 @@ from torch import Tensor
 
 from mega_ckpt.canonical_tensors import EMBEDDING, HEAD
 from mega_ckpt.tensor_pieces import TensorShape, split_box
-from mega_ckpt.weight_source import DerivedSource, WeightSource
+from mega_ckpt.weight_source import DerivedWeightSource, WeightSource
 from mega_common.errors import CheckpointError
 
 TOKENIZER = "tokenizer.json"
 BLOCK = 1 << 22  # elements that are summed at once
 
 
-class ExtendedVocabularySource(DerivedSource):
+class ExtendedVocabularySource(DerivedWeightSource):
     """A `WeightSource` of a base whose vocabulary is extended to `size` tokens; rows of new tokens follow the old ones
     and are their mean.
 
@@ -41,7 +41,10 @@ class ExtendedVocabularySource(DerivedSource):
     ) -> None:
         old_size = base.model.vocab_size
         if size < old_size:
-            raise CheckpointError(f"the vocabulary size must be at least that of the model, {old_size}, not {size}")
+            raise CheckpointError(
+                f"--vocab-size must be at least {old_size}, the vocabulary size of the model, found {size}",
+                hint="rows of the embedding can be added, not removed",
+            )
         super().__init__(base, base.model.model_copy(update={"vocab_size": size}))
         self._old, self._files = old_size if first is None else first, files or {}
         self._mean = cache(self._compute_mean_row)

@@ -22,18 +22,32 @@ class HostStaging:
 
     def copy_boxes(self, tensors: Mapping[str, ShardedTensor]) -> dict[str, ShardedTensor]:
         """Copy all boxes of sharded tensors to host memory and return the copies; the next call overwrites them."""
-        on_device = any(box.tensor.is_cuda for sharded in tensors.values() for box in sharded.boxes)
         need = staging_bytes(tensors)
         if self._buffer.numel() < need:
             self._buffer = torch.empty(0, dtype=torch.uint8)  # free the old buffer before the new one is allocated
-            self._buffer = allocate_host_memory(need, pinned=on_device)
-        out = {key: ShardedTensor(sharded.shape, []) for key, sharded in tensors.items()}
-        for key, box, view in place_in_buffer(tensors, self._buffer):
-            view.copy_(box.tensor.detach(), non_blocking=True)
-            out[key].boxes.append(TensorBox(box.offset, view))
-        if on_device:
-            torch.cuda.current_stream().synchronize()
-        return out
+            self._buffer = allocate_host_memory(need, pinned=is_on_cuda(tensors))
+        return copy_into_buffer(tensors, self._buffer)
+
+
+def copy_into_buffer(tensors: Mapping[str, ShardedTensor], buffer: torch.Tensor) -> dict[str, ShardedTensor]:
+    """Copy all boxes of sharded tensors into `buffer`, uint8 [at least `staging_bytes`] in host memory, and return the
+    copies; waits for the device once, after all copies have started.
+    """
+    out = {key: ShardedTensor(sharded.shape, []) for key, sharded in tensors.items()}
+    devices = set[torch.device]()
+    for key, box, view in place_in_buffer(tensors, buffer):
+        view.copy_(box.tensor.detach(), non_blocking=True)
+        out[key].boxes.append(TensorBox(box.offset, view))
+        devices.add(box.tensor.device)
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+    return out
+
+
+def is_on_cuda(tensors: Mapping[str, ShardedTensor]) -> bool:
+    """Return whether any box of sharded tensors is on a CUDA device."""
+    return any(box.tensor.is_cuda for sharded in tensors.values() for box in sharded.boxes)
 
 
 def staging_bytes(tensors: Mapping[str, ShardedTensor]) -> int:
@@ -64,9 +78,20 @@ def allocate_host_memory(nbytes: int, *, pinned: bool) -> torch.Tensor:
     two. With `pinned`, the memory stays pinned until it is freed.
     """
     memory = torch.empty(nbytes, dtype=torch.uint8)
-    if pinned and nbytes:
-        runtime, address = torch.cuda.cudart(), memory.data_ptr()  # type: ignore[no-untyped-call]
-        if status := int(runtime.cudaHostRegister(address, nbytes, 0)):
-            raise MemoryError(f"{nbytes} bytes of host memory cannot be pinned (CUDA error {status})")
-        weakref.finalize(memory.untyped_storage(), runtime.cudaHostUnregister, address).atexit = False
+    if pinned:
+        pin_host_memory(memory)
     return memory
+
+
+def pin_host_memory(memory: torch.Tensor) -> None:
+    """Pin a tensor in host memory, which may be a mapped file, until it is freed; copies between it and a CUDA device
+    then run at the speed of the bus and without the host.
+
+    Raises:
+        MemoryError: when CUDA refuses to pin it.
+    """
+    if memory.nbytes:
+        runtime, address = torch.cuda.cudart(), memory.data_ptr()  # type: ignore[no-untyped-call]
+        if status := int(runtime.cudaHostRegister(address, memory.nbytes, 0)):
+            raise MemoryError(f"{memory.nbytes} bytes of host memory cannot be pinned (CUDA error {status})")
+        weakref.finalize(memory.untyped_storage(), runtime.cudaHostUnregister, address).atexit = False

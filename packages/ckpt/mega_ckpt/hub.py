@@ -16,7 +16,7 @@ from types import ModuleType
 
 from mega_ckpt.checkpoint_folders import make_durable_folder
 from mega_ckpt.formats.hf_source import CONFIG, HfSource
-from mega_ckpt.source import MegaSource, open_weight_source
+from mega_ckpt.source import MegaWeightSource, open_weight_source
 from mega_common.atomic_files import convert_full_disk_error, fsync_directory
 from mega_common.errors import CheckpointError, MegaError, MissingPackageError
 
@@ -115,7 +115,7 @@ def _client() -> ModuleType:
 
 def _check_folder(folder: Path) -> None:
     """Reject anything but a complete HuggingFace folder: headers, names and shapes are checked before the upload."""
-    if not (folder / CONFIG).is_file() and isinstance(open_weight_source(folder), MegaSource):
+    if not (folder / CONFIG).is_file() and isinstance(open_weight_source(folder), MegaWeightSource):
         raise CheckpointError(
             f"{folder}: must be a HuggingFace folder, not a mega checkpoint",
             hint=f"convert it first: mega ckpt convert {folder} out/hf --to hf, then push out/hf",

@@ -16,8 +16,8 @@ from mega_ckpt.manifest import MANIFEST
 from mega_ckpt.source import open_weight_source
 from mega_ckpt.storage import open_storage_folder
 from mega_ckpt.stream_checkpoint import split_blocks
-from mega_ckpt.training_state import OptimizerNotConverted
-from mega_ckpt.verify import CheckpointSummary, VerifyReport, group_by_dtype
+from mega_ckpt.verify import CheckpointSummary, VerifyReport, group_weights_by_dtype
+from mega_ckpt.weight_source import OptimizerNotConverted
 from mega_common.errors import CheckpointError
 from mega_common.object_store import Location
 from mega_common.progress_logging import ProgressBar
@@ -39,7 +39,7 @@ def inspect_foreign(path: Location) -> CheckpointSummary:
         CheckpointError: when it cannot be used.
     """
     source = _open_foreign(path)
-    groups = group_by_dtype(source)
+    groups = group_weights_by_dtype(source)
     return CheckpointSummary(
         folder=path,
         step=0,
@@ -101,7 +101,7 @@ def inspect_megatron(folder: Path) -> CheckpointSummary:
         CheckpointError: when it is damaged, or its settings are missing or not supported.
     """
     source, files = MegatronSource(folder), [path for path in iteration_folder(folder).rglob("*") if path.is_file()]
-    contents, groups = source.contents, group_by_dtype(source)
+    contents, groups = source.contents, group_weights_by_dtype(source)
     saved_with = {name: contents.args[key] for name, key in _SIZES.items() if key in contents.args}
     return CheckpointSummary(
         folder=folder,

@@ -1,7 +1,7 @@
 """LoRA adapters on disk, and weights with an adapter merged in.
 
 Two formats: the checkpoint of a LoRA run, which has only the trained tensors and the identity of the base; and a PEFT
-folder (`formats.peft_adapter`). Both are read as a `SavedAdapter` with canonical names. `AdaptedSource` merges an adapter
+folder (`formats.peft_adapter`). Both are read as a `SavedAdapter` with canonical names. `AdaptedWeightSource` merges an adapter
 into its base when tensors are read:
 
     W + s B A      or, with a magnitude m per row (DoRA), m (W + s B A) / |W + s B A|
@@ -23,13 +23,13 @@ from mega_ckpt.canonical_tensors import EMBEDDING, HEAD, abbreviate_names, canon
 from mega_ckpt.checkpoint import AVERAGE, WEIGHTS, Checkpoint
 from mega_ckpt.lora_tensors import MAGNITUDE, A, AdaptedModule, B, adapted_modules, adapter_tensor_shapes
 from mega_ckpt.tensor_pieces import TensorShape, crop_tensor, split_box
-from mega_ckpt.weight_source import DerivedSource, WeightSource
+from mega_ckpt.weight_source import DerivedWeightSource, WeightSource
 from mega_common.errors import CheckpointError
 from mega_common.lora_config import LoraConfig, is_adapter_tensor
 from mega_common.model_config import ModelConfig
 from mega_common.object_store import parse_location
 
-AVERAGES_HINT = "give a run with train.ema, which keeps averages of the weights"
+AVERAGES_HINT = "use the weights themselves (leave out --ema), or give a run that was trained with train.ema"
 # Files of a tokenizer and its chat template, which PEFT users save with an adapter.
 ADAPTER_TOKENIZER_FILES: tuple[str, ...] = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model",
@@ -38,7 +38,7 @@ ADAPTER_TOKENIZER_FILES: tuple[str, ...] = (
 SAMPLE = 1024  # elements of each tensor in the digest of a base
 
 
-class UntiedSource(DerivedSource):
+class UntiedWeightSource(DerivedWeightSource):
     """A `WeightSource` of a base with tied embeddings that presents them as untied: `lm_head.weight` is read from the
     embedding.
     """
@@ -119,7 +119,9 @@ def averaged_weights(checkpoint: Checkpoint) -> frozenset[str]:
     """
     names = frozenset(key.removeprefix(AVERAGE) for key in checkpoint.tensor_keys(AVERAGE))
     if not names:
-        raise CheckpointError(f"{checkpoint.folder}: averages of the weights are missing", hint=AVERAGES_HINT)
+        raise CheckpointError(
+            f"{checkpoint.folder}: has no exponential moving average (EMA) of the weights", hint=AVERAGES_HINT
+        )
     return names
 
 
@@ -189,7 +191,7 @@ def check_adapter_start(
             )
 
 
-class AdaptedSource(DerivedSource):
+class AdaptedWeightSource(DerivedWeightSource):
     """A `WeightSource` of a base with a LoRA adapter merged in, in the base's dtypes. The sum is computed in fp32 or
     wider.
 
@@ -198,7 +200,7 @@ class AdaptedSource(DerivedSource):
     """
 
     def __init__(self, base: WeightSource, adapter: SavedAdapter) -> None:
-        base = UntiedSource(base) if adapter.unties_embeddings else base
+        base = UntiedWeightSource(base) if adapter.unties_embeddings else base
         super().__init__(base, base.model)
         self.adapter = adapter
         self._adapted: dict[str, tuple[str, int]] = {}  # {adapted tensor: (its module, its first row in B)}

@@ -23,7 +23,7 @@ import xxhash
 from pydantic import ValidationError
 
 from mega_ckpt.manifest import MANIFEST, Checksum, FileEntry
-from mega_common.atomic_files import add_path_to_errors, install_folder
+from mega_common.atomic_files import add_path_to_errors, rename_folder_into_place
 from mega_common.errors import CheckpointError, MegaError
 from mega_common.object_store import Location, ObjectStoreError, RemotePath
 from mega_common.strict_config import StrictConfig
@@ -240,7 +240,7 @@ def _open_local(final: Path, key: str, title: str) -> Iterator[WriteJournal]:
             if _is_permanent(error) or not journal.finished:
                 shutil.rmtree(partial, ignore_errors=True)
             raise
-        install_folder(partial / CONTENT, final)
+        rename_folder_into_place(partial / CONTENT, final)
         shutil.rmtree(partial, ignore_errors=True)
     _remove_stale(final)
 

@@ -128,7 +128,7 @@ def write_shards(
     `resolve` is called for one slab at a time, so tensors on a device need host memory for one slab only. `once` skips
     files that are already complete.
     """
-    for number, group in enumerate(split_into_files(sorted(slabs, key=lambda slab: slab.sort_key), max_bytes)):
+    for number, group in enumerate(group_slabs_by_file(sorted(slabs, key=lambda slab: slab.sort_key), max_bytes)):
         name, head = f"{prefix}-{number:03d}.safetensors", safetensors_header(group)
         done = once(name, head, partial(_write_shard, folder / name, head, group, resolve))
         ends = list(itertools.accumulate((slab.nbytes for slab in group), initial=len(head)))
@@ -155,7 +155,7 @@ def _write_shard(
         return FinishedFile(file=file.close(), parts=tuple(checksums))
 
 
-def split_into_files(slabs: Sequence[ShardSlab], max_bytes: int) -> Iterator[list[ShardSlab]]:
+def group_slabs_by_file(slabs: Sequence[ShardSlab], max_bytes: int) -> Iterator[list[ShardSlab]]:
     """Split slabs into groups, one per file: as many in order as fit in `max_bytes`, and at least one."""
     group: list[ShardSlab] = []
     size = 0

@@ -19,7 +19,7 @@ from mega_ckpt.canonical_tensors import canonical_tensors
 from mega_ckpt.derive_checkpoint import create_output_folder
 from mega_ckpt.stream_checkpoint import write_weights
 from mega_ckpt.tensor_pieces import TensorShape, crop_tensor
-from mega_ckpt.weight_source import DerivedSource, WeightSource
+from mega_ckpt.weight_source import DerivedWeightSource, WeightSource
 from mega_common.errors import ConfigError
 from mega_common.model_config import ModelConfig
 from mega_common.object_store import Location
@@ -46,7 +46,7 @@ class PartImportance:
 
 
 @dataclass(frozen=True)
-class KeptParts:
+class KeptModelParts:
     """Ascending int64 indices of the parts that a shrunk model keeps: layers [layers], channels [hidden], and per kept
     layer neurons [layers, ffn], query heads [layers, heads] and key/value heads [layers, kv_heads].
     """
@@ -128,7 +128,7 @@ def shrunk_config(model: ModelConfig, sizes: ShrinkSizes, layers: Sequence[int] 
     return ModelConfig.parse(found, source="shrinking")
 
 
-def choose_kept_parts(importance: PartImportance, model: ModelConfig, smaller: ModelConfig) -> KeptParts:
+def choose_kept_parts(importance: PartImportance, model: ModelConfig, smaller: ModelConfig) -> KeptModelParts:
     """Return the most important layers, neurons, heads and channels of `model`, as many as `smaller` has. Key/value
     heads are kept with all of their query heads.
     """
@@ -141,12 +141,12 @@ def choose_kept_parts(importance: PartImportance, model: ModelConfig, smaller: M
         kv_heads = torch.zeros(len(layers), 1, dtype=torch.int64)
         queries = _top_indices(heads, smaller.num_attention_heads)
     neurons = _top_indices(importance.neurons[layers], smaller.ffn_hidden_size)
-    return KeptParts(layers, neurons, queries, kv_heads, _top_indices(importance.channels, smaller.hidden_size))
+    return KeptModelParts(layers, neurons, queries, kv_heads, _top_indices(importance.channels, smaller.hidden_size))
 
 
 def shrink_model(
     source: WeightSource, destination: str | Location, importance: PartImportance, sizes: ShrinkSizes
-) -> KeptParts:
+) -> KeptModelParts:
     """Write a mega checkpoint of the most important parts of the model in `source`, in the target `sizes`, and return
     their indices.
 
@@ -162,10 +162,10 @@ def shrink_model(
     return kept
 
 
-class ShrunkSource(DerivedSource):
+class ShrunkSource(DerivedWeightSource):
     """A `WeightSource` of the kept layers, neurons, heads and channels of a larger model."""
 
-    def __init__(self, whole: WeightSource, model: ModelConfig, kept: KeptParts) -> None:
+    def __init__(self, whole: WeightSource, model: ModelConfig, kept: KeptModelParts) -> None:
         super().__init__(whole, model)
         self._kept = kept
         self._shapes = canonical_tensors(model)

@@ -25,7 +25,7 @@ from mega_ckpt.formats.peft_adapter import CONFIG as PEFT_CONFIG
 from mega_ckpt.formats.peft_adapter import read_peft_adapter
 from mega_ckpt.lora_adapter import (
     AVERAGES_HINT,
-    AdaptedSource,
+    AdaptedWeightSource,
     SavedAdapter,
     averaged_weights,
     check_adapter_base,
@@ -54,7 +54,7 @@ _MODEL_HINT = "the manifest describes another model than the weights: save the c
 Source = WeightSource  # deprecated name
 
 
-class MegaSource:
+class MegaWeightSource:
     """A `WeightSource` of a mega checkpoint; with `averaged`, weights are the exponential moving averages kept by
     `train.ema`.
     """
@@ -84,7 +84,9 @@ class MegaSource:
         return self.read_tensor_slice(name, (0,) * len(shape), shape)
 
     def read_tensor_slice(self, name: str, offset: TensorShape, shape: TensorShape) -> Tensor:
-        """Read `tensor[offset : offset + shape]`: a view of the file, unless it is assembled from several chunks."""
+        """Read `tensor[offset : offset + shape]` of the canonical tensor `name`: a view of the file, unless it is
+        assembled from several chunks.
+        """
         if name in self._averaged:
             return self.checkpoint.read_tensor(AVERAGE + name, offset, shape).to(self.tensor_dtype(name))
         key = WEIGHTS + name
@@ -99,7 +101,7 @@ class MegaSource:
         return [key.removeprefix(BUFFERS) for key in self.checkpoint.tensor_keys(BUFFERS)]
 
     def read_buffer(self, name: str) -> Tensor:
-        """Read one buffer, unchanged."""
+        """Read one buffer (a tensor that is not a weight) of a mega checkpoint, unchanged."""
         return self.checkpoint.read_tensor(BUFFERS + name)
 
     def asset_files(self) -> Mapping[str, Path | bytes]:
@@ -168,9 +170,9 @@ def open_weight_source(
         checkpoint = Checkpoint.open_folder(found)
         if is_adapter_checkpoint(checkpoint):
             return _open_with_named_base(found, checkpoint.trainer_state.get("base", {}).get("path"), averaged=averaged)
-        return MegaSource(checkpoint, averaged=averaged)
+        return MegaWeightSource(checkpoint, averaged=averaged)
     if averaged:
-        raise CheckpointError(f"{folder}: averages of the weights are missing", hint=AVERAGES_HINT)
+        raise CheckpointError(f"{folder}: has no exponential moving average (EMA) of the weights", hint=AVERAGES_HINT)
     is_run = any((folder / name).exists() for name in ("checkpoints", "run.yaml"))
     if is_run and not (folder / CONFIG).exists():
         raise CheckpointError(f"{folder}: the run has no complete checkpoint", hint="train to its first checkpoint")
@@ -207,7 +209,7 @@ def _find_transformer_folder(folder: Path) -> Path | None:
     return inner
 
 
-def load_with_adapter(path: str | Location, base: str | Location, *, averaged: bool = False) -> AdaptedSource:
+def load_with_adapter(path: str | Location, base: str | Location, *, averaged: bool = False) -> AdaptedWeightSource:
     """Open the weights at `base` merged with the LoRA adapter at `path`: a mega run or checkpoint, or a PEFT folder.
 
     Raises:
@@ -216,19 +218,21 @@ def load_with_adapter(path: str | Location, base: str | Location, *, averaged: b
     folder = parse_location(path)
     base_source = open_weight_source(base)
     if (folder / PEFT_CONFIG).is_file():
-        return AdaptedSource(base_source, read_peft_adapter(folder, base_source))
+        return AdaptedWeightSource(base_source, read_peft_adapter(folder, base_source))
     found = _find_checkpoint(folder)
+    if not folder.exists():
+        raise CheckpointError(f"{folder}: no such folder", hint="give the folder of an adapter, or a run with `lora`")
     if found is None or not is_adapter_checkpoint(checkpoint := Checkpoint.open_folder(found)):
         inside = [path.parent.name for path in folder.glob(f"*/{PEFT_CONFIG}")] if isinstance(folder, Path) else []
         raise CheckpointError(
-            f"{folder}: must be an adapter",
+            f"{folder}: must be an adapter, found neither {PEFT_CONFIG} nor a checkpoint of an adapter",
             hint=f"give one of the adapters inside: {', '.join(sorted(inside))}"
             if inside
             else f"give a run with `lora`, or a folder with {PEFT_CONFIG}",
         )
     adapter = SavedAdapter.from_checkpoint(checkpoint, averaged=averaged)
     check_adapter_base(adapter.base_fingerprint, fingerprint_base(str(base), base_source), str(folder))
-    return AdaptedSource(base_source, adapter)
+    return AdaptedWeightSource(base_source, adapter)
 
 
 def _open_with_named_base(folder: Location, base: object, *, averaged: bool = False) -> WeightSource:

@@ -86,7 +86,7 @@ class LocalFolder:
         return _LocalFileWriter(self._path / name)
 
     def open_file(self, name: str) -> RangeReader:
-        """Open a file as a memory map: only used bytes are read."""
+        """Open a local file for reading as a memory map: only used bytes are read."""
         return _MappedFile(self._path / name)
 
     def file_size(self, name: str) -> int:
@@ -94,10 +94,10 @@ class LocalFolder:
         return regular_file_size(self._path, name)
 
     def cache_sizes(self) -> None:
-        """Do nothing: each file is looked up when it is queried."""
+        """Do nothing: a local file is looked up when its size is queried."""
 
     def list_files(self) -> list[str]:
-        """Return the names of all files, links included."""
+        """Return the names of all files in a local folder, links included."""
         return [path.relative_to(self._path).as_posix() for path in self._path.rglob("*") if not path.is_dir()]
 
     def file_stamps(self) -> dict[str, str]:
@@ -107,7 +107,7 @@ class LocalFolder:
 
     @contextlib.contextmanager
     def create_folder(self) -> Iterator[None]:
-        """Context manager that creates the folder, and makes the names in it durable by fsync on exit."""
+        """Context manager that creates a local folder, and makes the names in it durable by fsync on exit."""
         os.mkdir(self._path)
         yield
         fsync_directory(self._path)
@@ -125,7 +125,7 @@ class RemoteFolder:
         return _RemoteObjectWriter(self._path / name)
 
     def open_file(self, name: str) -> RangeReader:
-        """Open an object for range requests."""
+        """Open an object of the store for reading by range requests."""
         return _RemoteObject(self._path / name)
 
     def file_size(self, name: str) -> int:

@@ -170,7 +170,7 @@ def load_sharded_checkpoint(
         dcp_load({}, storage_reader=reader, planner=planner, process_group=group, no_dist=not _distributed())
 
 
-class SaveStall(NamedTuple):
+class SaveStallTime(NamedTuple):
     """Seconds for which an asynchronous save blocked its caller: waiting for the previous save, and copying."""
 
     waiting: float
@@ -203,7 +203,7 @@ class AsyncSaver:
         state: Mapping[str, Any],
         assets: Path | None = None,
         provenance: Mapping[str, Any] | None = None,
-    ) -> SaveStall:
+    ) -> SaveStallTime:
         """Begin a save like `save_sharded_checkpoint`, after waiting for the previous one, and return the time spent;
         afterwards `tensors` and `state` may change.
 
@@ -217,7 +217,7 @@ class AsyncSaver:
         target = _CheckpointTarget(root, step, model, copy.deepcopy(dict(state)), assets, copy.deepcopy(provenance))
         self._running = self._thread.submit(_save_with_dcp, staged.result, target, self._group, _no_progress)
         self._folder = step_folder(root, step)
-        return SaveStall(waited - started, time.perf_counter() - waited)
+        return SaveStallTime(waited - started, time.perf_counter() - waited)
 
     def wait_for_save(self) -> Location | None:
         """Wait for the save in flight; return its checkpoint folder, or None if there was none; CheckpointError if it

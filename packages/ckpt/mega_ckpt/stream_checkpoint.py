@@ -19,8 +19,7 @@ from mega_ckpt.manifest import DTYPE_NAMES, FileEntry, TensorChunk, TensorEntry,
 from mega_ckpt.resumable_folder import RunOnce, WriteJournal, write_always
 from mega_ckpt.shard_files import HashedFile, ShardSlab, write_shards
 from mega_ckpt.tensor_pieces import TensorShape, crop_tensor, split_box
-from mega_ckpt.training_state import ConvertedTraining
-from mega_ckpt.weight_source import WeightSource, cast_dtype
+from mega_ckpt.weight_source import ConvertedTraining, WeightSource, cast_dtype
 from mega_common.model_config import ModelConfig
 from mega_common.object_store import Location
 from mega_common.progress_logging import ProgressBar
@@ -34,7 +33,7 @@ def split_blocks(shape: TensorShape, dtype: torch.dtype) -> Iterator[tuple[Tenso
     return split_box(shape, BLOCK_BYTES // dtype.itemsize)
 
 
-def slabs_of_tensor(key: str, dtype: torch.dtype, shape: TensorShape) -> list[ShardSlab]:
+def split_tensor_into_slabs(key: str, dtype: torch.dtype, shape: TensorShape) -> list[ShardSlab]:
     """Return the slabs of at most `BLOCK_BYTES` that a checkpoint stores the tensor `key` as."""
     return [ShardSlab(key, dtype, shape, offset, extent) for offset, extent in split_blocks(shape, dtype)]
 
@@ -112,17 +111,17 @@ def write_weights(
     slabs = [
         slab
         for name in source.tensor_names()
-        for slab in slabs_of_tensor(WEIGHTS + name, cast_dtype(source, name, dtype), source.tensor_shape(name))
+        for slab in split_tensor_into_slabs(WEIGHTS + name, cast_dtype(source, name, dtype), source.tensor_shape(name))
     ]
     for name in source.buffer_names():
         buffer = source.read_buffer(name)
-        slabs += slabs_of_tensor(BUFFERS + name, buffer.dtype, tuple(buffer.shape))
+        slabs += split_tensor_into_slabs(BUFFERS + name, buffer.dtype, tuple(buffer.shape))
     state = {f"{OPTIMIZER}{kind}/": tensors for kind, tensors in training.tensors.items()} if training else {}
     for prefix, tensors in state.items():
         slabs += [
             slab
             for name in tensors.tensor_names()
-            for slab in slabs_of_tensor(prefix + name, torch.float32, tensors.tensor_shape(name))
+            for slab in split_tensor_into_slabs(prefix + name, torch.float32, tensors.tensor_shape(name))
         ]
     readers = {WEIGHTS: read or source.read_tensor_slice} | {
         prefix: tensors.read_tensor_slice for prefix, tensors in state.items()

@@ -191,7 +191,7 @@ def select_replica_share(
     return out
 
 
-def merge_sharded(parts: Iterable[Mapping[str, ShardedTensor]]) -> dict[str, ShardedTensor]:
+def merge_sharded_tensors(parts: Iterable[Mapping[str, ShardedTensor]]) -> dict[str, ShardedTensor]:
     """Merge several {name: ShardedTensor} into one, appending the boxes of each tensor."""
     out: dict[str, ShardedTensor] = {}
     for part in parts:

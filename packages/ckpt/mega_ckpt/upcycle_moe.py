@@ -21,7 +21,7 @@ from mega_ckpt.derive_checkpoint import create_output_folder
 from mega_ckpt.source import open_weight_source, resolve_checkpoint
 from mega_ckpt.stream_checkpoint import write_weights
 from mega_ckpt.tensor_pieces import TensorShape, crop_tensor
-from mega_ckpt.weight_source import DerivedSource, WeightSource
+from mega_ckpt.weight_source import DerivedWeightSource, WeightSource
 from mega_common.errors import ConfigError
 from mega_common.model_config import ModelConfig, MoeConfig
 from mega_common.object_store import Location
@@ -89,11 +89,13 @@ def upcycled_config(
     moe = {
         "num_experts": experts, "top_k": top_k, "ffn_hidden_size": width, "scaling": float(slices), "aux_loss": aux_loss
     }  # fmt: skip
-    MoeConfig.parse(moe, source="upcycling")
-    return ModelConfig.parse({**dense.model_dump(exclude_unset=True), "moe": moe}, source="upcycling")
+    MoeConfig.parse(moe, source="--experts, --top-k, --expert-ffn")
+    return ModelConfig.parse(
+        {**dense.model_dump(exclude_unset=True), "moe": moe}, source="--experts, --top-k, --expert-ffn"
+    )
 
 
-class UpcycledSource(DerivedSource):
+class UpcycledSource(DerivedWeightSource):
     """A `WeightSource` of a mixture of experts, computed from a dense model's tensors as it is read."""
 
     def __init__(self, dense: WeightSource, model: ModelConfig, seed: int) -> None:

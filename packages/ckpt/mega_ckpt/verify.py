@@ -266,7 +266,7 @@ class CheckpointSummary:
         return "\n".join(lines)
 
 
-def group_by_dtype(source: WeightSource) -> list[TensorGroup]:
+def group_weights_by_dtype(source: WeightSource) -> list[TensorGroup]:
     """Return the totals of a source's weights (tensors, elements, bytes), one group per dtype."""
     groups: dict[str, TensorGroup] = {}
     for name in source.tensor_names():

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -43,19 +44,21 @@ class WeightSource(Protocol):
         """Read a whole tensor. The result may be a view of the file: copy it before changing it."""
 
     def read_tensor_slice(self, name: str, offset: TensorShape, shape: TensorShape) -> Tensor:
-        """Read `tensor[offset : offset + shape]`, and only the bytes it needs. The result may be a view of the file."""
+        """Read `tensor[offset : offset + shape]` of the canonical tensor `name`, and only the bytes it needs; may be a
+        view of the file.
+        """
 
     def buffer_names(self) -> Sequence[str]:
-        """Return the tensors of a HuggingFace folder that are not weights (masks and so on), by their names there."""
+        """Return the names of the buffers: tensors of a HuggingFace folder that are not weights, such as masks."""
 
     def read_buffer(self, name: str) -> Tensor:
-        """Read one buffer, unchanged."""
+        """Read one buffer (a tensor that is not a weight), unchanged."""
 
     def asset_files(self) -> Mapping[str, Path | bytes]:
         """Return the asset files of the weights, {path inside the assets folder: file or content}."""
 
 
-class DerivedSource:
+class DerivedWeightSource:
     """Base of weight sources that change tensors of another source, `base`; all other tensors are those of `base`."""
 
     def __init__(self, base: WeightSource, model: ModelConfig) -> None:
@@ -66,32 +69,32 @@ class DerivedSource:
         return self.base.tensor_names()
 
     def tensor_shape(self, name: str) -> TensorShape:
-        """Return the global shape of a tensor."""
+        """Return the global shape of a tensor in the base source."""
         return self.base.tensor_shape(name)
 
     def tensor_dtype(self, name: str) -> torch.dtype:
-        """Return the dtype of a tensor."""
+        """Return the dtype of a tensor in the base source."""
         return self.base.tensor_dtype(name)
 
     def read_tensor(self, name: str) -> Tensor:
-        """Read a whole tensor."""
+        """Read a whole tensor by its canonical name."""
         shape = self.tensor_shape(name)
         return self.read_tensor_slice(name, (0,) * len(shape), shape)
 
     def read_tensor_slice(self, name: str, offset: TensorShape, shape: TensorShape) -> Tensor:
-        """Read `tensor[offset : offset + shape]`."""
+        """Read `tensor[offset : offset + shape]` of the canonical tensor `name`."""
         return self.base.read_tensor_slice(name, offset, shape)
 
     def buffer_names(self) -> Sequence[str]:
-        """Return the names of the base's buffers."""
+        """Return the names of the buffers of the base source."""
         return self.base.buffer_names()
 
     def read_buffer(self, name: str) -> Tensor:
-        """Read one buffer of the base."""
+        """Read one buffer of the base source."""
         return self.base.read_buffer(name)
 
     def asset_files(self) -> Mapping[str, Path | bytes]:
-        """Return the base's asset files."""
+        """Return the asset files of the base source."""
         return self.base.asset_files()
 
 
@@ -123,3 +126,55 @@ def write_file_durably(path: Path, content: Path | bytes) -> None:
         stream.write(content)
         stream.flush()
         os.fsync(stream.fileno())
+
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+LOW = (torch.bfloat16, torch.float16)  # dtypes of weights for which the optimizer keeps fp32 main weights
+
+
+class OptimizerNotConverted(Exception):
+    """Exception for another trainer's optimizer state that cannot be converted; the message is the reason."""
+
+
+class TensorReader(Protocol):
+    """Interface for reading tensors by canonical name, without a model configuration (see `WeightSource`)."""
+
+    def tensor_names(self) -> Sequence[str]:
+        """Return the canonical tensor names."""
+
+    def tensor_shape(self, name: str) -> TensorShape:
+        """Return the global shape of a tensor."""
+
+    def read_tensor_slice(self, name: str, offset: TensorShape, shape: TensorShape) -> Tensor:
+        """Read `tensor[offset : offset + shape]` of the tensor `name`."""
+
+
+@dataclass(frozen=True)
+class ConvertedTraining:
+    """Optimizer and trainer state converted from another trainer's checkpoint, to resume from, without the weights.
+
+    Attributes:
+        step: number of optimizer steps, including skipped ones.
+        state: the trainer state.
+        tensors: tensors by kind, as named in mega checkpoints: `exp_avg`, `exp_avg_sq`, and `main` for 16-bit weights.
+    """
+
+    step: int
+    state: Mapping[str, Any]
+    tensors: Mapping[str, TensorReader]
+
+
+def make_trainer_state(
+    model: ModelConfig, *, samples: int, updates: int, loss_scale: list[float] | None = None
+) -> dict[str, Any]:
+    """Return the JSON trainer state of a mega checkpoint for a run of `model` after `samples` samples and `updates`
+    optimizer updates.
+    """
+    return {
+        "consumed_samples": samples,
+        "optimizer_steps": updates,
+        "loss_average": 0.0,
+        "loss_seen": 0,
+        "loss_scale": loss_scale,
+        "settings": {"model": model.model_dump(mode="json", by_alias=True)},
+    }

@@ -19,7 +19,7 @@ _REQUIRED_VALUES = {
 }  # fmt: skip
 
 
-class EncoderConfig(StrictConfig):
+class EncoderDecoderConfig(StrictConfig):
     """Split of a model into encoder and decoder: its first layers that form the encoder, the decoder's first token, and
     the bias of the logits.
 

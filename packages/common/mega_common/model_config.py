@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt, ValidationError, model_validator
 
-from mega_common.encoder_config import EncoderConfig, MaskedLmConfig, RelativePositionConfig
+from mega_common.encoder_config import EncoderDecoderConfig, MaskedLmConfig, RelativePositionConfig
 from mega_common.layer_kinds import (
     FeedForwardKind,
     GatedDeltaConfig,
@@ -224,7 +224,7 @@ class ModelConfig(StrictConfig):
     mamba: MambaConfig | None = None
     delta: GatedDeltaConfig | None = None
     vision: VisionConfig | None = None
-    encoder: EncoderConfig | None = None
+    encoder: EncoderDecoderConfig | None = None
     retro: RetroConfig | None = None
     score: bool = Field(
         False,

@@ -32,7 +32,7 @@ from mega_data.tokenizer import Tokenizer
 class SampleBlend(Protocol):
     """Interface of blends: they map sample k of a blend to a data set and a sample number within that data set."""
 
-    identity: str
+    content_key: str
 
     def locate_sample(self, k: int) -> tuple[int, int]:
         """Return (index of the data set that blend sample `k` comes from, number of the sample within that data set)."""
@@ -70,8 +70,8 @@ class BlendedDataset:
 
         A resumed run compares it with the one in its checkpoint to detect changed data.
         """
-        identities = [self._blend.identity, *(source.identity for source in self._sources), repr(self._rules)]
-        return xxhash.xxh3_128_hexdigest("\n".join(identities).encode())
+        content_keys = [self._blend.content_key, *(source.content_key for source in self._sources), repr(self._rules)]
+        return xxhash.xxh3_128_hexdigest("\n".join(content_keys).encode())
 
     def __getitem__(self, k: int) -> Any:
         """Return sample `k` of the blend: a `TrainingSample`, or the sample type of its dataset kind (`BertSample`,

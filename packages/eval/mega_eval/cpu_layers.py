@@ -20,8 +20,7 @@ from mega_trainer.kernels.torch_kernels import TorchKernels
 from mega_trainer.model.attention import SelfAttention
 from mega_trainer.model.decoder import Decoder
 from mega_trainer.model.feed_forward import FeedForward
-from mega_trainer.model.forward_context import ForwardContext
-from mega_trainer.model.kv_cache import CachedAttention
+from mega_trainer.model.forward_context import CachedAttention, ForwardContext
 from mega_trainer.model.norms import Norm
 from mega_trainer.model.transformer_layer import ResidualBranch, TransformerLayer
 from mega_trainer.parallel.parameter_info import get_weight_preparer
@@ -31,8 +30,8 @@ LayerFunction = Callable[[Tensor, ForwardContext], Tensor]  # hidden states [N, 
 
 
 def flatten_layers(model: Decoder) -> LayerFunction:
-    """Return a function that applies all layers of `model` to hidden states [N, 1, D] with a KV cache, faster than the
-    model on a CPU; or `model` itself if that is as fast, such as on a GPU.
+    """Return a function that applies all layers of `model` to hidden states [N, 1, D] with a KV cache, faster on a CPU;
+    or `model` itself where that is as fast, such as on a GPU.
 
     The function keeps references to the current weights: call this again after replacing them.
     """

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from torch import Tensor
 
+from mega_common.errors import DataError
+from mega_common.model_config import ModelConfig
 from mega_eval.grammar_matcher import GrammarMatcher
+from mega_eval.model_loading import check_sequence_length
 from mega_eval.paged_cache import EncoderMemory
-from mega_eval.sampling import Sampling
+from mega_eval.sampling import Sampling, apply_penalties, compute_probabilities, draw_token
 from mega_eval.text_stream import Continuation, FinishCause, GenerationLimits
 from mega_trainer.data.batch_images import BatchImages
 
@@ -46,6 +49,36 @@ class EngineRequest:
     drawn: int = 0
     images: BatchImages | None = None
     adapter: str | None = None
+
+    def check_fits(self, config: ModelConfig, adapters: Collection[str], capacity: int) -> None:
+        """Refuse invalid tokens, an unknown adapter, or more tokens than the model or a KV cache of `capacity` tokens
+        holds.
+
+        Raises:
+            DataError: with the reason.
+        """
+        tokens, vocab_size = self.prompt, config.vocab_size
+        if not tokens:
+            raise DataError("the prompt has no tokens", hint="give a prompt with text")
+        if not 0 <= min(tokens) <= max(tokens) < vocab_size:
+            wrong = next(token for token in tokens if not 0 <= token < vocab_size)
+            raise DataError(
+                f"token {wrong} of the prompt is outside the model's vocabulary of {vocab_size}",
+                hint="use the tokenizer of this model",
+            )
+        if self.adapter is not None and self.adapter not in adapters:
+            raise DataError(f"the model has no adapter {self.adapter!r}")
+        if config.encoder and self.prompt_logprobs:
+            raise DataError("log-probabilities of the prompt are not supported with an encoder-decoder model")
+        size, new = len(tokens), self.limits.max_new_tokens
+        what = f"{size} tokens and {new} new ones"
+        if config.encoder:
+            check_sequence_length(config, max(size, new), what)
+            size = 1
+        else:
+            check_sequence_length(config, size + new - 1, what)  # the last token is never fed back
+        if size + new - 1 > capacity:
+            raise DataError(f"{what} are more than the capacity of the KV cache, {capacity} tokens")
 
 
 @dataclass(frozen=True)
@@ -185,10 +218,23 @@ class RequestState:
         )
 
     def count_logits(self, count: int) -> int:
-        """Return for how many of the next `count` tokens to compute, counted from the last, logits are needed."""
+        """Return how many of the next `count` tokens to compute need logits; these are the last ones."""
         if self.request.prompt_logprobs and self.num_computed < len(self.request.prompt):
             return count
         return 1 + len(self.drafts) if count == self.num_pending_tokens else 0
+
+    def choose_token(self, logits: Tensor, likeliest: int) -> int:
+        """Return the next token chosen from logits [V], of which `likeliest` is the largest."""
+        request, new = self.request, self.text.tokens
+        if request.sampling.is_greedy and self.grammar is None:
+            return likeliest
+        prompt_length = len(self.tokens) - len(new) - request.drawn
+        prompt, generated = self.tokens[:prompt_length], self.tokens[prompt_length:]
+        scores = apply_penalties(logits, request.sampling, prompt, generated)
+        if self.grammar is not None:
+            scores = self.grammar.mask_scores(scores)
+        p = compute_probabilities(scores, request.sampling)
+        return draw_token(p, request.sampling, request.sample, request.drawn + len(new))
 
     def make_draft_request(self, count: int) -> EngineRequest:
         """Return the request that makes a drafter continue this request's text by at most `count` tokens, without

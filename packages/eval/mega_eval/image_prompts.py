@@ -12,7 +12,7 @@ from torch import Tensor
 from mega_common.errors import DataError
 from mega_common.progress_logging import logger
 from mega_common.vision_config import VisionConfig
-from mega_data.images.image_geometry import compute_mrope_positions
+from mega_data.images.image_pixels import compute_mrope_positions
 from mega_eval.text_stream import TextTokenizer
 from mega_trainer.data.batch_images import BatchImages, find_image_blocks
 from mega_trainer.model.decoder import Decoder

@@ -15,8 +15,7 @@ from torch import nn
 from mega_ckpt.lora_tensors import adapted_modules
 from mega_common.errors import ConfigError
 from mega_common.progress_logging import logger
-from mega_eval.harness_model import HarnessModel
-from mega_eval.harness_tasks import TaskOptions, find_harness_tasks, run_harness_tasks
+from mega_eval.harness_tasks import HarnessModel, HarnessTaskOptions, find_harness_tasks, run_harness_tasks
 from mega_eval.multi_rank_inference import ModelReplicas, PromptTokenizer, ReplicaLayout
 from mega_eval.sharded_decoders import GatheredDecoder, PipelineDecoder
 from mega_trainer.config.run_config import RunConfig
@@ -78,7 +77,7 @@ class TrainingTasks:
         """Run the tasks and return their scores by metric name."""
         settings, tokenizer = self.config.eval, self._prompts.tokenizer
         model = HarnessModel(replicas, frozenset({tokenizer.eos_id or 0}), None, self.config.data.seq_length)
-        options = TaskOptions(settings.include_path, settings.num_fewshot, settings.limit)
+        options = HarnessTaskOptions(settings.include_path, settings.num_fewshot, settings.limit)
         with torch.random.fork_rng():  # the harness seeds torch's generator
             results = run_harness_tasks(model, settings.tasks, options, manager=self._manager)["results"]
         found = {

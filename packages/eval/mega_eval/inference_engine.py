@@ -2,7 +2,7 @@
 
 A step computes the next tokens of all running rows as one batch: one token of each row that generates, and chunks of new
 prompts (chunked prefill). Rows do not affect each other, except for rounding in GEMMs. Keys and values are in a paged KV
-cache (`paged_cache`, `page_allocator`); rows with a common prefix share its full pages. When no page is free, the youngest
+cache (`paged_cache`); rows with a common prefix share its full pages. When no page is free, the youngest
 row is preempted: it releases its pages and is recomputed later. With a drafter the rows decode speculatively (`drafters`).
 
 Legend: N tokens of a step, V vocabulary, D model width.
@@ -19,17 +19,15 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mega_common.errors import CheckpointError, DataError, MegaError
+from mega_common.errors import CheckpointError, MegaError
 from mega_common.progress_logging import logger
 from mega_eval.cpu_layers import flatten_layers
 from mega_eval.engine_requests import Drafter, EngineEvent, EngineRequest, RequestState, score_token
 from mega_eval.grammar_matcher import GrammarCache
 from mega_eval.image_prompts import find_image_ranges, gather_token_images
-from mega_eval.model_loading import check_sequence_length
 from mega_eval.mtp_drafter import MtpDrafter
-from mega_eval.page_allocator import PAGE, PageAllocator, hash_full_pages
-from mega_eval.paged_cache import PagedCache, RowSpan
-from mega_eval.sampling import apply_penalties, compute_probabilities, draw_token, select_most_likely
+from mega_eval.paged_cache import PAGE, PageAllocator, PagedCache, RowSpan, hash_full_pages
+from mega_eval.sampling import select_most_likely
 from mega_eval.text_stream import Continuation, TextTokenizer
 from mega_trainer.data.micro_batch import SequenceBounds
 from mega_trainer.model.decoder import Decoder
@@ -112,7 +110,7 @@ class InferenceEngine:
             DataError: when the prompt is empty, too long or has tokens outside the vocabulary, the adapter is unknown, or
                 the grammar is invalid.
         """
-        self._check_request(request)
+        request.check_fits(self._model.config, self._adapters.names, self.num_pages * PAGE)
         before = () if self._model.config.encoder else request.prompt  # the text does not continue an encoder's input
         text = Continuation(self._tokenizer, request.limits, before)
         grammar = (
@@ -196,33 +194,6 @@ class InferenceEngine:
         self._record_computed(row, count - len(row.drafts), logits)
         verified = 1 + len(row.drafts)
         return [self._accept_tokens(row, logits[-verified:], likeliest[-verified:])]
-
-    def _check_request(self, request: EngineRequest) -> None:
-        """Refuse a request with invalid tokens, an unknown adapter, or more tokens than the model or the cache can
-        hold.
-        """
-        tokens, vocab_size = request.prompt, self._model.config.vocab_size
-        if not tokens:
-            raise DataError("the prompt has no tokens", hint="give at least one token")
-        if not 0 <= min(tokens) <= max(tokens) < vocab_size:
-            wrong = next(token for token in tokens if not 0 <= token < vocab_size)
-            raise DataError(
-                f"token {wrong} of the prompt is outside the model's vocabulary of {vocab_size}",
-                hint="use the tokenizer of this model",
-            )
-        if request.adapter is not None and request.adapter not in self._adapters.names:
-            raise DataError(f"the model has no adapter {request.adapter!r}")
-        if self._model.config.encoder and request.prompt_logprobs:
-            raise DataError("log-probabilities of the prompt are not supported with an encoder-decoder model")
-        size, new = len(tokens), request.limits.max_new_tokens
-        what = f"{size} tokens and {new} new ones"
-        if self._model.config.encoder:
-            check_sequence_length(self._model.config, max(size, new), what)
-            size = 1
-        else:
-            check_sequence_length(self._model.config, size + new - 1, what)  # the last token is never fed back
-        if size + new - 1 > self.num_pages * PAGE:
-            raise DataError(f"{what} are more than the capacity of the KV cache, {self.num_pages * PAGE} tokens")
 
     def _admit_requests(self) -> list[EngineEvent]:
         """Start the requests that have waited longest while all of their tokens fit; return events of failures."""
@@ -396,7 +367,7 @@ class InferenceEngine:
         drafts, row.drafts = row.drafts, []
         first, new, tokens, scored = not row.text.tokens, "", [], []
         for own, best, draft in zip_longest(logits, likeliest, drafts):
-            token = self._choose_token(row, own, best)
+            token = row.choose_token(own, best)
             if row.request.logprobs is not None:
                 scored.append(score_token(own, token, row.request.logprobs))
             tokens.append(token)
@@ -413,19 +384,6 @@ class InferenceEngine:
             self._release_row(row)
         prompt = row.prompt_scores if row.request.prompt_logprobs and first else None
         return EngineEvent(row.number, new, tokens, scored, prompt, row.text.finish)
-
-    def _choose_token(self, row: RequestState, logits: Tensor, likeliest: int) -> int:
-        """Return the next token chosen from logits [V]."""
-        request, new = row.request, row.text.tokens
-        if request.sampling.is_greedy and row.grammar is None:
-            return likeliest
-        prompt_length = len(row.tokens) - len(new) - request.drawn
-        prompt, generated = row.tokens[:prompt_length], row.tokens[prompt_length:]
-        scores = apply_penalties(logits, request.sampling, prompt, generated)
-        if row.grammar is not None:
-            scores = row.grammar.mask_scores(scores)
-        p = compute_probabilities(scores, request.sampling)
-        return draw_token(p, request.sampling, request.sample, request.drawn + len(new))
 
 
 def _count_pages(tokens: int) -> int:

@@ -15,8 +15,8 @@ from mega_common.errors import CheckpointError
 from mega_common.object_store import Location
 from mega_data.token_files.indexed_reader import IndexedReader
 from mega_eval.dataset_scores import check_vocabulary
+from mega_eval.encoder_losses import compute_decoder_states
 from mega_eval.model_loading import load_inference_model, load_tokenizer
-from mega_eval.span_corruption import compute_decoder_states
 from mega_trainer.model.decoder import Decoder
 
 TOKENS = 256

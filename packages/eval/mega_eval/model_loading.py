@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from mega_ckpt.canonical_tensors import canonical_tensors
 from mega_ckpt.formats.hf_weight_files import decode_json_mapping
-from mega_ckpt.lora_adapter import AdaptedSource, SavedAdapter
+from mega_ckpt.lora_adapter import AdaptedWeightSource, SavedAdapter
 from mega_ckpt.source import (
     copy_assets,
     load_adapter_weights,
@@ -33,7 +33,7 @@ from mega_common.model_config import ModelConfig
 from mega_common.object_store import Location
 from mega_common.progress_logging import logger
 from mega_data.tokenizer import Tokenizer
-from mega_eval.generation_config import (
+from mega_eval.sampling import (
     GENERATION_KEYS,
     list_unsupported_settings,
     parse_sampling_settings,
@@ -45,8 +45,7 @@ from mega_trainer.distributed.process_groups import ParallelGroups
 from mega_trainer.model.decoder import Decoder
 from mega_trainer.model.encoder_decoder import select_model_class
 from mega_trainer.model.layer_builder import LayerBuilder
-from mega_trainer.model.lora_adapters import LoraAdapterPool
-from mega_trainer.parallel.lora_layers import AdapterSelection, PerRowAdapters
+from mega_trainer.parallel.lora_layers import AdapterSelection, LoraAdapterPool, PerRowAdapters
 from mega_trainer.parallel.parameter_info import get_parameter_info, non_trainable_buffers
 
 
@@ -89,7 +88,7 @@ def list_parameter_pieces(model: nn.Module, *, adapters: bool) -> list[tuple[Ten
     return [entry for entry in every if any(is_adapter_tensor(piece.name) for piece in entry[1]) == adapters]
 
 
-def _check_separable(source: AdaptedSource, base: str, folder: str) -> SavedAdapter:
+def _check_separable(source: AdaptedWeightSource, base: str, folder: str) -> SavedAdapter:
     """Return the adapter of `source` if it can stay separate from the base weights."""
     adapter = source.adapter
     _check_tokenizer(source, folder)
@@ -111,7 +110,7 @@ def _check_separable(source: AdaptedSource, base: str, folder: str) -> SavedAdap
     return adapter
 
 
-def _check_tokenizer(source: AdaptedSource, folder: str) -> None:
+def _check_tokenizer(source: AdaptedWeightSource, folder: str) -> None:
     """Refuse an adapter whose tokenizer differs from the tokenizer of its base, which encodes all texts.
 
     Raises:
@@ -144,8 +143,8 @@ _SUPPORTED_COMMANDS: Mapping[ModelKind, tuple[str, str]] = {
         "use mega eval --data with preference pairs for its accuracy",
     ),
     "retrieval": (
-        "a retrieval model (Retro), which requires retrieved neighbours of each text",
-        "evaluate it in mega train on data with neighbours (train.eval_every)",
+        "a retrieval model (Retro), which requires retrieved neighbors of each text",
+        "evaluate it in mega train on data with neighbors (train.eval_every)",
     ),
 }
 
@@ -325,8 +324,13 @@ def select_device(name: str) -> torch.device:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(
+            f"--device must be auto, cpu, cuda or cuda:N, found {name!r}", hint="use --device auto"
+        ) from None
+    try:
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
-        raise ConfigError(f"device {name!r} cannot be used ({reason})", hint="use auto, cpu, cuda or cuda:N") from None
+        raise ConfigError(f"device {name!r} cannot be used ({reason})", hint="use --device auto or cpu") from None
     return device

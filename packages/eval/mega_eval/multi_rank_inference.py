@@ -1,12 +1,9 @@
-"""Inference on several ranks: each copy of the model is sharded over some ranks and processes its share of the samples.
-
-The first rank broadcasts the work and the others follow, so all ranks process the same samples in the same order. Ranks of
-a copy share the weights (tensor parallel), the experts or the layers, and compute the same samples. An engine step gives
-the same result on all ranks, so only the first rank reports it.
-"""
+"""Short garbage collections for a serving process, since a collection stops all of its threads."""
 
 from __future__ import annotations
 
+import contextlib
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,7 +16,6 @@ from mega_common.errors import ConfigError
 from mega_common.model_config import ModelConfig
 from mega_data.tokenizer import Tokenizer
 from mega_eval.engine_requests import EngineEvent, EngineRequest
-from mega_eval.garbage_collection import freeze_startup_objects
 from mega_eval.generate import Completion, generate_completions
 from mega_eval.inference_engine import InferenceEngine
 from mega_eval.sampling import Sampling
@@ -28,6 +24,20 @@ from mega_eval.text_stream import GenerationLimits
 from mega_trainer.config.parallel_layout import ParallelLayout, check_parallel_degrees
 from mega_trainer.distributed.process_groups import ParallelGroups, build_parallel_groups
 from mega_trainer.model.decoder import Decoder
+
+
+@contextlib.contextmanager
+def freeze_startup_objects() -> Iterator[None]:
+    """Context manager that excludes all objects that exist when it is entered from Python's garbage collection.
+
+    These are some 300,000 of the imported libraries, over which a full collection takes 0.2 s of processor time.
+    """
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 @dataclass(frozen=True)

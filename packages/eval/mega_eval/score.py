@@ -20,10 +20,10 @@ from torch import Tensor
 
 from mega_common.errors import CheckpointError, DataError
 from mega_common.progress_logging import ProgressBar
+from mega_eval.encoder_losses import compute_decoder_states
 from mega_eval.model_loading import check_sequence_length
-from mega_eval.span_corruption import compute_decoder_states
 from mega_trainer.model.decoder import Decoder
-from mega_trainer.model.vocab_parallel_loss import tokens_per_chunk
+from mega_trainer.model.vocab_parallel_loss import logit_tokens_per_chunk
 
 EXTRA_COLUMNS = 256  # attention costs grow with the square of a row's columns; GEMMs are faster with more
 PAIRS_PER_PACKING = 4096  # pairs packed at a time: a row takes more memory than its pairs
@@ -255,7 +255,7 @@ def _compute_logprobs(
 
     Logits are computed in chunks of tokens to save memory.
     """
-    size = tokens_per_chunk(x, model.config.vocab_size)
+    size = logit_tokens_per_chunk(x, model.config.vocab_size)
     logprobs, likeliest = [], []
     for start in range(0, len(indices), size):
         chunk, label = (torch.tensor(all_[start : start + size], device=x.device) for all_ in (indices, labels))

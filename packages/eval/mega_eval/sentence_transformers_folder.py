@@ -1,8 +1,8 @@
 """Folders of sentence-transformers: declared pooling, projection, normalisation, prompts and maximum length.
 
 `modules.json` lists the modules in order, each with a folder of its own: `Transformer`, `Pooling`, then `Dense`,
-`LayerNorm` and `Normalize`. Prompts are in `config_sentence_transformers.json`, the length in `sentence_bert_config.json`
-or in `tokenizer_config.json` (https://sbert.net/docs/sentence_transformer/usage/custom_models.html).
+`LayerNorm` and `Normalize`. Prompts and the width of truncated vectors are in `config_sentence_transformers.json`, the
+length in `sentence_bert_config.json` or in `tokenizer_config.json` (https://sbert.net/docs/sentence_transformer/usage/custom_models.html).
 
 Legend: B texts, D model width, P width of a pooled vector.
 """
@@ -44,7 +44,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @dataclass(frozen=True)
-class SentenceFolderSettings:
+class SentenceTransformersSettings:
     """Settings that a model folder in the format of sentence-transformers declares: pooling, prompts, modules and
     maximum length.
 
@@ -87,7 +87,7 @@ class SentenceFolderSettings:
         return self.prompts[name]
 
 
-def read_sentence_folder(folder: Path) -> SentenceFolderSettings | None:
+def read_sentence_transformers_folder(folder: Path) -> SentenceTransformersSettings | None:
     """Return the settings of a model folder in the format of sentence-transformers, or None for any other folder.
 
     Raises:
@@ -111,13 +111,15 @@ def read_sentence_folder(folder: Path) -> SentenceFolderSettings | None:
             layers.append(normalize_vectors)
         elif kind != "Dropout":
             raise CheckpointError(f"{listing}: module {kind} is not supported")
+    config = _read_json(folder / "config_sentence_transformers.json", dict, missing={})
+    if (size := config.get("truncate_dim")) is not None:
+        layers.append(_truncate_vectors(size, folder))
     ends_normalized = bool(layers) and layers[-1] is normalize_vectors
     if ends_normalized:
-        layers.pop()  # `SentenceFolderSettings.normalized` stands for it
+        layers.pop()  # `SentenceTransformersSettings.normalized` stands for it
     modes, include_prompt = _read_pooling(paths[1] / "config.json")
-    config = _read_json(folder / "config_sentence_transformers.json", dict, missing={})
     max_length, lower_case = _read_text_settings(paths[0])
-    return SentenceFolderSettings(
+    return SentenceTransformersSettings(
         paths[0], modes, include_prompt, tuple(layers), ends_normalized,
         {name: text or "" for name, text in (config.get("prompts") or {}).items()},
         config.get("default_prompt_name"), max_length, lower_case,
@@ -212,6 +214,15 @@ def _read_layer_norm(folder: Path) -> Callable[[Tensor], Tensor]:
     return lambda vectors: nn.functional.layer_norm(vectors, weight.shape, weight, bias)
 
 
+def _truncate_vectors(size: Any, folder: Path) -> Callable[[Tensor], Tensor]:
+    """Return a function that keeps the first `size` elements of vectors."""
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise CheckpointError(
+            f"{folder / 'config_sentence_transformers.json'}: truncate_dim must be a positive integer, found {size!r}"
+        )
+    return lambda vectors: vectors[..., :size]
+
+
 def normalize_vectors(vectors: Tensor) -> Tensor:
     """Return vectors [B, P], each scaled to Euclidean length 1."""
     return nn.functional.normalize(vectors, dim=-1)
@@ -253,7 +264,7 @@ def _read_json(file: Path, kind: type, missing: Any = None) -> Any:
     return content
 
 
-def log_folder_settings(found: SentenceFolderSettings) -> None:
+def log_folder_settings(found: SentenceTransformersSettings) -> None:
     """Log the settings that are taken from a sentence-transformers folder."""
     parts = [f"pooling {' + '.join(found.modes)}"]
     parts += [f"{len(found.layers)} further modules"] if found.layers else []

@@ -21,16 +21,16 @@ from mega_common.errors import ConfigError, DataError
 from mega_common.object_store import Location
 from mega_common.progress_logging import ProgressBar, logger
 from mega_data.tokenizer import Tokenizer
+from mega_eval.encoder_losses import pad_sequences
 from mega_eval.model_loading import load_inference_model, load_tokenizer
 from mega_eval.sentence_transformers_folder import (
     PoolingMode,
-    SentenceFolderSettings,
+    SentenceTransformersSettings,
     log_folder_settings,
     normalize_vectors,
     pool_hidden_states,
-    read_sentence_folder,
+    read_sentence_transformers_folder,
 )
-from mega_eval.span_corruption import pad_sequences
 from mega_trainer.data.micro_batch import SequenceBounds
 from mega_trainer.model.decoder import Decoder
 
@@ -49,7 +49,7 @@ class TextEmbedder:
 
     model: Decoder
     tokenizer: Tokenizer
-    settings: SentenceFolderSettings
+    settings: SentenceTransformersSettings
 
     @property
     def max_length(self) -> int:
@@ -57,8 +57,8 @@ class TextEmbedder:
         return min(self.settings.max_length or self.model.config.max_position, self.model.config.max_position)
 
     def encode_texts(self, texts: Sequence[str], prompt: str = "") -> list[list[int]]:
-        """Return the token ids of `prompt` + each text, truncated to `max_length` as the tokenizer truncates: special
-        tokens at the end stay.
+        """Return the token ids of `prompt` + each text, truncated to `max_length` as the tokenizer truncates, which
+        keeps special tokens at the end.
         """
         found = [self.encode_untruncated(text, prompt) for text in texts]
         long = [row for row, tokens in enumerate(found) if len(tokens) > self.max_length]
@@ -151,8 +151,8 @@ def load_text_embedder(
         CheckpointError: when there is no model, or a declared module or setting is not supported.
         ConfigError: for a model that is neither an encoder nor a decoder.
     """
-    found = read_sentence_folder(Path(str(path)))
-    settings = found or SentenceFolderSettings(Path(str(path)))
+    found = read_sentence_transformers_folder(Path(str(path)))
+    settings = found or SentenceTransformersSettings(Path(str(path)))
     if modes is not None and tuple(modes) != settings.modes:
         if settings.layers:
             logger.warning("%s: another pooling than the folder's; its modules after pooling are left out", path)

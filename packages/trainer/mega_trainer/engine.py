@@ -36,15 +36,14 @@ from mega_trainer.config.run_config import RunConfig, resolve_run_config
 from mega_trainer.data.micro_batch import MicroBatch, split_micro_batches
 from mega_trainer.data.packed_rows import PackedRows
 from mega_trainer.distributed.comm import all_reduce
-from mega_trainer.distributed.device import select_rank_device
-from mega_trainer.distributed.process_groups import ParallelGroups
-from mega_trainer.distributed.rank_info import RankInfo
+from mega_trainer.distributed.device import select_rank_device, to_host
+from mega_trainer.distributed.process_groups import ParallelGroups, RankInfo
 from mega_trainer.job.step_result import StepResult
 from mega_trainer.model.weight_init import initialize_weights
 from mega_trainer.parallel.context_parallel import rank_token_indices
 from mega_trainer.parallel.expert_routing import RoutingReplay, list_expert_layers
 from mega_trainer.parallel.parameter_info import get_local_values
-from mega_trainer.run.build_components import compute_dtype, connect_groups
+from mega_trainer.run.build_components import compute_dtype, connect_parallel_groups
 from mega_trainer.run.train_state import load_stage_weights
 from mega_trainer.run.train_step import train_step
 from mega_trainer.run.training_run import assemble_training
@@ -85,7 +84,7 @@ class TrainingEngine:
             raise ConfigError("TrainingEngine requires a decoder, found a model with an encoder", hint="use mega train")
         rank = dist.get_rank() if dist.is_initialized() else 0
         local = int(os.environ.get("LOCAL_RANK", rank))
-        self._groups = groups or connect_groups(self.config, RankInfo(rank, size, local))
+        self._groups = groups or connect_parallel_groups(self.config, RankInfo(rank, size, local))
         self.device = select_rank_device(self.config.device, local)
         self._state, self._executor = assemble_training(self.config, self._groups, self.device)
         self._assets: Mapping[str, Path | bytes] = {}
@@ -180,7 +179,7 @@ class TrainingEngine:
         weights = np.zeros(rows.tokens.shape, np.float64 if self._is_fp64 else np.float32)
         for (row, positions), each in zip(rows.positions_of_sequences, log_probs, strict=True):
             if each.grad is not None:
-                weights[row, positions] = -each.grad.cpu().numpy()
+                weights[row, positions] = -to_host(each.grad).numpy()
         settings = self.config.optimizer
         result = train_step(
             self._executor, self._state.optimizer, self._local_micro_batches(rows, weights, routes),
@@ -188,7 +187,7 @@ class TrainingEngine:
             lr=settings.lr if lr is None else lr, clip=settings.clip_grad, decoupled_lr=settings.decoupled_lr,
             loss_scale=self._state.loss_scale,
         )  # fmt: skip
-        result = replace(result, loss=value.item(), tokens=float(np.count_nonzero(weights)), mtp_loss=None)
+        result = replace(result, loss=to_host(value).item(), tokens=float(np.count_nonzero(weights)), mtp_loss=None)
         self._state.step += 1
         self._state.guard.check_step(self._state.step, result)
         return result

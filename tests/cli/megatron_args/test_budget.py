@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from mega_cli.megatron_args.brace_expansion import expand_braces
-from mega_cli.megatron_args.linear_regex import search_extended_regex
-from mega_cli.megatron_args.shell_patterns import apply_parameter_operator
-from mega_cli.megatron_args.shell_words import WordPiece, WorkBudget, split_on_blanks, unknown_mark
+from mega_cli.megatron_args.shell_patterns import apply_parameter_operator, search_extended_regex
+from mega_cli.megatron_args.shell_words import WordPiece, WorkBudget, make_unknown_mark, split_on_blanks
 from mega_cli.megatron_args.training_command import find_training_command
 from mega_common.errors import ConfigError
 
@@ -104,5 +103,5 @@ def test_conditions_match_posix_expressions(pattern: str, text: str, found: bool
 
 
 def test_blanks_in_a_mark_part_nothing() -> None:
-    mark = unknown_mark("(date +%s)")
+    mark = make_unknown_mark("(date +%s)")
     assert split_on_blanks(f"a {mark}b  {mark}") == ["a", f"{mark}b", mark]

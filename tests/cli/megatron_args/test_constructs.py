@@ -9,7 +9,7 @@ import pytest
 from tests.cli.megatron_args.test_shell_words import BASH, in_bash, needs_bash, words
 
 from mega_cli.megatron_args.script_reader import follow_script
-from mega_cli.megatron_args.shell_words import show_marks
+from mega_cli.megatron_args.shell_words import format_unknown_marks
 
 PARAMETERS = [
     "${x//_}", "${x//a/b}", "${x/a/b}", "${x//[ab]/-}", "${x/#a/b}", "${x/%b/a}", "${x//\\//_}", "${x//./}", "${x%b}", "${x%.*}",
@@ -165,7 +165,7 @@ def run_in_bash(script: str, folder: Path) -> list[list[str]]:
 @needs_bash
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_scripts(name: str, tmp_path: Path):
-    found = [[show_marks(word.text) for word in command] for command in follow_script(SCRIPTS[name]).commands]
+    found = [[format_unknown_marks(word.text) for word in command] for command in follow_script(SCRIPTS[name]).commands]
     ours = [
         command[command.index("run2" if "run2" in command else "run") :]
         for command in found

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from mega_cli.megatron_args.arithmetic import evaluate_arithmetic
 from mega_cli.megatron_args.script_reader import follow_script
-from mega_cli.megatron_args.shell_words import show_marks
+from mega_cli.megatron_args.shell_words import format_unknown_marks
 from mega_common.errors import ConfigError
 
 BASH = shutil.which("bash")
@@ -26,7 +26,7 @@ NAMES = st.sampled_from(["A", "B_2", "long_name"])
 def words(script: str) -> list[str]:
     """The arguments of the command `run` in a script."""
     found = [command for command in follow_script(script).commands if command[0].text == "run"]
-    return [show_marks(word.text) for word in found[0][1:]] if found else []
+    return [format_unknown_marks(word.text) for word in found[0][1:]] if found else []
 
 
 def in_bash(script: str) -> list[str]:
@@ -158,7 +158,7 @@ def test_where_it_is_not_known_which_way_a_script_goes_what_differs_is_open():
         'A=1; B=2; C="--x 1"; L=(--y)\n'
         'if [ "$1" = a ]; then A=2; C="$C --z 3"; L+=(--w); elif [ -d /y ]; then mkdir y; B=2; fi\nrun $A $B $C ${L[@]}'
     )
-    assert [show_marks(word.text) for word in script.commands[-1]] == (
+    assert [format_unknown_marks(word.text) for word in script.commands[-1]] == (
         ["run", "${A}", "2", "--x", "1", "${C}", "--y", "${L}"]
     )  # fmt: skip
     assert [line for line, _ in script.remarks] == [2]
@@ -171,7 +171,7 @@ def test_commands_of_every_way_are_found():
 
 def test_loops_that_nobody_knows_the_end_of_leave_open_what_they_set():
     script = follow_script("for i in $(ls); do\n A=$i\ndone\nB=1\nwhile [ -f x ]; do\n B=2; done\nrun $A $B $i")
-    assert [show_marks(word.text) for word in script.commands[-1]] == ["run", "${A}", "${B}", "${i}"]
+    assert [format_unknown_marks(word.text) for word in script.commands[-1]] == ["run", "${A}", "${B}", "${i}"]
     assert [line for line, _ in script.remarks] == [1, 5]
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mega_cli.megatron_args.shell_words import show_marks
+from mega_cli.megatron_args.shell_words import format_unknown_marks
 from mega_cli.megatron_args.training_command import TrainingCommand, find_training_command
 from mega_common.errors import ConfigError
 
@@ -14,7 +14,7 @@ MODEL = "--num-layers 2 --hidden-size 64"
 
 
 def arguments(launch: TrainingCommand) -> str:
-    return " ".join(show_marks(word.text) for word in launch.arguments)
+    return " ".join(format_unknown_marks(word.text) for word in launch.arguments)
 
 
 LAUNCHERS = {

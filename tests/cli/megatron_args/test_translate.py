@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from mega_cli.megatron_args import ScriptTranslation, render_run_yaml, translate_script
 from mega_cli.megatron_args import flag_tables as flags
 from mega_cli.megatron_args.flag_tables import FlagSpec, load_flag_tables
-from mega_cli.megatron_args.render_yaml import HEADINGS
 from mega_cli.megatron_args.run_draft import load_flag_handling
+from mega_cli.megatron_args.translate import HEADINGS
 from mega_common.errors import ConfigError
 from mega_common.model_config import ModelConfig
 from mega_common.strict_config import load_yaml_mapping
@@ -414,7 +414,9 @@ def test_latent_attention_and_further_tokens():
     assert parsed(translation).model.mla is not None
     plain = translate_script(COMPLETE + flags.replace("--qk-layernorm", "--rope-type rope"))
     assert "scaling" not in plain.run["model"]["rope"]
-    assert "--multi-latent-attention" in notes(plain, "changes meaning")
+    assert plain.run["model"]["mla"]["latent_norm"] is False
+    assert "norm_eps" not in plain.run["model"]["mla"]
+    assert "--multi-latent-attention" not in notes(plain, "changes meaning")
 
 
 def test_fp8_scaled_by_earlier_steps_is_scaled_by_the_numbers_at_hand():

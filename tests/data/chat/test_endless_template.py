@@ -1,8 +1,9 @@
-"""A chat template that does not end is ended, with a sentence that names it or the record it was rendered for."""
+"""A chat template that does not end, or fills the memory, is ended with a sentence that names it or the record."""
 
 from __future__ import annotations
 
 import json
+import resource
 import signal
 import threading
 from pathlib import Path
@@ -13,7 +14,12 @@ from mega_cli.main import main
 from mega_common.errors import DataError
 from mega_data.chat import chat_template as module
 from mega_data.chat.chat_records import Conversation
-from mega_data.chat.chat_template import ChatTemplateTimeout, limit_time, read_chat_template
+from mega_data.chat.chat_template import (
+    ChatTemplateMemoryError,
+    ChatTemplateTimeout,
+    limit_time,
+    read_chat_template,
+)
 from mega_data.tokenizer import train_tokenizer
 
 MANY = "range(99999)"
@@ -114,3 +120,50 @@ def test_other_threads_render_without_a_timer() -> None:
     thread.start()
     thread.join()
     assert done
+
+
+LONG = "('x' * (10**6 + messages|length))"  # not a constant, which jinja evaluates when it compiles
+HUGE = {
+    "repeated_text": "{{ 'x' * 10**10 }}",
+    "repeated_list": "{{ [0] * 10**10 }}",
+    "doubled_text": "{% set n = namespace(x='x') %}{% for i in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+    "doubled_list": "{% set n = namespace(x=[1]) %}{% for i in range(99) %}{% set n.x = n.x + n.x %}{% endfor %}",
+    "nested_joins": f"{{{{ ([([{LONG}] * 100)|join] * 10**4)|join }}}}",
+    "center": "{{ 'x'|center(10**10) }}",
+    "ljust": "{{ 'x'.ljust(10**10) }}",
+    "percent": "{{ '%0*d' % (10**9 * 2, 1) }}",
+    "format": "{{ '{:>10000000000}'.format(1) }}",
+    "indent": "{{ 'a\n\nb'|indent(10**10, true, true) }}",
+    "replace": f"{{{{ {LONG}|replace('x', {LONG}) }}}}",
+    "batch": "{{ [1]|batch(10**9, 'x')|list }}",
+    "output": f"{{% for a in range(99999) %}}{{{{ {LONG} }}}}{{% endfor %}}",
+}
+
+
+@pytest.fixture
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "RENDER_SECONDS", 60)
+    monkeypatch.setattr(module, "RENDER_MEMORY", 256 << 20)
+
+
+@pytest.mark.usefixtures("_small")
+@pytest.mark.parametrize("text", HUGE.values(), ids=HUGE)
+def test_a_template_that_takes_too_much_memory_is_refused(text: str, tokenizer: Path, tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    with pytest.raises(DataError, match=r"endless\.jinja.*takes more than 256 MiB of memory"):
+        _load(tokenizer, text, tmp_path)
+    template = _load(tokenizer, f"{{% if messages %}}{text}{{% endif %}}", tmp_path)
+    with pytest.raises(ChatTemplateMemoryError, match="takes more than 256 MiB of memory"):
+        template.render_prompt(Conversation(CHAT["messages"], [], None, {}))
+    assert resource.getrlimit(resource.RLIMIT_AS) == before
+
+
+@pytest.mark.usefixtures("_small")
+def test_a_rendered_text_beyond_the_limit_is_refused(
+    tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = _load(tokenizer, "{% for m in messages %}{{ m.content * 500 }}{% endfor %}", tmp_path)
+    assert len(template.render_prompt(Conversation(CHAT["messages"], [], None, {}))) == 1000
+    monkeypatch.setattr(module, "MAX_TEXT", 999)
+    with pytest.raises(ChatTemplateMemoryError, match="renders 1,000 characters, more than 999"):
+        template.render_prompt(Conversation(CHAT["messages"], [], None, {}))

@@ -16,8 +16,8 @@ from mega_common.errors import ConfigError, DataError
 from mega_data.cleaning import clean_run as module
 from mega_data.cleaning.clean_config import CleanConfig
 from mega_data.cleaning.clean_run import clean_corpus
-from mega_data.cleaning.duplicate_removal import PartDeduplication
-from mega_data.reading.source_readers import iterate_texts
+from mega_data.cleaning.duplicate_removal import FirstPassDeduplication
+from mega_data.reading.source_readers import iterate_document_texts
 
 EXACT = {"duplicates": True}
 
@@ -84,7 +84,9 @@ def test_the_result_does_not_depend_on_the_number_of_workers(tmp_path: Path) -> 
 
 
 @pytest.mark.usefixtures("small_parts")
-@pytest.mark.parametrize(("owner", "name"), [(module.CleanRun, "_add_batch"), (PartDeduplication, "_write_lines")])
+@pytest.mark.parametrize(
+    ("owner", "name"), [(module.CleaningRun, "_add_batch"), (FirstPassDeduplication, "_write_lines")]
+)
 def test_a_run_that_was_ended_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> None:
     """Ended at every third batch or file, until it is through; the files are those of a straight run."""
     source = jsonl(tmp_path / "a.jsonl", *(f"document {i % 70} of these" for i in range(100)))
@@ -118,7 +120,7 @@ def test_a_change_of_the_rules_starts_over(tmp_path: Path, monkeypatch: pytest.M
     source = jsonl(tmp_path / "a.jsonl", "one", "three")
     monkeypatch.setattr(module, "RECORD_INTERVAL", 0)
     with monkeypatch.context() as context:
-        context.setattr(module, "install_folder", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        context.setattr(module, "rename_folder_into_place", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             cleaned(tmp_path, [source], {"length": {"min_chars": 4}})
     assert cleaned(tmp_path, [source], {"length": {"max_chars": 4}})["kept"]["documents"] == 1
@@ -211,7 +213,7 @@ def test_every_compression_is_read_again(tmp_path: Path, compression: str) -> No
     pytest.importorskip("pyarrow", reason="packs and reads .zst")
     values = [f"text {i}" for i in range(5)]
     cleaned(tmp_path, [jsonl(tmp_path / "a.jsonl", *values)], {**EXACT, "compression": compression})
-    assert list(iterate_texts([tmp_path / "out" / "kept"])) == values
+    assert list(iterate_document_texts([tmp_path / "out" / "kept"])) == values
 
 
 def test_keys_in_objects_are_changed_there(tmp_path: Path) -> None:
@@ -347,9 +349,11 @@ def test_workers_end_with_their_parent(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     process = subprocess.Popen([sys.executable, tmp_path / "main.py"], env=environment, stderr=subprocess.DEVNULL)
     workers = wait_for(lambda: [int(path.name[3:]) for path in tmp_path.glob("pid*")])
+    assert process.poll() is None
     process.send_signal(signal.SIGKILL)
     process.wait()
     wait_for(lambda: not any(alive(pid) for pid in workers))
+    assert not any(alive(pid) for pid in workers)
 
 
 def alive(pid: int) -> bool:

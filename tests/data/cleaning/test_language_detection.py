@@ -8,7 +8,7 @@ import pytest
 from mega_common.errors import DataError, MissingPackageError
 from mega_data.cleaning.clean_config import LanguageRule
 from mega_data.cleaning.language_detection import build_language_rule
-from mega_data.cleaning.rule_verdict import DropDocument
+from mega_data.cleaning.quality_rules import DropDocument
 from mega_data.cleaning.text_words import AnalyzedText
 
 ENGLISH = "The dog ran over the street and barked until it was tired."

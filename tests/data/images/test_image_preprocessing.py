@@ -57,11 +57,11 @@ def picture(colour: tuple[int, int, int], size: tuple[int, int] = (10, 12)) -> b
 RED, BLUE = picture((255, 0, 0)), picture((0, 0, 255))
 
 
-def asked(answer: str, images: int = 1) -> list[dict[str, str]]:
+def image_conversation(answer: str, images: int = 1) -> list[dict[str, str]]:
     return [{"from": "human", "value": "<image>\n" * images + "what is it"}, {"from": "gpt", "value": answer}]
 
 
-def made(tmp_path: Path, tokenizer: Path, source: Path, **more: Any) -> DatasetInfo:
+def preprocess_images(tmp_path: Path, tokenizer: Path, source: Path, **more: Any) -> DatasetInfo:
     limit, options = more.pop("max_length", None), ImageOptions(tmp_path / "pictures", EACH)
     return preprocess_image_chats(
         [source], tokenizer, tmp_path / "data", ChatOptions(max_length=limit), options, **more
@@ -102,11 +102,11 @@ def check(sample: TrainingSample, colours: dict[str, bytes]) -> int:
 
 def test_llava_json_and_a_folder(tmp_path: Path, tokenizer: Path) -> None:
     source = llava(tmp_path, [
-        {"id": "1", "image": "red.png", "conversations": asked("red")},
-        {"image": "blue.png", "conversations": asked("blue")},
+        {"id": "1", "image": "red.png", "conversations": image_conversation("red")},
+        {"image": "blue.png", "conversations": image_conversation("blue")},
         {"conversations": [{"from": "human", "value": "what"}, {"from": "gpt", "value": "it"}]},
     ])  # fmt: skip
-    info = made(tmp_path, tokenizer, source)
+    info = preprocess_images(tmp_path, tokenizer, source)
     assert (info.documents, info.images and info.images.tokens) == (3, EACH)
     data = opened(tmp_path)
     assert check(data[0], {"red": RED, "blue": BLUE}) == 2
@@ -122,14 +122,14 @@ def test_shards_of_webdataset(tmp_path: Path, tokenizer: Path) -> None:
     path = tmp_path / "shard.tar"
     with tarfile.open(path, "w") as shard:
         parts = {
-            "a/1.png": RED, "a/1.json": json.dumps({"conversations": asked("red")}).encode(), "a/2.png": BLUE,
+            "a/1.png": RED, "a/1.json": json.dumps({"conversations": image_conversation("red")}).encode(), "a/2.png": BLUE,
             "a/2.txt": b"blue",
         }  # fmt: skip
         for name, content in parts.items():
             member = tarfile.TarInfo(name)
             member.size = len(content)
             shard.addfile(member, io.BytesIO(content))
-    made(tmp_path, tokenizer, path)
+    preprocess_images(tmp_path, tokenizer, path)
     assert check(opened(tmp_path)[0], {"red": RED, "blue": BLUE}) == 2
 
 
@@ -147,7 +147,7 @@ def test_tables_with_images_in_them(tmp_path: Path, tokenizer: Path) -> None:
         for image, answer in ((RED, "red"), (BLUE, "blue"))
     ]  # fmt: skip
     parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "t.parquet")
-    made(tmp_path, tokenizer, tmp_path / "t.parquet")
+    preprocess_images(tmp_path, tokenizer, tmp_path / "t.parquet")
     assert check(opened(tmp_path)[0], {"red": RED, "blue": BLUE}) == 2
     with tarfile.open(tmp_path / "data.images.tar") as shard:
         assert [shard.extractfile(member).read() for member in shard] == [RED, BLUE]  # type: ignore[union-attr]
@@ -155,7 +155,11 @@ def test_tables_with_images_in_them(tmp_path: Path, tokenizer: Path) -> None:
 
 def test_a_document_that_is_cut_has_the_images_of_its_pieces(tmp_path: Path, tokenizer: Path) -> None:
     names = ["red.png", "blue.png", "red.png"]
-    made(tmp_path, tokenizer, llava(tmp_path, [{"image": names, "conversations": asked("red and blue and red", 3)}]))
+    preprocess_images(
+        tmp_path,
+        tokenizer,
+        llava(tmp_path, [{"image": names, "conversations": image_conversation("red and blue and red", 3)}]),
+    )
     data = opened(tmp_path, seq_length=6)
     found = []
     for number in range(4):
@@ -171,7 +175,9 @@ def test_images_in_tiles_have_placeholders_by_their_sizes(tmp_path: Path, tokeni
     """Whole and cut documents stand for the features of their images, one after another; an image that changed is named."""
     vision = VISION.model_copy(update={"pinpoints": ((8, 16), (24, 8)), "resize": "stretch"})
     options = ImageOptions(tmp_path / "pictures", EACH, vision=vision)
-    source = llava(tmp_path, [{"image": ["red.png", "wide.png"], "conversations": asked("red and blue", 2)}])
+    source = llava(
+        tmp_path, [{"image": ["red.png", "wide.png"], "conversations": image_conversation("red and blue", 2)}]
+    )
     pictures = [RED, picture((0, 0, 255), (31, 9))]
     (tmp_path / "pictures/wide.png").write_bytes(pictures[1])
     info = preprocess_image_chats([source], tokenizer, tmp_path / "data", ChatOptions(), options)
@@ -213,16 +219,16 @@ def test_the_placeholder_is_the_models(tmp_path: Path, tokenizer: Path) -> None:
 
 def test_what_is_bad_is_named(tmp_path: Path, tokenizer: Path) -> None:
     records = [
-        {"image": "none.png", "conversations": asked("red")}, {"image": "red.png", "conversations": asked("red", 2)},
-        {"image": 7, "conversations": asked("red")}, {"image": "red.png", "conversations": asked("red")},
-        {"video": "red.mp4", "conversations": asked("red")},
+        {"image": "none.png", "conversations": image_conversation("red")}, {"image": "red.png", "conversations": image_conversation("red", 2)},
+        {"image": 7, "conversations": image_conversation("red")}, {"image": "red.png", "conversations": image_conversation("red")},
+        {"video": "red.mp4", "conversations": image_conversation("red")},
         {"messages": [{"role": "user", "content": [{"type": "video", "video": "red.mp4"}]}, {"role": "assistant", "content": "red"}]},
     ]  # fmt: skip
     source = llava(tmp_path, records)
     with pytest.raises(DataError, match=r"llava.json:1: .*none.png: cannot be read \(No such file"):
-        made(tmp_path, tokenizer, source)
+        preprocess_images(tmp_path, tokenizer, source)
     assert not (tmp_path / "data.idx").exists()
-    info = made(tmp_path, tokenizer, source, on_bad_line="skip")
+    info = preprocess_images(tmp_path, tokenizer, source, on_bad_line="skip")
     assert (info.documents, info.skipped.bad) == (1, 5)
     reasons = [json.loads(line)["reason"] for line in (tmp_path / "data.quarantine.jsonl").read_text().splitlines()]
     assert "1 image(s), but the text has <image> 2 times" in " ".join(reasons)
@@ -234,7 +240,9 @@ def test_what_is_bad_is_named(tmp_path: Path, tokenizer: Path) -> None:
 
 
 def test_an_image_that_is_damaged_later(tmp_path: Path, tokenizer: Path) -> None:
-    made(tmp_path, tokenizer, llava(tmp_path, [{"image": "red.png", "conversations": asked("red")}]))
+    preprocess_images(
+        tmp_path, tokenizer, llava(tmp_path, [{"image": "red.png", "conversations": image_conversation("red")}])
+    )
     (tmp_path / "pictures" / "red.png").write_bytes(RED[:40])
     with pytest.raises(DataError, match=r"sample 5 of .*data: image 0 of document 0, red.png: the image"):
         opened(tmp_path)[5]
@@ -244,7 +252,9 @@ def test_an_image_that_is_damaged_later(tmp_path: Path, tokenizer: Path) -> None
 
 
 def test_what_would_lose_images_is_refused(tmp_path: Path, tokenizer: Path) -> None:
-    made(tmp_path, tokenizer, llava(tmp_path, [{"image": "red.png", "conversations": asked("red")}]))
+    preprocess_images(
+        tmp_path, tokenizer, llava(tmp_path, [{"image": "red.png", "conversations": image_conversation("red")}])
+    )
     with pytest.raises(DataError, match="data: has images, and cannot be merged"):
         merge_datasets([tmp_path / "data", tmp_path / "data"], tmp_path / "both")
     with pytest.raises(DataError, match="has images, and cannot be evaluated here"):
@@ -252,13 +262,13 @@ def test_what_would_lose_images_is_refused(tmp_path: Path, tokenizer: Path) -> N
 
 
 def test_a_limit_cuts_what_placeholders_became(tmp_path: Path, tokenizer: Path) -> None:
-    records = [{"image": "red.png", "conversations": asked("red and blue")}]
-    info = made(tmp_path, tokenizer, llava(tmp_path, records), max_length=EACH + 6)
+    records = [{"image": "red.png", "conversations": image_conversation("red and blue")}]
+    info = preprocess_images(tmp_path, tokenizer, llava(tmp_path, records), max_length=EACH + 6)
     assert (info.tokens, info.chat and info.chat.cut) == (EACH + 6, 1)
 
 
 def test_what_a_model_wants_around_an_image(tmp_path: Path, tokenizer: Path) -> None:
-    source = llava(tmp_path, [{"image": "red.png", "conversations": asked("red")}])
+    source = llava(tmp_path, [{"image": "red.png", "conversations": image_conversation("red")}])
     options = ImageOptions(tmp_path / "pictures", EACH, text="and <image> it")
     preprocess_image_chats([source], tokenizer, tmp_path / "data", ChatOptions(), options)
     tokens = [WORDS[token] for token in opened(tmp_path)[0].tokens[: EACH + 4]]
@@ -268,7 +278,9 @@ def test_what_a_model_wants_around_an_image(tmp_path: Path, tokenizer: Path) -> 
 
 
 def test_moved_pictures_are_found_where_the_run_says(tmp_path: Path, tokenizer: Path) -> None:
-    made(tmp_path, tokenizer, llava(tmp_path, [{"image": "red.png", "conversations": asked("red")}]))
+    preprocess_images(
+        tmp_path, tokenizer, llava(tmp_path, [{"image": "red.png", "conversations": image_conversation("red")}])
+    )
     (tmp_path / "pictures").rename(tmp_path / "elsewhere")
     assert check(opened(tmp_path, image_folder=tmp_path / "elsewhere")[0], {"red": RED}) == 1
 
@@ -284,7 +296,9 @@ def test_images_that_keep_their_shape(tmp_path: Path, tokenizer: Path) -> None:
         source="test",
     )  # fmt: skip
     options = ImageOptions(tmp_path / "pictures", vision.tokens_per_image, vision=vision)
-    source = llava(tmp_path, [{"image": ["red.png", "wide.png"], "conversations": asked("red and blue", 2)}])
+    source = llava(
+        tmp_path, [{"image": ["red.png", "wide.png"], "conversations": image_conversation("red and blue", 2)}]
+    )
     pictures = [RED, picture((0, 0, 255), (31, 9))]
     (tmp_path / "pictures/wide.png").write_bytes(pictures[1])
     info = preprocess_image_chats([source], tokenizer, tmp_path / "data", ChatOptions(), options)

@@ -21,12 +21,12 @@ CLS, SEP, MASK = 2, 3, 4
 SIZES = {"train": 120, "valid": 10, "test": 5}
 
 
-def ours(tokenizer: Tokenizer, seed: int, **fields: Any) -> list[BlendedDataset | None]:
+def mega_datasets(tokenizer: Tokenizer, seed: int, **fields: Any) -> list[BlendedDataset | None]:
     config = DataConfig.parse({"seq_length": S, "kind": "bert", **fields})
     return list(build_blended_datasets(config, seed=seed, samples=SIZES, eod=None, tokenizer=tokenizer))
 
 
-def theirs(
+def megatron_datasets(
     tokenizer: Any, seed: int, cache: Path, *, short: float = 0.1, pairs: bool = True, **fields: Any
 ) -> list[Any]:
     from megatron.core.datasets.bert_dataset import BERTMaskedWordPieceDataset, BERTMaskedWordPieceDatasetConfig
@@ -58,11 +58,11 @@ def test_every_sample_is_megatrons(
     tmp_path: Path, word_pieces: Tokenizer, their_tokenizer: Any, seed: int, short: float, pairs: bool
 ) -> None:
     prefix = sentences(tmp_path / "d", seed, longest=10 * seed % 50 + 10)
-    expected = theirs(
+    expected = megatron_datasets(
         their_tokenizer, seed, tmp_path / "c", short=short, pairs=pairs, blend=([str(prefix)], None), split="8,1,1"
     )
     bert = {"short_probability": short, "sentence_pairs": pairs}
-    found = ours(word_pieces, seed, train=str(prefix), split=[8, 1, 1], order="megatron", bert=bert)
+    found = mega_datasets(word_pieces, seed, train=str(prefix), split=[8, 1, 1], order="megatron", bert=bert)
     for mine, other, count in zip(found, expected, SIZES.values(), strict=True):
         assert mine is not None
         for k in range(count):
@@ -73,9 +73,9 @@ def test_every_sample_is_megatrons(
 def test_a_blend_is_megatrons(tmp_path: Path, word_pieces: Tokenizer, their_tokenizer: Any) -> None:
     prefixes = [str(sentences(tmp_path / f"d{i}", i)) for i in range(3)]
     weights = [3.0, 1.0, 0.5]
-    expected = theirs(their_tokenizer, 5, tmp_path / "c", blend=(prefixes, weights), split="9,1,0")[0]
+    expected = megatron_datasets(their_tokenizer, 5, tmp_path / "c", blend=(prefixes, weights), split="9,1,0")[0]
     train = [{"path": path, "weight": weight} for path, weight in zip(prefixes, weights, strict=True)]
-    (found, *_) = ours(word_pieces, 5, train=train, split=[9, 1], order="megatron")
+    (found, *_) = mega_datasets(word_pieces, 5, train=train, split=[9, 1], order="megatron")
     assert found is not None
     for k in range(SIZES["train"]):
         assert_same(found[k], expected[k])
@@ -86,7 +86,7 @@ def test_a_blend_is_megatrons(tmp_path: Path, word_pieces: Tokenizer, their_toke
 
 def test_a_sample_depends_on_seed_and_number_alone(tmp_path: Path, word_pieces: Tokenizer) -> None:
     prefix = str(sentences(tmp_path / "d", 1))
-    first, again, other = (ours(word_pieces, seed, train=prefix, split=[1])[0] for seed in (1, 1, 2))
+    first, again, other = (mega_datasets(word_pieces, seed, train=prefix, split=[1])[0] for seed in (1, 1, 2))
     assert first is not None
     assert again is not None
     assert other is not None
@@ -107,7 +107,7 @@ def test_an_epoch_has_every_sentence_once(tmp_path: Path, word_pieces: Tokenizer
     with IndexedWriter(tmp_path / "d", "uint16") as writer:
         writer.add_documents(np.arange(7, 7 + sum(counts)), np.ones(sum(counts)), sequences=counts)
     bert = {"short_probability": 0}
-    data = ours(word_pieces, 1, train=str(tmp_path / "d"), split=[1], bert=bert, seq_length=9)[0]
+    data = mega_datasets(word_pieces, 1, train=str(tmp_path / "d"), split=[1], bert=bert, seq_length=9)[0]
     assert data is not None
     alone = 7 + 2 + 20 + 8  # a document of one sentence makes no pair
     k, orders = 0, set()
@@ -124,7 +124,7 @@ def test_an_epoch_has_every_sentence_once(tmp_path: Path, word_pieces: Tokenizer
 
 
 def test_samples_are_masked_and_paired_as_they_should_be(tmp_path: Path, word_pieces: Tokenizer) -> None:
-    data = ours(word_pieces, 1, train=str(sentences(tmp_path / "d", 1, documents=200)), split=[1])[0]
+    data = mega_datasets(word_pieces, 1, train=str(sentences(tmp_path / "d", 1, documents=200)), split=[1])[0]
     assert data is not None
     samples: list[BertSample] = [data[k] for k in range(2000)]
     masked = np.concatenate([sample.tokens[sample.labels >= 0] for sample in samples])
@@ -149,7 +149,7 @@ def test_samples_are_masked_and_paired_as_they_should_be(tmp_path: Path, word_pi
 def test_documents_of_one_sentence_are_refused(tmp_path: Path, word_pieces: Tokenizer) -> None:
     with IndexedWriter(tmp_path / "d", "uint16") as writer:
         writer.add_documents(np.arange(30), np.full(3, 10))
-    data = ours(word_pieces, 1, train=str(tmp_path / "d"), split=[1])[0]
+    data = mega_datasets(word_pieces, 1, train=str(tmp_path / "d"), split=[1])[0]
     assert data is not None
     with pytest.raises(DataError, match="d: none of its 3 documents has at least 2 sentences") as refused:
         data[0]
@@ -158,11 +158,11 @@ def test_documents_of_one_sentence_are_refused(tmp_path: Path, word_pieces: Toke
 
 def test_a_tokenizer_without_a_mask_is_refused(tmp_path: Path, tokenizer_folder: Path) -> None:
     with pytest.raises(DataError, match=r"tokenizer.json: the special token \[CLS\] or <s> is missing"):
-        ours(Tokenizer(tokenizer_folder), 1, train=str(sentences(tmp_path / "d", 1)), split=[1])
+        mega_datasets(Tokenizer(tokenizer_folder), 1, train=str(sentences(tmp_path / "d", 1)), split=[1])
 
 
 def test_a_sample_past_the_end_of_megatrons_order_is_refused(tmp_path: Path, word_pieces: Tokenizer) -> None:
-    data = ours(word_pieces, 1, train=str(sentences(tmp_path / "d", 1)), split=[1], order="megatron")[0]
+    data = mega_datasets(word_pieces, 1, train=str(sentences(tmp_path / "d", 1)), split=[1], order="megatron")[0]
     assert data is not None
     with pytest.raises(DataError, match=r"data.order = megatron.* is fixed for"):
         data[5000]

@@ -14,8 +14,8 @@ from mega_data.blended_dataset import build_blended_datasets
 from mega_data.data_config import DataConfig
 from mega_data.kinds.dataset_kind import DatasetContext, TrainingSample
 from mega_data.kinds.fill_in_middle import FimContextSamples, build_fim_samples
+from mega_data.kinds.masked_lm_samples import create_sample_stream
 from mega_data.kinds.running_text import build_text_samples
-from mega_data.kinds.word_masking import create_sample_stream
 from mega_data.preprocessing.preprocess_corpus import preprocess_corpus
 from mega_data.sampling.dataset_parts import DatasetPartitioner
 from mega_data.token_files.indexed_writer import IndexedWriter
@@ -53,7 +53,7 @@ def samples(code: Path, tokenizer: Tokenizer, cache: Path, **fields: Any) -> tup
     return build_fim_samples(part, setting, 200), build_text_samples(part, setting, 200)
 
 
-def by_the_rule(
+def rearrange_by_rule(
     window: list[int], tokenizer: Tokenizer, draw: np.random.RandomState, spm_rate: float, cut: str
 ) -> list[int]:
     """A window with every document in it rearranged, and an end token after each but the last."""
@@ -96,7 +96,7 @@ def test_samples_follow_the_rule(
     changed = 0
     for k in range(60):
         before = [*plain[k].tokens.tolist(), int(plain[k].labels[-1])]
-        expected = by_the_rule(before, coder, create_sample_stream(found.identity, k), spm_rate, cut)[: S + 1]
+        expected = rearrange_by_rule(before, coder, create_sample_stream(found.content_key, k), spm_rate, cut)[: S + 1]
         filled = [*expected, *[303] * (S + 1 - len(expected))]
         sample = found[k]
         assert [*sample.tokens.tolist(), int(sample.labels[-1])] == filled

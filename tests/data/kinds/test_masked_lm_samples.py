@@ -18,7 +18,9 @@ from mega_data.tokenizer import Tokenizer
 CLS, SEP, MASK, EOS = 2, 3, 4, 6
 
 
-def ours(tokenizer: Tokenizer, prefix: Path, seed: int = 1, eod: int | None = EOS, **fields: Any) -> BlendedDataset:
+def masked_dataset(
+    tokenizer: Tokenizer, prefix: Path, seed: int = 1, eod: int | None = EOS, **fields: Any
+) -> BlendedDataset:
     raw = {"train": str(prefix), "split": [1], "seq_length": 64, "kind": "masked", **fields}
     config = DataConfig.parse({**raw, "bert": {"mask_probability": 0.3}})
     return build_blended_datasets(config, seed=seed, samples={"train": 1}, eod=eod, tokenizer=tokenizer)[0]
@@ -36,7 +38,7 @@ def text(tmp_path: Path) -> Path:
 
 
 def test_samples_are_windows_of_which_some_tokens_are_to_be_guessed(text: Path, word_pieces: Tokenizer) -> None:
-    data = ours(word_pieces, text, reset_attention_mask=True, reset_position_ids=True)
+    data = masked_dataset(word_pieces, text, reset_attention_mask=True, reset_position_ids=True)
     samples = [data[k] for k in range(300)]
     tokens, labels, weights = (
         np.stack([getattr(s, key) for s in samples]) for key in ("tokens", "labels", "loss_weights")
@@ -53,13 +55,13 @@ def test_samples_are_windows_of_which_some_tokens_are_to_be_guessed(text: Path, 
 
 
 def test_a_sample_depends_on_seed_and_number_alone(text: Path, word_pieces: Tokenizer) -> None:
-    first, again, other = (ours(word_pieces, text, seed) for seed in (1, 1, 2))
+    first, again, other = (masked_dataset(word_pieces, text, seed) for seed in (1, 1, 2))
     assert [first[k].tokens.tolist() for k in range(20)] == [again[k].tokens.tolist() for k in range(19, -1, -1)][::-1]
     assert first.fingerprint == again.fingerprint != other.fingerprint
 
 
 def test_batches_have_neither_segments_nor_pairs(text: Path, word_pieces: Tokenizer) -> None:
-    batch = next(iter(BatchLoader(ours(word_pieces, text), global_batch=4, seq_length=64)))
+    batch = next(iter(BatchLoader(masked_dataset(word_pieces, text), global_batch=4, seq_length=64)))
     assert (batch.token_types, batch.pair_labels, batch.document_ids) == (None, None, None)
 
 
@@ -68,4 +70,4 @@ def test_a_tokenizer_without_a_mask_is_refused(text: Path, tmp_path: Path, word_
     content = word_pieces.path.read_text().replace("[MASK]", "[HIDE]")
     (tmp_path / "tok" / "tokenizer.json").write_text(content)
     with pytest.raises(DataError, match=r"the special token \[MASK\] or <mask>"):
-        ours(Tokenizer(tmp_path / "tok"), text)
+        masked_dataset(Tokenizer(tmp_path / "tok"), text)

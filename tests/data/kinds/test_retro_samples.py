@@ -77,7 +77,7 @@ def test_every_token_but_a_documents_first_is_a_label_once_an_epoch(
 
 
 @pytest.mark.parametrize("order", ["shuffled", "stable"])
-def test_neighbours_are_those_of_the_chunks_of_a_sample(data: Path, order: str) -> None:
+def test_neighbors_are_those_of_the_chunks_of_a_sample(data: Path, order: str) -> None:
     samples = built(data, order=order, reset_attention_mask=True, reset_position_ids=True)
     neighbors = DatasetNeighbors(get_neighbors_path(data), samples._parts[0].reader)
     chunks = neighbors.chunks
@@ -126,7 +126,7 @@ def test_blends_loaders_and_resumed_runs_read_the_same(data: Path, tmp_path: Pat
     assert samples.fingerprint == built(blend).fingerprint
 
 
-def test_other_neighbours_are_other_data(data: Path, tmp_path: Path) -> None:
+def test_other_neighbors_are_other_data(data: Path, tmp_path: Path) -> None:
     before = built(data).fingerprint
     reader = documents(tmp_path / "d", ROWS)
     found(tmp_path, reader.prefix, split=(969, 30, 1), neighbors=1)
@@ -158,7 +158,7 @@ def test_what_a_run_reads_is_counted_with_padding(data: Path) -> None:
     assert built(data).samples_per_epoch == 87 * M // S
 
 
-def test_neighbours_are_shown_behind_the_documents(data: Path) -> None:
+def test_neighbors_are_shown_behind_the_documents(data: Path) -> None:
     sample = built(data)[0]
     assert sample.neighbors is not None
     shown = [part for part in show_training_sample(sample, None) if part.name.startswith("neighbor")]

@@ -12,8 +12,7 @@ from masked_data import SENTINELS, SPECIAL, WORDS, sentences, their_splits
 from mega_common.errors import DataError
 from mega_data.batch_loader import BatchLoader
 from mega_data.blended_dataset import BlendedDataset, build_blended_datasets
-from mega_data.data_config import DataConfig
-from mega_data.denoising_config import SpanCorruption
+from mega_data.data_config import DataConfig, SpanCorruption
 from mega_data.kinds.t5_samples import T5Sample
 from mega_data.token_files.indexed_reader import IndexedReader
 from mega_data.tokenizer import Tokenizer
@@ -24,12 +23,14 @@ FIRST = len(SPECIAL + WORDS)  # sentinel
 PAD, EOS = 0, 6
 
 
-def ours(tokenizer: Tokenizer, seed: int, **fields: Any) -> list[BlendedDataset | None]:
+def mega_datasets(tokenizer: Tokenizer, seed: int, **fields: Any) -> list[BlendedDataset | None]:
     config = DataConfig.parse({"seq_length": S, "kind": "t5", **fields})
     return list(build_blended_datasets(config, seed=seed, samples=SIZES, eod=None, tokenizer=tokenizer))
 
 
-def theirs(tokenizer: Any, seed: int, cache: Path, *, short: float, share: float, **fields: Any) -> list[Any]:
+def megatron_datasets(
+    tokenizer: Any, seed: int, cache: Path, *, short: float, share: float, **fields: Any
+) -> list[Any]:
     from megatron.core.datasets.t5_dataset import T5MaskedWordPieceDataset, T5MaskedWordPieceDatasetConfig
 
     config = T5MaskedWordPieceDatasetConfig(
@@ -48,11 +49,11 @@ def test_every_sample_is_megatrons(
     tmp_path: Path, word_pieces: Tokenizer, their_tokenizer: Any, seed: int, short: float, share: float
 ) -> None:
     prefix = sentences(tmp_path / "d", seed, longest=10 * seed % 50 + 10)
-    expected = theirs(
+    expected = megatron_datasets(
         their_tokenizer, seed, tmp_path / "c", short=short, share=share, blend=([str(prefix)], None), split="8,1,1"
     )
     t5 = {"short_probability": short, "mask_probability": share, "decoder_seq_length": D}
-    found = ours(word_pieces, seed, train=str(prefix), split=[8, 1, 1], order="megatron", t5=t5)
+    found = mega_datasets(word_pieces, seed, train=str(prefix), split=[8, 1, 1], order="megatron", t5=t5)
     for mine, other, count in zip(found, expected, SIZES.values(), strict=True):
         assert mine is not None
         for k in range(count):
@@ -99,7 +100,7 @@ def test_room_is_used_as_t5_does(share: float, mean: float) -> None:
 
 def test_filling_the_spans_in_gives_the_text_back(tmp_path: Path, word_pieces: Tokenizer) -> None:
     prefix = sentences(tmp_path / "d", 1)
-    data = ours(word_pieces, 1, train=str(prefix), split=[1], order="stable")[0]
+    data = mega_datasets(word_pieces, 1, train=str(prefix), split=[1], order="stable")[0]
     assert data is not None
     text = IndexedReader(prefix).tokens
     circle = np.concatenate([text, text]).astype(np.uint16).tobytes()
@@ -140,7 +141,7 @@ def test_every_way_to_part_the_spans_is_equally_likely() -> None:
 
 def test_a_sample_depends_on_seed_and_number_alone(tmp_path: Path, word_pieces: Tokenizer) -> None:
     prefix = str(sentences(tmp_path / "d", 1))
-    first, again, other = (ours(word_pieces, seed, train=prefix, split=[1])[0] for seed in (1, 1, 2))
+    first, again, other = (mega_datasets(word_pieces, seed, train=prefix, split=[1])[0] for seed in (1, 1, 2))
     assert first is not None
     assert again is not None
     assert other is not None
@@ -154,7 +155,7 @@ def test_a_sample_depends_on_seed_and_number_alone(tmp_path: Path, word_pieces: 
 
 def test_too_little_room_for_the_decoder_is_told(tmp_path: Path, word_pieces: Tokenizer) -> None:
     t5 = {"decoder_seq_length": 4}
-    data = ours(word_pieces, 1, train=str(sentences(tmp_path / "d", 1)), split=[1], order="megatron", t5=t5)[0]
+    data = mega_datasets(word_pieces, 1, train=str(sentences(tmp_path / "d", 1)), split=[1], order="megatron", t5=t5)[0]
     assert data is not None
     with pytest.raises(DataError, match=r"data.t5.decoder_seq_length = 4: must be at least \d+"):
         [data[k] for k in range(20)]
@@ -162,7 +163,7 @@ def test_too_little_room_for_the_decoder_is_told(tmp_path: Path, word_pieces: To
 
 def test_too_few_sentinels_are_told(tmp_path: Path, word_pieces: Tokenizer) -> None:
     fields = {"train": str(sentences(tmp_path / "d", 1)), "split": [1], "seq_length": 4000}
-    data = ours(word_pieces, 1, **fields)[0]
+    data = mega_datasets(word_pieces, 1, **fields)[0]
     assert data is not None
     with pytest.raises(
         DataError, match=rf"has {len(SENTINELS)} sentinel tokens, but a sample of data.seq_length = 4000"
@@ -172,7 +173,7 @@ def test_too_few_sentinels_are_told(tmp_path: Path, word_pieces: Tokenizer) -> N
 
 def test_a_tokenizer_without_sentinels_is_refused(tmp_path: Path, tokenizer_folder: Path) -> None:
     with pytest.raises(DataError, match=r"are missing|is missing"):
-        ours(Tokenizer(tokenizer_folder), 1, train=str(sentences(tmp_path / "d", 1)), split=[1])
+        mega_datasets(Tokenizer(tokenizer_folder), 1, train=str(sentences(tmp_path / "d", 1)), split=[1])
 
 
 # ---- what a trainer is handed
@@ -181,7 +182,7 @@ def test_a_tokenizer_without_sentinels_is_refused(tmp_path: Path, tokenizer_fold
 @pytest.mark.parametrize("order", ["megatron", "stable"])
 def test_a_batch_of_both_sequences(tmp_path: Path, word_pieces: Tokenizer, order: str) -> None:
     t5 = {"decoder_seq_length": D}
-    data = ours(word_pieces, 1, train=str(sentences(tmp_path / "d", 1)), split=[1], order=order, t5=t5)[0]
+    data = mega_datasets(word_pieces, 1, train=str(sentences(tmp_path / "d", 1)), split=[1], order=order, t5=t5)[0]
     assert data is not None
     batch = next(iter(BatchLoader(data, global_batch=4, seq_length=S, dp_rank=1, dp_size=2)))
     assert batch.source is not None

@@ -48,7 +48,7 @@ def corpus(path: Path, texts: list[str]) -> Path:
     return path
 
 
-def made(prefix: Path) -> tuple[bytes, bytes]:
+def read_dataset_bytes(prefix: Path) -> tuple[bytes, bytes]:
     return prefix.with_suffix(".bin").read_bytes(), prefix.with_suffix(".idx").read_bytes()
 
 
@@ -117,7 +117,7 @@ def test_a_difference_starts_over_without_it(
     assert not liar.calls
     preprocess_corpus([source], tokenizer_folder, tmp_path / "fast", encoder="fastokens", workers=workers)
     assert liar.calls
-    assert made(tmp_path / "fast") == made(tmp_path / "true")
+    assert read_dataset_bytes(tmp_path / "fast") == read_dataset_bytes(tmp_path / "true")
     assert sum("fastokens and tokenizers differ" in record.message for record in caplog.records) == 1
     assert not list(tmp_path.glob(".fast*"))
 
@@ -145,7 +145,7 @@ def test_what_was_given_up_stays_so_after_a_kill(
     preprocess_corpus([source], tokenizer_folder, tmp_path / "out", workers=1)
     assert not liar.calls
     preprocess_corpus([source], tokenizer_folder, tmp_path / "true", encoder="tokenizers")
-    assert made(tmp_path / "out") == made(tmp_path / "true")
+    assert read_dataset_bytes(tmp_path / "out") == read_dataset_bytes(tmp_path / "true")
 
 
 def test_what_cannot_be_read_again_cannot_start_over(

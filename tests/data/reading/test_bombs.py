@@ -6,8 +6,10 @@ import bz2
 import gzip
 import json
 import lzma
+import re
 import subprocess
 import sys
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,11 +26,11 @@ READ = """
 import json, resource, sys
 resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[3]),) * 2)
 from pathlib import Path
-from mega_data.reading import documents as records, json_readers, parquet_reader, source_readers
+from mega_data.reading import documents as records, record_readers, source_readers
 from mega_data.reading.documents import RejectedItem
-for module in (records, json_readers, parquet_reader, source_readers):
+for module in (records, record_readers, source_readers):
     module.MAX_RECORD_BYTES, module.MAX_TEXT_BYTES = 4 << 20, 16 << 20
-parquet_reader.MAX_GROUP_BYTES = 64 << 20
+record_readers.MAX_GROUP_BYTES = 64 << 20
 from mega_data.reading.source_readers import read_documents
 from mega_data.reading.corpus_sources import find_corpus_sources
 bad, documents, advanced = [], 0, []
@@ -95,6 +97,50 @@ def test_packed_text_is_read_in_bounded_memory(case: str, on_disk: bool, tmp_pat
     assert (len(bad), found) == (1, documents), bad
     assert reason in bad[0]
     assert advanced  # progress
+
+
+def _with_lzma_dictionary(content: bytes, code: int) -> bytes:
+    """The .xz file with another dictionary size in the header of its block."""
+    data = bytearray(content)
+    size = 4 * (data[12] + 1)
+    data[16] = code
+    data[8 + size : 12 + size] = zlib.crc32(data[12 : 8 + size]).to_bytes(4, "little")
+    return bytes(data)
+
+
+def _with_zstd_window(content: bytes, exponent: int) -> bytes:
+    """A zstd frame of one raw block, without its size, whose window has 2**exponent bytes."""
+    header = (len(content) << 3 | 1).to_bytes(3, "little")
+    return b"\x28\xb5\x2f\xfd" + bytes([0, (exponent - 10) << 3]) + header + content
+
+
+ALONE = lzma.compress(SOUND, lzma.FORMAT_ALONE)
+DICTIONARIES: dict[str, tuple[str, bytes, str | None]] = {  # name: (file name, content, reason, None if it is read)
+    "xz of 4 GiB": ("a.jsonl.xz", _with_lzma_dictionary(lzma.compress(SOUND), 40), "512 MiB.*xz -d"),
+    "xz of 1 GiB": ("a.jsonl.xz", _with_lzma_dictionary(lzma.compress(SOUND), 36), "512 MiB.*xz -d"),
+    "xz of 4 GiB in a second stream": (
+        "a.jsonl.xz", lzma.compress(SOUND) + bytes(8) + _with_lzma_dictionary(lzma.compress(SOUND), 40), "512 MiB",
+    ),
+    "xz -9": ("a.jsonl.xz", lzma.compress(SOUND, preset=9), None),
+    "xz, padded streams": ("a.jsonl.xz", lzma.compress(SOUND) + bytes(1 << 17) + lzma.compress(b"") + bytes(4), None),
+    "lzma of 2 GiB": ("a.jsonl.lzma", ALONE[:1] + (1 << 31).to_bytes(4, "little") + ALONE[5:], "512 MiB"),
+    "lzma": ("a.jsonl.lzma", ALONE, None),
+    "xz, cut off": ("a.jsonl.xz", lzma.compress(SOUND)[:-20], "damaged or truncated"),
+    "zstd --long=31": ("a.jsonl.zst", _with_zstd_window(SOUND, 31), "128 MiB.*zstd -d --long=31"),
+    "zstd --long=27": ("a.jsonl.zst", _with_zstd_window(SOUND, 27), None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", DICTIONARIES)
+def test_a_dictionary_beyond_the_memory_limit_is_refused(case: str, tmp_path: Path) -> None:
+    name, content, reason = DICTIONARIES[case]
+    (tmp_path / name).write_bytes(content)
+    bad, documents, _ = _read(tmp_path / name)
+    if reason is None:
+        assert (bad, documents) == ([], 1)
+    else:
+        assert re.search(reason, bad[0])
+        assert len(bad) == 1
 
 
 def _table(path: Path, values: pa.Array, **options: object) -> Path:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from mega_common.errors import DataError, MissingPackageError
 from mega_data.reading.corpus_sources import find_corpus_sources
 from mega_data.reading.documents import Document, RejectedItem
-from mega_data.reading.source_readers import iterate_texts, read_documents
+from mega_data.reading.source_readers import iterate_document_texts, read_documents
 
 
 def items(*inputs: str | Path, key: str = "text") -> list[Document | RejectedItem]:
@@ -24,7 +24,7 @@ def good(*inputs: str | Path, key: str = "text") -> list[str]:
     return [item.text for item in items(*inputs, key=key) if isinstance(item, Document)]
 
 
-def only(path: Path) -> RejectedItem:
+def read_only_item(path: Path) -> RejectedItem:
     [item] = items(path)
     assert isinstance(item, RejectedItem)
     return item
@@ -119,8 +119,8 @@ def test_a_text_file_is_one_document(tmp_path: Path) -> None:
     (tmp_path / "b.txt.gz").write_bytes(gzip.compress(b"three\n"))
     assert good(tmp_path / "a.txt", tmp_path / "b.txt.gz") == ["one\ntwo\n", "three\n"]
     (tmp_path / "c.txt").write_bytes(b"caf\xe9")
-    assert only(tmp_path / "c.txt").reason == "not UTF-8 (byte 3 of the file)"
-    assert not only(tmp_path / "c.txt").left_out
+    assert read_only_item(tmp_path / "c.txt").reason == "not UTF-8 (byte 3 of the file)"
+    assert not read_only_item(tmp_path / "c.txt").skipped
 
 
 def test_a_folder_of_code(tmp_path: Path) -> None:
@@ -137,7 +137,7 @@ def test_a_folder_of_code(tmp_path: Path) -> None:
     assert good(tmp_path) == ["b.py", "first", "second", "a/z.c", "a/b/x.json", "a-b/n.py"]
     rejected = [item for item in items(tmp_path) if isinstance(item, RejectedItem)]
     assert [Path(item.file).name for item in rejected] == ["broken.gz", "image.png", "zeros.o"]
-    assert all(item.left_out for item in rejected)
+    assert all(item.skipped for item in rejected)
 
 
 def test_globs_and_order(tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def test_inputs_that_are_not_there(tmp_path: Path) -> None:
         find_corpus_sources([tmp_path / "a.jsonl"])
     with pytest.raises(DataError, match=r"\*.jsonl: no file matches"):
         find_corpus_sources([f"{tmp_path}/*.jsonl"])
-    with pytest.raises(DataError, match="no files in this folder"):
+    with pytest.raises(DataError, match="no files to read in this folder"):
         find_corpus_sources([tmp_path])
 
 
@@ -181,10 +181,10 @@ def test_the_bytes_of_each_file_are_told(tmp_path: Path) -> None:
 def test_texts_for_training_pass_over_binaries_only(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text("a")
     (tmp_path / "b.o").write_bytes(b"\0")
-    assert list(iterate_texts([tmp_path])) == ["a"]
+    assert list(iterate_document_texts([tmp_path])) == ["a"]
     (tmp_path / "c.jsonl").write_text("{}\n")
     with pytest.raises(DataError, match=r"c.jsonl:1: no key 'text'"):
-        list(iterate_texts([tmp_path]))
+        list(iterate_document_texts([tmp_path]))
 
 
 class TestParquet:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,15 +12,98 @@ import pytest
 from chunked_data import documents, embed, found
 from masked_data import save_word_pieces
 
-from mega_common.errors import ConfigError, DataError
-from mega_data.retrieval import vector_index
-from mega_data.retrieval.document_chunks import DocumentChunks
-from mega_data.retrieval.label_leaks import LabelLeakFilter
+from mega_common.errors import ConfigError, DataError, MissingPackageError
+from mega_data.retrieval.document_chunks import DocumentChunks, NeighborLeakFilter
 from mega_data.retrieval.neighbor_files import DatasetNeighbors, get_neighbors_path
-from mega_data.retrieval.retrieve_neighbors import ChunkEncoder, RetrievalSettings, retrieve_neighbors
+from mega_data.retrieval.retrieve_neighbors import (
+    ChunkEncoder,
+    NearestVectors,
+    RetrievalSettings,
+    VectorShards,
+    retrieve_neighbors,
+    select_index_type,
+)
 from mega_data.token_files.dataset_info import TokenizerInfo, write_dataset_info
 from mega_data.token_files.indexed_reader import IndexedReader
 from mega_data.tokenizer import Tokenizer
+
+N, D = 300, 16
+
+
+@pytest.fixture(scope="module")
+def vectors(tmp_path_factory: pytest.TempPathFactory) -> tuple[VectorShards, npt.NDArray[np.float32]]:
+    values = np.random.default_rng(1).normal(size=(N, D)).astype(np.float32)
+    rows = VectorShards(tmp_path_factory.mktemp("v"), "v", N, shard=128)
+    for span in rows.iterate_missing_ranges():
+        rows.write_shard(span.start, values[span.start : span.stop])
+    return rows, values
+
+
+def brute(values: npt.NDArray[np.float32], count: int, k: int, good: npt.NDArray[np.bool_]) -> list[list[int]]:
+    """By all distances in fp64; `good`: bool [N, N]."""
+    found = []
+    for row, value in enumerate(values.astype(np.float64)):
+        order = np.argsort(((values[:count] - value) ** 2).sum(1), kind="stable")
+        chosen = [int(other) for other in order if good[row, other]][:k]
+        found.append(chosen + [-1] * (k - len(chosen)))
+    return found
+
+
+@pytest.mark.parametrize("share", [0.9, 0.02, 0.0])
+def test_exact_search_is_brute_force_among_what_is_allowed(
+    vectors: tuple[VectorShards, npt.NDArray[np.float32]], share: float
+) -> None:
+    rows, values = vectors
+    good = np.random.default_rng(2).random((N, N)) < share
+    index = NearestVectors(rows, 250, factory="Flat", probes=1)
+    found = index.search_nearest(values, 3, lambda own, other: good[own[:, None], other] & (other >= 0))
+    assert found.tolist() == brute(values, 250, 3, good)
+
+
+def test_fewer_vectors_than_neighbors_are_all_found(vectors: tuple[VectorShards, npt.NDArray[np.float32]]) -> None:
+    rows, values = vectors
+    found = NearestVectors(rows, 2, factory="Flat", probes=1).search_nearest(values[:5], 3, lambda _, other: other >= 0)
+    assert np.sort(found, 1).tolist() == [[-1, 0, 1]] * 5
+
+
+def test_lists_that_are_all_looked_at_find_what_exact_search_does(
+    vectors: tuple[VectorShards, npt.NDArray[np.float32]],
+) -> None:
+    rows, values = vectors
+
+    def nearest(factory: str, probes: int) -> list[list[int]]:
+        return (
+            NearestVectors(rows, N, factory=factory, probes=probes)
+            .search_nearest(values, 2, lambda _, o: o >= 0)
+            .tolist()
+        )
+
+    exact = nearest("Flat", 1)
+    assert nearest("IVF4,Flat", 99) == exact
+    assert nearest("IVF4,Flat", 1) != exact
+
+
+def test_what_cannot_be_built_is_told(vectors: tuple[VectorShards, npt.NDArray[np.float32]]) -> None:
+    with pytest.raises(ConfigError, match="--index PQ3: faiss cannot build it for 300 vectors of 16 numbers"):
+        NearestVectors(vectors[0], N, factory="PQ3", probes=1)
+    with pytest.raises(ConfigError, match=r"--index Nope: .*could not parse"):
+        NearestVectors(vectors[0], N, factory="Nope", probes=1)
+
+
+def test_without_faiss_it_is_told_what_to_install(
+    vectors: tuple[VectorShards, npt.NDArray[np.float32]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "faiss", None)
+    with pytest.raises(MissingPackageError, match=r"pip install 'mega-data\[retro\]'"):
+        NearestVectors(vectors[0], N, factory="Flat", probes=1)
+
+
+def test_an_index_is_chosen_by_size() -> None:
+    assert select_index_type(1000, 768) == "Flat"
+    assert select_index_type(1 << 20, 768) == "IVF1024,Flat"
+    assert select_index_type(1 << 30, 768) == "IVF8192,PQ64"
+    assert select_index_type(1 << 30, 24) == "IVF8192,PQ8"
+
 
 M = 8
 ROWS = np.random.default_rng(3).integers(0, 60, (40, 20)).tolist()
@@ -29,7 +113,7 @@ def neighbors(prefix: Path) -> npt.NDArray[np.int64]:
     return np.asarray(np.load(get_neighbors_path(prefix) / "neighbors.npy"))
 
 
-def test_a_planted_neighbour_is_found_and_is_read_with_what_follows(tmp_path: Path) -> None:
+def test_a_planted_neighbor_is_found_and_is_read_with_what_follows(tmp_path: Path) -> None:
     planted = [*reversed(ROWS[0][:8]), *range(8)]  # the words of the first chunk in another order
     reader = documents(tmp_path / "d", [*ROWS, planted])
     info = found(tmp_path, tmp_path / "d", split=(1.0,))
@@ -48,7 +132,7 @@ def test_exact_search_is_brute_force_without_the_own_document(tmp_path: Path) ->
     values = embed(texts, lambda _: None).astype(np.float64)
     distances = ((values[:, None] - values) ** 2).sum(2)
     numbers = np.arange(120)
-    distances[~LabelLeakFilter(chunks, chunks).select_allowed(numbers, np.tile(numbers, (120, 1)))] = np.inf
+    distances[~NeighborLeakFilter(chunks, chunks).select_allowed(numbers, np.tile(numbers, (120, 1)))] = np.inf
     assert np.isinf(distances[0, :3]).all()
     told = np.take_along_axis(distances, neighbors(tmp_path / "d"), 1)
     np.testing.assert_array_equal(told, np.sort(distances, 1)[:, :3])  # of equal distances any
@@ -86,7 +170,7 @@ def test_a_run_that_was_killed_goes_on_and_finds_the_same(tmp_path: Path, monkey
     documents(tmp_path / "d", ROWS)
     found(tmp_path, tmp_path / "d")
     straight = neighbors(tmp_path / "d")
-    monkeypatch.setattr(vector_index.VectorShards.__init__, "__defaults__", (50,))
+    monkeypatch.setattr(VectorShards.__init__, "__defaults__", (50,))
     seen: list[int] = []
 
     def dying(texts: list[str], advance: Callable[[int], None]) -> npt.NDArray[np.float32]:

@@ -17,9 +17,9 @@ from mega_common.errors import DataError
 from mega_data.blended_dataset import DatasetUsage, build_blended_datasets, plan_dataset_usage
 from mega_data.data_config import DataConfig
 from mega_data.sampling.dataset_parts import find_matching_prefixes
-from mega_data.token_files.indexed_reader import IndexedReader, OpenReaders
+from mega_data.token_files.indexed_reader import IndexedReader, OpenReaderPool
 from mega_data.token_files.indexed_writer import IndexedWriter
-from mega_data.token_files.remote_copies import restore_url
+from mega_data.token_files.remote_copies import restore_url_slashes
 
 EOD = 0
 
@@ -157,11 +157,11 @@ def test_ends_that_do_not_meet_are_told_without_reading_the_index(tmp_path: Path
     raw[34 + 4 * 99 if cut == 0 else -8] -= 1
     (tmp_path / "d.idx").write_bytes(raw)
     with pytest.raises(DataError, match=told):
-        IndexedReader(tmp_path / "d", OpenReaders(1))
+        IndexedReader(tmp_path / "d", OpenReaderPool(1))
 
 
 def test_only_so_many_data_sets_are_open_at_a_time(tmp_path: Path) -> None:
-    files = OpenReaders(2)
+    files = OpenReaderPool(2)
     readers = [IndexedReader(data_set(tmp_path / str(i), length=i + 2), files) for i in range(5)]
     held = [reader.tokens for reader in readers]
     del held
@@ -200,7 +200,7 @@ def test_a_glob_of_urls_and_one_of_conversations_with_their_masks(
     for folder in (str(tmp_path), "memory://bucket"):
         for pattern, names in (("web-*", ["web-0", "web-1"]), ("ch*", ["chat"])):
             found = find_matching_prefixes(DataConfig.parse({"train": f"{folder}/{pattern}"}).train[0])
-            assert [restore_url(path) for path in found] == [f"{folder}/{name}" for name in names]
+            assert [restore_url_slashes(path) for path in found] == [f"{folder}/{name}" for name in names]
             assert IndexedReader(found[0]).documents == IndexedReader(tmp_path / names[0]).documents
 
 

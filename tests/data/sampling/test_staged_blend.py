@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from mega_common.errors import ConfigError, DataError
 from mega_data.data_config import DataConfig
-from mega_data.sampling.staged_blend import StagedBlend, compute_stage_weights
+from mega_data.sampling.staged_blend import StagedBlend, compute_blend_stage_weights
 
 
 @given(
@@ -49,10 +49,10 @@ def test_shares_of_a_stage_are_its_weights() -> None:
 
 def test_a_curriculum_counts_tokens() -> None:
     curricula = [{0: 1.0, 100: 0.5, 1000: 0.0}, {0: 2.0}, {0: 0.0, 330: 4.0}]
-    assert compute_stage_weights(curricula, 16, 0) == [
+    assert compute_blend_stage_weights(curricula, 16, 0) == [
         (0, [1.0, 2.0, 0.0]), (7, [0.5, 2.0, 0.0]), (21, [0.5, 2.0, 4.0]), (63, [0.0, 2.0, 4.0]),
     ]  # fmt: skip
-    assert compute_stage_weights(curricula, 16, 30) == [(30, [0.5, 2.0, 4.0]), (63, [0.0, 2.0, 4.0])]
+    assert compute_blend_stage_weights(curricula, 16, 30) == [(30, [0.5, 2.0, 4.0]), (63, [0.0, 2.0, 4.0])]
 
 
 @pytest.mark.parametrize(

@@ -199,7 +199,7 @@ def test_wrong_size_of_bin(tmp_path: Path, size: int) -> None:
         IndexedReader(tmp_path / "d")
 
 
-def test_missing_file_names_the_neighbours(tmp_path: Path) -> None:
+def test_missing_file_names_the_neighbors(tmp_path: Path) -> None:
     write(tmp_path / "wiki_text_document", reference_documents(2))
     with pytest.raises(DataError, match="wiki_text_document"):
         IndexedReader(tmp_path / "wiki")

@@ -16,7 +16,7 @@ from mega_data.token_files.verify_dataset import verify_dataset
 from mega_data.tokenizer import train_tokenizer
 
 
-def made(folder: Path, name: str, tokenizer: Path, *values: str, append_eod: bool = False) -> Path:
+def preprocess_values(folder: Path, name: str, tokenizer: Path, *values: str, append_eod: bool = False) -> Path:
     source = folder / f"{name}.jsonl"
     source.write_text("".join(json.dumps({"text": value}) + "\n" for value in values))
     preprocess_corpus([source], tokenizer, folder / name, append_eod=append_eod)
@@ -30,9 +30,9 @@ def foreign(prefix: Path, dtype: str = "uint16") -> Path:
 
 
 def test_merging_is_as_tokenizing_together(tmp_path: Path, tokenizer_folder: Path) -> None:
-    one = made(tmp_path, "one", tokenizer_folder, "the cat", "", "the dog")
-    two = made(tmp_path, "two", tokenizer_folder, "a mat")
-    together = made(tmp_path, "together", tokenizer_folder, "the cat", "", "the dog", "a mat")
+    one = preprocess_values(tmp_path, "one", tokenizer_folder, "the cat", "", "the dog")
+    two = preprocess_values(tmp_path, "two", tokenizer_folder, "a mat")
+    together = preprocess_values(tmp_path, "together", tokenizer_folder, "the cat", "", "the dog", "a mat")
     info = merge_datasets([one, two], tmp_path / "merged")
     assert info == verify_dataset(tmp_path / "merged")
     expected = verify_dataset(together)
@@ -42,8 +42,8 @@ def test_merging_is_as_tokenizing_together(tmp_path: Path, tokenizer_folder: Pat
 
 def test_different_tokenizers_are_refused(tmp_path: Path, tokenizer_folder: Path) -> None:
     train_tokenizer(["other"], 260, tmp_path / "other")
-    one = made(tmp_path, "one", tokenizer_folder, "the cat")
-    two = made(tmp_path, "two", tmp_path / "other", "the dog")
+    one = preprocess_values(tmp_path, "one", tokenizer_folder, "the cat")
+    two = preprocess_values(tmp_path, "two", tmp_path / "other", "the dog")
     with pytest.raises(DataError, match=r"two: has another tokenizer .* than .*one"):
         merge_datasets([one, two], tmp_path / "merged")
     info = merge_datasets([one, two], tmp_path / "merged", mixed=True)
@@ -51,8 +51,8 @@ def test_different_tokenizers_are_refused(tmp_path: Path, tokenizer_folder: Path
 
 
 def test_different_ends_are_refused(tmp_path: Path, tokenizer_folder: Path) -> None:
-    one = made(tmp_path, "one", tokenizer_folder, "the cat")
-    two = made(tmp_path, "two", tokenizer_folder, "the dog", append_eod=True)
+    one = preprocess_values(tmp_path, "one", tokenizer_folder, "the cat")
+    two = preprocess_values(tmp_path, "two", tokenizer_folder, "the dog", append_eod=True)
     for prefixes in ([one, two], [two, one]):
         with pytest.raises(DataError, match=r"two: has an end token after each document .*, .*one does not"):
             merge_datasets(prefixes, tmp_path / "merged")
@@ -66,7 +66,7 @@ def test_data_sets_of_other_tools(tmp_path: Path, tokenizer_folder: Path) -> Non
     assert merge_datasets([one, two], tmp_path / "merged").tokenizer is None
     assert IndexedReader(tmp_path / "merged").tokens.tolist() == [1, 2, 3, 1, 2, 3]
     with pytest.raises(DataError, match=r"another tokenizer \(unknown\)"):
-        merge_datasets([made(tmp_path, "ours", tokenizer_folder, "the cat"), one], tmp_path / "more")
+        merge_datasets([preprocess_values(tmp_path, "ours", tokenizer_folder, "the cat"), one], tmp_path / "more")
 
 
 def test_dtypes_must_agree(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from mega_data.token_files.indexed_writer import IndexedWriter
 from mega_data.token_files.remote_copies import resolve_local_prefix
 
 
-def put(store: Any, prefix: Path) -> None:
+def upload_files(store: Any, prefix: Path) -> None:
     for path in prefix.parent.glob(f"{prefix.name}.*"):
         store.pipe(f"/bucket/{path.name}", path.read_bytes())
 
@@ -28,7 +28,7 @@ def write(prefix: Path, store: Any, documents: int) -> None:
     with IndexedWriter(prefix, "uint16") as writer:
         for number in range(documents):
             writer.add_document(np.arange(number + 1))
-    put(store, prefix)
+    upload_files(store, prefix)
 
 
 def test_it_is_fetched_once_and_anew_when_it_changed(
@@ -81,7 +81,7 @@ def test_a_fetch_that_was_ended_goes_on(tmp_path: Path, store: Any, monkeypatch:
 def test_a_run_trains_on_a_url(tmp_path: Path, tokenizer_folder: Path, store: Any) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "the cat sat on the mat"}\n' * 50)
     preprocess_corpus([tmp_path / "a.jsonl"], tokenizer_folder, tmp_path / "wiki", append_eod=True)
-    put(store, tmp_path / "wiki")
+    upload_files(store, tmp_path / "wiki")
     config = DataConfig.parse({"train": "memory://bucket/wiki", "cache": str(tmp_path / "cache")}, source="run.yaml")
     (part,) = DatasetPartitioner(config, 0).build_split_parts("train")
     assert part.reader.tokens.tolist() == IndexedReader(tmp_path / "wiki").tokens.tolist()

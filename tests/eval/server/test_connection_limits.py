@@ -114,6 +114,7 @@ HOLDERS = {
 
 @pytest.mark.parametrize("name", HOLDERS)
 def test_clients_that_send_no_request_are_closed_in_time(name: str, tokenizer: Path, sockets: ExitStack) -> None:
+    """`until` and `read_to_end` fail when their condition does not come true."""
     engine, (first, drip) = Scripted(), HOLDERS[name]
     engine.go.set()
     with serving(service_of(engine, tokenizer), key="a-long-key", **QUICK) as (url, server):
@@ -153,6 +154,7 @@ def test_clients_that_take_no_answer_are_closed_and_hold_no_place(
         until(lambda: service.driver.open_requests == 0 and server.gate.active == 0)
         until(lambda: not server.server_state.connections)
         until(lambda: served(url, max_tokens=1))
+        assert list(engine.said.values())[:3] == [200] * 3  # the three answers were generated to their ends
 
 
 @pytest.mark.parametrize("first", [b"", HEAD, HEAD + b"Content-Length: 100\r\n\r\n"], ids=["idle", "head", "body"])

@@ -62,7 +62,7 @@ def declare(decoder: Path, folder: Path, kinds: list[str], pooling: dict[str, An
     return folder
 
 
-def ask(folder: Path, **body: Any) -> httpx.Response:
+def request_embeddings(folder: Path, **body: Any) -> httpx.Response:
     """Answer one request for embeddings by a server of the folder."""
     model, tokenizer = load_inference_model(folder), load_tokenizer(folder)
     engine = InferenceEngine(model, tokenizer, cache_tokens=256, batch_size=4)
@@ -100,7 +100,7 @@ def test_vectors_are_those_of_the_command_and_the_library(
 ) -> None:
     library = pytest.importorskip(LIBRARY, reason="the judge of its own folders")
     folder = declare(decoder, tmp_path, kinds, pooling, **settings)
-    answer = ask(folder, input=TEXTS).json()
+    answer = request_embeddings(folder, input=TEXTS).json()
     found = np.array([one["embedding"] for one in answer["data"]])
     command = load_text_embedder(str(folder), dtype=torch.float32, device="cpu")
     np.testing.assert_allclose(
@@ -132,7 +132,7 @@ def test_what_is_not_supported_is_refused_by_name(
     decoder: Path, tmp_path: Path, kinds: list[str], pooling: dict[str, Any], settings: dict[str, Any],
     body: dict[str, Any], message: str,
 ) -> None:  # fmt: skip
-    answer = ask(declare(decoder, tmp_path, kinds, pooling, **settings), **{"input": "w1", **body})
+    answer = request_embeddings(declare(decoder, tmp_path, kinds, pooling, **settings), **{"input": "w1", **body})
     assert answer.status_code == 400
     assert message in answer.json()["error"]["message"]
 
@@ -143,7 +143,7 @@ def test_a_folder_without_settings_refuses_long_texts(decoder: Path) -> None:
     )
     assert not embedder.declared
     np.testing.assert_allclose(np.linalg.norm(embedder([[1, 2, 3]]), axis=1), 1, atol=1e-6)
-    answer = ask(decoder, input=f"{LONG} {LONG}")
+    answer = request_embeddings(decoder, input=f"{LONG} {LONG}")
     assert "maximum context length is 64" in answer.json()["error"]["message"]
 
 
@@ -172,7 +172,7 @@ def test_a_named_prompt_is_put_in_front(
 ) -> None:
     flat = declare(decoder, tmp_path, PLAIN, {"pooling_mode_mean_tokens": True}, **settings) if not nested else None
     folder = flat or nest(decoder, tmp_path, **settings)
-    answer = ask(folder, input=TEXTS, prompt_name=name).json()
+    answer = request_embeddings(folder, input=TEXTS, prompt_name=name).json()
     found = np.array([one["embedding"] for one in answer["data"]])
     command = load_text_embedder(str(folder), dtype=torch.float32, device="cpu")
     np.testing.assert_allclose(
@@ -185,7 +185,7 @@ def test_a_named_prompt_is_put_in_front(
 def test_a_prompt_that_is_not_there_is_refused_by_name(
     decoder: Path, tmp_path: Path, settings: dict[str, Any], name: str
 ) -> None:
-    answer = ask(nest(decoder, tmp_path, **settings), input="w1", prompt_name=name)
+    answer = request_embeddings(nest(decoder, tmp_path, **settings), input="w1", prompt_name=name)
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "prompt_name"
     assert repr(name) in answer.json()["error"]["message"]

@@ -26,7 +26,7 @@ KEY = "sk-tiny-key"
 
 
 @pytest.fixture(scope="module")
-def theirs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, T5ForConditionalGeneration]:
+def hf_t5(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, T5ForConditionalGeneration]:
     folder = tmp_path_factory.mktemp("t5")
     model = published(folder, vocab_size=207)
     save_word_pieces(folder)
@@ -34,8 +34,8 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, T5ForConditi
 
 
 @pytest.fixture(scope="module")
-def client(theirs: tuple[Path, T5ForConditionalGeneration]) -> Iterator[OpenAI]:
-    folder, _ = theirs
+def client(hf_t5: tuple[Path, T5ForConditionalGeneration]) -> Iterator[OpenAI]:
+    folder, _ = hf_t5
     model = load_inference_model(folder, kinds=("encoder-decoder",))
     engine = InferenceEngine(model, Tokenizer(folder), cache_tokens=256, batch_size=3)
     service = service_of(engine, folder, ends=frozenset(), max_length=64)
@@ -57,10 +57,10 @@ def expected(theirs: tuple[Path, T5ForConditionalGeneration], prompt: str) -> li
 
 
 def test_completions_are_those_of_transformers_alone_at_once_and_as_a_stream(
-    client: OpenAI, theirs: tuple[Path, T5ForConditionalGeneration]
+    client: OpenAI, hf_t5: tuple[Path, T5ForConditionalGeneration]
 ) -> None:
-    words = Tokenizer(theirs[0])
-    answers = [words.decode(expected(theirs, prompt), skip_special_tokens=True) for prompt in PROMPTS]
+    words = Tokenizer(hf_t5[0])
+    answers = [words.decode(expected(hf_t5, prompt), skip_special_tokens=True) for prompt in PROMPTS]
     assert len(set(answers)) >= 3  # the encoder matters
     assert [choice.text for choice in complete(client, PROMPTS).choices] == answers
     with ThreadPoolExecutor(5) as pool:
@@ -74,11 +74,11 @@ def test_completions_are_those_of_transformers_alone_at_once_and_as_a_stream(
 
 
 def test_probabilities_are_of_what_the_decoder_says(
-    client: OpenAI, theirs: tuple[Path, T5ForConditionalGeneration]
+    client: OpenAI, hf_t5: tuple[Path, T5ForConditionalGeneration]
 ) -> None:
-    folder, model = theirs
+    folder, model = hf_t5
     told = complete(client, PROMPTS[0], logprobs=1).choices[0].logprobs.token_logprobs
-    answer = expected(theirs, PROMPTS[0])
+    answer = expected(hf_t5, PROMPTS[0])
     read = torch.tensor([Tokenizer(folder).encode(PROMPTS[0], add_special_tokens=True)])
     with torch.inference_mode():
         logits = model(input_ids=read, decoder_input_ids=torch.tensor([[0, *answer[:-1]]])).logits[0]

@@ -60,7 +60,7 @@ def client(service: ModelService) -> Iterator[httpx.Client]:
         yield client
 
 
-def ask(client: httpx.Client, path: str, body: dict[str, Any]) -> dict[str, Any]:
+def post_request(client: httpx.Client, path: str, body: dict[str, Any]) -> dict[str, Any]:
     answer = client.post(path, json=body)
     assert answer.status_code == 200, answer.text
     found: dict[str, Any] = answer.json()
@@ -68,11 +68,11 @@ def ask(client: httpx.Client, path: str, body: dict[str, Any]) -> dict[str, Any]
 
 
 def chat(client: httpx.Client, **more: Any) -> dict[str, Any]:
-    return ask(client, "/v1/chat/completions", {**CHAT, **more})["choices"][0]
+    return post_request(client, "/v1/chat/completions", {**CHAT, **more})["choices"][0]
 
 
 def complete(client: httpx.Client, **more: Any) -> dict[str, Any]:
-    return ask(client, "/v1/completions", {**TEXT, **more})["choices"][0]
+    return post_request(client, "/v1/completions", {**TEXT, **more})["choices"][0]
 
 
 def refusal(client: httpx.Client, path: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -185,7 +185,7 @@ def test_constraints_that_cannot_be(client: httpx.Client, fields: dict[str, Any]
 
 def tokens_of(client: httpx.Client, service: ModelService, **more: Any) -> list[int]:
     """Token ids of a greedy completion, by their bytes."""
-    answer = ask(client, "/v1/chat/completions", {**CHAT, "logprobs": True, "ignore_eos": True, **more})
+    answer = post_request(client, "/v1/chat/completions", {**CHAT, "logprobs": True, "ignore_eos": True, **more})
     by_bytes = {service.vocabulary[token].raw: token for token in range(service.vocab_size)}
     return [by_bytes[bytes(one["bytes"])] for one in answer["choices"][0]["logprobs"]["content"]]
 
@@ -217,7 +217,7 @@ def test_a_special_token_is_a_stop_string(client: httpx.Client, service: ModelSe
     force = {"logit_bias": {str(special): 100}, "ignore_eos": True}
     assert chat(client, **force)["finish_reason"] == "length"
     assert chat(client, **force)["message"]["content"] == ""
-    stopped = ask(client, "/v1/chat/completions", {**CHAT, **force, "stop": ["never", "<|im_start|>"]})
+    stopped = post_request(client, "/v1/chat/completions", {**CHAT, **force, "stop": ["never", "<|im_start|>"]})
     assert (stopped["choices"][0]["finish_reason"], stopped["usage"]["completion_tokens"]) == ("stop", 1)
     assert chat(client, **force, skip_special_tokens=False)["message"]["content"] == "<|im_start|>" * 12
     shown = chat(client, **force, skip_special_tokens=False, stop="start|><|im")
@@ -254,7 +254,9 @@ def test_a_minimum_of_tokens_requires_an_allowed_token_that_does_not_end_the_tex
 def test_a_minimum_of_tokens_keeps_the_end_away(client: httpx.Client, service: ModelService) -> None:
     force = {"logit_bias": {str(end): 100 for end in service.ends}}
     usage = [
-        ask(client, "/v1/chat/completions", {**CHAT, **force, "min_tokens": least})["usage"]["completion_tokens"]
+        post_request(client, "/v1/chat/completions", {**CHAT, **force, "min_tokens": least})["usage"][
+            "completion_tokens"
+        ]
         for least in (0, 1, 5, 12)
     ]
     assert usage == [1, 2, 6, 12]
@@ -264,8 +266,8 @@ def test_a_conversation_is_continued_or_only_rendered(client: httpx.Client) -> N
     messages = [*CHAT["messages"], {"role": "assistant", "content": "the story is"}]
 
     def text(**how: Any) -> str:
-        tokens = ask(client, "/tokenize", {"messages": messages, **how})["tokens"]
-        return str(ask(client, "/detokenize", {"tokens": tokens})["prompt"])
+        tokens = post_request(client, "/tokenize", {"messages": messages, **how})["tokens"]
+        return str(post_request(client, "/detokenize", {"tokens": tokens})["prompt"])
 
     assert text(continue_final_message=True).endswith("the story is")
     assert text(add_generation_prompt=False).rstrip().endswith("<|im_end|>")
@@ -293,7 +295,7 @@ def test_an_echo_alone_scores_the_prompt(client: httpx.Client) -> None:
             lines = client.post("/v1/completions", json={**body, "stream": True}).text.split("\n\n")
             choices = [json.loads(line[6:])["choices"][0] for line in lines if line.startswith("data: {")]
         else:
-            answer = ask(client, "/v1/completions", body)
+            answer = post_request(client, "/v1/completions", body)
             assert answer["usage"]["completion_tokens"] == 0
             choices = answer["choices"]
         assert [choice["text"] for choice in choices] == [TEXT["prompt"]] * 2

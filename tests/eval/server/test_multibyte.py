@@ -15,7 +15,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers
 
 from mega_data.tokenizer import Tokenizer
-from mega_eval.server.answer_formats import TextOffsets
+from mega_eval.server.answer_formats import TokenTextOffsets
 from mega_eval.server.token_spelling import Vocabulary
 
 TEXTS = [
@@ -37,7 +37,7 @@ def client(folder: Path) -> Iterator[httpx.Client]:
         yield client
 
 
-def ask(client: httpx.Client, text: str, **more: Any) -> dict[str, Any]:
+def request_completion(client: httpx.Client, text: str, **more: Any) -> dict[str, Any]:
     """A completion that has to be `text`."""
     body = {"prompt": "the", "guided_choice": [text], "max_tokens": 99, "logprobs": 1, **more}
     answer = client.post("/v1/completions", json=body)
@@ -67,7 +67,7 @@ def offsets_of(text: str, tokens: list[bytes]) -> list[int]:
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_tokens_have_the_bytes_and_offsets_of_the_text(client: httpx.Client, folder: Path, text: str) -> None:
-    choice = ask(client, text)
+    choice = request_completion(client, text)
     assert choice["text"] == text
     count = len(Tokenizer(folder).encode(text)) if choice["finish_reason"] == "length" else None
     tokens = [raw(name) for name in choice["logprobs"]["tokens"]]
@@ -79,7 +79,7 @@ def test_tokens_have_the_bytes_and_offsets_of_the_text(client: httpx.Client, fol
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_an_echo_shifts_the_offsets(client: httpx.Client, text: str) -> None:
-    choice = ask(client, text, prompt=text, echo=True)
+    choice = request_completion(client, text, prompt=text, echo=True)
     assert choice["text"] == text * 2
     tokens = [raw(name) for name in choice["logprobs"]["tokens"]]
     assert choice["logprobs"]["text_offset"] == offsets_of(text * 2, tokens)
@@ -93,7 +93,7 @@ def test_a_stream_never_cuts_a_character(client: httpx.Client, text: str, path: 
         body |= {"prompt": "the", "logprobs": 1}
         sent = client.post("/v1/completions", json=body).text
         chunks = [json.loads(line[6:])["choices"][0] for line in sent.split("\n\n") if line.startswith("data: {")]
-        whole = ask(client, text)
+        whole = request_completion(client, text)
         texts = [chunk["text"] for chunk in chunks]
         offsets = [offset for chunk in chunks for offset in chunk["logprobs"]["text_offset"]]
         assert offsets == whole["logprobs"]["text_offset"]
@@ -125,4 +125,4 @@ def test_offsets_of_sentencepiece_and_special_tokens(tmp_path: Path) -> None:
         ("<s>aé", [1, 5, 2, 3], [0, 3, 4, 4]),
         (" a a", [6, 6], [0, 2]),
     ]:
-        assert TextOffsets().next_offsets([vocabulary[token] for token in tokens], text) == expected
+        assert TokenTextOffsets().next_offsets([vocabulary[token] for token in tokens], text) == expected

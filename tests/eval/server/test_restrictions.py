@@ -14,8 +14,7 @@ from serving import service_of, serving
 
 from mega_eval.drafters import ModelDrafter, NgramDrafter
 from mega_eval.engine_requests import Drafter, EngineRequest
-from mega_eval.generation_config import parse_sampling_settings
-from mega_eval.sampling import Sampling
+from mega_eval.sampling import Sampling, parse_sampling_settings
 from mega_eval.server.model_service import ModelService
 from mega_eval.text_stream import GenerationLimits
 

@@ -24,7 +24,7 @@ def test_coordinates_and_ranks_are_each_others_inverse(tp: int, pp: int, cp: int
     assert all(0 <= at[axis] < getattr(layout, axis) for at in places for axis in at)
 
 
-def test_tensor_ranks_are_neighbours_and_pipeline_ranks_far_apart() -> None:
+def test_tensor_ranks_are_neighbors_and_pipeline_ranks_far_apart() -> None:
     layout = ParallelLayout(tp=2, pp=2, dp=3)
     assert [layout.rank_at(pp=0, dp=0, cp=0, tp=t) for t in range(2)] == [0, 1]
     assert [layout.rank_at(pp=0, dp=d, cp=0, tp=0) for d in range(3)] == [0, 2, 4]
@@ -47,14 +47,14 @@ def run(
     }
 
 
-def told(raw: dict[str, Any]) -> str:
+def error_message(raw: dict[str, Any]) -> str:
     with pytest.raises(ConfigError) as error:
         RunConfig.parse(raw)
     return str(error.value)
 
 
 def test_all_that_does_not_fit_the_model_is_told_at_once() -> None:
-    text = told(run(parallel={"tp": 3, "sp": True, "pp": 8}, length=16))
+    text = error_message(run(parallel={"tp": 3, "sp": True, "pp": 8}, length=16))
     assert "3 problems" in text
     for path in ("parallel.tp = 3", "data.seq_length = 16", "parallel.pp = 8"):
         assert path in text
@@ -73,7 +73,7 @@ def test_all_that_does_not_fit_the_model_is_told_at_once() -> None:
     ],
 )
 def test_degrees_that_do_not_fit_the_model(parallel: dict[str, Any], says: str) -> None:
-    assert says in told(run(parallel=parallel))
+    assert says in error_message(run(parallel=parallel))
 
 
 MOE = {"num_experts": 8, "top_k": 2, "ffn_hidden_size": 12}
@@ -114,7 +114,7 @@ MOE = {"num_experts": 8, "top_k": 2, "ffn_hidden_size": 12}
     ],
 )
 def test_degrees_that_do_not_fit_the_experts(moe: dict[str, Any] | None, parallel: dict[str, Any], says: str) -> None:
-    assert says in told(run({"moe": moe}, parallel))
+    assert says in error_message(run({"moe": moe}, parallel))
 
 
 def test_experts_are_split_over_any_ranks_of_a_stage() -> None:
@@ -132,17 +132,21 @@ def test_experts_are_split_over_any_ranks_of_a_stage() -> None:
 
 def test_a_model_of_experts_alone_has_no_dense_width_to_split() -> None:
     assert RunConfig.parse(run({"moe": MOE, "ffn_hidden_size": 7}, {"tp": 4})).parallel.tp == 4
-    assert "parallel.tp = 4" in told(run({"ffn_hidden_size": 7}, {"tp": 4}))
+    assert "parallel.tp = 4" in error_message(run({"ffn_hidden_size": 7}, {"tp": 4}))
 
 
 def test_a_stage_at_the_end_may_have_no_layers() -> None:
     assert RunConfig.parse(run(parallel={"pp": 2, "pipeline_layout": [4, 0]})).parallel.pipeline_layout == [4, 0]
-    assert "only the first and the last may have none" in told(run(parallel={"pp": 4, "pipeline_layout": [2, 0, 1, 1]}))
+    assert "only the first and the last may have none" in error_message(
+        run(parallel={"pp": 4, "pipeline_layout": [2, 0, 1, 1]})
+    )
 
 
 def test_fewer_key_value_heads_than_tensor_ranks_must_divide_them() -> None:
     assert RunConfig.parse(run({"num_kv_heads": 2}, {"tp": 8})).parallel.tp == 8
-    assert "parallel.tp = 4" in told(run({"num_attention_heads": 12, "head_dim": 4, "num_kv_heads": 6}, {"tp": 4}))
+    assert "parallel.tp = 4" in error_message(
+        run({"num_attention_heads": 12, "head_dim": 4, "num_kv_heads": 6}, {"tp": 4})
+    )
 
 
 @st.composite
@@ -207,14 +211,14 @@ def test_following_the_suggestion_works(raw: dict[str, Any], world: int) -> None
 def test_a_split_of_the_sequence_that_does_not_fit(
     model: dict[str, Any], parallel: dict[str, Any], length: int, says: str
 ) -> None:
-    assert says in told(run(model, parallel, length=length))
+    assert says in error_message(run(model, parallel, length=length))
 
 
 def test_a_sequence_may_be_split_further_than_there_are_heads_unless_they_are_exchanged() -> None:
     parallel = {"cp": 8, "tp": 4}
     RunConfig.parse(run({"num_kv_heads": 2}, {**parallel, "cp_kind": "ring"}))
     RunConfig.parse(run({"num_kv_heads": 2}, {"cp": 4, "tp": 2, "cp_kind": "alltoall"}))
-    assert "parallel.cp_kind=ring" in told(run({"num_kv_heads": 2}, {**parallel, "cp_kind": "alltoall"}))
+    assert "parallel.cp_kind=ring" in error_message(run({"num_kv_heads": 2}, {**parallel, "cp_kind": "alltoall"}))
 
 
 def test_a_suggestion_is_near_what_was_asked() -> None:

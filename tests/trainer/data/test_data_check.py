@@ -19,7 +19,7 @@ from mega_data.preprocessing.preprocess_corpus import preprocess_corpus
 from mega_data.tokenizer import train_tokenizer
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.data.data_check import find_run_tokenizer, list_tokenizer_files
-from mega_trainer.distributed.rank_info import RankInfo
+from mega_trainer.distributed.process_groups import RankInfo
 from mega_trainer.run.training_run import run_training
 
 
@@ -97,7 +97,7 @@ def test_a_tokenizer_that_differs_in_form_only_is_the_same(tuning: Callable[...,
 
 
 @pytest.fixture
-def told(folder: Path) -> Path:
+def extended_dataset(folder: Path) -> Path:
     """A data set by the tokenizer `one` with two tokens more."""
     shutil.copytree(folder / "one", folder / "more")
     backend = tokenizers.Tokenizer.from_file(str(folder / "one" / "tokenizer.json"))
@@ -116,31 +116,36 @@ def train_as(config: RunConfig) -> None:
     run_training(config, RankInfo(dist.get_rank(), dist.get_world_size()))
 
 
-def test_new_tokens_get_rows(tuning: Callable[..., RunConfig], told: Path) -> None:
+def test_new_tokens_get_rows(tuning: Callable[..., RunConfig], extended_dataset: Path) -> None:
     """As if they had been added to the weights first, in any layout; they travel with the run."""
     config = tuning("more")
-    held = tokenizers.Tokenizer.from_file(str(told / "one" / "tokenizer.json")).get_vocab_size()
+    held = tokenizers.Tokenizer.from_file(str(extended_dataset / "one" / "tokenizer.json")).get_vocab_size()
     for name, size in (("larger", held + 10), ("spare", 300)):  # the old vocabulary has rows to spare for them
         model = config.model.model_copy(update={"vocab_size": size})
         options = ConvertOptions(tokens=("<user>", "<bot>"), vocab_size=max(size, 300))
-        convert_checkpoint(told / "first", told / f"{name}-first", "hf", options=options)
+        convert_checkpoint(extended_dataset / "first", extended_dataset / f"{name}-first", "hf", options=options)
         wide = config.model_copy(
             update={"model": model.model_copy(update={"vocab_size": max(size, 300)}), "precision": "fp64"}
         )
-        once = wide.model_copy(update={"init_from": str(told / f"{name}-first"), "output": str(told / f"{name}-once")})
+        once = wide.model_copy(
+            update={
+                "init_from": str(extended_dataset / f"{name}-first"),
+                "output": str(extended_dataset / f"{name}-once"),
+            }
+        )
         run_training(once, RankInfo())
-        run_training(wide.model_copy(update={"output": str(told / f"{name}-at-start")}), RankInfo())
-        assert losses(told / f"{name}-at-start") == losses(told / f"{name}-once")
-        assets = told / f"{name}-at-start" / "assets" / "tokenizer.json"
-        assert assets.read_bytes() == (told / "more" / "tokenizer.json").read_bytes()
+        run_training(wide.model_copy(update={"output": str(extended_dataset / f"{name}-at-start")}), RankInfo())
+        assert losses(extended_dataset / f"{name}-at-start") == losses(extended_dataset / f"{name}-once")
+        assets = extended_dataset / f"{name}-at-start" / "assets" / "tokenizer.json"
+        assert assets.read_bytes() == (extended_dataset / "more" / "tokenizer.json").read_bytes()
     split = wide.model_copy(
-        update={"parallel": wide.parallel.model_copy(update={"tp": 2}), "output": str(told / "split")}
+        update={"parallel": wide.parallel.model_copy(update={"tp": 2}), "output": str(extended_dataset / "split")}
     )
     run_ranks(train_as, 2, split)
-    assert losses(told / "split") == pytest.approx(losses(told / "spare-once"), rel=1e-12)
+    assert losses(extended_dataset / "split") == pytest.approx(losses(extended_dataset / "spare-once"), rel=1e-12)
 
 
-def test_an_adapter_beside_new_tokens_is_refused(tuning: Callable[..., RunConfig], told: Path) -> None:
+def test_an_adapter_beside_new_tokens_is_refused(tuning: Callable[..., RunConfig], extended_dataset: Path) -> None:
     with pytest.raises(ConfigError, match=r"requires base weights with rows for all tokens"):
         run_training(tuning("more").model_copy(update={"lora": LoraConfig()}), RankInfo())
 

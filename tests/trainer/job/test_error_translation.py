@@ -8,9 +8,9 @@ import torch.distributed as dist
 
 from mega_common.errors import TrainingError
 from mega_trainer.job.error_translation import translate_errors
-from mega_trainer.plan.memory_advice import MemoryAdvice, MemoryNeeds
+from mega_trainer.plan.memory_advice import MemoryAdvice, PredictedMemoryNeeds
 
-NEEDS = MemoryNeeds(
+NEEDS = PredictedMemoryNeeds(
     {"weights": 16 * 10**9, "gradients": 8 * 10**9, "optimizer": 0, "activations": 40 * 10**9},
     [
         MemoryAdvice(("optimizer.offload=true",), 30 * 10**9),

@@ -67,7 +67,7 @@ class Trackio:
         self.told.append(("finish",))
 
 
-def told(config: RunConfig, start: int = 0) -> None:
+def log_steps(config: RunConfig, start: int = 0) -> None:
     for tracker in list(open_trackers(config, start)):
         tracker.put(start + 1, {"loss": 2.0, "grad_norm": float("inf"), "phases/forward": 0.5})
         tracker.close()
@@ -83,7 +83,7 @@ def test_mlflow_goes_on_with_the_same_run(config: Callable[..., RunConfig], monk
     mlflow = MLflow()
     monkeypatch.setitem(sys.modules, "mlflow", mlflow)
     for start in (0, 5):
-        told(config(mlflow="mine"), start)
+        log_steps(config(mlflow="mine"), start)
     metrics = {"loss": 2.0, "phases/forward": 0.5}
     assert mlflow.told == [
         ("experiment", "mine"), ("start", None, "run"), ("dict", 6, "run.yaml"), ("metrics", metrics, 1), ("end", "FINISHED"),
@@ -96,7 +96,7 @@ def test_trackio_goes_on_with_the_same_run(config: Callable[..., RunConfig], mon
     trackio = Trackio()
     monkeypatch.setitem(sys.modules, "trackio", trackio)
     for start in (0, 5):
-        told(config(trackio="mine"), start)
+        log_steps(config(trackio="mine"), start)
     first, again = (call for call in trackio.told if call[0] == "init")
     assert first == again
     assert first[1::2] == ("mine", "allow")

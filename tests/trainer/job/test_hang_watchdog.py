@@ -18,6 +18,7 @@ from mega_trainer.job import hang_watchdog as watch_module
 from mega_trainer.job.hang_watchdog import HangWatchdog, RankHeartbeat, _blocking_ranks, find_stragglers
 from mega_trainer.job.rank_position import (
     RankPosition,
+    StackLine,
     describe_wait,
     format_stack,
     main_thread_position,
@@ -95,6 +96,72 @@ def test_a_rank_that_waits_for_others_is_seen_to(
     found = stands(function, main=main)
     assert found.where.startswith(f"mega_trainer/{file}:")
     assert (found.phase, found.waits) == ("norm", waits)
+
+
+MEGA = "/src/packages"
+STACKS: dict[str, tuple[list[tuple[str, str]], str]] = {  # innermost line first, and the wait that is seen
+    "an exchange of experts": (
+        [("torch/cuda/streams.py", "synchronize"), ("mega_trainer/parallel/async_all_to_all.py", "wait_and_read")],
+        "synchronize",
+    ),
+    "offloaded gradients": (
+        [("torch/cuda/streams.py", "synchronize"), ("mega_trainer/optim/optimizer_slots.py", "update_context")],
+        "synchronize",
+    ),
+    "the copies of a save": (
+        [("torch/cuda/streams.py", "synchronize"), ("mega_ckpt/host_staging.py", "copy_boxes")],
+        "synchronize",
+    ),
+    "the whole device": (
+        [("torch/cuda/__init__.py", "synchronize"), ("mega_trainer/job/profiler.py", "stop")],
+        "synchronize",
+    ),
+    "metadata of a save": (
+        [
+            ("torch/distributed/distributed_c10d.py", "all_gather_object"),
+            ("torch/distributed/c10d_logger.py", "wrapper"),
+            ("mega_ckpt/store.py", "save"),
+        ],
+        "all_gather_object",
+    ),
+    "a hook of FSDP": (
+        [
+            ("torch/distributed/distributed_c10d.py", "all_gather_into_tensor"),
+            ("torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py", "foreach_all_gather"),
+            ("mega_trainer/parallel/fsdp.py", "unshard"),
+        ],
+        "all_gather_into_tensor",
+    ),
+    "sinkhorn": (
+        [
+            ("mega_trainer/distributed/device.py", "to_host"),
+            ("mega_trainer/model/expert_router.py", "sinkhorn_normalize"),
+        ],
+        "to_host",
+    ),
+    "a product": ([("torch/nn/functional.py", "linear"), ("mega_trainer/parallel/parallel_linear.py", "forward")], ""),
+    "an event that is made": (
+        [("torch/cuda/streams.py", "record"), ("mega_trainer/job/phase_timer.py", "__init__")],
+        "",
+    ),
+    "work that a collective called": (
+        [("mega_trainer/optim/muon.py", "update"), ("torch/distributed/distributed_c10d.py", "wait")],
+        "",
+    ),
+}
+
+
+@pytest.mark.parametrize(("lines", "waits"), STACKS.values(), ids=STACKS)
+def test_a_rank_that_waits_for_its_device_or_in_torch_is_seen_to(lines: list[tuple[str, str]], waits: str) -> None:
+    """On a GPU a host that waits for its device waits for the collectives that its device is in."""
+    stack = [StackLine(f"{MEGA if file.startswith('mega') else '/env'}/{file}", 7, name) for file, name in lines]
+    found = main_thread_position({1: stack}, 1, "forward")
+    assert found.waits == waits
+    working = RankPosition(where="elsewhere", phase="forward")
+    signs = [sign(0, found), sign(1, working)]
+    assert [each.rank for each in _blocking_ranks(signs, 5.0, 2)] == ([1] if waits else [0, 1])
+    if waits == "synchronize":
+        assert describe_wait(found) == "synchronize"  # no group is named: the last one used need not be the one
 
 
 def sign(rank: int, at: RankPosition, **more: Any) -> RankHeartbeat:

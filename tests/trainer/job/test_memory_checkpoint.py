@@ -20,14 +20,15 @@ from mega_common.model_config import ModelConfig
 from mega_common.model_presets import load_model_preset
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.distributed.comm import CommGroup
+from mega_trainer.job import memory_checkpoint as memory_module
 from mega_trainer.job.memory_checkpoint import CompleteStep, MemoryCheckpoint, should_keep_copies
 from mega_trainer.job.private_folder import claim_private_folder, launcher_folder_path, load_secret_key
-from mega_trainer.run.train_state import find_newer_copy, inherit_data_order, resolve_epochs
+from mega_trainer.job.resume import find_newer_memory_copy, inherit_data_order, resolve_epochs
 
 NODES = (1, os.getpid())  # two processes that live as long as the test, as two launchers
 
 
-def held(step: int, rank: int) -> dict[str, ShardedTensor]:
+def held_tensors(step: int, rank: int) -> dict[str, ShardedTensor]:
     """What a rank holds after a step: boxes of two types, one of them a part of something larger."""
     whole = torch.full((4, 6), float(step * 10 + rank), dtype=torch.bfloat16)
     return {
@@ -60,9 +61,9 @@ def found(one: MemoryCheckpoint) -> tuple[int, bool] | None:
     whole = one.newest_complete_step()
     if whole is None:
         return None
-    copy, back = one.fetch_local_copy(whole), held(0, 0)
+    copy, back = one.fetch_local_copy(whole), held_tensors(0, 0)
     copy.copy_into(back)
-    expected = held(copy.step, dist.get_rank())
+    expected = held_tensors(copy.step, dist.get_rank())
     same = all(torch.equal(back[key].boxes[0].tensor, expected[key].boxes[0].tensor) for key in expected)
     return copy.step, same and copy.state == {"consumed": copy.step}
 
@@ -72,7 +73,7 @@ def lose_and_find(root: Path, nodes: tuple[int, int]) -> dict[str, Any]:
     first = memory(root, nodes)
     told["nothing"] = found(first)
     for step in (1, 2, 3):
-        first.save_copies(step, held(step, rank), {"consumed": step})
+        first.save_copies(step, held_tensors(step, rank), {"consumed": step})
     told["all"] = found(memory(root, nodes))
     told["another run"] = found(memory(root, nodes, run="another"))
     another = memory(root, nodes, output="another")
@@ -85,7 +86,7 @@ def lose_and_find(root: Path, nodes: tuple[int, int]) -> dict[str, Any]:
     dist.barrier()
     again = memory(root, nodes)
     told["a machine lost"] = found(again)
-    again.save_copies(4, held(4, rank), {"consumed": 4})
+    again.save_copies(4, held_tensors(4, rank), {"consumed": 4})
     dist.barrier()
     for node in nodes if rank == 0 else ():  # killed within the copy of step 4
         for path in folder(root, node).glob("3.*.json"):
@@ -192,4 +193,24 @@ def test_epochs_that_have_become_steps_are_no_other_settings(settings: Any) -> N
     assert saved["train"]["steps"] == 20
     memory = mock.Mock(spec=MemoryCheckpoint, rank_count=1)
     memory.newest_complete_step.return_value = CompleteStep(3, 1, {"settings": saved, "consumed_samples": 12})
-    assert find_newer_copy(config, None, memory) is memory.fetch_local_copy.return_value
+    assert find_newer_memory_copy(config, None, memory) is memory.fetch_local_copy.return_value
+
+
+def pinned_and_mapped(root: Path) -> tuple[int, int, tuple[int, bool] | None]:
+    """Of six saves to a device's copies: pinnings, mappings of files, and the copy found after."""
+    one, pinned = memory(root, (1,)), list[int]()
+    real = one._folder.map_copy_file
+    with (
+        mock.patch.object(memory_module, "is_on_cuda", return_value=True),
+        mock.patch.object(memory_module, "pin_host_memory", lambda buffer: pinned.append(buffer.data_ptr())),
+        mock.patch.object(one._folder, "map_copy_file", side_effect=real) as mapped,
+    ):
+        for step in range(1, 7):
+            one.save_copies(step, held_tensors(step, 0), {"consumed": step})
+            if step == 4:
+                one.remove_run_copies()  # a rollback removes the files, so that new ones are mapped
+    return len(pinned), mapped.call_count, found(memory(root, (1,)))
+
+
+def test_a_copy_is_pinned_once_and_not_at_each_save(tmp_path: Path) -> None:
+    assert run_ranks(pinned_and_mapped, 1, tmp_path / "shm", timeout=60) == [(4, 4, (6, True))]

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from mega_common.errors import ConfigError, TrainingError
 from mega_data.token_files.indexed_writer import IndexedWriter
 from mega_trainer.config.run_config import RunConfig
-from mega_trainer.job.micro_batch_search import candidate_sizes, find_micro_batch, search_largest_fit
+from mega_trainer.job.micro_batch_search import candidate_micro_batch_sizes, find_micro_batch, search_largest_fit
 
 RAW = {
     "model": {"num_layers": 1, "hidden_size": 8, "ffn_hidden_size": 8, "num_attention_heads": 2, "vocab_size": 8},
@@ -74,7 +74,7 @@ def test_the_largest_size_that_fits_is_found_in_few_trials(share: int, limit: in
 
 
 def test_sizes_divide_the_share_of_a_data_rank() -> None:
-    assert candidate_sizes(RunConfig.parse(RAW), 4) == [1, 2, 3, 4, 6, 12]
+    assert candidate_micro_batch_sizes(RunConfig.parse(RAW), 4) == [1, 2, 3, 4, 6, 12]
 
 
 @pytest.mark.long

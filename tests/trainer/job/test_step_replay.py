@@ -13,7 +13,7 @@ import yaml
 
 from mega_ckpt.store import Checkpoint, list_checkpoints
 from mega_cli.main import main
-from mega_trainer.job.step_replay import compare_steps, diff_settings
+from mega_trainer.job.step_replay import compare_steps, diff_setting_values
 
 Settings = Callable[..., dict[str, Any]]
 
@@ -98,4 +98,7 @@ def test_numbers_are_compared_in_all_their_bits() -> None:
 
 
 def test_what_a_checkpoint_was_made_with_is_compared_path_by_path() -> None:
-    assert diff_settings({"a": {"b": 1, "c": 2}}, {"a": {"b": 1, "c": 3}, "d": 4}) == ["a.c: 2 -> 3", "d: None -> 4"]
+    assert diff_setting_values({"a": {"b": 1, "c": 2}}, {"a": {"b": 1, "c": 3}, "d": 4}) == [
+        "a.c: 2 -> 3",
+        "d: None -> 4",
+    ]

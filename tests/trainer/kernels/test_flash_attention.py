@@ -42,7 +42,7 @@ class Products:
         return True
 
 
-def told(given: dict[str, Any], q: Tensor) -> tuple[AttentionMaskSpec, ScoreTransform]:
+def mask_and_scores(given: dict[str, Any], q: Tensor) -> tuple[AttentionMaskSpec, ScoreTransform]:
     """What a library's arguments say, of either version."""
     causal = given.get("causal", given.get("is_causal"))
     left, right = given["window_size_left"], 0 if causal else given["window_size_right"]
@@ -58,7 +58,7 @@ def told(given: dict[str, Any], q: Tensor) -> tuple[AttentionMaskSpec, ScoreTran
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[Tensor, Tensor]:
-    mask, how = told(given, q)
+    mask, how = mask_and_scores(given, q)
     one = [t if t.dim() == 4 else t.unsqueeze(0) for t in (q, k, v)]
     y, lse = blockwise_attention.attend_block(Products(), *one, mask, how)
     return y.view(*q.shape[:-1], v.shape[-1]), lse.transpose(1, 2).reshape(*q.shape[:-3], q.shape[-2], q.shape[-3])
@@ -66,7 +66,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[Tensor, Tens
 
 def backward(*operands: Tensor, **given: Any) -> None:
     dy, q, k, v, y, lse, *grads = operands
-    mask, how = told(given, q)
+    mask, how = mask_and_scores(given, q)
     one = [t if t.dim() == 4 else t.unsqueeze(0) for t in (dy, q, k, v, y)]
     lse = lse.view(-1, q.shape[-2], q.shape[-3]).transpose(1, 2)
     assert all(grad.is_contiguous() for grad in grads)
@@ -217,7 +217,7 @@ def test_gradients_are_reproducible_where_that_is_asked_for(
 ) -> None:
     given: dict[str, Any] = {}
     q, k, v = operands()
-    call = flash_attention.FlashCall.from_mask(CAUSAL, ScoreTransform(0.4), S, S)
+    call = flash_attention.FlashAttentionCall.from_mask(CAUSAL, ScoreTransform(0.4), S, S)
     monkeypatch.setattr(flash3, "library", type("", (), {"bwd": staticmethod(lambda *_, **how: given.update(how))}))
     for wanted in (False, True):
         monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda wanted=wanted: wanted)

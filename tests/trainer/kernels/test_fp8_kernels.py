@@ -51,7 +51,7 @@ def test_each_product_is_that_of_rounded_factors(recipe: str, gradients: torch.d
 
 @pytest.mark.parametrize("recipe", ["rowwise", "mxfp8"])
 def test_scales_go_along_the_axis_that_is_summed_over(recipe: str) -> None:
-    """Each row of a product stands apart by a factor that would leave the range of its neighbours' scales."""
+    """Each row of a product stands apart by a factor that would leave the range of its neighbors' scales."""
     kernels = Fp8Kernels(recipe)
     x, weight, dy = factors((64, 96), (128, 96), (64, 128))
 

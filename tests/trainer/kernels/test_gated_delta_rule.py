@@ -18,7 +18,7 @@ from mega_trainer.parallel.recurrent_state import fold_affine_maps, pass_recurre
 B, G, H, K, V = 2, 2, 4, 6, 5
 
 
-def made(length: int, dtype: torch.dtype = torch.float64) -> tuple[list[Tensor], Tensor, Tensor]:
+def random_inputs(length: int, dtype: torch.dtype = torch.float64) -> tuple[list[Tensor], Tensor, Tensor]:
     """q, k, v, g and beta; how far into its document each token is; a state before the first."""
     stream = torch.Generator().manual_seed(length)
 
@@ -65,7 +65,7 @@ def recurrence(operands: list[Tensor], reach: Tensor | None, state: Tensor) -> t
 
 @given(st.integers(1, 24), st.integers(1, 9), st.booleans())
 def test_chunks_are_the_recurrence(length: int, chunk: int, closed: bool) -> None:
-    operands, reach, state = made(length)
+    operands, reach, state = random_inputs(length)
     seen = reach if closed else None
     mine = in_chunks(operands, seen, state, chunk)
     torch.testing.assert_close(mine, recurrence(operands, seen, state), rtol=1e-12, atol=1e-12)
@@ -73,7 +73,7 @@ def test_chunks_are_the_recurrence(length: int, chunk: int, closed: bool) -> Non
 
 @given(st.lists(st.integers(0, 24), max_size=3), st.integers(1, 9))
 def test_a_sequence_in_parts_is_the_sequence(cuts: list[int], chunk: int) -> None:
-    operands, reach, state = made(24)
+    operands, reach, state = random_inputs(24)
     whole, parts = in_chunks(operands, reach, state, 8), []
     for start, stop in pairwise([0, *sorted(set(cuts) - {0, 24}), 24]):
         y, state = in_chunks([x[:, start:stop] for x in operands], reach[:, start:stop], state, chunk)
@@ -82,7 +82,7 @@ def test_a_sequence_in_parts_is_the_sequence(cuts: list[int], chunk: int) -> Non
 
 
 def test_gradients() -> None:
-    operands, reach, state = made(11)
+    operands, reach, state = random_inputs(11)
     leaves = [x.requires_grad_() for x in (*operands, state)]
     found = []
     for y, last in (in_chunks(operands, reach, state, 4), recurrence(operands, reach, state)):
@@ -92,7 +92,7 @@ def test_gradients() -> None:
 
 def test_a_stretch_of_tokens_is_an_affine_map_of_the_state() -> None:
     """The maps of its chunks one after another: what a rank needs to know of another's tokens."""
-    operands, reach, state = made(11)
+    operands, reach, state = random_inputs(11)
     whole: list[Tensor] = []
 
     def passed(maps: Tensor, added: Tensor) -> Tensor:
@@ -113,7 +113,7 @@ def test_a_stretch_of_tokens_is_an_affine_map_of_the_state() -> None:
 def test_it_is_transformers(name: str) -> None:
     from transformers.models.qwen3_next import modeling_qwen3_next as theirs
 
-    operands, _, state = made(70, torch.float32)
+    operands, _, state = random_inputs(70, torch.float32)
     y, last = getattr(theirs, name)(
         *operands, initial_state=state.float(), output_final_state=True, use_qk_l2norm_in_kernel=True
     )
@@ -122,7 +122,7 @@ def test_it_is_transformers(name: str) -> None:
 
 
 def test_low_precision_is_rounded_before_the_rule_and_not_within() -> None:
-    operands, reach, state = made(40)
+    operands, reach, state = random_inputs(40)
     low = [x.bfloat16() for x in operands[:3]] + [x.float() for x in operands[3:]]
     y, last = in_chunks(low, reach, state.float(), 16)
     exact = in_chunks([x.double() for x in low], reach, state, 16)
@@ -132,7 +132,7 @@ def test_low_precision_is_rounded_before_the_rule_and_not_within() -> None:
 
 
 def test_strong_decays_do_not_overflow() -> None:
-    operands, reach, state = made(40, torch.float32)
+    operands, reach, state = random_inputs(40, torch.float32)
     operands[3] = operands[3] * 100
     for x in operands:
         x.requires_grad_()

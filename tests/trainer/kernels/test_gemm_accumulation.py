@@ -34,7 +34,7 @@ def test_sums_go_into_what_is_given(dtype: torch.dtype, add: bool) -> None:
 
     values, scale = before(5, 3, dtype=dtype), torch.tensor(0.37, dtype=there.dtype)
     out = there.clone() if add else torch.full_like(there, float("nan"))
-    assert gemm_accumulation.write_scaled(values, scale, dtype, out, add=add) is out
+    assert gemm_accumulation.write_scaled_values(values, scale, dtype, out, add=add) is out
     check(out, there, values * scale, add, dtype)
 
     rows, places = torch.randn(2, 4, 3).to(dtype), torch.tensor([[4, 0, 4, 1], [0, 1, 1, 4]])
@@ -55,7 +55,7 @@ def test_what_a_gpu_does_is_the_same(add: bool, monkeypatch: pytest.MonkeyPatch)
     exact = torch.nn.functional.one_hot(places, 5).float().t() @ rows.float()
     torch.testing.assert_close(out, exact + (there if add else 0))
     out = there.clone() if add else torch.full_like(there, float("nan"))
-    gemm_accumulation.write_scaled(exact, scale, torch.bfloat16, out, add=add)
+    gemm_accumulation.write_scaled_values(exact, scale, torch.bfloat16, out, add=add)
     torch.testing.assert_close(out, exact * scale + (there if add else 0))
     with torch.device("meta"):
         sums, a, b = torch.empty(4, 6), torch.empty(4, 5, dtype=torch.bfloat16), torch.empty(5, 6, dtype=torch.bfloat16)

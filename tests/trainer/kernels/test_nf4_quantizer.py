@@ -30,7 +30,7 @@ def test_a_number_is_near_the_one_that_was_packed_and_the_same_in_any_part_of_ro
     assert found.dtype == dtype
     largest = values.unflatten(-1, (2, BLOCK)).abs().amax(-1, keepdim=True)
     off = (found - values).unflatten(-1, (2, BLOCK)).abs() / largest
-    assert 0 < off.max() < 0.16  # half of the widest gap between neighbouring quantiles is 0.152
+    assert 0 < off.max() < 0.16  # half of the widest gap between neighboring quantiles is 0.152
     for part in (slice(1, 2), slice(None)), (slice(2, 5), slice(BLOCK, None)):
         own = nf4.unpack_weight(*nf4.pack_weight(values[:, *part]), dtype)
         assert torch.equal(own, found[:, *part])

@@ -9,13 +9,12 @@ import torch
 from live import Live
 
 from mega_common.model_config import ModelConfig
-from mega_trainer.model.activation_checkpointing import RecomputedModule, RecomputePolicy
-from mega_trainer.model.activation_offload import ActivationOffload
+from mega_trainer.model.activation_checkpointing import ActivationOffload, RecomputedModule, RecomputePolicy
 from mega_trainer.model.decoder import Decoder
 from mega_trainer.model.layer_builder import LayerBuilder
 from mega_trainer.model.weight_init import initialize_weights
 from mega_trainer.plan.part_memory import count_model_parts
-from mega_trainer.plan.run_shape import RunShape
+from mega_trainer.plan.training_layout import TrainingLayout
 
 D, F, TOKENS, LAYERS = 32, 128, 48, 3
 MODEL = {
@@ -80,7 +79,7 @@ def test_what_is_computed_again_is_not_kept(modules: tuple[RecomputedModule, ...
     assert all(map(torch.equal, gradients, PLAIN))
     assert len(gradients) == len(PLAIN)
     assert KEPT - kept == LAYERS * TOKENS * tokens
-    shape = RunShape(TOKENS, precision="fp32", recompute="selective", modules=modules, device="cpu")
+    shape = TrainingLayout(TOKENS, precision="fp32", recompute="selective", modules=modules, device="cpu")
     planned = count_model_parts(ModelConfig.model_validate(MODEL), shape).layers[0].kept
     made_outside = TOKENS * D
     assert LAYERS * planned == 4 * (kept + made_outside)
@@ -106,7 +105,7 @@ def test_offloaded_layers_keep_nothing_on_the_device(
         made.append(torch.empty(nbytes, dtype=torch.uint8))
         return made[-1]
 
-    monkeypatch.setattr("mega_trainer.model.activation_offload.allocate_host_memory", memory)
+    monkeypatch.setattr("mega_trainer.model.activation_checkpointing.allocate_host_memory", memory)
     offload = ActivationOffload(2, min_bytes=1024)
     (_, everything), (gradients, kept) = trained(recompute), trained(recompute, offload)
     assert all(map(torch.equal, gradients, PLAIN))

@@ -85,7 +85,9 @@ def batch(model: ModelConfig, rows: int = 2, length: int = 6) -> dict[str, torch
     }
 
 
-def made(model: ModelConfig, stage: StageLayers | None = None, recompute: RecomputePolicy | None = None) -> Decoder:
+def build_decoder(
+    model: ModelConfig, stage: StageLayers | None = None, recompute: RecomputePolicy | None = None
+) -> Decoder:
     decoder = Decoder(LayerBuilder(model, dtype=torch.float64), stage, recompute)
     initialize_weights(decoder, 7)
     return decoder
@@ -101,9 +103,9 @@ def through(decoder: Decoder, data: dict[str, torch.Tensor], dropout: SeededDrop
 def test_stages_in_a_row_are_the_whole(tied: bool) -> None:
     model = config(tie_embeddings=tied, position="learned")
     data = batch(model)
-    whole = made(model)
+    whole = build_decoder(model)
     first, middle, last = (
-        made(model, StageLayers(*s)) for s in [(0, 1, True, False), (1, 4, False, False), (4, 4, False, True)]
+        build_decoder(model, StageLayers(*s)) for s in [(0, 1, True, False), (1, 4, False, False), (4, 4, False, True)]
     )
     x = through(first, data)
     context = first.make_forward_context(data["positions"])
@@ -116,7 +118,7 @@ def test_stages_in_a_row_are_the_whole(tied: bool) -> None:
 @pytest.mark.parametrize("softcap", [None, 0.2])
 def test_loss_is_the_cross_entropy_of_the_logits(softcap: float | None) -> None:
     model, weights = config(logit_softcap=softcap), torch.tensor([[1.0, 0, 2, 1, 0, 0.5], [0, 0, 0, 1, 1, 1]])
-    data, decoder = batch(model), made(model)
+    data, decoder = batch(model), build_decoder(model)
     x = through(decoder, data)
     total, each = decoder.compute_token_loss(x, data["labels"], weights)
     expected = F.cross_entropy(
@@ -129,7 +131,7 @@ def test_loss_is_the_cross_entropy_of_the_logits(softcap: float | None) -> None:
 @pytest.mark.parametrize("span", ["head", "all", "each"])
 def test_zero_centred_norms_start_from_zero_and_compute_what_plain_ones_do(span: str) -> None:
     fields = {"norm_position": "both", "qk_norm": True, "norm": "layernorm", "qk_norm_span": span}
-    plain, centred = made(config(**fields)), made(config(**fields, zero_centered_norm=True))
+    plain, centred = build_decoder(config(**fields)), build_decoder(config(**fields, zero_centered_norm=True))
     data, norms = batch(plain.config), 0
     for mine, theirs in zip(plain.parameters(), centred.parameters(), strict=True):
         name = get_parameter_info(mine).pieces[0].name
@@ -157,7 +159,7 @@ def test_zero_centred_norms_round_once() -> None:
 
 def test_embeddings_are_scaled_before_positions_are_added() -> None:
     fields = {"position": "learned", "max_position": 8}
-    plain, scaled = made(config(**fields)), made(config(**fields, scale_embeddings=True))
+    plain, scaled = build_decoder(config(**fields)), build_decoder(config(**fields, scale_embeddings=True))
     data = batch(plain.config)
     given = data["tokens"], data["positions"]
     at = torch.nn.functional.embedding(data["positions"], plain.inputs.positions)
@@ -167,7 +169,7 @@ def test_embeddings_are_scaled_before_positions_are_added() -> None:
 def test_layers_with_a_window_have_a_rotation_of_their_own() -> None:
     """Only a layer without a window sees far, and only it turns by `rope`."""
     fields = {"num_layers": 2, "sliding_window": 2, "full_attention_layers": [1]}
-    one, other = (made(config(**fields, local_rope={"theta": theta})) for theta in (50.0, 5000.0))
+    one, other = (build_decoder(config(**fields, local_rope={"theta": theta})) for theta in (50.0, 5000.0))
     data = batch(one.config)
     x = one.embed_inputs(data["tokens"], data["positions"])
     first, second = (m.make_forward_context(data["positions"]) for m in (one, other))
@@ -181,7 +183,7 @@ def test_layers_with_a_window_have_a_rotation_of_their_own() -> None:
 
 def test_later_tokens_and_other_documents_do_not_matter() -> None:
     model = config()
-    data, decoder = batch(model), made(model)
+    data, decoder = batch(model), build_decoder(model)
     outline = SequenceBounds.from_positions(data["positions"].numpy(), np.array([[0, 0, 0, 1, 1, 1]] * 2))
     other = {**data, "tokens": data["tokens"].clone()}
     other["tokens"][:, 2] += 1
@@ -201,7 +203,7 @@ def test_recomputation_of_layers_happens_in_training_alone_and_changes_nothing()
     data, dropout = batch(model), SeededDropout(3, [5, 6], [range(6)])
     gradients = []
     for recompute in (None, RecomputePolicy("full"), RecomputePolicy("full", layers=2)):
-        decoder = made(model, recompute=recompute)
+        decoder = build_decoder(model, recompute=recompute)
         kept: list[int] = []
         with torch.autograd.graph.saved_tensors_hooks(lambda t, kept=kept: kept.append(t.numel()) or t, lambda t: t):
             x = through(decoder, data, dropout)
@@ -214,7 +216,7 @@ def test_recomputation_of_layers_happens_in_training_alone_and_changes_nothing()
 
 def test_dropout_is_off_without_its_context() -> None:
     model = config(embedding_dropout=0.5, attention_dropout=0.5, residual_dropout=0.5)
-    data, decoder = batch(model), made(model)
+    data, decoder = batch(model), build_decoder(model)
     assert torch.equal(through(decoder, data), through(decoder, data))
     assert not torch.equal(through(decoder, data, SeededDropout(1, [0, 1], [range(6)])), through(decoder, data))
     assert not torch.equal(
@@ -232,7 +234,7 @@ def test_each_parameter_belongs_to_one_unit(tied: bool, fields: dict[str, Any]) 
         StageLayers(2, 4, False, True),
         StageLayers(4, 4, False, True),
     ):
-        decoder = made(config(tie_embeddings=tied, **fields), stage)
+        decoder = build_decoder(config(tie_embeddings=tied, **fields), stage)
         held = [parameter for unit in decoder.list_parameter_units() for parameter in unit.parameters]
         assert len(held) == len(set(held))
         assert set(held) == set(decoder.parameters())

@@ -21,7 +21,7 @@ def test_a_query_sees_itself_and_earlier_tokens_of_its_window_and_document(lengt
     if batch:
         documents = np.sort([[rng.randint(0, 2) for _ in range(length)] for _ in range(batch)])
     mask = materialize_dense_mask(
-        whole(length, documents, causal=causal).mask_for_window(window), (batch or 1, length), length, CPU
+        sequence_mask(length, documents, causal=causal).mask_for_window(window), (batch or 1, length), length, CPU
     )
     assert mask.shape == (batch or 1, 1, length, length)
     for row in range(batch or 1):
@@ -33,13 +33,13 @@ def test_a_query_sees_itself_and_earlier_tokens_of_its_window_and_document(lengt
                 assert mask[row, 0, q, k] == sees
 
 
-def whole(length: int, documents: np.ndarray | None, *, causal: bool = True) -> SequenceMask:
+def sequence_mask(length: int, documents: np.ndarray | None, *, causal: bool = True) -> SequenceMask:
     outline = None if documents is None else SequenceBounds.from_positions(documents, documents)
     return SequenceMask(length, CPU, outline and outline.document_starts, causal)
 
 
 def test_a_window_as_long_as_the_sequence_is_none() -> None:
-    assert whole(8, None).mask_for_window(None) == CAUSAL
-    assert whole(8, None).mask_for_window(8) == CAUSAL
-    assert whole(8, None).mask_for_window(7) != CAUSAL
-    assert whole(8, None, causal=False).mask_for_window(8) == ALL
+    assert sequence_mask(8, None).mask_for_window(None) == CAUSAL
+    assert sequence_mask(8, None).mask_for_window(8) == CAUSAL
+    assert sequence_mask(8, None).mask_for_window(7) != CAUSAL
+    assert sequence_mask(8, None, causal=False).mask_for_window(8) == ALL

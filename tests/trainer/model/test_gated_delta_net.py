@@ -37,7 +37,7 @@ def context(length: int, documents: np.ndarray | None = None) -> ForwardContext:
     return ForwardContext(SequenceMask(length, torch.device("cpu"), begins))
 
 
-def made() -> GatedDeltaNet:
+def build_layer() -> GatedDeltaNet:
     layer = GatedDeltaNet(LayerBuilder(CONFIG), 0)
     initialize_weights(layer, 1)
     with torch.no_grad():
@@ -72,7 +72,7 @@ def transformers(layer: GatedDeltaNet) -> nn.Module:
 
 
 def test_each_document_is_what_transformers_makes_of_it() -> None:
-    layer, documents = made(), np.repeat([[0, 1, 2, 3]], [13, 1, 30, 6], axis=1)
+    layer, documents = build_layer(), np.repeat([[0, 1, 2, 3]], [13, 1, 30, 6], axis=1)
     x = torch.randn(1, 50, D, generator=torch.Generator().manual_seed(0))
     theirs = transformers(layer)
     mine = layer(x, context(50, documents))
@@ -82,7 +82,7 @@ def test_each_document_is_what_transformers_makes_of_it() -> None:
 
 
 def test_gradients_are_those_of_transformers() -> None:
-    layer, x = made(), torch.randn(2, 20, D, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    layer, x = build_layer(), torch.randn(2, 20, D, generator=torch.Generator().manual_seed(0), requires_grad=True)
     theirs = transformers(layer)
     found = []
     for y in (layer(x, context(20)), theirs(x)):

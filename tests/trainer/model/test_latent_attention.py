@@ -1,4 +1,4 @@
-"""Latent attention and rotation of neighbours against transformers' DeepSeek, and what an attention with a latent is."""
+"""Latent attention and rotation of neighbors against transformers' DeepSeek, and what an attention with a latent is."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HEADS = {"kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_he
 YARN = {"factor": 4.0, "mscale": 0.7, "mscale_all_dim": 1.3, "beta_fast": 4.0}
 
 
-def ours(**fields: Any) -> ModelConfig:
+def mega_config(**fields: Any) -> ModelConfig:
     sizes = {
         "num_layers": 2, "hidden_size": 24, "ffn_hidden_size": 40, "num_attention_heads": 4, "vocab_size": 61,
         "max_position": 64, "norm_eps": 1e-2,
@@ -26,7 +26,7 @@ def ours(**fields: Any) -> ModelConfig:
     return ModelConfig.parse({**sizes, **fields})
 
 
-def theirs(version: int, **fields: Any) -> Any:
+def hf_config(version: int, **fields: Any) -> Any:
     """A random transformers model with dense layers alone. No weight has the value it would start from."""
     transformers = pytest.importorskip("transformers", reason="the oracle")
     config = getattr(transformers, f"DeepseekV{version}Config")(
@@ -65,9 +65,9 @@ def test_logits_are_those_of_transformers(version: int, interleaved: bool, yarn:
         rope |= {"scaling": "yarn", "original_max_position": 16, **YARN}
         parameters |= {"rope_type": "yarn", "original_max_position_embeddings": 16, **YARN}
     bias = {"rope_interleave": interleaved, "attention_bias": yarn} if version == 3 else {"attention_bias": yarn}
-    oracle = theirs(version, q_lora_rank=q_lora_rank, rope_parameters=parameters, **bias)
+    oracle = hf_config(version, q_lora_rank=q_lora_rank, rope_parameters=parameters, **bias)
     mla = {**HEADS, "q_lora_rank": q_lora_rank}
-    model = with_weights_of(oracle, ours(mla=mla, rope=rope, qkv_bias=yarn, attention_out_bias=yarn))
+    model = with_weights_of(oracle, mega_config(mla=mla, rope=rope, qkv_bias=yarn, attention_out_bias=yarn))
     tokens, positions = torch.randint(61, (2, 29), generator=torch.Generator().manual_seed(1)), torch.arange(29)[None]
     with torch.no_grad():
         expected = oracle(tokens).logits
@@ -78,7 +78,7 @@ def test_logits_are_those_of_transformers(version: int, interleaved: bool, yarn:
 
 def test_the_scale_of_scores() -> None:
     rope = {"scaling": "yarn", "original_max_position": 16, **YARN}
-    assert mla_score_scale(ours(mla=HEADS)) == pytest.approx(10**-0.5)
-    assert mla_score_scale(ours(mla=HEADS, rope=rope)) == pytest.approx(10**-0.5 * 1.1802183**2)
-    assert mla_score_scale(ours(mla=HEADS, rope={**rope, "mscale_all_dim": None})) == pytest.approx(10**-0.5)
-    assert mla_score_scale(ours(mla=HEADS, attention_scale=0.25)) == 0.25
+    assert mla_score_scale(mega_config(mla=HEADS)) == pytest.approx(10**-0.5)
+    assert mla_score_scale(mega_config(mla=HEADS, rope=rope)) == pytest.approx(10**-0.5 * 1.1802183**2)
+    assert mla_score_scale(mega_config(mla=HEADS, rope={**rope, "mscale_all_dim": None})) == pytest.approx(10**-0.5)
+    assert mla_score_scale(mega_config(mla=HEADS, attention_scale=0.25)) == 0.25

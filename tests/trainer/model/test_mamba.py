@@ -40,7 +40,7 @@ def config(**mamba: Any) -> ModelConfig:
     })  # fmt: skip
 
 
-def made(build: LayerBuilder) -> MambaMixer:
+def build_mixer(build: LayerBuilder) -> MambaMixer:
     layer = MambaMixer(build, 0)
     initialize_weights(layer, 3)
     return layer
@@ -83,7 +83,7 @@ def test_outputs_and_gradients_are_those_of_transformers(limit: tuple[float, flo
     with torch.no_grad():
         for parameter in oracle.parameters():
             parameter.add_(torch.randn(parameter.shape), alpha=0.3)
-    layer = made(LayerBuilder(config(conv_kernel=3, bias=bias, conv_bias=not bias, dt_limit=limit)))
+    layer = build_mixer(LayerBuilder(config(conv_kernel=3, bias=bias, conv_bias=not bias, dt_limit=limit)))
     rows, taps, names = [H * P, H * P, G * K, G * K, H], [H * P, G * K, G * K], ["z", "x", "B", "C", "dt"]
     weights = {name: getattr(oracle, name).detach() for name in ("A_log", "D", "dt_bias")}
     weights |= {f"{name}.weight": getattr(oracle, name).weight.detach() for name in ("norm", "out_proj")}
@@ -106,7 +106,7 @@ def test_outputs_and_gradients_are_those_of_transformers(limit: tuple[float, flo
 
 
 def test_a_document_is_computed_as_if_it_were_alone() -> None:
-    layer = made(LayerBuilder(config(), dtype=torch.float64))
+    layer = build_mixer(LayerBuilder(config(), dtype=torch.float64))
     x, starts = torch.randn(B, S, D, dtype=torch.float64), [0, 1, 2, 9, 14, 30, S]
     documents = np.tile(np.repeat(np.arange(6), np.diff(starts)), (B, 1))
     y = layer(x, sequences(documents=documents))
@@ -117,7 +117,7 @@ def test_a_document_is_computed_as_if_it_were_alone() -> None:
 
 def test_starts() -> None:
     """Of steps within bounds but for the floor, and of decays; the residual is one sum of one layer."""
-    layer = made(LayerBuilder(config(num_heads=4096, head_dim=1, dt_init=[0.001, 0.1], dt_init_floor=0.002)))
+    layer = build_mixer(LayerBuilder(config(num_heads=4096, head_dim=1, dt_init=[0.001, 0.1], dt_init_floor=0.002)))
     steps, decays = F.softplus(layer.dt_bias), layer.a_log.exp()
     assert steps.min().item() == pytest.approx(0.002, rel=1e-3)
     assert 0.09 < steps.max() < 0.1001
@@ -134,13 +134,13 @@ def spread(states: bool, cp: int, maker: ProcessGroupCache) -> tuple[list[float]
     torch.manual_seed(1)
     x, weights = torch.randn(B, S, D, dtype=torch.float64), torch.randn(B, S, D, dtype=torch.float64)
     documents = (torch.rand(B, S) < 0.15).cumsum(1).numpy()
-    whole = made(LayerBuilder(config(), dtype=torch.float64))
+    whole = build_mixer(LayerBuilder(config(), dtype=torch.float64))
     x.requires_grad_()
     expected = whole(x, sequences(documents=documents))
     gradients = torch.autograd.grad((expected * weights).sum(), [x, *whole.parameters()])
     log = CommLog()
     groups = build_parallel_groups(ParallelLayout(cp=cp), dist.get_rank(), heads=[], maker=maker, log=log)
-    layer = made(LayerBuilder(config(), groups, dtype=torch.float64, cp_kind="ring"))
+    layer = build_mixer(LayerBuilder(config(), groups, dtype=torch.float64, cp_kind="ring"))
     places = rank_token_indices(S, groups.cp)
     mine = x.detach()[:, places].requires_grad_()
     with mock.patch.object(RecurrentMixer, "_should_exchange_heads", return_value=not states):

@@ -50,7 +50,7 @@ def batch_of(config: RunConfig, drawn: StepBatch | None = None) -> MicroBatch:
     return batch
 
 
-def made(model: ModelConfig) -> Decoder:
+def build_decoder(model: ModelConfig) -> Decoder:
     decoder = Decoder(LayerBuilder(model, dtype=torch.float64))
     initialize_weights(decoder, 3)
     return decoder
@@ -81,7 +81,7 @@ def test_each_label_is_the_one_so_many_places_on_and_counts_where_it_can_be_know
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_objective_is_what_the_paper_says(tied: bool) -> None:
     config = run_config(tie_embeddings=tied)
-    decoder, batch = made(config.model), batch_of(config)
+    decoder, batch = build_decoder(config.model), batch_of(config)
     context, table = (
         decoder.make_forward_context(batch.positions, sequence_bounds=batch.sequence_bounds),
         decoder.embedding.weight,
@@ -103,7 +103,7 @@ def test_the_objective_is_what_the_paper_says(tied: bool) -> None:
 
 def test_a_further_token_is_predicted_from_those_before_it_alone() -> None:
     config = run_config()
-    decoder, place = made(config.model), 5
+    decoder, place = build_decoder(config.model), 5
     drawn = samples(documents=False)
     other = drawn.tokens.copy()
     other[:, place] = (other[:, place] + 1) % 31
@@ -123,7 +123,7 @@ def test_a_further_token_is_predicted_from_those_before_it_alone() -> None:
 
 def test_evaluation_leaves_them_alone() -> None:
     config = run_config()
-    decoder, batch = made(config.model).eval(), batch_of(config)
+    decoder, batch = build_decoder(config.model).eval(), batch_of(config)
     total, sums = objective(decoder, batch)
     assert sums[1] == 0
     assert total == sums[0]

@@ -1,4 +1,4 @@
-"""Retrieval: who sees which neighbours, to the bit, and what becomes of chunks without any."""
+"""Retrieval: who sees which neighbors, to the bit, and what becomes of chunks without any."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from mega_common.model_config import ModelConfig
 from mega_data.batch_loader import StepBatch
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.data.micro_batch import split_micro_batches
-from mega_trainer.model.cross_attention import CrossAttentionChunks
 from mega_trainer.model.decoder import Decoder
 from mega_trainer.model.encoder_decoder import select_model_class
+from mega_trainer.model.forward_context import CrossAttentionChunks
 from mega_trainer.model.layer_builder import LayerBuilder
 from mega_trainer.model.weight_init import initialize_weights
 
@@ -29,7 +29,7 @@ MODEL: dict[str, Any] = {
 RETRO = {"chunk_length": M, "neighbors": K, "layers": [1, 2]}
 
 
-def made(**more: Any) -> Decoder:
+def build_decoder(**more: Any) -> Decoder:
     """A model in fp64, each weight of which is a function of its name."""
     config = ModelConfig.parse({**MODEL, **more}, source="test")
     model = select_model_class(config)(LayerBuilder(config, dtype=torch.float64))
@@ -38,7 +38,7 @@ def made(**more: Any) -> Decoder:
 
 
 def samples() -> StepBatch:
-    """Two, of which the first one's second chunk has no neighbour and its third one a short one."""
+    """Two, of which the first one's second chunk has no neighbor and its third one a short one."""
     rng = np.random.default_rng(3)
     tokens, neighbors = rng.integers(0, 61, (2, S + 1)), rng.integers(0, 61, (2, S // M, K, 2 * M))
     neighbors[0, 1], neighbors[0, 2, 0, 3:] = -1, -1
@@ -68,7 +68,7 @@ def logits(model: Decoder, batch: StepBatch) -> Tensor:
 
 
 def with_neighbors(batch: StepBatch, chunk: int, change: int) -> StepBatch:
-    """Other neighbours for the chunks from one on."""
+    """Other neighbors for the chunks from one on."""
     assert batch.neighbors is not None
     found = batch.neighbors.copy()
     found[:, chunk:] = np.where(found[:, chunk:] < 0, -1, (found[:, chunk:] + change) % 61)
@@ -77,8 +77,8 @@ def with_neighbors(batch: StepBatch, chunk: int, change: int) -> StepBatch:
 
 @pytest.mark.parametrize("at", range(1, S))
 def test_nothing_that_comes_later_changes_a_bit(at: int) -> None:
-    """Neither tokens from `at` on nor neighbours of a chunk that is not complete before them."""
-    model, batch = made(retro=RETRO), samples()
+    """Neither tokens from `at` on nor neighbors of a chunk that is not complete before them."""
+    model, batch = build_decoder(retro=RETRO), samples()
     tokens = batch.tokens.copy()
     tokens[:, at:] = (tokens[:, at:] + 1) % 61
     other = with_neighbors(replace(batch, tokens=tokens), at // M, 1)
@@ -88,8 +88,8 @@ def test_nothing_that_comes_later_changes_a_bit(at: int) -> None:
 
 
 @pytest.mark.parametrize("chunk", range(S // M))
-def test_neighbours_of_a_chunk_reach_its_last_token_and_those_behind(chunk: int) -> None:
-    model, batch = made(retro=RETRO), samples()
+def test_neighbors_of_a_chunk_reach_its_last_token_and_those_behind(chunk: int) -> None:
+    model, batch = build_decoder(retro=RETRO), samples()
     before, after = logits(model, batch)[1], logits(model, with_neighbors(batch, chunk, 1))[1]
     changed = (before != after).any(-1)
     assert changed.tolist() == [place >= (chunk + 1) * M - 1 for place in range(S)]
@@ -106,9 +106,9 @@ def closed(begin: int) -> StepBatch:
 
 
 @pytest.mark.parametrize("begin", [4, 6, 7, 8, 13])
-def test_neighbours_reach_only_the_document_that_has_all_of_their_chunk(begin: int) -> None:
+def test_neighbors_reach_only_the_document_that_has_all_of_their_chunk(begin: int) -> None:
     """Documents begin with a chunk, or within one."""
-    model, batch = made(retro=RETRO), closed(begin)
+    model, batch = build_decoder(retro=RETRO), closed(begin)
     before = logits(model, batch)[1]
     assert batch.neighbors is not None
     for chunk in range(S // M):
@@ -121,8 +121,8 @@ def test_neighbours_reach_only_the_document_that_has_all_of_their_chunk(begin: i
 
 @pytest.mark.parametrize("begin", [4, 6, 7, 8, 13])
 def test_no_bit_of_a_document_changes_with_the_one_before_it(begin: int) -> None:
-    """Neither with its tokens nor with the neighbours of its chunks."""
-    model, batch = made(retro=RETRO), closed(begin)
+    """Neither with its tokens nor with the neighbors of its chunks."""
+    model, batch = build_decoder(retro=RETRO), closed(begin)
     assert batch.neighbors is not None
     tokens, found = batch.tokens.copy(), batch.neighbors.copy()
     tokens[:, :begin] = (tokens[:, :begin] + 1) % 61
@@ -132,19 +132,19 @@ def test_no_bit_of_a_document_changes_with_the_one_before_it(begin: int) -> None
     assert torch.equal(logits(model, batch)[:, begin:], after[:, begin:])
 
 
-def test_without_neighbours_it_is_the_model_without_retrieval() -> None:
+def test_without_neighbors_it_is_the_model_without_retrieval() -> None:
     batch = samples()
     assert batch.neighbors is not None
-    without = logits(made(retro=RETRO), replace(batch, neighbors=np.full_like(batch.neighbors, -1)))
-    torch.testing.assert_close(without, logits(made(), batch), rtol=1e-12, atol=1e-12)
-    some = logits(made(retro=RETRO), batch)
+    without = logits(build_decoder(retro=RETRO), replace(batch, neighbors=np.full_like(batch.neighbors, -1)))
+    torch.testing.assert_close(without, logits(build_decoder(), batch), rtol=1e-12, atol=1e-12)
+    some = logits(build_decoder(retro=RETRO), batch)
     torch.testing.assert_close(some[0, : M - 1], without[0, : M - 1], rtol=1e-12, atol=1e-12)
     assert (some[:, M - 1] - without[:, M - 1]).abs().min() > 1e-9
 
 
 def test_what_stands_where_there_is_no_token_changes_no_bit() -> None:
     """There it is token 0, which these texts have nowhere else."""
-    model, batch = made(retro=RETRO), samples()
+    model, batch = build_decoder(retro=RETRO), samples()
     assert batch.neighbors is not None
     one = replace(
         batch, tokens=np.maximum(batch.tokens, 1), neighbors=np.where(batch.neighbors == 0, 1, batch.neighbors)
@@ -155,7 +155,7 @@ def test_what_stands_where_there_is_no_token_changes_no_bit() -> None:
     assert not torch.equal(before, logits(model, batch))
 
 
-def test_a_token_attends_to_the_neighbours_of_the_last_complete_chunk() -> None:
+def test_a_token_attends_to_the_neighbors_of_the_last_complete_chunk() -> None:
     """Token by token (arXiv:2112.04426, equation 5), for the chunks of two rows."""
     generator = torch.Generator().manual_seed(1)
     q, k = (
@@ -181,13 +181,13 @@ def test_a_token_attends_to_the_neighbours_of_the_last_complete_chunk() -> None:
 @pytest.mark.parametrize(
     ("neighbors", "told"),
     [
-        (None, "requires samples with neighbours"),
-        (np.zeros((2, 4, 1, 8), np.int64), r"neighbours of shape \(2, 4, 2, 8\) .*, found \(2, 4, 1, 8\)"),
+        (None, "requires samples with neighbors"),
+        (np.zeros((2, 4, 1, 8), np.int64), r"neighbors of shape \(2, 4, 2, 8\) .*, found \(2, 4, 1, 8\)"),
     ],
 )
-def test_samples_without_the_models_neighbours_are_refused(neighbors: Any, told: str) -> None:
+def test_samples_without_the_models_neighbors_are_refused(neighbors: Any, told: str) -> None:
     with pytest.raises(DataError, match=told):
-        logits(made(retro=RETRO), replace(samples(), neighbors=neighbors))
+        logits(build_decoder(retro=RETRO), replace(samples(), neighbors=neighbors))
 
 
 @pytest.mark.parametrize(

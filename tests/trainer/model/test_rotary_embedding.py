@@ -148,7 +148,7 @@ def test_by_hand() -> None:
     torch.testing.assert_close(y, torch.stack([cos[0], -2 * sin[1], sin[0], 2 * cos[1]]))
 
 
-def test_neighbours_turn_as_the_halves_they_would_be() -> None:
+def test_neighbors_turn_as_the_halves_they_would_be() -> None:
     """Weights whose rows are reordered from halves to pairs give the same scores, partly rotated heads too."""
     plain, paired = config(fraction=0.5), config(fraction=0.5, interleaved=True)
     q, k = torch.randn(2, 1, 7, 2, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

@@ -32,7 +32,7 @@ BLOCKS, TAPS, ROWS = [SplitHeads("x", 4, 3), SplitHeads("B", 1, 5), SplitHeads("
 CHANNELS = sum(block.count * block.size for block in BLOCKS)
 
 
-def made(groups: ParallelGroups, *, bias: bool = True) -> ShortConvolution:
+def build_convolution(groups: ParallelGroups, *, bias: bool = True) -> ShortConvolution:
     conv = ShortConvolution(LayerBuilder(CONFIG, groups, dtype=torch.float64), "conv1d", BLOCKS, TAPS, bias=bias)
     initialize_weights(conv, 3)
     return conv
@@ -62,7 +62,7 @@ def torchs(x: Tensor, weight: Tensor, bias: Tensor | None, documents: np.ndarray
 
 @pytest.mark.parametrize(("closed", "bias"), [(True, True), (False, False)])
 def test_it_is_torchs_convolution_of_each_document(closed: bool, bias: bool) -> None:
-    conv, (x, dy, documents) = made(ParallelGroups(), bias=bias), tensors(11)
+    conv, (x, dy, documents) = build_convolution(ParallelGroups(), bias=bias), tensors(11)
     parameters = list(conv.parameters())
     seen = documents if closed else None
     x.requires_grad_()
@@ -74,7 +74,7 @@ def test_it_is_torchs_convolution_of_each_document(closed: bool, bias: bool) -> 
 
 
 def test_a_document_in_steps_is_the_document_at_once() -> None:
-    conv, (x, _, _) = made(ParallelGroups()), tensors(11)
+    conv, (x, _, _) = build_convolution(ParallelGroups()), tensors(11)
     with torch.no_grad():
         whole, tail, parts = conv(x, context(11, None)), x.new_zeros(ROWS, TAPS - 1, CHANNELS), []
         for part in x.split([1, 4, 1, 2, 3], 1):
@@ -86,7 +86,7 @@ def test_a_document_in_steps_is_the_document_at_once() -> None:
 
 def test_low_precision() -> None:
     """Sums are made in fp32, so that bf16 is off by the rounding of its inputs and its result alone."""
-    conv, (x, _, documents) = made(ParallelGroups()), tensors(11)
+    conv, (x, _, documents) = build_convolution(ParallelGroups()), tensors(11)
     exact = conv(x, context(11, documents))
     low = conv.bfloat16()(x.bfloat16(), context(11, documents))
     assert low.dtype == torch.bfloat16
@@ -94,7 +94,7 @@ def test_low_precision() -> None:
 
 
 def test_it_starts_even_within_a_bound_and_is_nothing_for_muon() -> None:
-    weight, bias = made(ParallelGroups()).parameters()
+    weight, bias = build_convolution(ParallelGroups()).parameters()
     assert weight.abs().max() <= TAPS**-0.5
     assert weight.abs().max() > 0.9 * TAPS**-0.5
     assert abs(weight.mean()) < 0.1
@@ -110,7 +110,7 @@ def together(cases: list[tuple[ParallelLayout, int, bool]]) -> list[Part]:
     maker, out = ProcessGroupCache(), []
     for layout, length, closed in cases:
         groups = build_parallel_groups(layout, dist.get_rank(), heads=[1, 2], maker=maker)
-        conv, (x, dy, documents) = made(groups), tensors(length)
+        conv, (x, dy, documents) = build_convolution(groups), tensors(length)
         places, channels = rank_token_indices(length, groups.cp), own(layout, groups.tp.rank)
         x, dy = x[:, places][..., channels].requires_grad_(), dy[:, places][..., channels]
         y = conv(x, context(length, documents if closed else None))
@@ -147,7 +147,7 @@ CASES = [
 def test_all_ranks_compute_what_one_does() -> None:
     ranks = run_ranks(together, 4, CASES)
     for number, (layout, length, closed) in enumerate(CASES):
-        conv, (x, dy, documents) = made(ParallelGroups()), tensors(length)
+        conv, (x, dy, documents) = build_convolution(ParallelGroups()), tensors(length)
         x.requires_grad_()
         y = conv(x, context(length, documents if closed else None))
         # channels that several ranks hold are used by each

@@ -87,7 +87,7 @@ def settings(**changes: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def whole(trainer: Trainer, prefix: str) -> dict[str, torch.Tensor]:
+def whole_tensors(trainer: Trainer, prefix: str) -> dict[str, torch.Tensor]:
     """Tensors by canonical name, of a trainer in one process."""
     held = (
         trainer.state.checkpoint_tensors()
@@ -105,11 +105,11 @@ def whole(trainer: Trainer, prefix: str) -> dict[str, torch.Tensor]:
 def test_each_canonical_matrix_of_the_layers_moves_by_its_own_orthogonal_one() -> None:
     muon = Trainer.make(Run.of(settings()))
     adamw = Trainer.make(Run.of(settings(optimizer={"clip_grad": 0.0})))
-    weights, momentum, lr = whole(muon, "weights/"), {}, 1e-2
+    weights, momentum, lr = whole_tensors(muon, "weights/"), {}, 1e-2
     for number in range(2):
         for trainer in (muon, adamw):
             trainer.step(number)
-        grads, after = whole(muon, "gradients/"), whole(muon, "weights/")
+        grads, after = whole_tensors(muon, "gradients/"), whole_tensors(muon, "weights/")
         hidden = {name for name in weights if name.startswith("model.layers.") and weights[name].dim() == 2}
         assert len(hidden) == 2 * 7
         for name in hidden:
@@ -119,11 +119,11 @@ def test_each_canonical_matrix_of_the_layers_moves_by_its_own_orthogonal_one() -
             torch.testing.assert_close(after[name], weights[name] - step, rtol=1e-11, atol=1e-13)
         weights = after
         if number == 0:  # the rest is AdamW's
-            for name, value in whole(adamw, "weights/").items():
+            for name, value in whole_tensors(adamw, "weights/").items():
                 assert torch.equal(value, after[name]) == (name not in hidden)
-    saved = whole(muon, "optimizer/muon_momentum/")
+    saved = whole_tensors(muon, "optimizer/muon_momentum/")
     assert saved.keys() == hidden
-    assert whole(muon, "optimizer/exp_avg/").keys() == weights.keys() - hidden
+    assert whole_tensors(muon, "optimizer/exp_avg/").keys() == weights.keys() - hidden
     for name in hidden:
         torch.testing.assert_close(saved[name], momentum[name], rtol=1e-12, atol=0)
 

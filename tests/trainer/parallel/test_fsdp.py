@@ -18,7 +18,7 @@ from ranks import run_ranks
 
 from mega_ckpt.checkpoint import Checkpoint
 from mega_ckpt.store import save_sharded_checkpoint
-from mega_ckpt.tensor_pieces import TensorPiece, merge_sharded
+from mega_ckpt.tensor_pieces import TensorPiece, merge_sharded_tensors
 from mega_common.errors import ConfigError
 from mega_trainer.config.parallel_layout import ParallelLayout
 from mega_trainer.config.run_config import RunConfig
@@ -26,7 +26,7 @@ from mega_trainer.data.micro_batch import split_micro_batches
 from mega_trainer.distributed.process_groups import ProcessGroupCache, build_parallel_groups
 from mega_trainer.objectives.training_objective import TrainingObjective
 from mega_trainer.parallel.fsdp import slice_piece_rows
-from mega_trainer.run.validation import evaluate_losses
+from mega_trainer.run.train_step import evaluate_losses
 
 MODEL = {
     "num_layers": 2, "hidden_size": 16, "ffn_hidden_size": 24, "num_attention_heads": 4, "num_kv_heads": 2,
@@ -176,7 +176,7 @@ def everywhere(mine: Held) -> Held:
     """What all ranks hold."""
     parts = [mine] * dist.get_world_size()
     dist.all_gather_object(parts, mine)
-    return merge_sharded(parts)
+    return merge_sharded_tensors(parts)
 
 
 def test_copies_go_on_from_level_1_and_level_1_from_copies(tmp_path: Path) -> None:
@@ -197,7 +197,7 @@ class Nobody(ProcessGroupCache):
         """No group."""
 
 
-def test_neighbours_of_one_tensor_rank_share_a_copy() -> None:
+def test_neighbors_of_one_tensor_rank_share_a_copy() -> None:
     everyone = [
         build_parallel_groups(ParallelLayout(tp=2, dp=4), rank, heads=[4], shard=2, maker=Nobody()) for rank in range(8)
     ]

@@ -13,8 +13,8 @@ from mega_trainer.model.activation_checkpointing import RecomputePolicy
 from mega_trainer.model.decoder import Decoder
 from mega_trainer.model.layer_builder import LayerBuilder
 from mega_trainer.model.weight_init import initialize_weights
-from mega_trainer.parallel.deferred_wgrad import DeferredWgradQueue
 from mega_trainer.parallel.gradient_buckets import GradientBucket, StepGradientBucket
+from mega_trainer.parallel.parallel_linear import DeferredWgradQueue
 from mega_trainer.parallel.parameter_info import get_main_grad, get_parameter_info
 from mega_trainer.parallel.zero_buffers import FlatBufferStage, ZeroConfig, flatten_parameters
 
@@ -34,7 +34,7 @@ KINDS = {
 }
 
 
-def made(name: str, dtype: torch.dtype, recompute: bool = False) -> Decoder:
+def build_decoder(name: str, dtype: torch.dtype, recompute: bool = False) -> Decoder:
     build = LayerBuilder(ModelConfig.model_validate(MODELS[name]), dtype=dtype)
     model = Decoder(build, recompute=RecomputePolicy("full" if recompute else "none")).train()
     initialize_weights(model, 3)
@@ -86,8 +86,8 @@ def summed(model: Decoder, stage: FlatBufferStage) -> list[Tensor]:
 @pytest.mark.parametrize("name", MODELS)
 def test_sums_are_those_of_autograds_gradients(name: str, kind: str, recompute: bool) -> None:
     """To the bit in bf16, where each gradient is rounded before it is added; twice, for a step must leave nothing."""
-    expected = reference(made(name, torch.bfloat16), torch.bfloat16)
-    model = made(name, torch.bfloat16, recompute)
+    expected = reference(build_decoder(name, torch.bfloat16), torch.bfloat16)
+    model = build_decoder(name, torch.bfloat16, recompute)
     stage = flatten_parameters(model, KINDS[kind], model.list_parameter_units())
     for _ in range(2):
         spoil(stage)
@@ -102,12 +102,12 @@ def test_sums_are_those_of_autograds_gradients(name: str, kind: str, recompute: 
 
 def test_products_are_added_where_they_are_made() -> None:
     """All that autograd brings of a dense model are norms and biases."""
-    model = made("dense", torch.float64)
+    model = build_decoder("dense", torch.float64)
     stage = flatten_parameters(model, KINDS["step"], model.list_parameter_units())
     brought: list[int] = []
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda p: brought.extend([] if p.grad is None else [p.dim()]))
-    found, expected = summed(model, stage), reference(made("dense", torch.float64), torch.float64)
+    found, expected = summed(model, stage), reference(build_decoder("dense", torch.float64), torch.float64)
     torch.testing.assert_close(found, expected)
     assert set(brought) == {1}
     matrices = [p for p in model.parameters() if p.dim() > 1]
@@ -116,7 +116,7 @@ def test_products_are_added_where_they_are_made() -> None:
 
 def test_sums_over_ranks_start_as_soon_as_their_gradients_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not only at a backward's end, though autograd brings none of a product's."""
-    model, left = made("dense", torch.float32), list[int]()
+    model, left = build_decoder("dense", torch.float32), list[int]()
     stage, reduce = (
         flatten_parameters(model, KINDS["step"], model.list_parameter_units()),
         StepGradientBucket.start_reduce,

@@ -21,7 +21,7 @@ from mega_trainer.parallel import nvshmem_dispatch
 from mega_trainer.parallel.nvshmem_dispatch import (
     ALIGNMENT,
     NvshmemDispatcher,
-    SymmetricTables,
+    SymmetricMemoryTables,
     SymmetricWire,
     allocate_tables,
     spread_rows_kernel,
@@ -30,7 +30,7 @@ from mega_trainer.parallel.nvshmem_dispatch import (
 from mega_trainer.parallel.token_rows import RowAssignment, pick_token_rows, sum_choice_rows
 
 
-def poisoned(*args: Any) -> SymmetricTables:
+def poisoned(*args: Any) -> SymmetricMemoryTables:
     """Tables in which everything is not a number until it is written."""
     tables = allocate_tables(*args)
     for table in (tables.leaving, tables.arriving):
@@ -84,7 +84,7 @@ class Done:
     def wait(self) -> None: ...
 
 
-def launched(tables: SymmetricTables, group: CommGroup, received: Tensor) -> CollectiveWork:
+def launched(tables: SymmetricMemoryTables, group: CommGroup, received: Tensor) -> CollectiveWork:
     nvshmem_dispatch.launch_all_to_all(tables, group)
     assert torch.equal(tables.received[0], received)  # the numbers that the ranks told each other
     return Done()

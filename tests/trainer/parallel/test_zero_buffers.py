@@ -160,12 +160,12 @@ def test_buckets_are_reduced_once_a_step_or_once_a_backward_and_before_it_ends()
 
 def test_only_the_slice_of_a_gradient_is_kept_between_backwards() -> None:
     stages = {level: flatten_parameters(Toy(CommGroup("dp", (0, 1))), SHARINGS[level]) for level in ("1", "2")}
-    elements = {level: sum(kept(stage)) for level, stage in stages.items()}
+    elements = {level: sum(kept_gradients(stage)) for level, stage in stages.items()}
     assert elements == {"1": 3 * 3 * SLICE_ELEMENTS, "2": 3 * SLICE_ELEMENTS}
     assert all(isinstance(b, MicroBatchGradientBucket) for buffer in stages["2"].buffers for b in buffer.buckets)
 
 
-def kept(stage: FlatBufferStage) -> Iterator[int]:
+def kept_gradients(stage: FlatBufferStage) -> Iterator[int]:
     """Elements of every tensor that a stage's buckets hold."""
     for buffer in stage.buffers:
         for bucket in buffer.buckets:

@@ -22,12 +22,12 @@ from mega_trainer.model.activation_checkpointing import RecomputePolicy
 from mega_trainer.model.decoder import Decoder, StageLayers
 from mega_trainer.model.layer_builder import LayerBuilder
 from mega_trainer.model.weight_init import initialize_weights
-from mega_trainer.parallel.deferred_wgrad import DeferredWgradQueue
+from mega_trainer.parallel.parallel_linear import DeferredWgradQueue
 from mega_trainer.parallel.parameter_info import get_parameter_info
 from mega_trainer.pipeline.executor import IN_FLIGHT, PipelineExecutor
 from mega_trainer.pipeline.layer_partition import split_stage_layers
 from mega_trainer.pipeline.schedules import PipelineSchedule, make_schedule
-from mega_trainer.plan.run_shape import RecomputeKind
+from mega_trainer.plan.training_layout import RecomputeKind
 
 MODEL = ModelConfig(
     num_layers=4, hidden_size=8, ffn_hidden_size=12, num_attention_heads=2, vocab_size=11, residual_dropout=0.2,

@@ -29,7 +29,7 @@ shapes = st.one_of(
 )
 
 
-def made(shape: tuple[str, int, int, int]) -> PipelineSchedule:
+def build_schedule(shape: tuple[str, int, int, int]) -> PipelineSchedule:
     name, pp, virtual_stages, microbatches = shape
     return make_schedule(name, pp=pp, virtual_stages=virtual_stages, microbatches=microbatches)
 
@@ -71,9 +71,9 @@ def run_blocking(ranks: Sequence[Sequence[PipelineOp]], owners: Sequence[int], p
     def compute(op: PipelineOp) -> None:
         stage, microbatch = op.stage, op.microbatch
 
-        def take(tensor: str, neighbour: int, theirs: str) -> None:
-            there = 0 <= neighbour <= last and owners[neighbour] == owners[stage]
-            needed = (theirs, neighbour, microbatch) if there else (tensor, stage, microbatch)
+        def take(tensor: str, neighbor: int, theirs: str) -> None:
+            there = 0 <= neighbor <= last and owners[neighbor] == owners[stage]
+            needed = (theirs, neighbor, microbatch) if there else (tensor, stage, microbatch)
             assert needed in here, f"{op} runs before it has its {tensor}"
 
         if op.kind == "F":
@@ -98,14 +98,14 @@ def run_blocking(ranks: Sequence[Sequence[PipelineOp]], owners: Sequence[int], p
 @settings(max_examples=150, deadline=None)
 @given(shapes, st.integers(0, 9))
 def test_every_schedule_runs_to_its_end_with_blocking_messages(shape, seed) -> None:
-    schedule = made(shape)
+    schedule = build_schedule(shape)
     assert run_blocking(schedule.ranks, schedule.owners, random.Random(seed)) == []
 
 
 @settings(max_examples=100, deadline=None)
 @given(shapes)
 def test_every_microbatch_passes_every_stage_once_each_way_in_order(shape) -> None:
-    schedule = made(shape)
+    schedule = build_schedule(shape)
     for rank in range(schedule.pp):
         seen: dict[tuple[str, int], list[int]] = {}
         for op in schedule.compute_ops(rank):
@@ -118,7 +118,7 @@ def test_every_microbatch_passes_every_stage_once_each_way_in_order(shape) -> No
 @settings(max_examples=100, deadline=None)
 @given(shapes)
 def test_both_ends_list_the_same_messages_in_the_same_order(shape) -> None:
-    schedule = made(shape)
+    schedule = build_schedule(shape)
 
     def between(rank: int, peer: int) -> list[tuple[str, int, int]]:
         found = []
@@ -149,15 +149,15 @@ def test_the_order_of_interleaved_1f1b_is_the_known_one() -> None:
 
 
 def test_placement_goes_round_or_like_a_v() -> None:
-    assert made(("1f1b", 3, 2, 3)).owners == (0, 1, 2, 0, 1, 2)
-    assert made(("zbv", 3, 2, 3)).owners == (0, 1, 2, 2, 1, 0)
-    assert made(("zbv", 3, 2, 3)).stages_of_rank(1) == [1, 4]
+    assert build_schedule(("1f1b", 3, 2, 3)).owners == (0, 1, 2, 0, 1, 2)
+    assert build_schedule(("zbv", 3, 2, 3)).owners == (0, 1, 2, 2, 1, 0)
+    assert build_schedule(("zbv", 3, 2, 3)).stages_of_rank(1) == [1, 4]
 
 
 @settings(max_examples=150, deadline=None)
 @given(shapes, st.floats(0.2, 5))
 def test_the_simulated_bubble_is_the_closed_formula(shape, unit: float) -> None:
-    schedule = made(shape)
+    schedule = build_schedule(shape)
     costs = PipelineOpCosts(forward=unit, input_grad=unit, weight_grad=unit)
     formula = bubble_formula(schedule, costs)
     if formula is not None:
@@ -165,7 +165,7 @@ def test_the_simulated_bubble_is_the_closed_formula(shape, unit: float) -> None:
 
 
 def test_zero_bubble_formula_with_cheap_and_with_dear_weight_gradients() -> None:
-    schedule, costs = made(("zb-h1", 4, 1, 8)), PipelineOpCosts(forward=1, input_grad=1, weight_grad=0.5)
+    schedule, costs = build_schedule(("zb-h1", 4, 1, 8)), PipelineOpCosts(forward=1, input_grad=1, weight_grad=0.5)
     assert bubble_formula(schedule, PipelineOpCosts(forward=1, input_grad=1, weight_grad=1.5)) is None
     formula = bubble_formula(schedule, costs)
     assert formula == pytest.approx(4.5 / (20 + 4.5))
@@ -173,10 +173,10 @@ def test_zero_bubble_formula_with_cheap_and_with_dear_weight_gradients() -> None
 
 
 def test_no_formula_where_none_holds() -> None:
-    assert bubble_formula(made(("1f1b", 4, 2, 3))) is None
-    assert bubble_formula(made(("zb-h1", 4, 1, 3))) is None
-    assert bubble_formula(made(("zbv", 4, 2, 6))) is None
-    assert bubble_formula(made(("1f1b", 4, 1, 3))) is not None
+    assert bubble_formula(build_schedule(("1f1b", 4, 2, 3))) is None
+    assert bubble_formula(build_schedule(("zb-h1", 4, 1, 3))) is None
+    assert bubble_formula(build_schedule(("zbv", 4, 2, 6))) is None
+    assert bubble_formula(build_schedule(("1f1b", 4, 1, 3))) is not None
 
 
 def test_simulate_by_hand() -> None:
@@ -194,15 +194,15 @@ def test_simulate_by_hand() -> None:
 
 
 def test_peak_activations_by_hand() -> None:
-    assert peak_activations(made(("gpipe", 4, 1, 8))) == [8, 8, 8, 8]
-    assert peak_activations(made(("1f1b", 4, 1, 8))) == [4, 3, 2, 1]
-    assert peak_activations(made(("1f1b", 4, 2, 8))) == [11, 9, 7, 5]
-    assert peak_activations(made(("zb-h1", 4, 1, 8))) == [4, 4, 4, 4]
-    assert peak_activations(made(("zbv", 4, 2, 8))) == [8, 8, 8, 8]
+    assert peak_activations(build_schedule(("gpipe", 4, 1, 8))) == [8, 8, 8, 8]
+    assert peak_activations(build_schedule(("1f1b", 4, 1, 8))) == [4, 3, 2, 1]
+    assert peak_activations(build_schedule(("1f1b", 4, 2, 8))) == [11, 9, 7, 5]
+    assert peak_activations(build_schedule(("zb-h1", 4, 1, 8))) == [4, 4, 4, 4]
+    assert peak_activations(build_schedule(("zbv", 4, 2, 8))) == [8, 8, 8, 8]
 
 
 def test_what_is_put_off_is_held_until_the_weight_half() -> None:
-    schedule = made(("zb-h1", 4, 1, 8))
+    schedule = build_schedule(("zb-h1", 4, 1, 8))
     stages = [1.0] * 4
     assert [peak_held_memory(schedule, rank, stages, [0.0] * 4) for rank in range(4)] == [4, 3, 2, 1]
     # the last rank has the most put off: it goes on with input gradients alone, three times
@@ -211,7 +211,9 @@ def test_what_is_put_off_is_held_until_the_weight_half() -> None:
 
 @pytest.mark.parametrize("microbatches", [8, 16, 32])
 def test_zbv_at_least_halves_the_bubble_of_1f1b(microbatches: int) -> None:
-    plain, zbv = (simulate_schedule(made((name, 4, v, microbatches))) for name, v in [("1f1b", 1), ("zbv", 2)])
+    plain, zbv = (
+        simulate_schedule(build_schedule((name, 4, v, microbatches))) for name, v in [("1f1b", 1), ("zbv", 2)]
+    )
     # the stages of zbv are half as long: compare shares, not times
     assert zbv.mean_bubble_share <= plain.mean_bubble_share / 2
 

@@ -60,7 +60,8 @@ MLA = {"kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head
 @pytest.mark.parametrize(
     "fields",
     [
-        {"mla": MLA}, {"mla": {**MLA, "q_lora_rank": 20}, "qkv_bias": True, "attention_out_bias": True},
+        {"mla": {**MLA, "latent_norm": False, "q_lora_rank": 20}}, {"mla": MLA},
+        {"mla": {**MLA, "q_lora_rank": 20}, "qkv_bias": True, "attention_out_bias": True},
         {"norm_position": "both", "attention_sinks": True, "norm": "layernorm", "tie_embeddings": True},
         {"moe": {**MOE, "layers": [1], "shared_gate": True}, "mlp_bias": True}, {"moe": {**MOE, "selection_bias": True}},
         {"moe": {**MOE, "layers": [2, 3], "router_bias": True}, "mtp_layers": 1, "activation": "gelu"},
@@ -296,7 +297,7 @@ def test_operations_of_retrieval_are_those_that_torch_counts() -> None:
     assert sum(forward_flops(config, 16, causal=False).values()) * 2 * 16 == pytest.approx(counted.get_total_flops())
 
 
-def test_the_layer_with_the_neighbours_encoder_is_the_most_work() -> None:
+def test_the_layer_with_the_neighbors_encoder_is_the_most_work() -> None:
     config = ModelConfig.parse(RETRO)
     costs = relative_layer_costs(config, 16)
     assert costs is not None

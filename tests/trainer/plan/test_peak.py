@@ -65,6 +65,7 @@ ONE = {
     "sinks": layout(1, {}, model={"attention_sinks": True, "sliding_window": 64}),
     "soft caps": layout(1, {}, model={"attention_softcap": 5.0, "logit_softcap": 9.0}),
     "latents": layout(1, {}, model={"mla": LATENT}),
+    "latents without norms": layout(1, {}, model={"mla": {**LATENT, "latent_norm": False}}),
     "latents, further tokens": layout(1, {}, model={"mla": LATENT, "mtp_layers": 1}),
     "dropout": layout(1, {}, model={"residual_dropout": 0.1, "attention_dropout": 0.1, "embedding_dropout": 0.1}),
     "gpt": layout(1, {}, model={"tie_embeddings": True, "norm": "layernorm", "activation": "gelu_tanh", "mlp_bias": True}),
@@ -115,7 +116,7 @@ SEVERAL = {
 CASES = {**ONE, **SEVERAL}
 
 
-def held(cases: list[Case], counted: Callable[[Callable[[], object]], int]) -> list[int]:
+def held_bytes(cases: list[Case], counted: Callable[[Callable[[], object]], int]) -> list[int]:
     """Most bytes of this rank in two steps of each case."""
     maker = make_groups(cases)
 
@@ -166,7 +167,7 @@ def measured(cases: Mapping[str, Case], counted: Callable[[Callable[[], object]]
     out = {}
     for count in {case.ranks for case in cases.values()}:
         some = {name: case for name, case in cases.items() if case.ranks == count}
-        ranks = run_ranks(held, count, list(some.values()), counted, timeout=600.0)
+        ranks = run_ranks(held_bytes, count, list(some.values()), counted, timeout=600.0)
         out |= dict(zip(some, map(list, zip(*ranks, strict=True)), strict=True))
     return out
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from mega_ckpt.families.bert_encoders import BERT, MEGATRON_BERT, MODERNBERT, ROBERTA
-from mega_ckpt.families.config_entries import HfConfigDict
+from mega_ckpt.families.config_entries import ConfigDict
 from mega_ckpt.families.deepseek_glm import DEEPSEEK_V2, DEEPSEEK_V3, GLM, GLM4, GLM4_MOE
 from mega_ckpt.families.family import ModelFamily
 from mega_ckpt.families.gemma import GEMMA, GEMMA2, GEMMA3
@@ -82,7 +82,7 @@ def family_by_name(name: object, source: str = "family") -> ModelFamily:
     )
 
 
-def family_of_config(raw: HfConfigDict, source: str = "config.json") -> ModelFamily:
+def family_of_config(raw: ConfigDict, source: str = "config.json") -> ModelFamily:
     """Return the model family that a config.json belongs to, by its `model_type`; CheckpointError if it is not
     supported.
 

@@ -13,10 +13,10 @@ from mega_ckpt.families.config_entries import (
     CORE_SIZES,
     GELUS,
     AllowedValuesEntry,
+    ConfigDict,
     ConfigEntry,
     ConfigMismatchError,
     FixedFieldsEntry,
-    HfConfigDict,
     KeyEntry,
     MultiHeadEntry,
     layer_indices,
@@ -44,8 +44,8 @@ class EncoderFamily(ModelFamily):
     bias_copy: str = ""
 
     def restrict_to_stored(self, model: ModelConfig, names: Iterable[str]) -> ModelConfig:
-        """Return `model` with only the heads whose tensors are in `names`, independent of the class in config.json;
-        unchanged without names.
+        """Return `model` with only the heads whose tensors are in `names`, whatever class config.json names; unchanged
+        without names.
         """
         if not (names := set(names)):
             return model
@@ -105,14 +105,14 @@ class EncoderHeadsEntry:
     covered_keys: frozenset[str] = frozenset()  # `architectures` is every family's
     covered_fields: frozenset[str] = frozenset({"masked_lm", "pooler", "sentence_pairs"})
 
-    def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
+    def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the fields `masked_lm`, `pooler` and `sentence_pairs` that the class in `architectures` implies."""
         (kind, *_) = raw.get("architectures") or [f"{self.name}ForMaskedLM"]
         pairs = str(kind).endswith("ForPreTraining")
         head = {"activation": self.activation or GELUS.get(raw.get("hidden_act", "gelu"))}
         return {"masked_lm": head, "pooler": pairs, "sentence_pairs": pairs}
 
-    def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
+    def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
         """Return the key `architectures` with the transformers class that has the model's heads."""
         expected = {"activation": self.activation or model.activation, "dense_bias": True, "bias": True}
         if model.masked_lm and model.masked_lm.model_dump() != expected:
@@ -138,7 +138,7 @@ class OffsetPositionsEntry:
     covered_keys: frozenset[str] = frozenset({"max_position_embeddings", "pad_token_id"})
     covered_fields: frozenset[str] = frozenset({"max_position", "position_offset"})
 
-    def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
+    def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the fields `max_position`, the number of usable rows, and `position_offset`, the number of unused ones
         before them.
         """
@@ -149,7 +149,7 @@ class OffsetPositionsEntry:
             )
         return {"max_position": rows - pad - 1, "position_offset": pad + 1}
 
-    def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
+    def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
         """Return the keys `max_position_embeddings`, unused rows included, and `pad_token_id`."""
         if not model.position_offset:
             raise ConfigMismatchError("position_offset must be more than 0")
@@ -168,13 +168,13 @@ class LocalAttentionEntry:
     covered_keys: frozenset[str] = frozenset({"local_attention", "layer_types", "global_attn_every_n_layers"})
     covered_fields: frozenset[str] = frozenset({"sliding_window", "full_attention_layers"})
 
-    def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
+    def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the fields `sliding_window`, which counts the query's own position, and `full_attention_layers`."""
         layers, every = layer_indices(raw), raw.get("global_attn_every_n_layers", 3)
         kinds = raw.get("layer_types") or window_layer_types([layer % every == 0 for layer in layers])
         return window_fields(kinds, raw.get("local_attention", 128) // 2 + 1, layers)
 
-    def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
+    def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
         """Return the keys `local_attention` and `layer_types`, which lists all layers."""
         size = 128 if model.sliding_window is None else 2 * (model.sliding_window - 1)
         return {"local_attention": size, "layer_types": model_layer_types(model)}
@@ -307,7 +307,7 @@ class _ModernBertHeadEntry:
     covered_keys: frozenset[str] = frozenset({"classifier_activation", "classifier_bias", "decoder_bias"})
     covered_fields: frozenset[str] = frozenset({"masked_lm", "pooler", "sentence_pairs"})
 
-    def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
+    def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the head, independent of the class: `restrict_to_stored` checks the tensors."""
         activation = raw.get("classifier_activation", "gelu")
         if activation not in GELUS:
@@ -317,7 +317,7 @@ class _ModernBertHeadEntry:
         biases = {"dense_bias": raw.get("classifier_bias", False), "bias": raw.get("decoder_bias", True)}
         return {"masked_lm": {"activation": GELUS[activation], **biases}}
 
-    def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
+    def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
         """Return the keys and the class."""
         if model.pooler:
             raise ConfigMismatchError("pooler must be False")

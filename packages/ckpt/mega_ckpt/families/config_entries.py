@@ -12,11 +12,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from mega_common.hybrid_pattern import MOST_LAYERS
+from mega_common.layer_kinds import MOST_LAYERS
 from mega_common.model_config import ModelConfig
 from mega_common.strict_config import StrictConfig
 
-HfConfigDict = Mapping[str, Any]
+ConfigDict = Mapping[str, Any]
 
 
 def split_words(text: str) -> frozenset[str]:
@@ -43,12 +43,12 @@ class ConfigEntry(Protocol):
     def covered_fields(self) -> frozenset[str]:
         """Fields of `ModelConfig` that the entry accounts for; a field that no entry covers must have its default."""
 
-    def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
+    def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return {field: value} of `ModelConfig` from the keys in `raw`; ConfigMismatchError if a value has no
         counterpart.
         """
 
-    def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
+    def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
         """Return {key: value} of config.json from the fields of `model`; ConfigMismatchError if a value has no
         counterpart.
         """
@@ -56,7 +56,7 @@ class ConfigEntry(Protocol):
 
 @dataclass(frozen=True)
 class KeyEntry:
-    """Config entry that maps one key to one field, or to several fields that must be equal.
+    """Config entry that maps one key of config.json to one field, or to several fields that must be equal.
 
     Attributes:
         key: the key's name, and after spaces its aliases.
@@ -81,11 +81,13 @@ class KeyEntry:
 
     @property
     def covered_fields(self) -> frozenset[str]:
-        """Fields of the configuration that the entry covers."""
+        """Fields of `ModelConfig` that the entry covers."""
         return frozenset(self.field_names.split())
 
-    def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
-        """Return {field: value} with the value of the key, or the default, for each field."""
+    def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
+        """Return {field: value} with the value of the entry's key in config.json, or the default, for each of its
+        fields.
+        """
         written, *_ = self.key.split()
         present = [key for key in self.key.split() if key in raw]
         value = raw[present[0]] if present else self.default
@@ -102,8 +104,8 @@ class KeyEntry:
             value = self.values[value]
         return dict.fromkeys(self.field_names.split(), value)
 
-    def write_config_keys(self, model: StrictConfig) -> dict[str, Any]:
-        """Return {key: value} with the fields' common value; ConfigMismatchError if the fields differ."""
+    def config_from_fields(self, model: StrictConfig) -> dict[str, Any]:
+        """Return {key: value} with the common value of the entry's fields; ConfigMismatchError if they differ."""
         first, *others = self.field_names.split()
         value = getattr(model, first)
         for other in others:
@@ -120,7 +122,7 @@ class KeyEntry:
 
 
 @dataclass(frozen=True)
-class HeadsEntry:
+class KeyValueHeadsEntry:
     """Config entry for the number of key/value heads and the head dimension, whose keys may be absent or null.
 
     Attributes:
@@ -145,16 +147,16 @@ class HeadsEntry:
         """Keys of config.json that the entry covers."""
         return frozenset({"num_key_value_heads", *self.dim_key.split()})
 
-    def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
+    def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the fields `num_kv_heads` and `head_dim` as given, which may be None; `ModelConfig` interprets None."""
         return {
             "num_kv_heads": raw.get("num_key_value_heads", self.kv_default),
-            **KeyEntry(self.dim_key, "head_dim", self.dim_default).read_config_keys(raw),
+            **KeyEntry(self.dim_key, "head_dim", self.dim_default).fields_from_config(raw),
         }
 
-    def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
-        """Return both keys with numbers instead of None; the head dimension is left out if the family's class has no
-        such key and the default applies.
+    def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
+        """Return the keys of the number of key/value heads and the head dimension, as numbers; the latter is left out
+        if the family's class has no such key and the default applies.
         """
         if self.divisible and model.hidden_size % model.num_attention_heads:
             raise ConfigMismatchError(
@@ -178,14 +180,14 @@ class FixedFieldsEntry:
 
     @property
     def covered_fields(self) -> frozenset[str]:
-        """Fields of the configuration that the entry covers."""
+        """Fields of `ModelConfig` that the entry covers."""
         return frozenset(self.values)
 
-    def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
+    def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return {field: value} of the fixed values; `raw` is ignored."""
         return dict(self.values)
 
-    def write_config_keys(self, model: StrictConfig) -> dict[str, Any]:
+    def config_from_fields(self, model: StrictConfig) -> dict[str, Any]:
         """Return no keys, after checking that the model has the fixed values; ConfigMismatchError if not."""
         wrong = [
             f"{name} must be {value!r}, not {getattr(model, name)!r}"
@@ -209,8 +211,8 @@ class AllowedValuesEntry:
         """Keys of config.json that the entry covers."""
         return frozenset(self.values)
 
-    def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
-        """Return no fields, after checking that each key is absent or has a harmless value; ConfigMismatchError if not."""
+    def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
+        """Return no fields, after checking that each key is absent or has an allowed value; ConfigMismatchError if not."""
         wrong = [
             f"{key} = {raw[key]!r} is not supported (only {_join_values(allowed)})"
             for key, allowed in self.values.items()
@@ -220,8 +222,8 @@ class AllowedValuesEntry:
             raise ConfigMismatchError("; ".join(wrong))
         return {}
 
-    def write_config_keys(self, model: StrictConfig) -> dict[str, Any]:
-        """Return no keys: the harmless values are defaults."""
+    def config_from_fields(self, model: StrictConfig) -> dict[str, Any]:
+        """Return no keys: the allowed values are transformers' defaults."""
         return {}
 
 
@@ -238,21 +240,21 @@ class PerHeadNormEntry:
 
     @property
     def covered_fields(self) -> frozenset[str]:
-        """Fields of the configuration that the entry covers."""
+        """Fields of `ModelConfig` that the entry covers."""
         return frozenset({"qk_norm", "qk_norm_span"})
 
-    def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
+    def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the fields `qk_norm` and `qk_norm_span` if the key is true; no fields if it is absent, null or false."""
         return {"qk_norm": True, "qk_norm_span": "each"} if raw.get(self.key) else {}
 
-    def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
+    def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
         """Return the boolean key from `qk_norm`; ConfigMismatchError for norms with another `qk_norm_span`."""
         if model.qk_norm and model.qk_norm_span != "each":
             raise ConfigMismatchError(f"qk_norm_span must be 'each', not {model.qk_norm_span!r}")
         return {self.key: model.qk_norm}
 
 
-def check_head_dim(raw: HfConfigDict) -> None:
+def check_head_dim(raw: ConfigDict) -> None:
     """Check that `head_dim`, if given, is hidden_size / num_attention_heads; ConfigMismatchError if not.
 
     Raises:
@@ -273,7 +275,7 @@ def check_head_size(model: ModelConfig) -> None:
         raise ConfigMismatchError(f"head_dim must be hidden_size / num_attention_heads, not {model.query_key_head_dim}")
 
 
-def layer_indices(raw: HfConfigDict, mtp_layers: int = 0) -> range:
+def layer_indices(raw: ConfigDict, mtp_layers: int = 0) -> range:
     """Return the indices of a model's layers: `num_hidden_layers` in `raw`, followed by `mtp_layers` multi-token
     prediction (MTP) layers.
 
@@ -309,7 +311,7 @@ GELUS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tan
 TIED = KeyEntry("tie_word_embeddings", "tie_embeddings", False)
 
 
-def decoder_entries(norm_eps: float = 1e-6, hidden_act: Mapping[str, str] = SILU) -> tuple[ConfigEntry, ...]:
+def llama_config_entries(norm_eps: float = 1e-6, hidden_act: Mapping[str, str] = SILU) -> tuple[ConfigEntry, ...]:
     """Return the entries that convert config.json of Llama and models of its architecture; the arguments are
     transformers' defaults for absent keys.
 
@@ -324,7 +326,7 @@ def decoder_entries(norm_eps: float = 1e-6, hidden_act: Mapping[str, str] = SILU
     )
 
 
-DECODER = decoder_entries()
+DECODER = llama_config_entries()
 
 
 @dataclass(frozen=True)
@@ -336,14 +338,14 @@ class MultiHeadEntry:
     covered_keys: frozenset[str] = frozenset({"head_dim"})
     covered_fields: frozenset[str] = frozenset({"num_kv_heads", "head_dim"})
 
-    def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
+    def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return no fields: multi-head attention is `ModelConfig`'s default; ConfigMismatchError for another
         `head_dim`.
         """
         check_head_dim(raw)
         return {}
 
-    def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
+    def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
         """Return no keys; ConfigMismatchError if the model has fewer key/value heads or another head dimension."""
         if model.key_value_heads != model.num_attention_heads:
             raise ConfigMismatchError(f"num_kv_heads must be num_attention_heads, not {model.key_value_heads}")

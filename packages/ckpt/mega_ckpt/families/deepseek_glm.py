@@ -11,13 +11,13 @@ from typing import Any
 from mega_ckpt.families.config_entries import (
     DECODER,
     AllowedValuesEntry,
+    ConfigDict,
     ConfigEntry,
     ConfigMismatchError,
     FixedFieldsEntry,
-    HeadsEntry,
-    HfConfigDict,
     KeyEntry,
-    decoder_entries,
+    KeyValueHeadsEntry,
+    llama_config_entries,
 )
 from mega_ckpt.families.disk_layouts import LAYER, TensorRule, weight_bias_rules
 from mega_ckpt.families.family import ModelFamily
@@ -53,7 +53,7 @@ class LatentAttentionEntry:
     covered_keys: frozenset[str] = frozenset({*_LATENT, "head_dim", "qk_head_dim", "num_key_value_heads"})
     covered_fields: frozenset[str] = frozenset({"mla", "num_kv_heads", "head_dim"})
 
-    def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
+    def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the section `mla` with the ranks and head dimensions; ConfigMismatchError if one is missing or
         `head_dim`, `qk_head_dim` or `num_key_value_heads` conflicts.
         """
@@ -67,10 +67,14 @@ class LatentAttentionEntry:
                 raise ConfigMismatchError(f"{key} = {raw[key]!r} must be {value}")
         return {"mla": {key: raw[key] for key in _LATENT}}
 
-    def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
+    def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
         """Return the keys of ranks and head dimensions from the section `mla`, and `num_key_value_heads`."""
         if model.mla is None:
             raise ConfigMismatchError("mla is missing (all models of this family have latent attention)")
+        if not model.mla.latent_norm:
+            raise ConfigMismatchError(
+                "mla.latent_norm = false is not supported: models of this family normalize latents"
+            )
         if model.mla != MlaConfig(**{key: getattr(model.mla, key) for key in _LATENT}):
             raise ConfigMismatchError(f"mla = {model.mla!r} has fields without a counterpart")
         return {key: getattr(model.mla, key) for key in _LATENT} | {"num_key_value_heads": model.num_attention_heads}
@@ -93,7 +97,7 @@ class ExpertGroupsEntry:
     covered_keys: frozenset[str] = frozenset({"n_group", "topk_group", "topk_method"})
     covered_fields: frozenset[str] = frozenset({"groups", "top_groups", "group_score"})
 
-    def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
+    def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the fields `groups`, `top_groups` and `group_score`; one group if `topk_method` is the method without
         groups.
         """
@@ -105,7 +109,7 @@ class ExpertGroupsEntry:
         groups, top = raw.get("n_group", self.defaults[0]), raw.get("topk_group", self.defaults[1])
         return {"groups": groups or 1, "top_groups": top or 1, "group_score": self.score}
 
-    def write_config_keys(self, model: StrictConfig) -> dict[str, Any]:
+    def config_from_fields(self, model: StrictConfig) -> dict[str, Any]:
         """Return the keys `n_group`, `topk_group` and `topk_method`."""
         assert isinstance(model, MoeConfig)
         if model.groups > 1 and model.group_score != self.score:
@@ -185,8 +189,8 @@ DEEPSEEK_V3 = deepseek_family(
 
 
 _SHARED: tuple[ConfigEntry, ...] = (
-    *decoder_entries(norm_eps=1.5625e-7),
-    HeadsEntry(kv_default=2, dim_default=128),
+    *llama_config_entries(norm_eps=1.5625e-7),
+    KeyValueHeadsEntry(kv_default=2, dim_default=128),
     RopeEntry(fraction=0.5, partial=True, interleaved=True),
     KeyEntry("attention_bias", "qkv_bias", True),
     UniformWindowEntry(supports_windows=False),
@@ -217,8 +221,8 @@ GLM4_MOE = ModelFamily(
     name="glm4_moe",
     architecture="Glm4MoeForCausalLM",
     entries=(
-        *decoder_entries(norm_eps=1e-5),
-        HeadsEntry(kv_default=8, explicit_dim=False),
+        *llama_config_entries(norm_eps=1e-5),
+        KeyValueHeadsEntry(kv_default=8, explicit_dim=False),
         RopeEntry(fraction=0.5, partial=True),
         KeyEntry("attention_bias", "qkv_bias", False),
         KeyEntry("use_qk_norm", "qk_norm", False),

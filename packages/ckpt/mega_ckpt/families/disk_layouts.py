@@ -212,7 +212,7 @@ class DiskTensor:
             yield replace(self, shape=(1, *self.shape[1:]), slabs=tuple(slabs))
 
 
-def expand_rules(
+def expand_tensor_rules(
     rules: Sequence[TensorRule], tensors: Mapping[str, TensorShape], layers: int, heads: Mapping[str, int] | None = None
 ) -> dict[str, DiskTensor]:
     """Apply `rules` to a model with these canonical `tensors` and return {disk name: DiskTensor}; a tensor without a

@@ -10,13 +10,13 @@ from typing import Any
 from mega_ckpt.canonical_tensors import EMBEDDING, HEAD, canonical_tensors
 from mega_ckpt.families.config_entries import (
     AllowedValuesEntry,
+    ConfigDict,
     ConfigEntry,
     ConfigMismatchError,
     FixedFieldsEntry,
-    HfConfigDict,
     split_words,
 )
-from mega_ckpt.families.disk_layouts import DiskTensor, TensorRule, expand_rules
+from mega_ckpt.families.disk_layouts import DiskTensor, TensorRule, expand_tensor_rules
 from mega_ckpt.families.model_equivalence import ATTENTION_FIELDS, TRAINING_FIELDS, normalize_config
 from mega_ckpt.families.rope_entries import unread_rope_keys
 from mega_common.errors import CheckpointError, ConfigError
@@ -92,7 +92,7 @@ class ModelFamily:
     fused: tuple[TensorRule, ...] = ()
     tokens: tuple[str, ...] = ()
 
-    def read_config_json(self, raw: HfConfigDict, source: str = "config.json") -> ModelConfig:
+    def read_config_json(self, raw: ConfigDict, source: str = "config.json") -> ModelConfig:
         """Return the model configuration that a config.json describes.
 
         Raises:
@@ -106,7 +106,7 @@ class ModelFamily:
         common = AllowedValuesEntry({key: values for key, values in _COMMON.values.items() if key not in covered})
         for entry in (*self.entries, common):
             try:
-                fields |= entry.read_config_keys(raw)
+                fields |= entry.fields_from_config(raw)
             except ConfigMismatchError as error:
                 found.append(str(error))
             except TypeError:
@@ -129,7 +129,7 @@ class ModelFamily:
         except ConfigError as error:
             raise CheckpointError(error.message, hint=error.hint) from None
 
-    def unread_keys(self, raw: HfConfigDict) -> list[str]:
+    def unread_keys(self, raw: ConfigDict) -> list[str]:
         """Return the keys of a config.json that neither the family's published transformers class nor its modelling
         code reads, keys with null left out.
 
@@ -139,7 +139,7 @@ class ModelFamily:
         unread = sorted(key for key, value in raw.items() if key not in read and value is not None)
         return unread + unread_rope_keys(raw)
 
-    def select_text_config(self, raw: HfConfigDict) -> HfConfigDict:
+    def select_text_config(self, raw: ConfigDict) -> ConfigDict:
         """Return the part of a config.json that describes a model of this family: `text_config` if the config.json is a
         vision-language model's, else the whole.
         """
@@ -162,7 +162,7 @@ class ModelFamily:
         found, model = [], self.normalize_model(model)
         for entry in self.entries:
             try:
-                entry.write_config_keys(model)
+                entry.config_from_fields(model)
             except ConfigMismatchError as error:
                 found.append(str(error))
         covered = TRAINING_FIELDS.union(*(entry.covered_fields for entry in self.entries))
@@ -182,7 +182,7 @@ class ModelFamily:
             scores = self.architecture.replace("ForCausalLM", SCORES)
             out |= {"architectures": [scores], "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
         for entry in self.entries:
-            out |= entry.write_config_keys(self.normalize_model(model))
+            out |= entry.config_from_fields(self.normalize_model(model))
         return out
 
     def normalize_model(self, model: ModelConfig) -> ModelConfig:
@@ -210,7 +210,9 @@ class ModelFamily:
         names = set(names) if names is not None else None
         layers = model.num_layers + model.mtp_layers
         fused = self.fused and names is not None and any(name.endswith(".experts.gate_up_proj") for name in names)
-        table = expand_rules(self.fused if fused else self.rules, canonical_tensors(model), layers, _head_counts(model))
+        table = expand_tensor_rules(
+            self.fused if fused else self.rules, canonical_tensors(model), layers, _head_counts(model)
+        )
         for copy, name in self.duplicate_tensors(model).items():
             if copy != self.head if names is None else copy in names:
                 original = next(disk for disk in table.values() if disk.slabs[0].name == name)

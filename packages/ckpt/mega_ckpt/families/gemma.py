@@ -12,12 +12,12 @@ from typing import Any
 from mega_ckpt.families.config_entries import (
     SIZES,
     AllowedValuesEntry,
+    ConfigDict,
     ConfigEntry,
     ConfigMismatchError,
     FixedFieldsEntry,
-    HeadsEntry,
-    HfConfigDict,
     KeyEntry,
+    KeyValueHeadsEntry,
 )
 from mega_ckpt.families.family import ModelFamily
 from mega_ckpt.families.rope_entries import GlobalLocalRopeEntry, RopeEntry
@@ -34,7 +34,7 @@ GEMMA = ModelFamily(
         KeyEntry("hidden_act", "activation", "gelu_pytorch_tanh", {"gelu_pytorch_tanh": "geglu", "gelu": "geglu"}),
         KeyEntry("rms_norm_eps", "norm_eps", 1e-6),
         KeyEntry("attention_bias", "qkv_bias attention_out_bias", False),
-        HeadsEntry(kv_default=16, dim_default=256, divisible=True),
+        KeyValueHeadsEntry(kv_default=16, dim_default=256, divisible=True),
         RopeEntry(),
         UniformWindowEntry(supports_windows=False),
         AllowedValuesEntry({"use_bidirectional_attention": (None, False), "hidden_activation": (None, "gelu_pytorch_tanh")}),
@@ -54,7 +54,7 @@ class QueryScaleEntry:
     covered_keys: frozenset[str] = frozenset({"query_pre_attn_scalar"})
     covered_fields: frozenset[str] = frozenset({"attention_scale"})
 
-    def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
+    def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the field `attention_scale`: None if `query_pre_attn_scalar` equals the head dimension, else its
         inverse square root.
         """
@@ -64,7 +64,7 @@ class QueryScaleEntry:
         usual = scalar == (raw.get("head_dim") or self.default)
         return {"attention_scale": None if usual else scalar**-0.5}
 
-    def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
+    def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
         """Return the key `query_pre_attn_scalar`, an integer; ConfigMismatchError if `attention_scale` is not 1 /
         sqrt(an integer).
         """
@@ -78,7 +78,7 @@ class QueryScaleEntry:
         return {"query_pre_attn_scalar": scalar}
 
 
-def gemma_entries() -> tuple[ConfigEntry, ...]:
+def gemma_config_entries() -> tuple[ConfigEntry, ...]:
     """Return the config entries that Gemma 2 and Gemma 3 share."""
     return (
         *SIZES,
@@ -86,7 +86,7 @@ def gemma_entries() -> tuple[ConfigEntry, ...]:
         KeyEntry("hidden_activation", "activation", "gelu_pytorch_tanh", {"gelu_pytorch_tanh": "geglu"}),
         KeyEntry("rms_norm_eps", "norm_eps", 1e-6),
         KeyEntry("attention_bias", "qkv_bias attention_out_bias", False),
-        HeadsEntry(kv_default=4, dim_default=256, divisible=True),
+        KeyValueHeadsEntry(kv_default=4, dim_default=256, divisible=True),
         QueryScaleEntry(256),
         FixedFieldsEntry(
             {"norm": "rmsnorm", "position": "rope", "norm_position": "both", "zero_centered_norm": True,
@@ -100,7 +100,7 @@ GEMMA2 = ModelFamily(
     name="gemma2",
     architecture="Gemma2ForCausalLM",
     entries=(
-        *gemma_entries(),
+        *gemma_config_entries(),
         RopeEntry(),
         LayerTypesEntry(size=4096, every=2),
         KeyEntry("attn_logit_softcapping", "attention_softcap", 50.0),
@@ -117,7 +117,7 @@ GEMMA3 = ModelFamily(
     name="gemma3_text",
     architecture="Gemma3ForCausalLM",
     entries=(
-        *gemma_entries(),
+        *gemma_config_entries(),
         GlobalLocalRopeEntry(RopeEntry(theta=1_000_000.0, scalings=_SCALINGS), RopeEntry(scalings=_SCALINGS)),
         LayerTypesEntry(size=4096, every=6, every_keys=("sliding_window_pattern", "_sliding_window_pattern")),
         AllowedValuesEntry({"attn_logit_softcapping": (None,)}),  # transformers has the key, and does nothing with it

@@ -9,10 +9,10 @@ from typing import Any
 
 from mega_ckpt.families.config_entries import (
     AllowedValuesEntry,
+    ConfigDict,
     ConfigEntry,
     ConfigMismatchError,
     FixedFieldsEntry,
-    HfConfigDict,
     KeyEntry,
     MultiHeadEntry,
     check_head_dim,
@@ -35,7 +35,7 @@ class Gpt2SizesEntry:
     covered_keys: frozenset[str] = frozenset({"n_inner", "n_ctx"})
     covered_fields: frozenset[str] = frozenset({"ffn_hidden_size"})
 
-    def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
+    def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the field `ffn_hidden_size`; ConfigMismatchError if `n_ctx`, an older name of `n_positions`, differs
         from it.
         """
@@ -43,7 +43,7 @@ class Gpt2SizesEntry:
             raise ConfigMismatchError(f"n_ctx = {raw['n_ctx']!r} differs from n_positions = {raw.get('n_positions')!r}")
         return {"ffn_hidden_size": raw.get("n_inner") or 4 * raw.get("n_embd", 0)}
 
-    def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
+    def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
         """Return the key `n_inner` (null for the default width), without `n_ctx`."""
         return {"n_inner": None if model.ffn_hidden_size == 4 * model.hidden_size else model.ffn_hidden_size}
 
@@ -128,12 +128,12 @@ class MultiQueryEntry:
     covered_keys: frozenset[str] = frozenset({"multi_query", "head_dim"})
     covered_fields: frozenset[str] = frozenset({"num_kv_heads", "head_dim"})
 
-    def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
+    def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the field `num_kv_heads`: 1 for multi-query attention, else None (as many as query heads)."""
         check_head_dim(raw)
         return {"num_kv_heads": 1 if raw.get("multi_query", True) else None}
 
-    def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
+    def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
         """Return the key `multi_query`; ConfigMismatchError for grouped-query attention."""
         if model.key_value_heads not in (1, model.num_attention_heads):
             raise ConfigMismatchError(f"num_kv_heads must be 1 or num_attention_heads, not {model.key_value_heads}")

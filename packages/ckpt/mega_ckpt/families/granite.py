@@ -9,12 +9,12 @@ from typing import Any
 
 from mega_ckpt.families.config_entries import (
     DECODER,
+    ConfigDict,
     ConfigEntry,
     ConfigMismatchError,
     FixedFieldsEntry,
-    HeadsEntry,
-    HfConfigDict,
     KeyEntry,
+    KeyValueHeadsEntry,
 )
 from mega_ckpt.families.disk_layouts import ConcatExpertsLayout, TensorRule
 from mega_ckpt.families.family import ModelFamily
@@ -34,14 +34,14 @@ class LogitsScalingEntry:
     covered_keys: frozenset[str] = frozenset({"logits_scaling"})
     covered_fields: frozenset[str] = frozenset({"logit_scale"})
 
-    def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
+    def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the field `logit_scale`, the inverse of `logits_scaling`."""
         divisor = raw.get("logits_scaling", 1.0)
         if not divisor > 0:
             raise ConfigMismatchError(f"logits_scaling = {divisor!r} must be more than 0")
         return {"logit_scale": 1 / divisor}
 
-    def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
+    def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
         """Return the key `logits_scaling`, the inverse of `logit_scale`, rounded if rounding loses nothing."""
         near = 1 / model.logit_scale
         return {
@@ -56,11 +56,11 @@ class AttentionMultiplierEntry:
     covered_keys: frozenset[str] = frozenset({"attention_multiplier"})
     covered_fields: frozenset[str] = frozenset({"attention_scale"})
 
-    def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
+    def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the field `attention_scale` from `attention_multiplier`."""
         return {"attention_scale": raw.get("attention_multiplier", 1.0)}
 
-    def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
+    def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
         """Return the key `attention_multiplier`; mega's default scale, head_dim^-0.5, is written as a number."""
         return {"attention_multiplier": model.attention_scale or model.query_key_head_dim**-0.5}
 
@@ -83,7 +83,7 @@ MOE_RULES = (
 )
 _SHARED: tuple[ConfigEntry, ...] = (
     *DECODER,
-    HeadsEntry(explicit_dim=False),
+    KeyValueHeadsEntry(explicit_dim=False),
     RopeEntry(),
     *MULTIPLIERS,
     UniformWindowEntry(supports_windows=False),

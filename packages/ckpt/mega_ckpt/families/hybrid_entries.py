@@ -9,10 +9,10 @@ from typing import Any
 
 from mega_ckpt.families.config_entries import (
     AllowedValuesEntry,
+    ConfigDict,
     ConfigEntry,
     ConfigMismatchError,
     FixedFieldsEntry,
-    HfConfigDict,
     KeyEntry,
 )
 from mega_ckpt.families.disk_layouts import LAYER, ConvLayout, TensorRule, weight_bias_rules
@@ -80,15 +80,15 @@ class UnusedFieldsEntry:
 
     @property
     def covered_fields(self) -> frozenset[str]:
-        """Fields of the configuration that the entry covers."""
+        """Fields of `ModelConfig` that the entry covers."""
         return frozenset(self.values)
 
-    def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
-        """Return {field: value} for the unused fields."""
+    def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
+        """Return {field: value} for the fields that no layer of the family uses."""
         return {name: raw.get(value, 1) if isinstance(value, str) else value for name, value in self.values.items()}
 
-    def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
-        """Return no keys: the fields have no effect."""
+    def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
+        """Return no keys: the unused fields have no effect."""
         return {}
 
 
@@ -105,23 +105,23 @@ class OptionalRopeEntry:
 
     @property
     def covered_fields(self) -> frozenset[str]:
-        """Fields of the configuration that the entry covers."""
+        """Fields of `ModelConfig` that the entry covers."""
         return frozenset({"position", "rope"})
 
-    def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
+    def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the fields `position` and, if it is "rope", `rope`."""
         if raw.get("position_embedding_type") != "rope":
             return {"position": "none"}
-        return {"position": "rope", **self.rope.read_config_keys(raw)}
+        return {"position": "rope", **self.rope.fields_from_config(raw)}
 
-    def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
+    def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
         """Return the key `position_embedding_type`, `nope` for no positions as in published folders, and the rotary
         keys if they apply.
         """
         if model.position == "learned":
             raise ConfigMismatchError("position must be rope or none, not learned")
         kind = "rope" if model.position == "rope" else "nope"
-        return {"position_embedding_type": kind, **(self.rope.write_config_keys(model) if kind == "rope" else {})}
+        return {"position_embedding_type": kind, **(self.rope.config_from_fields(model) if kind == "rope" else {})}
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ class MambaSectionEntry:
         """Keys of config.json that the entry covers."""
         return frozenset([self.expand] if self.expand else []).union(*(entry.covered_keys for entry in self.entries))
 
-    def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
+    def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the section `mamba`; ConfigMismatchError if heads times head width is not the width that `expand`
         implies.
         """
@@ -156,19 +156,19 @@ class MambaSectionEntry:
         width = raw.get("hidden_size", 0) * raw.get(self.expand, self.expand_default) if self.expand else None
         if self.auto and raw.get(self.auto, "auto") == "auto":
             (heads,) = (
-                entry.read_config_keys(raw)["num_heads"]
+                entry.fields_from_config(raw)["num_heads"]
                 for entry in self.entries
                 if "num_heads" in entry.covered_fields
             )
             raw[self.auto] = (width or 0) // heads
         for entry in self.entries:
-            section |= entry.read_config_keys(raw)
+            section |= entry.fields_from_config(raw)
         if width not in (None, section["num_heads"] * section["head_dim"]):
             sizes = f"{section['num_heads']} heads x {section['head_dim']}"
             raise ConfigMismatchError(f"{self.expand} x hidden_size = {width} must equal {sizes}")
         return {"mamba": section}
 
-    def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
+    def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
         """Return the keys of Mamba-2 sizes; without a section `mamba`, the keys of a valid placeholder: one head, twice
         as wide as the model.
         """
@@ -183,7 +183,7 @@ class MambaSectionEntry:
         if section.norm_eps not in (None, model.norm_eps):
             raise ConfigMismatchError(f"mamba.norm_eps must be norm_eps = {model.norm_eps}, not {section.norm_eps}")
         for entry in self.entries:
-            out |= entry.write_config_keys(section)
+            out |= entry.config_from_fields(section)
         return out
 
 
@@ -201,7 +201,7 @@ class TimeStepLimitEntry:
         """Keys of config.json that the entry covers."""
         return frozenset(self.key.split())
 
-    def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
+    def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the field `dt_limit`, (lower, upper), with None for an infinite upper limit; no field if the key is
         absent.
         """
@@ -213,7 +213,7 @@ class TimeStepLimitEntry:
         low, high = map(_parse_number, given)
         return {"dt_limit": (low, None if math.isinf(high) else high)}
 
-    def write_config_keys(self, model: StrictConfig) -> dict[str, Any]:
+    def config_from_fields(self, model: StrictConfig) -> dict[str, Any]:
         """Return the key of the time step limits; no key for the default (0, infinite), so that no reader needs to
         parse infinity.
         """

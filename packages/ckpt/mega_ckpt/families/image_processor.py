@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from mega_ckpt.families.config_entries import HfConfigDict
+from mega_ckpt.families.config_entries import ConfigDict
 from mega_common.errors import CheckpointError, ConfigError
 from mega_common.vision_config import VisionConfig
 
@@ -18,7 +18,7 @@ PROCESSOR_FILE, SECTION = "processor_config.json", "image_processor"
 _FILTERS = {2: "bilinear", 3: "bicubic"}  # Pillow's numbers
 
 
-def image_processor_section(read: Callable[[str], HfConfigDict]) -> HfConfigDict:
+def image_processor_section(read: Callable[[str], ConfigDict]) -> ConfigDict:
     """Return the image processor settings of a HuggingFace folder; `read` returns the mapping in a JSON file by name,
     empty if the file is missing.
     """
@@ -26,7 +26,7 @@ def image_processor_section(read: Callable[[str], HfConfigDict]) -> HfConfigDict
     return section if isinstance(section, Mapping) else read(FILE)
 
 
-def apply_image_processor(vision: VisionConfig, raw: HfConfigDict) -> VisionConfig:
+def apply_image_processor(vision: VisionConfig, raw: ConfigDict) -> VisionConfig:
     """Return the section `vision` updated with the preprocessing settings of `raw`, an image processor's configuration.
 
     Raises:
@@ -48,7 +48,7 @@ def apply_image_processor(vision: VisionConfig, raw: HfConfigDict) -> VisionConf
         raise CheckpointError(error.message, hint=error.hint) from None
 
 
-def unsupported_image_settings(vision: VisionConfig, raw: HfConfigDict) -> Iterator[str]:
+def unsupported_image_settings(vision: VisionConfig, raw: ConfigDict) -> Iterator[str]:
     """Yield the settings of `raw`, an image processor's configuration, that mega does not support, each as "key =
     value".
     """
@@ -100,7 +100,7 @@ def build_preprocessor_config(vision: VisionConfig) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _pixel_bounds(raw: HfConfigDict) -> dict[str, int]:
+def _pixel_bounds(raw: ConfigDict) -> dict[str, int]:
     """Return the minimum and maximum pixels of an image that keeps its aspect ratio, under either pair of names."""
     given = {
         "min_pixels": raw.get("min_pixels", _image_size(raw).get("shortest_edge")),
@@ -109,7 +109,7 @@ def _pixel_bounds(raw: HfConfigDict) -> dict[str, int]:
     return {name: value for name, value in given.items() if value is not None}
 
 
-def _image_size(raw: HfConfigDict) -> HfConfigDict:
+def _image_size(raw: ConfigDict) -> ConfigDict:
     """Return the section `size` if it has named sides, else an empty mapping."""
     size = raw.get("size")
     return size if isinstance(size, Mapping) else {}

@@ -23,12 +23,12 @@ from mega_ckpt.families.config_entries import (
     SIZES,
     TIED,
     AllowedValuesEntry,
+    ConfigDict,
     ConfigEntry,
     ConfigMismatchError,
     FixedFieldsEntry,
-    HeadsEntry,
-    HfConfigDict,
     KeyEntry,
+    KeyValueHeadsEntry,
     MultiHeadEntry,
     PerHeadNormEntry,
     check_head_dim,
@@ -58,7 +58,7 @@ COHERE = ModelFamily(
     architecture="CohereForCausalLM",
     entries=(
         *_SHARED,
-        HeadsEntry(explicit_dim=False, divisible=True),
+        KeyValueHeadsEntry(explicit_dim=False, divisible=True),
         RopeEntry(theta=500_000.0, interleaved=True),
         UniformWindowEntry(supports_windows=False),
         PerHeadNormEntry("use_qk_norm"),
@@ -71,7 +71,7 @@ COHERE2 = ModelFamily(
     architecture="Cohere2ForCausalLM",
     entries=(
         *_SHARED,
-        HeadsEntry(explicit_dim=False),
+        KeyValueHeadsEntry(explicit_dim=False),
         RopeEntry(interleaved=True),
         RopeInWindowsEntry(every_key="sliding_window_pattern"),
         FixedFieldsEntry({"qk_norm": False}),
@@ -129,7 +129,7 @@ STABLELM = ModelFamily(
         KeyEntry("hidden_dropout", "residual_dropout", 0.0),
         KeyEntry("use_qkv_bias", "qkv_bias", False),
         KeyEntry("use_parallel_residual", "parallel_residual shared_norm", False),
-        HeadsEntry(kv_default=32, explicit_dim=False, derived=True),
+        KeyValueHeadsEntry(kv_default=32, explicit_dim=False, derived=True),
         RopeEntry(fraction=0.25, partial=True),
         UniformWindowEntry(supports_windows=False),
         PerHeadNormEntry("qk_layernorm"),
@@ -159,7 +159,7 @@ STARCODER2 = ModelFamily(
         KeyEntry("use_bias", "qkv_bias attention_out_bias mlp_bias", True),
         KeyEntry("embedding_dropout", "embedding_dropout", 0.0),
         KeyEntry("residual_dropout", "residual_dropout", 0.0),
-        HeadsEntry(kv_default=2, explicit_dim=False),
+        KeyValueHeadsEntry(kv_default=2, explicit_dim=False),
         RopeEntry(),
         UniformWindowEntry(),
         FixedFieldsEntry({"norm": "layernorm", "position": "rope", "qk_norm": False}),
@@ -180,7 +180,7 @@ NEMOTRON = ModelFamily(
         KeyEntry("initializer_range", "init_std", 0.0134),
         KeyEntry("hidden_act", "activation", "relu2", {"relu2": "relu2"}),
         KeyEntry("norm_eps", "norm_eps", 1e-5),
-        HeadsEntry(),
+        KeyValueHeadsEntry(),
         RopeEntry(fraction=0.5, partial=True),
         KeyEntry("attention_bias", "qkv_bias attention_out_bias", False),
         KeyEntry("mlp_bias", "mlp_bias", False),
@@ -198,7 +198,7 @@ JAIS2 = ModelFamily(
         TIED,
         KeyEntry("hidden_act", "activation", "relu2", {"relu2": "relu2"}),
         KeyEntry("layer_norm_eps", "norm_eps", 1e-5),
-        HeadsEntry(),
+        KeyValueHeadsEntry(),
         RopeEntry(),
         KeyEntry("attention_bias", "qkv_bias attention_out_bias", True),
         KeyEntry("mlp_bias", "mlp_bias", True),
@@ -229,7 +229,7 @@ class FalconArchitectureEntry:
     )
     covered_fields: frozenset[str] = frozenset({"num_kv_heads", "head_dim", "parallel_residual", "shared_norm"})
 
-    def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
+    def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the fields `num_kv_heads`, `parallel_residual` and `shared_norm` (one norm before attention and MLP)."""
         new, norms = bool(raw.get("new_decoder_architecture")), raw.get("num_ln_in_parallel_attn")
         if not raw.get("parallel_attn", True):
@@ -244,7 +244,7 @@ class FalconArchitectureEntry:
             "shared_norm": not new or norms == 1,
         }
 
-    def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
+    def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
         """Return the keys of Falcon's old architecture if it can express the model, else of the new one."""
         if not model.parallel_residual:
             raise ConfigMismatchError("parallel_residual must be True")
@@ -267,11 +267,11 @@ class FalconWidthEntry:
     covered_keys: frozenset[str] = frozenset({"ffn_hidden_size"})
     covered_fields: frozenset[str] = frozenset({"ffn_hidden_size"})
 
-    def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
+    def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the field `ffn_hidden_size`, the MLP width."""
         return {"ffn_hidden_size": raw.get("ffn_hidden_size") or 4 * raw.get("hidden_size", 0)}
 
-    def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
+    def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
         """Return the key `ffn_hidden_size`, the MLP width."""
         return {"ffn_hidden_size": model.ffn_hidden_size}
 

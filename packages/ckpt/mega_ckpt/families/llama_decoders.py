@@ -19,13 +19,13 @@ from typing import Any
 from mega_ckpt.families.config_entries import (
     DECODER,
     AllowedValuesEntry,
+    ConfigDict,
     ConfigMismatchError,
     FixedFieldsEntry,
-    HeadsEntry,
-    HfConfigDict,
     KeyEntry,
-    decoder_entries,
+    KeyValueHeadsEntry,
     layer_indices,
+    llama_config_entries,
 )
 from mega_ckpt.families.disk_layouts import TensorRule
 from mega_ckpt.families.family import ModelFamily
@@ -46,7 +46,7 @@ LLAMA = ModelFamily(
     architecture="LlamaForCausalLM",
     entries=(
         *DECODER,
-        HeadsEntry(divisible=True),
+        KeyValueHeadsEntry(divisible=True),
         RopeEntry(scalings=EVERY_SCALING),
         KeyEntry("attention_bias", "qkv_bias attention_out_bias", False),
         KeyEntry("mlp_bias", "mlp_bias", False),
@@ -61,7 +61,7 @@ MISTRAL = ModelFamily(
     architecture="MistralForCausalLM",
     entries=(
         *DECODER,
-        HeadsEntry(kv_default=8),
+        KeyValueHeadsEntry(kv_default=8),
         RopeEntry(scalings=EVERY_SCALING),
         UniformWindowEntry(4096),
         FixedFieldsEntry({"qkv_bias": False, "attention_out_bias": False, "mlp_bias": False, "qk_norm": False}),
@@ -74,7 +74,7 @@ MINISTRAL = ModelFamily(
     architecture="MinistralForCausalLM",
     entries=(
         *DECODER,
-        HeadsEntry(kv_default=8),
+        KeyValueHeadsEntry(kv_default=8),
         RopeEntry(),
         LayerTypesEntry(size=4096, every=None),
         FixedFieldsEntry({"qkv_bias": False, "attention_out_bias": False, "mlp_bias": False, "qk_norm": False}),
@@ -87,7 +87,7 @@ QWEN2 = ModelFamily(
     architecture="Qwen2ForCausalLM",
     entries=(
         *DECODER,
-        HeadsEntry(kv_default=32, explicit_dim=False),
+        KeyValueHeadsEntry(kv_default=32, explicit_dim=False),
         RopeEntry(scalings=EVERY_SCALING),
         QwenWindowEntry(),
         FixedFieldsEntry({"qkv_bias": True, "attention_out_bias": False, "mlp_bias": False, "qk_norm": False}),
@@ -100,7 +100,7 @@ QWEN3 = ModelFamily(
     architecture="Qwen3ForCausalLM",
     entries=(
         *DECODER,
-        HeadsEntry(kv_default=32, dim_default=128),
+        KeyValueHeadsEntry(kv_default=32, dim_default=128),
         RopeEntry(scalings=EVERY_SCALING),
         QwenWindowEntry(),
         KeyEntry("attention_bias", "qkv_bias attention_out_bias", False),
@@ -115,8 +115,8 @@ PHI3 = ModelFamily(
     name="phi3",
     architecture="Phi3ForCausalLM",
     entries=(
-        *decoder_entries(norm_eps=1e-5),
-        HeadsEntry(explicit_dim=False),
+        *llama_config_entries(norm_eps=1e-5),
+        KeyValueHeadsEntry(explicit_dim=False),
         RopeEntry(partial=True, scalings=frozenset({"none", "longrope"}), aliases={"su": "longrope"}, original=4096),
         UniformWindowEntry(),
         KeyEntry("embd_pdrop", "embedding_dropout", 0.0),
@@ -136,8 +136,8 @@ OLMO2 = ModelFamily(
     name="olmo2",
     architecture="Olmo2ForCausalLM",
     entries=(
-        *decoder_entries(norm_eps=1e-5),
-        HeadsEntry(explicit_dim=False),
+        *llama_config_entries(norm_eps=1e-5),
+        KeyValueHeadsEntry(explicit_dim=False),
         RopeEntry(),
         KeyEntry("attention_bias", "qkv_bias attention_out_bias", False),
         UniformWindowEntry(supports_windows=False),
@@ -152,8 +152,8 @@ OLMO3 = ModelFamily(
     name="olmo3",
     architecture="Olmo3ForCausalLM",
     entries=(
-        *decoder_entries(norm_eps=1e-5),
-        HeadsEntry(explicit_dim=False),
+        *llama_config_entries(norm_eps=1e-5),
+        KeyValueHeadsEntry(explicit_dim=False),
         GlobalLocalRopeEntry(_ROPE, _ROPE, local_key=None),
         LayerTypesEntry(size=4096, every=4),
         KeyEntry("attention_bias", "qkv_bias attention_out_bias", False),
@@ -166,8 +166,8 @@ ARCEE = ModelFamily(
     name="arcee",
     architecture="ArceeForCausalLM",
     entries=(
-        *decoder_entries(norm_eps=1e-5, hidden_act={"relu2": "relu2"}),
-        HeadsEntry(divisible=True),
+        *llama_config_entries(norm_eps=1e-5, hidden_act={"relu2": "relu2"}),
+        KeyValueHeadsEntry(divisible=True),
         RopeEntry(),
         KeyEntry("attention_bias", "qkv_bias attention_out_bias", False),
         KeyEntry("mlp_bias", "mlp_bias", False),
@@ -182,9 +182,9 @@ ERNIE4_5 = ModelFamily(
     name="ernie4_5",
     architecture="Ernie4_5ForCausalLM",
     entries=(
-        *decoder_entries(norm_eps=1e-5),
+        *llama_config_entries(norm_eps=1e-5),
         KeyEntry("tie_word_embeddings", "tie_embeddings", True),
-        HeadsEntry(kv_default=2, dim_default=128),
+        KeyValueHeadsEntry(kv_default=2, dim_default=128),
         RopeEntry(theta=500_000.0, interleaved=True),
         KeyEntry("use_bias", "qkv_bias attention_out_bias mlp_bias", False),
         UniformWindowEntry(supports_windows=False),
@@ -197,8 +197,8 @@ EXAONE4 = ModelFamily(
     name="exaone4",
     architecture="Exaone4ForCausalLM",
     entries=(
-        *decoder_entries(norm_eps=1e-5),
-        HeadsEntry(kv_default=32),
+        *llama_config_entries(norm_eps=1e-5),
+        KeyValueHeadsEntry(kv_default=32),
         RopeEntry(),
         RopeInWindowsEntry(every_key="sliding_window_pattern", none_rotates_all=True),
         FixedFieldsEntry(
@@ -218,8 +218,8 @@ HELIUM = ModelFamily(
     name="helium",
     architecture="HeliumForCausalLM",
     entries=(
-        *decoder_entries(norm_eps=1e-8),
-        HeadsEntry(kv_default=20, dim_default=128, derived=True),
+        *llama_config_entries(norm_eps=1e-8),
+        KeyValueHeadsEntry(kv_default=20, dim_default=128, derived=True),
         RopeEntry(theta=100_000.0, interleaved=True),
         KeyEntry("attention_bias", "qkv_bias", False),
         KeyEntry("mlp_bias", "mlp_bias", False),
@@ -234,7 +234,7 @@ SEED_OSS = ModelFamily(
     architecture="SeedOssForCausalLM",
     entries=(
         *DECODER,
-        HeadsEntry(kv_default=8, dim_default=128),
+        KeyValueHeadsEntry(kv_default=8, dim_default=128),
         RopeEntry(),
         KeyEntry("attention_bias", "qkv_bias", True),
         KeyEntry("attention_out_bias", "attention_out_bias", False),
@@ -259,7 +259,7 @@ class NoRopeLayersEntry:
     )
     covered_fields: frozenset[str] = frozenset({"no_rope_layers", "sliding_window", "full_attention_layers"})
 
-    def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
+    def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the fields `no_rope_layers`, `sliding_window` and `full_attention_layers`."""
         layers, every = layer_indices(raw), raw.get("no_rope_layer_interval", self.every)
         rotated = raw.get("no_rope_layers") or [int((layer + 1) % every != 0) for layer in layers]
@@ -272,7 +272,7 @@ class NoRopeLayersEntry:
         kinds = raw.get("layer_types") or window_layer_types([not size or layer not in unrotated for layer in layers])
         return {"no_rope_layers": unrotated or None, **window_fields(kinds, size, layers)}
 
-    def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
+    def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
         """Return the keys `no_rope_layers` (a flag per layer), `layer_types` and the window settings."""
         return {
             "no_rope_layers": [int(model.has_rotary_positions(layer)) for layer in range(model.num_layers)],
@@ -289,7 +289,7 @@ SMOLLM3 = ModelFamily(
     entries=(
         *DECODER,
         KeyEntry("tie_word_embeddings", "tie_embeddings", True),
-        HeadsEntry(kv_default=4, explicit_dim=False),
+        KeyValueHeadsEntry(kv_default=4, explicit_dim=False),
         RopeEntry(theta=2_000_000.0),
         NoRopeLayersEntry(),
         KeyEntry("attention_bias", "qkv_bias attention_out_bias", False),

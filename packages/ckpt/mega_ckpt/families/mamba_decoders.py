@@ -12,14 +12,14 @@ from mega_ckpt.families.config_entries import (
     DECODER,
     TIED,
     AllowedValuesEntry,
+    ConfigDict,
     ConfigEntry,
     ConfigMismatchError,
     FixedFieldsEntry,
-    HeadsEntry,
-    HfConfigDict,
     KeyEntry,
-    decoder_entries,
+    KeyValueHeadsEntry,
     layer_indices,
+    llama_config_entries,
     split_words,
 )
 from mega_ckpt.families.disk_layouts import LAYER, TensorRule, weight_bias_rules
@@ -60,7 +60,7 @@ class GraniteLayersEntry:
     covered_keys: frozenset[str] = _EXPERTS.covered_keys | {"layer_types", "layers_block_type"}
     covered_fields: frozenset[str] = frozenset({"layers", "moe", "ffn_hidden_size"})
 
-    def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
+    def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the fields `layers`, `ffn_hidden_size` and, with experts, `moe`."""
         layers = layer_indices(raw)
         kinds = raw.get("layer_types") or raw.get("layers_block_type") or ["mamba"] * len(layers)
@@ -69,9 +69,9 @@ class GraniteLayersEntry:
             width = raw.get("shared_intermediate_size", 1024)
             return {"layers": [f"{mixer}+mlp" for mixer in mixers], "ffn_hidden_size": width}
         width = {"ffn_hidden_size": raw.get("intermediate_size")}
-        return {"layers": [f"{mixer}+moe" for mixer in mixers], **width, **_EXPERTS.read_config_keys(raw)}
+        return {"layers": [f"{mixer}+moe" for mixer in mixers], **width, **_EXPERTS.fields_from_config(raw)}
 
-    def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
+    def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
         """Return the keys of layer types, experts and widths; without experts, `intermediate_size` is a placeholder
         that nothing reads.
         """
@@ -82,7 +82,7 @@ class GraniteLayersEntry:
             return {**out, "num_local_experts": 0, "intermediate_size": width, "shared_intermediate_size": width}
         if feeds != {"moe"} or model.moe is None or not model.moe.shared_ffn_hidden_size:
             raise ConfigMismatchError("layers must all have experts and a shared expert, or none may have experts")
-        return {**out, **_EXPERTS.write_config_keys(model)}
+        return {**out, **_EXPERTS.config_from_fields(model)}
 
 
 def _shared_mlp(module: str) -> tuple[TensorRule, ...]:
@@ -102,7 +102,7 @@ GRANITE_MOE_HYBRID = ModelFamily(
     entries=(
         *_ENTRIES,
         FixedFieldsEntry({"norm": "rmsnorm"}),
-        HeadsEntry(explicit_dim=False, derived=True),
+        KeyValueHeadsEntry(explicit_dim=False, derived=True),
         OptionalRopeEntry(RopeEntry()),
         *MULTIPLIERS,
         GraniteLayersEntry(),
@@ -122,7 +122,7 @@ class AttentionLayersEntry:
     covered_keys: frozenset[str] = frozenset({"attn_layer_indices", "layers_block_type", "layer_types"})
     covered_fields: frozenset[str] = frozenset({"layers"})
 
-    def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
+    def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the field `layers`, the kind of each layer; ConfigMismatchError if a list of layer types disagrees."""
         layers, at = layer_indices(raw), raw.get("attn_layer_indices") or ()
         mixers = ["attention" if layer in at else "mamba" for layer in layers]
@@ -131,7 +131,7 @@ class AttentionLayersEntry:
             raise ConfigMismatchError(f"layer_types conflicts with attn_layer_indices = {at!r}")
         return {"layers": [f"{mixer}+mlp" for mixer in mixers]}
 
-    def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
+    def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
         """Return the key `attn_layer_indices`; ConfigMismatchError for a model with experts."""
         mixers = check_layer_mixers(model, "mamba")
         if model.moe is not None:
@@ -143,8 +143,8 @@ BAMBA = ModelFamily(
     name="bamba",
     architecture="BambaForCausalLM",
     entries=(
-        *decoder_entries(norm_eps=1e-5),
-        HeadsEntry(kv_default=8, explicit_dim=False, derived=True),
+        *llama_config_entries(norm_eps=1e-5),
+        KeyValueHeadsEntry(kv_default=8, explicit_dim=False, derived=True),
         RopeEntry(fraction=0.5),
         AttentionLayersEntry(),
         MAMBA,
@@ -177,12 +177,12 @@ class MambaLayersEntry:
     covered_keys: frozenset[str] = frozenset({"num_hidden_layers", "layer_types"})
     covered_fields: frozenset[str] = frozenset({"num_layers", "layers"})
 
-    def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
+    def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the fields `num_layers` and `layers`, with Mamba-2 in every layer."""
         layers = layer_indices({"num_hidden_layers": 64, **raw})
         return {"num_layers": len(layers), "layers": ["mamba"] * len(layers)}
 
-    def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
+    def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
         """Return the key `num_hidden_layers`; ConfigMismatchError unless every layer is Mamba-2."""
         if any(kind != ("mamba", None) for kind in model.layer_kinds):
             raise ConfigMismatchError("layers must all be 'mamba'")

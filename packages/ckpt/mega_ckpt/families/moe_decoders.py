@@ -13,9 +13,9 @@ from mega_ckpt.families.config_entries import (
     DECODER,
     AllowedValuesEntry,
     FixedFieldsEntry,
-    HeadsEntry,
     KeyEntry,
-    decoder_entries,
+    KeyValueHeadsEntry,
+    llama_config_entries,
 )
 from mega_ckpt.families.disk_layouts import InterleavedExpertsLayout, TensorRule
 from mega_ckpt.families.family import ModelFamily
@@ -35,8 +35,8 @@ MIXTRAL = ModelFamily(
     name="mixtral",
     architecture="MixtralForCausalLM",
     entries=(
-        *decoder_entries(norm_eps=1e-5),
-        HeadsEntry(kv_default=8),
+        *llama_config_entries(norm_eps=1e-5),
+        KeyValueHeadsEntry(kv_default=8),
         RopeEntry(theta=1_000_000.0),
         UniformWindowEntry(),
         MoeSectionEntry(
@@ -61,7 +61,7 @@ QWEN2_MOE = ModelFamily(
     architecture="Qwen2MoeForCausalLM",
     entries=(
         *DECODER,
-        HeadsEntry(kv_default=16, explicit_dim=False),
+        KeyValueHeadsEntry(kv_default=16, explicit_dim=False),
         RopeEntry(),
         QwenWindowEntry(alternating=True),
         KeyEntry("qkv_bias", "qkv_bias", True),
@@ -85,7 +85,7 @@ QWEN3_MOE = ModelFamily(
     architecture="Qwen3MoeForCausalLM",
     entries=(
         *DECODER,
-        HeadsEntry(kv_default=4),
+        KeyValueHeadsEntry(kv_default=4),
         RopeEntry(),
         SwitchedWindowEntry(),
         KeyEntry("attention_bias", "qkv_bias attention_out_bias", False),
@@ -106,8 +106,8 @@ OLMOE = ModelFamily(
     name="olmoe",
     architecture="OlmoeForCausalLM",
     entries=(
-        *decoder_entries(norm_eps=1e-5),
-        HeadsEntry(explicit_dim=False),
+        *llama_config_entries(norm_eps=1e-5),
+        KeyValueHeadsEntry(explicit_dim=False),
         RopeEntry(),
         UniformWindowEntry(supports_windows=False),
         KeyEntry("attention_bias", "qkv_bias attention_out_bias", False),
@@ -142,8 +142,8 @@ GPT_OSS = ModelFamily(
     name="gpt_oss",
     architecture="GptOssForCausalLM",
     entries=(
-        *decoder_entries(norm_eps=1e-5),
-        HeadsEntry(kv_default=8, dim_default=64),
+        *llama_config_entries(norm_eps=1e-5),
+        KeyValueHeadsEntry(kv_default=8, dim_default=64),
         RopeEntry(theta=150_000.0, absent=_YARN),
         LayerTypesEntry(size=128, every=2),
         KeyEntry("swiglu_limit", "activation_limit", 7.0, forbids_null=True),

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from mega_ckpt.families.config_entries import (
+    ConfigDict,
     ConfigMismatchError,
     FixedFieldsEntry,
-    HfConfigDict,
     KeyEntry,
     layer_indices,
 )
@@ -33,12 +33,12 @@ class MoeFieldEntry(Protocol):
     def covered_fields(self) -> frozenset[str]:
         """Fields of `MoeConfig` that the entry covers."""
 
-    def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
+    def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return {field: value} of `MoeConfig` from the keys in `raw`; ConfigMismatchError if a value has no
         counterpart.
         """
 
-    def write_config_keys(self, model: Any) -> dict[str, Any]:
+    def config_from_fields(self, model: Any) -> dict[str, Any]:
         """Return {key: value} of config.json from the fields of `model`, a `MoeConfig`; ConfigMismatchError if a value
         has no counterpart.
         """
@@ -53,10 +53,10 @@ class MoeLayersEntry(Protocol):
     def covered_keys(self) -> frozenset[str]:
         """Keys of config.json that the entry covers."""
 
-    def read_config_keys(self, raw: HfConfigDict) -> list[int] | None:
+    def fields_from_config(self, raw: ConfigDict) -> list[int] | None:
         """Return `MoeConfig.layers`: the indices of the layers with experts, or None for all layers."""
 
-    def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
+    def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
         """Return the keys that select the layers of `model` with experts; ConfigMismatchError if the keys cannot
         express that selection.
         """
@@ -80,26 +80,26 @@ class MoeSectionEntry:
         """Keys of config.json that the entry covers."""
         return self.layers.covered_keys.union(*(entry.covered_keys for entry in self.entries))
 
-    def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
+    def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the section `moe`."""
-        section: dict[str, Any] = {"layers": self.layers.read_config_keys(raw)}
+        section: dict[str, Any] = {"layers": self.layers.fields_from_config(raw)}
         found = []
         for entry in self.entries:
             try:
-                section |= entry.read_config_keys(raw)
+                section |= entry.fields_from_config(raw)
             except ConfigMismatchError as error:
                 found.append(str(error))
         if found:
             raise ConfigMismatchError("; ".join(found))
         return {"moe": section}
 
-    def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
+    def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
         """Return the keys of the section `moe`; ConfigMismatchError without experts."""
         if model.moe is None:
             raise ConfigMismatchError("moe is missing (all models of this family have experts)")
-        out = self.layers.write_config_keys(model)
+        out = self.layers.config_from_fields(model)
         for entry in self.entries:
-            out |= entry.write_config_keys(model.moe)
+            out |= entry.config_from_fields(model.moe)
         covered = MOE_TRAINING_FIELDS.union({"layers"}, *(entry.covered_fields for entry in self.entries))
         for name, field in MoeConfig.model_fields.items():
             if name not in covered and getattr(model.moe, name) != field.default:
@@ -113,10 +113,10 @@ class MoeInAllLayersEntry:
 
     covered_keys: frozenset[str] = frozenset()
 
-    def read_config_keys(self, raw: HfConfigDict) -> None:
+    def fields_from_config(self, raw: ConfigDict) -> None:
         """Return None: all layers have experts."""
 
-    def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
+    def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
         """Return no keys, after checking that every layer has experts."""
         if len(moe_layer_indices(model)) < model.num_layers:
             raise ConfigMismatchError("moe.layers must be all layers")
@@ -129,10 +129,10 @@ class MoeInLayerPatternEntry:
 
     covered_keys: frozenset[str] = frozenset()
 
-    def read_config_keys(self, raw: HfConfigDict) -> None:
+    def fields_from_config(self, raw: ConfigDict) -> None:
         """Return None: another entry reads the layers."""
 
-    def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
+    def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
         """Return no keys: another entry writes the layers."""
         return {}
 
@@ -145,7 +145,7 @@ class SparseStepEntry:
 
     covered_keys: frozenset[str] = frozenset({"decoder_sparse_step", "mlp_only_layers"})
 
-    def read_config_keys(self, raw: HfConfigDict) -> list[int] | None:
+    def fields_from_config(self, raw: ConfigDict) -> list[int] | None:
         """Return the indices of the layers with experts; None if all layers have them."""
         step, dense = raw.get("decoder_sparse_step", 1), raw.get("mlp_only_layers") or []
         if step < 1:
@@ -154,8 +154,8 @@ class SparseStepEntry:
             return None
         return [layer for layer in layer_indices(raw) if (layer + 1) % step == 0 and layer not in dense]
 
-    def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
-        """Return both keys: step 1, and all dense layers in `mlp_only_layers`."""
+    def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
+        """Return the keys `decoder_sparse_step` (always 1) and `mlp_only_layers` (all dense layers)."""
         sparse = set(moe_layer_indices(model))
         return {"decoder_sparse_step": 1, "mlp_only_layers": [n for n in range(model.num_layers) if n not in sparse]}
 
@@ -174,15 +174,15 @@ class DenseFirstEntry:
     mtp_entry: KeyEntry | None = None
     covered_keys: frozenset[str] = frozenset({"first_k_dense_replace", "moe_layer_freq"})
 
-    def read_config_keys(self, raw: HfConfigDict) -> list[int] | None:
+    def fields_from_config(self, raw: ConfigDict) -> list[int] | None:
         """Return the indices of the layers with experts: all except the first dense ones; None if no layer is dense."""
         if raw.get("moe_layer_freq", 1) != 1:
             raise ConfigMismatchError(f"moe_layer_freq = {raw['moe_layer_freq']!r} is not supported (only 1)")
         dense = raw.get("first_k_dense_replace", self.default)
-        mtp_layers = self.mtp_entry.read_config_keys(raw)["mtp_layers"] if self.mtp_entry is not None else 0
+        mtp_layers = self.mtp_entry.fields_from_config(raw)["mtp_layers"] if self.mtp_entry is not None else 0
         return list(layer_indices(raw, mtp_layers)[dense:]) if dense else None
 
-    def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
+    def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
         """Return the key `first_k_dense_replace`, the number of dense layers; ConfigMismatchError if a later layer is
         dense.
         """
@@ -234,12 +234,12 @@ class SharedExpertsEntry:
     covered_keys: frozenset[str] = frozenset({"n_shared_experts"})
     covered_fields: frozenset[str] = frozenset({"shared_ffn_hidden_size"})
 
-    def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
+    def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the field `shared_ffn_hidden_size`, the total width of the shared experts."""
         count = raw.get("n_shared_experts", self.default) or 0
         return {"shared_ffn_hidden_size": count * raw.get("moe_intermediate_size", 0)}
 
-    def write_config_keys(self, model: StrictConfig) -> dict[str, Any]:
+    def config_from_fields(self, model: StrictConfig) -> dict[str, Any]:
         """Return the key `n_shared_experts`; ConfigMismatchError if the shared width is not a multiple of an expert's,
         or 0.
         """

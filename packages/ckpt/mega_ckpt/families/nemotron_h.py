@@ -13,11 +13,11 @@ from typing import Any
 from mega_ckpt.families.config_entries import (
     TIED,
     AllowedValuesEntry,
+    ConfigDict,
     ConfigMismatchError,
     FixedFieldsEntry,
-    HeadsEntry,
-    HfConfigDict,
     KeyEntry,
+    KeyValueHeadsEntry,
     split_words,
 )
 from mega_ckpt.families.deepseek_glm import ExpertGroupsEntry
@@ -32,8 +32,7 @@ from mega_ckpt.families.hybrid_entries import (
     mamba_tensor_rules,
 )
 from mega_ckpt.families.moe_entries import MoeInLayerPatternEntry, MoeSectionEntry, per_expert_rules
-from mega_common.hybrid_pattern import MOST_LAYERS
-from mega_common.layer_kinds import LETTERS
+from mega_common.layer_kinds import LETTERS, MOST_LAYERS
 from mega_common.model_config import ModelConfig
 
 _DISK_LAYER = "backbone.layers.{i}"
@@ -52,7 +51,7 @@ class NemotronLayersEntry:
     )
     covered_fields: frozenset[str] = frozenset({"num_layers", "layers"})
 
-    def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
+    def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the fields `layers` and `num_layers`; the key `num_hidden_layers` is ignored."""
         kinds = raw.get("layers_block_type") or raw.get("layer_types")
         pattern = raw.get("hybrid_override_pattern")
@@ -68,7 +67,7 @@ class NemotronLayersEntry:
             raise ConfigMismatchError(f"layers_block_type must have 1 to {MOST_LAYERS} layers, not {len(layers)}")
         return {"num_layers": len(layers), "layers": layers}
 
-    def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
+    def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
         """Return the keys of layer kinds both as names (for new software) and as letters (for old), and
         `num_hidden_layers`.
         """
@@ -97,22 +96,22 @@ class OptionalMoeEntry:
         """Keys of config.json that the entry covers."""
         return self.experts.covered_keys | {"mlp_bias"}
 
-    def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
+    def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the fields `moe`, None if no layer has experts, and `mlp_bias`."""
         biased = bool(raw.get("mlp_bias", False))
-        if "moe" not in NemotronLayersEntry().read_config_keys(raw)["layers"]:
+        if "moe" not in NemotronLayersEntry().fields_from_config(raw)["layers"]:
             return {"moe": None, "mlp_bias": biased}
         if biased:
             raise ConfigMismatchError("mlp_bias = True is not supported with experts")
-        return {**self.experts.read_config_keys(raw), "mlp_bias": False}
+        return {**self.experts.fields_from_config(raw), "mlp_bias": False}
 
-    def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
+    def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
         """Return the key `mlp_bias` and, with experts, the keys of the section `moe`."""
         if model.moe is None:
             return {"mlp_bias": model.mlp_bias}
         if model.mlp_bias:
             raise ConfigMismatchError("mlp_bias must be False with experts")
-        return {"mlp_bias": False, **self.experts.write_config_keys(model)}
+        return {"mlp_bias": False, **self.experts.config_from_fields(model)}
 
 
 def _mixer_rules(disk: str, *names: str) -> tuple[TensorRule, ...]:
@@ -155,7 +154,7 @@ NEMOTRON_H = ModelFamily(
         KeyEntry("initializer_range", "init_std", 0.02),
         KeyEntry("attention_dropout", "attention_dropout", 0.0),
         NemotronLayersEntry(),
-        HeadsEntry(kv_default=8, dim_default=128, dim_key="head_dim attention_head_dim"),
+        KeyValueHeadsEntry(kv_default=8, dim_default=128, dim_key="head_dim attention_head_dim"),
         MambaSectionEntry(
             (
                 KeyEntry("mamba_num_heads", "num_heads", 128),

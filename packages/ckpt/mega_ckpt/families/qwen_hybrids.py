@@ -14,14 +14,14 @@ from typing import Any
 
 from mega_ckpt.families.config_entries import (
     AllowedValuesEntry,
+    ConfigDict,
     ConfigEntry,
     ConfigMismatchError,
     FixedFieldsEntry,
-    HeadsEntry,
-    HfConfigDict,
     KeyEntry,
-    decoder_entries,
+    KeyValueHeadsEntry,
     layer_indices,
+    llama_config_entries,
 )
 from mega_ckpt.families.disk_layouts import LAYER, ConcatExpertsLayout, TensorRule, weight_bias_rules
 from mega_ckpt.families.family import ModelFamily
@@ -63,16 +63,16 @@ class DeltaSectionEntry:
     covered_keys: frozenset[str] = frozenset().union(*(entry.covered_keys for entry in _SIZES))
     covered_fields: frozenset[str] = frozenset({"delta"})
 
-    def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
+    def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the section `delta`."""
-        return {"delta": {name: value for entry in _SIZES for name, value in entry.read_config_keys(raw).items()}}
+        return {"delta": {name: value for entry in _SIZES for name, value in entry.fields_from_config(raw).items()}}
 
-    def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
+    def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
         """Return the keys of the delta nets' sizes; placeholders of 1 for a model without delta nets."""
         delta = model.delta or GatedDeltaConfig(num_key_heads=1, num_value_heads=1, key_head_dim=1, value_head_dim=1)
         if delta.norm_eps not in (None, model.norm_eps):
             raise ConfigMismatchError(f"delta.norm_eps must be norm_eps = {model.norm_eps}, not {delta.norm_eps}")
-        return {key: value for entry in _SIZES for key, value in entry.write_config_keys(delta).items()}
+        return {key: value for entry in _SIZES for key, value in entry.config_from_fields(delta).items()}
 
 
 @dataclass(frozen=True)
@@ -93,25 +93,25 @@ class QwenLayersEntry:
             SparseStepEntry().covered_keys if not self.feed else set()
         )
 
-    def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
-        """Return the field `layers`: "mixer+feed-forward block" of each layer."""
+    def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
+        """Return the field `layers`, with the mixer and the feed-forward kind of each layer as "mixer+feed"."""
         layers, every = layer_indices(raw), raw.get("full_attention_interval", 4)
         default = ["full_attention" if every and (layer + 1) % every == 0 else "linear_attention" for layer in layers]
         mixers = parse_mixer_names(raw.get("layer_types") or default, "delta", layers)
         feeds = self._feed_forward_kinds(raw, layers)
         return {"layers": [f"{mixer}+{feed}" for mixer, feed in zip(mixers, feeds, strict=True)]}
 
-    def _feed_forward_kinds(self, raw: HfConfigDict, layers: Sequence[int]) -> list[str]:
+    def _feed_forward_kinds(self, raw: ConfigDict, layers: Sequence[int]) -> list[str]:
         if self.feed:
             return [self.feed] * len(layers)
-        sparse = SparseStepEntry().read_config_keys(raw)
+        sparse = SparseStepEntry().fields_from_config(raw)
         return ["moe" if sparse is None or layer in sparse else "mlp" for layer in layers]
 
-    def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
+    def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
         """Return the key `layer_types` and, unless `feed` is set, the keys that select the layers with experts."""
         out = {"layer_types": mixer_names(check_layer_mixers(model, "delta"))}
         if not self.feed:
-            return {**out, **SparseStepEntry().write_config_keys(model)}
+            return {**out, **SparseStepEntry().config_from_fields(model)}
         if any(kind.feed_forward != self.feed for kind in model.layer_kinds):
             raise ConfigMismatchError(f"layers must all have the feed-forward block {self.feed!r}")
         return out
@@ -122,7 +122,7 @@ def qwen_hybrid_entries(kv_heads: int) -> tuple[ConfigEntry, ...]:
     key/value heads.
     """
     return (
-        HeadsEntry(kv_default=kv_heads, dim_default=256),
+        KeyValueHeadsEntry(kv_default=kv_heads, dim_default=256),
         RopeEntry(fraction=0.25, partial=True),
         DeltaSectionEntry(),
         KeyEntry("attention_bias", "qkv_bias attention_out_bias", False),
@@ -159,7 +159,7 @@ QWEN3_NEXT = ModelFamily(
     name="qwen3_next",
     architecture="Qwen3NextForCausalLM",
     entries=(
-        *decoder_entries(),
+        *llama_config_entries(),
         *qwen_hybrid_entries(2),
         QwenLayersEntry(),
         qwen_hybrid_experts(10, 512, KeyEntry("norm_topk_prob", "normalize", True)),
@@ -190,7 +190,7 @@ _CARRIED = frozenset({"mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedic
 QWEN3_5 = ModelFamily(
     name="qwen3_5_text",
     architecture="Qwen3_5ForCausalLM",
-    entries=(*decoder_entries(), *qwen_hybrid_entries(4), QwenLayersEntry("mlp")),
+    entries=(*llama_config_entries(), *qwen_hybrid_entries(4), QwenLayersEntry("mlp")),
     rules=_RULES,
     buffers=r"mtp\..*|model\.visual\..*",
     carried=_CARRIED,
@@ -202,7 +202,7 @@ QWEN3_5_MOE = ModelFamily(
     name="qwen3_5_moe_text",
     architecture="Qwen3_5MoeForCausalLM",
     entries=(
-        *(entry for entry in decoder_entries() if "ffn_hidden_size" not in entry.covered_fields),
+        *(entry for entry in llama_config_entries() if "ffn_hidden_size" not in entry.covered_fields),
         UnusedFieldsEntry({"ffn_hidden_size": "moe_intermediate_size"}),
         *qwen_hybrid_entries(2),
         QwenLayersEntry("moe"),

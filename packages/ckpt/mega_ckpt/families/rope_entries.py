@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from mega_ckpt.families.config_entries import ConfigMismatchError, HfConfigDict
+from mega_ckpt.families.config_entries import ConfigDict, ConfigMismatchError
 from mega_common.model_config import ModelConfig, RopeConfig
 
 # Parameters of each rope_type: {key: field of RopeConfig}. Others are ignored with a warning, as in transformers.
@@ -65,9 +65,9 @@ class RopeEntry:
         usual = {"rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor", _ORIGINAL_KEY}
         return frozenset({*usual, self.theta_key, self.fraction_key})
 
-    def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
-        """Return the field `rope` (theta, rotary fraction, scaling) from `rope_scaling`, else `rope_parameters`, with
-        defaults of the family; the former wins, like transformers.
+    def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
+        """Return the field `rope` (theta, rotary fraction, scaling) from `rope_scaling` if given, as in transformers,
+        else from `rope_parameters`, with defaults of the family.
         """
         given = raw.get("rope_scaling") or raw.get("rope_parameters") or self.absent
         if not isinstance(given, Mapping) or any(isinstance(value, Mapping) for value in given.values()):
@@ -92,7 +92,7 @@ class RopeEntry:
         self._check_fraction(out["fraction"])
         return {"rope": out}
 
-    def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
+    def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
         """Return both `rope_parameters`, for new versions of transformers, and `rope_scaling` and `rope_theta`, for old
         ones.
         """
@@ -121,7 +121,7 @@ class RopeEntry:
             raise ConfigMismatchError(f"rope.fraction (partial_rotary_factor) must be {self.fraction}, not {fraction}")
 
 
-def _read_parameters(scaling: str, given: HfConfigDict, raw: HfConfigDict) -> dict[str, Any]:
+def _read_parameters(scaling: str, given: ConfigDict, raw: ConfigDict) -> dict[str, Any]:
     names = _PARAMETERS[scaling]
     out = {field: given[key] for key, field in names.items() if given.get(key) is not None}
     longest = raw.get("max_position_embeddings")
@@ -134,7 +134,7 @@ def _read_parameters(scaling: str, given: HfConfigDict, raw: HfConfigDict) -> di
     return out
 
 
-def unread_rope_keys(raw: HfConfigDict) -> list[str]:
+def unread_rope_keys(raw: ConfigDict) -> list[str]:
     """Return the keys of `rope_scaling` and `rope_parameters` that their rope_type does not use, as `rope_scaling.key`."""
     found = []
     for name in ("rope_scaling", "rope_parameters"):
@@ -176,9 +176,9 @@ class GlobalLocalRopeEntry:
         """Keys of config.json that the entry covers."""
         return self.rope.covered_keys | ({self.local_key} if self.local_key else set())
 
-    def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
+    def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the fields `rope` (full-attention layers) and `local_rope` (sliding-window layers); the key
-        `rope_scaling` applies to the former only.
+        `rope_scaling` applies to `rope` only.
         """
         given = raw.get("rope_parameters") or {}
         if not isinstance(given, Mapping) or not given.keys() <= set(_SETS):
@@ -186,14 +186,14 @@ class GlobalLocalRopeEntry:
         full, local = (given.get(name) or {} for name in _SETS)
         rest = {key: value for key, value in raw.items() if key not in ("rope_parameters", "rope_scaling")}
         base = (raw.get(self.local_key) if self.local_key else None) or self.local.theta
-        rope = self.rope.read_config_keys({**rest, "rope_parameters": {**full, **(raw.get("rope_scaling") or {})}})
-        windowed = self.local.read_config_keys({**rest, "rope_parameters": local, "rope_theta": base})
+        rope = self.rope.fields_from_config({**rest, "rope_parameters": {**full, **(raw.get("rope_scaling") or {})}})
+        windowed = self.local.fields_from_config({**rest, "rope_parameters": local, "rope_theta": base})
         return {**rope, "local_rope": windowed["rope"]}
 
-    def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the rotary keys of both sets in the new and the old form, like `RopeEntry.write_config_keys`."""
-        full = self.rope.write_config_keys(model)
-        local = self.local.write_config_keys(model.model_copy(update={"rope": model.local_rope or model.rope}))
+    def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
+        """Return the rotary keys of both sets in the new and the old form, like `RopeEntry.config_from_fields`."""
+        full = self.rope.config_from_fields(model)
+        local = self.local.config_from_fields(model.model_copy(update={"rope": model.local_rope or model.rope}))
         sets = zip(_SETS, (full["rope_parameters"], local["rope_parameters"]), strict=True)
         base = {self.local_key: local["rope_theta"]} if self.local_key else {}
         return {**full, **base, "rope_parameters": dict(sets)}

@@ -12,10 +12,10 @@ from typing import Any
 from mega_ckpt.canonical_tensors import EMBEDDING
 from mega_ckpt.families.config_entries import (
     AllowedValuesEntry,
+    ConfigDict,
     ConfigEntry,
     ConfigMismatchError,
     FixedFieldsEntry,
-    HfConfigDict,
     KeyEntry,
 )
 from mega_ckpt.families.disk_layouts import LAYER, DiskTensor, TensorRule
@@ -38,18 +38,18 @@ class StackLayersEntry:
     )
     covered_fields: frozenset[str] = frozenset({"num_layers", "encoder"})
 
-    def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
+    def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the fields `num_layers`, the sum over encoder and decoder, and `encoder`, with the encoder's layers
         and the start token.
         """
         if not raw.get("is_encoder_decoder", True):
             raise ConfigMismatchError("is_encoder_decoder = False is not supported")
-        encoder = KeyEntry("num_layers num_hidden_layers", "num_layers").read_config_keys(raw)["num_layers"]
+        encoder = KeyEntry("num_layers num_hidden_layers", "num_layers").fields_from_config(raw)["num_layers"]
         decoder = raw.get("num_decoder_layers")
         section = {"num_layers": encoder, "start_token": raw.get("decoder_start_token_id") or 0}
         return {"num_layers": encoder + (encoder if decoder is None else decoder), "encoder": section}
 
-    def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
+    def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
         """Return the keys `num_layers` (encoder), `num_decoder_layers`, `decoder_start_token_id` and
         `is_encoder_decoder`.
         """
@@ -74,13 +74,13 @@ class RelativePositionsEntry:
     covered_keys: frozenset[str] = frozenset({"relative_attention_num_buckets", "relative_attention_max_distance"})
     covered_fields: frozenset[str] = frozenset({"position", "relative"})
 
-    def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
+    def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the field `position` and the section `relative`."""
         most, buckets = raw.get("relative_attention_max_distance", 128), raw.get("relative_attention_num_buckets", 32)
         section = {"buckets": buckets, "max_distance": most, "every_layer": self.every_layer}
         return {"position": "relative", "relative": section}
 
-    def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
+    def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
         """Return the keys of the number of buckets and the maximum distance."""
         if model.position != "relative" or model.relative.every_layer != self.every_layer:
             raise ConfigMismatchError(f"position must be relative, with relative.every_layer = {self.every_layer}")
@@ -110,15 +110,17 @@ class OutputScaleEntry:
     covered_keys: frozenset[str] = frozenset({"tie_word_embeddings", "scale_decoder_outputs"})
     covered_fields: frozenset[str] = frozenset({"tie_embeddings", "logit_scale"})
 
-    def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
+    def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the fields `tie_embeddings` and `logit_scale`."""
         tied = raw.get("tie_word_embeddings") is not False
         scaled = self.scaled and raw.get("scale_decoder_outputs", tied)
         width = raw.get("d_model") or raw.get("hidden_size") or 1  # another entry reports its absence
         return {"tie_embeddings": tied, "logit_scale": width**-0.5 if scaled else 1.0}
 
-    def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the keys `tie_word_embeddings` and `scale_decoder_outputs`, or the former alone with `by_tie`."""
+    def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
+        """Return the keys `tie_word_embeddings` and `scale_decoder_outputs`, or only `tie_word_embeddings` with
+        `by_tie`.
+        """
         factors = {1.0: False, model.hidden_size**-0.5: True}
         if model.logit_scale not in factors or (factors[model.logit_scale] and not self.scaled):
             allowed = "1 or hidden_size^-0.5" if self.scaled else "1"
@@ -131,17 +133,17 @@ class OutputScaleEntry:
 
 
 @dataclass(frozen=True)
-class HeadSizeEntry:
+class T5HeadSizeEntry:
     """Config entry for T5's head dimension, which is independent of the model width."""
 
     covered_keys: frozenset[str] = frozenset({"d_kv", "head_dim"})
     covered_fields: frozenset[str] = frozenset({"head_dim", "num_kv_heads"})
 
-    def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
+    def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the fields `head_dim` and `num_kv_heads`, which is None: every head has its own key and value."""
         return {"head_dim": raw.get("d_kv", raw.get("head_dim", 64)), "num_kv_heads": None}
 
-    def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
+    def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
         """Return the key `d_kv`, the head dimension, even if it is the default."""
         if model.key_value_heads != model.num_attention_heads:
             raise ConfigMismatchError(f"num_kv_heads must be {model.num_attention_heads}, not {model.key_value_heads}")
@@ -155,12 +157,12 @@ class DropoutRateEntry:
     covered_keys: frozenset[str] = frozenset({"dropout_rate"})
     covered_fields: frozenset[str] = frozenset({"embedding_dropout", "attention_dropout", "residual_dropout"})
 
-    def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
-        """Return the three dropout fields, each with `dropout_rate`."""
+    def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
+        """Return the fields of embedding, attention and residual dropout, each with the value of `dropout_rate`."""
         return dict.fromkeys(sorted(self.covered_fields), raw.get("dropout_rate", 0.1))
 
-    def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the key `dropout_rate` from `residual_dropout`; the other two rates are not written."""
+    def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
+        """Return the key `dropout_rate` from `residual_dropout`; embedding and attention dropout are not written."""
         return {"dropout_rate": model.residual_dropout}
 
 
@@ -213,7 +215,7 @@ def _entries(activation: str, *, every_layer: bool, scaled: bool) -> tuple[Confi
         KeyEntry("layer_norm_epsilon", "norm_eps", 1e-6),
         KeyEntry("feed_forward_proj", "activation", activation, _ACTIVATIONS),
         KeyEntry("n_positions max_position_embeddings", "max_position", 512),
-        HeadSizeEntry(), StackLayersEntry(), RelativePositionsEntry(every_layer), OutputScaleEntry(scaled, by_tie=every_layer), DropoutRateEntry(),
+        T5HeadSizeEntry(), StackLayersEntry(), RelativePositionsEntry(every_layer), OutputScaleEntry(scaled, by_tie=every_layer), DropoutRateEntry(),
         FixedFieldsEntry({"norm": "rmsnorm", "attention_scale": 1.0, "mlp_bias": False}),
         AllowedValuesEntry({"sliding_window": (None,), "layer_types": (None,)}),
     )  # fmt: skip

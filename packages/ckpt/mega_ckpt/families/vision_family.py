@@ -14,14 +14,14 @@ from torch import Tensor
 from mega_ckpt.canonical_tensors import canonical_tensors
 from mega_ckpt.families.config_entries import (
     AllowedValuesEntry,
+    ConfigDict,
     ConfigEntry,
     ConfigMismatchError,
     FixedFieldsEntry,
-    HfConfigDict,
     KeyEntry,
     split_words,
 )
-from mega_ckpt.families.disk_layouts import DiskTensor, TensorRule, expand_rules, weight_bias_rules
+from mega_ckpt.families.disk_layouts import DiskTensor, TensorRule, expand_tensor_rules, weight_bias_rules
 from mega_ckpt.families.family import CARRIED, ModelFamily
 from mega_ckpt.tensor_pieces import TensorShape
 from mega_common.errors import CheckpointError, ConfigError
@@ -69,20 +69,20 @@ class NativeResolutionEntry:
     )
     covered_fields: frozenset[str] = frozenset({"native"})
 
-    def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
+    def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the section `native`; ConfigMismatchError for other rotary positions than axial ones of base 10000."""
         rope = raw.get("rope_parameters") or {}
         if rope.get("rope_type", "axial") != "axial" or rope.get("rope_theta", 10_000) != 10_000:
             raise ConfigMismatchError(f"rope_parameters = {rope!r} must be axial with rope_theta = 10000")
         return {
-            "native": {name: value for entry in _NATIVE_SIZES for name, value in entry.read_config_keys(raw).items()}
+            "native": {name: value for entry in _NATIVE_SIZES for name, value in entry.fields_from_config(raw).items()}
         }
 
-    def write_config_keys(self, model: Any) -> dict[str, Any]:
+    def config_from_fields(self, model: Any) -> dict[str, Any]:
         """Return the keys of the section `native` of `model`, a `VisionConfig`."""
         if model.native is None:
             raise ConfigMismatchError("vision.native is missing")
-        return {key: value for entry in _NATIVE_SIZES for key, value in entry.write_config_keys(model.native).items()}
+        return {key: value for entry in _NATIVE_SIZES for key, value in entry.config_from_fields(model.native).items()}
 
 
 _NATIVE = (
@@ -213,7 +213,7 @@ class VisionLanguageFamily(ModelFamily):
         """True if every expert of the text model has its own disk tensors."""
         return self.text_family.has_per_expert_tensors
 
-    def read_config_json(self, raw: HfConfigDict, source: str = "config.json") -> ModelConfig:
+    def read_config_json(self, raw: ConfigDict, source: str = "config.json") -> ModelConfig:
         """Return the model configuration that a vision-language config.json describes; see
         `ModelFamily.read_config_json`.
         """
@@ -229,7 +229,7 @@ class VisionLanguageFamily(ModelFamily):
         for entries, keys in ((VISION_ENCODERS[kind], inner), (self.entries, raw)):
             for entry in entries:
                 try:
-                    fields |= entry.read_config_keys(keys)
+                    fields |= entry.fields_from_config(keys)
                 except ConfigMismatchError as error:
                     found.append(str(error))
         if found:
@@ -240,7 +240,7 @@ class VisionLanguageFamily(ModelFamily):
         except ConfigError as error:
             raise CheckpointError(error.message, hint=error.hint) from None
 
-    def text_config_of(self, raw: HfConfigDict) -> dict[str, Any]:
+    def text_config_of(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the text model's config.json: `text_config`, with transformers' defaults for absent keys and with tied
         embeddings if the whole model has them.
         """
@@ -252,7 +252,7 @@ class VisionLanguageFamily(ModelFamily):
         tied = {_TIED: True} if raw.get(_TIED) else {}
         return _TEXTS.get(inner.get("model_type"), {}) | inner | tied
 
-    def unread_keys(self, raw: HfConfigDict) -> list[str]:
+    def unread_keys(self, raw: ConfigDict) -> list[str]:
         """Return the keys of a config.json that neither transformers nor mega reads; see `ModelFamily.unread_keys`."""
         inner = raw.get("vision_config") or {}
         tower = VISION_ENCODERS.get(inner.get("model_type", self.towers[0]), ())
@@ -296,11 +296,11 @@ class VisionLanguageFamily(ModelFamily):
 
     def _write_vision_keys(self, vision: VisionConfig) -> dict[str, Any]:
         """Return the keys of the vision encoder and the projector, `vision_config` included."""
-        out = {key: value for entry in self.entries for key, value in entry.write_config_keys(vision).items()}  # type: ignore[arg-type]
+        out = {key: value for entry in self.entries for key, value in entry.config_from_fields(vision).items()}  # type: ignore[arg-type]
         reasons: list[str] = []
         for kind in self.towers:
             try:
-                inner = {k: v for entry in VISION_ENCODERS[kind] for k, v in entry.write_config_keys(vision).items()}  # type: ignore[arg-type]
+                inner = {k: v for entry in VISION_ENCODERS[kind] for k, v in entry.config_from_fields(vision).items()}  # type: ignore[arg-type]
                 return out | {"vision_config": {"model_type": kind, **inner}}
             except ConfigMismatchError as error:
                 reasons.append(f"{kind}: {error}")
@@ -319,7 +319,7 @@ class VisionLanguageFamily(ModelFamily):
         }
         assert model.vision is not None
         rules = (*_add_prefix(style.tower, self.tower(model.vision)), *_add_prefix(style.outer, self.projector))
-        vision = expand_rules(rules, shapes, model.vision.num_layers)
+        vision = expand_tensor_rules(rules, shapes, model.vision.num_layers)
         named = {style.to_disk_name(name): replace(disk, name=style.to_disk_name(name)) for name, disk in text.items()}
         return vision | named
 

@@ -15,9 +15,9 @@ from typing import Any
 
 from mega_ckpt.families.config_entries import (
     AllowedValuesEntry,
+    ConfigDict,
     ConfigMismatchError,
     FixedFieldsEntry,
-    HfConfigDict,
     KeyEntry,
     split_words,
 )
@@ -42,7 +42,7 @@ class FeatureSelectEntry:
     covered_keys: frozenset[str] = frozenset({"vision_feature_select_strategy"})
     covered_fields: frozenset[str] = frozenset({"feature_class"})
 
-    def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
+    def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the field `feature_class`, true if the class token is kept; ConfigMismatchError if a patch would be
         dropped.
         """
@@ -54,7 +54,7 @@ class FeatureSelectEntry:
             )
         return {"feature_class": strategy == "full" and not siglip}
 
-    def write_config_keys(self, model: Any) -> dict[str, Any]:
+    def config_from_fields(self, model: Any) -> dict[str, Any]:
         """Return the keys `vision_feature_select_strategy` and `image_seq_length` from the fields of a `VisionConfig`."""
         full = model.feature_class or not model.class_token
         return {
@@ -103,11 +103,11 @@ class GridPinpointsEntry:
     covered_keys: frozenset[str] = frozenset({"image_grid_pinpoints"})
     covered_fields: frozenset[str] = frozenset({"pinpoints"})
 
-    def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
+    def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the field `pinpoints`, a list of [height, width]."""
         return {"pinpoints": raw.get("image_grid_pinpoints") or _DEFAULT_PINPOINTS}
 
-    def write_config_keys(self, model: Any) -> dict[str, Any]:
+    def config_from_fields(self, model: Any) -> dict[str, Any]:
         """Return the key `image_grid_pinpoints` from the fields of a `VisionConfig`."""
         return {"image_grid_pinpoints": [list(size) for size in model.pinpoints or ()]}
 
@@ -139,7 +139,7 @@ class TokensPerImageEntry:
     covered_keys: frozenset[str] = frozenset({"mm_tokens_per_image"})
     covered_fields: frozenset[str] = frozenset({"pool"})
 
-    def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
+    def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the field `pool`, the pooling factor per side; ConfigMismatchError if square pools of patches do not
         give that number of tokens.
         """
@@ -151,7 +151,7 @@ class TokensPerImageEntry:
             )
         return {"pool": patches // side}
 
-    def write_config_keys(self, model: Any) -> dict[str, Any]:
+    def config_from_fields(self, model: Any) -> dict[str, Any]:
         """Return the key `mm_tokens_per_image` from the fields of a `VisionConfig`."""
         return {"mm_tokens_per_image": model.tokens_per_image}
 
@@ -165,7 +165,7 @@ class NoLogitCapEntry:
     covered_keys: frozenset[str] = frozenset()
     covered_fields: frozenset[str] = frozenset()
 
-    def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
+    def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return no fields; ConfigMismatchError if `text_config` has `final_logit_softcapping`."""
         cap = (raw.get("text_config") or {}).get("final_logit_softcapping")
         if cap is not None:
@@ -174,7 +174,7 @@ class NoLogitCapEntry:
             )
         return {}
 
-    def write_config_keys(self, model: Any) -> dict[str, Any]:
+    def config_from_fields(self, model: Any) -> dict[str, Any]:
         """Return no keys: the entry only checks."""
         return {}
 
@@ -220,13 +220,13 @@ class MultimodalRopeEntry(RopeEntry):
     mrope.
     """
 
-    def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
+    def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the field `rope` with `sections` from `mrope_section`."""
-        out = super().read_config_keys(raw)
+        out = super().fields_from_config(raw)
         given = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
         return {"rope": out["rope"] | {"sections": given.get(_SECTIONS, [16, 24, 24])}}
 
-    def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
+    def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
         """Return the rotary keys in the new and the old form, each with `mrope_section`; ConfigMismatchError without
         sections.
         """
@@ -234,7 +234,7 @@ class MultimodalRopeEntry(RopeEntry):
             raise ConfigMismatchError("rope.sections is missing")
         sections = {_SECTIONS: list(model.rope.sections)}
         plain = model.model_copy(update={"rope": model.rope.model_copy(update={"sections": None})})
-        out = super().write_config_keys(plain)
+        out = super().config_from_fields(plain)
         scaling = out["rope_scaling"] or {"rope_type": "default", "type": "mrope"}
         return out | {
             "rope_scaling": scaling | sections,
@@ -282,7 +282,7 @@ class OutHiddenSizeEntry:
     covered_keys: frozenset[str] = frozenset()
     covered_fields: frozenset[str] = frozenset()
 
-    def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
+    def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return no fields; ConfigMismatchError if `out_hidden_size` differs from the text model's `hidden_size`."""
         out, text = (raw.get("vision_config") or {}).get("out_hidden_size"), raw.get("text_config") or raw
         if out is not None and out != text.get("hidden_size", out):
@@ -291,7 +291,7 @@ class OutHiddenSizeEntry:
             )
         return {}
 
-    def write_config_keys(self, model: Any) -> dict[str, Any]:
+    def config_from_fields(self, model: Any) -> dict[str, Any]:
         """Return no keys: the entry only checks."""
         return {}
 

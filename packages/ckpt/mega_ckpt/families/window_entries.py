@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mega_ckpt.families.config_entries import ConfigMismatchError, HfConfigDict, layer_indices
+from mega_ckpt.families.config_entries import ConfigDict, ConfigMismatchError, layer_indices
 from mega_common.model_config import ModelConfig
 
 _FULL, _LOCAL = "full_attention", "sliding_attention"
@@ -27,7 +27,7 @@ class UniformWindowEntry:
     covered_keys: frozenset[str] = frozenset({"sliding_window", "layer_types"})
     covered_fields: frozenset[str] = frozenset({"sliding_window"})
 
-    def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
+    def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the field `sliding_window`; ConfigMismatchError if the family does not support windows or a list of
         layer types disagrees.
         """
@@ -39,7 +39,7 @@ class UniformWindowEntry:
         check_layer_types(raw, size)
         return {"sliding_window": size}
 
-    def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
+    def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
         """Return the key `sliding_window`, or no key if the family does not support windows."""
         if self.supports_windows:
             return {"sliding_window": model.sliding_window}
@@ -68,14 +68,14 @@ class LayerTypesEntry:
         """Keys of config.json that the entry covers."""
         return frozenset({"sliding_window", "layer_types", *self.every_keys})
 
-    def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
+    def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the fields `sliding_window` and `full_attention_layers`."""
         layers, size = layer_indices(raw), raw.get("sliding_window", self.size)
         every = next((raw[key] for key in self.every_keys if raw.get(key)), self.every)
         full = [(layer + 1) % every == 0 if every else not size for layer in layers]
         return window_fields(raw.get("layer_types") or window_layer_types(full), size, layers)
 
-    def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
+    def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
         """Return the keys `layer_types` and `sliding_window`, a size even if no layer uses it, since some transformers
         classes require one.
         """
@@ -100,7 +100,7 @@ class QwenWindowEntry:
     )
     covered_fields: frozenset[str] = frozenset({"sliding_window", "full_attention_layers"})
 
-    def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
+    def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the fields `sliding_window` and `full_attention_layers`."""
         layers, first = layer_indices(raw), raw.get("max_window_layers", self.first)
         size = raw.get("sliding_window", self.size) if raw.get("use_sliding_window") else None
@@ -109,7 +109,7 @@ class QwenWindowEntry:
             raw.get("layer_types") or window_layer_types([each or not size for each in full]), size, layers
         )
 
-    def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
+    def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
         """Return the keys `use_sliding_window`, `sliding_window`, `max_window_layers` (the first layer with a window)
         and `layer_types`.
         """
@@ -133,7 +133,7 @@ class SwitchedWindowEntry:
     )
     covered_fields: frozenset[str] = frozenset({"sliding_window"})
 
-    def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
+    def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the field `sliding_window`, None unless switched on; `max_window_layers` is ignored as in
         transformers.
         """
@@ -141,7 +141,7 @@ class SwitchedWindowEntry:
         check_layer_types(raw, size)
         return {"sliding_window": size}
 
-    def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
+    def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
         """Return the keys `use_sliding_window` and `sliding_window`."""
         return {"use_sliding_window": model.sliding_window is not None, "sliding_window": model.sliding_window}
 
@@ -167,7 +167,7 @@ class RopeInWindowsEntry:
         """Keys of config.json that the entry covers."""
         return frozenset({"sliding_window", "layer_types", self.every_key})
 
-    def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
+    def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the fields `sliding_window`, `full_attention_layers` and `no_rope_layers`; the latter two list the
         same layers.
         """
@@ -182,7 +182,7 @@ class RopeInWindowsEntry:
         fields = window_fields(kinds, size, layers)
         return {**fields, "no_rope_layers": [layer for layer, kind in enumerate(kinds) if kind == _FULL] or None}
 
-    def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
+    def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
         """Return the keys `layer_types` and `sliding_window`; ConfigMismatchError unless exactly the full-attention
         layers lack rotary positions.
         """
@@ -196,7 +196,7 @@ class RopeInWindowsEntry:
         return {"sliding_window": model.sliding_window or self.size, "layer_types": model_layer_types(model)}
 
 
-def check_layer_types(raw: HfConfigDict, size: int | None) -> None:
+def check_layer_types(raw: ConfigDict, size: int | None) -> None:
     """Check that the list `layer_types` in `raw`, if given, agrees with a family that has a window of `size`, or none,
     in every layer.
 

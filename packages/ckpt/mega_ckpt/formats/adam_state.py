@@ -31,7 +31,7 @@ from mega_ckpt.formats.dcp import malformed_as_error
 from mega_ckpt.formats.disk_source import LazyTensor
 from mega_ckpt.formats.safe_pickles import InertObject
 from mega_ckpt.formats.torch_archive import StoredTensor, load_torch_archive
-from mega_ckpt.training_state import MOMENTS
+from mega_ckpt.weight_source import MOMENTS
 from mega_common.errors import CheckpointError
 
 
@@ -87,10 +87,10 @@ def attach_moments(path: Path, weights: Mapping[str, StoredTensor], optimizer: M
     `weights`.
     """
     held = {name: to_lazy_tensor(one.path, one) for name, one in weights.items()}
-    return name_moments(path, held, optimizer, [[_distinct_names(weights)]])
+    return assign_moment_names(path, held, optimizer, [[_distinct_names(weights)]])
 
 
-def name_moments(
+def assign_moment_names(
     path: Path, held: Mapping[str, LazyTensor], optimizer: Mapping[Any, Any], orders: Sequence[Sequence[Sequence[str]]]
 ) -> NamedAdamState:
     """Return the weights `held` with the Adam moments of `optimizer` by weight name; without moments, and with the
@@ -189,7 +189,7 @@ def read_trainer_state(folder: Path, weights: Mapping[str, LazyTensor]) -> Named
         optimizer = load_torch_archive(path)
         if not isinstance(optimizer, Mapping):
             raise CheckpointError(f"{path}: not a state dict of a torch optimizer")
-        return name_moments(path, weights, optimizer, orders)
+        return assign_moment_names(path, weights, optimizer, orders)
     except CheckpointError as error:
         return NamedAdamState(weights, missing_reason=error.message)
 

@@ -52,8 +52,8 @@ class SavedTensor:
     chunks: Sequence[StoredBox]
 
     def read(self) -> Tensor:
-        """Read the whole tensor: memory-mapped if it is stored as one rectangle, else assembled; CheckpointError if
-        elements are missing.
+        """Read the whole tensor from the folder: memory-mapped if it is stored as one rectangle, else assembled;
+        CheckpointError if elements are missing.
         """
         held = sum(math.prod(chunk.shape) for chunk in self.chunks)
         if held < math.prod(self.shape):

@@ -24,7 +24,7 @@ from mega_ckpt.formats import dcp
 from mega_ckpt.formats.adam_state import NamedAdamState, attach_moments, parse_integer, to_lazy_tensor
 from mega_ckpt.formats.disk_source import LazyTensor
 from mega_ckpt.formats.torch_archive import StoredTensor, load_torch_archive
-from mega_ckpt.training_state import MOMENTS
+from mega_ckpt.weight_source import MOMENTS
 from mega_common.errors import CheckpointError
 
 MODEL_STATES, OPTIM_STATES = "*_model_states.pt", "*_optim_states.pt"

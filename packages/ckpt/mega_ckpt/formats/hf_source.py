@@ -32,7 +32,7 @@ from mega_ckpt.formats.hf_weight_files import (
 from mega_ckpt.formats.quantized_weights import SCHEME_KEYS, dequantize_tensors
 from mega_ckpt.formats.safetensors_file import SafetensorsHeader
 from mega_ckpt.tensor_pieces import TensorShape
-from mega_ckpt.training_state import (
+from mega_ckpt.weight_source import (
     LOW,
     MOMENTS,
     ConvertedTraining,
@@ -90,7 +90,9 @@ class HfSource(DiskSource):
         disk, quantization = dequantize_tensors(tensors, self._raw, folder)
         self._headers = {} if quantization else headers
         model = self._naming.restrict_to_stored(described, disk)
-        table = checked_tensor_table(self._naming, model, {name: stored.shape for name, stored in disk.items()}, folder)
+        table = build_checked_tensor_table(
+            self._naming, model, {name: stored.shape for name, stored in disk.items()}, folder
+        )
         super().__init__(folder, model, table, disk, quantization)
         self._table = table
         self._check_duplicates(table)
@@ -164,7 +166,7 @@ class HfSource(DiskSource):
                 )
 
 
-def checked_tensor_table(
+def build_checked_tensor_table(
     family: ModelFamily, model: ModelConfig, held: Mapping[str, TensorShape], source: object
 ) -> Mapping[str, DiskTensor]:
     """Return {disk name: DiskTensor} of `model` in the family's files, after checking that `held` (disk names with
@@ -237,10 +239,10 @@ def load_hf_config(path: Location, raw: Mapping[str, Any] | None = None) -> tupl
     raw = read_json_mapping(path) if raw is None else raw
     family = family_of_config(raw, str(path))
     model, unread = family.read_config_json(raw, str(path)), family.unread_keys(raw)
-    return family, with_image_settings(model, partial(_read_sibling, path.parent)), unread
+    return family, add_image_settings(model, partial(_read_sibling, path.parent)), unread
 
 
-def with_image_settings(model: ModelConfig, read: Callable[[str], Mapping[str, Any]]) -> ModelConfig:
+def add_image_settings(model: ModelConfig, read: Callable[[str], Mapping[str, Any]]) -> ModelConfig:
     """Return `model` with the image preprocessing settings of its folder; `read` is as in `image_processor_section`.
 
     Raises:

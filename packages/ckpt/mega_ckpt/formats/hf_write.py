@@ -28,7 +28,7 @@ from mega_ckpt.families import (
 )
 from mega_ckpt.families.disk_layouts import PLAIN, DiskTensor, TensorSlice
 from mega_ckpt.families.family import CARRIED
-from mega_ckpt.formats.hf_source import CONFIG, LAYOUT, checked_tensor_table, decode_hf_layout, with_image_settings
+from mega_ckpt.formats.hf_source import CONFIG, LAYOUT, add_image_settings, build_checked_tensor_table, decode_hf_layout
 from mega_ckpt.formats.hf_weight_files import INDEX, SINGLE, decode_json_mapping, encode_json_mapping
 from mega_ckpt.formats.safetensors_file import SafetensorsHeader, write_safetensors
 from mega_ckpt.resumable_folder import FinishedFile, RunOnce, write_always
@@ -100,7 +100,7 @@ class HfOrigin:
         try:
             family = family_of_config(self.config_json)
             names = [name for header in self.headers.values() for name in header.entries]
-            read = with_image_settings(family.read_config_json(self.config_json), self.read_other_json)
+            read = add_image_settings(family.read_config_json(self.config_json), self.read_other_json)
             return family, family.restrict_to_stored(read, names) if names or not model.mtp_layers else read
         except CheckpointError:
             return None
@@ -154,7 +154,9 @@ def plan_hf_folder(
     headers = origin.headers if same else {}
     shapes = {name: entry.shape for header in headers.values() for name, entry in header.entries.items()}
     table = (
-        checked_tensor_table(chosen, source.model, shapes, LAYOUT) if shapes else chosen.disk_tensor_table(source.model)
+        build_checked_tensor_table(chosen, source.model, shapes, LAYOUT)
+        if shapes
+        else chosen.disk_tensor_table(source.model)
     )
     tensors = {name: (cast_dtype(source, disk.slabs[0].name, dtype), disk.shape) for name, disk in table.items()}
     buffers = {name: (source.read_buffer(name).dtype, shapes[name]) for name in source.buffer_names() if name in shapes}

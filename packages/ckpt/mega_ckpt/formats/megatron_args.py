@@ -15,38 +15,37 @@ from typing import Any
 
 from mega_ckpt.families.config_entries import (
     AllowedValuesEntry,
+    ConfigDict,
     ConfigEntry,
     ConfigMismatchError,
-    HfConfigDict,
     KeyEntry,
     split_words,
 )
 from mega_ckpt.families.model_equivalence import normalize_config, resolve_config
 from mega_ckpt.formats.megatron_entries import (
-    ActivationEntry,
-    BiasesEntry,
-    InvertedSwitchEntry,
+    MegatronActivationEntry,
+    MegatronBiasesEntry,
+    MegatronInvertedSwitchEntry,
     MegatronMoeEntry,
+    MegatronMtpEntry,
+    MegatronMultiKeyEntry,
     MegatronSizesEntry,
-    MtpEntry,
-    MultiKeyEntry,
-    WindowEntry,
+    MegatronWindowEntry,
 )
-from mega_ckpt.formats.megatron_position_entries import MegatronMlaEntry, PositionsEntry
+from mega_ckpt.formats.megatron_position_entries import MegatronMlaEntry, MegatronPositionsEntry
 from mega_common.errors import CheckpointError, ConfigError
-from mega_common.hybrid_pattern import NORM_EPS, build_hybrid_pattern, build_mamba_section
-from mega_common.layer_kinds import LETTERS, MambaConfig
+from mega_common.layer_kinds import LETTERS, NORM_EPS, MambaConfig, build_hybrid_pattern, build_mamba_section
 from mega_common.model_config import ModelConfig
 
 
 @dataclass(frozen=True)
-class BertEntry(MultiKeyEntry):
+class MegatronBertEntry(MegatronMultiKeyEntry):
     """Mapping of Megatron's `is_encoder` and `bert_binary_head`, which make a model a BERT."""
 
     covered_keys: frozenset[str] = frozenset({"is_encoder", "bert_binary_head"})
     covered_fields: frozenset[str] = frozenset({"causal", "token_types", "masked_lm", "pooler", "sentence_pairs"})
 
-    def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
+    def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the fields of a BERT (`causal`, `token_types`, `masked_lm`, `pooler`, `sentence_pairs`), none for
         other models; the sentence-order head implies two segment types.
         """
@@ -56,13 +55,13 @@ class BertEntry(MultiKeyEntry):
         types = 2 if pairs else 0
         return {"causal": False, "token_types": types, "masked_lm": {}, "pooler": pairs, "sentence_pairs": pairs}
 
-    def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
-        """Return `is_encoder` and `bert_binary_head` for a bidirectional model, else no arguments."""
+    def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
+        """Return Megatron's `is_encoder` and `bert_binary_head` for a bidirectional model, else no arguments."""
         return {} if model.causal else {"is_encoder": True, "bert_binary_head": model.sentence_pairs}
 
 
 @dataclass(frozen=True)
-class T5Entry(MultiKeyEntry):
+class MegatronT5Entry(MegatronMultiKeyEntry):
     """Mapping of Megatron's T5: `is_encoder_decoder`, and the layers of both stacks; the output layer has a bias per
     token if it is tied to the embedding. Megatron has no setting for the decoder start token; files written by mega
     store it.
@@ -74,7 +73,7 @@ class T5Entry(MultiKeyEntry):
     )
     covered_fields: frozenset[str] = frozenset({"num_layers", "encoder", "relative"})
 
-    def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
+    def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the fields `num_layers`, `encoder` and, for relative positions, `position` and `relative`; no fields
         for a model with one stack.
         """
@@ -91,7 +90,7 @@ class T5Entry(MultiKeyEntry):
         most, buckets = raw.get("relative_attention_max_distance", 128), raw.get("relative_attention_num_buckets", 32)
         return {**out, "position": "relative", "relative": {"buckets": buckets, "max_distance": most}}
 
-    def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
+    def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
         """Return Megatron's arguments of a T5, none for other models; `num_layers` counts the decoder's layers only."""
         encoder = model.encoder
         if encoder is None:
@@ -116,7 +115,7 @@ _LETTER = {kind: letter for letter, kind in LETTERS.items()}
 
 
 @dataclass(frozen=True)
-class HybridLayersEntry(MultiKeyEntry):
+class MegatronHybridLayersEntry(MegatronMultiKeyEntry):
     """Mapping of Megatron's pattern of layer kinds in a hybrid model, and the sizes of its Mamba-2 layers."""
 
     covered_keys: frozenset[str] = split_words(
@@ -125,7 +124,7 @@ class HybridLayersEntry(MultiKeyEntry):
     )
     covered_fields: frozenset[str] = frozenset({"layers", "mamba"})
 
-    def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
+    def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the fields `num_layers`, `layers` and `mamba`; no fields for a model of transformer layers."""
         try:
             pattern = build_hybrid_pattern(raw)
@@ -142,10 +141,8 @@ class HybridLayersEntry(MultiKeyEntry):
         out: dict[str, Any] = {"num_layers": len(pattern.letters), "layers": pattern.layer_kind_names}
         return {**out, "mamba": build_mamba_section(raw)} if "M" in pattern.letters else out
 
-    def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
-        """Return `hybrid_override_pattern`, the name of the pattern that all versions of Megatron read, and the Mamba-2
-        sizes.
-        """
+    def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
+        """Return Megatron's `hybrid_override_pattern`, which all versions read, and the Mamba-2 sizes."""
         if model.layers is None:
             return {"is_hybrid_model": False}
         halves = [[half for half in kind if half] for kind in model.layer_kinds[: model.num_layers]]
@@ -181,23 +178,23 @@ SETTINGS: tuple[ConfigEntry, ...] = (
     KeyEntry("num_attention_heads", "num_attention_heads"),
     MegatronSizesEntry(),
     KeyEntry("max_position_embeddings", "max_position"),
-    InvertedSwitchEntry("untie_embeddings_and_output_weights", "tie_embeddings"),
+    MegatronInvertedSwitchEntry("untie_embeddings_and_output_weights", "tie_embeddings"),
     KeyEntry("normalization", "norm", "LayerNorm", NORMS),
     KeyEntry("norm_epsilon", "norm_eps", 1e-5),
     KeyEntry("layernorm_zero_centered_gamma apply_layernorm_1p", "zero_centered_norm", False, must_agree=False),
-    ActivationEntry(),
-    BiasesEntry(),
+    MegatronActivationEntry(),
+    MegatronBiasesEntry(),
     KeyEntry("qk_layernorm", "qk_norm", False),
     KeyEntry("attention_output_gate", "attention_gate", False),
     KeyEntry("softmax_type", "attention_sinks", "vanilla", SINKS),
-    WindowEntry(),
-    PositionsEntry(),
+    MegatronWindowEntry(),
+    MegatronPositionsEntry(),
     MegatronMlaEntry(),
-    HybridLayersEntry(),
+    MegatronHybridLayersEntry(),
     MegatronMoeEntry(),
-    MtpEntry(),
-    BertEntry(),
-    T5Entry(),
+    MegatronMtpEntry(),
+    MegatronBertEntry(),
+    MegatronT5Entry(),
     KeyEntry("hidden_dropout", "residual_dropout", 0.1),
     KeyEntry("attention_dropout", "attention_dropout", 0.1),
     KeyEntry("init_method_std", "init_std", 0.02),
@@ -215,7 +212,7 @@ SETTINGS: tuple[ConfigEntry, ...] = (
 )
 
 
-def read_megatron_args(args: HfConfigDict, source: object, extra: HfConfigDict | None = None) -> ModelConfig:
+def read_megatron_args(args: ConfigDict, source: object, extra: ConfigDict | None = None) -> ModelConfig:
     """Return the model configuration that Megatron's `args` describe; fields of `ModelConfig` in `extra` override them.
 
     Raises:
@@ -238,7 +235,7 @@ def read_megatron_args(args: HfConfigDict, source: object, extra: HfConfigDict |
         raise CheckpointError(error.message, hint=f"add or override settings with --config model.yaml{other}") from None
 
 
-def _read_fields(args: HfConfigDict, given: Set[str] = frozenset()) -> tuple[dict[str, Any], list[str]]:
+def _read_fields(args: ConfigDict, given: Set[str] = frozenset()) -> tuple[dict[str, Any], list[str]]:
     """Return fields of `ModelConfig`, and the settings without counterpart, except those that only affect fields in
     `given`.
     """
@@ -248,7 +245,7 @@ def _read_fields(args: HfConfigDict, given: Set[str] = frozenset()) -> tuple[dic
         raw["num_layers"] = sum(letter not in "|" for letter in str(raw["hybrid_layer_pattern"]).partition("/")[0])
     for entry in SETTINGS:
         try:
-            fields |= entry.read_config_keys(raw)
+            fields |= entry.fields_from_config(raw)
         except ConfigMismatchError as error:
             if not entry.covered_fields or not entry.covered_fields <= given:
                 found.append(str(error))
@@ -270,7 +267,7 @@ def write_megatron_args(model: ModelConfig, tp: int = 1, pp: int = 1) -> dict[st
     out, model = dict[str, Any](), normalize_config(model)
     for entry in SETTINGS:
         try:
-            out |= entry.write_config_keys(model)
+            out |= entry.config_from_fields(model)
         except ConfigMismatchError as error:
             raise CheckpointError(f"Megatron cannot express this model: {error}") from None
     fields, found = _read_fields(out)
@@ -294,13 +291,15 @@ def write_megatron_args(model: ModelConfig, tp: int = 1, pp: int = 1) -> dict[st
 
 def _comparable_fields(model: ModelConfig) -> dict[str, Any]:
     fields, rope = resolve_config(model).model_dump(), model.rope
+    if model.mla and not model.mla.latent_norm:
+        fields["mla"].pop("norm_eps")  # without effect
     if model.position != "rope":
         return fields | {"rope": None}
     unused = {} if rope.mscale and rope.mscale_all_dim else {"mscale": None, "mscale_all_dim": None}
     return fields | {"rope": fields["rope"] | unused}
 
 
-def _list_differences(one: HfConfigDict, other: HfConfigDict) -> list[str]:
+def _list_differences(one: ConfigDict, other: ConfigDict) -> list[str]:
     """Return 'name = value' of the settings in `one` that differ in `other`."""
     out = []
     for name, value in one.items():

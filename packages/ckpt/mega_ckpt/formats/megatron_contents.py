@@ -26,7 +26,7 @@ from mega_ckpt.formats.megatron_names import MegatronPart
 from mega_ckpt.formats.torch_archive import StoredTensor
 from mega_ckpt.manifest import is_exact_tiling
 from mega_ckpt.tensor_pieces import TensorBox, TensorPiece, TensorShape, box_overlap, copy_overlap, crop_tensor
-from mega_ckpt.training_state import LOW, MOMENTS, ConvertedTraining, OptimizerNotConverted, make_trainer_state
+from mega_ckpt.weight_source import LOW, MOMENTS, ConvertedTraining, OptimizerNotConverted, make_trainer_state
 from mega_common.errors import CheckpointError
 from mega_common.model_config import ModelConfig
 

@@ -31,16 +31,16 @@ from mega_ckpt.formats.megatron_names import (
     HEAD_STATES,
     STACKS,
     MegatronPart,
+    count_stack_layers,
     is_hybrid_model,
     is_projection_weight,
     split_layer_prefix,
-    stack_depth,
 )
 from mega_ckpt.formats.megatron_write import RELEASE, MegatronWriter, open_durable
 from mega_ckpt.formats.torch_archive import load_torch_archive
 from mega_ckpt.resumable_folder import FinishedFile, RunOnce, hash_file
-from mega_ckpt.shard_files import ShardSlab, split_into_files, tensor_bytes
-from mega_ckpt.stream_checkpoint import slabs_of_tensor
+from mega_ckpt.shard_files import ShardSlab, group_slabs_by_file, tensor_bytes
+from mega_ckpt.stream_checkpoint import split_tensor_into_slabs
 from mega_ckpt.tensor_pieces import TensorShape
 from mega_ckpt.weight_source import write_file_durably
 from mega_common.model_config import ModelConfig
@@ -56,10 +56,12 @@ def write_dist_checkpoint(
     durable when this returns.
     """
     slabs = [
-        slab for part in writing.parts for slab in slabs_of_tensor(part.name, writing.part_dtype(part), part.shape)
+        slab
+        for part in writing.parts
+        for slab in split_tensor_into_slabs(part.name, writing.part_dtype(part), part.shape)
     ]
     chunks: defaultdict[str, list[tuple[ShardSlab, _StorageInfo]]] = defaultdict(list)
-    files = list(split_into_files(slabs, BYTES_PER_FILE))
+    files = list(group_slabs_by_file(slabs, BYTES_PER_FILE))
     for number, group in enumerate(files):
         name = f"__0_{number}.distcp"
         done = once(f"{RELEASE}/{name}", b"", partial(_write_file, writing, folder / name, group, advance))
@@ -126,7 +128,7 @@ class _LayerStack:
         alike = len(set(model.layer_kinds[: model.num_layers])) == 1 and not is_hybrid_model(model)
         stack = next((stack for stack in STACKS if head.startswith(stack)), "") if alike else ""
         layer = int(head.split(".")[2]) if stack else None
-        return cls(layer, stack_depth(model, stack), part.taps, stack)
+        return cls(layer, count_stack_layers(model, stack), part.taps, stack)
 
     def tensor_keys(self, part: MegatronPart, *, latent: bool) -> list[str]:
         """Return the names of a tensor: all of them if its name depends on the kind of layer."""

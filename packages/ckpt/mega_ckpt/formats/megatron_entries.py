@@ -7,13 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from mega_ckpt.families.config_entries import ConfigMismatchError, HfConfigDict, split_words
-from mega_common.hybrid_pattern import MOST_LAYERS
+from mega_ckpt.families.config_entries import ConfigDict, ConfigMismatchError, split_words
+from mega_common.layer_kinds import MOST_LAYERS
 from mega_common.model_config import ModelConfig
 
 
 @dataclass(frozen=True)
-class MultiKeyEntry:
+class MegatronMultiKeyEntry:
     """Base of config entries that map several of Megatron's arguments to several fields of `ModelConfig`."""
 
     covered_keys: frozenset[str]
@@ -21,7 +21,7 @@ class MultiKeyEntry:
 
 
 @dataclass(frozen=True)
-class MegatronSizesEntry(MultiKeyEntry):
+class MegatronSizesEntry(MegatronMultiKeyEntry):
     """Mapping of Megatron's sizes that have defaults computed at startup: MLP width, key/value heads, head dimension,
     vocabulary.
     """
@@ -31,14 +31,14 @@ class MegatronSizesEntry(MultiKeyEntry):
     )
     covered_fields: frozenset[str] = frozenset({"ffn_hidden_size", "num_kv_heads", "head_dim", "vocab_size"})
 
-    def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
+    def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the size fields; `vocab_size` is the padded one if only that is given."""
         vocab = raw.get("vocab_size") or raw.get("padded_vocab_size")
         grouped = raw.get("num_query_groups") if raw.get("group_query_attention") else None
         found = {"ffn_hidden_size": feed_forward_size(raw), "head_dim": raw.get("kv_channels"), "vocab_size": vocab}
         return {"num_kv_heads": grouped} | {field: value for field, value in found.items() if value is not None}
 
-    def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
+    def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
         """Return Megatron's arguments of all sizes as numbers, defaults filled in."""
         return {
             "ffn_hidden_size": model.ffn_hidden_size,
@@ -49,7 +49,7 @@ class MegatronSizesEntry(MultiKeyEntry):
         }
 
 
-def feed_forward_size(raw: HfConfigDict) -> int | None:
+def feed_forward_size(raw: ConfigDict) -> int | None:
     """Return the feed-forward width of Megatron's arguments: by default 4 times the hidden size, for SwiGLU two thirds
     of that in multiples of 64; None if neither size is given.
     """
@@ -60,7 +60,7 @@ def feed_forward_size(raw: HfConfigDict) -> int | None:
 
 
 @dataclass(frozen=True)
-class ActivationEntry(MultiKeyEntry):
+class MegatronActivationEntry(MegatronMultiKeyEntry):
     """Mapping of Megatron's arguments that together select the activation function."""
 
     covered_keys: frozenset[str] = split_words(
@@ -68,7 +68,7 @@ class ActivationEntry(MultiKeyEntry):
     )
     covered_fields: frozenset[str] = frozenset({"activation", "activation_limit"})
 
-    def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
+    def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the fields `activation` and `activation_limit`: GELU has the tanh form if fused with a bias, and the
         sigmoid form as a gate (GPT-OSS).
         """
@@ -87,7 +87,7 @@ class ActivationEntry(MultiKeyEntry):
         kind = next((kind for kind, chosen in kinds.items() if chosen), "gelu")
         return {"activation": kind, "activation_limit": limit if quick else None}
 
-    def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
+    def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
         """Return Megatron's arguments for the model's activation function."""
         limit = model.activation_limit
         return {
@@ -102,7 +102,7 @@ class ActivationEntry(MultiKeyEntry):
 
 
 @dataclass(frozen=True)
-class BiasesEntry(MultiKeyEntry):
+class MegatronBiasesEntry(MegatronMultiKeyEntry):
     """Mapping of Megatron's `add_bias_linear`, for the biases of all projections, and `add_qkv_bias`, for queries, keys
     and values only.
     """
@@ -110,18 +110,18 @@ class BiasesEntry(MultiKeyEntry):
     covered_keys: frozenset[str] = frozenset({"add_bias_linear", "add_qkv_bias"})
     covered_fields: frozenset[str] = frozenset({"qkv_bias", "attention_out_bias", "mlp_bias"})
 
-    def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
+    def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the fields `qkv_bias`, `attention_out_bias` and `mlp_bias`; Megatron's default is biases everywhere."""
         every = bool(raw.get("add_bias_linear", True))
         return {"qkv_bias": every or bool(raw.get("add_qkv_bias")), "attention_out_bias": every, "mlp_bias": every}
 
-    def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
-        """Return `add_bias_linear` and `add_qkv_bias`."""
+    def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
+        """Return Megatron's arguments `add_bias_linear` and `add_qkv_bias`."""
         return {"add_bias_linear": model.mlp_bias, "add_qkv_bias": model.qkv_bias}
 
 
 @dataclass(frozen=True)
-class WindowEntry(MultiKeyEntry):
+class MegatronWindowEntry(MegatronMultiKeyEntry):
     """Mapping of Megatron's `window_size`, (tokens before the query, tokens after it), and of the layers with full
     attention.
     """
@@ -129,7 +129,7 @@ class WindowEntry(MultiKeyEntry):
     covered_keys: frozenset[str] = frozenset({"window_size", "window_attn_skip_freq"})
     covered_fields: frozenset[str] = frozenset({"sliding_window", "full_attention_layers"})
 
-    def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
+    def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return `sliding_window` (None: unlimited) from Megatron's `window_size`, and `full_attention_layers` from
         `window_attn_skip_freq`: flags per layer, or n for full attention in every n-th layer.
         """
@@ -144,9 +144,9 @@ class WindowEntry(MultiKeyEntry):
         full = [layer for layer, has_window in enumerate(windowed) if not has_window]
         return {"sliding_window": sizes[0] + 1, "full_attention_layers": full or None}
 
-    def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
-        """Return `window_size`, and `window_attn_skip_freq` as a list: 1 for layers with a window, 0 for full
-        attention.
+    def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
+        """Return Megatron's `window_size`, and `window_attn_skip_freq` as a list: 1 for layers with a window, 0 for
+        full attention.
         """
         pattern = [
             int(model.get_attention_window(layer) is not None) for layer in range(model.num_layers + model.mtp_layers)
@@ -157,7 +157,7 @@ class WindowEntry(MultiKeyEntry):
         }
 
 
-def count_mtp_layers(raw: HfConfigDict) -> int:
+def count_mtp_layers(raw: ConfigDict) -> int:
     """Return the number of multi-token prediction (MTP) layers in Megatron's arguments; they follow the last decoder
     layer.
     """
@@ -167,7 +167,7 @@ def count_mtp_layers(raw: HfConfigDict) -> int:
     return count
 
 
-def _layer_flags(raw: HfConfigDict, key: str, layers: int, every: Callable[[int, int], bool]) -> list[bool]:
+def _layer_flags(raw: ConfigDict, key: str, layers: int, every: Callable[[int, int], bool]) -> list[bool]:
     """Return a flag per layer: from a list, or by `every(layer, n)` for a number n."""
     given = raw.get(key)
     if isinstance(given, int) and given > 0 and layers <= MOST_LAYERS:
@@ -181,7 +181,7 @@ SCOPES = {"batch": "aux_loss", "sequence": "seq_aux_loss"}
 
 
 @dataclass(frozen=True)
-class MegatronMoeEntry(MultiKeyEntry):
+class MegatronMoeEntry(MegatronMultiKeyEntry):
     """Mapping of Megatron's mixture-of-experts arguments. Scores are a softmax over the selected experts, unless
     `moe_router_pre_softmax` is set.
 
@@ -196,7 +196,7 @@ class MegatronMoeEntry(MultiKeyEntry):
     )
     covered_fields: frozenset[str] = frozenset({"moe"})
 
-    def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
+    def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the section `moe`, None without experts. In a hybrid model the layer pattern selects the layers with
         experts.
         """
@@ -237,7 +237,7 @@ class MegatronMoeEntry(MultiKeyEntry):
             }
         }
 
-    def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
+    def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
         """Return Megatron's mixture-of-experts arguments; only `num_experts` as None for a model without experts."""
         moe = model.moe
         if moe is None:
@@ -269,7 +269,7 @@ _HYBRID = split_words(
 )
 
 
-def _moe_layers(raw: HfConfigDict) -> list[int] | None:
+def _moe_layers(raw: ConfigDict) -> list[int] | None:
     """Return the layers with experts; None for all layers, or if a pattern of layer kinds selects them."""
     if any(raw.get(key) for key in _HYBRID):
         return None
@@ -279,7 +279,7 @@ def _moe_layers(raw: HfConfigDict) -> list[int] | None:
     return None if all(sparse) else [layer for layer, has in enumerate(sparse) if has]
 
 
-def _expert_groups(raw: HfConfigDict, top: int, *, logits: bool) -> dict[str, Any]:
+def _expert_groups(raw: ConfigDict, top: int, *, logits: bool) -> dict[str, Any]:
     """Return the fields of expert groups, which apply only with a number of groups per token; the score of a group is
     that of its best one or two experts.
     """
@@ -296,7 +296,7 @@ def _expert_groups(raw: HfConfigDict, top: int, *, logits: bool) -> dict[str, An
     return {"groups": groups, "top_groups": top_groups, "group_score": "top2" if counted == 2 else "max"}
 
 
-def _aux_loss_settings(raw: HfConfigDict) -> tuple[str, float]:
+def _aux_loss_settings(raw: ConfigDict) -> tuple[str, float]:
     """Return the scope and the weight of the first supported auxiliary loss with a weight."""
     kinds, losses = raw.get("moe_router_load_balancing_type", "aux_loss"), raw.get("moe_aux_loss_coeff", 0.0)
     kinds, losses = (value if isinstance(value, list) else [value] for value in (kinds, losses))
@@ -306,7 +306,7 @@ def _aux_loss_settings(raw: HfConfigDict) -> tuple[str, float]:
 
 
 @dataclass(frozen=True)
-class MtpEntry(MultiKeyEntry):
+class MegatronMtpEntry(MegatronMultiKeyEntry):
     """Mapping of Megatron's multi-token prediction (MTP) layers, as in DeepSeek-V3, and the weight of their mean loss."""
 
     covered_keys: frozenset[str] = split_words(
@@ -315,7 +315,7 @@ class MtpEntry(MultiKeyEntry):
     )
     covered_fields: frozenset[str] = frozenset({"mtp_layers", "mtp_loss"})
 
-    def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
+    def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the fields `mtp_layers` and `mtp_loss`; none without MTP layers, since the loss weight then has no
         effect.
         """
@@ -326,8 +326,8 @@ class MtpEntry(MultiKeyEntry):
             raise ConfigMismatchError(f"{', '.join(wrong)} is not supported with mtp_num_layers = {count}")
         return {"mtp_layers": count, "mtp_loss": raw.get("mtp_loss_scaling_factor", 0.1)}
 
-    def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
-        """Return `mtp_num_layers` and `mtp_loss_scaling_factor`."""
+    def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
+        """Return Megatron's arguments `mtp_num_layers` and `mtp_loss_scaling_factor`."""
         if not model.mtp_layers:
             return {"mtp_num_layers": None}
         last, layers = model.num_layers - 1, range(model.num_layers, model.num_layers + model.mtp_layers)
@@ -339,26 +339,26 @@ class MtpEntry(MultiKeyEntry):
 
 
 @dataclass(frozen=True)
-class InvertedSwitchEntry:
-    """Config entry for a boolean key that is the opposite of a boolean field."""
+class MegatronInvertedSwitchEntry:
+    """Config entry for a boolean Megatron argument that is the opposite of a boolean field."""
 
     key: str
     field: str
 
     @property
     def covered_keys(self) -> frozenset[str]:
-        """Key that the entry covers."""
+        """Megatron argument that the entry covers."""
         return frozenset({self.key})
 
     @property
     def covered_fields(self) -> frozenset[str]:
-        """Field of the configuration that the entry covers."""
+        """Field of `ModelConfig` that the entry covers."""
         return frozenset({self.field})
 
-    def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
-        """Return the field with the opposite value of the key."""
+    def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
+        """Return the boolean field, the opposite of the Megatron argument."""
         return {self.field: not raw.get(self.key, False)}
 
-    def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the key with the opposite value of the field."""
+    def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
+        """Return the boolean Megatron argument, the opposite of the field."""
         return {self.key: not getattr(model, self.field)}

@@ -295,7 +295,7 @@ def layer_prefix(model: ModelConfig, index: int) -> str:
     return f"{STACKS[not encodes]}{index if encodes else index - first}."
 
 
-def stack_depth(model: ModelConfig, stack: str) -> int:
+def count_stack_layers(model: ModelConfig, stack: str) -> int:
     """Return the number of layers of a stack: of the encoder or the decoder (`STACKS`)."""
     if model.encoder is None:
         return model.num_layers

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mega_ckpt.families.config_entries import ConfigMismatchError, HfConfigDict, split_words
-from mega_ckpt.formats.megatron_entries import MultiKeyEntry
+from mega_ckpt.families.config_entries import ConfigDict, ConfigMismatchError, split_words
+from mega_ckpt.formats.megatron_entries import MegatronMultiKeyEntry
 from mega_common.model_config import ModelConfig, RopeConfig
 
 POSITIONS: Mapping[str, str] = {
@@ -23,7 +23,7 @@ YARN_TRUNCATE = "yarn_correction_range_round_to_int"
 
 
 @dataclass(frozen=True)
-class PositionsEntry(MultiKeyEntry):
+class MegatronPositionsEntry(MegatronMultiKeyEntry):
     """Mapping of Megatron's kind of position embeddings, and its rotary settings."""
 
     covered_keys: frozenset[str] = split_words(
@@ -33,12 +33,12 @@ class PositionsEntry(MultiKeyEntry):
     )
     covered_fields: frozenset[str] = frozenset({"position", "rope"})
 
-    def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
+    def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the fields `position` and, for rotary positions, `rope`; YaRN never interleaves, and rotates whole
         heads.
         """
         kind = _position_kind(raw)
-        if POSITIONS[kind] != "rope":  # `T5Entry` reads relative positions
+        if POSITIONS[kind] != "rope":  # `MegatronT5Entry` reads relative positions
             return {"position": POSITIONS[kind]}
         if kind == "yarn":
             return {
@@ -48,7 +48,7 @@ class PositionsEntry(MultiKeyEntry):
         rope = {"fraction": float(raw.get("rotary_percent", 1.0)), "interleaved": bool(raw.get("rotary_interleaved"))}
         return {"position": "rope", "rope": rope | _rope_theta(raw) | _scaling_without_yarn(raw)}
 
-    def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
+    def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
         """Return Megatron's arguments of the kind of positions and the rotary settings."""
         rope = model.rope
         yarn = rope.scaling == "yarn" and model.position == "rope"
@@ -65,7 +65,7 @@ class PositionsEntry(MultiKeyEntry):
         }
 
 
-def _position_kind(raw: HfConfigDict) -> str:
+def _position_kind(raw: ConfigDict) -> str:
     kind = (
         "rope" if raw.get("use_rotary_position_embeddings") else raw.get("position_embedding_type", "learned_absolute")
     )
@@ -74,11 +74,11 @@ def _position_kind(raw: HfConfigDict) -> str:
     return str(kind)
 
 
-def _rope_theta(raw: HfConfigDict) -> dict[str, Any]:
+def _rope_theta(raw: ConfigDict) -> dict[str, Any]:
     return {"theta": float(raw.get("rotary_base", 10_000))}
 
 
-def _scaling_without_yarn(raw: HfConfigDict) -> dict[str, Any]:
+def _scaling_without_yarn(raw: ConfigDict) -> dict[str, Any]:
     """Return the context extension settings other than YaRN."""
     factor = raw.get("rotary_seq_len_interpolation_factor")
     if raw.get("use_rope_scaling"):
@@ -86,7 +86,7 @@ def _scaling_without_yarn(raw: HfConfigDict) -> dict[str, Any]:
     return {"scaling": "linear", "factor": float(factor)} if factor else {}
 
 
-def _read_yarn(raw: HfConfigDict, prefix: str) -> dict[str, Any]:
+def _read_yarn(raw: ConfigDict, prefix: str) -> dict[str, Any]:
     """Return YaRN's settings, some of whose keys begin with `prefix`; the two mscale factors apply only together."""
     out = _rope_theta(raw) | {
         "scaling": "yarn",
@@ -116,7 +116,7 @@ def _write_yarn(rope: RopeConfig, prefix: str) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class MegatronMlaEntry(MultiKeyEntry):
+class MegatronMlaEntry(MegatronMultiKeyEntry):
     """Mapping of Megatron's multi-head latent attention (MLA), with its own head sizes, norms and YaRN default."""
 
     covered_keys: frozenset[str] = split_words(
@@ -125,7 +125,7 @@ class MegatronMlaEntry(MultiKeyEntry):
     )
     covered_fields: frozenset[str] = frozenset({"mla"})
 
-    def read_config_keys(self, raw: HfConfigDict) -> dict[str, Any]:
+    def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the section `mla`, and the attention and rotary fields it implies; no fields without MLA."""
         if not raw.get("multi_latent_attention"):
             return {}
@@ -136,24 +136,24 @@ class MegatronMlaEntry(MultiKeyEntry):
             "qk_nope_head_dim": raw.get("qk_head_dim", 128),
             "qk_rope_head_dim": raw.get("qk_pos_emb_head_dim", 64),
             "v_head_dim": raw.get("v_head_dim", 128),
-            "norm_eps": raw.get("norm_epsilon", 1e-5),
+            **({"norm_eps": raw.get("norm_epsilon", 1e-5)} if raw.get("qk_layernorm") else {"latent_norm": False}),
         }
         yarn = (raw.get("rope_type") or "yarn") == "yarn"
         rope = _read_yarn(raw, "") if yarn else _rope_theta(raw) | {"fraction": float(raw.get("rotary_percent", 1.0))}
         alone = {"qk_norm": False, "qkv_bias": False, "head_dim": None, "num_kv_heads": None, "position": "rope"}
         return {"mla": mla, "rope": rope | {"interleaved": True}, **alone}
 
-    def _check_supported(self, raw: HfConfigDict) -> None:
-        if not raw.get("qk_layernorm"):
-            raise ConfigMismatchError("multi_latent_attention requires qk_layernorm")
+    def _check_supported(self, raw: ConfigDict) -> None:
         if POSITIONS[_position_kind(raw)] == "learned":
             raise ConfigMismatchError("multi_latent_attention is not supported with learned positions")
-        if raw.get("layernorm_zero_centered_gamma", raw.get("apply_layernorm_1p")):
-            raise ConfigMismatchError("multi_latent_attention is not supported with apply_layernorm_1p")
+        if raw.get("qk_layernorm") and raw.get("layernorm_zero_centered_gamma", raw.get("apply_layernorm_1p")):
+            raise ConfigMismatchError(
+                "multi_latent_attention with qk_layernorm is not supported with apply_layernorm_1p"
+            )
         if raw.get("rope_type") == "rope" and raw.get("mscale_all_dim") and raw.get("rotary_scaling_factor", 1.0) > 1:
             raise ConfigMismatchError("mscale_all_dim is not supported without YaRN")
 
-    def write_config_keys(self, model: ModelConfig) -> dict[str, Any]:
+    def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
         """Return Megatron's arguments of multi-head latent attention (MLA): ranks, head sizes and rotary type."""
         mla = model.mla
         if mla is None:
@@ -161,7 +161,7 @@ class MegatronMlaEntry(MultiKeyEntry):
         yarn = model.rope.scaling == "yarn"
         return {
             "multi_latent_attention": True,
-            "qk_layernorm": True,
+            "qk_layernorm": mla.latent_norm,
             "group_query_attention": False,
             "q_lora_rank": mla.q_lora_rank,
             "kv_lora_rank": mla.kv_lora_rank,

@@ -24,7 +24,7 @@ from mega_ckpt.formats.megatron_args import read_megatron_args
 from mega_ckpt.formats.megatron_contents import MegatronContents, MegatronTensorReader, read_optimizer_state
 from mega_ckpt.formats.megatron_names import megatron_parts
 from mega_ckpt.tensor_pieces import TensorShape
-from mega_ckpt.training_state import ConvertedTraining
+from mega_ckpt.weight_source import ConvertedTraining
 from mega_common.errors import CheckpointError
 from mega_common.model_config import ModelConfig
 from mega_common.progress_logging import logger

@@ -83,7 +83,7 @@ class MegatronWriter:
         return out
 
 
-def write_release(
+def write_release_folder(
     writing: MegatronWriter,
     folder: Path,
     write: Callable[[MegatronWriter, Path, Callable[[int], object], RunOnce], None],

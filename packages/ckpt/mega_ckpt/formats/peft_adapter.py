@@ -34,7 +34,7 @@ from mega_ckpt.formats.hf_weight_files import encode_json_mapping, read_json_map
 from mega_ckpt.formats.peft_tensor_changes import (
     WEIGHTS,
     alpha_of_module,
-    check_factors,
+    check_lora_factors,
     check_peft_options,
     open_adapter_weights,
     take_tensor_changes,
@@ -183,7 +183,7 @@ def read_peft_adapter(folder: Location, base: WeightSource) -> SavedAdapter:
     config, family = read_json_mapping(folder / CONFIG), _family_of_base(base)
     check_peft_options(config, folder / CONFIG)
     file = open_adapter_weights(folder)
-    check_factors(file.shapes, folder)
+    check_lora_factors(file.shapes, folder)
     left = {name.removeprefix(PREFIX): name for name in file.shapes}
     tensors: dict[str, Tensor] = {}
     experts = base.model.moe.num_experts if base.model.moe else 0

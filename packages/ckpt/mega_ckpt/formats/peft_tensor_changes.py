@@ -26,7 +26,7 @@ from mega_ckpt.families import ModelFamily
 from mega_ckpt.families.disk_layouts import TRANSPOSED, DiskTensor
 from mega_ckpt.formats.safetensors_file import SafetensorsFile
 from mega_ckpt.formats.torch_archive import load_state_tensors
-from mega_ckpt.lora_adapter import UntiedSource
+from mega_ckpt.lora_adapter import UntiedWeightSource
 from mega_ckpt.lora_tensors import MAGNITUDE, A, B
 from mega_ckpt.tensor_pieces import TensorShape, crop_tensor
 from mega_ckpt.weight_source import WeightSource
@@ -69,6 +69,9 @@ def check_peft_options(config: Mapping[str, Any], where: object) -> None:
         supported = key in _APPLIED or key in _WITHOUT_EFFECT
         if not supported and value is not None and value is not False and value not in ({}, [], ""):
             raise CheckpointError(f"{where}: {key} = {value!r} is not supported", hint=_MERGE)
+    for key, alpha in (("lora_alpha", config.get("lora_alpha", 8)), *(config.get("alpha_pattern") or {}).items()):
+        if not isinstance(alpha, int | float) or not 0 < alpha < math.inf:
+            raise CheckpointError(f"{where}: the alpha {key} = {alpha!r} must be a positive number", hint=_MERGE)
     if config.get("bias") not in _BIASES:
         raise CheckpointError(f"{where}: bias = {config['bias']!r} is not supported", hint=_MERGE)
     init = config.get("init_lora_weights")
@@ -81,9 +84,11 @@ def check_peft_options(config: Mapping[str, Any], where: object) -> None:
 
 def alpha_of_module(config: Mapping[str, Any], module: str) -> float:
     """Return the LoRA alpha of a module, by its name in transformers: from the first pattern in `alpha_pattern` that
-    matches, else `lora_alpha`.
+    matches, else `lora_alpha`. For a weight in `target_parameters`, PEFT matches the name of the parameter.
     """
-    patterns = config.get("alpha_pattern") or {}
+    patterns, parameter = config.get("alpha_pattern") or {}, f"{module}.weight"
+    if any(f".{parameter}".endswith(f".{target}") for target in config.get("target_parameters") or ()):
+        module = parameter
     own = (value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module))
     return float(next(own, config.get("lora_alpha", 8)))
 
@@ -119,7 +124,7 @@ def open_adapter_weights(folder: Location) -> AdapterWeightsFile:
     return AdapterWeightsFile({key: entry.shape for key, entry in file.header.entries.items()}, file.read_tensor)
 
 
-def check_factors(shapes: Mapping[str, TensorShape], folder: Location) -> None:
+def check_lora_factors(shapes: Mapping[str, TensorShape], folder: Location) -> None:
     """Check that the LoRA factors A and B in a PEFT file are matrices; CheckpointError for one that is flattened or
     empty.
 
@@ -239,7 +244,7 @@ def take_tensor_changes(
         CheckpointError: when one has another shape than the base's tensor.
     """
     tied = base.model.tie_embeddings
-    untied_base: WeightSource = UntiedSource(base) if tied else base
+    untied_base: WeightSource = UntiedWeightSource(base) if tied else base
     table = family.disk_tensor_table(untied_base.model)
     ranks = {name: shape[0] for name, shape in shapes.items() if name.endswith((A, _EMBEDDING_A))}
     changes: dict[str, TensorChange] = {}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +16,7 @@ import numpy.typing as npt
 
 from mega_common.errors import DataError
 from mega_common.progress_logging import logger
-from mega_data.chat.chat_records import LossOn, parse_chat_record
+from mega_data.chat.chat_records import Conversation, LossOn, parse_chat_record
 from mega_data.chat.chat_template import read_chat_template
 from mega_data.reading.documents import AnswerSpan, Document, RejectedItem, RenderedChat
 from mega_data.token_files.dataset_info import UNPAIRED, ChatInfo
@@ -195,12 +197,15 @@ class ChatPreparation:
         info: entry of the data set's description.
         encoder: encoder of the rendered conversations.
 
+    Args:
+        inserted: text that takes the place of images; special tokens in it are not reported.
+
     Raises:
         DataError: if there is no chat template, or options conflict.
         MissingPackageError: if transformers is not installed.
     """
 
-    def __init__(self, options: ChatOptions, tokenizer: Tokenizer) -> None:
+    def __init__(self, options: ChatOptions, tokenizer: Tokenizer, inserted: str = "") -> None:
         if options.kind == "pairs" and options.loss_on == "all":
             raise DataError("--loss-on all conflicts with --kind pairs", hint="use --loss-on answers or last")
         self._options = options
@@ -213,6 +218,8 @@ class ChatPreparation:
         self.encoder = ChatEncoder(tokenizer, one, options.max_length)
         added = tokenizer.backend.get_added_tokens_decoder().values()
         self._specials = tuple(token.content for token in added if token.special)
+        spelled = sorted((token for token in self._specials if token not in inserted), key=len, reverse=True)
+        self._spelling = re.compile("|".join(map(re.escape, spelled)) or "(?!)")
         self._has_warned_of_end = options.loss_on == "all"
         self._log_template_warnings()
 
@@ -250,8 +257,19 @@ class ChatPreparation:
         notes = tuple(
             {note for chat in chats for note in chat.notes}
             | {UNPAIRED for conversation in parsed if conversation.missing}
+            | {note for conversation in parsed for note in self._find_spelled_tokens(conversation)}
         )
         return Document("", size, item.file, item.line, chats=chats, notes=notes)
+
+    def _find_spelled_tokens(self, conversation: Conversation) -> set[str]:
+        """Return notes about special tokens that messages or tools spell, which are encoded as these tokens as in
+        transformers.
+        """
+        written = json.dumps([conversation.messages, conversation.tools], ensure_ascii=False, default=str)
+        return {
+            f"spell the special token {token!r} in a message or in 'tools', which is encoded as that token"
+            for token in set(self._spelling.findall(written))
+        }
 
     def _check_chat(self, chat: RenderedChat, where: str) -> None:
         """Reject weights that a mask byte cannot represent; warn once if an answer ends without a special token."""

@@ -13,6 +13,7 @@ import contextlib
 import hashlib
 import json
 import re
+import resource
 import signal
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,12 +30,19 @@ from mega_data.reading.decompression import import_optional
 from mega_data.reading.documents import AnswerSpan, RenderedChat
 
 RENDER_SECONDS = 30.0  # per text; a template is a program and may not terminate
+RENDER_MEMORY = 1 << 30  # bytes per text, beyond those in use before
+MAX_TEXT = 1 << 26  # characters of a rendered text, which the tokenizer encodes in several times that memory
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+MEMORY_HINT = "look for repeated or padded texts in the template"
 MARK = "mark answers in the template by {% generation %} ... {% endgeneration %}, and pass it as --chat-template FILE"
 
 
 class ChatTemplateTimeout(DataError):
     """Error for a chat template whose rendering exceeds the time limit."""
+
+
+class ChatTemplateMemoryError(DataError):
+    """Error for a chat template whose rendering exceeds the memory limit, or that renders too long a text."""
 
 
 class ChatTemplate:
@@ -67,14 +75,14 @@ class ChatTemplate:
             if not template.strip():
                 raise DataError(f"{source}: the chat template is empty")
             try:
-                with limit_time(RENDER_SECONDS):
+                with limit_time(RENDER_SECONDS), limit_memory(RENDER_MEMORY):
                     self._render([[]], chat_template=template, **self._variables)
             except jinja2.TemplateSyntaxError as error:
                 reason = f"the chat template is not valid Jinja ({error.message}, line {error.lineno})"
                 raise DataError(f"{source}: {reason}") from None
             except RecursionError:
                 raise DataError(f"{source}: the chat template is nested too deeply") from None
-            except ChatTemplateTimeout as error:
+            except (ChatTemplateTimeout, ChatTemplateMemoryError) as error:
                 raise DataError(f"{source}: {error.message}") from None
             except Exception:  # noqa: BLE001 - many templates fail on a conversation without messages
                 continue
@@ -163,7 +171,7 @@ class ChatTemplate:
         def render(messages: list[Message], tools: list[Any] | None) -> str | None:
             try:
                 return self._render_messages(replace(conversation, tools=tools), messages, tools_of=conversation)[0]
-            except ChatTemplateTimeout:
+            except (ChatTemplateTimeout, ChatTemplateMemoryError):
                 raise
             except DataError:
                 return None
@@ -219,7 +227,7 @@ class ChatTemplate:
         name = "tool_use" if (tools_of or conversation).tools and "tool_use" in self._templates else "default"
         variables = {**self._variables, **conversation.options}
         try:
-            with limit_time(RENDER_SECONDS):
+            with limit_time(RENDER_SECONDS), limit_memory(RENDER_MEMORY):
                 texts, marked = self._render(
                     [list(messages)],
                     tools=conversation.tools,
@@ -227,10 +235,14 @@ class ChatTemplate:
                     **flags,
                     **variables,
                 )
-        except ChatTemplateTimeout:
+        except (ChatTemplateTimeout, ChatTemplateMemoryError):
             raise
         except Exception as error:  # noqa: BLE001 - a template is a program and can raise anything
             raise DataError(f"the chat template fails on the conversation ({error})") from None
+        if len(texts[0]) > MAX_TEXT:
+            raise ChatTemplateMemoryError(
+                f"the chat template renders {len(texts[0]):,} characters, more than {MAX_TEXT:,}", hint=MEMORY_HINT
+            )
         return texts[0], marked[0] if marked else []
 
 
@@ -294,6 +306,32 @@ def limit_time(seconds: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, left)
         signal.signal(signal.SIGALRM, handler)
+
+
+@contextlib.contextmanager
+def limit_memory(size: int) -> Iterator[None]:
+    """Raise `ChatTemplateMemoryError` in the block when the process allocates `size` bytes more than before, in the main
+    thread on Linux only, because the limit is that of the process's address space.
+
+    Raises:
+        ChatTemplateMemoryError: if the block exceeds the limit.
+    """
+    pages = Path("/proc/self/statm")
+    if threading.current_thread() is not threading.main_thread() or not pages.is_file():
+        yield
+        return
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    limit = int(pages.read_text().split()[0]) * resource.getpagesize() + size
+    if before[0] != resource.RLIM_INFINITY and before[0] < limit:
+        limit = before[0]
+    resource.setrlimit(resource.RLIMIT_AS, (limit, before[1]))
+    try:
+        yield
+    except MemoryError:
+        text = f"the chat template takes more than {size >> 20:,} MiB of memory"
+        raise ChatTemplateMemoryError(text, hint=MEMORY_HINT) from None
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 def _load_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:

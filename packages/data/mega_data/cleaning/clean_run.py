@@ -1,41 +1,108 @@
-"""Cleaning run `mega data clean`: two passes over a corpus, with all dropped documents kept in separate files.
-
-The first pass applies the rules to each document and stores the fingerprints of the kept ones. The second pass compares
-the fingerprints and removes duplicates. Both use `workers` processes and resume after an interruption: all work happens
-in `.NAME.partial` next to the output, which is renamed when it is complete.
-"""
+"""Process pool whose results come in the order of the work."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
 import json
+import os
 import shutil
+import signal
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from multiprocessing import get_context, parent_process
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
-from mega_common.atomic_files import install_folder, lock_folder, write_json_atomically
+from mega_common.atomic_files import lock_folder, rename_folder_into_place, write_json_atomically
 from mega_common.errors import DataError
 from mega_common.progress_logging import ProgressBar, logger
-from mega_data.cleaning.append_files import SUFFIXES, AppendJournal
+from mega_data.cleaning.append_files import SUFFIXES, AppendJournal, import_fingerprints, write_kept_fingerprints
 from mega_data.cleaning.clean_config import RULES, CleanConfig
-from mega_data.cleaning.clean_tally import CleanTally, DocumentAmount, sum_amounts
-from mega_data.cleaning.document_judge import DocumentJudge, JudgeBatch, JudgedBatch, JudgeSettings, judge_batch
-from mega_data.cleaning.duplicate_removal import FirstPassPart, SourceNames, find_duplicates, remove_part_duplicates
-from mega_data.cleaning.fingerprint_files import import_fingerprints, write_kept_fingerprints
-from mega_data.cleaning.ordered_pool import map_in_order
+from mega_data.cleaning.document_judge import (
+    CleanedBatch,
+    CleaningBatch,
+    CleaningTally,
+    CleaningWorkerSettings,
+    DocumentAmount,
+    DocumentCleaner,
+    clean_batch,
+    sum_document_amounts,
+)
+from mega_data.cleaning.duplicate_removal import (
+    FirstPassPart,
+    SourceNameTables,
+    find_duplicates,
+    remove_part_duplicates,
+)
 from mega_data.cleaning.rule_builder import hash_evaluation_ngrams
 from mega_data.preprocessing.preprocess_corpus import count_usable_cores
 from mega_data.preprocessing.text_batches import PreprocessProgress, ResumableReader
 from mega_data.reading.corpus_sources import CorpusSource, SkippedFiles, find_corpus_sources
 from mega_data.reading.documents import Document, RejectedItem
+
+READ_AHEAD = 4  # items per process that are queued or in progress
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+def map_in_order(
+    call: Callable[[Item], Result], items: Iterable[Item], workers: int
+) -> Generator[tuple[Item, Result], None, None]:
+    """Yield each item with the result of `call` on it, in input order, computed by `workers` processes, or by this
+    process for one worker.
+
+    Raises:
+        DataError: if a process was killed; and any error of `call`.
+    """
+    if workers == 1:
+        yield from ((item, call(item)) for item in items)
+        return
+    pending: deque[tuple[Item, Future[Result]]] = deque()
+    pool = ProcessPoolExecutor(workers, get_context("spawn"), _initialize_worker)
+    try:
+        for item in items:
+            if len(pending) >= READ_AHEAD * workers:
+                yield _await_first(pending)
+            pending.append((item, pool.submit(call, item)))
+        while pending:
+            yield _await_first(pending)
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _await_first(pending: deque[tuple[Item, Future[Result]]]) -> tuple[Item, Result]:
+    item, future = pending.popleft()
+    try:
+        return item, future.result()
+    except BrokenProcessPool as error:
+        raise DataError(
+            "a worker process was killed, possibly because memory ran out", hint="use fewer --workers"
+        ) from error
+
+
+def _initialize_worker() -> None:
+    """Ignore Ctrl-C in a worker, which the parent handles, and end the worker with its parent."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)  # no process is left to take a result
+
 
 BATCH = 1 << 20  # bytes of text judged at once
 PART = 1 << 28  # bytes of text in a file of the output
@@ -44,7 +111,7 @@ RECORD_INTERVAL = 5.0  # seconds between two progress records of the first pass
 
 
 @dataclass
-class CleanState:
+class CleaningState:
     """Saved state of a cleaning run's first pass: position (`items` items of source number `source`, after all earlier
     sources) and the resulting counts.
 
@@ -60,7 +127,7 @@ class CleanState:
     starts: list[int] = field(default_factory=lambda: [0])
     part_bytes: int = 0
     finished: bool = False
-    tally: CleanTally = field(default_factory=CleanTally)
+    tally: CleaningTally = field(default_factory=CleaningTally)
     sizes: dict[str, int] = field(default_factory=dict)
 
 
@@ -91,19 +158,23 @@ def clean_corpus(
     """
     if output.exists() and not overwrite:
         raise DataError(f"{output}: exists already", hint="choose another --output, or pass --overwrite")
-    left_out = SkippedFiles()
-    sources = [(str(item), source) for item in inputs for source in find_corpus_sources([item], json_key, left_out)]
+    skipped_files = SkippedFiles()
+    sources = [
+        (str(item), source) for item in inputs for source in find_corpus_sources([item], json_key, skipped_files)
+    ]
     for _, source in sources:
         if output.resolve() in Path(source.name).resolve().parents:
             raise DataError(f"{source.name}: is both an input and the output", hint="choose another --output")
     work = output.parent / f".{output.name}.partial"
     with _lock_work_folder(work):
-        run = CleanRun(work, sources, config, json_key, (folder or Path()).resolve(), workers or count_usable_cores())
+        run = CleaningRun(
+            work, sources, config, json_key, (folder or Path()).resolve(), workers or count_usable_cores()
+        )
         run.resume_or_start()
-        run.run_first_pass(left_out, on_bad_line)
+        run.run_first_pass(skipped_files, on_bad_line)
         run.run_second_pass()
         summary = run.write_summary()
-        install_folder(work / "result", output)
+        rename_folder_into_place(work / "result", output)
     shutil.rmtree(work)
     return summary
 
@@ -137,7 +208,7 @@ def _compute_run_identity(config: CleanConfig, key: str, folder: Path, sources: 
     return hashlib.sha256(json.dumps([config.model_dump_json(), key, files, times]).encode()).hexdigest()
 
 
-class CleanRun:
+class CleaningRun:
     """One cleaning run in the temporary folder `work`: a first pass that applies the rules and a second one that
     removes duplicates.
     """
@@ -153,8 +224,8 @@ class CleanRun:
     ) -> None:
         self.work, self.sources, self.config, self.workers = work, sources, config, workers
         self.inputs = list(dict.fromkeys(name for name, _ in sources))
-        self.state = CleanState(_compute_run_identity(config, key, folder, sources))
-        self.settings = JudgeSettings(
+        self.state = CleaningState(_compute_run_identity(config, key, folder, sources))
+        self.settings = CleaningWorkerSettings(
             config.model_dump_json(exclude_none=True), key, str(folder), str(work / "ngrams.npy"), self.state.made_from
         )
         self.journal = AppendJournal(work)
@@ -168,7 +239,7 @@ class CleanRun:
         """
         previous, record = None, self.work / "progress.json"
         with contextlib.suppress(OSError, ValidationError):  # missing, or written by another version
-            previous = TypeAdapter(CleanState).validate_json(record.read_bytes())
+            previous = TypeAdapter(CleaningState).validate_json(record.read_bytes())
         result = self.work / "result"  # missing if it was already renamed to the output
         same = previous is not None and previous.made_from == self.state.made_from and result.is_dir()
         if previous is not None and same and all(source.is_rereadable for _, source in self.sources):
@@ -183,9 +254,9 @@ class CleanRun:
         result.mkdir(exist_ok=True)
         if self.config.decontaminate is not None:
             np.save(self.settings.ngrams, hash_evaluation_ngrams(self.config.decontaminate))
-        DocumentJudge(self.settings)
+        DocumentCleaner(self.settings)
 
-    def run_first_pass(self, left_out: SkippedFiles, on_bad_line: str) -> None:
+    def run_first_pass(self, skipped_files: SkippedFiles, on_bad_line: str) -> None:
         """Apply every rule except deduplication to every document, or only to the remaining documents of a resumed run."""
         if self.state.finished:
             return
@@ -195,9 +266,9 @@ class CleanRun:
         with contextlib.ExitStack() as stack:
             bar = stack.enter_context(ProgressBar("cleaning", total=sum(s.size for s in sources) or None, unit="bytes"))
             stack.callback(self.journal.close)
-            reading = ResumableReader(sources, self.settings.json_key, left_out, done, bar, whole=True)
+            reading = ResumableReader(sources, self.settings.json_key, skipped_files, done, bar, whole=True)
             judged = map_in_order(
-                partial(judge_batch, settings=self.settings), self._build_batches(reading, on_bad_line), self.workers
+                partial(clean_batch, settings=self.settings), self._build_batches(reading, on_bad_line), self.workers
             )
             for batch, result in stack.enter_context(contextlib.closing(judged)):
                 self._add_batch(batch, result)
@@ -214,26 +285,26 @@ class CleanRun:
     def _record_progress(self) -> None:
         self.journal.commit_state(asdict(self.state))
 
-    def _build_batches(self, reading: ResumableReader, on_bad_line: str) -> Iterator[JudgeBatch]:
-        batch, source = JudgeBatch(""), -1
+    def _build_batches(self, reading: ResumableReader, on_bad_line: str) -> Iterator[CleaningBatch]:
+        batch, source = CleaningBatch(""), -1
         for position, item in reading.read_items():
-            if isinstance(item, RejectedItem) and not item.left_out and on_bad_line == "error":
+            if isinstance(item, RejectedItem) and not item.skipped and on_bad_line == "error":
                 raise DataError(
                     f"{item.file}:{item.line}: {item.reason}",
                     hint=item.hint or "pass --on-bad-line skip to move bad lines to the dropped documents",
                 )
             if batch.items and (position[0] != source or batch.size >= BATCH):
                 yield batch
-                batch = JudgeBatch("")
+                batch = CleaningBatch("")
             source, batch.input = position[0], self.sources[position[0]][0]
-            if isinstance(item, Document) or not item.left_out:
+            if isinstance(item, Document) or not item.skipped:
                 batch.items.append(item)
             batch.size += item.size if isinstance(item, Document) else len(item.content)
             batch.end_position, batch.read = position, reading.read
         if batch.items:
             yield batch
 
-    def _add_batch(self, batch: JudgeBatch, judged: JudgedBatch) -> None:
+    def _add_batch(self, batch: CleaningBatch, judged: CleanedBatch) -> None:
         state, suffix = self.state, SUFFIXES[self.config.compression]
         if state.part_bytes >= PART:
             for name in ("kept", "dropped", "changed"):
@@ -263,7 +334,7 @@ class CleanRun:
         find_duplicates(self.work, rule)
         bounds = [*state.starts, state.documents]
         parts = [FirstPassPart(number, *bounds[number : number + 2]) for number in range(len(state.starts))]
-        names = SourceNames(
+        names = SourceNameTables(
             [source.name for _, source in self.sources],
             self.inputs,
             list(map(str, rule.against)),
@@ -287,9 +358,9 @@ class CleanRun:
         summary = {
             "version": 1,
             "config": self.config.model_dump(mode="json", exclude_none=True),
-            "read": asdict(sum_amounts(tally.read.values())),
-            "kept": asdict(sum_amounts(tally.kept.values())),
-            "dropped": asdict(sum_amounts(dropped)),
+            "read": asdict(sum_document_amounts(tally.read.values())),
+            "kept": asdict(sum_document_amounts(tally.kept.values())),
+            "dropped": asdict(sum_document_amounts(dropped)),
             "inputs": {
                 name: {
                     "read": asdict(tally.read.get(name, DocumentAmount())),

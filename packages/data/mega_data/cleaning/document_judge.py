@@ -1,28 +1,122 @@
-"""Application of the rules to a batch of documents in a worker process: output lines, fingerprints, counts."""
+"""Application of the rules to a batch of documents in a worker process: output lines, fingerprints, counts and samples."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import xxhash
 
 from mega_common.errors import DataError, MegaError
-from mega_data.cleaning.append_files import compress_lines, encode_json_line
+from mega_data.cleaning.append_files import POSITION, DocumentPositions, compress_lines, encode_json_line
 from mega_data.cleaning.clean_config import CleanConfig
-from mega_data.cleaning.clean_tally import CleanTally, DocumentAmount, RuleSample, add_counts
 from mega_data.cleaning.duplicate_detection import compute_text_signatures, hash_texts
-from mega_data.cleaning.fingerprint_files import POSITION, DocumentPositions
+from mega_data.cleaning.quality_rules import CleaningRule, DropDocument, TextRecord
 from mega_data.cleaning.rule_builder import build_clean_rules
-from mega_data.cleaning.rule_verdict import CleaningRule, DropDocument, TextRecord
 from mega_data.cleaning.text_words import AnalyzedText
 from mega_data.reading.documents import Document, RejectedItem
 
+SHOWN = 300  # characters of a sample
 
-class JudgeSettings(NamedTuple):
+
+@dataclass
+class DocumentAmount:
+    """Number of documents, and UTF-8 bytes of their texts."""
+
+    documents: int = 0
+    bytes: int = 0
+
+    def add_amount(self, other: DocumentAmount) -> None:
+        """Add the documents and bytes of another amount to this one, in place."""
+        self.documents += other.documents
+        self.bytes += other.bytes
+
+
+def sum_document_amounts(amounts: Iterable[DocumentAmount]) -> DocumentAmount:
+    """Return the total documents and bytes of several amounts."""
+    result = DocumentAmount()
+    for amount in amounts:
+        result.add_amount(amount)
+    return result
+
+
+@dataclass
+class RuleExample:
+    """Example for the cleaning summary: beginning of a document that a rule dropped or changed.
+
+    `rank` is a hash of its source position; the samples of the lowest ranks are kept.
+    """
+
+    rank: int
+    file: str
+    line: int
+    why: str
+    detail: str
+    text: str
+
+    @classmethod
+    def from_document(cls, file: str, line: int, why: str, detail: str, text: str) -> RuleExample:
+        """Return the example of a document at line `line` of `file`, with the text cut to 300 characters."""
+        return cls(xxhash.xxh32_intdigest(f"{file}:{line}".encode()), file, line, why, detail, text[:SHOWN])
+
+
+@dataclass
+class RuleTally:
+    """Counts of one cleaning rule: dropped documents by reason, changed documents by finding, and examples."""
+
+    dropped: DocumentAmount = field(default_factory=DocumentAmount)
+    changed: DocumentAmount = field(default_factory=DocumentAmount)
+    why: dict[str, int] = field(default_factory=dict)
+    found: dict[str, int] = field(default_factory=dict)
+    samples: list[RuleExample] = field(default_factory=list)
+
+    def add_sample(self, sample: RuleExample, count: int) -> None:
+        """Keep an example if its rank is among the `count` lowest, which makes the kept ones a uniform draw."""
+        self.samples = sorted([*self.samples, sample], key=lambda s: (s.rank, s.file, s.line))[:count]
+
+
+@dataclass
+class CleaningTally:
+    """Counts of a cleaning run: documents `read` and `kept` per input as named by the user, per rule, and per detected
+    language.
+    """
+
+    read: dict[str, DocumentAmount] = field(default_factory=dict)
+    kept: dict[str, DocumentAmount] = field(default_factory=dict)
+    rules: dict[str, RuleTally] = field(default_factory=dict)
+    languages: dict[str, int] = field(default_factory=dict)
+
+    def get_rule_tally(self, name: str) -> RuleTally:
+        """Return the counts of the rule `name`, created if missing."""
+        return self.rules.setdefault(name, RuleTally())
+
+    def add_tally(self, other: CleaningTally, samples: int) -> None:
+        """Add the counts of another tally to this one, and keep at most `samples` examples per rule."""
+        for amounts, more in ((self.read, other.read), (self.kept, other.kept)):
+            for name, amount in more.items():
+                amounts.setdefault(name, DocumentAmount()).add_amount(amount)
+        add_counts(self.languages, other.languages)
+        for name, added in other.rules.items():
+            rule = self.get_rule_tally(name)
+            rule.dropped.add_amount(added.dropped)
+            rule.changed.add_amount(added.changed)
+            add_counts(rule.why, added.why)
+            add_counts(rule.found, added.found)
+            for sample in added.samples:
+                rule.add_sample(sample, samples)
+
+
+def add_counts(counts: dict[str, int], more: dict[str, int]) -> None:
+    """Add the counts `more` to `counts` in place, key by key."""
+    for name, count in more.items():
+        counts[name] = counts.get(name, 0) + count
+
+
+class CleaningWorkerSettings(NamedTuple):
     """Settings of a cleaning worker process: the configuration as JSON, the text's key in a record, folders, and the
     digest of the run's inputs.
     """
@@ -35,7 +129,7 @@ class JudgeSettings(NamedTuple):
 
 
 @dataclass
-class JudgeBatch:
+class CleaningBatch:
     """Documents and rejected items of one input to clean together, and the input position after them: (source number,
     items).
     """
@@ -48,7 +142,7 @@ class JudgeBatch:
 
 
 @dataclass
-class JudgedBatch:
+class CleanedBatch:
     """Result of cleaning a batch: compressed JSON lines per output folder, fingerprints and source positions of the
     kept documents, and counts.
     """
@@ -57,37 +151,37 @@ class JudgedBatch:
     exact: bytes
     minhash: bytes
     positions: DocumentPositions
-    tally: CleanTally
+    tally: CleaningTally
 
 
-def judge_batch(batch: JudgeBatch, settings: JudgeSettings) -> JudgedBatch:
+def clean_batch(batch: CleaningBatch, settings: CleaningWorkerSettings) -> CleanedBatch:
     """Apply every rule of the configuration, except deduplication, to every document of a batch.
 
     Raises:
         MegaError: if a rule cannot be built or a user-defined filter fails.
     """
-    return _get_judge(settings).judge_documents(batch)
+    return _get_judge(settings).clean_documents(batch)
 
 
 @cache
-def _get_judge(settings: JudgeSettings) -> DocumentJudge:
+def _get_judge(settings: CleaningWorkerSettings) -> DocumentCleaner:
     """Return the judge of this process, built once because a language model takes seconds to load."""
-    return DocumentJudge(settings)
+    return DocumentCleaner(settings)
 
 
-class DocumentJudge:
+class DocumentCleaner:
     """Applies the cleaning rules of a configuration, except deduplication, to documents."""
 
-    def __init__(self, settings: JudgeSettings) -> None:
+    def __init__(self, settings: CleaningWorkerSettings) -> None:
         self.config = CleanConfig.model_validate_json(settings.config)
         self.json_key = settings.json_key
         self.rules: dict[str, CleaningRule] = build_clean_rules(
             self.config, Path(settings.folder), Path(settings.ngrams)
         )
 
-    def judge_documents(self, batch: JudgeBatch) -> JudgedBatch:
+    def clean_documents(self, batch: CleaningBatch) -> CleanedBatch:
         """Apply the rules to each document of a batch, in order; a document stops at the first rule that drops it."""
-        tally, kept, positions = CleanTally(), [], []
+        tally, kept, positions = CleaningTally(), [], []
         lines: dict[str, list[bytes]] = {"kept": [], "dropped": [], "changed": []}
         for item in batch.items:
             if isinstance(item, RejectedItem):
@@ -104,7 +198,7 @@ class DocumentJudge:
             tally.kept[batch.input] = DocumentAmount(len(kept), int(array["size"].sum()))
         exact, minhash = self._compute_fingerprints(kept)
         compressed = {name: compress_lines(records, self.config.compression) for name, records in lines.items()}
-        return JudgedBatch(compressed, exact, minhash, array, tally)
+        return CleanedBatch(compressed, exact, minhash, array, tally)
 
     def _compute_fingerprints(self, kept: Sequence[AnalyzedText]) -> tuple[bytes, bytes]:
         duplicates = self.config.duplicates
@@ -113,18 +207,18 @@ class DocumentJudge:
         exact = hash_texts(kept).tobytes() if duplicates.exact else b""
         return exact, compute_text_signatures(kept, duplicates.minhash).tobytes() if duplicates.minhash else b""
 
-    def _drop_unreadable(self, item: RejectedItem, tally: CleanTally) -> bytes:
+    def _drop_unreadable(self, item: RejectedItem, tally: CleaningTally) -> bytes:
         rule = tally.get_rule_tally("unreadable")
         rule.dropped.add_amount(DocumentAmount(1, 0))
         add_counts(rule.why, {item.reason.partition(" (")[0]: 1})
         rule.add_sample(
-            RuleSample.from_document(item.file, item.line, item.reason, "", item.content), self.config.samples
+            RuleExample.from_document(item.file, item.line, item.reason, "", item.content), self.config.samples
         )
         return encode_json_line({"rule": "unreadable", "why": item.reason, "file": item.file, "line": item.line,
                      "content": item.content})  # fmt: skip
 
     def _judge_document(
-        self, item: Document, tally: CleanTally, lines: dict[str, list[bytes]]
+        self, item: Document, tally: CleaningTally, lines: dict[str, list[bytes]]
     ) -> tuple[AnalyzedText | None, TextRecord]:
         """Return the remaining text and record of a document; no text if it is dropped."""
         original: TextRecord = item.record if item.record is not None else {self.json_key: item.text}
@@ -144,7 +238,7 @@ class DocumentJudge:
                 counts.dropped.add_amount(DocumentAmount(1, item.size))
                 add_counts(counts.why, {verdict.why: 1})
                 counts.add_sample(
-                    RuleSample.from_document(item.file, item.line, *verdict, item.text), self.config.samples
+                    RuleExample.from_document(item.file, item.line, *verdict, item.text), self.config.samples
                 )
                 about = {"rule": name, "why": verdict.why, "detail": verdict.detail}
                 lines["dropped"].append(encode_json_line({**about, **position, "record": original}))
@@ -153,7 +247,7 @@ class DocumentJudge:
             add_counts(counts.found, verdict.counts)
             detail = ", ".join(f"{count} {kind}" for kind, count in verdict.counts.items())
             counts.add_sample(
-                RuleSample.from_document(item.file, item.line, "changed", detail, verdict.text), self.config.samples
+                RuleExample.from_document(item.file, item.line, "changed", detail, verdict.text), self.config.samples
             )
             changed_by.append(name)
             text, record = AnalyzedText(verdict.text), replace_record_text(record, self.json_key, verdict.text)

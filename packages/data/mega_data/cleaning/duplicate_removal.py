@@ -12,17 +12,19 @@ import numpy as np
 from pydantic import TypeAdapter
 
 from mega_common.atomic_files import open_atomic_file, write_json_atomically
-from mega_data.cleaning.append_files import SUFFIXES, compress_lines, encode_json_line
-from mega_data.cleaning.clean_config import CleanConfig, DuplicatesRule
-from mega_data.cleaning.clean_tally import CleanTally, DocumentAmount, RuleSample
-from mega_data.cleaning.duplicate_detection import Numbers, estimate_similarity, find_exact_leaders, find_near_leaders
-from mega_data.cleaning.fingerprint_files import (
+from mega_data.cleaning.append_files import (
+    SUFFIXES,
     DocumentPositions,
+    compress_lines,
+    encode_json_line,
     load_document_positions,
     load_signatures,
     load_text_hashes,
 )
-from mega_data.reading.corpus_sources import lookup_key
+from mega_data.cleaning.clean_config import CleanConfig, DuplicatesRule
+from mega_data.cleaning.document_judge import CleaningTally, DocumentAmount, RuleExample
+from mega_data.cleaning.duplicate_detection import Numbers, estimate_similarity, find_exact_leaders, find_near_leaders
+from mega_data.reading.corpus_sources import lookup_record_value
 from mega_data.reading.decompression import open_decompressed
 
 EXACT, NEAR = 1, 2
@@ -37,7 +39,7 @@ class FirstPassPart(NamedTuple):
     end: int
 
 
-class SourceNames(NamedTuple):
+class SourceNameTables(NamedTuple):
     """Names of sources, inputs and earlier cleaning runs' folders, by the numbers in document positions, and the text's
     key in a record.
     """
@@ -73,7 +75,9 @@ def find_duplicates(work: Path, rule: DuplicatesRule) -> None:
             np.save(stream, array)
 
 
-def remove_part_duplicates(part: FirstPassPart, *, work: Path, config: CleanConfig, names: SourceNames) -> CleanTally:
+def remove_part_duplicates(
+    part: FirstPassPart, *, work: Path, config: CleanConfig, names: SourceNameTables
+) -> CleaningTally:
     """Write the kept documents of a first-pass file to `result/kept` and its duplicates to `result/dropped`; return the
     counts.
 
@@ -81,16 +85,18 @@ def remove_part_duplicates(part: FirstPassPart, *, work: Path, config: CleanConf
     """
     record = work / "second" / f"{part.number:05}.json"
     if record.exists():
-        return TypeAdapter(CleanTally).validate_json(record.read_bytes())
-    tally = PartDeduplication(part, work, config, names).write_files() if part.start < part.end else CleanTally()
+        return TypeAdapter(CleaningTally).validate_json(record.read_bytes())
+    tally = (
+        FirstPassDeduplication(part, work, config, names).write_files() if part.start < part.end else CleaningTally()
+    )
     write_json_atomically(record, asdict(tally))
     return tally
 
 
-class PartDeduplication:
+class FirstPassDeduplication:
     """Deduplication of one first-pass file: its documents, and which of them are duplicates."""
 
-    def __init__(self, part: FirstPassPart, work: Path, config: CleanConfig, names: SourceNames) -> None:
+    def __init__(self, part: FirstPassPart, work: Path, config: CleanConfig, names: SourceNameTables) -> None:
         assert config.duplicates is not None
         self.part, self.work, self.config, self.names = part, work, config, names
         self.suffix = SUFFIXES[config.compression]
@@ -102,9 +108,9 @@ class PartDeduplication:
         if near.size:
             signatures = load_signatures(work, config.duplicates)
             self.similarity[near - part.start] = estimate_similarity(signatures, near, self.leaders[near])
-        self.tally = CleanTally()
+        self.tally = CleaningTally()
 
-    def write_files(self) -> CleanTally:
+    def write_files(self) -> CleaningTally:
         """Write the kept and the dropped documents of the first-pass file to the result folder; return the counts."""
         positions = self.positions[self.part.start : self.part.end]
         for number, name in enumerate(self.names.inputs):
@@ -147,8 +153,8 @@ class PartDeduplication:
         counts = self.tally.get_rule_tally(rule)
         counts.dropped.add_amount(DocumentAmount(1, int(position["size"])))
         counts.why["duplicate"] = counts.why.get("duplicate", 0) + 1
-        text = str(lookup_key(record, self.names.json_key))
-        counts.add_sample(RuleSample.from_document(file, number, "duplicate", detail, text), self.config.samples)
+        text = str(lookup_record_value(record, self.names.json_key))
+        counts.add_sample(RuleExample.from_document(file, number, "duplicate", detail, text), self.config.samples)
         return encode_json_line(
             {"rule": rule, "why": "duplicate", "detail": detail, "file": file, "line": number, "record": record}
         )

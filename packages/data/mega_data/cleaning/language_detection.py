@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mega_common.errors import DataError, MissingPackageError
 from mega_data.cleaning.clean_config import LanguageRule
-from mega_data.cleaning.rule_verdict import CleaningRule, DropDocument, TextRecord
+from mega_data.cleaning.quality_rules import CleaningRule, DropDocument, TextRecord
 from mega_data.cleaning.text_words import AnalyzedText
 from mega_data.reading.decompression import import_optional
 

@@ -14,14 +14,22 @@ import numpy as np
 
 from mega_common.errors import ConfigError, DataError
 from mega_common.progress_logging import logger
-from mega_data.cleaning.c4_rules import apply_c4_rule, load_bad_words
 from mega_data.cleaning.clean_config import CleanConfig, DecontaminationRule, LengthRule
-from mega_data.cleaning.gopher_rules import apply_quality_rule, apply_repetition_rule
 from mega_data.cleaning.language_detection import build_language_rule
-from mega_data.cleaning.pii_rules import apply_pii_rule
-from mega_data.cleaning.rule_verdict import BoundedMeasure, CleaningRule, DropDocument, TextRecord, check_measures
+from mega_data.cleaning.quality_rules import (
+    BoundedMeasure,
+    CleaningRule,
+    DropDocument,
+    TextRecord,
+    apply_c4_rule,
+    apply_pii_rule,
+    apply_quality_rule,
+    apply_repetition_rule,
+    check_measure_bounds,
+    load_bad_words,
+)
 from mega_data.cleaning.text_words import AnalyzedText, Hashes
-from mega_data.reading.source_readers import iterate_texts
+from mega_data.reading.source_readers import iterate_document_texts
 
 
 def build_custom_rule(name: str, folder: Path) -> CleaningRule:
@@ -94,7 +102,7 @@ def hash_evaluation_ngrams(limits: DecontaminationRule) -> Hashes:
 
 def _iterate_evaluation_texts(limits: DecontaminationRule) -> Iterator[AnalyzedText]:
     for key in limits.json_keys:
-        yield from map(AnalyzedText, iterate_texts(limits.against, key))
+        yield from map(AnalyzedText, iterate_document_texts(limits.against, key))
 
 
 def build_decontamination_rule(limits: DecontaminationRule, file: Path) -> CleaningRule:
@@ -130,7 +138,7 @@ def build_clean_rules(config: CleanConfig, folder: Path, ngrams: Path) -> dict[s
 
 def _build_rules(config: CleanConfig, folder: Path, ngrams: Path) -> Iterator[tuple[str, CleaningRule]]:
     if (lengths := config.length) is not None:
-        yield "length", lambda text, _: check_measures(_measure_length(text, lengths))
+        yield "length", lambda text, _: check_measure_bounds(_measure_length(text, lengths))
     if config.language is not None:
         yield "language", build_language_rule(config.language)
     if (qualities := config.gopher_quality) is not None:

@@ -1,11 +1,24 @@
-"""Conversion of image files to pixels for a vision encoder, as in transformers' CLIP, SigLIP and LLaVA-NeXT processors."""
+"""Sizes, tiles, token positions and pixels of images for vision encoders.
+
+Sizes, tiles and token positions of images at native resolution (Qwen2-VL, arXiv:2409.12191) and in tiles (LLaVA-NeXT).
+
+Tiles: the image is resized, with its aspect ratio, to the best of a model's resolutions (`VisionConfig.pinpoints`), and
+cut into squares; the whole image as one square comes first. Its placeholders are those of the whole image, followed by
+the rows of patches across all tiles, without padding, each row with an end-of-row placeholder
+(llava-vl.github.io/blog/2024-01-30-llava-next).
+
+Legend: H, W height and width of an image in pixels, S tokens of a sample, P patches of a square, k placeholders.
+
+Conversion of image files to pixels for a vision encoder, as in transformers' CLIP, SigLIP and LLaVA-NeXT processors.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import io
+import math
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,12 +26,128 @@ import numpy.typing as npt
 
 from mega_common.errors import DataError, MissingPackageError
 from mega_common.vision_config import VisionConfig
-from mega_data.images.image_geometry import (
-    compute_native_size,
-    fit_to_resolution,
-    list_placeholder_features,
-    select_tile_resolution,
-)
+
+MAX_ASPECT_RATIO = 200
+
+
+def compute_native_size(vision: VisionConfig, height: int, width: int) -> tuple[int, int]:
+    """Return the (height, width) in pixels to which an image of `height` x `width` pixels is resized at native
+    resolution.
+
+    Both are whole features within the pixel limits, with about the aspect ratio of the image.
+
+    Raises:
+        DataError: if one side is more than 200 times the other.
+    """
+    native = vision.native
+    assert native is not None
+    if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
+        raise DataError(
+            f"the aspect ratio of an image must be at most {MAX_ASPECT_RATIO}, and its size is {height} x {width} pixels"
+        )
+    side = vision.patch_size * native.merge
+    high, wide = (round(length / side) * side for length in (height, width))
+    if high * wide > native.max_pixels:
+        scale = math.sqrt(height * width / native.max_pixels)
+        return max(side, math.floor(height / scale / side) * side), max(side, math.floor(width / scale / side) * side)
+    if high * wide < native.min_pixels:
+        scale = math.sqrt(native.min_pixels / (height * width))
+        return math.ceil(height * scale / side) * side, math.ceil(width * scale / side) * side
+    return high, wide
+
+
+def compute_mrope_positions(
+    positions: npt.NDArray[np.int64],
+    placeholder_positions: npt.NDArray[np.int64],
+    features: npt.NDArray[np.int64],
+    grids: Sequence[tuple[int, int]],
+) -> npt.NDArray[np.int64]:
+    """Return the time, row and column positions of the S tokens of a sample for multimodal RoPE (Qwen2.5-VL): int64 [3,
+    S].
+
+    For text, all three are the token's position. In an image, the row and column of the feature are added to the
+    position of the image's first feature. The text after an image continues after the longer side of its grid, not
+    after its number of tokens.
+
+    Args:
+        positions: int64 [S], 0 at the first token of a document.
+        placeholder_positions, features: int64 [k], as in `SampleImages`.
+        grids: number of feature rows and columns of each image.
+    """
+    mrope = np.stack([positions] * 3)
+    ends = np.cumsum([high * wide for high, wide in grids])
+    numbers = np.searchsorted(ends, features, side="right")
+    for number in np.unique(numbers):
+        (high, wide), here = grids[number], placeholder_positions[numbers == number]
+        inside = features[numbers == number] - (ends[number] - high * wide)
+        begin, following = mrope[0, here[0]], slice(here[-1] + 1, _find_document_end(positions, here[-1]))
+        mrope[:, here] = begin + np.stack([np.zeros_like(inside), *np.divmod(inside, wide)])
+        mrope[:, following] += max(high, wide) - (here[-1] + 1 - here[0])
+    return mrope
+
+
+def _find_document_end(positions: npt.NDArray[np.int64], token: int) -> int:
+    """Return the end of the document that contains the token with index `token`."""
+    starts = np.flatnonzero(positions[token + 1 :] == 0)
+    return token + 1 + int(starts[0]) if starts.size else len(positions)
+
+
+def select_tile_resolution(vision: VisionConfig, height: int, width: int) -> tuple[int, int]:
+    """Return the (height, width) in `vision.pinpoints` that keeps the most pixels of an image of `height` x `width`; on
+    ties the one with the least padding.
+    """
+    assert vision.pinpoints is not None
+
+    def rate(resolution: tuple[int, int]) -> tuple[int, int]:
+        scale = min(resolution[1] / width, resolution[0] / height)
+        kept = min(int(width * scale) * int(height * scale), width * height)
+        return kept, kept - resolution[0] * resolution[1]
+
+    return max(vision.pinpoints, key=rate)
+
+
+def fit_to_resolution(resolution: tuple[int, int], height: int, width: int) -> tuple[int, int]:
+    """Return the (height, width) of an image of `height` x `width` scaled with its aspect ratio to fit into
+    `resolution` (height, width).
+    """
+    max_height, max_width = resolution
+    x_scale, y_scale = max_width / width, max_height / height
+    if x_scale < y_scale:
+        return min(math.ceil(height * x_scale), max_height), max_width
+    return max_height, min(math.ceil(width * y_scale), max_width)
+
+
+def list_placeholder_features(vision: VisionConfig, height: int, width: int) -> npt.NDArray[np.int64]:
+    """Return which feature of the vision projector replaces each placeholder token of an image of `height` x `width`
+    pixels, as row indices over all its squares: int64 [placeholders].
+
+    A square has `vision.features_per_square` features: P, and with tiles the end-of-row feature.
+    """
+    if vision.native is not None:
+        return np.arange(vision.count_features(*compute_native_size(vision, height, width)))
+    whole = np.arange(vision.tokens_per_image)
+    if vision.pinpoints is None:
+        return whole
+    high, wide = (side // vision.image_size for side in select_tile_resolution(vision, height, width))
+    side = vision.image_size // vision.patch_size
+    tiles = 1 + np.arange(high * wide).reshape(high, 1, wide, 1)
+    patches = np.arange(side * side).reshape(1, side, 1, side)
+    lines = _crop_padding(
+        (tiles * vision.features_per_square + patches).reshape(high * side, wide * side), height, width
+    )
+    ends = np.full((len(lines), 1), vision.tokens_per_image)  # of the first square: all squares have the same one
+    return np.concatenate([whole, np.concatenate([lines, ends], 1).ravel()])
+
+
+def _crop_padding(grid: npt.NDArray[np.int64], height: int, width: int) -> npt.NDArray[np.int64]:
+    """Return the patches [h, w] of a grid that a centered image [H, W] covers, rounded as in the reference model."""
+    high, wide = grid.shape
+    if width / height > wide / high:
+        margin = (high - int(round(height * (wide / width), 7))) // 2
+        return grid[margin : high - margin]
+    margin = (wide - int(round(width * (high / height), 7))) // 2
+    return grid[:, margin : wide - margin]
+
 
 try:
     from PIL import Image

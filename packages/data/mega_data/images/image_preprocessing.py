@@ -108,10 +108,13 @@ def preprocess_image_chats(
         raise DataError(f"--image-text must contain {images.placeholder} exactly once, and is {images.text!r}")
     with ExitStack() as stack:
         writer = stack.enter_context(
-            _ImageDatasetWriter(prefix, tokenizer, ChatPreparation(chat, tokenizer), images, token)
+            _ImageDatasetWriter(prefix, tokenizer, ChatPreparation(chat, tokenizer, images.text), images, token)
         )
-        left_out, bar = SkippedFiles(), stack.enter_context(ProgressBar("reading conversations", unit="conversations"))
-        items = iterate_image_records(inputs, left_out)
+        skipped_files, bar = (
+            SkippedFiles(),
+            stack.enter_context(ProgressBar("reading conversations", unit="conversations")),
+        )
+        items = iterate_image_records(inputs, skipped_files)
         while batch := list(islice(items, BATCH)):
             for item in writer.add_records(batch, folder):
                 if on_bad_line == "error":
@@ -119,7 +122,7 @@ def preprocess_image_chats(
                     raise DataError(f"{item.file}:{item.line}: {item.reason}", hint=hint)
                 writer.bad.append(item)
             bar.advance(len(batch))
-        left_out.log_reasons()
+        skipped_files.log_reasons()
         sizes = (
             {"pinpoints": images.vision.pinpoints, "sizes": images.vision.native_size_limits} if images.vision else {}
         )

@@ -36,7 +36,7 @@ class ImageChatRecord:
 
 
 def iterate_image_records(
-    inputs: Sequence[str | Path], left_out: SkippedFiles
+    inputs: Sequence[str | Path], skipped_files: SkippedFiles
 ) -> Iterator[ImageChatRecord | RejectedItem]:
     """Yield the conversation records with images of all inputs, in order: webdataset shards (.tar) and the formats of
     `find_corpus_sources`.
@@ -45,7 +45,7 @@ def iterate_image_records(
         if str(name).endswith(".tar"):
             yield from _read_shard_records(Path(name))
             continue
-        for source in find_corpus_sources([name], "", left_out):
+        for source in find_corpus_sources([name], "", skipped_files):
             for item in read_documents(source, "", whole=True):
                 if isinstance(item, RejectedItem):
                     yield item

@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from mega_data.kinds.dataset_kind import DatasetContext, TrainingSample
+from mega_data.kinds.masked_lm_samples import Random, WholeWordMasker, find_special_token, inverse_ngram_sampler
 from mega_data.kinds.sentence_samples import MegatronSentenceRanges, SeededSentenceRanges, SentenceRanges
-from mega_data.kinds.word_masking import Random, WholeWordMasker, find_special_token, inverse_ngram_sampler
 from mega_data.sampling.dataset_parts import DatasetPart
 from mega_data.token_files.indexed_reader import Tokens
 
@@ -65,10 +65,10 @@ class BertSamples:
         )
 
     @cached_property
-    def identity(self) -> str:
+    def content_key(self) -> str:
         """Text that names everything the BERT samples depend on; equal texts mean equal samples."""
         share, tokenizer = self._config.bert.mask_probability, self._tokenizer.fingerprint
-        return f"bert share={share} tokenizer={tokenizer} {self._cuts.identity}"
+        return f"bert share={share} tokenizer={tokenizer} {self._cuts.content_key}"
 
     @property
     def samples_per_epoch(self) -> float:

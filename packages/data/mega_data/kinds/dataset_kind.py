@@ -69,7 +69,7 @@ class DatasetSamples(Protocol[Sample_co]):
     """
 
     @property
-    def identity(self) -> str:
+    def content_key(self) -> str:
         """Text that names everything the samples depend on; a resumed run compares its digest to detect changed data."""
 
     @property

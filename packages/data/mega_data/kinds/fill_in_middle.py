@@ -18,8 +18,9 @@ import numpy as np
 import numpy.typing as npt
 
 from mega_common.errors import ConfigError
-from mega_data.denoising_config import ROOM, FimConfig
+from mega_data.data_config import ROOM, FimConfig
 from mega_data.kinds.dataset_kind import DatasetContext, TrainingSample
+from mega_data.kinds.masked_lm_samples import Random, create_sample_stream
 from mega_data.kinds.packed_documents import (
     DocumentPieces,
     PackedSamples,
@@ -28,7 +29,6 @@ from mega_data.kinds.packed_documents import (
     split_documents,
 )
 from mega_data.kinds.running_text import DocumentRules, TextSamples, build_token_windows
-from mega_data.kinds.word_masking import Random, create_sample_stream
 from mega_data.sampling.dataset_parts import DatasetPart
 from mega_data.token_files.indexed_reader import IndexedReader, Tokens
 from mega_data.tokenizer import Tokenizer
@@ -74,7 +74,7 @@ class FillInTheMiddle:
         self._config, self._tokenizer = config, tokenizer
 
     @property
-    def identity(self) -> str:
+    def content_key(self) -> str:
         """Text that names everything the fill-in-the-middle transformation depends on; equal texts mean equal results."""
         config = self._config
         return f"fim rate={config.rate} spm={config.spm_rate} cut={config.cut} tokens={self.tokens} tokenizer={self._tokenizer.fingerprint}"
@@ -117,13 +117,13 @@ class FimContextSamples(TextSamples):
         self._fim = FillInTheMiddle(setting.config.fim, setting.text_tokenizer, setting.eod)
 
     @cached_property
-    def identity(self) -> str:
+    def content_key(self) -> str:
         """Text that names everything the fill-in-the-middle samples depend on; equal texts mean equal samples."""
-        return f"{self._fim.identity} {self._windows.identity}"
+        return f"{self._fim.content_key} {self._windows.content_key}"
 
     def __getitem__(self, k: int, /) -> TrainingSample:
         window = self._windows[k]
-        tokens = self._rearrange_window(window, create_sample_stream(self.identity, k))[: window.size]
+        tokens = self._rearrange_window(window, create_sample_stream(self.content_key, k))[: window.size]
         padded = np.pad(tokens, (0, window.size - tokens.size), constant_values=self._fim.pad)
         sample = self._rules.build_sample(padded)
         sample.loss_weights[max(tokens.size - 1, 0) :] = 0
@@ -152,7 +152,7 @@ class FimDocumentSamples(PackedSamples):
 
     @property
     def _packing_rule(self) -> str:
-        return f"{self._fim.identity} packed"
+        return f"{self._fim.content_key} packed"
 
     def _list_pieces(self, reader: IndexedReader) -> DocumentPieces:
         bounds, split = (
@@ -163,7 +163,7 @@ class FimDocumentSamples(PackedSamples):
         return replace(pieces, sizes=pieces.sizes + ROOM)
 
     def _read_documents(self, k: int, starts: list[int], sizes: list[int]) -> list[Tokens]:
-        random, documents = create_sample_stream(self.identity, k), []
+        random, documents = create_sample_stream(self.content_key, k), []
         for tokens in super()._read_documents(k, starts, [size - ROOM for size in sizes]):
             end = tokens.size - int(tokens[-1] == self._setting.eod)
             rearranged = self._fim.rearrange_document(tokens[:end].astype(np.int64), random)

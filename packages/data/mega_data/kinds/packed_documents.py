@@ -1,16 +1,11 @@
-"""Whole documents packed into samples by best fit, uncut and without attention across documents.
-
-A document of n tokens takes n - 1 positions: the inputs are all tokens except the last, the labels all except the
-first. So no label belongs to another document, and a document of S + 1 tokens exactly fits a sample of S. The rest of a
-sample is padding, without loss. A document of fewer than two tokens is left out. A document of more than S + 1 tokens
-is, depending on `data.long_documents`, split into separate documents (each begins with the last label of the one
-before) or left out.
-"""
+"""Best-fit decreasing bin packing, with work that grows with the range of lengths instead of the number of items."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,15 +13,81 @@ import xxhash
 
 from mega_common.errors import ConfigError, DataError
 from mega_common.progress_logging import logger
-from mega_data.kinds.bin_packing import pack_best_fit
 from mega_data.kinds.dataset_kind import DatasetContext, TrainingSample
 from mega_data.sampling.dataset_parts import DatasetPart
+from mega_data.sampling.document_order import permute_index, permute_indices
 from mega_data.sampling.index_cache import Arrays, load_or_build_arrays
-from mega_data.sampling.keyed_permutation import permute_index, permute_indices
 from mega_data.token_files.indexed_reader import IndexedReader, Tokens
 from mega_data.token_files.loss_mask import LossWeights
 
 Ints = npt.NDArray[np.int64]
+
+
+def pack_best_fit(sizes: npt.NDArray[np.integer[Any]], capacity: int) -> Ints:
+    """Assign each item, the largest first, to the bin with the least free space that fits it: bin numbers, int64 [n].
+
+    Items of one size are assigned together: the bin with the least space remains the best fit while it takes another
+    one, so it is filled with as many as fit. Ties between bins go to the one opened or filled last, between items to
+    the first.
+
+    Args:
+        sizes: int [n], each from 1 to `capacity`.
+        capacity: capacity of a bin.
+
+    Returns:
+        Bin of each item, int64 [n], numbered from 0.
+    """
+    order = np.argsort(-sizes.astype(np.int64), kind="stable")
+    ordered = sizes[order].astype(np.int64)
+    edges = [*np.flatnonzero(np.diff(ordered, prepend=-1)).tolist(), order.size]
+    assigned, bins = np.empty(order.size, np.int64), _BinsBySpace(capacity)
+    for first, last in pairwise(edges):
+        assigned[order[first:last]] = bins.add_items(int(ordered[first]), last - first)
+    return assigned
+
+
+class _BinsBySpace:
+    """Bins grouped by free space."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity, self._count = capacity, 0
+        self._by_space: dict[int, Ints] = {}
+        self._spaces = 0  # bit s is set if a bin has free space s
+
+    def add_items(self, size: int, count: int) -> Ints:
+        """Return the bins of `count` items of one size, int64 [count]."""
+        parts = []
+        while count:
+            fitting = self._spaces >> size
+            space = size + (fitting & -fitting).bit_length() - 1 if fitting else self._capacity
+            per_bin = space // size
+            bins = self._take_bins(space, -(-count // per_bin)) if fitting else self._open_bins(-(-count // per_bin))
+            added = min(count, bins.size * per_bin)
+            parts.append(np.repeat(bins, per_bin)[:added])
+            full = added // per_bin
+            self._return_bins(space - per_bin * size, bins[:full])
+            self._return_bins(space - added % per_bin * size, bins[full:])
+            count -= added
+        return np.concatenate(parts)
+
+    def _open_bins(self, count: int) -> Ints:
+        self._count += count
+        return np.arange(self._count - count, self._count)
+
+    def _take_bins(self, space: int, count: int) -> Ints:
+        bins = self._by_space.pop(space)
+        rest, taken = bins[: max(0, bins.size - count)], bins[max(0, bins.size - count) :]
+        self._spaces ^= 1 << space
+        self._return_bins(space, rest)
+        return taken
+
+    def _return_bins(self, space: int, bins: Ints) -> None:
+        if space and bins.size:
+            others = self._by_space.get(space)
+            self._by_space[space] = bins if others is None else np.concatenate([others, bins])
+            self._spaces |= 1 << space
+
+
 GROUP = 1 << 20  # documents that are packed together: enough for a close fit
 
 
@@ -118,7 +179,7 @@ class PackedSamples:
         self._key = (-1, 0)  # the epoch that was read last, and the key of its order
 
     @cached_property
-    def identity(self) -> str:
+    def content_key(self) -> str:
         """Text that names everything the packed samples depend on; equal texts mean equal samples."""
         part, setting = self._part, self._setting
         return (
@@ -129,18 +190,18 @@ class PackedSamples:
 
     @property
     def _packing_rule(self) -> str:
-        """Name of the packing rule, part of `identity`."""
+        """Name of the packing rule, part of `content_key`."""
         return "packed"
 
     @cached_property
     def _index(self) -> Arrays:
-        return load_or_build_arrays(self._setting.cache, self.identity, self._pack_documents)
+        return load_or_build_arrays(self._setting.cache, self.content_key, self._pack_documents)
 
     def _pack_documents(self) -> Arrays:
         reader = self._part.reader
         pieces = self._list_pieces(reader)
         reader.close()
-        arrays = pack_pieces(pieces, self._seq_length, xxhash.xxh3_64_intdigest(self.identity.encode()))
+        arrays = pack_pieces(pieces, self._seq_length, xxhash.xxh3_64_intdigest(self.content_key.encode()))
         samples = arrays["bins"].size - 1
         full = 100 * pieces.sizes.sum() / (samples * self._seq_length)
         logger.info("%s: %d samples, filled to %.2f %%; %s", reader.prefix, samples, full, pieces.summary)
@@ -177,7 +238,7 @@ class PackedSamples:
         """Return the key that draws the order of an epoch."""
         last, key = self._key
         if last != epoch:
-            key = xxhash.xxh3_64_intdigest(f"{self.identity} epoch={epoch}".encode())
+            key = xxhash.xxh3_64_intdigest(f"{self.content_key} epoch={epoch}".encode())
             self._key = epoch, key
         return key
 

@@ -66,7 +66,7 @@ class RetroSamples:
             raise DataError(f"{part.name}: has no token in its sequences {part.first} to {part.last}")
 
     @cached_property
-    def identity(self) -> str:
+    def content_key(self) -> str:
         """Text that names everything the Retro samples depend on; equal texts mean equal samples."""
         part = self._part
         return (
@@ -117,7 +117,7 @@ class RetroSamples:
 
     def _find_document_chunks(self, k: int) -> Iterator[tuple[int, range, range]]:
         """Yield the documents of sample k with their chunks, as `DocumentOrder.find_documents`."""
-        at, left = compute_window_start(k, self._count, self.shape[0], self.identity), self.shape[0]
+        at, left = compute_window_start(k, self._count, self.shape[0], self.content_key), self.shape[0]
         while left:
             count = min(left, self._count - at)
             yield from self._document_order.find_documents(at, count)

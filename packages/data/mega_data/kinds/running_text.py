@@ -17,7 +17,7 @@ class TokenWindows(Protocol):
     """Interface of token windows of one data set: window k has sequence length + 1 tokens, int64."""
 
     @property
-    def identity(self) -> str:
+    def content_key(self) -> str:
         """Text that names everything the token windows depend on; equal texts mean equal windows."""
 
     @property
@@ -67,9 +67,9 @@ class TextSamples:
         self._windows, self._rules, self._seq_length = windows, rules, seq_length
 
     @property
-    def identity(self) -> str:
+    def content_key(self) -> str:
         """Text that names everything the text samples depend on; equal texts mean equal samples."""
-        return self._windows.identity
+        return self._windows.content_key
 
     @property
     def samples_per_epoch(self) -> float:

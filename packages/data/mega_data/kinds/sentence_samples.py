@@ -1,8 +1,4 @@
-"""Sentence ranges of samples: sentences, token length and random stream of sample k, in Megatron's and in seeded order.
-
-`cut_megatron_samples` cuts like Megatron's masked-word data sets: epoch by epoch, with a drawn target length for each
-sample, and shuffles all samples at the end. `cut_full_samples` cuts one epoch into samples of the full length.
-"""
+"""64-bit Mersenne Twister, which numpy lacks, and the shuffle of Megatron's masked-word data sets."""
 
 from __future__ import annotations
 
@@ -20,11 +16,59 @@ import xxhash
 from mega_common.errors import DataError
 from mega_common.progress_logging import ProgressBar
 from mega_data.kinds.dataset_kind import DatasetContext
-from mega_data.kinds.mersenne_twister import mt19937_permutation
-from mega_data.kinds.word_masking import Random, create_megatron_stream, create_sample_stream
+from mega_data.kinds.masked_lm_samples import Random, create_megatron_stream, create_sample_stream
 from mega_data.sampling.dataset_parts import DatasetPart
+from mega_data.sampling.document_order import permute_index
 from mega_data.sampling.index_cache import Arrays, load_or_build_arrays
-from mega_data.sampling.keyed_permutation import permute_index
+
+SIZE, LAG = 312, 156
+UPPER, LOWER = np.uint64(0xFFFFFFFF80000000), np.uint64(0x7FFFFFFF)
+MATRIX = np.uint64(0xB5026F5AA96619E9)
+ONE = np.uint64(1)
+TWISTER_BLOCK = 256 * LAG  # numbers generated at a time
+
+Words = npt.NDArray[np.uint64]
+
+
+def mt19937_64(seed: int) -> Iterator[Words]:
+    """Yield the numbers of C++'s `std::mt19937_64(seed)` (Nishimura, 2000) in blocks, uint64 [BLOCK] each."""
+    state = np.empty(SIZE + TWISTER_BLOCK, np.uint64)
+    word = seed & 0xFFFFFFFFFFFFFFFF
+    for i in range(SIZE):
+        state[i] = word
+        word = (6364136223846793005 * (word ^ word >> 62) + i + 1) & 0xFFFFFFFFFFFFFFFF
+    while True:
+        for at in range(
+            0, TWISTER_BLOCK, LAG
+        ):  # a number depends on the one LAG before it, so LAG are computed at once
+            old = state[at : at + LAG] & UPPER | state[at + 1 : at + LAG + 1] & LOWER
+            state[at + SIZE : at + SIZE + LAG] = state[at + LAG : at + SIZE] ^ old >> ONE ^ (old & ONE) * MATRIX
+        yield _temper(state[SIZE:])
+        state[:SIZE] = state[TWISTER_BLOCK:]
+
+
+def _temper(x: Words) -> Words:
+    x = x ^ x >> np.uint64(29) & np.uint64(0x5555555555555555)
+    x = x ^ x << np.uint64(17) & np.uint64(0x71D67FFFEDA60000)
+    x = x ^ x << np.uint64(37) & np.uint64(0xFFF7EEE000000000)
+    return x ^ x >> np.uint64(43)
+
+
+def mt19937_permutation(count: int, seed: int) -> npt.NDArray[np.int64]:
+    """Return a permutation of range(count), by a Fisher-Yates shuffle from the last position down."""
+    order = np.arange(count)
+    view = order.data
+    last = count - 1
+    for block in mt19937_64(seed):
+        positions = np.arange(last, max(last - TWISTER_BLOCK, 0), -1)
+        drawn = block[: positions.size] % (positions + 1).astype(np.uint64)
+        for i, j in zip(positions.tolist(), drawn.tolist(), strict=True):
+            view[i], view[j] = view[j], view[i]
+        last -= TWISTER_BLOCK
+        if last <= 0:
+            break
+    return order
+
 
 MAX_SENTENCE = 512  # tokens; Megatron leaves out documents with longer sentences
 BLOCK = 1 << 16  # numbers drawn, and documents cut, at a time
@@ -155,7 +199,7 @@ class SentenceRanges(Protocol):
     """Interface of sentence ranges: range k gives the sentences of sample k of one data set, read lazily."""
 
     @property
-    def identity(self) -> str:
+    def content_key(self) -> str:
         """Text that names everything the sentence ranges depend on; equal texts mean equal ranges."""
 
     @property
@@ -184,7 +228,7 @@ class MegatronSentenceRanges:
     short_probability: float
 
     @cached_property
-    def identity(self) -> str:
+    def content_key(self) -> str:
         """Text that names everything the sentence ranges depend on; equal texts mean equal ranges."""
         return (
             f"megatron sentences={self.least} seed={self.setting.seed} tokens={self.tokens}"
@@ -200,7 +244,7 @@ class MegatronSentenceRanges:
 
     @cached_property
     def _rows(self) -> npt.NDArray[np.int64]:
-        return load_or_build_arrays(self.setting.cache, self.identity, self._build_rows)["rows"]
+        return load_or_build_arrays(self.setting.cache, self.content_key, self._build_rows)["rows"]
 
     def _build_rows(self) -> Arrays:
         documents = SentenceDocuments(self.part, least=self.least, longest=MAX_SENTENCE)
@@ -237,7 +281,7 @@ class SeededSentenceRanges:
     short_probability: float
 
     @cached_property
-    def identity(self) -> str:
+    def content_key(self) -> str:
         """Text that names everything the sentence ranges depend on; equal texts mean equal ranges."""
         return f"drawn short={self.short_probability} seed={self.setting.seed} {self._content_identity}"
 
@@ -259,9 +303,9 @@ class SeededSentenceRanges:
 
     def __getitem__(self, k: int, /) -> SentenceRange:
         epoch, number = divmod(k, len(self._rows))
-        key = xxhash.xxh3_64_intdigest(f"{self.identity} epoch={epoch}".encode())
+        key = xxhash.xxh3_64_intdigest(f"{self.content_key} epoch={epoch}".encode())
         first, last = self._rows[permute_index(number, len(self._rows), key)].tolist()
-        random = create_sample_stream(self.identity, k)
+        random = create_sample_stream(self.content_key, k)
         short = random.random_sample() < self.short_probability
         return SentenceRange(first, last, random.randint(2, self.tokens + 1) if short else self.tokens, random)
 

@@ -15,16 +15,16 @@ import numpy as np
 import numpy.typing as npt
 
 from mega_common.errors import DataError
-from mega_data.denoising_config import SpanCorruption
+from mega_data.data_config import SpanCorruption
 from mega_data.kinds.dataset_kind import DatasetContext
-from mega_data.kinds.running_text import build_token_windows
-from mega_data.kinds.sentence_samples import MegatronSentenceRanges
-from mega_data.kinds.word_masking import (
+from mega_data.kinds.masked_lm_samples import (
     WholeWordMasker,
     create_sample_stream,
     find_special_token,
     geometric_ngram_sampler,
 )
+from mega_data.kinds.running_text import build_token_windows
+from mega_data.kinds.sentence_samples import MegatronSentenceRanges
 from mega_data.sampling.dataset_parts import DatasetPart
 from mega_data.tokenizer import Tokenizer
 
@@ -146,10 +146,10 @@ class MegatronT5Samples:
         )
 
     @cached_property
-    def identity(self) -> str:
+    def content_key(self) -> str:
         """Text that names everything the T5 samples depend on; equal texts mean equal samples."""
         share, size = self._config.t5.mask_probability, self._config.t5.decoder_seq_length
-        return f"t5 share={share} decoder={size} tokenizer={self._tokenizer.fingerprint} {self._cuts.identity}"
+        return f"t5 share={share} decoder={size} tokenizer={self._tokenizer.fingerprint} {self._cuts.content_key}"
 
     @property
     def samples_per_epoch(self) -> float:
@@ -192,10 +192,10 @@ class T5Samples:
         self._windows = build_token_windows(part, setting, num_samples, self._spans.tokens)
 
     @cached_property
-    def identity(self) -> str:
+    def content_key(self) -> str:
         """Text that names everything the T5 samples depend on; equal texts mean equal samples."""
         spans, tokenizer = self._spans, self._tokenizer.fingerprint
-        return f"t5 hidden={spans.hidden} spans={spans.count} tokenizer={tokenizer} {self._windows.identity}"
+        return f"t5 hidden={spans.hidden} spans={spans.count} tokenizer={tokenizer} {self._windows.content_key}"
 
     @property
     def samples_per_epoch(self) -> float:
@@ -207,7 +207,7 @@ class T5Samples:
         return np.full(numbers.size, self._config.seq_length**2)
 
     def __getitem__(self, k: int, /) -> T5Sample:
-        runs = self._spans.draw_spans(create_sample_stream(self.identity, k))
+        runs = self._spans.draw_spans(create_sample_stream(self.content_key, k))
         return self._corruption.build_sample(self._windows[k][:-1], runs, end=True)
 
 

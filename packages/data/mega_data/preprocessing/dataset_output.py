@@ -168,7 +168,7 @@ class DatasetOutput:
         self.tokens += tokens.size
 
     def _quarantine_item(self, item: RejectedItem) -> None:
-        if item.left_out:
+        if item.skipped:
             self.done.left_out += 1
             return
         self.done.bad += 1

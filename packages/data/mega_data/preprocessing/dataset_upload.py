@@ -15,7 +15,7 @@ from mega_common.errors import DataError
 from mega_common.object_store import RemotePath, parse_location
 from mega_common.progress_logging import ProgressBar
 from mega_data.token_files.indexed_reader import strip_data_suffix
-from mega_data.token_files.remote_copies import default_cache_folder, restore_url
+from mega_data.token_files.remote_copies import default_cache_folder, restore_url_slashes
 
 SUFFIXES = (
     "info",
@@ -37,7 +37,7 @@ def resolve_upload_target(prefix: Path, *, overwrite: bool) -> RemotePath | None
         DataError: if the data set exists and `overwrite` is not set.
         RemoteError: if the object store cannot be read.
     """
-    remote = parse_location(restore_url(strip_data_suffix(prefix)))
+    remote = parse_location(restore_url_slashes(strip_data_suffix(prefix)))
     if not isinstance(remote, RemotePath):
         return None
     if not overwrite and RemotePath(f"{remote}.idx").exists():
@@ -45,7 +45,7 @@ def resolve_upload_target(prefix: Path, *, overwrite: bool) -> RemotePath | None
     return remote
 
 
-def create_local_prefix(remote: RemotePath) -> Path:
+def create_upload_prefix(remote: RemotePath) -> Path:
     """Return the local prefix in the cache folder at which a data set is built before its upload to `remote`; the
     folder is created.
     """

@@ -22,13 +22,13 @@ from mega_common.errors import DataError, MegaError
 from mega_common.progress_logging import ProgressBar, format_number, logger
 from mega_data.chat.chat_preparation import ChatOptions, ChatPreparation, log_chat_notes
 from mega_data.preprocessing.dataset_output import DatasetOutput
-from mega_data.preprocessing.dataset_upload import create_local_prefix, resolve_upload_target, upload_dataset
+from mega_data.preprocessing.dataset_upload import create_upload_prefix, resolve_upload_target, upload_dataset
 from mega_data.preprocessing.document_encoding import DocumentEncoder, SentenceEncoder, encode_batches
 from mega_data.preprocessing.sharding import (
     EngineName,
     InputShard,
-    build_in_processes,
-    build_on_ray,
+    build_shards_in_processes,
+    build_shards_on_ray,
     join_shards,
     read_finished_shard,
     record_failure,
@@ -36,7 +36,7 @@ from mega_data.preprocessing.sharding import (
 )
 from mega_data.preprocessing.text_batches import ResumableReader, build_text_batches
 from mega_data.preprocessing.text_encoder import EncoderChoice, EncoderMismatch, choose_text_encoder
-from mega_data.reading.corpus_sources import WHOLE, CorpusSource, SkippedFiles, find_corpus_sources
+from mega_data.reading.corpus_sources import WHOLE, CorpusSource, SkippedFiles, find_corpus_sources, no_text_error
 from mega_data.reading.decompression import STDIN
 from mega_data.token_files.dataset_commit import finish_commit
 from mega_data.token_files.dataset_info import (
@@ -101,7 +101,7 @@ def preprocess_corpus(
             f"{remote}: --output on an object store is not supported with --shard or --engine ray",
             hint="use --engine processes, or a shared folder as --output",
         )
-    local = create_local_prefix(remote) if remote else strip_data_suffix(Path(output_prefix))
+    local = create_upload_prefix(remote) if remote else strip_data_suffix(Path(output_prefix))
     job = PreprocessJob(
         tuple(inputs), Path(tokenizer_path), local, WHOLE if chat else json_key, append_eod,
         parse_special_tokens or chat is not None, on_bad_line, overwrite or remote is not None, encoder, chat, sentences,
@@ -296,10 +296,8 @@ class PreprocessJob:
             if shard is not None:
                 output.shard = shard.model_copy(update={"lines": reading.lines})
             elif not done.documents:
-                raise DataError(
-                    f"{sources[0].name}: no document with text in {len(sources)} file(s)",
-                    hint=f"{done.bad} bad lines, {done.empty} empty documents, {done.left_out} binary files",
-                )
+                counts = f"{done.bad} bad lines, {done.empty} empty documents and {done.left_out} binary files"
+                raise no_text_error(sources, counts)
         reading.log_summary()
         _log_result(output.info, output, tokenizer)
         return output.info
@@ -345,9 +343,9 @@ def _build_by_engine(job: PreprocessJob, engine: EngineName, count: int | None, 
     missing = [shard for shard in shards if not read_finished_shard(shard.get_output_prefix(job.whole), job.made_from)]
     build = dataclasses.replace(job).try_build_shard  # a copy without cached properties can be pickled
     results = (
-        build_in_processes(build, missing, workers or count_usable_cores())
+        build_shards_in_processes(build, missing, workers or count_usable_cores())
         if engine == "processes"
-        else build_on_ray(build, missing, workers)
+        else build_shards_on_ray(build, missing, workers)
     )
     reasons: dict[InputShard, str] = {}
     with ProgressBar("building shards", total=len(shards), unit="shards") as bar, contextlib.closing(results):

@@ -27,9 +27,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mega_common.atomic_files import write_json_atomically
-from mega_common.errors import ConfigError, DataError, MegaError, MissingPackageError
-from mega_data.reading.corpus_sources import CorpusSource, FileFormat, detect_format
-from mega_data.reading.decompression import is_uncompressed, open_decompressed, peek_start
+from mega_common.errors import ConfigError, MegaError, MissingPackageError
+from mega_data.reading.corpus_sources import CorpusSource, FileFormat, detect_format, no_text_error
+from mega_data.reading.decompression import is_uncompressed, open_decompressed, peek_first_bytes
 from mega_data.token_files.dataset_commit import finish_commit
 from mega_data.token_files.dataset_info import DatasetInfo, get_quarantine_path, list_dataset_files, read_dataset_info
 from mega_data.token_files.indexed_reader import IndexedReader, get_idx_path
@@ -54,9 +54,10 @@ class InputShard:
         """
         match = re.fullmatch(r"(\d+)/(\d+)", text)
         if match is None or not 1 <= int(match[1]) <= int(match[2]):
+            count = int(match[2]) if match and int(match[2]) else 8
             raise ConfigError(
-                f"--shard must be NUMBER/COUNT with 1 <= NUMBER <= COUNT, not {text}",
-                hint="for eight shards pass --shard 1/8 to --shard 8/8",
+                f"--shard must be I/N, part I of N with I from 1 to N, found {text}",
+                hint=f"for {count} jobs, pass --shard 1/{count} to the first and --shard {count}/{count} to the last",
             )
         return cls(int(match[1]), int(match[2]))
 
@@ -107,7 +108,7 @@ def _detect_divisible_format(source: CorpusSource, stream: io.BufferedReader, ke
     """Return the format in which a source can be read from its middle, or None."""
     if source.kind not in (None, "jsonl", "parquet") or not source.is_rereadable or not is_uncompressed(stream):
         return None
-    kind = source.kind or detect_format(peek_start(stream), key, Path(source.name))
+    kind = source.kind or detect_format(peek_first_bytes(stream), key, Path(source.name))
     return kind if kind in ("jsonl", "parquet") else None
 
 
@@ -159,7 +160,7 @@ def join_shards(
         return None
     infos = [info for prefix in prefixes if (info := read_dataset_info(prefix))]
     if not sum(info.documents for info in infos):
-        raise DataError(f"{sources[0].name}: no document with text in {len(sources)} file(s)")
+        raise no_text_error(sources, "all documents of all parts are empty or were rejected")
     with IndexedWriter(whole, infos[0].dtype, wait=True, masked=infos[0].chat is not None) as writer:
         if not all(get_idx_path(prefix).exists() for prefix in prefixes):  # another process has joined them meanwhile
             writer.abort()
@@ -213,7 +214,7 @@ ShardFunction = Callable[[InputShard], str | None]  # builds a shard; returns th
 ShardResults = Generator[tuple[InputShard, str | None], None, None]
 
 
-def build_in_processes(build: ShardFunction, shards: Sequence[InputShard], workers: int) -> ShardResults:
+def build_shards_in_processes(build: ShardFunction, shards: Sequence[InputShard], workers: int) -> ShardResults:
     """Build shards on this machine in `workers` processes; yield each shard with the error message of a failure, else
     None.
     """
@@ -241,7 +242,7 @@ def _initialize_worker() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def build_on_ray(build: ShardFunction, shards: Sequence[InputShard], workers: int | None) -> ShardResults:
+def build_shards_on_ray(build: ShardFunction, shards: Sequence[InputShard], workers: int | None) -> ShardResults:
     """Build shards on the Ray cluster of RAY_ADDRESS or of this machine, else on a new local one, with one CPU per
     shard; yield each shard with its error message or None.
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from mega_common.errors import DataError
 from mega_common.progress_logging import ProgressBar, format_number, logger
 from mega_data.preprocessing.text_encoder import EncoderChoice
-from mega_data.reading.corpus_sources import CorpusSource, FileFormat, SkippedFiles, log_formats
+from mega_data.reading.corpus_sources import CorpusSource, FileFormat, SkippedFiles, log_file_formats
 from mega_data.reading.documents import Document, RejectedItem
 from mega_data.reading.source_readers import read_documents
 from mega_data.tokenizer import LEADS, Tokenizer
@@ -84,14 +84,14 @@ class ResumableReader:
         self,
         sources: Sequence[CorpusSource],
         json_key: str,
-        left_out: SkippedFiles,
+        skipped_files: SkippedFiles,
         done: PreprocessProgress,
         bar: ProgressBar,
         *,
         whole: bool = False,
         folder: Path | None = None,
     ) -> None:
-        self.sources, self.json_key, self.left_out, self.bar = sources, json_key, left_out, bar
+        self.sources, self.json_key, self.skipped_files, self.bar = sources, json_key, skipped_files, bar
         self.whole, self.folder = whole, folder
         self.start = done.source, done.items
         self.kinds: Counter[FileFormat] = Counter()
@@ -105,8 +105,8 @@ class ResumableReader:
         """
         for number, source in enumerate(self.sources[self.start[0] :], self.start[0]):
             for count, item in enumerate(self._read_source(source), 1):
-                if isinstance(item, RejectedItem) and item.left_out:
-                    self.left_out.add_files(item.reason, [item.file])
+                if isinstance(item, RejectedItem) and item.skipped:
+                    self.skipped_files.add_files(item.reason, [item.file])
                 if (number, count) > self.start:
                     yield (number, count), item
                 else:
@@ -119,8 +119,8 @@ class ResumableReader:
 
     def log_summary(self) -> None:
         """Log the number of files read per format, and the files that were skipped by reason."""
-        log_formats(self.kinds)
-        self.left_out.log_reasons()
+        log_file_formats(self.kinds)
+        self.skipped_files.log_reasons()
 
     def _read_source(self, source: CorpusSource) -> Iterator[Document | RejectedItem]:
         end = self.read + source.num_bytes if source.size else math.inf
@@ -190,7 +190,7 @@ def build_text_batches(
 
 
 def _check_rejected(item: RejectedItem, refuse: Path | None) -> None:
-    if refuse is not None and not item.left_out:
+    if refuse is not None and not item.skipped:
         raise DataError(
             f"{item.file}:{item.line}: {item.reason}",
             hint=item.hint or f"pass --on-bad-line skip to move bad lines to {refuse}",

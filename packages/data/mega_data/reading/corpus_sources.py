@@ -22,7 +22,7 @@ from typing import Any, Literal
 from mega_common.errors import DataError
 from mega_common.object_store import RemotePath, Stamp, parse_location
 from mega_common.progress_logging import logger
-from mega_data.reading.decompression import DAMAGE, STDIN, open_decompressed, peek_start
+from mega_data.reading.decompression import DAMAGE, STDIN, open_decompressed, peek_first_bytes
 from mega_data.token_files.dataset_info import get_file_identity, is_dataset_info
 from mega_data.token_files.indexed_reader import MAGIC
 
@@ -32,7 +32,7 @@ NAMES: dict[str, FileFormat] = {
     ".jsonl": "jsonl", ".jsonlines": "jsonl", ".ndjson": "jsonl", ".json": "json",
     ".csv": "csv", ".tsv": "tsv", ".parquet": "parquet",
 }  # fmt: skip
-PACKED = (".gz", ".bz2", ".xz", ".zst")
+PACKED = (".gz", ".bz2", ".xz", ".lzma", ".zst")
 ABSENT = object()
 WHOLE = ""  # key of the whole record, as JSON
 BOM = b"\xef\xbb\xbf"
@@ -106,13 +106,13 @@ class SkippedFiles:
 
 
 def find_corpus_sources(
-    inputs: Sequence[str | Path], json_key: str = "text", left_out: SkippedFiles | None = None
+    inputs: Sequence[str | Path], json_key: str = "text", skipped_files: SkippedFiles | None = None
 ) -> list[CorpusSource]:
     """Return the sources of a corpus to read, in order: inputs as given, and the files of a glob or folder sorted by
-    name; skipped files are added to `left_out`.
+    name; skipped files are added to `skipped_files`.
 
     A file of a folder or glob is read once, even if several links lead to it. All files of a folder are read except
-    hidden ones, those in hidden folders, and those recorded in `left_out`. `hf:NAME[:CONFIG][@SPLIT]` is a data set of
+    hidden ones, those in hidden folders, and those recorded in `skipped_files`. `hf:NAME[:CONFIG][@SPLIT]` is a data set of
     the HuggingFace Hub or a folder saved by `datasets`, by default the split `train`; `-` is standard input. URLs
     supported by fsspec (`s3://bucket/folder/*.jsonl`) can also be objects, globs or folders.
 
@@ -120,32 +120,41 @@ def find_corpus_sources(
         ObjectStoreError: if an object store cannot be reached.
         DataError: if an input does not exist or is not a corpus, or a folder or glob is empty.
     """
-    left_out = SkippedFiles() if left_out is None else left_out
-    return [source for item in inputs for source in _expand_input(str(item), json_key, left_out)]
+    skipped_files = SkippedFiles() if skipped_files is None else skipped_files
+    return [source for item in inputs for source in _expand_input(str(item), json_key, skipped_files)]
 
 
-def _expand_input(item: str, key: str, left_out: SkippedFiles) -> list[CorpusSource]:
+def no_text_error(sources: Sequence[CorpusSource], found: str) -> DataError:
+    """Return the error for inputs without a document that has text; `found` counts what they have instead."""
+    more = f" and {len(sources) - 1} more" if len(sources) > 1 else ""
+    return DataError(
+        f"{sources[0].name}{more}: no document with text ({found})",
+        hint="check that --input names the right files, and --json-key the key or column of their text",
+    )
+
+
+def _expand_input(item: str, key: str, skipped_files: SkippedFiles) -> list[CorpusSource]:
     if item == STDIN:
         return [CorpusSource(STDIN, None)]
     if isinstance(location := parse_location(item), RemotePath):
-        return _list_objects(location, key, left_out)
+        return _list_objects(location, key, skipped_files)
     if item.startswith("hf:"):
         return [CorpusSource(item, "datasets")]
     path = Path(location)
     item = str(location) if "://" in item else item
     if path.is_dir():
-        return _list_folder(path, key, left_out)
+        return _list_folder(path, key, skipped_files)
     if path.exists():
         return [_describe_file(path)]
     if glob.has_magic(item):
-        return _expand_glob(item, key, left_out)
+        return _expand_glob(item, key, skipped_files)
     raise DataError(
         f"{item}: no such file or folder",
-        hint="write hf:NAME[:CONFIG][@SPLIT] for a data set of the HuggingFace Hub",
+        hint="check the path; a data set of the HuggingFace Hub is written hf:NAME[:CONFIG][@SPLIT]",
     )
 
 
-def _list_objects(url: RemotePath, key: str, left_out: SkippedFiles) -> list[CorpusSource]:
+def _list_objects(url: RemotePath, key: str, skipped_files: SkippedFiles) -> list[CorpusSource]:
     """Return an object, the objects that a glob matches, or all objects below a URL, with the rules of a folder."""
     stamps = url.match_objects()
     if not stamps:
@@ -154,7 +163,11 @@ def _list_objects(url: RemotePath, key: str, left_out: SkippedFiles) -> list[Cor
     begin = re.split(r"[*?[]", url)[0]
     visible = [name for name in stamps if "/." not in f"/{name.removeprefix(begin)}"]
     sources = [_describe_object(name, stamps[name], key, folder) for name in visible]
-    return _without_companions(_select_training_split(sources, Path(url), left_out), left_out) if folder else sources
+    return (
+        _without_companions(_select_training_split(sources, Path(url), skipped_files), skipped_files)
+        if folder
+        else sources
+    )
 
 
 def _describe_object(name: str, stamp: Stamp, key: str, found: bool) -> CorpusSource:
@@ -167,28 +180,34 @@ def _describe_object(name: str, stamp: Stamp, key: str, found: bool) -> CorpusSo
     return CorpusSource(name, kind, stamp.size, changed, found)
 
 
-def _expand_glob(pattern: str, key: str, left_out: SkippedFiles) -> list[CorpusSource]:
+def _expand_glob(pattern: str, key: str, skipped_files: SkippedFiles) -> list[CorpusSource]:
     paths = [Path(name) for name in sorted(glob.glob(pattern, recursive=True))]
     if not paths:
-        raise DataError(f"{pattern}: no file matches")
+        raise DataError(
+            f"{pattern}: no file matches", hint="check the folder and the file name extension of the pattern"
+        )
     # With `**` a folder matches in addition to the files in it.
     folders = [] if "**" in pattern else [path for path in paths if path.is_dir()]
-    files = set(_drop_links([path for path in paths if path.is_file()], left_out))
+    files = set(_drop_links([path for path in paths if path.is_file()], skipped_files))
     sources: list[CorpusSource] = []
     for path in paths:
         sources += (
-            [_describe_file(path)] if path in files else _list_folder(path, key, left_out) if path in folders else []
+            [_describe_file(path)]
+            if path in files
+            else _list_folder(path, key, skipped_files)
+            if path in folders
+            else []
         )
     return sources
 
 
-def _drop_links(paths: list[Path], left_out: SkippedFiles) -> list[Path]:
+def _drop_links(paths: list[Path], skipped_files: SkippedFiles) -> list[Path]:
     """Return the paths without duplicate names of one file; the shortest name stays."""
     names: dict[tuple[int, int], Path] = {}
     for path in sorted(paths, key=lambda path: len(path.parts)):
         names.setdefault(get_file_identity(path), path)
     kept = [path for path in paths if names[get_file_identity(path)] == path]
-    left_out.add_files("duplicate links", [path for path in paths if names[get_file_identity(path)] != path])
+    skipped_files.add_files("duplicate links", [path for path in paths if names[get_file_identity(path)] != path])
     return kept
 
 
@@ -207,26 +226,31 @@ def _describe_file(path: Path) -> CorpusSource:
     )
 
 
-def _list_folder(folder: Path, key: str, left_out: SkippedFiles) -> list[CorpusSource]:
+def _list_folder(folder: Path, key: str, skipped_files: SkippedFiles) -> list[CorpusSource]:
     card = folder / "README.md"
     saved = any((folder / name).is_file() for name in ("dataset_info.json", "dataset_dict.json"))
     if saved or (card.is_file() and CONFIGS.match(card.read_bytes()[: 1 << 20].replace(b"\r\n", b"\n"))):
         return [CorpusSource(f"hf:{folder}", "datasets", changed=folder.stat().st_mtime_ns)]
-    paths = _drop_links(_walk_folder(folder, left_out), left_out)
+    paths = _drop_links(_walk_folder(folder, skipped_files), skipped_files)
     outputs = {path for path in paths if _is_mega_output(path)}
-    left_out.add_files("mega data sets", sorted(outputs))
+    skipped_files.add_files("mega data sets", sorted(outputs))
     sources = [_describe_folder_file(path, key) for path in paths if path not in outputs]
-    sources = _without_companions(_select_training_split(sources, folder, left_out), left_out)
+    sources = _without_companions(_select_training_split(sources, folder, skipped_files), skipped_files)
     if not sources:
-        raise DataError(f"{folder}: no files in this folder")
+        raise DataError(
+            f"{folder}: no files to read in this folder",
+            hint="give a folder with files of text, JSON lines, CSV or Parquet; hidden files and READMEs are not read",
+        )
     return sources
 
 
-def _walk_folder(folder: Path, left_out: SkippedFiles) -> list[Path]:
+def _walk_folder(folder: Path, skipped_files: SkippedFiles) -> list[Path]:
     paths: list[Path] = []
     for root, folders, files in os.walk(folder, onerror=_raise_unreadable):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
-        left_out.add_files("links to folders", [Path(root, name) for name in folders if Path(root, name).is_symlink()])
+        skipped_files.add_files(
+            "links to folders", [Path(root, name) for name in folders if Path(root, name).is_symlink()]
+        )
         # Skip pipes, which may never end, and dangling links.
         visible = (Path(root, name) for name in sorted(files) if not name.startswith("."))
         paths += [path for path in visible if path.is_file()]
@@ -254,7 +278,9 @@ def _describe_folder_file(path: Path, key: str) -> CorpusSource:
     return CorpusSource(str(path), kind, status.st_size, status.st_mtime_ns, found=True)
 
 
-def _select_training_split(sources: list[CorpusSource], folder: Path, left_out: SkippedFiles) -> list[CorpusSource]:
+def _select_training_split(
+    sources: list[CorpusSource], folder: Path, skipped_files: SkippedFiles
+) -> list[CorpusSource]:
     """Return the data files without those whose names mark another split than train."""
 
     def split(source: CorpusSource) -> str:
@@ -267,15 +293,15 @@ def _select_training_split(sources: list[CorpusSource], folder: Path, left_out: 
     if "train" not in splits:
         return sources
     others = [source.name for source, name in zip(sources, splits, strict=True) if name == "other"]
-    left_out.add_files("other splits than train; give them by name to read them", others)
+    skipped_files.add_files("other splits than train; give them by name to read them", others)
     return [source for source, name in zip(sources, splits, strict=True) if name != "other"]
 
 
-def _without_companions(sources: list[CorpusSource], left_out: SkippedFiles) -> list[CorpusSource]:
+def _without_companions(sources: list[CorpusSource], skipped_files: SkippedFiles) -> list[CorpusSource]:
     if all(source.kind in (None, "text") for source in sources):
         return sources
     companions = [s for s in sources if s.kind in (None, "text") and COMPANION.fullmatch(Path(s.name).name)]
-    left_out.add_files("descriptions of the data", [source.name for source in companions])
+    skipped_files.add_files("descriptions of the data", [source.name for source in companions])
     return [source for source in sources if source not in companions]
 
 
@@ -288,7 +314,7 @@ def _detect_format_by_name(path: Path) -> FileFormat | None:
 
 def _read_start(path: Path | str) -> bytes:
     with open_decompressed(str(path), lambda _: None) as stream, contextlib.suppress(*DAMAGE):
-        return peek_start(stream)
+        return peek_first_bytes(stream)
     return b""
 
 
@@ -333,10 +359,10 @@ def _parse_json_start(text: bytes, *, whole: bool = False) -> Any:
 
 
 def _has_text(record: Any, key: str) -> bool:
-    return isinstance(record, dict) and isinstance(lookup_key(record, key), str)
+    return isinstance(record, dict) and isinstance(lookup_record_value(record, key), str)
 
 
-def lookup_key(record: dict[str, Any], key: str) -> Any:
+def lookup_record_value(record: dict[str, Any], key: str) -> Any:
     """Return the value of a record under `key`, or for `a.b` the value of `b` in the object under `a`; the marker
     ABSENT if missing.
     """
@@ -352,7 +378,7 @@ def lookup_key(record: dict[str, Any], key: str) -> Any:
     return value
 
 
-def log_formats(kinds: Counter[FileFormat], log: Callable[..., None] = logger.info) -> None:
+def log_file_formats(kinds: Counter[FileFormat], log: Callable[..., None] = logger.info) -> None:
     """Log the number of input files per detected format, because a wrongly detected format is a silent mistake."""
     words = {
         "jsonl": "JSON lines", "json": "JSON", "csv": "CSV", "tsv": "TSV", "parquet": "Parquet",

@@ -1,4 +1,4 @@
-"""Opening of files with decompression (gzip, zstd, bzip2 and xz), detected by their first bytes.
+"""Opening of files with decompression (gzip, zstd, bzip2, xz and lzma), detected by their first bytes.
 
 Names are ignored: downloads may lose their suffix, and some programs decompress a file and keep it.
 """
@@ -22,14 +22,19 @@ ReportBytes = Callable[[int], None]
 
 STDIN = "-"
 HEAD = 1 << 16  # bytes at the start of a file for the detection of its format
+LZMA_MEMORY = 512 << 20  # bytes; `xz -9` requires 65 MiB, and a header can ask for 4 GiB
 
 # Errors of reading a damaged file of any format; pyarrow's errors for .zst are OSErrors.
 DAMAGE = (OSError, EOFError, zlib.error, lzma.LZMAError)
 
 
+class DecompressionMemoryError(OSError):
+    """Error for a compressed file whose header asks for a dictionary or window beyond the memory limit."""
+
+
 def open_decompressed(name: str, advance: ReportBytes) -> io.BufferedReader[Any]:
-    """Open a file or URL, or standard input for `-`, and decompress it (gzip, bzip2, xz, zstd by content); `advance` is
-    called with the number of compressed bytes read.
+    """Open a file or URL, or standard input for `-`, and decompress it (gzip, bzip2, xz, lzma, zstd by content);
+    `advance` is called with the number of compressed bytes read.
 
     Raises:
         DataError: if it cannot be opened.
@@ -45,7 +50,7 @@ def open_decompressed(name: str, advance: ReportBytes) -> io.BufferedReader[Any]
     return plain if decompressed is None else io.BufferedReader(decompressed, 1 << 20)
 
 
-def peek_start(stream: io.BufferedReader[Any]) -> bytes:
+def peek_first_bytes(stream: io.BufferedReader[Any]) -> bytes:
     """Return the first decompressed bytes of an opened file, at most `HEAD` (64 KiB), without moving the read position.
 
     Raises:
@@ -65,8 +70,8 @@ def _decompress(plain: io.BufferedReader[Any]) -> io.RawIOBase | None:
         return _DecompressedStream(gzip.GzipFile(fileobj=plain))
     if begin.startswith(b"BZh"):
         return _DecompressedStream(bz2.BZ2File(plain))
-    if begin.startswith(b"\xfd7zXZ\0"):
-        return _DecompressedStream(lzma.LZMAFile(plain))
+    if begin.startswith((b"\xfd7zXZ\0", b"\x5d\0\0")):
+        return _DecompressedStream(_LzmaStream(plain))
     if begin.startswith(b"\x28\xb5\x2f\xfd"):
         return _DecompressedStream(
             import_optional("pyarrow", "reading .zst files").input_stream(plain, compression="zstd")
@@ -84,9 +89,58 @@ class _DecompressedStream(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        block = self.stream.read1(min(len(buffer), HEAD))
+        try:
+            block = self.stream.read1(min(len(buffer), HEAD))
+        except OSError as error:
+            if "requires too much memory" in str(error):  # window above libzstd's default limit
+                raise _memory_error("128 MiB", "zstd -d --long=31") from None
+            raise
         buffer[: len(block)] = block
         return len(block)
+
+
+class _LzmaStream:
+    """Decompressor of .xz and .lzma with a memory limit, which `lzma.LZMAFile` does not have."""
+
+    def __init__(self, plain: io.BufferedReader[Any]) -> None:
+        self.plain, self.decoder = plain, lzma.LZMADecompressor(memlimit=LZMA_MEMORY)
+
+    def read1(self, size: int) -> bytes:
+        """Return up to `size` decompressed bytes; none at the end of the last stream.
+
+        Raises:
+            DecompressionMemoryError: if the dictionary exceeds `LZMA_MEMORY`.
+            EOFError: if the file is truncated.
+        """
+        found = b""
+        while not found and (block := self._next_block()) is not None:
+            try:
+                found = self.decoder.decompress(block, size)
+            except lzma.LZMAError as error:
+                if "Memory usage limit" in str(error):
+                    raise _memory_error(f"{LZMA_MEMORY >> 20} MiB", "xz -d") from None
+                raise
+        return found
+
+    def _next_block(self) -> bytes | None:
+        """Return compressed bytes, none if the decoder has enough, or None at the end of the last stream."""
+        ended = self.decoder.eof
+        if not ended and not self.decoder.needs_input:
+            return b""
+        block = self.decoder.unused_data or self.plain.read1(HEAD)
+        if not ended and not block:
+            raise EOFError("Compressed file ended before the end-of-stream marker was reached")
+        while ended and block and not block.strip(b"\0"):  # padding between streams
+            block = self.plain.read1(HEAD)
+        if ended and block:
+            self.decoder, block = lzma.LZMADecompressor(memlimit=LZMA_MEMORY), block.lstrip(b"\0")
+        return block or None
+
+
+def _memory_error(limit: str, command: str) -> DecompressionMemoryError:
+    return DecompressionMemoryError(
+        f"decompressing the file requires more than {limit} of memory; decompress it first with {command}"
+    )
 
 
 def import_optional(module: str, purpose: str) -> Any:

@@ -25,25 +25,27 @@ from mega_data.reading.corpus_sources import (
     SkippedFiles,
     detect_format,
     find_corpus_sources,
-    log_formats,
-    lookup_key,
+    log_file_formats,
+    lookup_record_value,
 )
-from mega_data.reading.decompression import DAMAGE, ReportBytes, import_optional, open_decompressed, peek_start
+from mega_data.reading.decompression import DAMAGE, ReportBytes, import_optional, open_decompressed, peek_first_bytes
 from mega_data.reading.documents import (
+    LONG,
     MAX_TEXT_BYTES,
     Document,
     DocumentStream,
+    LongText,
     RejectedItem,
     attach_record,
+    decode_blocks,
     document_from_text,
     escape_bytes,
     explain_too_large,
     format_key_names,
+    iterate_blocks,
     reject_damaged_rest,
 )
-from mega_data.reading.json_readers import read_json_lines, read_json_values
-from mega_data.reading.long_text import LONG, LongText, decode_blocks, iterate_blocks
-from mega_data.reading.parquet_reader import read_parquet
+from mega_data.reading.record_readers import read_json_lines, read_json_values, read_parquet
 
 
 def read_documents(
@@ -81,9 +83,9 @@ def read_documents(
         return
     with open_decompressed(source.name, advance) as stream:
         try:
-            begin = peek_start(stream)
+            begin = peek_first_bytes(stream)
         except DAMAGE as error:  # a folder of source code may have a damaged file as a test case
-            yield reject_damaged_rest(error, source.name, 1)._replace(left_out=source.found and source.kind is None)
+            yield reject_damaged_rest(error, source.name, 1)._replace(skipped=source.found and source.kind is None)
             return
         kind = source.kind or detect_format(begin, json_key, Path(source.name))
         on_kind(kind)
@@ -99,23 +101,23 @@ def read_documents(
             yield from _read_csv(stream, source, json_key, whole)
 
 
-def iterate_texts(inputs: Sequence[str | Path], json_key: str = "text") -> Iterator[str]:
+def iterate_document_texts(inputs: Sequence[str | Path], json_key: str = "text") -> Iterator[str]:
     """Yield the text of every document of the inputs, for training a tokenizer; binary files in folders are skipped.
 
     Raises:
         DataError: at the first rejected item.
     """
-    left_out, kinds = SkippedFiles(), Counter[FileFormat]()
-    for source in find_corpus_sources(inputs, json_key, left_out):
+    skipped_files, kinds = SkippedFiles(), Counter[FileFormat]()
+    for source in find_corpus_sources(inputs, json_key, skipped_files):
         for item in read_documents(source, json_key, on_kind=lambda kind: kinds.update([kind])):
             if isinstance(item, Document):
                 yield item.text
-            elif item.left_out:
-                left_out.add_files(item.reason, [item.file])
+            elif item.skipped:
+                skipped_files.add_files(item.reason, [item.file])
             else:
                 raise DataError(f"{item.file}:{item.line}: {item.reason}")
-    log_formats(kinds)
-    left_out.log_reasons()
+    log_file_formats(kinds)
+    skipped_files.log_reasons()
 
 
 def _read_csv(stream: io.BufferedReader, source: CorpusSource, key: str, whole: bool) -> DocumentStream:
@@ -126,14 +128,14 @@ def _read_csv(stream: io.BufferedReader, source: CorpusSource, key: str, whole: 
         header = next(rows, [])
         if key not in header and key != WHOLE:
             if source.found:
-                yield RejectedItem(f"no column {key!r}", "", source.name, 1, left_out=True)
+                yield RejectedItem(f"no column {key!r}", "", source.name, 1, skipped=True)
                 return
             raise DataError(f"{source.name}: no column {key!r}", hint=f"the columns are {', '.join(header)}")
         column = -1 if key == WHOLE else header.index(key)
         for row in rows:
             if len(row) > column:
                 record = dict(zip(header, row, strict=False)) if whole or key == WHOLE else {}
-                value = lookup_key(record, key) if key == WHOLE else row[column]
+                value = lookup_record_value(record, key) if key == WHOLE else row[column]
                 yield attach_record(
                     document_from_text(value, key, source.name, rows.line_num), record if whole else None
                 )
@@ -167,7 +169,7 @@ def _read_text(stream: io.BufferedReader, source: CorpusSource, folder: Path | N
             text = raw.decode()
     except UnicodeDecodeError as error:
         reason = "not UTF-8 text" if source.found else f"not UTF-8 (byte {error.start} of the file)"
-        yield RejectedItem(reason, escape_bytes(raw[:200]), source.name, 1, left_out=source.found)
+        yield RejectedItem(reason, escape_bytes(raw[:200]), source.name, 1, skipped=source.found)
     except DAMAGE as error:
         yield reject_damaged_rest(error, source.name, 1)
     else:
@@ -175,7 +177,7 @@ def _read_text(stream: io.BufferedReader, source: CorpusSource, folder: Path | N
             reason = (
                 "not UTF-8 text" if source.found else "not text: it has NUL characters, as in binary files and UTF-16"
             )
-            yield RejectedItem(reason, "", source.name, 1, left_out=source.found)
+            yield RejectedItem(reason, "", source.name, 1, skipped=source.found)
         else:
             yield document_from_text(text, "the text", source.name, 1)
 
@@ -185,7 +187,7 @@ def _read_datasets(source: CorpusSource, key: str, whole: bool) -> DocumentStrea
     name, _at, split = source.name.removeprefix("hf:").partition("@")
     try:
         for line, row in enumerate(_load_datasets(datasets, name, split or "train"), 1):
-            value = lookup_key(row, key)
+            value = lookup_record_value(row, key)
             if value is ABSENT:
                 raise DataError(f"{source.name}: no column {key!r}", hint=f"the columns are {format_key_names(row)}")
             yield attach_record(document_from_text(value, key, source.name, line), dict(row) if whole else None)

@@ -22,7 +22,7 @@ BEFORE = 4  # preceding tokens that are decoded together with a token, for conte
 
 
 @dataclass(frozen=True)
-class ShownToken:
+class DisplayedToken:
     """Token of a displayed sample: id, text (the token's name if it is not a whole character; None without a
     tokenizer), loss weight as a label, and position.
     """
@@ -34,14 +34,14 @@ class ShownToken:
 
 
 @dataclass(frozen=True)
-class ShownPart:
+class DisplayedPart:
     """Named part of a displayed sample: a document, a piece of a document, or padding."""
 
     name: str
-    tokens: list[ShownToken]
+    tokens: list[DisplayedToken]
 
 
-def show_document(prefix: Path, number: int, tokenizer: Tokenizer | None) -> list[ShownPart]:
+def show_document(prefix: Path, number: int, tokenizer: Tokenizer | None) -> list[DisplayedPart]:
     """Return the sequences of document `number` of a data set for display: usually one, for a preference pair the
     chosen and the rejected one.
 
@@ -66,7 +66,7 @@ def show_document(prefix: Path, number: int, tokenizer: Tokenizer | None) -> lis
 
 def show_training_sample(
     sample: TrainingSample | BertSample | T5Sample, tokenizer: Tokenizer | None
-) -> list[ShownPart]:
+) -> list[DisplayedPart]:
     """Return a training sample for display as parts, one per document, each followed by its last label, which is not an
     input.
 
@@ -89,7 +89,7 @@ def show_training_sample(
     return parts if sample.neighbors is None else [*parts, *_show_neighbors(sample.neighbors, tokenizer)]
 
 
-def _show_neighbors(neighbors: npt.NDArray[np.int64], tokenizer: Tokenizer | None) -> list[ShownPart]:
+def _show_neighbors(neighbors: npt.NDArray[np.int64], tokenizer: Tokenizer | None) -> list[DisplayedPart]:
     """Return the neighbors of all chunks, int64 [S / m, K, 2m], as parts."""
     width = neighbors.shape[2] // 2
     parts = []
@@ -101,7 +101,7 @@ def _show_neighbors(neighbors: npt.NDArray[np.int64], tokenizer: Tokenizer | Non
     return parts
 
 
-def _show_bert(sample: BertSample, tokenizer: Tokenizer | None) -> list[ShownPart]:
+def _show_bert(sample: BertSample, tokenizer: Tokenizer | None) -> list[DisplayedPart]:
     present, predicted = sample.padding_mask, sample.loss_weights > 0
     segments = [(name, present & (sample.token_types == kind)) for kind, name in enumerate(("segment A", "segment B"))]
     parts = [
@@ -112,7 +112,7 @@ def _show_bert(sample: BertSample, tokenizer: Tokenizer | None) -> list[ShownPar
     return [*parts, _select_tokens("labels", predicted, sample.labels, sample.loss_weights, tokenizer)]
 
 
-def _show_t5(sample: T5Sample, tokenizer: Tokenizer | None) -> list[ShownPart]:
+def _show_t5(sample: T5Sample, tokenizer: Tokenizer | None) -> list[DisplayedPart]:
     encoder_weights, decoder_weights = np.zeros(sample.encoder_tokens.size), np.zeros(sample.decoder_tokens.size)
     return [
         _select_tokens("encoder", sample.encoder_mask, sample.encoder_tokens, encoder_weights, tokenizer),
@@ -127,12 +127,12 @@ def _select_tokens(
     ids: npt.NDArray[np.integer],
     weights: npt.NDArray[np.floating],
     tokenizer: Tokenizer | None,
-) -> ShownPart:
+) -> DisplayedPart:
     """Return the tokens at the positions of `mask` with their weights."""
     tokens = ids[mask].tolist()
     texts = [None] * len(tokens) if tokenizer is None else decode_each_token(tokens, tokenizer)
     rows = zip(tokens, texts, weights[mask].tolist(), np.flatnonzero(mask).tolist(), strict=True)
-    return ShownPart(name, [ShownToken(*row) for row in rows])
+    return DisplayedPart(name, [DisplayedToken(*row) for row in rows])
 
 
 def _build_part(
@@ -141,14 +141,14 @@ def _build_part(
     weights: npt.NDArray[np.floating],
     tokenizer: Tokenizer | None,
     positions: npt.NDArray[np.int64] | None = None,
-) -> ShownPart:
+) -> DisplayedPart:
     """Build a part from tokens, and the `weights` and `positions` of the labels: all tokens except the first."""
     tokens = ids.tolist()
     texts = [None] * len(tokens) if tokenizer is None else decode_each_token(tokens, tokenizer)
     token_weights = [0.0, *weights.tolist()]
     start = 0 if positions is None else int(positions[0])
-    return ShownPart(name, [
-        ShownToken(*fields, start + i) for i, fields in enumerate(zip(tokens, texts, token_weights, strict=True))
+    return DisplayedPart(name, [
+        DisplayedToken(*fields, start + i) for i, fields in enumerate(zip(tokens, texts, token_weights, strict=True))
     ])  # fmt: skip
 
 

@@ -18,13 +18,13 @@ from mega_data.sampling.document_order import find_token_range
 from mega_data.token_files.dataset_info import read_dataset_info
 from mega_data.token_files.indexed_reader import (
     IndexedReader,
-    OpenReaders,
+    OpenReaderPool,
     get_idx_path,
     raise_open_files_limit,
     strip_data_suffix,
 )
 from mega_data.token_files.loss_mask import read_dataset_kind
-from mega_data.token_files.remote_copies import resolve_local_prefix, restore_url
+from mega_data.token_files.remote_copies import resolve_local_prefix, restore_url_slashes
 
 SPLITS = ("train", "valid", "test")
 CHECKED_DOCUMENTS = 64  # documents of a data set whose end token is checked
@@ -99,7 +99,7 @@ class DatasetPartitioner:
         self._config, self._eod = config, eod
         self._bounds = dict(zip(SPLITS, compute_split_bounds(config.split_shares), strict=True))
         self._readers: dict[Path, IndexedReader] = {}
-        self._files = OpenReaders(raise_open_files_limit(2 * MAX_OPEN_DATASETS) // 2)
+        self._files = OpenReaderPool(raise_open_files_limit(2 * MAX_OPEN_DATASETS) // 2)
 
     def build_split_parts(self, name: str) -> list[DatasetPart]:
         """Return the data set parts of the split `name` (train, valid or test); an empty list if the split's share is
@@ -195,7 +195,7 @@ def find_matching_prefixes(source: DatasetSource) -> list[Path]:
     """
     if not source.is_glob or get_idx_path(source.path).exists():
         return [strip_data_suffix(source.path)]
-    pattern = parse_location(restore_url(strip_data_suffix(source.path)) + ".idx")
+    pattern = parse_location(restore_url_slashes(strip_data_suffix(source.path)) + ".idx")
     names = pattern.match_objects() if isinstance(pattern, RemotePath) else sorted(glob(str(pattern), recursive=True))
     prefixes = [Path(name).with_suffix("") for name in names if not name.endswith(".mask.idx")]
     if not prefixes:

@@ -1,4 +1,4 @@
-"""Order of the documents of a data set, with token positions, without a list of all documents."""
+"""Order of the documents of a data set, with token positions, drawn by a key without a list of all documents."""
 
 from __future__ import annotations
 
@@ -12,8 +12,61 @@ import xxhash
 from mega_common.errors import DataError
 from mega_common.progress_logging import ProgressBar
 from mega_data.sampling.index_cache import Arrays, load_or_build_arrays
-from mega_data.sampling.keyed_permutation import permute_indices
 from mega_data.token_files.indexed_reader import IndexedReader, Tokens
+
+MASK = (1 << 64) - 1
+ROUNDS = 6
+
+
+def permute_index(i: int, n: int, key: int) -> int:
+    """Return the image of `i` under a pseudorandom permutation of range(n) drawn by the 64-bit `key`, without storing
+    the permutation.
+
+    A Feistel network permutes the smallest power of four that is at least n; a value of n or more is permuted again
+    (cycle walking: Black and Rogaway, "Ciphers with arbitrary finite domains", 2002), less than four times on average.
+    """
+    half = max(1, ((n - 1).bit_length() + 1) // 2)
+    low = (1 << half) - 1
+    while True:
+        left, right = i >> half, i & low
+        for step in range(ROUNDS):
+            left, right = right, left ^ (splitmix64(splitmix64(key + step) + right) >> (64 - half))
+        i = left << half | right
+        if i < n:
+            return i
+
+
+def permute_indices(positions: npt.NDArray[np.int64], n: int, key: int) -> npt.NDArray[np.int64]:
+    """Return the images of many positions under the permutation of range(n) of `permute_index`, int64 [len(positions)]."""
+    half = max(1, ((n - 1).bit_length() + 1) // 2)
+    low, width, keep = np.uint64((1 << half) - 1), np.uint64(half), np.uint64(64 - half)
+    keys = [np.uint64(splitmix64(key + step)) for step in range(ROUNDS)]
+    out = positions.astype(np.uint64)
+    todo = np.arange(out.size)
+    while todo.size:
+        now = out[todo]
+        left, right = now >> width, now & low
+        for key_of_round in keys:
+            left, right = right, left ^ (_splitmix64_many(right + key_of_round) >> keep)
+        out[todo] = now = left << width | right
+        todo = todo[now >= n]
+    return out.astype(np.int64)
+
+
+def splitmix64(x: int) -> int:
+    """Return the splitmix64 hash of the 64-bit state `x` (Steele, Lea, Flood 2014)."""
+    x = (x + 0x9E3779B97F4A7C15) & MASK
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & MASK
+    x = (x ^ x >> 27) * 0x94D049BB133111EB & MASK
+    return x ^ x >> 31
+
+
+def _splitmix64_many(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ x >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ x >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    return x ^ x >> np.uint64(31)
+
 
 STRIDE = 16  # the start of every 16th document is stored
 CHUNK = 1 << 20  # documents that are processed at a time, a multiple of STRIDE
@@ -36,13 +89,13 @@ class DocumentOrder:
         self, reader: IndexedReader, first: int, last: int, *, seed: int | None, cache: Path, unit: int = 1
     ) -> None:
         self._reader, self._first, self._last, self._unit, self._drawn = reader, first, last, unit, seed is not None
-        identity = f"documents seed={seed} data={reader.fingerprint} range={first}:{last}"
-        self._key = xxhash.xxh3_64_intdigest(identity.encode())
-        identity += f" unit={unit}" if unit > 1 else ""
+        content_key = f"documents seed={seed} data={reader.fingerprint} range={first}:{last}"
+        self._key = xxhash.xxh3_64_intdigest(content_key.encode())
+        content_key += f" unit={unit}" if unit > 1 else ""
         bounds = reader.document_index
         self._from = int(np.searchsorted(bounds, first, "right")) - 1
         self.count = int(np.searchsorted(bounds, last, "left")) - self._from
-        self._starts = load_or_build_arrays(cache, identity, self._build_index)["starts"]
+        self._starts = load_or_build_arrays(cache, content_key, self._build_index)["starts"]
         reader.close()
 
     def _build_index(self) -> Arrays:

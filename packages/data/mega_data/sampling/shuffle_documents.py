@@ -13,8 +13,7 @@ import xxhash
 from mega_common.atomic_files import add_path_to_errors, compute_file_sha256
 from mega_common.errors import DataError
 from mega_common.progress_logging import ProgressBar
-from mega_data.sampling.document_order import Ints, find_token_positions
-from mega_data.sampling.keyed_permutation import permute_indices
+from mega_data.sampling.document_order import Ints, find_token_positions, permute_indices
 from mega_data.token_files.dataset_info import (
     DatasetInfo,
     SkippedCounts,

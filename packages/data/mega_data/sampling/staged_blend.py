@@ -68,7 +68,7 @@ class StagedBlend:
     def __init__(
         self, weights: Sequence[tuple[int, Sequence[float]]], limits: Sequence[int | None], read: Sequence[int]
     ) -> None:
-        self.identity = f"staged {weights} limits={limits} read={read}"
+        self.content_key = f"staged {weights} limits={limits} read={read}"
         self._weights, self._limits, self._read = weights, limits, read
         self._coming, self._lock = self._plan_stages(list(read)), Lock()
         self._stages: list[BlendStage] = []
@@ -147,7 +147,7 @@ def build_training_blend(
     per data set, None for no limit.
     """
     begun = config.begun or BlendStart(samples=0, read={})
-    weights = compute_stage_weights([part.weights_by_tokens for part in parts], config.seq_length, begun.samples)
+    weights = compute_blend_stage_weights([part.weights_by_tokens for part in parts], config.seq_length, begun.samples)
     read = [begun.read.get(name, 0) for name in number_repeated_paths(part.name for part in parts)]
     if config.begun is None and len(weights) == 1 and all(weights[0][1]) and not any(limits):
         return StableBlend(weights[0][1])
@@ -170,7 +170,7 @@ def number_repeated_paths(paths: Iterable[Path | str]) -> list[str]:
     return names
 
 
-def compute_stage_weights(
+def compute_blend_stage_weights(
     curricula: Sequence[Mapping[int, float]], seq_length: int, first: int
 ) -> list[tuple[int, list[float]]]:
     """Return (first sample, weight of each data set) of each stage of a blend, for `curricula` that map training tokens

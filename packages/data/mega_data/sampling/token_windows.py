@@ -18,9 +18,8 @@ import numpy.typing as npt
 import xxhash
 
 from mega_common.errors import DataError
-from mega_data.sampling.document_order import DocumentOrder, find_token_range
+from mega_data.sampling.document_order import DocumentOrder, find_token_range, permute_index, splitmix64
 from mega_data.sampling.index_cache import Arrays, load_or_build_arrays
-from mega_data.sampling.keyed_permutation import permute_index, splitmix64
 from mega_data.token_files.indexed_reader import IndexedReader, Tokens
 
 
@@ -29,7 +28,7 @@ class StableTokenWindows:
     in file order, cut anew in each epoch.
 
     The tokens form a circle. An epoch draws a starting point, lays T // S windows of S + 1 tokens end to end from there
-    (neighbours share one token, the label of one and the first input of the next), and visits them in a drawn order. So
+    (neighbors share one token, the label of one and the first input of the next), and visits them in a drawn order. So
     every token is a label once per epoch, except the T % S tokens before the starting point, which differs between
     epochs, as do the cuts between windows. Documents stay in file order, and windows cross their ends. With fewer than
     S + 1 tokens, a window repeats the circle.
@@ -55,14 +54,14 @@ class StableTokenWindows:
         return self._per_epoch
 
     @cached_property
-    def identity(self) -> str:
+    def content_key(self) -> str:
         """Text that names everything the token windows depend on; equal texts mean equal windows."""
         content = f"data={self._reader.fingerprint} range={self._first}:{self._last}"
         return f"{self.order} seed={self._seed} seq={self._seq_length} {content}"
 
     def locate_window(self, k: int) -> int:
         """Return the position of the first token of window `k` in the circle of the part's tokens."""
-        return compute_window_start(k, self._count, self._seq_length, self.identity)
+        return compute_window_start(k, self._count, self._seq_length, self.content_key)
 
     def __getitem__(self, k: int) -> npt.NDArray[np.int64]:
         """Return the tokens of window `k`, int64 [sequence length + 1]."""
@@ -118,13 +117,13 @@ class MegatronTokenWindows:
     ) -> None:
         begin, end = find_token_range(reader, first, last)
         self._reader, self.samples_per_epoch = reader, (end - begin) / seq_length
-        self.identity = (
+        self.content_key = (
             f"megatron seed={seed} seq={seq_length} samples={num_samples} data={reader.fingerprint}"
             f" range={first}:{last}"
         )
         arrays = load_or_build_arrays(
             cache,
-            self.identity,
+            self.content_key,
             lambda: build_megatron_indices(reader.lengths, first, last, seq_length, num_samples, seed),
         )
         self._documents, self._samples, self._shuffle = (arrays[name] for name in ("document", "sample", "shuffle"))
@@ -150,15 +149,15 @@ class MegatronTokenWindows:
         return np.concatenate(parts, dtype=np.int64)
 
 
-def compute_window_start(k: int, count: int, width: int, identity: str) -> int:
+def compute_window_start(k: int, count: int, width: int, content_key: str) -> int:
     """Return the start of window `k` of `width` positions in a circle of `count` positions, with the draws of
-    `StableTokenWindows` keyed by `identity`.
+    `StableTokenWindows` keyed by `content_key`.
 
-    `identity` is the key of the draws.
+    `content_key` is the key of the draws.
     """
     per_epoch = max(1, count // width)
     epoch, window = divmod(k, per_epoch)
-    key = xxhash.xxh3_64_intdigest(f"{identity} epoch={epoch}".encode())
+    key = xxhash.xxh3_64_intdigest(f"{content_key} epoch={epoch}".encode())
     return (splitmix64(key) + permute_index(window, per_epoch, key) * width) % count
 
 

@@ -32,7 +32,7 @@ class StableBlend:
 
     def __init__(self, weights: Sequence[float]) -> None:
         self._tree = _build_tree(list(weights), 0)
-        self.identity = f"stable {list(weights)}"
+        self.content_key = f"stable {list(weights)}"
 
     def locate_sample(self, k: int) -> tuple[int, int]:
         """Return (index of the data set that blend sample `k` comes from, number of the sample within that data set)."""
@@ -80,8 +80,8 @@ class MegatronBlend:
         targets = [math.ceil(num_samples * share) for share in shares.tolist()]
         self.sizes = [math.ceil(target * (1 + 0.005)) for target in targets]
         total = sum(targets)
-        self.identity = f"megatron {shares.tolist()} samples={total}"
-        arrays = load_or_build_arrays(cache, f"blend {self.identity}", lambda: build_megatron_blend(shares, total))
+        self.content_key = f"megatron {shares.tolist()} samples={total}"
+        arrays = load_or_build_arrays(cache, f"blend {self.content_key}", lambda: build_megatron_blend(shares, total))
         self._dataset, self._sample = arrays["dataset"], arrays["sample"]
 
     def __len__(self) -> int:

@@ -14,7 +14,7 @@ from mega_common.errors import DataError
 from mega_common.strict_config import StrictConfig
 from mega_common.vision_config import Resolution
 from mega_data.token_files.indexed_reader import get_bin_path, get_idx_path, list_companion_files, strip_data_suffix
-from mega_data.token_files.remote_copies import resolve_local_prefix, restore_url
+from mega_data.token_files.remote_copies import resolve_local_prefix, restore_url_slashes
 from mega_data.tokenizer import Tokenizer
 
 UNPAIRED = "have one rated answer instead of a pair, which objective.kind = kto alone trains on"  # in `ChatInfo.notes`
@@ -208,7 +208,7 @@ def check_output_prefix(prefix: Path, overwrite: bool) -> None:
     Raises:
         DataError: if the data set exists, or `prefix` is a folder, a URL or has no name.
     """
-    if "://" in (url := restore_url(prefix)):
+    if "://" in (url := restore_url_slashes(prefix)):
         raise DataError(
             f"{url}: --output must be a local path, because an object store has no atomic rename",
             hint="choose a local --output and copy its files, .idx last; only mega data preprocess uploads by itself",

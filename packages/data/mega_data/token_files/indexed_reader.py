@@ -98,7 +98,7 @@ def _translate_read_errors(prefix: Path) -> Iterator[None]:
         raise DataError(f"{prefix}: cannot be read ({error.strerror})", hint=hint) from error
 
 
-class OpenReaders:
+class OpenReaderPool:
     """Pool that keeps the files of the `limit` most recently opened data sets open and closes others."""
 
     def __init__(self, limit: int) -> None:
@@ -139,7 +139,7 @@ class IndexedReader:
         DataError: naming the file, what was expected and what was found.
     """
 
-    def __init__(self, prefix: Path, files: OpenReaders | None = None) -> None:
+    def __init__(self, prefix: Path, files: OpenReaderPool | None = None) -> None:
         self.prefix = strip_data_suffix(resolve_local_prefix(Path(prefix)))
         self._bin, self._idx, self._files = get_bin_path(self.prefix), get_idx_path(self.prefix), files
         for path in (self._idx, self._bin):
@@ -261,10 +261,14 @@ class IndexedReader:
 
     def _suggest_prefixes(self) -> str:
         """Return a hint with data sets nearby, because Megatron's tools append `_text_document` to the given name."""
+        if inside := sorted(str(path.with_suffix("")) for path in self.prefix.glob("*.idx")):
+            return f"{self.prefix} is a folder; give the prefix of a data set in it: {', '.join(inside[:8])}"
         names = sorted(path.name.removesuffix(".idx") for path in self.prefix.parent.glob("*.idx"))
         near = [name for name in names if name.startswith(self.prefix.name)] or names
         if near:
             return f"data sets in {self.prefix.parent}: {', '.join(near[:8])}"
+        if self.prefix.is_dir():
+            return f"{self.prefix} is a folder without data sets; create one with mega data preprocess --output PREFIX"
         return f"create it with mega data preprocess --output {self.prefix}"
 
     def _read_header(self) -> tuple[int, int, int]:

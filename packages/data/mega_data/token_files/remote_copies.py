@@ -47,7 +47,7 @@ def resolve_local_prefix(prefix: Path, cache: Path | None = None) -> Path:
         DataError: if the data set does not exist, or the copy cannot be written.
         RemoteError: if the object store cannot be read.
     """
-    remote = parse_location(restore_url(prefix))
+    remote = parse_location(restore_url_slashes(prefix))
     if not isinstance(remote, RemotePath):
         return remote
     remote = RemotePath(re.sub(r"\.(bin|idx)$", "", remote))
@@ -68,7 +68,7 @@ def default_cache_folder() -> Path:
     return Path.home() / ".cache" / "mega" / "data"
 
 
-def restore_url(path: Path) -> str:
+def restore_url_slashes(path: Path) -> str:
     """Return a path as text; for a URL, with the second slash after the protocol that `Path` has dropped."""
     return re.sub(r"^([a-z][a-z0-9+.-]+):/{1,2}(?=[^/])", r"\1://", str(path))
 

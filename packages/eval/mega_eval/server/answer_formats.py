@@ -93,7 +93,7 @@ class AnswerFormat(Protocol):
         """Return an entry of `choices` for a streamed chunk, as JSON fields."""
 
 
-class TextOffsets:
+class TokenTextOffsets:
     """Counter of the character offsets of tokens in the text of one choice, for the field `text_offset`.
 
     A token inside a character has the offset of that character. Special tokens count only if the text includes them.
@@ -129,7 +129,7 @@ class CompletionFormat:
     vocabulary: Vocabulary
     prefix = "cmpl-"
     whole = chunk = "text_completion"
-    _offsets: defaultdict[int, TextOffsets] = field(default_factory=lambda: defaultdict(TextOffsets))
+    _offsets: defaultdict[int, TokenTextOffsets] = field(default_factory=lambda: defaultdict(TokenTextOffsets))
 
     def format_choice(self, part: AnswerPart) -> dict[str, Any]:
         """Return an entry of `choices`, for a whole answer or a streamed chunk of /v1/completions."""

@@ -74,7 +74,7 @@ class ErrorBody(BaseModel):
     error: ErrorDetail
 
 
-def translate_error(error: Exception) -> ApiRequestError:
+def error_to_response(error: Exception) -> ApiRequestError:
     """Return any exception as an error response with an HTTP status; internal errors get status 500 and reveal no
     details.
     """
@@ -130,7 +130,7 @@ def install_error_handlers(app: FastAPI) -> None:
     """Register handlers that turn every exception in a route of `app` into an error response of OpenAI's format."""
 
     async def send_error_response(_: Request, error: Exception) -> Response:
-        return translate_error(error).make_response()
+        return error_to_response(error).make_response()
 
     for kind in (ApiRequestError, MegaError, RequestValidationError, StarletteHTTPException, HTTPException, Exception):
         app.add_exception_handler(kind, send_error_response)

@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 from mega_eval.server import api_errors
 from mega_eval.server.api_errors import ApiRequestError, ErrorBody
 from mega_eval.server.embeddings_api import EmbeddingRequest
-from mega_eval.server.model_service import ModelService, RunningAnswer
+from mega_eval.server.model_service import ModelService
 from mega_eval.server.request_gate import RequestGate, ServerLimits
 from mega_eval.server.request_schemas import (
     ChatRequest,
@@ -29,6 +29,7 @@ from mega_eval.server.request_schemas import (
     TokenizeRequest,
 )
 from mega_eval.server.responses_api import ResponsesRequest
+from mega_eval.server.running_answer import RunningAnswer
 
 T = TypeVar("T")
 

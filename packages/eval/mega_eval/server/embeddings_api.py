@@ -18,7 +18,11 @@ from pydantic import Field
 
 from mega_common.errors import DataError
 from mega_data.tokenizer import Tokenizer
-from mega_eval.sentence_transformers_folder import SentenceFolderSettings, log_folder_settings, read_sentence_folder
+from mega_eval.sentence_transformers_folder import (
+    SentenceTransformersSettings,
+    log_folder_settings,
+    read_sentence_transformers_folder,
+)
 from mega_eval.server.request_schemas import RequestBody
 from mega_eval.server.request_validation import Many, TokenId, expect_union
 from mega_eval.text_embedding import TextEmbedder, check_pooling_modes
@@ -107,8 +111,8 @@ def make_served_embedder(
         CheckpointError: when a declared module or setting is not supported.
         ConfigError: when the declared default prompt is missing, or for `cls` pooling, which requires an encoder.
     """
-    found = read_sentence_folder(Path(folder))
-    settings = found or SentenceFolderSettings(Path(folder), normalized=True)
+    found = read_sentence_transformers_folder(Path(folder))
+    settings = found or SentenceTransformersSettings(Path(folder), normalized=True)
     settings.select_prompt(None)
     check_pooling_modes(model, settings.modes)
     if found is not None:

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp
 
 from mega_common.errors import ConfigError
 from mega_common.progress_logging import logger
-from mega_eval.garbage_collection import freeze_startup_objects
+from mega_eval.multi_rank_inference import freeze_startup_objects
 from mega_eval.server.api_errors import ApiRequestError
 from mega_eval.server.application import create_application
 from mega_eval.server.connection_limits import (

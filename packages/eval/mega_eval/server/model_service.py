@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -21,28 +20,26 @@ from mega_eval.sampling import Sampling
 from mega_eval.server.answer_formats import (
     AnswerBuilder,
     AnswerFormat,
-    AnswerPart,
     ChatFormat,
     CompletionFormat,
     EchoedPrompt,
     TokenUsage,
     extract_tool_calls,
-    format_sse_event,
     stream_answer_parts,
 )
-from mega_eval.server.api_errors import ApiRequestError, translate_error
+from mega_eval.server.api_errors import ApiRequestError
 from mega_eval.server.chat_tools import FOREIGN, describe_tools
 from mega_eval.server.embeddings_api import EmbeddingRequest, ServedEmbedder, format_embeddings, split_into_batches
-from mega_eval.server.engine_driver import EngineDriver, RequestGroup
+from mega_eval.server.engine_driver import EngineDriver
 from mega_eval.server.request_schemas import (
     ChatMessage,
     ChatRequest,
     ChatTemplateFields,
     CompletionRequest,
     GenerationRequestBody,
-    StreamOptions,
 )
 from mega_eval.server.responses_api import ResponsesAnswerBuilder, ResponsesRequest
+from mega_eval.server.running_answer import RunningAnswer
 from mega_eval.server.server_metrics import ServerMetrics
 from mega_eval.server.token_spelling import Vocabulary, find_max_token_bytes
 from mega_eval.server.worker_processes import WorkerProcesses
@@ -304,7 +301,7 @@ class ModelService:
         )  # fmt: skip
         if isinstance(body, ChatRequest) and (tools := body.list_callable_tools()):
             parts = extract_tool_calls(parts, frozenset(tool.function.name for tool in tools))
-        return RunningAnswer(self, answer, group, parts, time.monotonic() + self.seconds)
+        return RunningAnswer(answer, group, parts, self.driver, self.metrics, self.seconds)
 
     def _make_limits(self, body: GenerationRequestBody) -> GenerationLimits:
         """Return the generation limits of a request; a stop string that is a special token becomes a stop token."""
@@ -379,58 +376,3 @@ def _check_unicode(text: str) -> None:
         text.encode()
     except UnicodeEncodeError:
         raise ApiRequestError(400, "a text must not have lone surrogates, which are half characters") from None
-
-
-@dataclass
-class RunningAnswer:
-    """Answer to an API request whose text is being generated; `release_requests` must be called once."""
-
-    service: ModelService
-    answer: AnswerBuilder | ResponsesAnswerBuilder
-    group: RequestGroup
-    parts: AsyncIterator[AnswerPart]
-    deadline: float
-
-    def __post_init__(self) -> None:
-        self._start = time.monotonic()
-
-    async def build_answer(self) -> dict[str, object]:
-        """Wait until the generation ends and return the complete answer as a JSON object.
-
-        Raises:
-            ApiRequestError: when it takes too long.
-        """
-        try:
-            return await self.answer.build_answer(self._parts_until_deadline())
-        finally:
-            self.release_requests()
-
-    async def stream_chunks(self, options: StreamOptions) -> AsyncIterator[bytes]:
-        """Yield the answer as server-sent events while it is generated; an error is sent as the last event."""
-        try:
-            async for chunk in self.answer.stream_chunks(self._parts_until_deadline(), options):
-                yield chunk
-        except Exception as error:  # noqa: BLE001 - the status is already sent, so the error must be an event
-            yield format_sse_event(translate_error(error).format_error_body())
-
-    def release_requests(self) -> None:
-        """Cancel the answer's unfinished engine requests and count its tokens in the server's metrics."""
-        self.service.driver.release_group(self.group)
-        self.service.metrics.record_tokens(self.answer.usage.prompt, self.answer.usage.completion)
-
-    async def _parts_until_deadline(self) -> AsyncIterator[AnswerPart]:
-        """Yield parts until the deadline; each wait has its own timer, since the reader may be another task."""
-        first = True
-        while True:
-            try:
-                async with asyncio.timeout(self.deadline - time.monotonic()):
-                    part = await anext(self.parts)
-            except StopAsyncIteration:
-                return
-            except TimeoutError:
-                message = f"the answer was not finished within {self.service.seconds:.0f} seconds"
-                raise ApiRequestError(504, message) from None
-            if first:
-                self.service.metrics.record_first_token(time.monotonic() - self._start)
-            first = False
-            yield part

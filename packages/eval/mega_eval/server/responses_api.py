@@ -20,7 +20,7 @@ from mega_eval.server.request_schemas import ChatMessage, ChatRequest, RequestBo
 from mega_eval.server.request_validation import Many, StrictRequestModel, make_field_error
 
 
-class InputMessage(ChatMessage):
+class ResponsesInputMessage(ChatMessage):
     """Message in the field `input` of a request to /v1/responses."""
 
     type: Literal["message"] = "message"
@@ -69,7 +69,7 @@ class TextSettings(StrictRequestModel):
 
 ResponseInputField = Annotated[
     Annotated[Annotated[str, Field(min_length=1)], Tag("[text]")]
-    | Annotated[Annotated[Many[InputMessage], Field(min_length=1)], Tag("[messages]")],
+    | Annotated[Annotated[Many[ResponsesInputMessage], Field(min_length=1)], Tag("[messages]")],
     Discriminator(
         lambda value: {str: "[text]", list: "[messages]"}.get(type(value)),
         custom_error_type="union",
@@ -100,7 +100,7 @@ class ResponsesRequest(RequestBody):
 
     def to_chat_request(self) -> ChatRequest:
         """Return the equivalent request to /v1/chat/completions."""
-        items = [InputMessage(role="user", content=self.input)] if isinstance(self.input, str) else self.input
+        items = [ResponsesInputMessage(role="user", content=self.input)] if isinstance(self.input, str) else self.input
         system = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
         form = None if self.text is None or self.text.format is None else self.text.format.to_response_format()
         return ChatRequest.model_validate({

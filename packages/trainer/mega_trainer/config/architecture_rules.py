@@ -113,19 +113,19 @@ def _decoder_length_problems(model: ModelConfig, data: DataConfig, parallel: Par
 
 
 def _retrieval_data_problem(model: ModelConfig, data: DataConfig) -> ConfigProblem:
-    """Return the conflict between a retrieval model and data without neighbours, or the reverse."""
+    """Return the conflict between a retrieval model and data without neighbors, or the reverse."""
     if model.retro is None:
         rule, hint = "requires a retrieval model (model.retro)", "set data.kind=text"
         return ConfigProblem("data.kind", rule, "retro", hint)
     rule = "must be retro for a retrieval model (model.retro)"
-    hint = "set data.kind=retro, with neighbours from mega data retrieve"
+    hint = "set data.kind=retro, with neighbors from mega data retrieve"
     return ConfigProblem("data.kind", rule, sorted(data.dataset_kinds)[0], hint)
 
 
 def _retrieval_problems(
     retro: RetroConfig, length: int, parallel: ParallelConfig, precision: str
 ) -> Iterator[ConfigProblem]:
-    """Yield layouts and precisions that conflict with a model that reads retrieved neighbours."""
+    """Yield layouts and precisions that conflict with a model that reads retrieved neighbors."""
     if length % retro.chunk_length:
         rule = f"must be a multiple of model.retro.chunk_length = {retro.chunk_length}"
         hint = f"set data.seq_length={-(-length // retro.chunk_length) * retro.chunk_length}"
@@ -141,7 +141,7 @@ def _retrieval_problems(
 
 def _retrieval_use_problems(tasks: Sequence[str], lora: LoraConfig | None) -> Iterator[ConfigProblem]:
     if tasks:
-        rule = "is not supported with model.retro: the texts of tasks have no neighbours"
+        rule = "is not supported with model.retro: the texts of tasks have no neighbors"
         yield ConfigProblem("eval.tasks", rule, list(tasks), "remove eval.tasks")
     if lora is not None:
         hint = "remove lora, and train all weights or those that train.freeze leaves"

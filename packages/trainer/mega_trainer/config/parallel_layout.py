@@ -14,7 +14,7 @@ class ParallelLayout:
     """Degrees of parallelism and the order of ranks; the product of tp, pp, cp and dp is the number of ranks.
 
     Ranks are ordered pp, dp, cp, tp with tp fastest, so that the groups that communicate most lie on one machine. Expert
-    parallelism splits the ranks of a stage independently of dp, cp and tp: in blocks of ep x expert_tp neighbouring ranks
+    parallelism splits the ranks of a stage independently of dp, cp and tp: in blocks of ep x expert_tp neighboring ranks
     that hold all experts, expert_tp fastest.
     """
 
@@ -65,18 +65,18 @@ def can_split_heads(model: ModelConfig, tp: int, cp: int) -> bool:
     return all(heads % cp == 0 and (shared % cp == 0 or cp % shared == 0) for heads, shared in counts)
 
 
-def tensor_degrees(model: ModelConfig) -> list[int]:
+def list_tensor_degrees(model: ModelConfig) -> list[int]:
     """Return all tensor-parallel degrees that can split a model."""
-    return [tp for tp in range(1, max_heads(model) + 1) if can_split_model(model, tp)]
+    return [tp for tp in range(1, max_head_count(model) + 1) if can_split_model(model, tp)]
 
 
-def expert_degrees(model: ModelConfig) -> list[int]:
+def list_expert_degrees(model: ModelConfig) -> list[int]:
     """Return all expert-parallel degrees that can split a model; only 1 for a model without experts."""
     experts = model.moe.num_experts if model.moe else 1
     return [n for n in range(1, experts + 1) if experts % n == 0]
 
 
-def max_heads(model: ModelConfig) -> int:
+def max_head_count(model: ModelConfig) -> int:
     """Return the largest number of heads of any mixer kind (attention, Mamba, delta rule) in the model; 1 without
     heads.
     """
@@ -92,13 +92,13 @@ def tensor_split_widths(model: ModelConfig) -> set[int]:
 
 def tensor_degree_rule(model: ModelConfig) -> str:
     """Return the rule that a tensor-parallel degree of a model must follow, as text for an error message."""
-    heads, shared = format_heads(model, 1)
+    heads, shared = format_head_counts(model, 1)
     widths = " and ".join(map(str, sorted(tensor_split_widths(model))))
     split = f"{heads} and the ffn_hidden_size {widths}" if widths else heads
     return f"must divide {split}, and divide or be a multiple of {shared}"
 
 
-def format_heads(model: ModelConfig, tp: int) -> tuple[str, str]:
+def format_head_counts(model: ModelConfig, tp: int) -> tuple[str, str]:
     """Return two texts for error messages, such as '8 attention heads' and '2 key/value heads', with the counts on one
     of `tp` tensor ranks for each mixer kind.
     """
@@ -108,7 +108,7 @@ def format_heads(model: ModelConfig, tp: int) -> tuple[str, str]:
     return " and ".join(heads), " and ".join(groups)
 
 
-def suggest_degree(key: str, asked: int, degrees: Sequence[int]) -> str:
+def suggest_parallel_degree(key: str, asked: int, degrees: Sequence[int]) -> str:
     """Return a hint for an error message: set `key` to the largest possible degree up to the requested one, with a list
     of all possible `degrees`.
     """
@@ -125,9 +125,9 @@ def check_parallel_degrees(model: ModelConfig, *, tp: int, ep: int) -> None:
     """
     if not can_split_model(model, tp):
         raise ConfigError(
-            f"tp = {tp} {tensor_degree_rule(model)}", hint=suggest_degree("tp", tp, tensor_degrees(model))
+            f"tp = {tp} {tensor_degree_rule(model)}", hint=suggest_parallel_degree("tp", tp, list_tensor_degrees(model))
         )
-    if ep not in expert_degrees(model):
+    if ep not in list_expert_degrees(model):
         experts = model.moe.num_experts if model.moe else 0
         rule = f"must divide the {experts} experts" if experts else "requires a model with experts"
-        raise ConfigError(f"ep = {ep} {rule}", hint=suggest_degree("ep", ep, expert_degrees(model)))
+        raise ConfigError(f"ep = {ep} {rule}", hint=suggest_parallel_degree("ep", ep, list_expert_degrees(model)))

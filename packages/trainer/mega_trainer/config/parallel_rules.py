@@ -15,12 +15,12 @@ from mega_trainer.config.batch_size import BatchConfig
 from mega_trainer.config.parallel_layout import (
     can_split_heads,
     can_split_model,
-    expert_degrees,
-    format_heads,
-    max_heads,
-    suggest_degree,
+    format_head_counts,
+    list_expert_degrees,
+    list_tensor_degrees,
+    max_head_count,
+    suggest_parallel_degree,
     tensor_degree_rule,
-    tensor_degrees,
 )
 from mega_trainer.config.sections import OptimizerConfig, ParallelConfig
 
@@ -41,7 +41,7 @@ class ParallelRules:
         """Yield degrees of parallelism that do not fit the model, whatever the number of ranks."""
         model, tp = self.model, self.parallel.tp
         if not can_split_model(model, tp):
-            hint = suggest_degree("parallel.tp", tp, tensor_degrees(model))
+            hint = suggest_parallel_degree("parallel.tp", tp, list_tensor_degrees(model))
             yield ConfigProblem("parallel.tp", tensor_degree_rule(model), tp, hint)
         yield from self._context_problems()
         yield from self._expert_problems()
@@ -70,7 +70,7 @@ class ParallelRules:
         if shard is not None and ranks % shard:
             fitting = [size for size in range(2, ranks + 1) if ranks % size == 0]
             key = "parallel.zero3_shard"
-            hint = suggest_degree(key, shard, fitting) if fitting else f"remove {key}"
+            hint = suggest_parallel_degree(key, shard, fitting) if fitting else f"remove {key}"
             yield ConfigProblem(key, f"must divide the {ranks} data ranks", shard, hint)
         unit = batch.micro * dp
         for problem in batch.find_uneven_sizes(unit, f"batch.micro {batch.micro} x dp {dp} = {unit}"):
@@ -161,14 +161,14 @@ class ParallelRules:
             hint = "set parallel.cp_kind=alltoall, or " * fits + "set model.attention_dropout=0"
             yield ConfigProblem("parallel.cp_kind", rule, parallel.cp_kind, hint)
         if parallel.cp_kind == "alltoall" and not fits:
-            heads, keys = format_heads(model, tp)
-            degrees = [n for n in range(1, max_heads(model) // tp + 1) if can_split_heads(model, tp, n)]
+            heads, keys = format_head_counts(model, tp)
+            degrees = [n for n in range(1, max_head_count(model) // tp + 1) if can_split_heads(model, tp, n)]
             rule = (
                 f"must divide the {heads} of a tensor rank, and divide or be a multiple of its {keys}, with "
                 "parallel.cp_kind = alltoall"
             )
             ring = "set parallel.cp_kind=ring" + " and model.attention_dropout=0" * bool(model.attention_dropout)
-            hint = suggest_degree("parallel.cp", cp, degrees) + f", or {ring}" * (model.position != "relative")
+            hint = suggest_parallel_degree("parallel.cp", cp, degrees) + f", or {ring}" * (model.position != "relative")
             yield ConfigProblem("parallel.cp", rule, cp, hint)
 
     def _expert_problems(self) -> Iterator[ConfigProblem]:
@@ -181,12 +181,12 @@ class ParallelRules:
                     yield ConfigProblem(f"parallel.{name}", rule, degree, f"set parallel.{name}=1")
             return
         if moe.num_experts % parallel.ep:
-            hint = suggest_degree("parallel.ep", parallel.ep, expert_degrees(self.model))
+            hint = suggest_parallel_degree("parallel.ep", parallel.ep, list_expert_degrees(self.model))
             yield ConfigProblem("parallel.ep", f"must divide the {moe.num_experts} experts", parallel.ep, hint)
         if moe.ffn_hidden_size % parallel.expert_tp:
             widths = [n for n in range(1, 17) if moe.ffn_hidden_size % n == 0]
             rule = f"must divide the experts' ffn_hidden_size {moe.ffn_hidden_size}"
-            hint = suggest_degree("parallel.expert_tp", parallel.expert_tp, widths)
+            hint = suggest_parallel_degree("parallel.expert_tp", parallel.expert_tp, widths)
             yield ConfigProblem("parallel.expert_tp", rule, parallel.expert_tp, hint)
         if parallel.dispatch in ("nvshmem", "te") and parallel.dispatch_bound is None:
             rule = f"is required with parallel.dispatch = {parallel.dispatch}"
@@ -218,7 +218,7 @@ class ParallelRules:
                 tp * pp < parallel.tp * parallel.pp or tp * cp < parallel.tp * parallel.cp,
                 abs(tp - parallel.tp) + abs(pp - parallel.pp) + abs(cp - parallel.cp), tp, pp, cp,
             )
-            for tp in range(1, min(world_size, max_heads(model)) + 1)
+            for tp in range(1, min(world_size, max_head_count(model)) + 1)
             if can_split_model(model, tp)
             for pp in range(1, min(world_size // tp, model.num_layers) + 1)
             for cp in range(1, parallel.cp + 1)
@@ -250,7 +250,7 @@ class ParallelRules:
         if stage % (parallel.ep * parallel.expert_tp) == 0:
             return {}
         parts = parallel.expert_tp if stage % parallel.expert_tp == 0 else 1
-        ep = max(n for n in expert_degrees(self.model) if n <= parallel.ep and stage % (n * parts) == 0)
+        ep = max(n for n in list_expert_degrees(self.model) if n <= parallel.ep and stage % (n * parts) == 0)
         return {"ep": ep} if parts == parallel.expert_tp else {"ep": ep, "expert_tp": parts}
 
 

@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt
 from mega_common.strict_config import ConfigProblem, DimensionSize, RankCount, StageCount, StrictConfig
 
 
-def missing_validation(key: str, value: object) -> ConfigProblem:
+def validation_required_problem(key: str, value: object) -> ConfigProblem:
     """Return the problem that setting `key` needs validation, in a run without (`train.eval_every` = 0)."""
     return ConfigProblem(key, "requires validation", value, "set train.eval_every=100")
 
@@ -60,7 +60,7 @@ class ParallelConfig(StrictConfig):
     zero3_shard: int | None = Field(
         None,
         ge=2,
-        description="under zero 3, number of neighbouring data ranks that shard one copy (HSDP); default: all",
+        description="under zero 3, number of neighboring data ranks that shard one copy (HSDP); default: all",
     )
     zero3_layers: PositiveInt | None = Field(
         None, description="under zero 3, layers all-gathered at once; default: by layer size and number of ranks"
@@ -127,7 +127,7 @@ class TrainConfig(StrictConfig):
     def find_run_problems(self, sample_order: str) -> Iterator[ConfigProblem]:
         """Yield `train` settings that conflict with the order of the data, or that need validation in a run without."""
         if self.early_stop is not None and not self.eval_every:
-            yield missing_validation("train.early_stop", self.early_stop)
+            yield validation_required_problem("train.early_stop", self.early_stop)
         if sample_order != "megatron":
             return
         if self.epochs is not None:
@@ -287,7 +287,7 @@ class CheckpointConfig(StrictConfig):
     def find_run_problems(self, eval_every: int) -> Iterator[ConfigProblem]:
         """Yield a problem if `checkpoint.best` is set in a run without validation."""
         if self.best and not eval_every:
-            yield missing_validation("checkpoint.best", True)
+            yield validation_required_problem("checkpoint.best", True)
 
 
 def _split_commas(raw: Any) -> Any:

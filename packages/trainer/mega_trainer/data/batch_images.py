@@ -62,7 +62,7 @@ class BatchImages:
         return F.pad(own, (0, 0, 0, 0, 0, 0, 0, share - len(own)))
 
 
-def combined_rank(groups: Sequence[CommGroup]) -> tuple[int, int]:
+def combined_group_rank(groups: Sequence[CommGroup]) -> tuple[int, int]:
     """Return this rank's index and the number of ranks in the product of `groups`, in row-major order (the last group
     varies fastest).
     """

@@ -13,7 +13,7 @@ from mega_common.errors import DataError
 from mega_common.model_config import ModelConfig
 from mega_common.vision_config import VisionConfig
 from mega_data.batch_loader import StepBatch
-from mega_data.images.image_geometry import compute_mrope_positions
+from mega_data.images.image_pixels import compute_mrope_positions
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.data.batch_images import BatchImages, ImageBlock, find_image_blocks
 from mega_trainer.distributed.comm import CommGroup
@@ -123,12 +123,12 @@ class EncoderBatch:
 
 @dataclass(frozen=True)
 class RetrievedNeighbors:
-    """Retrieved neighbours (RETRO) of each of the L chunks of a sample: K neighbours of 2 m tokens, where m is the
+    """Retrieved neighbors (RETRO) of each of the L chunks of a sample: K neighbors of 2 m tokens, where m is the
     chunk length.
 
     Attributes:
         tokens: int64 [B, L, K, 2 m], 0 at padding.
-        sequence_bounds: of the neighbours, B L K rows; padding is a separate document, to which no token attends.
+        sequence_bounds: of the neighbors, B L K rows; padding is a separate document, to which no token attends.
         attention_mask: bool [B L, 1, 1, 2 m K], False at padding; None without padding.
     """
 
@@ -320,7 +320,7 @@ def build_encoder_batch(
 
 
 def build_neighbor_batch(neighbors: np.ndarray, device: torch.device) -> RetrievedNeighbors:
-    """Return retrieved neighbours int64 [samples, chunks, neighbours, tokens] as a batch on `device`; -1 marks
+    """Return retrieved neighbors int64 [samples, chunks, neighbors, tokens] as a batch on `device`; -1 marks
     positions without a token.
     """
     rows, mask = neighbors.reshape(-1, neighbors.shape[-1]), neighbors >= 0
@@ -334,19 +334,19 @@ def build_neighbor_batch(neighbors: np.ndarray, device: torch.device) -> Retriev
 
 
 def _check_neighbors(batch: StepBatch, model: ModelConfig) -> np.ndarray | None:
-    """Return the neighbours of a model with retrieval, int64 [n, L, K, 2 m]; None for other models."""
+    """Return the neighbors of a model with retrieval, int64 [n, L, K, 2 m]; None for other models."""
     retro, found = model.retro, batch.neighbors
     if retro is None:
         return None
     if found is None:
         raise DataError(
-            "model.retro requires samples with neighbours, found none",
-            hint="use data with neighbours, or remove model.retro",
+            "model.retro requires samples with neighbors, found none",
+            hint="use data with neighbors, or remove model.retro",
         )
     shape = (len(batch.tokens), batch.tokens.shape[1] // retro.chunk_length, retro.neighbors, retro.neighbor_length)
     if found.shape != shape:
         raise DataError(
-            f"model.retro requires neighbours of shape {shape} (samples, chunks, neighbours, tokens), found {found.shape}",
+            f"model.retro requires neighbors of shape {shape} (samples, chunks, neighbors, tokens), found {found.shape}",
             hint="run mega data retrieve with the model's chunk_length and neighbors",
         )
     return found

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from mega_common.errors import DataError
 from mega_data.batch_loader import StepBatch, balance_samples
-from mega_data.kinds.bin_packing import pack_best_fit
+from mega_data.kinds.packed_documents import pack_best_fit
 
 Ints = npt.NDArray[np.int64]
 

@@ -1,5 +1,5 @@
-"""Process groups of a rank under a parallel layout. Each group is created by its members only, so that the cost does not grow
-with the number of ranks.
+"""Rank of this process and its process groups under a parallel layout. Each group is created by its members only, so that the
+cost does not grow with the number of ranks.
 """
 
 from __future__ import annotations
@@ -12,7 +12,17 @@ import torch
 import torch.distributed as dist
 
 from mega_trainer.config.parallel_layout import ParallelLayout
+from mega_trainer.config.run_config import RunConfig
 from mega_trainer.distributed.comm import CommGroup, CommLog
+
+
+@dataclass(frozen=True)
+class RankInfo:
+    """Global rank, local rank and world size of this process in the job."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
 
 
 @dataclass
@@ -58,10 +68,10 @@ class ParallelGroups:
 
     Attributes:
         dp_cp: data and context ranks, over which gradients of non-expert weights are reduced.
-        shard: neighbours in `dp_cp` that shard one copy of the weights under ZeRO-3.
+        shard: neighbors in `dp_cp` that shard one copy of the weights under ZeRO-3.
         replicate: ranks in `dp_cp` with the same shard of different copies.
-        head_sharing: by number of ranks, neighbouring tensor ranks with the same head, for mixers with fewer heads than ranks.
-        ep: neighbours that together hold all experts of a stage.
+        head_sharing: by number of ranks, neighboring tensor ranks with the same head, for mixers with fewer heads than ranks.
+        ep: neighbors that together hold all experts of a stage.
         expert_tp: ranks in `ep` that split the same experts.
         expert_data: ranks with the same part of the same experts.
         embedding: first and last pipeline stage, which share a tied embedding.
@@ -95,18 +105,39 @@ class ParallelGroups:
         return [*(group for group in axes if isinstance(group, CommGroup)), *self.head_sharing.values()]
 
 
-def warm_up_groups(groups: ParallelGroups, device: torch.device) -> None:
-    """Create the NCCL communicators of every group, and of each pipeline rank with its neighbours, by a first message,
-    before the model fills device memory.
+def list_communicating_groups(groups: ParallelGroups, config: RunConfig) -> list[CommGroup]:
+    """Return the groups of several ranks on which a run as configured calls collectives, each set of ranks once: each
+    has a communicator of NCCL of its own, 0.1 to 0.4 GB of device memory outside of torch's pool.
+    """
+    model, unused = config.model, set[CommGroup]()
+    if not (model.tie_embeddings or model.mtp_layers):
+        unused.add(groups.embedding)
+    if model.moe is None:
+        unused |= {groups.ep, groups.expert_tp, groups.expert_data}
+        if not (config.fault.hash_every or config.fault.recompute_every):
+            unused.add(groups.dp)
+    by_ranks = {group.ranks: group for group in groups.all_groups() if group.size > 1 and group not in unused}
+    return list(by_ranks.values())
+
+
+def list_pipeline_pairs(groups: ParallelGroups) -> list[tuple[int, int]]:
+    """Return the pairs of pipeline neighbors with this rank, the lower first: NCCL makes one more communicator for each
+    pair that sends and receives.
+    """
+    ring, own = groups.pp, groups.pp.ranks[groups.pp.rank]
+    others = [ring.ranks[(ring.rank + step) % ring.size] for step in (1, -1)]
+    return sorted({(min(own, other), max(own, other)) for other in others if other != own})
+
+
+def warm_up_groups(groups: ParallelGroups, used: Sequence[CommGroup], device: torch.device) -> None:
+    """Create the NCCL communicators of the `used` groups, and of each pipeline rank with its neighbors, by a first
+    message, before the model fills device memory.
 
     A communicator is created by the first message, in memory outside of torch's pool, so it must exist before the model
     fills the device. All ranks visit the axes in the same order, which avoids deadlocks.
     """
-    met: set[tuple[int, ...]] = set()
-    for group in groups.all_groups():
-        if group.size > 1 and group.ranks not in met:
-            met.add(group.ranks)
-            dist.all_reduce(torch.zeros(1, device=device), group=group.process_group)
+    for group in used:
+        dist.all_reduce(torch.zeros(1, device=device), group=group.process_group)
     ring = groups.pp
     if ring.size > 1:
         token, (after, before) = (

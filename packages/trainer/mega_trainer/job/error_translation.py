@@ -12,9 +12,9 @@ import torch
 
 from mega_common.errors import MegaError, TrainingError
 from mega_common.progress_logging import format_number
-from mega_trainer.job.connection_errors import connection_error_reason, is_lost_connection
+from mega_trainer.distributed.comm import connection_error_reason, is_lost_connection
 from mega_trainer.job.metrics_log import memory_in_use
-from mega_trainer.plan.memory_advice import MemoryNeeds
+from mega_trainer.plan.memory_advice import PredictedMemoryNeeds
 
 OUT_OF_MEMORY = "out of memory"
 # the host allocator of torch raises a plain RuntimeError
@@ -24,7 +24,7 @@ LOST_HINT = "see the output of the rank that ended first for the cause; run the 
 
 
 @contextlib.contextmanager
-def translate_errors(rank: int, step: Callable[[], str], needs: Callable[[], MemoryNeeds]) -> Iterator[None]:
+def translate_errors(rank: int, step: Callable[[], str], needs: Callable[[], PredictedMemoryNeeds]) -> Iterator[None]:
     """Translate torch's errors of exhausted memory or lost ranks in the `with` block into a `TrainingError` with the
     rank, the step and a remedy.
 
@@ -71,7 +71,7 @@ def _add_location_note(error: Exception, where: str) -> None:
         error.add_note(where)
 
 
-def _out_of_memory_error(message: str, needs: MemoryNeeds, used: Mapping[str, int]) -> TrainingError:
+def _out_of_memory_error(message: str, needs: PredictedMemoryNeeds, used: Mapping[str, int]) -> TrainingError:
     """Return an error with the memory used by each owner, the predicted memory, and the settings that would free most."""
     used = {**used, "other than predicted": max(0, next(iter(used.values())) - sum(needs.predicted.values()))}
     lines = [
@@ -87,7 +87,7 @@ def _out_of_memory_error(message: str, needs: MemoryNeeds, used: Mapping[str, in
     return TrainingError("\n".join(lines), hint=f"{hint}; mega train --find-micro-batch finds the largest micro-batch")
 
 
-def _without_offload(needs: MemoryNeeds) -> MemoryNeeds:
+def _without_offload(needs: PredictedMemoryNeeds) -> PredictedMemoryNeeds:
     """Return the needs without advice that would take more of the host's memory."""
     return replace(
         needs, suggestions=[advice for advice in needs.suggestions if "offload" not in " ".join(advice.settings)]

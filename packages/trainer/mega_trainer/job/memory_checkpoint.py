@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mega_ckpt.host_staging import place_in_buffer, staging_bytes
+from mega_ckpt.host_staging import copy_into_buffer, is_on_cuda, pin_host_memory, place_in_buffer, staging_bytes
 from mega_ckpt.manifest import DTYPE_NAMES, DTYPES
 from mega_ckpt.tensor_pieces import ShardedTensor, TensorBox
 from mega_common.atomic_files import open_atomic_file
@@ -149,7 +149,7 @@ class MemoryCopyFolder:
             size = path.stat().st_size
         else:
             check_private_folder(self.path)
-            (self.path / f"{rank}.{slot}.json").unlink(missing_ok=True)
+            self.remove_manifest(rank, slot)
             with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600), "ab") as stream:
                 try:
                     stream.truncate(size)
@@ -166,6 +166,10 @@ class MemoryCopyFolder:
         path, text = self.path / f"{rank}.{slot}.json", json.dumps({**manifest, "run": self._run}).encode()
         with open_atomic_file(path) as stream:
             stream.write(sign_file_text(self._key, path.name, text).encode() + b"\n" + text)
+
+    def remove_manifest(self, rank: int, slot: int) -> None:
+        """Remove the manifest of the memory copy of `rank` in `slot`, before its file changes."""
+        (self.path / f"{rank}.{slot}.json").unlink(missing_ok=True)
 
     def remove_copies(self) -> None:
         """Remove all memory copies in the folder; the folder and its lock file stay."""
@@ -203,6 +207,8 @@ class MemoryCheckpoint:
         nodes, self._copies = [node for node, _ in by_rank], [set(copies) for _, copies in by_rank]
         self._backup_ranks = [_backup_rank(nodes, rank) for rank in range(world.size)]
         self._newest: dict[int, int] = {}  # slot of each rank's newest copy, which must not be overwritten
+        self._buffers: dict[tuple[int, int], Tensor] = {}  # mapped file by rank and slot
+        self._pinned = set[tuple[int, int]]()  # those of them that CUDA has pinned
 
     @property
     def rank_count(self) -> int:
@@ -290,9 +296,11 @@ class MemoryCheckpoint:
         kept = [own, *(rank for rank, other in enumerate(self._backup_ranks) if other == own)]
         slots = {rank: 1 - self._newest.get(rank, 1) for rank in kept}
         with raise_on_all_ranks(self._world):
-            buffers = {rank: self._folder.map_copy_file(rank, slots[rank], sizes[rank]) for rank in kept}
-        for _, box, copied in place_in_buffer(tensors, buffers[own]):
-            copied.copy_(box.tensor.detach())
+            buffers = {rank: self._map_buffer(rank, slots[rank], sizes[rank]) for rank in kept}
+        if is_on_cuda(tensors) and (own, slots[own]) not in self._pinned:
+            pin_host_memory(buffers[own])
+            self._pinned.add((own, slots[own]))
+        copy_into_buffer(tensors, buffers[own])
         buffers[own][tensor_bytes[own] :] = boxes
         works = [dist.irecv(buffers[rank], rank, group=group) for rank in kept[1:]]
         works += [] if backup is None else [dist.isend(buffers[own], backup, group=group)]
@@ -304,14 +312,28 @@ class MemoryCheckpoint:
             self._folder.write_manifest(rank, slots[rank], manifest)
         self._newest = slots
 
+    def _map_buffer(self, rank: int, slot: int, size: int) -> Tensor:
+        """Return the mapped file of a new copy; a file of an equal size stays mapped, and pinned, from save to save."""
+        mapped = self._buffers.pop((rank, slot), None)
+        if mapped is None or len(mapped) != size:
+            del mapped  # before the file changes its size
+            self._pinned.discard((rank, slot))
+            mapped = self._folder.map_copy_file(rank, slot, size)
+        self._folder.remove_manifest(rank, slot)
+        self._buffers[rank, slot] = mapped
+        return mapped
+
     def remove_run_copies(self) -> None:
         """Remove all memory copies of the run, before a rollback or after a checkpoint is saved."""
+        self._buffers.clear()
+        self._pinned.clear()
         if self._leads:
             self._folder.remove_copies()
         self._newest = {}
 
     def remove_folder(self) -> None:
         """Remove the folder of memory copies at the end of the run."""
+        self._buffers.clear()
         os.close(self._lock)
         if self._leads:
             shutil.rmtree(self._folder.path, ignore_errors=True)

@@ -1,11 +1,11 @@
-"""Metrics of a run: one line per step on the screen, in metrics.jsonl and to experiment trackers."""
+"""Metrics of a run: one line per step on the screen, in metrics.jsonl and to experiment trackers; norms by layer."""
 
 from __future__ import annotations
 
 import json
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -13,17 +13,24 @@ from types import TracebackType
 from typing import IO, Any
 
 import torch
+from torch import Tensor
 
+from mega_ckpt.canonical_tensors import canonical_tensors
 from mega_common.atomic_files import add_path_to_errors, open_atomic_file
 from mega_common.bounded_parsing import parse_json_text
+from mega_common.model_config import ModelConfig
 from mega_common.progress_logging import format_number, logger
 from mega_trainer.config.run_config import RunConfig
+from mega_trainer.distributed.comm import CommGroup, all_reduce
+from mega_trainer.distributed.device import to_host
 from mega_trainer.job.experiment_trackers import open_trackers
 from mega_trainer.job.goodput import GoodputCounter
 from mega_trainer.job.step_result import StepResult
+from mega_trainer.optim.optimizer_slots import OptimizerSlot, checkpoint_boxes_by_name
+from mega_trainer.optim.sharded_optimizer import ShardedOptimizer
 from mega_trainer.plan.flops import count_parameters_by_layer, find_peak_flops, model_flops, palm_flops
 from mega_trainer.plan.layer_flops import image_flops
-from mega_trainer.plan.memory_advice import make_run_shape
+from mega_trainer.plan.memory_advice import make_training_layout
 from mega_trainer.plan.trainable_parameters import TrainableParameters
 
 MetricsSink = Callable[[int, dict[str, float]], object]
@@ -62,8 +69,8 @@ class UtilizationModel:
         known = datasheet_peak_flops(device, config.precision)
         peak = known or measure_peak_flops(device, dtype)
         count = count_parameters_by_layer(model)
-        run = make_run_shape(config, world_size)
-        other = TrainableParameters.from_run_shape(model, run, count).extra_flops(model, count)
+        run = make_training_layout(config, world_size)
+        other = TrainableParameters.from_training_layout(model, run, count).extra_flops(model, count)
         image = sum(image_flops(model, run.freeze, config.lora).values())
         exact, palm = model_flops(model, lengths[0], target=lengths[1]), palm_flops(model, *lengths)
         return cls(exact + other, palm + other, peak * world_size, image, peak_is_known=known is not None)
@@ -115,7 +122,7 @@ class MetricsLogger:
 
     def _open_sinks(self, folder: Path, start: int) -> None:
         path = folder / "metrics.jsonl"
-        self._earlier = drop_later_lines(path, start)
+        self._earlier = drop_metrics_after_step(path, start)
         stream = open(path, "a", encoding="utf-8")  # noqa: SIM115 - closed by __exit__
 
         def write_json_line(step: int, numbers: dict[str, float]) -> None:
@@ -220,7 +227,7 @@ def memory_in_use() -> int:
     return pages * 4096
 
 
-def drop_later_lines(path: Path, step: int) -> tuple[MetricsLine, MetricsLine, MetricsLine] | None:
+def drop_metrics_after_step(path: Path, step: int) -> tuple[MetricsLine, MetricsLine, MetricsLine] | None:
     """Remove the lines of metrics.jsonl for steps after `step`, from which a run resumes and will write them again.
 
     Returns:
@@ -252,3 +259,42 @@ def _write_finite(stream: IO[str], numbers: dict[str, Any]) -> None:
     finite = {name: value if value == value and abs(value) != float("inf") else None for name, value in numbers.items()}
     stream.write(json.dumps(finite) + "\n")
     stream.flush()
+
+
+def compute_layer_norms(
+    optimizer: ShardedOptimizer, model: ModelConfig, world: CommGroup, clip_factor: float
+) -> dict[str, float]:
+    """Return the metrics `layer_grad_norm/NAME`, before gradient clipping, and `layer_weight_norm/NAME` of trainable
+    parameters, equal on all ranks.
+
+    NAME is the number of a layer, or the name of another module, such as `embed_tokens`.
+
+    Args:
+        optimizer: after an update.
+        clip_factor: factor by which clipping multiplied the gradients.
+    """
+    optimizer.wait_for_params()
+    names = list(dict.fromkeys(map(_layer_name, canonical_tensors(model))))
+    grads = _sum_squares(((slot, slot.shard.grads) for slot in optimizer.slots), names)
+    weights = _sum_squares(((slot, slot.main) for slot in optimizer.slots), names)
+    sums = torch.stack([grads / clip_factor**2, weights])
+    all_reduce(sums, world)
+    return {
+        f"{kind}/{name}": value
+        for kind, values in zip(("layer_grad_norm", "layer_weight_norm"), sums.sqrt().tolist(), strict=True)
+        for name, value in zip(names, values, strict=True)
+    }
+
+
+def _layer_name(name: str) -> str:
+    words = name.split(".")
+    return words[words.index("layers") + 1] if "layers" in words else words[-2]
+
+
+def _sum_squares(pairs: Iterable[tuple[OptimizerSlot, Tensor]], names: list[str]) -> Tensor:
+    """Return the sums of squares by name, fp64 [names], on the host, of the elements that this rank owns."""
+    sums = torch.zeros(len(names), dtype=torch.float64)
+    for name, sharded in checkpoint_boxes_by_name(pairs).items():
+        for box in sharded.boxes:
+            sums[names.index(_layer_name(name))] += to_host(box.tensor.detach().double().square().sum())
+    return sums

@@ -34,7 +34,7 @@ class MicroBatchTrial:
         return f"fits: {self.memory / 2**30:.2f} GiB, {self.rate:.0f} tokens/s"
 
 
-def candidate_sizes(config: RunConfig, world_size: int) -> list[int]:
+def candidate_micro_batch_sizes(config: RunConfig, world_size: int) -> list[int]:
     """Return the micro-batch sizes that divide a data rank's share of a step's samples, the smallest first."""
     share = config.batch.global_ // config.data_parallel_size(world_size)
     return [n for n in range(1, share + 1) if share % n == 0]
@@ -73,7 +73,7 @@ def find_micro_batch(
         TrainingError: when the smallest trial fails for another reason.
     """
     found: set[int] = set()
-    sizes = candidate_sizes(config, world_size)
+    sizes = candidate_micro_batch_sizes(config, world_size)
     logger.info("batch.micro: trying some of %s, %d steps each", sizes, STEPS)
 
     def trial_fits(size: int) -> bool:

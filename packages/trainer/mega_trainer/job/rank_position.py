@@ -1,6 +1,8 @@
 """Position of a rank, read from the stacks of its threads, without extra work in a step.
 
 A position is the innermost line of mega's own code and, while it waits for other ranks, the function and the last used group.
+A rank also waits while a host waits for its device, whose kernels may wait for other ranks: in `distributed/device.py`, through
+which all copies to the host go, and in torch's own calls that wait for streams, events or ranks, whoever calls them.
 While the main thread waits for autograd's thread, whose hooks communicate, the position is that of autograd's thread.
 """
 
@@ -24,6 +26,12 @@ from mega_trainer.job.error_log import DEEPEST
 # Files in which a host waits for other ranks, or for its device.
 COMM, DEVICE = "mega_trainer/distributed/comm.py", "mega_trainer/distributed/device.py"
 WAITING = (COMM, DEVICE)
+# Functions of torch in which a thread waits: for the device (streams, events), and for ranks (collectives of FSDP and saves).
+TORCH_WAITS = {
+    "torch/cuda/streams.py": re.compile(r"synchronize$"),
+    "torch/cuda/__init__.py": re.compile(r"synchronize$"),
+    "torch/distributed/distributed_c10d.py": re.compile(r""),
+}
 THREAD, LINE = re.compile(r"(?:Current thread|Thread) (0x[0-9a-f]+)"), re.compile(r'  File "(.*)", line (\d+) in (.*)')
 
 
@@ -99,7 +107,8 @@ def describe_wait(position: RankPosition) -> str:
     waits for a group.
     """
     group = CommGroup.latest
-    return position.waits if group is None or position.where.startswith(DEVICE) else f"{position.waits} in {group}"
+    for_device = position.where.startswith(DEVICE) or position.waits == "synchronize"
+    return position.waits if group is None or for_device else f"{position.waits} in {group}"
 
 
 def read_flight_record() -> str | None:
@@ -119,9 +128,19 @@ def _thread_position(lines: Sequence[StackLine], phase: str) -> RankPosition:
     if not own:
         return RankPosition(where="code outside of mega", phase=phase)
     position = next((line for line in own if not _is_wait_line(line)), own[0])
-    return RankPosition(
-        where=str(position), phase=phase, waits=position.name if _short_path(own[0].file).startswith(WAITING) else ""
-    )
+    waits = position.name if _short_path(own[0].file).startswith(WAITING) else _torch_wait(lines)
+    return RankPosition(where=str(position), phase=phase, waits=waits)
+
+
+def _torch_wait(lines: Sequence[StackLine]) -> str:
+    """Return the function of torch in which a thread waits for its device or for other ranks; "" if in none."""
+    for line in lines:
+        if "/mega_" in line.file:
+            break
+        waits = next((names for file, names in TORCH_WAITS.items() if line.file.endswith(file)), None)
+        if waits is not None and waits.match(line.name):
+            return line.name
+    return ""
 
 
 def _is_wait_line(line: StackLine) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from mega_ckpt.checkpoint_folders import latest_until_step
+from mega_ckpt.checkpoint_folders import latest_checkpoint_until_step
 from mega_ckpt.store import Checkpoint, Location
 from mega_common.atomic_files import write_json_atomically
 from mega_common.errors import CheckpointError, ConfigError
@@ -56,7 +56,7 @@ def source_commit() -> str | None:
         return None
 
 
-def diff_settings(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def diff_setting_values(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Return the settings that differ between `saved` and `now`, each as `path: old -> new`."""
     before, after = flatten_settings(saved), flatten_settings(now)
     return [
@@ -79,7 +79,7 @@ def make_replay_run(config: RunConfig, step: int) -> tuple[RunConfig, Location |
             f"{config.output}/metrics.jsonl has no record of step {step}",
             hint=f"use a step from {min(recorded)} to {max(recorded)}" if recorded else "train the run first",
         )
-    found = latest_until_step(config.checkpoint_root, step - 1)
+    found = latest_checkpoint_until_step(config.checkpoint_root, step - 1)
     return _single_step_run(config, found, step), found
 
 

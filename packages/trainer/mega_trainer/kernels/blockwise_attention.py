@@ -20,10 +20,10 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from mega_trainer.kernels.attention_masks import AttentionMaskSpec, BandMask, PackedMask
-from mega_trainer.kernels.flash_attention import FlashCall, FlashKernel
+from mega_trainer.kernels.flash_attention import FlashAttentionCall, FlashKernel
 from mega_trainer.kernels.fused_elementwise import upcast_to_fp32
 from mega_trainer.kernels.kernel_interface import ScoreTransform
-from mega_trainer.kernels.leaf_compiler import apply_function
+from mega_trainer.kernels.leaf_compiler import apply_autograd_function
 
 # Score elements per tile: on a CPU they should fit its cache, on a GPU be enough to fill it.
 TILE_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 26}
@@ -36,7 +36,7 @@ def blockwise_attention(
     support the call, in tiles.
     """
     values = None if how.bias is None else how.bias.values
-    y: Tensor = apply_function(_Attention, q, k, v, how.sinks, values, mask, how, flash)
+    y: Tensor = apply_autograd_function(_Attention, q, k, v, how.sinks, values, mask, how, flash)
     return y
 
 
@@ -156,7 +156,7 @@ def _attend_fused(
     flash: FlashKernel, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMaskSpec, how: ScoreTransform
 ) -> tuple[Tensor, Tensor]:
     (rows, queries), value = q.shape[:2], v.shape[-1]
-    call = FlashCall.from_mask(mask, how, queries, k.shape[1])
+    call = FlashAttentionCall.from_mask(mask, how, queries, k.shape[1])
     q, k, v = _pad_heads(flash, q, k, v)
     if call.cu_seqlens is not None:
         q, k, v = (t.flatten(0, 1) for t in (q, k, v))
@@ -175,7 +175,7 @@ def _attend_fused_backward(
     mask: AttentionMaskSpec,
     how: ScoreTransform,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    operands, call = (q, k, v), FlashCall.from_mask(mask, how, q.shape[1], k.shape[1])
+    operands, call = (q, k, v), FlashAttentionCall.from_mask(mask, how, q.shape[1], k.shape[1])
     q, k, v, y, dy = _pad_heads(flash, q, k, v, y, dy)
     if call.cu_seqlens is not None:
         dy, q, k, v, y, lse = (t.flatten(0, 1) for t in (dy, q, k, v, y, lse))
@@ -213,7 +213,7 @@ def _iterate_tiles(q: Tensor, k: Tensor, band: BandMask) -> Iterator[tuple[slice
 
 
 def _bias_indices(how: ScoreTransform, rows: slice, keys: slice, ahead: int) -> Tensor | None:
-    """Return `DistanceBias.value_indices` of a tile, or None without a bias."""
+    """Return `RelativePositionBias.value_indices` of a tile, or None without a bias."""
     tile = range(rows.start, rows.stop), range(keys.start, keys.stop)
     return None if how.bias is None else how.bias.value_indices(*tile, ahead)
 

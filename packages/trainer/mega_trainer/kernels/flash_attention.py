@@ -23,7 +23,7 @@ _aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class FlashCall:
+class FlashAttentionCall:
     """Arguments of a flash attention kernel other than its operands: scale, soft cap, mask and document bounds.
 
     Attributes:
@@ -40,7 +40,7 @@ class FlashCall:
     longest: tuple[int, int]
 
     @classmethod
-    def from_mask(cls, mask: AttentionMaskSpec, how: ScoreTransform, queries: int, keys: int) -> FlashCall:
+    def from_mask(cls, mask: AttentionMaskSpec, how: ScoreTransform, queries: int, keys: int) -> FlashAttentionCall:
         """Return the kernel arguments for attention of `queries` queries to `keys` keys under `mask`."""
         if isinstance(mask, PackedMask):
             return cls(how.scale, how.softcap, mask.band, mask.cu_seqlens, (max(mask.lengths),) * 2)
@@ -72,13 +72,13 @@ class FlashKernel(Protocol):
     def supports_uneven_heads(self, d: int, e: int) -> bool:
         """Return whether the kernel supports value heads of size e with key heads of size d."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: FlashCall) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: FlashAttentionCall) -> tuple[Tensor, Tensor]:
         """Return the attention output [B, S, H, e] and the log-sum-exp of the scores, fp32 [B, H, S]; for packed
         documents [N, H, e] and [H, N].
         """
 
     def backward(
-        self, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, call: FlashCall
+        self, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, call: FlashAttentionCall
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients of q, k and v from these keys alone; y and lse, shaped as in `forward`, are over all
         keys.
@@ -102,7 +102,7 @@ class TorchFlashKernel:
         """Return False, since torch needs equal sizes of key and value heads; see `FlashKernel.supports_uneven_heads`."""
         return False
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: FlashCall) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: FlashAttentionCall) -> tuple[Tensor, Tensor]:
         """Compute attention by torch's flash kernel; see `FlashKernel.forward`."""
         if not _on_gpu(q):
             q, k, v = (t.transpose(1, 2) for t in (q, k, v))
@@ -114,7 +114,7 @@ class TorchFlashKernel:
         return y, lse
 
     def backward(
-        self, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, call: FlashCall
+        self, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, call: FlashAttentionCall
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients of q, k and v by torch's flash kernel; see `FlashKernel.backward`."""
         if not _on_gpu(q):
@@ -136,11 +136,11 @@ def _on_gpu(x: Tensor) -> bool:
     return x.is_cuda
 
 
-def _varlen_arguments(call: FlashCall) -> tuple[Tensor | int | None, ...]:
+def _varlen_arguments(call: FlashAttentionCall) -> tuple[Tensor | int | None, ...]:
     return call.cu_seqlens, call.cu_seqlens, *call.longest
 
 
-def _window_arguments(call: FlashCall) -> dict[str, Any]:
+def _window_arguments(call: FlashAttentionCall) -> dict[str, Any]:
     return {"scale": call.scale, "window_size_left": call.band.left, "window_size_right": call.band.right}
 
 
@@ -168,7 +168,7 @@ class FlashAttention2:
         """
         return False
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: FlashCall) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: FlashAttentionCall) -> tuple[Tensor, Tensor]:
         """Compute attention by flash-attn 2; see `FlashKernel.forward`."""
         starts, (queries, keys), (left, right) = call.cu_seqlens, call.longest, call.window_size
         cap = call.softcap or 0.0
@@ -186,7 +186,7 @@ class FlashAttention2:
         return y, lse
 
     def backward(
-        self, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, call: FlashCall
+        self, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, call: FlashAttentionCall
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients of q, k and v by flash-attn 2; see `FlashKernel.backward`."""
         starts, (queries, keys), (left, right) = call.cu_seqlens, call.longest, call.window_size
@@ -225,7 +225,7 @@ class FlashAttention3:
         """Return True only for the key and value head sizes of DeepSeek's MLA; see `FlashKernel.supports_uneven_heads`."""
         return 128 < d <= 192 and 96 < e <= 128
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: FlashCall) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: FlashAttentionCall) -> tuple[Tensor, Tensor]:
         """Compute attention by flash-attn 3; see `FlashKernel.forward`."""
         starts, (queries, keys), (left, right) = call.cu_seqlens, call.longest, call.window_size
         y, lse, *_ = self.library.fwd(
@@ -237,7 +237,7 @@ class FlashAttention3:
         return y, lse
 
     def backward(
-        self, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, call: FlashCall
+        self, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, call: FlashAttentionCall
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients of q, k and v by flash-attn 3; see `FlashKernel.backward`."""
         starts, (queries, keys), (left, right) = call.cu_seqlens, call.longest, call.window_size

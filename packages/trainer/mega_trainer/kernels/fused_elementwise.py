@@ -1,6 +1,6 @@
 """Fused elementwise and row-wise operations with hand-written gradients: each is one leaf forward and one backward.
 
-A backward needs only tensors that a neighbouring GEMM saves anyway (a gate's input, the residual stream), and a number per
+A backward needs only tensors that a neighboring GEMM saves anyway (a gate's input, the residual stream), and a number per
 row.
 
 Legend: N tokens in any number of axes, D model width, F feed-forward width, H heads, d head size, r its rotated part.
@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from mega_trainer.kernels.kernel_interface import RotaryAngles
-from mega_trainer.kernels.leaf_compiler import LeafCompiler, apply_function
+from mega_trainer.kernels.leaf_compiler import LeafCompiler, apply_autograd_function
 
 SLOPE = 1.702  # of the gate in GPT-OSS, whose sigmoid approximates GELU
 APPROXIMATE = {"geglu": "tanh", "geglu_erf": "none"}
@@ -91,7 +91,7 @@ def gated_activation(
     """Apply a gated activation, differentiable, with forward and backward as one kernel each if `leaves` compiles; see
     `Kernels.gated_activation`.
     """
-    y: Tensor = apply_function(_GatedActivation, gate_up, weights, activation, limit, leaves)
+    y: Tensor = apply_autograd_function(_GatedActivation, gate_up, weights, activation, limit, leaves)
     return y
 
 
@@ -174,7 +174,7 @@ def add_rms_norm(
     x: Tensor, y: Tensor | None, weight: Tensor, eps: float, zero_centered: bool, leaves: LeafCompiler
 ) -> tuple[Tensor, Tensor]:
     """Return x + y (x without y) and its RMSNorm, differentiable; see `Kernels.add_rms_norm`."""
-    stream, normed = apply_function(_AddRmsNorm, x, y, weight, eps, zero_centered, leaves)
+    stream, normed = apply_autograd_function(_AddRmsNorm, x, y, weight, eps, zero_centered, leaves)
     return stream, normed
 
 
@@ -183,9 +183,9 @@ def add_rms_norm(
 
 def rotary_leaf(cos: Tensor, sin: Tensor, interleaved: bool, back: bool, turning: int, *parts: Tensor) -> Tensor:
     """Concatenate heads [B, S, H_i, d] to [B, S, sum H_i, d] with the first `turning` heads rotated by the rotary
-    angles, or rotated `back` for the gradient.
+    angles, or with `back` by their negatives, for the gradient.
 
-    Interleaved, rotation maps pairs of neighbours to halves, and rotating back maps halves to pairs.
+    Interleaved, rotation maps pairs of neighbors to halves, and rotating back maps halves to pairs.
     """
     sin, size = -sin if back else sin, 2 * cos.shape[-1]
     if torch.compiler.is_compiling():  # the compiler makes one kernel of this, but not of writes into parts of a tensor
@@ -277,7 +277,7 @@ def apply_rotary(
         rotated = torch.addcmul(moving * cos, moving.roll(x.shape[-1] // 2, -1), sin)
         kept = [fixed] if turning + 1 == len(heads) else fixed.split_with_sizes(list(heads[turning:]), -2)
         return *rotated.split_with_sizes(list(heads[:turning]), -2), *kept
-    parts: tuple[Tensor, ...] = apply_function(
+    parts: tuple[Tensor, ...] = apply_autograd_function(
         _ApplyRotary, x, rotation.cos, rotation.sin, rotation.interleaved, heads, turning, leaves
     )
     return parts

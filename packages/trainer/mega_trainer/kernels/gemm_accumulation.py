@@ -34,7 +34,7 @@ def gemm_in_fp32(a: Tensor, b: Tensor) -> Tensor:
     return torch.mm(a, b, out_dtype=torch.float32) if _is_gpu(a) else a.float().mm(b.float())
 
 
-def write_scaled(values: Tensor, scale: Tensor, dtype: torch.dtype, out: Tensor, *, add: bool) -> Tensor:
+def write_scaled_values(values: Tensor, scale: Tensor, dtype: torch.dtype, out: Tensor, *, add: bool) -> Tensor:
     """Write values times a scalar into `out`, or with `add` add them to it: the gradient of a weight of `dtype`."""
     if not _is_gpu(out):  # not fused, for the rounding of a gradient that autograd passes on
         for some, part in zip(_split_for_cache(out), _split_for_cache(values), strict=True):

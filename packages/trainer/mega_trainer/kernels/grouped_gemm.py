@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from mega_trainer.distributed.device import to_host
 from mega_trainer.kernels import gemm_accumulation
 
 
@@ -38,7 +39,7 @@ class GroupedRows:
     @cached_property
     def group_slices(self) -> list[slice]:
         """Slice of each group's rows. The host waits for the device."""
-        return [slice(first, stop) for first, stop in pairwise([0, *self.ends.tolist()])]
+        return [slice(first, stop) for first, stop in pairwise([0, *to_host(self.ends).tolist()])]
 
     def group_of_rows(self, count: int) -> Tensor:
         """Return the group number of each of `count` rows, int64 [count]; arbitrary for rows after the last group."""

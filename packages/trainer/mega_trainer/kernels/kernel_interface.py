@@ -21,7 +21,7 @@ from mega_trainer.kernels.sequence_chunks import SequenceChunks
 
 
 @dataclass(frozen=True)
-class DistanceBias:
+class RelativePositionBias:
     """Attention bias that depends on head and distance between key and query, as a table of values by distance.
 
     Attributes:
@@ -43,9 +43,9 @@ class DistanceBias:
         """Return the whole bias, [heads, queries, keys], for queries that end at the last key."""
         return self.values[:, self.value_indices(range(queries), range(keys), keys - queries)]
 
-    def select_heads(self, heads: slice) -> DistanceBias:
+    def select_heads(self, heads: slice) -> RelativePositionBias:
         """Return the bias of a slice of the heads."""
-        return DistanceBias(self.values[heads], self.zero)
+        return RelativePositionBias(self.values[heads], self.zero)
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class ScoreTransform:
     scale: float
     softcap: float | None = None
     sinks: Tensor | None = None
-    bias: DistanceBias | None = None
+    bias: RelativePositionBias | None = None
 
     @property
     def has_unfused_terms(self) -> bool:

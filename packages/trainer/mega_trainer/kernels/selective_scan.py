@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from mega_trainer.kernels.leaf_compiler import apply_function
-from mega_trainer.kernels.sequence_chunks import SequenceChunks, mask_or_keep
+from mega_trainer.kernels.leaf_compiler import apply_autograd_function
+from mega_trainer.kernels.sequence_chunks import SequenceChunks, mask_tokens
 
 # Maps M [B, n, H] and Z [B, n, H, P, N] of the chunks to the state before each chunk [B, n, H, P, N].
 ScanPass = Callable[[Tensor, Tensor], Tensor]
@@ -59,18 +59,18 @@ def selective_scan(steps: ScanInputs, chunks: SequenceChunks, pass_states: ScanP
     last = (
         None if chunks.same_document is None else chunks.same_document[:, :, -1]
     )  # tokens of the chunk's last document
-    kept = _by_group(mask_or_keep((total[:, :, -1:] - total).exp(), last), groups)
+    kept = _by_group(mask_tokens((total[:, :, -1:] - total).exp(), last), groups)
     added = (x * kept.unsqueeze(-1)).mT @ b.unsqueeze(3)
     carried = None if chunks.started_before is None else chunks.started_before[:, :, -1]
-    before = pass_states(mask_or_keep(total[:, :, -1].exp(), carried), added.flatten(2, 3)).view_as(added)
-    reach = _by_group(mask_or_keep(total.exp(), chunks.started_before), groups)
+    before = pass_states(mask_tokens(total[:, :, -1].exp(), carried), added.flatten(2, 3)).view_as(added)
+    reach = _by_group(mask_tokens(total.exp(), chunks.started_before), groups)
     y = inside + (c.unsqueeze(3) @ before.mT) * reach.unsqueeze(-1)
     return chunks.join_chunks(y.flatten(2, 3).movedim(2, 3), steps.x.shape[1])
 
 
 def _within_chunks(total: Tensor, x: Tensor, b: Tensor, c: Tensor, same_document: Tensor | None) -> Tensor:
     """Return the contribution of each chunk's tokens to its own outputs: [B, n, G, r, Q, P]."""
-    y: Tensor = apply_function(_WithinChunks, _by_group(total, b.shape[2]), x, b, c, same_document)
+    y: Tensor = apply_autograd_function(_WithinChunks, _by_group(total, b.shape[2]), x, b, c, same_document)
     return y
 
 

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from mega_trainer.kernels.fused_elementwise import upcast_to_fp32
-from mega_trainer.kernels.leaf_compiler import LeafCompiler, apply_function
+from mega_trainer.kernels.leaf_compiler import LeafCompiler, apply_autograd_function
 
 
 def convolution_leaf(
@@ -102,5 +102,5 @@ def short_convolution(
     leaves: LeafCompiler,
 ) -> Tensor:
     """Compute the causal depthwise convolution with silu, differentiable; see `Kernels.short_convolution`."""
-    y: Tensor = apply_function(_ShortConvolution, x, before, weight, bias, preceding_tokens, leaves)
+    y: Tensor = apply_autograd_function(_ShortConvolution, x, before, weight, bias, preceding_tokens, leaves)
     return y

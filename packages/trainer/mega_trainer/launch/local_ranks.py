@@ -26,13 +26,14 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.rendezvous import rendezvous
 
-from mega_common.errors import INTERRUPTED_STATUS, ConfigError, MegaError, TrainingError
+from mega_common.errors import INTERRUPTED_STATUS, ConfigError, MegaError, TrainingError, TrainingInterrupted
 from mega_common.progress_logging import logger
-from mega_trainer.distributed.rank_info import RankInfo
-from mega_trainer.job.connection_errors import connection_error_reason, is_lost_connection
+from mega_trainer.distributed.comm import connection_error_reason, is_lost_connection
+from mega_trainer.distributed.process_groups import RankInfo
 from mega_trainer.job.environment import STATUS_NOTE
 from mega_trainer.job.error_log import record_error
 from mega_trainer.job.training_guard import KEYBOARD_STATUS, STOP_SIGNALS, StopSignalHandler
+from mega_trainer.launch.peer_failures import PeerFailureWatch
 
 POLL_SECONDS = 0.1
 GRACE_SECONDS = 5.0  # after the first failure, for the other ranks to report theirs
@@ -148,10 +149,27 @@ def join_process_group(ranks: RankInfo, device: str, timeout_seconds: float) -> 
             world_size=ranks.world_size,
             timeout=timedelta(seconds=2 * timeout_seconds),  # the watchdog, which names the rank at fault, comes first
         )
-        try:
+        with _leave_process_group(PeerFailureWatch(store.clone(), ranks.rank)):  # type: ignore[attr-defined]
             yield store.clone()  # type: ignore[attr-defined]
-        finally:
+
+
+@contextlib.contextmanager
+def _leave_process_group(watch: PeerFailureWatch) -> Iterator[None]:
+    """Leave the process group after the `with` block, in which `watch` ends this rank if a peer fails.
+
+    After an error the group is not destroyed: NCCL would wait for collectives that the other ranks never join, and the
+    error would not be printed.
+    """
+    with watch:
+        try:
+            yield
+        except TrainingInterrupted:  # of all ranks, after a save
             dist.destroy_process_group()
+            raise
+        except BaseException as error:
+            watch.announce_failure(error)
+            raise
+    dist.destroy_process_group()
 
 
 def default_rank_count(layout_ranks: int, device: str) -> int:
@@ -218,8 +236,11 @@ def _wait_for_ranks(ranks: PContext) -> dict[int, int]:
         ended |= {rank: status for rank, status in new.items() if status is not None}
         if any(ended.values()):
             deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
-    ranks.close(signal.SIGTERM)
-    return ended | {rank: process.wait() for rank, process in processes.items() if rank not in ended}
+    rest = [rank for rank in processes if rank not in ended]
+    ranks.close(signal.SIGTERM)  # and SIGKILL to a rank that no signal interrupts
+    by_launcher = (-signal.SIGTERM, -signal.SIGKILL)
+    statuses = {rank: processes[rank].wait() for rank in rest}
+    return ended | {rank: -signal.SIGTERM if code in by_launcher else code for rank, code in statuses.items()}
 
 
 def _interrupt() -> None:

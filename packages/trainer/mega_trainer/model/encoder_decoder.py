@@ -23,14 +23,14 @@ from torch import Tensor, nn
 from mega_common.model_config import ModelConfig
 from mega_trainer.data.micro_batch import MicroBatch
 from mega_trainer.distributed.rng import DropoutFactory
-from mega_trainer.model.activation_checkpointing import RecomputePolicy
-from mega_trainer.model.activation_offload import ActivationOffload
+from mega_trainer.model.activation_checkpointing import ActivationOffload, RecomputePolicy
+from mega_trainer.model.attention import build_bias_table
 from mega_trainer.model.auxiliary_models import RewardModel
-from mega_trainer.model.cross_attention import CrossAttention, EncoderContext, with_encoder_memory
+from mega_trainer.model.cross_attention import CrossAttention
 from mega_trainer.model.decoder import Decoder, StageLayers
-from mega_trainer.model.forward_context import ForwardContext, SequenceMask
+from mega_trainer.model.forward_context import EncoderContext, ForwardContext, SequenceMask, with_encoder_memory
 from mega_trainer.model.layer_builder import LayerBuilder
-from mega_trainer.model.relative_position_bias import RelativePositionBias, build_bias_table
+from mega_trainer.model.relative_position_bias import BucketedPositionBias
 from mega_trainer.model.retro import RetroDecoder
 from mega_trainer.parallel.expert_routing import StepRouting
 from mega_trainer.parallel.tensor_parallel import local_sequence_slice
@@ -153,9 +153,9 @@ class EncoderDecoderModel(Decoder):
         cross = (module for module in self.modules() if isinstance(module, CrossAttention))
         return {module.layer: module.project_keys_values(memory) for module in cross}
 
-    def _position_bias(self, *, causal: bool) -> RelativePositionBias | None:
+    def _position_bias(self, *, causal: bool) -> BucketedPositionBias | None:
         """Return the relative position bias of encoder or decoder, or None if this stage has no tables."""
-        return RelativePositionBias(self.tables[int(causal)], self.config.relative, causal) if self.tables else None
+        return BucketedPositionBias(self.tables[int(causal)], self.config.relative, causal) if self.tables else None
 
     def _local_length(self, length: int) -> int:
         return len(range(length)[local_sequence_slice(length, self.groups.tp, sp=self.sp)])
@@ -176,8 +176,8 @@ class EncoderDecoderModel(Decoder):
         count, flat, config = self.table_shape[0] * self.table_shape[1], rows[0].flatten(), self.config.relative
         encoder, decoder = (flat[start : start + count].view(self.table_shape) for start in (0, count))
         return (
-            replace(context.source.context, relative=RelativePositionBias(encoder, config, causal=False)),
-            replace(context, relative=RelativePositionBias(decoder, config, causal=True)),
+            replace(context.source.context, relative=BucketedPositionBias(encoder, config, causal=False)),
+            replace(context, relative=BucketedPositionBias(decoder, config, causal=True)),
         )
 
 

@@ -33,6 +33,7 @@ from torch.autograd.function import once_differentiable
 
 from mega_common.model_config import MoeConfig
 from mega_trainer.distributed.comm import CommGroup, all_gather, all_reduce
+from mega_trainer.distributed.device import to_host
 from mega_trainer.kernels.gemm_accumulation import gemm_in_fp32
 from mega_trainer.model.layer_builder import LayerBuilder
 from mega_trainer.parallel.expert_routing import RoutedTokens, RoutingReplay, StepRouting
@@ -77,7 +78,7 @@ def sinkhorn_normalize(logits: Tensor) -> Tensor:
         change = (next_columns - columns).abs().mean(-1, keepdim=True)
         rows, columns = torch.where(moving, next_rows, rows), torch.where(moving, next_columns, columns)
         moving = moving & (change > TOLERANCE)
-        if not moving.any():
+        if not to_host(moving.any()):
             break
     return columns.unsqueeze(1) * matrix * rows.unsqueeze(-1)
 

@@ -6,6 +6,8 @@ Keys and values come from one narrow latent per token, and a rotated part of the
     k_h = [c K_h, k_rot]           v_h = c V_h                           (K_h and V_h are `kv_b_proj`)
     q_h = [x Q_h, rotate(x Q'_h)], or with norm(x A'') instead of x      (`q_proj`, or `q_b_proj` after `q_a_proj`)
 
+Without `mla.latent_norm`, as Megatron without `--qk-layernorm`, both norms are the identity.
+
 The projections from latents to heads are split over the tensor ranks by heads; those into latents are narrow, and whole
 on every rank. Under sequence parallelism each rank computes the latents of its part of the sequence, and these are
 all-gathered rather than x, which is several times wider; the backward sums the gradients of all ranks' heads.
@@ -27,13 +29,12 @@ from torch import Tensor, nn
 from mega_common.model_config import ModelConfig
 from mega_trainer.distributed.rng import SeededDropout
 from mega_trainer.model.attention import AttentionCore
-from mega_trainer.model.forward_context import ForwardContext
-from mega_trainer.model.kv_cache import KVCache
+from mega_trainer.model.forward_context import ForwardContext, KVCache
 from mega_trainer.model.layer_builder import LayerBuilder
 from mega_trainer.model.lora_adapters import build_replicated_adapter
 from mega_trainer.model.norms import Norm
 from mega_trainer.model.rotary_embedding import yarn_mscale_factor
-from mega_trainer.parallel.parallel_linear import LinearFunction
+from mega_trainer.parallel.parallel_linear import ParallelLinearFunction
 from mega_trainer.parallel.tensor_parallel import SplitHeads, gather_sequence
 
 
@@ -117,8 +118,8 @@ class MultiLatentAttention(nn.Module):
 
 
 class LatentProjection(nn.Module):
-    """Down-projection x A to MLA's latent: `width` normalised columns and then `extra` others without norm, whole on
-    every tensor rank.
+    """Down-projection x A to MLA's latent: `width` columns, normalised if `mla.latent_norm`, and then `extra` others
+    without norm, whole on every tensor rank.
     """
 
     def __init__(self, build: LayerBuilder, projection: str, width: int, norm: str, extra: int = 0) -> None:
@@ -126,19 +127,22 @@ class LatentProjection(nn.Module):
         config, mla = build.config, build.config.mla
         assert mla is not None
         # never in fp8: small, and widths such as 576 are not multiples of fp8 block sizes
-        self.linear, self.width = LinearFunction(build.kernels, build.deferred), width
+        self.linear, self.width = ParallelLinearFunction(build.kernels, build.deferred), width
         rows = width + extra
         self.weight = build.build_replicated(f"{projection}.weight", (rows, config.hidden_size), std=config.init_std)
         self.bias = build.build_replicated(f"{projection}.bias", (rows,)) if config.qkv_bias else None
         self.adapter = build_replicated_adapter(build, projection)
-        self.norm = Norm(
-            build.kernels, build.build_replicated(f"{norm}.weight", (width,), fill=1.0), None, mla.norm_eps
-        )
+        self.norm = None
+        if mla.latent_norm:
+            weight = build.build_replicated(f"{norm}.weight", (width,), fill=1.0)
+            self.norm = Norm(build.kernels, weight, None, mla.norm_eps)
 
     def forward(self, x: Tensor, dropout: SeededDropout | None = None) -> Tensor:
         """Map hidden states [B, S or S/T, D] to [B, S or S/T, width + extra]."""
         y = self.linear(x, self.weight, self.bias)
         y = y if self.adapter is None else self.adapter(x, y, self.weight, self.bias, dropout)
+        if self.norm is None:
+            return y
         normed: Tensor = self.norm(y[..., : self.width])
         return normed if y.shape[-1] == self.width else torch.cat([normed, y[..., self.width :]], -1)
 

@@ -7,23 +7,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from mega_ckpt.tensor_pieces import TensorPiece
 from mega_common.encoder_config import RelativePositionConfig
 from mega_trainer.distributed.device import to_device
-from mega_trainer.kernels.kernel_interface import DistanceBias, ScoreTransform
-
-if TYPE_CHECKING:
-    from mega_trainer.model.forward_context import ForwardContext
-    from mega_trainer.model.layer_builder import LayerBuilder
+from mega_trainer.kernels.kernel_interface import RelativePositionBias, ScoreTransform
 
 
 @dataclass(frozen=True)
-class RelativePositionBias:
+class BucketedPositionBias:
     """T5's relative position bias table, with the buckets of distances that index it.
 
     Attributes:
@@ -36,37 +30,17 @@ class RelativePositionBias:
     causal: bool
     _buckets: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
-    def make_distance_bias(self, queries: int, keys: int) -> DistanceBias:
+    def make_position_bias(self, queries: int, keys: int) -> RelativePositionBias:
         """Return the attention bias of the last `queries` positions of a sequence of `keys` positions."""
         if (queries, keys) not in self._buckets:
             distances = torch.arange(1 - keys, queries)
             buckets = bucket_distances(distances, self.config.buckets, self.config.max_distance, causal=self.causal)
             self._buckets[queries, keys] = to_device(buckets, self.table.device)
-        return DistanceBias(nn.functional.embedding(self._buckets[queries, keys], self.table).t(), keys - 1)
+        return RelativePositionBias(nn.functional.embedding(self._buckets[queries, keys], self.table).t(), keys - 1)
 
     def add_to_scores(self, how: ScoreTransform, queries: int, keys: int) -> ScoreTransform:
         """Return a copy of the score transform with this bias for the last `queries` of `keys` positions."""
-        return replace(how, bias=self.make_distance_bias(queries, keys))
-
-
-class LayerBiasTable(nn.Module):
-    """Relative position bias table that only one layer uses, not shared by all layers."""
-
-    def __init__(self, build: LayerBuilder, name: str, *, causal: bool) -> None:
-        super().__init__()
-        self.config, self.causal, self.table = build.config.relative, causal, build_bias_table(build, name)
-
-    def add_to_context(self, context: ForwardContext) -> ForwardContext:
-        """Return a copy of the forward context with this layer's relative position bias table."""
-        return replace(context, relative=RelativePositionBias(self.table, self.config, self.causal))
-
-
-def build_bias_table(build: LayerBuilder, name: str) -> nn.Parameter:
-    """Build this tensor rank's heads [buckets, H/T] of a relative position bias table; `name` is without `.weight`."""
-    rows, heads, tp = build.config.relative.buckets, build.config.num_attention_heads, build.groups.tp
-    own = heads // tp.size
-    piece = TensorPiece(f"{name}.weight", (rows, heads), (0, tp.rank * own), (0, 0), (rows, own))
-    return build.build_parameter((rows, own), [piece], std=build.config.init_std)
+        return replace(how, bias=self.make_position_bias(queries, keys))
 
 
 def bucket_distances(distances: Tensor, count: int, max_distance: int, *, causal: bool) -> Tensor:

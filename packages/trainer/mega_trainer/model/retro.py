@@ -1,23 +1,23 @@
-"""Retro (arXiv:2112.04426): a decoder that attends to retrieved neighbours of the preceding text.
+"""Retro (arXiv:2112.04426): a decoder that attends to retrieved neighbors of the preceding text.
 
-The text is cut into chunks of m tokens, and each chunk has K neighbours of 2 m tokens. They are embedded like the text, in
+The text is cut into chunks of m tokens, and each chunk has K neighbors of 2 m tokens. They are embedded like the text, in
 the first stage, and appended to the stream:
 
-    [the text's tokens | the neighbours' tokens]        [B, S + 2 K S, D]
+    [the text's tokens | the neighbors' tokens]        [B, S + 2 K S, D]
 
-In the first layer that attends to neighbours, after its self-attention, an encoder processes them (each neighbour
-separately, bidirectionally); the encoder's first layer also attends to the hidden states of the neighbours' chunk. Its
-output replaces the neighbours in the stream. In each layer that attends to neighbours, a token attends to those of the last
+In the first layer that attends to neighbors, after its self-attention, an encoder processes them (each neighbor
+separately, bidirectionally); the encoder's first layer also attends to the hidden states of the neighbors' chunk. Its
+output replaces the neighbors in the stream. In each layer that attends to neighbors, a token attends to those of the last
 chunk that is complete at the token: the tokens from the last of chunk u to the last but one of chunk u + 1 attend to those
-of chunk u. So no token receives information about a chunk before its end, and the first m - 1 tokens have no neighbours.
+of chunk u. So no token receives information about a chunk before its end, and the first m - 1 tokens have no neighbors.
 As in Megatron-Core 0.15, the encoder has no final norm, and cross attention no positions. Chunks are cut by position; if
-attention is restricted to documents, a token attends only to neighbours of a chunk in its own document, so the first m - 1
+attention is restricted to documents, a token attends only to neighbors of a chunk in its own document, so the first m - 1
 tokens of each document have none.
 
-Under sequence parallelism each neighbour is split over the tensor ranks separately. All messages between stages have one
+Under sequence parallelism each neighbor is split over the tensor ranks separately. All messages between stages have one
 shape, so schedules need no changes; `tests/parity/test_communication.py` counts the extra traffic.
 
-Legend: B batch, S tokens of the text, L = S/m chunks, K neighbours of each, D model width, T tensor-parallel ranks.
+Legend: B batch, S tokens of the text, L = S/m chunks, K neighbors of each, D model width, T tensor-parallel ranks.
 """
 
 from __future__ import annotations
@@ -35,9 +35,14 @@ from mega_ckpt.tensor_pieces import TensorPiece
 from mega_trainer.data.micro_batch import MicroBatch
 from mega_trainer.distributed.device import to_device
 from mega_trainer.distributed.rng import DropoutFactory
-from mega_trainer.model.cross_attention import CrossAttentionChunks, EncoderContext, with_encoder_memory
 from mega_trainer.model.decoder import Decoder
-from mega_trainer.model.forward_context import ForwardContext, SequenceMask
+from mega_trainer.model.forward_context import (
+    CrossAttentionChunks,
+    EncoderContext,
+    ForwardContext,
+    SequenceMask,
+    with_encoder_memory,
+)
 from mega_trainer.model.layer_builder import LayerBuilder
 from mega_trainer.model.transformer_layer import build_transformer_layer
 from mega_trainer.parallel.expert_routing import StepRouting
@@ -46,7 +51,7 @@ from mega_trainer.parallel.tensor_parallel import local_sequence_slice
 
 @dataclass(frozen=True)
 class NeighborEncoderBuilder(LayerBuilder):
-    """Builder of the layers of Retro's neighbour encoder, which is inside a decoder layer.
+    """Builder of the layers of Retro's neighbor encoder, which is inside a decoder layer.
 
     Attributes:
         prefix: prefix of the tensor names in place of `model.layers.`.
@@ -56,19 +61,19 @@ class NeighborEncoderBuilder(LayerBuilder):
 
     @classmethod
     def from_layer_builder(cls, build: LayerBuilder, layer: int) -> NeighborEncoderBuilder:
-        """Return the builder of the neighbour encoder in decoder layer number `layer`."""
+        """Return the builder of the neighbor encoder in decoder layer number `layer`."""
         fields = {name: getattr(build, name) for name in LayerBuilder.__dataclass_fields__}
         config = build.config.neighbor_encoder_config
         return cls(**fields | {"config": config, "by_layer": {}, "adapts": {}}, prefix=retro_encoder_prefix(layer))
 
     def build_parameter(self, shape: Sequence[int], pieces: Sequence[TensorPiece], **start: Any) -> nn.Parameter:
-        """Build a parameter whose name begins with the neighbour encoder's prefix; see `LayerBuilder.build_parameter`."""
+        """Build a parameter whose name begins with the neighbor encoder's prefix; see `LayerBuilder.build_parameter`."""
         own = [replace(piece, name=piece.name.replace("model.layers.", self.prefix, 1)) for piece in pieces]
         return super().build_parameter(shape, own, **start)
 
 
 class NeighborEncodingLayer(nn.Module):
-    """Retro's first decoder layer that attends to retrieved neighbours, together with the encoder of the neighbours."""
+    """Retro's first decoder layer that attends to retrieved neighbors, together with the encoder of the neighbors."""
 
     def __init__(self, build: LayerBuilder, layer: int) -> None:
         super().__init__()
@@ -77,7 +82,7 @@ class NeighborEncodingLayer(nn.Module):
         self.encoder = nn.ModuleList(build_transformer_layer(own, index) for index in range(own.config.num_layers))
 
     def forward(self, x: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor]:
-        """Return the hidden states [B, S or S/T, D] after this layer, and the encoded neighbours (shaped as
+        """Return the hidden states [B, S or S/T, D] after this layer, and the encoded neighbors (shaped as
         `context.source.memory`).
         """
         mixer, cross, feed, source = self.block.mixer, self.block.cross, self.block.feed, context.source
@@ -97,7 +102,7 @@ class NeighborEncodingLayer(nn.Module):
 
 class RetroDecoder(Decoder):
     """Retro model, of which a pipeline stage has the part in `stage`; after the last layer the hidden states are the
-    text's tokens alone, without neighbours.
+    text's tokens alone, without neighbors.
     """
 
     def _build_layer(self, build: LayerBuilder, index: int) -> nn.Module:
@@ -106,20 +111,20 @@ class RetroDecoder(Decoder):
         )
 
     def pipeline_message_shape(self, batch: MicroBatch) -> tuple[int, int, int]:
-        """Return the shape of a micro-batch's activations between two stages, neighbours included; see
+        """Return the shape of a micro-batch's activations between two stages, neighbors included; see
         `Decoder.pipeline_message_shape`.
         """
         rows, length, width = super().pipeline_message_shape(batch)
         return rows, length + self._neighbor_length(batch), width
 
     def _neighbor_length(self, batch: MicroBatch) -> int:
-        """Return the number of a sample's neighbour tokens in this rank's stream."""
+        """Return the number of a sample's neighbor tokens in this rank's stream."""
         assert batch.neighbors is not None
         _, chunks, count, length = batch.neighbors.tokens.shape
         return chunks * count * len(range(length)[local_sequence_slice(length, self.groups.tp, sp=self.sp)])
 
     def embed_micro_batch(self, batch: MicroBatch, context: ForwardContext) -> Tensor:
-        """Return the embedded tokens of the text with the embedded retrieved neighbours appended; see
+        """Return the embedded tokens of the text with the embedded retrieved neighbors appended; see
         `Decoder.embed_micro_batch`.
         """
         assert batch.neighbors is not None
@@ -133,7 +138,7 @@ class RetroDecoder(Decoder):
     def make_batch_context(
         self, batch: MicroBatch, dropout: DropoutFactory, routing: StepRouting | None = None
     ) -> ForwardContext:
-        """Return the forward context of a micro-batch, with the neighbour encoder's forward context; see
+        """Return the forward context of a micro-batch, with the neighbor encoder's forward context; see
         `Decoder.make_batch_context`.
         """
         context, neighbors = super().make_batch_context(batch, dropout, routing), batch.neighbors
@@ -150,7 +155,7 @@ class RetroDecoder(Decoder):
         visible, has_keys = neighbors.attention_mask, None
         if visible is not None:
             present = visible.any(-1, keepdim=True)
-            # a chunk without neighbours attends to all keys, to avoid NaN, and its result is multiplied by 0
+            # a chunk without neighbors attends to all keys, to avoid NaN, and its result is multiplied by 0
             visible, has_keys = visible | ~present, present.to(self.dtype)
         if batch.sequence_bounds.document_starts is not None:
             same_document = to_device(_chunk_in_document(batch.sequence_bounds.document_starts, chunks), device)
@@ -159,7 +164,7 @@ class RetroDecoder(Decoder):
         return replace(context, source=EncoderContext(own, self._neighbor_length(batch), visible, chunks=parts))
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
-        """Pass the text's hidden states, with the neighbours appended, through this stage's layers."""
+        """Pass the text's hidden states, with the neighbors appended, through this stage's layers."""
         assert context.source is not None
         length = context.source.length
         x, neighbors = torch.split(x, [x.shape[1] - length, length], 1)
@@ -173,7 +178,7 @@ class RetroDecoder(Decoder):
         return x if self.stage.heads else torch.cat([x, memory.reshape(neighbors.shape)], 1)
 
     def unpack_neighbors(self, neighbors: Tensor) -> Tensor:
-        """Reshape the neighbours of a pipeline message, [B, L chunks * K neighbours * 2 m tokens (/T), D], for the
+        """Reshape the neighbors of a pipeline message, [B, L chunks * K neighbors * 2 m tokens (/T), D], for the
         layers: [B L K, 2 m or 2 m/T, D].
         """
         assert self.config.retro is not None

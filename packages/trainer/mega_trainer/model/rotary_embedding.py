@@ -1,7 +1,7 @@
 """Rotary position embedding (RoPE, arXiv:2104.09864) and its scaling variants, in transformers' conventions.
 
 The rotated part of a head is split in halves (x1, x2) and rotated: (x1 cos - x2 sin, x2 cos + x1 sin). Interleaved, the
-input is pairs of neighbours and the output is halves, as in transformers: a common order of queries and keys does not
+input is pairs of neighbors and the output is halves, as in transformers: a common order of queries and keys does not
 change their dot products.
 """
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from mega_common.model_config import ModelConfig, RopeConfig
+from mega_trainer.distributed.device import to_host
 from mega_trainer.kernels.kernel_interface import RotaryAngles
 
 
@@ -54,7 +55,7 @@ class RotaryEmbedding:
         if self.rope.scaling not in ("dynamic", "longrope"):
             lengths = [0]
         elif lengths is None:
-            lengths = (positions.amax(-1) + 1).tolist()
+            lengths = to_host(positions.amax(-1) + 1).tolist()
         rows = [self._frequencies(length, positions.device) for length in lengths]
         frequency, scale = torch.stack([row for row, _ in rows]).unsqueeze(1), rows[0][1]
         angles = positions.float().unsqueeze(-1) * frequency

@@ -84,7 +84,7 @@ class _FusedLinearCrossEntropy(Function):
             whole = torch.mul(d_head, scale, out=torch.empty_like(d_head, dtype=ctx.dtype))
         elif d_head is not None:
             out, add = ctx.main()
-            gemm_accumulation.write_scaled(d_head, scale, ctx.dtype, out, add=add)
+            gemm_accumulation.write_scaled_values(d_head, scale, ctx.dtype, out, add=add)
         if d_bias is not None:
             d_bias = torch.mul(d_bias, scale, out=torch.empty_like(d_bias, dtype=ctx.dtype))
         return d_hidden, whole, None, None, None, None, None, d_bias, None, None
@@ -123,7 +123,7 @@ class LabelTargets:
         sums, label, *exponentials = self.leaves(
             row_logsumexp_leaf, logits, self.is_local[part], self.target[part], self.softcap, save
         )
-        lse, label = combine_over_ranks(sums, label, self.group)
+        lse, label = combine_logsumexp_over_ranks(sums, label, self.group)
         return (lse, *exponentials), lse - label
 
     def logits_to_gradient(self, logits: Tensor, saved: SavedTensors, weights: Tensor, part: slice) -> None:
@@ -182,7 +182,7 @@ def fused_linear_cross_entropy(
             )
     leaves = leaves or LeafCompiler()
     targets = soft or LabelTargets(labels, head.shape[0], group, softcap, leaves)
-    chunk_tokens = leaf_tokens = tokens_per_chunk(hidden, head.shape[0])
+    chunk_tokens = leaf_tokens = logit_tokens_per_chunk(hidden, head.shape[0])
     if hidden.device.type == "cpu":
         leaf_tokens = max(16, LEAF_ELEMENTS[leaves.compiled] // head.shape[0])
     result: tuple[Tensor, Tensor] = _FusedLinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
@@ -191,7 +191,7 @@ def fused_linear_cross_entropy(
     return result
 
 
-def tokens_per_chunk(hidden: Tensor, rows: int) -> int:
+def logit_tokens_per_chunk(hidden: Tensor, rows: int) -> int:
     """Return the number of tokens whose logits over `rows` local vocabulary rows are computed at a time, to limit
     memory.
     """
@@ -277,7 +277,7 @@ def softcap_derivative(logits: Tensor, softcap: float) -> Tensor:
     return 1 - torch.tanh(upcast_to_fp32(logits) / softcap).square_()
 
 
-def combine_over_ranks(lse: Tensor, label: Tensor, group: CommGroup) -> tuple[Tensor, Tensor]:
+def combine_logsumexp_over_ranks(lse: Tensor, label: Tensor, group: CommGroup) -> tuple[Tensor, Tensor]:
     """Return log-sum-exp and label logits over the whole vocabulary from every rank's values over its own vocabulary
     rows.
     """
@@ -303,7 +303,7 @@ class TeacherTargets:
         scaled, log_probs = apply_softcap(logits, self.softcap) / self.temperature, self.log_probs[part]
         probs = log_probs.exp()
         local = torch.where(self.is_local[part], scaled.gather(1, self.target[part]), 0.0)
-        lse, mean = combine_over_ranks(scaled.logsumexp(-1), (probs * local).sum(-1), self.group)
+        lse, mean = combine_logsumexp_over_ranks(scaled.logsumexp(-1), (probs * local).sum(-1), self.group)
         return (lse,), self.temperature**2 * ((probs * log_probs).sum(-1) - mean + lse)
 
     def logits_to_gradient(self, logits: Tensor, saved: SavedTensors, weights: Tensor, part: slice) -> None:
@@ -340,9 +340,9 @@ def topk_log_probs(
     """
     rows = head.shape[0]
     found = []
-    for chunk in torch.split(hidden, tokens_per_chunk(hidden, rows)):
+    for chunk in torch.split(hidden, logit_tokens_per_chunk(hidden, rows)):
         logits = apply_softcap(compute_local_logits(chunk, head, bias, group, vocab_size), softcap)
-        lse, _ = combine_over_ranks(logits.logsumexp(-1), torch.zeros_like(logits[:, 0]), group)
+        lse, _ = combine_logsumexp_over_ranks(logits.logsumexp(-1), torch.zeros_like(logits[:, 0]), group)
         values, ids = logits.topk(min(count, rows))
         values, ids = (all_gather(each.contiguous(), group, -1) for each in (values, ids + group.rank * rows))
         top = values.topk(count)

@@ -20,6 +20,7 @@ from mega_data.batch_loader import StepBatch
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.data.micro_batch import MicroBatch, TeacherSoftLabels, split_micro_batches
 from mega_trainer.distributed.comm import all_reduce
+from mega_trainer.distributed.device import to_host
 from mega_trainer.objectives.sample_cache import SampleCache
 from mega_trainer.objectives.training_objective import TrainingObjective
 from mega_trainer.parallel.context_parallel import rank_token_indices
@@ -68,7 +69,7 @@ class CachedTeacher:
 
     def _read(self, name: str, one: MicroBatch) -> Tensor:
         rows = torch.from_numpy(np.stack([self._files.read_array(name, sample) for sample in one.samples]))
-        own = rows if one.token_indices is None else rows[:, one.token_indices.cpu()]
+        own = rows if one.token_indices is None else rows[:, to_host(one.token_indices)]
         return own.to(one.tokens.device)
 
 
@@ -104,7 +105,7 @@ def collect_teacher_top_k(
     contributes = groups.tp.rank == 0 and teacher.executor.last_stage_index in teacher.executor.stages
     for one, (ids, log_probs) in zip(micro, top_k, strict=True) if contributes else ():
         rows = torch.tensor(one.samples)[:, None] - samples.start
-        out[0, rows, positions], out[1, rows, positions] = ids.cpu().to(out.dtype), log_probs.cpu().to(out.dtype)
+        out[0, rows, positions], out[1, rows, positions] = to_host(ids).to(out.dtype), to_host(log_probs).to(out.dtype)
     all_reduce(out, groups.world)
     dtype = np.float32 if config.precision in ("fp32", "fp64") else np.float16
     ids, log_probs = out.numpy()

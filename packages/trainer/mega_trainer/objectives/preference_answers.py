@@ -121,7 +121,7 @@ def row_document_bound(batch: StepBatch) -> int:
     return 2 * (int(batch.document_ids.max()) // 2 + 1)
 
 
-def mismatch_answers(batch: StepBatch) -> StepBatch:
+def pair_mismatched_answers(batch: StepBatch) -> StepBatch:
     """Return the batch with each answer moved to the question of the next document in its row, cyclically, for KTO's KL
     estimate.
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mega_ckpt.host_staging import allocate_host_memory
-from mega_ckpt.tensor_pieces import ShardedTensor, boxes_of_flat_range, merge_sharded
+from mega_ckpt.tensor_pieces import ShardedTensor, boxes_of_flat_range, merge_sharded_tensors
 from mega_trainer.distributed.comm import CommGroup
 from mega_trainer.parallel.gradient_buckets import SLICE_ELEMENTS
 from mega_trainer.parallel.parameter_shards import (
@@ -159,7 +159,7 @@ def boxes_by_name(pairs: Iterable[tuple[OptimizerSlot, Tensor]]) -> dict[str, Sh
     """Return the values of slot tensors as sharded tensors by canonical parameter name; each tensor is at least as long
     as its shard.
     """
-    return merge_sharded(
+    return merge_sharded_tensors(
         boxes_of_flat_range(values[part.shard_slice], part.pieces, part.shape, part.start)
         for slot, values in pairs
         for part in slot.shard.parts
@@ -173,4 +173,4 @@ def checkpoint_boxes_by_name(pairs: Iterable[tuple[OptimizerSlot, Tensor]]) -> d
     by_replicas: dict[tuple[CommGroup, ...], list[tuple[OptimizerSlot, Tensor]]] = defaultdict(list)
     for slot, values in pairs:
         by_replicas[replica_groups(slot.kind, sharded=slot.sharded)].append((slot, values))
-    return merge_sharded(split_replicas(boxes_by_name(own), groups) for groups, own in by_replicas.items())
+    return merge_sharded_tensors(split_replicas(boxes_by_name(own), groups) for groups, own in by_replicas.items())

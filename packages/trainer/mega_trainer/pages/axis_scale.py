@@ -105,7 +105,7 @@ def format_percent(value: float) -> str:
     return f"{100 * value:.3g} %"
 
 
-def pick_evenly_spaced(count: int, most: int) -> Sequence[int]:
+def pick_evenly_spaced_indices(count: int, most: int) -> Sequence[int]:
     """Return at most `most` of the integers 0 to `count` - 1, evenly spaced, the last one included."""
     step = max(1, math.ceil(count / most))
     return range((count - 1) % step, count, step)

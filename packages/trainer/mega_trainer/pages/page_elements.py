@@ -121,7 +121,7 @@ def draw_area_figure(
 
 @dataclass(frozen=True)
 class StackedBar:
-    """Horizontal bar of stacked parts (kind, size), with a label before it and a `note` after it."""
+    """Bar of a figure, made of stacked parts (kind, size), with a label before it and a `note` after it."""
 
     label: str
     parts: Sequence[tuple[str, float]]

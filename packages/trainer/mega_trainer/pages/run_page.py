@@ -15,7 +15,7 @@ from mega_trainer.pages.axis_scale import (
     format_duration,
     format_gib,
     format_percent,
-    pick_evenly_spaced,
+    pick_evenly_spaced_indices,
 )
 from mega_trainer.pages.page_elements import (
     FigureEvent,
@@ -280,7 +280,7 @@ def _history_section(runs: Sequence[RunLog], names: Sequence[str]) -> PageSectio
     parts = []
     for run, name in zip(runs, names, strict=True):
         suffix = f" of {name}" if len(runs) > 1 else ""
-        starts = [run.starts[index] for index in pick_evenly_spaced(len(run.starts), MAX_ROWS)]
+        starts = [run.starts[index] for index in pick_evenly_spaced_indices(len(run.starts), MAX_ROWS)]
         rows = [
             (
                 _format_time(start["time"]),
@@ -292,7 +292,7 @@ def _history_section(runs: Sequence[RunLog], names: Sequence[str]) -> PageSectio
         ]
         parts.append(render_table((f"Start{suffix}", "after step", "layout", "rank 0 on"), rows, numbers=(1,)))
         kept = run.list_checkpoints()
-        shown = [kept[index] for index in pick_evenly_spaced(len(kept), MAX_ROWS)]
+        shown = [kept[index] for index in pick_evenly_spaced_indices(len(kept), MAX_ROWS)]
         saved = [(f"step {each.step:,}", _format_time(each.written), format_bytes(each.size_bytes)) for each in shown]
         parts.append(render_table((f"Checkpoint{suffix}", "written", "size"), saved, numbers=(2,)))
         errors = run.list_rank_errors()

@@ -41,7 +41,7 @@ from mega_trainer.parallel.tensor_parallel import gather_sequence, local_sequenc
 
 ContextParallelKind = Literal["ring", "allgather", "alltoall"]
 # (query positions, key positions) -> mask of the visible pairs, in parts.
-VisibleRanges = Callable[[range, range], Sequence[MaskPart]]
+MaskPartsFunction = Callable[[range, range], Sequence[MaskPart]]
 # Attention of whole sequences by some of a tensor rank's heads: (q, k, v, score transform, number of the first head) -> y.
 FullAttention = Callable[[Tensor, Tensor, Tensor, ScoreTransform, int], Tensor]
 
@@ -55,7 +55,7 @@ class ContextParallelAttention(Protocol):
         k: Tensor,
         v: Tensor,
         how: ScoreTransform,
-        visible_parts: VisibleRanges,
+        visible_parts: MaskPartsFunction,
         attend_whole: FullAttention,
     ) -> Tensor:
         """Compute attention of this rank's s tokens to the whole sequence: q [B, s, H, d], k [B, s, K, d], v [B, s, K,
@@ -226,14 +226,14 @@ class BlockwiseAttention:
         k: Tensor,
         v: Tensor,
         how: ScoreTransform,
-        visible_parts: VisibleRanges,
+        visible_parts: MaskPartsFunction,
         attend_whole: FullAttention | None = None,
     ) -> Tensor:
         """Compute attention block by block over the exchanged keys; see `ContextParallelAttention.compute_attention`."""
         y: Tensor = _BlockwiseFunction.apply(q, k, v, how.sinks, how, visible_parts, self)  # type: ignore[no-untyped-call]
         return y
 
-    def visible_blocks(self, length: int, rank: int, visible_parts: VisibleRanges) -> Iterator[AttentionBlock]:
+    def visible_blocks(self, length: int, rank: int, visible_parts: MaskPartsFunction) -> Iterator[AttentionBlock]:
         """Yield the blocks of this rank's queries and `rank`'s keys that have pairs visible under the mask.
 
         Blocks of equal chunks come first, so that every query then has attended to a key. Under causal attention a first
@@ -286,7 +286,7 @@ class PartwiseAttention(BlockwiseAttention):
         """Return the partwise attention that uses `kernels`, without communication."""
         return cls(LocalExchange(), ALONE, kernels)
 
-    def visible_blocks(self, length: int, rank: int, visible_parts: VisibleRanges) -> Iterator[AttentionBlock]:
+    def visible_blocks(self, length: int, rank: int, visible_parts: MaskPartsFunction) -> Iterator[AttentionBlock]:
         """Yield one block for each part of the mask, over the whole sequence."""
         for part in visible_parts(range(length), range(length)):
             queries, keys = (_chunk_slice(indices, range(length), 0) for indices in (part.queries, part.keys))
@@ -334,7 +334,7 @@ class _BlockwiseFunction(Function):
         v: Tensor,
         sinks: Tensor | None,
         how: ScoreTransform,
-        visible_parts: VisibleRanges,
+        visible_parts: MaskPartsFunction,
         kind: BlockwiseAttention,
     ) -> Tensor:
         wide = torch.promote_types(q.dtype, torch.float32)
@@ -424,7 +424,7 @@ class AllToAllAttention:
         k: Tensor,
         v: Tensor,
         how: ScoreTransform,
-        visible_parts: VisibleRanges,
+        visible_parts: MaskPartsFunction,
         attend_whole: FullAttention,
     ) -> Tensor:
         """Exchange tokens for heads, compute attention over whole sequences, and exchange back; see

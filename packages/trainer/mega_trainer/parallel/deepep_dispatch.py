@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from mega_common.errors import ConfigError
 from mega_trainer.distributed.comm import CommGroup
-from mega_trainer.parallel.expert_parallel import ExpertRows, TokenDispatch, sort_rows_by_expert
+from mega_trainer.parallel.expert_parallel import SortedExpertRows, TokenDispatch, sort_rows_by_expert
 
 if TYPE_CHECKING:
     from deep_ep import ElasticBuffer
@@ -54,7 +54,7 @@ class DeepEpDispatcher:
         state = DeepEpDispatchState(self._buffers[shape], self.num_experts, wait=self.bound is None)
         tokens, recv_weights = _Dispatch.apply(x, weights, chosen, state)  # type: ignore[no-untyped-call]
 
-        def wait_for_rows() -> ExpertRows:
+        def wait_for_rows() -> SortedExpertRows:
             state.event.current_stream_wait()
             local, own = state.chosen.long(), self.num_experts // self.group.size
             if self.bound is None:

@@ -41,7 +41,7 @@ ExpertFunction = Callable[[Tensor, Tensor, GroupedRows], Tensor]
 
 
 @dataclass(frozen=True)
-class ExpertRows:
+class SortedExpertRows:
     """Token rows for this rank's experts, sorted by expert, with one row for each pair of a token and an expert.
 
     Attributes:
@@ -66,7 +66,7 @@ def sort_rows_by_expert(
     experts: int,
     rows: int,
     sum_rows: Callable[..., Tensor] = sum_choice_rows,
-) -> ExpertRows:
+) -> SortedExpertRows:
     """Return the rows of T tokens for this rank's experts, sorted by expert, without communication.
 
     Args:
@@ -78,7 +78,7 @@ def sort_rows_by_expert(
         sum_rows: see `RowAssignment.sum_rows`.
     """
     slots = replace(RowAssignment.assign_rows(chosen, experts, rows), sum_rows=sum_rows)
-    return ExpertRows(
+    return SortedExpertRows(
         gather_token_rows(x, slots),
         pick_choice_values(weights, slots),
         GroupedRows(slots.ends),
@@ -98,7 +98,7 @@ class TokenDispatch:
         dropped: int64, number of choices that exceeded the dispatch bound; zero without a bound.
     """
 
-    wait_for_rows: Callable[[], ExpertRows]
+    wait_for_rows: Callable[[], SortedExpertRows]
     combine_outputs: Callable[[Tensor], Tensor]
     dropped: Tensor
 
@@ -153,7 +153,7 @@ class AllToAllDispatcher:
             rows = sort_rows_by_expert(x, chosen, weights, self.experts_per_rank, chosen.numel())
             return TokenDispatch(lambda: rows, lambda y: y, chosen.new_zeros(()))
         capacity, wire = self._rank_capacity(*chosen.shape), HostSplitWire(self.group)
-        ranks = target_ranks(chosen, self.experts_per_rank, self.parts)
+        ranks = expert_ranks_of_tokens(chosen, self.experts_per_rank, self.parts)
         size = ranks.numel() if capacity is None else capacity * self.group.size
         slots = RowAssignment.assign_rows(ranks, self.group.size, size, capacity)
         wait_for_splits = (
@@ -169,7 +169,7 @@ class AllToAllDispatcher:
             gather_token_rows(x, slots), AsyncAllToAll(wire, sent, received, sum(received) + 1)
         )
 
-        def wait_for_rows() -> ExpertRows:
+        def wait_for_rows() -> SortedExpertRows:
             recv_weights, recv_chosen = unpack_routing(wait_for_routing(), chosen.shape[1])
             local = local_expert_ids(recv_chosen, self.group.rank // self.parts, self.experts_per_rank)
             return sort_rows_by_expert(wait_for_tokens(), local, recv_weights, self.experts_per_rank, count)
@@ -213,7 +213,7 @@ class AllToAllDispatcher:
         return wait_for_splits
 
 
-def target_ranks(chosen: Tensor, experts_per_rank: int, parts: int) -> Tensor:
+def expert_ranks_of_tokens(chosen: Tensor, experts_per_rank: int, parts: int) -> Tensor:
     """Return the ranks that have the chosen experts of each token, each rank once: int64 [N, K parts], -1 for none.
 
     A rank has `experts_per_rank` experts.

@@ -97,19 +97,19 @@ class RoutedTokens:
 
 
 class RoutedBatch(Protocol):
-    """Fields of a `MicroBatch` that routing depends on."""
+    """Interface of the fields of a `MicroBatch` that expert routing depends on."""
 
     @property
     def tokens(self) -> Tensor:
-        """Tokens, int64 [B, S]."""
+        """Token ids of the micro-batch, int64 [B, S]."""
 
     @property
     def affects_loss_mask(self) -> Tensor | None:
-        """Tokens that influence the loss, bool [B, S]."""
+        """Mask of the tokens that influence the loss, bool [B, S]."""
 
     @property
     def token_indices(self) -> Tensor | None:
-        """Positions of this rank's tokens, int64 [S]."""
+        """Positions of this rank's tokens within the whole samples, int64 [S]."""
 
 
 def make_step_routings(batches: Sequence[RoutedBatch], data: CommGroup, loss_scale: float) -> list[StepRouting]:

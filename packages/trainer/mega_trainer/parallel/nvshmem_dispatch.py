@@ -29,12 +29,12 @@ from mega_trainer.kernels.fused_elementwise import upcast_to_fp32
 from mega_trainer.kernels.leaf_compiler import LeafCompiler
 from mega_trainer.parallel.async_all_to_all import AsyncAllToAll, start_exchange
 from mega_trainer.parallel.expert_parallel import (
-    ExpertRows,
+    SortedExpertRows,
     TokenDispatch,
+    expert_ranks_of_tokens,
     local_expert_ids,
     pack_routing,
     sort_rows_by_expert,
-    target_ranks,
     unpack_routing,
 )
 from mega_trainer.parallel.token_rows import RowAssignment, gather_token_rows, sum_token_rows
@@ -70,7 +70,7 @@ class NvshmemDispatcher:
         own, targets = self.num_experts * self.parts // size, min(choices, size // self.parts) * self.parts  # per token
         leaving, capacity = tokens * targets, min(size * tokens, math.ceil(self.bound * tokens * targets))
         wire = self._wires.setdefault(tokens, SymmetricWire(self.group, max(leaving, capacity) + 1, self.leaves))
-        ranks = target_ranks(chosen, own, self.parts)
+        ranks = expert_ranks_of_tokens(chosen, own, self.parts)
         sent, received = self._fitting_splits(ranks, capacity)
         slots = RowAssignment.assign_rows(ranks, size, leaving, sent)
         wait_for_routing = start_exchange(
@@ -81,7 +81,7 @@ class NvshmemDispatcher:
             AsyncAllToAll(wire, sent, received, capacity + 1),
         )
 
-        def wait_for_rows() -> ExpertRows:
+        def wait_for_rows() -> SortedExpertRows:
             recv_weights, recv_chosen = unpack_routing(wait_for_routing(), choices, received.sum())
             local = local_expert_ids(recv_chosen, self.group.rank // self.parts, own)
             rows = math.ceil(self.bound * (tokens * choices * self.parts))
@@ -103,7 +103,7 @@ class NvshmemDispatcher:
 
 
 @dataclass(frozen=True)
-class SymmetricTables:
+class SymmetricMemoryTables:
     """Tables of rows to send and received rows in symmetric memory, which all ranks of a group can access.
 
     Attributes:
@@ -132,8 +132,10 @@ class SymmetricWire:
     group: CommGroup
     length: int
     leaves: LeafCompiler
-    _tables: dict[tuple[int, torch.dtype], list[SymmetricTables]] = field(default_factory=dict)
-    _filled: dict[int, SymmetricTables] = field(default_factory=dict)  # tables with rows to be sent, by storage id
+    _tables: dict[tuple[int, torch.dtype], list[SymmetricMemoryTables]] = field(default_factory=dict)
+    _filled: dict[int, SymmetricMemoryTables] = field(
+        default_factory=dict
+    )  # tables with rows to be sent, by storage id
     _stream: torch.cuda.Stream | None = None
 
     def spread_token_rows(self, x: Tensor, slots: RowAssignment) -> Tensor:
@@ -163,7 +165,7 @@ class SymmetricWire:
         self._filled[_storage_id(tables.leaving)] = tables
         return tables.leaving[:count]
 
-    def _next_tables(self, like: Tensor, width: int) -> SymmetricTables:
+    def _next_tables(self, like: Tensor, width: int) -> SymmetricMemoryTables:
         """Return the tables that were not used last."""
         pair = self._tables.setdefault((width, like.dtype), [])
         if not pair:
@@ -171,7 +173,7 @@ class SymmetricWire:
         pair.reverse()
         return pair[0]
 
-    def _start_exchange(self, tables: SymmetricTables, received: Tensor) -> CollectiveWork:
+    def _start_exchange(self, tables: SymmetricMemoryTables, received: Tensor) -> CollectiveWork:
         self.group.record_call("all_to_all", tables.leaving)
         if not tables.leaving.is_cuda:
             return exchange_by_gloo(tables, self.group, received)
@@ -186,7 +188,7 @@ def _storage_id(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)  # not the data pointer, which fake tensors do not have
 
 
-def launch_all_to_all(tables: SymmetricTables, group: CommGroup) -> None:
+def launch_all_to_all(tables: SymmetricMemoryTables, group: CommGroup) -> None:
     """Launch the NVSHMEM all-to-all kernel that `tables` describe, on a GPU; it also writes `tables.received`."""
     assert group.process_group is not None
     torch.ops.symm_mem.all_to_all_vdev(
@@ -194,7 +196,7 @@ def launch_all_to_all(tables: SymmetricTables, group: CommGroup) -> None:
     )
 
 
-def exchange_by_gloo(tables: SymmetricTables, group: CommGroup, received: Tensor) -> CollectiveWork:
+def exchange_by_gloo(tables: SymmetricMemoryTables, group: CommGroup, received: Tensor) -> CollectiveWork:
     """Exchange the tables' rows on a CPU by gloo, as the NVSHMEM kernel does on a GPU; `received` are the row counts
     from each rank.
     """
@@ -213,7 +215,7 @@ class _LaunchedWork:
         torch.cuda.current_stream().wait_event(self.event)
 
 
-def allocate_tables(group: CommGroup, length: int, width: int, like: Tensor) -> SymmetricTables:
+def allocate_tables(group: CommGroup, length: int, width: int, like: Tensor) -> SymmetricMemoryTables:
     """Allocate tables of at least `length` rows of this width and `like`'s dtype, in symmetric memory of `like`'s
     device. A collective call of the group.
 
@@ -223,7 +225,7 @@ def allocate_tables(group: CommGroup, length: int, width: int, like: Tensor) -> 
     length = max(length, -(-SMALLEST // (width * like.element_size())))
     shapes = [((length, width), like.dtype)] * 2 + [((group.size,), torch.int64), ((2, group.size), torch.int64)]
     if not like.is_cuda:
-        return SymmetricTables(*(torch.empty(shape, dtype=dtype, device=like.device) for shape, dtype in shapes))
+        return SymmetricMemoryTables(*(torch.empty(shape, dtype=dtype, device=like.device) for shape, dtype in shapes))
     if not symmetric_memory.is_nvshmem_available():
         raise ConfigError(
             "parallel.dispatch = nvshmem requires NVSHMEM, which torch does not find",
@@ -234,7 +236,7 @@ def allocate_tables(group: CommGroup, length: int, width: int, like: Tensor) -> 
     tables = [symmetric_memory.empty(*shape, dtype=dtype, device=like.device) for shape, dtype in shapes]
     for table in tables:
         symmetric_memory.rendezvous(table, group.process_group)
-    return SymmetricTables(*tables)
+    return SymmetricMemoryTables(*tables)
 
 
 def spread_rows_kernel(x: Tensor, rows: Tensor, out: Tensor) -> Tensor:

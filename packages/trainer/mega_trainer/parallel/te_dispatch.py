@@ -16,7 +16,7 @@ from torch import Tensor
 from mega_common.errors import ConfigError
 from mega_trainer.distributed.comm import CommGroup
 from mega_trainer.kernels.grouped_gemm import GroupedRows
-from mega_trainer.parallel.expert_parallel import ExpertRows, TokenDispatch
+from mega_trainer.parallel.expert_parallel import SortedExpertRows, TokenDispatch
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class TransformerEngineDispatcher:
         total: Tensor = buffer.total_recv_tokens  # [1]
         dropped = (total.sum() - (capacity - 1)).clamp(min=0)
         groups = GroupedRows(counts.cumsum(0).clamp(max=capacity - 1).int())
-        received = ExpertRows(rows, recv_weights, groups, lambda y: y, dropped)
+        received = SortedExpertRows(rows, recv_weights, groups, lambda y: y, dropped)
 
         def combine_outputs(y: Tensor) -> Tensor:
             out: Tensor = ep.ep_combine(buffer, y, num_local_tokens=tokens)

@@ -25,9 +25,8 @@ from mega_trainer.distributed.comm import CommGroup, all_gather, all_reduce, red
 from mega_trainer.distributed.rng import SeededDropout
 from mega_trainer.kernels import gemm_accumulation
 from mega_trainer.kernels.kernel_interface import Kernels
-from mega_trainer.parallel.deferred_wgrad import DeferredWgradQueue
 from mega_trainer.parallel.lora_layers import LoraAdapterLayer, PerRowAdapters
-from mega_trainer.parallel.parallel_linear import SEQUENCE, LinearFunction
+from mega_trainer.parallel.parallel_linear import SEQUENCE, DeferredWgradQueue, ParallelLinearFunction
 from mega_trainer.parallel.parameter_info import get_main_grad, make_parameter
 
 
@@ -133,7 +132,7 @@ class ColumnParallelLinear(nn.Module):
         deferred: DeferredWgradQueue | None = None,
     ) -> None:
         super().__init__()
-        self.linear = LinearFunction(kernels, deferred, group, sp)
+        self.linear = ParallelLinearFunction(kernels, deferred, group, sp)
         self.weights, self.biases = nn.ParameterList(weights), nn.ParameterList(biases)
         self.adapter: LoraAdapterLayer | PerRowAdapters | None = None
 
@@ -170,7 +169,7 @@ class RowParallelLinear(nn.Module):
         deferred: DeferredWgradQueue | None = None,
     ) -> None:
         super().__init__()
-        self.linear, self.group, self.sp = LinearFunction(kernels, deferred), group, sp
+        self.linear, self.group, self.sp = ParallelLinearFunction(kernels, deferred), group, sp
         self.weight, self.bias = weight, bias
         self.adapter: LoraAdapterLayer | PerRowAdapters | None = None
 

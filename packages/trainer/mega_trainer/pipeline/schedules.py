@@ -114,7 +114,7 @@ def make_schedule(name: str, *, pp: int, microbatches: int, virtual_stages: int 
             f"{needed}",
             hint=f"set parallel.virtual_stages={needed}, or parallel.schedule=1f1b",
         )
-    owners = place_stages(name, pp, virtual_stages)
+    owners = place_pipeline_stages(name, pp, virtual_stages)
     orders = []
     for rank in range(pp):
         stages = [stage for stage, owner in enumerate(owners) if owner == rank]
@@ -122,7 +122,7 @@ def make_schedule(name: str, *, pp: int, microbatches: int, virtual_stages: int 
     return PipelineSchedule(name, pp, virtual_stages, microbatches, owners, _add_messages(orders, owners))
 
 
-def place_stages(name: str, pp: int, virtual_stages: int) -> tuple[int, ...]:
+def place_pipeline_stages(name: str, pp: int, virtual_stages: int) -> tuple[int, ...]:
     """Return the rank of each stage in stage order. `zbv` goes down the ranks and up again, like a V; other schedules
     are round-robin.
     """

@@ -179,10 +179,10 @@ def stack_layer_flops(
 
 def retrieval_flops(model: ModelConfig, layer: int) -> dict[str, float]:
     """Return the additional forward FLOPs per text token, by part, of layer number `layer`, which attends to retrieved
-    neighbours (RETRO).
+    neighbors (RETRO).
 
-    Each text token has 2 K tokens of neighbours, which the encoder reads in the first such layer. In the encoder and in the
-    decoder a query attends to all neighbours of its chunk.
+    Each text token has 2 K tokens of neighbors, which the encoder reads in the first such layer. In the encoder and in the
+    decoder a query attends to all neighbors of its chunk.
     """
     retro, encoder = model.retro, model.neighbor_encoder_config
     assert retro is not None

@@ -24,8 +24,8 @@ RECOMPUTE: tuple[RecomputeKind, ...] = ("none", "selective", "full")
 def generate_layout_candidates(
     config: RunConfig, ranks: int, machine: MachineSpec
 ) -> Iterator[tuple[LayoutSettings, TrainingLayout]]:
-    """Yield (settings, run shape) of all candidate layouts of a run that divide the ranks, layers and batch evenly and
-    keep tensor ranks on one node.
+    """Yield (run.yaml settings, training layout) of all candidate layouts of a run that divide the ranks, layers and
+    batch evenly and keep tensor ranks on one node.
     """
     model, batch, length = config.model, config.batch.global_, config.data.seq_length
     base = make_training_layout(config.model_copy(update={"parallel": type(config.parallel)()}), 1)
@@ -63,7 +63,7 @@ def generate_layout_candidates(
 
 
 def list_layout_settings(run: TrainingLayout) -> LayoutSettings:
-    """Return the run.yaml settings, {dotted path: value}, that give a run this shape."""
+    """Return the run.yaml settings, {dotted path: value}, that produce the training layout `run`."""
     return {
         "parallel.tp": run.tp, "parallel.sp": run.sp, "parallel.pp": run.pp, "parallel.virtual_stages": run.virtual_stages,
         "parallel.schedule": run.schedule, "parallel.pipeline_layout": None, "parallel.cp": run.cp, "parallel.cp_kind": run.cp_kind,

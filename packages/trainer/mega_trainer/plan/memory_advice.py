@@ -15,8 +15,8 @@ from mega_trainer.plan.training_layout import TrainingLayout
 
 
 def make_training_layout(config: RunConfig, world_size: int) -> TrainingLayout:
-    """Return the shape of the configured run on `world_size` ranks: its split over ranks and its batch sizes, for
-    predictions.
+    """Return the layout of a configured run on `world_size` ranks (parallel degrees, batch sizes, memory options), the
+    input of all predictions.
     """
     parallel, dp = config.parallel, config.data_parallel_size(world_size)
     return TrainingLayout(
@@ -37,7 +37,7 @@ def make_training_layout(config: RunConfig, world_size: int) -> TrainingLayout:
 
 
 def apply_settings(config: RunConfig, settings: Mapping[str, object]) -> RunConfig:
-    """Return the run with these settings.
+    """Return a copy of a run configuration with `settings`, {dotted path: value}, applied.
 
     Raises:
         ConfigError: when the settings are invalid.
@@ -47,13 +47,15 @@ def apply_settings(config: RunConfig, settings: Mapping[str, object]) -> RunConf
 
 
 def format_overrides(settings: Mapping[str, object]) -> Iterator[str]:
-    """Return settings in the syntax of `--set`."""
+    """Return settings, {dotted path: value}, as arguments of the option `--set`."""
     return (f"{path}={json.dumps(value)}" for path, value in settings.items())
 
 
 @dataclass(frozen=True)
 class MemoryAdvice:
-    """Change of settings, in the form of `--set`, and the bytes that it frees on the rank with the highest peak memory."""
+    """Change of settings, as an argument of `--set`, and the bytes that it frees on the rank with the highest peak
+    memory.
+    """
 
     settings: tuple[str, ...]
     freed: int

@@ -20,7 +20,7 @@ from mega_trainer.distributed.process_groups import ProcessGroupCache
 from mega_trainer.distributed.rng import SeededDropout
 from mega_trainer.kernels import gemm_accumulation
 from mega_trainer.kernels.attention_masks import AttentionMaskSpec
-from mega_trainer.kernels.flash_attention import FlashCall
+from mega_trainer.kernels.flash_attention import FlashAttentionCall
 from mega_trainer.kernels.grouped_gemm import GroupedRows
 from mega_trainer.kernels.kernel_interface import GemmOperand, ScoreTransform
 from mega_trainer.kernels.leaf_compiler import LeafCompiler
@@ -75,14 +75,14 @@ class MetaFusedAttention:
         """Return True: head sizes of keys and values may differ."""
         return True
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: FlashCall) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: FlashAttentionCall) -> tuple[Tensor, Tensor]:
         """Return an uninitialised attention output and log-sum-exp of the shapes that a real kernel returns."""
         *rows, queries, heads, _ = q.shape
         lse = q.new_empty(*rows, heads, queries, dtype=torch.promote_types(q.dtype, torch.float32))
         return q.new_empty(*rows, queries, heads, v.shape[-1]), lse
 
     def backward(
-        self, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, call: FlashCall
+        self, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, call: FlashAttentionCall
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return uninitialised gradients of q, k and v."""
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)

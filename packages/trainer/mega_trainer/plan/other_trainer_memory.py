@@ -41,7 +41,7 @@ class TrainerMemoryOptions:
 
 
 def make_memory_options(run: TrainingLayout) -> TrainerMemoryOptions:
-    """Return the memory options that follow from the recompute settings of the run shape."""
+    """Return the memory options of a trainer that follow from the recompute settings of the training layout."""
     recomputed = {"none": (), "selective": run.modules, "full": ("full",)}[run.recompute]
     return TrainerMemoryOptions(recomputed=frozenset(recomputed))
 

@@ -53,7 +53,7 @@ class StageCosts(PipelineOpCosts):
     passes: tuple[PassSeconds, ...] = ()
 
     def op_duration(self, op: PipelineOp) -> float:
-        """Return the seconds of one pipeline operation."""
+        """Return the seconds of one forward or backward operation in its pipeline stage."""
         cost = self.passes[op.stage]
         return {"F": cost.forward, "B": cost.inputs + cost.weights, "I": cost.inputs, "W": cost.weights}[op.kind]
 
@@ -88,7 +88,7 @@ class PlannedRun:
         profile: TrainerProfile,
         count: ParameterCounts | None = None,
     ) -> PlannedRun:
-        """Return the planned run for a model, run shape, machine, efficiency and trainer profile; `count` is the
+        """Return the planned run for a model, training layout, machine, efficiency and trainer profile; `count` is the
         model's parameters, if already counted.
 
         Raises:

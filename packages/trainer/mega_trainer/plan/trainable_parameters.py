@@ -34,7 +34,7 @@ class TrainableParameters:
     def from_training_layout(
         cls, model: ModelConfig, run: TrainingLayout, whole: ParameterCounts
     ) -> TrainableParameters:
-        """Return the trainable parameters of a run whose model has the parameters `whole`."""
+        """Return the trainable parameters of a run in layout `run`, whose model has the parameters `whole`."""
         if not run.freeze and run.lora is None:
             return cls(whole, (1.0,) * len(whole.layers), True, {})
         lora, own = parse_run_lora(run), canonical_tensors(model)
@@ -66,7 +66,7 @@ class TrainableParameters:
 
 
 def parse_run_lora(run: TrainingLayout) -> LoraConfig | None:
-    """Return the LoRA configuration in a run shape, or None without LoRA."""
+    """Return the LoRA configuration in a training layout, or None without LoRA."""
     return None if run.lora is None else LoraConfig.model_validate_json(run.lora)
 
 

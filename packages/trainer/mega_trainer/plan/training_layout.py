@@ -1,4 +1,4 @@
-"""Shape of a run: model split and batch, the input of all predictions."""
+"""Layout of a training run: parallel degrees, batch and memory options, the input of all predictions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ _ELEMENT = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2, "nvfp4": 2}
 
 @dataclass(frozen=True)
 class TrainingLayout:
-    """Shape of a run for predictions: split of the model over ranks, batch sizes, and memory options.
+    """Layout of a training run for predictions: parallel degrees, batch sizes, and memory options such as ZeRO and
+    recomputation.
 
     Attributes:
         seq_length: tokens of a sample, before context parallelism splits them; of the encoder in an encoder-decoder model.

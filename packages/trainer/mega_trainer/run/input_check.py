@@ -16,7 +16,7 @@ from mega_common.strict_config import ConfigProblem
 from mega_data.data_config import DatasetSource
 from mega_data.sampling.dataset_parts import find_matching_prefixes
 from mega_data.token_files.indexed_reader import get_bin_path, get_idx_path, strip_data_suffix
-from mega_data.token_files.remote_copies import restore_url
+from mega_data.token_files.remote_copies import restore_url_slashes
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.plan.machine import load_machine
 
@@ -146,6 +146,6 @@ def _folder_problem(key: str, folder: Path | None) -> Iterator[ConfigProblem]:
 
 def _is_remote(path: str | Path) -> bool:
     try:
-        return isinstance(parse_location(restore_url(Path(path))), RemotePath)
+        return isinstance(parse_location(restore_url_slashes(Path(path))), RemotePath)
     except ConfigError:  # an unknown protocol: not a file either
         return False

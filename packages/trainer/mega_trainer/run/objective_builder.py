@@ -29,8 +29,13 @@ from mega_trainer.objectives.distillation_objective import (
     collect_teacher_top_k,
 )
 from mega_trainer.objectives.preference_objective import PreferenceObjective
-from mega_trainer.objectives.reference_model import CachedReference, LiveReference, collect_reference_sums
-from mega_trainer.objectives.sample_cache import SampleCache, precompute_samples
+from mega_trainer.objectives.sample_cache import (
+    CachedReferenceModel,
+    LiveReferenceModel,
+    SampleCache,
+    collect_reference_sums,
+    precompute_samples,
+)
 from mega_trainer.objectives.training_objective import TrainingObjective
 from mega_trainer.pipeline.executor import PipelineExecutor
 from mega_trainer.run.build_components import build_schedule, build_stages, choose_kernels, make_layer_builder
@@ -70,12 +75,12 @@ def build_objectives(
         return objective, objective
     load = cache(partial(load_reference_model, config, executor.parallel_groups, device))
     if config.objective.reference == "live":
-        live = LiveReference(load())
+        live = LiveReferenceModel(load())
         return PreferenceObjective(config, executor, device, live), PreferenceObjective(config, executor, device, live)
     steps, batch = config.train.eval_steps, config.batch.global_
     train_samples = range(consumed, config.samples_per_split["train"])
     train_cache, valid_cache = (
-        CachedReference(_cache_reference(config, load, device, data, samples))
+        CachedReferenceModel(_cache_reference(config, load, device, data, samples))
         for data, samples in [
             (training, train_samples),
             (valid or training, range(valid is not None and steps * batch)),

@@ -73,7 +73,7 @@ def detect_machine(config: RunConfig) -> str | None:
     return find_machine_name(torch.cuda.get_device_name(0), torch.cuda.get_device_properties(0).total_memory)
 
 
-def conclude_run(state: TrainState, reason: str | None) -> None:
+def log_run_end(state: TrainState, reason: str | None) -> None:
     """Log the end of a run that has saved its state.
 
     Raises:

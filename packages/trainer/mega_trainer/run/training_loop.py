@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -18,21 +19,47 @@ from mega_trainer.data.micro_batch import MicroBatch
 from mega_trainer.distributed.comm import all_reduce
 from mega_trainer.job.corruption_check import CorruptionCheck
 from mega_trainer.job.error_translation import translate_errors
-from mega_trainer.job.garbage_collection import GarbageCollection
 from mega_trainer.job.hang_watchdog import HangWatchdog
-from mega_trainer.job.layer_norms import compute_layer_norms
-from mega_trainer.job.metrics_log import MetricsLogger, UtilizationModel
+from mega_trainer.job.metrics_log import MetricsLogger, UtilizationModel, compute_layer_norms
 from mega_trainer.job.phase_timer import time_data_waits
-from mega_trainer.job.rollback import UnskippedSamples
 from mega_trainer.job.step_replay import collect_provenance
 from mega_trainer.job.step_result import StepResult, StepScalars
-from mega_trainer.job.training_guard import StopSignalHandler
+from mega_trainer.job.training_guard import StopSignalHandler, UnskippedSamples
 from mega_trainer.optim.gradient_clipping import gradient_clip_factor
 from mega_trainer.run.build_components import compute_dtype
 from mega_trainer.run.train_state import CheckpointSaver
-from mega_trainer.run.train_step import StepHooks, train_step
+from mega_trainer.run.train_step import StepHooks, run_validation, train_step
 from mega_trainer.run.training_context import TrainingContext
-from mega_trainer.run.validation import run_validation
+
+
+class GarbageCollectionSchedule:
+    """Context manager that restricts Python's garbage collection to the end of every `every`-th step; 0 leaves it to
+    Python.
+
+    Objects that exist at the start are frozen: later collections skip them.
+    """
+
+    def __init__(self, every: int) -> None:
+        self._every, self._was_on = every, gc.isenabled()
+
+    def __enter__(self) -> GarbageCollectionSchedule:
+        if self._every:
+            gc.collect()
+            gc.freeze()
+            gc.disable()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._every:
+            gc.unfreeze()
+            if self._was_on:
+                gc.enable()
+
+    def collect_after_step(self, step: int) -> None:
+        """Run Python's garbage collection if it is due after this step."""
+        if self._every and step % self._every == 0:
+            gc.collect()
+
 
 T = TypeVar("T")
 
@@ -52,7 +79,7 @@ def run_training_loop(context: TrainingContext) -> str | None:
         hang_watchdog(context),
         StopSignalHandler() as stop_signal,
         CheckpointSaver(config, provenance) as saver,
-        GarbageCollection(config.train.gc_every) as garbage,
+        GarbageCollectionSchedule(config.train.gc_every) as garbage,
         MetricsLogger(config, utilization, state.step, state.consumed_samples, writes=is_leader) as metrics,
     ):
         reason = TrainingLoop(context, stop_signal, saver, garbage, metrics).run_steps()
@@ -69,7 +96,7 @@ class TrainingLoop:
         context: TrainingContext,
         stop_signal: StopSignalHandler,
         saver: CheckpointSaver,
-        garbage: GarbageCollection,
+        garbage: GarbageCollectionSchedule,
         metrics: MetricsLogger,
     ) -> None:
         self._context, self._saver, self._garbage, self._metrics = context, saver, garbage, metrics
@@ -223,8 +250,8 @@ class TrainingLoop:
 
 @dataclass(frozen=True)
 class LoopStepHooks(StepHooks):
-    """Hooks of the training loop into one `train_step`: objective metrics, the scalars of this rank, and the checks
-    before an update.
+    """Hooks by which the training loop extends `train_step`: objective metrics, the scalars of this rank, and the
+    checks before an update.
     """
 
     context: TrainingContext
@@ -238,9 +265,9 @@ class LoopStepHooks(StepHooks):
     def _step(self) -> int:
         return self.context.state.step + 1
 
-    def measure_losses(self, sums: Tensor) -> Tensor:
+    def append_metric_sums(self, sums: Tensor) -> Tensor:
         """Return this rank's loss sums `sums` [2] with the sums of the objective's metrics appended."""
-        return self.context.objective.measure_losses(sums)
+        return self.context.objective.append_metric_sums(sums)
 
     def local_scalars(self) -> StepScalars:
         """Return this rank's scalars that are summed over all ranks together with the loss: stop requests, a failed

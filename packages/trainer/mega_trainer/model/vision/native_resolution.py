@@ -57,7 +57,7 @@ class ImagePartition:
 
     @cached_property
     def feature_grids(self) -> list[PatchGrid]:
-        """Number of features of every image from top to bottom and from left to right."""
+        """Number of features of each image as (rows, columns)."""
         return [self.vision.get_feature_grid(*image.shape[1:]) for image in self.images]
 
     @cached_property
@@ -179,7 +179,7 @@ class NativeVisionEncoder(nn.Module):
         self.rotary = RotaryEmbedding(own.config.rope, own.config.query_key_head_dim // 2, 1)
 
     def forward(self, partition: ImagePartition, device: torch.device) -> Tensor:
-        """Encode this rank's P patches of the images in `deal` to [P, C], with C the encoder's width."""
+        """Encode this rank's P patches of the images in `partition` to features [P, C], with C the encoder's width."""
         rotation = self._rotate_patches(to_device(partition.patch_coordinates(), device))
         context = ForwardContext(partition.make_patch_mask(device), rotation, rotation)
         x: Tensor = self.patches(partition.extract_patches().to(device, self.dtype).unsqueeze(0))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from mega_common.vision_config import PROJECTOR, TOWER
-from mega_trainer.data.batch_images import BatchImages, all_gather_features, combined_rank, insert_image_features
+from mega_trainer.data.batch_images import BatchImages, all_gather_features, combined_group_rank, insert_image_features
 from mega_trainer.distributed.device import to_device
 from mega_trainer.kernels.attention_masks import ALL, AttentionMaskSpec
 from mega_trainer.model.feed_forward import apply_ungated_activation
@@ -58,7 +58,7 @@ class VisionEncoder(nn.Module):
     def forward(self, pixels: Tensor) -> Tensor:
         """Map images [n, 3, H, W] to features [n, P, C], one for each of P patches."""
         vision, context = self.config, ForwardContext(_FullAttention())
-        x: Tensor = self.patches(cut_patches(pixels, vision.patch_size))
+        x: Tensor = self.patches(cut_image_patches(pixels, vision.patch_size))
         if self.first is not None:
             x = torch.cat([self.first.expand(len(x), 1, -1), x], 1)
         x = self.pre_norm(x + self.positions)
@@ -69,8 +69,8 @@ class VisionEncoder(nn.Module):
 
 
 class MlpProjector(nn.Module):
-    """MLP projector W2 act(W1 x + b1) + b2 of a vision encoder's features to the language model's width, or of their
-    pooled means.
+    """MLP projector W2 act(W1 x + b1) + b2 from the features of a vision encoder, or their pooled means, to the
+    language model's width.
 
     For tiles it appends a learned end-of-line feature to each tile, so that it is gathered with the tile and its gradient
     counts once.
@@ -142,7 +142,7 @@ class ImageEmbedder(nn.Module):
 
     def encode_images(self, images: BatchImages, device: torch.device) -> Tensor:
         """Return the concatenated features of all images: [n P, D]. A collective call of the ranks that share them."""
-        rank, ranks = combined_rank((self.groups.cp, self.groups.tp))
+        rank, ranks = combined_group_rank((self.groups.cp, self.groups.tp))
         if isinstance(self.tower, NativeVisionEncoder):
             partition = ImagePartition(list(images.pixels), self.config, rank, ranks)
             gathered = self._all_gather(self.projector(self.tower(partition, device)))
@@ -163,7 +163,7 @@ def pool_features(features: Tensor, pool: int) -> Tensor:
     return torch.unflatten(features, 1, (side // pool, pool, side // pool, pool)).mean((2, 4)).flatten(1, 2)
 
 
-def cut_patches(pixels: Tensor, size: int) -> Tensor:
+def cut_image_patches(pixels: Tensor, size: int) -> Tensor:
     """Cut images [n, 3, H, W] into square patches of `size` pixels, row by row: [n, H/size W/size, 3 size size]."""
     n, colours, height, width = pixels.shape
     cut = pixels.view(n, colours, height // size, size, width // size, size)

@@ -1,0 +1,260 @@
+"""State of the static interpretation of a shell script: its result, its variables, and the steps that statements share."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+
+from tree_sitter import Node
+
+from mega_cli.megatron_args.arithmetic import evaluate_arithmetic
+from mega_cli.megatron_args.conditions import (
+    ConditionEvaluator,
+    ConditionOperand,
+    KnownTruth,
+)
+from mega_cli.megatron_args.script_variables import VariableValue, merge_branch_values, word_texts
+from mega_cli.megatron_args.shell_words import MARK, PARSED, ShellWord, WorkBudget
+from mega_cli.megatron_args.syntax_tree import (
+    find_syntax_errors,
+    node_text,
+    parse_script,
+)
+from mega_cli.megatron_args.word_expansion import WordExpander
+from mega_common.errors import ConfigError
+
+STEPS = 20_000  # statements of a script, in all rounds of its loops
+LARGEST_FILE = 1_000_000  # bytes
+LARGEST_SCRIPT = 256_000  # characters
+NESTED = 24  # functions, substitutions and scripts in scripts
+ALWAYS_SET = re.compile(r"HOME|USER|PWD|HOSTNAME|RANDOM|SECONDS|BASH\w*|(?:SLURM|OMPI|PMI|PBS)_\w+")
+
+
+class ScriptExit(Exception):
+    """Raised when an interpreted script leaves a loop, a function or itself: `break`, `continue`, `return`, `exit`."""
+
+
+@dataclass
+class ScriptResult:
+    """Variables, commands, files and remarks that static interpretation of a shell script found.
+
+    Attributes:
+        variables: values at the end of the script, by name and index.
+        commands: words of each command that would be started, in order; commands of a script that is passed to a
+            launcher begin with the launcher's words.
+        remarks: (line, sentence) on parts that could not be interpreted.
+        texts: the script itself, and nested scripts.
+        path: path of the script.
+        files: content of the files that it writes, by name.
+        budget: limit of the characters that the interpretation may create.
+    """
+
+    variables: dict[str, VariableValue] = field(default_factory=dict)
+    commands: list[list[ShellWord]] = field(default_factory=list)
+    remarks: list[tuple[int, str]] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    path: Path | None = None
+    files: dict[str, str] = field(default_factory=dict)
+    budget: WorkBudget = field(default_factory=WorkBudget)
+
+    def write_file(self, name: str, text: str, *, append: bool = False) -> None:
+        """Record in `files` the text that the interpreted shell script would write or append to `name`; nothing is
+        written to disk.
+        """
+        name = name.removeprefix("./")
+        before = self.files.get(name, "") if append else ""
+        self.budget.spend_characters(len(before) + len(text))
+        self.files[name] = before + text
+
+    def read_file(self, name: str) -> str | None:
+        """Return the text of a file that the script writes or that is in the script's folder; None if there is none."""
+        if (name := name.removeprefix("./")) in self.files:
+            return self.files[name]
+        relative = MARK.split(name)[-1].lstrip("/")
+        if self.path is None or not relative:
+            return None
+        for candidate in (relative, PurePosixPath(relative).name):
+            file = self.path.parent / candidate
+            with suppress(OSError, ValueError):
+                if file.is_file() and file.stat().st_size <= LARGEST_FILE and not file.samefile(self.path):
+                    self.budget.spend_characters(file.stat().st_size)
+                    return file.read_text(encoding="utf-8")
+        return None
+
+
+Statement = Callable[["ScriptReader", Node], KnownTruth]
+
+
+class ScriptReader:
+    """State of the static interpretation of a shell script, and the steps that all its statements share.
+
+    Attributes:
+        statements: function that interprets a statement, by its type in the syntax tree.
+        launcher: words of the command that runs the script being read.
+        entered: standard input of a command; None if unknown.
+        printed: printed texts; None for an unknown one.
+    """
+
+    def __init__(self, script: ScriptResult, statements: Mapping[str, Statement]) -> None:
+        self.script = script
+        self.statements = statements
+        self.words = WordExpander(substitute=self._substitute_command, budget=script.budget)
+        self.functions: dict[str, tuple[Node, tuple[int, bool]]] = {}
+        self.launcher: list[ShellWord] = []
+        self.entered: str | None = None
+        self.printed: list[str | None] = []
+        self.locals: list[dict[str, VariableValue | None]] = []
+        self.depth = self.steps = 0
+
+    def read_source(
+        self, text: str, line: int, arguments: list[ShellWord] | None = None, *, flat: bool = True
+    ) -> KnownTruth:
+        """Interpret the text of a script that begins at `line`; with `flat` all of it counts as this one line, as for
+        `eval`.
+        """
+        text = text.replace("\r\n", "\n")
+        if len(text) > LARGEST_SCRIPT:
+            raise ConfigError(f"the launch script is longer than {LARGEST_SCRIPT:,} characters")
+        self.script.budget.spend_characters(PARSED * len(text) + len(self.words.marks))
+        self.script.texts.append(text)
+        root = parse_script(self.words.encode_marks(text))
+        try:
+            with self.enter_level(), self.words.at_offset((line, flat), arguments):
+                for node in find_syntax_errors(root):
+                    self.add_remark(node, f"{node_text(node).strip()[:40]!r} is not valid shell syntax here")
+                return self.follow_block(root.named_children)
+        except ScriptExit:
+            return None
+
+    def add_remark(self, node: Node, sentence: str) -> None:
+        """Add a remark on the script's line where `node` begins, unless the result already has it."""
+        remark = (self.words.line_number(node), sentence)
+        if remark not in self.script.remarks:
+            self.script.remarks.append(remark)
+
+    def follow_block(self, nodes: Sequence[Node]) -> KnownTruth:
+        """Interpret statements one after another; return whether the last one succeeds, or None if unknown."""
+        status: KnownTruth = True
+        for node in nodes:
+            if node.type != "comment":
+                status = self.follow_statement(node)
+        return status
+
+    def follow_statement(self, node: Node) -> KnownTruth:
+        """Interpret one statement; return whether it succeeds, or None if unknown."""
+        self.steps += 1
+        if self.steps > STEPS:
+            raise ScriptExit("exit")
+        follow = self.statements.get(node.type)
+        if follow:
+            return follow(self, node)
+        self.printed.append(None)
+        return self.follow_block([child for child in node.named_children if child.type in self.statements])
+
+    def evaluate_expression(self, text: str) -> int | None:
+        """Return the value of a shell arithmetic expression, or None if unknown; then every variable that it sets
+        becomes unknown.
+        """
+        if MARK.search(text):
+            for name in re.findall(r"([A-Za-z_]\w*)\s*(?:[-+*/%]?=(?!=)|\+\+|--)", text):
+                self.words.assign_number(name, None)
+            return None
+        return evaluate_arithmetic(text, self.words)
+
+    def capture_output(self, follow: Callable[[], KnownTruth]) -> tuple[str | None, KnownTruth]:
+        """Return the output of the statements that `follow` interprets, or None if unknown, and their status."""
+        before, self.printed = self.printed, []
+        try:
+            status = follow()
+            texts = self.printed
+            return (None if None in texts else "".join(filter(None, texts))), status
+        finally:
+            self.printed = before
+
+    def follow_all_branches(self, node: Node, condition: str, *branches: Callable[[], object]) -> None:
+        """Interpret each branch, because the taken one is unknown. Variables that differ afterwards keep their common
+        prefix and are unknown from there.
+        """
+        before, ends = self.words.variables, list[dict[str, VariableValue]]()
+        for follow_branch in branches:
+            self.words.variables = dict(before)
+            with suppress(ScriptExit):
+                follow_branch()
+            ends.append(self.words.variables)
+        names = sorted({name for end in ends for name in end})
+        self.words.variables = dict(ends[0])
+        differing = [name for name in names if any(_differ(end.get(name), ends[0].get(name)) for end in ends)]
+        for name in differing:
+            self.words.variables[name] = merge_branch_values(
+                name, [end.get(name) for end in ends], self.words.line_number(node)
+            )
+        if differing:
+            named = ", ".join(f"${name}" for name in differing[:6]) + (" and others" if len(differing) > 6 else "")
+            self.add_remark(
+                node, f"it is unknown if {condition}: {named} {'is' if len(differing) == 1 else 'are'} left open"
+            )
+
+    def call_function(self, name: str, arguments: list[ShellWord]) -> KnownTruth:
+        """Interpret a call of a function that the script defines; return whether it succeeds, or None if unknown."""
+        body, place = self.functions[name]
+        self.locals.append({})
+        try:
+            with self.enter_level(), self.words.at_offset(place, arguments):
+                return self.follow_statement(body)
+        except ScriptExit as leave:
+            if leave.args[0] != "return":
+                raise
+            return None
+        finally:
+            for variable, value in self.locals.pop().items():
+                if value is None:
+                    self.words.variables.pop(variable, None)
+                else:
+                    self.words.variables[variable] = value
+
+    @contextmanager
+    def enter_level(self) -> Iterator[None]:
+        """Enter one level of nested functions, substitutions or scripts; too deep a level raises
+        `ScriptExit("return")`.
+        """
+        self.depth += 1
+        try:
+            if self.depth > NESTED:
+                raise ScriptExit("return")
+            yield
+        finally:
+            self.depth -= 1
+
+    def _substitute_command(self, node: Node) -> str | None:
+        """Return the output of `$(...)`."""
+        before = dict(self.words.variables)
+        try:
+            with self.enter_level():
+                return self.capture_output(lambda: self.follow_block(node.named_children))[0]
+        except ScriptExit:
+            return None
+        finally:
+            self.words.variables = before
+
+    def evaluate_condition(self, operands: Sequence[ConditionOperand], node: Node) -> KnownTruth:
+        """Return the truth of a `[ ... ]` or `[[ ... ]]` condition, or None if unknown."""
+        return ConditionEvaluator(
+            operands, lambda text: self.comparison_text(text, node), self.evaluate_expression
+        ).evaluate()
+
+    def comparison_text(self, text: str, node: Node) -> str | None:
+        """Return a text as a condition compares it, or None if unknown; unset variables count as empty, with a remark."""
+        for name in MARK.findall(text):
+            if not name.isidentifier() or name in self.words.awaited or ALWAYS_SET.fullmatch(name):
+                return None
+            self.add_remark(
+                node, f"${name} is not set in the script and counts as empty here; --define {name}=... gives it a value"
+            )
+        return MARK.sub("", text)
+
+
+def _differ(one: VariableValue | None, other: VariableValue | None) -> bool:
+    return one is not other and word_texts(one) != word_texts(other)

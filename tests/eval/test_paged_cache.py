@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+import torch
+
+from mega_eval.paged_cache import PAGE, PageAllocator, PagedCache, RowSpan, hash_full_pages
+
+
+def test_a_row_grows_in_one_piece_as_long_as_there_is_room():
+    pages = PageAllocator(8)
+    first, second = pages.allocate_pages(1, None), pages.allocate_pages(1, None)
+    for row in (first, second):
+        row += pages.allocate_pages(2, row[-1])
+    assert [first, second] == [[row[0] + i for i in range(3)] for row in (first, second)]
+    assert set(pages.allocate_pages(2, None)) | set(first) | set(second) == set(range(8))
+    assert pages.num_free_pages == 0
+
+
+def test_what_was_computed_is_found_until_its_page_is_needed():
+    pages, names = PageAllocator(3), hash_full_pages(range(3 * PAGE))
+    row = pages.allocate_pages(3, None)
+    for page, name in zip(row, names, strict=True):
+        pages.register_page(page, name)
+    pages.release_pages(row)
+    assert pages.num_free_pages == 3
+    assert pages.share_cached_pages(names[:2]) == row[:2]
+    pages.release_pages(row[:2])
+    assert pages.allocate_pages(1, None) == row[2:]  # the longest unused
+    assert pages.share_cached_pages(names) == row[:2]
+    assert pages.num_free_pages == 0
+
+
+def test_a_page_is_named_by_all_tokens_up_to_its_end():
+    one, other = hash_full_pages(range(40)), hash_full_pages([9, *range(1, 40)])
+    assert len(one) == 2
+    assert not set(one) & set(other)
+    assert hash_full_pages(range(60), one) == hash_full_pages(range(60))
+
+
+def test_slots_of_a_row_and_what_a_window_sees_of_them():
+    span = RowSpan(slice(5, 8), 2 * PAGE + 4, [4, 5, 1])
+    assert span.slot_runs == [(4 * PAGE, 6 * PAGE), (PAGE, PAGE + 4)]
+    assert span.new_token_slots == [PAGE + 1, PAGE + 2, PAGE + 3]
+    assert span.visible_slot_runs(4) == [(6 * PAGE - 2, 6 * PAGE), (PAGE, PAGE + 4)]
+    assert span.visible_slot_runs(None) == span.visible_slot_runs(100) == span.slot_runs
+
+
+def test_a_latent_alone_is_kept_where_keys_are_values():
+    cache, given = PagedCache(1, 2, 1), torch.randn(3, 1, 1, 6)
+    cache.begin_forward_pass([RowSpan(slice(0, 3), 3, [1])], torch.device("cpu"))
+    seen = []
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: object) -> torch.Tensor:
+        seen.append((k, v))
+        return q
+
+    cache.update_and_attend(0, given, given, None, None, attend)
+    assert torch.equal(seen[0][0], given.transpose(0, 1))
+    assert torch.equal(seen[0][1], given.transpose(0, 1))
