@@ -5,7 +5,7 @@
 Every error is printed twice: of the constants fitted on all runs, and held out: each source, each model and each machine is
 predicted by constants fitted without its runs. The planner quotes errors of held-out sources. `--fit` writes the constants of GPUs
 into mega_trainer/plan/efficiency.yaml and the held-out errors of each class of runs into mega_trainer/plan/held_out_errors.yaml;
-those of other trainers are printed for `TRAINERS`. `--worst` lists the runs that are furthest off. benchmarks/published/runs.csv
+those of other trainers are printed. `--worst` lists the runs that are furthest off. benchmarks/published/runs.csv
 has public runs of Megatron-Bridge's documents.
 """
 

@@ -76,13 +76,9 @@ def describe_plan(config: RunConfig, ranks: int, draw: Path | None = None) -> di
 
 
 def predict_run(
-    config: RunConfig,
-    ranks: int,
-    machine: MachineSpec,
-    name: str,
-    limits: BudgetLimits | None,
-    memory: Sequence[Mapping[str, int]],
-) -> dict[str, Any]:
+    config: RunConfig, ranks: int, machine: MachineSpec, name: str, limits: BudgetLimits | None,
+    memory: Sequence[Mapping[str, int]]
+) -> dict[str, Any]:  # fmt: skip
     """Predict the step time of a run on a machine with its error on published runs, MFU, cost, and faster or fitting settings;
     times in seconds, memory in bytes, as `mega plan --json` prints them.
     """
@@ -211,14 +207,9 @@ def _layout_overrides(layout: PlannedLayout, config: RunConfig) -> list[str]:
 
 
 def write_plan_html(
-    html: Path,
-    run: Path,
-    config: RunConfig,
-    ranks: int,
-    machine: MachineSpec | None,
-    plan: dict[str, Any],
-    found: Sequence[SearchedLayout] = (),
-) -> None:
+    html: Path, run: Path, config: RunConfig, ranks: int, machine: MachineSpec | None, plan: dict[str, Any],
+    found: Sequence[SearchedLayout] = ()
+) -> None:  # fmt: skip
     """Write the HTML page of a run's plan, given as `mega plan --json` prints it, and of the predicted times if `plan`
     has `time`.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 import time
@@ -29,20 +30,10 @@ WORDS = {
 
 
 def report_layouts(
-    config: RunConfig,
-    ranks: int,
-    machine: MachineSpec,
-    name: str,
-    layouts: Sequence[PlannedLayout] | None,
-    *,
-    run: Path,
-    precisions: Sequence[str],
-    limits: BudgetLimits | None,
-    why: str | None,
-    html: Path | None,
-    write: Path | None,
-    as_json: bool,
-) -> str:
+    config: RunConfig, ranks: int, machine: MachineSpec, name: str, layouts: Sequence[PlannedLayout] | None, *,
+    run: Path, precisions: Sequence[str], limits: BudgetLimits | None, why: str | None, html: Path | None,
+    write: Path | None, as_json: bool
+) -> str:  # fmt: skip
     """Return the text or JSON of the fastest layouts, searched unless given; write the page and the run.yaml asked for."""
     keep = SHOWN if html is None else HTML_LAYOUTS
     layouts = layouts or search_layouts(config, ranks, machine, keep, precisions)
@@ -81,14 +72,9 @@ def search_layouts(
 
 
 def describe_layouts(
-    config: RunConfig,
-    ranks: int,
-    machine: MachineSpec,
-    name: str,
-    layouts: Sequence[PlannedLayout],
-    limits: BudgetLimits | None = None,
-    why: str | None = None,
-) -> list[dict[str, Any]]:
+    config: RunConfig, ranks: int, machine: MachineSpec, name: str, layouts: Sequence[PlannedLayout],
+    limits: BudgetLimits | None = None, why: str | None = None
+) -> list[dict[str, Any]]:  # fmt: skip
     """Return the layouts that a search found as rows of `mega plan --search --json`, fastest first, with hours and cost for the
     tokens of `limits`, and a last row for the layout `why`, as users write one.
 
@@ -119,7 +105,7 @@ def describe_layouts(
 
 def _explain_layout(
     config: RunConfig, ranks: int, machine: MachineSpec, best: PlannedLayout, why: str
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """Return a row about a layout that a user names: why it is not the best one."""
     from mega_trainer.plan.layout_search import explain_layout_time, plan_layout
     from mega_trainer.plan.memory_advice import apply_settings
@@ -239,15 +225,9 @@ def write_layout_yaml(config: RunConfig, layout: PlannedLayout, path: Path) -> N
 
 
 def write_search_html(
-    html: Path,
-    run: Path,
-    config: RunConfig,
-    ranks: int,
-    machine: MachineSpec,
-    name: str,
-    limits: BudgetLimits | None,
-    layouts: Sequence[PlannedLayout],
-) -> None:
+    html: Path, run: Path, config: RunConfig, ranks: int, machine: MachineSpec, name: str,
+    limits: BudgetLimits | None, layouts: Sequence[PlannedLayout]
+) -> None:  # fmt: skip
     """Write the HTML page of the parallel layouts that a search found, and of the plan of the first.
 
     Raises:

@@ -60,7 +60,6 @@ class TrainerProfile:
         graphs: share of a layer's launches that CUDA graphs replay, which take no time of the host.
         looped: rate of experts' GEMMs relative to one grouped kernel with fused activation, if they are launched one by one.
         hides_dispatch: compute of another micro-batch runs beside dispatch and combine.
-        skew: rows of the busiest rank of experts / mean.
     """
 
     attention: AttentionKernel = "fused"
@@ -74,7 +73,6 @@ class TrainerProfile:
     graphs: float = 0.0
     looped: float = 1.0
     hides_dispatch: bool = False
-    skew: float = 1.0
 
 
 class PassSeconds(NamedTuple):
@@ -238,15 +236,12 @@ class LayerCostModel:
         unfused = self.profile.attention == "unfused"
         pairs = 2.0 * self.micro_batch_tokens * heads * (run.seq_length if unfused else visible)
         if unfused:  # GEMMs of scores and of values and the softmax between them, all through memory
-            rate, moved = (
-                self.rates.product["bf16"],
-                self.micro_batch_tokens * heads * run.seq_length * self.activation_bytes / self.rates.memory,
-            )
-            return {
-                "attention": PassSeconds(pairs * (q + v) / rate + 6 * moved, pairs * 2 * (q + v) / rate + 8 * moved)
-            }
-        size, rate = (q + v) / 2, self.rates.attention_seconds
-        return {"attention": PassSeconds(rate(pairs * (q + v), size), rate(pairs * (3 * q + 2 * v), size))}
+            product = pairs * (q + v) / self.rates.product["bf16"]
+            scores = self.micro_batch_tokens * heads * run.seq_length
+            moved = scores * self.activation_bytes / self.rates.memory
+            return {"attention": PassSeconds(product + 6 * moved, 2 * product + 8 * moved)}
+        size, seconds = (q + v) / 2, self.rates.attention_seconds
+        return {"attention": PassSeconds(seconds(pairs * (q + v), size), seconds(pairs * (3 * q + 2 * v), size))}
 
     def _elementwise_work(self, kind: LayerKind) -> PassWork:
         """Return the work of norms with residual sums, and of elementwise operations between projections."""
@@ -288,7 +283,7 @@ class LayerCostModel:
         width, mine = expert_row_width(model), self.micro_batch_tokens / run.tp
         rows = mine * moe.top_k * run.expert_tp
         experts = moe.num_experts / run.ep
-        each = self.profile.skew * rows / experts
+        each = rows / experts
         part = moe.ffn_hidden_size / run.expert_tp
         yield {"products": self._gemm(mine, moe.num_experts, model.hidden_size, precision="bf16")}
         if moe.latent_size:  # down before the dispatch and up after the combine
@@ -301,7 +296,7 @@ class LayerCostModel:
         yield {"elementwise": PassSeconds(ordered, ordered)}
         block = self.interconnect.make_rank_group(run.ep * run.expert_tp, 1)
         if block.size > 1:
-            way = 2 * self.profile.skew * self._dispatch_seconds(mine * width * self.activation_bytes, block)
+            way = 2 * self._dispatch_seconds(mine * width * self.activation_bytes, block)
             yield {"expert": PassSeconds(way, way)}
 
     def _adapter_work(self, index: int) -> Iterator[PassWork]:

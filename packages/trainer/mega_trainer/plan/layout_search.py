@@ -208,13 +208,8 @@ def find_best_layouts(
 
 
 def _search_layouts(
-    config: RunConfig,
-    ranks: int,
-    machine: MachineSpec,
-    keep: int,
-    report: Callable[[str], object],
-    fixed: Collection[str],
-) -> list[PlannedLayout]:
+    config: RunConfig, ranks: int, machine: MachineSpec, keep: int, report: Callable[[str], object], fixed: Collection[str]
+) -> list[PlannedLayout]:  # fmt: skip
     """Return `find_best_layouts` for one precision and one placement of the optimizer states."""
     count = count_parameters_by_layer(config.model)
     rough = sorted(_time_candidates(config, ranks, machine, count, report, fixed), key=lambda layout: layout.seconds)
@@ -264,13 +259,8 @@ def _offload_until_fit(
 
 
 def _time_candidates(
-    config: RunConfig,
-    ranks: int,
-    machine: MachineSpec,
-    count: ParameterCounts,
-    report: Callable[[str], object],
-    fixed: Collection[str],
-) -> Iterator[_TimedCandidate]:
+    config: RunConfig, ranks: int, machine: MachineSpec, count: ParameterCounts, report: Callable[[str], object], fixed: Collection[str]
+) -> Iterator[_TimedCandidate]:  # fmt: skip
     """Yield the candidates that may fit, with their minimum time."""
     timer = _CandidateTimer(config, machine, count)
     given = {"batch.micro": config.batch.micro, "recompute": {"kind": config.recompute.kind}}
@@ -293,12 +283,9 @@ def _time_candidates(
 
 
 def plan_layout(
-    config: RunConfig,
-    settings: LayoutSettings,
-    ranks: int,
-    machine: MachineSpec,
-    count: ParameterCounts | None = None,
-) -> PlannedLayout | None:
+    config: RunConfig, settings: LayoutSettings, ranks: int, machine: MachineSpec,
+    count: ParameterCounts | None = None
+) -> PlannedLayout | None:  # fmt: skip
     """Return the planned layout with these settings, or None if it is not legal."""
     try:
         changed = apply_settings(config, settings)
