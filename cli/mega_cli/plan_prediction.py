@@ -13,7 +13,7 @@ from mega_trainer.plan.held_out_error import describe_held_out_error, format_hel
 
 if TYPE_CHECKING:
     from mega_trainer.config.run_config import RunConfig
-    from mega_trainer.pages.plan_page import SearchedLayout
+    from mega_trainer.pages.plan_page import LayoutCandidate
     from mega_trainer.plan.layout_search import PlannedLayout
     from mega_trainer.plan.machine import MachineSpec
     from mega_trainer.plan.run_budget import BudgetLimits
@@ -128,7 +128,7 @@ def predict_run(
 
 
 def format_prediction(prediction: Mapping[str, Any]) -> list[str]:
-    """Return a prediction of `predict_run` as lines of text."""
+    """Return the prediction of a run's step time, MFU and cost (the result of `predict_run`) as lines of text."""
     seconds = prediction["seconds_per_step"]
     parts = ", ".join(f"{kind} {100 * part / seconds:.1f} %" for kind, part in prediction["seconds"].items())
     limit = prediction["memory_limit_bytes"] / 2**30
@@ -208,7 +208,7 @@ def _layout_overrides(layout: PlannedLayout, config: RunConfig) -> list[str]:
 
 def write_plan_html(
     html: Path, run: Path, config: RunConfig, ranks: int, machine: MachineSpec | None, plan: dict[str, Any],
-    found: Sequence[SearchedLayout] = ()
+    found: Sequence[LayoutCandidate] = ()
 ) -> None:  # fmt: skip
     """Write the HTML page of a run's plan, given as `mega plan --json` prints it, and of the predicted times if `plan`
     has `time`.

@@ -234,14 +234,14 @@ def write_search_html(
         ConfigError: if the file cannot be written.
     """
     from mega_cli.plan_prediction import describe_plan, predict_run, write_plan_html
-    from mega_trainer.pages.plan_page import SearchedLayout
+    from mega_trainer.pages.plan_page import LayoutCandidate
     from mega_trainer.plan.layout_search import explain_layout_time, format_layout
     from mega_trainer.plan.memory_advice import apply_settings
 
     best = layouts[0]
     each = config.batch.global_ * config.data.seq_length / ranks
     found = [
-        SearchedLayout(
+        LayoutCandidate(
             layout.time.seconds,
             each / layout.time.seconds,
             layout.memory,

@@ -258,8 +258,8 @@ class TrainingEngine:
     def stream_weights(
         self, *, bucket_bytes: int = BUCKET_BYTES, family: str | None = None, dtype: torch.dtype | None = None
     ) -> Iterator[NamedTensors]:
-        """Yield all weights as (name, whole tensor) under HuggingFace names, in buckets, as vLLM and SGLang load them;
-        all ranks must iterate over all buckets.
+        """Yield all weights as (name, whole tensor) under HuggingFace names, in lists of about `bucket_bytes`, as vLLM
+        and SGLang load them; all ranks must iterate over all of them.
 
         The weights are byte for byte equal to the folder that `mega ckpt convert --to hf` writes. At most two buckets are in
         memory, each in one allocation for one collective call. All ranks must iterate over all buckets.

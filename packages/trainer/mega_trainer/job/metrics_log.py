@@ -145,9 +145,9 @@ class MetricsLogger:
         epochs: Callable[[int], Mapping[str, float]] | None = None,
         **more: float | None,
     ) -> None:
-        """Log a finished step. `phases` are the seconds of the parts of the step, logged as `phases/NAME`; `epochs`
-        returns the passes over each data set before a sample, logged as `epochs/NAME`; `more` are further metrics, of
-        which None values are left out.
+        """Log a finished step. `phases` are seconds by phase of the step, logged as `phases/NAME`; `epochs` returns the
+        passes over each data set before a sample, logged as `epochs/NAME`; `more` are further metrics, of which None
+        values are left out.
         """
         self._goodput.add_lost_phases(phases)
         now = time.monotonic()

@@ -72,8 +72,8 @@ class AttentionCore(nn.Module):
     def attend_with_cache(
         self, q: Tensor, k: Tensor, v: Tensor | None, cache: KVCache, relative: BucketedPositionBias | None = None
     ) -> Tensor:
-        """Append this call's keys and values to the KV cache and attend to all cached ones; see
-        `KVCache.update_and_attend`.
+        """Append this call's keys and values to the KV cache, and return the attention of this call's queries to all
+        cached keys.
         """
         return cache.update_and_attend(
             self.layer, q, k, v, self.window, CachedAttention(self.kernels, self.score_transform, relative)

@@ -39,7 +39,7 @@ class BucketedPositionBias:
         return RelativePositionBias(nn.functional.embedding(self._buckets[queries, keys], self.table).t(), keys - 1)
 
     def add_to_scores(self, how: ScoreTransform, queries: int, keys: int) -> ScoreTransform:
-        """Return a copy of the score transform with this bias for the last `queries` of `keys` positions."""
+        """Return a copy of the score transform `how` with this bias for the last `queries` of `keys` positions."""
         return replace(how, bias=self.make_position_bias(queries, keys))
 
 

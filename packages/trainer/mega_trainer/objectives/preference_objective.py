@@ -206,7 +206,7 @@ class PreferenceObjective(TrainingObjective):
         answers = split_answers(batch, micro, self.groups.cp, scored=self.config.model.score)
         reference_sums = [torch.zeros_like(each.tokens) for each in answers]
         if self.reference is not None:
-            reference_sums = self.reference.get_answer_sums(batch, micro, answers)
+            reference_sums = self.reference.get_answer_log_prob_sums(batch, micro, answers)
         kl = self._estimate_kl(batch) if self.config.objective.kind == "kto" else self._sums.new_zeros(())
         return [
             replace(one, weight_fn=_TokenWeights(self, each, reference, kl))
@@ -223,7 +223,7 @@ class PreferenceObjective(TrainingObjective):
         micro = list(split_micro_batches(mismatched, self.config, self.device, self.groups.cp))
         answers = split_answers(mismatched, micro, self.groups.cp)
         policy = score_answers(self.executor, micro, answers)
-        reference = self.reference.get_answer_sums(mismatched, micro, answers, "mismatched")
+        reference = self.reference.get_answer_log_prob_sums(mismatched, micro, answers, "mismatched")
         total = torch.stack([(a - b).sum() for a, b in zip(policy, reference, strict=True)]).sum()
         ratio = torch.stack([total, total.new_tensor(sum(int((each.tokens > 0).sum()) for each in answers))])
         ratio *= self._reports

@@ -117,12 +117,14 @@ class TrainingLoop:
         batches = time_data_waits(
             pair_with_next(islice(loader, self._config.train.steps - state.step)), profiler.time_phase
         )
+        initial = self._evaluate_initial_weights()
         for batch, following in profiler.profile_steps(batches, state.step + 1):
             before = state.consumed_samples
             result = self._run_step(batch, following)
             state.advance_step(result)
             self._garbage.collect_after_step(state.step)
-            scores = self._layer_norms(result) | self._evaluate()
+            scores = initial | self._layer_norms(result) | self._evaluate()
+            initial = {}
             self._log_step(before, result, scores)
             improves = "valid_loss" in scores and state.best.record_validation(state.step, scores["valid_loss"])
             if self._finish_step(result, improves):
@@ -141,7 +143,7 @@ class TrainingLoop:
             batch,
             context.objective.count_local_terms(following),
         )
-        self._integrity.check_before_step(self._state.step + 1, self._first_rank_batches)
+        self._integrity.check_recomputed_gradients(self._state.step + 1, self._first_rank_batches)
         result = train_step(
             self._executor,
             self._state.optimizer,
@@ -169,6 +171,13 @@ class TrainingLoop:
             prefetch=0,
         )
         return self._context.make_micro_batches(next(iter(first)))
+
+    def _evaluate_initial_weights(self) -> dict[str, float]:
+        """Return the validation loss before the first step of a run, if `train.eval_first` is set."""
+        data = self._context.valid_data
+        if data is None or self._state.step or not self._config.train.eval_first:
+            return {}
+        return {"initial_valid_loss": run_validation(self._context, data)["valid_loss"]}
 
     def _evaluate(self) -> dict[str, float]:
         """Return the validation losses and task scores that are due after this step."""
@@ -283,8 +292,8 @@ class LoopStepHooks(StepHooks):
         )
 
     def accepts_loss(self, loss: float) -> bool:
-        """Check tensors for silent corruption just before an update, and return whether the loss guard accepts the
-        loss.
+        """Check tensors for silent corruption just before an update, and return True if the run's policies for
+        non-finite losses and loss spikes allow an update with this loss.
         """
         self.integrity.check_before_update(self._step)
         return self.context.state.guard.accepts_loss(loss)

@@ -17,7 +17,7 @@ from torch.distributed.distributed_c10d import Store
 
 from mega_ckpt.canonical_tensors import SCORE
 from mega_ckpt.checkpoint_folders import latest_checkpoint
-from mega_ckpt.lora_adapter import check_adapter_start, fingerprint_base
+from mega_ckpt.lora_adapter import check_initial_adapter, fingerprint_base
 from mega_ckpt.lora_tensors import adapted_modules
 from mega_ckpt.source import (
     WeightSource,
@@ -223,8 +223,8 @@ def reduce_during_backward(sharded: Mapping[int, ShardedStage], stage: int, last
 def initialize_state(
     state: TrainState, start: Location | MemoryCopy | None, world: CommGroup, tokenizer: Tokenizer | None
 ) -> None:
-    """Load the weights and the optimizer state that a run starts from into `state`: from checkpoint or memory copy
-    `start`, from `init_from`, or random ones.
+    """Load the weights and the optimizer state that a run starts from into `state`: from the checkpoint or host-memory
+    copy `start`, from `init_from`, or random ones.
 
     Args:
         start: the checkpoint or memory copy that the run resumes from; None for a new run, which begins with the
@@ -295,6 +295,6 @@ def _load_initial_adapter(state: TrainState, base: str, source: WeightSource) ->
         init_dora_magnitudes(source, modules, trained)
         return
     adapter = load_with_adapter(str(lora.init_from), base).adapter
-    check_adapter_start(adapter, modules, state.config.is_trainable, str(lora.init_from))
+    check_initial_adapter(adapter, modules, state.config.is_trainable, str(lora.init_from))
     load_adapter_weights(adapter, trained)
     logger.info("starting from the adapter of %s", lora.init_from)
