@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from mega_common.errors import ConfigError
@@ -17,8 +17,8 @@ from mega_common.model_config import ModelConfig
 from mega_trainer.parallel.zero_buffers import ZeroConfig
 from mega_trainer.pipeline.schedules import PipelineOp, PipelineOpCosts, place_pipeline_stages
 from mega_trainer.plan.flops import ParameterCounts, count_parameters_by_layer
+from mega_trainer.plan.kernel_throughput import GpuThroughput
 from mega_trainer.plan.layer_cost import (
-    GpuThroughput,
     LayerCostModel,
     PassSeconds,
     PassWork,
@@ -99,12 +99,17 @@ class PlannedRun:
             raise ConfigError("--machine is not supported for models with encoders", hint="leave out --machine")
         interconnect, rates = (
             Interconnect.from_machine(machine, efficiency),
-            GpuThroughput.from_machine(machine, efficiency, profile),
+            GpuThroughput.from_machine(machine, efficiency, profile.attention),
         )
-        unit = zero3_unit_layers(model, run) if run.zero == 3 else 1
         count = count or count_parameters_by_layer(model)
+        unit = zero3_unit_layers(model, run, count) if run.zero == 3 else 1
         trained = TrainableParameters.from_training_layout(model, run, count)
         return cls(model, run, LayerCostModel(model, run, interconnect, rates, profile, trained), count, trained, unit)
+
+    def change_shape(self, run: TrainingLayout) -> PlannedRun:
+        """Return the same model on the same machine in another layout, with the same trainable parameters."""
+        unit = zero3_unit_layers(self.model, run, self.count) if run.zero == 3 else 1
+        return replace(self, run=run, cost_model=replace(self.cost_model, run=run), unit=unit)
 
     @cached_property
     def stage_layers(self) -> list[range]:
@@ -162,20 +167,24 @@ class PlannedRun:
         works = self.compute_stage_work()
         return self._make_step_time(works, self._minimum_makespan(sum_pass_work(works)))
 
-    def estimate_minimum_seconds(self) -> float:
-        """Estimate the minimum seconds of a step as if all stages and ranks were equal, fast enough for a search over
-        thousands of layouts.
-        """
-        model, cost_model, run = self.model, self.cost_model, self.run
+    def compute_model_work(self) -> PassWork:
+        """Return the seconds by kind of work that one micro-batch takes in all layers, embedding and head."""
+        model, cost_model = self.model, self.cost_model
         layers = range(model.num_layers + model.mtp_layers)
-        work = sum_pass_work(
+        return sum_pass_work(
             [
                 self._make_layer_summer()(layers),
                 cost_model.compute_embedding_work(),
                 multiply_pass_work(cost_model.compute_head_work(), 1 + model.mtp_layers),
             ]
         )
-        once = self._per_step_seconds(0, multiply_pass_work(work, 1 / run.pp))
+
+    def estimate_minimum_seconds(self, work: PassWork | None = None) -> float:
+        """Estimate the minimum seconds of a step as if all stages and ranks were equal, fast enough for a search over
+        thousands of layouts; `work` is `compute_model_work`, if already computed for a layout with equal micro-batches.
+        """
+        work = work or self.compute_model_work()
+        once = self._per_step_seconds(0, multiply_pass_work(work, 1 / self.run.pp))
         return self._minimum_makespan(work) + sum(once.values())
 
     def _make_step_time(self, works: Sequence[PassWork], makespan: float) -> PredictedStepTime:
@@ -248,7 +257,9 @@ class PlannedRun:
                 gathers = 1 if run.zero3_gather == "step" else 2 * run.microbatches
                 gpu_bytes += (GATHER_BYTES * gathers + REDUCE_BYTES * run.microbatches) * held
                 continue
-            buckets = math.ceil(trained / ZeroConfig(shard_grads=True).min_bucket_elements(ranks))
+            profile, own = cost_model.profile, ZeroConfig(shard_grads=True).min_bucket_elements(ranks)
+            bucket = profile.bucket_bytes / profile.gradient_bytes if profile.bucket_bytes else own
+            buckets = math.ceil(trained / bucket)
             latency = cost_model.interconnect.hop * ranks * (buckets - 1)
             reduce = (
                 cost_model.interconnect.all_gather_seconds(cost_model.profile.gradient_bytes * trained, group) + latency

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 RecomputeKind = Literal["none", "selective", "full"]
-_ELEMENT = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
+_ELEMENT = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2, "nvfp4": 2}
 
 
 @dataclass(frozen=True)

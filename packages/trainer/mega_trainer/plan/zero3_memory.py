@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mega_common.model_config import ModelConfig
-from mega_trainer.plan.flops import count_parameters_by_layer
+from mega_trainer.plan.flops import ParameterCounts, count_parameters_by_layer
 from mega_trainer.plan.training_layout import TrainingLayout
 
 if TYPE_CHECKING:
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 UNIT_ELEMENTS = 350_000
 
 
-def zero3_unit_layers(model: ModelConfig, run: TrainingLayout) -> int:
+def zero3_unit_layers(model: ModelConfig, run: TrainingLayout, count: ParameterCounts | None = None) -> int:
     """Return how many layers' weights (experts excluded) ZeRO-3 gathers as one unit: configured, or enough that a
     rank's share has `UNIT_ELEMENTS` elements.
     """
-    layers = count_parameters_by_layer(model).layers
+    layers = (count or count_parameters_by_layer(model)).layers
     mean = sum(layer.split / run.tp + layer.whole for layer in layers) / len(layers)
     return run.zero3_layers or math.ceil(UNIT_ELEMENTS * run.zero3_shard_ranks / mean)
 
