@@ -26,6 +26,7 @@ from parity.expert_mutations import EXPERTS
 from parity.mamba_mutations import MAMBAS
 from parity.recurrence_mutations import RECURRENCES
 from parity.retro_mutations import RETROS
+from parity.sharding_mutations import SHARDINGS
 from parity.source_mutations import SOURCES
 from parity.vision_mutations import VISIONS
 from parity.worker import Found, References, Trainer, compare, make_groups, places
@@ -710,7 +711,8 @@ MUTATIONS = [
     Mutation("further tokens: norm counts the embedding on both stages", AHEAD_PP, _norm_counts_copies),
 ]
 MUTATIONS += [
-    Mutation(*one) for one in [*EXPERTS, *EIGHT_BITS, *MAMBAS, *RECURRENCES, *SOURCES, *ENCODERS, *VISIONS, *RETROS]
+    Mutation(*one)
+    for one in [*EXPERTS, *EIGHT_BITS, *MAMBAS, *RECURRENCES, *SOURCES, *ENCODERS, *VISIONS, *RETROS, *SHARDINGS]
 ]
 
 WHOLE, STAGES = case("dense", 1, layers=4, micro=4), case("dense", 2, layers=4, parallel={"pp": 2}, micro=4)

@@ -144,6 +144,7 @@ class PreprocessJob:
             is that token, as in transformers. Conversations without a trained token within the length limit are left
             out and counted as empty.
         sentences: language such as `en`: each sentence is one sequence of the data set, instead of each document.
+        content_key: digest that identifies the data set instead of the names and states of its inputs.
     """
 
     inputs: tuple[str | Path, ...]
@@ -157,6 +158,7 @@ class PreprocessJob:
     encoder: EncoderChoice = "auto"
     chat: ChatOptions | None = None
     sentences: str | None = None
+    content_key: str | None = None
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -193,11 +195,14 @@ class PreprocessJob:
         """Digest of the tokenizer, settings and input files, on which all tokens depend; it identifies the run for a
         resume.
         """
+        if self.content_key is not None:
+            return self.content_key
         tokenizer = self.tokenizer
         settings: list[Any] = [
             tokenizer.fingerprint, tokenizer.eos_id, self.append_eod, self.parse_special_tokens, self.json_key,
         ]  # fmt: skip
         settings += [self.chat_preparation.info.model_dump()] if self.chat_preparation else []
+        settings += [dict(self.chat.columns)] if self.chat and self.chat.columns else []
         settings += [self.sentence_encoder.language] if self.sentence_encoder else []
         files = [(source.name, source.kind, source.size, source.changed) for source in self.sources]
         return hashlib.sha256(json.dumps([settings, files]).encode()).hexdigest()

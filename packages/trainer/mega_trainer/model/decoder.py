@@ -78,6 +78,10 @@ class StageLayers:
     heads: bool = True
     has_embedding_and_head: bool = False
 
+    def lends_embedding(self, config: ModelConfig) -> bool:
+        """Return whether the output head's stage, on the same rank, gets the embedding of this stage."""
+        return self.separates_tied_embedding(config) and self.has_embedding_and_head and self.embeds
+
     @classmethod
     def for_whole_model(cls, config: ModelConfig) -> StageLayers:
         """Return the `StageLayers` of a single stage with the whole model."""
@@ -137,7 +141,7 @@ def apply_embedding_scale(x: Tensor, config: ModelConfig) -> Tensor:
     in training.
     """
     if config.scale_embeddings:
-        x = x * x.new_tensor(math.sqrt(config.hidden_size))
+        x = x * torch.tensor(math.sqrt(config.hidden_size), dtype=x.dtype)  # stays on the host: a copy would wait
     return x if config.embedding_multiplier == 1 else x * config.embedding_multiplier
 
 
@@ -354,12 +358,27 @@ class Decoder(nn.Module):
             total = total + self.head.compute_token_loss(hidden, output, HeadTargets(one.labels, one.weights))[0]
         return total
 
-    def whole(self, batch: MicroBatch, context: ForwardContext) -> tuple[Tensor, Tensor, Tensor]:
-        """Run the whole model, which must be on one pipeline stage, from a micro-batch's tokens to the training loss,
-        as one forward, so that ZeRO-3 gathers weights around it; returns loss, loss sums and token losses [B, S].
+    def run_stage(
+        self, x: Tensor | None, batch: MicroBatch, context: ForwardContext, tied_weight: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+        """Run this stage on a micro-batch as one forward, so that ZeRO-3 gathers weights around it.
+
+        Args:
+            x: hidden states from the previous stage, of `pipeline_message_shape`; None: this stage embeds the tokens.
+            tied_weight: the tied embedding [V/T, D], for a stage that `borrows` it.
+
+        Returns:
+            Hidden states for the next stage, of `pipeline_message_shape`; in the last stage the result of
+            `compute_objective`.
         """
-        x = self.forward(self.embed_micro_batch(batch, context), context)
-        return self.compute_objective(x, batch, context)
+        y = self.forward(self.embed_micro_batch(batch, context) if x is None else x, context)
+        return self.compute_objective(y, batch, context, tied_weight) if self.stage.heads else y
+
+    def whole(self, batch: MicroBatch, context: ForwardContext) -> tuple[Tensor, Tensor, Tensor]:
+        """Run the whole model, which must be on one pipeline stage, from tokens to (loss, loss sums, token losses [B, S])."""
+        result = self.run_stage(None, batch, context)
+        assert isinstance(result, tuple)
+        return result
 
     def compute_logits(self, x: Tensor) -> Tensor:
         """Return logits [B, S, V] of the final hidden states, over the whole vocabulary on every tensor rank. Not for

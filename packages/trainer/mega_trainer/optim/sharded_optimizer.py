@@ -57,7 +57,7 @@ class ShardedOptimizer:
             OptimizerSlot.from_shard(buffer, shard, offload=offload)
             for buffer in self.buffers
             for shard in buffer.shards
-            if shard.weights.numel()
+            if shard.weights.numel() or buffer.kind.separate  # whose update is a collective call
         ]
         self._decay = ema
         self._averages = [] if ema is None else [slot.main.clone() for slot in self.slots]

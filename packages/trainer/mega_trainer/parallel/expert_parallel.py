@@ -255,7 +255,7 @@ def unpack_routing(packed: Tensor, choices: int, received_rows: Tensor | int = -
         return weights, chosen.masked_fill(
             (torch.arange(len(chosen), device=received_rows.device) >= received_rows).unsqueeze(-1), -1
         )
-    chosen[received_rows:] = -1
+    chosen[received_rows:].fill_(-1)
     return weights, chosen
 
 

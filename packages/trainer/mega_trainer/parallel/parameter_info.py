@@ -65,6 +65,7 @@ class ParameterInfo:
         accumulate_in_place: the GEMM of a backward may write to the main gradient. Must be False for weights used more
             than once per micro-batch.
         uniform: initial uniform distribution, instead of a normal one.
+        all_pieces: `pieces` of all data ranks, if ZeRO-3 leaves this rank only some rows; else None.
     """
 
     pieces: tuple[TensorPiece, ...]
@@ -77,6 +78,12 @@ class ParameterInfo:
     split: CommGroup | None = None
     accumulate_in_place: bool = True
     uniform: UniformInit | None = None
+    all_pieces: tuple[TensorPiece, ...] | None = None
+
+    @property
+    def gathered_pieces(self) -> tuple[TensorPiece, ...]:
+        """Location of the elements of all data ranks in the canonical tensors; equal on these ranks."""
+        return self.pieces if self.all_pieces is None else self.all_pieces
 
     @property
     def initializer(self) -> NormalInit | UniformInit | None:
@@ -162,7 +169,7 @@ def freeze_parameters(model: nn.Module, trainable: Callable[[str], bool]) -> Non
 
 def is_weight_matrix(parameter: Tensor) -> bool:
     """Return whether a parameter is a matrix or a stack of matrices (of experts or heads), not a bias or norm."""
-    names = [piece.name for piece in get_parameter_info(parameter).pieces]
+    names = [piece.name for piece in get_parameter_info(parameter).gathered_pieces]
     return parameter.dim() > 1 and not any(name.endswith((".bias", "norm.weight")) for name in names)
 
 

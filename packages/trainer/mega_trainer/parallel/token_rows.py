@@ -81,7 +81,7 @@ class RowAssignment:
         at = torch.where(valid & (at < rows), at, rows)
         row = torch.empty_like(at).scatter_(0, order, at)
         choice = torch.full((rows + 1,), -1, device=device).scatter_(0, at, order)
-        choice[-1] = -1
+        choice[-1:].fill_(-1)  # assigning a number to one element copies it from the host, which waits
         ends = torch.searchsorted(sorted_groups, torch.arange(count, device=device), right=True).clamp(max=rows)
         dropped = (flat >= 0).sum() - (row < rows).sum()
         return cls(row.view_as(groups), choice, ends.int(), dropped)

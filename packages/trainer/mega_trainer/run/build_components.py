@@ -56,7 +56,7 @@ from mega_trainer.pipeline.layer_partition import split_stage_layers
 from mega_trainer.pipeline.schedules import PipelineSchedule, make_schedule
 from mega_trainer.plan.flops import head_cost_in_layers, relative_layer_costs
 from mega_trainer.plan.memory_advice import make_training_layout
-from mega_trainer.plan.memory_prediction import zero3_unit_layers
+from mega_trainer.plan.zero3_memory import zero3_unit_layers
 
 
 def connect_parallel_groups(
@@ -191,7 +191,7 @@ def build_stages(
     device, sharded = build.device, parallel.zero == 3 and build.groups.dp_cp.size > 1
     if sharded:
         stored = torch.float64 if build.dtype == torch.float64 else torch.float32
-        build = replace(build, dtype=stored, device=torch.device("meta"))
+        build = replace(build, stored_dtype=stored, device=torch.device("meta"))
     has_both_ends = schedule.owners[0] == schedule.owners[last]
     stages = {}
     for index in schedule.stages_of_rank(build.groups.pp.rank):
@@ -209,7 +209,7 @@ def build_stages(
         for stage in stages.values():
             fully_shard_stage(
                 stage, dtype=compute_dtype(config), device=device, reduce_dtype=gradient_reduce_dtype(config),
-                layers=resolve_zero3_layers(config, build.groups),
+                layers=resolve_zero3_layers(config, build.groups), gather=parallel.zero3_gather or "micro_batch",
             )  # fmt: skip
     return stages
 
@@ -285,6 +285,7 @@ def _shard_stage(config: RunConfig, stage: Decoder, zero_config: ZeroConfig) -> 
     layers = resolve_zero3_layers(config, stage.groups)
     return FullyShardedStage(
         stage,
+        separate=zero_config.separate,
         decoupled=zero_config.decoupled,
         lr_factor=zero_config.lr_factor,
         reduce_dtype=zero_config.reduce_dtype,

@@ -132,7 +132,7 @@ def sum_step_scalars(executor: PipelineExecutor, scalars: Tensor) -> tuple[Tenso
     groups = executor.parallel_groups
     loads = tabulate_expert_loads(executor.loads, executor.model_config, scalars.device)
     if groups.tp.rank > 0:
-        scalars[:2] = 0.0
+        scalars[:2].zero_()
     joined = torch.cat([scalars, loads.flatten()])
     all_reduce(joined, groups.world)
     return joined[: len(scalars)], joined[len(scalars) :].view_as(loads)

@@ -117,12 +117,14 @@ class TrainingLoop:
         batches = time_data_waits(
             pair_with_next(islice(loader, self._config.train.steps - state.step)), profiler.time_phase
         )
+        initial = self._evaluate_initial_weights()
         for batch, following in profiler.profile_steps(batches, state.step + 1):
             before = state.consumed_samples
             result = self._run_step(batch, following)
             state.advance_step(result)
             self._garbage.collect_after_step(state.step)
-            scores = self._layer_norms(result) | self._evaluate()
+            scores = initial | self._layer_norms(result) | self._evaluate()
+            initial = {}
             self._log_step(before, result, scores)
             improves = "valid_loss" in scores and state.best.record_validation(state.step, scores["valid_loss"])
             if self._finish_step(result, improves):
@@ -169,6 +171,13 @@ class TrainingLoop:
             prefetch=0,
         )
         return self._context.make_micro_batches(next(iter(first)))
+
+    def _evaluate_initial_weights(self) -> dict[str, float]:
+        """Return the validation loss before the first step of a run, if `train.eval_first` is set."""
+        data = self._context.valid_data
+        if data is None or self._state.step or not self._config.train.eval_first:
+            return {}
+        return {"initial_valid_loss": run_validation(self._context, data)["valid_loss"]}
 
     def _evaluate(self) -> dict[str, float]:
         """Return the validation losses and task scores that are due after this step."""

@@ -149,7 +149,7 @@ class ImageEmbedder(nn.Module):
             partition = ImagePartition(list(images.pixels), self.config, rank, ranks)
             gathered = self._all_gather(self.projector(self.tower(partition, device)))
             return gathered[to_device(partition.feature_rows, device)]
-        own = images.local_pixels(rank, ranks).to(device, self.dtype)
+        own = to_device(images.local_pixels(rank, ranks).to(self.dtype), device)
         return self._all_gather(self.projector(self.tower(own))).flatten(0, 1)
 
     def _all_gather(self, features: Tensor) -> Tensor:
