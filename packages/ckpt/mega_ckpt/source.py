@@ -274,8 +274,8 @@ def read_model_config(path: str | Location, *, warn: bool = False) -> ModelConfi
 
 
 def warn_of_unsupported_parts(source: WeightSource, *, training: bool = False) -> None:
-    """Log warnings of config.json keys of a HuggingFace folder that nothing reads, and of parts of the model that mega
-    does not run.
+    """Log warnings of config.json keys of a HuggingFace folder that nothing reads, and of components of the model that
+    mega does not run.
 
     Args:
         source: the weights to convert, to run or, with `training`, to start a run from.

@@ -204,8 +204,8 @@ class AsyncSaver:
         assets: Path | None = None,
         provenance: Mapping[str, Any] | None = None,
     ) -> SaveStallTime:
-        """Begin a save like `save_sharded_checkpoint`, after waiting for the previous one, and return the time spent;
-        afterwards `tensors` and `state` may change.
+        """Begin to save a mega checkpoint of all ranks' tensor slices to `<root>/step-<step>` in the background, after
+        waiting for the previous save, and return the time spent; afterwards `tensors` and `state` may change.
 
         Raises:
             CheckpointError: when the previous save failed. The new one is not started then.

@@ -96,8 +96,8 @@ def write_weights(
     provenance: Mapping[str, Any] | None = None,
     journal: WriteJournal | None = None,
 ) -> None:
-    """Write a mega checkpoint of the tensors of `source` into an existing folder, like `write_checkpoint`, with a
-    progress bar labelled `title`.
+    """Write the files of a mega checkpoint of the tensors of `source` into an existing folder, in one process, with a
+    progress bar labelled `title`; durable when this returns.
 
     Args:
         source: the model with its weights, buffers and assets.

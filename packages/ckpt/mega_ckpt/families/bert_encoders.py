@@ -93,7 +93,7 @@ def _with_tensorflow_name(disk: DiskTensor) -> DiskTensor:
 @dataclass(frozen=True)
 class EncoderHeadsEntry:
     """Config entry for the heads of an encoder (masked language model, pooler, sentence pairs), which follow from the
-    class name in config.json; `restrict_to_stored` then checks the tensors.
+    class name in config.json.
 
     Attributes:
         name: prefix of the names of the family's classes.

@@ -135,7 +135,9 @@ def _read_parameters(scaling: str, given: ConfigDict, raw: ConfigDict) -> dict[s
 
 
 def unread_rope_keys(raw: ConfigDict) -> list[str]:
-    """Return the keys of `rope_scaling` and `rope_parameters` that their rope_type does not use, as `rope_scaling.key`."""
+    """Return the keys of config.json's `rope_scaling` and `rope_parameters` that their rope_type does not use, as
+    `rope_scaling.key`.
+    """
     found = []
     for name in ("rope_scaling", "rope_parameters"):
         given = raw.get(name)

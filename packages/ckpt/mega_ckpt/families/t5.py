@@ -66,8 +66,8 @@ class StackLayersEntry:
 
 @dataclass(frozen=True)
 class RelativePositionsEntry:
-    """Config entry for T5's buckets of relative positions, with one bias table per stack or, with `every_layer`, per
-    layer.
+    """Config entry for T5's buckets of relative positions, with one bias table for the encoder and one for the decoder
+    or, with `every_layer`, one per layer.
     """
 
     every_layer: bool

@@ -67,8 +67,8 @@ _TEMPLATES = "additional_chat_templates"
 
 
 class HfSource(DiskSource):
-    """A `WeightSource` of a HuggingFace folder, dequantized. `unread` are the keys of config.json that neither
-    transformers nor mega reads.
+    """A `WeightSource` of a HuggingFace folder, dequantized. The attribute `unread` lists the keys of config.json that
+    neither transformers nor mega reads.
 
     Raises:
         CheckpointError: from the constructor, naming file, key or tensor, for a folder that cannot be used.
@@ -230,8 +230,8 @@ def check_tensor_table(
 
 
 def load_hf_config(path: Location, raw: Mapping[str, Any] | None = None) -> tuple[ModelFamily, ModelConfig, list[str]]:
-    """Return the family, the model configuration and the unread keys of the config.json at `path`; `raw` is its
-    content, if already read.
+    """Return the family, the model configuration, and the keys that nothing reads, of the config.json at `path`; `raw`
+    is its content, if already read.
 
     Raises:
         CheckpointError: when it is no JSON mapping, or describes an unsupported model.

@@ -43,8 +43,8 @@ class SeededDropout:
     gathered_ranges: Sequence[range] | None = None
 
     def drop_residual(self, x: Tensor, p: float, layer: int, site: str) -> Tensor:
-        """Return x [batch, this rank's tokens, D], part of the residual stream, with elements dropped with probability
-        `p`; masks are drawn only for blocks of tokens that overlap this rank's.
+        """Return x [batch, this rank's tokens, D] of the residual stream with elements dropped with probability `p`;
+        masks are drawn only for blocks of tokens that overlap this rank's.
         """
         if p == 0.0:
             return x

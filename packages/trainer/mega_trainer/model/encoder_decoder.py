@@ -84,16 +84,16 @@ class EncoderDecoderModel(Decoder):
         return -(-2 * rows * heads // self.config.hidden_size)
 
     def pipeline_message_shape(self, batch: MicroBatch) -> tuple[int, int, int]:
-        """Return the shape of a micro-batch's activations between two pipeline stages, with encoder tokens, decoder
-        tokens and bias tables; see `Decoder.pipeline_message_shape`.
+        """Return the shape [batch, rows, D] of a micro-batch's activations between two pipeline stages; rows are
+        encoder tokens, decoder tokens and relative position bias tables.
         """
         assert batch.source is not None
         rows, length, width = super().pipeline_message_shape(batch)
         return rows, self._local_length(batch.source.tokens.shape[1]) + length + self.bias_table_rows, width
 
     def embed_micro_batch(self, batch: MicroBatch, context: ForwardContext) -> Tensor:
-        """Return the embedded encoder and decoder tokens, concatenated, with the relative position bias tables
-        appended; see `Decoder.embed_micro_batch`.
+        """Return the embedded encoder and decoder tokens of a micro-batch, concatenated along the sequence, with the
+        relative position bias tables appended.
         """
         assert batch.source is not None
         assert context.source is not None
@@ -103,8 +103,8 @@ class EncoderDecoderModel(Decoder):
     def make_batch_context(
         self, batch: MicroBatch, dropout: DropoutFactory, routing: MicroBatchRouting | None = None
     ) -> ForwardContext:
-        """Return the forward context of the decoder's layers, which includes the forward context of the encoder's; see
-        `Decoder.make_batch_context`.
+        """Return the forward context of the decoder's layers for a micro-batch (positions, mask, dropout, routing),
+        which includes that of the encoder's layers.
         """
         context, source = super().make_batch_context(batch, dropout, routing), batch.source
         assert source is not None

@@ -113,8 +113,8 @@ class RetroDecoder(Decoder):
         )
 
     def pipeline_message_shape(self, batch: MicroBatch) -> tuple[int, int, int]:
-        """Return the shape of a micro-batch's activations between two stages, neighbors included; see
-        `Decoder.pipeline_message_shape`.
+        """Return the shape [batch, rows, D] of a micro-batch's activations between two pipeline stages; rows are the
+        text's tokens and those of its retrieved neighbors.
         """
         rows, length, width = super().pipeline_message_shape(batch)
         return rows, length + self._neighbor_length(batch), width
@@ -126,8 +126,8 @@ class RetroDecoder(Decoder):
         return chunks * count * len(range(length)[local_sequence_slice(length, self.groups.tp, sp=self.sp)])
 
     def embed_micro_batch(self, batch: MicroBatch, context: ForwardContext) -> Tensor:
-        """Return the embedded tokens of the text with the embedded retrieved neighbors appended; see
-        `Decoder.embed_micro_batch`.
+        """Return the embedded tokens of a micro-batch's text with those of the retrieved neighbors appended along the
+        sequence.
         """
         assert batch.neighbors is not None
         assert context.source is not None
@@ -140,8 +140,8 @@ class RetroDecoder(Decoder):
     def make_batch_context(
         self, batch: MicroBatch, dropout: DropoutFactory, routing: MicroBatchRouting | None = None
     ) -> ForwardContext:
-        """Return the forward context of a micro-batch, with the neighbor encoder's forward context; see
-        `Decoder.make_batch_context`.
+        """Return the forward context of a micro-batch (positions, mask, dropout, routing), which includes the neighbor
+        encoder's forward context.
         """
         context, neighbors = super().make_batch_context(batch, dropout, routing), batch.neighbors
         assert neighbors is not None

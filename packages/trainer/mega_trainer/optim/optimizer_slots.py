@@ -150,8 +150,8 @@ class UpdateRule(Protocol):
         """
 
     def state_tensors(self) -> dict[str, list[tuple[OptimizerSlot, Tensor]]]:
-        """Return the optimizer state by kind (such as `exp_avg`): a tensor for each slot, as long as the slot's main
-        weights.
+        """Return the optimizer state by kind (such as `exp_avg`): a tensor for each parameter shard (slot), as long as
+        its main weights.
         """
 
 

@@ -234,7 +234,9 @@ class BlockwiseAttention:
         visible_parts: MaskPartsFunction,
         attend_whole: FullAttention | None = None,
     ) -> Tensor:
-        """Compute attention block by block over the exchanged keys; see `ContextParallelAttention.compute_attention`."""
+        """Compute attention of this rank's s tokens to the whole sequence, block by block over the exchanged keys: q
+        [B, s, H, d], k [B, s, K, d], v [B, s, K, e] -> [B, s, H, e].
+        """
         y: Tensor = _BlockwiseFunction.apply(q, k, v, how.sinks, how, visible_parts, self)  # type: ignore[no-untyped-call]
         return y
 
@@ -274,8 +276,8 @@ class LocalExchange:
         work(0, mine)
 
     def collect_gradients(self, mine: Tensor, work: Callable[[int, Tensor], Tensor]) -> Tensor:
-        """Return the gradient that `work` returns for this rank's keys and values; see
-        `KeyValueExchange.collect_gradients`.
+        """Call `work` once, with rank number and packed keys and values of this rank (`mine`), and return the gradient
+        that it returns.
         """
         return work(0, mine)
 
@@ -432,8 +434,8 @@ class AllToAllAttention:
         visible_parts: MaskPartsFunction,
         attend_whole: FullAttention,
     ) -> Tensor:
-        """Exchange tokens for heads, compute attention over whole sequences, and exchange back; see
-        `ContextParallelAttention.compute_attention`.
+        """Compute attention of this rank's s tokens to the whole sequence: exchange tokens for heads, attend over whole
+        sequences, and exchange back: q [B, s, H, d], k [B, s, K, d], v [B, s, K, e] -> [B, s, H, e].
         """
         own = self.local_head_slice(q.shape[2])
         if how.sinks is not None:

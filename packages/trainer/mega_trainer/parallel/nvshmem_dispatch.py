@@ -248,7 +248,9 @@ def spread_rows_kernel(x: Tensor, rows: Tensor, out: Tensor) -> Tensor:
 
 
 def sum_rows_kernel(rows: Tensor, numbers: Tensor, out: Tensor) -> Tensor:
-    """Sum for each token the rows with its `numbers`, as `sum_choice_rows` does, into `out` [N, D]."""
+    """Sum for each token the rows [M + 1, D] with its `numbers`, int64 [N, K], into `out` [N, D]; the last row counts
+    as zero.
+    """
     total = upcast_to_fp32(out.new_zeros(()))
     for number in numbers.unbind(1):
         total = total + torch.where((number == len(rows) - 1).unsqueeze(-1), 0.0, upcast_to_fp32(rows[number]))
