@@ -78,6 +78,7 @@ class ModelFamily:
             tensor per expert.
         tokens: special tokens whose default in transformers is outside a small vocabulary; written as null if the model
             has none.
+        aliases: further `model_type`s with the same config.json and tensors.
     """
 
     name: str
@@ -91,6 +92,7 @@ class ModelFamily:
     outer_model_type: str = ""
     fused: tuple[TensorRule, ...] = ()
     tokens: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()
 
     def read_config_json(self, raw: ConfigDict, source: str = "config.json") -> ModelConfig:
         """Return the model configuration that a config.json describes.

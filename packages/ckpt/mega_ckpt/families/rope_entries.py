@@ -156,6 +156,46 @@ def _write_parameters(rope: RopeConfig) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
+class RotaryDimEntry:
+    """Config entry for rotary positions with a key for the number of rotated elements of a head, instead of or in
+    addition to `partial_rotary_factor`.
+
+    Attributes:
+        rope: entry of all other keys.
+        key: key of the number.
+        sizes: keys of the head dimension, the width and the number of heads.
+        default: the number if the key is absent; None: the fraction of `rope`.
+    """
+
+    rope: RopeEntry
+    key: str = "rotary_dim"
+    sizes: tuple[str, str, str] = ("head_dim", "hidden_size", "num_attention_heads")
+    default: int | None = None
+    covered_fields: frozenset[str] = frozenset({"rope"})
+
+    @property
+    def covered_keys(self) -> frozenset[str]:
+        """Keys of config.json that the entry covers."""
+        return self.rope.covered_keys | {self.key}
+
+    def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
+        """Return the field `rope`, whose fraction follows from the number of rotated elements if that key is given."""
+        size, width, heads = (raw.get(key) for key in self.sizes)
+        size = size or (width // heads if width and heads else None)
+        rotated = raw.get(self.key, self.default)
+        given = raw.get("partial_rotary_factor") or (raw.get("rope_parameters") or {}).get("partial_rotary_factor")
+        if rotated is None or not size or given:
+            return self.rope.fields_from_config(raw)
+        if not 0 < rotated <= size:
+            raise ConfigMismatchError(f"{self.key} = {rotated!r} must be between 1 and the head size {size}")
+        return self.rope.fields_from_config({**raw, "partial_rotary_factor": rotated / size})
+
+    def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
+        """Return the rotary keys and the number of rotated elements."""
+        return {**self.rope.config_from_fields(model), self.key: model.rotary_dim}
+
+
+@dataclass(frozen=True)
 class GlobalLocalRopeEntry:
     """Config entry for two sets of rotary parameters, one for full-attention and one for sliding-window layers, as in
     Gemma 3.
@@ -164,11 +204,13 @@ class GlobalLocalRopeEntry:
         rope, local: entries of the two sets.
         local_key: key of the second set's base frequency in older folders, which do not scale the second set; None: they
             have no such key.
+        old_form: the keys of older folders are written too.
     """
 
     rope: RopeEntry
     local: RopeEntry
     local_key: str | None = "rope_local_base_freq"
+    old_form: bool = True
     covered_fields: frozenset[str] = frozenset({"rope", "local_rope"})
 
     @property
@@ -196,4 +238,5 @@ class GlobalLocalRopeEntry:
         local = self.local.config_from_fields(model.model_copy(update={"rope": model.local_rope or model.rope}))
         sets = zip(_SETS, (full["rope_parameters"], local["rope_parameters"]), strict=True)
         base = {self.local_key: local["rope_theta"]} if self.local_key else {}
+        full = full if self.old_form else {}
         return {**full, **base, "rope_parameters": dict(sets)}
