@@ -449,6 +449,30 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         "hyperclovax", {**_SIZES, "head_dim": 6, "use_post_norm": False, "attention_bias": True, "mlp_bias": True,
                         "attention_multiplier": 0.3, "residual_multiplier": 0.22, "tie_word_embeddings": True},
     ),
+    "ministral3": (
+        "ministral3", {**_SIZES, "head_dim": 10, "rope_parameters": YARN | {"original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.3}},
+    ),
+    "ministral3-window-tied": (
+        "ministral3", {**_SIZES, "head_dim": 8, "sliding_window": 8, "tie_word_embeddings": True,
+                       "rope_parameters": YARN | {"original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.1}},
+    ),
+    "hunyuan_v1_dense": ("hunyuan_v1_dense", {**_SIZES, "head_dim": 10}),
+    "hunyuan_v1_dense-alpha-bias": (
+        "hunyuan_v1_dense", {**_SIZES, "head_dim": 8, "attention_bias": True, "tie_word_embeddings": True,
+                             "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 50.0, "factor": 1.0}},
+    ),
+    "hunyuan_v1_moe": ("hunyuan_v1_moe", {**_SIZES, "head_dim": 6, "num_experts": 5, "moe_topk": 2}),
+    "hunyuan_v1_moe-lists": (
+        "hunyuan_v1_moe", {**_SIZES, "head_dim": 8, "num_experts": 4, "moe_topk": [3, 3, 3], "attention_bias": True, "tie_word_embeddings": True},
+    ),
+    "phi": ("phi", {**_SIZES, "hidden_size": 32}),
+    "phi-tied-gelu": ("phi", {**_SIZES, "tie_word_embeddings": True, "hidden_act": "gelu", "partial_rotary_factor": 1.0}),
+    "gptj": ("gptj", {**_GPT2, "rotary_dim": 4}),
+    "gptj-inner": ("gptj", {**_GPT2, "rotary_dim": 6, "n_inner": 50, "activation_function": "gelu"}),
+    "bloom": ("bloom", {"vocab_size": 97, "hidden_size": 24, "n_layer": 3, "n_head": 4}),
+    "bloom-six-heads-untied": (
+        "bloom", {"vocab_size": 97, "hidden_size": 36, "n_layer": 2, "n_head": 6, "tie_word_embeddings": False, "hidden_dropout": 0.1},
+    ),
     "opt": ("opt", _OPT),
     "opt-untied-no-bias": ("opt", {**_OPT, "enable_bias": False, "tie_word_embeddings": False, "activation_function": "gelu"}),
     "qwen3_5_moe": ("qwen3_5_moe_text", {key: value for key, value in _DELTA_MOE.items() if key != "intermediate_size"}),

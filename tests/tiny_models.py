@@ -301,6 +301,23 @@ VARIANTS |= {
     },
 }  # fmt: skip
 
+VARIANTS |= {
+    "ministral3": {"rope": {**YARN, "original_max_position": 8, "query_scaling": 0.3}, "head_dim": 10, "num_kv_heads": 2},
+    "hunyuan": {"qk_norm": True, "qk_norm_after_rope": True, "num_kv_heads": 2},
+    "hunyuan-moe": {
+        "qk_norm": True, "qk_norm_after_rope": True, "moe": {**MOE, "ffn_hidden_size": 40, "shared_ffn_hidden_size": 40},
+    },
+    "phi": {**_SIDE_BY_SIDE, **_BIASES, "head_bias": True, "activation": "gelu_tanh", "hidden_size": 32, "rope": {"fraction": 0.5}},
+    "gptj": {
+        **_SIDE_BY_SIDE, "head_bias": True, "activation": "gelu_tanh", "mlp_bias": True,
+        "rope": {"fraction": 4 / 6, "interleaved": True},
+    },
+    "bloom": {
+        "norm": "layernorm", "position": "alibi", "embedding_norm": True, "activation": "gelu_tanh", "tie_embeddings": True,
+        "ffn_hidden_size": 96, **_BIASES,
+    },
+}  # fmt: skip
+
 _MAMBA: dict[str, Any] = {"num_heads": 6, "head_dim": 8, "state_size": 5, "num_groups": 2, "chunk_size": 8}
 _ONE_HALF: dict[str, Any] = {"activation": "relu2", "position": "none", "head_dim": 10, "mamba": _MAMBA}
 _RELU_MOE: dict[str, Any] = {

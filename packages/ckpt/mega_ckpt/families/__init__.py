@@ -11,7 +11,7 @@ from mega_ckpt.families.config_entries import ConfigDict
 from mega_ckpt.families.deepseek_glm import DEEPSEEK_V2, DEEPSEEK_V3, GLM, GLM4, GLM4_MOE
 from mega_ckpt.families.family import ModelFamily
 from mega_ckpt.families.gemma import GEMMA, GEMMA2, GEMMA3, VAULT_GEMMA
-from mega_ckpt.families.gpt2_decoders import GPT2, GPT_BIGCODE, OPT
+from mega_ckpt.families.gpt2_decoders import BLOOM, GPT2, GPT_BIGCODE, GPTJ, OPT
 from mega_ckpt.families.granite import (
     GRANITE,
     GRANITE_MOE,
@@ -20,6 +20,7 @@ from mega_ckpt.families.granite import (
     GRANITE_SWA,
     HYPERCLOVAX,
 )
+from mega_ckpt.families.hunyuan import HUNYUAN_V1_DENSE, HUNYUAN_V1_MOE
 from mega_ckpt.families.layernorm_decoders import (
     COHERE,
     COHERE2,
@@ -27,6 +28,7 @@ from mega_ckpt.families.layernorm_decoders import (
     GPT_NEOX,
     JAIS2,
     NEMOTRON,
+    PHI,
     STABLELM,
     STARCODER2,
 )
@@ -40,6 +42,7 @@ from mega_ckpt.families.llama_decoders import (
     IQUESTCODER,
     LLAMA,
     MINISTRAL,
+    MINISTRAL3,
     MISTRAL,
     OLMO2,
     OLMO3,
@@ -88,7 +91,7 @@ FAMILIES: tuple[ModelFamily, ...] = (
     NEMOTRON_H, MAMBA2, BAMBA, GRANITE_MOE_HYBRID, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, T5, MT5, UMT5, BERT, ROBERTA,
     MODERNBERT, MEGATRON_BERT, MINIMAX_M2, GLM4_MOE_LITE, DOTS1, EXAONE_MOE, SOLAR_OPEN, HY_V3, AFMOE, CWM, INTERNLM3,
     IQUESTCODER, VAULT_GEMMA, FLEX_OLMO, MELLUM, ERNIE4_5_MOE, GRANITE_MOE_SHARED, GRANITE_SWA, GRANITE_MOE_SWA, HYPERCLOVAX,
-    OPT,
+    OPT, MINISTRAL3, HUNYUAN_V1_DENSE, HUNYUAN_V1_MOE, PHI, GPTJ, BLOOM,
 )  # fmt: skip
 
 VISION_FAMILIES: tuple[VisionLanguageFamily, ...] = (LLAVA, LLAVA_NEXT, GEMMA3_VISION, QWEN2_5_VL)

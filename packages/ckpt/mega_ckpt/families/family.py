@@ -139,7 +139,7 @@ class ModelFamily:
         """
         read, raw = self.known_keys, self.select_text_config(raw)
         unread = sorted(key for key, value in raw.items() if key not in read and value is not None)
-        return unread + unread_rope_keys(raw)
+        return unread + [key for key in unread_rope_keys(raw) if key.partition(".")[2] not in read]
 
     def select_text_config(self, raw: ConfigDict) -> ConfigDict:
         """Return the part of a config.json that describes a model of this family: `text_config` if the config.json is a

@@ -20,6 +20,7 @@ from mega_ckpt.families.config_entries import (
 )
 from mega_ckpt.families.disk_layouts import LAYER, PLAIN, QKV, TRANSPOSED, DiskLayout, TensorRule, weight_bias_rules
 from mega_ckpt.families.family import ModelFamily
+from mega_ckpt.families.rope_entries import RopeEntry, RotaryDimEntry
 from mega_ckpt.families.window_entries import UniformWindowEntry
 from mega_common.model_config import ModelConfig
 
@@ -102,6 +103,27 @@ def gpt2_tensor_rules(layout: DiskLayout, *, per_head: str = "") -> tuple[Tensor
     )
 
 
+_DROPOUTS = {"embd": "embedding", "attn": "attention", "resid": "residual"}
+
+
+@dataclass(frozen=True)
+class FourfoldWidthEntry:
+    """Config entry for a feed-forward width of four times the model's, which has no key."""
+
+    covered_keys: frozenset[str] = frozenset()
+    covered_fields: frozenset[str] = frozenset({"ffn_hidden_size"})
+
+    def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
+        """Return the field `ffn_hidden_size`."""
+        return {"ffn_hidden_size": 4 * raw.get("hidden_size", raw.get("n_embed", 0))}
+
+    def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
+        """Return no keys; ConfigMismatchError for another width."""
+        if model.ffn_hidden_size != 4 * model.hidden_size:
+            raise ConfigMismatchError(f"ffn_hidden_size must be {4 * model.hidden_size}, not {model.ffn_hidden_size}")
+        return {}
+
+
 GPT2 = ModelFamily(
     name="gpt2",
     architecture="GPT2LMHeadModel",
@@ -156,6 +178,92 @@ GPT_BIGCODE = ModelFamily(
         {"attention_softmax_in_fp32", "scale_attention_softmax_in_fp32", "classifier_dropout", "hidden_dropout"}
     ),
 )
+
+
+_GPTJ = "transformer.h.{i}"
+
+GPTJ = ModelFamily(
+    name="gptj",
+    architecture="GPTJForCausalLM",
+    prefix="transformer.",
+    buffers=r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias|embed_positions)",
+    entries=(
+        *(entry for entry in gpt2_config_entries("gelu_new") if not isinstance(entry, FixedFieldsEntry)),
+        KeyEntry("tie_word_embeddings", "tie_embeddings", False),
+        *(KeyEntry(f"{key}_pdrop", f"{name}_dropout", 0.0) for key, name in _DROPOUTS.items()),
+        MultiHeadEntry(),
+        RotaryDimEntry(
+            RopeEntry(partial=True, interleaved=True), sizes=("head_dim", "n_embd", "n_head"), default=64
+        ),
+        FixedFieldsEntry(
+            {
+                "norm": "layernorm",
+                "position": "rope",
+                "parallel_residual": True,
+                "shared_norm": True,
+                "head_bias": True,
+                "qkv_bias": False,
+                "attention_out_bias": False,
+                "mlp_bias": True,
+                "qk_norm": False,
+            }
+        ),
+    ),
+    rules=(
+        TensorRule("transformer.wte.weight", ("model.embed_tokens.weight",)),
+        *weight_bias_rules(f"{_GPTJ}.ln_1", f"{LAYER}.input_layernorm"),
+        *(TensorRule(f"{_GPTJ}.attn.{x}_proj.weight", (f"{LAYER}.self_attn.{x}_proj.weight",)) for x in "qkv"),
+        TensorRule(f"{_GPTJ}.attn.out_proj.weight", (f"{LAYER}.self_attn.o_proj.weight",)),
+        *weight_bias_rules(f"{_GPTJ}.mlp.fc_in", f"{LAYER}.mlp.up_proj"),
+        *weight_bias_rules(f"{_GPTJ}.mlp.fc_out", f"{LAYER}.mlp.down_proj"),
+        *weight_bias_rules("transformer.ln_f", "model.norm"),
+    ),
+    carried=frozenset(
+        {"rotary", "scale_attn_weights", "summary_activation", "summary_first_dropout", "summary_proj_to_labels",
+         "summary_type", "summary_use_proj"}
+    ),
+)  # fmt: skip
+
+
+_BLOOM = "transformer.h.{i}"
+
+BLOOM = ModelFamily(
+    name="bloom",
+    architecture="BloomForCausalLM",
+    prefix="transformer.",
+    entries=(
+        KeyEntry("vocab_size", "vocab_size"),
+        KeyEntry("hidden_size n_embed", "hidden_size"),
+        KeyEntry("n_layer num_hidden_layers", "num_layers"),
+        KeyEntry("n_head num_attention_heads", "num_attention_heads"),
+        KeyEntry("layer_norm_epsilon", "norm_eps", 1e-5),
+        KeyEntry("initializer_range", "init_std", 0.02),
+        KeyEntry("hidden_dropout", "residual_dropout", 0.0),
+        KeyEntry("attention_dropout", "attention_dropout", 0.0),
+        KeyEntry("tie_word_embeddings", "tie_embeddings", True),
+        KeyEntry("seq_length max_position_embeddings", "max_position", 2048),
+        FourfoldWidthEntry(),
+        MultiHeadEntry(),
+        UniformWindowEntry(supports_windows=False),
+        AllowedValuesEntry({"apply_residual_connection_post_layernorm": (False,)}),
+        FixedFieldsEntry(
+            {"norm": "layernorm", "position": "alibi", "embedding_norm": True, "activation": "gelu_tanh", "qkv_bias": True,
+             "attention_out_bias": True, "mlp_bias": True, "qk_norm": False}
+        ),
+    ),
+    rules=(
+        TensorRule("transformer.word_embeddings.weight", ("model.embed_tokens.weight",)),
+        *weight_bias_rules("transformer.word_embeddings_layernorm", "model.embed_norm"),
+        *weight_bias_rules(f"{_BLOOM}.input_layernorm", f"{LAYER}.input_layernorm"),
+        *weight_bias_rules(f"{_BLOOM}.self_attention.query_key_value", *QKV, per_head="kv"),
+        *weight_bias_rules(f"{_BLOOM}.self_attention.dense", f"{LAYER}.self_attn.o_proj"),
+        *weight_bias_rules(f"{_BLOOM}.post_attention_layernorm", f"{LAYER}.post_attention_layernorm"),
+        *weight_bias_rules(f"{_BLOOM}.mlp.dense_h_to_4h", f"{LAYER}.mlp.up_proj"),
+        *weight_bias_rules(f"{_BLOOM}.mlp.dense_4h_to_h", f"{LAYER}.mlp.down_proj"),
+        *weight_bias_rules("transformer.ln_f", "model.norm"),
+    ),
+    carried=frozenset({"classifier_dropout", "slow_but_exact", "masked_softmax_fusion", "attention_softmax_in_fp32", "bias_dropout_fusion"}),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

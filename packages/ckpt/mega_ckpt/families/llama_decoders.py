@@ -41,6 +41,8 @@ from mega_ckpt.families.window_entries import (
 )
 from mega_common.model_config import ModelConfig
 
+_ATTENTION, _MLP = "model.layers.{i}.self_attn", "model.layers.{i}.mlp"
+
 LLAMA = ModelFamily(
     name="llama",
     architecture="LlamaForCausalLM",
@@ -116,6 +118,26 @@ MINISTRAL = ModelFamily(
 )
 
 
+_MINISTRAL3_ROPE = {
+    "type": "yarn", "rope_theta": 1_000_000.0, "factor": 16.0, "original_max_position_embeddings": 16384, "beta_fast": 32.0,
+    "beta_slow": 1.0, "mscale_all_dim": 1.0, "mscale": 1.0, "llama_4_scaling_beta": 0.1,
+}  # fmt: skip
+
+MINISTRAL3 = ModelFamily(
+    name="ministral3",
+    architecture="Ministral3ForCausalLM",
+    entries=(
+        *llama_config_entries(norm_eps=1e-5),
+        KeyValueHeadsEntry(kv_default=8, dim_default=128),
+        RopeEntry(scalings=frozenset({"yarn", "llama3"}), absent=_MINISTRAL3_ROPE, query_scaling=True),
+        UniformWindowEntry(),
+        FixedFieldsEntry({"qkv_bias": False, "attention_out_bias": False, "mlp_bias": False, "qk_norm": False}),
+    ),
+    carried=frozenset({"llama_4_scaling_beta"}),
+    tokens=("pad_token_id",),
+)
+
+
 QWEN2 = ModelFamily(
     name="qwen2",
     architecture="Qwen2ForCausalLM",
@@ -142,8 +164,6 @@ QWEN3 = ModelFamily(
     ),
 )
 
-
-_ATTENTION, _MLP = "model.layers.{i}.self_attn", "model.layers.{i}.mlp"
 
 PHI3 = ModelFamily(
     name="phi3",

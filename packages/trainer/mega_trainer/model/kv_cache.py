@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mega_trainer.kernels.attention_masks import ALL, AttentionMaskSpec
 from mega_trainer.kernels.kernel_interface import Kernels, ScoreTransform
-from mega_trainer.model.relative_position_bias import BucketedPositionBias
+from mega_trainer.model.relative_position_bias import PositionBias
 
 # A layer's attention: (queries [B, S, H, d], keys [B, T, K, d], values [B, T, K, e], mask) -> [B, S, H, e].
 AttendFunction = Callable[[Tensor, Tensor, Tensor, AttentionMaskSpec], Tensor]
@@ -30,7 +30,7 @@ class CachedAttention:
 
     kernels: Kernels
     how: ScoreTransform
-    relative: BucketedPositionBias | None = None
+    relative: PositionBias | None = None
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMaskSpec) -> Tensor:
         """Compute the layer's attention of q to cached k and v; see `Kernels.attention`."""
