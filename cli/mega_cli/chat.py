@@ -73,7 +73,7 @@ def chat_command(
         "repetition_penalty": repetition_penalty, "seed": seed,
     }  # fmt: skip
     settings = {name: value for name, value in given.items() if value is not None}
-    Sampling.parse(settings, source="command line")
+    Sampling.parse(settings, source="options of sampling")
     sampling = Sampling.parse(
         {**load_default_sampling(model), **settings}, source="command line and generation_config.json"
     )

@@ -150,7 +150,7 @@ def clean_command(
     raw = apply_overrides(load_yaml_mapping(config) if config else {}, changes or [])
     summary = run(
         [*input, *(more or [])],
-        CleanConfig.parse(raw, source=str(config or "--set")),
+        CleanConfig.parse(raw, source=f"the rules in {config}" if config else "the rules of --set"),
         output,
         json_key=json_key,
         folder=config.parent if config else None,

@@ -137,9 +137,8 @@ def _read_texts(file: Path, text_key: str, id_key: str) -> tuple[list[Any], list
     for source in find_corpus_sources([file], text_key):
         for item in read_documents(source, text_key, on_kind=kinds.append, whole=True):
             if isinstance(item, RejectedItem):
-                raise DataError(
-                    f"{item.file}:{item.line}: {item.reason}", hint="--text-key KEY sets the key of the text"
-                )
+                hint = item.hint and f"--text-key KEY sets the key of the text, found no {text_key!r}"
+                raise DataError(f"{item.file}:{item.line}: {item.reason}", hint=hint or "remove or correct this line")
             own = item.text.splitlines() if kinds[-1] == "text" else [item.text]
             for number, text in enumerate(own, item.line):
                 if not text.strip():
@@ -147,7 +146,7 @@ def _read_texts(file: Path, text_key: str, id_key: str) -> tuple[list[Any], list
                 ids.append((item.record or {}).get(id_key, number))
                 texts.append(text)
     if not texts:
-        raise DataError(f"{file}: the file has no texts")
+        raise DataError(f"{file}: the file has no texts", hint="give a file with one text or record per line")
     return ids, texts
 
 

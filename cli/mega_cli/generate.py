@@ -123,7 +123,7 @@ def generate_command(
     from mega_eval.language_model import LanguageModel
     from mega_eval.sampling import Sampling
 
-    Sampling.parse(settings, source="command line")  # before a model is read
+    Sampling.parse(settings, source="options of sampling")  # before a model is read
     if rule is not None and grammar is not None:
         from mega_eval.grammar_compiler import check_grammar_file
 
@@ -194,9 +194,13 @@ def _parse_prompt(line: str, where: str) -> str:
     try:
         raw = parse_json_text(line)
     except ValueError as error:
-        raise DataError(f"{where}: not JSON ({error})") from None
+        raise DataError(
+            f"{where}: is not JSON ({explain_read_error(error)})", hint='{"prompt": "Once upon a time"}'
+        ) from None
     if not isinstance(raw, dict) or not isinstance(raw.get("prompt"), str):
         keys = ", ".join(map(repr, raw)) if isinstance(raw, dict) else "no JSON object"
+        if isinstance(raw, dict) and "prompt" in raw:
+            keys = f"the value {raw['prompt']!r:.60}"
         raise DataError(
             f"{where}: requires a text under the key 'prompt', found {keys}", hint='{"prompt": "Once upon a time"}'
         )

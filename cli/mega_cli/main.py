@@ -10,9 +10,10 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from mega_cli import (
     __version__,
@@ -40,10 +41,29 @@ from mega_common.progress_logging import configure_logging, logger
 INTERRUPTED = 130
 
 
+class CommandTree(TyperGroup):
+    """Commands whose errors about values of options have the words of errors about settings."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command that the arguments name.
+
+        Raises:
+            typer.BadParameter: for a value of an option that is not valid.
+        """
+        try:
+            return super().invoke(ctx)
+        except typer.BadParameter as error:
+            from mega_common.strict_config import describe_pydantic_rule
+
+            error.message = describe_pydantic_rule(error.message)
+            raise
+
+
 def build_typer_app() -> typer.Typer:
     """Return the Typer application `mega` with all of its commands."""
     app = typer.Typer(
         name="mega",
+        cls=CommandTree,
         help="Train large language models: text to tokens, 5D-parallel training, checkpoints, evaluation.",
         epilog="Examples: mega run workflow.yaml | mega launch slurm run.yaml --nodes 4 | mega COMMAND --help",
         no_args_is_help=True,
@@ -149,7 +169,8 @@ def _describe_error(error: Exception) -> tuple[str, int]:
     if full is not None:
         return f"error: {full}", full.exit_status
     if isinstance(error, OSError) and error.filename:
-        return f"error: {describe_disk_error(error)[0]}", 1
+        wrong_path = isinstance(error, FileExistsError | NotADirectoryError | IsADirectoryError)
+        return f"error: {describe_disk_error(error)[0]}", 2 if wrong_path else 1
     text = f"{type(error).__name__}: {error}".removesuffix(": ")
     text = "\n  ".join([text, *getattr(error, "__notes__", ())])
     return f"internal error: {text}\nrun again with --debug for the traceback", 1

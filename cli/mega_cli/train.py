@@ -205,10 +205,10 @@ def _resolve_layout(
     """Return the configuration and its overrides; without `parallel`, a layout is chosen for the number of ranks."""
     from mega_ckpt.checkpoint import Checkpoint
     from mega_trainer.config.run_config import load_run_config
+    from mega_trainer.job.resume import find_start_checkpoint
     from mega_trainer.plan.automatic_layout import choose_layout
     from mega_trainer.plan.memory_advice import format_overrides
     from mega_trainer.run.run_summary import detect_machine
-    from mega_trainer.run.train_state import find_start_checkpoint
 
     if ranks == 1 or "parallel" in config.model_fields_set or (machine := detect_machine(config)) is None:
         return config, overrides
@@ -310,7 +310,7 @@ def _train_or_start_ranks(config: RunConfig, run: Path, nproc: int | None, overr
     for name, value in library_settings(config).items():
         os.environ.setdefault(name, value)
     from mega_common.progress_logging import configure_logging
-    from mega_trainer.distributed.rank_info import RankInfo
+    from mega_trainer.distributed.process_groups import RankInfo
     from mega_trainer.launch.local_ranks import (
         default_rank_count,
         join_process_group,

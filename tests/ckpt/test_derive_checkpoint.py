@@ -187,12 +187,12 @@ def test_training_settings_make_no_other_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("count", "given_weights", "match"),
     [
-        (1, None, "two or more"),
-        (2, [1.0], "must be that of checkpoints, 2, not 1"),
-        (2, [1.0, 0.0], "must be a positive number"),
-        (2, [1.0, -1.0], "must be a positive number"),
-        (2, [1.0, float("nan")], "must be a positive number"),
-        (2, [1.0, float("inf")], "must be a positive number"),
+        (1, None, "at least two checkpoints, found 1"),
+        (2, [1.0], "one number for each of the 2 checkpoints, found 1"),
+        (2, [1.0, 0.0], "must be positive numbers, found"),
+        (2, [1.0, -1.0], "must be positive numbers, found"),
+        (2, [1.0, float("nan")], "must be positive numbers, found"),
+        (2, [1.0, float("inf")], "must be positive numbers, found"),
     ],
 )
 def test_weights_that_do_not_fit(count: int, given_weights: list[float] | None, match: str, tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ def test_new_tokens_are_the_mean_of_the_others(tmp_path: Path, tied: bool) -> No
         assert torch.equal(new[:61], old)
         torch.testing.assert_close(new[61:], old.mean(0).expand(3, -1))
     assert torch.equal(after.read_tensor("model.norm.weight"), before.read_tensor("model.norm.weight"))
-    with pytest.raises(CheckpointError, match="must be at least that of the model, 61"):
+    with pytest.raises(CheckpointError, match="must be at least 61, the vocabulary size of the model"):
         convert_checkpoint(tmp_path, tmp_path / "small", "mega", options=ConvertOptions(vocab_size=60))
 
 

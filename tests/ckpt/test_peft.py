@@ -112,7 +112,7 @@ def test_what_peft_saves_is_read_and_what_is_not_ours_is_refused(tmp_path: Path)
     (out / "adapter_config.json").write_text(json.dumps({**raw, "bias": "some"}))
     with pytest.raises(CheckpointError, match="bias = 'some' is not supported"):
         read_peft_adapter(out, open_weight_source(folder))
-    with pytest.raises(CheckpointError, match="--to peft requires a checkpoint with an adapter"):
+    with pytest.raises(CheckpointError, match="--to peft requires a LoRA adapter"):
         convert_checkpoint(folder, tmp_path / "none", "peft")
     (out / "adapter_config.json").write_text(json.dumps(raw))
     other = folder_of("gpt2", tmp_path / "other")
@@ -158,11 +158,11 @@ def test_the_commands(tmp_path: Path) -> None:
     torch.testing.assert_close(open_weight_source(tmp_path / "merged").read_tensor(name), source.read_tensor(name))
     with pytest.raises(CheckpointError, match="must be an adapter"):
         call("merge-adapter", folder, folder, out)
-    with pytest.raises(CheckpointError, match="--to peft requires a checkpoint with an adapter"):
+    with pytest.raises(CheckpointError, match="--to peft requires a LoRA adapter"):
         call("convert", folder, out, "--to", "peft")
     for option in (["--add-tokens", "<a>"], ["--vocab-size", 99]):
         with pytest.raises(CheckpointError, match="adding tokens is not supported with --to peft"):
             call("convert", tmp_path / "adapter", out, "--to", "peft", *option)
-    with pytest.raises(CheckpointError, match="averages of the weights are missing"):
+    with pytest.raises(CheckpointError, match="no exponential moving average"):
         call("convert", folder, out, "--to", "hf", "--ema")
     assert not out.exists()

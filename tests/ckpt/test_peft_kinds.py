@@ -94,6 +94,19 @@ CASES: Mapping[str, Case] = {
     "parameters": lora("experts", target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]),
     "parameters_of_a_linear": lora("untied", target_modules=[], target_parameters=["q_proj.weight"]),
     "parameters_of_a_router": lora("experts", target_modules=["q_proj"], target_parameters=["mlp.gate.weight"]),
+    "parameters_with_patterns": lora(
+        "experts", target_modules=[], alpha_pattern={"mlp.gate.weight": 2, "q_proj.weight": 20, "mlp.experts.down_proj": 3}, use_rslora=True,
+        target_parameters=["mlp.gate.weight", "self_attn.q_proj.weight", "mlp.experts.down_proj"],
+    ),
+    "parameters_with_patterns_of_modules": lora(
+        "experts", target_modules=[], alpha_pattern={"mlp.gate": 2, "q_proj": 20}, target_parameters=["mlp.gate.weight", "q_proj.weight"],
+    ),
+    "patterns_of_which_two_match": lora(
+        "untied", target_modules=["q_proj", "v_proj"], alpha_pattern={"q_proj": 3, "layers.0.self_attn.q_proj": 12, r".*\.1\..*": 5},
+    ),
+    "dora_fused_with_patterns": lora("phi3", use_dora=True, use_rslora=True, target_modules=["qkv_proj", "gate_up_proj"], rank_pattern={"qkv_proj": 2}, alpha_pattern={"gate_up_proj": 3}),
+    "negative_alpha": lora("untied", "the alpha lora_alpha = -3 must be a positive number", lora_alpha=-3),
+    "alpha_of_zero": lora("untied", "the alpha q_proj = 0 must be a positive number", alpha_pattern={"q_proj": 0}),
     "lora_bias": lora("biased", lora_bias=True),
     "lora_bias_fused": lora("gpt2", target_modules=["c_attn", "c_fc"], lora_bias=True),
     "lora_bias_without": lora("untied", "lora_bias = True is not supported for .*q_proj", lora_bias=True),

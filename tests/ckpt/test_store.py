@@ -302,7 +302,7 @@ def test_a_pipe_in_place_of_a_shard_does_not_hang(tmp_path: Path) -> None:
 
 def test_a_folder_that_is_no_checkpoint(tmp_path: Path) -> None:
     for folder in (tmp_path, tmp_path / "missing"):
-        with pytest.raises(CheckpointError, match="not a mega checkpoint"):
+        with pytest.raises(CheckpointError, match=r"not a mega checkpoint|no such folder"):
             load_sharded_checkpoint(folder, {})
 
 

@@ -124,7 +124,7 @@ class TestGuarded:
             (
                 FileNotFoundError(2, "No such file or directory", "x.bin"),
                 1,
-                "error: x.bin: No such file or directory\n",
+                "error: x.bin: no such file or folder\n",
             ),
             (
                 ZeroDivisionError("division by zero"),

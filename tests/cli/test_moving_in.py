@@ -94,6 +94,21 @@ def test_training_arguments(tmp_path: Path) -> None:
     assert "label_smoothing_factor: 0.1: changes the loss" in text
 
 
+@pytest.mark.parametrize(
+    ("given", "clip"),
+    [
+        ({}, 1.0), ({"max_grad_norm": 0}, 0), ({"max_grad_norm": 0.3}, 0.3), ({"max_grad_norm": None}, 0),
+        ({"max_grad_norm": None, "assistant_only_loss": True}, 0),  # TRL
+        ({"max_grad_norm": None, "gradient_clipping": 0.5}, 0.5),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_gradients_are_clipped_as_by_transformers(given: dict[str, Any], clip: float, tmp_path: Path) -> None:
+    values = {name: value for name, value in ARGUMENTS.items() if name != "max_grad_norm"}
+    run = loaded(render_run_yaml(translate_hf_args(written(tmp_path, values | given), ranks=8)))
+    assert run.optimizer.clip_grad == clip
+
+
 AXOLOTL = """
 base_model: some/model
 adapter: lora

@@ -39,7 +39,7 @@ def test_what_follows_from_what_is_given() -> None:
         ({"head_dim": 15}, "rope.fraction = 1.0: must give an even number of rotated elements of the head size 15"),
         ({"rope": {"scaling": "yarn", "factor": 4}}, "rope.original_max_position: is required with scaling 'yarn'"),
         ({"rope": {"scaling": "linear", "factor": 0.5}}, "rope.factor = 0.5: must be at least 1"),
-        ({"rope": {"theta": 0}}, "rope.theta = 0: input should be greater than 0"),
+        ({"rope": {"theta": 0}}, "rope.theta = 0: must be greater than 0"),
         ({"moe": {"num_experts": 2, "top_k": 3, "ffn_hidden_size": 8}}, "moe.top_k = 3: must be at most"),
         ({"activation_limit": 7.0, "activation": "geglu"}, "activation_limit = 7.0: requires activation: swiglu"),
         ({"mla": LATENT, "qk_norm": True}, "mla: conflicts with head_dim"),
@@ -63,7 +63,7 @@ def test_what_follows_from_what_is_given() -> None:
             "num_layers = 2: conflicts with layers, which names 3 layers instead of 2 -> leave out num_layers",
         ),
         ({"layers": "M-"}, "mamba: is required: layers names layers of this kind"),
-        ({"layers": [{"times": 0, "of": ["mlp"]}]}, "layers.0.times = 0: input should be greater than 0"),
+        ({"layers": [{"times": 0, "of": ["mlp"]}]}, "layers.0.times = 0: must be greater than 0"),
         (
             {"layers": "*-", "parallel_residual": True},
             "parallel_residual: requires a mixer and a feed-forward block in every",
@@ -81,8 +81,8 @@ def test_what_follows_from_what_is_given() -> None:
         ({"delta": {**DELTA, "num_key_heads": 3}}, "delta.num_key_heads = 3: must divide num_value_heads = 4"),
         ({"mla": LATENT, "attention_gate": True}, "attention_gate: is not supported with mla -> leave out mla"),
         ({"num_layer": 2}, "num_layer: unknown key -> did you mean 'num_layers'?"),
-        ({"activation": "swish"}, "activation = 'swish': input should be 'swiglu'"),
-        ({"vocab_size": 0}, "vocab_size = 0: input should be greater than 0"),
+        ({"activation": "swish"}, "activation = 'swish': must be 'swiglu'"),
+        ({"vocab_size": 0}, "vocab_size = 0: must be greater than 0"),
     ],
 )
 def test_an_impossible_model_is_refused(change: dict[str, Any], said: str) -> None:

@@ -88,16 +88,16 @@ def test_values_and_rules_are_told_with_what_stands_there() -> None:
     lines = find_messages({"model": {"width": "wide", "norm": "max"}, "data": [{"path": "a", "weight": -1}]})
     assert lines == [
         "model.layers: is required",
-        "model.width = 'wide': input should be a valid integer, unable to parse string as an integer",
-        "model.norm = 'max': input should be 'rms' or 'layer'",
-        "data.0.weight = -1: input should be greater than 0",
+        "model.width = 'wide': must be a whole number",
+        "model.norm = 'max': must be 'rms' or 'layer'",
+        "data.0.weight = -1: must be greater than 0",
     ]
 
 
 def test_a_value_that_fits_no_member_of_a_union_is_told_once() -> None:
     (line,) = find_messages({"model": {"layers": 1}, "scale": "x"})
-    assert line.startswith("scale = 'x': input should be a valid integer")
-    assert line.endswith("or input should be a valid list")
+    assert line.startswith("scale = 'x': must be a whole number")
+    assert line.endswith("or must be a list")
 
 
 def test_rules_of_all_sections_are_told_beside_unknown_keys() -> None:
@@ -113,7 +113,7 @@ def test_rules_of_all_sections_are_told_beside_unknown_keys() -> None:
 def test_rules_of_valid_sections_are_told_beside_bad_values_anywhere() -> None:
     lines = find_messages({"model": {"layers": 0, "rope": {"fraction": 2}}})
     assert lines == [
-        "model.layers = 0: input should be greater than 0",
+        "model.layers = 0: must be greater than 0",
         "model.rope.fraction = 2.0: must be at most 1 -> use 1",
     ]
 
@@ -168,8 +168,8 @@ class TestYaml:
             ("s:\n  a: 1\n  a: 1\n", "line 3: the key 'a' is given twice"),
             ("a: [1", "is not valid YAML"),
             ("? [a]\n: b", "is not valid YAML"),
-            ("- 1", "must have keys with values, not list"),
-            ("", "must have keys with values, not NoneType"),
+            ("- 1", "must have settings as KEY: VALUE, found a list"),
+            ("", "found no content"),
             ("a: !!python/object/apply:os.getcwd []", "is not valid YAML"),
             (b"\xff\xfe\xfa", "cannot be read"),
         ],

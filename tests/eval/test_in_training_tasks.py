@@ -15,7 +15,7 @@ from mega_common.errors import ConfigError
 from mega_data.preprocessing.preprocess_corpus import preprocess_corpus
 from mega_data.tokenizer import train_tokenizer
 from mega_trainer.config.run_config import RunConfig
-from mega_trainer.distributed.rank_info import RankInfo
+from mega_trainer.distributed.process_groups import RankInfo
 from mega_trainer.pipeline.executor import PipelineExecutor
 from mega_trainer.run.training_run import run_training
 

@@ -84,6 +84,25 @@ def test_prompts(transformer: Path, tmp_path: Path, include: bool, pooling: str)
         opened(tmp_path).settings.select_prompt("other")
 
 
+@pytest.mark.parametrize("after", [[], ["Normalize"], ["Dense", "Normalize"], ["Normalize", "Dense"]], ids=str)
+@pytest.mark.parametrize("size", [1, 5, 100])
+def test_truncated_vectors(transformer: Path, tmp_path: Path, after: list[str], size: int) -> None:
+    pytest.importorskip("sentence_transformers", reason="the judge of its own folders")
+    from sentence_transformers.base.modules.dense import Dense
+    from sentence_transformers.base.modules.normalize import Normalize
+
+    modules = [Dense(24, 16) if name == "Dense" else Normalize() for name in after]
+    build(transformer, tmp_path, modules, truncate_dim=size)
+    settings = json.loads((tmp_path / "config_sentence_transformers.json").read_text())
+    (tmp_path / "config_sentence_transformers.json").write_text(json.dumps({**settings, "truncate_dim": size}))
+    import sentence_transformers
+
+    reference = sentence_transformers.SentenceTransformer(str(tmp_path), device="cpu", truncate_dim=size)
+    assert_same(reference, tmp_path)
+    lengths = np.linalg.norm(opened(tmp_path, normalize=True).embed_texts(TEXTS), axis=1)
+    np.testing.assert_allclose(lengths, 1, atol=1e-6)
+
+
 def test_long_texts_keep_the_last_special_token(transformer: Path, tmp_path: Path) -> None:
     assert_same(build(transformer, tmp_path, pooling="lasttoken", max_seq_length=6), tmp_path)
 

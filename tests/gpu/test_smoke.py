@@ -13,7 +13,7 @@ import torch
 from mega_ckpt.store import Checkpoint, latest_checkpoint
 from mega_data.token_files.indexed_writer import IndexedWriter
 from mega_trainer.config.run_config import RunConfig
-from mega_trainer.distributed.rank_info import RankInfo
+from mega_trainer.distributed.process_groups import RankInfo
 from mega_trainer.kernels import gemm_accumulation
 from mega_trainer.kernels.grouped_gemm import GroupedRows
 from mega_trainer.kernels.torch_kernels import TorchKernels

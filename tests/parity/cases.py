@@ -243,6 +243,7 @@ class Case:
         steps: to train.
         lora: the section of that name.
         freeze: patterns of what is not trained.
+        compiled: leaf functions are compiled.
     """
 
     name: str
@@ -268,6 +269,7 @@ class Case:
     offload: Mapping[str, Any] = field(default_factory=dict)
     lora: Mapping[str, Any] | None = None
     freeze: Sequence[str] = ()
+    compiled: bool = False
 
     @cached_property
     def raw(self) -> dict[str, Any]:
@@ -290,6 +292,7 @@ class Case:
             "precision": self.precision,
             "fp8": dict(self.fp8),
             "debug": dict(self.debug),
+            "compile": self.compiled,
         }  # fmt: skip
 
     @property

@@ -23,19 +23,19 @@ from mega_data.images.image_pixels import compute_native_size, list_placeholder_
 from mega_data.kinds.dataset_kind import SampleImages
 from mega_trainer.config.parallel_layout import ParallelLayout
 from mega_trainer.config.run_config import RunConfig
-from mega_trainer.data import token_counts
 from mega_trainer.data.micro_batch import split_micro_batches
 from mega_trainer.distributed.comm import CommLog
-from mega_trainer.distributed.process_groups import ParallelGroups, ProcessGroupCache, build_parallel_groups
-from mega_trainer.distributed.rank_info import RankInfo
+from mega_trainer.distributed.process_groups import ParallelGroups, ProcessGroupCache, RankInfo, build_parallel_groups
 from mega_trainer.job.step_result import StepResult
 from mega_trainer.model.weight_init import initialize_weights
+from mega_trainer.objectives import training_objective
 from mega_trainer.optim.sharded_optimizer import ShardedOptimizer
 from mega_trainer.pipeline.executor import PipelineExecutor
 from mega_trainer.run import build_components, training_run
 from mega_trainer.run.train_state import TrainState
 from mega_trainer.run.train_step import train_step
 
+CPU = torch.device("cpu")
 FLOOR = 1e-4  # a tensor smaller than this share of the largest of its kind is measured against that one
 Held = Mapping[str, ShardedTensor]
 # The batch of a step: configuration, number of the step, data rank, data ranks, whether attention is closed.
@@ -72,6 +72,7 @@ class Trainer:
     optimizer: ShardedOptimizer
     state: TrainState
     batches: Batches
+    device: torch.device = CPU
 
     @classmethod
     def make(
@@ -81,25 +82,26 @@ class Trainer:
         maker: ProcessGroupCache | None = None,
         log: CommLog | None = None,
         batches: Batches | None = None,
+        device: torch.device = CPU,
     ) -> Trainer:
         """This rank's trainer. A collective call among the ranks of the case."""
         config = RunConfig.parse(case.raw, source=str(case))
         groups = build_components.connect_parallel_groups(config, RankInfo(rank, case.ranks), maker, log)
         dtype = torch.float64 if case.wide else build_components.compute_dtype(config)
         with mock.patch.object(build_components, "compute_dtype", return_value=dtype):
-            state, executor = training_run.assemble_training(config, groups, torch.device("cpu"))
+            state, executor = training_run.assemble_training(config, groups, device)
         for stage in state.stages.values():
             initialize_weights(stage, config.train.seed)
         state.optimizer.load_main_from_model()
-        return cls(case, config, groups, executor, state.optimizer, state, batches or synthetic)
+        return cls(case, config, groups, executor, state.optimizer, state, batches or synthetic, device)
 
     def step(self, number: int | None = None) -> StepResult:
         """Train on the batch of the step at hand, or of another."""
         number = self.state.step if number is None else number
         batch = self.batches(self.config, number, self.groups.dp.rank, self.groups.dp.size, self.case.closed)
-        micro = list(split_micro_batches(batch, self.config, torch.device("cpu"), self.groups.cp))
+        micro = list(split_micro_batches(batch, self.config, self.device, self.groups.cp))
         settings = self.config.optimizer
-        tokens = token_counts.count_step_tokens(batch, self.config.model.mtp_layers, self.groups)
+        tokens = training_objective.count_step_tokens(batch, self.config.model.mtp_layers, self.groups)
         result = train_step(
             self.executor, self.optimizer, micro, tokens=tokens,
             lr=1e-2, decoupled_lr=settings.decoupled_lr, clip=settings.clip_grad,

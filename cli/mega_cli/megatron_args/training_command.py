@@ -137,7 +137,8 @@ def _nothing_trained(training: Sequence[WordsAtLine], script: ScriptResult) -> C
     ]
     if not training:
         return ConfigError(
-            "the launch script has no training command" + "".join(f"; {sentence}" for sentence in unread),
+            "the launch script has no training command of Megatron-LM"
+            + "".join(f"; {sentence}" for sentence in unread),
             hint="give a script with a command such as `torchrun ... pretrain_gpt.py --num-layers ...`, or a file with its arguments",
         )
     command, at = training[0]

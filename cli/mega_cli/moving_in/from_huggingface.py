@@ -199,6 +199,9 @@ def translate_hf_args(path: Path, ranks: int | None = None) -> ScriptTranslation
     ranks = read_world_size(given, ranks, split)
     _set_batch(given, dialect, count_data_ranks(given, ranks, split))
     given.copy_settings(SAME)
+    clips_by_default = dialect.program not in ("transformers", "TRL") or not given.has_key("max_grad_norm")
+    if not clips_by_default and given.current_value("optimizer.clip_grad") is None:
+        given.set_key("optimizer.clip_grad", 0, "max_grad_norm: null does not clip")
     if not given.has_key(*SAME["data.seq_length"].split()):
         given.set_key("data.seq_length", dialect.seq_length, f"{dialect.program}'s default")
     set_hf_schedule(given, dialect, _set_learning_rate(given, dialect, objective), _set_length(given, dialect))

@@ -161,7 +161,10 @@ def _open_input(source: str | Location, to: str, options: ConvertOptions) -> Wei
         return load_with_adapter(options.adapter, source)
     weights = open_weight_source(source, settings=options.settings, averaged=options.averaged)
     if to == "peft" and not isinstance(weights, AdaptedWeightSource):
-        raise CheckpointError(f"{source}: --to peft requires a checkpoint with an adapter", hint="convert it --to hf")
+        raise CheckpointError(
+            f"{source}: --to peft requires a LoRA adapter, but this checkpoint has the weights of a whole model",
+            hint="use --to hf, or give a run that was trained with `lora`",
+        )
     if options.tokens:
         return add_tokens(weights, options.tokens, options.vocab_size)
     return weights if options.vocab_size is None else ExtendedVocabularySource(weights, options.vocab_size)

@@ -108,16 +108,22 @@ def _non_model_groups(checkpoint: Checkpoint) -> set[str]:
 def _normalize_weights(count: int, weights: Sequence[float] | None) -> list[float]:
     """Return the weight of each source in the mean; the weights sum to 1."""
     if count < 2:
-        raise ConfigError("an average requires two or more checkpoints")
+        raise ConfigError(
+            f"an average requires at least two checkpoints, found {count}",
+            hint="give each by its folder, e.g. runs/a/checkpoints/step-00000100 runs/a/checkpoints/step-00000200",
+        )
     weights = [1.0] * count if weights is None else weights
     if len(weights) != count:
         raise ConfigError(
-            f"the number of weights must be that of checkpoints, {count}, not {len(weights)}",
-            hint="give one number per checkpoint",
+            f"--weights must have one number for each of the {count} checkpoints, found {len(weights)}",
+            hint=f"e.g. --weights {','.join(['1'] * count)}, or leave it out for the plain mean",
         )
     for weight in weights:
         if not (math.isfinite(weight) and weight > 0):
-            raise ConfigError(f"weight {weight} must be a positive number")
+            raise ConfigError(
+                f"--weights must be positive numbers, found {weight:g}",
+                hint="leave out checkpoints that should not count",
+            )
     return [weight / math.fsum(weights) for weight in weights]
 
 

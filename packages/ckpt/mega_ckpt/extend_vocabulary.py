@@ -41,7 +41,10 @@ class ExtendedVocabularySource(DerivedWeightSource):
     ) -> None:
         old_size = base.model.vocab_size
         if size < old_size:
-            raise CheckpointError(f"the vocabulary size must be at least that of the model, {old_size}, not {size}")
+            raise CheckpointError(
+                f"--vocab-size must be at least {old_size}, the vocabulary size of the model, found {size}",
+                hint="rows of the embedding can be added, not removed",
+            )
         super().__init__(base, base.model.model_copy(update={"vocab_size": size}))
         self._old, self._files = old_size if first is None else first, files or {}
         self._mean = cache(self._compute_mean_row)

@@ -29,7 +29,7 @@ from mega_common.lora_config import LoraConfig, is_adapter_tensor
 from mega_common.model_config import ModelConfig
 from mega_common.object_store import parse_location
 
-AVERAGES_HINT = "give a run with train.ema, which keeps averages of the weights"
+AVERAGES_HINT = "use the weights themselves (leave out --ema), or give a run that was trained with train.ema"
 # Files of a tokenizer and its chat template, which PEFT users save with an adapter.
 ADAPTER_TOKENIZER_FILES: tuple[str, ...] = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model",
@@ -119,7 +119,9 @@ def averaged_weights(checkpoint: Checkpoint) -> frozenset[str]:
     """
     names = frozenset(key.removeprefix(AVERAGE) for key in checkpoint.tensor_keys(AVERAGE))
     if not names:
-        raise CheckpointError(f"{checkpoint.folder}: averages of the weights are missing", hint=AVERAGES_HINT)
+        raise CheckpointError(
+            f"{checkpoint.folder}: has no exponential moving average (EMA) of the weights", hint=AVERAGES_HINT
+        )
     return names
 
 

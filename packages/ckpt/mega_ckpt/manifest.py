@@ -173,10 +173,7 @@ class Manifest(StrictConfig):
                 raise CheckpointError(f"{path}: must have at most {MAX_MANIFEST_BYTES} bytes")
             return cls.decode_json(path.read_bytes(), path)
         except FileNotFoundError:
-            raise NoCheckpointError(
-                f"{folder}: not a mega checkpoint: {MANIFEST} is missing",
-                hint="give a folder such as checkpoints/step-00000100",
-            ) from None
+            raise _missing_manifest_error(folder) from None
         except NotADirectoryError:
             raise NoCheckpointError(
                 f"{folder}: must be the folder of a mega checkpoint, not a file",
@@ -184,6 +181,19 @@ class Manifest(StrictConfig):
             ) from None
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
+
+
+def _missing_manifest_error(folder: Location) -> NoCheckpointError:
+    """Return the error for a path without a manifest, with a hint by what is there instead."""
+    if not folder.exists():
+        return NoCheckpointError(
+            f"{folder}: no such folder",
+            hint="give a folder such as runs/a/checkpoints/step-00000100, or the run's folder",
+        )
+    hint = "give a folder such as checkpoints/step-00000100"
+    if (folder / "config.json").is_file():
+        hint = f"it looks like a HuggingFace folder; convert it: mega ckpt convert {folder} OUTPUT --to mega"
+    return NoCheckpointError(f"{folder}: not a mega checkpoint: {MANIFEST} is missing", hint=hint)
 
 
 def make_manifest(

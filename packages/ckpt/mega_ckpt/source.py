@@ -172,7 +172,7 @@ def open_weight_source(
             return _open_with_named_base(found, checkpoint.trainer_state.get("base", {}).get("path"), averaged=averaged)
         return MegaWeightSource(checkpoint, averaged=averaged)
     if averaged:
-        raise CheckpointError(f"{folder}: averages of the weights are missing", hint=AVERAGES_HINT)
+        raise CheckpointError(f"{folder}: has no exponential moving average (EMA) of the weights", hint=AVERAGES_HINT)
     is_run = any((folder / name).exists() for name in ("checkpoints", "run.yaml"))
     if is_run and not (folder / CONFIG).exists():
         raise CheckpointError(f"{folder}: the run has no complete checkpoint", hint="train to its first checkpoint")
@@ -220,10 +220,12 @@ def load_with_adapter(path: str | Location, base: str | Location, *, averaged: b
     if (folder / PEFT_CONFIG).is_file():
         return AdaptedWeightSource(base_source, read_peft_adapter(folder, base_source))
     found = _find_checkpoint(folder)
+    if not folder.exists():
+        raise CheckpointError(f"{folder}: no such folder", hint="give the folder of an adapter, or a run with `lora`")
     if found is None or not is_adapter_checkpoint(checkpoint := Checkpoint.open_folder(found)):
         inside = [path.parent.name for path in folder.glob(f"*/{PEFT_CONFIG}")] if isinstance(folder, Path) else []
         raise CheckpointError(
-            f"{folder}: must be an adapter",
+            f"{folder}: must be an adapter, found neither {PEFT_CONFIG} nor a checkpoint of an adapter",
             hint=f"give one of the adapters inside: {', '.join(sorted(inside))}"
             if inside
             else f"give a run with `lora`, or a folder with {PEFT_CONFIG}",

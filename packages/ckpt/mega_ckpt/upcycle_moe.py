@@ -89,8 +89,10 @@ def upcycled_config(
     moe = {
         "num_experts": experts, "top_k": top_k, "ffn_hidden_size": width, "scaling": float(slices), "aux_loss": aux_loss
     }  # fmt: skip
-    MoeConfig.parse(moe, source="upcycling")
-    return ModelConfig.parse({**dense.model_dump(exclude_unset=True), "moe": moe}, source="upcycling")
+    MoeConfig.parse(moe, source="--experts, --top-k, --expert-ffn")
+    return ModelConfig.parse(
+        {**dense.model_dump(exclude_unset=True), "moe": moe}, source="--experts, --top-k, --expert-ffn"
+    )
 
 
 class UpcycledSource(DerivedWeightSource):

@@ -17,6 +17,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import IO, Any
 
+from mega_common.bounded_parsing import explain_read_error
 from mega_common.errors import ConfigError, MegaError
 from mega_common.progress_logging import logger
 
@@ -67,7 +68,7 @@ def describe_disk_error(error: OSError, full: str = HINT) -> tuple[str, str | No
     else None.
     """
     hint = full if convert_full_disk_error(error) else None
-    return f"{error.filename2 or error.filename}: {error.strerror or error}", hint
+    return f"{error.filename2 or error.filename}: {explain_read_error(error)}", hint
 
 
 def _is_disk_full(error: BaseException) -> bool:

@@ -136,11 +136,21 @@ def parse_yaml_text(text: str, source: str, loader: type[BoundedYamlLoader] = St
     try:
         return yaml.load(text, loader)  # noqa: S506 - a SafeLoader
     except yaml.YAMLError as error:
-        raise ConfigError(f"{source}: is not valid YAML: {error}") from None
+        raise ConfigError(f"{source}: is not valid YAML: {_explain_yaml_error(error)}") from None
     except ConfigError as error:
         raise ConfigError(f"{source}: {error.message}") from None
     except TAG_ERRORS as error:
         raise ConfigError(f"{source}: has a value that does not match its YAML tag ({error})") from None
+
+
+def _explain_yaml_error(error: yaml.YAMLError) -> str:
+    """Return the problem of a YAML error in one line, with the line and column where it is."""
+    if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
+        return str(error)
+    mark, context = error.problem_mark, f" {error.context}" if error.context else ""
+    return f"line {mark.line + 1}, column {mark.column + 1}:{context}: {error.problem}".replace("::", ":").replace(
+        "'<stream end>'", "the end of the file"
+    )
 
 
 def check_yaml_limits(path: Path) -> None:
@@ -155,7 +165,7 @@ def check_yaml_limits(path: Path) -> None:
         for _ in yaml.compose_all(text, BoundedYamlLoader):
             pass
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: is not valid YAML: {error}") from None
+        raise ConfigError(f"{path}: is not valid YAML: {_explain_yaml_error(error)}") from None
     except ConfigError as error:
         raise ConfigError(f"{path}: {error.message}") from None
 
@@ -183,6 +193,12 @@ def explain_read_error(error: Exception) -> str:
         return "a folder is required, and a part of the path is a file"
     if isinstance(error, UnicodeDecodeError):
         return f"it is not UTF-8 text, see byte {error.start}"
+    if isinstance(error, json.JSONDecodeError):
+        return f"it is not JSON, see line {error.lineno}, column {error.colno}: {error.msg}"
+    if isinstance(error, FileExistsError):
+        return "a folder is required here, and it is a file"
+    if isinstance(error, FileNotFoundError):
+        return "no such file or folder"
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 

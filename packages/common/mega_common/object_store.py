@@ -17,6 +17,7 @@ from typing import IO, Any, NamedTuple
 
 import fsspec
 
+from mega_common.bounded_parsing import explain_read_error
 from mega_common.errors import ConfigError, MegaError, MissingPackageError
 
 _URL = re.compile(r"(?P<protocol>[a-z][a-z0-9+.-]*)://(?P<path>.+)")
@@ -251,7 +252,7 @@ def translate_store_errors(path: RemotePath, *, writing: bool = False) -> Iterat
             raise FileNotFoundError(errno.ENOENT, "no such object", str(path)) from error
         first = next(iter(str(error).strip().splitlines()), "")
         raise ObjectStoreError(
-            f"{path}: {type(error).__name__}: {first}".removesuffix(": "),
+            f"{path}: cannot be accessed ({explain_read_error(error) if isinstance(error, OSError) else first or error!r})",
             hint="check the URL, the endpoint and the credentials of the object store",
         ) from error
 

@@ -7,6 +7,7 @@ one `ConfigError` that lists all problems; before that, `apply_overrides` applie
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,6 +34,19 @@ class ConfigProblem:
     def __str__(self) -> str:
         shown = "" if self.value is None else f" = {self.value!r}"
         return f"{self.path or '(whole file)'}{shown}: {self.rule}" + (f" -> {self.hint}" if self.hint else "")
+
+
+_PYDANTIC_RULES = {
+    r"Input should be a valid integer.*": "must be a whole number",
+    r"Input should be a valid number.*": "must be a number",
+    r"Input should be a finite number": "must be a finite number",
+    r"Input should be a valid boolean.*": "must be true or false",
+    r"Input should be a valid string": "must be a text",
+    r"Input should be a valid (?:list|tuple|set)": "must be a list",
+    r"Input should be a valid (?:dictionary|mapping).*": "must be a section of keys with values",
+    r"Input should be ": "must be ",
+    r"(?:\w+) should have at (least|most) (\d+) (\w+)(?: after validation)?, not .*": r"must have at \1 \2 \3",
+}
 
 
 class StrictConfig(BaseModel):
@@ -142,8 +156,20 @@ def _field_problem(cls: type[StrictConfig], raw: Mapping[str, Any], detail: Mapp
         near = difflib.get_close_matches(location[-1], known, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(sorted(known))}"
         return ConfigProblem(path, "unknown key", hint=hint)
-    rule = str(detail["msg"]).removeprefix("Value error, ")
-    return ConfigProblem(path, rule[:1].lower() + rule[1:], value if not isinstance(value, Mapping) else None)
+    rule, hint = describe_pydantic_rule(str(detail["msg"])), ""
+    if detail["type"] == "literal_error" and isinstance(value, str):
+        near = difflib.get_close_matches(value, re.findall(r"'([^']*)'", rule), n=1)
+        hint = f"did you mean {near[0]!r}?" if near else ""
+    return ConfigProblem(path, rule, value if not isinstance(value, Mapping) else None, hint)
+
+
+def describe_pydantic_rule(message: str) -> str:
+    """Return pydantic's message of a violated rule in the words of the other rules: "must be a whole number"."""
+    message = message.removeprefix("Value error, ")
+    for pattern, rule in _PYDANTIC_RULES.items():
+        if match := re.match(pattern, message):
+            return match.expand(rule) + message[match.end() :]
+    return message[:1].lower() + message[1:]
 
 
 def _document_location(raw: Any, location: Sequence[int | str]) -> list[int | str]:
@@ -174,7 +200,11 @@ def load_yaml_mapping(path: Path) -> dict[str, Any]:
     """
     raw = parse_yaml_text(read_settings_file(path), str(path))
     if not isinstance(raw, dict):
-        raise ConfigError(f"{path}: must have keys with values, not {type(raw).__name__}")
+        found = "no content" if raw is None else "a list" if isinstance(raw, list) else f"the value {raw!r:.60}"
+        raise ConfigError(
+            f"{path}: must have settings as KEY: VALUE, found {found}",
+            hint="write one setting per line, e.g. output: runs/a",
+        )
     return raw
 
 
@@ -191,7 +221,9 @@ def apply_overrides(raw: Mapping[str, Any], overrides: Iterable[str]) -> dict[st
     for override in overrides:
         path, equals, text = override.partition("=")
         if not equals or not path:
-            raise ConfigError(f"--set {override}: must have the form a.b=value")
+            raise ConfigError(
+                f"--set must have the form KEY=VALUE, found {override!r}", hint="e.g. --set train.steps=100"
+            )
         try:
             value = yaml.load(text, StrictYamlLoader)  # noqa: S506 - a SafeLoader
         except yaml.YAMLError:
@@ -218,10 +250,10 @@ def _get_child_section(node: Any, part: str, override: str) -> Any:
     if isinstance(node, dict):
         if not isinstance(node.get(part), dict | list):
             if node.get(part) is not None:
-                raise ConfigError(f"--set {override}: {part!r} is a value, not a section")
+                raise ConfigError(f"--set {override}: {part!r} is a value, not a section with keys")
             node[part] = {}
         return node[part]
-    raise ConfigError(f"--set {override}: no section {part!r}")
+    raise ConfigError(f"--set {override}: {part!r} is not an entry of its list", hint="entries are numbered from 0")
 
 
 def _assign_value(node: Any, part: str, value: object, override: str) -> None:
@@ -230,7 +262,7 @@ def _assign_value(node: Any, part: str, value: object, override: str) -> None:
     elif isinstance(node, dict):
         node[part] = value
     else:
-        raise ConfigError(f"--set {override}: no list entry {part!r}")
+        raise ConfigError(f"--set {override}: {part!r} is not an entry of its list", hint="entries are numbered from 0")
 
 
 def build_json_schema(cls: type[StrictConfig]) -> dict[str, Any]:

@@ -85,7 +85,10 @@ class Tokenizer:
         try:
             self.backend = Backend.from_file(str(self.path))
         except Exception as error:  # noqa: BLE001 - the library raises nothing narrower
-            raise DataError(f"{self.path}: is not supported by the `tokenizers` library ({error})") from None
+            raise DataError(
+                f"{self.path}: must be a tokenizer.json that the `tokenizers` library can read ({error})",
+                hint="give the folder of a model or tokenizer.json itself, or train one with `mega data train-tokenizer`",
+            ) from None
         # The file may have settings of its author; a corpus truncated to 512 tokens would go unnoticed.
         self.backend.no_truncation()
         self.backend.no_padding()
@@ -257,7 +260,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path, *, over
     """
     if vocab_size < 257:
         raise DataError(
-            f"vocab_size = {vocab_size}: must be at least 257 for a byte-level tokenizer (256 bytes and one end token)"
+            f"--vocab-size must be at least 257 (256 bytes and one end token), found {vocab_size}",
+            hint="common sizes are 32000 to 128000, e.g. --vocab-size 32000",
         )
     file = folder / "tokenizer.json"
     if file.exists() and not overwrite:
@@ -275,7 +279,10 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path, *, over
     with ProgressBar("training the tokenizer", unit="bytes") as bar:
         backend.train_from_iterator(_count_characters(texts, bar), trainer)
     if not bar.done:
-        raise DataError("training a tokenizer requires text, and every input is empty")
+        raise DataError(
+            "training a tokenizer requires text, but every document of --input is empty",
+            hint="give other files to --input",
+        )
     if backend.get_vocab_size() < vocab_size:
         logger.warning(
             "the vocabulary has only %d tokens instead of %d: the text is too small",

@@ -59,7 +59,7 @@ class EngineRequest:
         """
         tokens, vocab_size = self.prompt, config.vocab_size
         if not tokens:
-            raise DataError("the prompt has no tokens", hint="give at least one token")
+            raise DataError("the prompt has no tokens", hint="give a prompt with text")
         if not 0 <= min(tokens) <= max(tokens) < vocab_size:
             wrong = next(token for token in tokens if not 0 <= token < vocab_size)
             raise DataError(

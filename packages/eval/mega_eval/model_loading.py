@@ -45,8 +45,7 @@ from mega_trainer.distributed.process_groups import ParallelGroups
 from mega_trainer.model.decoder import Decoder
 from mega_trainer.model.encoder_decoder import select_model_class
 from mega_trainer.model.layer_builder import LayerBuilder
-from mega_trainer.model.lora_adapters import LoraAdapterPool
-from mega_trainer.parallel.lora_layers import AdapterSelection, PerRowAdapters
+from mega_trainer.parallel.lora_layers import AdapterSelection, LoraAdapterPool, PerRowAdapters
 from mega_trainer.parallel.parameter_info import get_parameter_info, non_trainable_buffers
 
 
@@ -325,8 +324,13 @@ def select_device(name: str) -> torch.device:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(
+            f"--device must be auto, cpu, cuda or cuda:N, found {name!r}", hint="use --device auto"
+        ) from None
+    try:
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
-        raise ConfigError(f"device {name!r} cannot be used ({reason})", hint="use auto, cpu, cuda or cuda:N") from None
+        raise ConfigError(f"device {name!r} cannot be used ({reason})", hint="use --device auto or cpu") from None
     return device

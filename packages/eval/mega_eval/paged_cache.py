@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from mega_trainer.kernels.attention_masks import ALL, BandMask
-from mega_trainer.model.kv_cache import AttendFunction, CachedAttention, RecurrenceFunction
+from mega_trainer.model.forward_context import AttendFunction, CachedAttention, RecurrenceFunction
 
 PAGE = 16  # tokens
 

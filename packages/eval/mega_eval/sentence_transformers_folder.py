@@ -1,8 +1,8 @@
 """Folders of sentence-transformers: declared pooling, projection, normalisation, prompts and maximum length.
 
 `modules.json` lists the modules in order, each with a folder of its own: `Transformer`, `Pooling`, then `Dense`,
-`LayerNorm` and `Normalize`. Prompts are in `config_sentence_transformers.json`, the length in `sentence_bert_config.json`
-or in `tokenizer_config.json` (https://sbert.net/docs/sentence_transformer/usage/custom_models.html).
+`LayerNorm` and `Normalize`. Prompts and the width of truncated vectors are in `config_sentence_transformers.json`, the
+length in `sentence_bert_config.json` or in `tokenizer_config.json` (https://sbert.net/docs/sentence_transformer/usage/custom_models.html).
 
 Legend: B texts, D model width, P width of a pooled vector.
 """
@@ -111,11 +111,13 @@ def read_sentence_transformers_folder(folder: Path) -> SentenceTransformersSetti
             layers.append(normalize_vectors)
         elif kind != "Dropout":
             raise CheckpointError(f"{listing}: module {kind} is not supported")
+    config = _read_json(folder / "config_sentence_transformers.json", dict, missing={})
+    if (size := config.get("truncate_dim")) is not None:
+        layers.append(_truncate_vectors(size, folder))
     ends_normalized = bool(layers) and layers[-1] is normalize_vectors
     if ends_normalized:
         layers.pop()  # `SentenceTransformersSettings.normalized` stands for it
     modes, include_prompt = _read_pooling(paths[1] / "config.json")
-    config = _read_json(folder / "config_sentence_transformers.json", dict, missing={})
     max_length, lower_case = _read_text_settings(paths[0])
     return SentenceTransformersSettings(
         paths[0], modes, include_prompt, tuple(layers), ends_normalized,
@@ -210,6 +212,15 @@ def _read_layer_norm(folder: Path) -> Callable[[Tensor], Tensor]:
     tensors = _read_tensors(folder, ("norm.weight", "norm.bias"), ())
     weight, bias = tensors["norm.weight"], tensors["norm.bias"]
     return lambda vectors: nn.functional.layer_norm(vectors, weight.shape, weight, bias)
+
+
+def _truncate_vectors(size: Any, folder: Path) -> Callable[[Tensor], Tensor]:
+    """Return a function that keeps the first `size` elements of vectors."""
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise CheckpointError(
+            f"{folder / 'config_sentence_transformers.json'}: truncate_dim must be a positive integer, found {size!r}"
+        )
+    return lambda vectors: vectors[..., :size]
 
 
 def normalize_vectors(vectors: Tensor) -> Tensor:

@@ -37,8 +37,7 @@ from mega_trainer.data.micro_batch import MicroBatch, split_micro_batches
 from mega_trainer.data.packed_rows import PackedRows
 from mega_trainer.distributed.comm import all_reduce
 from mega_trainer.distributed.device import select_rank_device, to_host
-from mega_trainer.distributed.process_groups import ParallelGroups
-from mega_trainer.distributed.rank_info import RankInfo
+from mega_trainer.distributed.process_groups import ParallelGroups, RankInfo
 from mega_trainer.job.step_result import StepResult
 from mega_trainer.model.weight_init import initialize_weights
 from mega_trainer.parallel.context_parallel import rank_token_indices

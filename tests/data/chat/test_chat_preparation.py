@@ -253,11 +253,11 @@ SPELLED: list[tuple[dict[str, Any], set[str]]] = [
 ]
 
 
-@pytest.mark.parametrize(("record", "tokens"), SPELLED, ids=str)
+@pytest.mark.parametrize(("record", "tokens"), SPELLED)
 def test_special_tokens_that_a_conversation_spells_are_counted(
     record: dict[str, Any], tokens: set[str], tmp_path: Path, tokenizer: Path
 ) -> None:
-    info = made(tmp_path, tokenizer, [record, {"prompt": "Hi", "response": "Hello"}])
+    info = preprocess_records(tmp_path, tokenizer, [record, {"prompt": "Hi", "response": "Hello"}])
     assert info.chat is not None
     spelled = {note: count for note, count in info.chat.notes.items() if "spell the special token" in note}
     assert spelled == {

@@ -26,11 +26,11 @@ READ = """
 import json, resource, sys
 resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[3]),) * 2)
 from pathlib import Path
-from mega_data.reading import documents as records, json_readers, parquet_reader, source_readers
+from mega_data.reading import documents as records, record_readers, source_readers
 from mega_data.reading.documents import RejectedItem
-for module in (records, json_readers, parquet_reader, source_readers):
+for module in (records, record_readers, source_readers):
     module.MAX_RECORD_BYTES, module.MAX_TEXT_BYTES = 4 << 20, 16 << 20
-parquet_reader.MAX_GROUP_BYTES = 64 << 20
+record_readers.MAX_GROUP_BYTES = 64 << 20
 from mega_data.reading.source_readers import read_documents
 from mega_data.reading.corpus_sources import find_corpus_sources
 bad, documents, advanced = [], 0, []

@@ -154,7 +154,7 @@ def test_inputs_that_are_not_there(tmp_path: Path) -> None:
         find_corpus_sources([tmp_path / "a.jsonl"])
     with pytest.raises(DataError, match=r"\*.jsonl: no file matches"):
         find_corpus_sources([f"{tmp_path}/*.jsonl"])
-    with pytest.raises(DataError, match="no files in this folder"):
+    with pytest.raises(DataError, match="no files to read in this folder"):
         find_corpus_sources([tmp_path])
 
 

@@ -26,7 +26,7 @@ from mega_trainer.data.micro_batch import split_micro_batches
 from mega_trainer.distributed.process_groups import ProcessGroupCache, build_parallel_groups
 from mega_trainer.objectives.training_objective import TrainingObjective
 from mega_trainer.parallel.fsdp import slice_piece_rows
-from mega_trainer.run.validation import evaluate_losses
+from mega_trainer.run.train_step import evaluate_losses
 
 MODEL = {
     "num_layers": 2, "hidden_size": 16, "ffn_hidden_size": 24, "num_attention_heads": 4, "num_kv_heads": 2,

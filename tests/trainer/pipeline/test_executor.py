@@ -22,7 +22,7 @@ from mega_trainer.model.activation_checkpointing import RecomputePolicy
 from mega_trainer.model.decoder import Decoder, StageLayers
 from mega_trainer.model.layer_builder import LayerBuilder
 from mega_trainer.model.weight_init import initialize_weights
-from mega_trainer.parallel.deferred_wgrad import DeferredWgradQueue
+from mega_trainer.parallel.parallel_linear import DeferredWgradQueue
 from mega_trainer.parallel.parameter_info import get_parameter_info
 from mega_trainer.pipeline.executor import IN_FLIGHT, PipelineExecutor
 from mega_trainer.pipeline.layer_partition import split_stage_layers

@@ -69,6 +69,9 @@ def check_peft_options(config: Mapping[str, Any], where: object) -> None:
         supported = key in _APPLIED or key in _WITHOUT_EFFECT
         if not supported and value is not None and value is not False and value not in ({}, [], ""):
             raise CheckpointError(f"{where}: {key} = {value!r} is not supported", hint=_MERGE)
+    for key, alpha in (("lora_alpha", config.get("lora_alpha", 8)), *(config.get("alpha_pattern") or {}).items()):
+        if not isinstance(alpha, int | float) or not 0 < alpha < math.inf:
+            raise CheckpointError(f"{where}: the alpha {key} = {alpha!r} must be a positive number", hint=_MERGE)
     if config.get("bias") not in _BIASES:
         raise CheckpointError(f"{where}: bias = {config['bias']!r} is not supported", hint=_MERGE)
     init = config.get("init_lora_weights")
@@ -81,9 +84,11 @@ def check_peft_options(config: Mapping[str, Any], where: object) -> None:
 
 def alpha_of_module(config: Mapping[str, Any], module: str) -> float:
     """Return the LoRA alpha of a module, by its name in transformers: from the first pattern in `alpha_pattern` that
-    matches, else `lora_alpha`.
+    matches, else `lora_alpha`. For a weight in `target_parameters`, PEFT matches the name of the parameter.
     """
-    patterns = config.get("alpha_pattern") or {}
+    patterns, parameter = config.get("alpha_pattern") or {}, f"{module}.weight"
+    if any(f".{parameter}".endswith(f".{target}") for target in config.get("target_parameters") or ()):
+        module = parameter
     own = (value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module))
     return float(next(own, config.get("lora_alpha", 8)))
 

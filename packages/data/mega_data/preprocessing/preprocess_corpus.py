@@ -36,7 +36,7 @@ from mega_data.preprocessing.sharding import (
 )
 from mega_data.preprocessing.text_batches import ResumableReader, build_text_batches
 from mega_data.preprocessing.text_encoder import EncoderChoice, EncoderMismatch, choose_text_encoder
-from mega_data.reading.corpus_sources import WHOLE, CorpusSource, SkippedFiles, find_corpus_sources
+from mega_data.reading.corpus_sources import WHOLE, CorpusSource, SkippedFiles, find_corpus_sources, no_text_error
 from mega_data.reading.decompression import STDIN
 from mega_data.token_files.dataset_commit import finish_commit
 from mega_data.token_files.dataset_info import (
@@ -296,10 +296,8 @@ class PreprocessJob:
             if shard is not None:
                 output.shard = shard.model_copy(update={"lines": reading.lines})
             elif not done.documents:
-                raise DataError(
-                    f"{sources[0].name}: no document with text in {len(sources)} file(s)",
-                    hint=f"{done.bad} bad lines, {done.empty} empty documents, {done.left_out} binary files",
-                )
+                counts = f"{done.bad} bad lines, {done.empty} empty documents and {done.left_out} binary files"
+                raise no_text_error(sources, counts)
         reading.log_summary()
         _log_result(output.info, output, tokenizer)
         return output.info

@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mega_common.atomic_files import write_json_atomically
-from mega_common.errors import ConfigError, DataError, MegaError, MissingPackageError
-from mega_data.reading.corpus_sources import CorpusSource, FileFormat, detect_format
+from mega_common.errors import ConfigError, MegaError, MissingPackageError
+from mega_data.reading.corpus_sources import CorpusSource, FileFormat, detect_format, no_text_error
 from mega_data.reading.decompression import is_uncompressed, open_decompressed, peek_first_bytes
 from mega_data.token_files.dataset_commit import finish_commit
 from mega_data.token_files.dataset_info import DatasetInfo, get_quarantine_path, list_dataset_files, read_dataset_info
@@ -54,9 +54,10 @@ class InputShard:
         """
         match = re.fullmatch(r"(\d+)/(\d+)", text)
         if match is None or not 1 <= int(match[1]) <= int(match[2]):
+            count = int(match[2]) if match and int(match[2]) else 8
             raise ConfigError(
-                f"--shard must be NUMBER/COUNT with 1 <= NUMBER <= COUNT, not {text}",
-                hint="for eight shards pass --shard 1/8 to --shard 8/8",
+                f"--shard must be I/N, part I of N with I from 1 to N, found {text}",
+                hint=f"for {count} jobs, pass --shard 1/{count} to the first and --shard {count}/{count} to the last",
             )
         return cls(int(match[1]), int(match[2]))
 
@@ -159,7 +160,7 @@ def join_shards(
         return None
     infos = [info for prefix in prefixes if (info := read_dataset_info(prefix))]
     if not sum(info.documents for info in infos):
-        raise DataError(f"{sources[0].name}: no document with text in {len(sources)} file(s)")
+        raise no_text_error(sources, "all documents of all parts are empty or were rejected")
     with IndexedWriter(whole, infos[0].dtype, wait=True, masked=infos[0].chat is not None) as writer:
         if not all(get_idx_path(prefix).exists() for prefix in prefixes):  # another process has joined them meanwhile
             writer.abort()

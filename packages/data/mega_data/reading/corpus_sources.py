@@ -124,6 +124,15 @@ def find_corpus_sources(
     return [source for item in inputs for source in _expand_input(str(item), json_key, skipped_files)]
 
 
+def no_text_error(sources: Sequence[CorpusSource], found: str) -> DataError:
+    """Return the error for inputs without a document that has text; `found` counts what they have instead."""
+    more = f" and {len(sources) - 1} more" if len(sources) > 1 else ""
+    return DataError(
+        f"{sources[0].name}{more}: no document with text ({found})",
+        hint="check that --input names the right files, and --json-key the key or column of their text",
+    )
+
+
 def _expand_input(item: str, key: str, skipped_files: SkippedFiles) -> list[CorpusSource]:
     if item == STDIN:
         return [CorpusSource(STDIN, None)]
@@ -141,7 +150,7 @@ def _expand_input(item: str, key: str, skipped_files: SkippedFiles) -> list[Corp
         return _expand_glob(item, key, skipped_files)
     raise DataError(
         f"{item}: no such file or folder",
-        hint="write hf:NAME[:CONFIG][@SPLIT] for a data set of the HuggingFace Hub",
+        hint="check the path; a data set of the HuggingFace Hub is written hf:NAME[:CONFIG][@SPLIT]",
     )
 
 
@@ -174,7 +183,9 @@ def _describe_object(name: str, stamp: Stamp, key: str, found: bool) -> CorpusSo
 def _expand_glob(pattern: str, key: str, skipped_files: SkippedFiles) -> list[CorpusSource]:
     paths = [Path(name) for name in sorted(glob.glob(pattern, recursive=True))]
     if not paths:
-        raise DataError(f"{pattern}: no file matches")
+        raise DataError(
+            f"{pattern}: no file matches", hint="check the folder and the file name extension of the pattern"
+        )
     # With `**` a folder matches in addition to the files in it.
     folders = [] if "**" in pattern else [path for path in paths if path.is_dir()]
     files = set(_drop_links([path for path in paths if path.is_file()], skipped_files))
@@ -226,7 +237,10 @@ def _list_folder(folder: Path, key: str, skipped_files: SkippedFiles) -> list[Co
     sources = [_describe_folder_file(path, key) for path in paths if path not in outputs]
     sources = _without_companions(_select_training_split(sources, folder, skipped_files), skipped_files)
     if not sources:
-        raise DataError(f"{folder}: no files in this folder")
+        raise DataError(
+            f"{folder}: no files to read in this folder",
+            hint="give a folder with files of text, JSON lines, CSV or Parquet; hidden files and READMEs are not read",
+        )
     return sources
 
 

@@ -28,7 +28,7 @@ class Fp8Config(StrictConfig):
     recipe: Literal["tensorwise", "rowwise", "blockwise", "mxfp8", "delayed"] = Field(
         "tensorwise",
         description="granularity of scales: tensors, rows, blocks of 1x128 and of weights 128x128 (Hopper), or 1x32 "
-        "(Blackwell); delayed: tensors, by the maxima of earlier steps",
+        "(Blackwell); delayed (scales from earlier steps, as in Transformer Engine) is not supported",
     )
     format: Literal["e4m3", "hybrid"] | None = Field(
         None,
@@ -40,6 +40,12 @@ class Fp8Config(StrictConfig):
     )
     bf16_first: NonNegativeInt = Field(0, description="number of first layers that stay in bf16")
     bf16_last: NonNegativeInt = Field(0, description="number of last layers that stay in bf16")
+
+    def problems(self) -> Iterator[ConfigProblem]:
+        """Yield the recipe that is known by name only."""
+        if self.recipe not in MULTIPLES:
+            rule = "is not supported: scales are computed from the current tensors, not from a history of earlier steps"
+            yield ConfigProblem("recipe", rule, self.recipe, OTHER_RECIPE)
 
     @property
     def uses_e5m2_gradients(self) -> bool:
@@ -67,8 +73,7 @@ def find_fp8_problems(
         rule = "is not supported for experts with precision = fp8"
         yield ConfigProblem("kernels.linear", rule, "te", "set kernels.linear=torch")
     if fp8.recipe not in MULTIPLES:
-        yield ConfigProblem("fp8.recipe", "is not supported: it needs a history of scales", fp8.recipe, OTHER_RECIPE)
-        return
+        return  # a problem of the section itself
     if linear == "te" and fp8.recipe == "rowwise":
         hint = f"{OTHER_RECIPE}, or set kernels.linear=torch"
         yield ConfigProblem("fp8.recipe", "is not supported with kernels.linear = te", "rowwise", hint)

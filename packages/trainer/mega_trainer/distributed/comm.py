@@ -8,6 +8,7 @@ for tests that compare bits: gloo does not reduce in rank order with four or mor
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Protocol
@@ -324,3 +325,22 @@ def _sum_in_order(parts: Sequence[Tensor]) -> Tensor:
     for part in parts[1:]:
         total += part
     return total
+
+
+# gloo raises a plain RuntimeError
+_LOST = re.compile(
+    r"connection (was )?(closed|reset|refused)|broken pipe|timed out waiting|\[?gloo|socket", re.IGNORECASE
+)
+_SOURCE_LINE = re.compile(r"^\[\S+:\d+\] ")
+
+
+def is_lost_connection(error: RuntimeError) -> bool:
+    """Return whether torch raised `error` because another rank, or the job's key-value store, does not answer."""
+    return isinstance(error, dist.DistError) or _LOST.search(str(error)) is not None
+
+
+def connection_error_reason(error: RuntimeError) -> str:
+    """Return the first sentence of a torch error's message, without the source location and the stack that torch
+    appends.
+    """
+    return _SOURCE_LINE.sub("", str(error)).strip().splitlines()[0].split(". ")[0]

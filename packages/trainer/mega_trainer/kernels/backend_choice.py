@@ -22,6 +22,7 @@ RECURRENT = {
     "scan": ("mamba_ssm", "mamba-ssm"),
     "delta": ("fla", "fla-core"),
 }
+NARROWEST_FLEX_HEAD = 16  # of the kernels that torch generates
 CONV_TAPS = range(2, 5)  # supported by causal-conv1d
 CUDNN_UNEVEN = 91100  # oldest cuDNN that supports different head sizes of keys and values, forward and backward
 
@@ -39,6 +40,7 @@ class BackendFacts:
         softcap: attention scores are soft-capped.
         biased: attention scores have a relative position bias.
         taps: taps of the model's short convolutions.
+        compiler_problem: the requirement of torch.compile that is missing on this machine, if any.
     """
 
     installed: Mapping[str, str]
@@ -49,6 +51,7 @@ class BackendFacts:
     softcap: bool
     biased: bool = False
     taps: frozenset[int] = frozenset()
+    compiler_problem: str | None = None
 
     @property
     def gpu_problem(self) -> str | None:
@@ -63,6 +66,14 @@ class BackendFacts:
         if max(self.head) > WIDEST_HEAD or max(self.head) % 8:
             return f"requires a head size that is a multiple of 8 and at most {WIDEST_HEAD}, not {max(self.head)}"
         return None
+
+    @property
+    def flex_problem(self) -> str | None:
+        """Error message if FlexAttention cannot be compiled here or does not support the run's head size, else None."""
+        if self.gpu_problem or self.compiler_problem:
+            return self.gpu_problem or f"requires {self.compiler_problem}"
+        narrow = min(self.head) < NARROWEST_FLEX_HEAD
+        return f"requires a head size of at least {NARROWEST_FLEX_HEAD}, not {min(self.head)}" if narrow else None
 
     def recurrent_problem(self, kind: str) -> str | None:
         """Return the error message if the library for that part of recurrent mixers (`conv`, `scan` or `delta`) cannot
@@ -135,7 +146,7 @@ def _requested_attention(name: str, facts: BackendFacts) -> tuple[str, str]:
     if facts.biased and name not in ("sdpa", "varlen"):
         problem = "is not supported with a relative position bias; only sdpa and varlen are"
     elif name == "flex":
-        problem = facts.gpu_problem
+        problem = facts.flex_problem
     elif name == "te":
         problem = facts.gpu_problem or facts.flash_head_problem or facts.package_problem("transformer-engine")
     elif name == "flash":
@@ -161,12 +172,20 @@ def _best_attention(facts: BackendFacts) -> tuple[str, str]:
     if not facts.half:
         return "sdpa", "auto: flash attention requires bf16 or fp16"
     if facts.softcap:
-        problem = facts.flash_head_problem or facts.package_problem("flash-attn")
-        return ("flex", f"auto: soft caps; flash-attn {problem}") if problem else ("flash 2", "auto: soft caps")
+        return _best_softcap_attention(facts)
     keys, values = facts.head
     if keys != values and not facts.flash_head_problem and (facts.cudnn or 0) < CUDNN_UNEVEN:
         return "varlen", f"auto: heads of {keys} and {values} are padded; unpadded heads require cuDNN 9.11 or later"
     return "sdpa", "auto: torch's choice; its flash attention for blocks, documents and windows"
+
+
+def _best_softcap_attention(facts: BackendFacts) -> tuple[str, str]:
+    """Return the best attention back end for soft-capped scores: flash-attn 2, FlexAttention, else matrix products."""
+    problem = facts.flash_head_problem or facts.package_problem("flash-attn")
+    if not problem:
+        return "flash 2", "auto: soft caps"
+    because = f"auto: soft caps; flash-attn {problem}"
+    return ("sdpa", f"{because}; flex {facts.flex_problem}") if facts.flex_problem else ("flex", because)
 
 
 def _choose_recurrent(kind: str, name: str, facts: BackendFacts) -> tuple[str, str]:

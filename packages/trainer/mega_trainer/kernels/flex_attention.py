@@ -17,6 +17,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_bloc
 from mega_trainer.kernels.attention_masks import AttentionMaskSpec, BandMask
 from mega_trainer.kernels.flash_attention import FlashAttentionCall
 from mega_trainer.kernels.kernel_interface import ScoreTransform
+from mega_trainer.kernels.leaf_compiler import compile_variant
 
 
 class FlexAttentionKernel:
@@ -27,10 +28,10 @@ class FlexAttentionKernel:
     """
 
     def __init__(self, *, compiled: bool = True) -> None:
-        compile_: Callable[[Any], Any] = torch.compile if compiled else lambda function: function
-        self.attend, self.on_gpu = compile_(flex_attention), compiled
-        make = compile_(create_block_mask)
-        self.mask = lru_cache(8)(lambda *args: make(_make_mask_mod(*args), None, None, *args[:2], device=args[4]))
+        self.compile: Callable[[Any], Any] = compile_variant if compiled else lambda function: function
+        self.on_gpu = compiled
+        self.variants: dict[tuple[object, ...], tuple[Callable[..., Any], Callable[..., Any]]] = {}
+        self.mask = lru_cache(8)(self._make_mask)
 
     def supports_call(self, q: Tensor, v: Tensor, mask: AttentionMaskSpec, how: ScoreTransform) -> bool:
         """Return whether the operands are on the device that the kernel is for; see `FlashKernel.supports_call`."""
@@ -70,18 +71,36 @@ class FlexAttentionKernel:
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, call: FlashAttentionCall) -> tuple[Tensor, Tensor]:
         """Attend: [B, S, H, d], [B, T, K, d] and [B, T, K, e] -> [B, S, H, e] and [B, H, S]."""
-        mask: BlockMask = self.mask(q.shape[1], k.shape[1], call.band, call.cu_seqlens, q.device)
+        mask = self.mask(q.shape[1], k.shape[1], call.band, call.cu_seqlens, q.device)
+        attend, _ = self._compiled(
+            call.band, call.cu_seqlens is None, call.softcap, q.shape[2:], torch.is_grad_enabled()
+        )
         cap = call.softcap
 
         def score_softcap(score: Tensor, *_: Tensor) -> Tensor:
             return score if cap is None else cap * torch.tanh(score / cap)
 
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        y, aux = self.attend(
+        y, aux = attend(
             q, k, v, score_mod=score_softcap, block_mask=mask, scale=call.scale,
             enable_gqa=q.shape[1] != k.shape[1], return_aux=AuxRequest(lse=True),
         )  # fmt: skip
         return y.transpose(1, 2), aux.lse
+
+    def _make_mask(
+        self, queries: int, keys: int, band: BandMask, cu_seqlens: Tensor | None, device: torch.device
+    ) -> BlockMask:
+        _, make = self._compiled(band, cu_seqlens is None)
+        mask: BlockMask = make(
+            _make_mask_mod(queries, keys, band, cu_seqlens, device), None, None, queries, keys, device=device
+        )
+        return mask
+
+    def _compiled(self, *variant: object) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        """Return FlexAttention and its construction of masks, compiled for calls that differ in sizes alone."""
+        if variant not in self.variants:
+            self.variants[variant] = self.compile(flex_attention), self.compile(create_block_mask)
+        return self.variants[variant]
 
 
 def _make_mask_mod(

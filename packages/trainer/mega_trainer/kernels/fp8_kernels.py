@@ -134,7 +134,7 @@ def dequantize_matrix(q: QuantizedMatrix, dtype: torch.dtype) -> Tensor:
 
 def scaled_gemm(a: QuantizedMatrix, b: QuantizedMatrix, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
     """Multiply fp8 matrices a b^T, [M, K] x [N, K] -> [M, N] in `dtype`, summed in fp32, or with `fast` in the less
-    exact accumulator of Hopper's tensor cores.
+    exact accumulator of Hopper's tensor cores, which torch has for scales of tensors and rows only.
 
     On a CPU, block-scaled operands and fp64 outputs are dequantised first.
     """
@@ -145,7 +145,7 @@ def scaled_gemm(a: QuantizedMatrix, b: QuantizedMatrix, dtype: torch.dtype, *, f
     swizzle = SwizzleType.SWIZZLE_32_4_4 if a.kind == MX else SwizzleType.NO_SWIZZLE
     y: Tensor = F.scaled_mm(
         a.values, b.values.t(), _left_scale(a), a.kind, _right_scale(b), b.kind, swizzle, swizzle,
-        output_dtype=dtype, use_fast_accum=fast,
+        output_dtype=dtype, use_fast_accum=fast and not by_block,
     )  # fmt: skip
     return y
 

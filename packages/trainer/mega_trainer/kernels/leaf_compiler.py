@@ -8,7 +8,7 @@ compile under any layout, with experts and with recomputation.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
@@ -19,30 +19,50 @@ from mega_common.errors import ConfigError
 
 P = ParamSpec("P")
 R = TypeVar("R")
+MOST_SHAPES = 32  # compilations of one variant; sizes that change become dynamic, so that far fewer are made
 
 
 class LeafCompiler:
     """Caller of leaf functions (small elementwise functions that torch.compile fuses): eager or, with `compiled`, by
     torch.compile.
 
-    A leaf is compiled once, and again for dynamic shapes at the second number of rows. Compiled and eager results differ
-    only by rounding.
+    A leaf is compiled once for each variant of its arguments, and again for dynamic shapes at the second number of rows.
+    Compiled and eager results differ only by rounding.
     """
 
     def __init__(self, *, compiled: bool = False) -> None:
         self.compiled = compiled
-        self._compiled_leaves: dict[Callable[..., object], Callable[..., Any]] = {}
+        self._compiled_leaves: dict[tuple[object, ...], Callable[..., Any]] = {}
 
     def __call__(self, leaf: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Call `leaf` and return its result; not differentiable."""
         if not self.compiled:
             return leaf(*args, **kwargs)
-        if leaf not in self._compiled_leaves:
-            self._compiled_leaves[leaf] = torch.compile(leaf)
+        variant = (leaf, *map(_argument_variant, args), *map(_argument_variant, kwargs.values()))
+        if variant not in self._compiled_leaves:
+            self._compiled_leaves[variant] = compile_variant(leaf)
         # detached, so that arguments that require a gradient, or are parameters, do not cause recompilation
         plain = [arg.detach() if isinstance(arg, Tensor) else arg for arg in args]
-        result: R = self._compiled_leaves[leaf](*plain, **kwargs)
+        result: R = self._compiled_leaves[variant](*plain, **kwargs)
         return result
+
+
+def compile_variant(function: Callable[P, R]) -> Callable[P, R]:
+    """Return `function` by torch.compile, with compilations and a limit of its own.
+
+    By default torch keeps eight compilations of a function for all its callers, and beyond them runs it uncompiled for the
+    rest of the process, with only a warning.
+    """
+    # torch's type stub does not have these two arguments
+    compile_isolated: Callable[..., Callable[P, R]] = torch.compile
+    return compile_isolated(function, isolate_recompiles=True, recompile_limit=MOST_SHAPES)
+
+
+def _argument_variant(arg: object) -> Hashable:
+    """Return the properties of an argument that generated code depends on, other than the sizes of tensors."""
+    if isinstance(arg, Tensor):
+        return arg.dtype, arg.dim(), arg.is_contiguous()
+    return arg if isinstance(arg, Hashable) else repr(arg)
 
 
 def apply_autograd_function(function: type[Function], *args: Any) -> Any:
@@ -73,14 +93,14 @@ def should_compile(setting: bool | Literal["auto"], device: torch.device) -> boo
     """
     if setting is False or (setting == "auto" and device.type == "cpu"):
         return False
-    problem = _compiler_problem(device)
+    problem = find_compiler_problem(device)
     if problem is not None and setting is True:
         raise ConfigError(f"compile = true requires {problem}", hint="install it, or set compile=false")
     return problem is None
 
 
-def _compiler_problem(device: torch.device) -> str | None:
-    """Return the requirement that is missing to generate code for the device, else None."""
+def find_compiler_problem(device: torch.device) -> str | None:
+    """Return the requirement of torch.compile that is missing to generate code for the device, else None."""
     if device.type == "cpu":
         from torch._inductor.cpp_builder import get_cpp_compiler  # a local import, since it takes a second
         from torch._inductor.exc import InvalidCxxCompiler

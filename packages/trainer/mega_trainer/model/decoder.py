@@ -19,12 +19,9 @@ from mega_common.model_config import ModelConfig
 from mega_trainer.data.batch_images import BatchImages
 from mega_trainer.data.micro_batch import HeadTargets, MicroBatch, MtpTargets, SequenceBounds
 from mega_trainer.distributed.rng import DropoutFactory, SeededDropout
-from mega_trainer.model.activation_checkpointing import RecomputePolicy, SavedActivations
-from mega_trainer.model.activation_offload import ActivationOffload
-from mega_trainer.model.forward_context import AttentionMask, ForwardContext, SequenceMask
-from mega_trainer.model.kv_cache import KVCache
+from mega_trainer.model.activation_checkpointing import ActivationOffload, RecomputePolicy, SavedActivations
+from mega_trainer.model.forward_context import AttentionMask, ForwardContext, KVCache, SequenceMask
 from mega_trainer.model.layer_builder import LayerBuilder
-from mega_trainer.model.multi_token_prediction import MultiTokenPredictor
 from mega_trainer.model.output_heads import OutputHead, OutputProjection
 from mega_trainer.model.relative_position_bias import LinearPositionBias
 from mega_trainer.model.rotary_embedding import RotaryEmbedding, query_scale_by_position
@@ -33,6 +30,39 @@ from mega_trainer.model.vision.vision_encoder import ImageEmbedder
 from mega_trainer.parallel.expert_routing import StepRouting
 from mega_trainer.parallel.tensor_parallel import embed_token_ids, local_sequence_slice
 from mega_trainer.parallel.zero_buffers import ForwardUnit
+
+
+class MultiTokenPredictor(nn.Module):
+    """Multi-token prediction (MTP) layer, which predicts one more token ahead; its number `layer` follows the numbers
+    of the model's layers.
+
+    The k-th layer (arXiv:2412.19437, section 2.2) predicts token i + 1 + k from the previous MTP layer's output for token i (the
+    first: from the model's normalised output) and the embedding of token i + k, with the model's embedding and head:
+
+        h = norm(block(W [enorm(embedding), hnorm(h)]))
+
+    Weights have the names and layout of DeepSeek-V3's checkpoints. Evaluation ignores these layers; generation can use them
+    for speculative decoding. W [D, 2 D] is whole on every tensor rank: under sequence parallelism each rank applies it to its
+    part of the sequence.
+    """
+
+    def __init__(self, build: LayerBuilder, layer: int) -> None:
+        super().__init__()
+        name, width = f"model.layers.{layer}", build.config.hidden_size
+        self.layer, self.linear = layer, build.unsharded_linear
+        self.embedding_norm = build.build_residual_norm(f"{name}.enorm")
+        self.hidden_norm = build.build_residual_norm(f"{name}.hnorm")
+        self.join = build.build_replicated(f"{name}.eh_proj.weight", (width, 2 * width), std=build.config.init_std)
+        self.block = build_transformer_layer(build, layer)
+        self.norm = build.build_residual_norm(f"{name}.shared_head.norm")
+
+    def forward(self, embedded: Tensor, hidden: Tensor, context: ForwardContext) -> Tensor:
+        """Map the embeddings of tokens k positions ahead and the previous layer's hidden states, [B, S or S/T, D], to
+        this layer's hidden states.
+        """
+        joined = torch.cat([self.embedding_norm(embedded), self.hidden_norm(hidden)], -1)
+        y: Tensor = self.norm(self.block(self.linear(joined, self.join), context))
+        return y
 
 
 @dataclass(frozen=True)
@@ -132,9 +162,8 @@ class Decoder(nn.Module):
         self.local_rotary = (
             None if config.local_rope is None else RotaryEmbedding.from_model_config(config, config.local_rope)
         )
-        self._linear_biases: dict[
-            torch.device, LinearPositionBias
-        ] = {}  # not on the device of weights, which may be meta
+        # by device of the tokens: the weights may be on another one while the model is built
+        self._linear_biases: dict[torch.device, LinearPositionBias] = {}
         self.deferred, self.borrows = build.deferred, self.stage.borrows_embedding(config)
         mtp_layers = config.mtp_layers if self.stage.heads else 0
         copied = self.stage.has_embedding_copy(config)

@@ -23,14 +23,14 @@ from torch import Tensor, nn
 from mega_common.model_config import ModelConfig
 from mega_trainer.data.micro_batch import MicroBatch
 from mega_trainer.distributed.rng import DropoutFactory
-from mega_trainer.model.activation_checkpointing import RecomputePolicy
-from mega_trainer.model.activation_offload import ActivationOffload
+from mega_trainer.model.activation_checkpointing import ActivationOffload, RecomputePolicy
+from mega_trainer.model.attention import build_bias_table
 from mega_trainer.model.auxiliary_models import RewardModel
-from mega_trainer.model.cross_attention import CrossAttention, EncoderContext, with_encoder_memory
+from mega_trainer.model.cross_attention import CrossAttention
 from mega_trainer.model.decoder import Decoder, StageLayers
-from mega_trainer.model.forward_context import ForwardContext, SequenceMask
+from mega_trainer.model.forward_context import EncoderContext, ForwardContext, SequenceMask, with_encoder_memory
 from mega_trainer.model.layer_builder import LayerBuilder
-from mega_trainer.model.relative_position_bias import BucketedPositionBias, build_bias_table
+from mega_trainer.model.relative_position_bias import BucketedPositionBias
 from mega_trainer.model.retro import RetroDecoder
 from mega_trainer.parallel.expert_routing import StepRouting
 from mega_trainer.parallel.tensor_parallel import local_sequence_slice

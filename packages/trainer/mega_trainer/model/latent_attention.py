@@ -29,8 +29,7 @@ from torch import Tensor, nn
 from mega_common.model_config import ModelConfig
 from mega_trainer.distributed.rng import SeededDropout
 from mega_trainer.model.attention import AttentionCore
-from mega_trainer.model.forward_context import ForwardContext
-from mega_trainer.model.kv_cache import KVCache
+from mega_trainer.model.forward_context import ForwardContext, KVCache
 from mega_trainer.model.layer_builder import LayerBuilder
 from mega_trainer.model.lora_adapters import build_replicated_adapter
 from mega_trainer.model.norms import Norm

@@ -35,9 +35,14 @@ from mega_ckpt.tensor_pieces import TensorPiece
 from mega_trainer.data.micro_batch import MicroBatch
 from mega_trainer.distributed.device import to_device
 from mega_trainer.distributed.rng import DropoutFactory
-from mega_trainer.model.cross_attention import CrossAttentionChunks, EncoderContext, with_encoder_memory
 from mega_trainer.model.decoder import Decoder
-from mega_trainer.model.forward_context import ForwardContext, SequenceMask
+from mega_trainer.model.forward_context import (
+    CrossAttentionChunks,
+    EncoderContext,
+    ForwardContext,
+    SequenceMask,
+    with_encoder_memory,
+)
 from mega_trainer.model.layer_builder import LayerBuilder
 from mega_trainer.model.transformer_layer import build_transformer_layer
 from mega_trainer.parallel.expert_routing import StepRouting

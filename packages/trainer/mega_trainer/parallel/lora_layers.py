@@ -24,6 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from mega_ckpt.lora_tensors import AdaptedModule
 from mega_trainer.distributed.rng import SeededDropout
 from mega_trainer.kernels.fused_elementwise import upcast_to_fp32
 from mega_trainer.kernels.grouped_gemm import GroupedRows
@@ -192,3 +193,11 @@ class PerRowAdapters(nn.Module):
                     self._factors[name] = adapter.magnitude_factors(weight)
                 y = y.index_copy(0, rows, adapter(x[rows], y[rows], weight, bias, factors=self._factors[name]))
         return y
+
+
+@dataclass(frozen=True)
+class LoraAdapterPool:
+    """Several LoRA adapters, of which each batch row uses one or none; `adapts` are their projections by adapter name."""
+
+    selection: AdapterSelection
+    adapts: Mapping[str, Mapping[str, AdaptedModule]]

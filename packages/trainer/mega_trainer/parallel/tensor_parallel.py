@@ -25,9 +25,8 @@ from mega_trainer.distributed.comm import CommGroup, all_gather, all_reduce, red
 from mega_trainer.distributed.rng import SeededDropout
 from mega_trainer.kernels import gemm_accumulation
 from mega_trainer.kernels.kernel_interface import Kernels
-from mega_trainer.parallel.deferred_wgrad import DeferredWgradQueue
 from mega_trainer.parallel.lora_layers import LoraAdapterLayer, PerRowAdapters
-from mega_trainer.parallel.parallel_linear import SEQUENCE, ParallelLinearFunction
+from mega_trainer.parallel.parallel_linear import SEQUENCE, DeferredWgradQueue, ParallelLinearFunction
 from mega_trainer.parallel.parameter_info import get_main_grad, make_parameter
 
 

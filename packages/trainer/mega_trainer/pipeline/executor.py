@@ -24,8 +24,8 @@ from mega_trainer.distributed.rng import SeededDropout
 from mega_trainer.model.decoder import Decoder
 from mega_trainer.model.forward_context import ForwardContext
 from mega_trainer.parallel.context_parallel import residual_token_ranges
-from mega_trainer.parallel.deferred_wgrad import DeferredWgrad, run_deferred_wgrads
 from mega_trainer.parallel.expert_routing import StepRouting, make_step_routings, sum_expert_loads
+from mega_trainer.parallel.parallel_linear import DeferredWgrad, run_deferred_wgrads
 from mega_trainer.parallel.parameter_info import is_trainable
 from mega_trainer.pipeline.schedules import PipelineOp, PipelineSchedule
 

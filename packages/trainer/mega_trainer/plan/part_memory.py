@@ -42,17 +42,16 @@ from mega_trainer.distributed.process_groups import build_parallel_groups
 from mega_trainer.distributed.rng import SeededDropout
 from mega_trainer.kernels.leaf_compiler import LeafCompiler
 from mega_trainer.model.activation_checkpointing import RecomputedModule, RecomputePolicy
-from mega_trainer.model.cross_attention import with_encoder_memory
 from mega_trainer.model.decoder import Decoder, StageLayers
 from mega_trainer.model.encoder_decoder import EncoderDecoderModel, select_model_class
-from mega_trainer.model.forward_context import ForwardContext
+from mega_trainer.model.forward_context import ForwardContext, with_encoder_memory
 from mega_trainer.model.layer_builder import LayerBuilder
 from mega_trainer.model.retro import NeighborEncodingLayer, RetroDecoder
 from mega_trainer.optim.muon import is_hidden_matrix
 from mega_trainer.parallel.context_parallel import residual_token_ranges
-from mega_trainer.parallel.deferred_wgrad import DeferredWgradQueue
 from mega_trainer.parallel.expert_parallel import AllToAllDispatcher, ExpertDispatcher
 from mega_trainer.parallel.expert_routing import StepRouting
+from mega_trainer.parallel.parallel_linear import DeferredWgradQueue
 from mega_trainer.parallel.parameter_info import freeze_parameters, get_packed_weight, get_parameter_info, is_trainable
 from mega_trainer.plan.meta_counting import (
     BalancedAllToAll,
@@ -164,7 +163,7 @@ class PartMemoryCounter:
         leaves = LeafCompiler() if run.device == "cpu" else FusedLeafCounter(self.live)
         kernels = MetaKernels(leaves) if run.device == "cpu" else MetaKernels(leaves, MetaFusedAttention())
         self.build = LayerBuilder(
-            model, self.groups, kernels, leaves, sp=run.sp, cp_kind=run.cp_kind,
+            model, self.groups, kernels, leaves=leaves, sp=run.sp, cp_kind=run.cp_kind,
             dispatcher=self._make_dispatcher(), dtype=DTYPES.get(run.precision, torch.bfloat16), device=self.device,
             deferred=DeferredWgradQueue() if run.defers_wgrads else None, adapts={} if self.lora is None else adapted_modules(model, self.lora),
             packed=quantized_tensors(model, self.lora, partial(is_trainable_tensor, freeze=run.freeze, lora=self.lora)),

@@ -19,14 +19,13 @@ from mega_trainer.config.fp8_config import check_fp8_device
 from mega_trainer.config.parallel_layout import ParallelLayout
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.distributed.comm import CommLog
-from mega_trainer.distributed.process_groups import ParallelGroups, ProcessGroupCache, build_parallel_groups
-from mega_trainer.distributed.rank_info import RankInfo
+from mega_trainer.distributed.process_groups import ParallelGroups, ProcessGroupCache, RankInfo, build_parallel_groups
 from mega_trainer.kernels.backend_choice import BackendChoice, BackendFacts, choose_backends, installed_kernel_versions
 from mega_trainer.kernels.flash_attention import FlashAttention2, FlashAttention3, FlashKernel, TorchFlashKernel
 from mega_trainer.kernels.flex_attention import FlexAttentionKernel
 from mega_trainer.kernels.fp8_kernels import E4M3, E5M2, Fp8Kernels
 from mega_trainer.kernels.kernel_interface import Kernels
-from mega_trainer.kernels.leaf_compiler import LeafCompiler
+from mega_trainer.kernels.leaf_compiler import LeafCompiler, find_compiler_problem
 from mega_trainer.kernels.nf4_quantizer import Nf4Quantizer
 from mega_trainer.kernels.recurrent_libraries import (
     CausalConvKernel,
@@ -36,20 +35,19 @@ from mega_trainer.kernels.recurrent_libraries import (
 )
 from mega_trainer.kernels.te_kernels import TeAttention, TeLinearKernels
 from mega_trainer.kernels.torch_kernels import TorchKernels
-from mega_trainer.model.activation_checkpointing import RecomputePolicy
-from mega_trainer.model.activation_offload import ActivationOffload
+from mega_trainer.model.activation_checkpointing import ActivationOffload, RecomputePolicy
 from mega_trainer.model.decoder import Decoder, StageLayers
 from mega_trainer.model.encoder_decoder import select_model_class
 from mega_trainer.model.layer_builder import LayerBuilder
 from mega_trainer.optim.adamw import AdamWUpdateRule
-from mega_trainer.optim.loss_scale import LossScale
+from mega_trainer.optim.gradient_clipping import LossScale
 from mega_trainer.optim.muon import MuonUpdateRule, is_hidden_matrix
 from mega_trainer.optim.sharded_optimizer import ShardedOptimizer
 from mega_trainer.parallel.deepep_dispatch import DeepEpDispatcher
-from mega_trainer.parallel.deferred_wgrad import DeferredWgradQueue
 from mega_trainer.parallel.expert_parallel import ExpertDispatcher
 from mega_trainer.parallel.fsdp import FullyShardedStage, fully_shard_stage
 from mega_trainer.parallel.nvshmem_dispatch import NvshmemDispatcher
+from mega_trainer.parallel.parallel_linear import DeferredWgradQueue
 from mega_trainer.parallel.parameter_info import freeze_parameters, is_trainable
 from mega_trainer.parallel.parameter_shards import ShardedStage
 from mega_trainer.parallel.te_dispatch import TransformerEngineDispatcher
@@ -120,6 +118,7 @@ def choose_kernels(config: RunConfig, device: torch.device) -> BackendChoice:
         softcap=model.attention_softcap is not None,
         biased=model.position in ("relative", "alibi"),
         taps=frozenset(recurrence.conv_kernel for recurrence in (model.mamba, model.delta) if recurrence),
+        compiler_problem=find_compiler_problem(device) if gpu else None,
     )
     parts = {"mamba": ("conv", "scan"), "delta": ("conv", "delta")}
     used = {part: getattr(config.kernels, part) for kind in model.heads_by_mixer for part in parts.get(kind, ())}
@@ -148,7 +147,7 @@ def make_layer_builder(
 ) -> LayerBuilder:
     """Return the `LayerBuilder` by which every layer of the run's model is made."""
     return LayerBuilder(
-        config.model, groups, create_kernels(choice, leaves), leaves,
+        config.model, groups, create_kernels(choice, leaves), leaves=leaves,
         sp=config.parallel.sp, cp_kind=config.parallel.cp_kind, dispatcher=build_expert_dispatcher(config, groups, leaves),
         dispatch_bound=config.parallel.dispatch_bound, dtype=compute_dtype(config), device=device,
         adapts={} if config.lora is None else adapted_modules(config.model, config.lora),

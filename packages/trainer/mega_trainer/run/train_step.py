@@ -1,21 +1,22 @@
-"""One optimizer step: forward and backward over the micro-batches, gradient norm, clip, update."""
+"""One optimizer step (forward and backward over the micro-batches, gradient norm, clip, update), and one validation."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from itertools import islice
 
 import torch
 from torch import Tensor
 
+from mega_data.blended_dataset import BlendedDataset
 from mega_trainer.data.micro_batch import MicroBatch
 from mega_trainer.distributed.comm import all_reduce
 from mega_trainer.distributed.device import to_device, to_host
 from mega_trainer.job.step_result import StepResult, StepScalars
 from mega_trainer.model.expert_router import ExpertRouter, update_selection_bias
-from mega_trainer.optim.gradient_clipping import gradient_clip_factor
-from mega_trainer.optim.loss_scale import LossScale
+from mega_trainer.optim.gradient_clipping import LossScale, gradient_clip_factor
 from mega_trainer.optim.sharded_optimizer import ShardedOptimizer
 from mega_trainer.parallel.expert_routing import (
     SUMS,
@@ -25,6 +26,7 @@ from mega_trainer.parallel.expert_routing import (
 )
 from mega_trainer.parallel.parameter_info import is_trainable
 from mega_trainer.pipeline.executor import PipelineExecutor
+from mega_trainer.run.training_context import TrainingContext
 
 
 class StepHooks:
@@ -163,3 +165,38 @@ def normalize_mtp_weights(batches: Sequence[MicroBatch], tokens: Sequence[float]
 def _scale_segment_order(batch: MicroBatch, factor: float) -> MicroBatch:
     pairs = batch.segment_order
     return replace(batch, segment_order=pairs and replace(pairs, weights=pairs.weights * factor))
+
+
+@torch.no_grad()
+def evaluate_losses(
+    executor: PipelineExecutor,
+    steps: Iterable[Sequence[MicroBatch]],
+    totals: Callable[[PipelineExecutor, Tensor, Sequence[MicroBatch]], Tensor],
+) -> list[float]:
+    """Return the mean loss over the micro-batches of all steps, forward only, followed by the means of the objective's
+    further metrics; the host waits for the device once, at the end.
+
+    Args:
+        totals: of the objective: returns, for a step's sums of losses [2], the sums to report and, last, their count.
+    """
+    found = [totals(executor, executor.run_operations(batches, 1.0), batches) for batches in steps]
+    total, groups = torch.stack(found).sum(0), executor.parallel_groups
+    if groups.tp.rank > 0 or executor.last_stage_index not in executor.stages:
+        total.zero_()
+    all_reduce(total, groups.world)
+    *sums, count = to_host(total).tolist()
+    return [each / max(count, 1.0) for each in sums]
+
+
+@torch.no_grad()
+def run_validation(context: TrainingContext, data: BlendedDataset) -> dict[str, float]:
+    """Return the validation metrics under their metrics.jsonl names: mean loss and objective metrics over the first
+    `eval_steps` global batches of `data`, the same batches at every call.
+    """
+    config, executor, objective = context.state.config, context.executor, context.valid_objective
+    batches = islice(context.loader_factory(data, global_batch=config.batch.global_), config.train.eval_steps)
+    with executor.evaluation_mode(), executor.phase("evaluate"):
+        loss, *metrics = evaluate_losses(
+            executor, map(context.make_validation_batches, batches), objective.validation_totals
+        )
+    return {"valid_loss": loss} | {f"valid_{name}": value for name, value in objective.metrics(metrics).items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -18,21 +19,47 @@ from mega_trainer.data.micro_batch import MicroBatch
 from mega_trainer.distributed.comm import all_reduce
 from mega_trainer.job.corruption_check import CorruptionCheck
 from mega_trainer.job.error_translation import translate_errors
-from mega_trainer.job.garbage_collection import GarbageCollectionSchedule
 from mega_trainer.job.hang_watchdog import HangWatchdog
-from mega_trainer.job.layer_norms import compute_layer_norms
-from mega_trainer.job.metrics_log import MetricsLogger, UtilizationModel
+from mega_trainer.job.metrics_log import MetricsLogger, UtilizationModel, compute_layer_norms
 from mega_trainer.job.phase_timer import time_data_waits
-from mega_trainer.job.rollback import UnskippedSamples
 from mega_trainer.job.step_replay import collect_provenance
 from mega_trainer.job.step_result import StepResult, StepScalars
-from mega_trainer.job.training_guard import StopSignalHandler
+from mega_trainer.job.training_guard import StopSignalHandler, UnskippedSamples
 from mega_trainer.optim.gradient_clipping import gradient_clip_factor
 from mega_trainer.run.build_components import compute_dtype
 from mega_trainer.run.train_state import CheckpointSaver
-from mega_trainer.run.train_step import StepHooks, train_step
+from mega_trainer.run.train_step import StepHooks, run_validation, train_step
 from mega_trainer.run.training_context import TrainingContext
-from mega_trainer.run.validation import run_validation
+
+
+class GarbageCollectionSchedule:
+    """Context manager that restricts Python's garbage collection to the end of every `every`-th step; 0 leaves it to
+    Python.
+
+    Objects that exist at the start are frozen: later collections skip them.
+    """
+
+    def __init__(self, every: int) -> None:
+        self._every, self._was_on = every, gc.isenabled()
+
+    def __enter__(self) -> GarbageCollectionSchedule:
+        if self._every:
+            gc.collect()
+            gc.freeze()
+            gc.disable()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._every:
+            gc.unfreeze()
+            if self._was_on:
+                gc.enable()
+
+    def collect_after_step(self, step: int) -> None:
+        """Run Python's garbage collection if it is due after this step."""
+        if self._every and step % self._every == 0:
+            gc.collect()
+
 
 T = TypeVar("T")
 

@@ -38,7 +38,7 @@ class VisionLayerBuilder(LayerBuilder):
         tower, groups = build.config.vision_encoder_config, build.groups
         assert tower is not None
         return cls(
-            tower, ParallelGroups(dp_cp=groups.dp_cp), build.kernels, build.leaves, dtype=build.dtype, device=build.device,
+            tower, ParallelGroups(dp_cp=groups.dp_cp), build.kernels, leaves=build.leaves, dtype=build.dtype, device=build.device,
             deferred=build.deferred, saved=SavedActivations(build.saved.recompute), prefix=prefix, tp=groups.tp,
         )  # fmt: skip
 

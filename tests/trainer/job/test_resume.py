@@ -9,7 +9,7 @@ import pytest
 
 from mega_common.errors import ConfigError
 from mega_trainer.config.run_config import RunConfig
-from mega_trainer.job.resume_check import check_resume_settings, check_setting_changes, diff_run_settings
+from mega_trainer.job.resume import check_resume_settings, check_setting_changes, diff_run_settings
 
 Settings = Callable[..., dict[str, Any]]
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from mega_trainer.job.garbage_collection import GarbageCollectionSchedule
+from mega_trainer.run.training_loop import GarbageCollectionSchedule
 
 
 class Knot:

@@ -1,0 +1,138 @@
+"""Errors of the command line, provoked as a stranger would: each names its subject, what was found, and a fix."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tiny_models import save_tiny, variant
+
+from mega_ckpt.families import family_by_name
+from mega_cli.main import main
+from mega_data.token_files.indexed_writer import IndexedWriter
+from mega_data.tokenizer import train_tokenizer
+
+RUN = """
+model: {preset: tiny, vocab_size: 300}
+data: {train: d/c, seq_length: 32}
+batch: {micro: 2, global: 4}
+train: {steps: 3}
+precision: fp32
+"""
+PREPROCESS = "data preprocess -i text.jsonl --tokenizer hf --output out/x"
+TRAIN = "train run.yaml --check --set"
+# Words of Python, of its libraries and of mega's code, which a stranger does not know.
+PRIVATE = re.compile(
+    r"internal error|Traceback|Errno|NoneType|Value error|nput should|valid dictionary|unicode string|\bNone\b|object at 0x"
+)
+# The command; its subject; what was found; the fix.
+CASES: list[tuple[str, str, str, str]] = [
+    (f"{PREPROCESS} --shard 3/2", "--shard", "3/2", "--shard 1/2"),
+    (f"{PREPROCESS} --shard two", "--shard", "two", "--shard 1/8"),
+    (f"{PREPROCESS} --workers 0", "--workers", "", "greater than or equal to 1"),
+    (f"{PREPROCESS} --workers x", "--workers", "", "must be a whole number"),
+    (f"{PREPROCESS} --on-bad-line ignore", "--on-bad-line", "'ignore'", "'skip'"),
+    (f"{PREPROCESS} --shards 4", "--shards", "--engine threads", "--shard I/N"),
+    (f"{PREPROCESS} --apend-eod", "--apend-eod", "", "--append-eod"),
+    ("data preprocess -i empty.jsonl --tokenizer hf --output out/x", "empty.jsonl", "0 empty documents", "--json-key"),
+    ("data preprocess -i nokey.jsonl --tokenizer hf --output out/x", "nokey.jsonl:1", "body", "--json-key KEY"),
+    ("data preprocess -i nope.jsonl --tokenizer hf --output out/x", "nope.jsonl", "no such file", "check the path"),
+    ("data preprocess -i 'no*.txt' --tokenizer hf --output out/x", "no*.txt", "no file matches", "check the folder"),
+    ("data preprocess -i folder --tokenizer hf --output out/x", "folder", "no files", "give a folder with files"),
+    ("data preprocess -i text.jsonl --tokenizer text.jsonl --output out/x", "text.jsonl", "can read", "give the"),
+    ("data train-tokenizer -i text.jsonl --vocab-size 10 --output out/t", "--vocab-size", "found 10", "at least 257"),
+    ("data train-tokenizer -i empty.jsonl --vocab-size 300 --output out/t", "tokenizer", "empty", "give other files"),
+    ("data clean -i text.jsonl --output out/c", "data clean", "requires rules", "--config clean.yaml"),
+    ("data clean -i text.jsonl --output out/c --set length.min_wordz=3", "rules of --set", "min_wordz", "'min_words'"),
+    ("data clean -i text.jsonl --output out/c --set length.min_words=a", "rules of --set", "'a'", "a whole number"),
+    ("data clean -i text.jsonl --output out/c --config empty.yaml", "empty.yaml", "no content", "KEY: VALUE"),
+    ("data show folder", "folder.idx", "is a folder", "mega data preprocess"),
+    ("data show d", "d.idx", "is a folder", "d/c"),
+    ("data inspect d/nope", "d/nope.idx", "no such file", "data sets in d: c"),
+    ("ckpt inspect nope", "nope", "no such folder", "give a folder"),
+    ("ckpt diff hf hf", "hf", "not a mega checkpoint", "mega ckpt convert hf OUTPUT --to mega"),
+    ("ckpt prune folder out/p", "folder", "manifest.json is missing", "give a folder"),
+    ("ckpt convert hf out/p --to peft", "--to peft", "a whole model", "use --to hf"),
+    ("ckpt convert hf out/p --to hf --ema", "hf", "no exponential moving average", "leave out --ema"),
+    ("ckpt convert hf out/p --to hf --vocab-size 5", "--vocab-size", "found 5", "at least 300"),
+    ("ckpt convert hf out/p --to gguf", "--to", "'gguf'", "'hf', 'mega'"),
+    ("ckpt average hf --output out/a", "average", "found 1", "give each by its folder"),
+    ("ckpt average hf hf --output out/a --weights 1", "--weights", "found 1", "--weights 1,1"),
+    ("ckpt average hf hf --output out/a --weights 1,-1", "--weights", "found -1", "leave out"),
+    ("ckpt merge-adapter hf nope out/m", "nope", "no such folder", "run with `lora`"),
+    ("ckpt upcycle hf out/u --experts 4 --top-k 8", "--top-k", "top_k = 8", "at most the 4 experts"),
+    ("train nope.yaml", "nope.yaml", "no such file", ""),
+    ("train words.yaml", "words.yaml", "'just text'", "KEY: VALUE"),
+    ("train broken.yaml", "broken.yaml", "line 2, column 2", "the end of the file"),
+    (f"{TRAIN} train.steps=many", "train.steps", "'many'", "must be a whole number"),
+    (f"{TRAIN} train.steps=1.5", "train.steps", "1.5", "must be a whole number"),
+    (f"{TRAIN} optimizer.lr=3e", "optimizer.lr", "'3e'", "must be a number"),
+    (f"{TRAIN} deterministic=3", "deterministic", "3", "must be true or false"),
+    (f"{TRAIN} log.wandb=3", "log.wandb", "3", "must be a text"),
+    (f"{TRAIN} objective=dpo", "objective", "'dpo'", "must be a section"),
+    (f"{TRAIN} 'data.train=[]'", "data.train", "[]", "must have at least 1 item"),
+    (f"{TRAIN} model.activation=swiglo", "model.activation", "'swiglo'", "did you mean 'swiglu'?"),
+    (f"{TRAIN} fp8.recipe=delayed", "fp8.recipe", "'delayed'", "set fp8.recipe=tensorwise"),
+    (f"{TRAIN} optimizer", "--set", "'optimizer'", "KEY=VALUE"),
+    (f"{TRAIN} train.steps.x=1", "--set", "a value, not a section", ""),
+    ("eval hf --data d/c --device tpu", "--device", "'tpu'", "use --device auto"),
+    ("generate hf --prompt-file three.jsonl", "three.jsonl", "the value 3", '{"prompt"'),
+    ("generate hf --prompt x --top-p 2", "top_p", "2.0", "less than or equal to 1"),
+    ("demo --output text.jsonl", "text.jsonl", "it is a file", "a folder is required"),
+    ("run wf.yaml", "stages.b.needs", "'aa'", "did you mean 'a'?"),
+    ("trian run.yaml", "trian", "", "'train'"),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model `hf`, a data set `d/c`, a run.yaml, and files that commands cannot use."""
+    base = tmp_path_factory.mktemp("messages")
+    texts = [f"the end of story {number}" for number in range(40)]
+    size = train_tokenizer(texts, 300, base / "hf").vocab_size
+    save_tiny(base / "hf", family_by_name("llama"), variant("grouped").model_copy(update={"vocab_size": 300}))
+    assert size <= 300
+    (base / "d").mkdir()
+    with IndexedWriter(base / "d" / "c", np.uint16) as writer:
+        for _ in range(20):
+            writer.add_document(np.arange(50))
+    (base / "folder").mkdir()
+    files = {
+        "text.jsonl": "".join(json.dumps({"text": text}) + "\n" for text in texts),
+        "nokey.jsonl": '{"body": "abc"}\n',
+        "three.jsonl": '{"prompt": 3}\n',
+        "empty.jsonl": "",
+        "empty.yaml": "",
+        "words.yaml": "just text\n",
+        "broken.yaml": "a: [1\nb",
+        "run.yaml": RUN,
+        "wf.yaml": "stages:\n  a: {run: demo, outputs: [a]}\n  b: {run: demo, needs: [aa], outputs: [b]}\n",
+    }
+    for name, text in files.items():
+        (base / name).write_text(text)
+    return base
+
+
+@pytest.mark.parametrize(("command", "subject", "found", "fix"), CASES, ids=[case[0] for case in CASES])
+def test_an_error_names_its_subject_what_was_found_and_a_fix(
+    command: str,
+    subject: str,
+    found: str,
+    fix: str,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("COLUMNS", "160")
+    with pytest.raises(SystemExit) as end:
+        main(shlex.split(command))
+    message = capsys.readouterr().err
+    assert end.value.code == 2, message
+    assert all(text in message for text in (subject, found, fix)), message
+    assert not PRIVATE.search(message), message
+    assert len(message.splitlines()) <= 24, message
