@@ -116,8 +116,18 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
             "embedding_multiplier": 4.0, "residual_multiplier": 0.4, "logit_scale": 0.25, "attention_scale": 0.3,
             "no_rope_layers": [1], "num_kv_heads": 2,
         },
+        {
+            "position": "alibi", "head_bias": True, "embedding_norm": True, "norm": "layernorm", "num_kv_heads": 4,
+            "vocab_size": 61, "tie_embeddings": True,
+        },
     ],
-    "gqa": [{}, {"attention_gate": True, "zero_centered_norm": True}],
+    "gqa": [
+        {}, {"attention_gate": True, "zero_centered_norm": True},
+        {
+            "qk_norm_after_rope": True, "head_bias": True,
+            "rope": {"theta": 100.0, "query_scaling": 0.3, "original_max_position": 4},
+        },
+    ],
     "moe": [
         {}, {"attention_sinks": True, "activation_limit": 0.7, "sliding_window": 5, "full_attention_layers": [1]},
         {"moe": MODELS["moe"]["moe"] | SINKHORN},
@@ -125,6 +135,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "mla": [
         {}, {"tie_embeddings": True, "mtp_layers": 2, "mla": {**MODELS["mla"]["mla"], "q_lora_rank": None}},
         {"mla": {**MODELS["mla"]["mla"], "latent_norm": False}},
+        {"rope": {"theta": 100.0, "query_scaling": 0.3, "original_max_position": 4}},
     ],
 }  # fmt: skip
 VARIANTS["deepseek"] = VARIANTS["mla"]

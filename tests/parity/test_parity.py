@@ -54,6 +54,21 @@ def test_latents_without_norms() -> None:
     assert not problems(cases, 4)
 
 
+def test_linear_biases_scaled_queries_norms_after_rotation_and_a_head_bias() -> None:
+    shapes: list[tuple[int, dict[str, Any]]] = [
+        (2, {"tp": 2}), (2, {"tp": 2, "sp": True}), (2, {"pp": 2}), (2, {"zero": 3}), (4, {"tp": 4, "sp": True}),
+        (4, {"tp": 2, "pp": 2, "zero": 1}), (4, {"tp": 2, "sp": True, "cp": 2, "cp_kind": "alltoall"}),
+        (4, {"cp": 2, "pp": 2, "cp_kind": "alltoall"}),
+    ]  # fmt: skip
+    options = [("dense", 3), ("gqa", 2), ("mla", 3)]
+    cases = [
+        case(name, ranks, layers=shape.get("pp", 1) * 2, parallel=shape, micro=2, variant=VARIANTS[name][number])
+        for ranks, shape in shapes
+        for name, number in options
+    ]
+    assert not problems(cases, 4)
+
+
 def test_images_in_different_numbers_of_tiles() -> None:
     """The row behind lines of patches is on every rank, whether these share a sequence or have all of it."""
     shapes: list[dict[str, Any]] = [

@@ -5,7 +5,7 @@ layers (`glm4_moe`, arXiv:2508.06471).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mega_ckpt.families.config_entries import (
@@ -172,7 +172,7 @@ DEEPSEEK_V2 = deepseek_family(
     KeyEntry("mlp_bias", "mlp_bias", False),
 )
 
-DEEPSEEK_V3 = deepseek_family(
+_V3 = deepseek_family(
     "V3",
     (
         KeyEntry("num_experts_per_tok", "top_k", 8),
@@ -188,6 +188,7 @@ DEEPSEEK_V3 = deepseek_family(
     AllowedValuesEntry({"rope_interleave": (True,)}),
     FixedFieldsEntry({"mlp_bias": False}),
 )
+DEEPSEEK_V3 = replace(_V3, aliases=("kimi_k2",))  # Kimi K2 (arXiv:2507.20534)
 
 
 _SHARED: tuple[ConfigEntry, ...] = (

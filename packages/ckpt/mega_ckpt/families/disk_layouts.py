@@ -88,6 +88,22 @@ class ConvLayout:
 
 
 @dataclass(frozen=True)
+class RowLayout:
+    """Layout of a vector stored as a matrix of one row."""
+
+    splits_on_first_axis: bool = False
+
+    def disk_shape(self, parts: Sequence[TensorShape]) -> TensorShape:
+        """Return the part's shape with an axis of length one in front."""
+        (part,) = parts
+        return (1, *part)
+
+    def canonical_views(self, disk: Tensor, parts: Sequence[TensorShape]) -> list[Tensor]:
+        """Return the disk tensor without its first axis, of length one."""
+        return [disk.squeeze(0)]
+
+
+@dataclass(frozen=True)
 class InterleavedExpertsLayout:
     """Layout of GPT-OSS: several tensors of stacked experts [experts, rows, columns] or biases [experts, rows] with
     their rows interleaved, each expert's matrix stored as (in, out).

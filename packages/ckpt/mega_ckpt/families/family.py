@@ -78,6 +78,7 @@ class ModelFamily:
             tensor per expert.
         tokens: special tokens whose default in transformers is outside a small vocabulary; written as null if the model
             has none.
+        aliases: further `model_type`s with the same config.json and tensors.
     """
 
     name: str
@@ -91,6 +92,7 @@ class ModelFamily:
     outer_model_type: str = ""
     fused: tuple[TensorRule, ...] = ()
     tokens: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()
 
     def read_config_json(self, raw: ConfigDict, source: str = "config.json") -> ModelConfig:
         """Return the model configuration that a config.json describes.
@@ -137,7 +139,7 @@ class ModelFamily:
         """
         read, raw = self.known_keys, self.select_text_config(raw)
         unread = sorted(key for key, value in raw.items() if key not in read and value is not None)
-        return unread + unread_rope_keys(raw)
+        return unread + [key for key in unread_rope_keys(raw) if key.partition(".")[2] not in read]
 
     def select_text_config(self, raw: ConfigDict) -> ConfigDict:
         """Return the part of a config.json that describes a model of this family: `text_config` if the config.json is a

@@ -80,6 +80,34 @@ COHERE2 = ModelFamily(
 )
 
 
+PHI = ModelFamily(
+    name="phi",
+    architecture="PhiForCausalLM",
+    entries=(
+        *SIZES,
+        TIED,
+        KeyEntry("hidden_act", "activation", "gelu_new", {"gelu_new": "gelu_tanh", **GELUS}),
+        KeyEntry("layer_norm_eps", "norm_eps", 1e-5),
+        KeyEntry("embd_pdrop", "embedding_dropout", 0.0),
+        KeyEntry("resid_pdrop", "residual_dropout", 0.0),
+        KeyValueHeadsEntry(explicit_dim=False),
+        RopeEntry(fraction=0.5, partial=True),
+        UniformWindowEntry(supports_windows=False),
+        AllowedValuesEntry({"qk_layernorm": (False,)}),
+        FixedFieldsEntry(
+            {"norm": "layernorm", "position": "rope", "parallel_residual": True, "shared_norm": True, "head_bias": True,
+             "qkv_bias": True, "attention_out_bias": True, "mlp_bias": True, "qk_norm": False}
+        ),
+    ),
+    rules=(
+        *weight_bias_rules(f"{LAYER}.self_attn.dense", f"{LAYER}.self_attn.o_proj"),
+        *weight_bias_rules(f"{LAYER}.mlp.fc1", f"{LAYER}.mlp.up_proj"),
+        *weight_bias_rules(f"{LAYER}.mlp.fc2", f"{LAYER}.mlp.down_proj"),
+        *weight_bias_rules("model.final_layernorm", "model.norm"),
+    ),
+)  # fmt: skip
+
+
 _NEOX = "gpt_neox.layers.{i}"
 
 

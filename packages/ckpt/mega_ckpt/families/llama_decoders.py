@@ -13,7 +13,7 @@ optional biases. SmolLM 3: no rotary positions in every fourth layer (arXiv:2501
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mega_ckpt.families.config_entries import (
@@ -41,6 +41,8 @@ from mega_ckpt.families.window_entries import (
 )
 from mega_common.model_config import ModelConfig
 
+_ATTENTION, _MLP = "model.layers.{i}.self_attn", "model.layers.{i}.mlp"
+
 LLAMA = ModelFamily(
     name="llama",
     architecture="LlamaForCausalLM",
@@ -53,6 +55,40 @@ LLAMA = ModelFamily(
         UniformWindowEntry(supports_windows=False),
         FixedFieldsEntry({"qk_norm": False}),
     ),
+)
+
+
+_INTERNLM3 = (
+    *llama_config_entries(norm_eps=1e-5),
+    KeyValueHeadsEntry(kv_default=2, dim_default=128),
+    KeyEntry("attention_bias qkv_bias", "qkv_bias attention_out_bias mlp_bias", False),
+    KeyEntry("mlp_bias bias", "mlp_bias", False),
+)
+_IQUEST = (
+    *llama_config_entries(norm_eps=1e-5),
+    KeyValueHeadsEntry(kv_default=8, dim_default=128),
+    AllowedValuesEntry({"clip_qkv": (None,), "use_sliding_window": (False,)}),
+)
+INTERNLM3 = replace(LLAMA, name="internlm3", entries=(*LLAMA.entries, *_INTERNLM3))
+IQUESTCODER = replace(LLAMA, name="iquestcoder", entries=(*LLAMA.entries, *_IQUEST))
+
+_CWM_ROPE = {
+    "rope_type": "llama3", "rope_theta": 1_000_000.0, "factor": 16.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+    "original_max_position_embeddings": 8192,
+}  # fmt: skip
+
+CWM = ModelFamily(
+    name="cwm",
+    architecture="CwmForCausalLM",
+    entries=(
+        *llama_config_entries(norm_eps=1e-5),
+        KeyValueHeadsEntry(kv_default=8, dim_default=128),
+        RopeEntry(theta=1_000_000.0, scalings=EVERY_SCALING, absent=_CWM_ROPE),
+        LayerTypesEntry(size=8192, every=4, first=0),
+        KeyEntry("mlp_bias", "mlp_bias", False),
+        FixedFieldsEntry({"qkv_bias": False, "attention_out_bias": False, "qk_norm": False}),
+    ),
+    tokens=("bos_token_id", "eos_token_id"),
 )
 
 
@@ -82,6 +118,26 @@ MINISTRAL = ModelFamily(
 )
 
 
+_MINISTRAL3_ROPE = {
+    "type": "yarn", "rope_theta": 1_000_000.0, "factor": 16.0, "original_max_position_embeddings": 16384, "beta_fast": 32.0,
+    "beta_slow": 1.0, "mscale_all_dim": 1.0, "mscale": 1.0, "llama_4_scaling_beta": 0.1,
+}  # fmt: skip
+
+MINISTRAL3 = ModelFamily(
+    name="ministral3",
+    architecture="Ministral3ForCausalLM",
+    entries=(
+        *llama_config_entries(norm_eps=1e-5),
+        KeyValueHeadsEntry(kv_default=8, dim_default=128),
+        RopeEntry(scalings=frozenset({"yarn", "llama3"}), absent=_MINISTRAL3_ROPE, query_scaling=True),
+        UniformWindowEntry(),
+        FixedFieldsEntry({"qkv_bias": False, "attention_out_bias": False, "mlp_bias": False, "qk_norm": False}),
+    ),
+    carried=frozenset({"llama_4_scaling_beta"}),
+    tokens=("pad_token_id",),
+)
+
+
 QWEN2 = ModelFamily(
     name="qwen2",
     architecture="Qwen2ForCausalLM",
@@ -108,8 +164,6 @@ QWEN3 = ModelFamily(
     ),
 )
 
-
-_ATTENTION, _MLP = "model.layers.{i}.self_attn", "model.layers.{i}.mlp"
 
 PHI3 = ModelFamily(
     name="phi3",

@@ -178,11 +178,17 @@ class DenseFirstEntry:
     Attributes:
         default: number of dense layers if the key is absent.
         mtp_entry: the key of the number of MTP layers.
+        key: key of the number of dense layers.
     """
 
     default: int
     mtp_entry: KeyEntry | None = None
-    handled_config_keys: frozenset[str] = frozenset({"first_k_dense_replace", "moe_layer_freq"})
+    key: str = "first_k_dense_replace"
+
+    @property
+    def handled_config_keys(self) -> frozenset[str]:
+        """Keys of config.json that this config entry translates or checks."""
+        return frozenset({self.key, "moe_layer_freq"})
 
     def fields_from_config(self, raw: ConfigDict) -> list[int] | None:
         """Return, from config.json, the indices of the layers with experts: all except the first dense ones; None if no
@@ -190,19 +196,58 @@ class DenseFirstEntry:
         """
         if raw.get("moe_layer_freq", 1) != 1:
             raise ConfigMismatchError(f"moe_layer_freq = {raw['moe_layer_freq']!r} is not supported (only 1)")
-        dense = raw.get("first_k_dense_replace", self.default)
+        dense = raw.get(self.key, self.default)
         mtp_layers = self.mtp_entry.fields_from_config(raw)["mtp_layers"] if self.mtp_entry is not None else 0
         return list(layer_indices(raw, mtp_layers)[dense:]) if dense else None
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the config.json key `first_k_dense_replace`, the number of dense layers; ConfigMismatchError if a
+        """Return the config.json key of the number of dense layers (`first_k_dense_replace`); ConfigMismatchError if a
         later layer is dense.
         """
         layers = model.num_layers + model.mtp_layers
         dense = next((layer for layer in range(layers) if model.is_moe_layer(layer)), layers)
         if not all(model.is_moe_layer(layer) for layer in range(dense, layers)):
             raise ConfigMismatchError(f"moe.layers must be all layers from {dense} to the last")
-        return {"first_k_dense_replace": dense}
+        return {self.key: dense}
+
+
+@dataclass(frozen=True)
+class MlpLayerTypesEntry:
+    """`MoeLayersEntry` of a list `mlp_layer_types`, with "dense" or "sparse" for each layer; multi-token prediction (MTP)
+    layers, which the list leaves out, have experts.
+
+    Attributes:
+        dense: number of dense layers at the start if there is no list.
+        dense_key: key of that number; empty if the family has no such key.
+        mtp_entry: the key of the number of MTP layers.
+    """
+
+    dense: int
+    dense_key: str = ""
+    mtp_entry: KeyEntry | None = None
+
+    @property
+    def handled_config_keys(self) -> frozenset[str]:
+        """Keys of config.json that this config entry translates or checks."""
+        return frozenset({"mlp_layer_types", *self.dense_key.split()})
+
+    def fields_from_config(self, raw: ConfigDict) -> list[int] | None:
+        """Return the indices of the layers with experts; None if all layers have them."""
+        layers = layer_indices(raw)
+        first = raw.get(self.dense_key, self.dense) if self.dense_key else self.dense
+        kinds = raw.get("mlp_layer_types") or ["dense" if layer < first else "sparse" for layer in layers]
+        if len(kinds) != len(layers) or not set(kinds) <= {"dense", "sparse"}:
+            raise ConfigMismatchError(f"mlp_layer_types must have dense or sparse for each of {len(layers)} layers")
+        if "dense" not in kinds:
+            return None
+        mtp_layers = self.mtp_entry.fields_from_config(raw)["mtp_layers"] if self.mtp_entry is not None else 0
+        sparse = [layer for layer in layers if kinds[layer] == "sparse"]
+        return [*sparse, *range(len(layers), len(layers) + mtp_layers)]
+
+    def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
+        """Return the key `mlp_layer_types`."""
+        sparse = [model.is_moe_layer(layer) for layer in range(model.num_layers)]
+        return {"mlp_layer_types": ["sparse" if each else "dense" for each in sparse]}
 
 
 def moe_layer_indices(model: ModelConfig) -> list[int]:
@@ -240,27 +285,43 @@ def per_expert_rules(module: str, names: tuple[str, str, str] = _PROJECTIONS) ->
 
 @dataclass(frozen=True)
 class SharedExpertsEntry:
-    """Config entry for DeepSeek's number of shared experts, which mega stores as one expert of their total width."""
+    """Config entry for a number of shared experts, which mega stores as one expert of their total width.
 
-    default: int
-    handled_config_keys: frozenset[str] = frozenset({"n_shared_experts"})
+    Attributes:
+        default: number of shared experts if the key is absent; `...` marks a required key.
+        key: the number's key.
+        may_be_absent: a model may have no shared experts.
+        width_key: key of the width of an expert.
+    """
+
+    default: Any
+    key: str = "n_shared_experts"
+    may_be_absent: bool = False
+    width_key: str = "moe_intermediate_size"
     handled_model_fields: frozenset[str] = frozenset({"shared_ffn_hidden_size"})
+
+    @property
+    def handled_config_keys(self) -> frozenset[str]:
+        """Keys of config.json that this config entry translates or checks."""
+        return frozenset({self.key})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return, from config.json, the `MoeConfig` field `shared_ffn_hidden_size`, the total width of the shared
         experts.
         """
-        count = raw.get("n_shared_experts", self.default) or 0
-        return {"shared_ffn_hidden_size": count * raw.get("moe_intermediate_size", 0)}
+        count = raw.get(self.key, self.default) or 0
+        if count is ...:
+            raise ConfigMismatchError(f"{self.key} is missing")
+        return {"shared_ffn_hidden_size": count * raw.get(self.width_key, 0)}
 
     def config_from_fields(self, model: StrictConfig) -> dict[str, Any]:
-        """Return the config.json key `n_shared_experts`; ConfigMismatchError if the shared width is not a multiple of
-        an expert's, or 0.
+        """Return the config.json key of the number of shared experts; ConfigMismatchError if the shared width is not a
+        multiple of an expert's, or 0.
         """
         assert isinstance(model, MoeConfig)
         count, rest = divmod(model.shared_ffn_hidden_size, model.ffn_hidden_size)
-        if rest or not count:
+        if rest or not (count or self.may_be_absent):
             raise ConfigMismatchError(
                 f"moe.shared_ffn_hidden_size must be a positive multiple of moe.ffn_hidden_size = {model.ffn_hidden_size}"
             )
-        return {"n_shared_experts": count}
+        return {self.key: count}

@@ -56,11 +56,13 @@ class LayerTypesEntry:
         size: the window if the key is absent.
         every: layers `every - 1`, `2 every - 1`, ... have no window; None: all layers have one.
         every_keys: aliases of the key of `every`; empty if the family has no such key.
+        first: index of the first layer without a window; None: `every - 1`.
     """
 
     size: int | None
     every: int | None
     every_keys: tuple[str, ...] = ()
+    first: int | None = None
     handled_model_fields: frozenset[str] = frozenset({"sliding_window", "full_attention_layers"})
 
     @property
@@ -72,7 +74,8 @@ class LayerTypesEntry:
         """Return, from config.json, the `ModelConfig` fields `sliding_window` and `full_attention_layers`."""
         layers, size = layer_indices(raw), raw.get("sliding_window", self.size)
         every = next((raw[key] for key in self.every_keys if raw.get(key)), self.every)
-        full = [(layer + 1) % every == 0 if every else not size for layer in layers]
+        shift = 1 if self.first is None else -self.first
+        full = [(layer + shift) % every == 0 if every else not size for layer in layers]
         return window_fields(raw.get("layer_types") or window_layer_types(full), size, layers)
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
@@ -90,11 +93,13 @@ class QwenWindowEntry:
     Attributes:
         size, first: transformers' defaults for absent keys.
         alternating: without a list, every second layer *before* `max_window_layers` has a window instead.
+        switched: `use_sliding_window` switches windows on; else any size does.
     """
 
     size: int = 4096
     first: int = 28
     alternating: bool = False
+    switched: bool = True
     handled_config_keys: frozenset[str] = frozenset(
         {"use_sliding_window", "sliding_window", "max_window_layers", "layer_types"}
     )
@@ -103,7 +108,8 @@ class QwenWindowEntry:
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return, from config.json, the `ModelConfig` fields `sliding_window` and `full_attention_layers`."""
         layers, first = layer_indices(raw), raw.get("max_window_layers", self.first)
-        size = raw.get("sliding_window", self.size) if raw.get("use_sliding_window") else None
+        used = not self.switched or raw.get("use_sliding_window")
+        size = raw.get("sliding_window", self.size) if used else None
         full = [layer % 2 == 1 or layer >= first if self.alternating else layer < first for layer in layers]
         return window_fields(
             raw.get("layer_types") or window_layer_types([each or not size for each in full]), size, layers

@@ -53,6 +53,8 @@ class MegatronPositionsEntry(MegatronMultiKeyEntry):
         rope = model.rope
         yarn = rope.scaling == "yarn" and model.position == "rope"
         names = {kind: name for name, kind in POSITIONS.items() if name != "yarn"}
+        if model.position not in names:
+            raise ConfigMismatchError(f"position = {model.position!r} has no counterpart")
         return {
             "position_embedding_type": "yarn" if yarn else names[model.position],
             "rotary_base": int(rope.theta),

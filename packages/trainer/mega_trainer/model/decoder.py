@@ -23,7 +23,8 @@ from mega_trainer.model.activation_checkpointing import ActivationOffload, Recom
 from mega_trainer.model.forward_context import AttentionMask, ForwardContext, KVCache, SequenceMask
 from mega_trainer.model.layer_builder import LayerBuilder
 from mega_trainer.model.output_heads import OutputHead, OutputProjection
-from mega_trainer.model.rotary_embedding import RotaryEmbedding
+from mega_trainer.model.relative_position_bias import LinearPositionBias
+from mega_trainer.model.rotary_embedding import RotaryEmbedding, query_scale_by_position
 from mega_trainer.model.transformer_layer import build_transformer_layer
 from mega_trainer.model.vision.vision_encoder import ImageEmbedder
 from mega_trainer.parallel.expert_routing import MicroBatchRouting
@@ -165,6 +166,8 @@ class Decoder(nn.Module):
         self.local_rotary = (
             None if config.local_rope is None else RotaryEmbedding.from_model_config(config, config.local_rope)
         )
+        # by device of the tokens: the weights may be on another one while the model is built
+        self._linear_biases: dict[torch.device, LinearPositionBias] = {}
         self.deferred, self.borrows = build.deferred, self.stage.borrows_embedding(config)
         mtp_layers = config.mtp_layers if self.stage.heads else 0
         copied = self.stage.has_embedding_copy(config)
@@ -255,7 +258,20 @@ class Decoder(nn.Module):
         attention_mask = attention_mask or SequenceMask(
             length, positions.device, bounds.document_starts, self.config.causal, bounds.bidirectional_blocks
         )
-        return ForwardContext(attention_mask, rotation, local_rotation, cache, dropout, routing)
+        return ForwardContext(
+            attention_mask, rotation, local_rotation, cache, dropout, routing, self._linear_bias(positions.device),
+            query_scale=query_scale_by_position(self.config.rope, positions, self.dtype),
+        )  # fmt: skip
+
+    def _linear_bias(self, device: torch.device) -> LinearPositionBias | None:
+        """Return the linear position bias (ALiBi) of this rank's heads, or None if the model has none."""
+        if self.config.position != "alibi":
+            return None
+        if device not in self._linear_biases:
+            heads, tp = self.config.num_attention_heads, self.groups.tp
+            bias = LinearPositionBias.for_rank(heads, tp.rank, tp.size, dtype=self.dtype, device=device)
+            self._linear_biases[device] = bias
+        return self._linear_biases[device]
 
     def make_batch_context(
         self, batch: MicroBatch, dropout: DropoutFactory, routing: MicroBatchRouting | None = None

@@ -28,7 +28,7 @@ from mega_trainer.kernels.attention_masks import (
     rectangle_mask_part,
 )
 from mega_trainer.kernels.kernel_interface import Kernels, RotaryAngles, ScoreTransform
-from mega_trainer.model.relative_position_bias import BucketedPositionBias
+from mega_trainer.model.relative_position_bias import PositionBias
 from mega_trainer.parallel.context_parallel import rank_token_indices
 from mega_trainer.parallel.expert_routing import MicroBatchRouting, RoutingReplay
 
@@ -46,7 +46,7 @@ class CachedAttention:
 
     kernels: Kernels
     how: ScoreTransform
-    relative: BucketedPositionBias | None = None
+    relative: PositionBias | None = None
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMaskSpec) -> Tensor:
         """Compute the layer's attention of q to cached k and v; see `Kernels.attention`."""
@@ -205,6 +205,7 @@ class ForwardContext:
         relative: relative position bias that layers share, or None.
         source: encoder side of a decoder with cross attention, or None.
         routes: rollout routing replay (R3) of given or recorded experts, or None.
+        query_scale: factor of each token's query [B or 1, S, 1, 1], or None.
     """
 
     attention_mask: AttentionMask
@@ -213,9 +214,10 @@ class ForwardContext:
     cache: KVCache | None = None
     dropout: SeededDropout | None = None
     routing: MicroBatchRouting | None = None
-    relative: BucketedPositionBias | None = None
+    relative: PositionBias | None = None
     source: EncoderContext | None = None
     routes: RoutingReplay | None = None
+    query_scale: Tensor | None = None
 
     def rotation_for_window(self, window: int | None) -> RotaryAngles | None:
         """Return the rotary angles of a layer whose queries attend to `window` keys, or to all."""

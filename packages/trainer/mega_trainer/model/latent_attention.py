@@ -75,6 +75,8 @@ class MultiLatentAttention(nn.Module):
         parts = [self.mla.qk_nope_head_dim, self.mla.qk_rope_head_dim]
         q, q_rot = torch.split(torch.unflatten(q, -1, (-1, self.size)), parts, -1)
         q_rot, k_rot = (self.core.kernels.apply_rotary(x, rotation) for x in (q_rot, k_rot.unsqueeze(-2)))
+        if context.query_scale is not None:
+            q, q_rot = q * context.query_scale, q_rot * context.query_scale
         if context.cache is None:
             y = self._attend(q, q_rot, latent, k_rot, context)
         else:
