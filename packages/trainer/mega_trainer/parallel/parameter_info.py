@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -272,6 +273,14 @@ class NonTrainableBuffer(nn.Module):
         self.register_buffer("values", torch.zeros(*shape, dtype=dtype, device=device))
 
 
+@runtime_checkable
+class HasSavedBuffers(Protocol):
+    """Interface of a module with buffers of its own that checkpoints contain."""
+
+    def saved_buffers(self) -> Iterator[tuple[Tensor, Sequence[TensorPiece]]]:
+        """Yield the buffers with their pieces."""
+
+
 def non_trainable_buffers(model: nn.Module) -> Iterator[tuple[Tensor, Sequence[TensorPiece]]]:
     """Yield the non-trainable tensors (`NonTrainableBuffer.values`) of a model, with the pieces that locate them in
     canonical tensors.
@@ -279,3 +288,5 @@ def non_trainable_buffers(model: nn.Module) -> Iterator[tuple[Tensor, Sequence[T
     for module in model.modules():
         if isinstance(module, NonTrainableBuffer):
             yield module.values, module.pieces
+        elif isinstance(module, HasSavedBuffers):
+            yield from module.saved_buffers()

@@ -75,8 +75,9 @@ def _load_initial_weights(
     """Load the weights of `init_from`: for a new run, or at every start for the frozen base of an adapter. A `fresh`
     run also loads its initial adapter.
     """
-    original = open_weight_source(path)
-    source = extend_vocabulary(state.config, original, tokenizer)
+    foreign = state.config.model.transformers is not None
+    original = open_weight_source(path, implementation="transformers" if foreign else "mega")
+    source = original if foreign else extend_vocabulary(state.config, original, tokenizer)
     if world.rank == 0:
         warn_of_unsupported_parts(source, training=True)
     missing_head = {SCORE} - {*source.tensor_names()}  # a language model has no classification head

@@ -1,0 +1,91 @@
+"""Modules of transformers in training: layouts of data ranks, documents, folders."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+
+from mega_trainer.config.run_config import RunConfig, resolve_run_config
+from mega_trainer.distributed.rank_info import RankInfo
+from mega_trainer.run.train_state import TrainState
+from mega_trainer.run.training_run import run_training
+
+transformers = pytest.importorskip("transformers")
+Settings = Callable[..., dict[str, Any]]
+LLAMA = {
+    "model_type": "llama", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "vocab_size": 40, "max_position_embeddings": 64, "tie_word_embeddings": True,
+}  # fmt: skip
+MIXTRAL = LLAMA | {
+    "model_type": "mixtral", "num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 0.1,
+}  # fmt: skip
+GPT2 = {"model_type": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 40, "n_positions": 64}
+DROPOUT = GPT2 | {"resid_pdrop": 0.2, "embd_pdrop": 0.2, "attn_pdrop": 0.2}
+QUIET = GPT2 | {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+LFM2 = LLAMA | {"model_type": "lfm2", "layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False}
+BERT = LLAMA | {"model_type": "bert"}
+
+
+def make_run(settings: Settings, tmp_path: Path, config: dict[str, Any], **sections: Any) -> dict[str, Any]:
+    """Return a run of a module with random weights of transformers."""
+    file = tmp_path / f"{config['model_type']}.json"
+    file.write_text(json.dumps(config))
+    model = {"from": str(file), "implementation": "transformers"}
+    raw = settings(precision="fp64", train={"steps": 2}, **sections)
+    return resolve_run_config({**raw, "model": model})
+
+
+def train_rank(raw: dict[str, Any], rank: int, size: int) -> TrainState:
+    return run_training(RunConfig.parse(raw), RankInfo(rank=rank, local_rank=rank, world_size=size))
+
+
+def train_on_ranks(raw: dict[str, Any]) -> None:
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    train_rank(raw, dist.get_rank(), dist.get_world_size())
+
+
+def losses(raw: dict[str, Any]) -> list[tuple[float, float]]:
+    lines = [json.loads(line) for line in (Path(raw["output"]) / "metrics.jsonl").read_text().splitlines()]
+    return [(line["loss"], line["grad_norm"]) for line in lines]
+
+
+def check_layout(raw: dict[str, Any], tmp_path: Path, zero: int, ranks: int = 2) -> None:
+    """Check that two steps on `ranks` ranks equal those of one process, to 1e-10."""
+    one = {**raw, "output": str(tmp_path / "one")}
+    more = {**raw, "output": str(tmp_path / f"zero{zero}"), "parallel": {"zero": zero}}
+    train_rank(one, 0, 1)
+    run_ranks(train_on_ranks, ranks, more)
+    torch.testing.assert_close(losses(more), losses(one), rtol=1e-10, atol=0)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_data_ranks_equal_one_process(settings: Settings, tmp_path: Path, zero: int) -> None:
+    check_layout(make_run(settings, tmp_path, LLAMA), tmp_path, zero)
+
+
+@pytest.mark.parametrize(
+    ("config", "zero", "sections"),
+    [
+        pytest.param(MIXTRAL, 3, {}, id="experts with an auxiliary loss"),
+        pytest.param(DROPOUT, 2, {"batch": {"micro": 1}}, id="dropout"),
+        pytest.param(QUIET, 3, {"recompute": {"kind": "full"}}, id="recompute"),
+        pytest.param(
+            LLAMA,
+            3,
+            {"data": {"reset_attention_mask": True, "reset_position_ids": True, "eod_token": 39}},
+            id="documents",
+        ),
+    ],
+)
+def test_options_equal_one_process(
+    settings: Settings, tmp_path: Path, config: dict[str, Any], zero: int, sections: dict[str, Any]
+) -> None:
+    check_layout(make_run(settings, tmp_path, config, **sections), tmp_path, zero)
