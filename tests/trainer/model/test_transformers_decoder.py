@@ -80,7 +80,7 @@ def test_data_ranks_equal_one_process(settings: Settings, tmp_path: Path, zero: 
         pytest.param(
             LLAMA,
             3,
-            {"data": {"reset_attention_mask": True, "reset_position_ids": True, "eod_token": 39}},
+            {"data": {"kind": "documents"}},
             id="documents",
         ),
     ],
@@ -89,3 +89,76 @@ def test_options_equal_one_process(
     settings: Settings, tmp_path: Path, config: dict[str, Any], zero: int, sections: dict[str, Any]
 ) -> None:
     check_layout(make_run(settings, tmp_path, config, **sections), tmp_path, zero)
+
+
+@pytest.mark.parametrize(
+    ("config", "sections", "message"),
+    [
+        pytest.param(LFM2, {"data": {"kind": "documents"}}, "depend on earlier documents", id="recurrent documents"),
+        pytest.param(BERT, {}, "attends to later tokens", id="bidirectional"),
+        pytest.param(LLAMA, {"parallel": {"tp": 2}}, "parallel.tp", id="tensor parallelism"),
+        pytest.param(LLAMA, {"parallel": {"pp": 2}}, "parallel.pp", id="pipeline"),
+        pytest.param(LLAMA, {"parallel": {"cp": 2}}, "parallel.cp", id="context parallelism"),
+        pytest.param(LLAMA, {"precision": "fp8"}, "precision", id="fp8"),
+        pytest.param(LLAMA, {"recompute": "selective"}, "recompute.kind", id="selective recomputation"),
+        pytest.param(LLAMA, {"optimizer": {"name": "muon"}}, "optimizer.name", id="muon"),
+        pytest.param(
+            LLAMA, {"data": {"reset_attention_mask": True}}, "reset_position_ids", id="positions of documents"
+        ),
+        pytest.param(LLAMA, {"data": {"seq_length": 65}}, "data.seq_length", id="positions"),
+        pytest.param(LLAMA | {"model_type": "clip"}, {}, "has no causal language model", id="another kind of model"),
+        pytest.param(LLAMA | {"quantization_config": {"quant_method": "fp8"}}, {}, "quantized", id="quantized"),
+        pytest.param(LLAMA | {"num_attention_heads": 3}, {}, "model_type llama: transformers cannot", id="broken"),
+    ],
+)
+def test_unsupported_runs_are_refused(
+    settings: Settings, tmp_path: Path, config: dict[str, Any], sections: dict[str, Any], message: str
+) -> None:
+    with pytest.raises((ConfigError, CheckpointError), match=message):
+        train_rank(make_run(settings, tmp_path, config, **sections), 0, 1)
+
+
+def test_frozen_tensors_are_those_of_transformers(settings: Settings, tmp_path: Path) -> None:
+    raw = make_run(settings, tmp_path, LLAMA, train={"steps": 1, "freeze": ["model.layers.0.*"]})
+    state = train_rank({**raw, "train": {"steps": 1, "freeze": ["model.layers.0.*"]}}, 0, 1)
+    frozen = {n for n, p in state.stages[0].module.named_parameters() if not p.requires_grad}
+    assert frozen
+    assert all(name.startswith("model.layers.0.") for name in frozen)
+    with pytest.raises(ConfigError, match="must match a tensor"):
+        from mega_trainer.run.input_check import find_pattern_problems
+
+        (problem,) = find_pattern_problems(RunConfig.parse({**raw, "train": {"freeze": ["layers.9.*"]}}))
+        raise ConfigError(str(problem))
+
+
+def digests(folder: Path) -> dict[str, str]:
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("config", [MIXTRAL, QUIET, LFM2], ids=lambda config: config["model_type"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_a_folder_comes_back_byte_for_byte(
+    settings: Settings, tmp_path: Path, config: dict[str, Any], dtype: str
+) -> None:
+    """A run that changes nothing exports the files of its folder: experts separate, tied weights once."""
+    kind = {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
+    module = transformers.AutoModelForCausalLM.from_config(
+        transformers.CONFIG_MAPPING[config["model_type"]](**{k: v for k, v in config.items() if k != "model_type"}),
+        dtype=kind,
+    )
+    module.save_pretrained(tmp_path / "hf")
+    raw = settings(precision=dtype, train={"steps": 1}, optimizer={"lr": 1e-45})
+    raw["model"] = {"from": str(tmp_path / "hf"), "implementation": "transformers"}
+    train_rank(resolve_run_config(raw), 0, 1)
+    convert_checkpoint(tmp_path / "run", tmp_path / "out", "hf", verify=True)
+    assert digests(tmp_path / "out") == digests(tmp_path / "hf")
+
+
+def test_a_run_resumes_on_another_number_of_ranks(settings: Settings, tmp_path: Path) -> None:
+    raw = make_run(settings, tmp_path, LLAMA)
+    whole = {**raw, "train": {"steps": 3}, "output": str(tmp_path / "whole")}
+    train_rank(whole, 0, 1)
+    first = {**raw, "train": {"steps": 3}, "checkpoint": {"async": False, "every": 1}, "parallel": {"zero": 3}}
+    run_ranks(train_on_ranks, 2, {**first, "train": {"steps": 2}, "lr_schedule": {"decay_steps": 3}})
+    train_rank({**first, "parallel": {}, "lr_schedule": {"decay_steps": 3}}, 0, 1)
+    torch.testing.assert_close(losses(first), losses(whole), rtol=1e-10, atol=0)

@@ -63,7 +63,7 @@ def explain_module_errors(kind: str, doing: str) -> Iterator[None]:
     except (MegaError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        line = str(error).strip().partition("\n")[0][:300]
+        line = " ".join(str(error).split())[:300]
         raise CheckpointError(
             f"model_type {kind}: transformers cannot {doing} ({type(error).__name__}: {line})",
             hint="check the model with transformers alone; mega adds no code to it",
@@ -119,7 +119,15 @@ def build_empty_module(described: TransformersModuleConfig, dtype: torch.dtype) 
     from transformers.initialization import no_init_weights
 
     with explain_module_errors(kind, "build the model"), no_init_weights(), torch.random.fork_rng(devices=[]):
-        return cls._from_config(config, dtype=dtype)
+        module = cls._from_config(config, dtype=dtype, **_kernel_choice(dtype))
+    with explain_module_errors(kind, "tie its weights"):
+        module.tie_weights()  # skipped with the initialisation
+    return module
+
+
+def _kernel_choice(dtype: torch.dtype) -> dict[str, str]:
+    """Return the settings of a module for which its default kernels have no fp64."""
+    return {"experts_implementation": "eager"} if dtype == torch.float64 else {}
 
 
 def build_fresh_module(described: TransformersModuleConfig, dtype: torch.dtype, seed: int) -> Any:

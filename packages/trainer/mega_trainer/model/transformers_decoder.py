@@ -9,7 +9,7 @@ Legend: B batch, S sequence, V vocabulary.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -83,7 +83,8 @@ class TransformersDecoder(Decoder):
                 "transformers has no gradient checkpointing",
                 hint="set recompute.kind=none",
             )
-        self.module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        enable = getattr(self.module, "activation_checkpointing_enable", self.module.gradient_checkpointing_enable)
+        enable({"use_reentrant": False})
 
     def _place_tensors(self, build: LayerBuilder) -> None:
         """Replace all parameters by uninitialised ones of the run's dtype on its device, described for the trainer, and
@@ -96,6 +97,13 @@ class TransformersDecoder(Decoder):
             )
             for name, parameter in self.module.named_parameters()
         }
+        scalar = next((name for name, parameter in self.module.named_parameters() if parameter.dim() == 0), None)
+        if scalar is not None and build.device.type == "meta":
+            raise ConfigError(
+                f"parallel.zero = 3 is not supported with model_type {self.described.model_type}, whose parameter {scalar} "
+                "is a single number",
+                hint="set parallel.zero=2",
+            )
 
         def place(parameter: Tensor) -> nn.Parameter:
             made = nn.Parameter(torch.empty(parameter.shape, dtype=build.dtype, device=build.device))
@@ -154,7 +162,8 @@ class TransformersDecoder(Decoder):
         routing: StepRouting | None = None,
     ) -> ForwardContext:
         """Return the forward context of whole sequences; a mask or a KV cache of mega is not supported."""
-        assert attention_mask is None and cache is None
+        assert attention_mask is None
+        assert cache is None
         starts = None if sequence_bounds is None else sequence_bounds.document_starts
         mask = SequenceMask(positions.shape[-1], positions.device, starts, True, ())
         return ForwardContext(mask, dropout=dropout)
@@ -192,8 +201,16 @@ class TransformersDecoder(Decoder):
         """Run the module on tokens int64 [B, S] and return its output; `positions` int64 [B, S] that restart at each
         document separate documents.
         """
-        given = {"use_cache": False, "return_dict": True, "position_ids": positions}
-        accepted = {key: value for key, value in given.items() if key in self._accepted and value is not None}
+        return self._call_module(tokens, {"use_cache": False, "return_dict": True, "position_ids": positions})
+
+    def run_cached(self, tokens: Tensor, cache: Any) -> Any:
+        """Run the module on the next tokens int64 [1, S] of a text, after those in its own KV cache `cache` (None: the
+        text begins), and return its output.
+        """
+        return self._call_module(tokens, {"use_cache": True, "return_dict": True, "past_key_values": cache})
+
+    def _call_module(self, tokens: Tensor, arguments: Mapping[str, Any]) -> Any:
+        accepted = {key: value for key, value in arguments.items() if key in self._accepted and value is not None}
         with explain_module_errors(self.described.model_type, f"run on tokens of shape {list(tokens.shape)}"):
             return self.module(input_ids=tokens, **accepted)
 
