@@ -37,7 +37,7 @@ def shrink_settings(settings: dict[str, Any]) -> dict[str, Any]:
     for key, value in settings.items():
         if isinstance(value, dict) and not key.startswith(("rope", "per_layer", "id2", "label2", "task_")):
             out[key] = shrink_settings(value)
-        elif key.endswith("_token_id") or key.endswith("_token_index"):
+        elif key.endswith(("_token_id", "_token_index")):
             out[key] = None if value is None or isinstance(value, list) else min(value, 1)
         elif isinstance(value, bool) or value is None:
             out[key] = value

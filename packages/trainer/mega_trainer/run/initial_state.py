@@ -11,7 +11,6 @@ from mega_ckpt.source import (
     init_dora_magnitudes,
     load_adapter_weights,
     load_with_adapter,
-    open_weight_source,
     warn_of_unsupported_parts,
 )
 from mega_ckpt.store import Location
@@ -19,7 +18,7 @@ from mega_common.errors import ConfigError
 from mega_common.lora_config import is_adapter_tensor
 from mega_common.progress_logging import logger
 from mega_data.tokenizer import Tokenizer
-from mega_trainer.data.data_check import extend_vocabulary
+from mega_trainer.data.data_check import open_initial_weights
 from mega_trainer.distributed.comm import CommGroup
 from mega_trainer.job.memory_checkpoint import MemoryCopy
 from mega_trainer.model.weight_init import initialize_weights
@@ -75,9 +74,7 @@ def _load_initial_weights(
     """Load the weights of `init_from`: for a new run, or at every start for the frozen base of an adapter. A `fresh`
     run also loads its initial adapter.
     """
-    foreign = state.config.model.transformers is not None
-    original = open_weight_source(path, implementation="transformers" if foreign else "mega")
-    source = original if foreign else extend_vocabulary(state.config, original, tokenizer)
+    original, source = open_initial_weights(state.config, path, tokenizer)
     if world.rank == 0:
         warn_of_unsupported_parts(source, training=True)
     missing_head = {SCORE} - {*source.tensor_names()}  # a language model has no classification head
