@@ -41,7 +41,7 @@ def make_run(settings: Settings, tmp_path: Path, config: dict[str, Any], **secti
     file = tmp_path / f"{config['model_type']}.json"
     file.write_text(json.dumps(config))
     model = {"from": str(file), "implementation": "transformers"}
-    raw = settings(precision="fp64", train={"steps": 2}, **sections)
+    raw = settings(**{"precision": "fp64", "train": {"steps": 2}, **sections})
     return resolve_run_config({**raw, "model": model})
 
 
@@ -124,7 +124,7 @@ def test_unsupported_runs_are_refused(
 
 def test_frozen_tensors_are_those_of_transformers(settings: Settings, tmp_path: Path) -> None:
     raw = make_run(settings, tmp_path, LLAMA, train={"steps": 1, "freeze": ["model.layers.0.*"]})
-    state = train_rank({**raw, "train": {"steps": 1, "freeze": ["model.layers.0.*"]}}, 0, 1)
+    state = train_rank(raw, 0, 1)
     frozen = {n for n, p in state.stages[0].module.named_parameters() if not p.requires_grad}
     assert frozen
     assert all(name.startswith("model.layers.0.") for name in frozen)
