@@ -122,6 +122,12 @@ def plan_command(
     if write is not None and write.exists():
         raise ConfigError(f"--write {write}: the file exists already", hint="choose a new file name")
     config = load_plan_config(run, set_ or [])
+    if config.model.transformers is not None:
+        raise ConfigError(
+            f"{run}: mega plan is not supported with model.implementation = transformers: neither memory, time nor FLOPs of "
+            "its module are predicted",
+            hint="measure: mega train --find-micro-batch, or a few steps with train.steps=20",
+        )
     ranks = ranks or config.parallel_rules.minimum_ranks
     if machine is not None and search:
         from mega_cli.plan_prediction import SHOWN, describe_layouts, search_layouts, write_layout_yaml

@@ -188,24 +188,11 @@ def open_weight_source(
     if isinstance(folder, Path) and not has_readable_weights(folder) and (inside := list(folder.glob(f"*{SUFFIX}"))):
         return GgufSource(_single_gguf_model(folder, inside))
     if implementation == "transformers":
-        return TransformersSource(_require_local_folder(folder))
+        return TransformersSource(folder)
     return HfSource(folder)
 
 
 open_source = open_weight_source  # deprecated name
-
-
-def _require_local_folder(folder: Location) -> Path:
-    """Return a folder of a file system, which transformers can read.
-
-    Raises:
-        CheckpointError: for a URL.
-    """
-    if isinstance(folder, Path):
-        return folder
-    raise CheckpointError(
-        f"{folder}: implementation: transformers requires a local folder", hint="copy the folder to a local disk"
-    )
 
 
 def _find_transformer_folder(folder: Path) -> Path | None:

@@ -25,6 +25,7 @@ from mega_ckpt.tensor_pieces import TensorShape, crop_tensor
 from mega_ckpt.weight_source import WeightSource, cast_dtype, write_file_durably
 from mega_common.errors import CheckpointError, MegaError, MissingPackageError
 from mega_common.model_config import ModelConfig
+from mega_common.object_store import Location
 from mega_common.progress_logging import logger
 from mega_common.transformers_config import TransformersModuleConfig
 
@@ -186,10 +187,15 @@ class TransformersSource:
     """A `WeightSource` of a HuggingFace folder, read by transformers whole into host memory at the first access.
 
     Raises:
-        CheckpointError: from the constructor, for a model that transformers cannot build.
+        CheckpointError: from the constructor, for a URL, or a model that transformers cannot build.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Location) -> None:
+        if not isinstance(folder, Path):
+            raise CheckpointError(
+                f"{folder}: implementation: transformers requires a local folder",
+                hint="copy the folder to a local disk",
+            )
         self.folder = folder
         self.model = describe_module(read_json_mapping(folder / CONFIG))
         self._loaded: dict[str, Tensor] = {}
