@@ -26,7 +26,7 @@ from mega_trainer.data.micro_batch import MicroBatch
 from mega_trainer.distributed.comm import CommGroup
 from mega_trainer.model.decoder import Decoder, StageLayers
 from mega_trainer.model.layer_builder import LayerBuilder
-from mega_trainer.parallel.deferred_wgrad import DeferredWgradQueue
+from mega_trainer.parallel.parallel_linear import DeferredWgradQueue
 from mega_trainer.pipeline.executor import PipelineExecutor
 from mega_trainer.pipeline.schedules import bubble_formula, make_schedule, simulate_schedule
 

@@ -34,15 +34,15 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 from mega_data.batch_loader import StepBatch
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.data.micro_batch import split_micro_batches
-from mega_trainer.distributed.rank_info import RankInfo
+from mega_trainer.distributed.process_groups import RankInfo
 from mega_trainer.kernels import blockwise_attention, grouped_gemm
 from mega_trainer.model import vocab_parallel_loss
 from mega_trainer.objectives.training_objective import TrainingObjective
 from mega_trainer.optim import gradient_clipping
 from mega_trainer.parallel import nvshmem_dispatch
 from mega_trainer.run import build_components, train_step
+from mega_trainer.run.train_step import evaluate_losses
 from mega_trainer.run.training_run import assemble_training
-from mega_trainer.run.validation import evaluate_losses
 
 GPU = "gpu"  # what the device that is not there is called
 READS = frozenset(

@@ -23,7 +23,7 @@ import torch
 from mega_data.batch_loader import StepBatch
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.data.micro_batch import split_micro_batches
-from mega_trainer.distributed.rank_info import RankInfo
+from mega_trainer.distributed.process_groups import RankInfo
 from mega_trainer.job.goodput import GoodputCounter
 from mega_trainer.job.phase_timer import PhaseTimer
 from mega_trainer.run import build_components

@@ -32,9 +32,9 @@ from sides import Side, spread, times_in_turn
 from mega_data.batch_loader import StepBatch
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.data.micro_batch import split_micro_batches
-from mega_trainer.data.token_counts import count_step_tokens
-from mega_trainer.distributed.rank_info import RankInfo
+from mega_trainer.distributed.process_groups import RankInfo
 from mega_trainer.model.weight_init import initialize_weights
+from mega_trainer.objectives.training_objective import count_step_tokens
 from mega_trainer.plan.flops import count_parameters_by_layer
 from mega_trainer.run.build_components import compute_dtype, connect_parallel_groups
 from mega_trainer.run.train_step import train_step

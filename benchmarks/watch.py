@@ -24,7 +24,7 @@ from torch.distributed import HashStore
 from mega_data.batch_loader import StepBatch
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.data.micro_batch import split_micro_batches
-from mega_trainer.distributed.rank_info import RankInfo
+from mega_trainer.distributed.process_groups import RankInfo
 from mega_trainer.job.hang_watchdog import HangWatchdog
 from mega_trainer.job.phase_timer import PhaseTimer
 from mega_trainer.run import build_components

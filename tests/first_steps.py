@@ -14,14 +14,13 @@ from torch import Tensor
 from mega_data.batch_loader import BatchLoader
 from mega_trainer.config.run_config import RunConfig, resolve_run_config
 from mega_trainer.data.micro_batch import split_micro_batches
-from mega_trainer.distributed.rank_info import RankInfo
+from mega_trainer.distributed.process_groups import RankInfo
 from mega_trainer.job.step_result import StepResult
 from mega_trainer.objectives.training_objective import TrainingObjective
 from mega_trainer.run.build_components import connect_parallel_groups, load_datasets
-from mega_trainer.run.initial_state import initialize_state
 from mega_trainer.run.objective_builder import build_objectives
 from mega_trainer.run.train_step import StepHooks, train_step
-from mega_trainer.run.training_run import assemble_training
+from mega_trainer.run.training_run import assemble_training, initialize_state
 
 ALONE = RankInfo()
 

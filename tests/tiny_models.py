@@ -343,7 +343,9 @@ def variant(name: str) -> ModelConfig:
 def cases() -> list[tuple[ModelFamily, str]]:
     """Every family with every variant that it can express; one of hybrids with hybrids alone."""
     models = {name: variant(name) for name in VARIANTS}
-    hybrids = {family.name for family in FAMILIES if any("layers" in entry.covered_fields for entry in family.entries)}
+    hybrids = {
+        family.name for family in FAMILIES if any("layers" in entry.handled_model_fields for entry in family.entries)
+    }
     return [
         (family, name)
         for family in FAMILIES

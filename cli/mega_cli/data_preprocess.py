@@ -128,6 +128,15 @@ def preprocess_command(
             rich_help_panel=CHAT,
         ),
     ] = False,
+    map_: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--map",
+            metavar="KEY=COLUMN",
+            help="Column of the records that is read as this key, e.g. prompt=question; others are then ignored. Repeatable.",
+            rich_help_panel=CHAT,
+        ),
+    ] = None,
     images: Annotated[
         Path | None,
         typer.Option(
@@ -206,7 +215,7 @@ def preprocess_command(
         )
     if language is not None and not split_sentences:
         raise ConfigError(f"--language {language} requires --split-sentences", hint="add --split-sentences")
-    chat = _chat_options(kind, loss_on, max_length, chat_template, template_option, turn_weights)
+    chat = _chat_options(kind, loss_on, max_length, chat_template, template_option, turn_weights, map_)
     if chat is not None and (append_eod or parse_special_tokens or split_sentences or json_key != "text"):
         raise ConfigError(
             f"--kind {kind} conflicts with --append-eod, --parse-special-tokens, --split-sentences and --json-key",
@@ -298,15 +307,16 @@ def _chat_options(
     chat_template: Path | None,
     template_option: list[str] | None,
     turn_weights: bool,
+    columns: list[str] | None,
 ) -> ChatOptions | None:
     """Return the options of conversations, or None for text, which accepts none of them."""
     from mega_common.bounded_parsing import BoundedYamlLoader, parse_yaml_text
     from mega_data.chat.chat_preparation import ChatOptions
 
     if kind == "text":
-        if loss_on or max_length or chat_template or template_option or turn_weights:
+        if loss_on or max_length or chat_template or template_option or turn_weights or columns:
             raise ConfigError(
-                "--loss-on, --max-length, --chat-template, --template-option and --turn-weights require conversations",
+                "--loss-on, --max-length, --chat-template, --template-option, --turn-weights and --map require conversations",
                 hint="add --kind conversations or --kind pairs",
             )
         return None
@@ -326,4 +336,21 @@ def _chat_options(
         template=chat_template,
         template_options=options,
         turn_weights=turn_weights,
+        columns=parse_columns(columns or []),
     )
+
+
+def parse_columns(given: list[str]) -> dict[str, str]:
+    """Return the columns of --map by their key."""
+    from typing import get_args
+
+    from mega_data.raw_data_config import RecordKey
+
+    columns = {}
+    for option in given:
+        key, equals, column = option.partition("=")
+        if key not in get_args(RecordKey) or key == "text" or not equals or not column:
+            names = ", ".join(name for name in get_args(RecordKey) if name != "text")
+            raise ConfigError(f"--map must have the form KEY=COLUMN, found {option!r}", hint=f"the keys are {names}")
+        columns[key] = column
+    return columns

@@ -24,7 +24,8 @@ SHADES = {True: ("black on green", "black on bright_green"), False: ("default", 
 
 def show_command(
     prefix: Annotated[
-        Path | None, typer.Argument(metavar="PREFIX", help="Data set to show.", show_default=False)
+        Path | None,
+        typer.Argument(metavar="PREFIX|RUN", help="Data set or run.yaml to show.", show_default=False),
     ] = None,
     sample: Annotated[
         int, typer.Option(min=0, help="Number of the document in the data set, or of the sample in the run; from 0.")
@@ -40,11 +41,15 @@ def show_command(
     Adjacent tokens have alternating shades; tokens with loss have a green background. Each line has the positions and the
     loss weight of its tokens. A sample is printed document by document. Tokens that are not whole characters are printed
     by their name in the vocabulary.
+
+    Raw data of a run is tokenized into its cache first, and the form of its records is printed.
     """
     from rich.console import Console
 
     from mega_data.tokenizer import Tokenizer
 
+    if prefix is not None and run is None and prefix.suffix in (".yaml", ".yml"):
+        prefix, run = None, prefix
     if (prefix is None) == (run is None):
         raise ConfigError(
             f"mega data show requires PREFIX or --run, but {'both are' if run else 'neither is'} given",
@@ -56,6 +61,8 @@ def show_command(
         typer.echo(json.dumps([asdict(part) for part in parts], ensure_ascii=False))
         return
     console = Console(highlight=False, soft_wrap=True)
+    for line in _describe_raw_data(run) if run else []:
+        console.print(line)
     for part in parts:
         console.print(_heading(part), style="bold")
         for line in _format_tokens(part):
@@ -87,6 +94,26 @@ def _of_run(run: Path, number: int, tokenizer: Tokenizer | None) -> list[Display
         vision=config.model.vision,
     )  # fmt: skip
     return show_training_sample(train[number], tokenizer)
+
+
+def _describe_raw_data(run: Path) -> list[str]:
+    """Return a line for each raw data set of a run: the form of its records, and its token files."""
+    from mega_data.preprocessing.token_cache import read_first_record, tokenize_raw_source
+    from mega_data.reading.corpus_sources import find_corpus_sources
+    from mega_data.token_files.dataset_info import read_dataset_info
+
+    data, lines = _load_run_config(run).data, []
+    for source in data.raw_sources:
+        prefix = tokenize_raw_source(source, data)
+        info = read_dataset_info(prefix)
+        form = read_first_record(find_corpus_sources([source.input_name])).form
+        columns = ", ".join(f"{role}: {column}" for role, column in source.map.items())
+        form = f"columns {{{columns}}}" if columns else form
+        if info is not None:
+            lines.append(
+                f"{source.input_name}: {form}; {info.documents:,} documents, {info.tokens:,} tokens in {prefix}"
+            )
+    return lines
 
 
 def _load_run_config(run: Path) -> RunConfig:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from mega_data.chat.chat_template import ChatTemplate
     from mega_eval.harness_tasks import HarnessTaskOptions
     from mega_eval.multi_rank_inference import ModelReplicas, ReplicaLayout
-    from mega_trainer.distributed.rank_info import RankInfo
+    from mega_trainer.distributed.process_groups import RankInfo
 
 
 @contextmanager
@@ -34,7 +34,7 @@ def join_model_ranks(sharing: ReplicaLayout, nproc: int | None, device: str, wai
         ConfigError: if their number does not divide into whole copies of the model.
     """
     from mega_common.progress_logging import configure_logging
-    from mega_trainer.distributed.rank_info import RankInfo
+    from mega_trainer.distributed.process_groups import RankInfo
     from mega_trainer.launch.local_ranks import join_process_group, rank_from_environment
 
     ranks = rank_from_environment(os.environ)
@@ -106,8 +106,8 @@ def evaluate_tasks(
     sharing: ReplicaLayout,
     nproc: int | None,
 ) -> None:
-    """Run lm-evaluation-harness tasks on a model: in this process if it is a rank or the only one, else on `nproc`
-    ranks started here.
+    """Run lm-evaluation-harness tasks on a model and write the results file: in this process if it is a rank or the
+    only one, else on `nproc` ranks started here.
     """
 
     with join_model_ranks(sharing, nproc, model_settings.device, WAIT_SECONDS) as ranks:

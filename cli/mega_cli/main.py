@@ -22,6 +22,7 @@ from mega_cli import (
     compare,
     data,
     demo,
+    doctor,
     embed,
     generate,
     launch,
@@ -30,6 +31,7 @@ from mega_cli import (
     serve,
     top,
     train,
+    tune,
     workflow,
 )
 from mega_cli import eval as evaluation
@@ -73,6 +75,7 @@ def build_typer_app() -> typer.Typer:
     app.callback()(_root)
     app.add_typer(data.app, name="data")
     app.command("train", epilog=train.EXAMPLES)(train.train_command)
+    app.command("tune", epilog=tune.EXAMPLES)(tune.tune_command)
     app.add_typer(ckpt.app, name="ckpt")
     app.command("eval", epilog=evaluation.EXAMPLES)(evaluation.eval_command)
     app.command("compare", epilog=compare.EXAMPLES)(compare.compare_command)
@@ -85,6 +88,7 @@ def build_typer_app() -> typer.Typer:
     app.command("report", epilog=report.EXAMPLES)(report.report_command)
     app.command("top", epilog=top.EXAMPLES)(top.top_command)
     app.command("demo", epilog=demo.EXAMPLES)(demo.demo_command)
+    app.command("doctor", epilog=doctor.EXAMPLES)(doctor.doctor_command)
     app.add_typer(launch.app, name="launch")
     return app
 

@@ -16,7 +16,7 @@ from mega_common.progress_logging import format_number, logger
 
 if TYPE_CHECKING:
     from mega_trainer.config.run_config import RunConfig
-    from mega_trainer.pages.plan_page import SearchedLayout
+    from mega_trainer.pages.plan_page import LayoutCandidate
     from mega_trainer.plan.layout_search import PlannedLayout
 
 SHOWN = 8  # layouts that are printed
@@ -82,7 +82,7 @@ def predict_run(
     config: RunConfig, ranks: int, name: str, tokens: str | None, memory: Sequence[Mapping[str, int]]
 ) -> dict[str, Any]:
     """Predict the step time of a run on machine `name`, MFU, cost and faster settings; times in seconds, memory in
-    bytes, as `mega plan --json` prints them.
+    bytes, as `mega plan --json` prints them. `memory` has the bytes of each pipeline rank.
 
     Raises:
         ConfigError: for an unknown machine, or an invalid number of tokens.
@@ -126,7 +126,7 @@ def predict_run(
 
 
 def format_prediction(prediction: Mapping[str, Any]) -> list[str]:
-    """Return a prediction of `predict_run` as lines of text."""
+    """Return the prediction of a run's step time, MFU and cost (the result of `predict_run`) as lines of text."""
     seconds = prediction["seconds_per_step"]
     parts = ", ".join(f"{kind} {100 * part / seconds:.1f} %" for kind, part in prediction["seconds"].items())
     limit = prediction["memory_limit_bytes"] / 2**30
@@ -212,8 +212,8 @@ def describe_layouts(
 
 
 def fit_machine(config: RunConfig, ranks: int, name: str, metrics: Path) -> str:
-    """Return machine `name` calibrated with the metrics file of a run, as YAML with predicted and measured times as
-    comments.
+    """Return the description of machine `name`, calibrated with the metrics file of a run on `ranks` ranks, as YAML
+    with predicted and measured times as comments.
 
     Raises:
         ConfigError: for an unknown machine, metrics without times, or a run that was faster than the machine's peak.
@@ -278,7 +278,7 @@ def _parse_token_count(text: str) -> float:
 
 
 def write_plan_html(
-    html: Path, run: Path, config: RunConfig, ranks: int, plan: dict[str, Any], found: Sequence[SearchedLayout] = ()
+    html: Path, run: Path, config: RunConfig, ranks: int, plan: dict[str, Any], found: Sequence[LayoutCandidate] = ()
 ) -> None:
     """Write the HTML page of a run's plan, given as `mega plan --json` prints it, and of the predicted times if `plan`
     has `time`.
@@ -321,14 +321,14 @@ def write_search_html(
     Raises:
         ConfigError: if the file cannot be written.
     """
-    from mega_trainer.pages.plan_page import SearchedLayout
+    from mega_trainer.pages.plan_page import LayoutCandidate
     from mega_trainer.plan.layout_search import explain_layout_time, format_layout
     from mega_trainer.plan.memory_advice import apply_settings
 
     best = layouts[0]
     each = config.batch.global_ * config.data.seq_length / ranks
     found = [
-        SearchedLayout(
+        LayoutCandidate(
             layout.time.seconds,
             each / layout.time.seconds,
             layout.memory,

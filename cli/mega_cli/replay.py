@@ -68,9 +68,9 @@ def _run_and_compare(
 def _find_differences(again: RunConfig, checkpoint: Location, saved: Mapping[str, Any], nproc: int | None) -> list[str]:
     """Return the differences in environment and data since the save; the run itself logs differences in settings."""
     from mega_trainer.data.data_check import find_run_tokenizer
+    from mega_trainer.job.resume import inherit_data_order, read_saved_state
     from mega_trainer.job.step_replay import collect_provenance, diff_setting_values
     from mega_trainer.run.build_components import load_datasets
-    from mega_trainer.run.train_state import inherit_data_order, read_saved_state
 
     if "data" not in saved:
         return ["differs: unknown, because the checkpoint has no record of its environment"]

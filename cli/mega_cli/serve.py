@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from mega_eval.inference_engine import InferenceEngine
     from mega_eval.multi_rank_inference import ReplicaLayout
     from mega_eval.server.embeddings_api import ServedEmbedder
-    from mega_trainer.distributed.rank_info import RankInfo
+    from mega_trainer.distributed.process_groups import RankInfo
     from mega_trainer.model.decoder import Decoder
     from mega_trainer.parallel.lora_layers import AdapterSelection
 
@@ -179,8 +179,8 @@ def serve_command(
 
 @dataclass(frozen=True)
 class ServedModel:
-    """Loaded model for generation: its engine, tokenizer, end tokens and limits, and its embedder or the reason for
-    having none.
+    """Loaded model for generation: its inference engine, tokenizer, end tokens and limits, and its text embedder or the
+    reason for having none.
     """
 
     engine: InferenceEngine

@@ -175,7 +175,7 @@ def train_command(
                 f"--reproduce conflicts with {other}: the settings are read from the checkpoint",
                 hint="leave it out; use --set KEY=VALUE to override a setting",
             )
-        raise typer.Exit(again.reproduce_step(reproduce, set_ or [], nproc, _train_or_start_ranks))
+        raise typer.Exit(again.reproduce_step(reproduce, set_ or [], nproc, train_or_start_ranks))
     run = _select_run(words or [])
     overrides: Sequence[str] = set_ or []
     config = _load_run(run, overrides, warn_unread=check)  # a training run logs these warnings itself
@@ -196,8 +196,8 @@ def train_command(
         print(_find_micro_batch(config, run, overrides, nproc))
         return
     if replay is not None:
-        raise typer.Exit(again.replay_step(config, replay, nproc, _train_or_start_ranks))
-    if status := _train_or_start_ranks(config, run, nproc, overrides):
+        raise typer.Exit(again.replay_step(config, replay, nproc, train_or_start_ranks))
+    if status := train_or_start_ranks(config, run, nproc, overrides):
         raise typer.Exit(status)
 
 
@@ -207,10 +207,10 @@ def _resolve_layout(
     """Return the configuration and its overrides; without `parallel`, a layout is chosen for the number of ranks."""
     from mega_ckpt.checkpoint import Checkpoint
     from mega_trainer.config.run_config import load_run_config
+    from mega_trainer.job.resume import find_start_checkpoint
     from mega_trainer.plan.automatic_layout import choose_layout
     from mega_trainer.plan.memory_advice import format_overrides
     from mega_trainer.run.run_summary import detect_machine
-    from mega_trainer.run.train_state import find_start_checkpoint
 
     if ranks == 1 or "parallel" in config.model_fields_set or (machine := detect_machine(config)) is None:
         return config, overrides
@@ -300,19 +300,20 @@ def _check_patterns(config: RunConfig, run: Path) -> None:
         raise_config_error(found, str(run))
 
 
-def _train_or_start_ranks(config: RunConfig, run: Path, nproc: int | None, overrides: Sequence[str] = ()) -> int:
+def train_or_start_ranks(config: RunConfig, run: Path, nproc: int | None, overrides: Sequence[str] = ()) -> int:
     """Train in this process if it is a rank or the only one, else start the ranks. Returns the exit status."""
     import os
     import sys
 
     _follow_launcher_death()
     from mega_common.errors import ConfigError, DataError, NumericalError, TrainingInterrupted, TrainingTerminated
+    from mega_data.preprocessing.token_cache import tokenize_raw_data
     from mega_trainer.job.environment import library_settings
 
     for name, value in library_settings(config).items():
         os.environ.setdefault(name, value)
     from mega_common.progress_logging import configure_logging
-    from mega_trainer.distributed.rank_info import RankInfo
+    from mega_trainer.distributed.process_groups import RankInfo
     from mega_trainer.launch.local_ranks import (
         default_rank_count,
         join_process_group,
@@ -328,6 +329,7 @@ def _train_or_start_ranks(config: RunConfig, run: Path, nproc: int | None, overr
         count = nproc or default_rank_count(config.minimum_world_size, config.device)
         config, overrides = _resolve_layout(config, run, overrides, count)
         config.check_world_size(count)
+        tokenize_raw_data(config.data)
         if count > 1:
             options = [f"--set={override}" for override in overrides]
             command = [sys.executable, "-m", "mega_cli.main", "train", str(run), *options]
@@ -340,6 +342,7 @@ def _train_or_start_ranks(config: RunConfig, run: Path, nproc: int | None, overr
     from mega_trainer.run.training_run import run_training as train
 
     try:
+        tokenize_raw_data(config.data)  # one rank of a machine; the others wait, before they join
         config.check_world_size(
             ranks.world_size
         )  # torchrun may have restarted with fewer ranks, after the loss of a machine

@@ -63,7 +63,7 @@ def test_config_round_trip_through_transformers(case: str, tmp_path: Path) -> No
     # Values that say the same in two ways: when a window starts, and defaults of heads and rope that are written out.
     spelled = {"max_window_layers", "use_sliding_window", "sliding_window", "rope_parameters", "head_dim"}
     spelled |= {"decoder_sparse_step", "mlp_only_layers", "num_experts", "num_local_experts", "n_group", "topk_group"}
-    for key in {key for entry in family.entries for key in entry.covered_keys} & raw.keys() - spelled:
+    for key in {key for entry in family.entries for key in entry.handled_config_keys} & raw.keys() - spelled:
         assert loaded[key] == raw[key], key
 
 

@@ -188,3 +188,61 @@ def test_options_reach_the_template(folder: Path) -> None:
          "--chat-template", folder / "t.jinja", "--template-option", "name=Max", "--loss-on", "all", "--max-length", 9)  # fmt: skip
     (part,) = json.loads(data("show", folder / "x", "--json"))
     assert "".join(token["text"] for token in part["tokens"]) == "MaxWhat is"
+
+
+ASK, REPLY = "What is 2 + 2?", "It is 4."
+TURNS = [{"role": "user", "content": ASK}, {"role": "assistant", "content": REPLY}]
+CHAT = f"<|im_start|>user↵{ASK}<|im_end|>↵<|im_start|>assistant↵", f"{REPLY}<|im_end|>↵"
+RAW_FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "messages (OpenAI)": ({"messages": TURNS}, {}),
+    "conversations (ShareGPT)": (
+        {"conversations": [{"from": "human", "value": ASK}, {"from": "gpt", "value": REPLY}]}, {},
+    ),
+    "prompt and completion": ({"prompt": ASK, "completion": REPLY}, {}),
+    "prompt and response": ({"prompt": TURNS[:1], "response": TURNS[1:]}, {}),
+    "instruction and output (Alpaca)": ({"instruction": ASK, "input": "", "output": REPLY}, {}),
+    "chosen and rejected (preference)": ({"prompt": ASK, "chosen": REPLY, "rejected": "No"}, {"kind": "pairs"}),
+    "completion and label (KTO)": ({"prompt": ASK, "completion": REPLY, "label": True}, {"kind": "pairs"}),
+    "columns {prompt: q, completion: label}": (
+        {"q": ASK, "label": REPLY, "text": "x"}, {"map": {"prompt": "q", "completion": "label"}},
+    ),
+    "text": ({"text": REPLY}, {"kind": "text"}),
+    "columns {text: body}": ({"body": REPLY}, {"kind": "documents", "map": {"text": "body"}}),
+    "plain text": ({}, {"kind": "text"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", RAW_FORMS)
+def test_raw_data_of_a_run_by_the_form_of_its_records(form: str, folder: Path, tmp_path: Path) -> None:
+    """The form is named, and what is trained is shown; a second time the tokens are those of the cache."""
+    record, settings = RAW_FORMS[form]
+    path = tmp_path / ("raw.txt" if form == "plain text" else "raw.jsonl")
+    path.write_text((REPLY if form == "plain text" else json.dumps(record)) + "\n")
+    source = {"path": str(path), **{key: value for key, value in settings.items() if key == "map"}}
+    kind = settings.get("kind", "conversations")
+    section = {
+        "train": [source], "kind": kind, "seq_length": 8 if kind == "text" else 200, "split": "1", "tokenizer": str(folder / "tok"),
+        "cache": str(tmp_path / "cache"),
+    }  # fmt: skip
+    (tmp_path / "run.yaml").write_text(
+        json.dumps(
+            {
+                "model": {"preset": "llama3-8b", "vocab_size": 400},
+                "data": section,
+                "objective": {"kind": "cross_entropy"},
+            }
+        )
+        if kind != "pairs"
+        else json.dumps(
+            {"model": {"preset": "llama3-8b", "vocab_size": 400}, "data": section, "objective": {"kind": "simpo"}}
+        )
+    )
+    shown = data("show", tmp_path / "run.yaml")
+    assert shown.startswith(f"{path}: {form}; 1 documents, ")
+    assert shown == data("show", "--run", tmp_path / "run.yaml")
+    texts = [line.split(maxsplit=2)[-1] for line in shown.splitlines() if line.startswith("   ")]
+    if kind in ("conversations", "pairs"):
+        assert texts[0].endswith(CHAT[0])
+        assert texts[1] == CHAT[1]
+    else:
+        assert REPLY.startswith("".join(texts)[: len(REPLY)])

@@ -20,7 +20,7 @@ from ranks import run_ranks
 from mega_ckpt.store import Checkpoint, latest_checkpoint
 from mega_common.errors import TrainingInterrupted
 from mega_trainer.config.run_config import RunConfig
-from mega_trainer.distributed.rank_info import RankInfo
+from mega_trainer.distributed.process_groups import RankInfo
 from mega_trainer.job.step_replay import read_recorded_steps
 from mega_trainer.run.training_run import run_training
 

@@ -34,7 +34,7 @@ from mega_eval.score import score_continuations
 from mega_eval.text_stream import GenerationLimits
 from mega_trainer.config.run_config import RunConfig, resolve_run_config
 from mega_trainer.distributed.comm import CommGroup
-from mega_trainer.distributed.rank_info import RankInfo
+from mega_trainer.distributed.process_groups import RankInfo
 from mega_trainer.model.decoder import Decoder
 from mega_trainer.pipeline.executor import PipelineExecutor
 from mega_trainer.pipeline.schedules import make_schedule

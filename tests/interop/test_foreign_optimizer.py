@@ -23,7 +23,7 @@ from mega_ckpt.source import open_weight_source
 from mega_ckpt.store import Checkpoint
 from mega_data.token_files.indexed_writer import IndexedWriter
 from mega_trainer.config.run_config import RunConfig
-from mega_trainer.distributed.rank_info import RankInfo
+from mega_trainer.distributed.process_groups import RankInfo
 from mega_trainer.run.training_run import run_training
 
 TOKENS = np.random.default_rng(0).integers(0, 48, (4, 17))

@@ -21,7 +21,7 @@ from mega_ckpt.store import Checkpoint
 from mega_common.progress_logging import logger
 from mega_data.token_files.indexed_writer import IndexedWriter
 from mega_trainer.config.run_config import RunConfig
-from mega_trainer.distributed.rank_info import RankInfo
+from mega_trainer.distributed.process_groups import RankInfo
 from mega_trainer.run import training_loop
 from mega_trainer.run.train_state import TrainState
 from mega_trainer.run.training_run import run_training as train

@@ -13,7 +13,7 @@ from parity.cases import VARIANTS, Case, case
 from torch import Tensor
 
 from mega_trainer.distributed.process_groups import ParallelGroups
-from mega_trainer.model import expert_router, layer_builder, mixture_of_experts
+from mega_trainer.model import expert_router, mixture_of_experts, parameter_builder
 from mega_trainer.model.layer_builder import LayerBuilder
 from mega_trainer.model.mixture_of_experts import GroupedExperts
 from mega_trainer.optim import gradient_clipping
@@ -62,13 +62,13 @@ def _groups(**changes: Callable[[ParallelGroups], Any]) -> Patch:
 
 
 def _router_without_sync() -> AbstractContextManager[Any]:
-    real = layer_builder.make_parameter
+    real = parameter_builder.make_parameter
 
     def make(shape: Any, pieces: Any, **options: Any) -> Any:
         gate = any(".mlp.gate." in piece.name for piece in pieces)
         return real(shape, pieces, **{**options, "grad_sync": ()} if gate else options)
 
-    return swap(layer_builder, "make_parameter", make)
+    return swap(parameter_builder, "make_parameter", make)
 
 
 def _expert_gradients_averaged() -> AbstractContextManager[Any]:

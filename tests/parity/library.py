@@ -28,7 +28,7 @@ from torch import Tensor
 
 from mega_ckpt.convert import convert_checkpoint
 from mega_trainer.config.run_config import RunConfig
-from mega_trainer.distributed.rank_info import RankInfo
+from mega_trainer.distributed.process_groups import RankInfo
 from mega_trainer.engine import TrainingEngine
 from mega_trainer.run.build_components import connect_parallel_groups
 

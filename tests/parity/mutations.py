@@ -26,6 +26,7 @@ from parity.expert_mutations import EXPERTS
 from parity.mamba_mutations import MAMBAS
 from parity.recurrence_mutations import RECURRENCES
 from parity.retro_mutations import RETROS
+from parity.sharding_mutations import SHARDINGS
 from parity.source_mutations import SOURCES
 from parity.vision_mutations import VISIONS
 from parity.worker import Found, References, Trainer, compare, make_groups, places
@@ -34,21 +35,20 @@ from torch import Tensor
 from mega_common.errors import NumericalError
 from mega_data.batch_loader import StepBatch
 from mega_trainer.data import micro_batch as batches
-from mega_trainer.data import token_counts
-from mega_trainer.data.micro_batch import HeadTargets, MicroBatch, SequenceBounds
+from mega_trainer.data.micro_batch import DocumentBounds, HeadTargets, MicroBatch
 from mega_trainer.distributed import rng
 from mega_trainer.distributed.comm import CommGroup, RingTransfer, all_reduce
 from mega_trainer.distributed.process_groups import ParallelGroups
 from mega_trainer.kernels import gemm_accumulation as products
 from mega_trainer.kernels.torch_kernels import TorchKernels
-from mega_trainer.model import decoder, latent_attention, layer_builder, output_heads, vocab_parallel_loss
-from mega_trainer.model.activation_checkpointing import _RecomputedTensor
-from mega_trainer.model.activation_offload import OffloadedLayer
+from mega_trainer.model import decoder, latent_attention, output_heads, parameter_builder, vocab_parallel_loss
+from mega_trainer.model.activation_checkpointing import OffloadedLayer, _RecomputedTensor
 from mega_trainer.model.attention import AttentionCore
 from mega_trainer.model.decoder import Decoder
 from mega_trainer.model.forward_context import SequenceMask
 from mega_trainer.model.layer_builder import LayerBuilder
 from mega_trainer.model.output_heads import OutputHead, OutputProjection
+from mega_trainer.objectives import training_objective
 from mega_trainer.optim import gradient_clipping
 from mega_trainer.optim.muon import MuonUpdateRule
 from mega_trainer.optim.sharded_optimizer import ShardedOptimizer
@@ -127,14 +127,16 @@ def _replicated(partial_grad: bool) -> Patch:
 
 
 def _without_sync() -> AbstractContextManager[Any]:
-    real = layer_builder.make_parameter
-    return swap(layer_builder, "make_parameter", lambda *args, **options: real(*args, **{**options, "grad_sync": ()}))
+    real = parameter_builder.make_parameter
+    return swap(
+        parameter_builder, "make_parameter", lambda *args, **options: real(*args, **{**options, "grad_sync": ()})
+    )
 
 
 def _tied_without_sync() -> AbstractContextManager[Any]:
-    real = layer_builder.make_vocab_parameter
+    real = parameter_builder.make_vocab_parameter
     return swap(
-        layer_builder, "make_vocab_parameter", lambda *args, **options: real(*args, **{**options, "grad_sync": ()})
+        parameter_builder, "make_vocab_parameter", lambda *args, **options: real(*args, **{**options, "grad_sync": ()})
     )
 
 
@@ -169,19 +171,21 @@ def _mean_of_means() -> Any:
     def mean(self: OutputHead, hidden: Tensor, output: OutputProjection, targets: HeadTargets) -> tuple[Tensor, Tensor]:
         return real(self, hidden, output, replace(targets, weights=targets.weights / targets.weights.sum()))
 
-    with swap(token_counts, "count_step_tokens", count_batches), swap(OutputHead, "compute_token_loss", mean):
+    with swap(training_objective, "count_step_tokens", count_batches), swap(OutputHead, "compute_token_loss", mean):
         yield
 
 
 def _own_tokens() -> AbstractContextManager[Any]:
     """Those of a data rank, and of a context rank about its share."""
-    return swap(token_counts, "count_step_tokens", lambda batch, *more: [batch.loss_weights.sum() / more[-1].cp.size])
+    return swap(
+        training_objective, "count_step_tokens", lambda batch, *more: [batch.loss_weights.sum() / more[-1].cp.size]
+    )
 
 
 def _tokens_of_every_rank() -> AbstractContextManager[Any]:
-    real = token_counts.count_local_tokens
+    real = training_objective.count_local_tokens
     return swap(
-        token_counts, "count_local_tokens", lambda batch, further, groups: real(batch, further, ParallelGroups())
+        training_objective, "count_local_tokens", lambda batch, further, groups: real(batch, further, ParallelGroups())
     )
 
 
@@ -438,13 +442,13 @@ def _no_decay_of_slices() -> AbstractContextManager[Any]:
 
 def _first_kv_head() -> AbstractContextManager[Any]:
     """Every rank takes the first key/value head."""
-    real = layer_builder.split_fused_heads
+    real = parameter_builder.split_fused_heads
 
     def first(blocks: Any, tail: Any, group: CommGroup) -> Any:
         shared = blocks[0].count < group.size
         return real(blocks, tail, replace(group, rank=0) if shared else group)
 
-    return swap(layer_builder, "split_fused_heads", first)
+    return swap(parameter_builder, "split_fused_heads", first)
 
 
 def _ring_skips_a_block() -> AbstractContextManager[Any]:
@@ -474,7 +478,7 @@ def _documents_of_the_first_tokens() -> AbstractContextManager[Any]:
         if self.document_starts is not None:
             documents = np.roll(self.document_starts, 1, axis=1)
             documents[:, 0] = 0
-            moved = SequenceBounds.from_positions(documents, documents).document_starts
+            moved = DocumentBounds.from_positions(documents, documents).document_starts
         return real(replace(self, document_starts=moved, _masks={}, _preceding={}), queries, keys, window)
 
     return swap(SequenceMask, "mask_between", parts)
@@ -707,7 +711,8 @@ MUTATIONS = [
     Mutation("further tokens: norm counts the embedding on both stages", AHEAD_PP, _norm_counts_copies),
 ]
 MUTATIONS += [
-    Mutation(*one) for one in [*EXPERTS, *EIGHT_BITS, *MAMBAS, *RECURRENCES, *SOURCES, *ENCODERS, *VISIONS, *RETROS]
+    Mutation(*one)
+    for one in [*EXPERTS, *EIGHT_BITS, *MAMBAS, *RECURRENCES, *SOURCES, *ENCODERS, *VISIONS, *RETROS, *SHARDINGS]
 ]
 
 WHOLE, STAGES = case("dense", 1, layers=4, micro=4), case("dense", 2, layers=4, parallel={"pp": 2}, micro=4)

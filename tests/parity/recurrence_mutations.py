@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mega_trainer.distributed.comm import CommGroup
 from mega_trainer.kernels.sequence_chunks import SequenceChunks
-from mega_trainer.model import attention, layer_builder, recurrent_mixer
+from mega_trainer.model import attention, parameter_builder, recurrent_mixer
 from mega_trainer.model.forward_context import SequenceMask
 from mega_trainer.model.gated_delta_net import GatedDeltaNet
 from mega_trainer.model.layer_builder import LayerBuilder
@@ -31,12 +31,12 @@ EXCHANGED = case("hybrid", 2, parallel={"cp": 2, "cp_kind": "alltoall"}, variant
 
 def _without_sync(part: str) -> Patch:
     """Gradients of the tensors with `part` in their names stay with the tensor rank."""
-    real = layer_builder.make_parameter
+    real = parameter_builder.make_parameter
 
     def make(shape: Any, pieces: Any, **options: Any) -> Any:
         return real(shape, pieces, **(options | {"grad_sync": ()} if part in pieces[0].name else options))
 
-    return lambda: swap(layer_builder, "make_parameter", make)
+    return lambda: swap(parameter_builder, "make_parameter", make)
 
 
 def _decay_across_documents() -> AbstractContextManager[Any]:
@@ -135,13 +135,13 @@ def _gate_of_another_head() -> AbstractContextManager[Any]:
 
 def first_of_shared(mixer: str) -> Patch:
     """Every tensor rank takes the first of the heads or groups that ranks share in a mixer of that name."""
-    real = layer_builder.split_fused_heads
+    real = parameter_builder.split_fused_heads
 
     def first(blocks: Any, tail: Any, group: CommGroup) -> Any:
         shared = mixer in blocks[0].name and blocks[0].count < group.size
         return real(blocks, tail, replace(group, rank=0) if shared else group)
 
-    return lambda: swap(layer_builder, "split_fused_heads", first)
+    return lambda: swap(parameter_builder, "split_fused_heads", first)
 
 
 def _norms_centered() -> AbstractContextManager[Any]:

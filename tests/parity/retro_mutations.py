@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from mega_ckpt.tensor_pieces import TensorPiece
 from mega_trainer.data import micro_batch as batches
 from mega_trainer.model import retro
-from mega_trainer.model.cross_attention import CrossAttentionChunks
-from mega_trainer.model.forward_context import ForwardContext, SequenceMask
+from mega_trainer.model.forward_context import CrossAttentionChunks, ForwardContext, SequenceMask
 from mega_trainer.model.layer_builder import LayerBuilder
 from mega_trainer.model.retro import NeighborEncoderBuilder, RetroDecoder
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mega_trainer.data import micro_batch as batches
 from mega_trainer.kernels.kernel_interface import RelativePositionBias
-from mega_trainer.model import cross_attention, encoder_decoder, layer_builder, relative_position_bias
+from mega_trainer.model import cross_attention, encoder_decoder, parameter_builder, relative_position_bias
 from mega_trainer.model.cross_attention import CrossAttention
 from mega_trainer.model.encoder_decoder import EncoderDecoderModel
 from mega_trainer.model.forward_context import SequenceMask
@@ -105,13 +105,13 @@ def _gathered_without_sum() -> AbstractContextManager[Any]:
 
 
 def _norm_without_sync() -> AbstractContextManager[Any]:
-    real = layer_builder.make_parameter
+    real = parameter_builder.make_parameter
 
     def make(shape: Any, pieces: Any, **options: Any) -> Any:
         alone = pieces[0].name == "model.encoder_norm.weight"
         return real(shape, pieces, **(options | {"grad_sync": ()} if alone else options))
 
-    return swap(layer_builder, "make_parameter", make)
+    return swap(parameter_builder, "make_parameter", make)
 
 
 SOURCES: list[tuple[str, Case, Patch]] = [

@@ -131,6 +131,20 @@ def test_experts_and_ranks_that_get_no_token() -> None:
     assert not problems(cases, 8)
 
 
+def test_in_bf16() -> None:
+    """A layout of each kind of model whose weights, activations and gradients change dtypes the most often: ZeRO-3 keeps fp32
+    weights and gathers bf16. To bf16's rounding: a dtype that is not expected, or a tensor not cast, is what this looks for."""
+    variants = [(name, {}) for name in MODELS] + [("vision", variant) for variant in VARIANTS["vision"][1:]]
+    cases = [
+        case(name, 2, parallel={"zero": 3}, micro=2, batch=4, steps=1, variant=variant, precision="bf16")
+        for name, variant in variants
+    ]
+    for one in results(cases, 2):
+        assert not one.missing
+        assert one.errors["loss"] < 0.02, one
+        assert one.errors["norm"] < 0.2, one
+
+
 def test_in_fp32() -> None:
     """Not with a key bias and no rotation, which no softmax sees, so that its gradient is zero but for rounding; and what was divided
     by the root of a small moment, or went through Muon's iteration, has its rounding multiplied: so of one step. One process

@@ -23,13 +23,18 @@ from mega_data.images.image_pixels import compute_native_size, list_placeholder_
 from mega_data.kinds.dataset_kind import SampleImages
 from mega_trainer.config.parallel_layout import ParallelLayout
 from mega_trainer.config.run_config import RunConfig
-from mega_trainer.data import token_counts
 from mega_trainer.data.micro_batch import split_micro_batches
 from mega_trainer.distributed.comm import CommLog
-from mega_trainer.distributed.process_groups import ParallelGroups, ProcessGroupCache, build_parallel_groups
-from mega_trainer.distributed.rank_info import RankInfo
+from mega_trainer.distributed.process_groups import (
+    ParallelGroups,
+    ProcessGroupCache,
+    RankInfo,
+    build_parallel_groups,
+    device_only_backend,
+)
 from mega_trainer.job.step_result import StepResult
 from mega_trainer.model.weight_init import initialize_weights
+from mega_trainer.objectives import training_objective
 from mega_trainer.optim.sharded_optimizer import ShardedOptimizer
 from mega_trainer.pipeline.executor import PipelineExecutor
 from mega_trainer.run import build_components, training_run
@@ -102,7 +107,7 @@ class Trainer:
         batch = self.batches(self.config, number, self.groups.dp.rank, self.groups.dp.size, self.case.closed)
         micro = list(split_micro_batches(batch, self.config, self.device, self.groups.cp))
         settings = self.config.optimizer
-        tokens = token_counts.count_step_tokens(batch, self.config.model.mtp_layers, self.groups)
+        tokens = training_objective.count_step_tokens(batch, self.config.model.mtp_layers, self.groups)
         result = train_step(
             self.executor, self.optimizer, micro, tokens=tokens,
             lr=1e-2, decoupled_lr=settings.decoupled_lr, clip=settings.clip_grad,
@@ -304,7 +309,9 @@ def make_groups(cases: Iterable[Case]) -> ProcessGroupCache:
         if len(ranks) == dist.get_world_size():
             maker.groups_by_ranks[ranks] = dist.group.WORLD  # type: ignore[assignment]
         else:
-            maker.groups_by_ranks[ranks] = dist.new_group(list(ranks), timeout=timedelta(seconds=60))
+            maker.groups_by_ranks[ranks] = dist.new_group(
+                list(ranks), timeout=timedelta(seconds=60), backend=device_only_backend()
+            )
     return maker
 
 

@@ -20,7 +20,7 @@ from mega_eval.encoder_losses import evaluate_masked_lm
 from mega_eval.model_loading import load_inference_model
 from mega_eval.text_embedding import compute_embeddings
 from mega_trainer.config.run_config import RunConfig
-from mega_trainer.distributed.rank_info import RankInfo
+from mega_trainer.distributed.process_groups import RankInfo
 from mega_trainer.run.training_run import run_training
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]

@@ -32,7 +32,7 @@ import mega_trainer
 from mega_ckpt.convert import convert_checkpoint
 from mega_ckpt.source import open_weight_source
 from mega_common.errors import ConfigError, DataError
-from mega_trainer.distributed.rank_info import RankInfo
+from mega_trainer.distributed.process_groups import RankInfo
 from mega_trainer.model.expert_router import ExpertRouter
 
 EXAMPLE = Path(__file__).parents[2] / "examples/rl"

@@ -21,16 +21,14 @@ from mega_common.errors import CheckpointError, ConfigError
 from mega_data.batch_loader import StepBatch
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.data.micro_batch import split_micro_batches
-from mega_trainer.data.token_counts import count_step_tokens
-from mega_trainer.distributed.process_groups import ParallelGroups
-from mega_trainer.distributed.rank_info import RankInfo
+from mega_trainer.distributed.process_groups import ParallelGroups, RankInfo
 from mega_trainer.distributed.rng import SeededDropout
 from mega_trainer.job.step_result import StepResult
+from mega_trainer.objectives.training_objective import count_step_tokens
 from mega_trainer.optim.sharded_optimizer import ShardedOptimizer
-from mega_trainer.run.initial_state import initialize_state
 from mega_trainer.run.train_state import TrainState
 from mega_trainer.run.train_step import train_step
-from mega_trainer.run.training_run import assemble_training, run_training
+from mega_trainer.run.training_run import assemble_training, initialize_state, run_training
 
 CONSTANT = {"name": "constant"}
 Settings = Callable[..., dict[str, Any]]

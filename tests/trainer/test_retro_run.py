@@ -19,7 +19,7 @@ from mega_ckpt.source import open_weight_source
 from mega_common.errors import CheckpointError, ConfigError
 from mega_eval.model_loading import load_inference_model
 from mega_trainer.config.run_config import RunConfig
-from mega_trainer.distributed.rank_info import RankInfo
+from mega_trainer.distributed.process_groups import RankInfo
 from mega_trainer.run.training_run import run_training
 
 M, S = 8, 32

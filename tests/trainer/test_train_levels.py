@@ -12,7 +12,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 from mega_trainer.config.run_config import RunConfig
-from mega_trainer.distributed.rank_info import RankInfo
+from mega_trainer.distributed.process_groups import RankInfo
 from mega_trainer.run.training_run import run_training
 
 

@@ -107,8 +107,8 @@ class MegaWeightSource:
         return self.checkpoint.read_tensor(BUFFERS + name)
 
     def asset_files(self) -> Mapping[str, Path | bytes]:
-        """Return the files that accompany the weights (tokenizer, config.json and so on), {path inside the assets
-        folder: file or content}.
+        """Return the files that accompany the weights (tokenizer, config.json and so on), {relative path: file or
+        content}.
         """
         names = [name for name in self.checkpoint.manifest.files if name.startswith(f"{ASSETS}/")]
         return {name.removeprefix(f"{ASSETS}/"): read_if_remote(self.checkpoint.files / name) for name in names}
@@ -325,8 +325,8 @@ def _find_checkpoint(folder: Location) -> Location | None:
 
 
 def load_weights(source: WeightSource, tensors: Mapping[str, ShardedTensor]) -> None:
-    """Fill boxes of canonical tensors in place from `source`, cast to each box's dtype; reads only the ranges that the
-    boxes cover.
+    """Fill this rank's slices of canonical tensors in place from `source`, cast to each slice's dtype; reads only the
+    ranges that they contain.
 
     Raises:
         CheckpointError: when the source lacks a tensor or has it in another shape.
@@ -347,7 +347,7 @@ def load_weights(source: WeightSource, tensors: Mapping[str, ShardedTensor]) -> 
 
 
 def load_adapter_weights(adapter: SavedAdapter, tensors: Mapping[str, ShardedTensor]) -> None:
-    """Fill boxes of LoRA adapter tensors in place from a saved adapter.
+    """Fill this rank's slices of LoRA adapter tensors in place from a saved adapter.
 
     Raises:
         CheckpointError: when it lacks one of them or has it in another shape.
@@ -366,8 +366,8 @@ def load_adapter_weights(adapter: SavedAdapter, tensors: Mapping[str, ShardedTen
 def init_dora_magnitudes(
     base: WeightSource, modules: Mapping[str, AdaptedModule], tensors: Mapping[str, ShardedTensor]
 ) -> None:
-    """Fill the boxes of DoRA magnitudes in `tensors` in place with the row norms of the weights of `base`; other
-    tensors are left alone.
+    """Fill this rank's slices of DoRA magnitudes in `tensors` in place with the row norms of the weights of `base`;
+    other tensors are left alone.
     """
     for name, sharded in tensors.items():
         if name.endswith(MAGNITUDE):

@@ -412,5 +412,5 @@ class ModelConfig(StrictConfig):
         return {**raw, "num_layers": len(expand_layer_pattern(repeats))}
 
     def problems(self) -> Iterator[ConfigProblem]:
-        """Yield violated rules between the fields of this model configuration, by `mega_common.model_rules`."""
+        """Yield violated rules between the fields of this model configuration, as `find_model_problems` does."""
         return find_model_problems(self)

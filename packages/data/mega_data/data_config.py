@@ -13,6 +13,14 @@ import numpy.typing as npt
 from pydantic import BeforeValidator, Field, PositiveInt, model_validator
 
 from mega_common.strict_config import ConfigProblem, StrictConfig
+from mega_data.raw_data_config import (
+    HUB,
+    RawDataConfig,
+    RecordKey,
+    find_raw_source_problems,
+    is_raw_path,
+)
+from mega_data.token_files.remote_copies import restore_url_slashes
 
 Ints = npt.NDArray[np.int64]
 
@@ -126,11 +134,12 @@ KindName = Literal["text", "documents", "conversations", "pairs", "fim", "bert",
 
 
 class DatasetSource(StrictConfig):
-    """Data set of a blend in the configuration: its path without `.bin` and `.idx`, or a glob, with its weight and
-    kind.
+    """Data set of a blend in the configuration: token files, by their path without `.bin` and `.idx` or a glob, or raw
+    data, with its weight and kind.
 
     A bare string is a path, and a URL is downloaded. A path with `*`, `?` or `[` is a glob: the matching data sets share
-    its weight in proportion to their tokens, like one data set.
+    its weight in proportion to their tokens, like one data set. Raw data is one data set: a file (JSON lines, JSON,
+    CSV, Parquet, text), folder or glob of files, or `hf:NAME`.
     """
 
     path: Path
@@ -140,6 +149,13 @@ class DatasetSource(StrictConfig):
     kind: KindName | None = Field(None, description="dataset kind; default: data.kind")
     neighbors: Path | None = Field(
         None, description="for kind retro: output folder of mega data retrieve; default: PATH.neighbors"
+    )
+    subset: str | None = Field(None, description="for raw data hf:NAME: configuration of the data set")
+    split: str | None = Field(None, description="for raw data hf:NAME: split, such as train[:10%]; default: train")
+    map: dict[RecordKey, str] = Field(
+        {},
+        description="for raw data: columns of the records by their role, such as {prompt: question, completion: answer}; a.b "
+        "is b in the object a; all other columns are ignored; default: the usual names are recognized",
     )
     max_epochs: float | None = Field(
         None, gt=0, allow_inf_nan=False, description="maximum number of epochs; the other data sets then continue alone"
@@ -155,9 +171,20 @@ class DatasetSource(StrictConfig):
         return {0: self.weight or 1.0, **self.curriculum}
 
     @property
+    def is_raw(self) -> bool:
+        """True if the path names raw data, which is tokenized at the start of a run, and not token files."""
+        return is_raw_path(self.path)
+
+    @property
+    def input_name(self) -> str:
+        """Name of raw data as an input of `mega data preprocess`, such as `hf:NAME:SUBSET@SPLIT`."""
+        name = str(self.path) if str(self.path).startswith(HUB) else restore_url_slashes(self.path)
+        return name + (f":{self.subset}" if self.subset else "") + (f"@{self.split}" if self.split else "")
+
+    @property
     def is_glob(self) -> bool:
-        """True if the path is a glob that stands for all matching data sets."""
-        return any(sign in str(self.path) for sign in "*?[")
+        """True if the path is a glob that stands for all matching data sets of token files."""
+        return any(sign in str(self.path) for sign in "*?[") and not self.is_raw
 
     @model_validator(mode="before")
     @classmethod
@@ -234,7 +261,13 @@ class DataConfig(StrictConfig):
     on_bad_sample: Literal["stop", "skip"] = Field(
         "stop", description="for an image that cannot be read; skip: no token of the sample counts in the loss"
     )
-    tokenizer: Path | None = None
+    tokenizer: Path | None = Field(
+        None,
+        description="folder with tokenizer.json; default: the tokenizer of token files, and for raw data that of "
+        "the model's folder (model.from or init_from)",
+    )
+    raw: RawDataConfig = RawDataConfig()
+    stream: bool = Field(False, description="not supported yet: raw data is tokenized into `cache` before the run")
     allow_other_tokenizer: bool = Field(
         False, description="accept initial weights with another tokenizer than that of the data"
     )
@@ -244,7 +277,7 @@ class DataConfig(StrictConfig):
     cache: Path | None = Field(
         None,
         description="folder of the index cache (packing, orders shuffled and megatron), default: .cache next to the data, if "
-        "writable; and of downloaded data sets, default: ~/.cache/mega/data",
+        "writable; and of downloaded data sets and the tokens of raw data, default: ~/.cache/mega/data",
     )
 
     @property
@@ -266,6 +299,7 @@ class DataConfig(StrictConfig):
     def problems(self) -> Iterator[ConfigProblem]:
         """Yield violated rules of the split, of order `megatron` and of the dataset kinds."""
         yield from self._find_kind_problems()
+        yield from self._find_raw_problems()
         if len(self.split) != 3 or not math.fsum(self.split):
             yield ConfigProblem(
                 "split", "must be up to three numbers, for train, valid and test", self.split, "969,30,1"
@@ -300,6 +334,24 @@ class DataConfig(StrictConfig):
                     rule = "is not supported with order: megatron, whose blend is constant"
                     yield ConfigProblem(f"{name}.{i}.{key}", rule, getattr(source, key), "order: shuffled")
 
+    @property
+    def raw_sources(self) -> list[DatasetSource]:
+        """Data sets of all splits that are raw data, in order."""
+        return [source for source in (*self.train, *(self.valid or []), *(self.test or [])) if source.is_raw]
+
+    def _find_raw_problems(self) -> Iterator[ConfigProblem]:
+        if self.stream:
+            rule = "is not supported: raw data is tokenized into data.cache before the run"
+            yield ConfigProblem("stream", rule, True, "remove data.stream, and set data.cache to a folder with room")
+        raw = self.raw_sources
+        if raw and self.tokenizer is None:
+            rule = f"is required for raw data ({raw[0].path}), unless model.from is a folder with a tokenizer"
+            yield ConfigProblem("tokenizer", rule, None, "set data.tokenizer to a folder with tokenizer.json")
+        for name in ("train", "valid", "test"):
+            for i, source in enumerate(getattr(self, name) or []):
+                yield from find_raw_source_problems(f"{name}.{i}", source, source.kind or self.kind)
+        yield from self.raw.find_kind_problems(source.kind or self.kind for source in raw)
+
     def _find_kind_problems(self) -> Iterator[ConfigProblem]:
         if "fim" in self.dataset_kinds and self.fim.level == "document" and self.seq_length < 2 * ROOM:
             rule = f"must be at least {2 * ROOM} with fim.level: document"
@@ -327,3 +379,13 @@ def lookup_curriculum_weight(weights: Mapping[int, float], tokens: int) -> float
     with 0, to a weight.
     """
     return weights[max(begin for begin in weights if begin <= tokens)]
+
+
+def list_raw_paths(data: Mapping[str, Any]) -> list[Path]:
+    """Return the paths of raw data in an unchecked `data` section; entries that are not valid are left out."""
+    paths: list[Path] = []
+    for name in ("train", "valid", "test"):
+        given = _wrap_in_list(data.get(name))
+        entries = [each.get("path") if isinstance(each, Mapping) else each for each in given or []]
+        paths += [Path(each) for each in entries if isinstance(each, str | Path) and is_raw_path(Path(each))]
+    return paths

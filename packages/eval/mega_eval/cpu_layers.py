@@ -20,8 +20,7 @@ from mega_trainer.kernels.torch_kernels import TorchKernels
 from mega_trainer.model.attention import SelfAttention
 from mega_trainer.model.decoder import Decoder
 from mega_trainer.model.feed_forward import FeedForward
-from mega_trainer.model.forward_context import ForwardContext
-from mega_trainer.model.kv_cache import CachedAttention
+from mega_trainer.model.forward_context import CachedAttention, ForwardContext
 from mega_trainer.model.norms import Norm
 from mega_trainer.model.transformer_layer import ResidualBranch, TransformerLayer
 from mega_trainer.parallel.parameter_info import get_weight_preparer

@@ -35,7 +35,7 @@ from mega_common.progress_logging import logger
 from mega_data.tokenizer import Tokenizer
 from mega_eval.sampling import (
     GENERATION_KEYS,
-    list_unsupported_settings,
+    list_unsupported_generation_settings,
     parse_sampling_settings,
     parse_token_ids,
 )
@@ -45,8 +45,7 @@ from mega_trainer.distributed.process_groups import ParallelGroups
 from mega_trainer.model.decoder import Decoder
 from mega_trainer.model.encoder_decoder import select_model_class
 from mega_trainer.model.layer_builder import LayerBuilder
-from mega_trainer.model.lora_adapters import LoraAdapterPool
-from mega_trainer.parallel.lora_layers import AdapterSelection, PerRowAdapters
+from mega_trainer.parallel.lora_layers import AdapterSelection, LoraAdapterPool, PerRowAdapters
 from mega_trainer.parallel.parameter_info import get_parameter_info, non_trainable_buffers
 
 
@@ -82,8 +81,8 @@ class LoraAdapterSet:
 
 
 def list_parameter_pieces(model: nn.Module, *, adapters: bool) -> list[tuple[Tensor, Sequence[TensorPiece]]]:
-    """Return the LoRA parameters of a model (`adapters` True) or all other parameters, each with its pieces: the
-    checkpoint tensors that it consists of.
+    """Return the LoRA parameters of a model (`adapters` True) or all other parameters, each with the positions of its
+    elements in the checkpoint's tensors.
     """
     every = [(parameter.detach(), get_parameter_info(parameter).pieces) for parameter in model.parameters()]
     return [entry for entry in every if any(is_adapter_tensor(piece.name) for piece in entry[1]) == adapters]
@@ -172,8 +171,8 @@ def load_inference_model(
     lora_adapters: LoraAdapterSet | None = None,
     mtp: bool = False,
 ) -> Decoder:
-    """Load the model at `path` for inference only, in `dtype` on `device`: the whole model, or this rank's part of it
-    under the process groups `groups`.
+    """Load the model at `path` for inference only, in `dtype` on `device`: the whole model, or this rank's shards and
+    layers under the process groups `groups`.
 
     Weights are read one tensor at a time, so peak memory is the model plus one tensor.
 
@@ -275,8 +274,8 @@ def find_end_tokens(path: str | Location, tokenizer: Tokenizer) -> frozenset[int
 
 
 def load_sampling_settings(path: str | Location) -> dict[str, Any]:
-    """Return the settings of `Sampling` that the generation_config.json of the model gives, read as transformers reads
-    it.
+    """Return the sampling settings that the generation_config.json of the model gives, as arguments of `Sampling`, read
+    as transformers reads it.
     """
     return parse_sampling_settings(_load_generation_config(path))
 
@@ -285,7 +284,7 @@ def warn_unsupported_settings(path: str | Location) -> None:
     """Log a warning that lists the settings in the model's generation_config.json that are not supported but would
     change the text.
     """
-    if unsupported := list_unsupported_settings(_load_generation_config(path)):
+    if unsupported := list_unsupported_generation_settings(_load_generation_config(path)):
         message = "%s: the generation settings %s are not supported; texts differ from those of transformers"
         logger.warning(message, path, ", ".join(unsupported))
 

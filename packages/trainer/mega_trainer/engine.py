@@ -37,8 +37,7 @@ from mega_trainer.data.micro_batch import MicroBatch, split_micro_batches
 from mega_trainer.data.packed_rows import PackedRows
 from mega_trainer.distributed.comm import all_reduce
 from mega_trainer.distributed.device import select_rank_device, to_host
-from mega_trainer.distributed.process_groups import ParallelGroups
-from mega_trainer.distributed.rank_info import RankInfo
+from mega_trainer.distributed.process_groups import ParallelGroups, RankInfo
 from mega_trainer.job.step_result import StepResult
 from mega_trainer.model.weight_init import initialize_weights
 from mega_trainer.parallel.context_parallel import rank_token_indices
@@ -259,8 +258,8 @@ class TrainingEngine:
     def stream_weights(
         self, *, bucket_bytes: int = BUCKET_BYTES, family: str | None = None, dtype: torch.dtype | None = None
     ) -> Iterator[NamedTensors]:
-        """Yield all weights as (name, whole tensor) under HuggingFace names, in buckets, as vLLM and SGLang load them;
-        all ranks must iterate over all buckets.
+        """Yield all weights as (name, whole tensor) under HuggingFace names, in lists of about `bucket_bytes`, as vLLM
+        and SGLang load them; all ranks must iterate over all of them.
 
         The weights are byte for byte equal to the folder that `mega ckpt convert --to hf` writes. At most two buckets are in
         memory, each in one allocation for one collective call. All ranks must iterate over all buckets.

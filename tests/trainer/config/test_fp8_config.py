@@ -13,7 +13,7 @@ from parity.eight_bits import model as small
 from mega_common.errors import ConfigError
 from mega_trainer.config.fp8_config import check_fp8_device
 from mega_trainer.config.run_config import RunConfig
-from mega_trainer.distributed.rank_info import RankInfo
+from mega_trainer.distributed.process_groups import RankInfo
 from mega_trainer.kernels.fp8_kernels import E4M3, E5M2, Fp8Kernels
 from mega_trainer.model.layer_builder import LayerBuilder
 from mega_trainer.run.build_components import build_schedule, build_stages, connect_parallel_groups, make_fp8_kernels

@@ -19,7 +19,7 @@ from mega_data.preprocessing.preprocess_corpus import preprocess_corpus
 from mega_data.tokenizer import train_tokenizer
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.data.data_check import find_run_tokenizer, list_tokenizer_files
-from mega_trainer.distributed.rank_info import RankInfo
+from mega_trainer.distributed.process_groups import RankInfo
 from mega_trainer.run.training_run import run_training
 
 

@@ -15,7 +15,7 @@ from mega_ckpt.source import open_weight_source
 from mega_ckpt.store import Checkpoint, list_checkpoints
 from mega_common.errors import CheckpointError, ConfigError
 from mega_trainer.config.run_config import RunConfig
-from mega_trainer.distributed.rank_info import RankInfo
+from mega_trainer.distributed.process_groups import RankInfo
 from mega_trainer.run import training_loop
 from mega_trainer.run.train_state import TrainState
 from mega_trainer.run.training_run import run_training

@@ -23,7 +23,7 @@ from mega_trainer.distributed.comm import CommGroup
 from mega_trainer.job import memory_checkpoint as memory_module
 from mega_trainer.job.memory_checkpoint import CompleteStep, MemoryCheckpoint, should_keep_copies
 from mega_trainer.job.private_folder import claim_private_folder, launcher_folder_path, load_secret_key
-from mega_trainer.run.train_state import find_newer_memory_copy, inherit_data_order, resolve_epochs
+from mega_trainer.job.resume import find_newer_memory_copy, inherit_data_order, resolve_epochs
 
 NODES = (1, os.getpid())  # two processes that live as long as the test, as two launchers
 

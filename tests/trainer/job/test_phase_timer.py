@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from mega_trainer.config.run_config import RunConfig
-from mega_trainer.distributed.rank_info import RankInfo
+from mega_trainer.distributed.process_groups import RankInfo
 from mega_trainer.job import phase_timer as phases_module
 from mega_trainer.job.goodput import REASONS, GoodputCounter
 from mega_trainer.job.phase_timer import PhaseTimer, time_data_waits

@@ -25,7 +25,7 @@ from torch.distributed.distributed_c10d import Store
 from mega_ckpt.store import latest_checkpoint
 from mega_common.errors import ConfigError, TrainingError
 from mega_trainer.config.run_config import RunConfig
-from mega_trainer.distributed.rank_info import RankInfo
+from mega_trainer.distributed.process_groups import RankInfo
 from mega_trainer.launch import local_ranks as ranks_module
 from mega_trainer.launch.local_ranks import (
     join_process_group,

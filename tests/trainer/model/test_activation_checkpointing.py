@@ -9,8 +9,7 @@ import torch
 from live import Live
 
 from mega_common.model_config import ModelConfig
-from mega_trainer.model.activation_checkpointing import RecomputedModule, RecomputePolicy
-from mega_trainer.model.activation_offload import ActivationOffload
+from mega_trainer.model.activation_checkpointing import ActivationOffload, RecomputedModule, RecomputePolicy
 from mega_trainer.model.decoder import Decoder
 from mega_trainer.model.layer_builder import LayerBuilder
 from mega_trainer.model.weight_init import initialize_weights
@@ -106,7 +105,7 @@ def test_offloaded_layers_keep_nothing_on_the_device(
         made.append(torch.empty(nbytes, dtype=torch.uint8))
         return made[-1]
 
-    monkeypatch.setattr("mega_trainer.model.activation_offload.allocate_host_memory", memory)
+    monkeypatch.setattr("mega_trainer.model.activation_checkpointing.allocate_host_memory", memory)
     offload = ActivationOffload(2, min_bytes=1024)
     (_, everything), (gradients, kept) = trained(recompute), trained(recompute, offload)
     assert all(map(torch.equal, gradients, PLAIN))

@@ -15,9 +15,9 @@ from mega_common.model_config import ModelConfig
 from mega_data.batch_loader import StepBatch
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.data.micro_batch import split_micro_batches
-from mega_trainer.model.cross_attention import CrossAttentionChunks
 from mega_trainer.model.decoder import Decoder
 from mega_trainer.model.encoder_decoder import select_model_class
+from mega_trainer.model.forward_context import CrossAttentionChunks
 from mega_trainer.model.layer_builder import LayerBuilder
 from mega_trainer.model.weight_init import initialize_weights
 

@@ -17,7 +17,7 @@ from ranks import run_ranks
 from mega_common.errors import ConfigError
 from mega_data.token_files.indexed_writer import IndexedWriter
 from mega_trainer.config.run_config import RunConfig, resolve_run_config
-from mega_trainer.distributed.rank_info import RankInfo
+from mega_trainer.distributed.process_groups import RankInfo
 from mega_trainer.run.training_run import run_training
 
 transformers = pytest.importorskip("transformers", reason="whose logits are the truth here")

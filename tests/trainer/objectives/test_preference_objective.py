@@ -20,7 +20,7 @@ from mega_ckpt.convert import convert_checkpoint
 from mega_common.errors import ConfigError, DataError
 from mega_trainer.config.run_config import RunConfig, resolve_run_config
 from mega_trainer.data.data_check import check_datasets
-from mega_trainer.distributed.rank_info import RankInfo
+from mega_trainer.distributed.process_groups import RankInfo
 from mega_trainer.objectives.sample_cache import SampleCache
 from mega_trainer.run.training_run import run_training
 

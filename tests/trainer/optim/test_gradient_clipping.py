@@ -10,10 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import run_ranks
 
+from mega_common.errors import ConfigError
+from mega_trainer.config.sections import Fp16Config
 from mega_trainer.distributed.comm import CommGroup
 from mega_trainer.kernels.leaf_compiler import LeafCompiler
-from mega_trainer.optim.gradient_clipping import WIDTHS, compute_grad_norm, gradient_clip_factor, sum_of_squares
-from mega_trainer.parallel.parameter_shards import ParameterBuffer, ParameterShard, ParamGroupKey
+from mega_trainer.optim.gradient_clipping import (
+    WIDTHS,
+    LossScale,
+    compute_grad_norm,
+    gradient_clip_factor,
+    sum_of_squares,
+)
+from mega_trainer.parallel.parameter_shards import GatheredShards, ParameterBuffer, ParameterShard, ParamGroupKey
 
 PLAIN = LeafCompiler()
 
@@ -28,7 +36,7 @@ def buffer(
 ) -> ParameterBuffer:
     made, grads = ParameterBuffer(), torch.tensor(values)
     made.kind, made.sharded = ParamGroupKey(data, (), replicas, True, False, torch.float32), sharded
-    made.shards = [ParameterShard(grads, grads, [])]
+    made.shards = [ParameterShard(grads, grads, [], GatheredShards(len(grads), {}))]
     return made
 
 
@@ -93,3 +101,44 @@ def test_a_number_that_is_not_finite_makes_the_norm_so_and_one_too_small_to_squa
 def test_the_sum_is_the_same_to_the_bit_compiled() -> None:
     values = torch.randn(3000, generator=torch.Generator().manual_seed(1))
     assert torch.equal(sum_of_squares([values], LeafCompiler(compiled=True)), sum_of_squares([values], PLAIN))
+
+
+def test_it_halves_on_overflow_down_to_its_minimum() -> None:
+    scale = LossScale(value=8.0, minimum=4.0)
+    values = []
+    for _ in range(3):
+        scale.update_scale(overflowed=True)
+        values.append(scale.value)
+    assert values == [4.0, 4.0, 4.0]
+
+
+def test_it_doubles_after_good_steps_in_a_row() -> None:
+    scale = LossScale(value=8.0, growth_interval=3)
+    values = []
+    for overflowed in [False, False, True, False, False, False, False, False, False]:
+        scale.update_scale(overflowed=overflowed)
+        values.append(scale.value)
+    assert values == [8.0, 8.0, 4.0, 4.0, 4.0, 8.0, 8.0, 8.0, 16.0]
+
+
+@pytest.mark.parametrize(
+    ("loss_finite", "norm_finite", "value", "mends"),
+    [(True, False, 8.0, True), (True, False, 4.0, False), (False, False, 8.0, False), (True, True, 8.0, False)],
+)
+def test_only_a_gradient_that_overflows_is_mended(loss_finite, norm_finite, value, mends) -> None:
+    assert (
+        LossScale(value=value, minimum=4.0).can_fix_overflow(loss_finite=loss_finite, norm_finite=norm_finite) is mends
+    )
+
+
+@pytest.mark.parametrize(
+    ("section", "key"),
+    [
+        ({"initial_scale": 1000.0}, "initial_scale"),
+        ({"min_scale": 0.0}, "min_scale"),
+        ({"min_scale": 131072.0}, "initial_scale"),
+    ],
+)
+def test_scales_are_powers_of_two_in_order(section, key) -> None:
+    with pytest.raises(ConfigError, match=key):
+        Fp16Config.parse(section)

@@ -13,8 +13,8 @@ from mega_trainer.model.activation_checkpointing import RecomputePolicy
 from mega_trainer.model.decoder import Decoder
 from mega_trainer.model.layer_builder import LayerBuilder
 from mega_trainer.model.weight_init import initialize_weights
-from mega_trainer.parallel.deferred_wgrad import DeferredWgradQueue
 from mega_trainer.parallel.gradient_buckets import GradientBucket, StepGradientBucket
+from mega_trainer.parallel.parallel_linear import DeferredWgradQueue
 from mega_trainer.parallel.parameter_info import get_main_grad, get_parameter_info
 from mega_trainer.parallel.zero_buffers import FlatBufferStage, ZeroConfig, flatten_parameters
 

@@ -64,6 +64,21 @@ def test_what_is_proposed_is_legal(
     assert [layout.time.seconds for layout in found] == sorted(layout.time.seconds for layout in found)
 
 
+def test_sharded_weights_in_a_pipeline_are_candidates() -> None:
+    config = run(load_model_preset("llama3-8b"), 64, 8192)
+    tried = [layout for _, layout in generate_layout_candidates(config, 16, H100) if layout.pp > 1 and layout.zero == 3]
+    assert {layout.zero3_gather for layout in tried} == {"micro_batch", "step"}
+    parallel = {"pp": 4, "zero": 3, "sp": False}
+    times = {}
+    for gather in ("micro_batch", "step"):
+        piped = run(
+            load_model_preset("llama3-8b"), 64, 8192, parallel={**parallel, "zero3_gather": gather}, precision="bf16"
+        )
+        planned = make_planned_run(piped, 16, H100)
+        times[gather] = planned.predict_step_time().seconds
+    assert times["step"] < times["micro_batch"]
+
+
 def test_most_of_what_is_timed_is_legal() -> None:
     """So that few of the fastest are looked at in vain."""
     config = run(load_model_preset("llama3-8b"), 64, 8192)

@@ -17,10 +17,10 @@ from ranks import run_ranks
 from mega_ckpt.store import save_sharded_checkpoint
 from mega_common.errors import TrainingError
 from mega_trainer.data.micro_batch import split_micro_batches
-from mega_trainer.data.token_counts import count_local_tokens, count_step_tokens
 from mega_trainer.distributed.process_groups import ProcessGroupCache
 from mega_trainer.job.step_result import StepScalars
-from mega_trainer.optim.loss_scale import LossScale
+from mega_trainer.objectives.training_objective import count_local_tokens, count_step_tokens
+from mega_trainer.optim.gradient_clipping import LossScale
 from mega_trainer.run.train_step import StepHooks, train_step
 
 MODEL = {

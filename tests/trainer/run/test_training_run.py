@@ -31,7 +31,7 @@ from mega_common.errors import CheckpointError, ConfigError, DataError, Training
 from mega_common.model_config import MoeConfig
 from mega_common.object_store import ObjectStoreError
 from mega_trainer.config.run_config import RunConfig, resolve_run_config
-from mega_trainer.distributed.rank_info import RankInfo
+from mega_trainer.distributed.process_groups import RankInfo
 from mega_trainer.plan.layout_search import make_planned_run
 from mega_trainer.plan.machine import load_machine
 from mega_trainer.run import train_step as step_module

@@ -102,7 +102,7 @@ class ModelFamily:
         fields: dict[str, Any] = {}
         found: list[str] = []
         raw = self.select_text_config(raw)
-        covered = frozenset[str]().union(*(entry.covered_keys for entry in self.entries))
+        covered = frozenset[str]().union(*(entry.handled_config_keys for entry in self.entries))
         common = AllowedValuesEntry({key: values for key, values in _COMMON.values.items() if key not in covered})
         for entry in (*self.entries, common):
             try:
@@ -110,7 +110,7 @@ class ModelFamily:
             except ConfigMismatchError as error:
                 found.append(str(error))
             except TypeError:
-                found.append(f"{', '.join(sorted(entry.covered_keys & raw.keys()))}: a value has the wrong type")
+                found.append(f"{', '.join(sorted(entry.handled_config_keys & raw.keys()))}: a value has the wrong type")
         if found:
             raise CheckpointError(
                 f"{source}: this model is not supported: {'; '.join(found)}",
@@ -153,7 +153,9 @@ class ModelFamily:
         """Keys of config.json that are translated or change nothing: all that transformers' class or code of the family
         reads.
         """
-        return CARRIED.union(self.carried, _COMMON.covered_keys, *(entry.covered_keys for entry in self.entries))
+        return CARRIED.union(
+            self.carried, _COMMON.handled_config_keys, *(entry.handled_config_keys for entry in self.entries)
+        )
 
     def unsupported_settings(self, model: ModelConfig) -> list[str]:
         """Return descriptions of the settings of `model` that this family's config.json cannot express; empty if it can
@@ -165,7 +167,7 @@ class ModelFamily:
                 entry.config_from_fields(model)
             except ConfigMismatchError as error:
                 found.append(str(error))
-        covered = TRAINING_FIELDS.union(*(entry.covered_fields for entry in self.entries))
+        covered = TRAINING_FIELDS.union(*(entry.handled_model_fields for entry in self.entries))
         if self.architecture.endswith("ForCausalLM"):
             covered |= {"score"}
         for name, field in ModelConfig.model_fields.items():
@@ -202,7 +204,7 @@ class ModelFamily:
         return model.model_copy(update={name: value for name, value in fixed.items() if name in unused})
 
     def disk_tensor_table(self, model: ModelConfig, names: Iterable[str] | None = None) -> dict[str, DiskTensor]:
-        """Return {disk name: DiskTensor} of the tensors of `model` in the family's files.
+        """Return {name on disk: DiskTensor} of the tensors of `model` as the family's HuggingFace folders store them.
 
         `names` are the disk tensors of a folder. They decide the form of its names: with or without the prefix, stacked
         experts, tied embeddings stored once or twice. Without them, it is the form that is written.

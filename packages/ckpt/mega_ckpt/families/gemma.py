@@ -51,12 +51,12 @@ class QueryScaleEntry:
     """Config entry for Gemma's integer `query_pre_attn_scalar`: attention scores are divided by its square root."""
 
     default: int
-    covered_keys: frozenset[str] = frozenset({"query_pre_attn_scalar"})
-    covered_fields: frozenset[str] = frozenset({"attention_scale"})
+    handled_config_keys: frozenset[str] = frozenset({"query_pre_attn_scalar"})
+    handled_model_fields: frozenset[str] = frozenset({"attention_scale"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the field `attention_scale`: None if `query_pre_attn_scalar` equals the head dimension, else its
-        inverse square root.
+        """Return, from config.json, the `ModelConfig` field `attention_scale`: None if `query_pre_attn_scalar` equals
+        the head dimension, else its inverse square root.
         """
         scalar = raw.get("query_pre_attn_scalar", self.default)
         if not scalar > 0:
@@ -65,8 +65,8 @@ class QueryScaleEntry:
         return {"attention_scale": None if usual else scalar**-0.5}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the key `query_pre_attn_scalar`, an integer; ConfigMismatchError if `attention_scale` is not 1 /
-        sqrt(an integer).
+        """Return the config.json key `query_pre_attn_scalar`, an integer; ConfigMismatchError if `attention_scale` is
+        not 1 / sqrt(an integer).
         """
         if model.attention_scale is None:
             return {"query_pre_attn_scalar": model.query_key_head_dim}

@@ -28,23 +28,23 @@ _H = "transformer.h.{i}"
 
 @dataclass(frozen=True)
 class Gpt2SizesEntry:
-    """Config entry for GPT-2's MLP width `n_inner`, four times the model's by default, and for `n_ctx`, a second key
-    for the maximum sequence length.
+    """Config entry for GPT-2's MLP width `n_inner`, four times the hidden size by default, and for `n_ctx`, a second
+    key for the maximum sequence length.
     """
 
-    covered_keys: frozenset[str] = frozenset({"n_inner", "n_ctx"})
-    covered_fields: frozenset[str] = frozenset({"ffn_hidden_size"})
+    handled_config_keys: frozenset[str] = frozenset({"n_inner", "n_ctx"})
+    handled_model_fields: frozenset[str] = frozenset({"ffn_hidden_size"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the field `ffn_hidden_size`; ConfigMismatchError if `n_ctx`, an older name of `n_positions`, differs
-        from it.
+        """Return, from config.json, the `ModelConfig` field `ffn_hidden_size`; ConfigMismatchError if `n_ctx`, an older
+        name of `n_positions`, differs from it.
         """
         if raw.get("n_ctx", raw.get("n_positions")) != raw.get("n_positions"):
             raise ConfigMismatchError(f"n_ctx = {raw['n_ctx']!r} differs from n_positions = {raw.get('n_positions')!r}")
         return {"ffn_hidden_size": raw.get("n_inner") or 4 * raw.get("n_embd", 0)}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the key `n_inner` (null for the default width), without `n_ctx`."""
+        """Return the config.json key `n_inner` (null for the default width), without `n_ctx`."""
         return {"n_inner": None if model.ffn_hidden_size == 4 * model.hidden_size else model.ffn_hidden_size}
 
 
@@ -125,16 +125,18 @@ GPT2 = ModelFamily(
 class MultiQueryEntry:
     """Config entry for GPT-BigCode's key `multi_query`, which selects multi-query or multi-head attention."""
 
-    covered_keys: frozenset[str] = frozenset({"multi_query", "head_dim"})
-    covered_fields: frozenset[str] = frozenset({"num_kv_heads", "head_dim"})
+    handled_config_keys: frozenset[str] = frozenset({"multi_query", "head_dim"})
+    handled_model_fields: frozenset[str] = frozenset({"num_kv_heads", "head_dim"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the field `num_kv_heads`: 1 for multi-query attention, else None (as many as query heads)."""
+        """Return, from config.json, the `ModelConfig` field `num_kv_heads`: 1 for multi-query attention, else None (as
+        many as query heads).
+        """
         check_head_dim(raw)
         return {"num_kv_heads": 1 if raw.get("multi_query", True) else None}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the key `multi_query`; ConfigMismatchError for grouped-query attention."""
+        """Return the config.json key `multi_query`; ConfigMismatchError for grouped-query attention."""
         if model.key_value_heads not in (1, model.num_attention_heads):
             raise ConfigMismatchError(f"num_kv_heads must be 1 or num_attention_heads, not {model.key_value_heads}")
         check_head_size(model)

@@ -31,18 +31,18 @@ _EXPERTS = "model.layers.{i}.mlp.experts"
 class LogitsScalingEntry:
     """Config entry for Granite's `logits_scaling`, which divides the logits."""
 
-    covered_keys: frozenset[str] = frozenset({"logits_scaling"})
-    covered_fields: frozenset[str] = frozenset({"logit_scale"})
+    handled_config_keys: frozenset[str] = frozenset({"logits_scaling"})
+    handled_model_fields: frozenset[str] = frozenset({"logit_scale"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the field `logit_scale`, the inverse of `logits_scaling`."""
+        """Return, from config.json, the `ModelConfig` field `logit_scale`, the inverse of `logits_scaling`."""
         divisor = raw.get("logits_scaling", 1.0)
         if not divisor > 0:
             raise ConfigMismatchError(f"logits_scaling = {divisor!r} must be more than 0")
         return {"logit_scale": 1 / divisor}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the key `logits_scaling`, the inverse of `logit_scale`, rounded if rounding loses nothing."""
+        """Return the config.json key `logits_scaling`, the inverse of `logit_scale`, rounded if rounding loses nothing."""
         near = 1 / model.logit_scale
         return {
             "logits_scaling": next((n for n in (round(near), round(near, 6)) if n and 1 / n == model.logit_scale), near)
@@ -53,15 +53,17 @@ class LogitsScalingEntry:
 class AttentionMultiplierEntry:
     """Config entry for Granite's `attention_multiplier`, the factor on attention scores, 1 by default."""
 
-    covered_keys: frozenset[str] = frozenset({"attention_multiplier"})
-    covered_fields: frozenset[str] = frozenset({"attention_scale"})
+    handled_config_keys: frozenset[str] = frozenset({"attention_multiplier"})
+    handled_model_fields: frozenset[str] = frozenset({"attention_scale"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the field `attention_scale` from `attention_multiplier`."""
+        """Return, from config.json, the `ModelConfig` field `attention_scale` from `attention_multiplier`."""
         return {"attention_scale": raw.get("attention_multiplier", 1.0)}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the key `attention_multiplier`; mega's default scale, head_dim^-0.5, is written as a number."""
+        """Return the config.json key `attention_multiplier`; mega's default scale, head_dim^-0.5, is written as a
+        number.
+        """
         return {"attention_multiplier": model.attention_scale or model.query_key_head_dim**-0.5}
 
 

@@ -249,18 +249,20 @@ SEED_OSS = ModelFamily(
 
 @dataclass(frozen=True)
 class NoRopeLayersEntry:
-    """Config entry for SmolLM 3's `no_rope_layers`: a flag per layer, 1 with and 0 without rotary positions; if windows
-    are switched on, the layers without rotary positions have one.
+    """Config entry for SmolLM 3's `no_rope_layers`: a flag per layer, 1 with and 0 without rotary positions; with
+    sliding windows switched on, only layers without rotary positions have one.
     """
 
     every: int = 4
-    covered_keys: frozenset[str] = frozenset(
+    handled_config_keys: frozenset[str] = frozenset(
         {"no_rope_layers", "no_rope_layer_interval", "use_sliding_window", "sliding_window", "layer_types"}
     )
-    covered_fields: frozenset[str] = frozenset({"no_rope_layers", "sliding_window", "full_attention_layers"})
+    handled_model_fields: frozenset[str] = frozenset({"no_rope_layers", "sliding_window", "full_attention_layers"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the fields `no_rope_layers`, `sliding_window` and `full_attention_layers`."""
+        """Return, from config.json, the `ModelConfig` fields `no_rope_layers`, `sliding_window` and
+        `full_attention_layers`.
+        """
         layers, every = layer_indices(raw), raw.get("no_rope_layer_interval", self.every)
         rotated = raw.get("no_rope_layers") or [int((layer + 1) % every != 0) for layer in layers]
         if not isinstance(rotated, list) or len(rotated) < len(layers):
@@ -273,7 +275,7 @@ class NoRopeLayersEntry:
         return {"no_rope_layers": unrotated or None, **window_fields(kinds, size, layers)}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the keys `no_rope_layers` (a flag per layer), `layer_types` and the window settings."""
+        """Return the config.json keys `no_rope_layers` (a flag per layer), `layer_types` and the window settings."""
         return {
             "no_rope_layers": [int(model.has_rotary_positions(layer)) for layer in range(model.num_layers)],
             "no_rope_layer_interval": self.every,

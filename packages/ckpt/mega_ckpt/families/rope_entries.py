@@ -33,7 +33,7 @@ _COMMON = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 
 @dataclass(frozen=True)
 class RopeEntry:
-    """Config entry for all keys about rotary position embeddings (RoPE).
+    """Config entry for all keys of config.json about rotary position embeddings (RoPE).
 
     Attributes:
         theta, fraction: transformers' defaults for absent keys.
@@ -57,17 +57,17 @@ class RopeEntry:
     absent: Mapping[str, Any] = field(default_factory=dict)
     original: int | None = None
     interleaved: bool = False
-    covered_fields: frozenset[str] = frozenset({"rope"})
+    handled_model_fields: frozenset[str] = frozenset({"rope"})
 
     @property
-    def covered_keys(self) -> frozenset[str]:
-        """Keys of config.json that the entry covers."""
+    def handled_config_keys(self) -> frozenset[str]:
+        """Keys of config.json that this config entry translates or checks."""
         usual = {"rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor", _ORIGINAL_KEY}
         return frozenset({*usual, self.theta_key, self.fraction_key})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the field `rope` (theta, rotary fraction, scaling) from `rope_scaling` if given, as in transformers,
-        else from `rope_parameters`, with defaults of the family.
+        """Return, from config.json, the `ModelConfig` field `rope` (theta, rotary fraction, scaling) from
+        `rope_scaling` if given, as in transformers, else from `rope_parameters`, with defaults of the family.
         """
         given = raw.get("rope_scaling") or raw.get("rope_parameters") or self.absent
         if not isinstance(given, Mapping) or any(isinstance(value, Mapping) for value in given.values()):
@@ -93,8 +93,8 @@ class RopeEntry:
         return {"rope": out}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return both `rope_parameters`, for new versions of transformers, and `rope_scaling` and `rope_theta`, for old
-        ones.
+        """Return both config.json's `rope_parameters`, for new versions of transformers, and `rope_scaling` and
+        `rope_theta`, for old ones.
         """
         rope = model.rope
         self._check_fraction(rope.fraction)
@@ -169,16 +169,16 @@ class GlobalLocalRopeEntry:
     rope: RopeEntry
     local: RopeEntry
     local_key: str | None = "rope_local_base_freq"
-    covered_fields: frozenset[str] = frozenset({"rope", "local_rope"})
+    handled_model_fields: frozenset[str] = frozenset({"rope", "local_rope"})
 
     @property
-    def covered_keys(self) -> frozenset[str]:
-        """Keys of config.json that the entry covers."""
-        return self.rope.covered_keys | ({self.local_key} if self.local_key else set())
+    def handled_config_keys(self) -> frozenset[str]:
+        """Keys of config.json that this config entry translates or checks."""
+        return self.rope.handled_config_keys | ({self.local_key} if self.local_key else set())
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the fields `rope` (full-attention layers) and `local_rope` (sliding-window layers); the key
-        `rope_scaling` applies to `rope` only.
+        """Return, from config.json, the `ModelConfig` fields `rope` (full-attention layers) and `local_rope`
+        (sliding-window layers); the key `rope_scaling` applies to `rope` only.
         """
         given = raw.get("rope_parameters") or {}
         if not isinstance(given, Mapping) or not given.keys() <= set(_SETS):
@@ -191,7 +191,9 @@ class GlobalLocalRopeEntry:
         return {**rope, "local_rope": windowed["rope"]}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the rotary keys of both sets in the new and the old form, like `RopeEntry.config_from_fields`."""
+        """Return config.json's keys of both sets of rotary parameters, for new versions of transformers
+        (`rope_parameters`) and for old ones.
+        """
         full = self.rope.config_from_fields(model)
         local = self.local.config_from_fields(model.model_copy(update={"rope": model.local_rope or model.rope}))
         sets = zip(_SETS, (full["rope_parameters"], local["rope_parameters"]), strict=True)

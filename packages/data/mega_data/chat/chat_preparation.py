@@ -180,6 +180,7 @@ class ChatOptions:
         template: file with a chat template that replaces the tokenizer's.
         template_options: variables that are passed to the template.
         turn_weights: allow loss weights other than 0 and 1: multiples of 0.01 up to 2.55.
+        columns: columns of the records by their role, such as {"messages": "dialog"}; empty for the usual names.
     """
 
     kind: Literal["conversations", "pairs"] = "conversations"
@@ -188,6 +189,7 @@ class ChatOptions:
     template: Path | None = None
     template_options: Mapping[str, Any] = field(default_factory=dict)
     turn_weights: bool = False
+    columns: Mapping[str, str] = field(default_factory=dict)
 
 
 class ChatPreparation:
@@ -242,7 +244,9 @@ class ChatPreparation:
             return item
         options = self._options
         try:
-            parsed = parse_chat_record(item.text, pairs=options.kind == "pairs", loss_on=options.loss_on)
+            parsed = parse_chat_record(
+                item.text, pairs=options.kind == "pairs", loss_on=options.loss_on, columns=options.columns
+            )
             chats = tuple(
                 RenderedChat(self._template.render_prompt(conversation), ())
                 if conversation.missing

@@ -19,13 +19,14 @@ other conversations, images, videos and sounds are rejected.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, Literal
 
 from mega_common.bounded_parsing import parse_json_text
 from mega_common.errors import DataError
+from mega_data.reading.corpus_sources import ABSENT, lookup_record_value
 
 LossOn = Literal["answers", "last", "all"]
 Message = dict[str, Any]
@@ -58,8 +59,12 @@ class Conversation:
     missing: bool = False
 
 
-def parse_chat_record(text: str, *, pairs: bool, loss_on: LossOn) -> list[Conversation]:
+def parse_chat_record(
+    text: str, *, pairs: bool, loss_on: LossOn, columns: Mapping[str, str] | None = None
+) -> list[Conversation]:
     """Return the conversation of the JSON record `text`, or with `pairs` the chosen and the rejected conversation.
+
+    `columns` names the columns of the record by their role; all others are then ignored.
 
     Raises:
         DataError: if the record has another form.
@@ -70,6 +75,7 @@ def parse_chat_record(text: str, *, pairs: bool, loss_on: LossOn) -> list[Conver
         raise DataError(f"not JSON ({error})") from None
     if not isinstance(record, dict):
         raise DataError("the record is not an object")
+    record = select_record_columns(record, columns) if columns else record
     record = {key: value for key, value in record.items() if value is not None}
     if media := next((key for key in MEDIA if record.get(key)), None):
         raise DataError(
@@ -91,6 +97,40 @@ def parse_chat_record(text: str, *, pairs: bool, loss_on: LossOn) -> list[Conver
         Conversation(messages, _parse_weights(messages, first, loss_on), tools or None, options)
         for first, messages in lists
     ]
+
+
+def select_record_columns(record: dict[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
+    """Return the values of a record by role, from the `columns` that name them; `a.b` is `b` in the object `a`.
+
+    Raises:
+        DataError: if the record has no such column.
+    """
+    values = {role: lookup_record_value(record, column) for role, column in columns.items()}
+    for role, column in columns.items():
+        if values[role] is ABSENT:
+            raise DataError(f"no column {column!r}, which is mapped to {role!r}; the columns are {', '.join(record)}")
+    return values
+
+
+def name_record_form(record: Any) -> tuple[str, str | None]:
+    """Return the form of a JSON record by its keys, such as `messages (OpenAI)`, and the dataset kind that reads it:
+    `conversations`, `pairs`, `text`, or None for a form without a training objective.
+    """
+    keys = {key for key, value in record.items() if value is not None} if isinstance(record, dict) else set()
+    answer = next((key for key in ANSWERS if key in keys), None)
+    if {"chosen", "rejected"} <= keys:
+        return "chosen and rejected (preference)", "pairs"
+    if keys & {"label", "kto_tag"} and (answer or keys & {"messages", "conversations"}):
+        return f"{answer or 'messages'} and label (KTO)", "pairs"
+    for key, name in (("messages", "OpenAI"), ("conversations", "ShareGPT")):
+        if key in keys:
+            return f"{key} ({name})", "conversations"
+    for key, name in (("prompt", ""), ("instruction", " (Alpaca)")):
+        if key in keys and answer:
+            return f"{key} and {answer}{name}", "conversations"
+    if "text" in keys:
+        return ("text and label (classification)", None) if "label" in keys else ("text", "text")
+    return f"{', '.join(sorted(keys)) or 'no columns'} (unknown)", None
 
 
 def _normalize_label(record: dict[str, Any]) -> dict[str, Any]:

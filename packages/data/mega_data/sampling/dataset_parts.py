@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from glob import glob
 from itertools import pairwise
@@ -14,6 +14,7 @@ from mega_common.errors import ConfigError, DataError
 from mega_common.object_store import RemotePath, parse_location
 from mega_common.progress_logging import logger
 from mega_data.data_config import DataConfig, DatasetSource
+from mega_data.preprocessing.token_cache import resolve_source_prefix
 from mega_data.sampling.document_order import find_token_range
 from mega_data.token_files.dataset_info import read_dataset_info
 from mega_data.token_files.indexed_reader import (
@@ -24,7 +25,7 @@ from mega_data.token_files.indexed_reader import (
     strip_data_suffix,
 )
 from mega_data.token_files.loss_mask import read_dataset_kind
-from mega_data.token_files.remote_copies import resolve_local_prefix, restore_url_slashes
+from mega_data.token_files.remote_copies import restore_url_slashes
 
 SPLITS = ("train", "valid", "test")
 CHECKED_DOCUMENTS = 64  # documents of a data set whose end token is checked
@@ -32,12 +33,13 @@ MAX_OPEN_DATASETS = 1000
 EAGER_CHECK_BYTES = 1 << 28  # of all indices; if there are more, each is checked when it is first read
 MULTI_SEQUENCE_KINDS = ("bert", "t5", "pairs", "retro")  # splits of these are cut between documents, not sequences
 SplitBounds = tuple[float, float]
+ReaderKey = tuple[Path, str]  # path in the configuration, and what else the tokens of raw data depend on
 
 
 @dataclass(frozen=True)
 class DatasetPart:
-    """Sequences [first, last) of a data set that belong to one split, with the weight in the blend and the dataset
-    kind.
+    """Share of a data set that belongs to one split (train, valid or test): sequences [first, last), with the weight in
+    the blend and the dataset kind.
 
     Attributes:
         source: its entry in the configuration.
@@ -61,12 +63,12 @@ class DatasetPart:
 
     @property
     def weights_by_tokens(self) -> dict[int, float]:
-        """Weight of this part in the blend from each number of training tokens on, beginning with 0."""
+        """Weight of the data set in the blend from each number of training tokens on, beginning with 0."""
         weights = {0: self.weight or 1.0} if self.source is None else self.source.weights_by_tokens
         return {tokens: weight * self.share for tokens, weight in weights.items()}
 
     def get_sample_limit(self, samples_per_epoch: Callable[[], float]) -> int | None:
-        """Return the maximum number of samples that a run may read of this part (`max_epochs` times the samples per
+        """Return the maximum number of samples that a run may read of this data set (`max_epochs` times the samples per
         epoch), or None for no limit.
         """
         epochs = None if self.source is None else self.source.max_epochs
@@ -74,7 +76,7 @@ class DatasetPart:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens in the sequences of this part."""
+        """Number of tokens in this share of a data set, sequences [first, last)."""
         begin, end = find_token_range(self.reader, self.first, self.last)
         return end - begin
 
@@ -98,12 +100,12 @@ class DatasetPartitioner:
             )
         self._config, self._eod = config, eod
         self._bounds = dict(zip(SPLITS, compute_split_bounds(config.split_shares), strict=True))
-        self._readers: dict[Path, IndexedReader] = {}
+        self._readers: dict[ReaderKey, IndexedReader] = {}
         self._files = OpenReaderPool(raise_open_files_limit(2 * MAX_OPEN_DATASETS) // 2)
 
     def build_split_parts(self, name: str) -> list[DatasetPart]:
-        """Return the data set parts of the split `name` (train, valid or test); an empty list if the split's share is
-        zero.
+        """Return the share of each data set that belongs to the split `name` (train, valid or test); an empty list if
+        the split is configured as zero.
 
         Raises:
             DataError: naming every data set that cannot be used; or if no data set has a sequence in this split.
@@ -113,8 +115,7 @@ class DatasetPartitioner:
         if bounds is None:
             return []
         sources = [(source, find_matching_prefixes(source)) for source in configured or self._config.train]
-        with_known_bounds = {path for source, paths in sources if self._get_kind(source) == "retro" for path in paths}
-        self._open_readers([path for _, paths in sources for path in paths], with_known_bounds)
+        self._open_readers([(source, path) for source, paths in sources for path in paths])
         parts = [
             part
             for source, paths in sources
@@ -142,26 +143,31 @@ class DatasetPartitioner:
     def _get_kind(self, source: DatasetSource) -> str:
         return source.kind or self._config.kind
 
-    def _open_readers(self, paths: Sequence[Path], with_known_bounds: Collection[Path]) -> None:
-        """Open and check data sets; those in `with_known_bounds` need no end-of-document tokens."""
-        new = dict.fromkeys(path for path in paths if path not in self._readers)
+    def _get_reader_key(self, source: DatasetSource, path: Path) -> ReaderKey:
+        return path, f"{self._get_kind(source)} {source.map}" if source.is_raw else ""
+
+    def _open_readers(self, sources: Sequence[tuple[DatasetSource, Path]]) -> None:
+        """Open and check data sets; those of kind `retro` need no end-of-document tokens."""
+        new = {key: each for each in sources if (key := self._get_reader_key(*each)) not in self._readers}
+        without_rules = {path for source, path in sources if self._get_kind(source) == "retro"}
         errors = []
-        for path in new:
+        for key, (source, path) in new.items():
             try:
-                self._readers[path] = IndexedReader(resolve_local_prefix(path, self._config.cache), self._files)
+                prefix = resolve_source_prefix(source, path, self._config)
+                self._readers[key] = IndexedReader(prefix, self._files)
             except DataError as error:
                 errors.append(error)
-        opened = [self._readers[path] for path in new if path in self._readers]
+        opened = [self._readers[key] for key in new if key in self._readers]
         check_now = sum(reader.index_bytes for reader in opened) <= EAGER_CHECK_BYTES
         if not check_now:
             logger.info("%d data sets: each index is checked when it is first read", len(opened))
-        for path in new:
-            if (reader := self._readers.get(path)) is None:
+        for key, (_, path) in new.items():
+            if (reader := self._readers.get(key)) is None:
                 continue
             try:
                 if check_now:
                     reader.check_index()
-                check_document_ends(reader, self._eod, [] if path in with_known_bounds else self._rules)
+                check_document_ends(reader, self._eod, [] if path in without_rules else self._rules)
             except DataError as error:
                 errors.append(error)
         if len(errors) == 1:
@@ -173,7 +179,7 @@ class DatasetPartitioner:
         self, name: str, source: DatasetSource, paths: Sequence[Path], bounds: SplitBounds
     ) -> Iterator[DatasetPart]:
         for path in paths:
-            reader, kind = self._readers[path], self._get_kind(source)
+            reader, kind = self._readers[self._get_reader_key(source, path)], self._get_kind(source)
             validate_dataset_kind(reader, kind)
             first, last = (_find_split_sequence(bound, reader, kind) for bound in bounds)
             if reader.find_token_position(first) < reader.find_token_position(last):
@@ -188,11 +194,14 @@ class DatasetPartitioner:
 
 
 def find_matching_prefixes(source: DatasetSource) -> list[Path]:
-    """Return the sorted prefixes of the data sets that a configured source names, by path or by glob.
+    """Return the sorted prefixes of the data sets that a configured source names, by path or by glob; for raw data, its
+    name.
 
     Raises:
         DataError: if no data set matches the glob.
     """
+    if source.is_raw:
+        return [Path(source.input_name)]
     if not source.is_glob or get_idx_path(source.path).exists():
         return [strip_data_suffix(source.path)]
     pattern = parse_location(restore_url_slashes(strip_data_suffix(source.path)) + ".idx")
@@ -214,8 +223,8 @@ def _find_split_sequence(bound: float, reader: IndexedReader, kind: str) -> int:
 
 
 def validate_dataset_kind(reader: IndexedReader, kind: str) -> None:
-    """Raise DataError if conversations are used as text, which would count their questions in the loss, or text as
-    conversations.
+    """Raise DataError if a data set of conversations is configured as text, which would count their questions in the
+    loss, or one of text as conversations.
 
     Raises:
         DataError: if the kinds differ.
@@ -240,8 +249,8 @@ def compute_split_bounds(shares: Sequence[float]) -> list[SplitBounds | None]:
 
 
 def check_document_ends(reader: IndexedReader, eod: int | None, rules: Sequence[str]) -> None:
-    """Raise DataError if documents are not separated by the token `eod` and `rules` (names of configuration flags that
-    need it) is not empty.
+    """Raise DataError if documents are not separated by the end-of-document token `eod` and `rules` (names of
+    configuration flags that need it) is not empty.
 
     Checks a sample of the documents, or only the data set's description if it has `append_eod`. A document that begins
     with the token counts as separated.

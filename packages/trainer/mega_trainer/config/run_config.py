@@ -23,7 +23,7 @@ from mega_common.strict_config import (
     load_yaml_mapping,
     raise_config_error,
 )
-from mega_data.data_config import DataConfig
+from mega_data.data_config import DataConfig, list_raw_paths
 from mega_trainer.config.architecture_rules import find_architecture_problems
 from mega_trainer.config.batch_size import BatchConfig
 from mega_trainer.config.fp8_config import Fp8Config, find_fp8_problems
@@ -238,7 +238,7 @@ class RunConfig(StrictConfig):
         yield from train.find_run_problems(data.sample_order)
         yield from self.checkpoint.find_run_problems(train.eval_every)
         yield from self.parallel_rules.find_problems()
-        yield from find_zero_problems(parallel, self.optimizer, lora)
+        yield from find_zero_problems(parallel, lora)
         if self.precision == "fp8":
             yield from find_fp8_problems(self.fp8, model, parallel, data.seq_length, linear=self.kernels.linear)
         yield from find_lora_problems(lora, self.init_from, self.precision) if lora else ()
@@ -320,9 +320,14 @@ def resolve_run_config(raw: Mapping[str, Any], *, base: Path = Path(), warn_unre
     file and can be parsed as `RunConfig`.
 
     `model: {preset: name, ...}` and `model: {from: path, ...}` become the model's own fields, with further fields on
+<<<<<<< HEAD
     top. `from` a folder also starts from that folder's weights; from a config.json itself it is the shape alone. With
     `implementation: transformers` the model is the module of the transformers library.
     `recompute: selective` becomes a section. With `warn_unread`, log a warning about unused keys of a config.json.
+=======
+    top. `from` a folder also starts from that folder's weights; from a config.json itself it is the shape alone.
+    `recompute: selective` becomes a section. Raw data gets the tokenizer of the folder `init_from`. With `warn_unread`, log a warning about unused keys of a config.json.
+>>>>>>> main
 
     Raises:
         ConfigError: for an unknown preset, or a path that holds no model.
@@ -347,9 +352,13 @@ def resolve_run_config(raw: Mapping[str, Any], *, base: Path = Path(), warn_unre
         out["recompute"] = {"kind": raw["recompute"]}
     if isinstance(out.get("model"), Mapping) and out["model"].get("encoder") and isinstance(out.get("data"), Mapping):
         out["data"] = {"kind": "t5", **out["data"]}
+    data, given = out.get("data"), out.get("init_from")
+    if isinstance(data, Mapping) and isinstance(given, str) and list_raw_paths(data) and has_tokenizer(base / given):
+        out["data"] = {"tokenizer": given, **data}
     return out
 
 
+<<<<<<< HEAD
 def _pop_implementation(model: dict[str, Any]) -> Literal["mega", "transformers"]:
     """Remove `implementation` from the `model` section and return it; default: `mega`.
 
@@ -368,6 +377,11 @@ def _pop_implementation(model: dict[str, Any]) -> Literal["mega", "transformers"
             hint="change config.json in the folder instead",
         )
     return "transformers" if found == "transformers" else "mega"
+=======
+def has_tokenizer(folder: Path) -> bool:
+    """Return whether a model's folder has a tokenizer that raw data can be encoded with."""
+    return (folder / "tokenizer.json").is_file()
+>>>>>>> main
 
 
 def load_run_config(path: Path, overrides: Sequence[str] = (), *, warn_unread: bool = False) -> RunConfig:

@@ -13,7 +13,7 @@ from mega_common.strict_config import ConfigProblem, DimensionSize, RankCount, S
 
 
 def validation_required_problem(key: str, value: object) -> ConfigProblem:
-    """Return the problem that setting `key` needs validation, in a run without (`train.eval_every` = 0)."""
+    """Return the problem that setting `key` needs validation, in a run without validation (`train.eval_every` = 0)."""
     return ConfigProblem(key, "requires validation", value, "set train.eval_every=100")
 
 
@@ -65,6 +65,11 @@ class ParallelConfig(StrictConfig):
     zero3_layers: PositiveInt | None = Field(
         None, description="under zero 3, layers all-gathered at once; default: by layer size and number of ranks"
     )
+    zero3_gather: Literal["micro_batch", "step"] | None = Field(
+        None,
+        description="under zero 3, gather weights for the forward and again for the backward of each micro_batch, or once a "
+        "step, which keeps all gathered weights of a rank in memory during the step; default: micro_batch",
+    )
     grad_reduce_dtype: Literal["fp32", "bf16"] = Field(
         "fp32",
         description="dtype of the gradient all-reduce over data ranks; bf16 halves the traffic and loses precision",
@@ -82,6 +87,9 @@ class TrainConfig(StrictConfig):
     epochs: float | None = Field(None, gt=0, description="passes over the training data, in place of steps")
     eval_every: int = Field(0, ge=0, description="steps between validations; 0 for none")
     eval_steps: PositiveInt = Field(10, description="global batches of one validation")
+    eval_first: bool = Field(
+        False, description="also validate before the first step: initial_valid_loss of step 1 in metrics.jsonl"
+    )
     seed: int = Field(1234, ge=0)
     freeze: list[str] = Field([], description="frozen tensors, by patterns of their names such as model.embed_tokens.*")
     ema: float | None = Field(
@@ -125,9 +133,13 @@ class TrainConfig(StrictConfig):
     )
 
     def find_run_problems(self, sample_order: str) -> Iterator[ConfigProblem]:
-        """Yield `train` settings that conflict with the order of the data, or that need validation in a run without."""
+        """Yield `train` settings that conflict with the order of the data, or that need validation in a run without
+        validation.
+        """
         if self.early_stop is not None and not self.eval_every:
             yield validation_required_problem("train.early_stop", self.early_stop)
+        if self.eval_first and not self.eval_every:
+            yield validation_required_problem("train.eval_first", True)
         if sample_order != "megatron":
             return
         if self.epochs is not None:

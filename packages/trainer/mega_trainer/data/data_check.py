@@ -13,10 +13,10 @@ from mega_common.errors import ConfigError, DataError
 from mega_common.progress_logging import logger
 from mega_data.blended_dataset import DatasetUsage, plan_dataset_usage
 from mega_data.data_config import DataConfig
+from mega_data.preprocessing.token_cache import resolve_source_prefix
 from mega_data.sampling.dataset_parts import find_matching_prefixes
 from mega_data.token_files.dataset_info import DatasetInfo, count_unpaired_answers, read_dataset_info
 from mega_data.token_files.indexed_reader import IndexedReader
-from mega_data.token_files.remote_copies import resolve_local_prefix
 from mega_data.tokenizer import Tokenizer
 from mega_trainer.config.run_config import RunConfig
 
@@ -148,7 +148,7 @@ def _datasets_with_tokenizer(data: DataConfig) -> dict[Path, DatasetInfo]:
     found = {}
     for source in (*data.train, *(data.valid or []), *(data.test or [])):
         for path in find_matching_prefixes(source):
-            info = read_dataset_info(resolve_local_prefix(path, data.cache))
+            info = read_dataset_info(resolve_source_prefix(source, path, data))
             if info is not None and info.tokenizer is not None:
                 found[path] = info
     return found

@@ -8,6 +8,7 @@ for tests that compare bits: gloo does not reduce in rank order with four or mor
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Protocol
@@ -40,7 +41,8 @@ class CompletedWork:
 
 @dataclass
 class CommLog:
-    """Traffic of the groups that share the log: (group, operation) -> [calls, bytes sent or received by a rank].
+    """Traffic counter of the communication groups that share it: (group, operation) -> [calls, bytes sent or received
+    by a rank].
 
     Bytes are of the tensor on one rank: the input of a reduction, the output of a gather.
     """
@@ -95,8 +97,8 @@ class CommGroup:
         return f"{self.name} of ranks {', '.join(map(str, self.ranks[:8]))}" + (", ..." if self.size > 8 else "")
 
     def record_call(self, operation: str, tensor: Tensor) -> None:
-        """Record the start of an `operation` on `tensor`: make this group `CommGroup.latest`, and count the call in the
-        log, if there is one.
+        """Record the start of an `operation` on `tensor`: make this group `CommGroup.latest`, which the hang watchdog
+        reports, and count the call in the traffic log, if there is one.
         """
         CommGroup.latest = self
         if self.log is not None:
@@ -105,13 +107,17 @@ class CommGroup:
 
 @dataclass(frozen=True)
 class PendingWork:
-    """Handle of a collective in progress on a group; waiting for it sets `CommGroup.latest` to the group."""
+    """Handle of a collective in progress on a group; `wait` first makes the group `CommGroup.latest`, which the hang
+    watchdog reports.
+    """
 
     work: CollectiveWork
     group: CommGroup
 
     def wait(self) -> None:
-        """Block until the collective has finished, with its group as `CommGroup.latest`."""
+        """Block until the collective has finished; first make its group `CommGroup.latest`, which the hang watchdog
+        reports.
+        """
         CommGroup.latest = self.group
         self.work.wait()
 
@@ -194,7 +200,7 @@ def all_gather_into(out: Tensor, tensor: Tensor, group: CommGroup, *, async_op: 
 
 
 def reduce_scatter(tensor: Tensor, group: CommGroup, dim: int = 0) -> Tensor:
-    """Sum a tensor over the group and keep this rank's part along `dim`: [.., n * size, ..] -> [.., n, ..]; without a
+    """Sum a tensor over the group and keep this rank's slice along `dim`: [.., n * size, ..] -> [.., n, ..]; without a
     gradient.
     """
     part, work = start_reduce_scatter(tensor, group, dim)
@@ -204,8 +210,8 @@ def reduce_scatter(tensor: Tensor, group: CommGroup, dim: int = 0) -> Tensor:
 
 
 def start_reduce_scatter(tensor: Tensor, group: CommGroup, dim: int = 0) -> tuple[Tensor, CollectiveWork | None]:
-    """Start a reduce-scatter along `dim`, without a gradient, and return (this rank's part of the sum, work) at once:
-    the part is complete when the work is done, or at once if the work is None.
+    """Start a reduce-scatter along `dim`, without a gradient, and return (this rank's slice of the sum, work) at once:
+    the slice is complete when the work is done, or at once if the work is None.
     """
     if group.size == 1:
         return tensor, None
@@ -218,7 +224,7 @@ def start_reduce_scatter(tensor: Tensor, group: CommGroup, dim: int = 0) -> tupl
 def reduce_scatter_into(
     out: Tensor, tensor: Tensor, group: CommGroup, *, async_op: bool = False
 ) -> CollectiveWork | None:
-    """Sum contiguous `tensor` [n * size, ..] over the group, without a gradient; this rank's part goes to contiguous
+    """Sum contiguous `tensor` [n * size, ..] over the group, without a gradient; this rank's slice goes to contiguous
     `out` [n, ..]. Returns the work to wait for when `async_op`.
     """
     if group.size == 1:
@@ -274,8 +280,9 @@ def all_to_all_into(
     *,
     async_op: bool = False,
 ) -> CollectiveWork | None:
-    """Exchange rows of contiguous `tensor` into contiguous `out`, as `all_to_all` but without a gradient and only in a
-    group of several ranks.
+    """Send `in_splits[r]` rows of contiguous `tensor` to each rank r and receive `out_splits[r]` rows from it into
+    contiguous `out`, without a gradient; only in a group of several ranks. Returns the work to wait for when
+    `async_op`.
     """
     group.record_call("all_to_all", tensor)
     if group.is_planned:
@@ -324,3 +331,22 @@ def _sum_in_order(parts: Sequence[Tensor]) -> Tensor:
     for part in parts[1:]:
         total += part
     return total
+
+
+# gloo raises a plain RuntimeError
+_LOST = re.compile(
+    r"connection (was )?(closed|reset|refused)|broken pipe|timed out waiting|\[?gloo|socket", re.IGNORECASE
+)
+_SOURCE_LINE = re.compile(r"^\[\S+:\d+\] ")
+
+
+def is_lost_connection(error: RuntimeError) -> bool:
+    """Return whether torch raised `error` because another rank, or the job's key-value store, does not answer."""
+    return isinstance(error, dist.DistError) or _LOST.search(str(error)) is not None
+
+
+def connection_error_reason(error: RuntimeError) -> str:
+    """Return the first sentence of a torch error's message, without the source location and the stack that torch
+    appends.
+    """
+    return _SOURCE_LINE.sub("", str(error)).strip().splitlines()[0].split(". ")[0]

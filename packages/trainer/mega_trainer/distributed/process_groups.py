@@ -1,5 +1,5 @@
-"""Process groups of a rank under a parallel layout. Each group is created by its members only, so that the cost does not grow
-with the number of ranks.
+"""Rank of this process and its process groups under a parallel layout. Each group is created by its members only, so that the
+cost does not grow with the number of ranks.
 """
 
 from __future__ import annotations
@@ -14,6 +14,15 @@ import torch.distributed as dist
 from mega_trainer.config.parallel_layout import ParallelLayout
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.distributed.comm import CommGroup, CommLog
+
+
+@dataclass(frozen=True)
+class RankInfo:
+    """Global rank, local rank and world size of this process in the job."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
 
 
 @dataclass
@@ -84,8 +93,8 @@ class ParallelGroups:
     head_sharing: Mapping[int, CommGroup] = field(default_factory=dict)
 
     def head_sharing_group(self, heads: int) -> CommGroup:
-        """Return the group of tensor ranks that share a head with this rank, for a kind of heads of which the model has
-        only `heads`, such as key/value heads; this rank alone if no head is shared.
+        """Return the group of tensor ranks that share a head with this rank, for a kind of heads (such as key/value
+        heads) of which the model has `heads`; this rank alone if no head is shared.
         """
         ranks = self.tp.size // heads
         return self.head_sharing[ranks] if ranks > 1 else CommGroup("shared", (self.tp.ranks[self.tp.rank],))

@@ -12,7 +12,7 @@ import torch
 
 from mega_common.errors import MegaError, TrainingError
 from mega_common.progress_logging import format_number
-from mega_trainer.job.connection_errors import connection_error_reason, is_lost_connection
+from mega_trainer.distributed.comm import connection_error_reason, is_lost_connection
 from mega_trainer.job.metrics_log import memory_in_use
 from mega_trainer.plan.memory_advice import PredictedMemoryNeeds
 

@@ -1,11 +1,11 @@
-"""Metrics of a run: one line per step on the screen, in metrics.jsonl and to experiment trackers."""
+"""Metrics of a run: one line per step on the screen, in metrics.jsonl and to experiment trackers; norms by layer."""
 
 from __future__ import annotations
 
 import json
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -13,14 +13,21 @@ from types import TracebackType
 from typing import IO, Any
 
 import torch
+from torch import Tensor
 
+from mega_ckpt.canonical_tensors import canonical_tensors
 from mega_common.atomic_files import add_path_to_errors, open_atomic_file
 from mega_common.bounded_parsing import parse_json_text
+from mega_common.model_config import ModelConfig
 from mega_common.progress_logging import format_number, logger
 from mega_trainer.config.run_config import RunConfig
+from mega_trainer.distributed.comm import CommGroup, all_reduce
+from mega_trainer.distributed.device import to_host
 from mega_trainer.job.experiment_trackers import open_trackers
 from mega_trainer.job.goodput import GoodputCounter
 from mega_trainer.job.step_result import StepResult
+from mega_trainer.optim.optimizer_slots import OptimizerSlot, checkpoint_boxes_by_name
+from mega_trainer.optim.sharded_optimizer import ShardedOptimizer
 from mega_trainer.plan.flops import count_parameters_by_layer, find_peak_flops, model_flops, palm_flops
 from mega_trainer.plan.layer_flops import image_flops
 from mega_trainer.plan.memory_advice import make_training_layout
@@ -140,9 +147,9 @@ class MetricsLogger:
         epochs: Callable[[int], Mapping[str, float]] | None = None,
         **more: float | None,
     ) -> None:
-        """Log a finished step. `phases` are the seconds of the parts of the step, logged as `phases/NAME`; `epochs`
-        returns the passes over each data set before a sample, logged as `epochs/NAME`; `more` are further metrics, of
-        which None values are left out.
+        """Log a finished step. `phases` are seconds by phase of the step, logged as `phases/NAME`; `epochs` returns the
+        passes over each data set before a sample, logged as `epochs/NAME`; `more` are further metrics, of which None
+        values are left out.
         """
         self._goodput.add_lost_phases(phases)
         now = time.monotonic()
@@ -254,3 +261,42 @@ def _write_finite(stream: IO[str], numbers: dict[str, Any]) -> None:
     finite = {name: value if value == value and abs(value) != float("inf") else None for name, value in numbers.items()}
     stream.write(json.dumps(finite) + "\n")
     stream.flush()
+
+
+def compute_layer_norms(
+    optimizer: ShardedOptimizer, model: ModelConfig, world: CommGroup, clip_factor: float
+) -> dict[str, float]:
+    """Return the metrics `layer_grad_norm/NAME`, before gradient clipping, and `layer_weight_norm/NAME` of trainable
+    parameters, equal on all ranks.
+
+    NAME is the number of a layer, or the name of another module, such as `embed_tokens`.
+
+    Args:
+        optimizer: after an update.
+        clip_factor: factor by which clipping multiplied the gradients.
+    """
+    optimizer.wait_for_params()
+    names = list(dict.fromkeys(map(_layer_name, canonical_tensors(model))))
+    grads = _sum_squares(((slot, slot.shard.grads) for slot in optimizer.slots), names)
+    weights = _sum_squares(((slot, slot.main) for slot in optimizer.slots), names)
+    sums = torch.stack([grads / clip_factor**2, weights])
+    all_reduce(sums, world)
+    return {
+        f"{kind}/{name}": value
+        for kind, values in zip(("layer_grad_norm", "layer_weight_norm"), sums.sqrt().tolist(), strict=True)
+        for name, value in zip(names, values, strict=True)
+    }
+
+
+def _layer_name(name: str) -> str:
+    words = name.split(".")
+    return words[words.index("layers") + 1] if "layers" in words else words[-2]
+
+
+def _sum_squares(pairs: Iterable[tuple[OptimizerSlot, Tensor]], names: list[str]) -> Tensor:
+    """Return the sums of squares by name, fp64 [names], on the host, of the elements that this rank owns."""
+    sums = torch.zeros(len(names), dtype=torch.float64)
+    for name, sharded in checkpoint_boxes_by_name(pairs).items():
+        for box in sharded.boxes:
+            sums[names.index(_layer_name(name))] += to_host(box.tensor.detach().double().square().sum())
+    return sums

@@ -21,7 +21,7 @@ from mega_data.tokenizer import Tokenizer
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.data.data_check import TOKENIZER_FILES, list_tokenizer_files, open_initial_weights
 from mega_trainer.distributed.comm import CommGroup, raise_on_all_ranks
-from mega_trainer.distributed.rank_info import RankInfo
+from mega_trainer.distributed.process_groups import RankInfo
 from mega_trainer.job.environment import describe_environment
 from mega_trainer.job.memory_checkpoint import MemoryCopy
 

@@ -1,4 +1,9 @@
-"""Guards of training: non-finite numbers, loss spikes, and signals that ask to stop."""
+"""Events that end a run, skip a step or roll back: non-finite numbers, loss spikes, signals, limits, early stopping. No torch.
+
+A rollback returns to an earlier checkpoint and skips the samples read since, as in PaLM's training after loss spikes
+(arXiv:2204.02311, section 5.1). Skipped ranges are part of the saved state, so that a resumed or replayed run reads the same
+samples.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +11,87 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from mega_common.errors import NumericalError
 from mega_common.progress_logging import logger
+from mega_data.batch_loader import LoadableDataset
+from mega_data.kinds.dataset_kind import TrainingSample
+from mega_data.kinds.t5_samples import T5Sample
 from mega_trainer.config.sections import TrainConfig
-from mega_trainer.job.rollback import RollbackRequested
 from mega_trainer.job.step_result import StepResult
+
+
+class RollbackRequested(Exception):
+    """Exception that requests a return to an earlier checkpoint after a bad step. Raised on all ranks.
+
+    Attributes:
+        step: of the bad numbers.
+        message: description of the problem.
+    """
+
+    def __init__(self, step: int, message: str) -> None:
+        super().__init__(message)
+        self.step, self.message = step, message
+
+
+@dataclass(frozen=True)
+class SkippedRanges:
+    """Ranges of samples that a run skips after rollbacks: for each range, the samples consumed before it, and the
+    number of samples skipped.
+
+    >>> [SkippedRanges(((4, 2),)).data_position(k) for k in (0, 3, 4, 5)]
+    [0, 3, 6, 7]
+    """
+
+    ranges: tuple[tuple[int, int], ...] = ()
+
+    @classmethod
+    def from_checkpoint_state(cls, saved: Mapping[str, Any]) -> SkippedRanges:
+        """Return the skipped ranges in the saved state of a checkpoint."""
+        return cls(tuple((at, count) for at, count in saved.get("left_out", ())))
+
+    def data_position(self, consumed: int) -> int:
+        """Return the position in the data order of the sample that is read after `consumed` samples, skipped ones
+        included in the position.
+        """
+        return consumed + sum(count for at, count in self.ranges if at <= consumed)
+
+    def skip_to_position(self, position: int, consumed: int) -> SkippedRanges:
+        """Return the ranges extended by one that skips all samples from the position after `consumed` samples up to
+        `position`.
+        """
+        return SkippedRanges((*self.ranges, (consumed, position - self.data_position(consumed))))
+
+    def format_samples(self, consumed: int, count: int) -> str:
+        """Return a text that names the positions, in the order of the data, of the next `count` samples after
+        `consumed` samples.
+        """
+        return f"samples {self.data_position(consumed)} to {self.data_position(consumed + count - 1)}"
+
+
+@dataclass(frozen=True)
+class UnskippedSamples(LoadableDataset):
+    """View of a data set without the skipped ranges of samples."""
+
+    dataset: LoadableDataset
+    skipped_ranges: SkippedRanges
+
+    def __getitem__(self, k: int, /) -> TrainingSample | T5Sample:
+        return self.dataset[self.skipped_ranges.data_position(k)]
+
+    def estimate_attention_work(self, numbers: Sequence[int], /) -> npt.NDArray[np.int64]:
+        """Return the approximate number of attended (query, key) token pairs of each of the samples `numbers`, counted
+        without skipped samples, int64 [len(numbers)].
+        """
+        return self.dataset.estimate_attention_work([self.skipped_ranges.data_position(k) for k in numbers])
+
 
 MEMORY = 0.98  # decay of the running average of the loss: about the last fifty steps
 WARM = 50  # steps before a loss can be a spike
@@ -25,8 +102,8 @@ AGAIN_SECONDS = 2.0  # an earlier Ctrl-C is the first one, passed on by a launch
 
 @dataclass
 class LossGuard:
-    """Guard that applies the run's policies for non-finite losses and loss spikes to each step. `average` and `seen`
-    are saved in checkpoints.
+    """Guard that applies the run's policies for non-finite losses and loss spikes to each step. Checkpoints save its
+    running average of the loss (`average`) and the number of steps in it (`seen`).
     """
 
     config: TrainConfig
@@ -141,3 +218,44 @@ class StopSignalHandler:
             self._pass_on(number)
         elif number == signal.SIGINT and time.monotonic() - self._since >= AGAIN_SECONDS:
             self._again()
+
+
+class RunLimits:
+    """Limits after which a run stops early: `train.exit_after_minutes`, counted from construction, and
+    `train.exit_interval`, in steps.
+    """
+
+    def __init__(self, config: TrainConfig, clock: Callable[[], float] = time.monotonic) -> None:
+        self._config, self._clock, self._begun = config, clock, clock()
+
+    def reached_limit(self, step: int) -> str | None:
+        """Return a text that names the limit that a run has reached after `step` steps, or None."""
+        minutes, interval = self._config.exit_after_minutes, self._config.exit_interval
+        if minutes is not None and self._clock() - self._begun >= 60 * minutes:
+            return f"train.exit_after_minutes = {minutes:g}"
+        if interval is not None and step % interval == 0:
+            return f"train.exit_interval = {interval}"
+        return None
+
+
+@dataclass
+class BestValidation:
+    """Lowest validation loss of the run so far, and its step.
+
+    Attributes:
+        loss: None before the first validation.
+        step: after which it was.
+        since: validations after that.
+    """
+
+    loss: float | None = None
+    step: int = 0
+    since: int = 0
+
+    def record_validation(self, step: int, loss: float) -> bool:
+        """Record the validation loss after `step`; return whether it is the lowest so far."""
+        if self.loss is None or loss < self.loss:
+            self.loss, self.step, self.since = loss, step, 0
+            return True
+        self.since += 1
+        return False

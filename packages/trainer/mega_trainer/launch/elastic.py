@@ -23,7 +23,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousTimeoutError
 
-from mega_trainer.job.connection_errors import connection_error_reason
+from mega_trainer.distributed.comm import connection_error_reason
 from mega_trainer.job.environment import STATUS_NOTE
 
 # Exit codes of ranks without a fault of their own: interrupted after a save, or stopped because another rank ended.

@@ -28,8 +28,8 @@ from torch.distributed.rendezvous import rendezvous
 
 from mega_common.errors import INTERRUPTED_STATUS, ConfigError, MegaError, TrainingError, TrainingInterrupted
 from mega_common.progress_logging import logger
-from mega_trainer.distributed.rank_info import RankInfo
-from mega_trainer.job.connection_errors import connection_error_reason, is_lost_connection
+from mega_trainer.distributed.comm import connection_error_reason, is_lost_connection
+from mega_trainer.distributed.process_groups import RankInfo
 from mega_trainer.job.environment import STATUS_NOTE
 from mega_trainer.job.error_log import record_error
 from mega_trainer.job.training_guard import KEYBOARD_STATUS, STOP_SIGNALS, StopSignalHandler

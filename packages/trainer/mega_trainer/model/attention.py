@@ -9,18 +9,19 @@ values. T is the number of tensor-parallel ranks, in `AttentionCore` the number 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+from mega_ckpt.tensor_pieces import TensorPiece
 from mega_trainer.kernels.kernel_interface import ScoreTransform
 from mega_trainer.kernels.torch_kernels import reference_attention
 from mega_trainer.model.feed_forward import apply_sigmoid_gate
-from mega_trainer.model.forward_context import ForwardContext, SequenceMask
-from mega_trainer.model.kv_cache import CachedAttention, KVCache
+from mega_trainer.model.forward_context import CachedAttention, ForwardContext, KVCache, SequenceMask
 from mega_trainer.model.layer_builder import LayerBuilder
-from mega_trainer.model.relative_position_bias import BucketedPositionBias, LayerBiasTable
+from mega_trainer.model.relative_position_bias import BucketedPositionBias
 from mega_trainer.parallel.context_parallel import PartwiseAttention, make_context_parallel
 from mega_trainer.parallel.tensor_parallel import SplitHeads
 
@@ -71,8 +72,8 @@ class AttentionCore(nn.Module):
     def attend_with_cache(
         self, q: Tensor, k: Tensor, v: Tensor | None, cache: KVCache, relative: BucketedPositionBias | None = None
     ) -> Tensor:
-        """Append this call's keys and values to the KV cache and attend to all cached ones; see
-        `KVCache.update_and_attend`.
+        """Append this call's keys and values to the KV cache, and return the attention of this call's queries to all
+        cached keys.
         """
         return cache.update_and_attend(
             self.layer, q, k, v, self.window, CachedAttention(self.kernels, self.score_transform, relative)
@@ -157,3 +158,23 @@ class SelfAttention(nn.Module):
         if rotation is not None:
             q, k = kernels.apply_rotary(q, rotation), kernels.apply_rotary(k, rotation)
         return q, k, v
+
+
+class LayerBiasTable(nn.Module):
+    """Relative position bias table that only one layer uses, not shared by all layers."""
+
+    def __init__(self, build: LayerBuilder, name: str, *, causal: bool) -> None:
+        super().__init__()
+        self.config, self.causal, self.table = build.config.relative, causal, build_bias_table(build, name)
+
+    def add_to_context(self, context: ForwardContext) -> ForwardContext:
+        """Return a copy of the forward context with this layer's relative position bias table."""
+        return replace(context, relative=BucketedPositionBias(self.table, self.config, self.causal))
+
+
+def build_bias_table(build: LayerBuilder, name: str) -> nn.Parameter:
+    """Build this tensor rank's heads [buckets, H/T] of a relative position bias table; `name` is without `.weight`."""
+    rows, heads, tp = build.config.relative.buckets, build.config.num_attention_heads, build.groups.tp
+    own = heads // tp.size
+    piece = TensorPiece(f"{name}.weight", (rows, heads), (0, tp.rank * own), (0, 0), (rows, own))
+    return build.build_parameter((rows, own), [piece], std=build.config.init_std)

@@ -7,80 +7,18 @@ T tensor-parallel ranks, C context ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from mega_trainer.kernels.attention_masks import ALL
 from mega_trainer.kernels.kernel_interface import ScoreTransform
 from mega_trainer.kernels.torch_kernels import reference_attention
-from mega_trainer.model.forward_context import ForwardContext
+from mega_trainer.model.forward_context import EncoderContext, ForwardContext
 from mega_trainer.model.layer_builder import LayerBuilder
 from mega_trainer.parallel.tensor_parallel import SplitHeads, gather_sequence
-
-
-@dataclass(frozen=True)
-class EncoderContext:
-    """Encoder side of one forward pass: the data that a decoder layer's cross attention needs about the encoder's
-    outputs.
-
-    Attributes:
-        context: forward context of the encoder's layers.
-        length: encoder tokens in this rank's residual stream.
-        attention_mask: bool [B, 1, 1, E], False for padding, context ranks concatenated; None: no padding.
-        memory: the encoder's output [B, length, D], once computed; for neighbors, first its input.
-        chunks: chunks of the queries that attend to parts of the memory; None: all attend to all of it.
-    """
-
-    context: ForwardContext
-    length: int
-    attention_mask: Tensor | None = None
-    memory: Tensor | None = None
-    chunks: CrossAttentionChunks | None = None
-
-
-def with_encoder_memory(context: ForwardContext, memory: Tensor) -> ForwardContext:
-    """Return a copy of the forward context in which cross attention attends to `memory`, an encoder's outputs [batch,
-    encoder tokens, D].
-    """
-    assert context.source is not None
-    return replace(context, source=replace(context.source, memory=memory))
-
-
-@dataclass(frozen=True)
-class CrossAttentionChunks:
-    """Chunked cross attention, as in Retro: queries are cut into chunks, and each chunk attends to its own equal part
-    of the keys.
-
-    Attributes:
-        count: number of chunks of all rows together.
-        samples: sample number of each chunk, for its dropout.
-        shift: number of queries before the first chunk. They attend to no keys; the last chunk has as many fewer queries.
-        some: [count, 1, 1, 1], or for each of the m queries [count, m, 1, 1]: 0 for queries without keys, else 1; None:
-            all queries have keys.
-    """
-
-    count: int
-    samples: Sequence[int]
-    shift: int = 0
-    some: Tensor | None = None
-
-    def attend_chunks(
-        self, attend: Callable[[Tensor, Tensor, Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor
-    ) -> Tensor:
-        """Call `attend` on all chunks at once: q [.., S, H, d], k and v [.., T, K, d], cut into `count` chunks in
-        order; return the shape of q, 0 for queries without keys.
-
-        The rows and tokens of k and v are `count` chunks in order.
-        """
-        ahead = F.pad(q, (0, 0, 0, 0, -self.shift, self.shift))
-        y = attend(*(t.reshape(self.count, -1, *t.shape[2:]) for t in (ahead, k, v)))
-        y = y if self.some is None else y * self.some
-        return F.pad(y.reshape(q.shape), (0, 0, 0, 0, self.shift, -self.shift))
 
 
 class CrossAttention(nn.Module):
@@ -106,8 +44,8 @@ class CrossAttention(nn.Module):
         )
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
-        """Map decoder hidden states [B, S or S/T, D] to the same shape; `context.source` has the encoder's outputs, or
-        in generation the KV cache has their keys and values.
+        """Map decoder hidden states [B, S or S/T, D] (S/T under sequence parallelism over T ranks) to the same shape;
+        `context.source` has the encoder's outputs, or in generation the KV cache has their keys and values.
         """
         q = torch.unflatten(self.q(x), -1, (-1, self.size))
         if context.cache is not None:

@@ -23,23 +23,23 @@ from torch import Tensor, nn
 from mega_common.model_config import ModelConfig
 from mega_trainer.data.micro_batch import MicroBatch
 from mega_trainer.distributed.rng import DropoutFactory
-from mega_trainer.model.activation_checkpointing import RecomputePolicy
-from mega_trainer.model.activation_offload import ActivationOffload
+from mega_trainer.model.activation_checkpointing import ActivationOffload, RecomputePolicy
+from mega_trainer.model.attention import build_bias_table
 from mega_trainer.model.auxiliary_models import RewardModel
-from mega_trainer.model.cross_attention import CrossAttention, EncoderContext, with_encoder_memory
+from mega_trainer.model.cross_attention import CrossAttention
 from mega_trainer.model.decoder import Decoder, StageLayers
-from mega_trainer.model.forward_context import ForwardContext, SequenceMask
+from mega_trainer.model.forward_context import EncoderContext, ForwardContext, SequenceMask, with_encoder_memory
 from mega_trainer.model.layer_builder import LayerBuilder
-from mega_trainer.model.relative_position_bias import BucketedPositionBias, build_bias_table
+from mega_trainer.model.relative_position_bias import BucketedPositionBias
 from mega_trainer.model.retro import RetroDecoder
-from mega_trainer.parallel.expert_routing import StepRouting
+from mega_trainer.parallel.expert_routing import MicroBatchRouting
 from mega_trainer.parallel.tensor_parallel import local_sequence_slice
 from mega_trainer.parallel.zero_buffers import ForwardUnit
 
 
 class EncoderDecoderModel(Decoder):
-    """Encoder-decoder model (T5), of which a pipeline stage has the part in `stage`; after the last layer the hidden
-    states are the decoder's tokens alone.
+    """Encoder-decoder model (T5), or the layers of it in one pipeline stage; after the last layer the hidden states are
+    the decoder's tokens alone.
     """
 
     def __init__(
@@ -62,7 +62,9 @@ class EncoderDecoderModel(Decoder):
         self.tables = nn.ParameterList(build_bias_table(build, f"model.{name}_relative_bias") for name in names)
 
     def list_parameter_units(self) -> list[ForwardUnit]:
-        """Return the model's ZeRO units in forward order; see `Decoder.list_parameter_units`."""
+        """Return the model's modules in forward order, each with the parameters that it is the first to use; ZeRO waits
+        for gathered weights module by module.
+        """
         first, *others = super().list_parameter_units()
         if self.stage.embeds:
             first = ForwardUnit(first.module, [*first.parameters, *self.tables])
@@ -99,7 +101,7 @@ class EncoderDecoderModel(Decoder):
         return torch.cat([encoder, super().embed_micro_batch(batch, context), self._tables_as_rows(encoder)], 1)
 
     def make_batch_context(
-        self, batch: MicroBatch, dropout: DropoutFactory, routing: StepRouting | None = None
+        self, batch: MicroBatch, dropout: DropoutFactory, routing: MicroBatchRouting | None = None
     ) -> ForwardContext:
         """Return the forward context of the decoder's layers, which includes the forward context of the encoder's; see
         `Decoder.make_batch_context`.

@@ -1,29 +1,87 @@
-"""Shared state of the layers in one forward pass: positions, attention mask, KV cache, dropout."""
+"""Shared state of the layers in one forward pass: positions, attention mask, KV cache, encoder outputs, dropout.
+
+Legend: B batch, S queries, T keys, H query heads, K key/value heads, d size of queries and keys, e of values.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from mega_trainer.data.batch_images import ImageBlock, mask_later_in_block
 from mega_trainer.distributed.comm import CommGroup
 from mega_trainer.distributed.device import to_device
 from mega_trainer.distributed.rng import SeededDropout
-from mega_trainer.kernels.attention_masks import AttentionMaskSpec, BandMask, MaskPart, PackedMask, rectangle_mask_part
-from mega_trainer.kernels.kernel_interface import RotaryAngles
-from mega_trainer.model.kv_cache import KVCache
+from mega_trainer.kernels.attention_masks import (
+    ALL,
+    AttentionMaskSpec,
+    BandMask,
+    MaskPart,
+    PackedMask,
+    rectangle_mask_part,
+)
+from mega_trainer.kernels.kernel_interface import Kernels, RotaryAngles, ScoreTransform
 from mega_trainer.model.relative_position_bias import BucketedPositionBias
 from mega_trainer.parallel.context_parallel import rank_token_indices
-from mega_trainer.parallel.expert_routing import RoutingReplay, StepRouting
+from mega_trainer.parallel.expert_routing import MicroBatchRouting, RoutingReplay
 
-if TYPE_CHECKING:
-    from mega_trainer.model.cross_attention import EncoderContext
+# A layer's attention: (queries [B, S, H, d], keys [B, T, K, d], values [B, T, K, e], mask) -> [B, S, H, e].
+AttendFunction = Callable[[Tensor, Tensor, Tensor, AttentionMaskSpec], Tensor]
+# A layer's recurrence: (next tokens of some sequences [R, S, c], their states [R, ..] or None) -> ([R, S, e], new states).
+RecurrenceFunction = Callable[[Tensor, Sequence[Tensor] | None], tuple[Tensor, Sequence[Tensor]]]
+
+
+@dataclass(frozen=True)
+class CachedAttention:
+    """Attention function that a layer passes to the KV cache, with the layer's score transform and relative position
+    bias.
+    """
+
+    kernels: Kernels
+    how: ScoreTransform
+    relative: BucketedPositionBias | None = None
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMaskSpec) -> Tensor:
+        """Compute the layer's attention of q to cached k and v; see `Kernels.attention`."""
+        how = self.how if self.relative is None else self.relative.add_to_scores(self.how, q.shape[1], k.shape[1])
+        return self.kernels.attention(q, k, v, mask, how)
+
+    def decode_attention(self, q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
+        """Compute the layer's attention of one query per batch row to all cached keys of that row, in generation."""
+        if self.relative is None and not self.how.has_unfused_terms:
+            return self.kernels.decode_attention(q, keys, values, self.how.scale)
+        rows = zip(q[:, None, None], keys, values, strict=True)
+        return torch.cat([self(row, k.transpose(1, 2), v.transpose(1, 2), ALL) for row, k, v in rows]).squeeze(1)
+
+
+class KVCache(Protocol):
+    """Interface of a cache of earlier tokens for generation: keys and values, MLA latents, or recurrent states of each
+    layer.
+    """
+
+    def update_and_attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor | None, window: int | None, attend: CachedAttention
+    ) -> Tensor:
+        """Append this call's k and v to the cache and attend from q to all cached keys; a query attends to at most the
+        last `window` keys.
+
+        q [B, S, H, d], k [B, S, K, d] and v [B, S, K, e] -> [B, S, H, e]; without v the keys are also the values.
+        """
+
+    def cross_attend(self, layer: int, q: Tensor, attend: AttendFunction) -> Tensor:
+        """Attend from this call's queries [B, S, H, d] to the cached encoder keys and values: [B, S, H, d]."""
+
+    def update_and_recur(self, layer: int, x: Tensor, step: RecurrenceFunction) -> Tensor:
+        """Call `step` with this call's tokens x [B, S, c] and the layer's cached recurrent states, store the new
+        states, and return the outputs [B, S, e].
+        """
 
 
 class AttentionMask(Protocol):
@@ -44,7 +102,7 @@ class SequenceMask:
 
     Attributes:
         length: S.
-        document_starts, bidirectional_blocks: as in `mega_trainer.data.micro_batch.SequenceBounds`. `mask_for_window`
+        document_starts, bidirectional_blocks: as in `mega_trainer.data.micro_batch.DocumentBounds`. `mask_for_window`
             ignores the blocks; `mask_between` includes them.
     """
 
@@ -57,11 +115,13 @@ class SequenceMask:
     _preceding: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
     def mask_for_window(self, window: int | None) -> AttentionMaskSpec:
-        """Return the mask of all queries and keys, of which a query attends to at most `window`; see `AttentionMask`."""
+        """Return the mask over all queries and keys of a layer whose queries attend to at most `window` keys each."""
         return self._square(range(self.length), window)
 
     def mask_between(self, queries: range, keys: range, window: int | None) -> list[MaskPart]:
-        """Return the mask for a range of queries and a range of keys, in parts; the ranges are equal or do not overlap."""
+        """Return the mask for a range of queries and a range of keys as a list of masked rectangles; the ranges are
+        equal or do not overlap.
+        """
         if queries == keys:
             return [
                 MaskPart(slice(None), queries, keys, self._square(queries, window)),
@@ -152,7 +212,7 @@ class ForwardContext:
     local_rotation: RotaryAngles | None = None
     cache: KVCache | None = None
     dropout: SeededDropout | None = None
-    routing: StepRouting | None = None
+    routing: MicroBatchRouting | None = None
     relative: BucketedPositionBias | None = None
     source: EncoderContext | None = None
     routes: RoutingReplay | None = None
@@ -160,3 +220,63 @@ class ForwardContext:
     def rotation_for_window(self, window: int | None) -> RotaryAngles | None:
         """Return the rotary angles of a layer whose queries attend to `window` keys, or to all."""
         return self.rotation if window is None else self.local_rotation
+
+
+@dataclass(frozen=True)
+class EncoderContext:
+    """Encoder side of one forward pass: the data that a decoder layer's cross attention needs about the encoder's
+    outputs.
+
+    Attributes:
+        context: forward context of the encoder's layers.
+        length: encoder tokens in this rank's residual stream.
+        attention_mask: bool [B, 1, 1, E], False for padding, context ranks concatenated; None: no padding.
+        memory: the encoder's output [B, length, D], once computed; for neighbors, first its input.
+        chunks: chunks of the queries that attend to parts of the memory; None: all attend to all of it.
+    """
+
+    context: ForwardContext
+    length: int
+    attention_mask: Tensor | None = None
+    memory: Tensor | None = None
+    chunks: CrossAttentionChunks | None = None
+
+
+def with_encoder_memory(context: ForwardContext, memory: Tensor) -> ForwardContext:
+    """Return a copy of the forward context in which cross attention attends to `memory`, an encoder's outputs [batch,
+    encoder tokens, D].
+    """
+    assert context.source is not None
+    return replace(context, source=replace(context.source, memory=memory))
+
+
+@dataclass(frozen=True)
+class CrossAttentionChunks:
+    """Chunked cross attention, as in Retro: queries are cut into chunks, and each chunk attends to its own equal part
+    of the keys.
+
+    Attributes:
+        count: number of chunks of all rows together.
+        samples: sample number of each chunk, for its dropout.
+        shift: number of queries before the first chunk. They attend to no keys; the last chunk has as many fewer queries.
+        some: [count, 1, 1, 1], or for each of the m queries [count, m, 1, 1]: 0 for queries without keys, else 1; None:
+            all queries have keys.
+    """
+
+    count: int
+    samples: Sequence[int]
+    shift: int = 0
+    some: Tensor | None = None
+
+    def attend_chunks(
+        self, attend: Callable[[Tensor, Tensor, Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor
+    ) -> Tensor:
+        """Call `attend` on all chunks at once: q [.., S, H, d], k and v [.., T, K, d], cut into `count` chunks in
+        order; return the shape of q, 0 for queries without keys.
+
+        The rows and tokens of k and v are `count` chunks in order.
+        """
+        ahead = F.pad(q, (0, 0, 0, 0, -self.shift, self.shift))
+        y = attend(*(t.reshape(self.count, -1, *t.shape[2:]) for t in (ahead, k, v)))
+        y = y if self.some is None else y * self.some
+        return F.pad(y.reshape(q.shape), (0, 0, 0, 0, self.shift, -self.shift))

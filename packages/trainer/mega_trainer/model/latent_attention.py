@@ -29,8 +29,7 @@ from torch import Tensor, nn
 from mega_common.model_config import ModelConfig
 from mega_trainer.distributed.rng import SeededDropout
 from mega_trainer.model.attention import AttentionCore
-from mega_trainer.model.forward_context import ForwardContext
-from mega_trainer.model.kv_cache import KVCache
+from mega_trainer.model.forward_context import ForwardContext, KVCache
 from mega_trainer.model.layer_builder import LayerBuilder
 from mega_trainer.model.lora_adapters import build_replicated_adapter
 from mega_trainer.model.norms import Norm
@@ -119,7 +118,7 @@ class MultiLatentAttention(nn.Module):
 
 
 class LatentProjection(nn.Module):
-    """Down-projection x A to MLA's latent: `width` columns, normalised if `mla.latent_norm`, and then `extra` others
+    """Down-projection x A to MLA's latent: `width` columns, normalised if `mla.latent_norm`, and then `extra` columns
     without norm, whole on every tensor rank.
     """
 
@@ -139,7 +138,9 @@ class LatentProjection(nn.Module):
             self.norm = Norm(build.kernels, weight, None, mla.norm_eps)
 
     def forward(self, x: Tensor, dropout: SeededDropout | None = None) -> Tensor:
-        """Map hidden states [B, S or S/T, D] to [B, S or S/T, width + extra]."""
+        """Map hidden states [B, S or S/T, D] (S/T under sequence parallelism over T ranks) to [B, S or S/T, width +
+        extra].
+        """
         y = self.linear(x, self.weight, self.bias)
         y = y if self.adapter is None else self.adapter(x, y, self.weight, self.bias, dropout)
         if self.norm is None:

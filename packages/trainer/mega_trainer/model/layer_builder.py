@@ -1,88 +1,54 @@
-"""Builder of a model's parallel layers: parameters with their checkpoint pieces, initialisation and gradient groups."""
+"""Builder of a model's parallel layers."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby
-from typing import Any
 
-import torch
 from torch import nn
 
 from mega_ckpt.canonical_tensors import HEAD, SCORE
-from mega_ckpt.lora_tensors import AdaptedModule
 from mega_ckpt.tensor_pieces import TensorPiece
-from mega_common.errors import ConfigError
-from mega_common.model_config import ModelConfig
-from mega_trainer.distributed.comm import CommGroup
-from mega_trainer.distributed.process_groups import ParallelGroups
 from mega_trainer.kernels.kernel_interface import Kernels
 from mega_trainer.kernels.leaf_compiler import LeafCompiler
-from mega_trainer.kernels.nf4_quantizer import WeightQuantizer
-from mega_trainer.kernels.torch_kernels import TorchKernels
 from mega_trainer.model.activation_checkpointing import SavedActivations
-from mega_trainer.model.lora_adapters import LoraAdapterPool, build_column_adapter, build_row_adapter
+from mega_trainer.model.lora_adapters import build_column_adapter, build_row_adapter
 from mega_trainer.model.norms import AllHeadsRMSNorm, Norm, PerHeadLayerNorm
+from mega_trainer.model.parameter_builder import ParameterBuilder
 from mega_trainer.parallel.context_parallel import ContextParallelKind
-from mega_trainer.parallel.deferred_wgrad import DeferredWgradQueue
 from mega_trainer.parallel.expert_parallel import ExpertDispatcher
 from mega_trainer.parallel.lora_layers import LoraAdapterLayer, PerRowAdapters
 from mega_trainer.parallel.parallel_linear import ParallelLinearFunction
-from mega_trainer.parallel.parameter_info import UniformInit, get_packed_weight, make_parameter
 from mega_trainer.parallel.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
     SplitHeads,
     VocabParallelEmbedding,
-    make_vocab_parameter,
-    split_fused_heads,
 )
 
 
 @dataclass(frozen=True)
-class LayerBuilder:
-    """Factory of the modules and parameters of a model's layers, with the settings that all of them share.
+class LayerBuilder(ParameterBuilder):
+    """Factory of the modules of a model's layers, with the settings that all of them share.
 
     Attributes:
-        config: the model's configuration.
-        groups: process groups of the layout; default: groups of one.
-        kernels: kernel back end.
         leaves: calls leaf functions outside the back end.
         by_layer: back end of the linear layers, for layers that have another one.
         products: back end of the linear layers of the current layer; None: `kernels`.
-        sp: split the residual stream over the sequence among the tensor ranks.
         cp_kind: kind of context-parallel attention.
         dispatcher: dispatcher of tokens to experts; None: `AllToAllDispatcher`.
         dispatch_bound: most rows of each rank's experts, as a multiple of an even load; None: unbounded.
-        dtype, device: of parameters and activations.
-        deferred: queue for wgrad GEMMs, if the pipeline splits backwards.
         saved: policy of saved activations.
-        adapts: projections with a LoRA adapter.
-        choice: several LoRA adapters instead, for inference.
-        packed: canonical tensors that are quantised.
-        packing: quantiser of the packed tensors.
     """
 
-    config: ModelConfig
-    groups: ParallelGroups = field(default_factory=ParallelGroups)
-    kernels: Kernels = field(default_factory=TorchKernels)
     leaves: LeafCompiler = field(default_factory=LeafCompiler)
     by_layer: Mapping[int, Kernels] = field(default_factory=dict)
     products: Kernels | None = None
-    sp: bool = False
     cp_kind: ContextParallelKind = "ring"
     dispatcher: ExpertDispatcher | None = None
     dispatch_bound: float | None = None
-    dtype: torch.dtype = torch.float32
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    deferred: DeferredWgradQueue | None = None
     saved: SavedActivations = field(default_factory=SavedActivations)
-    adapts: Mapping[str, AdaptedModule] = field(default_factory=dict)
-    choice: LoraAdapterPool | None = None
-    packed: frozenset[str] = frozenset()
-    packing: WeightQuantizer | None = None
 
     @property
     def unsharded_linear(self) -> ParallelLinearFunction:
@@ -114,8 +80,8 @@ class LayerBuilder:
         return config.init_std / (math.sqrt(branches) if config.scale_residual_init else 1.0)
 
     def build_column_linear(self, blocks: Sequence[SplitHeads], *, bias: bool) -> ColumnParallelLinear:
-        """Build a fused column-parallel layer of several [count * size, D] projections, one for each of `blocks`, whose
-        names are without `.weight`.
+        """Build a fused column-parallel layer of several [count * size, D] projections, one for each of `blocks`, split
+        by heads over tensor ranks.
         """
         config = self.config
         weights = self.build_head_parameters(_suffixed(blocks, "weight"), (config.hidden_size,), std=config.init_std)
@@ -128,36 +94,13 @@ class LayerBuilder:
 
     def build_column_weight(self, name: str, rows: int, width: int) -> nn.Parameter:
         """Build a weight [rows/T, width] split by rows over T tensor ranks, for an input that every tensor rank already
-        has whole.
+        has unsplit.
         """
         return self.build_head_parameters([SplitHeads(f"{name}.weight", rows)], (width,), std=self.config.init_std)[0]
 
     def build_column_weight_adapter(self, name: str, rows: int, width: int) -> LoraAdapterLayer | PerRowAdapters | None:
         """Build the LoRA adapter of a weight made by `build_column_weight`, or return None if it is not adapted."""
         return build_column_adapter(self, [SplitHeads(name, rows)], width, whole=True)
-
-    def build_head_parameters(
-        self, blocks: Sequence[SplitHeads], tail: tuple[int, ...] = (), **start: Any
-    ) -> list[nn.Parameter]:
-        """Build the parameters with this tensor rank's heads of several tensors [count * size, *tail], concatenated.
-
-        Consecutive blocks whose heads are shared by the same number of ranks are one parameter; usually there is one.
-        `start` is the initialisation, as for `make_parameter`.
-        """
-        out, tp = [], self.groups.tp
-        for _, group in groupby(blocks, lambda block: max(1, tp.size // block.count)):
-            run = list(group)
-            shape, pieces = split_fused_heads(run, tail, tp)
-            sharers = (self.groups.head_sharing_group(run[0].count),)
-            out.append(self.build_parameter(shape, pieces, grad_sync=sharers, replicas=sharers, **start))
-        if len(out) > 1 and any(map(get_packed_weight, out)):
-            most = min(block.count for block in blocks)
-            raise ConfigError(
-                f"lora.quantize is not supported with parallel.tp = {tp.size}, more than the {most} heads of "
-                f"{blocks[-1].name}: quantised heads cannot be shared by tensor ranks",
-                hint=f"set parallel.tp to at most {most}, or remove lora.quantize",
-            )
-        return out
 
     def build_row_linear(self, name: str, width: int, *, bias: bool) -> RowParallelLinear:
         """Build a row-parallel projection with a weight [D, width], whose output is added to the residual stream."""
@@ -187,8 +130,8 @@ class LayerBuilder:
         return out[0], out[1] if bias else None
 
     def build_expert_columns(self, name: str, *, bias: bool) -> tuple[nn.Parameter, nn.Parameter | None]:
-        """Build the output projection of this rank's experts, split by columns, [local experts, D, local part of F],
-        and its whole bias [local experts, D].
+        """Build the output projection of this rank's experts, split by columns, [local experts, D, local columns], and
+        its unsplit bias [local experts, D].
         """
         own, width, out = self._expert_widths()
         piece = self.make_expert_piece(f"{name}.weight", (out, width), axis=1)
@@ -207,71 +150,6 @@ class LayerBuilder:
             moe.ffn_hidden_size,
             moe.latent_size or self.config.hidden_size,
         )
-
-    def make_expert_piece(
-        self, name: str, shape: Sequence[int], *, axis: int | None, place: int = 0, among: int = 1
-    ) -> TensorPiece:
-        """Return the piece of the canonical tensor `name`, a stack of experts of `shape`, that this rank has; it is
-        split over `expert_tp` along `axis`.
-
-        In the local parameter it is part number `place` of several, concatenated on the first axis; so it is in the
-        canonical tensor `name`, if that has `among` > 1 parts.
-        """
-        assert self.config.moe is not None
-        groups, experts = self.groups, self.config.moe.num_experts
-        holders = groups.ep.size // groups.expert_tp.size
-        first = groups.ep.rank // groups.expert_tp.size * (experts // holders)
-        own = [n // groups.expert_tp.size if i == axis else n for i, n in enumerate(shape)]
-        offset = [groups.expert_tp.rank * n if i == axis else 0 for i, n in enumerate(own)]
-        start = [place * own[0], *(0 for _ in own[1:])]
-        if among > 1:
-            offset[0] += place * shape[0]
-        whole = (experts, among * shape[0], *shape[1:])
-        return TensorPiece(name, whole, (first, *offset), (0, *start), (experts // holders, *own))
-
-    def build_expert_parameter(
-        self,
-        shape: Sequence[int],
-        pieces: Sequence[TensorPiece],
-        *,
-        std: float | None = None,
-        replicas: Sequence[CommGroup] = (),
-    ) -> nn.Parameter:
-        """Build a parameter that stacks this rank's experts, each of `shape`; the other arguments are the ones of
-        `ParameterInfo`.
-        """
-        groups = self.groups
-        return make_parameter(
-            (pieces[0].shape[0], *shape), pieces, data=groups.expert_data, dtype=self.dtype, device=self.device,
-            std=std, parts=groups.ep, split=groups.expert_tp, grad_sync=replicas, replicas=replicas,
-            packing=self._packing_of(pieces),
-        )  # fmt: skip
-
-    def _packing_of(self, pieces: Sequence[TensorPiece]) -> WeightQuantizer | None:
-        """Return the quantiser of a parameter whose tensors are all packed, else None.
-
-        A mix of packed and other tensors is refused by `freeze_parameters`, since not all are frozen.
-        """
-        return self.packing if pieces and all(piece.name in self.packed for piece in pieces) else None
-
-    def build_replicated(
-        self,
-        name: str,
-        shape: tuple[int, ...],
-        *,
-        fill: float = 0.0,
-        std: float | None = None,
-        partial_grad: bool = False,
-    ) -> nn.Parameter:
-        """Build a parameter of `shape` that every tensor rank holds whole.
-
-        Its gradient is summed over them if each rank has only a part of it: from its part of the sequence (sequence
-        parallelism) or, with `partial_grad`, from its heads or tokens.
-        """
-        tp = self.groups.tp
-        sync: tuple[CommGroup, ...] = (tp,) if self.sp or partial_grad else ()
-        pieces = [TensorPiece.whole_tensor(name, shape)]
-        return self.build_parameter(shape, pieces, fill=fill, std=std, grad_sync=sync, replicas=(tp,))
 
     def build_residual_norm(self, name: str) -> Norm:
         """Build the model's norm, RMSNorm or LayerNorm as configured, for the residual stream."""
@@ -304,23 +182,10 @@ class LayerBuilder:
         return Norm(self.kernels, weight, None, eps, zero_centered=centered)
 
     def build_attention_sinks(self, name: str) -> nn.Parameter:
-        """Build this rank's attention sinks [H/T], one number per head."""
+        """Build this rank's attention sinks [H/T], one number per head, for H heads split over T tensor ranks."""
         return self.build_head_parameters(
             [SplitHeads(name, self.config.num_attention_heads)], std=self.config.init_std
         )[0]
-
-    def build_vocab_parameter(self, name: str, *, shared: Sequence[CommGroup] = ()) -> nn.Parameter:
-        """Build a [vocabulary, D] parameter split by rows over tensor ranks; `shared` groups hold copies of it (a tied
-        embedding on two stages).
-        """
-        # not in place if used twice per micro-batch, or if a split backward computes it before the weight half
-        config = self.config
-        accumulate_in_place = not (config.tie_embeddings or config.mtp_layers or config.has_encoder or self.deferred)
-        return make_vocab_parameter(
-            name, config.vocab_size, config.hidden_size, group=self.groups.tp, data=self.groups.dp_cp,
-            dtype=self.dtype, device=self.device, std=config.init_std, grad_sync=shared, replicas=shared,
-            parts=self.groups.tp, accumulate_in_place=accumulate_in_place,
-        )  # fmt: skip
 
     def build_output_matrix(self) -> nn.Parameter:
         """Build the output matrix [V/T, D], split by vocabulary rows over T tensor ranks; for a reward model [1, D],
@@ -330,36 +195,9 @@ class LayerBuilder:
             return self.build_vocab_parameter(HEAD)
         return self.build_replicated(SCORE, (1, self.config.hidden_size), std=self.config.init_std)
 
-    def build_vocab_bias(self, name: str) -> nn.Parameter:
-        """Build a bias [vocabulary], split over tensor ranks like the rows of `build_vocab_parameter`."""
-        return make_vocab_parameter(
-            name, self.config.vocab_size, group=self.groups.tp, data=self.groups.dp_cp, dtype=self.dtype, device=self.device,
-            parts=self.groups.tp,
-        )  # fmt: skip
-
     def build_token_embedding(self, weight: nn.Parameter) -> VocabParallelEmbedding:
         """Build the token embedding module that looks up rows of `weight`, split by vocabulary rows over tensor ranks."""
         return VocabParallelEmbedding(weight, self.groups.tp, sp=self.sp)
-
-    def build_parameter(
-        self,
-        shape: Sequence[int],
-        pieces: Sequence[TensorPiece],
-        *,
-        fill: float = 0.0,
-        std: float | None = None,
-        uniform: UniformInit | None = None,
-        grad_sync: Sequence[CommGroup] = (),
-        replicas: Sequence[CommGroup] = (),
-    ) -> nn.Parameter:
-        """Build a parameter whose gradient is summed over all data and context ranks; the other arguments are the ones
-        of `ParameterInfo`.
-        """
-        return make_parameter(
-            shape, pieces, data=self.groups.dp_cp, dtype=self.dtype, device=self.device,
-            std=std, fill=fill, uniform=uniform, grad_sync=grad_sync, replicas=replicas, parts=self.groups.tp,
-            packing=self._packing_of(pieces),
-        )  # fmt: skip
 
 
 def _suffixed(blocks: Sequence[SplitHeads], suffix: str) -> list[SplitHeads]:

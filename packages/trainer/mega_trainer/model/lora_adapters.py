@@ -6,18 +6,18 @@ Gradients are summed over the tensor ranks if each rank has only a part of the s
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
 from mega_ckpt.lora_tensors import MAGNITUDE, A, AdaptedModule, B
 from mega_ckpt.tensor_pieces import TensorPiece
 from mega_trainer.distributed.rng import SeededDropout
+from mega_trainer.model.parameter_builder import ParameterBuilder
 from mega_trainer.parallel.lora_layers import (
-    AdapterSelection,
     ExpertLoraAdapter,
     LoraAdapterLayer,
     LoraUpdate,
@@ -26,20 +26,9 @@ from mega_trainer.parallel.lora_layers import (
 from mega_trainer.parallel.parallel_linear import ParallelLinearFunction, apply_grouped_linear
 from mega_trainer.parallel.tensor_parallel import SplitHeads, gather_sequence, sum_partial_results
 
-if TYPE_CHECKING:
-    from mega_trainer.model.layer_builder import LayerBuilder
-
-
-@dataclass(frozen=True)
-class LoraAdapterPool:
-    """Several LoRA adapters, of which each batch row uses one or none; `adapts` are their projections by adapter name."""
-
-    selection: AdapterSelection
-    adapts: Mapping[str, Mapping[str, AdaptedModule]]
-
 
 def build_column_adapter(
-    build: LayerBuilder, blocks: Sequence[SplitHeads], width: int, *, whole: bool = False
+    build: ParameterBuilder, blocks: Sequence[SplitHeads], width: int, *, whole: bool = False
 ) -> LoraAdapterLayer | PerRowAdapters | None:
     """Build the LoRA adapter of a fused column-parallel layer, or return None if no projection is adapted.
 
@@ -48,18 +37,18 @@ def build_column_adapter(
     return _make_each_adapter(build, partial(_column_adapter, blocks=blocks, width=width, whole=whole))
 
 
-def build_row_adapter(build: LayerBuilder, name: str, width: int) -> LoraAdapterLayer | PerRowAdapters | None:
+def build_row_adapter(build: ParameterBuilder, name: str, width: int) -> LoraAdapterLayer | PerRowAdapters | None:
     """Build the LoRA adapter of a row-parallel projection [D, width], or return None if it is not adapted."""
     return _make_each_adapter(build, partial(_row_adapter, name=name, width=width))
 
 
-def build_replicated_adapter(build: LayerBuilder, name: str) -> LoraAdapterLayer | PerRowAdapters | None:
+def build_replicated_adapter(build: ParameterBuilder, name: str) -> LoraAdapterLayer | PerRowAdapters | None:
     """Build the LoRA adapter of a projection that every tensor rank holds whole, or return None if it is not adapted."""
     return _make_each_adapter(build, partial(_whole_adapter, name=name))
 
 
 def _make_each_adapter(
-    build: LayerBuilder, make: Callable[[LayerBuilder], LoraAdapterLayer | None]
+    build: ParameterBuilder, make: Callable[[ParameterBuilder], LoraAdapterLayer | None]
 ) -> LoraAdapterLayer | PerRowAdapters | None:
     """Return the adapter that `make` builds, or with a pool of adapters a selection of one per adapter."""
     if build.choice is None:
@@ -70,7 +59,7 @@ def _make_each_adapter(
 
 
 def _column_adapter(
-    build: LayerBuilder, blocks: Sequence[SplitHeads], width: int, *, whole: bool
+    build: ParameterBuilder, blocks: Sequence[SplitHeads], width: int, *, whole: bool
 ) -> LoraAdapterLayer | None:
     tp, updates, pieces, b, magnitudes, drop = build.groups.tp, [], [], [], [], 0.0
     column = start = 0
@@ -95,7 +84,7 @@ def _column_adapter(
     return LoraAdapterLayer(_linear(build), a, b, updates, meet, dropout, magnitudes, _identity)
 
 
-def _row_adapter(build: LayerBuilder, name: str, width: int) -> LoraAdapterLayer | None:
+def _row_adapter(build: ParameterBuilder, name: str, width: int) -> LoraAdapterLayer | None:
     tp, module = build.groups.tp, build.adapts.get(name)
     if module is None:
         return None
@@ -111,7 +100,7 @@ def _row_adapter(build: LayerBuilder, name: str, width: int) -> LoraAdapterLayer
     return LoraAdapterLayer(_linear(build), a, [b], updates, meet, drop, magnitudes, sum_squares)
 
 
-def _whole_adapter(build: LayerBuilder, name: str) -> LoraAdapterLayer | None:
+def _whole_adapter(build: ParameterBuilder, name: str) -> LoraAdapterLayer | None:
     module = build.adapts.get(name)
     if module is None:
         return None
@@ -124,9 +113,9 @@ def _whole_adapter(build: LayerBuilder, name: str) -> LoraAdapterLayer | None:
 
 
 def build_expert_adapter(
-    build: LayerBuilder, name: str, *, parts: int = 1, columns: bool = False
+    build: ParameterBuilder, name: str, *, parts: int = 1, columns: bool = False
 ) -> ExpertLoraAdapter | None:
-    """Build the LoRA adapter of an expert projection, `parts` stacked projections split by rows or one split by
+    """Build the LoRA adapter of an expert projection: of `parts` stacked projections split by rows, or of one split by
     columns; None if it is not adapted.
     """
     module = build.adapts.get(name)
@@ -157,12 +146,12 @@ def _shape(pieces: Sequence[TensorPiece]) -> tuple[int, ...]:
     return sum(piece.shape[1] for piece in pieces), *pieces[0].shape[2:]
 
 
-def _linear(build: LayerBuilder) -> ParallelLinearFunction:
+def _linear(build: ParameterBuilder) -> ParallelLinearFunction:
     """Return the adapter's linear function, never in fp8: LoRA ranks are not multiples of fp8 block sizes."""
     return ParallelLinearFunction(build.kernels, build.deferred)
 
 
-def _dora_magnitudes(build: LayerBuilder, name: str, module: AdaptedModule) -> list[nn.Parameter]:
+def _dora_magnitudes(build: ParameterBuilder, name: str, module: AdaptedModule) -> list[nn.Parameter]:
     """Return the DoRA magnitudes of a projection whose output is whole on every tensor rank."""
     return [build.build_replicated(name + MAGNITUDE, (module.out_features,), fill=1.0)] if module.has_magnitude else []
 

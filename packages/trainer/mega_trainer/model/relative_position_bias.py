@@ -7,19 +7,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from mega_ckpt.tensor_pieces import TensorPiece
 from mega_common.encoder_config import RelativePositionConfig
 from mega_trainer.distributed.device import to_device
 from mega_trainer.kernels.kernel_interface import RelativePositionBias, ScoreTransform
-
-if TYPE_CHECKING:
-    from mega_trainer.model.forward_context import ForwardContext
-    from mega_trainer.model.layer_builder import LayerBuilder
 
 
 @dataclass(frozen=True)
@@ -45,28 +39,8 @@ class BucketedPositionBias:
         return RelativePositionBias(nn.functional.embedding(self._buckets[queries, keys], self.table).t(), keys - 1)
 
     def add_to_scores(self, how: ScoreTransform, queries: int, keys: int) -> ScoreTransform:
-        """Return a copy of the score transform with this bias for the last `queries` of `keys` positions."""
+        """Return a copy of the score transform `how` with this bias for the last `queries` of `keys` positions."""
         return replace(how, bias=self.make_position_bias(queries, keys))
-
-
-class LayerBiasTable(nn.Module):
-    """Relative position bias table that only one layer uses, not shared by all layers."""
-
-    def __init__(self, build: LayerBuilder, name: str, *, causal: bool) -> None:
-        super().__init__()
-        self.config, self.causal, self.table = build.config.relative, causal, build_bias_table(build, name)
-
-    def add_to_context(self, context: ForwardContext) -> ForwardContext:
-        """Return a copy of the forward context with this layer's relative position bias table."""
-        return replace(context, relative=BucketedPositionBias(self.table, self.config, self.causal))
-
-
-def build_bias_table(build: LayerBuilder, name: str) -> nn.Parameter:
-    """Build this tensor rank's heads [buckets, H/T] of a relative position bias table; `name` is without `.weight`."""
-    rows, heads, tp = build.config.relative.buckets, build.config.num_attention_heads, build.groups.tp
-    own = heads // tp.size
-    piece = TensorPiece(f"{name}.weight", (rows, heads), (0, tp.rank * own), (0, 0), (rows, own))
-    return build.build_parameter((rows, own), [piece], std=build.config.init_std)
 
 
 def bucket_distances(distances: Tensor, count: int, max_distance: int, *, causal: bool) -> Tensor:

@@ -97,13 +97,13 @@ class LossTargets(Protocol):
     """Interface of the targets of a loss that is computed from logits over a vocabulary split among ranks."""
 
     def compute_losses(self, logits: Tensor, part: slice) -> tuple[SavedTensors, Tensor]:
-        """Return the tensors that `logits_to_gradient` needs, and the losses [n] in at least fp32, from this rank's
-        logits [n, R] of the tokens `part`.
+        """Return the tensors that `logits_to_gradient` needs, and the losses [n] in at least fp32, of the tokens in the
+        slice `part`, from their logits [n, R] over this rank's vocabulary rows.
         """
 
     def logits_to_gradient(self, logits: Tensor, saved: SavedTensors, weights: Tensor, part: slice) -> None:
-        """Overwrite this rank's logits [n, R] of the tokens `part` with the gradient of the losses, weighted by
-        `weights` [n].
+        """Overwrite the logits [n, R] of the tokens in the slice `part` over this rank's vocabulary rows with the
+        gradient of the losses, weighted by `weights` [n].
         """
 
 

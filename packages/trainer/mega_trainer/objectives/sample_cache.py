@@ -4,12 +4,16 @@ A folder has safetensors files of consecutive samples: `samples-000000000512.saf
 array a file has the concatenated elements of all samples as `NAME`, and the bounds of each sample as `NAME.bounds`, int64
 [samples + 1] (in elements of the first axis). Files are written atomically, by a rename: after a kill the existing files
 are complete, and the precomputation continues with the next one.
+
+The reference model of preference training is the main user: its log-probabilities of answers are precomputed into such
+files, or computed in each step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Literal, Protocol
 
 import numpy as np
 import torch
@@ -22,8 +26,18 @@ from mega_common.errors import DataError
 from mega_common.progress_logging import ProgressBar
 from mega_data.batch_loader import BatchLoader, LoadableDataset, StepBatch
 from mega_trainer.config.run_config import RunConfig
-from mega_trainer.distributed.comm import raise_on_all_ranks
+from mega_trainer.data.micro_batch import MicroBatch, split_micro_batches
+from mega_trainer.distributed.comm import all_reduce, raise_on_all_ranks
+from mega_trainer.distributed.device import to_host
 from mega_trainer.distributed.process_groups import ParallelGroups
+from mega_trainer.objectives.preference_answers import (
+    PreferenceAnswers,
+    is_reporting_rank,
+    pair_mismatched_answers,
+    score_answers,
+    split_answers,
+)
+from mega_trainer.pipeline.executor import PipelineExecutor
 
 
 class SampleCache:
@@ -131,3 +145,104 @@ def precompute_samples(
             bar.advance(len(own))
             if start >= samples.stop:
                 break
+
+
+SampleHalf = Literal["answers", "mismatched"]
+
+
+class ReferenceModel(Protocol):
+    """Interface of sources of the reference model's summed answer log-probabilities, for preference losses."""
+
+    def get_answer_log_prob_sums(
+        self,
+        batch: StepBatch,
+        micro: Sequence[MicroBatch],
+        answers: Sequence[PreferenceAnswers],
+        what: SampleHalf = "answers",
+    ) -> list[Tensor]:
+        """Return the reference model's summed log-probabilities of each micro-batch's answers, fp64 [P, 2] for P pairs,
+        or (`what` "mismatched", for KTO) of answers moved to another question.
+
+        A collective call of the ranks of a model; the result is arbitrary except on the last stage.
+        """
+
+
+class LiveReferenceModel:
+    """`ReferenceModel` that runs the reference model in memory."""
+
+    def __init__(self, executor: PipelineExecutor) -> None:
+        self._executor = executor
+
+    def get_answer_log_prob_sums(
+        self,
+        batch: StepBatch,
+        micro: Sequence[MicroBatch],
+        answers: Sequence[PreferenceAnswers],
+        what: SampleHalf = "answers",
+    ) -> list[Tensor]:
+        """Run the reference model and return the summed log-probabilities of each micro-batch's answers, fp64 [P, 2]
+        for P pairs; with `what` "mismatched" of answers moved to another question (KTO).
+        """
+        return score_answers(self._executor, micro, answers)
+
+
+class CachedReferenceModel:
+    """`ReferenceModel` that reads each sample's precomputed answer sums from cache files."""
+
+    def __init__(self, files: SampleCache) -> None:
+        self._files = files
+
+    def get_answer_log_prob_sums(
+        self,
+        batch: StepBatch,
+        micro: Sequence[MicroBatch],
+        answers: Sequence[PreferenceAnswers],
+        what: SampleHalf = "answers",
+    ) -> list[Tensor]:
+        """Read from the cache files the reference model's summed log-probabilities of each micro-batch's answers, fp64
+        [P, 2] for P pairs; with `what` "mismatched" of answers moved to another question (KTO).
+
+        Raises:
+            DataError: for a sample that is not in the cache.
+        """
+        out = []
+        for one, each in zip(micro, answers, strict=True):
+            sums = np.concatenate([self._files.read_array(what, sample) for sample in one.samples])
+            out.append(torch.from_numpy(sums).view(-1, 2).to(each.tokens))
+        return out
+
+
+def collect_reference_sums(
+    executor: PipelineExecutor, config: RunConfig, device: torch.device, batch: StepBatch, samples: range
+) -> dict[str, list[np.ndarray]]:
+    """Return the reference model's summed answer log-probabilities of each sample, to be written to the cache, also of
+    answers moved to another question if the loss (KTO) needs them.
+
+    Each is fp64 [2 P], on every rank. A collective call of all ranks.
+    """
+    kinds: tuple[SampleHalf, ...] = ("answers", "mismatched") if config.objective.kind == "kto" else ("answers",)
+    return {str(what): _collect_answer_sums(executor, config, batch, what, samples, device) for what in kinds}
+
+
+def _collect_answer_sums(
+    executor: PipelineExecutor,
+    config: RunConfig,
+    batch: StepBatch,
+    what: SampleHalf,
+    samples: range,
+    device: torch.device,
+) -> list[np.ndarray]:
+    groups = executor.parallel_groups
+    batch = pair_mismatched_answers(batch) if what == "mismatched" else batch
+    micro = list(split_micro_batches(batch, config, device, groups.cp))
+    answers = split_answers(batch, micro, groups.cp)
+    sums, width = score_answers(executor, micro, answers), torch.tensor(answers[0].width)
+    all_reduce(width, groups.world, "max")
+    out = torch.zeros(len(samples), 1 + int(width), dtype=torch.float64)  # number of sums, then the sums
+    for one, each, answer_sums in zip(micro, answers, sums, strict=True) if is_reporting_rank(executor) else ():
+        rows = to_host(each.pairs) // (each.width // 2)
+        for row, sample in enumerate(one.samples):
+            own = to_host(answer_sums)[rows == row].flatten()
+            out[sample - samples.start, : 1 + len(own)] = torch.cat([own.new_tensor([len(own)]), own])
+    all_reduce(out, groups.world)
+    return [row[1 : 1 + int(row[0])] for row in out.numpy()]

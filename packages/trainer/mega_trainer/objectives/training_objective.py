@@ -1,15 +1,18 @@
-"""Interface of training objectives, and the default objective, the mean cross entropy of the unmasked tokens."""
+"""Interface of training objectives, and the default objective, the mean cross entropy of the unmasked tokens; number of loss
+terms of a step, from the loss masks in host memory.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from mega_data.batch_loader import StepBatch
-from mega_trainer.data.micro_batch import MicroBatch
-from mega_trainer.data.token_counts import count_local_tokens, count_step_tokens
+from mega_trainer.data.micro_batch import MicroBatch, mtp_label_weights
+from mega_trainer.distributed.comm import all_reduce
 from mega_trainer.distributed.process_groups import ParallelGroups
 from mega_trainer.pipeline.executor import PipelineExecutor
 
@@ -32,13 +35,15 @@ class TrainingObjective:
         self.groups, self.mtp_layers = groups, mtp_layers
 
     def count_step_terms(self, batch: StepBatch) -> list[float]:
-        """Return the number of terms (tokens) that the step's loss and each MTP layer's loss are means of, over all
-        data ranks.
+        """Return the number of terms (tokens) that the step's loss and each multi-token prediction (MTP) layer's loss
+        are means of, over all data ranks.
         """
         return count_step_tokens(batch, self.mtp_layers, self.groups)
 
     def count_local_terms(self, batch: StepBatch | None) -> list[float]:
-        """Return this rank's contribution to `count_step_terms`; the sum over all ranks is the total."""
+        """Return this rank's share of the step's number of terms (tokens) for its loss and each MTP layer's loss; the
+        sum over all ranks is the total.
+        """
         return count_local_tokens(batch, self.mtp_layers, self.groups)
 
     def prepare_micro_batches(self, batch: StepBatch, micro: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
@@ -46,8 +51,8 @@ class TrainingObjective:
         return micro
 
     def append_metric_sums(self, sums: Tensor) -> Tensor:
-        """Return the sums of a step's losses and metrics, from the loss sums of the pipeline; see
-        `StepHooks.append_metric_sums`.
+        """Return this rank's loss sums of a step, `sums`, with the sums of the objective's further metrics appended;
+        ordinary training has none.
         """
         return sums
 
@@ -61,3 +66,25 @@ class TrainingObjective:
         validation (`count` None).
         """
         return dict(zip(self.metric_names, figures, strict=True))
+
+
+def count_step_tokens(batch: StepBatch, mtp_layers: int, groups: ParallelGroups) -> list[float]:
+    """Return the counts of a step over all data ranks: unmasked tokens, then unmasked tokens for each of `mtp_layers`
+    MTP layers, then, for samples of two segments, the samples.
+
+    Summed in host memory, for a first step; later steps get their counts with the scalars of the step before.
+    """
+    counts = torch.tensor(count_local_tokens(batch, mtp_layers, groups), dtype=torch.float64)
+    all_reduce(counts, groups.world)
+    return counts.tolist()
+
+
+def count_local_tokens(batch: StepBatch | None, mtp_layers: int, groups: ParallelGroups) -> list[float]:
+    """Return this rank's share of a step's counts of unmasked tokens (also for each MTP layer) and samples; of the
+    ranks that read the same samples only the first returns nonzero counts.
+    """
+    pairs = [] if batch is None or batch.pair_labels is None else [float(len(batch.pair_labels))]
+    if batch is None or any(group.rank for group in (groups.tp, groups.cp, groups.pp)):
+        return [0.0] * (1 + mtp_layers + len(pairs))
+    weights = [batch.loss_weights, *(mtp_label_weights(batch, k + 1) for k in range(mtp_layers))]
+    return [*(float(each.sum(dtype=np.float64)) for each in weights), *pairs]

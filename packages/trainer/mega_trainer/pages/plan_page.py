@@ -36,9 +36,9 @@ class PipelineShape(NamedTuple):
 
 
 @dataclass(frozen=True)
-class SearchedLayout:
-    """Layout found by `mega plan --search`, for its page: seconds per step, tokens per second and GPU, bytes, settings
-    in words, and an explanation of its time.
+class LayoutCandidate:
+    """Layout found by `mega plan --search`, as shown on the plan's HTML page: step time, tokens per second and GPU,
+    memory in bytes, settings in words, and why it takes that time.
     """
 
     seconds: float
@@ -55,7 +55,7 @@ def render_plan_page(
     pipeline: PipelineShape,
     message: int,
     costs: PipelineOpCosts | None = None,
-    found: Sequence[SearchedLayout] = (),
+    found: Sequence[LayoutCandidate] = (),
 ) -> str:
     """Return the HTML page of the predictions of `mega plan`: memory, step time, pipeline and searched layouts.
 
@@ -175,7 +175,7 @@ def _changes_section(timed: Mapping[str, Any]) -> PageSection:
     )
 
 
-def _search_section(found: Sequence[SearchedLayout], timed: Mapping[str, Any]) -> PageSection:
+def _search_section(found: Sequence[LayoutCandidate], timed: Mapping[str, Any]) -> PageSection:
     """Return the section about the layouts that fit: memory against throughput, coloured by tensor and pipeline ranks."""
     limit = timed.get("memory_limit_bytes")
     drawn = [

@@ -14,21 +14,29 @@ made from several parameters, or a sharded one (ZeRO-3), gets its gradient from 
 for two GEMMs at once: dY, and a weight for all micro-batches of a step.
 
 Legend: B batch, S sequence, D input width, N output width, T ranks, M rows of experts, G experts.
+
+Deferred weight gradients (wgrad), with which a pipeline can fill its idle time (arXiv:2401.10241): the backward of Y = X W^T
+is two GEMMs, dX = dY W, which the previous stage waits for, and dW = dY^T X, which nothing waits for. A layer with a
+`DeferredWgradQueue` computes dX in its backward and queues dW with X and dY, its only inputs. Other gradients (of norms,
+biases, embeddings, the head) are computed with dX. `run_deferred_wgrads` then runs as a separate backward: each parameter gets
+its gradient of a micro-batch once, complete, so gradient hooks work unchanged.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from mega_trainer.distributed.comm import CommGroup, all_gather, all_reduce, start_all_gather, start_reduce_scatter
 from mega_trainer.kernels.grouped_gemm import GroupedRows
 from mega_trainer.kernels.kernel_interface import GemmOperand, Kernels
-from mega_trainer.parallel.deferred_wgrad import DeferredWgradQueue
 from mega_trainer.parallel.parameter_info import (
     MainGrad,
     PackedWeight,
@@ -36,6 +44,75 @@ from mega_trainer.parallel.parameter_info import (
     get_main_grad,
     get_weight_preparer,
 )
+
+
+@dataclass(frozen=True)
+class DeferredWgrad:
+    """Weight gradient (wgrad) whose GEMM runs after the backward, as zero-bubble pipeline schedules need.
+
+    Attributes:
+        weight: a parameter, or a tensor made from parameters.
+        edge: autograd edge that receives the gradient. It is kept separately, because a weight that recomputation made
+            does not keep its graph alive.
+        compute_grad: computes the gradient; returns None if it wrote it to the main gradient.
+    """
+
+    weight: Tensor
+    edge: GradientEdge
+    compute_grad: Callable[[], Tensor | None]
+
+    def autograd_root(self) -> Tensor:
+        """Return a zero scalar whose backward computes the weight gradient and passes it to the weight."""
+        scalar: Tensor = _ComputeInBackward.apply(self.weight, self.compute_grad)  # type: ignore[no-untyped-call]
+        return scalar
+
+
+class DeferredWgradQueue:
+    """Queue of the deferred weight gradients of one stage's backward, in the order of the backward."""
+
+    def __init__(self) -> None:
+        self._wgrads: list[DeferredWgrad] = []
+
+    def defer_wgrad(self, weight: Tensor, gradient: Callable[[], Tensor | None]) -> None:
+        """Queue the function `gradient` that computes the gradient of `weight`, a parameter or a tensor made from
+        parameters; called in a backward.
+        """
+        self._wgrads.append(DeferredWgrad(weight, get_gradient_edge(weight), gradient))
+
+    def take_all_wgrads(self) -> list[DeferredWgrad]:
+        """Return all queued weight gradients and empty the queue."""
+        wgrads, self._wgrads = self._wgrads, []
+        return wgrads
+
+
+def run_deferred_wgrads(deferred: list[DeferredWgrad], computed: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Compute deferred weight gradients and pass them to their parameters, the last layer's first, as a backward would;
+    empties `deferred`.
+
+    Args:
+        deferred: gradients queued by a backward; emptied, so that each is freed once it is computed.
+        computed: parameters and gradients, or parts of gradients, that were computed before.
+    """
+    # autograd runs the node that was created last first
+    scalars = [deferred.pop().autograd_root() for _ in range(len(deferred))]
+    roots = [*scalars, *(parameter for parameter, _ in computed)]
+    torch.autograd.backward(roots, [*(None for _ in scalars), *(gradient for _, gradient in computed)])
+
+
+class _ComputeInBackward(Function):
+    """Zero in the forward; the backward computes the deferred gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, gradient: Callable[[], Tensor | None]) -> Tensor:
+        ctx.gradient = gradient
+        return weight.new_zeros(())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, None]:
+        gradient, ctx.gradient = ctx.gradient, None
+        return gradient(), None
+
 
 SEQUENCE = 1  # the axis of [B, S, D] that sequence parallelism splits
 ALONE = CommGroup("alone")
@@ -45,19 +122,21 @@ class LinearGemms(Protocol):
     """Interface of the GEMMs of a linear layer: a `Kernels` back end, or a replacement for some of its methods."""
 
     def prepare_weight(self, weight: Tensor) -> GemmOperand:
-        """Prepare the weight for its GEMMs; see `Kernels.prepare_weight`."""
+        """Prepare the weight W [N, D] (for example quantise it) for the forward and dgrad GEMMs."""
 
     def prepare_gradient(self, dy: Tensor) -> GemmOperand:
-        """Prepare the output gradient dY for its GEMMs; see `Kernels.prepare_gradient`."""
+        """Prepare the output gradient dY [.., N] (for example quantise it) for the dgrad and wgrad GEMMs."""
 
     def linear_forward(self, x: Tensor, weight: GemmOperand, bias: Tensor | None = None) -> Tensor:
-        """Return Y = X W^T + b; see `Kernels.linear_forward`."""
+        """Return Y = X W^T + b: [.., D] x [N, D] -> [.., N]; not differentiable by itself."""
 
     def linear_dgrad(self, dy: GemmOperand, weight: GemmOperand) -> Tensor:
-        """Return the input gradient dX = dY W; see `Kernels.linear_dgrad`."""
+        """Return the input gradient dX = dY W: [.., N] x [N, D] -> [.., D]; dY from `prepare_gradient`."""
 
     def linear_wgrad(self, dy: GemmOperand, x: Tensor, out: Tensor | None = None, *, add: bool = False) -> Tensor:
-        """Return the weight gradient dW = dY^T X; see `Kernels.linear_wgrad`."""
+        """Return the weight gradient dW = dY^T X, summed over tokens: [.., N] x [.., D] -> [N, D]; into `out` if given,
+        with `add` added to it.
+        """
 
 
 @dataclass(frozen=True)
@@ -101,8 +180,8 @@ class ParallelLinearFunction:
         return all_gather(x, self.group, SEQUENCE) if self.sp else x
 
     def compute_wgrad(self, x: Tensor, dy: GemmOperand, main: MainGrad | None) -> Tensor | None:
-        """Return the weight gradient dW from the gathered input x and the prepared dY; with `main` write it to the main
-        gradient and return None.
+        """Return the weight gradient dW from the gathered input x and the prepared dY; with `main` write it to the flat
+        gradient buffer and return None.
         """
         if main is None:
             return self.gemms.linear_wgrad(dy, x)
@@ -111,7 +190,9 @@ class ParallelLinearFunction:
         return None
 
     def defer_wgrad(self, weight: Tensor, x: Tensor, dy: GemmOperand, main: MainGrad | None) -> None:
-        """Queue the weight gradient for later, keeping only this rank's part of the input x; it is gathered again then."""
+        """Queue the computation of the weight gradient for later, keeping only this rank's slice of the input x, which
+        is gathered again then.
+        """
         assert self.deferred is not None
         self.deferred.defer_wgrad(weight, lambda: self.compute_wgrad(self.gather_input(x), dy, main))
 

@@ -348,5 +348,12 @@ def _iterate_changes(config: RunConfig, machine: MachineSpec) -> Iterator[Layout
         yield {"parallel.pp": parallel.pp // 2, "parallel.dp": None, "parallel.pipeline_layout": None}
     if parallel.ep > 1:
         yield {"parallel.ep": parallel.ep // 2}
+    if parallel.zero == 3 and parallel.zero3_gather != "step":
+        yield {"parallel.zero3_gather": "step"}
     if parallel.zero != 1:
-        yield {"parallel.zero": 1, "parallel.zero3_shard": None, "parallel.zero3_layers": None}
+        yield {
+            "parallel.zero": 1,
+            "parallel.zero3_shard": None,
+            "parallel.zero3_layers": None,
+            "parallel.zero3_gather": None,
+        }

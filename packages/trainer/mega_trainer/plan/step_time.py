@@ -27,14 +27,15 @@ from mega_trainer.plan.layer_cost import (
     sum_pass_work,
 )
 from mega_trainer.plan.machine import Interconnect, MachineEfficiency, MachineSpec
-from mega_trainer.plan.memory_prediction import split_layers_into_stages, zero3_unit_layers
+from mega_trainer.plan.memory_prediction import split_layers_into_stages
 from mega_trainer.plan.pipeline_fill import estimate_makespan
 from mega_trainer.plan.trainable_parameters import TrainableParameters
 from mega_trainer.plan.training_layout import TrainingLayout
+from mega_trainer.plan.zero3_memory import zero3_unit_layers
 
 UPDATE_BYTES = 51  # moved by AdamW and the gradient norm per parameter of a rank: benchmarks/results/traffic.json
 HOST_BYTES = 28  # copied per parameter if optimizer states are in host memory: main weight, moments and gradient
-GATHERED_BYTES = 14  # copied per parameter and micro-batch by ZeRO-3's all-gathers and reduce-scatters
+GATHER_BYTES, REDUCE_BYTES = 4, 6  # copied per parameter by an all-gather and a reduce-scatter of ZeRO-3
 HOST_WAIT = 1e-3  # seconds per step in which the host waits for results
 
 
@@ -243,8 +244,9 @@ class PlannedRun:
             if ranks == 1 or not (trained or run.zero == 3):
                 continue
             if run.zero == 3:
-                exposed += run.microbatches * self._zero3_seconds(held, trained, stride, forward, backward)
-                gpu_bytes += GATHERED_BYTES * held * run.microbatches
+                exposed += self._zero3_seconds(held, trained, stride, forward, backward)
+                gathers = 1 if run.zero3_gather == "step" else 2 * run.microbatches
+                gpu_bytes += (GATHER_BYTES * gathers + REDUCE_BYTES * run.microbatches) * held
                 continue
             buckets = math.ceil(trained / ZeroConfig(shard_grads=True).min_bucket_elements(ranks))
             latency = cost_model.interconnect.hop * ranks * (buckets - 1)
@@ -262,18 +264,20 @@ class PlannedRun:
         return {"data": exposed, "optimizer": seconds}
 
     def _zero3_seconds(self, held: float, trained: float, stride: int, forward: float, backward: float) -> float:
-        """Return the exposed seconds of ZeRO-3's all-gathers and reduce-scatters for one micro-batch."""
+        """Return the exposed seconds of ZeRO-3's all-gathers and reduce-scatters for one step."""
         run, cost_model = self.run, self.cost_model
         group = cost_model.interconnect.make_rank_group(run.zero3_shard_ranks, stride)
-        units = self.model.num_layers / self.unit
+        units = self.model.num_layers / run.pp / self.unit
         latency = cost_model.interconnect.hop * run.zero3_shard_ranks * max(0.0, units - 1)
         weights = cost_model.interconnect.all_gather_seconds(cost_model.activation_bytes * held, group) + latency
         reduce = (
             cost_model.interconnect.all_gather_seconds(cost_model.profile.gradient_bytes * trained, group) + latency
         )
-        return cost_model.rates.exposed_seconds(weights, forward) + cost_model.rates.exposed_seconds(
-            weights + reduce, backward
-        )
+        exposed_seconds = cost_model.rates.exposed_seconds
+        gather = exposed_seconds(weights, forward)
+        if run.zero3_gather == "step":
+            return gather + run.microbatches * exposed_seconds(reduce, backward)
+        return run.microbatches * (gather + exposed_seconds(weights + reduce, backward))
 
     def _held_parameters(self, rank: int, count: ParameterCounts) -> list[tuple[float, int, int]]:
         """Return (parameters, data ranks, rank stride) of the dense weights and of the experts on a pipeline rank."""

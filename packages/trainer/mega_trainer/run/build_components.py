@@ -19,8 +19,7 @@ from mega_trainer.config.fp8_config import check_fp8_device
 from mega_trainer.config.parallel_layout import ParallelLayout
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.distributed.comm import CommLog
-from mega_trainer.distributed.process_groups import ParallelGroups, ProcessGroupCache, build_parallel_groups
-from mega_trainer.distributed.rank_info import RankInfo
+from mega_trainer.distributed.process_groups import ParallelGroups, ProcessGroupCache, RankInfo, build_parallel_groups
 from mega_trainer.kernels.backend_choice import BackendChoice, BackendFacts, choose_backends, installed_kernel_versions
 from mega_trainer.kernels.flash_attention import FlashAttention2, FlashAttention3, FlashKernel, TorchFlashKernel
 from mega_trainer.kernels.flex_attention import FlexAttentionKernel
@@ -36,20 +35,19 @@ from mega_trainer.kernels.recurrent_libraries import (
 )
 from mega_trainer.kernels.te_kernels import TeAttention, TeLinearKernels
 from mega_trainer.kernels.torch_kernels import TorchKernels
-from mega_trainer.model.activation_checkpointing import RecomputePolicy
-from mega_trainer.model.activation_offload import ActivationOffload
+from mega_trainer.model.activation_checkpointing import ActivationOffload, RecomputePolicy
 from mega_trainer.model.decoder import Decoder, StageLayers
 from mega_trainer.model.encoder_decoder import select_model_class
 from mega_trainer.model.layer_builder import LayerBuilder
 from mega_trainer.optim.adamw import AdamWUpdateRule
-from mega_trainer.optim.loss_scale import LossScale
+from mega_trainer.optim.gradient_clipping import LossScale
 from mega_trainer.optim.muon import MuonUpdateRule, is_hidden_matrix
 from mega_trainer.optim.sharded_optimizer import ShardedOptimizer
 from mega_trainer.parallel.deepep_dispatch import DeepEpDispatcher
-from mega_trainer.parallel.deferred_wgrad import DeferredWgradQueue
 from mega_trainer.parallel.expert_parallel import ExpertDispatcher
 from mega_trainer.parallel.fsdp import FullyShardedStage, fully_shard_stage
 from mega_trainer.parallel.nvshmem_dispatch import NvshmemDispatcher
+from mega_trainer.parallel.parallel_linear import DeferredWgradQueue
 from mega_trainer.parallel.parameter_info import freeze_parameters, is_trainable
 from mega_trainer.parallel.parameter_shards import ShardedStage
 from mega_trainer.parallel.te_dispatch import TransformerEngineDispatcher
@@ -58,14 +56,14 @@ from mega_trainer.pipeline.layer_partition import split_stage_layers
 from mega_trainer.pipeline.schedules import PipelineSchedule, make_schedule
 from mega_trainer.plan.flops import head_cost_in_layers, relative_layer_costs
 from mega_trainer.plan.memory_advice import make_training_layout
-from mega_trainer.plan.memory_prediction import zero3_unit_layers
+from mega_trainer.plan.zero3_memory import zero3_unit_layers
 
 
 def connect_parallel_groups(
     config: RunConfig, ranks: RankInfo, maker: ProcessGroupCache | None = None, log: CommLog | None = None
 ) -> ParallelGroups:
-    """Return this rank's communication groups for the configured degrees of parallelism. A collective call of all
-    ranks.
+    """Return this rank's communication groups for the configured degrees of parallelism; `maker` caches process groups,
+    `log` counts traffic. A collective call of all ranks.
 
     Raises:
         ConfigError: when they do not fit the number of ranks.
@@ -105,7 +103,7 @@ def build_expert_dispatcher(config: RunConfig, groups: ParallelGroups, leaves: L
 
 
 def choose_kernels(config: RunConfig, device: torch.device) -> BackendChoice:
-    """Choose the kernel back ends of a run for this kind of device.
+    """Choose the kernel back ends of a run (linear layers, attention, recurrent mixers) for this kind of device.
 
     Raises:
         ConfigError: when a configured one cannot be used on this device.
@@ -149,7 +147,7 @@ def make_layer_builder(
 ) -> LayerBuilder:
     """Return the `LayerBuilder` by which every layer of the run's model is made."""
     return LayerBuilder(
-        config.model, groups, create_kernels(choice, leaves), leaves,
+        config.model, groups, create_kernels(choice, leaves), leaves=leaves,
         sp=config.parallel.sp, cp_kind=config.parallel.cp_kind, dispatcher=build_expert_dispatcher(config, groups, leaves),
         dispatch_bound=config.parallel.dispatch_bound, dtype=compute_dtype(config), device=device,
         adapts={} if config.lora is None else adapted_modules(config.model, config.lora),
@@ -193,7 +191,7 @@ def build_stages(
     device, sharded = build.device, parallel.zero == 3 and build.groups.dp_cp.size > 1
     if sharded:
         stored = torch.float64 if build.dtype == torch.float64 else torch.float32
-        build = replace(build, dtype=stored, device=torch.device("meta"))
+        build = replace(build, stored_dtype=stored, device=torch.device("meta"))
     has_both_ends = schedule.owners[0] == schedule.owners[last]
     stages = {}
     for index in schedule.stages_of_rank(build.groups.pp.rank):
@@ -211,7 +209,7 @@ def build_stages(
         for stage in stages.values():
             fully_shard_stage(
                 stage, dtype=compute_dtype(config), device=device, reduce_dtype=gradient_reduce_dtype(config),
-                layers=resolve_zero3_layers(config, build.groups),
+                layers=resolve_zero3_layers(config, build.groups), gather=parallel.zero3_gather or "micro_batch",
             )  # fmt: skip
     return stages
 
@@ -289,6 +287,7 @@ def _shard_stage(config: RunConfig, stage: Decoder, zero_config: ZeroConfig) -> 
     layers = resolve_zero3_layers(config, stage.groups)
     return FullyShardedStage(
         stage,
+        separate=zero_config.separate,
         decoupled=zero_config.decoupled,
         lr_factor=zero_config.lr_factor,
         reduce_dtype=zero_config.reduce_dtype,

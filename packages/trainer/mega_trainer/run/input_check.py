@@ -14,6 +14,7 @@ from mega_common.model_config import ModelConfig
 from mega_common.object_store import RemotePath, parse_location
 from mega_common.strict_config import ConfigProblem
 from mega_data.data_config import DatasetSource
+from mega_data.reading.corpus_sources import find_corpus_sources
 from mega_data.sampling.dataset_parts import find_matching_prefixes
 from mega_data.token_files.indexed_reader import get_bin_path, get_idx_path, strip_data_suffix
 from mega_data.token_files.remote_copies import restore_url_slashes
@@ -120,6 +121,9 @@ def _data_problems(config: RunConfig) -> Iterator[ConfigProblem]:
 def _source_problems(key: str, source: DatasetSource) -> Iterator[ConfigProblem]:
     if _is_remote(source.path):
         return
+    if source.is_raw:
+        yield from _raw_source_problems(key, source)
+        return
     try:
         prefixes = find_matching_prefixes(source)
     except DataError as error:
@@ -131,6 +135,13 @@ def _source_problems(key: str, source: DatasetSource) -> Iterator[ConfigProblem]
             rule = f"must have the files .idx and .bin, found no {' and no '.join(missing)}"
             yield ConfigProblem(f"{key}.path", rule, str(source.path), "make a data set with mega data preprocess")
     yield from _folder_problem(f"{key}.neighbors", source.neighbors)
+
+
+def _raw_source_problems(key: str, source: DatasetSource) -> Iterator[ConfigProblem]:
+    try:
+        find_corpus_sources([source.input_name])
+    except DataError as error:
+        yield ConfigProblem(f"{key}.path", error.message, None, error.hint or "")
 
 
 def _existence_problem(key: str, path: str | Path | None) -> Iterator[ConfigProblem]:

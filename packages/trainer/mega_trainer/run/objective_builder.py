@@ -29,8 +29,13 @@ from mega_trainer.objectives.distillation_objective import (
     collect_teacher_top_k,
 )
 from mega_trainer.objectives.preference_objective import PreferenceObjective
-from mega_trainer.objectives.reference_model import CachedReferenceModel, LiveReferenceModel, collect_reference_sums
-from mega_trainer.objectives.sample_cache import SampleCache, precompute_samples
+from mega_trainer.objectives.sample_cache import (
+    CachedReferenceModel,
+    LiveReferenceModel,
+    SampleCache,
+    collect_reference_sums,
+    precompute_samples,
+)
 from mega_trainer.objectives.training_objective import TrainingObjective
 from mega_trainer.pipeline.executor import PipelineExecutor
 from mega_trainer.run.build_components import build_schedule, build_stages, choose_kernels, make_layer_builder

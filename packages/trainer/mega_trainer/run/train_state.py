@@ -5,7 +5,6 @@ Checkpoints hold no state of random generators: every random draw is a function 
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -24,28 +23,22 @@ from mega_ckpt.store import (
     Checkpoint,
     Location,
     apply_retention,
-    latest_checkpoint,
     load_sharded_checkpoint,
-    parse_location,
     remove_leftovers,
     save_sharded_checkpoint,
 )
 from mega_ckpt.tensor_pieces import ShardedTensor, boxes_by_name, merge_sharded_tensors
 from mega_common.errors import CheckpointError, NumericalError
-from mega_common.model_config import ModelConfig
 from mega_common.object_store import ObjectStoreError
 from mega_common.progress_logging import logger
-from mega_data.sampling.staged_blend import resume_data_config
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.distributed.comm import CommGroup
-from mega_trainer.job.memory_checkpoint import MemoryCheckpoint, MemoryCopy
-from mega_trainer.job.resume_check import check_resume_settings
-from mega_trainer.job.rollback import RollbackRequested, SkippedRanges
+from mega_trainer.job.memory_checkpoint import MemoryCopy
+from mega_trainer.job.resume import check_resume_settings
 from mega_trainer.job.step_result import StepResult
-from mega_trainer.job.stop_conditions import BestValidation
-from mega_trainer.job.training_guard import LossGuard
+from mega_trainer.job.training_guard import BestValidation, LossGuard, RollbackRequested, SkippedRanges
 from mega_trainer.model.decoder import Decoder
-from mega_trainer.optim.loss_scale import LossScale
+from mega_trainer.optim.gradient_clipping import LossScale
 from mega_trainer.optim.sharded_optimizer import ShardedOptimizer
 from mega_trainer.parallel.parameter_info import (
     get_local_values,
@@ -99,7 +92,8 @@ class TrainState:
         )
 
     def advance_step(self, result: StepResult) -> None:
-        """Count a finished step and its samples, and check its loss and gradient norm with the loss guard.
+        """Count a finished step and its samples, and apply the run's policies for non-finite losses and loss spikes to
+        its loss and gradient norm.
 
         Raises:
             NumericalError: when the run's policy is to stop.
@@ -141,7 +135,7 @@ class TrainState:
             delete_after_step(root, self.step)
 
     def checkpoint_tensors(self) -> dict[str, ShardedTensor]:
-        """Return all tensors of a checkpoint as this rank's boxes, which are views of the tensors in training."""
+        """Return all tensors of a checkpoint as this rank's slices, which are views of the tensors in training."""
         self.optimizer.wait_for_params()
         weights = collect_weights(
             self.stages, prefix="weights/", computed=True, trainable_only=self.config.lora is not None
@@ -200,7 +194,7 @@ class TrainState:
         return lines
 
     def restore_memory_copy(self, copy: MemoryCopy) -> None:
-        """Resume from this rank's memory copy `copy` in host memory."""
+        """Resume from `copy`, the copy of this rank's training state in host memory."""
         wanted = self.checkpoint_tensors()
         copy.copy_into(wanted)
         self._apply_loaded(copy.step, copy.state, wanted)
@@ -232,7 +226,8 @@ def collect_weights(
     trainable_only: bool = False,
     packed: bool = True,
 ) -> dict[str, ShardedTensor]:
-    """Return the weights of these pipeline stages by canonical name, as boxes that are views of the parameters.
+    """Return the weights of these pipeline stages by canonical name, as this rank's slices, which are views of the
+    parameters.
 
     Args:
         prefix: of the names.
@@ -353,113 +348,3 @@ class CheckpointSaver:
                 apply_retention(self.root, keep=settings.keep, keep_every=settings.keep_every, best=self._best)
             except ObjectStoreError as error:  # the next save tries again
                 logger.warning("old checkpoints were not deleted: %s", error)
-
-
-def inherit_data_order(config: RunConfig, saved: Mapping[str, Any]) -> RunConfig:
-    """Return the configuration with the data order and read positions in `saved`, the state of the checkpoint from
-    which the run resumes; unchanged for an empty state, a new run.
-
-    Raises:
-        DataError: when a glob of data sets matches no file.
-    """
-    if "data" in saved.get("settings", {}):
-        position = SkippedRanges.from_checkpoint_state(saved).data_position(saved["consumed_samples"])
-        data = resume_data_config(config.data, saved["settings"]["data"], position, saved.get("read"))
-    else:
-        data = config.data.model_copy(update={"order": config.data.sample_order, "begun": None})
-    return config.model_copy(update={"data": data})
-
-
-def resolve_epochs(config: RunConfig, samples: float) -> RunConfig:
-    """Return the configuration with `train.epochs` converted to steps, if set; one epoch has `samples` samples.
-
-    Raises:
-        ConfigError: when other settings do not fit this number of steps.
-    """
-    if config.train.epochs is None:
-        return config
-    steps = max(1, config.batch.steps_for_samples(math.ceil(config.train.epochs * samples)))
-    raw = config.model_dump(mode="json", by_alias=True)
-    logger.info("%g epoch(s) of %d samples are %d steps", config.train.epochs, samples, steps)
-    return RunConfig.parse(
-        {**raw, "train": {**raw["train"], "steps": steps}}, source=f"train.epochs = {config.train.epochs:g}"
-    )
-
-
-def read_saved_state(start: Location | MemoryCopy | None) -> Mapping[str, Any]:
-    """Return the JSON state of the checkpoint or memory copy `start`; empty for None, a new run."""
-    if isinstance(start, MemoryCopy):
-        return start.state
-    return {} if start is None else Checkpoint.open_folder(start).trainer_state
-
-
-def find_newer_memory_copy(
-    config: RunConfig, checkpoint: Location | None, memory: MemoryCheckpoint | None
-) -> MemoryCopy | Location | None:
-    """Return the start of a run from memory copies newer than `checkpoint`: this rank's copy if the number of ranks and
-    the settings are equal, else a checkpoint written from the copies; None if no copy is newer.
-    """
-    found = None if memory is None else memory.newest_complete_step()
-    if (
-        memory is None
-        or found is None
-        or found.step <= (-1 if checkpoint is None else Checkpoint.open_folder(checkpoint).step)
-    ):
-        return None
-    logger.info("resuming from copies in host memory, of step %d on %d rank(s)", found.step, found.ranks)
-    if found.ranks == memory.rank_count and _has_saved_settings(config, found.state):
-        return memory.fetch_local_copy(found)
-    assets = Path(config.output) / "assets"
-    model = ModelConfig.parse(found.state["settings"]["model"])
-    made = save_sharded_checkpoint(
-        config.checkpoint_root, found.step, memory.checkpoint_shares(found), model=model, state=found.state,
-        assets=assets if assets.exists() else None,
-    )  # fmt: skip
-    memory.remove_run_copies()
-    return made
-
-
-def _has_saved_settings(config: RunConfig, state: Mapping[str, Any]) -> bool:
-    """Return whether a run resumed from that state has the settings it was saved with."""
-    settings = inherit_data_order(config, state).model_dump(mode="json", by_alias=True)
-    if config.train.epochs is not None:  # converted to steps once the data is open
-        settings["train"]["steps"] = state["settings"]["train"]["steps"]
-    return bool(settings == state["settings"])
-
-
-def find_start_checkpoint(config: RunConfig) -> Location | None:
-    """Return the checkpoint to resume from: the configured one, else the newest of this run, else None.
-
-    A run that began from another run's checkpoint resumes from its own checkpoints once it has saved one. A run with
-    `checkpoint.resume = false` has none of its own (`run_folder`).
-
-    Raises:
-        CheckpointError: when the configured one does not exist, or is one of this run and not the newest.
-    """
-    newest = latest_checkpoint(config.checkpoint_root)
-    if config.checkpoint.load is not None:
-        configured = parse_location(config.checkpoint.load)
-        found = (
-            latest_checkpoint(configured) or latest_checkpoint(configured / "checkpoints")
-            if not (configured / "manifest.json").exists()
-            else configured
-        )
-        if found is None:
-            raise CheckpointError(
-                f"checkpoint.load = {config.checkpoint.load!r} holds no complete checkpoint",
-                hint="set a folder such as runs/name/checkpoints/step-00000100, or remove checkpoint.load",
-            )
-        if newest is None or Checkpoint.open_folder(newest).step <= Checkpoint.open_folder(found).step:
-            return found
-        if _absolute_path(found.parent) == _absolute_path(config.checkpoint_root):
-            raise CheckpointError(
-                f"checkpoint.load = {found.name} is older than the newest checkpoint of {config.checkpoint_root}, {newest.name}",
-                hint="set another output folder for the new branch",
-            )
-    if newest is not None:
-        logger.info("resuming from %s", newest)
-    return newest
-
-
-def _absolute_path(path: Location) -> Location:
-    return path.resolve() if isinstance(path, Path) else path

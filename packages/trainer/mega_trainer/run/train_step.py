@@ -1,21 +1,22 @@
-"""One optimizer step: forward and backward over the micro-batches, gradient norm, clip, update."""
+"""One optimizer step (forward and backward over the micro-batches, gradient norm, clip, update), and one validation."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from itertools import islice
 
 import torch
 from torch import Tensor
 
+from mega_data.blended_dataset import BlendedDataset
 from mega_trainer.data.micro_batch import MicroBatch
 from mega_trainer.distributed.comm import all_reduce
 from mega_trainer.distributed.device import to_device, to_host
 from mega_trainer.job.step_result import StepResult, StepScalars
 from mega_trainer.model.expert_router import ExpertRouter, update_selection_bias
-from mega_trainer.optim.gradient_clipping import gradient_clip_factor
-from mega_trainer.optim.loss_scale import LossScale
+from mega_trainer.optim.gradient_clipping import LossScale, gradient_clip_factor
 from mega_trainer.optim.sharded_optimizer import ShardedOptimizer
 from mega_trainer.parallel.expert_routing import (
     SUMS,
@@ -25,13 +26,16 @@ from mega_trainer.parallel.expert_routing import (
 )
 from mega_trainer.parallel.parameter_info import is_trainable
 from mega_trainer.pipeline.executor import PipelineExecutor
+from mega_trainer.run.training_context import TrainingContext
 
 
 class StepHooks:
     """Hooks by which a training loop extends `train_step`; the defaults do nothing."""
 
     def append_metric_sums(self, sums: Tensor) -> Tensor:
-        """Return this rank's loss sums `sums` [2] with the sums of k objective metrics appended: [2 + k]."""
+        """Return this rank's loss sums `sums` [2] of a step with the sums of the objective's k further metrics
+        appended: [2 + k].
+        """
         return sums
 
     def local_scalars(self) -> StepScalars:
@@ -116,7 +120,8 @@ def _update_loss_scale(loss_scale: LossScale, result: StepResult) -> StepResult:
 
 
 def sum_step_scalars(executor: PipelineExecutor, scalars: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum the step's scalars and the routers' expert loads over all ranks by one all-reduce.
+    """Sum the step's scalars (losses, metrics, token counts) and the routers' expert loads over all ranks by one
+    all-reduce; return both.
 
     Args:
         scalars: fp64 [2 + n]: two sums of losses, which tensor ranks have in common, and n numbers of each rank alone.
@@ -127,7 +132,7 @@ def sum_step_scalars(executor: PipelineExecutor, scalars: Tensor) -> tuple[Tenso
     groups = executor.parallel_groups
     loads = tabulate_expert_loads(executor.loads, executor.model_config, scalars.device)
     if groups.tp.rank > 0:
-        scalars[:2] = 0.0
+        scalars[:2].zero_()
     joined = torch.cat([scalars, loads.flatten()])
     all_reduce(joined, groups.world)
     return joined[: len(scalars)], joined[len(scalars) :].view_as(loads)
@@ -163,3 +168,38 @@ def normalize_mtp_weights(batches: Sequence[MicroBatch], tokens: Sequence[float]
 def _scale_segment_order(batch: MicroBatch, factor: float) -> MicroBatch:
     pairs = batch.segment_order
     return replace(batch, segment_order=pairs and replace(pairs, weights=pairs.weights * factor))
+
+
+@torch.no_grad()
+def evaluate_losses(
+    executor: PipelineExecutor,
+    steps: Iterable[Sequence[MicroBatch]],
+    totals: Callable[[PipelineExecutor, Tensor, Sequence[MicroBatch]], Tensor],
+) -> list[float]:
+    """Return the mean loss over the micro-batches of all steps, forward only, followed by the means of the objective's
+    further metrics; the host waits for the device once, at the end.
+
+    Args:
+        totals: of the objective: returns, for a step's sums of losses [2], the sums to report and, last, their count.
+    """
+    found = [totals(executor, executor.run_operations(batches, 1.0), batches) for batches in steps]
+    total, groups = torch.stack(found).sum(0), executor.parallel_groups
+    if groups.tp.rank > 0 or executor.last_stage_index not in executor.stages:
+        total.zero_()
+    all_reduce(total, groups.world)
+    *sums, count = to_host(total).tolist()
+    return [each / max(count, 1.0) for each in sums]
+
+
+@torch.no_grad()
+def run_validation(context: TrainingContext, data: BlendedDataset) -> dict[str, float]:
+    """Return the validation metrics under their metrics.jsonl names: mean loss and objective metrics over the first
+    `eval_steps` global batches of `data`, the same batches at every call.
+    """
+    config, executor, objective = context.state.config, context.executor, context.valid_objective
+    batches = islice(context.loader_factory(data, global_batch=config.batch.global_), config.train.eval_steps)
+    with executor.evaluation_mode(), executor.phase("evaluate"):
+        loss, *metrics = evaluate_losses(
+            executor, map(context.make_validation_batches, batches), objective.validation_totals
+        )
+    return {"valid_loss": loss} | {f"valid_{name}": value for name, value in objective.metrics(metrics).items()}

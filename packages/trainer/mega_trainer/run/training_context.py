@@ -12,11 +12,11 @@ from torch.distributed.distributed_c10d import Store
 from mega_data.batch_loader import BatchLoader, StepBatch
 from mega_data.blended_dataset import BlendedDataset
 from mega_trainer.data.micro_batch import MicroBatch, split_micro_batches
-from mega_trainer.distributed.rank_info import RankInfo
+from mega_trainer.distributed.process_groups import RankInfo
 from mega_trainer.job.memory_checkpoint import MemoryCheckpoint
 from mega_trainer.job.phase_timer import PhaseTimer
 from mega_trainer.job.profiler import StepProfiler
-from mega_trainer.job.stop_conditions import RunLimits
+from mega_trainer.job.training_guard import RunLimits
 from mega_trainer.objectives.training_objective import TrainingObjective
 from mega_trainer.pipeline.executor import PipelineExecutor
 from mega_trainer.plan.memory_advice import PredictedMemoryNeeds

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -18,21 +19,47 @@ from mega_trainer.data.micro_batch import MicroBatch
 from mega_trainer.distributed.comm import all_reduce
 from mega_trainer.job.corruption_check import CorruptionCheck
 from mega_trainer.job.error_translation import translate_errors
-from mega_trainer.job.garbage_collection import GarbageCollectionSchedule
 from mega_trainer.job.hang_watchdog import HangWatchdog
-from mega_trainer.job.layer_norms import compute_layer_norms
-from mega_trainer.job.metrics_log import MetricsLogger, UtilizationModel
+from mega_trainer.job.metrics_log import MetricsLogger, UtilizationModel, compute_layer_norms
 from mega_trainer.job.phase_timer import time_data_waits
-from mega_trainer.job.rollback import UnskippedSamples
 from mega_trainer.job.step_replay import collect_provenance
 from mega_trainer.job.step_result import StepResult, StepScalars
-from mega_trainer.job.training_guard import StopSignalHandler
+from mega_trainer.job.training_guard import StopSignalHandler, UnskippedSamples
 from mega_trainer.optim.gradient_clipping import gradient_clip_factor
 from mega_trainer.run.build_components import compute_dtype
 from mega_trainer.run.train_state import CheckpointSaver
-from mega_trainer.run.train_step import StepHooks, train_step
+from mega_trainer.run.train_step import StepHooks, run_validation, train_step
 from mega_trainer.run.training_context import TrainingContext
-from mega_trainer.run.validation import run_validation
+
+
+class GarbageCollectionSchedule:
+    """Context manager that restricts Python's garbage collection to the end of every `every`-th step; 0 leaves it to
+    Python.
+
+    Objects that exist at the start are frozen: later collections skip them.
+    """
+
+    def __init__(self, every: int) -> None:
+        self._every, self._was_on = every, gc.isenabled()
+
+    def __enter__(self) -> GarbageCollectionSchedule:
+        if self._every:
+            gc.collect()
+            gc.freeze()
+            gc.disable()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._every:
+            gc.unfreeze()
+            if self._was_on:
+                gc.enable()
+
+    def collect_after_step(self, step: int) -> None:
+        """Run Python's garbage collection if it is due after this step."""
+        if self._every and step % self._every == 0:
+            gc.collect()
+
 
 T = TypeVar("T")
 
@@ -90,12 +117,14 @@ class TrainingLoop:
         batches = time_data_waits(
             pair_with_next(islice(loader, self._config.train.steps - state.step)), profiler.time_phase
         )
+        initial = self._evaluate_initial_weights()
         for batch, following in profiler.profile_steps(batches, state.step + 1):
             before = state.consumed_samples
             result = self._run_step(batch, following)
             state.advance_step(result)
             self._garbage.collect_after_step(state.step)
-            scores = self._layer_norms(result) | self._evaluate()
+            scores = initial | self._layer_norms(result) | self._evaluate()
+            initial = {}
             self._log_step(before, result, scores)
             improves = "valid_loss" in scores and state.best.record_validation(state.step, scores["valid_loss"])
             if self._finish_step(result, improves):
@@ -114,7 +143,7 @@ class TrainingLoop:
             batch,
             context.objective.count_local_terms(following),
         )
-        self._integrity.check_before_step(self._state.step + 1, self._first_rank_batches)
+        self._integrity.check_recomputed_gradients(self._state.step + 1, self._first_rank_batches)
         result = train_step(
             self._executor,
             self._state.optimizer,
@@ -142,6 +171,13 @@ class TrainingLoop:
             prefetch=0,
         )
         return self._context.make_micro_batches(next(iter(first)))
+
+    def _evaluate_initial_weights(self) -> dict[str, float]:
+        """Return the validation loss before the first step of a run, if `train.eval_first` is set."""
+        data = self._context.valid_data
+        if data is None or self._state.step or not self._config.train.eval_first:
+            return {}
+        return {"initial_valid_loss": run_validation(self._context, data)["valid_loss"]}
 
     def _evaluate(self) -> dict[str, float]:
         """Return the validation losses and task scores that are due after this step."""
@@ -256,8 +292,8 @@ class LoopStepHooks(StepHooks):
         )
 
     def accepts_loss(self, loss: float) -> bool:
-        """Check tensors for silent corruption just before an update, and return whether the loss guard accepts the
-        loss.
+        """Check tensors for silent corruption just before an update, and return True if the run's policies for
+        non-finite losses and loss spikes allow an update with this loss.
         """
         self.integrity.check_before_update(self._step)
         return self.context.state.guard.accepts_loss(loss)

@@ -1,4 +1,7 @@
-"""Training run, from configuration to last checkpoint; `train_in_run_folder` reads in the order things happen."""
+"""Training run, from configuration to last checkpoint; `train_in_run_folder` reads in the order things happen.
+
+The initial weights and optimizer state are fresh, those of another model, of a checkpoint or of a memory copy.
+"""
 
 from __future__ import annotations
 
@@ -12,23 +15,45 @@ from pathlib import Path
 import torch
 from torch.distributed.distributed_c10d import Store
 
+from mega_ckpt.canonical_tensors import SCORE
+from mega_ckpt.checkpoint_folders import latest_checkpoint
+from mega_ckpt.lora_adapter import check_initial_adapter, fingerprint_base
+from mega_ckpt.lora_tensors import adapted_modules
+from mega_ckpt.source import (
+    WeightSource,
+    init_dora_magnitudes,
+    load_adapter_weights,
+    load_with_adapter,
+    open_weight_source,
+    warn_of_unsupported_parts,
+)
+from mega_ckpt.store import Location
+from mega_common.errors import ConfigError
+from mega_common.lora_config import is_adapter_tensor
 from mega_common.progress_logging import logger
+from mega_data.tokenizer import Tokenizer
 from mega_trainer.config.run_config import RunConfig
-from mega_trainer.data.data_check import find_run_tokenizer
+from mega_trainer.data.data_check import extend_vocabulary, find_run_tokenizer
+from mega_trainer.distributed.comm import CommGroup
 from mega_trainer.distributed.device import deterministic_mode, select_rank_device
-from mega_trainer.distributed.process_groups import ParallelGroups, list_communicating_groups, warm_up_groups
-from mega_trainer.distributed.rank_info import RankInfo
+from mega_trainer.distributed.process_groups import ParallelGroups, RankInfo, list_communicating_groups, warm_up_groups
 from mega_trainer.job.environment import format_environment
 from mega_trainer.job.error_log import record_rank_errors
 from mega_trainer.job.error_translation import translate_errors
-from mega_trainer.job.memory_checkpoint import MemoryCheckpoint, should_keep_copies
+from mega_trainer.job.memory_checkpoint import MemoryCheckpoint, MemoryCopy, should_keep_copies
 from mega_trainer.job.phase_timer import PhaseTimer
 from mega_trainer.job.profiler import StepProfiler
-from mega_trainer.job.rollback import RollbackRequested
+from mega_trainer.job.resume import (
+    find_newer_memory_copy,
+    find_start_checkpoint,
+    inherit_data_order,
+    read_saved_state,
+    resolve_epochs,
+)
 from mega_trainer.job.run_folder import claim_run_folders, make_run_folder, record_run_start
-from mega_trainer.job.stop_conditions import RunLimits
-from mega_trainer.job.training_guard import LossGuard
+from mega_trainer.job.training_guard import LossGuard, RollbackRequested, RunLimits
 from mega_trainer.kernels.leaf_compiler import LeafCompiler, should_compile
+from mega_trainer.model.weight_init import initialize_weights
 from mega_trainer.parallel.parameter_shards import ShardedStage
 from mega_trainer.pipeline.executor import PipelineExecutor
 from mega_trainer.plan.memory_advice import PredictedMemoryNeeds
@@ -43,17 +68,9 @@ from mega_trainer.run.build_components import (
     make_layer_builder,
     shard_stages,
 )
-from mega_trainer.run.initial_state import has_steps_left, initialize_state
 from mega_trainer.run.objective_builder import build_objectives
 from mega_trainer.run.run_summary import log_run_end, log_run_size, predict_step_seconds
-from mega_trainer.run.train_state import (
-    TrainState,
-    find_newer_memory_copy,
-    find_start_checkpoint,
-    inherit_data_order,
-    read_saved_state,
-    resolve_epochs,
-)
+from mega_trainer.run.train_state import TrainState, collect_weights, load_stage_weights
 from mega_trainer.run.training_context import TaskScorer, TrainingContext
 from mega_trainer.run.training_loop import run_training_loop
 
@@ -201,3 +218,83 @@ def reduce_during_backward(sharded: Mapping[int, ShardedStage], stage: int, last
     data ranks; `last` marks the step's last micro-batch.
     """
     return sharded[stage].backward_context(last)
+
+
+def initialize_state(
+    state: TrainState, start: Location | MemoryCopy | None, world: CommGroup, tokenizer: Tokenizer | None
+) -> None:
+    """Load the weights and the optimizer state that a run starts from into `state`: from the checkpoint or host-memory
+    copy `start`, from `init_from`, or random ones.
+
+    Args:
+        start: the checkpoint or memory copy that the run resumes from; None for a new run, which begins with the
+            weights of `init_from`, or with random ones.
+    """
+    config = state.config
+    if start is None:
+        for stage in state.stages.values():
+            initialize_weights(stage, config.train.seed)
+    if config.init_from is not None and (start is None or config.lora is not None):
+        _load_initial_weights(state, config.init_from, world, tokenizer, fresh=start is None)
+    if isinstance(start, MemoryCopy):
+        state.restore_memory_copy(start)
+    elif start is not None:
+        for line in state.restore_checkpoint(start, world.process_group):
+            logger.info("  changed since it was saved: %s", line)
+    else:
+        state.optimizer.load_main_from_model()
+        state.optimizer.start_weight_average()
+
+
+def has_steps_left(state: TrainState, start: Location | MemoryCopy | None) -> bool:
+    """Return whether a run has steps to do after its state was initialised from `start`.
+
+    Raises:
+        ConfigError: for a new run from another run's checkpoint that has no steps left.
+    """
+    if not state.is_finished:
+        return True
+    if latest_checkpoint(state.config.checkpoint_root) is None:
+        raise ConfigError(
+            f"train.steps = {state.config.train.steps} must be larger than the step of {start}, which is {state.step}",
+            hint="train.steps counts from the start of the run that is resumed",
+        )
+    logger.info("finished at step %d; nothing is changed; a larger train.steps continues the run", state.step)
+    return False
+
+
+def _load_initial_weights(
+    state: TrainState, path: str, world: CommGroup, tokenizer: Tokenizer | None, *, fresh: bool
+) -> None:
+    """Load the weights of `init_from`: for a new run, or at every start for the frozen base of an adapter. A `fresh`
+    run also loads its initial adapter.
+    """
+    original = open_weight_source(path)
+    source = extend_vocabulary(state.config, original, tokenizer)
+    if world.rank == 0:
+        warn_of_unsupported_parts(source, training=True)
+    missing_head = {SCORE} - {*source.tensor_names()}  # a language model has no classification head
+    load_stage_weights(source, state.stages, lambda name: not is_adapter_tensor(name) and name not in missing_head)
+    logger.info("starting from the weights of %s", path)
+    if source is not original:
+        logger.info("  rows of new tokens start as the mean of the other rows")
+    lora = state.config.lora
+    if lora is None:
+        return
+    state.adapter_base = fingerprint_base(path, source)
+    if fresh:
+        _load_initial_adapter(state, path, source)
+
+
+def _load_initial_adapter(state: TrainState, base: str, source: WeightSource) -> None:
+    """Load the adapter of `lora.init_from`; without one, initialise DoRA magnitudes from the base weights `source`."""
+    lora, model = state.config.lora, state.config.model
+    assert lora is not None
+    modules, trained = adapted_modules(model, lora), collect_weights(state.stages, trainable_only=True)
+    if lora.init_from is None:
+        init_dora_magnitudes(source, modules, trained)
+        return
+    adapter = load_with_adapter(str(lora.init_from), base).adapter
+    check_initial_adapter(adapter, modules, state.config.is_trainable, str(lora.init_from))
+    load_adapter_weights(adapter, trained)
+    logger.info("starting from the adapter of %s", lora.init_from)

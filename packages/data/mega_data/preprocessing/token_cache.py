@@ -1,0 +1,224 @@
+"""Token files of raw data: made once, at the start of a run, in a cache that runs share.
+
+    CACHE/chats-5f3a1c.../chats.bin, chats.idx, chats.info, ...     named by content, tokenizer and settings
+    CACHE/digests/5f3a1c....json                                    content digest of input files, by path and state
+
+Processes that need the same token files wait for the one that makes them; after a kill, the next one resumes its work.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mega_common.bounded_parsing import parse_json_text
+from mega_common.errors import DataError
+from mega_common.progress_logging import logger
+from mega_data.chat.chat_preparation import ChatOptions
+from mega_data.chat.chat_records import name_record_form
+from mega_data.data_config import DataConfig, DatasetSource
+from mega_data.preprocessing.content_digest import digest_tokenizer_files, read_content_digest
+from mega_data.preprocessing.preprocess_corpus import PreprocessJob, count_usable_cores
+from mega_data.raw_data_config import CHAT_KINDS
+from mega_data.reading.corpus_sources import WHOLE, CorpusSource, find_corpus_sources
+from mega_data.reading.documents import Document
+from mega_data.reading.source_readers import read_documents
+from mega_data.token_files.dataset_info import read_dataset_info
+from mega_data.token_files.indexed_reader import get_idx_path
+from mega_data.token_files.partial_folder import (
+    lock_partial_folder,
+    remove_partial_folder,
+    translate_write_errors,
+)
+from mega_data.token_files.remote_copies import default_cache_folder, resolve_local_prefix
+
+# Terms of the command line in messages of preprocessing, and the settings of run.yaml that they are.
+SETTINGS = (
+    ("pass --on-bad-line skip", "set data.raw.on_bad_line: skip"),
+    ("pass --parse-special-tokens", "set data.raw.parse_special_tokens: true"),
+    ("--append-eod", "data.raw.append_eod: true"),
+    ("pass --turn-weights", "set data.raw.turn_weights: true"),
+    ("pass --loss-on", "set data.raw.loss_on:"),
+    ("pass it as --chat-template FILE", "set data.raw.chat_template to its file"),
+    ("--template-option", "data.raw.template_options"),
+    ("pass --kind pairs", "set data.kind: pairs"),
+    ("--kind", "data.kind:"),
+    ("read images with --images FOLDER", "make token files with mega data preprocess --images FOLDER"),
+)
+
+
+class RawRecord(NamedTuple):
+    """First record of raw data: its form, such as `messages (OpenAI)` or `plain text`, and the dataset kind that reads
+    it, or None.
+    """
+
+    form: str
+    kind: str | None
+    record: dict[str, Any] | str
+
+
+def resolve_source_prefix(source: DatasetSource, path: Path, config: DataConfig) -> Path:
+    """Return the local prefix of the token files of a configured data set: for raw data those in the cache, which are
+    made if needed; for a URL those of the local copy.
+
+    Args:
+        path: one of the paths that `source` names.
+
+    Raises:
+        DataError: if the data set does not exist, or raw data cannot be tokenized.
+        RemoteError: if the object store cannot be read.
+    """
+    return tokenize_raw_source(source, config) if source.is_raw else resolve_local_prefix(path, config.cache)
+
+
+def tokenize_raw_data(config: DataConfig) -> None:
+    """Tokenize the raw data of a run that is not in the cache yet, with progress; raises DataError as
+    `resolve_source_prefix`.
+    """
+    for source in config.raw_sources:
+        tokenize_raw_source(source, config)
+
+
+def tokenize_raw_source(source: DatasetSource, config: DataConfig) -> Path:
+    """Return the prefix of the token files of raw data in the cache; one process makes them, and others wait for it.
+
+    Raises:
+        DataError: naming the bad record or the missing file, in the terms of run.yaml.
+    """
+    with _in_terms_of_settings(source, config):
+        job = build_raw_data_job(source, config)
+        if not _is_complete(job):
+            with translate_write_errors(job.whole), _lock_entry(job.whole):
+                if job.check_output(accept_finished=True) is None:
+                    workers = config.raw.workers or count_usable_cores()
+                    job.build_dataset(job.whole, job.sources, job.made_from, workers)
+    return job.whole
+
+
+def build_raw_data_job(source: DatasetSource, config: DataConfig) -> PreprocessJob:
+    """Return the job that tokenizes raw data into the cache; nothing is tokenized yet.
+
+    Raises:
+        DataError: if the input or the tokenizer does not exist.
+    """
+    assert config.tokenizer is not None, "DataConfig.problems requires it"
+    raw, kind, cache = config.raw, source.kind or config.kind, config.cache or default_cache_folder()
+    chat = None
+    if kind in CHAT_KINDS:
+        chat = ChatOptions(
+            kind="pairs" if kind == "pairs" else "conversations", loss_on=raw.loss_on, max_length=raw.max_length,
+            template=raw.chat_template, template_options=raw.template_options, turn_weights=raw.turn_weights,
+            columns=dict(source.map),
+        )  # fmt: skip
+    by_sentence = kind == "bert" or (kind == "t5" and config.sample_order == "megatron")
+    json_key = WHOLE if chat else source.map.get("text", "text")
+    sources = find_corpus_sources([source.input_name], json_key)
+    digests = digest_tokenizer_files(config.tokenizer, raw.chat_template)
+    append_eod = raw.append_eod
+    if append_eod is None:
+        append_eod = chat is None and not by_sentence and digests.eos_id is not None
+    settings = [
+        kind if chat else "text", source.map, append_eod, by_sentence and raw.language, raw.on_bad_line,
+        chat and raw.model_dump(mode="json", exclude={"append_eod", "workers", "language", "chat_template"}),
+        raw.parse_special_tokens,
+    ]  # fmt: skip
+    content = read_content_digest(sources, cache)
+    key = hashlib.sha256(json.dumps([digests.files, settings, content]).encode()).hexdigest()
+    name = _choose_name(source)
+    return PreprocessJob(
+        (source.input_name,), config.tokenizer, cache / f"{name}-{key[:16]}" / name, json_key, append_eod,
+        raw.parse_special_tokens or chat is not None, raw.on_bad_line, overwrite=False, chat=chat,
+        sentences=raw.language if by_sentence else None, content_key=key,
+    )  # fmt: skip
+
+
+def _choose_name(source: DatasetSource) -> str:
+    """Return a readable file name for the token files of raw data."""
+    stem = Path(source.input_name.rstrip("/")).name.partition(".")[0]
+    return re.sub(r"[^\w-]+", "-", stem).strip("-")[:60] or "data"
+
+
+def _is_complete(job: PreprocessJob) -> bool:
+    if not get_idx_path(job.whole).exists():
+        return False
+    info = read_dataset_info(job.whole)
+    return info is not None and info.made_from == job.made_from
+
+
+@contextmanager
+def _lock_entry(prefix: Path) -> Iterator[None]:
+    """Hold the lock of a cache entry; wait for another process that has it."""
+    folder = prefix.parent / ".making"
+    lock = lock_partial_folder(folder, wait=False)
+    if lock is None:
+        logger.info("%s: waiting for another process that tokenizes it", prefix)
+        lock = lock_partial_folder(folder, wait=True)
+    assert lock is not None
+    try:
+        yield
+        remove_partial_folder(folder)
+    finally:
+        os.close(lock)
+
+
+@contextmanager
+def _in_terms_of_settings(source: DatasetSource, config: DataConfig) -> Iterator[None]:
+    """Express errors of preprocessing by settings of run.yaml; an error of records of another kind names the kind."""
+    try:
+        yield
+    except DataError as error:
+        kind = source.kind or config.kind
+        found = _read_first_or_none(source)
+        if found and not source.map and _reads_other_kind(kind, found):
+            hint = (
+                f"set data.kind: {found.kind}"
+                if found.kind
+                else "name their columns, such as map: {prompt: text, completion: label}"
+            )
+            raise DataError(
+                f"{source.input_name}: data.kind = {kind} does not read records of the form {found.form}", hint=hint
+            ) from error
+        raise DataError(_translate(error.message), hint=_translate(error.hint or "") or None) from error
+
+
+def _reads_other_kind(kind: str, found: RawRecord) -> bool:
+    needed = kind if kind in CHAT_KINDS else "text"
+    return found.kind != needed
+
+
+def _translate(text: str) -> str:
+    for term, setting in SETTINGS:
+        text = text.replace(term, setting)
+    return text
+
+
+def _read_first_or_none(source: DatasetSource) -> RawRecord | None:
+    try:
+        return read_first_record(find_corpus_sources([source.input_name], WHOLE))
+    except DataError:
+        return None
+
+
+def read_first_record(sources: Sequence[CorpusSource]) -> RawRecord:
+    """Return the first record of raw data with its form.
+
+    Raises:
+        DataError: if there is none that can be read.
+    """
+    for source in sources:
+        for item in read_documents(source, WHOLE):
+            if isinstance(item, Document):
+                if source.kind in (None, "text"):
+                    return RawRecord("plain text", "text", item.text)
+                record = parse_json_text(item.text)
+                form, kind = name_record_form(record)
+                return RawRecord(form, kind, record)
+            if not item.skipped:
+                raise DataError(f"{item.file}:{item.line}: {item.reason}")
+    raise DataError(f"{sources[0].name}: has no records")

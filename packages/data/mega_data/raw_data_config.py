@@ -1,0 +1,103 @@
+"""Raw data in the `data:` section of a run: texts and records that are tokenized at the start of the run."""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from pydantic import Field, PositiveInt
+
+from mega_common.strict_config import ConfigProblem, StrictConfig
+from mega_data.chat.chat_records import LossOn
+from mega_data.reading.corpus_sources import NAMES, PACKED
+from mega_data.token_files.indexed_reader import get_idx_path, strip_data_suffix
+
+RecordKey = Literal[
+    "text", "messages", "conversations", "prompt", "completion", "response", "instruction", "input", "output",
+    "chosen", "rejected", "label", "system", "tools",
+]  # fmt: skip
+CHAT_KINDS = ("conversations", "pairs")
+TEXT_SUFFIXES = (".txt", ".text", ".md")
+HUB = "hf:"  # prefix of the name of a data set of the HuggingFace Hub, or of a folder saved by `datasets`
+
+
+class RawDataConfig(StrictConfig):
+    """Settings of the tokenization of raw data; those of `mega data preprocess`, with the same results."""
+
+    append_eod: bool | None = Field(
+        None,
+        description="end each text with the end-of-document token; default: true if the tokenizer has one, except for "
+        "kind bert and for t5 in order megatron",
+    )
+    parse_special_tokens: bool = Field(False, description="encode a special token that a text spells as that token")
+    language: str = Field("en", description="language whose rules split sentences, for kind bert")
+    loss_on: LossOn = Field("answers", description="turns of a conversation that count in the loss")
+    max_length: int | None = Field(None, ge=2, description="truncate conversations to this many tokens")
+    chat_template: Path | None = Field(None, description="file with a chat template that replaces the tokenizer's")
+    template_options: dict[str, Any] = Field({}, description="variables for the chat template")
+    turn_weights: bool = Field(False, description="read a loss weight per assistant turn: 0 to 2.55, in steps of 0.01")
+    on_bad_line: Literal["error", "skip"] = Field(
+        "error", description="on a record that cannot be read: stop, or move it to a file next to the tokens"
+    )
+    workers: PositiveInt | None = Field(None, description="encoding threads; default: the usable cores")
+
+    def find_kind_problems(self, kinds: Iterable[str]) -> Iterator[ConfigProblem]:
+        """Yield settings that no dataset kind in `kinds`, those of raw data, uses."""
+        kinds = set(kinds)
+        chat = {"loss_on", "max_length", "chat_template", "template_options", "turn_weights"}
+        used = {"on_bad_line", "workers"} if kinds else set[str]()
+        used |= chat if kinds & {*CHAT_KINDS} else set()
+        used |= {"append_eod", "parse_special_tokens"} if kinds - {*CHAT_KINDS} else set()
+        used |= {"language"} if kinds & {"bert", "t5"} else set()
+        default = RawDataConfig()
+        for key in sorted({*RawDataConfig.model_fields} - used):
+            if getattr(self, key) == getattr(default, key):
+                continue
+            need = "data.kind = conversations or pairs" if key in chat else "raw data of another data.kind"
+            rule = f"requires {need if kinds else 'raw data, such as data.train: chats.jsonl'}"
+            yield ConfigProblem(f"raw.{key}", rule, getattr(self, key), f"remove data.raw.{key}")
+        if "pairs" in kinds and self.loss_on == "all":
+            yield ConfigProblem("raw.loss_on", "conflicts with data.kind = pairs", "all", "loss_on: answers")
+
+
+def is_raw_path(path: Path) -> bool:
+    """Return whether a path of `data.train` names raw data, not token files: by its suffix or `hf:`, else by what exists.
+
+    Token files have precedence: `data/wiki` is token data if `data/wiki.idx` exists, also next to a folder `data/wiki`.
+    """
+    name = str(path)
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    if suffixes and suffixes[-1] in PACKED:
+        suffixes.pop()
+    if name.startswith(HUB) or (suffixes and suffixes[-1] in (*NAMES, *TEXT_SUFFIXES)):
+        return True
+    if path.suffix in (".bin", ".idx") or get_idx_path(strip_data_suffix(path)).exists():
+        return False
+    if glob.has_magic(name):
+        return not glob.glob(f"{name}.idx", recursive=True) and bool(glob.glob(name, recursive=True))
+    return path.exists()
+
+
+def find_raw_source_problems(key: str, source: Any, kind: str) -> Iterator[ConfigProblem]:
+    """Yield problems of the raw-data keys of the data set `source` at `key`, such as `train.0`, with dataset kind
+    `kind`.
+    """
+    given = {name: getattr(source, name) for name in ("map", "subset", "split") if getattr(source, name)}
+    if not source.is_raw:
+        for name, value in given.items():
+            rule = f"requires raw data, and {source.path} names token files"
+            yield ConfigProblem(f"{key}.{name}", rule, value, f"remove {name}, or name a file such as chats.jsonl")
+        return
+    if kind == "retro":
+        rule = "is not supported with raw data, as retrieval needs the neighbors of token files"
+        yield ConfigProblem(f"{key}.path", rule, str(source.path), "use mega data preprocess and mega data retrieve")
+    for name in ("subset", "split"):
+        if given.get(name) and not str(source.path).startswith(HUB):
+            rule = "requires a data set of the HuggingFace Hub or a folder saved by datasets, as path: hf:NAME"
+            yield ConfigProblem(f"{key}.{name}", rule, given[name], f"remove {name}, or write hf: before the name")
+    wrong = [name for name in source.map if (name == "text") == (kind in CHAT_KINDS)]
+    if wrong:
+        names = "text" if kind not in CHAT_KINDS else ", ".join(name for name in get_args(RecordKey) if name != "text")
+        yield ConfigProblem(f"{key}.map", f"must name columns for data.kind = {kind}: {names}", wrong, "correct map")

@@ -1,0 +1,238 @@
+"""Start of a run: the checkpoint or memory copy it resumes from, with the saved data order, and a check of its settings."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from mega_ckpt.store import (
+    Checkpoint,
+    Location,
+    latest_checkpoint,
+    parse_location,
+    save_sharded_checkpoint,
+)
+from mega_common.errors import CheckpointError, ConfigError
+from mega_common.model_config import ModelConfig
+from mega_common.progress_logging import logger
+from mega_data.sampling.staged_blend import resume_data_config
+from mega_trainer.config.run_config import RunConfig, flatten_settings
+from mega_trainer.job.memory_checkpoint import MemoryCheckpoint, MemoryCopy
+from mega_trainer.job.training_guard import SkippedRanges
+
+# Settings whose change alters the model.
+MODEL_SETTINGS = ("model", "lora")
+# Settings that determine sample number k of a data set; in Megatron's order the blend and the length of the run do as
+# well, while in the others each data set continues with its next sample (`mega_data.sampling.staged_blend`).
+ORDER_SETTINGS = ("data.split", "data.seq_length", "data.order", "data.kind", "data.long_documents", "train.seed")
+LENGTH_SETTINGS = ("data.train", "train.steps", "batch.global", "batch.rampup", "batch.stages")
+JUMP = 0.1  # share of the highest rate: smaller changes are accepted
+
+
+def check_resume_settings(state: Mapping[str, Any], step: int, config: RunConfig, where: str) -> list[str]:
+    """Check that a run with `config` may resume from the checkpoint `where` of `step` with the saved `state`; return
+    log lines about changed settings and their effects.
+
+    Raises:
+        ConfigError: when a setting of the model or the precision differs, or the learning rate would jump.
+    """
+    saved, consumed = state["settings"], state["consumed_samples"]
+    found = check_setting_changes(saved, config, where)
+    precision, compatible = saved.get("precision", config.precision), {"bf16", "fp8"}  # with equal weights and state
+    if precision != config.precision and not {precision, config.precision} <= compatible:
+        raise ConfigError(
+            f"precision = {config.precision} conflicts with that of the resumed checkpoint {where}, {precision}",
+            hint=f"set precision={precision}; or set init_from={where} and another output to start from its weights only",
+        )
+    if step >= config.train.steps:
+        return found
+    order = [*ORDER_SETTINGS, *(LENGTH_SETTINGS if config.data.sample_order == "megatron" else ())]
+    if changed := [key for key in order if any(line.startswith((f"{key}:", f"{key}.")) for line in found)]:
+        found.append(
+            f"{' and '.join(changed)} changed the order of samples, which is read from sample {consumed} on; some samples are "
+            "read again, and some are never read"
+        )
+    return [*found, *_lr_change_lines(saved, consumed, config, where)]
+
+
+def check_setting_changes(saved: Mapping[str, Any], config: RunConfig, where: str) -> list[str]:
+    """Return the settings of a run that differ from the checkpoint's saved ones, each as `path: old -> new`.
+
+    Raises:
+        ConfigError: when a setting of the model differs.
+    """
+    of_model, others = diff_run_settings(saved, config)
+    if of_model and not config.checkpoint.allow_changes:
+        raise ConfigError(
+            f"{where} was saved by another model:\n" + "\n".join(f"  {line}" for line in of_model),
+            hint="set the saved values, start in another output folder, or set checkpoint.allow_changes=true",
+        )
+    return of_model + others
+
+
+def diff_run_settings(saved: Mapping[str, Any], config: RunConfig) -> tuple[list[str], list[str]]:
+    """Return the differences between a saved run's settings and `config`, as two lists of `path: old -> new`: changes
+    of the model itself, and other changes.
+
+    Each is a line `path: old -> new`. Sections that were not saved, as in a converted checkpoint, are not compared, and
+    settings that did not exist yet had their defaults.
+    """
+    current = config.model_dump(mode="json", by_alias=True)
+    with suppress(ValidationError):  # settings unknown to this version are compared as saved
+        saved = _parse_saved(saved, config).model_dump(mode="json", by_alias=True, include={*saved})
+    now, before = (
+        flatten_settings({name: value for name, value in current.items() if name in saved}),
+        flatten_settings(saved),
+    )
+    lines = {
+        path: f"{path}: {before.get(path)!r} -> {now.get(path)!r}"
+        for path in sorted(now.keys() | before.keys())
+        if before.get(path) != now.get(path)
+        and not path.startswith("data.begun")  # logged by `mega_data.sampling.staged_blend`
+    }
+    of_model = [line for path, line in lines.items() if path.split(".")[0] in MODEL_SETTINGS]
+    return of_model, [line for line in lines.values() if line not in of_model]
+
+
+def _parse_saved(saved: Mapping[str, Any], config: RunConfig) -> RunConfig:
+    return RunConfig.model_validate({**config.model_dump(mode="json", by_alias=True), **saved})
+
+
+def _lr_change_lines(saved: Mapping[str, Any], consumed: int, config: RunConfig, where: str) -> Iterator[str]:
+    """Yield the old and the new learning rate of the next step, if they differ.
+
+    A jump is a change that is not explained by a change of optimizer.lr.
+    """
+    if not saved.keys() >= {"lr_schedule", "optimizer", "train", "batch"}:
+        return
+    try:
+        curves = _parse_saved(saved, config).build_lr_curve(), config.build_lr_curve()
+    except ValidationError:
+        return
+    before, after = (curve(consumed) for curve in curves)
+    if math.isclose(before, after, rel_tol=1e-9):
+        return
+    change = f"the learning rate of the next step: {before:.3g} -> {after:.3g}"
+    moved = abs(before / curves[0].highest - after / curves[1].highest)
+    if moved > JUMP and not config.checkpoint.allow_lr_jump:
+        raise ConfigError(
+            f"changed settings make a jump of {change} (resuming from {where})",
+            hint=f"set lr_schedule.decay_steps={max(1, config.batch.steps_for_samples(curves[0].end))} to keep the end of the decay, or "
+            "set checkpoint.allow_lr_jump=true",
+        )
+    yield change
+
+
+def find_start_checkpoint(config: RunConfig) -> Location | None:
+    """Return the checkpoint to resume from: the configured one, else the newest of this run, else None.
+
+    A run that began from another run's checkpoint resumes from its own checkpoints once it has saved one. A run with
+    `checkpoint.resume = false` has none of its own (`run_folder`).
+
+    Raises:
+        CheckpointError: when the configured one does not exist, or is one of this run and not the newest.
+    """
+    newest = latest_checkpoint(config.checkpoint_root)
+    if config.checkpoint.load is not None:
+        configured = parse_location(config.checkpoint.load)
+        found = (
+            latest_checkpoint(configured) or latest_checkpoint(configured / "checkpoints")
+            if not (configured / "manifest.json").exists()
+            else configured
+        )
+        if found is None:
+            raise CheckpointError(
+                f"checkpoint.load = {config.checkpoint.load!r} holds no complete checkpoint",
+                hint="set a folder such as runs/name/checkpoints/step-00000100, or remove checkpoint.load",
+            )
+        if newest is None or Checkpoint.open_folder(newest).step <= Checkpoint.open_folder(found).step:
+            return found
+        if _absolute_path(found.parent) == _absolute_path(config.checkpoint_root):
+            raise CheckpointError(
+                f"checkpoint.load = {found.name} is older than the newest checkpoint of {config.checkpoint_root}, {newest.name}",
+                hint="set another output folder for the new branch",
+            )
+    if newest is not None:
+        logger.info("resuming from %s", newest)
+    return newest
+
+
+def _absolute_path(path: Location) -> Location:
+    return path.resolve() if isinstance(path, Path) else path
+
+
+def find_newer_memory_copy(
+    config: RunConfig, checkpoint: Location | None, memory: MemoryCheckpoint | None
+) -> MemoryCopy | Location | None:
+    """Return the start of a run from copies of its state in host memory newer than `checkpoint`: this rank's copy if
+    the number of ranks and the settings are equal, else a checkpoint written from the copies; None if no copy is newer.
+    """
+    found = None if memory is None else memory.newest_complete_step()
+    if (
+        memory is None
+        or found is None
+        or found.step <= (-1 if checkpoint is None else Checkpoint.open_folder(checkpoint).step)
+    ):
+        return None
+    logger.info("resuming from copies in host memory, of step %d on %d rank(s)", found.step, found.ranks)
+    if found.ranks == memory.rank_count and _has_saved_settings(config, found.state):
+        return memory.fetch_local_copy(found)
+    assets = Path(config.output) / "assets"
+    model = ModelConfig.parse(found.state["settings"]["model"])
+    made = save_sharded_checkpoint(
+        config.checkpoint_root, found.step, memory.checkpoint_shares(found), model=model, state=found.state,
+        assets=assets if assets.exists() else None,
+    )  # fmt: skip
+    memory.remove_run_copies()
+    return made
+
+
+def _has_saved_settings(config: RunConfig, state: Mapping[str, Any]) -> bool:
+    """Return whether a run resumed from that state has the settings it was saved with."""
+    settings = inherit_data_order(config, state).model_dump(mode="json", by_alias=True)
+    if config.train.epochs is not None:  # converted to steps once the data is open
+        settings["train"]["steps"] = state["settings"]["train"]["steps"]
+    return bool(settings == state["settings"])
+
+
+def read_saved_state(start: Location | MemoryCopy | None) -> Mapping[str, Any]:
+    """Return the JSON state of the checkpoint or memory copy `start`; empty for None, a new run."""
+    if isinstance(start, MemoryCopy):
+        return start.state
+    return {} if start is None else Checkpoint.open_folder(start).trainer_state
+
+
+def inherit_data_order(config: RunConfig, saved: Mapping[str, Any]) -> RunConfig:
+    """Return the configuration with the data order and read positions in `saved`, the state of the checkpoint from
+    which the run resumes; unchanged for an empty state, a new run.
+
+    Raises:
+        DataError: when a glob of data sets matches no file.
+    """
+    if "data" in saved.get("settings", {}):
+        position = SkippedRanges.from_checkpoint_state(saved).data_position(saved["consumed_samples"])
+        data = resume_data_config(config.data, saved["settings"]["data"], position, saved.get("read"))
+    else:
+        data = config.data.model_copy(update={"order": config.data.sample_order, "begun": None})
+    return config.model_copy(update={"data": data})
+
+
+def resolve_epochs(config: RunConfig, samples: float) -> RunConfig:
+    """Return the configuration with `train.epochs` converted to steps, if set; one epoch has `samples` samples.
+
+    Raises:
+        ConfigError: when other settings do not fit this number of steps.
+    """
+    if config.train.epochs is None:
+        return config
+    steps = max(1, config.batch.steps_for_samples(math.ceil(config.train.epochs * samples)))
+    raw = config.model_dump(mode="json", by_alias=True)
+    logger.info("%g epoch(s) of %d samples are %d steps", config.train.epochs, samples, steps)
+    return RunConfig.parse(
+        {**raw, "train": {**raw["train"], "steps": steps}}, source=f"train.epochs = {config.train.epochs:g}"
+    )
