@@ -45,7 +45,7 @@ from mega_trainer.config.sections import (
     TrackingConfig,
     TrainConfig,
 )
-from mega_trainer.config.transformers_rules import find_transformers_problems
+from mega_trainer.config.transformers_rules import find_transformers_problems, pop_implementation
 
 UNFINISHED = re.compile(r"\$[A-Za-z_{(\d]|<[^<>]+>")
 
@@ -320,14 +320,10 @@ def resolve_run_config(raw: Mapping[str, Any], *, base: Path = Path(), warn_unre
     file and can be parsed as `RunConfig`.
 
     `model: {preset: name, ...}` and `model: {from: path, ...}` become the model's own fields, with further fields on
-<<<<<<< HEAD
     top. `from` a folder also starts from that folder's weights; from a config.json itself it is the shape alone. With
-    `implementation: transformers` the model is the module of the transformers library.
-    `recompute: selective` becomes a section. With `warn_unread`, log a warning about unused keys of a config.json.
-=======
-    top. `from` a folder also starts from that folder's weights; from a config.json itself it is the shape alone.
-    `recompute: selective` becomes a section. Raw data gets the tokenizer of the folder `init_from`. With `warn_unread`, log a warning about unused keys of a config.json.
->>>>>>> main
+    `implementation: transformers` the model is the module of the transformers library. `recompute: selective` becomes a
+    section. Raw data gets the tokenizer of the folder `init_from`. With `warn_unread`, log a warning about unused keys of
+    a config.json.
 
     Raises:
         ConfigError: for an unknown preset, or a path that holds no model.
@@ -341,7 +337,7 @@ def resolve_run_config(raw: Mapping[str, Any], *, base: Path = Path(), warn_unre
     elif "from" in model:
         from mega_ckpt.source import read_model_config  # imports torch, which checking a run.yaml does not need
 
-        given, implementation = str(model.pop("from")), _pop_implementation(model)
+        given, implementation = str(model.pop("from")), pop_implementation(model)
         found = parse_location(given)
         where = base / found if isinstance(found, Path) else found
         there = read_model_config(where, warn=warn_unread, implementation=implementation)
@@ -358,30 +354,9 @@ def resolve_run_config(raw: Mapping[str, Any], *, base: Path = Path(), warn_unre
     return out
 
 
-<<<<<<< HEAD
-def _pop_implementation(model: dict[str, Any]) -> Literal["mega", "transformers"]:
-    """Remove `implementation` from the `model` section and return it; default: `mega`.
-
-    Raises:
-        ConfigError: for an unknown one, or for other fields next to `transformers`.
-    """
-    found = model.pop("implementation", "mega")
-    if found not in ("mega", "transformers"):
-        raise ConfigError(
-            f"model.implementation must be mega or transformers, found {found!r}",
-            hint="set implementation: transformers for a model type that mega does not have",
-        )
-    if found == "transformers" and model:
-        raise ConfigError(
-            f"model.{next(iter(model))} is not supported with model.implementation = transformers",
-            hint="change config.json in the folder instead",
-        )
-    return "transformers" if found == "transformers" else "mega"
-=======
 def has_tokenizer(folder: Path) -> bool:
     """Return whether a model's folder has a tokenizer that raw data can be encoded with."""
     return (folder / "tokenizer.json").is_file()
->>>>>>> main
 
 
 def load_run_config(path: Path, overrides: Sequence[str] = (), *, warn_unread: bool = False) -> RunConfig:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
+from mega_common.errors import ConfigError
 from mega_common.strict_config import ConfigProblem
 
 if TYPE_CHECKING:
@@ -56,3 +57,23 @@ def _unsupported_settings(run: RunConfig) -> Iterator[tuple[str, bool, Any, str]
     for key in ("linear", "attention", "conv", "scan", "delta"):
         chosen = getattr(run.kernels, key)
         yield f"kernels.{key}", chosen not in ("auto", "torch"), chosen, f"remove kernels.{key}"
+
+
+def pop_implementation(model: dict[str, Any]) -> Literal["mega", "transformers"]:
+    """Remove `implementation` from the `model` section and return it; default: `mega`.
+
+    Raises:
+        ConfigError: for an unknown one, or for other fields next to `transformers`.
+    """
+    found = model.pop("implementation", "mega")
+    if found not in ("mega", "transformers"):
+        raise ConfigError(
+            f"model.implementation must be mega or transformers, found {found!r}",
+            hint="set implementation: transformers for a model type that mega does not have",
+        )
+    if found == "transformers" and model:
+        raise ConfigError(
+            f"model.{next(iter(model))} is not supported with model.implementation = transformers",
+            hint="change config.json in the folder instead",
+        )
+    return "transformers" if found == "transformers" else "mega"

@@ -146,17 +146,13 @@ def apply_embedding_scale(x: Tensor, config: ModelConfig) -> Tensor:
 
 
 class Decoder(nn.Module):
-<<<<<<< HEAD
-    """Decoder model: embedding, layers, final norm and output head, of which a pipeline stage has the parts in `stage`.
+    """Decoder model: embedding, layers, final norm and output head; a pipeline stage has only those that `stage` lists.
 
     Attributes:
-        other_forwards: methods in addition to `whole` that run the model, for which ZeRO-3 gathers weights.
+        other_forwards: methods in addition to `run_stage` that run the model, for which ZeRO-3 gathers weights.
     """
 
     other_forwards: Sequence[str] = ()
-=======
-    """Decoder model: embedding, layers, final norm and output head; a pipeline stage has only those that `stage` lists."""
->>>>>>> main
 
     def __init__(
         self,

@@ -90,7 +90,7 @@ class TransformersDecoder(Decoder):
         """Replace all parameters by uninitialised ones of the run's dtype on its device, described for the trainer, and
         move the buffers unless parameters are on the meta device.
         """
-        data = build.groups.dp_cp
+        data, dtype = build.groups.dp_cp, build.stored_dtype or build.dtype
         infos = {
             id(parameter): ParameterInfo(
                 (TensorPiece.whole_tensor(name, parameter.shape),), data, accumulate_in_place=False
@@ -106,7 +106,7 @@ class TransformersDecoder(Decoder):
             )
 
         def place(parameter: Tensor) -> nn.Parameter:
-            made = nn.Parameter(torch.empty(parameter.shape, dtype=build.dtype, device=build.device))
+            made = nn.Parameter(torch.empty(parameter.shape, dtype=dtype, device=build.device))
             made.mega = infos[id(parameter)]  # type: ignore[attr-defined]
             return made
 
@@ -225,7 +225,9 @@ class TransformersDecoder(Decoder):
         losses = F.cross_entropy(upcast_to_fp32(x).flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape)
         return (losses * weights).sum(), losses.detach()
 
-    def whole(self, batch: MicroBatch, context: ForwardContext) -> tuple[Tensor, Tensor, Tensor]:
+    def run_stage(
+        self, x: Tensor | None, batch: MicroBatch, context: ForwardContext, tied_weight: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Run the module from a micro-batch's tokens to the training loss; returns as `Decoder.compute_objective`.
 
         An auxiliary loss of the module (`aux_loss`, of its experts) joins the gradient with the weight of config.json,
