@@ -15,7 +15,7 @@ from ranks import run_ranks
 from mega_ckpt.convert import convert_checkpoint
 from mega_common.errors import CheckpointError, ConfigError
 from mega_trainer.config.run_config import RunConfig, resolve_run_config
-from mega_trainer.distributed.rank_info import RankInfo
+from mega_trainer.distributed.process_groups import RankInfo
 from mega_trainer.run.input_check import find_pattern_problems
 from mega_trainer.run.train_state import TrainState
 from mega_trainer.run.training_run import run_training

@@ -15,8 +15,8 @@ from tiny_modules import tiny_config
 
 from mega_common.errors import MegaError
 from mega_trainer.config.run_config import RunConfig, resolve_run_config
-from mega_trainer.data.micro_batch import MicroBatch, SequenceBounds
-from mega_trainer.distributed.rank_info import RankInfo
+from mega_trainer.data.micro_batch import DocumentBounds, MicroBatch
+from mega_trainer.distributed.process_groups import RankInfo
 from mega_trainer.model.weight_init import initialize_weights
 from mega_trainer.run.build_components import connect_parallel_groups
 from mega_trainer.run.train_step import train_step
@@ -48,7 +48,7 @@ def make_micro_batch(sample: int, vocab: int) -> MicroBatch:
     tokens = torch.randint(2, vocab, (1, LENGTH + 1), generator=stream)
     weights = (torch.rand(1, LENGTH, generator=stream) > 0.3).float()
     positions = torch.arange(LENGTH)[None]
-    return MicroBatch(tokens[:, :-1], tokens[:, 1:], weights, positions, SequenceBounds([LENGTH]), [sample])
+    return MicroBatch(tokens[:, :-1], tokens[:, 1:], weights, positions, DocumentBounds([LENGTH]), [sample])
 
 
 def take_steps(config: RunConfig, ranks: RankInfo) -> Steps:

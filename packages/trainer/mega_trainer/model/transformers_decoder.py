@@ -28,16 +28,14 @@ from mega_ckpt.formats.transformers_module import (
 from mega_ckpt.tensor_pieces import TensorBox, TensorPiece, copy_overlap
 from mega_common.errors import ConfigError, DataError
 from mega_trainer.data.batch_images import BatchImages
-from mega_trainer.data.micro_batch import MicroBatch, SequenceBounds
+from mega_trainer.data.micro_batch import DocumentBounds, MicroBatch
 from mega_trainer.distributed.rng import DropoutFactory, SeededDropout, seeded_generator
 from mega_trainer.kernels.fused_elementwise import upcast_to_fp32
-from mega_trainer.model.activation_checkpointing import RecomputePolicy, SavedActivations
-from mega_trainer.model.activation_offload import ActivationOffload
+from mega_trainer.model.activation_checkpointing import ActivationOffload, RecomputePolicy, SavedActivations
 from mega_trainer.model.decoder import Decoder, StageLayers
-from mega_trainer.model.forward_context import AttentionMask, ForwardContext, SequenceMask
-from mega_trainer.model.kv_cache import KVCache
+from mega_trainer.model.forward_context import AttentionMask, ForwardContext, KVCache, SequenceMask
 from mega_trainer.model.layer_builder import LayerBuilder
-from mega_trainer.parallel.expert_routing import StepRouting
+from mega_trainer.parallel.expert_routing import MicroBatchRouting
 from mega_trainer.parallel.parameter_info import ParameterInfo, get_local_values, get_parameter_info
 from mega_trainer.parallel.zero_buffers import ForwardUnit
 
@@ -158,8 +156,8 @@ class TransformersDecoder(Decoder):
         attention_mask: AttentionMask | None = None,
         cache: KVCache | None = None,
         dropout: SeededDropout | None = None,
-        sequence_bounds: SequenceBounds | None = None,
-        routing: StepRouting | None = None,
+        sequence_bounds: DocumentBounds | None = None,
+        routing: MicroBatchRouting | None = None,
     ) -> ForwardContext:
         """Return the forward context of whole sequences; a mask or a KV cache of mega is not supported."""
         assert attention_mask is None
@@ -169,7 +167,7 @@ class TransformersDecoder(Decoder):
         return ForwardContext(mask, dropout=dropout)
 
     def make_batch_context(
-        self, batch: MicroBatch, dropout: DropoutFactory, routing: StepRouting | None = None
+        self, batch: MicroBatch, dropout: DropoutFactory, routing: MicroBatchRouting | None = None
     ) -> ForwardContext:
         """Return the forward context of a micro-batch, after verifying once that the module attends as the data
         requires.
