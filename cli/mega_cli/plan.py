@@ -135,6 +135,12 @@ def plan_command(
         machine, search, tokens=tokens, fit=fit, within=within, under=under, why=why, precision=precision, write=write
     )
     config = load_plan_config(run, set_ or [])
+    if config.model.transformers is not None:
+        raise ConfigError(
+            f"{run}: mega plan is not supported with model.implementation = transformers: neither memory, time nor FLOPs of "
+            "its module are predicted",
+            hint="measure: mega train --find-micro-batch, or a few steps with train.steps=20",
+        )
     name = machine or ""
     spec, limits = _load_machine(machine, price), None
     if tokens is not None:

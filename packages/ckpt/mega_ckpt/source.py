@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from mega_ckpt.formats.hf_weight_files import has_readable_weights, read_json_ma
 from mega_ckpt.formats.megatron_source import MegatronSource, is_megatron_folder
 from mega_ckpt.formats.peft_adapter import CONFIG as PEFT_CONFIG
 from mega_ckpt.formats.peft_adapter import read_peft_adapter
+from mega_ckpt.formats.transformers_module import TransformersSource, describe_module
 from mega_ckpt.lora_adapter import (
     AVERAGES_HINT,
     AdaptedWeightSource,
@@ -46,6 +47,7 @@ from mega_common.model_config import ModelConfig
 from mega_common.object_store import Location, parse_location, read_if_remote
 from mega_common.progress_logging import logger
 
+Implementation = Literal["mega", "transformers"]
 ASSETS = "assets"
 _SENTENCE_MODULES = "modules.json"  # list of the modules of sentence-transformers
 _MODEL_HINT = "the manifest describes another model than the weights: save the checkpoint again"
@@ -130,13 +132,18 @@ def _check_tensors(model: ModelConfig, shapes: Mapping[str, TensorShape], folder
 
 
 def open_weight_source(
-    path: str | Location, *, settings: Mapping[str, Any] | None = None, averaged: bool = False
+    path: str | Location,
+    *,
+    settings: Mapping[str, Any] | None = None,
+    averaged: bool = False,
+    implementation: Implementation = "mega",
 ) -> WeightSource:
     """Open the weights at `path`: a mega checkpoint, a run folder (its latest checkpoint), a HuggingFace or a Megatron
     folder, a GGUF file or a folder with one.
 
     `settings` are fields of `ModelConfig` that are missing in a Megatron checkpoint, or override it. `averaged` selects
-    the exponential moving averages of the weights that a run keeps (`train.ema`).
+    the exponential moving averages of the weights that a run keeps (`train.ema`). `implementation: transformers` opens a
+    HuggingFace folder as a module of transformers, with the tensor names of that module.
 
     Raises:
         CheckpointError: when it is none of these, damaged or not supported.
@@ -180,6 +187,8 @@ def open_weight_source(
         return MegatronSource(folder, settings)
     if isinstance(folder, Path) and not has_readable_weights(folder) and (inside := list(folder.glob(f"*{SUFFIX}"))):
         return GgufSource(_single_gguf_model(folder, inside))
+    if implementation == "transformers":
+        return TransformersSource(folder)
     return HfSource(folder)
 
 
@@ -249,7 +258,9 @@ def _open_with_named_base(folder: Location, base: object, *, averaged: bool = Fa
     return load_with_adapter(folder, base, averaged=averaged)
 
 
-def read_model_config(path: str | Location, *, warn: bool = False) -> ModelConfig:
+def read_model_config(
+    path: str | Location, *, warn: bool = False, implementation: Implementation = "mega"
+) -> ModelConfig:
     """Return the model configuration at `path`: of any weights that `open_weight_source` opens, of a HuggingFace folder
     without weights, or of a config.json; with `warn`, log unsupported parts.
 
@@ -260,6 +271,8 @@ def read_model_config(path: str | Location, *, warn: bool = False) -> ModelConfi
     """
     folder = parse_location(path)
     config = folder if folder.name.endswith(".json") else folder / CONFIG
+    if implementation == "transformers" and _find_checkpoint(folder) is None:
+        return describe_module(read_json_mapping(config))
     if config is not folder and not (
         _find_checkpoint(folder) is None and config.is_file() and not has_weight_files(folder)
     ):

@@ -27,6 +27,7 @@ from mega_common.layer_kinds import (
 from mega_common.model_rules import find_model_problems
 from mega_common.retro_config import RetroConfig
 from mega_common.strict_config import ConfigProblem, DimensionSize, ExpertCount, LayerCount, StrictConfig
+from mega_common.transformers_config import TransformersModuleConfig
 from mega_common.vision_config import VisionConfig
 
 GATED_ACTIVATIONS = frozenset({"swiglu", "geglu", "geglu_erf"})
@@ -244,6 +245,11 @@ class ModelConfig(StrictConfig):
     sentence_pairs: bool = Field(False, description="predict from the pooled first token whether segments are swapped")
     mtp_layers: NonNegativeInt = Field(0, le=64, description="multi-token prediction (MTP) depths, as in DeepSeek-V3")
     mtp_loss: float = Field(0.3, ge=0, description="weight of the mean MTP loss (arXiv:2412.19437)")
+    transformers: TransformersModuleConfig | None = Field(
+        None,
+        description="the model runs as a module of the transformers library; set by `implementation: transformers`, and "
+        "then only num_layers, hidden_size, vocab_size and max_position of the other fields describe it",
+    )
 
     @property
     def key_value_heads(self) -> int:

@@ -19,7 +19,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mega_common.errors import CheckpointError, MegaError
+from mega_common.errors import CheckpointError, ConfigError, MegaError
 from mega_common.progress_logging import logger
 from mega_eval.cpu_layers import flatten_layers
 from mega_eval.engine_requests import Drafter, EngineEvent, EngineRequest, RequestState, score_token
@@ -63,6 +63,11 @@ class InferenceEngine:
         drafter: Drafter | Literal["mtp"] | None = None,
         adapters: AdapterSelection | None = None,
     ) -> None:
+        if model.config.transformers is not None:
+            raise ConfigError(
+                "continuous batching is not supported with a model of implementation: transformers",
+                hint="use mega generate, or convert it (mega ckpt convert --to hf) and serve it with another server",
+            )
         self._model, self._tokenizer, self._adapters = model, tokenizer, adapters or AdapterSelection([])
         self._layers, self._batch_size, self._chunk = flatten_layers(model), batch_size, chunk_tokens
         self._pages = PageAllocator(-(-cache_tokens // PAGE))

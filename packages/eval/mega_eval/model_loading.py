@@ -191,7 +191,8 @@ def load_inference_model(
         ConfigError: for a model of another kind than `kinds`, or without the MTP layers that `mtp` requires.
     """
     source = open_weight_source(path) if adapter is None else load_with_adapter(adapter, path)
-    _check_loadable(path, source.model, kinds, mtp=mtp, stages=1 if groups is None else groups.pp.size)
+    stages, ranks = (1, 1) if groups is None else (groups.pp.size, groups.tp.size * groups.pp.size * groups.ep.size)
+    _check_loadable(path, source.model, kinds, mtp=mtp, stages=stages, ranks=ranks)
     warn_of_unsupported_parts(source)
     config = source.model if mtp else source.model.model_copy(update={"mtp_layers": 0})
     pool = None if lora_adapters is None else lora_adapters.pool
@@ -211,13 +212,18 @@ def load_inference_model(
 
 
 def _check_loadable(
-    path: str | Location, model: ModelConfig, kinds: tuple[ModelKind, ...], *, mtp: bool, stages: int
+    path: str | Location, model: ModelConfig, kinds: tuple[ModelKind, ...], *, mtp: bool, stages: int, ranks: int = 1
 ) -> None:
     """Check that the caller and its pipeline stages support the kind of a model."""
     kind = classify_model(model)
     if kind not in kinds:
         description, hint = _SUPPORTED_COMMANDS[kind]
         raise ConfigError(f"{path}: this operation is not supported with {description}", hint=hint)
+    if model.transformers is not None and ranks > 1:
+        raise ConfigError(
+            f"{path}: a model of implementation: transformers is not supported on several ranks of one copy, found {ranks}",
+            hint="use tp = 1, pp = 1 and ep = 1",
+        )
     if mtp and not model.mtp_layers:
         raise ConfigError(
             f"{path}: draft = mtp requires multi-token prediction (MTP) layers, and the model has none",

@@ -187,6 +187,7 @@ def pack_pair_batches(
     # the RoPE angles of LongRoPE and dynamic NTK depend on the row's length, and a recurrent state belongs to one sequence
     unpacked = (
         model.config.is_recurrent
+        or model.config.transformers is not None
         or encoder is not None
         or any(
             rope is not None and rope.scaling in ("dynamic", "longrope")

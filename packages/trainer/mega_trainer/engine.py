@@ -285,7 +285,9 @@ class TrainingEngine:
         Raises:
             CheckpointError: when the weights are of another model, or cannot be read.
         """
-        source = extend_to_size(open_weight_source(path), self.config.model.vocab_size)
+        foreign = self.config.model.transformers is not None
+        opened = open_weight_source(path, implementation="transformers" if foreign else "mega")
+        source = opened if foreign else extend_to_size(opened, self.config.model.vocab_size)
         load_stage_weights(source, self._state.stages)
         self._assets = source.asset_files()
         self._state.optimizer.load_main_from_model()

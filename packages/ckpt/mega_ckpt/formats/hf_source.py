@@ -103,7 +103,7 @@ class HfSource(DiskSource):
         """
         paths = _sorted(self.folder.iterdir())
         check_settings_files(paths)
-        found = {path.name: read_if_remote(path) for path in paths if _is_asset(path)}
+        found = {path.name: read_if_remote(path) for path in paths if is_asset_file(path)}
         templates = self.folder / _TEMPLATES
         if templates.is_dir():
             found |= {f"{_TEMPLATES}/{path.name}": read_if_remote(path) for path in _sorted(templates.glob("*.jinja"))}
@@ -342,7 +342,8 @@ def check_settings_files(paths: Iterable[Location]) -> None:
             )
 
 
-def _is_asset(path: Location) -> bool:
+def is_asset_file(path: Location) -> bool:
+    """Return whether a file of a HuggingFace folder accompanies the weights, such as a tokenizer file."""
     return (
         path.is_file()
         and not path.name.endswith(_WEIGHTS)

@@ -68,6 +68,8 @@ class UtilizationModel:
         model, lengths = config.model, config.sequence_lengths
         known = datasheet_peak_flops(device, config.precision)
         peak = known or measure_peak_flops(device, dtype)
+        if model.transformers is not None:  # its operations are not known: no utilisation
+            return cls(math.nan, math.nan, peak * world_size, peak_is_known=False)
         count = count_parameters_by_layer(model)
         run = make_training_layout(config, world_size)
         other = TrainableParameters.from_training_layout(model, run, count).extra_flops(model, count)

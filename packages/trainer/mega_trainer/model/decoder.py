@@ -147,7 +147,13 @@ def apply_embedding_scale(x: Tensor, config: ModelConfig) -> Tensor:
 
 
 class Decoder(nn.Module):
-    """Decoder model: embedding, layers, final norm and output head; a pipeline stage has only those that `stage` lists."""
+    """Decoder model: embedding, layers, final norm and output head; a pipeline stage has only those that `stage` lists.
+
+    Attributes:
+        other_forwards: methods in addition to `run_stage` that run the model, for which ZeRO-3 gathers weights.
+    """
+
+    other_forwards: Sequence[str] = ()
 
     def __init__(
         self,
@@ -209,6 +215,10 @@ class Decoder(nn.Module):
             units.append(ForwardUnit(self.head.norm, [*self.head.parameters(), *output]))
             units += [ForwardUnit(predictor, list(predictor.parameters())) for predictor in self.predictors]
         return units
+
+    def materialize(self, device: torch.device) -> None:
+        """Give parameters and buffers on the meta device uninitialised memory on `device`."""
+        self.to_empty(device=device)
 
     @property
     def device(self) -> torch.device:

@@ -185,6 +185,10 @@ class EncoderDecoderModel(Decoder):
 
 def select_model_class(config: ModelConfig) -> type[Decoder]:
     """Return the model class for a configuration: `RewardModel`, `RetroDecoder`, `EncoderDecoderModel` or `Decoder`."""
+    if config.transformers is not None:
+        from mega_trainer.model.transformers_decoder import TransformersDecoder  # only with transformers installed
+
+        return TransformersDecoder
     if config.score:
         return RewardModel
     if config.retro:

@@ -104,8 +104,9 @@ def fully_shard_stage(
         unit.set_force_sum_reduction_for_comms(True)
         unit.set_custom_all_gather(_AllGather(sharers))  # type: ignore[arg-type]
         unit.set_custom_reduce_scatter(_ReduceScatter(sharers))  # type: ignore[arg-type]
-    register_fsdp_forward_method(model, "run_stage")
-    model.to_empty(device=device)
+    for method in ("run_stage", *model.other_forwards):
+        register_fsdp_forward_method(model, method)
+    model.materialize(device)
     for values, _ in non_trainable_buffers(model):
         values.zero_()
     for name, parameter in model.named_parameters():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -280,8 +281,18 @@ class NonTrainableBuffer(nn.Module):
         self.register_buffer("values", torch.zeros(*shape, dtype=dtype, device=device))
 
 
+@runtime_checkable
+class HasSavedBuffers(Protocol):
+    """Interface of a module with buffers of its own that checkpoints contain."""
+
+    def saved_buffers(self) -> Iterator[tuple[Tensor, Sequence[TensorPiece]]]:
+        """Yield the buffers with their pieces."""
+
+
 def non_trainable_buffers(model: nn.Module) -> Iterator[tuple[Tensor, Sequence[TensorPiece]]]:
     """Yield the non-trainable tensors of a model that checkpoints contain, with their positions in canonical tensors."""
     for module in model.modules():
         if isinstance(module, NonTrainableBuffer):
             yield module.values, module.pieces
+        elif isinstance(module, HasSavedBuffers):
+            yield from module.saved_buffers()

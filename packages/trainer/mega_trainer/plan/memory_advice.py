@@ -71,7 +71,11 @@ class PredictedMemoryNeeds:
 
     @classmethod
     def predict_for_rank(cls, config: RunConfig, world_size: int, pipeline_rank: int) -> PredictedMemoryNeeds:
-        """Return the predicted memory of a rank in pipeline rank `pipeline_rank`, with advice on freeing memory."""
+        """Return the predicted memory of a rank in pipeline rank `pipeline_rank`, with advice on freeing memory; both
+        empty for a module of transformers.
+        """
+        if config.model.transformers is not None:
+            return cls({}, [])
         predicted = predict_memory(config.model, make_training_layout(config, world_size))[pipeline_rank]
         return cls(predicted, find_memory_savings(config, world_size))
 

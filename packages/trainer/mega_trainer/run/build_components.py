@@ -215,7 +215,9 @@ def build_stages(
 
 
 def resolve_zero3_layers(config: RunConfig, groups: ParallelGroups) -> int:
-    """Return the number of layers whose weights ZeRO-3 gathers together, configured or chosen by size."""
+    """Return the number of layers whose weights ZeRO-3 gathers together as one unit, configured or chosen by size."""
+    if config.model.transformers is not None:
+        return config.parallel.zero3_layers or 1
     return zero3_unit_layers(config.model, make_training_layout(config, groups.world.size))
 
 

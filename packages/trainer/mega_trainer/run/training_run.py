@@ -24,7 +24,6 @@ from mega_ckpt.source import (
     init_dora_magnitudes,
     load_adapter_weights,
     load_with_adapter,
-    open_weight_source,
     warn_of_unsupported_parts,
 )
 from mega_ckpt.store import Location
@@ -33,7 +32,7 @@ from mega_common.lora_config import is_adapter_tensor
 from mega_common.progress_logging import logger
 from mega_data.tokenizer import Tokenizer
 from mega_trainer.config.run_config import RunConfig
-from mega_trainer.data.data_check import extend_vocabulary, find_run_tokenizer
+from mega_trainer.data.data_check import find_run_tokenizer, open_initial_weights
 from mega_trainer.distributed.comm import CommGroup
 from mega_trainer.distributed.device import deterministic_mode, select_rank_device
 from mega_trainer.distributed.process_groups import ParallelGroups, RankInfo, list_communicating_groups, warm_up_groups
@@ -269,8 +268,7 @@ def _load_initial_weights(
     """Load the weights of `init_from`: for a new run, or at every start for the frozen base of an adapter. A `fresh`
     run also loads its initial adapter.
     """
-    original = open_weight_source(path)
-    source = extend_vocabulary(state.config, original, tokenizer)
+    original, source = open_initial_weights(state.config, path, tokenizer)
     if world.rank == 0:
         warn_of_unsupported_parts(source, training=True)
     missing_head = {SCORE} - {*source.tensor_names()}  # a language model has no classification head
