@@ -90,7 +90,7 @@ def choose_epochs(documents: int) -> int:
 
 def choose_batch_size(rows: float, epochs: float) -> int:
     """Return the samples of a step, a power of two: as many as leave `STEPS` steps in the run."""
-    return max(1, min(LARGEST_BATCH, 2 ** int(math.log2(max(1.0, rows * epochs / STEPS)))))
+    return max(1, min(LARGEST_BATCH, 1 << int(math.log2(max(1.0, rows * epochs / STEPS)))))
 
 
 def choose_learning_rate(method: Method, hidden_size: int, kind: str) -> float:

@@ -96,7 +96,9 @@ def read_held_out_prompts(data: DataConfig) -> Iterator[HeldOutPrompt]:
             yield HeldOutPrompt([], item.text[:PROMPT_CHARACTERS], item.text[PROMPT_CHARACTERS:][:SHOWN])
             continue
         try:
-            chat = parse_chat_record(item.text, pairs=kind == "pairs", loss_on="answers", columns=source.map)[0]
+            chat = parse_chat_record(
+                item.text, pairs=kind == "pairs", loss_on="answers", columns=dict[str, str](source.map.items())
+            )[0]
         except DataError:  # a record that was skipped
             continue
         first = next((at for at, message in enumerate(chat.messages) if message["role"] == "assistant"), None)

@@ -348,9 +348,9 @@ def resolve_run_config(raw: Mapping[str, Any], *, base: Path = Path(), warn_unre
         out["recompute"] = {"kind": raw["recompute"]}
     if isinstance(out.get("model"), Mapping) and out["model"].get("encoder") and isinstance(out.get("data"), Mapping):
         out["data"] = {"kind": "t5", **out["data"]}
-    data, given = out.get("data"), out.get("init_from")
-    if isinstance(data, Mapping) and isinstance(given, str) and list_raw_paths(data) and has_tokenizer(base / given):
-        out["data"] = {"tokenizer": given, **data}
+    data, start = out.get("data"), out.get("init_from")
+    if isinstance(data, Mapping) and isinstance(start, str) and list_raw_paths(data) and has_tokenizer(base / start):
+        out["data"] = {"tokenizer": start, **data}
     return out
 
 
