@@ -2,9 +2,12 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
+NULL_GPU = .venv-null-gpu
+UNDER_NULL_GPU = LD_LIBRARY_PATH=$(CURDIR)/$(NULL_GPU)/null LD_PRELOAD=$(CURDIR)/$(NULL_GPU)/null/libnull_gpu.so NULL_GPU_COUNT=8 OMP_NUM_THREADS=1 \
+	TORCHINDUCTOR_CACHE_DIR=$(CURDIR)/$(NULL_GPU)/cache TRITON_CACHE_DIR=$(CURDIR)/$(NULL_GPU)/cache/triton
 PACKAGES = packages/common packages/data packages/ckpt packages/trainer packages/eval cli
 
-.PHONY: setup demo test test-long parity parity-fuzz lint docs wheels clean
+.PHONY: setup demo test test-long test-null-gpu null-gpu-counts parity parity-fuzz lint docs wheels clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -30,6 +33,25 @@ test: $(VENV)/.done  ## every test that this machine can run, but a few long one
 test-long: $(VENV)/.done  ## those: a real pretrained model, Megatron's own checkpoints, planted bugs, machines that restart, the largest sweeps
 	$(BIN)/python -m pytest -m long -n 2 --dist worksteal --timeout 900
 
+# torch's CUDA build, whichever build pip is configured to prefer here; everything else is that of the usual environment
+$(NULL_GPU)/.done: $(VENV)/.done
+	$(PYTHON) -m venv $(NULL_GPU)
+	PIP_CONFIG_FILE=/dev/null PIP_FIND_LINKS= $(NULL_GPU)/bin/python -m pip install -q torch==2.13.0
+	echo "import site; site.addsitedir('$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')')" \
+		>$$($(NULL_GPU)/bin/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/usual.pth
+	touch $@
+
+$(NULL_GPU)/null/libnull_gpu.so: $(NULL_GPU)/.done $(wildcard tests/null_gpu/*.c) tests/null_gpu/build.py
+	$(NULL_GPU)/bin/python tests/null_gpu/build.py $(NULL_GPU)/null
+
+test-null-gpu: $(NULL_GPU)/null/libnull_gpu.so  ## host code of CUDA runs, on torch's CUDA build and a GPU that computes nothing; downloads 2.6 GB
+	$(UNDER_NULL_GPU) $(NULL_GPU)/bin/python -m pytest tests/null_gpu
+	for capability in 80 100; do \
+		$(UNDER_NULL_GPU) NULL_GPU_CAPABILITY=$$capability $(NULL_GPU)/bin/python -m pytest tests/null_gpu/test_training.py || exit 1; done
+
+null-gpu-counts: $(NULL_GPU)/null/libnull_gpu.so  ## record launches and host waits of a training step, which test-null-gpu compares
+	PYTHONPATH=tests $(UNDER_NULL_GPU) $(NULL_GPU)/bin/python -m null_gpu.counts
+
 parity: $(VENV)/.done  ## every layout of up to 8 ranks against one process; writes docs/parity.md. N=500: so many of them
 	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python tests/parity/full.py $(N)
 
@@ -52,4 +74,4 @@ wheels: $(VENV)/.done  ## a wheel of each package into dist/, which install alon
 	$(BIN)/python release/release.py --wheels
 
 clean:  ## remove the environment and everything made
-	rm -rf $(VENV) build dist runs demo .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(NULL_GPU) build dist runs demo .mypy_cache .ruff_cache

@@ -223,7 +223,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(name, result)
     if not options.tiny:
         results = {"device": torch.cuda.get_device_name(device), **results}
-        print("written to", record.write("gpu", results, ["torch", "transformers"]))
+        print("written to", record.write("gpu_steps", results, ["torch", "transformers"]))
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ import record
 
 from mega_common.model_config import ModelConfig
 from mega_common.model_presets import load_model_preset
-from mega_trainer.plan.machine import SLACK
+from mega_trainer.plan.device_memory import SLACK
 from mega_trainer.plan.other_trainer_memory import TrainerMemoryOptions, TrainerName, predict_other_trainer_memory
 from mega_trainer.plan.training_layout import TrainingLayout
 
@@ -37,6 +37,8 @@ BF16_MOMENTS, HALF_GRADIENTS = "Megatron-Bridge", ("dgxc", "Megatron-Bridge")
 EAGER_LOSS = "torchtitan 2024-12"
 # Fitted: these rows, of the trainer at a time that is not told, take as much for the loss.
 FITTED_LOSS = "torchao H100"
+# torchtitan's trainer checkpoints every second product unless it is told otherwise.
+SELECTIVE = {"norm", "activation"}
 # As Bridge's recipes name parts of a layer, and we do.
 MODULES = {"layernorm": "norm", "moe_act": "activation", "mla_up_proj": "mla_up_proj", "mlp": "mlp"}
 MODELS = {
@@ -153,7 +155,7 @@ def _keeping(row: Published, *, known: bool = True) -> TrainerMemoryOptions:
         gradients=2 if row.source.startswith(HALF_GRADIENTS) else 4,
         optimizer=8 if row.source.startswith(BF16_MOMENTS) else 12,
         logits=eager if fully else 0,
-        recomputed=frozenset(again | ({"full"} if row.recompute == "full" else set())),
+        recomputed=frozenset({"full"} if row.recompute == "full" else SELECTIVE if fully else again),
     )
 
 

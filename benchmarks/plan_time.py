@@ -1,11 +1,12 @@
-"""How right `mega plan` is about the time of a step: beside published runs, with its constants fitted on them.
+"""How right `mega plan` is about the time of a step: beside published runs, by constants fitted on them and on others.
 
-    python benchmarks/plan_time.py RUNS.csv [--fit] [--cross-validate]
+    python benchmarks/plan_time.py RUNS.csv [RUNS.csv ...] [--fit] [--worst 30]
 
-`--fit` fits the constants below, fourteen in all, to the runs by least squares of the logarithms (a run that is far off
-counts less) and of what was known before, writes those of GPUs into mega_trainer/plan/efficiency.yaml, and prints those that describe other trainers for
-`published.py`. `--cross-validate` fits without one source, or one family of models, and predicts that one. Results: errors by
-source, family, GPU and precision; and pairs of runs that differ in one setting.
+Every error is printed twice: of the constants fitted on all runs, and held out: each source, each model and each machine is
+predicted by constants fitted without its runs. The planner quotes errors of held-out sources. `--fit` writes the constants of GPUs
+into mega_trainer/plan/efficiency.yaml and the held-out errors of each class of runs into mega_trainer/plan/held_out_errors.yaml;
+those of other trainers are printed. `--worst` lists the runs that are furthest off. benchmarks/published/runs.csv
+has public runs of Megatron-Bridge's documents.
 """
 
 from __future__ import annotations
@@ -15,135 +16,27 @@ import itertools
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import record
 import yaml
+from plan_fit import Array, Constants, Predictor, Slopes, fit_constants, run_weights, write_efficiency
 from published import Published, published
-from scipy.optimize import least_squares
 
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.plan import machine as machines
-from mega_trainer.plan.layer_cost import GpuThroughput
+from mega_trainer.plan.device_memory import add_device_memory
 from mega_trainer.plan.layout_candidates import generate_layout_candidates
-from mega_trainer.plan.machine import Interconnect, MachineEfficiency, load_efficiency
+from mega_trainer.plan.machine import load_efficiency
 from mega_trainer.plan.other_trainer_memory import predict_other_trainer_memory
 from mega_trainer.plan.step_time import PlannedRun
 
 GOAL = ("A100-40GB", "A100-80GB", "H100", "H100-96GB-HBM2e-500W", "B200")
-# Constants, and what they were before any fit; `large` are Hopper and Blackwell. Not fitted: `network`, `link`, `hop` and
-# `contention`, which are benchmarks/predict.py's; `memory` and `kernel`, which are benchmarks/traffic.py's; attention on Ampere,
-# by arXiv:2307.08691, and FlashAttention-2's on Hopper, by arXiv:2407.08608.
-FITTED = {
-    "ampere.bf16": 0.85, "ampere.triton": 0.35, "large.bf16": 0.75, "hopper.fp8": 0.7, "hopper.attention": 0.45,
-    "hopper.triton": 0.2, "blackwell.fp8": 0.6, "blackwell.attention": 0.45, "all.grouped": 0.7, "all.exchange": 0.7,
-    "trainer.eager": 2.0, "trainer.compiled": 1.2, "trainer.throttled": 0.8, "trainer.host": 8e-3,
-}  # fmt: skip
-GROUPS = {"large": ("hopper", "blackwell"), "all": ("ampere", "ada", "hopper", "blackwell")}
-ROUNDS = 3  # of a fit: errors are taken as linear in the constants' logarithms, each time anew
-PRIOR = 0.5  # what a constant's distance from what was known before weighs, beside a run that is as far off
-TRAINERS = {
-    "trainer.eager": 3.07,
-    "trainer.compiled": 1.31,
-    "trainer.throttled": 0.676,
-    "trainer.host": 9.15e-3,
-}  # as the last fit had them
-Constants = Mapping[str, float]
-Array = np.ndarray[Any, Any]
-
-
-def _own(constants: Constants, generation: str) -> dict[str, float]:
-    """Of one generation of GPUs."""
-    named = [(name.partition("."), value) for name, value in constants.items()]
-    return {key: value for (group, _, key), value in named if generation in GROUPS.get(group, (group,))}
-
-
-class Predictor:
-    """Predicts runs for any constants. What a pipeline waits is simulated once, and taken as a share of its stages' work."""
-
-    def __init__(self, runs: Sequence[Published], base: Mapping[str, MachineEfficiency]) -> None:
-        self.runs, self.base = runs, base
-        self.plans: dict[int, PlannedRun] = {}
-        self.waits: dict[int, float] = {}
-
-    def planned(self, run: Published, constants: Constants) -> PlannedRun:
-        """A run by those constants."""
-        generation = run.machine.generation
-        own = _own(constants, generation)
-        profile, machine = run.profile, run.machine
-        if profile.passes != 1:
-            kind = "trainer.eager" if profile.passes >= 1.5 else "trainer.compiled"
-            profile = replace(profile, passes=constants.get(kind, profile.passes))
-        if profile.host:
-            profile = replace(profile, host=constants.get("trainer.host", profile.host))
-        if run.throttled and "trainer.throttled" in constants:
-            peaks = {
-                kind: machine.get_peak_flops(kind) / 1e12 * constants["trainer.throttled"] for kind in ("bf16", "fp8")
-            }
-            machine = machine.model_copy(update={"tflops": {**peaks}})
-        efficiency = self.base[generation].model_copy(update=own)
-        if id(run) not in self.plans:
-            self.plans[id(run)] = PlannedRun.from_settings(run.model, run.run, machine, efficiency, profile)
-        interconnect, rates = (
-            Interconnect.from_machine(machine, efficiency),
-            GpuThroughput.from_machine(machine, efficiency, profile),
-        )
-        return replace(
-            self.plans[id(run)],
-            cost_model=replace(self.plans[id(run)].cost_model, interconnect=interconnect, rates=rates, profile=profile),
-        )
-
-    def seconds(self, run: Published, constants: Constants) -> float:
-        """Of a step."""
-        planned = self.planned(run, constants)
-        quick = planned.predict_minimum_time()
-        waits = quick.parts.get("pipeline bubble", 0.0)
-        if not waits:
-            return quick.seconds
-        if id(run) not in self.waits:
-            self.waits[id(run)] = planned.predict_step_time().parts.get("pipeline bubble", 0.0) / waits
-        return quick.seconds + waits * (self.waits[id(run)] - 1)
-
-    def errors(self, constants: Constants, runs: Sequence[Published] | None = None) -> Array:
-        """Logarithms of predicted over measured."""
-        return np.array([math.log(self.seconds(run, constants) / run.seconds) for run in runs or self.runs])
-
-
-@dataclass(frozen=True)
-class Slopes:
-    """Errors of all runs near some constants: at `logs` of the constants, and how they grow with each."""
-
-    names: list[str]
-    logs: Array
-    errors: Array
-    slopes: Array
-
-    @classmethod
-    def at(cls, predictor: Predictor, constants: Constants) -> Slopes:
-        """Near those."""
-        names, errors, step = list(constants), predictor.errors(constants), 0.02
-        raised = [predictor.errors({**constants, name: constants[name] * math.exp(step)}) for name in names]
-        logs = np.log([constants[name] for name in names])
-        return cls(names, logs, errors, np.stack([(other - errors) / step for other in raised], axis=1))
-
-    def fit(self, used: Array) -> dict[str, float]:
-        """Constants that predict the runs of which `used` is true best, by these slopes."""
-        before = np.log([FITTED[name] for name in self.names])
-
-        def residuals(logs: Array) -> Array:
-            errors = self.errors[used] + self.slopes[used] @ (logs - self.logs)
-            return np.concatenate([errors, PRIOR * (logs - before)])
-
-        top = [math.log(5.0) if name.startswith("trainer.") else 0.0 for name in self.names]
-        found = least_squares(
-            residuals, np.minimum(self.logs, np.array(top) - 1e-6), bounds=([math.log(0.001)] * len(top), top), loss="soft_l1",
-            f_scale=0.05,
-        )  # fmt: skip
-        return {name: float(f"{value:.3g}") for name, value in zip(self.names, np.exp(found.x), strict=True)}
+LEAST_RUNS = 3  # of a class whose error is written
 
 
 def told(errors: Sequence[float] | Array) -> dict[str, float]:
@@ -209,7 +102,8 @@ def without_context(run: Published, predictor: Predictor, constants: Constants) 
     for layout in sorted(layouts, key=PlannedRun.estimate_minimum_seconds):
         if layout.estimate_minimum_seconds() >= best:
             break
-        held = max(sum(kinds.values()) for kinds in predict_other_trainer_memory(run.model, layout.run, "megatron"))
+        kept = predict_other_trainer_memory(run.model, layout.run, "megatron")
+        held = max(sum(add_device_memory(layout.run, kinds).values()) for kinds in kept)
         best = layout.predict_step_time().seconds if held <= run.machine.usable_memory_bytes else best
     return best
 
@@ -236,83 +130,106 @@ def judged(found: Sequence[tuple[str, float, float]]) -> dict[str, Any]:
     return {"pairs": len(found), "sign_right": len(right), "size_within_a_third": len(close)}
 
 
+# What is left out together, and the classes whose errors are printed.
+HELD_OUT: dict[str, Callable[[Published], str]] = {
+    "source": lambda run: run.source,
+    "model": lambda run: run.row["model"].split()[0],
+    "machine": lambda run: run.row["gpu"],
+}
+CLASSES: dict[str, Callable[[Published], str]] = {
+    "kind": lambda run: run.kind,
+    "machine": lambda run: run.row["gpu"],
+    "precision": lambda run: run.run.precision,
+    "generation and kind": lambda run: f"{run.machine.generation} {run.kind}",
+    "source": lambda run: run.source,
+}
+
+
+def held_out_errors(predictor: Predictor, slopes: Slopes, key: Callable[[Published], str]) -> Array:
+    """Return the logarithms of predicted over measured times, each run by constants fitted without the runs of its key."""
+    runs, weights, errors = predictor.runs, run_weights(predictor.runs), np.zeros(len(predictor.runs))
+    keys = np.array([key(run) for run in runs])
+    for left_out in sorted(set(keys)):
+        tested = keys == left_out
+        constants = slopes.fit(~tested, weights)
+        errors[tested] = predictor.errors(constants, [run for run, one in zip(runs, tested, strict=True) if one])
+    return errors
+
+
+def print_worst(runs: Sequence[Published], errors: Array, count: int) -> None:
+    """Print the runs that are furthest off."""
+    for index in sorted(range(len(runs)), key=lambda i: -abs(errors[i]))[:count]:
+        run, row = runs[index], runs[index].row
+        layout = " ".join(
+            f"{name} {row[name]}" for name in ("tp", "pp", "vpp", "cp", "ep", "micro_batch", "global_batch")
+        )
+        print(f"{math.expm1(errors[index]):+7.1%}  {row['model']} {row['gpu']} x {row['gpus']}, {run.run.precision}, {layout}, "
+              f"{row['source'][:48]}")  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", type=Path)
+    parser.add_argument("runs", type=Path, nargs="+")
     parser.add_argument("--fit", action="store_true")
-    parser.add_argument("--cross-validate", action="store_true")
+    parser.add_argument("--worst", type=int, default=0, metavar="COUNT")
     options = parser.parse_args()
-    runs = list(published(options.runs))
+    runs = [run for path in options.runs for run in published(path)]
     predictor = Predictor(runs, load_efficiency())
-    constants: dict[str, float] = dict(FITTED)
-    every = np.ones(len(runs), dtype=bool)
-    if options.fit:
-        for _ in range(ROUNDS):
-            constants = Slopes.at(predictor, constants).fit(every)
-            print(constants, flush=True)
-        _write(constants)
-        predictor = Predictor(runs, load_efficiency())
-    trainers = (
-        {name: value for name, value in constants.items() if name.startswith("trainer.")} if options.fit else TRAINERS
-    )
-    errors = predictor.errors(trainers)
-    goal = [run.row["gpu"] in GOAL for run in runs]
-    mine = [run for run, counts in zip(runs, goal, strict=True) if counts]
-    results: dict[str, Any] = {
-        "constants": constants if options.fit else None,
-        "A100, H100 and B200": told([error for error, counts in zip(errors, goal, strict=True) if counts]),
-        "all": told(errors),
-        "by source": by(lambda run: run.source, runs, errors),
-        "by family": by(lambda run: run.family, runs, errors),
-        "by gpu": by(lambda run: run.row["gpu"], runs, errors),
-        "by precision": by(lambda run: run.run.precision, runs, errors),
-        "by kind": by(lambda run: "experts" if run.mixture else "dense", runs, errors),
-    }
-    tuned = list(published(options.runs, tuned=True))
+    constants, slopes = fit_constants(predictor)
+    fitted = predictor.errors(constants)
+    held_out = {name: held_out_errors(predictor, slopes, key) for name, key in HELD_OUT.items()}
+    results: dict[str, Any] = {"constants": constants, "all runs, fitted": told(fitted)}
+    for name, errors in held_out.items():
+        results[f"all runs, held-out {name}"] = told(errors)
+    for name, key in CLASSES.items():
+        fits, out = by(key, runs, fitted), by(key, runs, held_out["machine" if name == "machine" else "source"])
+        results[f"by {name}"] = {group: {"fitted": fits[group], "held out": out[group]} for group in fits}
+    results["by kind, held-out model"] = by(lambda run: run.kind, runs, held_out["model"])
+    results |= _compare_settings(runs, predictor, constants)
+    tuned = [run for path in options.runs for run in published(path, tuned=True)]
     results["fine-tuning, of which nothing is fitted"] = by(
         lambda run: "adapters" if run.run.lora else "all weights",
         tuned,
-        Predictor(tuned, load_efficiency()).errors(trainers),
+        Predictor(tuned, load_efficiency()).errors(constants),
     )
+    if options.fit:
+        write_efficiency(constants)
+        _write_errors(runs, held_out["source"])
+    for name, value in results.items():
+        print(name, yaml.safe_dump(value, sort_keys=False, default_flow_style=None, width=150), sep=": ")
+    print_worst(runs, held_out["source"], options.worst)
+    print(record.write("plan_time", results, ["scipy", "numpy"]))
+
+
+def _compare_settings(runs: Sequence[Published], predictor: Predictor, constants: Constants) -> dict[str, Any]:
+    """Return how many pairs of runs that differ in one setting are predicted right."""
+    mine, results = [run for run in runs if run.row["gpu"] in GOAL], {}
     for name, scaled in (("pairs", False), ("pairs on other numbers of GPUs", True)):
         found = [
             (setting, math.log(other.rate / one.rate),
              math.log(other.rate * other.seconds / one.rate / one.seconds
-                      * predictor.seconds(one, trainers) / predictor.seconds(other, trainers)))
+                      * predictor.seconds(one, constants) / predictor.seconds(other, constants)))
             for setting, one, other in pairs(mine, scaled=scaled)
         ]  # fmt: skip
-        found += [] if scaled else context_pairs(mine, predictor, trainers)
+        found += [] if scaled else context_pairs(mine, predictor, constants)
         each = {setting: judged([d for d in found if d[0] == setting]) for setting in SETTINGS}
         results[name] = {"all": judged(found), **{key: value for key, value in each.items() if value["pairs"]}}
-    if options.cross_validate:
-        results["cross-validated"] = crossed(predictor, runs, Slopes.at(predictor, constants))
-    for name, value in results.items():
-        print(name, yaml.safe_dump(value, sort_keys=False, default_flow_style=None, width=150), sep=": ")
-    print(record.write("plan_time", results, ["scipy", "numpy"]))
+    return results
 
 
-def crossed(predictor: Predictor, runs: Sequence[Published], slopes: Slopes) -> dict[str, Any]:
-    """Each source and each family predicted by constants that were fitted without it."""
-    table: dict[str, Any] = {}
-    for kind in ("source", "family"):
-        every: list[float] = []
-        for left_out in sorted({str(getattr(run, kind)) for run in runs}):
-            used = np.array([getattr(run, kind) != left_out for run in runs])
-            tested = [run for run, kept in zip(runs, used, strict=True) if not kept]
-            errors = predictor.errors(slopes.fit(used), tested)
-            table[f"{kind} {left_out}"] = told(errors)
-            every += [error for run, error in zip(tested, errors, strict=True) if run.row["gpu"] in GOAL]
-        table[f"each {kind} by the others, on A100, H100 and B200"] = told(every)
-    return table
-
-
-def _write(constants: Constants) -> None:
-    path = Path(machines.__file__).parent / "efficiency.yaml"
-    raw = yaml.safe_load(path.read_text())
-    for generation, figures in raw.items():
-        figures |= _own(constants, generation)
+def _write_errors(runs: Sequence[Published], errors: Array) -> None:
+    """Write the held-out errors of each class of runs: generation of GPUs, class of model and precision."""
+    classes: dict[str, dict[str, float]] = {}
+    keys: Sequence[Callable[[Published], str]] = (
+        lambda run: f"{run.machine.generation} {run.kind} {run.run.precision}",
+        lambda run: f"{run.machine.generation} {run.kind}",
+        lambda run: run.kind,
+    )
+    for key in keys:
+        classes |= {name: value for name, value in by(key, runs, errors).items() if value["runs"] >= LEAST_RUNS}
+    path = Path(machines.__file__).parent / "held_out_errors.yaml"
     head = "".join(line for line in path.read_text().splitlines(keepends=True) if line.startswith("#"))
-    path.write_text(head + yaml.safe_dump(raw, sort_keys=False, default_flow_style=None, width=200))
+    path.write_text(head + yaml.safe_dump(classes, sort_keys=False, default_flow_style=None, width=150))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from mega_common.lora_config import LoraConfig
 from mega_common.model_config import ModelConfig
 from mega_common.model_presets import load_model_preset
 from mega_trainer.plan.flops import hardware_flops, model_flops
+from mega_trainer.plan.held_out_error import classify_model
 from mega_trainer.plan.layer_cost import TrainerProfile
 from mega_trainer.plan.machine import MachineSpec, load_machine
 from mega_trainer.plan.training_layout import RecomputeKind, TrainingLayout
@@ -28,18 +29,22 @@ MAKERS = {
 }  # fmt: skip
 HABITS = {
     # Transformer Engine's kernels, collectives of tensor parallelism beside products, gradients summed in bf16
-    "megatron": TrainerProfile(tp_waited=2, dispatch="expert", gradient_bytes=2),
+    "megatron": TrainerProfile(passes=1.2, tp_waited=2, dispatch="expert", gradient_bytes=2),
     # before fused attention and sequence parallelism; element by element work mostly fused
     "megatron-2021": TrainerProfile(attention="unfused", tp_waited=10, passes=1.5),
     # PyTorch's FSDP, attention in Triton with ALiBi, nothing compiled
     "mosaic": TrainerProfile(attention="triton", passes=2.0, gradient_bytes=2),
     "torchtitan": TrainerProfile(attention="flash2", passes=1.2, tp_waited=10),
-    "nanotron": TrainerProfile(attention="flash2", passes=2.0, tp_waited=10),
+    "nanotron": TrainerProfile(
+        attention="flash2", passes=2.0, tp_waited=10, bucket_bytes=25 << 20
+    ),  # as torch's DDP has it
 }
 HOST = 8e-3  # before any fit
+LOOPED, STALL = 0.7, 2e-3  # before any fit
+PARTIAL = 0.5  # share of a layer's launches in the graphs of attention, router and preprocessing, before any fit
 GPUS = {
-    "A100-40GB": "a100-40", "A100-80GB": "a100-80", "H100": "h100", "H100-96GB-HBM2e-500W": "h100", "B200": "b200",
-    "GB200": "gb200", "H200": "h200",
+    "A100-40GB": "a100-40", "A100-80GB": "a100-80", "H100": "h100", "H100-96GB-HBM2e-500W": "h100-500w", "B200": "b200",
+    "GB200": "gb200", "H200": "h200", "GB300": "gb300", "B300": "b300", "MI300X": "mi300x",
 }  # fmt: skip
 # Models that a table names without their sizes.
 SIZES: dict[str, dict[str, object]] = {
@@ -50,6 +55,52 @@ SIZES: dict[str, dict[str, object]] = {
     "NEMOTRON-8B": {"layers": 32, "hidden": 4096, "ffn": 16_384, "heads": 32, "vocab": 256_000},
     "NEMOTRON-22B": {"layers": 40, "hidden": 6144, "ffn": 24_576, "heads": 48, "vocab": 256_000},
 }
+
+
+def _nemotron_super() -> dict[str, object]:
+    """Nemotron-3-Super: 40 layers of Mamba, 40 of experts and 8 of attention, which take the same time in any order; two
+    depths of multi-token prediction, each of attention and experts.
+    """
+    base = load_model_preset("nemotron-3-nano")
+    experts = {
+        "num_experts": 512, "top_k": 22, "ffn_hidden_size": 2688, "shared_ffn_hidden_size": 5376, "latent_size": 1024,
+        "score": "sigmoid",
+    }  # fmt: skip
+    pattern = ["mamba", "moe"] * 40 + ["attention"] * 8
+    return {
+        **base, "layers": [*pattern, *["attention+moe"] * 2], "num_layers": len(pattern), "mtp_layers": 2, "hidden_size": 4096,
+        "mamba": {**base["mamba"], "num_heads": 128}, "moe": experts,
+    }  # fmt: skip
+
+
+def _kimi() -> dict[str, object]:
+    """Kimi K2 (arXiv:2507.20534): DeepSeek-V3's layers, with half the heads and half as many experts again."""
+    base = load_model_preset("deepseek-v3")
+    moe = {**base["moe"], "num_experts": 384, "layers": list(range(1, 61)), "groups": 1, "top_groups": 1}
+    return {**base, "num_attention_heads": 64, "vocab_size": 163_840, "mtp_layers": 0, "moe": moe}
+
+
+def _larger(name: str, layers: int, **changed: object) -> dict[str, object]:
+    """A preset's family at another size."""
+    return {**load_model_preset(name), "num_layers": layers, **changed}
+
+
+# Models of presets, or of a preset's family.
+FAMILIES: dict[str, Callable[[], dict[str, object]]] = {
+    "Qwen3-30B-A3B": lambda: load_model_preset("qwen3-30b-a3b"),
+    "Qwen3-235B-A22B": lambda: _larger(
+        "qwen3-30b-a3b", 94, hidden_size=4096, num_attention_heads=64, ffn_hidden_size=12_288,
+        moe={"num_experts": 128, "top_k": 8, "ffn_hidden_size": 1536},
+    ),
+    "GPT-OSS-120B": lambda: _larger(
+        "gpt-oss-20b", 36, full_attention_layers=list(range(1, 36, 2)),
+        moe={"num_experts": 128, "top_k": 4, "ffn_hidden_size": 2880, "router_bias": True},
+    ),
+    "Llama3.1-405B": lambda: load_model_preset("llama3-405b"),
+    "Nemotron-3-Nano": lambda: load_model_preset("nemotron-3-nano"),
+    "Nemotron-3-Super": _nemotron_super,
+    "Kimi-K2": _kimi,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -87,9 +138,14 @@ class Published:
         return found[0].lower() if found else "?"
 
     @property
-    def throttled(self) -> bool:
-        """Whether its GPUs get less power than their data sheet's: torchtitan's H100s 500 W, and torchao's are like these."""
-        return "500W" in self.row["gpu"] or "torchao" in self.row["source"]
+    def fusion(self) -> str:
+        """How far its elementwise kernels are fused: by hand, by a compiler, or not at all."""
+        return "fused" if self.maker == "megatron" else "eager" if self.profile.passes >= 1.5 else "compiled"
+
+    @property
+    def kind(self) -> str:
+        """Class of its model, for which errors are reported."""
+        return classify_model(self.model)
 
     @property
     def mixture(self) -> bool:
@@ -107,8 +163,11 @@ def published(path: Path, *, tuned: bool = False) -> Iterator[Published]:
     """
     with path.open(encoding="utf-8") as file:
         for row in csv.DictReader(file):
-            left_out = ("LoRA" in row["source"] or "SFT" in row["source"]) is not tuned or "FP4" in row["precision"]
-            if row["gpu"] in GPUS and maker_of(row) and not left_out and (row["tp"] or row["pp"] or row["dp"]):
+            left_out = ("LoRA" in row["source"] or "SFT" in row["source"]) is not tuned
+            known = (
+                row["gpu"] in GPUS and "power-limited" not in row["source"]
+            )  # to a limit that the source does not give
+            if known and maker_of(row) and not left_out and (row["tp"] or row["pp"] or row["dp"]):
                 found = _published(row)
                 if found is not None:
                     yield found
@@ -120,9 +179,8 @@ def _published(row: Row) -> Published | None:
     if model is None or not gpus:
         return None
     run = _run(row, model, seq, gpus)
-    machine = load_machine(GPUS[row["gpu"]])
-    if "HBM2e" in row["gpu"]:
-        machine = machine.model_copy(update={"memory_gb": 96.0, "memory_gb_s": 2400.0})
+    # torchao's H100s are of the cluster that torchtitan's documents describe, whose limit is 500 W
+    machine = load_machine("h100-500w" if (row["gpu"], maker_of(row)) == ("H100", "torchtitan") else GPUS[row["gpu"]])
     rate = _rate(row, model, seq, machine)
     if not rate:
         return None
@@ -130,18 +188,28 @@ def _published(row: Row) -> Published | None:
     profile = HABITS[maker_of(row)]
     if "eager" in row["source"]:
         profile = replace(profile, passes=2.0)
-    if "Bridge" in row["source"]:  # whose recipes use DeepEP or HybridEP
-        profile = replace(profile, dispatch="node")
-    if (
-        model.moe
-        and maker_of(row) == "megatron"
-        and "tokendrop" not in row["source"]
-        and not row["gpu"].startswith("GB")
-    ):
-        profile = replace(profile, host=HOST)  # Bridge's recipes capture graphs for GB200 alone; NeMo's none
+    if "Bridge" in row["source"]:  # whose recipes use DeepEP or HybridEP, and hide the exchange wherever a pipeline is
+        profile = replace(profile, dispatch="node", hides_dispatch=run.pp > 1)
+    if model.moe and maker_of(row) == "megatron" and "tokendrop" not in row["source"]:
+        graphs = _graphs(row)
+        kernels = (
+            {} if graphs == 1.0 else {"looped": LOOPED, "stall": STALL}
+        )  # whole graphs need one kernel for all experts
+        profile = replace(profile, host=HOST, graphs=graphs, **kernels)
     if "async" in row["source"].lower():
         profile = replace(profile, tp_waited=4)
     return Published(row, model, run, machine, profile, gpus, tokens / gpus / rate)
+
+
+def _graphs(row: Row) -> float:
+    """Share of launches that graphs replay: Bridge's recipes for Blackwell capture attention, router and preprocessing, from
+    26.06 on with MXFP8 whole iterations, but for hybrids; NeMo's capture none, and few of those for H100.
+    """
+    release = re.search(r"Bridge (\d+\.\d+)", row["source"])
+    if release is None or row["gpu"] == "H100":
+        return 0.0
+    whole = float(release[1]) >= 26.06 and row["precision"] == "MXFP8" and "Nemotron" not in row["model"]
+    return 1.0 if whole else PARTIAL
 
 
 def _rate(row: Row, model: ModelConfig, seq: int, machine: MachineSpec) -> float:
@@ -179,8 +247,13 @@ def _run(row: Row, model: ModelConfig, seq: int, gpus: int) -> TrainingLayout:
         seq, micro, max(1, batch // (dp * micro)), tp=tp, sp=tp > 1 and maker != "megatron-2021", pp=pp,
         virtual_stages=virtual, cp=cp, ep=ep, expert_tp=expert_tp, dp=dp, zero=3 if fully else 1,
         lora=LoraConfig().model_dump_json() if "LoRA" in source else None,
-        precision="fp8" if "fp8" in row["precision"].lower() else "bf16", recompute=recompute, modules=modules,
+        precision=_precision(row), recompute=recompute, modules=modules,
     )  # fmt: skip
+
+
+def _precision(row: Row) -> str:
+    told = row["precision"].lower()
+    return "nvfp4" if "fp4" in told else "fp8" if "fp8" in told else "bf16"
 
 
 def _recompute(row: Row, maker: str) -> tuple[RecomputeKind, tuple[str, ...]]:
@@ -188,6 +261,8 @@ def _recompute(row: Row, maker: str) -> tuple[RecomputeKind, tuple[str, ...]]:
         row = {**row, "recompute": "full" if row["model"] == "Llama3-70B" else "selective"}
     if row["recompute"].startswith("full"):
         return "full", ()
+    if "Bridge" in row["source"] and not row["recompute"] and row["model"].startswith("GPT-OSS"):
+        return "selective", ("norm", "activation")
     if row["recompute"] == "selective" and maker == "torchtitan":  # every second product, all between them
         return "selective", ("norm", "activation", "mlp")
     return "none", ()
@@ -205,8 +280,8 @@ def model_of(row: Row) -> ModelConfig | None:
         return ModelConfig.parse(
             {**raw, "mtp_layers": further, "moe": {**raw["moe"], "layers": list(range(3, raw["num_layers"] + further))}}
         )
-    if name == "Qwen3-30B-A3B":
-        return ModelConfig.parse(load_model_preset("qwen3-30b-a3b"))
+    if name in FAMILIES:
+        return ModelConfig.parse(FAMILIES[name]())
     sizes: Mapping[str, object] = SIZES.get(name.upper()) or row
     if not (sizes["layers"] and sizes["hidden"] and sizes["heads"]):
         return None

@@ -41,7 +41,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mega_common.model_config import ModelConfig
-from mega_trainer.data.micro_batch import SequenceBounds
+from mega_trainer.data.micro_batch import DocumentBounds
 from mega_trainer.distributed.comm import CommGroup
 from mega_trainer.distributed.process_groups import ParallelGroups
 from mega_trainer.kernels import blockwise_attention, gemm_accumulation, grouped_gemm
@@ -64,7 +64,7 @@ from mega_trainer.optim.adamw import AdamWUpdateRule
 from mega_trainer.optim.sharded_optimizer import ShardedOptimizer
 from mega_trainer.parallel import async_all_to_all, expert_parallel, gradient_buckets, nvshmem_dispatch
 from mega_trainer.parallel import context_parallel as context
-from mega_trainer.parallel.expert_routing import StepRouting
+from mega_trainer.parallel.expert_routing import MicroBatchRouting
 from mega_trainer.parallel.nvshmem_dispatch import NvshmemDispatcher
 from mega_trainer.parallel.te_dispatch import TransformerEngineDispatcher
 from mega_trainer.parallel.zero_buffers import ZeroConfig, flatten_parameters
@@ -466,7 +466,7 @@ def attention(traffic: Traffic, length: int) -> None:
     documents = np.repeat(np.arange(8), length // 8)[None]
     for name, begins in (
         ("plain", None),
-        ("eight documents", SequenceBounds.from_positions(documents, documents).document_starts),
+        ("eight documents", DocumentBounds.from_positions(documents, documents).document_starts),
     ):
         with traffic.silence():
             mask = SequenceMask(length, CPU, begins).mask_for_window(None)
@@ -529,7 +529,7 @@ def experts(traffic: Traffic, length: int) -> dict[str, dict[str, float]]:
                 )
                 layer = MixtureOfExperts(build, 0)
                 x = _bf16(traffic, 1, length, config.hidden_size)
-                context = ForwardContext(SequenceMask(length, CPU), routing=StepRouting(None, None, 1.0, 1.0))
+                context = ForwardContext(SequenceMask(length, CPU), routing=MicroBatchRouting(None, None, 1.0, 1.0))
             with wire.instead(traffic):
                 _both_ways(traffic, region, lambda layer=layer, x=x, context=context: layer(x, context))
             row = 4 * rows * (ranks - 1) * 2 * config.hidden_size

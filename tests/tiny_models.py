@@ -261,6 +261,63 @@ VARIANTS |= {
     "gpt2-multi-query": {**GPT2, "num_kv_heads": 1},
 }  # fmt: skip
 
+_EACH: dict[str, Any] = {**MOE, "score": "sigmoid", "selection_bias": True}
+VARIANTS |= {
+    "minimax-m2": {
+        "moe": _EACH, "qk_norm": True, "qk_norm_span": "all", "num_kv_heads": 2, "head_dim": 12, "rope": {"fraction": 0.5},
+    },
+    "glm4-moe-lite": {**LATENT, "moe": {**V3, "layers": [0]}},
+    "dots1": {"moe": {**V3, "layers": [1]}, "qk_norm": True, "sliding_window": 7, "full_attention_layers": [0]},
+    "exaone-moe": {
+        "moe": {**V3, "layers": [1]}, "qk_norm": True, "num_kv_heads": 2, "sliding_window": 7, "full_attention_layers": [1],
+        "no_rope_layers": [1],
+    },
+    "solar-open": {"moe": {**V3, "layers": None}, "head_dim": 10, "num_kv_heads": 2, "qkv_bias": True},
+    "hy3": {"moe": {**_EACH, "shared_ffn_hidden_size": 24, "scaling": 2.5, "layers": [0]}, "qk_norm": True, "head_dim": 10},
+    "afmoe": {
+        "moe": {**_EACH, "shared_ffn_hidden_size": 24, "layers": [1]}, "qk_norm": True, "head_dim": 10, "attention_gate": True,
+        "norm_position": "both", "scale_embeddings": True, "sliding_window": 7, "full_attention_layers": [0],
+        "no_rope_layers": [0],
+    },
+    "vaultgemma": {**GEMMA2, "norm_position": "pre"},
+    "flex-olmo": {**OLMO2, "moe": {**MOE, "normalize": False}},
+    "mellum": {
+        "moe": {**MOE, "layers": [1]}, "qk_norm": True, "num_kv_heads": 2, "sliding_window": 7, "full_attention_layers": [0],
+        "local_rope": {"theta": 100.0},
+    },
+    "ernie-moe": {
+        "moe": {**MOE, "selection_bias": True, "shared_ffn_hidden_size": 24, "layers": [1]}, "tie_embeddings": True,
+        "rope": {"interleaved": True},
+    },
+    "granite-shared": {**_GRANITE, "moe": {**MOE, "shared_ffn_hidden_size": 20}},
+    "granite-sinks": {
+        **_GRANITE, "attention_sinks": True, "sliding_window": 7, "full_attention_layers": [0], "no_rope_layers": [0],
+        "local_rope": {"theta": 100.0},
+    },
+    "granite-sinks-moe": {**_GRANITE, "attention_sinks": True, "moe": {**MOE, "shared_ffn_hidden_size": 20}},
+    "hyperclovax": {**_GRANITE, "norm_position": "both"},
+    "opt": {
+        "norm": "layernorm", "position": "learned", "position_offset": 2, "activation": "relu", "tie_embeddings": True, **_BIASES,
+    },
+}  # fmt: skip
+
+VARIANTS |= {
+    "ministral3": {"rope": {**YARN, "original_max_position": 8, "query_scaling": 0.3}, "head_dim": 10, "num_kv_heads": 2},
+    "hunyuan": {"qk_norm": True, "qk_norm_after_rope": True, "num_kv_heads": 2},
+    "hunyuan-moe": {
+        "qk_norm": True, "qk_norm_after_rope": True, "moe": {**MOE, "ffn_hidden_size": 40, "shared_ffn_hidden_size": 40},
+    },
+    "phi": {**_SIDE_BY_SIDE, **_BIASES, "head_bias": True, "activation": "gelu_tanh", "hidden_size": 32, "rope": {"fraction": 0.5}},
+    "gptj": {
+        **_SIDE_BY_SIDE, "head_bias": True, "activation": "gelu_tanh", "mlp_bias": True,
+        "rope": {"fraction": 4 / 6, "interleaved": True},
+    },
+    "bloom": {
+        "norm": "layernorm", "position": "alibi", "embedding_norm": True, "activation": "gelu_tanh", "tie_embeddings": True,
+        "ffn_hidden_size": 96, **_BIASES,
+    },
+}  # fmt: skip
+
 _MAMBA: dict[str, Any] = {"num_heads": 6, "head_dim": 8, "state_size": 5, "num_groups": 2, "chunk_size": 8}
 _ONE_HALF: dict[str, Any] = {"activation": "relu2", "position": "none", "head_dim": 10, "mamba": _MAMBA}
 _RELU_MOE: dict[str, Any] = {
@@ -343,7 +400,9 @@ def variant(name: str) -> ModelConfig:
 def cases() -> list[tuple[ModelFamily, str]]:
     """Every family with every variant that it can express; one of hybrids with hybrids alone."""
     models = {name: variant(name) for name in VARIANTS}
-    hybrids = {family.name for family in FAMILIES if any("layers" in entry.covered_fields for entry in family.entries)}
+    hybrids = {
+        family.name for family in FAMILIES if any("layers" in entry.handled_model_fields for entry in family.entries)
+    }
     return [
         (family, name)
         for family in FAMILIES

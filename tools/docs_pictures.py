@@ -1,6 +1,8 @@
-"""Make the pictures of README and docs (report.png, plan.png, top.png) from a small run of four ranks and from a plan.
+"""Make the pictures of README and docs (report.png, plan.png, top.png, doctor.png) from a small run of four ranks, from a plan
+and from an examination of this machine.
 
-`python tools/docs_pictures.py FOLDER` works in the new folder FOLDER, takes about five minutes, and needs chromium.
+`python tools/docs_pictures.py FOLDER` works in the new folder FOLDER, takes about six minutes, and needs chromium;
+`python tools/docs_pictures.py FOLDER doctor` makes only doctor.png.
 """
 
 from __future__ import annotations
@@ -13,8 +15,10 @@ import time
 from pathlib import Path
 from pydoc_data.topics import topics
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 
+from mega_cli.doctor import render_results
+from mega_trainer.doctor.check_result import CheckResult
 from mega_trainer.pages.run_log import RunLog
 from mega_trainer.pages.terminal_view import TAIL, render_run_view
 
@@ -37,10 +41,13 @@ output: {RUN}
 """
 
 
-def main(folder: str) -> None:
+def main(folder: str, only: str = "") -> None:
     """Train the run in `folder`, and write the pictures to docs/."""
     Path(folder).mkdir(parents=True)
     os.chdir(folder)
+    picture_doctor()
+    if only == "doctor":
+        return
     prepare_data()
     Path("run.yaml").write_text(RUN_YAML)
     training = subprocess.Popen(["mega", "train", "run.yaml", "--nproc", "4"])
@@ -82,13 +89,26 @@ def steps_done() -> int:
 
 def picture_terminal() -> None:
     """Write top.png: the view of `mega top` at this moment."""
+    view = render_run_view(RunLog.read_folder(RUN, tail=TAIL), time.time())
+    screenshot(draw_terminal(view, f"mega top {RUN}", 112), "top.png", 1400, 668)
+
+
+def picture_doctor() -> None:
+    """Write doctor.png: the table of `mega doctor` on four ranks of this machine."""
+    mega("doctor", "--nproc", "4", "--json", "doctor.json")
+    checks = json.loads(Path("doctor.json").read_text())["checks"]
+    table = render_results([CheckResult.from_json(check) for check in checks])
+    screenshot(draw_terminal(table, "mega doctor --nproc 4", 124), "doctor.png", 1400, 2012)
+
+
+def draw_terminal(view: RenderableType, title: str, width: int) -> Path:
+    """Return a page that shows `view` as a terminal of `width` columns does."""
     with open(os.devnull, "w") as nowhere:
-        console = Console(record=True, width=112, file=nowhere, force_terminal=True)
-        console.print(render_run_view(RunLog.read_folder(RUN, tail=TAIL), time.time()))
-    svg = console.export_svg(title=f"mega top {RUN}")
-    page = Path("top.html")
-    page.write_text(f"<style>body{{margin:0}} svg{{width:1400px}}</style>{svg}")
-    screenshot(page, "top.png", 1400, 668)
+        console = Console(record=True, width=width, file=nowhere, force_terminal=True)
+        console.print(view)
+    page = Path(f"{title.split()[1]}.html")
+    page.write_text(f"<style>body{{margin:0}} svg{{width:1400px}}</style>{console.export_svg(title=title)}")
+    return page
 
 
 def screenshot(page: Path, picture: str, width: int, height: int) -> None:

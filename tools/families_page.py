@@ -5,12 +5,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING
 from transformers.models.auto import modeling_auto
+from transformers.models.auto.configuration_auto import model_type_to_module_name
 
 from mega_ckpt.families import FAMILIES, VISION_FAMILIES
 
@@ -30,13 +33,42 @@ MODELS = {
     "Encoder-decoder models": modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
     "Vision-language models": modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 }
+# What a type lacks, by patterns of the keys of its configuration and of the names of its modules; the first that match.
+REASONS: tuple[tuple[str, str], ...] = (
+    (r"key:(audio_config|sampling_rate|codec_|num_codebooks|max_source_positions)", "sound"),
+    (r"key:(vision_config|vq_config|vision_feature_layer|image_token_id)", "a vision encoder or projector of its own"),
+    (r"key:(index_topk|index_n_heads|indexer_types)|module:.*Indexer", "sparse attention with an indexer"),
+    (r"key:(hc_mult|hc_eps)|module:.*Hyper[Cc]onnection", "hyper-connections"),
+    (r"module:.*(KimiDelta|DeltaAttention|KDA)", "delta attention with a gate per channel"),
+    (r"module:.*LightningAttention", "lightning (linear) attention"),
+    (r"key:(conv_L_cache)|module:.*ShortConv", "short convolutions as mixers"),
+    (r"key:(mamba_dt_rank|time_step_rank|state_size|mamba_d_state|ssm_)|module:.*(Mamba|SSM)", "Mamba-1, or Mamba in a layer of another form"),
+    (r"module:.*(Rwkv|xLSTM|mLSTM|RecurrentBlock|RGLRU|Lru)", "another recurrent mixer"),
+    (r"key:(attention_chunk_size|no_rope_layer_interval)|module:.*ChunkedAttention", "chunked attention"),
+    (r"key:(hidden_size_per_layer_input|altup_|laurel_)", "embeddings in every layer"),
+    (r"module:.*(Differential|DiffAttn)|key:lambda_std_dev", "differential attention"),
+    (r"key:(num_hashes|lsh_|axial_pos|block_size|num_random_blocks)", "hashed or block-sparse attention"),
+    (r"key:(xielu)|default:xielu", "the activation xIELU"),
+    (r"function:sparsemixer", "SparseMixer routing"),
+    (r"key:(zero_expert_num|num_zero_experts)", "experts that compute nothing"),
+    (r"key:(num_attention_heads_per_layer|num_kv_heads_per_layer|attention_value_scale)", "heads that differ by layer or by value size"),
+    (r"key:(clip_qkv)", "clipped queries, keys and values"),
+    (r"module:.*(ByteLatent|Patcher|GlobalTransformer)", "byte patches"),
+    (r"key:(ngram|split_ngram)", "n-gram embeddings"),
+    (r"key:(linear_num_key_heads|linear_key_head_dim)", "gated delta nets in a layer of another form"),
+    (r"key:(alibi|attn_config)", "ALiBi in a block of another form"),
+    (r"key:(is_encoder_decoder=True|encoder_layers)", "an encoder-decoder model, or its decoder alone"),
+    (r"key:(type_vocab_size|relative_attention|position_biased_input)", "an encoder's block of another form"),
+    (r"key:kv_lora_rank", "latent attention in a block of another form"),
+    (r"key:(moe|num_experts|num_local_experts|n_routed_experts)", "a router or experts of another form"),
+)  # fmt: skip
 HEAD = """# Model families
 
 `python tools/families_page.py` writes this page from the declarations in `mega_ckpt.families`; a test compares the two. Do not edit.
 
 Every family converts in both directions: `mega ckpt convert FOLDER out --to mega` and back with `--to hf`. The round trip
-gives byte-identical weight files, and logits agree with transformers {version} to 1e-5 in fp32
-(`tests/ckpt/test_hf.py`, `tests/interop/test_hf_logits.py`). The family of a folder is the `model_type` of its config.json.
+gives byte-identical weight files, and logits agree with transformers {version} to 1e-5 in fp32; for decoders also the loss,
+all gradients and greedy text (`tests/ckpt/test_convert.py`, `tests/interop/test_hf_logits.py`, `test_hf_families.py`). The family of a folder is the `model_type` of its config.json.
 """
 SETTINGS = """
 ## Differences from transformers
@@ -85,6 +117,43 @@ def table(rows: list[tuple[str, str, str]]) -> Iterator[str]:
         yield f"| `{name}` | `{architecture}`{note} |"
 
 
+def list_features(model_type: str) -> Iterator[str]:
+    """Yield the keys of a type's configuration (`key:name`), its text settings (`default:value`), and the classes
+    (`module:name`) and functions (`function:name`) of its modelling code.
+    """
+    for key, value in vars(CONFIG_MAPPING[model_type]()).items():
+        yield f"key:{key}={value is True}"
+        if isinstance(value, str):
+            yield f"default:{value}"
+    folder = Path(transformers.__file__).parent / "models" / model_type_to_module_name(model_type)
+    for path in sorted(folder.glob("modeling_*.py")):
+        for word, name in re.findall(r"^(class|def) (\w+)", path.read_text(encoding="utf-8"), re.MULTILINE):
+            yield f"{'module' if word == 'class' else 'function'}:{name}"
+
+
+def missing_parts(model_type: str) -> str:
+    """Return what mega lacks for a type of transformers, by `REASONS`, else the keys of its configuration that no
+    supported family has.
+    """
+    try:
+        features = sorted(set(list_features(model_type)))
+    except (
+        StrictDataclassError,
+        TypeError,
+        ValueError,
+    ) as error:  # some configurations cannot be made without arguments
+        return f"transformers makes no configuration of it without settings ({type(error).__name__})"
+    found = [text for pattern, text in REASONS if any(re.match(pattern, feature) for feature in features)]
+    if found:
+        return "; ".join(found[:3])
+    known = frozenset().union(*(family.known_keys for family in FAMILIES))
+    keys = {feature.split(":")[1].split("=")[0] for feature in features if feature.startswith("key:")}
+    unknown = sorted(key for key in keys - known if not key.startswith("_"))
+    if not unknown:
+        return "a block of another form; its settings are known"
+    return "settings that no supported family has: " + ", ".join(f"`{key}`" for key in unknown[:6])
+
+
 def families_page() -> str:
     """Return the text of docs/families.md."""
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
@@ -92,14 +161,21 @@ def families_page() -> str:
     rows = supported()
     for kind, title in KINDS.items():
         lines += [f"## {title}", "", *table(rows[kind]), ""]
+    aliases = {name: family.name for family in FAMILIES for name in family.aliases}
+    lines += [f"`{name}` is read as `{of}`." for name, of in sorted(aliases.items())] + [""]
     known = {name for kind in rows.values() for family in kind for name in (family[0], family[2])}
+    same = {name for name in CONFIG_MAPPING if CONFIG_MAPPING[name].model_type in known}
     lines += ["## Models that are not supported", ""]
     lines += [
-        f"These `model_type`s of transformers {transformers.__version__} are refused with the nearest supported name."
+        f"These `model_type`s of transformers {transformers.__version__} are refused with the nearest supported name. What they",
+        "lack is derived from their configuration and modelling code.",
     ]
+    listed = known | same
     for title, names in MODELS.items():
-        missing = ", ".join(f"`{name}`" for name in sorted(set(names) - known))
-        lines += ["", f"**{title}:** {missing}."]
+        missing = sorted(set(names) - listed)
+        listed |= set(missing)
+        lines += ["", f"### {title}", "", "| `model_type` | lacks |", "|---|---|"]
+        lines += [f"| `{name}` | {missing_parts(name)} |" for name in missing]
     return "\n".join([*lines, SETTINGS])
 
 

@@ -61,8 +61,8 @@ def show_command(
         typer.echo(json.dumps([asdict(part) for part in parts], ensure_ascii=False))
         return
     console = Console(highlight=False, soft_wrap=True)
-    for description in _describe_raw_data(run) if run else []:
-        console.print(description)
+    for note in _describe_raw_data(run) if run else []:
+        console.print(note)
     for part in parts:
         console.print(_heading(part), style="bold")
         for line in _format_tokens(part):

@@ -106,8 +106,8 @@ def evaluate_tasks(
     sharing: ReplicaLayout,
     nproc: int | None,
 ) -> None:
-    """Run lm-evaluation-harness tasks on a model: in this process if it is a rank or the only one, else on `nproc`
-    ranks started here.
+    """Run lm-evaluation-harness tasks on a model and write the results file: in this process if it is a rank or the
+    only one, else on `nproc` ranks started here.
     """
 
     with join_model_ranks(sharing, nproc, model_settings.device, WAIT_SECONDS) as ranks:

@@ -40,7 +40,7 @@ class FileRecord(StrictConfig):
 
 
 class FileDigests:
-    """SHA-256 digests of files with paths relative to `base`. Pass `records` to a later run as `known`, so that
+    """SHA-256 digests of files with paths relative to `base`. Pass `records` of one run to the next as `known`, so that
     unchanged files are not read again.
 
     A file with the size and modification time of a known record is not read again.
@@ -81,9 +81,7 @@ class FileDigests:
 
 
 def expand_patterns(base: Path, patterns: Iterable[str]) -> Iterator[str]:
-    """Yield the names of all files that `patterns` match: files, all files in folders, and globs; as `relative_path_name`
-    returns them.
-    """
+    """Yield the names, relative to `base`, of all files that `patterns` match: files, all files in folders, and globs."""
     for pattern in patterns:
         exists = os.path.exists(base / pattern)  # Path.exists raises for text that is too long for a name
         for found in [pattern] if exists else glob.glob(pattern, root_dir=base, recursive=True):

@@ -22,6 +22,7 @@ from mega_cli import (
     compare,
     data,
     demo,
+    doctor,
     embed,
     generate,
     launch,
@@ -87,6 +88,7 @@ def build_typer_app() -> typer.Typer:
     app.command("report", epilog=report.EXAMPLES)(report.report_command)
     app.command("top", epilog=top.EXAMPLES)(top.top_command)
     app.command("demo", epilog=demo.EXAMPLES)(demo.demo_command)
+    app.command("doctor", epilog=doctor.EXAMPLES)(doctor.doctor_command)
     app.add_typer(launch.app, name="launch")
     return app
 

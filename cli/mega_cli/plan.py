@@ -10,8 +10,8 @@ import typer
 
 if TYPE_CHECKING:
     from mega_trainer.config.run_config import RunConfig
+    from mega_trainer.plan.machine import MachineSpec
 
-HTML_LAYOUTS = 16  # layouts of a search in the HTML page
 EXAMPLES = """Examples:
 
   mega plan run.yaml --ranks 64
@@ -21,6 +21,10 @@ EXAMPLES = """Examples:
   mega plan run.yaml --machine h100-ib --ranks 1024 --tokens 15T
 
   mega plan run.yaml --machine h100 --ranks 512 --search --precision fp8 --write run-512.yaml
+
+  mega plan run.yaml --machine h100 --ranks 512 --search --why "tp 8 pp 4 micro 2"
+
+  mega plan run.yaml --machine h100 --price 2.5 --tokens 2T --within 30d --under 3M
 
   mega plan runs/mine/run.yaml --machine h100 --ranks 64 --fit runs/mine/metrics.jsonl > our-h100.yaml
 
@@ -63,6 +67,20 @@ def plan_command(
             help="With --machine: also predict hours, and the cost if the machine has a price, for this number of tokens, e.g. 300B or 15T."
         ),
     ] = None,
+    within: Annotated[
+        str | None,
+        typer.Option(
+            help="With --tokens: the most time, e.g. 30d or 12h. Without --ranks, find the fewest ranks that meet it."
+        ),
+    ] = None,
+    under: Annotated[
+        str | None,
+        typer.Option(help="With --tokens and a price: the most cost, e.g. 500k. Without --ranks, as --within."),
+    ] = None,
+    price: Annotated[
+        float | None,
+        typer.Option(min=0.0, help="With --machine: price of one GPU per hour, in any currency, e.g. 2.5."),
+    ] = None,
     search: Annotated[
         bool,
         typer.Option(
@@ -74,6 +92,13 @@ def plan_command(
         Path | None,
         typer.Option(
             help="With --search: write a run.yaml with the fastest layout to this new file.", show_default=False
+        ),
+    ] = None,
+    why: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LAYOUT",
+            help='With --search: explain why this layout is not the fastest one, e.g. "tp 8 pp 4 micro 2".',
         ),
     ] = None,
     precision: Annotated[
@@ -106,59 +131,105 @@ def plan_command(
     from mega_common.errors import ConfigError
     from mega_trainer.config.run_config import load_plan_config
 
-    if machine is None and (tokens is not None or search or fit is not None):
-        given = "--search" if search else "--fit" if fit is not None else "--tokens"
-        raise ConfigError(
-            f"{given} requires --machine, because times depend on the machine",
-            hint="add --machine, e.g. --machine h100",
-        )
-    if precision and not search:
-        raise ConfigError(
-            f"--precision {precision[0]} requires --search",
-            hint=f"add --search; to plan the run in this precision, use --set precision={precision[0]}",
-        )
-    if write is not None and not search:
-        raise ConfigError(f"--write {write} requires --search", hint="add --search")
-    if write is not None and write.exists():
-        raise ConfigError(f"--write {write}: the file exists already", hint="choose a new file name")
+    _check_options(
+        machine, search, tokens=tokens, fit=fit, within=within, under=under, why=why, precision=precision, write=write
+    )
     config = load_plan_config(run, set_ or [])
+    if config.model.transformers is not None:
+        raise ConfigError(
+            f"{run}: mega plan is not supported with model.implementation = transformers: neither memory, time nor FLOPs of "
+            "its module are predicted",
+            hint="measure: mega train --find-micro-batch, or a few steps with train.steps=20",
+        )
+    name = machine or ""
+    spec, limits = _load_machine(machine, price), None
+    if tokens is not None:
+        from mega_trainer.plan.run_budget import BudgetLimits
+
+        limits = BudgetLimits.parse(tokens, within, under)
+        if under is not None and spec is not None and spec.price is None:
+            raise ConfigError(
+                "--under requires a price of the machine", hint="add --price, the price of a GPU per hour"
+            )
+    layouts = None
+    if spec is not None and limits is not None and ranks is None and (within or under):
+        from mega_cli.plan_search import find_ranks_for_budget
+
+        ranks, layouts = find_ranks_for_budget(config, spec, limits, precision or [])
     ranks = ranks or config.parallel_rules.minimum_ranks
-    if machine is not None and search:
-        from mega_cli.plan_prediction import SHOWN, describe_layouts, search_layouts, write_layout_yaml
+    if spec is not None and (search or layouts is not None):
+        from mega_cli.plan_search import report_layouts
 
-        layouts = search_layouts(config, ranks, machine, SHOWN if html is None else HTML_LAYOUTS, precision or [])
-        if html is not None:
-            from mega_cli.plan_prediction import write_search_html
-
-            write_search_html(html, run, config, ranks, machine, tokens, layouts)
-        if write is not None:
-            write_layout_yaml(config, layouts[0], write)
-        print(describe_layouts(config, ranks, machine, layouts[:SHOWN], as_json=as_json))
+        text = report_layouts(
+            config, ranks, spec, name, layouts, run=run, precisions=precision or [], limits=limits, why=why, html=html,
+            write=write, as_json=as_json,
+        )  # fmt: skip
+        print(text)
         return
     config.check_world_size(ranks)
-    if machine is not None and fit is not None:
+    if spec is not None and fit is not None:
         from mega_cli.plan_prediction import fit_machine
 
-        print(fit_machine(config, ranks, machine, fit))
+        print(fit_machine(config, ranks, spec, name, fit))
         return
     from mega_cli.plan_prediction import describe_plan
 
     plan = describe_plan(config, ranks, draw)
     if like is not None:
         plan |= {"like": like, "memory_bytes": _memory_like(config, ranks, like)}
-    if machine is not None:
+    if spec is not None:
         from mega_cli.plan_prediction import predict_run
 
-        plan["time"] = predict_run(config, ranks, machine, tokens, plan["memory_bytes"])
+        plan["time"] = predict_run(config, ranks, spec, name, limits, plan["memory_bytes"])
     if html is not None:
         from mega_cli.plan_prediction import write_plan_html
 
-        write_plan_html(html, run, config, ranks, plan)
+        write_plan_html(html, run, config, ranks, spec, plan)
     print(json.dumps(plan, indent=1) if as_json else _format_plan(plan))
+
+
+def _load_machine(name: str | None, price: float | None) -> MachineSpec | None:
+    """Return the machine of `--machine`, with the price of `--price` if given, or None without one."""
+    if name is None:
+        return None
+    from mega_trainer.plan.machine import load_machine
+
+    machine = load_machine(name)
+    return machine if price is None else machine.model_copy(update={"price": price})
+
+
+def _check_options(machine: str | None, search: bool, **given: object) -> None:
+    """Raise ConfigError for an option without the other options that it requires."""
+    from mega_common.errors import ConfigError
+
+    named = ["--search"] if search else []
+    named += [f"--{option}" for option in ("fit", "tokens", "within", "under") if given[option] is not None]
+    if machine is None and named:
+        raise ConfigError(
+            f"{named[0]} requires --machine, because times depend on the machine",
+            hint="add --machine, e.g. --machine h100",
+        )
+    for option in ("within", "under"):
+        if given[option] is not None and given["tokens"] is None:
+            raise ConfigError(f"--{option} {given[option]} requires --tokens", hint="add --tokens, e.g. --tokens 2T")
+    budget = given["within"] is not None or given["under"] is not None
+    precision, write = given["precision"], given["write"]
+    if precision and not (search or budget):
+        first = precision[0] if isinstance(precision, list) else precision
+        raise ConfigError(
+            f"--precision {first} requires --search",
+            hint=f"add --search; to plan the run in this precision, use --set precision={first}",
+        )
+    for option in ("write", "why"):
+        if given[option] is not None and not (search or budget):
+            raise ConfigError(f"--{option} {given[option]} requires --search", hint="add --search")
+    if isinstance(write, Path) and write.exists():
+        raise ConfigError(f"--write {write}: the file exists already", hint="choose a new file name")
 
 
 def _memory_like(config: RunConfig, ranks: int, like: str) -> list[dict[str, int]]:
     from mega_common.errors import ConfigError
+    from mega_trainer.plan.device_memory import add_device_memory
     from mega_trainer.plan.memory_advice import make_training_layout
     from mega_trainer.plan.other_trainer_memory import TRAINERS, predict_other_trainer_memory
 
@@ -167,7 +238,8 @@ def _memory_like(config: RunConfig, ranks: int, like: str) -> list[dict[str, int
         raise ConfigError(
             f"--like must be one of {', '.join(TRAINERS)}, found {like!r}", hint=f"--like {next(iter(TRAINERS))}"
         )
-    return predict_other_trainer_memory(config.model, make_training_layout(config, ranks), known)
+    shape = make_training_layout(config, ranks)
+    return [add_device_memory(shape, kinds) for kinds in predict_other_trainer_memory(config.model, shape, known)]
 
 
 def _format_rampup(plan: dict[str, Any]) -> list[str]:

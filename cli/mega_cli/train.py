@@ -188,6 +188,8 @@ def train_command(
         print(yaml.safe_dump(config.model_dump(mode="json", by_alias=True, exclude_none=True), sort_keys=False), end="")
         print("".join(f"# {format_usage(use)}\n" for use in uses), end="")
         print(f"# {_describe_kernels(config)}")
+        if config.model.transformers is not None:
+            print("# not predicted with model.implementation = transformers: memory, step time, FLOPs and MFU")
         return
     _check_patterns(config, run)
     if find_micro_batch:

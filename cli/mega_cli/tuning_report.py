@@ -97,7 +97,7 @@ def read_held_out_prompts(data: DataConfig) -> Iterator[HeldOutPrompt]:
             continue
         try:
             chat = parse_chat_record(
-                item.text, pairs=kind == "pairs", loss_on="answers", columns=source.columns_by_role
+                item.text, pairs=kind == "pairs", loss_on="answers", columns=dict[str, str](source.map.items())
             )[0]
         except DataError:  # a record that was skipped
             continue

@@ -117,8 +117,10 @@ def load_workflow(file: Path, overrides: list[str], root: Any, *, names: Collect
 
 
 @dataclass(frozen=True)
-class StageForecast:
-    """Forecast of a workflow stage: whether it would run (None: depends on an earlier stage), why, and its command."""
+class WorkflowStageForecast:
+    """Forecast of a workflow stage: True if it would run (None: depends on an earlier stage), the reason, and its
+    command.
+    """
 
     name: str
     run: bool | None
@@ -126,11 +128,11 @@ class StageForecast:
     command: str
 
 
-def forecast_stages(runner: WorkflowRunner, order: list[str], forced: set[str]) -> list[StageForecast]:
+def forecast_stages(runner: WorkflowRunner, order: list[str], forced: set[str]) -> list[WorkflowStageForecast]:
     """Return the forecast of each workflow stage in `order`, without running any. A stage that needs an unfinished one
     can only be judged after that one ran.
     """
-    forecasts: list[StageForecast] = []
+    forecasts: list[WorkflowStageForecast] = []
     for name in order:
         stage = runner.workflow.stages[name]
         waits = [other.name for other in forecasts if other.name in stage.needs and other.run is not False]
@@ -139,11 +141,11 @@ def forecast_stages(runner: WorkflowRunner, order: list[str], forced: set[str]) 
         else:
             verdict = runner.judge_stage(name, force=name in forced)
             run, why = verdict is not None, verdict.reason if verdict else "up to date"
-        forecasts.append(StageForecast(name, run, why, shlex.join(["mega", *stage.command_arguments])))
+        forecasts.append(WorkflowStageForecast(name, run, why, shlex.join(["mega", *stage.command_arguments])))
     return forecasts
 
 
-def _print_forecasts(forecasts: list[StageForecast], *, as_json: bool, commands: bool) -> None:
+def _print_forecasts(forecasts: list[WorkflowStageForecast], *, as_json: bool, commands: bool) -> None:
     if as_json:
         print(json.dumps({stage.name: {"run": stage.run, "why": stage.why} for stage in forecasts}, indent=1))
     elif commands:

@@ -54,8 +54,8 @@ class WorkflowStage(StrictConfig):
 
     @property
     def run_identity(self) -> list[str]:
-        """Words of the stage's command whose change requires that it starts over; settings of a run.yaml are not
-        included, but compared by value.
+        """Words of the stage's command; if one of them changes, the stage starts over instead of resuming. Settings of
+        a run.yaml are not included: they are compared by value.
         """
         if self.run_config_path is None:
             return self.command_arguments
@@ -93,11 +93,13 @@ class WorkflowStage(StrictConfig):
                     yield from (item, f"{item}.bin", f"{item}.idx")
 
     def existing_read_arguments(self, base: Path) -> list[str]:
-        """Return the `readable_arguments` that exist and are neither outputs of this stage nor its run.yaml."""
+        """Return the arguments and option values of the stage's command that name existing files, except its outputs
+        and its run.yaml; paths are relative to `base`.
+        """
         return self.existing_inputs(base, (path for path in self.readable_arguments() if path != self.run_config_path))
 
     def existing_inputs(self, base: Path, paths: Iterable[str]) -> list[str]:
-        """Return the `paths` that exist and are not outputs of this stage."""
+        """Return those of `paths`, relative to `base`, that exist and are not outputs of this stage."""
         outputs = [base / output for output in self.outputs]
         existing = [path for path in paths if any(expand_patterns(base, [path]))]
         return [
@@ -113,8 +115,8 @@ class WorkflowConfig(StrictConfig):
     stages: dict[str, WorkflowStage] = Field(min_length=1)
 
     def problems(self) -> Iterator[ConfigProblem]:
-        """Yield problems of the workflow: invalid stage names, unknown needs, cycles, and stages that read or overwrite
-        outputs of another stage.
+        """Yield problems of the workflow: invalid stage names, stages that need an unknown one, cycles, and stages that
+        read or overwrite outputs of another stage.
         """
         for name, stage in self.stages.items():
             if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", name):
@@ -175,7 +177,7 @@ def is_inside_folder(path: str | Path, folder: str | Path) -> bool:
 
 
 def reject_workflow_file(file: Path, raw: Mapping[str, Any], hint: str) -> None:
-    """Raise a ConfigError if a workflow is given instead of a run.yaml."""
+    """Raise a ConfigError if `raw`, the content of `file`, is a workflow where a run.yaml is expected."""
     if "stages" in raw and "model" not in raw:
         raise ConfigError(
             f"{file}: the file is a workflow (it has `stages`), not the configuration of a run", hint=hint
@@ -183,7 +185,7 @@ def reject_workflow_file(file: Path, raw: Mapping[str, Any], hint: str) -> None:
 
 
 def reject_run_config(file: Path, raw: Mapping[str, Any]) -> None:
-    """Raise a ConfigError if a run.yaml is given instead of a workflow."""
+    """Raise a ConfigError if `raw`, the content of `file`, is a run.yaml where a workflow is expected."""
     if "model" in raw and "stages" not in raw:
         hint = f"mega train {file}, or give a workflow file with `stages`"
         raise ConfigError(f"{file}: the file is the configuration of a run, not a workflow", hint=hint)
@@ -241,8 +243,8 @@ class StageVerdict:
 
 
 def stage_settings(stage: WorkflowStage, base: Path) -> FlatSettings | None:
-    """Return all settings of a workflow stage's run.yaml with its `--set` options applied, or None if the stage has no
-    run.yaml.
+    """Return all settings of a workflow stage's run.yaml with its `--set` options applied, {dotted key: value}, or None
+    if the stage has no run.yaml.
 
     Raises:
         ConfigError: with all problems.

@@ -48,8 +48,8 @@ class WorkflowError(MegaError):
 
 
 class WorkflowStageAttempt(StrictConfig):
-    """Record of the last attempt at a workflow stage. `inputs` and `outputs` map file names to SHA-256; times in
-    seconds.
+    """Record of the last attempt at a workflow stage. `inputs` and `outputs` map the names of files read and written to
+    SHA-256; times in seconds.
 
     `command` is the stage's `run_identity`, `settings` are all settings of its run.yaml, and `named` are the files that
     the run.yaml of a training names. None: saved by a version without that record.
@@ -170,7 +170,8 @@ class WorkflowRunner:
         return self.digests.digest_patterns(stage.existing_inputs(self.base, files))
 
     def attempt_stage(self, name: str, verdict: StageVerdict, lock: int) -> int:
-        """Run a stage's command, record the attempt, and return the exit status: 0 when the stage is done.
+        """Run a stage's command, record the attempt in the workflow's state file, and return the exit status: 0 when
+        the stage is done. `lock` is a file descriptor that the process inherits.
 
         Raises:
             WorkflowError: if the command succeeded but an output is missing.
@@ -256,8 +257,8 @@ def rename_aside(path: Path) -> None:
 
 
 def resumable_files(settings: FlatSettings, base: Path) -> Iterator[Path]:
-    """Yield the paths that a new training run would resume from or overwrite: the whole run folder, if it has no other
-    files.
+    """Yield the paths that a new training run with these settings would resume from or overwrite: checkpoints and logs,
+    or the whole run folder if it has no other files.
 
     Raises:
         WorkflowError: if the checkpoints are in an object store, which cannot rename.
@@ -303,7 +304,7 @@ def load_workflow_state(path: Path) -> WorkflowState:
 
 def describe_difference(what: str, before: Mapping[str, str], now: Mapping[str, str]) -> str | None:
     """Return the first difference between two {file name: digest} mappings as text, with the number of others; None if
-    they are equal.
+    they are equal. `what` names the kind of file in the text.
     """
     found = [f"{what} {name} is new" for name in now if name not in before]
     found += [f"{what} {name} is gone" for name in before if name not in now]

@@ -162,3 +162,87 @@ def test_a_fitted_machine_predicts_what_was_measured(tmp_path: Path, capsys: pyt
     _, out, _ = small(tmp_path, capsys, "plan", "--ranks", "1", "--machine", str(machine), "--json")
     assert json.loads(out)["time"]["seconds_per_step"] == pytest.approx(0.02, rel=0.05)
     assert small(tmp_path, capsys, "plan", "--fit", str(metrics))[0] == 2
+
+
+def test_a_search_tells_hours_and_cost_and_why_another_layout_is_slower(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = [
+        "--machine",
+        "h100",
+        "--ranks",
+        "4",
+        "--search",
+        "--tokens",
+        "1B",
+        "--price",
+        "2",
+        "--why",
+        "pp 2, micro 4",
+    ]
+    _, out, _ = small(tmp_path, capsys, "plan", *options, "--json")
+    *rows, asked = json.loads(out)
+    for row in rows:
+        assert row["hours"] == pytest.approx(1e9 / (4 * row["tokens_per_second_per_gpu"]) / 3600)
+        assert row["cost"] == pytest.approx(8 * row["hours"])
+        assert row["error"]["class"].endswith("dense bf16")
+    assert asked["settings"]["parallel.pp"] == 2
+    assert asked["slower"] > 0
+    assert "%" in asked["reason"]
+    _, out, _ = small(tmp_path, capsys, "plan", *options)
+    assert "hours" in out
+    assert "# --why pp 2, micro 4: " in out
+    assert "# error of step time: half within" in out
+    status, _, error = small(tmp_path, capsys, "plan", *options[:-1], "wide 3")
+    assert status == 2
+    assert "'wide' is not a setting of a layout" in error
+    _, out, _ = small(tmp_path, capsys, "plan", *options[:-1], "tp 3", "--json")
+    assert "is not valid for this run" in json.loads(out)[-1]["reason"]
+
+
+def test_the_fewest_ranks_that_meet_a_budget_are_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    budget = ["--machine", "h100", "--price", "2", "--tokens", "100B", "--within", "12h"]
+    _, out, _ = small(tmp_path, capsys, "plan", *budget, "--under", "1k", "--json")
+    (best, *_) = json.loads(out)
+    assert best["hours"] <= 12
+    assert best["cost"] <= 1000
+    status, _, error = small(tmp_path, capsys, "plan", *budget, "--under", "5")
+    assert status == 2
+    assert "no number of GPUs up to 16,384 meets the limits" in error
+
+
+@pytest.mark.parametrize(
+    ("options", "told_of"),
+    [
+        (["--within", "3d"], "--within 3d requires --tokens"),
+        (["--tokens", "1B", "--under", "5k"], "--under requires a price of the machine"),
+        (["--why", "tp 2"], "--why tp 2 requires --search"),
+    ],
+)
+def test_budget_options_name_what_they_need(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], told_of: str
+) -> None:
+    status, _, error = small(tmp_path, capsys, "plan", "--machine", "h100", "--ranks", "4", *options)
+    assert status == 2
+    assert told_of in error
+
+
+def test_a_page_says_that_it_predicts_and_how_a_layout_would_fit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "plan.html"
+    options = ["--machine", "a100-40", "--ranks", "8", "--set", "parallel.pp=1", "--tokens", "1T", "--html", str(page)]
+    status, out, _ = run_plan(tmp_path, capsys, *options)
+    text = page.read_text()
+    assert status == 0
+    assert "memory         does not fit 39.4 GiB" in out
+    assert "would fit with --set" in out
+    for words in (
+        "predicted step time on a100-40, does not fit",
+        "if it fitted",
+        "Settings that fit",
+        "All figures are predicted",
+    ):
+        assert words in text
+    for kind in ("communicators", "context", "allocator"):
+        assert kind in out

@@ -8,7 +8,7 @@ from tiny_models import VARIANTS, variant
 
 from mega_eval.cpu_layers import LayerFunction, flatten_layers
 from mega_eval.paged_cache import PagedCache, RowSpan
-from mega_trainer.data.micro_batch import SequenceBounds
+from mega_trainer.data.micro_batch import DocumentBounds
 from mega_trainer.model.attention import SelfAttention
 from mega_trainer.model.decoder import Decoder
 from mega_trainer.model.feed_forward import FeedForward
@@ -32,7 +32,7 @@ def outputs(model: Decoder, layers: LayerFunction) -> list[torch.Tensor]:
         positions = torch.tensor(places)[:, None]
         x = model.embed_inputs(torch.from_numpy(draw.integers(0, 61, (len(places), 1))), positions)
         context = model.make_forward_context(
-            positions, sequence_bounds=SequenceBounds([place + 1 for place in places]), cache=cache
+            positions, sequence_bounds=DocumentBounds([place + 1 for place in places]), cache=cache
         )
         found.append(layers(x, context))
     return found

@@ -75,6 +75,8 @@ LAYOUTS: list[dict[str, Any]] = [
     {"zero": 1}, {"pp": 2, "zero": 2}, {"pp": 2, "virtual_stages": 2, "tp": 2},
     {"pp": 2, "schedule": "zbv", "virtual_stages": 2, "cp": 2}, {"pp": 2, "ep": 2},
     {"zero": 3, "tp": 2}, {"zero": 3, "cp": 2, "zero3_shard": 2}, {"zero": 3, "ep": 2},
+    {"zero": 3, "pp": 2, "schedule": "zbv", "virtual_stages": 2}, {"zero": 3, "pp": 2, "zero3_gather": "step"},
+    {"zero": 3, "tp": 2, "pp": 2},
     {"pp": 4},  # the last: its ends alone make a group, and torch counts those of each rank
 ]  # fmt: skip
 PAIRS = [([1, 2, 3], [4, 5]), ([1, 2, 3], [6]), ([7, 8], [9, 10, 11])]
@@ -101,7 +103,9 @@ def asked_in_training(raw: dict[str, Any], layouts: list[dict[str, Any]]) -> Non
 
 
 @pytest.mark.parametrize(
-    "layouts", [[LAYOUTS[3], LAYOUTS[6]], pytest.param(LAYOUTS, marks=pytest.mark.long)], ids=["two", "all"]
+    "layouts",
+    [[LAYOUTS[3], LAYOUTS[6], LAYOUTS[8]], pytest.param(LAYOUTS, marks=pytest.mark.long)],
+    ids=["three", "all"],
 )
 def test_a_model_in_training_says_what_its_checkpoint_does_wherever_its_parts_are(
     settings: dict[str, Any], layouts: list[dict[str, Any]]

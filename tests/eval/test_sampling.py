@@ -20,7 +20,7 @@ from mega_eval.sampling import (
     apply_penalties,
     compute_probabilities,
     draw_token,
-    list_unsupported_settings,
+    list_unsupported_generation_settings,
     parse_sampling_settings,
 )
 from mega_eval.text_stream import GenerationLimits
@@ -223,7 +223,7 @@ def test_tokens_are_those_of_transformers(folder: Path, settings: dict[str, Any]
         load_inference_model(folder), Numbers(), [prompt], GenerationLimits(NEW, ends=ends), sampling
     )
     assert found.tokens == expected[len(prompt) :].tolist()
-    assert list_unsupported_settings(given) == []
+    assert list_unsupported_generation_settings(given) == []
 
 
 def test_settings_of_config_json_count_where_there_is_no_generation_config(tmp_path: Path, folder: Path) -> None:
@@ -265,7 +265,7 @@ def test_settings_of_config_json_count_where_there_is_no_generation_config(tmp_p
     ],
 )
 def test_settings_without_counterpart_are_named(raw: dict[str, Any], named: list[str]) -> None:
-    found = list_unsupported_settings(raw)
+    found = list_unsupported_generation_settings(raw)
     assert len(found) == len(named)
     assert all(one.startswith(name) for one, name in zip(found, named, strict=True))
 

@@ -14,9 +14,6 @@ from mega_ckpt.store import Checkpoint, latest_checkpoint
 from mega_data.token_files.indexed_writer import IndexedWriter
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.distributed.process_groups import RankInfo
-from mega_trainer.kernels import gemm_accumulation
-from mega_trainer.kernels.grouped_gemm import GroupedRows
-from mega_trainer.kernels.torch_kernels import TorchKernels
 from mega_trainer.run.training_run import run_training
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -68,34 +65,3 @@ def test_trains_saves_and_resumes_on_a_gpu(tmp_path: Path, model: str, precision
     saved = latest_checkpoint(tmp_path / "run/checkpoints")
     assert saved is not None
     assert Checkpoint.open_folder(saved).step == 40
-
-
-@pytest.mark.parametrize("counts", [[3, 0, 13, 8], [0, 0, 0, 0], [5, 7, 1, 0]])
-def test_grouped_products_are_those_of_a_loop(counts: list[int]) -> None:
-    """Torch's one kernel for all groups, which is for bf16, against a product for each in fp32."""
-    generator = torch.Generator("cuda").manual_seed(0)
-    shapes = [(sum(counts), 32), (sum(counts), 48), (len(counts), 48, 32)]
-    x, y, weight = (torch.randn(shape, generator=generator, device="cuda") for shape in shapes)
-    rows, kernels = GroupedRows.from_counts(counts, x.device), TorchKernels()
-    for function, tensors in ((kernels.grouped_linear, (x, weight)), (kernels.grouped_wgrad, (y, x))):
-        fused = function(*(tensor.bfloat16() for tensor in tensors), rows)
-        alone = function(*(tensor.bfloat16().float() for tensor in tensors), rows)
-        torch.testing.assert_close(fused.float(), alone, rtol=1e-2, atol=1e-2)
-
-
-@pytest.mark.parametrize("add", [False, True])
-def test_gradients_are_added_in_fp32(add: bool) -> None:
-    """Of bf16 products and rows, without rounding them first."""
-    generator = torch.Generator("cuda").manual_seed(0)
-    a, b, rows, there = (
-        torch.randn(shape, generator=generator, device="cuda") for shape in [(48, 64), (64, 32), (40, 32), (48, 32)]
-    )
-    a, b, rows = a.bfloat16(), b.bfloat16(), rows.bfloat16()
-    places = torch.randint(0, 48, (40,), generator=generator, device="cuda")
-    one_hot = torch.nn.functional.one_hot(places, 48).double()
-    kept = there.double() if add else 0
-    for function, factors, exact in (
-        (gemm_accumulation.gemm_into, (a, b), a.double() @ b.double()), (gemm_accumulation.write_embedding_grad, (rows, places), one_hot.t() @ rows.double()),
-    ):  # fmt: skip
-        out = function(*factors, there.clone(), add=add)
-        torch.testing.assert_close(out.double(), exact + kept, rtol=1e-5, atol=1e-4)

@@ -14,7 +14,7 @@ from torch import Tensor
 from mega_ckpt.convert import convert_checkpoint
 from mega_ckpt.families import family_for_model
 from mega_eval.model_loading import load_inference_model
-from mega_trainer.data.micro_batch import SegmentOrderTargets, SequenceBounds
+from mega_trainer.data.micro_batch import DocumentBounds, SegmentOrderTargets
 from mega_trainer.model.decoder import Decoder
 
 pytest.importorskip("transformers", reason="the reference implementation")
@@ -33,7 +33,7 @@ def random_inputs(vocab: int, types: int) -> tuple[Tensor, Tensor, np.ndarray]:
 def stream(model: Decoder, tokens: Tensor, types: Tensor, padding: np.ndarray) -> Tensor:
     """The residual stream behind all layers, where padding is a document by itself."""
     positions = torch.arange(S).expand(tokens.shape)
-    outline = SequenceBounds.from_positions(positions.numpy(), padding.astype(np.int32))
+    outline = DocumentBounds.from_positions(positions.numpy(), padding.astype(np.int32))
     return model(
         model.embed_inputs(tokens, positions, types=types),
         model.make_forward_context(positions, sequence_bounds=outline),

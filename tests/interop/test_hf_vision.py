@@ -39,7 +39,7 @@ from mega_eval.inference_engine import InferenceEngine
 from mega_eval.model_loading import load_inference_model
 from mega_eval.text_stream import GenerationLimits
 from mega_trainer.data.batch_images import BatchImages
-from mega_trainer.data.micro_batch import SequenceBounds
+from mega_trainer.data.micro_batch import DocumentBounds
 from mega_trainer.model.decoder import Decoder
 
 BEGIN, IMAGE, VOCAB = 48, 50, 64
@@ -147,10 +147,10 @@ def logits_of(model: Decoder, tokens: Tensor, images: BatchImages) -> Tensor:
     return model.compute_logits(model(model.embed_inputs(tokens, positions, images=images), context))
 
 
-def outline_of(model: Decoder, tokens: Tensor) -> SequenceBounds:
+def outline_of(model: Decoder, tokens: Tensor) -> DocumentBounds:
     together = model.config.vision is not None and model.config.vision.bidirectional
     places = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape)
-    return SequenceBounds.from_positions(places, None, tokens.numpy() == IMAGE if together else None)
+    return DocumentBounds.from_positions(places, None, tokens.numpy() == IMAGE if together else None)
 
 
 @pytest.mark.parametrize("name", CASES)

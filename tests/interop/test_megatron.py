@@ -15,7 +15,7 @@ from mega_ckpt.convert import ConvertOptions, convert_checkpoint
 from mega_ckpt.source import load_weights, open_weight_source
 from mega_ckpt.tensor_pieces import boxes_by_name
 from mega_eval.model_loading import load_inference_model
-from mega_trainer.data.micro_batch import MicroBatch, MtpTargets, SequenceBounds
+from mega_trainer.data.micro_batch import DocumentBounds, MicroBatch, MtpTargets
 from mega_trainer.model.decoder import Decoder
 from mega_trainer.model.layer_builder import LayerBuilder
 from mega_trainer.parallel.parameter_info import get_parameter_info, non_trainable_buffers
@@ -211,7 +211,7 @@ def test_further_tokens(megatron_checkpoint: Path, mega_checkpoint: Path, name: 
         labels,
         ones,
         positions,
-        SequenceBounds.from_positions(positions.numpy(), None),
+        DocumentBounds.from_positions(positions.numpy(), None),
         [0, 1],
         mtp_targets=ahead,
     )

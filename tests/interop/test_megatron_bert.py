@@ -16,7 +16,7 @@ from mega_data.blended_dataset import build_blended_datasets
 from mega_data.data_config import DataConfig
 from mega_data.tokenizer import Tokenizer
 from mega_eval.model_loading import load_inference_model
-from mega_trainer.data.micro_batch import SegmentOrderTargets, SequenceBounds
+from mega_trainer.data.micro_batch import DocumentBounds, SegmentOrderTargets
 
 pytest.importorskip("megatron.core", reason="the reference implementation")
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
@@ -94,7 +94,7 @@ def test_losses_on_megatrons_samples_are_megatrons(megatron_bert: tuple[Path, di
         torch.from_numpy(each) for each in (batch.tokens, batch.labels, batch.loss_weights, batch.position_ids)
     )
     types = torch.from_numpy(batch.token_types) if model.config.token_types and batch.token_types is not None else None
-    outline = SequenceBounds.from_positions(batch.position_ids, batch.document_ids)
+    outline = DocumentBounds.from_positions(batch.position_ids, batch.document_ids)
     x = model(
         model.embed_inputs(tokens, positions, types=types),
         model.make_forward_context(positions, sequence_bounds=outline),

@@ -15,7 +15,7 @@ from mega_trainer.config.run_config import RunConfig
 from mega_trainer.model.expert_router import ExpertRouter
 from mega_trainer.model.layer_builder import LayerBuilder
 from mega_trainer.model.weight_init import initialize_weights
-from mega_trainer.parallel.expert_routing import RoutedTokens, StepRouting
+from mega_trainer.parallel.expert_routing import MicroBatchRouting, RoutedTokens
 
 pytest.importorskip("megatron.core", reason="the reference implementation")
 
@@ -94,7 +94,7 @@ def test_a_balanced_choice_of_experts(top_k: int) -> None:
     x = torch.randn(64, 16)
     logits, there = torch.nn.functional.linear(x, ours.weight), torch.ones(64, dtype=torch.bool)
     tokens = RoutedTokens(torch.zeros(64, dtype=torch.long), torch.arange(64), there, 1, 64)
-    for like.training, routing in ((True, StepRouting(None, None, 1.0, 1.0)), (False, None)):
+    for like.training, routing in ((True, MicroBatchRouting(None, None, 1.0, 1.0)), (False, None)):
         scores, chosen_there = TopKRouter.sinkhorn_load_balancing(like, logits)
         chosen, weights, _ = ours(x, tokens, routing)
         assert torch.zeros_like(chosen_there).scatter(1, chosen, True).equal(chosen_there)

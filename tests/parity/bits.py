@@ -78,21 +78,28 @@ def differing(mine: Outcome, reference: Outcome, *, norms: bool) -> list[str]:
     return found + unlike(mine.tensors, reference.tensors)
 
 
-def resumed(cases: Sequence[Case], folder: Path) -> list[list[str] | None]:
-    """On each rank: what differs in bits between a run, and one that is saved, thrown away and restored half way."""
-    rank, maker = dist.get_rank(), _with_single(make_groups(cases))
+def resumed(cases: Sequence[Case], folder: Path, others: Sequence[Case] = ()) -> list[list[str] | None]:
+    """On each rank: what differs in bits between a run, and one that is saved, thrown away and restored half way.
+
+    With `others` it is restored in those layouts, each of as many ranks as the case.
+    """
+    rank, maker = dist.get_rank(), _with_single(make_groups([*cases, *others]))
     out: list[list[str] | None] = []
-    for number, case in enumerate(cases):
+    for number, (case, other) in enumerate(zip(cases, others or cases, strict=True)):
         if rank >= case.ranks:
             out.append(None)
             continue
         straight = Trainer.make(case, rank, maker).run(BEFORE + AFTER)
+        if others:  # which hold other parts of it
+            parts = [straight.tensors] * dist.get_world_size(_group(maker, case))
+            dist.all_gather_object(parts, straight.tensors, group=_group(maker, case))
+            straight.tensors = merge_sharded_tensors(parts)
         first = Trainer.make(case, rank, maker)
         losses = first.run(BEFORE).losses
         saved = checkpoint(first, maker, folder / str(number))
-        second = Trainer.make(case, rank, maker)
+        second = Trainer.make(other, rank, maker)
         spoil(second)
-        second.state.restore_checkpoint(saved, _group(maker, case))
+        second.state.restore_checkpoint(saved, _group(maker, other))
         rest = second.run(AFTER)
         straight.gradients = {}
         rest.gradients = {}

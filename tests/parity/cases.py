@@ -116,8 +116,18 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
             "embedding_multiplier": 4.0, "residual_multiplier": 0.4, "logit_scale": 0.25, "attention_scale": 0.3,
             "no_rope_layers": [1], "num_kv_heads": 2,
         },
+        {
+            "position": "alibi", "head_bias": True, "embedding_norm": True, "norm": "layernorm", "num_kv_heads": 4,
+            "vocab_size": 61, "tie_embeddings": True,
+        },
     ],
-    "gqa": [{}, {"attention_gate": True, "zero_centered_norm": True}],
+    "gqa": [
+        {}, {"attention_gate": True, "zero_centered_norm": True},
+        {
+            "qk_norm_after_rope": True, "head_bias": True,
+            "rope": {"theta": 100.0, "query_scaling": 0.3, "original_max_position": 4},
+        },
+    ],
     "moe": [
         {}, {"attention_sinks": True, "activation_limit": 0.7, "sliding_window": 5, "full_attention_layers": [1]},
         {"moe": MODELS["moe"]["moe"] | SINKHORN},
@@ -125,6 +135,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "mla": [
         {}, {"tie_embeddings": True, "mtp_layers": 2, "mla": {**MODELS["mla"]["mla"], "q_lora_rank": None}},
         {"mla": {**MODELS["mla"]["mla"], "latent_norm": False}},
+        {"rope": {"theta": 100.0, "query_scaling": 0.3, "original_max_position": 4}},
     ],
 }  # fmt: skip
 VARIANTS["deepseek"] = VARIANTS["mla"]
@@ -341,8 +352,8 @@ def degrees(ranks: int, tps: Sequence[int], cp: int = 1) -> Iterator[dict[str, A
         if rest or dp < 1 or pp * v > 8 or (pp == 1 and (schedule, v) != ("1f1b", 1)):
             continue
         data = dp * cp
-        levels = [{"zero": zero} for zero in ZERO_LEVELS if zero < 3 or pp == 1] if data > 1 else [{"zero": 0}]
-        levels += [{"zero": 3, "zero3_shard": size} for size in range(2, data) if data % size == 0 and pp == 1]
+        levels = [{"zero": zero} for zero in ZERO_LEVELS] if data > 1 else [{"zero": 0}]
+        levels += [{"zero": 3, "zero3_shard": size} for size in range(2, data) if data % size == 0]
         for sp, level in product([False, True] if tp > 1 else [False], levels):
             shape = {"tp": tp, "sp": sp, "pp": pp, "virtual_stages": v, **level}
             yield shape if schedule == "1f1b" else {**shape, "schedule": schedule}
@@ -388,7 +399,7 @@ def _with_choices(name: str, ranks: int, parallel: dict[str, Any]) -> Case:
         layers, chosen["pipeline_layout"] = uneven(stages, rng)
     batch, micro = batch_of(ranks // (parallel["tp"] * parallel["pp"] * parallel.get("cp", 1)), parallel["pp"], rng)
     if parallel["zero"] == 3:
-        chosen["zero3_layers"] = 1 + ranks % 2
+        chosen |= {"zero3_layers": 1 + ranks % 2, "zero3_gather": rng.choice(GATHERS)}
     variants = VARIANTS.get(name, [{}])
     if name == "t5" and parallel.get("cp_kind", "alltoall") != "alltoall":  # which add nothing to scores
         variants = [variant for variant in variants if variant.get("position") == "learned"]
@@ -396,7 +407,7 @@ def _with_choices(name: str, ranks: int, parallel: dict[str, Any]) -> Case:
         name, ranks, layers=layers, variant=rng.choice(variants), parallel=chosen,
         recompute=rng.choice(RECOMPUTES), offload=rng.choice(OFFLOADS),
         micro=micro, batch=batch, bucket=rng.choice([LARGE, 1000]),
-        optimizer=rng.choice(OPTIMIZERS) if parallel["zero"] < 3 else "adamw", steps=steps,
+        optimizer=rng.choice(OPTIMIZERS), steps=steps,
         freeze=rng.choice(FROZEN[name]) if name in FROZEN else (),
     )  # fmt: skip
     return replace(found, steps=min(steps, most_steps(found)))
@@ -408,6 +419,7 @@ def most_steps(case: Case) -> int:
     return 1 if len(layers) > 4 and any("delta" in layer for layer in layers) else STEPS
 
 
+GATHERS = ["micro_batch", "step"]
 OPTIMIZERS = ["adamw", "adamw", "muon"]
 RECOMPUTES: list[dict[str, Any]] = [{}, {"kind": "selective"}, {"kind": "full"}, {"kind": "full", "layers": 1}]
 OFFLOADS: list[dict[str, Any]] = [{}, {}, {"activations": 1, "min_bytes": 0}]

@@ -26,6 +26,7 @@ from parity.expert_mutations import EXPERTS
 from parity.mamba_mutations import MAMBAS
 from parity.recurrence_mutations import RECURRENCES
 from parity.retro_mutations import RETROS
+from parity.sharding_mutations import SHARDINGS
 from parity.source_mutations import SOURCES
 from parity.vision_mutations import VISIONS
 from parity.worker import Found, References, Trainer, compare, make_groups, places
@@ -34,7 +35,7 @@ from torch import Tensor
 from mega_common.errors import NumericalError
 from mega_data.batch_loader import StepBatch
 from mega_trainer.data import micro_batch as batches
-from mega_trainer.data.micro_batch import HeadTargets, MicroBatch, SequenceBounds
+from mega_trainer.data.micro_batch import DocumentBounds, HeadTargets, MicroBatch
 from mega_trainer.distributed import rng
 from mega_trainer.distributed.comm import CommGroup, RingTransfer, all_reduce
 from mega_trainer.distributed.process_groups import ParallelGroups
@@ -477,7 +478,7 @@ def _documents_of_the_first_tokens() -> AbstractContextManager[Any]:
         if self.document_starts is not None:
             documents = np.roll(self.document_starts, 1, axis=1)
             documents[:, 0] = 0
-            moved = SequenceBounds.from_positions(documents, documents).document_starts
+            moved = DocumentBounds.from_positions(documents, documents).document_starts
         return real(replace(self, document_starts=moved, _masks={}, _preceding={}), queries, keys, window)
 
     return swap(SequenceMask, "mask_between", parts)
@@ -710,7 +711,8 @@ MUTATIONS = [
     Mutation("further tokens: norm counts the embedding on both stages", AHEAD_PP, _norm_counts_copies),
 ]
 MUTATIONS += [
-    Mutation(*one) for one in [*EXPERTS, *EIGHT_BITS, *MAMBAS, *RECURRENCES, *SOURCES, *ENCODERS, *VISIONS, *RETROS]
+    Mutation(*one)
+    for one in [*EXPERTS, *EIGHT_BITS, *MAMBAS, *RECURRENCES, *SOURCES, *ENCODERS, *VISIONS, *RETROS, *SHARDINGS]
 ]
 
 WHOLE, STAGES = case("dense", 1, layers=4, micro=4), case("dense", 2, layers=4, parallel={"pp": 2}, micro=4)

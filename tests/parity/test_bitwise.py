@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from parity.bits import moved, pairs, resumed, told
-from parity.cases import CONTEXT, LARGE, STEPS, VARIANTS, ZERO_LEVELS, Case, case
+from parity.cases import CONTEXT, GATHERS, LARGE, STEPS, VARIANTS, ZERO_LEVELS, Case, case
 from parity.worker import verdict
 from ranks import run_ranks
 
@@ -119,29 +119,34 @@ def test_zero_levels_compute_the_same() -> None:
 def fully_sharded() -> list[tuple[Case, Case]]:
     """Shards end anywhere: those of norms and biases, and on three ranks those of matrices, in the middle of a vector."""
     shapes = [
-        ("dense", 4, {}, 0.1), ("tied", 3, {}, 0.1), ("gqa", 3, {}, 0.0), ("gqa", 4, {"tp": 2}, 0.0),
-        ("tied", 4, {"tp": 2, "sp": True}, 0.1), ("long", 4, {"cp": 2}, 0.1),
-        ("moe", 4, {"ep": 2}, 0.1), ("moe", 4, {"tp": 2, "sp": True, "ep": 2, "expert_tp": 2}, 0.1),
-        ("moe", 2, {"ep": 2, **HALVED}, 0.1),
+        ("dense", 4, {}, 0.1, "adamw"), ("tied", 3, {}, 0.1, "muon"), ("gqa", 3, {}, 0.0, "adamw"),
+        ("gqa", 4, {"tp": 2}, 0.0, "muon"), ("tied", 4, {"tp": 2, "sp": True}, 0.1, "adamw"),
+        ("long", 4, {"cp": 2}, 0.1, "adamw"), ("moe", 4, {"ep": 2}, 0.1, "muon"),
+        ("moe", 4, {"tp": 2, "sp": True, "ep": 2, "expert_tp": 2}, 0.1, "adamw"),
+        ("moe", 2, {"ep": 2, **HALVED}, 0.1, "adamw"),
+        ("dense", 4, {"pp": 2}, 0.1, "adamw"), ("mla", 4, {"pp": 2, "virtual_stages": 2}, 0.1, "muon"),
+        ("moe", 4, {"pp": 2, "ep": 2, "schedule": "zb-h1"}, 0.1, "adamw"),
+        ("tied", 4, {"pp": 2, "schedule": "zbv", "virtual_stages": 2}, 0.1, "muon"),
     ]  # fmt: skip
     plain = [
         case(
-            model, ranks, parallel={**shape, "zero": 0}, micro=1, batch=12, clip=clip, precision=precision,
-            debug=ORDERED,
+            model, ranks, layers=4 if "pp" in shape else 2, parallel={**shape, "zero": 0}, micro=1, batch=12, clip=clip,
+            precision=precision, optimizer=rule, debug=ORDERED,
         )
         for precision in ("fp64", "fp32", "bf16")
-        for model, ranks, shape, clip in shapes
+        for model, ranks, shape, clip, rule in shapes
     ]  # fmt: skip
+    ways = cycle(product((1, 2), GATHERS))
     return [
-        (one, replace(one, parallel={**one.parallel, "zero": 3, "zero3_layers": 1 + i % 2}))
-        for i, one in enumerate(plain)
+        (one, replace(one, parallel={**one.parallel, "zero": 3, "zero3_layers": layers, "zero3_gather": gather}))
+        for one, (layers, gather) in zip(plain, ways, strict=False)
     ]
 
 
 @pytest.mark.long
 def test_zero_3_computes_the_same() -> None:
     cases = fully_sharded()
-    assert not told([b for _, b in cases], run_ranks(bits, 4, cases))
+    assert not told([b for _, b in cases], run_ranks(bits, 4, cases, timeout=280))
 
 
 def test_layers_that_are_gathered_together_change_no_bit() -> None:
@@ -208,6 +213,7 @@ def test_a_resumed_run_is_the_run(tmp_path: Path) -> None:
         ("gqa", 4, {"tp": 4}, "bf16", "muon"),
         ("moe", 4, {"tp": 2, "ep": 4, "zero": 1}, "bf16", "adamw"),
         ("moe", 4, {"ep": 2, "expert_tp": 2, "zero": 3}, "fp32", "adamw"),
+        ("tied", 4, {"pp": 2, "virtual_stages": 2, "schedule": "zbv", "zero": 3}, "bf16", "muon"),
         ("dense", 2, {"zero": 1}, "fp32", "adamw"),
         ("tied", 4, {"tp": 2, "zero": 1}, "bf16", "muon"),
         ("tied", 4, {"pp": 2, "virtual_stages": 2, "zero": 1}, "fp32", "adamw"),
@@ -224,12 +230,26 @@ def test_a_resumed_run_is_the_run(tmp_path: Path) -> None:
     assert not told(cases, run_ranks(resumed, 4, cases, tmp_path))
 
 
+def test_sharded_weights_and_whole_ones_resume_each_other_in_a_pipeline(tmp_path: Path) -> None:
+    """The bits of the run that did not stop: ZeRO-1 to ZeRO-3 and back, with either optimizer."""
+    whole = [
+        case("dense", 4, parallel={"pp": 2, "zero": 1}, micro=1, precision="bf16", optimizer=rule, debug=ORDERED)
+        for rule in ("adamw", "muon")
+    ]
+    sharded = [
+        replace(one, parallel={"pp": 2, "zero": 3, "zero3_gather": gather})
+        for one, gather in zip(whole, GATHERS, strict=True)
+    ]
+    before, after = [*whole, *sharded], [*sharded, *whole]
+    assert not told(before, run_ranks(resumed, 4, before, tmp_path, after))
+
+
 def moves() -> list[tuple[Case, Case]]:
     """From each layout to the next, with the models in turn."""
     shapes = [
         (1, {}), (2, {"tp": 2}), (4, {"tp": 4, "sp": True}), (4, {"pp": 4}), (4, {"pp": 2, "virtual_stages": 2, "schedule": "zbv", "zero": 1}),
         (4, {"tp": 2, "pp": 2, "zero": 0}), (3, {"zero": 1}), (8, {"tp": 8}), (3, {"pp": 3, "pipeline_layout": [0, 3, 1]}),
-        (4, {"tp": 2, "zero": 3}), (2, {"pp": 2, "schedule": "zb-h1"}), (8, {"tp": 2, "pp": 2, "zero": 1}), (1, {}),
+        (4, {"tp": 2, "zero": 3}), (4, {"pp": 2, "zero": 3, "schedule": "zb-h1"}), (2, {"pp": 2, "schedule": "zb-h1"}), (8, {"tp": 2, "pp": 2, "zero": 1}), (1, {}),
         (4, {"cp": 4, "cp_kind": "alltoall", "zero": 1}), (4, {"cp": 2, "pp": 2}), (2, {"tp": 2}),
     ]  # fmt: skip
     rules = cycle([("tied", "adamw"), ("gqa", "muon"), ("dense", "adamw")])

@@ -238,7 +238,8 @@ def fully_sharded(one: Case) -> Traffic:
     together = one.layout["zero3_layers"]
     for unit, times, gathers in ((layer * together, L // together, 2), (rest, 1, 1)):
         elements = ranks * sum(share_of_rows(shape, ranks) for shape in unit)
-        theory.expect(group, "all_gather", m * times * gathers, elements * BYTES[one.precision])
+        gathered = 1 if one.layout.get("zero3_gather") == "step" else m * gathers
+        theory.expect(group, "all_gather", times * gathered, elements * BYTES[one.precision])
         theory.expect(group, "reduce_scatter", m * times, elements * sent(one))
         theory.expect("replicate", "all_reduce", times if copies > 1 else 0, elements // ranks * sent(one))
     theory.expect(group, "all_gather", 1, ranks * NORM)
@@ -308,7 +309,7 @@ SHARDED = [
     case("dense", ranks, parallel={"zero": 3, "zero3_layers": 1, **parallel}, micro=1, batch=batch, precision=precision, recompute=recompute)
     for ranks, parallel, batch, precision, recompute in [
         (2, {}, 2, "fp32", {}), (4, {}, 8, "bf16", {}), (3, {}, 6, "fp64", {}), (4, {}, 8, "bf16", {"kind": "full"}),
-        (4, {"tp": 2}, 4, "bf16", {}), (4, {"zero3_shard": 2}, 8, "bf16", {}),
+        (4, {"tp": 2}, 4, "bf16", {}), (4, {"zero3_shard": 2}, 8, "bf16", {}), (2, {"zero3_gather": "step"}, 8, "bf16", {}),
         (2, HALVED, 2, "fp32", {}), (4, {"zero3_shard": 2, **HALVED}, 8, "bf16", {}),
         (2, {"zero3_layers": 2}, 4, "bf16", {}), (4, {"zero3_shard": 2, "zero3_layers": 2}, 8, "bf16", {"kind": "full"}),
     ]

@@ -54,6 +54,21 @@ def test_latents_without_norms() -> None:
     assert not problems(cases, 4)
 
 
+def test_linear_biases_scaled_queries_norms_after_rotation_and_a_head_bias() -> None:
+    shapes: list[tuple[int, dict[str, Any]]] = [
+        (2, {"tp": 2}), (2, {"tp": 2, "sp": True}), (2, {"pp": 2}), (2, {"zero": 3}), (4, {"tp": 4, "sp": True}),
+        (4, {"tp": 2, "pp": 2, "zero": 1}), (4, {"tp": 2, "sp": True, "cp": 2, "cp_kind": "alltoall"}),
+        (4, {"cp": 2, "pp": 2, "cp_kind": "alltoall"}),
+    ]  # fmt: skip
+    options = [("dense", 3), ("gqa", 2), ("mla", 3)]
+    cases = [
+        case(name, ranks, layers=shape.get("pp", 1) * 2, parallel=shape, micro=2, variant=VARIANTS[name][number])
+        for ranks, shape in shapes
+        for name, number in options
+    ]
+    assert not problems(cases, 4)
+
+
 def test_images_in_different_numbers_of_tiles() -> None:
     """The row behind lines of patches is on every rank, whether these share a sequence or have all of it."""
     shapes: list[dict[str, Any]] = [
@@ -129,6 +144,20 @@ def test_experts_and_ranks_that_get_no_token() -> None:
         for name, shape in product(("moe", "deepseek"), shapes)
     ]
     assert not problems(cases, 8)
+
+
+def test_in_bf16() -> None:
+    """A layout of each kind of model whose weights, activations and gradients change dtypes the most often: ZeRO-3 keeps fp32
+    weights and gathers bf16. To bf16's rounding: a dtype that is not expected, or a tensor not cast, is what this looks for."""
+    variants = [(name, {}) for name in MODELS] + [("vision", variant) for variant in VARIANTS["vision"][1:]]
+    cases = [
+        case(name, 2, parallel={"zero": 3}, micro=2, batch=4, steps=1, variant=variant, precision="bf16")
+        for name, variant in variants
+    ]
+    for one in results(cases, 2):
+        assert not one.missing
+        assert one.errors["loss"] < 0.02, one
+        assert one.errors["norm"] < 0.2, one
 
 
 def test_in_fp32() -> None:

@@ -25,7 +25,13 @@ from mega_trainer.config.parallel_layout import ParallelLayout
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.data.micro_batch import split_micro_batches
 from mega_trainer.distributed.comm import CommLog
-from mega_trainer.distributed.process_groups import ParallelGroups, ProcessGroupCache, RankInfo, build_parallel_groups
+from mega_trainer.distributed.process_groups import (
+    ParallelGroups,
+    ProcessGroupCache,
+    RankInfo,
+    build_parallel_groups,
+    device_only_backend,
+)
 from mega_trainer.job.step_result import StepResult
 from mega_trainer.model.weight_init import initialize_weights
 from mega_trainer.objectives import training_objective
@@ -303,7 +309,9 @@ def make_groups(cases: Iterable[Case]) -> ProcessGroupCache:
         if len(ranks) == dist.get_world_size():
             maker.groups_by_ranks[ranks] = dist.group.WORLD  # type: ignore[assignment]
         else:
-            maker.groups_by_ranks[ranks] = dist.new_group(list(ranks), timeout=timedelta(seconds=60))
+            maker.groups_by_ranks[ranks] = dist.new_group(
+                list(ranks), timeout=timedelta(seconds=60), backend=device_only_backend()
+            )
     return maker
 
 

@@ -22,7 +22,7 @@ CONTAINER = "data"
 
 @dataclass(frozen=True)
 class ArrayJobPlan:
-    """Array of `count` jobs that run `words`, a mega command, in `folder`, each on one part of the data."""
+    """Array of `count` jobs that run `words`, a mega command, in `folder`, each on one of `count` shards of the data."""
 
     words: Sequence[str]
     count: int
@@ -38,7 +38,8 @@ class ArrayJobPlan:
 
 
 def plan_array_job(workflow: Path, name: str, count: int) -> ArrayJobPlan:
-    """Return the plan to run stage `name` of a workflow file, a `data preprocess`, as `count` jobs.
+    """Return the plan to run stage `name` of a workflow file, which must be a `data preprocess`, as `count` parallel
+    jobs.
 
     Raises:
         ConfigError: if the workflow has no such stage, or it runs another command.
@@ -57,7 +58,9 @@ def plan_array_job(workflow: Path, name: str, count: int) -> ArrayJobPlan:
 
 
 def slurm_array_script(plan: SlurmJobPlan, parts: ArrayJobPlan) -> str:
-    """Return the Slurm batch script of an array job. A job near its time limit requeues itself and resumes."""
+    """Return the Slurm batch script of an array of `data preprocess` jobs. A job near its time limit requeues itself
+    and resumes.
+    """
     directives = [f"#SBATCH --{key}={shlex.quote(value)}" for key, value in plan.options.items()]
     directives += [f"#SBATCH --{flag}" for flag in plan.flags]
     task = "\n".join(["", *plan.prologue, parts.job_command(plan.python, "$SLURM_ARRAY_TASK_ID"), ""])
@@ -86,8 +89,8 @@ exit "$status"
 
 
 def indexed_job_manifest(parts: ArrayJobPlan, job: str, image: str, volume: str, cpus: int) -> str:
-    """Return the manifest of a Kubernetes Indexed Job with one pod per part of the data; if a part's input is invalid,
-    only its pod fails.
+    """Return the manifest of a Kubernetes Indexed Job with one pod per shard of the data; if a shard's input is
+    invalid, only its pod fails.
     """
     words, folder = (
         [escape_kubernetes_references(word) for word in parts.words],

@@ -43,15 +43,15 @@ class VariableScope(Protocol):
     """Interface by which shell arithmetic reads and sets a script's variables; None is an unknown value."""
 
     def read_number(self, name: str) -> str | None:
-        """Return a variable's text, itself an arithmetic expression, or None if unknown."""
+        """Return a shell variable's text, itself an arithmetic expression, or None if its value is unknown."""
 
     def assign_number(self, name: str, value: str | None) -> None:
-        """Set a script variable to the result of an arithmetic assignment; None makes it unknown."""
+        """Set a shell variable to the result of an arithmetic assignment; None marks its value as unknown."""
 
 
 def evaluate_arithmetic(expression: str, scope: VariableScope | None = None, depth: int = 0) -> int | None:
-    """Return the value of a bash arithmetic expression, or None for an unset variable, a division by zero or text that
-    is no expression.
+    """Return the value of a bash arithmetic expression, whose variables `scope` reads and sets, or None for an unset
+    variable, a division by zero or text that is no expression.
     """
     try:
         value = _ArithmeticParser(expression, scope, depth).value()

@@ -14,7 +14,9 @@ POWERS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
 def write_batch_section(draft: RunDraft) -> None:
-    """Write the `batch` section of run.yaml from batch-size flags of Megatron-LM and DeepSpeed's configuration file."""
+    """Add to `draft` the `batch` section of a run.yaml, from batch-size flags of Megatron-LM and DeepSpeed's
+    configuration file.
+    """
     _batch_size(draft, "batch.micro", "train_micro_batch_size_per_gpu", "micro_batch_size")
     micro, copies = draft.run["batch"]["micro"], ranks_per_model(draft)
     dp = max(1, draft.ranks // copies) if draft.ranks and copies else None
@@ -94,7 +96,7 @@ def _batch_size(draft: RunDraft, key: str, path: str, dest: str) -> None:
 
 
 def write_train_section(draft: RunDraft) -> None:
-    """Write the `train` section of run.yaml (steps, evaluation, seed, exit) from Megatron-LM flags."""
+    """Add to `draft` the `train` section of a run.yaml (steps, evaluation, seed, exit), from Megatron-LM flags."""
     put = draft.set_key
     steps, formula = _last_step(draft), describe_length(draft, "train_tokens", "train_samples")
     put("train.steps", steps, "train_iters", "train_samples", "train_tokens", ask=formula or "not in the script")
@@ -123,16 +125,16 @@ def _last_step(draft: RunDraft) -> int | None:
 
 
 def tokens_to_samples(draft: RunDraft, dest: str) -> int | None:
-    """Convert the number of tokens in setting `dest` to samples of data.seq_length tokens, rounded up; return None if
-    either is unknown.
+    """Convert the number of tokens in Megatron setting `dest` to samples of data.seq_length tokens, rounded up; return
+    None if the number or the length is unknown.
     """
     tokens, length = draft[dest], draft.run["data"]["seq_length"]
     return -(-tokens // length) if tokens and length else None
 
 
 def samples_to_steps(draft: RunDraft, samples: int | None, *, up: bool = False) -> int | None:
-    """Return the number of whole steps in `samples` with the draft's batch sizes, rounded up with `up`; None if the
-    samples or a size is unknown.
+    """Return the number of whole steps in `samples` with the batch sizes translated so far, rounded up with `up`; None
+    if the samples or a batch size is unknown.
     """
     sizes = draft.run["batch"]
     if not samples or any(
@@ -147,8 +149,8 @@ def samples_to_steps(draft: RunDraft, samples: int | None, *, up: bool = False) 
 
 
 def describe_length(draft: RunDraft, *dests: str, steps: bool = True) -> str:
-    """Return a formula for a length that the script gives in samples or tokens through an unset variable, such as
-    `$SAMPLES / batch.global`; empty without a given flag.
+    """Return a formula such as `$SAMPLES / batch.global` for a length that the launch script gives in samples or tokens
+    through an unset variable; empty if none of the flags `dests` is given.
     """
     for dest in dests:
         given = draft.arguments.given.get(dest)
@@ -170,7 +172,7 @@ COOLDOWN = ("lr_wsd_decay_iters", "lr_wsd_decay_samples")
 
 
 def write_schedule_section(draft: RunDraft) -> None:
-    """Write the `lr_schedule` section of run.yaml from Megatron-LM flags."""
+    """Add to `draft` the `lr_schedule` section of a run.yaml, from Megatron-LM flags."""
     put, steps = draft.set_key, draft.run["train"]["steps"]
     name = SCHEDULES.get(draft["lr_decay_style"])
     if name == "wsd" and any(draft.get_setting(dest, None) == 0 for dest in COOLDOWN):

@@ -7,7 +7,9 @@ from mega_cli.megatron_args.training_command import BERT, T5
 
 
 def write_bert_section(draft: RunDraft) -> None:
-    """Write the keys of `model` and `data` in run.yaml that only an encoder has, if the program is `pretrain_bert.py`."""
+    """Add to `draft` the keys of `model` and `data` of a run.yaml that only an encoder has, if the launch script runs
+    `pretrain_bert.py`.
+    """
     if draft.program != BERT:
         return
     put, why = draft.set_key, f"{BERT} trains an encoder"
@@ -28,8 +30,8 @@ def is_t5_script(draft: RunDraft) -> bool:
 
 
 def count_t5_layers(draft: RunDraft) -> int | None:
-    """Return the total layers of T5's encoder and decoder: `--num-layers` each, unless one has its own flag; None if
-    unknown.
+    """Return the total layers of T5's encoder and decoder by Megatron's flags: `--num-layers` each, unless one has its
+    own flag; None if a number is unknown.
     """
     encoder = draft["encoder_num_layers"] or draft["num_layers"]
     decoder = draft["decoder_num_layers"] or draft["num_layers"] or encoder
@@ -37,7 +39,7 @@ def count_t5_layers(draft: RunDraft) -> int | None:
 
 
 def write_t5_section(draft: RunDraft) -> None:
-    """Write the keys of `model` and `data` in run.yaml that only an encoder-decoder model (T5) has."""
+    """Add to `draft` the keys of `model` and `data` of a run.yaml that only an encoder-decoder model (T5) has."""
     put, tied = draft.set_key, not draft["untie_embeddings_and_output_weights"]
     flags = ("encoder_num_layers", "decoder_num_layers")
     put("model.encoder.num_layers", draft["encoder_num_layers"] or draft["num_layers"], "num_layers", *flags)

@@ -21,7 +21,9 @@ LINE = 60  # digits that `bc` prints on one line
 
 
 def simulate_expr(arguments: Sequence[str], _: str | None) -> str | None:
-    """Return what `expr` prints for an expression of whole numbers, or None if it is not one."""
+    """Return what the shell command `expr` with these arguments prints for an expression of whole numbers, or None if
+    it is not one.
+    """
     text = " ".join(arguments)
     if any(not re.fullmatch(r"[-+*/%()]|-?\d+", argument) for argument in arguments):
         return None
@@ -29,8 +31,8 @@ def simulate_expr(arguments: Sequence[str], _: str | None) -> str | None:
 
 
 def simulate_bc(arguments: Sequence[str], entered: str | None) -> str | None:
-    """Return what `bc` prints for numeric expressions and assignments of `scale` on its standard input `entered`, or
-    None if it is not simulated.
+    """Return what the shell command `bc` prints for numeric expressions and assignments of `scale` on its standard
+    input `entered`, or None for other input.
     """
     if entered is None or any(argument not in ("-l", "-q", "-lq", "-ql") for argument in arguments):
         return None
@@ -52,7 +54,7 @@ def _format_as_bc(value: Number) -> str:
 
 
 def simulate_seq(arguments: Sequence[str], _: str | None) -> str | None:
-    """Return what `seq` prints for whole numbers, or None if it is not simulated."""
+    """Return what the shell command `seq` with these arguments prints for whole numbers, or None for other arguments."""
     if not arguments or re.match(r"-\d", arguments[0]):
         options, words = list[tuple[str, str]](), list(arguments)
     else:

@@ -28,19 +28,19 @@ class ConditionOperand(NamedTuple):
 
 
 def three_valued_not(value: KnownTruth) -> KnownTruth:
-    """Return `not value`; None, unknown, stays None."""
+    """Return `not value`, where None is an unknown truth and stays None."""
     return None if value is None else not value
 
 
 def three_valued_and(left: KnownTruth, right: KnownTruth) -> KnownTruth:
-    """Return `left and right`, where None is unknown: False and None is False."""
+    """Return `left and right`, where None is an unknown truth: False and None is False."""
     if left is False or right is False:
         return False
     return None if left is None or right is None else True
 
 
 def three_valued_or(left: KnownTruth, right: KnownTruth) -> KnownTruth:
-    """Return `left or right`, where None is unknown: True or None is True."""
+    """Return `left or right`, where None is an unknown truth: True or None is True."""
     return three_valued_not(three_valued_and(three_valued_not(left), three_valued_not(right)))
 
 

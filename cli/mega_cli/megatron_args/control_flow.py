@@ -19,8 +19,8 @@ ROUNDS = 256  # most iterations of a loop
 
 
 def follow_for_loop(reader: ScriptReader, node: Node) -> KnownTruth:
-    """Interpret a shell loop `for NAME in ...`; if one of its words is unknown, the body is interpreted once with NAME
-    unknown.
+    """Interpret a shell loop `for NAME in ...`, whose body is interpreted once with NAME unknown if a word is unknown;
+    return True if its last command succeeds, None if unknown.
     """
     variable, body = node.child_by_field_name("variable"), node.child_by_field_name("body")
     if variable is None or body is None:
@@ -53,7 +53,7 @@ def _follow_unknown_iteration(reader: ScriptReader, name: str, body: Node, node:
 
 
 def follow_while_loop(reader: ScriptReader, node: Node) -> KnownTruth:
-    """Interpret a shell loop `while ...` or `until ...`."""
+    """Interpret a shell loop `while ...` or `until ...`; return True if its last command succeeds, None if unknown."""
     body = node.child_by_field_name("body")
     conditions = [child for child in node.children_by_field_name("condition") if child.is_named]
     until = node.children[0].type == "until"
@@ -66,7 +66,7 @@ def follow_while_loop(reader: ScriptReader, node: Node) -> KnownTruth:
 
 
 def follow_counting_loop(reader: ScriptReader, node: Node) -> KnownTruth:
-    """Interpret a shell loop `for ((i = 0; i < 3; i++))`."""
+    """Interpret a shell loop `for ((i = 0; i < 3; i++))`; return True if its last command succeeds, None if unknown."""
     parts = [part.strip() for part in node_text(node).partition("((")[2].partition("))")[0].split(";")]
     body = node.child_by_field_name("body")
     if len(parts) != 3 or body is None:
@@ -109,7 +109,9 @@ def _follow_iterations(
 
 
 def follow_if_statement(reader: ScriptReader, node: Node) -> KnownTruth:
-    """Interpret a shell `if ...; then ...; elif ...; else ...; fi`; every branch if the condition is unknown."""
+    """Interpret a shell `if ...; then ...; elif ...; else ...; fi`, or every branch if the condition is unknown; return
+    True if its last command succeeds, None if unknown.
+    """
     return _follow_branches(reader, node, list(if_branches(node)))
 
 
@@ -131,7 +133,9 @@ def _follow_branches(reader: ScriptReader, node: Node, found: Sequence[tuple[lis
 
 
 def follow_case_statement(reader: ScriptReader, node: Node) -> KnownTruth:
-    """Interpret a shell `case ... in pattern) ...;; esac`; every branch if the value is unknown."""
+    """Interpret a shell `case ... in pattern) ...;; esac`, or every branch if the value is unknown; return True if its
+    last command succeeds, None if unknown.
+    """
     value = node.child_by_field_name("value")
     text = reader.words.expand_text(value) if value else ""
     return _follow_case_items(reader, node, text, [child for child in node.children if child.type == "case_item"])

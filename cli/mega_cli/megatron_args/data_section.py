@@ -16,7 +16,7 @@ PLAIN_SPLIT = re.compile(r"[\[('\"]*[.0-9]+([,/ ]+[.0-9]+)*,? *[\])'\"]*")
 
 
 def write_data_section(draft: RunDraft) -> None:
-    """Write the `data` section of run.yaml (data sets, tokenizer, sequence length) from Megatron-LM flags."""
+    """Add to `draft` the `data` section of a run.yaml (data sets, tokenizer, sequence length), from Megatron-LM flags."""
     put = draft.set_key
     if any(name in draft for name in OWN):
         for name in OWN:
@@ -73,7 +73,7 @@ def _fim(draft: RunDraft) -> None:
 
 
 def parse_blend(words: Sequence[str]) -> list[dict[str, Any]]:
-    """Parse the words of Megatron's `--data-path`, weights and paths alternating or paths alone, to entries of
+    """Parse the words of Megatron's `--data-path`, weights and paths alternating or paths alone, to items of run.yaml's
     `data.train`.
     """
     weights = words[::2]

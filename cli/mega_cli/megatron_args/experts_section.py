@@ -15,13 +15,13 @@ BALANCING = ("moe_router_load_balancing_type", "moe_aux_loss_coeff")
 
 
 def has_experts(draft: RunDraft) -> bool:
-    """Return whether the flags give the model experts; Megatron-DeepSpeed's one expert means none."""
+    """Return whether Megatron's flags give the model experts; Megatron-DeepSpeed's one expert means none."""
     return draft.is_unknown("num_experts") or any(count > 1 for count in draft["num_experts"])
 
 
 def write_experts_section(draft: RunDraft, width: int | None) -> None:
-    """Write the `model.moe` section of run.yaml from Megatron-LM flags; `width` is the dense layers' feed-forward
-    width, the default of an expert's.
+    """Add to `draft` the `model.moe` section of a run.yaml, from Megatron-LM flags; `width` is the dense layers'
+    feed-forward width, the default of an expert's.
     """
     put, counts = draft.set_key, set(draft["num_experts"])
     put(

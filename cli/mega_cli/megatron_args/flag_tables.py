@@ -24,7 +24,8 @@ MOST = 100_000
 
 @dataclass(frozen=True)
 class FlagSpec:
-    """Flag of `pretrain_gpt.py`: a line of `flags.csv` (Megatron-LM's own) or `forks.csv` (added by forks).
+    """Command-line flag of Megatron's `pretrain_gpt.py`: a row of mega's table of Megatron-LM's own flags (`flags.csv`)
+    or of those that forks add (`forks.csv`).
 
     Attributes:
         name, aliases: spellings.
@@ -77,7 +78,7 @@ class FlagSpec:
         return float(text) if self.type == "float" else self.choices.get(_fold_choice(text), text)
 
     def default_value(self) -> Any:
-        """Return the value of the flag's setting when the command does not give the flag."""
+        """Value that the flag's setting has in Megatron when the command does not give the flag."""
         if not self.type:
             return self.takes == "off"
         if not self.default:
@@ -92,7 +93,7 @@ def _fold_choice(word: str) -> str:
 
 @cache
 def load_flag_tables() -> tuple[FlagSpec, ...]:
-    """Return all flags of Megatron-LM and its forks, from `flags.csv` and `forks.csv`."""
+    """Return all known flags of Megatron-LM and its forks, from mega's tables `flags.csv` and `forks.csv`."""
     return tuple(
         FlagSpec(
             row["flag"], tuple(row["aliases"].split()), row["dest"], row["takes"], row["type"], row["default"],
@@ -132,7 +133,9 @@ class GivenFlag:
 
     @property
     def unset_parameters(self) -> list[str]:
-        """Names of variables in the flag's values that the script does not set, and placeholders such as `<path>`."""
+        """Names of shell variables in the flag's values that the launch script does not set, and placeholders such as
+        `<path>`.
+        """
         return [name for value in self.values for name in MARK.findall(value) + PLACEHOLDER.findall(value)]
 
     @property
@@ -174,7 +177,8 @@ class GivenFlag:
 
 @dataclass
 class CommandSettings:
-    """Settings of a training command from its flags; `settings[dest]` is the given value, or Megatron's default.
+    """Settings of a Megatron training command from its flags; `settings[dest]` is the given value, or Megatron's
+    default.
 
     Attributes:
         strict: report flags and values unknown to Megatron-LM as problems instead of remarks.
@@ -236,7 +240,9 @@ class CommandSettings:
             self.problems.append(problem)
 
     def add_megatron_problem(self, line: int, text: str, rule: str, hint: str) -> None:
-        """Record what Megatron-LM would reject: a problem if `strict`, else a remark."""
+        """Record settings on line `line` of the launch script that Megatron-LM would reject: a problem if `strict`,
+        else a remark. `rule` is what they violate.
+        """
         if self.strict:
             self.problems.append(ConfigProblem(f"line {line}: {text}", rule, hint=hint))
         else:

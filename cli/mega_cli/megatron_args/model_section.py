@@ -27,7 +27,7 @@ GPT_OSS = "--activation-func-clamp-value and --glu-linear-offset 1"
 
 
 def write_model_section(draft: RunDraft) -> None:
-    """Write the `model` section of run.yaml from Megatron-LM flags."""
+    """Add to `draft` the `model` section of a run.yaml, from Megatron-LM flags."""
     _sizes(draft)
     if has_hybrid_layers(draft):
         write_hybrid_section(draft)
@@ -177,8 +177,8 @@ def _parts(draft: RunDraft) -> None:
 
 
 def has_linear_biases(draft: RunDraft) -> bool:
-    """Return whether the flags give linear layers biases. Megatron-LLM, whose flags have underscores, has its own flags
-    for biases.
+    """Return whether Megatron's flags give linear layers biases. Megatron-LLM, whose flags have underscores, has its
+    own flags for biases.
     """
     return bool(draft["add_bias_linear"] and (draft["use_bias"] or not draft.arguments.respelled))
 

@@ -36,28 +36,28 @@ class DeepSpeedConfigFile:
     values: Mapping[str, Any] = field(default_factory=dict)
 
     def get_number(self, path: str) -> float | None:
-        """Return the number at a dotted path of the file, or None if it is missing or `auto`."""
+        """Return the number at a dotted path of the DeepSpeed file, or None if it is missing or `auto`."""
         value = self._at(path)
         return value if isinstance(value, int | float) and not isinstance(value, bool) else None
 
     def get_integer(self, path: str) -> int | None:
-        """Return the integer at a dotted path of the file, or None if it is missing or `auto`."""
+        """Return the integer at a dotted path of the DeepSpeed file, or None if it is missing or `auto`."""
         value = self.get_number(path)
         return int(value) if value is not None and value == int(value) else None
 
     def is_section_enabled(self, section: str) -> bool:
-        """Return True if a section of the file has `enabled: true`."""
+        """Return True if a section of the DeepSpeed file has `enabled: true`."""
         return self._at(f"{section}.enabled") is True
 
     @property
     def offloads_optimizer(self) -> bool:
-        """True if the file offloads the optimizer state to host memory or disk."""
+        """True if the DeepSpeed file offloads the optimizer state to host memory or disk."""
         device, old = self._at("zero_optimization.offload_optimizer.device"), self._at("zero_optimization.cpu_offload")
         return device in ("cpu", "nvme") or old is True
 
     @property
     def untranslated_sections(self) -> list[str]:
-        """Names of the file's enabled sections that have no counterpart in mega."""
+        """Names of the DeepSpeed file's enabled sections that have no counterpart in mega."""
         return [name for name in self.values if name not in KNOWN and self.is_section_enabled(name)]
 
     def _at(self, path: str) -> Any:
@@ -120,8 +120,7 @@ class FlagNote:
 
 
 class RunDraft:
-    """Keys of a run.yaml and notes on the translation, collected while the arguments of a Megatron command are
-    processed.
+    """A run.yaml under translation from a Megatron training command: the keys set so far, and notes on the translation.
 
     Attributes:
         arguments: the settings of the command.
@@ -153,7 +152,7 @@ class RunDraft:
         return dest in self.arguments
 
     def get_setting(self, dest: str, default: Any) -> Any:
-        """Return the value that the command gives setting `dest`, or `default` if it gives none."""
+        """Return the value that the Megatron command gives setting `dest`, or `default` if it gives none."""
         return self.arguments[dest] if dest in self.arguments.given else default
 
     def is_enabled(self, dest: str) -> bool:
@@ -161,7 +160,9 @@ class RunDraft:
         return bool(self[dest]) or self.is_unknown(dest)
 
     def is_unknown(self, dest: str) -> bool:
-        """Return whether the command gives setting `dest` with an unknown value, such as an unset shell variable."""
+        """Return whether the Megatron command gives setting `dest` with an unknown value, such as an unset shell
+        variable.
+        """
         given = self.arguments.given.get(dest)
         return given is not None and bool(given.why_unknown_value)
 
@@ -186,7 +187,8 @@ class RunDraft:
         self, key: str, value: Any, *dests: str, because: str = "", ask: str = "not in the script", instead: str = ""
     ) -> None:
         """Set a dotted key of run.yaml to `value`, which comes from the Megatron settings `dests`; None leaves the key
-        for the user to fill in.
+        for the user to fill in. `because` is the key's comment, `ask` the note for an unknown value, `instead` a text
+        in place of null.
 
         `None` is left for the user to fill in, with the note `ask` or the problem with the settings; `instead` is written
         for keys for which null is a valid value.
@@ -212,7 +214,7 @@ class RunDraft:
 
     def set_key_from_file(self, key: str, path: str, value: Any, *dests: str, flags: Any = None) -> None:
         """Set a dotted key of run.yaml to `value`, found in DeepSpeed's configuration file at `path`; a note is added
-        if flags in `dests` give another value.
+        if the Megatron flags in `dests` give another value, `flags`.
         """
         self.set_key(key, value, *dests, because=f"{path} of {self.deepspeed_file.name}")
         if any(dest in self for dest in dests) and flags != value:
@@ -249,12 +251,12 @@ class RunDraft:
             self._general.append(FlagNote(kind, text, key=key))
 
     def add_line_remark(self, line: int, text: str) -> None:
-        """Add a note of kind `open` on a line of the launch script."""
+        """Add to run.yaml's header a note, for the user to decide, on a line of the launch script."""
         self._general.append(FlagNote("open", f"line {line}: {text}", line=line))
 
     def add_problem(self, dest: str, rule: str) -> None:
-        """Record that the value of the flag of setting `dest` cannot be used; the errors of all flags are raised
-        together later.
+        """Record that the value of the Megatron flag of setting `dest` violates `rule`; the errors of all flags are
+        raised together later.
         """
         self.arguments.add_flag_problem(self.arguments.given[dest], rule)
 
@@ -268,8 +270,8 @@ class RunDraft:
 
 @cache
 def load_flag_handling() -> tuple[tuple[str, NoteKind, str], ...]:
-    """Return what to note on flags that set no key of run.yaml, from `handling.yaml`: (glob pattern of the flag's name,
-    kind of note, text).
+    """Return the notes on Megatron flags that set no key of run.yaml, from mega's table `handling.yaml`: (glob pattern
+    of the flag's name, kind of note, text).
     """
     text = (files("mega_cli.megatron_args") / "handling.yaml").read_text(encoding="utf-8")
     table: Mapping[NoteKind, Mapping[str, str]] = yaml.safe_load(text)

@@ -39,7 +39,8 @@ class ScriptExit(Exception):
 
 @dataclass
 class ScriptResult:
-    """Variables, commands, files and remarks that static interpretation of a shell script found.
+    """Result of the static interpretation of a shell script: variables, commands it would start, files it would write,
+    and remarks.
 
     Attributes:
         variables: values at the end of the script, by name and index.
@@ -113,7 +114,7 @@ class ScriptReader:
         self, text: str, line: int, arguments: list[ShellWord] | None = None, *, flat: bool = True
     ) -> KnownTruth:
         """Interpret the text of a script that begins at `line`; with `flat` all of it counts as this one line, as for
-        `eval`.
+        `eval`. Return True if its last command succeeds, None if unknown.
         """
         text = text.replace("\r\n", "\n")
         if len(text) > LARGEST_SCRIPT:
@@ -130,7 +131,7 @@ class ScriptReader:
             return None
 
     def add_remark(self, node: Node, sentence: str) -> None:
-        """Add a remark on the script's line where `node` begins, unless the result already has it."""
+        """Add a remark on the script's line where the syntax node `node` begins, unless it was made before."""
         remark = (self.words.line_number(node), sentence)
         if remark not in self.script.remarks:
             self.script.remarks.append(remark)
@@ -155,8 +156,8 @@ class ScriptReader:
         return self.follow_block([child for child in node.named_children if child.type in self.statements])
 
     def evaluate_expression(self, text: str) -> int | None:
-        """Return the value of a shell arithmetic expression, or None if unknown; then every variable that it sets
-        becomes unknown.
+        """Return the value of a shell arithmetic expression and carry out its assignments; None if the value is
+        unknown, and then every variable that it sets becomes unknown.
         """
         if MARK.search(text):
             for name in re.findall(r"([A-Za-z_]\w*)\s*(?:[-+*/%]?=(?!=)|\+\+|--)", text):
@@ -165,7 +166,9 @@ class ScriptReader:
         return evaluate_arithmetic(text, self.words)
 
     def capture_output(self, follow: Callable[[], KnownTruth]) -> tuple[str | None, KnownTruth]:
-        """Return the output of the statements that `follow` interprets, or None if unknown, and their status."""
+        """Return the output of the statements that `follow` interprets, None if unknown, and True if they succeed, None
+        if unknown.
+        """
         before, self.printed = self.printed, []
         try:
             status = follow()
@@ -175,8 +178,8 @@ class ScriptReader:
             self.printed = before
 
     def follow_all_branches(self, node: Node, condition: str, *branches: Callable[[], object]) -> None:
-        """Interpret each branch, because the taken one is unknown. Variables that differ afterwards keep their common
-        prefix and are unknown from there.
+        """Interpret each branch, because it is unknown which one the script takes. Variables that differ afterwards
+        keep their common prefix and are unknown from there.
         """
         before, ends = self.words.variables, list[dict[str, VariableValue]]()
         for follow_branch in branches:
@@ -240,13 +243,15 @@ class ScriptReader:
             self.words.variables = before
 
     def evaluate_condition(self, operands: Sequence[ConditionOperand], node: Node) -> KnownTruth:
-        """Return the truth of a `[ ... ]` or `[[ ... ]]` condition, or None if unknown."""
+        """Return the truth of a shell condition `[ ... ]` or `[[ ... ]]`, given as its words, or None if unknown."""
         return ConditionEvaluator(
             operands, lambda text: self.comparison_text(text, node), self.evaluate_expression
         ).evaluate()
 
     def comparison_text(self, text: str, node: Node) -> str | None:
-        """Return a text as a condition compares it, or None if unknown; unset variables count as empty, with a remark."""
+        """Return a text as a shell condition compares it, or None if it has unknown values; unset variables count as
+        empty, with a remark on the line of `node`.
+        """
         for name in MARK.findall(text):
             if not name.isidentifier() or name in self.words.awaited or ALWAYS_SET.fullmatch(name):
                 return None

@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 @dataclass
 class ScriptVariables:
-    """Variables of a shell script, and the place in it of the text under expansion.
+    """Variables of an interpreted shell script, and the line of the script that is being interpreted.
 
     Attributes:
         variables: values by name; values are replaced, not mutated, so that a shallow copy is a snapshot.
@@ -55,26 +55,26 @@ class ScriptVariables:
     budget: WorkBudget = field(default_factory=WorkBudget)
 
     def line_number(self, node: Node) -> int:
-        """Return the line of the script where a node begins."""
+        """Return the line of the script where a node of its syntax tree begins."""
         first, flat = self.place
         return first if flat else first + node.start_point[0]
 
     def encode_marks(self, text: str) -> str:
-        """Return a text whose marks of unknown values are numbered, because names in marks may contain characters that
-        the parser rejects.
+        """Return a text in which the marks that stand for unknown values are replaced by numbered ones, because their
+        names may contain characters that the shell parser rejects.
         """
         self.marks = [*self.marks, *MARK.findall(text)]
         numbers = iter(range(len(self.marks) - len(MARK.findall(text)), len(self.marks)))
         return MARK.sub(lambda _: f"{OPEN}#{next(numbers)}{CLOSE}", text)
 
     def decode_marks(self, text: str) -> str:
-        """Return a parsed text whose numbered marks have their names again; undoes `encode_marks`."""
+        """Return a text in which the numbered marks of unknown values (from `encode_marks`) have their names again."""
         return NUMBERED.sub(lambda match: make_unknown_mark(self.marks[int(match[1])]), text)
 
     @contextmanager
     def at_offset(self, place: tuple[int, bool], arguments: list[ShellWord] | None) -> Iterator[None]:
-        """Let line numbers in the context count from `place`, (first line, whether all text counts as it), and use
-        `arguments` as `$1`, `$2`, ... unless None.
+        """Context manager in which line numbers count from `place`, (first line, True if all text counts as this line),
+        and `arguments` are `$1`, `$2`, ... unless None.
         """
         before = self.place, self.positional
         self.place = place
@@ -105,7 +105,9 @@ class ScriptVariables:
         self.set_variable(name, {"0": ShellWord(text, line)})
 
     def read_number(self, name: str) -> str | None:
-        """Return the text of a variable or array element for `evaluate_arithmetic`, or None if unknown."""
+        """Return the text of a shell variable or array element for an arithmetic expression, or None if its value is
+        unknown.
+        """
         self.budget.spend_characters(EXPRESSION)
         name, _, index = name.removesuffix("]").partition("[")
         key = "0" if not index else index if name in self.associative else self.element_index(index)
@@ -113,23 +115,25 @@ class ScriptVariables:
         return None if word is None or MARK.search(word.text) else word.text
 
     def assign_number(self, name: str, value: str | None) -> None:
-        """Set a variable to the result of an arithmetic assignment (`evaluate_arithmetic`); None makes it unknown."""
+        """Set a shell variable to the result of an arithmetic assignment; None marks its value as unknown."""
         self.set_text_variable(name, make_unknown_mark("{" + name + "}") if value is None else value, self.place[0])
 
     def element_index(self, text: str) -> str | None:
-        """Return the key of an array's element, given by an arithmetic expression, or None if unknown."""
+        """Return the key of a shell array's element, given by an arithmetic expression, or None if its value is
+        unknown.
+        """
         number = None if MARK.search(text) else evaluate_arithmetic(text, self)
         return None if number is None else str(number)
 
 
 def word_texts(value: VariableValue | None) -> dict[str, str] | None:
-    """Return the texts of a variable's elements by key, without their line numbers."""
+    """Return the texts of a shell variable's elements by key, without their line numbers; None for None."""
     return None if value is None else {key: word.text for key, word in value.items()}
 
 
 def merge_branch_values(name: str, values: Sequence[VariableValue | None], line: int) -> VariableValue:
-    """Merge a variable's values from branches of which the taken one is unknown: their common prefix, with a mark for
-    the unknown rest.
+    """Merge the values that a shell variable has after several branches, when it is unknown which one the script takes:
+    their common prefix, with a mark for the unknown rest.
     """
     mark = make_unknown_mark("{" + name + "}")
     if any(value and set(value) != {"0"} for value in values):

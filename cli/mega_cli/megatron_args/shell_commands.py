@@ -36,8 +36,8 @@ class NestedScript(NamedTuple):
 
 
 def follow_command(reader: ScriptReader, words: list[ShellWord], node: Node) -> KnownTruth:
-    """Interpret a command given as expanded words: a function, a builtin, a simulated tool or a nested script; other
-    commands are recorded as started.
+    """Interpret a command given as expanded words (a function, a builtin, a simulated tool or a nested script; others
+    are recorded as started); return True if it succeeds, None if unknown.
     """
     words = list(words)
     while len(words) > 1 and words[0].text in TRANSPARENT and not words[1].text.startswith("-"):
@@ -239,7 +239,7 @@ BUILTINS: dict[str, Builtin] = {
 
 def follow_redirection(reader: ScriptReader, node: Node) -> KnownTruth:
     """Interpret a command with redirected input or output, `command < file > file` or `command <<EOF`; known output to
-    a file is recorded, not written.
+    a file is recorded, not written. Return True if it succeeds, None if unknown.
     """
     body, before = node.child_by_field_name("body"), reader.entered
     redirects = [child for child in node.named_children if child.type.endswith("_redirect")]
@@ -266,7 +266,9 @@ def follow_redirection(reader: ScriptReader, node: Node) -> KnownTruth:
 
 
 def read_redirected_input(reader: ScriptReader, redirect: Node) -> None:
-    """Set the reader's standard input to the text of a redirection: `< file`, a here-document or a here-string."""
+    """Set the interpreted script's standard input to the text of a redirection: `< file`, a here-document or a
+    here-string.
+    """
     if redirect.type == "herestring_redirect":
         reader.entered = reader.words.expand_text(redirect.named_children[-1]) + "\n"
     elif redirect.type == "heredoc_redirect":

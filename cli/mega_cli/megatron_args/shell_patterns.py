@@ -61,7 +61,8 @@ def substitute_longest(
     pattern: str, instead: str, text: str, spend: Callable[[int], None], *, every: bool
 ) -> str | None:
     """Replace the first match of a regular expression by `instead`, or every match, each as long as possible; empty
-    matches are not replaced. None if RE2 does not support the pattern.
+    matches are not replaced. None if RE2 does not support the pattern. `spend` is called with the number of characters
+    before they are created.
 
     `spend` is called with the length of the result before it is created.
     """
@@ -111,7 +112,9 @@ def quote_pattern(text: str) -> str:
 
 
 def pieces_to_pattern(pieces: Sequence[WordPiece | None]) -> str:
-    """Return the pieces of a shell word as one shell pattern, in which the text of quoted pieces is literal."""
+    """Return a shell word, given as its quoted and unquoted pieces, as one shell pattern in which quoted text is
+    literal.
+    """
     return "".join(quote_pattern(piece.text) if piece.kind == "quoted" else piece.text for piece in pieces if piece)
 
 
@@ -137,7 +140,7 @@ def pattern_to_regex(pattern: str, *, repeat: str = "*", backwards: bool = False
 
 
 def matches_pattern(text: str, pattern: str) -> bool | None:
-    """Return whether a shell pattern matches the whole text, or None if unknown."""
+    """Return whether a shell pattern matches the whole text, or None if the pattern is not supported."""
     regex = pattern_to_regex(pattern)
     return None if regex is None or MARK.search(text + pattern) else matches_whole_text(regex, text)
 
@@ -145,8 +148,8 @@ def matches_pattern(text: str, pattern: str) -> bool | None:
 def apply_parameter_operator(
     text: str, operator: str, pieces: Sequence[WordPiece | None], spend: Callable[[int], None]
 ) -> str | None:
-    """Return a variable's text after a parameter expansion such as `${NAME#pattern}`, `${NAME/pattern/text}` or
-    `${NAME^^}`; None if unknown.
+    """Return a shell variable's text after a parameter expansion such as `${NAME#pattern}`, `${NAME/pattern/text}` or
+    `${NAME^^}`, whose operand is `pieces`; None if the result is unknown.
     """
     if operator in LETTERS and not pieces:
         return None if MARK.search(text) else LETTERS[operator](text)

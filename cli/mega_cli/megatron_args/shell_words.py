@@ -21,7 +21,8 @@ class ShellWord(NamedTuple):
 
 
 class WordPiece(NamedTuple):
-    """Part of a shell word under expansion: its text, its kind (`quoted`, `plain` or `value`) and its line.
+    """Quoted or unquoted section of a shell word under expansion: its text, its kind (`quoted`, `plain` or `value`) and
+    its line.
 
     `kind` is `quoted`, `plain` for text of the script, in which braces and patterns are expanded, or `value` for the
     result of an expansion, which is split at blanks. In a list of pieces, `None` ends a word.
@@ -51,8 +52,8 @@ def is_unset_parameter(text: str) -> bool:
 
 
 def explain_unknown(text: str) -> str:
-    """Return a sentence on why a flag's value is unknown: by the first mark in it, else as a placeholder such as
-    `<path>`.
+    """Return a sentence on why a Megatron flag's value is unknown: the unset variable or unknown command in it, else a
+    placeholder such as `<path>`.
     """
     match = MARK.search(text)
     name = match[1] if match else ""

@@ -79,7 +79,7 @@ def _known_misparses(node: Node, source: bytes) -> Iterator[tuple[int, int, byte
 
 
 def find_syntax_errors(node: Node) -> Iterator[Node]:
-    """Yield the nodes of a syntax tree that the parser could not parse."""
+    """Yield the nodes of a shell script's syntax tree that the parser could not parse."""
     if node.type == "ERROR" or node.is_missing:
         yield node
     elif node.has_error:
@@ -88,7 +88,7 @@ def find_syntax_errors(node: Node) -> Iterator[Node]:
 
 
 def node_text(node: Node) -> str:
-    """Return the source text of a node."""
+    """Return the source text of a node of a shell script's syntax tree."""
     return (node.text or b"").decode()
 
 
@@ -109,15 +109,15 @@ def if_branches(node: Node) -> Iterator[tuple[list[Node], list[Node]]]:
 
 
 def stdout_redirection(redirect: Node) -> Node | None:
-    """Return the redirection if it sends standard output to a file, else None."""
+    """Return the given redirection if it sends standard output to a file, else None."""
     signs = [child.type for child in redirect.children if not child.is_named]
     to_error = redirect.children[0].type == "file_descriptor" and node_text(redirect.children[0]) != "1"
     return redirect if signs and signs[0] in (">", ">>", "&>", "&>>", ">|", ">&") and not to_error else None
 
 
 def group_adjacent(nodes: Sequence[Node], *, every: bool = False) -> list[list[Node]]:
-    """Group nodes that have no blank between them into words: all nodes with `every`, else only nodes that are not
-    operators.
+    """Group syntax nodes that have no blank between them into words: all nodes with `every`, else only nodes that are
+    not operators.
     """
     groups: list[list[Node]] = []
     for node in nodes:

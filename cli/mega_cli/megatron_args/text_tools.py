@@ -42,13 +42,15 @@ def _join_lines(lines: Sequence[str]) -> str:
 
 
 def simulate_cat(arguments: Arguments, entered: str | None) -> str | None:
-    """Return what `cat` prints: its standard input `entered`; None if it is unknown or files are given."""
+    """Return what the shell command `cat` prints: its standard input `entered`; None if that is unknown or files are
+    given.
+    """
     return entered if not arguments or arguments == ["-"] else None
 
 
 def simulate_tr(arguments: Arguments, entered: str | None) -> str | None:
-    """Return what `tr` prints, which translates, deletes or squeezes characters of its standard input `entered`; None
-    if unknown.
+    """Return what the shell command `tr` prints, which translates, deletes or squeezes characters of its standard input
+    `entered`; None if the output is unknown.
     """
     options, names = getopt.getopt(list(arguments), "cCds", ["complement", "delete", "squeeze-repeats"])
     given = {name.lstrip("-")[0].lower() for name, _ in options}
@@ -99,7 +101,9 @@ def _unescape(character: str) -> str:
 
 
 def simulate_cut(arguments: Arguments, entered: str | None) -> str | None:
-    """Return what `cut` prints for fields or characters of its standard input `entered`; None if unknown."""
+    """Return what the shell command `cut` prints for fields or characters of its standard input `entered`; None if the
+    output is unknown.
+    """
     parsed, files = getopt.gnu_getopt(
         list(arguments), "d:f:c:s", ["delimiter=", "fields=", "characters=", "only-delimited"]
     )
@@ -143,7 +147,7 @@ def _select_parts(parts: Sequence[str], chosen: Sequence[tuple[int, int | None]]
 
 def simulate_sed(arguments: Arguments, entered: str | None) -> str | None:
     """Return what `sed s/old/new/` prints for a literal `old` in its standard input `entered`; `new` may contain
-    unknown values. None if unknown.
+    unknown values. None if the output is unknown.
     """
     program = arguments[1:] if arguments[0] == "-e" else arguments
     command = SUBSTITUTION.fullmatch(program[0]) if len(program[0]) <= LONGEST_COMMAND else None
@@ -215,13 +219,17 @@ def _awk_field(number: int) -> AwkItem:
 
 
 def simulate_head(arguments: Arguments, entered: str | None) -> str | None:
-    """Return what `head` prints: the first lines of its standard input `entered`; None if unknown."""
+    """Return what the shell command `head` prints: the first lines of its standard input `entered`; None if the output
+    is unknown.
+    """
     count = _line_count(arguments)
     return None if entered is None or count is None else "".join(entered.splitlines(keepends=True)[:count])
 
 
 def simulate_tail(arguments: Arguments, entered: str | None) -> str | None:
-    """Return what `tail` prints: the last lines of its standard input `entered`; None if unknown."""
+    """Return what the shell command `tail` prints: the last lines of its standard input `entered`; None if the output
+    is unknown.
+    """
     count = _line_count(arguments)
     if entered is None or count is None:
         return None
@@ -234,7 +242,7 @@ def _line_count(arguments: Arguments) -> int | None:
 
 
 def simulate_paste(arguments: Arguments, entered: str | None) -> str | None:
-    """Return what `paste -s` prints: the joined lines of its standard input `entered`; None if unknown."""
+    """Return what `paste -s` prints: the joined lines of its standard input `entered`; None if the output is unknown."""
     parsed, files = getopt.gnu_getopt(list(arguments), "sd:", ["serial", "delimiters="])
     options = dict(parsed)
     delimiter = options.get("-d", options.get("--delimiters", "\t"))
@@ -245,12 +253,16 @@ def simulate_paste(arguments: Arguments, entered: str | None) -> str | None:
 
 
 def simulate_rev(arguments: Arguments, entered: str | None) -> str | None:
-    """Return what `rev` prints: each line of its standard input `entered` in reverse; None if unknown."""
+    """Return what the shell command `rev` prints: each line of its standard input `entered` in reverse; None if the
+    output is unknown.
+    """
     return None if entered is None or arguments else "\n".join(line[::-1] for line in entered.split("\n"))
 
 
 def simulate_wc(arguments: Arguments, entered: str | None) -> str | None:
-    """Return what `wc` prints with one of -l, -w, -c, -m for its standard input `entered`; None if unknown."""
+    """Return what `wc` prints with one of -l, -w, -c, -m for its standard input `entered`; None if the output is
+    unknown.
+    """
     counts: dict[str, Callable[[str], int]] = {
         "-l": lambda text: text.count("\n"), "-w": lambda text: len(text.split()),
         "-c": lambda text: len(text.encode()), "-m": len,
@@ -262,8 +274,8 @@ ESCAPED = re.compile(r"\\(.)", re.DOTALL)
 
 
 def simulate_output(name: str, arguments: Arguments, entered: str | None) -> str | None:
-    """Return what a small command such as `echo`, `basename` or `sed` prints for the standard input `entered`, or None
-    if unknown; nothing is executed.
+    """Return what a small shell command such as `echo`, `basename` or `sed` prints for the standard input `entered`, or
+    None if the output is unknown; nothing is executed.
     """
     command = COMMANDS.get(name)
     if command is None:

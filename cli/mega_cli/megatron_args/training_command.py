@@ -53,7 +53,7 @@ class TrainingCommand:
 
     @property
     def world_size(self) -> int | None:
-        """Total number of ranks that the command starts; None if unknown."""
+        """Total number of ranks that the command starts; None if it is unknown."""
         return self.nodes * self.per_node if self.nodes and self.per_node else None
 
 

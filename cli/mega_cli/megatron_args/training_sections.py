@@ -18,7 +18,7 @@ RECOMPUTED = {"layernorm": "norm", "moe_act": "activation", "mlp": "mlp", "moe":
 
 
 def write_parallel_section(draft: RunDraft) -> None:
-    """Write the `parallel` section of run.yaml from Megatron-LM and DeepSpeed flags."""
+    """Add to `draft` the `parallel` section of a run.yaml, from Megatron-LM and DeepSpeed flags."""
     put, tp = draft.set_key, draft["tensor_model_parallel_size"]
     put("parallel.tp", tp, "tensor_model_parallel_size")
     if tp != 1:
@@ -106,13 +106,15 @@ def _copies(draft: RunDraft) -> None:
 
 
 def ranks_per_model(draft: RunDraft) -> int | None:
-    """Return the number of ranks that share one copy of the model by Megatron-LM flags, or None if a size is unknown."""
+    """Return the number of ranks that share one copy of the model by Megatron-LM flags, or None if a parallel size is
+    unknown.
+    """
     sizes = [draft[name] for name in COPY]
     return prod(sizes) if all(sizes) else None
 
 
 def write_optimizer_section(draft: RunDraft) -> None:
-    """Write the `optimizer` section of run.yaml from Megatron-LM flags."""
+    """Add to `draft` the `optimizer` section of a run.yaml, from Megatron-LM flags."""
     put, name = draft.set_key, draft["optimizer"]
     ours = {"adam": "adamw", "muon": "muon", "dist_muon": "muon"}
     put("optimizer.name", ours.get(name), "optimizer", ask=f"the optimizer {name} is not supported")
@@ -169,7 +171,7 @@ def _muon(draft: RunDraft) -> None:
 
 
 def write_precision_section(draft: RunDraft) -> None:
-    """Write `precision`, `fp8` and `fp16` of run.yaml from Megatron-LM flags."""
+    """Add to `draft` the keys `precision`, `fp8` and `fp16` of a run.yaml, from Megatron-LM flags."""
     if draft.is_enabled("fp8"):
         _fp8(draft)
         return
@@ -255,8 +257,8 @@ def _deepspeed_scale(draft: RunDraft) -> None:
 
 
 def note_deepspeed_file(draft: RunDraft) -> None:
-    """Add notes on what of DeepSpeed's configuration file was translated, and on enabled sections that mega does not
-    support.
+    """Add notes to `draft` on the translated settings of DeepSpeed's configuration file, and on enabled sections that
+    mega does not support.
     """
     file = draft.deepspeed_file
     if file.name:
@@ -268,7 +270,7 @@ def note_deepspeed_file(draft: RunDraft) -> None:
 
 
 def write_recompute_section(draft: RunDraft) -> None:
-    """Write the `recompute` section of run.yaml (activation recomputation) from Megatron-LM flags."""
+    """Add to `draft` the `recompute` section of a run.yaml (activation recomputation), from Megatron-LM flags."""
     if draft.is_unknown("recompute_granularity"):
         return draft.set_key("recompute.kind", None, "recompute_granularity")
     granularity = draft["recompute_granularity"]
@@ -306,7 +308,7 @@ def _recomputed_modules(draft: RunDraft) -> None:
 
 
 def write_checkpoint_section(draft: RunDraft) -> None:
-    """Write the `checkpoint` section and `init_from` of run.yaml from Megatron-LM flags."""
+    """Add to `draft` the `checkpoint` section and `init_from` of a run.yaml, from Megatron-LM flags."""
     put, save, load = draft.set_key, draft["save"], draft["load"]
     put("checkpoint.every", draft.get_setting("save_interval", 0), "save_interval")
     if draft.is_enabled("save_retain_interval"):
@@ -334,7 +336,7 @@ def write_checkpoint_section(draft: RunDraft) -> None:
 
 
 def write_log_section(draft: RunDraft) -> None:
-    """Write the `log` section and `output` of run.yaml from Megatron-LM flags."""
+    """Add to `draft` the `log` section and `output` of a run.yaml, from Megatron-LM flags."""
     draft.set_key("log.every", draft["log_interval"], "log_interval")
     draft.set_key("log.tensorboard", "tensorboard_dir" in draft, "tensorboard_dir")
     draft.add_note("changes meaning", "log.tensorboard is on; mega writes into `output`/tensorboard", "tensorboard_dir")

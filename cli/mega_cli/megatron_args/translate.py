@@ -36,7 +36,8 @@ SIZES = ("num_layers", "encoder_num_layers", "hidden_size", "num_attention_heads
 
 @dataclass(frozen=True)
 class ScriptTranslation:
-    """Translation of a launch script to the content of a run.yaml, with notes.
+    """Translation of a launch script or another trainer's settings to the content of a run.yaml, with notes for its
+    header.
 
     Attributes:
         run: the content of run.yaml, with None for required values that the script does not set.

@@ -40,7 +40,9 @@ class WordExpander(ScriptVariables):
     substitute: Callable[[Node], str | None] = field(kw_only=True)
 
     def expand_fields(self, *nodes: Node) -> list[ShellWord]:
-        """Return the words that a word of the script, given as adjacent nodes, expands to: none, one or several."""
+        """Return the words that a word of the shell script, given as adjacent syntax nodes, expands to: none, one or
+        several.
+        """
         pieces = [piece for node in nodes for piece in self.expand_pieces(node)]
         return [word for part in expand_braces(pieces, self.budget.spend_characters) for word in self._split(part)]
 
@@ -57,7 +59,9 @@ class WordExpander(ScriptVariables):
         return pieces_to_pattern([piece for node in nodes for piece in self.expand_pieces(node)])
 
     def source_from(self, node: Node, start: int, cut: int = 0, quote: str = '"') -> str:
-        """Return the expanded source of a node from byte `start` on, without its last `cut` bytes."""
+        """Return the source of a syntax node from byte `start` on, without its last `cut` bytes, with variables
+        expanded.
+        """
         pieces = self.expand_mixed(node, quote, start, len(node.text or b"") - cut)
         return "".join(" " if piece is None else piece.text for piece in pieces)
 
@@ -73,12 +77,16 @@ class WordExpander(ScriptVariables):
         return self.decode_marks(node_text(node)) if literal else self.source_from(node, 0, quote="<<")
 
     def split_words(self, text: str) -> list[str]:
-        """Return the words of a text from outside the script, split at the characters of IFS."""
+        """Return the words of a text, such as the output of a command, split at the characters of the shell variable
+        IFS.
+        """
         return [word.text for word in self._split([WordPiece(text, "value", 0)])]
 
     @property
     def field_separators(self) -> str:
-        """Value of IFS: the characters that separate words; the first one joins `"$*"` and `"${NAME[*]}"`."""
+        """Value of the shell variable IFS: the characters that separate words; the first one joins `"$*"` and
+        `"${NAME[*]}"`.
+        """
         value = self.variables.get("IFS")
         return value["0"].text if value else " \t\n"
 
@@ -101,7 +109,9 @@ class WordExpander(ScriptVariables):
                     current = ShellWord(before.text + part, before.line if before.text else piece.line)
 
     def expand_pieces(self, node: Node, quote: str = "") -> list[WordPiece | None]:
-        """Return the expanded pieces of a shell word, or of the text between its double quotes; None separates words."""
+        """Return the expanded quoted and unquoted pieces of a shell word, or of the text between its double quotes;
+        None separates words.
+        """
         line, source = self.line_number(node), node_text(node)
         if node.type == "raw_string":
             return [WordPiece(self.decode_marks(source[1:-1]), "quoted", line)]
@@ -123,7 +133,8 @@ class WordExpander(ScriptVariables):
         return list(self.expand_mixed(node, quote, 0, len(source.encode())))
 
     def expand_mixed(self, node: Node, quote: str, start: int, end: int) -> Iterator[WordPiece | None]:
-        """Yield the expanded pieces between two byte offsets of a node: expansions, quotes and text.
+        """Yield the expanded pieces of a shell word between two byte offsets of a syntax node: expansions, quotes and
+        text.
 
         Text is taken from the source between expansions, because the nodes of the parser omit blanks.
         """
@@ -198,7 +209,7 @@ class WordExpander(ScriptVariables):
         return make_unknown_mark(self.decode_marks(source[1:])) if value is None else str(value)
 
     def expand_variable(self, name: str, line: int) -> list[ShellWord]:
-        """Return the words of the expansion `$NAME`."""
+        """Return the words that `$NAME` expands to in the interpreted script."""
         if name in ("@", "*"):
             return list(self.positional or [])
         if name == "#":
@@ -207,7 +218,7 @@ class WordExpander(ScriptVariables):
         return [ShellWord(make_unknown_mark(name), line)] if value is None else [value["0"]] if "0" in value else []
 
     def element_key(self, name: str, subscript: Node) -> str | None:
-        """Return the key of the array element `NAME[...]`, or None if unknown."""
+        """Return the key of the shell array element `NAME[...]`, or None if it is unknown."""
         text = self.source_from(subscript, node_text(subscript).index("[") + 1, 1)
         value = self.get_variable(name) or {}
         if MARK.search(text):

@@ -64,8 +64,8 @@ def read_model_parallel_sizes(given: SettingsFile) -> ModelParallelSplit:
 
 
 def read_world_size(given: SettingsFile, ranks: int | None, split: ModelParallelSplit) -> int | None:
-    """Return the number of ranks: `ranks` of the command, else the file's `num_processes`, else its data-parallel
-    sizes; also set `parallel.zero` if the file shards.
+    """Return the number of ranks: `ranks` if given, else the file's `num_processes`, else by its data-parallel sizes,
+    or None; also set `parallel.zero` of run.yaml if the file shards.
 
     Raises:
         ConfigError: if the sizes in the file are for another number of ranks.

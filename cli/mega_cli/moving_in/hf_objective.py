@@ -98,7 +98,7 @@ PLUGINS = re.compile(r"diffusion|\bkd\b|distill|grpo|nemo_gym|ebft|\brl\b", re.I
 
 def set_objective_section(given: SettingsFile, dialect: ToolDefaults) -> str:
     """Set `objective` of run.yaml and its data settings from a settings file with HuggingFace's names, and return the
-    objective's kind.
+    kind of the objective, such as dpo; `dialect` is the program of the file.
 
     Raises:
         ConfigError: for an unsupported objective.

@@ -28,7 +28,7 @@ class WarmupLength:
 
 @dataclass(frozen=True)
 class ScheduleDraft:
-    """Learning-rate scheduler of a settings file under translation to `lr_schedule` of run.yaml.
+    """Learning-rate scheduler of a HuggingFace-style settings file, under translation to `lr_schedule` of run.yaml.
 
     Attributes:
         steps: steps of the run; None if its length is in epochs.
@@ -41,13 +41,15 @@ class ScheduleDraft:
     warmup: WarmupLength
 
     def set_schedule(self, name: str, origin: str, **fields: float | int | str | None) -> None:
-        """Set `lr_schedule.name`, the `fields` that are not None or 0, and the warm-up unless `fields` has it."""
+        """Set `lr_schedule.name` of run.yaml, the `fields` that are not None or 0, and the warm-up unless `fields` has
+        it; `origin` is the key's comment.
+        """
         self.given.set_key("lr_schedule.name", name, origin)
         for key, value in {"warmup_steps": self.warmup.steps, "warmup_share": self.warmup.share, **fields}.items():
             self.given.set_key(f"lr_schedule.{key}", value or None, origin)
 
     def leave_open(self, reason: str) -> None:
-        """Leave `lr_schedule` for the user to fill in, with a note of the reason."""
+        """Leave `lr_schedule` of run.yaml for the user to fill in, with a note of the reason."""
         self.given.leave_open("lr_schedule.name", f"{reason}; write the schedule of the run")
 
     def take_number(self, key: str, default: float) -> float:
@@ -55,9 +57,9 @@ class ScheduleDraft:
         found = self.given.take_number(f"{KWARGS}{key}")
         return default if found is None else found
 
-    def check_half_cosine(self, cycles: float = 0.5) -> bool:
-        """Return True if the schedule's num_cycles is `cycles`, so that the cosine falls once; else leave the schedule
-        for the user to fill in.
+    def require_num_cycles(self, cycles: float = 0.5) -> bool:
+        """Return True if the schedule's num_cycles is `cycles`, so that the cosine falls once; else leave `lr_schedule`
+        of run.yaml for the user to fill in and return False.
         """
         found = self.take_number("num_cycles", cycles)
         if found != cycles:
@@ -66,7 +68,7 @@ class ScheduleDraft:
 
     def minimum_rate(self) -> float | None:
         """Return the minimum learning rate of a cosine schedule that requires one; without one, return None and leave
-        the schedule for the user to fill in.
+        `lr_schedule` of run.yaml for the user to fill in.
         """
         share, lowest = self.given.take_number(f"{KWARGS}min_lr_rate"), self.given.take_number(f"{KWARGS}min_lr")
         if lowest is None and share is None:
@@ -75,25 +77,25 @@ class ScheduleDraft:
 
 
 def _cosine(schedule: ScheduleDraft, origin: str) -> None:
-    if schedule.check_half_cosine():
+    if schedule.require_num_cycles():
         schedule.set_schedule("cosine", origin)
 
 
 def _cosine_with_restarts(schedule: ScheduleDraft, origin: str) -> None:
-    if schedule.check_half_cosine(1):
+    if schedule.require_num_cycles(1):
         schedule.set_schedule("cosine", origin)
 
 
 def _cosine_with_min_lr(schedule: ScheduleDraft, origin: str) -> None:
     lowest = schedule.minimum_rate()
-    if lowest is not None and schedule.check_half_cosine():
+    if lowest is not None and schedule.require_num_cycles():
         schedule.set_schedule("cosine", origin, min_lr=lowest)
 
 
 def _cosine_warmup_with_min_lr(schedule: ScheduleDraft, origin: str) -> None:
     """Set the cosine whose warm-up and decay both end one step early."""
     lowest, first = schedule.minimum_rate(), schedule.given.take_number(f"{KWARGS}warmup_lr_rate")
-    warmup, falls = schedule.warmup.steps, schedule.check_half_cosine()
+    warmup, falls = schedule.warmup.steps, schedule.require_num_cycles()
     if schedule.steps is None or not warmup:
         schedule.leave_open(
             "cosine_warmup_with_min_lr requires max_steps and a warm-up of at least one step to translate"
@@ -123,7 +125,7 @@ def _warmup_stable_decay(schedule: ScheduleDraft, origin: str) -> None:
     shapes = [schedule.given.take_value(f"{KWARGS}{key}_type") for key in ("warmup", "decay")]
     lowest, warmup = schedule.take_number("min_lr_ratio", 0.0) * schedule.lr, schedule.warmup.steps
     rise, fall = ("minus-sqrt" if shape == "1-sqrt" else shape for shape in shapes)
-    falls = schedule.check_half_cosine()
+    falls = schedule.require_num_cycles()
     if not decay or (stable is not None and warmup is None):
         schedule.leave_open(
             "warmup_stable_decay requires num_decay_steps, and with num_stable_steps a warm-up in steps"

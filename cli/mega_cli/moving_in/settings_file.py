@@ -44,6 +44,7 @@ class SettingsFile:
 
     def include_file(self, name: str, prefix: str, description: str) -> bool:
         """Add the settings of another file with `prefix` before their keys; return False if it does not exist.
+        `description` names the file in errors.
 
         Raises:
             ConfigError: if it exists and has no settings.
@@ -87,15 +88,16 @@ class SettingsFile:
         return node
 
     def take_value(self, *keys: str) -> Any:
-        """Return the value of the first of the keys that is set and not `auto`; all of the keys then count as
-        translated.
+        """Return the value of the first of the settings file's keys that is set and not `auto`; all of the keys then
+        count as translated.
         """
         found = [key for key in keys if key in self._left]
         self._left.difference_update(found)
         return self._values[found[0]] if found else None
 
     def take_integer(self, *keys: str) -> int | None:
-        """Return the whole number of the first key that is set, else None; the keys then count as translated.
+        """Return the whole number of the first of the settings file's keys that is set, else None; the keys then count
+        as translated.
 
         Raises:
             ConfigError: for anything else.
@@ -106,8 +108,8 @@ class SettingsFile:
         return None if value is None else int(value)
 
     def take_number(self, *keys: str) -> float | None:
-        """Return the number of the first key that is set, else None; the keys then count as translated. A text such as
-        1e-4 in YAML is a number too.
+        """Return the number of the first of the settings file's keys that is set, else None; the keys then count as
+        translated. A text such as 1e-4 in YAML is a number too.
 
         Raises:
             ConfigError: for anything else.
@@ -137,7 +139,7 @@ class SettingsFile:
         self.add_note("open", text, key)
 
     def add_note(self, kind: NoteKind, text: str, name: str = "") -> None:
-        """Add a note for the header of the new run.yaml, on key `name` or a general one."""
+        """Add a note for the header of the new run.yaml, on the settings file's key `name` or a general one."""
         self._notes.append(FlagNote(kind, text, name or None))
 
     def note_matching(self, kind: NoteKind, text: str, patterns: str) -> None:
@@ -149,8 +151,8 @@ class SettingsFile:
                 self.add_note(kind, text, f"{key}: {self.take_value(key)}")
 
     def copy_settings(self, table: Mapping[str, str]) -> None:
-        """Copy settings whose value stays the same; `table` is {key of run.yaml: keys of the settings file, separated
-        by blanks}.
+        """Copy settings whose value stays the same into the new run.yaml; `table` is {key of run.yaml: keys of the
+        settings file, separated by blanks}.
         """
         for key, names in table.items():
             there = [name for name in names.split() if name in self._left]
@@ -171,7 +173,7 @@ class SettingsFile:
                 self.set_key(key, value, f"{whose} default")
 
     def is_automatic(self, *keys: str) -> bool:
-        """Return True if the value of one of the keys is `auto`, that is, decided elsewhere."""
+        """Return True if the value of one of the settings file's keys is `auto`, that is, decided elsewhere."""
         return any(self._values.get(key) == "auto" for key in keys)
 
     def finish_run(self, reasons: Mapping[NoteKind, Reasons], launch: str) -> ScriptTranslation:

@@ -18,11 +18,14 @@ EMBEDDING, HEAD, SCORE = "model.embed_tokens.weight", "lm_head.weight", "score.w
 
 
 def canonical_tensors(config: ModelConfig) -> TensorShapes:
-    """Return {canonical name: shape} of every tensor of a model in mega's naming, in the order of the forward pass.
+    """Return {canonical name: shape} of every tensor of a model by mega's own tensor names, in the order of the forward
+    pass.
 
     A layer's experts are one tensor stacked on axis 0. `lm_head.weight` is absent with tied embeddings, and replaced by
-    `score.weight` in a reward model.
+    `score.weight` in a reward model. A module of transformers has the names and the order of transformers.
     """
+    if config.transformers is not None:
+        return dict(config.transformers.tensors)
     width, vocab = config.hidden_size, config.vocab_size
     out: TensorShapes = {EMBEDDING: (vocab, width)}
     if config.position == "learned":

@@ -97,7 +97,7 @@ class Checkpoint:
         return sorted(key for key in self.manifest.tensors if key.startswith(prefix))
 
     def tensor_entry(self, key: str) -> TensorEntry:
-        """Return the manifest entry of a tensor.
+        """Return a tensor's record in the manifest: dtype, shape, and the stored chunks that it consists of.
 
         Raises:
             CheckpointError: when the tensor is missing.
@@ -115,7 +115,7 @@ class Checkpoint:
         return DTYPES[self.tensor_entry(key).dtype]
 
     def read_tensor(self, key: str, offset: TensorShape | None = None, shape: TensorShape | None = None) -> Tensor:
-        """Read the box [offset, offset + shape) of a tensor, by default the whole, into new host memory.
+        """Read the slice [offset, offset + shape) of a tensor, by default all of it, into new host memory.
 
         Raises:
             CheckpointError: when the tensor is missing, or the bytes are damaged.

@@ -60,7 +60,7 @@ class CheckpointCommitter(Protocol):
 
 
 class RenameCommitter:
-    """A `CheckpointCommitter` on a file system, which commits a checkpoint by renaming its folder.
+    """A `CheckpointCommitter` on a file system, which makes a checkpoint complete by renaming its folder.
 
         <root>/step-00000100/                   committed: complete and on the disk
         <root>/.step-00000200.tmp-1f9a.../      being written
@@ -155,8 +155,8 @@ class RenameCommitter:
 
 
 class ManifestCommitter:
-    """A `CheckpointCommitter` on an object store, which has no rename but puts an object atomically: the manifest, put
-    last, commits.
+    """A `CheckpointCommitter` on an object store, which cannot rename: a checkpoint is complete once its manifest,
+    uploaded last, exists.
 
         <root>/step-00000100/manifest.json      committed: names the subfolder of its files
         <root>/step-00000100/1f9a.../           its files
@@ -179,8 +179,8 @@ class ManifestCommitter:
         return step_folder(self._root, step) / secrets.token_hex(4)
 
     def commit_save(self, folder: Location, manifest: Manifest) -> None:
-        """Put the manifest object, which makes the checkpoint complete. If the reply is lost, the result is unknown, so
-        the files stay.
+        """Upload the manifest, which makes the checkpoint complete. If the reply is lost, the result is unknown, so the
+        files are kept.
         """
         put_manifest(folder, manifest)
         with contextlib.suppress(ObjectStoreError):
@@ -241,7 +241,9 @@ def wrap_disk_errors() -> Iterator[None]:
 
 
 def committer_for(root: Location) -> CheckpointCommitter:
-    """Return the committer for the checkpoints below `root`: by manifest on an object store, by rename elsewhere."""
+    """Return the object that commits and removes the checkpoints below `root`: a `ManifestCommitter` on an object
+    store, else a `RenameCommitter`.
+    """
     return ManifestCommitter(root) if isinstance(root, RemotePath) else RenameCommitter(root)
 
 

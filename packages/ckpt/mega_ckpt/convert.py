@@ -30,11 +30,13 @@ from mega_ckpt.formats.megatron_source import TRACKER, MegatronSource
 from mega_ckpt.formats.megatron_write import MegatronWriter, check_parallel_sizes, write_release_folder
 from mega_ckpt.formats.peft_adapter import CONFIG as PEFT_CONFIG
 from mega_ckpt.formats.peft_adapter import write_peft_folder
+from mega_ckpt.formats.transformers_module import write_transformers_folder
 from mega_ckpt.lora_adapter import AdaptedWeightSource
 from mega_ckpt.manifest import MANIFEST
 from mega_ckpt.model_card import build_cards
 from mega_ckpt.resumable_folder import WriteJournal, open_resumable
 from mega_ckpt.source import (
+    Implementation,
     MegaWeightSource,
     load_with_adapter,
     open_weight_source,
@@ -121,6 +123,8 @@ def convert_checkpoint(
     final = _absolute(parse_location(destination))
     _check_destination(final, _absolute(parse_location(source)), to, overwrite)
     weights = _open_input(source, to, options)
+    if weights.model.transformers is not None:
+        _check_transformers_options(weights.model.transformers.model_type, to, options)
     warn_of_unsupported_parts(weights)
     if to == "megatron":
         _prepare_megatron(weights, options)  # before anything is written
@@ -170,6 +174,17 @@ def _open_input(source: str | Location, to: str, options: ConvertOptions) -> Wei
     return weights if options.vocab_size is None else ExtendedVocabularySource(weights, options.vocab_size)
 
 
+def _check_transformers_options(kind: str, to: str, options: ConvertOptions) -> None:
+    """Refuse formats and changes that require mega's own tensor names, for a module of transformers."""
+    given = {"--to " + to: to in ("megatron", "peft"), "--family": bool(options.family)}
+    given |= {"--adapter": options.adapter is not None, "--vocab-size": options.vocab_size is not None}
+    for option in (name for name, used in given.items() if used):
+        raise CheckpointError(
+            f"{option} is not supported with a model of implementation: transformers (model_type {kind})",
+            hint="use --to hf, which writes the folder of transformers, and continue from there",
+        )
+
+
 def _write_peft(source: WeightSource, folder: Path, options: ConvertOptions, journal: WriteJournal) -> None:
     assert isinstance(source, AdaptedWeightSource)
     write_peft_folder(source.adapter, source.base, folder)
@@ -196,6 +211,9 @@ def _file_stamps(source: Location) -> dict[str, str]:
 
 
 def _write_hf(source: WeightSource, folder: Path, options: ConvertOptions, journal: WriteJournal) -> None:
+    if source.model.transformers is not None:
+        write_transformers_folder(source, folder, dtype=options.dtype, max_shard=options.max_shard)
+        return
     plan = plan_hf_folder(source, family=options.family, dtype=options.dtype, max_shard=options.max_shard)
     if isinstance(source, MegaWeightSource):
         parameters = sum(math.prod(source.tensor_shape(name)) for name in source.tensor_names())
@@ -263,7 +281,9 @@ def _verify_output(
     weights: WeightSource, training: ConvertedTraining | None, folder: Location, options: ConvertOptions
 ) -> None:
     """Read the output back and check that it equals the input bit for bit."""
-    _compare_weights(weights, open_weight_source(folder, settings=options.settings), options.dtype)
+    kind: Implementation = "mega" if weights.model.transformers is None else "transformers"
+    output = open_weight_source(folder, settings=options.settings, implementation=kind)
+    _compare_weights(weights, output, options.dtype)
     if training is not None:
         _compare_optimizer(training, Checkpoint.open_folder(folder))
 

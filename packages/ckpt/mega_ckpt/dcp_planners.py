@@ -48,8 +48,8 @@ MAX_FILE_BYTES = 4 << 30
 
 
 class DcpTensor:
-    """The boxes of one global tensor on this rank, in the checkpointable protocol of torch.distributed.checkpoint
-    (DCP).
+    """The rectangular slices of one global tensor on this rank, in the checkpointable protocol of
+    torch.distributed.checkpoint (DCP).
     """
 
     def __init__(self, key: str, sharded: ShardedTensor, slab_bytes: int | None = None) -> None:
@@ -90,8 +90,8 @@ def _chunk_of(box: TensorBox) -> ChunkStorageMetadata:
 
 
 class BoxSavePlanner(DefaultSavePlanner):
-    """Save planner of torch.distributed.checkpoint (DCP); it rejects a save unless the boxes of all ranks tile each
-    tensor exactly.
+    """Save planner of torch.distributed.checkpoint (DCP); it rejects a save unless the rectangular slices of all ranks
+    tile each tensor exactly.
 
     `tensors` is called in the planner, where an error reaches every rank.
     """
@@ -103,12 +103,14 @@ class BoxSavePlanner(DefaultSavePlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
-        """Collect this rank's boxes of the tensors to save, by calling `tensors`; `state_dict` is ignored."""
+        """Collect this rank's tensor slices to save, by calling the constructor argument `tensors`; `state_dict` is
+        ignored.
+        """
         self.state_dict = wrap_for_dcp(self.tensors(), MAX_SLAB_BYTES)
         self.is_coordinator = is_coordinator
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Check that the boxes of all ranks tile each tensor, then let DCP assign the writes to ranks."""
+        """Check that the slices of all ranks tile each tensor, then let DCP assign the writes to ranks."""
         boxes: dict[str, dict[TensorShape, TensorShape]] = defaultdict(dict)
         kinds: dict[str, tuple[torch.dtype, TensorShape]] = {}
         for item in (item for plan in all_plans for item in plan.items):
@@ -126,14 +128,14 @@ class BoxSavePlanner(DefaultSavePlanner):
         return super().create_global_plan(all_plans)
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
-        """Return this rank's box of tensor `index.fqn` at the offset `index.offset`."""
+        """Return this rank's slice of tensor `index.fqn` at the offset `index.offset`."""
         held: DcpTensor = self.state_dict[index.fqn]
         return held.__get_tensor_shard__(index)
 
 
 class BoxLoadPlanner(DefaultLoadPlanner):
     """Load planner of torch.distributed.checkpoint (DCP) that rejects a checkpoint whose tensors differ in name, shape
-    or dtype from the boxes to fill.
+    or dtype from the slices to fill.
     """
 
     def __init__(self, source: Location, tensors: Mapping[str, ShardedTensor]) -> None:
@@ -143,12 +145,12 @@ class BoxLoadPlanner(DefaultLoadPlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        """Collect this rank's boxes to fill; `state_dict` is ignored."""
+        """Collect this rank's tensor slices to fill; `state_dict` is ignored."""
         self.state_dict, self.metadata, self.is_coordinator = wrap_for_dcp(self.tensors), metadata, is_coordinator
 
     def create_local_plan(self) -> LoadPlan:
-        """Check names, shapes and dtypes of the boxes against the checkpoint, then let DCP find the overlaps with saved
-        chunks.
+        """Check names, shapes and dtypes of the slices to fill against the checkpoint, then let DCP find the overlaps
+        with saved chunks.
         """
         assert self.metadata is not None
         saved = self.metadata.state_dict_metadata
@@ -171,7 +173,7 @@ class BoxLoadPlanner(DefaultLoadPlanner):
         return super().create_local_plan()
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        """Return this rank's box number `index.index` of tensor `index.fqn`; boxes to fill may overlap, so their
+        """Return this rank's slice number `index.index` of tensor `index.fqn`; slices to fill may overlap, so their
         offsets are not unique.
         """
         held: DcpTensor = self.state_dict[index.fqn]
@@ -181,7 +183,7 @@ class BoxLoadPlanner(DefaultLoadPlanner):
 
 @dataclass(frozen=True)
 class WrittenChunk:
-    """Record of one tensor chunk that a rank wrote; all chunks in one file repeat its `file` entry."""
+    """Record of one tensor chunk that a rank wrote to a shard file, with the length and checksum of that file."""
 
     chunk: TensorChunk
     slab: ShardSlab
@@ -199,8 +201,8 @@ class CheckpointSaveTarget(Protocol):
 
 
 class ShardStorageWriter(StorageWriter):
-    """Storage writer of torch.distributed.checkpoint (DCP) that writes a rank's boxes to safetensors shards. The
-    coordinator also begins and finishes `target`.
+    """Storage writer of torch.distributed.checkpoint (DCP) that writes a rank's tensor slices to safetensors shards. On
+    the coordinator it also creates and commits the checkpoint folder `target`.
 
     `advance` is called with the bytes of each slab.
     """
@@ -226,7 +228,7 @@ class ShardStorageWriter(StorageWriter):
         return [replace(plan, storage_data=(self.folder, f"shard-{rank:05d}")) for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write the boxes in this rank's plan to shard files."""
+        """Write the tensor slices in this rank's plan to shard files."""
         folder, prefix = plan.storage_data
         items = {_slab_of(item): item for item in plan.items}
 
@@ -254,8 +256,8 @@ class ShardStorageWriter(StorageWriter):
 
 
 class ShardStorageReader(StorageReader):
-    """Storage reader of torch.distributed.checkpoint (DCP) that reads the slices that a rank's boxes need. `advance` is
-    called with the number of bytes of each slice.
+    """Storage reader of torch.distributed.checkpoint (DCP) that reads only the bytes that a rank's tensor slices need.
+    `advance` is called with the number of bytes of each read.
     """
 
     def __init__(self, folder: Location, keys: Sequence[str], advance: Callable[[int], None], *, verify: bool) -> None:
@@ -303,7 +305,7 @@ class ShardStorageReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fill this rank's boxes from the checkpoint, in file order."""
+        """Fill this rank's tensor slices in place from the checkpoint, in file order."""
         checkpoint = self._opened
         assert isinstance(checkpoint, Checkpoint)
         located = []
@@ -343,7 +345,7 @@ def _completed_future(value: T) -> Future[T]:
 
 
 def wrap_for_dcp(tensors: Mapping[str, ShardedTensor], slab_bytes: int | None = None) -> dict[str, DcpTensor]:
-    """Wrap sharded tensors in the protocol of torch.distributed.checkpoint (DCP). With `slab_bytes`, boxes are split
-    into parts of at most that size.
+    """Wrap sharded tensors in the protocol of torch.distributed.checkpoint (DCP). With `slab_bytes`, each rank's slices
+    are split into parts of at most that size.
     """
     return {key: DcpTensor(key, sharded, slab_bytes) for key, sharded in tensors.items()}

@@ -23,8 +23,8 @@ BLOCK = 1 << 22  # elements that are summed at once
 
 
 class ExtendedVocabularySource(DerivedWeightSource):
-    """A `WeightSource` of a base whose vocabulary is extended to `size` tokens; rows of new tokens follow the old ones
-    and are their mean.
+    """A `WeightSource` of a base model whose vocabulary is extended to `size` tokens; rows of new tokens follow the old
+    ones and are their mean.
 
     Args:
         base: the original weights.
@@ -50,7 +50,9 @@ class ExtendedVocabularySource(DerivedWeightSource):
         self._mean = cache(self._compute_mean_row)
 
     def tensor_shape(self, name: str) -> TensorShape:
-        """Return the shape of a tensor: `size` rows for the embedding and the output layer, else the base's shape."""
+        """Return the shape of a tensor: `size` rows for the embedding and the output layer, else the base model's
+        shape.
+        """
         shape = self.base.tensor_shape(name)
         return (self.model.vocab_size, *shape[1:]) if name in (EMBEDDING, HEAD) else shape
 
@@ -72,7 +74,7 @@ class ExtendedVocabularySource(DerivedWeightSource):
         return (total / self._old).to(self.tensor_dtype(name))
 
     def asset_files(self) -> Mapping[str, Path | bytes]:
-        """Return the base's asset files, replaced by the constructor argument `files` where given."""
+        """Return the base model's files other than weights, replaced by the constructor argument `files` where given."""
         return {**self.base.asset_files(), **self._files}
 
 

@@ -13,7 +13,7 @@ ALIGNMENT = 64
 
 
 class HostStaging:
-    """Staging area of a checkpoint save: one host buffer, allocated at the first copy and reused; pinned if the boxes
+    """Staging area of a checkpoint save: one host buffer, allocated at the first copy and reused; pinned if the tensors
     are on a CUDA device.
     """
 
@@ -21,7 +21,9 @@ class HostStaging:
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def copy_boxes(self, tensors: Mapping[str, ShardedTensor]) -> dict[str, ShardedTensor]:
-        """Copy all boxes of sharded tensors to host memory and return the copies; the next call overwrites them."""
+        """Copy this rank's slices of sharded tensors to host memory and return the copies; the next call overwrites
+        them.
+        """
         need = staging_bytes(tensors)
         if self._buffer.numel() < need:
             self._buffer = torch.empty(0, dtype=torch.uint8)  # free the old buffer before the new one is allocated
@@ -30,8 +32,8 @@ class HostStaging:
 
 
 def copy_into_buffer(tensors: Mapping[str, ShardedTensor], buffer: torch.Tensor) -> dict[str, ShardedTensor]:
-    """Copy all boxes of sharded tensors into `buffer`, uint8 [at least `staging_bytes`] in host memory, and return the
-    copies; waits for the device once, after all copies have started.
+    """Copy this rank's slices of sharded tensors into `buffer`, uint8 [at least `staging_bytes`] in host memory, and
+    return the copies; waits for the device once, after all copies have started.
     """
     out = {key: ShardedTensor(sharded.shape, []) for key, sharded in tensors.items()}
     devices = set[torch.device]()
@@ -46,20 +48,20 @@ def copy_into_buffer(tensors: Mapping[str, ShardedTensor], buffer: torch.Tensor)
 
 
 def is_on_cuda(tensors: Mapping[str, ShardedTensor]) -> bool:
-    """Return whether any box of sharded tensors is on a CUDA device."""
+    """Return whether any slice of these sharded tensors is on a CUDA device."""
     return any(box.tensor.is_cuda for sharded in tensors.values() for box in sharded.boxes)
 
 
 def staging_bytes(tensors: Mapping[str, ShardedTensor]) -> int:
-    """Return the size in bytes of the buffer that `place_in_buffer` needs for `tensors`."""
+    """Return the size in bytes of a host buffer for a copy of this rank's slices of `tensors`, each aligned."""
     return sum(_aligned_bytes(box.tensor) for sharded in tensors.values() for box in sharded.boxes)
 
 
 def place_in_buffer(
     tensors: Mapping[str, ShardedTensor], buffer: torch.Tensor
 ) -> Iterator[tuple[str, TensorBox, torch.Tensor]]:
-    """Yield each box with its tensor's key and a view of `buffer`, uint8 [at least `staging_bytes`], shaped like the
-    box; nothing is copied.
+    """Yield each slice of sharded tensors with its tensor's key and a view of `buffer`, uint8 [at least
+    `staging_bytes`], shaped like the slice; nothing is copied.
     """
     start = 0
     for key, sharded in tensors.items():

@@ -39,24 +39,24 @@ SAMPLE = 1024  # elements of each tensor in the digest of a base
 
 
 class UntiedWeightSource(DerivedWeightSource):
-    """A `WeightSource` of a base with tied embeddings that presents them as untied: `lm_head.weight` is read from the
-    embedding.
+    """A `WeightSource` of a base model with tied embeddings that presents them as untied: `lm_head.weight` is read from
+    the embedding.
     """
 
     def __init__(self, base: WeightSource) -> None:
         super().__init__(base, base.model.model_copy(update={"tie_embeddings": False}))
 
     def tensor_names(self) -> Sequence[str]:
-        """Return the base's tensor names and the output layer, in the order of the forward pass."""
+        """Return the base model's tensor names and that of the output layer, in the order of the forward pass."""
         names = {*self.base.tensor_names(), HEAD}
         return [name for name in canonical_tensors(self.model) if name in names]
 
     def tensor_shape(self, name: str) -> TensorShape:
-        """Return the global shape of a tensor; `lm_head.weight` has the embedding's."""
+        """Return the global shape of a tensor; `lm_head.weight` has the shape of the embedding."""
         return self.base.tensor_shape(_stored_name(name))
 
     def tensor_dtype(self, name: str) -> torch.dtype:
-        """Return the stored dtype of a tensor; `lm_head.weight` has the embedding's."""
+        """Return the stored dtype of a tensor; `lm_head.weight` has the dtype of the embedding."""
         return self.base.tensor_dtype(_stored_name(name))
 
     def read_tensor_slice(self, name: str, offset: TensorShape, shape: TensorShape) -> Tensor:
@@ -70,7 +70,8 @@ def _stored_name(name: str) -> str:
 
 @dataclass(frozen=True)
 class SavedAdapter:
-    """A LoRA adapter read from disk: its configuration, its tensors and the base it was trained on.
+    """A LoRA adapter read from disk: its configuration, its tensors and the identity of the base model it was trained
+    on.
 
     Attributes:
         lora: configuration of the adapter.
@@ -106,7 +107,9 @@ class SavedAdapter:
         return cls(lora, modules, shapes, lambda name, *box: checkpoint.read_tensor(prefix + name, *box), base)
 
     def read_tensor(self, name: str) -> Tensor:
-        """Read a whole tensor of the adapter, or one of the base that the adapter replaces."""
+        """Read a whole tensor of the adapter, or a base model's tensor that was trained in full along with it
+        (`modules_to_save`).
+        """
         return self.read_tensor_slice(name, (0,) * len(self.shapes[name]), self.shapes[name])
 
 
@@ -154,10 +157,11 @@ def check_adapter_modules(
     return modules
 
 
-def check_adapter_start(
+def check_initial_adapter(
     adapter: SavedAdapter, modules: Mapping[str, AdaptedModule], trains: Callable[[str], bool], where: str
 ) -> None:
-    """Reject a start from `adapter` in which the run would drop one of its tensors or change its scale.
+    """Reject, with a CheckpointError, a training run that starts from `adapter` but would drop one of its tensors or
+    change its scale.
 
     Args:
         adapter: the initial adapter, saved at `where`.
@@ -192,8 +196,8 @@ def check_adapter_start(
 
 
 class AdaptedWeightSource(DerivedWeightSource):
-    """A `WeightSource` of a base with a LoRA adapter merged in, in the base's dtypes. The sum is computed in fp32 or
-    wider.
+    """A `WeightSource` of a base model with a LoRA adapter merged in, in the base's dtypes. The sum is computed in fp32
+    or wider.
 
     Raises:
         CheckpointError: from the constructor, when the adapter belongs to another model than the base.
@@ -218,8 +222,8 @@ class AdaptedWeightSource(DerivedWeightSource):
                 )
 
     def read_tensor_slice(self, name: str, offset: TensorShape, shape: TensorShape) -> Tensor:
-        """Read `tensor[offset : offset + shape]` of a tensor of the base with the adapter merged in; for stacked
-        experts, a part of each expert.
+        """Read `tensor[offset : offset + shape]` of a base model's tensor with the adapter merged in; for stacked
+        experts, a slice of each expert.
         """
         if name in self._replaced:
             return self.adapter.read_tensor_slice(name, offset, shape).to(self.tensor_dtype(name))
@@ -250,7 +254,9 @@ class AdaptedWeightSource(DerivedWeightSource):
         return base.to(wide) + self.adapter.modules[module].scale * (b @ a)
 
     def asset_files(self) -> Mapping[str, Path | bytes]:
-        """Return the base's asset files, with the adapter's tokenizer in place of the base's if it came with one."""
+        """Return the base model's files other than weights, with the adapter's tokenizer in place of the base's if it
+        came with one.
+        """
         files = self.base.asset_files()
         if not self.adapter.tokenizer:
             return files
@@ -260,8 +266,8 @@ class AdaptedWeightSource(DerivedWeightSource):
 
 
 def compute_row_norms(base: WeightSource, name: str, first: int, rows: int) -> Tensor:
-    """Return the L2 norms, fp64 [rows], of rows `first` to `first + rows` of the base's matrix `name`; DoRA magnitudes
-    start from them.
+    """Return the L2 norms, fp64 [rows], of rows `first` to `first + rows` of the base model's matrix `name`; DoRA
+    magnitudes are initialized with them.
     """
     matrix = base.read_tensor_slice(name, (first, 0), (rows, base.tensor_shape(name)[1]))
     norms: Tensor = torch.linalg.vector_norm(matrix.double(), dim=1)

@@ -53,8 +53,8 @@ _HEAD, _TAIL = b'{\n "checksum": "', b'",\n'
 
 
 class TensorChunk(StrictConfig):
-    """A box [offset, offset + shape) of a tensor, in row-major order, at bytes [begin, end) of a shard file, with the
-    XXH3-128 checksum of these bytes.
+    """A rectangular slice [offset, offset + shape) of a tensor, in row-major order, at bytes [begin, end) of a shard
+    file, with the XXH3-128 checksum of these bytes.
     """
 
     offset: tuple[TensorBytes, ...]
@@ -66,7 +66,9 @@ class TensorChunk(StrictConfig):
 
 
 class TensorEntry(StrictConfig):
-    """Manifest entry of a global tensor: its safetensors dtype name, its shape, and the chunks that tile it."""
+    """Record of a global tensor in a checkpoint's manifest: its safetensors dtype name, its shape, and the chunks that
+    tile it.
+    """
 
     dtype: str
     shape: tuple[TensorBytes, ...]
@@ -74,15 +76,15 @@ class TensorEntry(StrictConfig):
 
 
 class FileEntry(StrictConfig):
-    """Manifest entry of a file: length in bytes and XXH3-128 checksum of the whole file."""
+    """Record of a file in a checkpoint's manifest: length in bytes and XXH3-128 checksum of the whole file."""
 
     bytes: TensorBytes
     checksum: Checksum
 
 
 class Manifest(StrictConfig):
-    """Contents of a mega checkpoint, stored as `manifest.json`. `state` and `provenance` are JSON of the writer, which
-    the checkpoint store does not interpret.
+    """Contents of a mega checkpoint, stored as `manifest.json`. `state` and `provenance` are JSON that only the trainer
+    interprets.
 
     Attributes:
         folder: folder of the files, relative to the manifest; "" is the folder of the manifest. On an object store each
@@ -99,7 +101,9 @@ class Manifest(StrictConfig):
     tensors: dict[str, TensorEntry]
 
     def problems(self) -> Iterator[ConfigProblem]:
-        """Yield the inconsistencies between the manifest's entries; checked before any file that it names is opened."""
+        """Yield the inconsistencies between the manifest's records of tensors and files; checked before any file that
+        it names is opened.
+        """
         yield from self.model.problems()
         for name in [*self.files, *([self.folder] if self.folder else [])]:
             if not _is_plain_path(name):
@@ -218,7 +222,8 @@ def make_manifest(
 
 
 def is_exact_tiling(shape: TensorShape, boxes: Iterable[tuple[TensorShape, TensorShape]]) -> bool:
-    """Return whether boxes (offset, shape) together cover every element of a tensor of `shape` exactly once.
+    """Return whether rectangular slices (offset, shape) together contain every element of a tensor of `shape` exactly
+    once.
 
     The mixed derivative of a box's indicator function is a sum of signed points at its 2^axes corners, and determines a
     function that is zero far away. So the boxes tile iff their signed corners add up to those of the tensor. The cost is

@@ -31,7 +31,9 @@ BLOCK_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class ShardSlab:
-    """A box [offset, offset + shape) of the global tensor `key`, to be written to a shard file as one chunk."""
+    """A rectangular slice [offset, offset + shape) of the global tensor `key`, to be written to a shard file as one
+    chunk.
+    """
 
     key: str
     dtype: torch.dtype
@@ -41,20 +43,20 @@ class ShardSlab:
 
     @property
     def nbytes(self) -> int:
-        """Size of the slab in bytes."""
+        """Size in bytes of this slice of a tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
     def sort_key(self) -> tuple[int, str, TensorShape]:
-        """Sort key for the order of slabs in a file: wide elements first, so that each slab is aligned to its element
-        size and can be memory-mapped.
+        """Sort key for the order of tensor slices in a file: wide elements first, so that each is aligned to its
+        element size and can be memory-mapped.
         """
         return -self.dtype.itemsize, self.key, self.offset
 
     @property
     def header_name(self) -> str:
-        """Name of the slab in the safetensors header: the tensor's key, followed by the slice unless it is the whole
-        tensor.
+        """Name of this tensor slice in the safetensors header: the tensor's key, followed by the index range unless it
+        is the whole tensor.
         """
         if self.shape == self.global_shape:
             return self.key
@@ -62,7 +64,7 @@ class ShardSlab:
 
 
 def safetensors_header(slabs: Iterable[ShardSlab]) -> bytes:
-    """Return the safetensors header of a file with `slabs` in this order, padded to a multiple of 8 bytes."""
+    """Return the safetensors header of a file with these tensor slices in this order, padded to a multiple of 8 bytes."""
     entries, position = {}, 0
     for slab in slabs:
         entries[slab.header_name] = {
@@ -122,8 +124,8 @@ def write_shards(
     max_bytes: int,
     once: RunOnce = write_always,
 ) -> Iterator[tuple[list[tuple[ShardSlab, TensorChunk]], FileEntry]]:
-    """Write `slabs` to files `<prefix>-000.safetensors`, ... of about `max_bytes` at most; yield the slabs with their
-    chunks, and the file entry, of each file.
+    """Write tensor slices, whose content `resolve` returns, to files `<prefix>-000.safetensors`, ... of about
+    `max_bytes` at most; yield, per file, its slices with their chunks, and its length and checksum.
 
     `resolve` is called for one slab at a time, so tensors on a device need host memory for one slab only. `once` skips
     files that are already complete.
@@ -156,7 +158,9 @@ def _write_shard(
 
 
 def group_slabs_by_file(slabs: Sequence[ShardSlab], max_bytes: int) -> Iterator[list[ShardSlab]]:
-    """Split slabs into groups, one per file: as many in order as fit in `max_bytes`, and at least one."""
+    """Split a sequence of tensor slices into groups, one per file: as many in order as fit in `max_bytes`, and at least
+    one.
+    """
     group: list[ShardSlab] = []
     size = 0
     for slab in slabs:
@@ -200,7 +204,7 @@ class ShardFile:
 
 def check_file_size(path: Location, size: Callable[[], int], entry: FileEntry, keys: Sequence[str]) -> None:
     """Check that the file at `path`, which contains the tensors `keys`, exists, is a regular file, and has the length
-    in its manifest `entry`; `size` returns its actual length.
+    recorded in the manifest (`entry`); `size` returns its actual length.
 
     `size` returns its length.
 

@@ -47,8 +47,8 @@ class PartImportance:
 
 @dataclass(frozen=True)
 class KeptModelParts:
-    """Ascending int64 indices of the parts that a shrunk model keeps: layers [layers], channels [hidden], and per kept
-    layer neurons [layers, ffn], query heads [layers, heads] and key/value heads [layers, kv_heads].
+    """Ascending int64 indices of what a shrunk model keeps: layers [layers], channels [hidden], and per kept layer
+    neurons [layers, ffn], query heads [layers, heads] and key/value heads [layers, kv_heads].
     """
 
     layers: Tensor
@@ -68,7 +68,7 @@ def check_shrinkable(model: ModelConfig) -> None:
     parts = {
         "experts": model.moe, "latent attention": model.mla, "a recurrent mixer": model.is_recurrent,
         "a vision encoder": model.vision, "an encoder": model.encoder or not model.causal,
-        "relative positions": model.position == "relative", "a reward head": model.score,
+        "relative positions": model.position in ("relative", "alibi"), "a reward head": model.score,
         "MTP layers": model.mtp_layers, "layers of several kinds": model.layers,
     }  # fmt: skip
     for part, present in parts.items():
@@ -147,8 +147,8 @@ def choose_kept_parts(importance: PartImportance, model: ModelConfig, smaller: M
 def shrink_model(
     source: WeightSource, destination: str | Location, importance: PartImportance, sizes: ShrinkSizes
 ) -> KeptModelParts:
-    """Write a mega checkpoint of the most important parts of the model in `source`, in the target `sizes`, and return
-    their indices.
+    """Write a mega checkpoint of the most important layers, neurons, heads and channels of the model in `source`, in
+    the target `sizes`, and return their indices.
 
     Raises:
         ConfigError: when the model does not support a size.

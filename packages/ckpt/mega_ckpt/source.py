@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from mega_ckpt.formats.hf_weight_files import has_readable_weights, read_json_ma
 from mega_ckpt.formats.megatron_source import MegatronSource, is_megatron_folder
 from mega_ckpt.formats.peft_adapter import CONFIG as PEFT_CONFIG
 from mega_ckpt.formats.peft_adapter import read_peft_adapter
+from mega_ckpt.formats.transformers_module import TransformersSource, describe_module
 from mega_ckpt.lora_adapter import (
     AVERAGES_HINT,
     AdaptedWeightSource,
@@ -46,6 +47,7 @@ from mega_common.model_config import ModelConfig
 from mega_common.object_store import Location, parse_location, read_if_remote
 from mega_common.progress_logging import logger
 
+Implementation = Literal["mega", "transformers"]
 ASSETS = "assets"
 _SENTENCE_MODULES = "modules.json"  # list of the modules of sentence-transformers
 _MODEL_HINT = "the manifest describes another model than the weights: save the checkpoint again"
@@ -105,8 +107,8 @@ class MegaWeightSource:
         return self.checkpoint.read_tensor(BUFFERS + name)
 
     def asset_files(self) -> Mapping[str, Path | bytes]:
-        """Return the files that accompany the weights (tokenizer, config.json and so on), {path inside the assets
-        folder: file or content}.
+        """Return the files that accompany the weights (tokenizer, config.json and so on), {relative path: file or
+        content}.
         """
         names = [name for name in self.checkpoint.manifest.files if name.startswith(f"{ASSETS}/")]
         return {name.removeprefix(f"{ASSETS}/"): read_if_remote(self.checkpoint.files / name) for name in names}
@@ -130,13 +132,18 @@ def _check_tensors(model: ModelConfig, shapes: Mapping[str, TensorShape], folder
 
 
 def open_weight_source(
-    path: str | Location, *, settings: Mapping[str, Any] | None = None, averaged: bool = False
+    path: str | Location,
+    *,
+    settings: Mapping[str, Any] | None = None,
+    averaged: bool = False,
+    implementation: Implementation = "mega",
 ) -> WeightSource:
     """Open the weights at `path`: a mega checkpoint, a run folder (its latest checkpoint), a HuggingFace or a Megatron
     folder, a GGUF file or a folder with one.
 
     `settings` are fields of `ModelConfig` that are missing in a Megatron checkpoint, or override it. `averaged` selects
-    the exponential moving averages of the weights that a run keeps (`train.ema`).
+    the exponential moving averages of the weights that a run keeps (`train.ema`). `implementation: transformers` opens a
+    HuggingFace folder as a module of transformers, with the tensor names of that module.
 
     Raises:
         CheckpointError: when it is none of these, damaged or not supported.
@@ -180,6 +187,8 @@ def open_weight_source(
         return MegatronSource(folder, settings)
     if isinstance(folder, Path) and not has_readable_weights(folder) and (inside := list(folder.glob(f"*{SUFFIX}"))):
         return GgufSource(_single_gguf_model(folder, inside))
+    if implementation == "transformers":
+        return TransformersSource(folder)
     return HfSource(folder)
 
 
@@ -249,7 +258,9 @@ def _open_with_named_base(folder: Location, base: object, *, averaged: bool = Fa
     return load_with_adapter(folder, base, averaged=averaged)
 
 
-def read_model_config(path: str | Location, *, warn: bool = False) -> ModelConfig:
+def read_model_config(
+    path: str | Location, *, warn: bool = False, implementation: Implementation = "mega"
+) -> ModelConfig:
     """Return the model configuration at `path`: of any weights that `open_weight_source` opens, of a HuggingFace folder
     without weights, or of a config.json; with `warn`, log unsupported parts.
 
@@ -260,6 +271,8 @@ def read_model_config(path: str | Location, *, warn: bool = False) -> ModelConfi
     """
     folder = parse_location(path)
     config = folder if folder.name.endswith(".json") else folder / CONFIG
+    if implementation == "transformers" and _find_checkpoint(folder) is None:
+        return describe_module(read_json_mapping(config))
     if config is not folder and not (
         _find_checkpoint(folder) is None and config.is_file() and not has_weight_files(folder)
     ):
@@ -274,8 +287,8 @@ def read_model_config(path: str | Location, *, warn: bool = False) -> ModelConfi
 
 
 def warn_of_unsupported_parts(source: WeightSource, *, training: bool = False) -> None:
-    """Log warnings of config.json keys of a HuggingFace folder that nothing reads, and of parts of the model that mega
-    does not run.
+    """Log warnings of config.json keys of a HuggingFace folder that nothing reads, and of components of the model that
+    mega does not run.
 
     Args:
         source: the weights to convert, to run or, with `training`, to start a run from.
@@ -312,8 +325,8 @@ def _find_checkpoint(folder: Location) -> Location | None:
 
 
 def load_weights(source: WeightSource, tensors: Mapping[str, ShardedTensor]) -> None:
-    """Fill boxes of canonical tensors in place from `source`, cast to each box's dtype; reads only the ranges that the
-    boxes cover.
+    """Fill this rank's slices of canonical tensors in place from `source`, cast to each slice's dtype; reads only the
+    ranges that they contain.
 
     Raises:
         CheckpointError: when the source lacks a tensor or has it in another shape.
@@ -334,7 +347,7 @@ def load_weights(source: WeightSource, tensors: Mapping[str, ShardedTensor]) -> 
 
 
 def load_adapter_weights(adapter: SavedAdapter, tensors: Mapping[str, ShardedTensor]) -> None:
-    """Fill boxes of LoRA adapter tensors in place from a saved adapter.
+    """Fill this rank's slices of LoRA adapter tensors in place from a saved adapter.
 
     Raises:
         CheckpointError: when it lacks one of them or has it in another shape.
@@ -353,8 +366,8 @@ def load_adapter_weights(adapter: SavedAdapter, tensors: Mapping[str, ShardedTen
 def init_dora_magnitudes(
     base: WeightSource, modules: Mapping[str, AdaptedModule], tensors: Mapping[str, ShardedTensor]
 ) -> None:
-    """Fill the boxes of DoRA magnitudes in `tensors` in place with the row norms of the weights of `base`; other
-    tensors are left alone.
+    """Fill this rank's slices of DoRA magnitudes in `tensors` in place with the row norms of the weights of `base`;
+    other tensors are left alone.
     """
     for name, sharded in tensors.items():
         if name.endswith(MAGNITUDE):

@@ -149,7 +149,7 @@ class RemoteFolder:
         return {name: stamp for name, stamp in self._path.list_object_stamps().items() if _is_visible(name)}
 
     def create_folder(self) -> contextlib.AbstractContextManager[None]:
-        """Context manager that does nothing: on an object store a folder is only a part of object names."""
+        """Context manager that does nothing: on an object store a folder is only a prefix of object names."""
         return contextlib.nullcontext()
 
 

@@ -29,12 +29,12 @@ FILE_BYTES = 4 << 30
 
 
 def split_blocks(shape: TensorShape, dtype: torch.dtype) -> Iterator[tuple[TensorShape, TensorShape]]:
-    """Split a tensor of `shape` into contiguous boxes (offset, shape) of at most `BLOCK_BYTES`, in row-major order."""
+    """Split a tensor of `shape` into contiguous slices (offset, shape) of at most `BLOCK_BYTES`, in row-major order."""
     return split_box(shape, BLOCK_BYTES // dtype.itemsize)
 
 
 def split_tensor_into_slabs(key: str, dtype: torch.dtype, shape: TensorShape) -> list[ShardSlab]:
-    """Return the slabs of at most `BLOCK_BYTES` that a checkpoint stores the tensor `key` as."""
+    """Return the slices of at most `BLOCK_BYTES` that a checkpoint stores the tensor `key` as."""
     return [ShardSlab(key, dtype, shape, offset, extent) for offset, extent in split_blocks(shape, dtype)]
 
 
@@ -51,7 +51,7 @@ def write_checkpoint(
     once: RunOnce = write_always,
 ) -> None:
     """Write the files of a mega checkpoint into an existing folder, in one process; `resolve` returns the content of
-    each slab; durable when this returns.
+    each tensor slice in `slabs`; durable when this returns.
 
     Args:
         folder: folder that the caller renames to become the checkpoint; on an object store, the checkpoint is its parent.
@@ -96,8 +96,8 @@ def write_weights(
     provenance: Mapping[str, Any] | None = None,
     journal: WriteJournal | None = None,
 ) -> None:
-    """Write a mega checkpoint of the tensors of `source` into an existing folder, like `write_checkpoint`, with a
-    progress bar labelled `title`.
+    """Write the files of a mega checkpoint of the tensors of `source` into an existing folder, in one process, with a
+    progress bar labelled `title`; durable when this returns.
 
     Args:
         source: the model with its weights, buffers and assets.

@@ -30,7 +30,7 @@ def crop_tensor(tensor: Tensor, offset: Iterable[int], shape: Iterable[int]) -> 
 
 @dataclass(frozen=True)
 class TensorPiece:
-    """A rectangle of a local tensor and its position in the global tensor `name`.
+    """A rectangle of a rank's local tensor and its position in the global (unsharded) tensor `name`.
 
     Attributes:
         name: canonical name of the global tensor.
@@ -56,12 +56,12 @@ class TensorPiece:
 
     @classmethod
     def whole_tensor(cls, name: str, shape: Sequence[int]) -> TensorPiece:
-        """Return the piece of a tensor that is not sharded: the local tensor is the whole global one."""
+        """Return the `TensorPiece` of a tensor that is not sharded: the local tensor is the whole global one."""
         zeros = (0,) * len(shape)
         return cls(name, tuple(shape), zeros, zeros, tuple(shape))
 
     def local_view(self, local: Tensor) -> Tensor:
-        """Return the piece's rectangle as a view of the tensor `local`."""
+        """Return this rectangle as a view of the local tensor `local`."""
         return crop_tensor(local, self.local_start, self.shape)
 
 
@@ -75,15 +75,15 @@ class TensorBox:
 
 @dataclass
 class ShardedTensor:
-    """The part of one global tensor on one rank: its global shape and any number of disjoint boxes."""
+    """The share of one global tensor on one rank: its global shape and any number of disjoint rectangular slices."""
 
     shape: TensorShape
     boxes: list[TensorBox]
 
 
 def boxes_by_name(tensors: Iterable[tuple[Tensor, Sequence[TensorPiece]]]) -> dict[str, ShardedTensor]:
-    """Return {global name: ShardedTensor} for local tensors with their pieces. The boxes are views of the local
-    tensors.
+    """Return {global name: ShardedTensor} for local tensors and their rectangles' positions in global tensors, as views
+    of the local tensors.
     """
     out: dict[str, ShardedTensor] = {}
     for tensor, pieces in tensors:
@@ -96,8 +96,8 @@ def boxes_by_name(tensors: Iterable[tuple[Tensor, Sequence[TensorPiece]]]) -> di
 def boxes_of_flat_range(
     flat: Tensor, pieces: Sequence[TensorPiece], local_shape: TensorShape, start: int
 ) -> dict[str, ShardedTensor]:
-    """Return {global name: ShardedTensor} for a range of a flattened local tensor, as ZeRO shards it. The boxes are
-    views of `flat`.
+    """Return {global name: ShardedTensor} for a range of a flattened local tensor, as ZeRO shards it, from the
+    rectangles `pieces` of the unflattened tensor; all are views of `flat`.
 
     `flat` holds elements [start, start + len(flat)) of the local tensor in row-major order. The range is cut into at
     most 2 * axes - 1 rectangles, and each is intersected with each piece.
@@ -145,8 +145,8 @@ def _row_part(shape: TensorShape, row: int, start: int, stop: int) -> Iterator[t
 
 
 def split_box(shape: TensorShape, max_elements: int) -> Iterator[tuple[TensorShape, TensorShape]]:
-    """Split a box of `shape` into boxes (offset, shape) of at most `max_elements`, each contiguous in row-major order,
-    and yield them in that order.
+    """Split a rectangle of `shape` into rectangles (offset, shape) of at most `max_elements`, each contiguous in
+    row-major order, and yield them in that order.
 
     The number of parts is a power of two and their sizes are equal where possible, so that they align with shards of most
     parallel layouts.
@@ -165,7 +165,7 @@ def split_box(shape: TensorShape, max_elements: int) -> Iterator[tuple[TensorSha
 
 
 def split_into_slabs(box: TensorBox, max_bytes: int) -> Iterator[TensorBox]:
-    """Split a box into boxes of at most `max_bytes`, as `split_box` does; the parts are views."""
+    """Split a tensor slice into slices of at most `max_bytes`, each contiguous in row-major order, as views."""
     for start, shape in split_box(tuple(box.tensor.shape), max_bytes // box.tensor.element_size()):
         yield TensorBox(
             tuple(o + s for o, s in zip(box.offset, start, strict=True)), crop_tensor(box.tensor, start, shape)
@@ -175,7 +175,7 @@ def split_into_slabs(box: TensorBox, max_bytes: int) -> Iterator[TensorBox]:
 def select_replica_share(
     tensors: Mapping[str, ShardedTensor], rank: int, size: int, max_bytes: int = MAX_SLAB_BYTES
 ) -> dict[str, ShardedTensor]:
-    """Return the part of boxes, replicated on `size` ranks, that rank `rank` saves: each element is saved by one rank,
+    """Return the share of tensors replicated on `size` ranks that rank `rank` saves: each element is saved by one rank,
     and all ranks save about the same number of bytes.
     """
     if size == 1:
@@ -192,7 +192,7 @@ def select_replica_share(
 
 
 def merge_sharded_tensors(parts: Iterable[Mapping[str, ShardedTensor]]) -> dict[str, ShardedTensor]:
-    """Merge several {name: ShardedTensor} into one, appending the boxes of each tensor."""
+    """Merge several {name: ShardedTensor} into one, appending the slices of each tensor."""
     out: dict[str, ShardedTensor] = {}
     for part in parts:
         for name, held in part.items():
@@ -203,14 +203,14 @@ def merge_sharded_tensors(parts: Iterable[Mapping[str, ShardedTensor]]) -> dict[
 def box_overlap(
     offset: TensorShape, shape: TensorShape, other_offset: TensorShape, other_shape: TensorShape
 ) -> tuple[TensorShape, TensorShape] | None:
-    """Return the overlap of two boxes of one tensor as (offset, shape); None if it has no elements."""
+    """Return the overlap of two rectangular slices of one tensor as (offset, shape); None if it has no elements."""
     begin = tuple(map(max, offset, other_offset))
     end = tuple(min(a + n, b + m) for a, n, b, m in zip(offset, shape, other_offset, other_shape, strict=True))
     return (begin, tuple(e - b for b, e in zip(begin, end, strict=True))) if all(map(int.__lt__, begin, end)) else None
 
 
 def copy_overlap(destination: TensorBox, source: TensorBox) -> int:
-    """Copy the overlap of two boxes of one global tensor from `source` to `destination`; return the number of elements
+    """Copy the overlap of two slices of one global tensor from `source` to `destination`; return the number of elements
     copied.
     """
     overlap = box_overlap(destination.offset, destination.tensor.shape, source.offset, source.tensor.shape)

@@ -49,7 +49,7 @@ class VerifyReport:
 
     @property
     def ok(self) -> bool:
-        """True if no problem was found, and no element that is NaN or infinite where that was checked."""
+        """True if the verification found no problem, and no NaN or infinity where it looked for them."""
         return not self.problems and not self.not_finite
 
     def __str__(self) -> str:

@@ -25,7 +25,7 @@ _UNSUPPORTED_PARTS = {
 
 
 class WeightSource(Protocol):
-    """Interface of a model's weights by canonical name, each tensor whole and global."""
+    """Interface for reading a model's weights by canonical name, each tensor whole and global (unsharded)."""
 
     @property
     def model(self) -> ModelConfig:
@@ -55,7 +55,9 @@ class WeightSource(Protocol):
         """Read one buffer (a tensor that is not a weight), unchanged."""
 
     def asset_files(self) -> Mapping[str, Path | bytes]:
-        """Return the asset files of the weights, {path inside the assets folder: file or content}."""
+        """Return the files that accompany the weights (tokenizer, config.json and so on), {relative path: file or
+        content}.
+        """
 
 
 class DerivedWeightSource:
@@ -94,7 +96,7 @@ class DerivedWeightSource:
         return self.base.read_buffer(name)
 
     def asset_files(self) -> Mapping[str, Path | bytes]:
-        """Return the asset files of the base source."""
+        """Return the files that accompany the base source's weights (tokenizer, config.json and so on)."""
         return self.base.asset_files()
 
 
@@ -108,7 +110,7 @@ def cast_dtype(source: WeightSource, name: str, dtype: torch.dtype | None) -> to
 
 
 def find_unsupported_parts(buffers: Iterable[str]) -> dict[str, list[str]]:
-    """Group the tensors in `buffers` that belong to parts of a model which mega does not run, by part."""
+    """Group the tensors in `buffers` that belong to model components that mega does not run, {component: tensor names}."""
     found: dict[str, list[str]] = {}
     for name in buffers:
         part = next((part for part, pattern in _UNSUPPORTED_PARTS.items() if re.match(pattern, name)), None)

@@ -107,7 +107,7 @@ def add_path_to_errors(path: Path) -> Iterator[None]:
 
 
 def lock_folder(folder: Path) -> contextlib.AbstractContextManager[int]:
-    """Hold an exclusive lock on the file `<folder>/.lock` while the block runs.
+    """Context manager that holds an exclusive lock on the file `<folder>/.lock`, and yields its file descriptor.
 
     Raises:
         ConfigError: naming the process that has the lock.

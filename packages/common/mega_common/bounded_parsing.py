@@ -35,7 +35,7 @@ class BoundedYamlLoader(yaml.SafeLoader):
         self._sizes: dict[str, int | None] = {}
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """Compose the next YAML node, as PyYAML's composer does.
+        """Compose the next YAML node like PyYAML, and raise an error beyond the limits on nesting and alias expansion.
 
         Raises:
             ConfigError: if a limit is exceeded, or a node contains itself.
@@ -78,7 +78,7 @@ class StrictYamlLoader(BoundedYamlLoader):
     yaml_implicit_resolvers: dict[str, Any] = {}
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Construct the dictionary of a YAML mapping node.
+        """Construct the dictionary of a YAML mapping node; a duplicate key is an error.
 
         Raises:
             ConfigError: for a duplicate key.
@@ -128,7 +128,7 @@ StrictYamlLoader.add_constructor("tag:yaml.org,2002:int", _construct_core_intege
 
 def parse_yaml_text(text: str, source: str, loader: type[BoundedYamlLoader] = StrictYamlLoader) -> Any:
     """Return the value of the YAML document `text`, read by the core schema of YAML 1.2 unless another `loader` is
-    given; errors name `source`.
+    given; error messages name `source`.
 
     Raises:
         ConfigError: if it is not YAML, repeats a key or exceeds a limit; the message begins with `source`.

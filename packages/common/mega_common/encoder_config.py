@@ -20,8 +20,8 @@ _REQUIRED_VALUES = {
 
 
 class EncoderDecoderConfig(StrictConfig):
-    """Split of a model into encoder and decoder: its first layers that form the encoder, the decoder's first token, and
-    the bias of the logits.
+    """Split of a model into encoder and decoder: the number of first layers that form the encoder, the decoder's first
+    token, and the bias of the logits.
 
     The first layers of the model, with bidirectional attention over a separate sequence. The other layers attend to its
     output by cross attention.

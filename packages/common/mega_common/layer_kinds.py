@@ -59,8 +59,8 @@ LayerPatternSpec = list[str | RepeatedLayers] | str
 
 
 def expand_layer_pattern(pattern: LayerPatternSpec) -> list[str]:
-    """Return the name of each layer's kind, with repetitions expanded; in a string pattern each letter is one layer,
-    and letters that are not Megatron's stay unchanged.
+    """Return the name of each layer's kind, with repetitions expanded; in a string pattern each of Megatron's letters
+    is one layer, and unknown letters stay unchanged.
     """
     if isinstance(pattern, str):
         return [LETTERS.get(letter, letter) for letter in pattern]
@@ -68,7 +68,7 @@ def expand_layer_pattern(pattern: LayerPatternSpec) -> list[str]:
 
 
 def validate_layer_pattern(pattern: LayerPatternSpec) -> LayerPatternSpec:
-    """Return `pattern` unchanged.
+    """Return `pattern` unchanged, after checking that every layer kind in it is known; ValueError if not.
 
     Raises:
         ValueError: if it is empty or has an unknown layer kind.
@@ -168,8 +168,8 @@ class GatedDeltaConfig(StrictConfig):
 
 
 def find_missing_sections(layers: Sequence[LayerKind], given: dict[str, bool]) -> Iterator[ConfigProblem]:
-    """Yield a problem for each kind that `layers` use and whose configuration section is not `given` (by kind, true if
-    present).
+    """Yield a problem for each layer kind that `layers` use and whose section of the model configuration is missing;
+    `given` is {kind: True if the section is present}.
     """
     used = dict.fromkeys(half for layer in layers for half in layer)
     for kind, is_given in given.items():
@@ -183,7 +183,8 @@ MOST_LAYERS = 10_000  # layers of a model
 
 @dataclass(frozen=True)
 class HybridLayerPattern:
-    """Parsed `hybrid_layer_pattern` of Megatron-LM: one letter per layer, pipeline stages and MTP depths.
+    """Parsed `hybrid_layer_pattern` of Megatron-LM: one letter per layer, pipeline stages and multi-token prediction
+    (MTP) depths.
 
     Attributes:
         letters: letters of all layers.

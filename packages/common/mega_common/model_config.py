@@ -27,6 +27,7 @@ from mega_common.layer_kinds import (
 from mega_common.model_rules import find_model_problems
 from mega_common.retro_config import RetroConfig
 from mega_common.strict_config import ConfigProblem, DimensionSize, ExpertCount, LayerCount, StrictConfig
+from mega_common.transformers_config import TransformersModuleConfig
 from mega_common.vision_config import VisionConfig
 
 GATED_ACTIVATIONS = frozenset({"swiglu", "geglu", "geglu_erf"})
@@ -58,6 +59,11 @@ class RopeConfig(StrictConfig):
     truncate: bool = Field(True, description="YaRN's ramp begins and ends at whole dimensions")
     short_factor: list[float] | None = None
     long_factor: list[float] | None = None
+    query_scaling: float | None = Field(
+        None,
+        gt=0,
+        description="queries times 1 + query_scaling ln(1 + floor(position / original_max_position)), as in Ministral 3",
+    )
     sections: tuple[PositiveInt, PositiveInt, PositiveInt] | None = Field(
         None,
         description="pairs of a head that are rotated by a token's time, row and column (`mrope_section`); outside of "
@@ -171,7 +177,9 @@ class ModelConfig(StrictConfig):
         "swiglu", description="geglu uses the tanh approximation of gelu, geglu_erf the exact one"
     )
     activation_limit: float | None = Field(None, gt=0, description="clamp of swiglu's inputs, as in GPT-OSS")
-    position: Literal["rope", "learned", "relative", "none"] = "rope"
+    position: Literal["rope", "learned", "relative", "alibi", "none"] = Field(
+        "rope", description="alibi: a penalty on attention scores that is linear in the distance, as in BLOOM"
+    )
     position_offset: NonNegativeInt = Field(
         0, description="rows of the learned positions before the first, as in RoBERTa"
     )
@@ -191,6 +199,7 @@ class ModelConfig(StrictConfig):
         "head",
         description="`all`: over all heads at once, as in OLMo-2; `each`: a LayerNorm without bias for each head, as in Command R+",
     )
+    qk_norm_after_rope: bool = Field(False, description="norms of queries and keys follow the rotation, as in Hunyuan")
     norm_position: Literal["pre", "post", "both", "sum"] = Field(
         "pre",
         description="`post`: after attention and MLP, as in OLMo-2; `both`: before and after, as in Gemma 2; `sum`: of the "
@@ -210,6 +219,7 @@ class ModelConfig(StrictConfig):
     attention_softcap: float | None = Field(None, gt=0, description="scores become cap tanh(scores / cap)")
     attention_sinks: bool = Field(False, description="a learned score per head without a value, as in GPT-OSS")
     attention_gate: bool = Field(False, description="attention's output times a sigmoid gate, as in Qwen3-Next")
+    head_bias: bool = Field(False, description="a bias per vocabulary token on the logits, as in Phi-2 and GPT-J")
     logit_scale: float = Field(1.0, gt=0, description="factor on logits, before the softcap, as in Cohere")
     logit_softcap: float | None = Field(None, gt=0, description="logits become cap tanh(logits / cap)")
     embedding_dropout: float = Field(0.0, ge=0, lt=1)
@@ -235,6 +245,11 @@ class ModelConfig(StrictConfig):
     sentence_pairs: bool = Field(False, description="predict from the pooled first token whether segments are swapped")
     mtp_layers: NonNegativeInt = Field(0, le=64, description="multi-token prediction (MTP) depths, as in DeepSeek-V3")
     mtp_loss: float = Field(0.3, ge=0, description="weight of the mean MTP loss (arXiv:2412.19437)")
+    transformers: TransformersModuleConfig | None = Field(
+        None,
+        description="the model runs as a module of the transformers library; set by `implementation: transformers`, and "
+        "then only num_layers, hidden_size, vocab_size and max_position of the other fields describe it",
+    )
 
     @property
     def key_value_heads(self) -> int:
@@ -298,7 +313,8 @@ class ModelConfig(StrictConfig):
     @property
     def has_output_bias(self) -> bool:
         """True if a bias per vocabulary token is added to the logits."""
-        return bool((self.masked_lm and self.masked_lm.bias) or (self.encoder and self.encoder.head_bias))
+        of_head = self.head_bias and not self.score
+        return bool(of_head or (self.masked_lm and self.masked_lm.bias) or (self.encoder and self.encoder.head_bias))
 
     @property
     def has_encoder(self) -> bool:
@@ -406,5 +422,5 @@ class ModelConfig(StrictConfig):
         return {**raw, "num_layers": len(expand_layer_pattern(repeats))}
 
     def problems(self) -> Iterator[ConfigProblem]:
-        """Yield violated rules between the fields of this model configuration, by `mega_common.model_rules`."""
+        """Yield violated rules between the fields of this model configuration, as `find_model_problems` does."""
         return find_model_problems(self)

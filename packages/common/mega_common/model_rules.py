@@ -32,6 +32,15 @@ def find_model_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
     if model.mtp_layers and model.position == "learned":
         rule = "is not supported with position: learned"
         yield ConfigProblem("mtp_layers", rule, model.mtp_layers, "mtp_layers: 0, or position: rope")
+    if model.position == "alibi" and (
+        model.mla or not model.causal or model.encoder or model.retro or model.attention_softcap
+    ):
+        rule = "requires causal attention, without mla, encoder, retro and attention_softcap"
+        yield ConfigProblem("position", rule, "alibi", "position: rope")
+    if model.qk_norm_after_rope and not model.qk_norm:
+        yield ConfigProblem("qk_norm_after_rope", "requires qk_norm", True, "qk_norm: true")
+    if model.head_bias and (model.encoder or model.masked_lm):
+        yield ConfigProblem("head_bias", "is not supported with encoder and masked_lm, which have biases of their own")
     yield from _find_bidirectional_problems(model)
     yield from _find_vision_problems(model)
     if model.activation_limit and model.activation != "swiglu":
@@ -142,6 +151,9 @@ def _find_rope_problems(name: str, rope: RopeConfig, pairs: int) -> Iterator[Con
         yield ConfigProblem(f"{name}.sections", f"is not supported with scaling {rope.scaling!r}")
     if rope.scaling in ("llama3", "yarn", "longrope") and rope.original_max_position is None:
         yield ConfigProblem(f"{name}.original_max_position", f"is required with scaling {rope.scaling!r}")
+    if rope.query_scaling and (rope.original_max_position is None or rope.sections or name == "local_rope"):
+        rule = "requires original_max_position, in rope alone, without sections"
+        yield ConfigProblem(f"{name}.query_scaling", rule, rope.query_scaling, f"set {name}.original_max_position")
     for key in ("short_factor", "long_factor"):
         factors = getattr(rope, key)
         if rope.scaling == "longrope" and len(factors or ()) != pairs:

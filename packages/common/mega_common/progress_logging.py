@@ -67,7 +67,7 @@ class ProgressBar:
             self._task = self._live.add_task(title, total=total)
 
     def advance(self, amount: float) -> None:
-        """Add `amount` finished units to the progress display."""
+        """Add `amount` finished units of work to the progress display."""
         self.done += amount
         if self._live is not None:
             self._live.update(self._task, completed=self.done)

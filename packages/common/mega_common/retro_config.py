@@ -48,7 +48,7 @@ class RetroConfig(StrictConfig):
         return 2 * self.chunk_length
 
     def list_retrieval_layers(self, count: int) -> list[int]:
-        """Return the sorted indices of the layers, out of `count`, that attend to retrieved neighbors."""
+        """Return the sorted indices of the layers, out of `count` decoder layers, that attend to retrieved neighbors."""
         return list(range(5 if count <= 15 else 8, count, 3)) if self.layers is None else sorted(set(self.layers))
 
 

@@ -17,8 +17,8 @@ Resolution = tuple[PositiveInt, PositiveInt]
 
 
 class NativeResolutionConfig(StrictConfig):
-    """Settings for images at native resolution instead of squares, with sides rounded to whole features, as in
-    Qwen2.5-VL (arXiv:2502.13923).
+    """Settings for images at native resolution instead of squares, with sides rounded to multiples of a feature's side,
+    as in Qwen2.5-VL (arXiv:2502.13923).
 
     The vision encoder has RMS norms, gated feed-forward blocks and 2D RoPE: half of a head is rotated by a patch's row,
     half by its column. Most layers have attention within windows.
@@ -127,8 +127,8 @@ class VisionConfig(StrictConfig):
 
     @property
     def native_size_limits(self) -> tuple[int, int, int] | None:
-        """Side of a feature in pixels, and minimum and maximum number of pixels of an image, at native resolution; None
-        without native resolution.
+        """Side in pixels of the square of an image that one vision feature stands for, and minimum and maximum number
+        of pixels of an image, at native resolution; None without native resolution.
         """
         native = self.native
         return None if native is None else (self.patch_size * native.merge, native.min_pixels, native.max_pixels)

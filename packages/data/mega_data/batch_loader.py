@@ -42,8 +42,8 @@ class EncoderInput:
 
 @dataclass(frozen=True)
 class StepBatch:
-    """All n samples that one data-parallel rank reads for one optimizer step; fields as in `TrainingSample`, stacked to
-    [n, S] for sequence length S.
+    """All n samples that one data-parallel rank reads for one optimizer step: tokens, labels, loss weights, positions
+    and document ids, each [n, S] for sequence length S.
 
     Attributes:
         sample_ids: int64 [n], the samples' numbers in the data set.

@@ -103,8 +103,8 @@ class BlendedDataset:
         )
 
     def count_epochs_by_path(self, k: int) -> dict[str, float]:
-        """Return {path of a blend entry: number of passes over its data within the blend's samples 0 to `k` - 1}; a
-        glob is one entry.
+        """Return {path in the configuration: number of passes over its data within the blend's samples 0 to `k` - 1};
+        all data sets of a glob count as one path.
         """
         counts, passes = defaultdict[str, float](float), defaultdict[str, float](float)
         for part, source, count in zip(self._parts, self._sources, self._blend.count_samples(k), strict=True):
@@ -125,7 +125,7 @@ def build_blended_datasets(
     vision: VisionConfig | None = None,
 ) -> tuple[BlendedDataset, BlendedDataset | None, BlendedDataset | None]:
     """Return the train, valid and test sets of a run, by `config.split` or separate data sets; valid and test may be
-    None.
+    None. `eod` is the end-of-document token.
 
     Valid and test are None if no samples of them are requested or their share of `split` is zero.
 
@@ -236,8 +236,8 @@ def open_sequential_dataset(prefix: Path, seq_length: int) -> SequentialDataset:
 
 @dataclass(frozen=True)
 class DatasetUsage:
-    """Planned usage of a data set in a run: `samples` to read of its part in a split, equal to `epochs` passes over the
-    part's tokens.
+    """Planned usage of a data set by a run: `samples` to read of one split (train, valid or test), equal to `epochs`
+    passes over the tokens that belong to the split.
     """
 
     split: str

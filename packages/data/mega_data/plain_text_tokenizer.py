@@ -43,7 +43,7 @@ class PlainTextBackend:
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Return the token ids of a text; special tokens spelled in it become ordinary tokens, and `add_special_tokens`
-        adds the template's.
+        adds those of the tokenizer's template, such as [CLS].
         """
         encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
         ids: list[int] = encoding.ids
@@ -58,7 +58,7 @@ class PlainTextBackend:
         ]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the token ids of each text, without the template's special tokens at the ends."""
+        """Return the token ids of each text, without the special tokens of the tokenizer's template at the ends."""
         lists = [encoding.ids for encoding in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
         for number, text in enumerate(texts):
             self._check_byte_spellings(text, lists[number])

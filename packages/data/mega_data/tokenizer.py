@@ -40,7 +40,8 @@ LEADS = ("", "\n")
 
 
 class TextPiece(NamedTuple):
-    """Piece of a long text to encode by itself. `exact`: the cut after it changes no token; `last`: no piece follows.
+    """Segment of a long text that is encoded by itself. `exact`: the cut after it changes no token; `last`: no segment
+    follows.
 
     It is encoded with `lead` before it, whose tokens are removed.
     """
@@ -52,8 +53,8 @@ class TextPiece(NamedTuple):
 
 
 class TextCut(NamedTuple):
-    """Position where a piece of a long text ends and the next begins, and the lead text after which the next piece is
-    encoded.
+    """Position where one segment of a long text ends and the next begins, and the preceding text (`lead`) to put before
+    the next segment so that it encodes as in the whole text.
     """
 
     end: int
@@ -130,8 +131,8 @@ class Tokenizer:
         return text
 
     def split_long_text(self, blocks: Iterable[str], size: int, leads: Sequence[str] = LEADS) -> Iterator[TextPiece]:
-        """Split a long text, given in blocks, into pieces of `size` to 2 x `size` characters that together encode to
-        the tokens of the whole text.
+        """Split a long text, given in blocks, into segments of `size` to 2 x `size` characters that together encode to
+        the tokens of the whole text; `leads` are texts to try before a segment.
 
         The text comes in blocks; only one piece and a window around its end are kept in memory. Encoding takes over a
         hundred bytes of memory per byte of text, so half a gigabyte of text cannot be encoded in one call.
@@ -159,7 +160,7 @@ class Tokenizer:
         yield TextPiece("".join([text[start:], *blocks]), True, True, lead)
 
     def encode_after_lead(self, lead: str, text: str) -> list[int]:
-        """Return the token ids of `text` when it follows the text `lead`, without the tokens of `lead`."""
+        """Return the token ids that `text` has directly after the text `lead`, without the tokens of `lead`."""
         return self.encode(lead + text)[len(self.encode(lead)) :]
 
     def _find_exact_cut(self, text: str, low: int, high: int, leads: Sequence[str], tries: int = 64) -> TextCut | None:

@@ -65,8 +65,8 @@ class ChatSession:
     messages: list[dict[str, Any]] = field(default_factory=list)
 
     def stream_answer(self, text: str, stopped: Callable[[], bool] = lambda: False) -> Iterator[str]:
-        """Add `text` as a user turn and yield the model's answer piece by piece as it is generated; the answer ends
-        early once `stopped()` is True, and the part generated so far is kept in the conversation.
+        """Add `text` as a user turn and yield the model's answer as text while it is generated; the answer ends early
+        once `stopped()` is True, and the text generated so far is kept in the conversation.
 
         Raises:
             DataError: when the turn is too long for the model; the conversation is unchanged then.

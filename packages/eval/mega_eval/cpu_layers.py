@@ -102,6 +102,7 @@ def _flatten_sublayer(work: nn.Module) -> LayerFunction:
         and not work.gated
         and work.relative is None
         and work.q_norm is None
+        and not work.scales_queries
     ):
         return _flatten_attention(work)
     if isinstance(work, FeedForward) and work.config.has_gated_mlp:

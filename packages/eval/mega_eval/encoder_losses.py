@@ -31,7 +31,7 @@ from mega_data.token_files.indexed_reader import IndexedReader
 from mega_data.tokenizer import Tokenizer
 from mega_eval.dataset_scores import DatasetScore, Losses, check_eval_data, sum_window_losses
 from mega_trainer.config.sections import TrainConfig
-from mega_trainer.data.micro_batch import MicroBatch, SequenceBounds, build_encoder_batch
+from mega_trainer.data.micro_batch import DocumentBounds, MicroBatch, build_encoder_batch
 from mega_trainer.distributed.comm import CommGroup
 from mega_trainer.model.decoder import Decoder
 
@@ -68,7 +68,8 @@ def evaluate_masked_lm(
 
 
 class MaskedLmWindows:
-    """Windows of `seq_length` tokens of a data set, each between the begin and end tokens that the tokenizer adds.
+    """Windows of `seq_length` tokens of a data set, each between the begin and end tokens that the tokenizer adds, for
+    masked-LM evaluation.
 
     Attributes:
         mask: id of the mask token.
@@ -142,7 +143,7 @@ def compute_decoder_states(
     ids = torch.from_numpy(tokens).to(device)
     batch = MicroBatch(
         tokens=ids, labels=ids, weights=torch.zeros_like(ids, dtype=torch.float32),  # the loss is not computed here
-        positions=torch.arange(ids.shape[1], device=device).expand(ids.shape), sequence_bounds=SequenceBounds(sizes.tolist()),
+        positions=torch.arange(ids.shape[1], device=device).expand(ids.shape), sequence_bounds=DocumentBounds(sizes.tolist()),
         samples=range(len(decoder_tokens)), source=build_encoder_batch(source, lengths, device, CommGroup("cp")),
     )  # fmt: skip
     context = model.make_batch_context(batch, lambda *_: None)

@@ -166,7 +166,7 @@ class AdaptiveDraftLength:
 
 @dataclass(eq=False)
 class RequestState:
-    """State of one request in the inference engine: its tokens, text, drafts and cache pages.
+    """State of one request in the inference engine: its tokens, text, draft tokens and KV cache pages.
 
     Attributes:
         number, request, text, grammar: the request, the decoder of its text, and its grammar.
@@ -200,12 +200,14 @@ class RequestState:
 
     @property
     def is_generating(self) -> bool:
-        """True if the prompt is computed and only the last generated token is not."""
+        """True if the model has computed all tokens of the request but the last generated one."""
         return self.num_computed == len(self.tokens) - 1 and bool(self.text.tokens)
 
     @property
     def num_pending_tokens(self) -> int:
-        """Number of tokens of the request that the model has yet to compute, draft tokens included."""
+        """Number of tokens of the request that the model has yet to compute, draft tokens of speculative decoding
+        included.
+        """
         return len(self.tokens) + len(self.drafts) - self.num_computed
 
     def align_to_images(self, count: int) -> int:
@@ -237,7 +239,7 @@ class RequestState:
         return draw_token(p, request.sampling, request.sample, request.drawn + len(new))
 
     def make_draft_request(self, count: int) -> EngineRequest:
-        """Return the request that makes a drafter continue this request's text by at most `count` tokens, without
+        """Return the request that makes a draft model continue this request's text by at most `count` tokens, without
         grammar, adapter or log-probabilities.
         """
         request, new = self.request, len(self.text.tokens)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from mega_common.errors import DataError
+from mega_common.errors import ConfigError, DataError
 from mega_common.progress_logging import ProgressBar
 from mega_eval.drafters import DraftSource, make_drafter
 from mega_eval.engine_requests import EngineRequest, ScoredToken
@@ -14,8 +14,10 @@ from mega_eval.image_prompts import ImagePrompt
 from mega_eval.inference_engine import InferenceEngine
 from mega_eval.sampling import Sampling
 from mega_eval.text_stream import FinishCause, GenerationLimits, TextTokenizer
+from mega_eval.transformers_engine import TransformersEngine
 from mega_trainer.data.batch_images import BatchImages
 from mega_trainer.model.decoder import Decoder
+from mega_trainer.model.transformers_decoder import TransformersDecoder
 
 GenerationPrompt = str | Sequence[int] | ImagePrompt  # text, token ids, or text with images
 
@@ -97,8 +99,8 @@ def stream_completion(
     grammar: str | None = None,
     draft: DraftSource | None = None,
 ) -> Iterator[str]:
-    """Continue one prompt and yield text as it becomes final; the pieces joined are the text that
-    `generate_completions` returns.
+    """Continue one prompt and yield text as it becomes final; joined, it is the text that `generate_completions`
+    returns.
 
     Raises:
         DataError, ConfigError: as `generate_completions`.
@@ -118,8 +120,14 @@ def _make_engine(
     limits: GenerationLimits,
     batch_size: int,
     draft: DraftSource | None,
-) -> InferenceEngine:
+) -> InferenceEngine | TransformersEngine:
     """Return an engine with cache room for the longest of these rows times the batch size."""
+    if isinstance(model, TransformersDecoder):
+        if draft not in (None, "none"):
+            raise ConfigError(
+                "draft is not supported with a model of implementation: transformers", hint="leave out --draft"
+            )
+        return TransformersEngine(model, tokenizer)
     batch_size = min(batch_size, len(rows))
     cache_tokens = (max(map(len, rows), default=0) + limits.max_new_tokens) * batch_size
     drafter = make_drafter(draft, model, tokenizer, cache_tokens, batch_size)

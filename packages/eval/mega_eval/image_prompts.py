@@ -87,7 +87,7 @@ def _add_image_frames(text: str, vision: VisionConfig, tokenizer: TextTokenizer)
 
 @torch.inference_mode()
 def attach_image_features(model: Decoder, images: BatchImages) -> BatchImages:
-    """Return the images with features computed by the vision encoder, or unchanged if this rank's pipeline stage has no
+    """Return the images with features computed by the vision encoder, or unchanged on a pipeline rank without the
     vision encoder.
     """
     return images if model.vision is None else images.with_features(model.vision.encode_images(images, model.device))

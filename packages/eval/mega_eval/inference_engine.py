@@ -19,7 +19,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mega_common.errors import CheckpointError, MegaError
+from mega_common.errors import CheckpointError, ConfigError, MegaError
 from mega_common.progress_logging import logger
 from mega_eval.cpu_layers import flatten_layers
 from mega_eval.engine_requests import Drafter, EngineEvent, EngineRequest, RequestState, score_token
@@ -29,7 +29,7 @@ from mega_eval.mtp_drafter import MtpDrafter
 from mega_eval.paged_cache import PAGE, PageAllocator, PagedCache, RowSpan, hash_full_pages
 from mega_eval.sampling import select_most_likely
 from mega_eval.text_stream import Continuation, TextTokenizer
-from mega_trainer.data.micro_batch import SequenceBounds
+from mega_trainer.data.micro_batch import DocumentBounds
 from mega_trainer.model.decoder import Decoder
 from mega_trainer.model.encoder_decoder import EncoderDecoderModel
 from mega_trainer.parallel.lora_layers import AdapterSelection
@@ -63,6 +63,11 @@ class InferenceEngine:
         drafter: Drafter | Literal["mtp"] | None = None,
         adapters: AdapterSelection | None = None,
     ) -> None:
+        if model.config.transformers is not None:
+            raise ConfigError(
+                "continuous batching is not supported with a model of implementation: transformers",
+                hint="use mega generate, or convert it (mega ckpt convert --to hf) and serve it with another server",
+            )
         self._model, self._tokenizer, self._adapters = model, tokenizer, adapters or AdapterSelection([])
         self._layers, self._batch_size, self._chunk = flatten_layers(model), batch_size, chunk_tokens
         self._pages = PageAllocator(-(-cache_tokens // PAGE))
@@ -85,7 +90,7 @@ class InferenceEngine:
 
     @property
     def num_waiting(self) -> int:
-        """Number of queued requests: not yet started, or to be recomputed after they lost their cache pages."""
+        """Number of queued requests: not yet started, or to be recomputed after they lost their KV cache pages."""
         return len(self._waiting)
 
     @property
@@ -164,7 +169,7 @@ class InferenceEngine:
         return events
 
     def drop_all_requests(self) -> None:
-        """Drop all requests and all cached pages of the engine, for use after a `step` that raised an error."""
+        """Drop all requests and all pages of the engine's KV cache, for use after a `step` that raised an error."""
         self._waiting.clear()
         self._running.clear()
         self._pages, self._free_states = PageAllocator(self._pages.count), list(range(self._batch_size))
@@ -318,7 +323,7 @@ class InferenceEngine:
         columns = torch.tensor(positions, device=device)[:, None]
         images = gather_token_images([(row.request.images, row.num_computed, count) for row, count in work], device)
         rotary = columns if images is None or images.positions is None else images.positions
-        context = model.make_forward_context(rotary, sequence_bounds=SequenceBounds(lengths), cache=self._cache)
+        context = model.make_forward_context(rotary, sequence_bounds=DocumentBounds(lengths), cache=self._cache)
         x = self._layers(
             model.embed_inputs(torch.tensor(tokens, device=device)[:, None], columns, images=images), context
         )

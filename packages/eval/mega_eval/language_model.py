@@ -151,8 +151,8 @@ class LanguageModel:
         grammar: str | None = None,
         **settings: Any,
     ) -> list[Completion]:
-        """Return a continuation of each prompt; `settings` are fields of `Sampling`, and the other arguments are as in
-        `generate_completions`.
+        """Return a continuation of each prompt of at most `max_new_tokens` tokens, ended by a text in `stop`;
+        `settings` are fields of `Sampling` such as temperature, and `grammar` is a JSON schema or Lark grammar.
 
         Raises:
             DataError: when a prompt cannot be continued.
@@ -172,8 +172,8 @@ class LanguageModel:
         grammar: str | None = None,
         **settings: Any,
     ) -> Iterator[str]:
-        """Continue one prompt and yield text as it becomes final; `settings` are fields of `Sampling`, and the other
-        arguments are as in `generate`.
+        """Continue one prompt and yield text as it becomes final; `settings` are fields of `Sampling` such as
+        temperature, and `grammar` is a JSON schema or Lark grammar.
         """
         limits = GenerationLimits(max_new_tokens, stop, self.ends)
         return stream_completion(

@@ -35,7 +35,7 @@ from mega_common.progress_logging import logger
 from mega_data.tokenizer import Tokenizer
 from mega_eval.sampling import (
     GENERATION_KEYS,
-    list_unsupported_settings,
+    list_unsupported_generation_settings,
     parse_sampling_settings,
     parse_token_ids,
 )
@@ -81,8 +81,8 @@ class LoraAdapterSet:
 
 
 def list_parameter_pieces(model: nn.Module, *, adapters: bool) -> list[tuple[Tensor, Sequence[TensorPiece]]]:
-    """Return the LoRA parameters of a model (`adapters` True) or all other parameters, each with its pieces: the
-    checkpoint tensors that it consists of.
+    """Return the LoRA parameters of a model (`adapters` True) or all other parameters, each with the positions of its
+    elements in the checkpoint's tensors.
     """
     every = [(parameter.detach(), get_parameter_info(parameter).pieces) for parameter in model.parameters()]
     return [entry for entry in every if any(is_adapter_tensor(piece.name) for piece in entry[1]) == adapters]
@@ -171,8 +171,8 @@ def load_inference_model(
     lora_adapters: LoraAdapterSet | None = None,
     mtp: bool = False,
 ) -> Decoder:
-    """Load the model at `path` for inference only, in `dtype` on `device`: the whole model, or this rank's part of it
-    under the process groups `groups`.
+    """Load the model at `path` for inference only, in `dtype` on `device`: the whole model, or this rank's shards and
+    layers under the process groups `groups`.
 
     Weights are read one tensor at a time, so peak memory is the model plus one tensor.
 
@@ -191,7 +191,8 @@ def load_inference_model(
         ConfigError: for a model of another kind than `kinds`, or without the MTP layers that `mtp` requires.
     """
     source = open_weight_source(path) if adapter is None else load_with_adapter(adapter, path)
-    _check_loadable(path, source.model, kinds, mtp=mtp, stages=1 if groups is None else groups.pp.size)
+    stages, ranks = (1, 1) if groups is None else (groups.pp.size, groups.tp.size * groups.pp.size * groups.ep.size)
+    _check_loadable(path, source.model, kinds, mtp=mtp, stages=stages, ranks=ranks)
     warn_of_unsupported_parts(source)
     config = source.model if mtp else source.model.model_copy(update={"mtp_layers": 0})
     pool = None if lora_adapters is None else lora_adapters.pool
@@ -211,13 +212,18 @@ def load_inference_model(
 
 
 def _check_loadable(
-    path: str | Location, model: ModelConfig, kinds: tuple[ModelKind, ...], *, mtp: bool, stages: int
+    path: str | Location, model: ModelConfig, kinds: tuple[ModelKind, ...], *, mtp: bool, stages: int, ranks: int = 1
 ) -> None:
     """Check that the caller and its pipeline stages support the kind of a model."""
     kind = classify_model(model)
     if kind not in kinds:
         description, hint = _SUPPORTED_COMMANDS[kind]
         raise ConfigError(f"{path}: this operation is not supported with {description}", hint=hint)
+    if model.transformers is not None and ranks > 1:
+        raise ConfigError(
+            f"{path}: a model of implementation: transformers is not supported on several ranks of one copy, found {ranks}",
+            hint="use tp = 1, pp = 1 and ep = 1",
+        )
     if mtp and not model.mtp_layers:
         raise ConfigError(
             f"{path}: draft = mtp requires multi-token prediction (MTP) layers, and the model has none",
@@ -268,8 +274,8 @@ def find_end_tokens(path: str | Location, tokenizer: Tokenizer) -> frozenset[int
 
 
 def load_sampling_settings(path: str | Location) -> dict[str, Any]:
-    """Return the settings of `Sampling` that the generation_config.json of the model gives, read as transformers reads
-    it.
+    """Return the sampling settings that the generation_config.json of the model gives, as arguments of `Sampling`, read
+    as transformers reads it.
     """
     return parse_sampling_settings(_load_generation_config(path))
 
@@ -278,7 +284,7 @@ def warn_unsupported_settings(path: str | Location) -> None:
     """Log a warning that lists the settings in the model's generation_config.json that are not supported but would
     change the text.
     """
-    if unsupported := list_unsupported_settings(_load_generation_config(path)):
+    if unsupported := list_unsupported_generation_settings(_load_generation_config(path)):
         message = "%s: the generation settings %s are not supported; texts differ from those of transformers"
         logger.warning(message, path, ", ".join(unsupported))
 

@@ -17,14 +17,14 @@ from torch import Tensor
 
 from mega_eval.engine_requests import RequestState
 from mega_eval.paged_cache import PagedCache, RowSpan
-from mega_trainer.data.micro_batch import SequenceBounds
+from mega_trainer.data.micro_batch import DocumentBounds
 from mega_trainer.model.decoder import Decoder, apply_embedding_scale
 from mega_trainer.parallel.tensor_parallel import embed_token_ids
 
 
 class MtpDrafter:
-    """Drafter that proposes one token per multi-token-prediction (MTP) layer of the model; hidden states that these
-    layers have yet to read are kept in the request states.
+    """Source of draft tokens for speculative decoding, one per multi-token-prediction (MTP) layer of the model; hidden
+    states that these layers have yet to read are kept in the request states.
 
     Args:
         model: decoder with MTP layers (`predictors`).
@@ -103,7 +103,7 @@ class MtpDrafter:
             for row, start in zip(rows, starts, strict=True)
             for position in range(start, row.num_computed)
         ]
-        context = model.make_forward_context(columns, sequence_bounds=SequenceBounds(lengths), cache=self._cache)
+        context = model.make_forward_context(columns, sequence_bounds=DocumentBounds(lengths), cache=self._cache)
         embedded = apply_embedding_scale(
             embed_token_ids(ids, model.embedding.weight, model.groups.tp, sp=False), model.config
         )

@@ -83,7 +83,7 @@ def build_replica_groups(
 
 @dataclass(frozen=True)
 class PromptTokenizer:
-    """Tokenizer of prompts with an optional length limit; a longer prompt loses its first tokens.
+    """Tokenizer of prompts with an optional length limit; of a longer prompt the first tokens are cut off.
 
     Attributes:
         tokenizer: tokenizer of the model.

@@ -33,7 +33,7 @@ PAGE = 16  # tokens
 
 
 class PageAllocator:
-    """Allocator of the fixed-size pages of a KV cache, which rows with equal prefixes can share.
+    """Allocator of the fixed-size pages of a paged KV cache, which requests with equal prefixes can share.
 
     A page that no row uses is free. A free page that is registered under a hash can still be shared; it is reused for
     other tokens only when no other page is left, least recently used first.
@@ -49,12 +49,12 @@ class PageAllocator:
 
     @property
     def num_free_pages(self) -> int:
-        """Number of cache pages that no row uses, including pages still cached under a hash."""
+        """Number of KV cache pages that no request uses, including pages still cached under a hash."""
         return int(np.count_nonzero(self._blank)) + len(self._cached)
 
     def allocate_pages(self, count: int, after: int | None) -> list[int]:
-        """Return the indices of `count` free pages for a row, directly after its last page `after` as long as the
-        following pages are free.
+        """Return the indices of `count` free KV cache pages for a request, directly after its last page `after` as long
+        as the following pages are free.
 
         Contiguous pages are read in place; others have to be copied together.
         """
@@ -70,8 +70,8 @@ class PageAllocator:
         return taken
 
     def share_cached_pages(self, hashes: Sequence[bytes]) -> list[int]:
-        """Return the cached pages of the longest registered prefix of `hashes`, the page hashes of a row in order, and
-        count them as used by that row.
+        """Return the cached KV pages of the longest registered prefix of `hashes`, the page hashes of a request in
+        order, and count them as used by that request.
         """
         found = []
         for page_hash in hashes:
@@ -82,13 +82,13 @@ class PageAllocator:
         return found
 
     def register_page(self, page: int, page_hash: bytes) -> None:
-        """Register a full page in use under the hash of its content, so that other rows can share it."""
+        """Register a full KV cache page in use under the hash of its content, so that other requests can share it."""
         if page_hash not in self._page_of_hash:
             self._page_of_hash[page_hash], self._hash_of_page[page] = page, page_hash
 
     def release_pages(self, pages: Sequence[int]) -> None:
-        """Release a row's `pages`; the last of them are reused first, since later pages are useless without earlier
-        ones.
+        """Release a request's KV cache `pages`; the last of them are reused first, since later pages are useless
+        without earlier ones.
         """
         for page in reversed(pages):
             self._uses[page] -= 1
@@ -123,8 +123,8 @@ class PageAllocator:
 
 
 def hash_full_pages(tokens: Sequence[int], known: Sequence[bytes] = (), adapter: str | None = None) -> list[bytes]:
-    """Return the hashes of the full cache pages of a row that begins with `tokens`; `known` are hashes of its first
-    pages computed before, and `adapter` is the name of its LoRA adapter.
+    """Return the hashes of the full KV cache pages of a request that begins with `tokens`; `known` are hashes of its
+    first pages computed before, and `adapter` is the name of its LoRA adapter.
 
     A hash covers the page's tokens and the hash of the page before it; for the first page, the name of the LoRA adapter
     that its keys depend on.

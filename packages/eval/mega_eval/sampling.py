@@ -293,7 +293,7 @@ def parse_sampling_settings(raw: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def list_unsupported_settings(raw: Mapping[str, Any]) -> list[str]:
+def list_unsupported_generation_settings(raw: Mapping[str, Any]) -> list[str]:
     """Return the unsupported settings of a generation_config.json that would change the text, as `name = value`."""
     drawn = bool(raw.get("do_sample"))
     refused = {**_UNSUPPORTED, **_UNSUPPORTED_DRAWN}

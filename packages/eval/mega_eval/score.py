@@ -69,8 +69,8 @@ class PrefixTreeRow:
     _path: list[int] = field(default_factory=list)  # its columns
 
     def try_add_pair(self, number: int, pair: ContextContinuation, extra_columns: int) -> bool:
-        """Add the (context, continuation) pair of index `number`; return False if the row would have more than
-        `extra_columns` columns in addition to the columns of its first sequence.
+        """Add the (context, continuation) pair of index `number`; return False, and add nothing, if the row would have
+        more than `extra_columns` columns in addition to those of its first sequence.
 
         A pair that shares most of its columns may exceed this limit by the length of the first sequence.
         """
@@ -187,6 +187,7 @@ def pack_pair_batches(
     # the RoPE angles of LongRoPE and dynamic NTK depend on the row's length, and a recurrent state belongs to one sequence
     unpacked = (
         model.config.is_recurrent
+        or model.config.transformers is not None
         or encoder is not None
         or any(
             rope is not None and rope.scaling in ("dynamic", "longrope")

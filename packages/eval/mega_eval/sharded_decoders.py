@@ -7,7 +7,7 @@ Pipeline stages compute one at a time: this is for models that do not fit on one
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -86,36 +86,37 @@ class PipelineDecoder(Decoder):
         return self._owners[max(0, stage - 1)], self._owners[min(last, stage + 1)]
 
 
-class GatheredDecoder(Decoder):
-    """Decoder for inference that gathers the weights of `live`, a model in training under ZeRO-3, as it needs them.
+class GatheredWeights(Decoder):
+    """Part of a decoder for inference that gathers the weights of a model in training under ZeRO-3 as it needs them.
     Legend: B batch, S sequence, D model width, V vocabulary.
-
-    Args:
-        build: builder of layers, on the meta device.
-        live: model in training after `fully_shard_stage`.
     """
 
-    def __init__(self, build: LayerBuilder, live: Decoder) -> None:
-        super().__init__(build)
-        self._live = (live,)  # a tuple, so that torch does not register it as a submodule
-        self._stubs = dict(self.named_parameters())
+    def gather_from(self, live: Mapping[str, nn.Parameter]) -> None:
+        """Set the sharded parameters of the model in training by the names of this model's parameters."""
+        self._live, self._stubs = dict(live), dict(self.named_parameters())
+        for index, layer in enumerate(self.layers):
+            self._gather_for_layer(layer, f"layers.{index}.")
+
+    def _gather_for_layer(self, layer: nn.Module, prefix: str) -> None:
+        """Hold a layer's full weights while it runs."""
+        held: list[ExitStack] = []
+
+        def gather(*_: object) -> None:
+            held.append(ExitStack())
+            held[-1].enter_context(self._gather_weights(prefix))
+
+        layer.register_forward_pre_hook(gather)
+        layer.register_forward_hook(lambda *_: held.pop().close(), always_call=True)
 
     @property
     def device(self) -> torch.device:
         """Device on which the weights are gathered."""
-        return self._live[0].device
+        return next(iter(self._live.values())).device
 
     def embed_inputs(self, *given: Any, **named: Any) -> Tensor:
         """Return the embedded tokens, hidden states [B, S, D]."""
         with self._gather_weights("embedding.", "inputs."):
             return super().embed_inputs(*given, **named)
-
-    def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
-        """Return the hidden states [B, S, D] after all layers of the model."""
-        for index, layer in enumerate(self.layers):
-            with self._gather_weights(f"layers.{index}."):
-                x = layer(x, context)
-        return x
 
     def compute_logits(self, x: Tensor) -> Tensor:
         """Return logits [B, S, V], complete on every rank."""
@@ -127,9 +128,7 @@ class GatheredDecoder(Decoder):
         """Hold the full weights whose names start with one of `parts` inside the `with` block."""
         used = [name for name in self._stubs if name.startswith(parts)]
         for name in used:
-            self._set_parameter(
-                name, nn.Parameter(self._all_gather_weight(self._live[0].get_parameter(name)), requires_grad=False)
-            )
+            self._set_parameter(name, nn.Parameter(self._all_gather_weight(self._live[name]), requires_grad=False))
         yield
         for name in used:
             self._set_parameter(name, self._stubs[name])
@@ -148,3 +147,11 @@ class GatheredDecoder(Decoder):
         rows = own.new_zeros(-(-parameter.shape[0] // group.size), *parameter.shape[1:], dtype=self.dtype)
         rows[: len(own)] = own
         return all_gather(rows, group, 0)[: parameter.shape[0]]
+
+
+class GatheredDecoder(GatheredWeights):
+    """Decoder for inference, whole on every rank but for the weights, which are gathered on use."""
+
+
+class GatheredPipelineDecoder(GatheredWeights, PipelineDecoder):
+    """Decoder for inference whose layers are divided over pipeline ranks, with weights that are gathered on use."""

@@ -31,7 +31,7 @@ from mega_eval.sentence_transformers_folder import (
     pool_hidden_states,
     read_sentence_transformers_folder,
 )
-from mega_trainer.data.micro_batch import SequenceBounds
+from mega_trainer.data.micro_batch import DocumentBounds
 from mega_trainer.model.decoder import Decoder
 
 BATCH_TOKENS = 8192
@@ -255,7 +255,7 @@ def _pool_batch(model: Decoder, texts: Sequence[Sequence[int]], modes: Sequence[
     tokens, lengths = pad_sequences(texts)
     columns = np.arange(tokens.shape[1])
     ids, positions = (torch.from_numpy(each).to(model.device) for each in (tokens, columns[None]))
-    bounds = SequenceBounds.from_padded_rows(lengths, columns.size)
+    bounds = DocumentBounds.from_padded_rows(lengths, columns.size)
     context = model.make_forward_context(positions, sequence_bounds=bounds)
     hidden = model.head.norm(model(model.embed_inputs(ids, positions), context)).float()
     attention_mask = torch.from_numpy(columns < lengths[:, None]).to(model.device)

@@ -258,8 +258,8 @@ class TrainingEngine:
     def stream_weights(
         self, *, bucket_bytes: int = BUCKET_BYTES, family: str | None = None, dtype: torch.dtype | None = None
     ) -> Iterator[NamedTensors]:
-        """Yield all weights as (name, whole tensor) under HuggingFace names, in buckets, as vLLM and SGLang load them;
-        all ranks must iterate over all buckets.
+        """Yield all weights as (name, whole tensor) under HuggingFace names, in lists of about `bucket_bytes`, as vLLM
+        and SGLang load them; all ranks must iterate over all of them.
 
         The weights are byte for byte equal to the folder that `mega ckpt convert --to hf` writes. At most two buckets are in
         memory, each in one allocation for one collective call. All ranks must iterate over all buckets.
@@ -285,7 +285,9 @@ class TrainingEngine:
         Raises:
             CheckpointError: when the weights are of another model, or cannot be read.
         """
-        source = extend_to_size(open_weight_source(path), self.config.model.vocab_size)
+        foreign = self.config.model.transformers is not None
+        opened = open_weight_source(path, implementation="transformers" if foreign else "mega")
+        source = opened if foreign else extend_to_size(opened, self.config.model.vocab_size)
         load_stage_weights(source, self._state.stages)
         self._assets = source.asset_files()
         self._state.optimizer.load_main_from_model()

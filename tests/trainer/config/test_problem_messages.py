@@ -144,8 +144,7 @@ CASES: list[list[str]] = [
     [MOE, "parallel.ep=2", "parallel.dispatch=nvshmem"],
     [MOE, "parallel.ep=2", "parallel.expert_tp=3", "parallel.dispatch=nvshmem", "parallel.dispatch_bound=2.0"],
     [MOE, "parallel.ep=2", "parallel.expert_tp=2", "parallel.dispatch=deepep"],
-    ["parallel.zero=3", "parallel.pp=2"],
-    ["parallel.zero=3", "optimizer.name=muon"],
+    ["parallel.zero=2", "parallel.zero3_gather=step"],
     ["parallel.zero3_shard=2"],
     ["parallel.zero3_layers=2"],
     # fp8

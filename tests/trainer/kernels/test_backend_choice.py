@@ -44,6 +44,9 @@ def facts(**other: Any) -> BackendFacts:
         (AMPERE | {"softcap": True, "installed": FLASH2}, "flash 2"),
         (AMPERE | {"softcap": True, "installed": {"flash-attn": "2.6.3"}}, "flex"),
         (AMPERE | {"softcap": True, "installed": FLASH2, "half": False}, "sdpa"),
+        (AMPERE | {"softcap": True, "compiler_problem": "a C compiler for triton, and none is found"}, "sdpa"),
+        (AMPERE | {"softcap": True, "head": (8, 8)}, "sdpa"),
+        (AMPERE | {"softcap": True, "head": (16, 16)}, "flex"),
         (HOPPER | {"softcap": True, "installed": FLASH3}, "flash 3"),
         (HOPPER | {"biased": True, "installed": FLASH3}, "sdpa"),
     ],
@@ -72,6 +75,16 @@ def test_what_is_asked_for_is_taken(asked: tuple[str, str], there: dict[str, Any
     ("asked", "there", "said"),
     [
         (("te", "auto"), {}, "kernels.linear = te requires a GPU"),
+        (
+            ("auto", "flex"),
+            AMPERE | {"head": (24, 8)},
+            "kernels.attention = flex requires a head size of at least 16, not 8",
+        ),
+        (
+            ("auto", "flex"),
+            AMPERE | {"compiler_problem": "a C compiler for triton, and none is found"},
+            "kernels.attention = flex requires a C compiler for triton, and none is found",
+        ),
         (
             ("te", "auto"),
             HOPPER | {"installed": {"transformer-engine": "2.9.0"}},

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
@@ -35,3 +37,19 @@ def test_a_machine_without_a_compiler_is_told_so(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(cpp_builder, "get_cpp_compiler", none)
     with pytest.raises(ConfigError, match=r"compile = true requires a C\+\+ compiler"):
         should_compile(True, CPU)
+
+
+def test_variants_of_a_leaf_are_compiled_however_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch alone makes eight compilations of a function, whoever calls it, and runs it uncompiled from then on."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+
+    def seen(x: Tensor, rows: int, name: str) -> tuple[bool, Tensor, str]:
+        return torch.compiler.is_compiling(), x + rows, name + "!"
+
+    leaves = LeafCompiler(compiled=True)
+    calls = [
+        (torch.ones(size, 4, dtype=dtype), rows, name)
+        for dtype in (torch.float32, torch.bfloat16) for rows in (0, 128) for name in "abcde" for size in (2, 3)
+    ]  # fmt: skip
+    assert all(leaves(seen, *call)[0] for call in calls)
+    assert all(leaves(seen, x.mT, rows, name)[0] for x, rows, name in calls)

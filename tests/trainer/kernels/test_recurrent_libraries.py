@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mega_trainer.data.micro_batch import SequenceBounds
+from mega_trainer.data.micro_batch import DocumentBounds
 from mega_trainer.distributed.comm import CommGroup
 from mega_trainer.kernels.gated_delta_rule import DeltaRuleInputs
 from mega_trainer.kernels.recurrent_libraries import (
@@ -32,7 +32,7 @@ B, S, G, H, P, N = 2, 37, 2, 4, 3, 5
 DOCUMENTS = np.sort(np.random.default_rng(3).integers(0, 4, (B, S)), axis=1)
 SIGHTS = {
     "open": SequenceMask(S, torch.device("cpu")),
-    "closed": SequenceMask(S, torch.device("cpu"), SequenceBounds.from_positions(DOCUMENTS, DOCUMENTS).document_starts),
+    "closed": SequenceMask(S, torch.device("cpu"), DocumentBounds.from_positions(DOCUMENTS, DOCUMENTS).document_starts),
 }
 
 

@@ -17,7 +17,7 @@ from trainer.fake import decoders
 from mega_ckpt.canonical_tensors import canonical_tensors
 from mega_common.model_config import ModelConfig
 from mega_trainer.config.parallel_layout import ParallelLayout
-from mega_trainer.data.micro_batch import SequenceBounds
+from mega_trainer.data.micro_batch import DocumentBounds
 from mega_trainer.distributed.rng import SeededDropout
 from mega_trainer.kernels.torch_kernels import TorchKernels
 from mega_trainer.model.activation_checkpointing import RecomputePolicy
@@ -184,7 +184,7 @@ def test_layers_with_a_window_have_a_rotation_of_their_own() -> None:
 def test_later_tokens_and_other_documents_do_not_matter() -> None:
     model = config()
     data, decoder = batch(model), build_decoder(model)
-    outline = SequenceBounds.from_positions(data["positions"].numpy(), np.array([[0, 0, 0, 1, 1, 1]] * 2))
+    outline = DocumentBounds.from_positions(data["positions"].numpy(), np.array([[0, 0, 0, 1, 1, 1]] * 2))
     other = {**data, "tokens": data["tokens"].clone()}
     other["tokens"][:, 2] += 1
     other["tokens"] %= model.vocab_size

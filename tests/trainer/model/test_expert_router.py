@@ -22,7 +22,7 @@ from mega_trainer.model.expert_router import (
 )
 from mega_trainer.model.layer_builder import LayerBuilder
 from mega_trainer.model.weight_init import initialize_weights
-from mega_trainer.parallel.expert_routing import RoutedTokens, StepRouting, compute_routing_metrics
+from mega_trainer.parallel.expert_routing import MicroBatchRouting, RoutedTokens, compute_routing_metrics
 
 ALONE = (CommGroup("tp"), CommGroup("cp"))
 
@@ -50,8 +50,8 @@ def tokens(matter: Tensor) -> RoutedTokens:
 MATTER = torch.tensor([[True] * 7, [True] * 4 + [False] * 3, [False] * 7])
 
 
-def routing(matter: Tensor = MATTER) -> StepRouting:
-    return StepRouting(matter, None, sequence_weight=1 / len(matter), batch_weight=1.0)
+def routing(matter: Tensor = MATTER) -> MicroBatchRouting:
+    return MicroBatchRouting(matter, None, sequence_weight=1 / len(matter), batch_weight=1.0)
 
 
 def test_weights_are_the_scores_of_the_best() -> None:

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mega_trainer.data.micro_batch import SequenceBounds
+from mega_trainer.data.micro_batch import DocumentBounds
 from mega_trainer.kernels.attention_masks import ALL, CAUSAL, materialize_dense_mask
 from mega_trainer.model.forward_context import SequenceMask
 
@@ -34,7 +34,7 @@ def test_a_query_sees_itself_and_earlier_tokens_of_its_window_and_document(lengt
 
 
 def sequence_mask(length: int, documents: np.ndarray | None, *, causal: bool = True) -> SequenceMask:
-    outline = None if documents is None else SequenceBounds.from_positions(documents, documents)
+    outline = None if documents is None else DocumentBounds.from_positions(documents, documents)
     return SequenceMask(length, CPU, outline and outline.document_starts, causal)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mega_common.model_config import ModelConfig
-from mega_trainer.data.micro_batch import SequenceBounds
+from mega_trainer.data.micro_batch import DocumentBounds
 from mega_trainer.distributed.comm import CommGroup, CommLog
 from mega_trainer.distributed.process_groups import ParallelGroups
 from mega_trainer.model.forward_context import ForwardContext, SequenceMask
@@ -33,7 +33,7 @@ CONFIG = ModelConfig.parse(
 
 
 def context(length: int, documents: np.ndarray | None = None) -> ForwardContext:
-    begins = None if documents is None else SequenceBounds.from_positions(documents, documents).document_starts
+    begins = None if documents is None else DocumentBounds.from_positions(documents, documents).document_starts
     return ForwardContext(SequenceMask(length, torch.device("cpu"), begins))
 
 

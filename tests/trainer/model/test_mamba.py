@@ -18,7 +18,7 @@ from trainer.fake import builders
 from mega_ckpt.tensor_pieces import TensorBox, boxes_by_name, copy_overlap
 from mega_common.model_config import ModelConfig
 from mega_trainer.config.parallel_layout import ParallelLayout
-from mega_trainer.data.micro_batch import SequenceBounds
+from mega_trainer.data.micro_batch import DocumentBounds
 from mega_trainer.distributed.comm import CommLog
 from mega_trainer.distributed.process_groups import ProcessGroupCache, build_parallel_groups
 from mega_trainer.model.forward_context import ForwardContext, SequenceMask
@@ -61,7 +61,7 @@ def sequences(tokens: int = S, documents: np.ndarray | None = None) -> ForwardCo
     outline = (
         None
         if documents is None
-        else SequenceBounds.from_positions(np.tile(np.arange(tokens), (len(documents), 1)), documents)
+        else DocumentBounds.from_positions(np.tile(np.arange(tokens), (len(documents), 1)), documents)
     )
     return ForwardContext(
         SequenceMask(tokens, torch.device("cpu"), None if outline is None else outline.document_starts)

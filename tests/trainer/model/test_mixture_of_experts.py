@@ -14,7 +14,7 @@ from mega_trainer.model.forward_context import ForwardContext, SequenceMask
 from mega_trainer.model.layer_builder import LayerBuilder
 from mega_trainer.model.mixture_of_experts import MixtureOfExperts
 from mega_trainer.model.weight_init import initialize_weights
-from mega_trainer.parallel.expert_routing import StepRouting
+from mega_trainer.parallel.expert_routing import MicroBatchRouting
 
 D, F_, E = 6, 8, 5
 
@@ -107,7 +107,7 @@ def test_an_expert_without_tokens_has_a_gradient_of_zero() -> None:
 def test_no_token_that_matters() -> None:
     """A micro-batch of padding."""
     it = layer(config(mlp_bias=True))
-    none = StepRouting(torch.zeros(1, 4, dtype=torch.bool), None, 1.0, 1.0)
+    none = MicroBatchRouting(torch.zeros(1, 4, dtype=torch.bool), None, 1.0, 1.0)
     x = torch.randn(1, 4, D, dtype=torch.float64)
     y = it(x, ForwardContext(SequenceMask(4, x.device), routing=none))
     assert (y == 0).all()

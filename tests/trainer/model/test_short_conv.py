@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from mega_ckpt.tensor_pieces import TensorBox, copy_overlap
 from mega_common.model_config import ModelConfig
 from mega_trainer.config.parallel_layout import ParallelLayout
-from mega_trainer.data.micro_batch import SequenceBounds
+from mega_trainer.data.micro_batch import DocumentBounds
 from mega_trainer.distributed.comm import all_reduce
 from mega_trainer.distributed.process_groups import ParallelGroups, ProcessGroupCache, build_parallel_groups
 from mega_trainer.model.forward_context import ForwardContext, SequenceMask
@@ -46,7 +46,7 @@ def tensors(length: int) -> tuple[Tensor, Tensor, np.ndarray]:
 
 
 def context(length: int, documents: np.ndarray | None) -> ForwardContext:
-    begins = None if documents is None else SequenceBounds.from_positions(documents, documents).document_starts
+    begins = None if documents is None else DocumentBounds.from_positions(documents, documents).document_starts
     return ForwardContext(SequenceMask(length, torch.device("cpu"), begins))
 
 

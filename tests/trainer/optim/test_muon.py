@@ -128,7 +128,16 @@ def test_each_canonical_matrix_of_the_layers_moves_by_its_own_orthogonal_one() -
         torch.testing.assert_close(saved[name], momentum[name], rtol=1e-12, atol=0)
 
 
-LAYOUTS = [{"zero": 0}, {"zero": 2}, {"zero": 1, "tp": 2, "sp": True}, {"zero": 2, "tp": 2, "pp": 2}, {"tp": 4}]
+LAYOUTS = [
+    {"zero": 0},
+    {"zero": 2},
+    {"zero": 3},
+    {"zero": 3, "zero3_shard": 2},
+    {"zero": 3, "tp": 2},
+    {"zero": 1, "tp": 2, "sp": True},
+    {"zero": 2, "tp": 2, "pp": 2},
+    {"tp": 4},
+]
 
 
 def test_the_update_does_not_depend_on_the_layout() -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from ranks import run_ranks
 from torch import Tensor
 
-from mega_trainer.data.micro_batch import SequenceBounds
+from mega_trainer.data.micro_batch import DocumentBounds
 from mega_trainer.distributed.comm import CommGroup
 from mega_trainer.kernels.attention_masks import materialize_dense_mask
 from mega_trainer.kernels.kernel_interface import ScoreTransform
@@ -75,7 +75,7 @@ def test_blocks_are_cut_from_the_whole_mask_and_none_that_matters_is_skipped(
     length = 2 * size * chunk
     ids = np.sort([[rng.randint(0, 2) for _ in range(length)] for _ in range(2)])
     images = np.array([[causal and pictured and rng.random() < 0.7 for _ in range(length)] for _ in range(2)])
-    outline = SequenceBounds.from_positions(ids, ids if closed else None, images)
+    outline = DocumentBounds.from_positions(ids, ids if closed else None, images)
     sight = SequenceMask(length, CPU, outline.document_starts, causal, outline.bidirectional_blocks)
     whole = (
         materialize_dense_mask(sight.mask_for_window(window), ids.shape, length, CPU)
@@ -108,7 +108,7 @@ def test_blocks_that_nobody_sees_into_are_skipped() -> None:
     size, length = 4, 64
     ids = np.repeat([[0, 1], [0, 1]], [40, 24], axis=1)  # the second document begins with chunk 5
     open_, closed = (
-        SequenceMask(length, CPU, begins) for begins in (None, SequenceBounds.from_positions(ids, ids).document_starts)
+        SequenceMask(length, CPU, begins) for begins in (None, DocumentBounds.from_positions(ids, ids).document_starts)
     )
     kind = BlockwiseAttention(RingExchange(group(1, size)), group(1, size), TorchKernels())
 
@@ -212,7 +212,7 @@ def tensors(shape: Shape) -> tuple[list[Tensor], Tensor, SequenceMask]:
     made += [torch.randn(shape.heads, generator=g, dtype=torch.float64).to(shape.dtype)] if shape.sinks else []
     dy = torch.randn(ROWS, LENGTH, shape.heads, shape.e, generator=g, dtype=torch.float64).to(shape.dtype)
     documents = (torch.rand(ROWS, LENGTH, generator=g) < 0.2).cumsum(-1).numpy()
-    begins = SequenceBounds.from_positions(documents, documents).document_starts if shape.closed else None
+    begins = DocumentBounds.from_positions(documents, documents).document_starts if shape.closed else None
     return made, dy, SequenceMask(LENGTH, CPU, begins, shape.causal)
 
 

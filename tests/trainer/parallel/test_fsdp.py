@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from parity.bits import spoil, unlike
-from parity.cases import Run
+from parity.cases import Case, Run, case
 from parity.worker import Held, Outcome, Trainer, compare, sweep, synthetic, verdicts
 from ranks import run_ranks
 
@@ -25,6 +26,7 @@ from mega_trainer.config.run_config import RunConfig
 from mega_trainer.data.micro_batch import split_micro_batches
 from mega_trainer.distributed.process_groups import ProcessGroupCache, build_parallel_groups
 from mega_trainer.objectives.training_objective import TrainingObjective
+from mega_trainer.parallel import fsdp
 from mega_trainer.parallel.fsdp import slice_piece_rows
 from mega_trainer.run.train_step import evaluate_losses
 
@@ -227,9 +229,32 @@ def test_a_size_that_does_not_divide_the_data_ranks_is_refused(size: int, ranks:
 
 @pytest.mark.parametrize("zero", [0, 1, 2])
 def test_a_size_means_nothing_where_weights_are_whole(zero: int) -> None:
-    for key in ("zero3_shard", "zero3_layers"):
-        with pytest.raises(ConfigError, match=rf"parallel\.{key} = 2: .* parallel\.zero=3"):
-            RunConfig.parse(settings(zero, precision="bf16", parallel={key: 2}))
+    for key, value in (("zero3_shard", 2), ("zero3_layers", 2), ("zero3_gather", "step")):
+        with pytest.raises(ConfigError, match=rf"parallel\.{key} = {value!r}: .* parallel\.zero=3"):
+            RunConfig.parse(settings(zero, precision="bf16", parallel={key: value}))
+
+
+def most_units_with_matrices(one: Case) -> int:
+    """Most units that have gradients of layers' matrices at a time in the weight halves of a step."""
+    trainer, most = Trainer.make(one, dist.get_rank(), ProcessGroupCache()), 0
+    real = fsdp._SplitBackwardReduction._reduce_completed
+
+    def count(self: fsdp._SplitBackwardReduction, parameter: torch.Tensor) -> None:
+        nonlocal most
+        units = fsdp._param_groups(unit[0] for unit in self._units[1:])
+        leaves = [[leaf for leaf in fsdp._gathered_leaves(unit) if leaf.dim() > 1] for unit in units]
+        most = max(most, sum(any(leaf.grad is not None for leaf in own) for own in leaves))
+        real(self, parameter)
+
+    with mock.patch.object(fsdp._SplitBackwardReduction, "_reduce_completed", count):
+        trainer.step()
+    return most
+
+
+def test_the_weight_half_of_a_backward_reduces_unit_by_unit() -> None:
+    """Not all of a stage's gradients at its end, for which a rank would need the memory of whole weights."""
+    one = case("dense", 4, layers=8, parallel={"pp": 2, "zero": 3, "schedule": "zb-h1", "zero3_layers": 1}, micro=2)
+    assert run_ranks(most_units_with_matrices, 4, one, timeout=60) == [1] * 4
 
 
 @given(st.integers(1, 6), st.lists(st.integers(1, 9), min_size=1, max_size=3))
@@ -250,7 +275,38 @@ def test_cut_rows_tile_the_pieces(ranks: int, blocks: list[int]) -> None:
     assert seen == local[:, 0].tolist()
 
 
-@pytest.mark.parametrize("change", [{"parallel": {"zero": 3, "pp": 2}}, {"optimizer": {"name": "muon"}}])
-def test_what_cannot_be_combined_is_refused(change: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=r"parallel\.zero = 3"):
+def test_what_cannot_be_combined_is_refused() -> None:
+    change = {"lora": {"rank": 2, "quantize": "nf4"}, "init_from": "nowhere"}
+    with pytest.raises(ConfigError, match=r"parallel\.zero = 3: is not supported with lora\.quantize = nf4"):
         RunConfig.parse({**settings(3, precision="bf16"), **change})
+
+
+# Each schedule, with what differs between stages: a part alone at an end, tied embeddings on two ranks and on one, MTP
+# layers, experts, copies of the weights, layers gathered together, frozen layers, adapters.
+PIPELINES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("dense", {"zero3_gather": "step", "pipeline_layout": [0, 4]}, {}),
+    ("tied", {"schedule": "zb-h1"}, {"recompute": {"kind": "full"}}),
+    ("tied", {"schedule": "zbv", "virtual_stages": 2}, {"optimizer": "muon"}),
+    ("tied", {"schedule": "zbv", "virtual_stages": 2, "zero3_gather": "step"}, {}),
+    ("mla", {"schedule": "zbv", "virtual_stages": 2}, {"offload": {"activations": 1, "min_bytes": 0}}),
+    ("mla", {"virtual_stages": 2, "zero3_layers": 2}, {}),
+    ("moe", {"ep": 2, "schedule": "zb-h1"}, {"optimizer": "muon"}),
+    ("moe", {"ep": 2, "zero3_gather": "step"}, {"recompute": {"kind": "selective"}}),
+    ("t5", {"schedule": "zb-h1"}, {}),
+    ("vision", {"schedule": "zb-h1"}, {}),
+    ("gqa", {"schedule": "zbv", "virtual_stages": 2}, {"freeze": ["model.layers.0.*", "model.embed_tokens.*"]}),
+]
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+def test_a_pipeline_of_sharded_stages_computes_what_one_process_computes(copies: int) -> None:
+    chosen = PIPELINES if copies == 1 else PIPELINES[1:7:2]
+    shard = {"zero3_shard": 2} if copies > 1 else {}
+    cases = [
+        case(name, 4 * copies, layers=4, parallel={"pp": 2, "zero": 3, **shard, **parallel}, micro=2, batch=8 * copies,
+             **more)
+        for name, parallel, more in chosen
+    ]  # fmt: skip
+    results = verdicts(cases, run_ranks(sweep, 4 * copies, cases, timeout=280))
+    problems = [problem for result in results if (problem := result.problem(1e-10))]
+    assert not problems, problems

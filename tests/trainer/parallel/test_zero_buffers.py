@@ -56,7 +56,7 @@ def whole_gradients(stage: FlatBufferStage) -> list[list[float]]:
             if buffer.sharded:
                 parts = [torch.empty_like(shard.grads) for _ in range(dist.get_world_size())]
                 dist.all_gather(parts, shard.grads)
-            for parameter, place in shard.bucket.param_slices.items():
+            for parameter, place in shard.gathered.param_slices.items():
                 found[parameter.numel()] = torch.cat(parts)[place].tolist()
     return [found[n] for n in WIDTHS]
 

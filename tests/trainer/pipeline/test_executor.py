@@ -14,7 +14,7 @@ from ranks import run_ranks
 
 from mega_common.model_config import ModelConfig
 from mega_trainer.config.parallel_layout import ParallelLayout
-from mega_trainer.data.micro_batch import MicroBatch, SequenceBounds
+from mega_trainer.data.micro_batch import DocumentBounds, MicroBatch
 from mega_trainer.distributed.comm import CommGroup
 from mega_trainer.distributed.process_groups import build_parallel_groups
 from mega_trainer.distributed.rng import SeededDropout
@@ -44,7 +44,7 @@ def batches(count: int, rows: int = 2, length: int = 5) -> list[MicroBatch]:
             labels=torch.randint(0, 11, (rows, length), generator=g),
             weights=torch.rand(rows, length, generator=g).round(),
             positions=torch.arange(length).expand(rows, -1),
-            sequence_bounds=SequenceBounds([length] * rows, np.array([[0, 0, 2, 2, 2]] * rows)),
+            sequence_bounds=DocumentBounds([length] * rows, np.array([[0, 0, 2, 2, 2]] * rows)),
             samples=range(rows * number, rows * (number + 1)),
         )
         for number in range(count)

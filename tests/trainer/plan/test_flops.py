@@ -14,7 +14,7 @@ from mega_ckpt.canonical_tensors import count_model_parameters
 from mega_ckpt.source import open_weight_source
 from mega_common.model_config import ModelConfig
 from mega_common.model_presets import load_model_preset
-from mega_trainer.data.micro_batch import MicroBatch, SequenceBounds, build_neighbor_batch
+from mega_trainer.data.micro_batch import DocumentBounds, MicroBatch, build_neighbor_batch
 from mega_trainer.distributed.rng import SeededDropout
 from mega_trainer.model.decoder import Decoder
 from mega_trainer.model.encoder_decoder import select_model_class
@@ -251,7 +251,7 @@ def test_each_kind_of_layer_is_counted_as_it_multiplies(layers: list[str]) -> No
     assert count_parameters_by_layer(small).total == sum(p.numel() for p in built.parameters())
     counted = FlopCounterMode(display=False)
     with counted, torch.no_grad():
-        context = built.make_forward_context(torch.arange(tokens)[None], sequence_bounds=SequenceBounds([tokens]))
+        context = built.make_forward_context(torch.arange(tokens)[None], sequence_bounds=DocumentBounds([tokens]))
         built(torch.zeros(1, tokens, 24), context)
     exact = forward_flops(small, tokens, causal=False)
     # of 4 heads: a chunk's map of the state, and the map's product, stand for what the solve is not counted for
@@ -290,7 +290,7 @@ def test_operations_of_retrieval_are_those_that_torch_counts() -> None:
     built = select_model_class(config)(LayerBuilder(config)).eval()
     tokens, places = torch.ones(2, 16, dtype=torch.int64), torch.arange(16).expand(2, -1)
     found = build_neighbor_batch(np.ones((2, 4, 3, 8), np.int64), torch.device("cpu"))
-    batch = MicroBatch(tokens, tokens, torch.ones(2, 16), places, SequenceBounds([16, 16]), [0, 1], neighbors=found)
+    batch = MicroBatch(tokens, tokens, torch.ones(2, 16), places, DocumentBounds([16, 16]), [0, 1], neighbors=found)
     with FlopCounterMode(display=False) as counted, torch.no_grad():
         context = built.make_batch_context(batch, lambda length, _: SeededDropout(0, [0, 1], [range(length)]))
         built.compute_logits(built(built.embed_micro_batch(batch, context), context))

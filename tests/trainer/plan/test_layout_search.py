@@ -11,9 +11,9 @@ from mega_common.errors import ConfigError
 from mega_common.model_presets import load_model_preset
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.plan.layout_candidates import generate_layout_candidates
+from mega_trainer.plan.layout_changes import find_faster_changes, find_fitting_changes
 from mega_trainer.plan.layout_search import (
     find_best_layouts,
-    find_faster_changes,
     layout_to_yaml,
     make_planned_run,
 )
@@ -64,6 +64,21 @@ def test_what_is_proposed_is_legal(
     assert [layout.time.seconds for layout in found] == sorted(layout.time.seconds for layout in found)
 
 
+def test_sharded_weights_in_a_pipeline_are_candidates() -> None:
+    config = run(load_model_preset("llama3-8b"), 64, 8192)
+    tried = [layout for _, layout in generate_layout_candidates(config, 16, H100) if layout.pp > 1 and layout.zero == 3]
+    assert {layout.zero3_gather for layout in tried} == {"micro_batch", "step"}
+    parallel = {"pp": 4, "zero": 3, "sp": False}
+    times = {}
+    for gather in ("micro_batch", "step"):
+        piped = run(
+            load_model_preset("llama3-8b"), 64, 8192, parallel={**parallel, "zero3_gather": gather}, precision="bf16"
+        )
+        planned = make_planned_run(piped, 16, H100)
+        times[gather] = planned.predict_step_time().seconds
+    assert times["step"] < times["micro_batch"]
+
+
 def test_most_of_what_is_timed_is_legal() -> None:
     """So that few of the fastest are looked at in vain."""
     config = run(load_model_preset("llama3-8b"), 64, 8192)
@@ -92,6 +107,25 @@ def test_a_change_that_gains_is_told_and_fits() -> None:
     assert told
     assert told[0].settings == {"recompute": {"kind": "none"}}
     apply_settings(slow, told[0].settings).check_world_size(8)
+
+
+def test_a_layout_that_does_not_fit_has_changes_that_fit() -> None:
+    tight = run(load_model_preset("llama3-70b"), 128, 8192, parallel={"tp": 4, "sp": True, "pp": 4})
+    found = find_fitting_changes(tight, 32, H100)
+    assert found
+    assert all(layout.memory <= H100.usable_memory_bytes for layout in found)
+    assert [layout.time.seconds for layout in found] == sorted(layout.time.seconds for layout in found)
+    hopeless = run(load_model_preset("llama3-405b"), 8, 8192, parallel={"tp": 8, "sp": True})
+    assert find_fitting_changes(hopeless, 8, H100) == []
+
+
+def test_a_layouts_quick_time_does_not_depend_on_the_layout_that_it_is_derived_from() -> None:
+    config = run(load_model_preset("mixtral-8x7b"), 64, 4096)
+    base = make_planned_run(config, 1, H100)
+    for chosen, shape in list(generate_layout_candidates(config, 16, H100))[::397]:
+        planned = make_planned_run(apply_settings(config, {**chosen, "parallel.dp": None}), 16, H100)
+        quick = base.change_shape(shape).estimate_minimum_seconds()
+        assert quick == pytest.approx(planned.estimate_minimum_seconds())
 
 
 def test_what_never_fits_is_told_with_a_way_out() -> None:

@@ -19,10 +19,10 @@ from mega_trainer.plan.memory_prediction import (
     predict_memory,
     predict_peak_memory,
     split_layers_into_stages,
-    zero3_unit_layers,
 )
 from mega_trainer.plan.part_memory import PartMemory, count_model_parts
 from mega_trainer.plan.training_layout import TrainingLayout
+from mega_trainer.plan.zero3_memory import zero3_unit_layers
 from mega_trainer.run.build_components import build_stages
 
 S, D, F, H = 256, 64, 192, 4

@@ -93,6 +93,14 @@ SEVERAL = {
     "zero 2": layout(2, {"zero": 2}, bucket=1 << 16),
     "zero 3 of full": layout(2, {"zero": 3}, recompute=FULL),
     "zero 3, units of two": layout(2, {"zero": 3, "zero3_layers": 2}),
+    "zero 3, gathered once": layout(2, {"zero": 3, "zero3_gather": "step"}),
+    "zero 3, muon": layout(2, {"zero": 3}, optimizer="muon"),
+    "zero 3, 1f1b": layout(4, {"pp": 2, "zero": 3}),
+    "zero 3, 1f1b, gathered once": layout(4, {"pp": 2, "zero": 3, "zero3_gather": "step"}),
+    "zero 3, zb-h1": layout(4, {"pp": 2, "zero": 3, "schedule": "zb-h1"}),
+    "zero 3, zbv, tied": layout(
+        4, {"pp": 2, "zero": 3, "schedule": "zbv", "virtual_stages": 2}, model={"tie_embeddings": True}
+    ),
     "tp": layout(2, {"tp": 2}),
     "tp and pp": layout(4, {"tp": 2, "pp": 2, "sp": True}),
     "fewer key heads than tp": layout(4, {"tp": 4, "sp": True}, model={"num_kv_heads": 2}),
@@ -177,7 +185,7 @@ def wrong(cases: Mapping[str, Case], counted: Callable[[Callable[[], object]], i
     found = {}
     for name, ranks in measured(cases, counted).items():
         plan, stage = planned(cases[name]), len(ranks) // cases[name].parallel.get("pp", 1)
-        apart = [plan[rank // stage].total / most - 1 for rank, most in enumerate(ranks)]
+        apart = [plan[rank // stage].total_bytes / most - 1 for rank, most in enumerate(ranks)]
         print(f"{name}: {max(apart, key=abs):+.1%}")
         if max(map(abs, apart)) > 0.1:
             found[name] = f"planned {max(apart, key=abs):+.1%}"

@@ -10,9 +10,17 @@ from mega_ckpt.families.bert_encoders import BERT, MEGATRON_BERT, MODERNBERT, RO
 from mega_ckpt.families.config_entries import ConfigDict
 from mega_ckpt.families.deepseek_glm import DEEPSEEK_V2, DEEPSEEK_V3, GLM, GLM4, GLM4_MOE
 from mega_ckpt.families.family import ModelFamily
-from mega_ckpt.families.gemma import GEMMA, GEMMA2, GEMMA3
-from mega_ckpt.families.gpt2_decoders import GPT2, GPT_BIGCODE
-from mega_ckpt.families.granite import GRANITE, GRANITE_MOE
+from mega_ckpt.families.gemma import GEMMA, GEMMA2, GEMMA3, VAULT_GEMMA
+from mega_ckpt.families.gpt2_decoders import BLOOM, GPT2, GPT_BIGCODE, GPTJ, OPT
+from mega_ckpt.families.granite import (
+    GRANITE,
+    GRANITE_MOE,
+    GRANITE_MOE_SHARED,
+    GRANITE_MOE_SWA,
+    GRANITE_SWA,
+    HYPERCLOVAX,
+)
+from mega_ckpt.families.hunyuan import HUNYUAN_V1_DENSE, HUNYUAN_V1_MOE
 from mega_ckpt.families.layernorm_decoders import (
     COHERE,
     COHERE2,
@@ -20,16 +28,21 @@ from mega_ckpt.families.layernorm_decoders import (
     GPT_NEOX,
     JAIS2,
     NEMOTRON,
+    PHI,
     STABLELM,
     STARCODER2,
 )
 from mega_ckpt.families.llama_decoders import (
     ARCEE,
+    CWM,
     ERNIE4_5,
     EXAONE4,
     HELIUM,
+    INTERNLM3,
+    IQUESTCODER,
     LLAMA,
     MINISTRAL,
+    MINISTRAL3,
     MISTRAL,
     OLMO2,
     OLMO3,
@@ -41,9 +54,27 @@ from mega_ckpt.families.llama_decoders import (
 )
 from mega_ckpt.families.mamba_decoders import BAMBA, GRANITE_MOE_HYBRID, MAMBA2
 from mega_ckpt.families.model_equivalence import is_same_model
-from mega_ckpt.families.moe_decoders import GPT_OSS, MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE
+from mega_ckpt.families.moe_decoders import (
+    ERNIE4_5_MOE,
+    FLEX_OLMO,
+    GPT_OSS,
+    MELLUM,
+    MIXTRAL,
+    OLMOE,
+    QWEN2_MOE,
+    QWEN3_MOE,
+)
 from mega_ckpt.families.nemotron_h import NEMOTRON_H
 from mega_ckpt.families.qwen_hybrids import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
+from mega_ckpt.families.sigmoid_moe_decoders import (
+    AFMOE,
+    DOTS1,
+    EXAONE_MOE,
+    GLM4_MOE_LITE,
+    HY_V3,
+    MINIMAX_M2,
+    SOLAR_OPEN,
+)
 from mega_ckpt.families.t5 import MT5, T5, UMT5
 from mega_ckpt.families.vision_family import VisionLanguageFamily, text_only_config
 from mega_ckpt.families.vision_language import GEMMA3_VISION, LLAVA, LLAVA_NEXT, QWEN2_5_VL
@@ -58,7 +89,9 @@ FAMILIES: tuple[ModelFamily, ...] = (
     GPT_OSS, DEEPSEEK_V3, DEEPSEEK_V2, SMOLLM3, SEED_OSS, GRANITE, GRANITE_MOE, OLMO3, OLMOE, GEMMA, ERNIE4_5, HELIUM,
     GLM, GLM4, GLM4_MOE, EXAONE4, ARCEE, STARCODER2, NEMOTRON, STABLELM, JAIS2, COHERE, COHERE2, FALCON, GPT_BIGCODE,
     NEMOTRON_H, MAMBA2, BAMBA, GRANITE_MOE_HYBRID, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, T5, MT5, UMT5, BERT, ROBERTA,
-    MODERNBERT, MEGATRON_BERT,
+    MODERNBERT, MEGATRON_BERT, MINIMAX_M2, GLM4_MOE_LITE, DOTS1, EXAONE_MOE, SOLAR_OPEN, HY_V3, AFMOE, CWM, INTERNLM3,
+    IQUESTCODER, VAULT_GEMMA, FLEX_OLMO, MELLUM, ERNIE4_5_MOE, GRANITE_MOE_SHARED, GRANITE_SWA, GRANITE_MOE_SWA, HYPERCLOVAX,
+    OPT, MINISTRAL3, HUNYUAN_V1_DENSE, HUNYUAN_V1_MOE, PHI, GPTJ, BLOOM,
 )  # fmt: skip
 
 VISION_FAMILIES: tuple[VisionLanguageFamily, ...] = (LLAVA, LLAVA_NEXT, GEMMA3_VISION, QWEN2_5_VL)
@@ -72,7 +105,7 @@ def family_by_name(name: object, source: str = "family") -> ModelFamily:
     Raises:
         CheckpointError: for an unsupported name, with the nearest supported one.
     """
-    families = {family.name: family for family in FAMILIES}
+    families = {name: family for family in FAMILIES for name in (family.name, *family.aliases)}
     if isinstance(name, str) and name in families:
         return families[name]
     nearest = difflib.get_close_matches(str(name), families, n=1)

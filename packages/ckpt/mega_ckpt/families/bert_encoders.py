@@ -66,8 +66,8 @@ class EncoderFamily(ModelFamily):
         )
 
     def disk_tensor_table(self, model: ModelConfig, names: Iterable[str] | None = None) -> dict[str, DiskTensor]:
-        """Return {disk name: DiskTensor}, like `ModelFamily.disk_tensor_table`; with names of the oldest folders, norms
-        are named gamma and beta as in TensorFlow.
+        """Return {name on disk: DiskTensor} of the tensors of `model`; if `names` are those of the oldest folders,
+        norms are named gamma and beta as in TensorFlow.
         """
         names = None if names is None else set(names)
         table = super().disk_tensor_table(model, names)
@@ -93,7 +93,7 @@ def _with_tensorflow_name(disk: DiskTensor) -> DiskTensor:
 @dataclass(frozen=True)
 class EncoderHeadsEntry:
     """Config entry for the heads of an encoder (masked language model, pooler, sentence pairs), which follow from the
-    class name in config.json; `restrict_to_stored` then checks the tensors.
+    class name in config.json.
 
     Attributes:
         name: prefix of the names of the family's classes.
@@ -102,18 +102,20 @@ class EncoderHeadsEntry:
 
     name: str
     activation: str = ""
-    covered_keys: frozenset[str] = frozenset()  # `architectures` is every family's
-    covered_fields: frozenset[str] = frozenset({"masked_lm", "pooler", "sentence_pairs"})
+    handled_config_keys: frozenset[str] = frozenset()  # `architectures` is every family's
+    handled_model_fields: frozenset[str] = frozenset({"masked_lm", "pooler", "sentence_pairs"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the fields `masked_lm`, `pooler` and `sentence_pairs` that the class in `architectures` implies."""
+        """Return, from config.json, the `ModelConfig` fields `masked_lm`, `pooler` and `sentence_pairs` that the class
+        in `architectures` implies.
+        """
         (kind, *_) = raw.get("architectures") or [f"{self.name}ForMaskedLM"]
         pairs = str(kind).endswith("ForPreTraining")
         head = {"activation": self.activation or GELUS.get(raw.get("hidden_act", "gelu"))}
         return {"masked_lm": head, "pooler": pairs, "sentence_pairs": pairs}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the key `architectures` with the transformers class that has the model's heads."""
+        """Return the config.json key `architectures` with the transformers class that has the model's heads."""
         expected = {"activation": self.activation or model.activation, "dense_bias": True, "bias": True}
         if model.masked_lm and model.masked_lm.model_dump() != expected:
             raise ConfigMismatchError(f"masked_lm must be {expected}, not {model.masked_lm.model_dump()}")
@@ -135,12 +137,12 @@ class OffsetPositionsEntry:
     of unused rows.
     """
 
-    covered_keys: frozenset[str] = frozenset({"max_position_embeddings", "pad_token_id"})
-    covered_fields: frozenset[str] = frozenset({"max_position", "position_offset"})
+    handled_config_keys: frozenset[str] = frozenset({"max_position_embeddings", "pad_token_id"})
+    handled_model_fields: frozenset[str] = frozenset({"max_position", "position_offset"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the fields `max_position`, the number of usable rows, and `position_offset`, the number of unused ones
-        before them.
+        """Return, from config.json, the `ModelConfig` fields `max_position`, the number of usable position rows, and
+        `position_offset`, the number of unused ones before them.
         """
         pad, rows = raw.get("pad_token_id", 1), raw.get("max_position_embeddings", 512)
         if not isinstance(pad, int) or not isinstance(rows, int) or rows <= pad + 1:
@@ -150,7 +152,7 @@ class OffsetPositionsEntry:
         return {"max_position": rows - pad - 1, "position_offset": pad + 1}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the keys `max_position_embeddings`, unused rows included, and `pad_token_id`."""
+        """Return the config.json keys `max_position_embeddings`, unused rows included, and `pad_token_id`."""
         if not model.position_offset:
             raise ConfigMismatchError("position_offset must be more than 0")
         return {
@@ -161,21 +163,23 @@ class OffsetPositionsEntry:
 
 @dataclass(frozen=True)
 class LocalAttentionEntry:
-    """Config entry for ModernBERT's windows: half of `local_attention` keys on each side, except in every n-th layer,
-    which has full attention.
+    """Config entry for ModernBERT's sliding windows: half of `local_attention` keys on each side, except in every n-th
+    layer, which has full attention.
     """
 
-    covered_keys: frozenset[str] = frozenset({"local_attention", "layer_types", "global_attn_every_n_layers"})
-    covered_fields: frozenset[str] = frozenset({"sliding_window", "full_attention_layers"})
+    handled_config_keys: frozenset[str] = frozenset({"local_attention", "layer_types", "global_attn_every_n_layers"})
+    handled_model_fields: frozenset[str] = frozenset({"sliding_window", "full_attention_layers"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the fields `sliding_window`, which counts the query's own position, and `full_attention_layers`."""
+        """Return, from config.json, the `ModelConfig` fields `sliding_window`, which counts the query's own position,
+        and `full_attention_layers`.
+        """
         layers, every = layer_indices(raw), raw.get("global_attn_every_n_layers", 3)
         kinds = raw.get("layer_types") or window_layer_types([layer % every == 0 for layer in layers])
         return window_fields(kinds, raw.get("local_attention", 128) // 2 + 1, layers)
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the keys `local_attention` and `layer_types`, which lists all layers."""
+        """Return the config.json keys `local_attention` and `layer_types`, which lists all layers."""
         size = 128 if model.sliding_window is None else 2 * (model.sliding_window - 1)
         return {"local_attention": size, "layer_types": model_layer_types(model)}
 
@@ -304,8 +308,8 @@ ROBERTA = EncoderFamily(
 class _ModernBertHeadEntry:
     """ModernBERT's masked-language-model head; its keys are named after classifiers."""
 
-    covered_keys: frozenset[str] = frozenset({"classifier_activation", "classifier_bias", "decoder_bias"})
-    covered_fields: frozenset[str] = frozenset({"masked_lm", "pooler", "sentence_pairs"})
+    handled_config_keys: frozenset[str] = frozenset({"classifier_activation", "classifier_bias", "decoder_bias"})
+    handled_model_fields: frozenset[str] = frozenset({"masked_lm", "pooler", "sentence_pairs"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the head, independent of the class: `restrict_to_stored` checks the tensors."""

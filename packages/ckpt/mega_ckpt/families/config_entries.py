@@ -25,7 +25,7 @@ def split_words(text: str) -> frozenset[str]:
 
 
 class ConfigMismatchError(ValueError):
-    """Error for a setting of config.json or of mega's configuration that the other one cannot express; the message
+    """Error for a setting of config.json or of mega's `ModelConfig` that the other one cannot express; the message
     names the setting.
     """
 
@@ -36,16 +36,20 @@ class ConfigEntry(Protocol):
     """
 
     @property
-    def covered_keys(self) -> frozenset[str]:
-        """Keys of config.json that the entry accounts for; a key that no entry covers is reported as unread."""
+    def handled_config_keys(self) -> frozenset[str]:
+        """Keys of config.json that this mapping translates or checks; a key that no mapping handles is reported as
+        unread.
+        """
 
     @property
-    def covered_fields(self) -> frozenset[str]:
-        """Fields of `ModelConfig` that the entry accounts for; a field that no entry covers must have its default."""
+    def handled_model_fields(self) -> frozenset[str]:
+        """Fields of `ModelConfig` that this mapping translates or checks; a field that no mapping handles must have its
+        default.
+        """
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return {field: value} of `ModelConfig` from the keys in `raw`; ConfigMismatchError if a value has no
-        counterpart.
+        """Return {field: value} of `ModelConfig` from the keys of `raw`, a config.json; ConfigMismatchError if a value
+        has no counterpart.
         """
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
@@ -56,7 +60,8 @@ class ConfigEntry(Protocol):
 
 @dataclass(frozen=True)
 class KeyEntry:
-    """Config entry that maps one key of config.json to one field, or to several fields that must be equal.
+    """Config entry that maps one key of config.json to one field of `ModelConfig`, or to several fields that must be
+    equal.
 
     Attributes:
         key: the key's name, and after spaces its aliases.
@@ -75,18 +80,18 @@ class KeyEntry:
     must_agree: bool = True
 
     @property
-    def covered_keys(self) -> frozenset[str]:
-        """Keys of config.json that the entry covers: the key and its aliases."""
+    def handled_config_keys(self) -> frozenset[str]:
+        """Keys of config.json that this config entry translates: its key and the key's aliases."""
         return frozenset(self.key.split())
 
     @property
-    def covered_fields(self) -> frozenset[str]:
-        """Fields of `ModelConfig` that the entry covers."""
+    def handled_model_fields(self) -> frozenset[str]:
+        """Fields of `ModelConfig` that this config entry translates or checks."""
         return frozenset(self.field_names.split())
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return {field: value} with the value of the entry's key in config.json, or the default, for each of its
-        fields.
+        """Return {field: value} of `ModelConfig` with the value of this entry's key in config.json, or the default, for
+        each of its fields.
         """
         written, *_ = self.key.split()
         present = [key for key in self.key.split() if key in raw]
@@ -105,7 +110,9 @@ class KeyEntry:
         return dict.fromkeys(self.field_names.split(), value)
 
     def config_from_fields(self, model: StrictConfig) -> dict[str, Any]:
-        """Return {key: value} with the common value of the entry's fields; ConfigMismatchError if they differ."""
+        """Return {key: value} of config.json with the common value of this entry's fields of `model`;
+        ConfigMismatchError if they differ.
+        """
         first, *others = self.field_names.split()
         value = getattr(model, first)
         for other in others:
@@ -123,7 +130,8 @@ class KeyEntry:
 
 @dataclass(frozen=True)
 class KeyValueHeadsEntry:
-    """Config entry for the number of key/value heads and the head dimension, whose keys may be absent or null.
+    """Config entry for the number of key/value heads and the head dimension, whose keys in config.json may be absent or
+    null.
 
     Attributes:
         kv_default: number of key/value heads if the key is absent; None: as many as attention heads.
@@ -140,23 +148,25 @@ class KeyValueHeadsEntry:
     divisible: bool = False
     derived: bool = False
     dim_key: str = "head_dim"
-    covered_fields: frozenset[str] = frozenset({"num_kv_heads", "head_dim"})
+    handled_model_fields: frozenset[str] = frozenset({"num_kv_heads", "head_dim"})
 
     @property
-    def covered_keys(self) -> frozenset[str]:
-        """Keys of config.json that the entry covers."""
+    def handled_config_keys(self) -> frozenset[str]:
+        """Keys of config.json that this config entry translates or checks."""
         return frozenset({"num_key_value_heads", *self.dim_key.split()})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the fields `num_kv_heads` and `head_dim` as given, which may be None; `ModelConfig` interprets None."""
+        """Return, from config.json, the `ModelConfig` fields `num_kv_heads` and `head_dim`; None for a key that is
+        absent or null.
+        """
         return {
             "num_kv_heads": raw.get("num_key_value_heads", self.kv_default),
             **KeyEntry(self.dim_key, "head_dim", self.dim_default).fields_from_config(raw),
         }
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the keys of the number of key/value heads and the head dimension, as numbers; the latter is left out
-        if the family's class has no such key and the default applies.
+        """Return the config.json keys of the number of key/value heads and the head dimension, as numbers; the latter
+        is left out if the family's class has no such key and the default applies.
         """
         if self.divisible and model.hidden_size % model.num_attention_heads:
             raise ConfigMismatchError(
@@ -176,19 +186,23 @@ class FixedFieldsEntry:
     """
 
     values: Mapping[str, Any]
-    covered_keys: frozenset[str] = field(default=frozenset())
+    handled_config_keys: frozenset[str] = field(default=frozenset())
 
     @property
-    def covered_fields(self) -> frozenset[str]:
-        """Fields of `ModelConfig` that the entry covers."""
+    def handled_model_fields(self) -> frozenset[str]:
+        """Fields of `ModelConfig` that this config entry translates or checks."""
         return frozenset(self.values)
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return {field: value} of the fixed values; `raw` is ignored."""
+        """Return {field: value} of the `ModelConfig` fields that are constant in the model family; `raw`, the
+        config.json, is ignored.
+        """
         return dict(self.values)
 
     def config_from_fields(self, model: StrictConfig) -> dict[str, Any]:
-        """Return no keys, after checking that the model has the fixed values; ConfigMismatchError if not."""
+        """Return no config.json keys, after checking that `model` has the values that are constant in the family;
+        ConfigMismatchError if not.
+        """
         wrong = [
             f"{name} must be {value!r}, not {getattr(model, name)!r}"
             for name, value in self.values.items()
@@ -201,18 +215,22 @@ class FixedFieldsEntry:
 
 @dataclass(frozen=True)
 class AllowedValuesEntry:
-    """Config entry for keys of config.json that have no field and are accepted only with values that change nothing."""
+    """Config entry for keys of config.json that have no field in `ModelConfig` and are accepted only with values that
+    change nothing.
+    """
 
     values: Mapping[str, tuple[Any, ...]]
-    covered_fields: frozenset[str] = field(default=frozenset())
+    handled_model_fields: frozenset[str] = field(default=frozenset())
 
     @property
-    def covered_keys(self) -> frozenset[str]:
-        """Keys of config.json that the entry covers."""
+    def handled_config_keys(self) -> frozenset[str]:
+        """Keys of config.json that this config entry translates or checks."""
         return frozenset(self.values)
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return no fields, after checking that each key is absent or has an allowed value; ConfigMismatchError if not."""
+        """Return no `ModelConfig` fields, after checking that each key of config.json is absent or has an allowed
+        value; ConfigMismatchError if not.
+        """
         wrong = [
             f"{key} = {raw[key]!r} is not supported (only {_join_values(allowed)})"
             for key, allowed in self.values.items()
@@ -223,39 +241,46 @@ class AllowedValuesEntry:
         return {}
 
     def config_from_fields(self, model: StrictConfig) -> dict[str, Any]:
-        """Return no keys: the allowed values are transformers' defaults."""
+        """Return no config.json keys: the only allowed values are transformers' defaults, which need no key."""
         return {}
 
 
 @dataclass(frozen=True)
 class PerHeadNormEntry:
-    """Config entry for a boolean key that gives each head of queries and keys its own LayerNorm, without bias."""
+    """Config entry for a boolean key of config.json that gives each head of queries and keys its own LayerNorm, without
+    bias.
+    """
 
     key: str
 
     @property
-    def covered_keys(self) -> frozenset[str]:
-        """Keys of config.json that the entry covers."""
+    def handled_config_keys(self) -> frozenset[str]:
+        """Keys of config.json that this config entry translates or checks."""
         return frozenset({self.key})
 
     @property
-    def covered_fields(self) -> frozenset[str]:
-        """Fields of `ModelConfig` that the entry covers."""
+    def handled_model_fields(self) -> frozenset[str]:
+        """Fields of `ModelConfig` that this config entry translates or checks."""
         return frozenset({"qk_norm", "qk_norm_span"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the fields `qk_norm` and `qk_norm_span` if the key is true; no fields if it is absent, null or false."""
+        """Return, from config.json, the `ModelConfig` fields `qk_norm` and `qk_norm_span` if the boolean key is true;
+        no fields if it is absent, null or false.
+        """
         return {"qk_norm": True, "qk_norm_span": "each"} if raw.get(self.key) else {}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the boolean key from `qk_norm`; ConfigMismatchError for norms with another `qk_norm_span`."""
+        """Return the boolean config.json key from the `ModelConfig` field `qk_norm`; ConfigMismatchError for norms that
+        span more or less than a head (`qk_norm_span`).
+        """
         if model.qk_norm and model.qk_norm_span != "each":
             raise ConfigMismatchError(f"qk_norm_span must be 'each', not {model.qk_norm_span!r}")
         return {self.key: model.qk_norm}
 
 
 def check_head_dim(raw: ConfigDict) -> None:
-    """Check that `head_dim`, if given, is hidden_size / num_attention_heads; ConfigMismatchError if not.
+    """Check that `head_dim` in `raw`, a config.json, if given, is hidden_size / num_attention_heads;
+    ConfigMismatchError if not.
 
     Raises:
         ConfigMismatchError: when it is not.
@@ -276,8 +301,8 @@ def check_head_size(model: ModelConfig) -> None:
 
 
 def layer_indices(raw: ConfigDict, mtp_layers: int = 0) -> range:
-    """Return the indices of a model's layers: `num_hidden_layers` in `raw`, followed by `mtp_layers` multi-token
-    prediction (MTP) layers.
+    """Return the indices of a model's layers: `num_hidden_layers` in `raw`, a config.json, followed by `mtp_layers`
+    multi-token prediction (MTP) layers.
 
     Raises:
         ConfigMismatchError: when there are more than `MOST_LAYERS`.
@@ -312,7 +337,7 @@ TIED = KeyEntry("tie_word_embeddings", "tie_embeddings", False)
 
 
 def llama_config_entries(norm_eps: float = 1e-6, hidden_act: Mapping[str, str] = SILU) -> tuple[ConfigEntry, ...]:
-    """Return the entries that convert config.json of Llama and models of its architecture; the arguments are
+    """Return the config entries that translate config.json of Llama and models of its architecture; the arguments are
     transformers' defaults for absent keys.
 
     `norm_eps` and the first key of `hidden_act` are transformers' defaults for absent keys.
@@ -335,18 +360,20 @@ class MultiHeadEntry:
     together are as wide as the model.
     """
 
-    covered_keys: frozenset[str] = frozenset({"head_dim"})
-    covered_fields: frozenset[str] = frozenset({"num_kv_heads", "head_dim"})
+    handled_config_keys: frozenset[str] = frozenset({"head_dim"})
+    handled_model_fields: frozenset[str] = frozenset({"num_kv_heads", "head_dim"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return no fields: multi-head attention is `ModelConfig`'s default; ConfigMismatchError for another
-        `head_dim`.
+        """Return no `ModelConfig` fields: multi-head attention is `ModelConfig`'s default; ConfigMismatchError for
+        another `head_dim`.
         """
         check_head_dim(raw)
         return {}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return no keys; ConfigMismatchError if the model has fewer key/value heads or another head dimension."""
+        """Return no config.json keys; ConfigMismatchError if the model has fewer key/value heads or another head
+        dimension.
+        """
         if model.key_value_heads != model.num_attention_heads:
             raise ConfigMismatchError(f"num_kv_heads must be num_attention_heads, not {model.key_value_heads}")
         check_head_size(model)

@@ -5,7 +5,7 @@ layers (`glm4_moe`, arXiv:2508.06471).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mega_ckpt.families.config_entries import (
@@ -46,16 +46,16 @@ _LATENT = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim"
 
 @dataclass(frozen=True)
 class LatentAttentionEntry:
-    """Config entry for DeepSeek's multi-head latent attention (section `mla`). The norms of the latents always have
-    transformers' default epsilon.
+    """Config entry for DeepSeek's multi-head latent attention (section `mla` of `ModelConfig`). The norms of the
+    latents always have transformers' default epsilon.
     """
 
-    covered_keys: frozenset[str] = frozenset({*_LATENT, "head_dim", "qk_head_dim", "num_key_value_heads"})
-    covered_fields: frozenset[str] = frozenset({"mla", "num_kv_heads", "head_dim"})
+    handled_config_keys: frozenset[str] = frozenset({*_LATENT, "head_dim", "qk_head_dim", "num_key_value_heads"})
+    handled_model_fields: frozenset[str] = frozenset({"mla", "num_kv_heads", "head_dim"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the section `mla` with the ranks and head dimensions; ConfigMismatchError if one is missing or
-        `head_dim`, `qk_head_dim` or `num_key_value_heads` conflicts.
+        """Return, from config.json, the `ModelConfig` section `mla` with the ranks and head dimensions;
+        ConfigMismatchError if one is missing or `head_dim`, `qk_head_dim` or `num_key_value_heads` conflicts.
         """
         absent = [key for key in _LATENT if key not in raw]
         if absent:
@@ -68,7 +68,9 @@ class LatentAttentionEntry:
         return {"mla": {key: raw[key] for key in _LATENT}}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the keys of ranks and head dimensions from the section `mla`, and `num_key_value_heads`."""
+        """Return the config.json keys for the ranks and head dimensions in `ModelConfig`'s section `mla`, and
+        `num_key_value_heads`.
+        """
         if model.mla is None:
             raise ConfigMismatchError("mla is missing (all models of this family have latent attention)")
         if not model.mla.latent_norm:
@@ -94,12 +96,12 @@ class ExpertGroupsEntry:
     methods: tuple[str, str]
     score: str
     defaults: tuple[int | None, int | None] = (None, None)
-    covered_keys: frozenset[str] = frozenset({"n_group", "topk_group", "topk_method"})
-    covered_fields: frozenset[str] = frozenset({"groups", "top_groups", "group_score"})
+    handled_config_keys: frozenset[str] = frozenset({"n_group", "topk_group", "topk_method"})
+    handled_model_fields: frozenset[str] = frozenset({"groups", "top_groups", "group_score"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the fields `groups`, `top_groups` and `group_score`; one group if `topk_method` is the method without
-        groups.
+        """Return, from config.json, the `MoeConfig` fields `groups`, `top_groups` and `group_score`; one group if
+        `topk_method` is the method without groups.
         """
         method = raw.get("topk_method") or self.methods[0]
         if method not in self.methods:
@@ -110,7 +112,7 @@ class ExpertGroupsEntry:
         return {"groups": groups or 1, "top_groups": top or 1, "group_score": self.score}
 
     def config_from_fields(self, model: StrictConfig) -> dict[str, Any]:
-        """Return the keys `n_group`, `topk_group` and `topk_method`."""
+        """Return the config.json keys `n_group`, `topk_group` and `topk_method`."""
         assert isinstance(model, MoeConfig)
         if model.groups > 1 and model.group_score != self.score:
             raise ConfigMismatchError(f"moe.group_score must be {self.score!r}, not {model.group_score!r}")
@@ -124,8 +126,8 @@ class ExpertGroupsEntry:
 def deepseek_family(
     version: str, moe: tuple[MoeFieldEntry, ...], layers: DenseFirstEntry, *more: ConfigEntry
 ) -> ModelFamily:
-    """Return the model family of DeepSeek `version` ("V2" or "V3"): `moe` has its router's config entries, `layers` the
-    entry that selects layers with experts, `more` further entries.
+    """Return the model family of DeepSeek `version` ("V2" or "V3"): `moe` are the config entries of its router,
+    `layers` the one that selects layers with experts, `more` further ones.
     """
     return ModelFamily(
         name=f"deepseek_{version.lower()}",
@@ -170,7 +172,7 @@ DEEPSEEK_V2 = deepseek_family(
     KeyEntry("mlp_bias", "mlp_bias", False),
 )
 
-DEEPSEEK_V3 = deepseek_family(
+_V3 = deepseek_family(
     "V3",
     (
         KeyEntry("num_experts_per_tok", "top_k", 8),
@@ -186,6 +188,7 @@ DEEPSEEK_V3 = deepseek_family(
     AllowedValuesEntry({"rope_interleave": (True,)}),
     FixedFieldsEntry({"mlp_bias": False}),
 )
+DEEPSEEK_V3 = replace(_V3, aliases=("kimi_k2",))  # Kimi K2 (arXiv:2507.20534)
 
 
 _SHARED: tuple[ConfigEntry, ...] = (

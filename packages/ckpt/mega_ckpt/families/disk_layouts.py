@@ -17,18 +17,18 @@ from mega_ckpt.tensor_pieces import TensorShape
 
 
 class DiskLayout(Protocol):
-    """Interface of the layout of some canonical tensors (`parts`) in one tensor on disk."""
+    """Interface of the layout of one or more of mega's (canonical) tensors, `parts`, in one tensor on disk."""
 
     def disk_shape(self, parts: Sequence[TensorShape]) -> TensorShape:
-        """Return the shape of the disk tensor for canonical parts of these shapes."""
+        """Return the shape of the tensor on disk that stores canonical tensors of the shapes in `parts`."""
 
     def canonical_views(self, disk: Tensor, parts: Sequence[TensorShape]) -> list[Tensor]:
-        """Return one view of the disk tensor per canonical part, with the shape in `parts`."""
+        """Return one view of the tensor `disk` for each canonical tensor stored in it, with the shape in `parts`."""
 
     @property
     def splits_on_first_axis(self) -> bool:
-        """True if the disk tensor and its canonical parts share their first axis (experts), so that they can be split
-        along it.
+        """True if the disk tensor and the canonical tensors in it share their first axis (experts), so that they can be
+        split along it.
         """
 
 
@@ -40,12 +40,16 @@ class ConcatLayout:
     splits_on_first_axis: bool = False
 
     def disk_shape(self, parts: Sequence[TensorShape]) -> TensorShape:
-        """Return the disk shape: the rows of all parts added up, other axes unchanged; reversed if `transposed`."""
+        """Return the disk shape: the rows of all concatenated tensors (`parts`) added up, other axes unchanged;
+        reversed if `transposed`.
+        """
         joined = (sum(part[0] for part in parts), *parts[0][1:])
         return joined[::-1] if self.transposed else joined
 
     def canonical_views(self, disk: Tensor, parts: Sequence[TensorShape]) -> list[Tensor]:
-        """Return a view of each part: a block of the disk tensor's rows, or of its columns if `transposed`."""
+        """Return a view of each concatenated tensor: a block of the disk tensor's rows, or of its columns if
+        `transposed`.
+        """
         rows = disk.t() if self.transposed else disk
         return list(torch.split(rows, [part[0] for part in parts]))
 
@@ -57,7 +61,7 @@ class UnstackedLayout:
     splits_on_first_axis: bool = False
 
     def disk_shape(self, parts: Sequence[TensorShape]) -> TensorShape:
-        """Return the part's shape without the first axis, which has length one."""
+        """Return the shape of the only canonical tensor in `parts` without its first axis, which has length one."""
         (slab,) = parts
         return slab[1:]
 
@@ -75,32 +79,48 @@ class ConvLayout:
     splits_on_first_axis: bool = False
 
     def disk_shape(self, parts: Sequence[TensorShape]) -> TensorShape:
-        """Return the disk shape [channels of all parts, 1, k]."""
+        """Return the disk shape [channels of all concatenated convolutions, 1, k]."""
         return (sum(part[0] for part in parts), 1, parts[0][1])
 
     def canonical_views(self, disk: Tensor, parts: Sequence[TensorShape]) -> list[Tensor]:
-        """Return a view of each part: a block of channels, without the middle axis."""
+        """Return a view of each concatenated convolution: a block of channels, without the middle axis."""
         return list(torch.split(disk.squeeze(1), [part[0] for part in parts]))
 
 
 @dataclass(frozen=True)
+class RowLayout:
+    """Layout of a vector stored as a matrix of one row."""
+
+    splits_on_first_axis: bool = False
+
+    def disk_shape(self, parts: Sequence[TensorShape]) -> TensorShape:
+        """Return the part's shape with an axis of length one in front."""
+        (part,) = parts
+        return (1, *part)
+
+    def canonical_views(self, disk: Tensor, parts: Sequence[TensorShape]) -> list[Tensor]:
+        """Return the disk tensor without its first axis, of length one."""
+        return [disk.squeeze(0)]
+
+
+@dataclass(frozen=True)
 class InterleavedExpertsLayout:
-    """Layout of GPT-OSS: stacked experts [experts, rows, columns] or biases [experts, rows] with the rows of the parts
-    interleaved, each expert's matrix stored as (in, out).
+    """Layout of GPT-OSS: several tensors of stacked experts [experts, rows, columns] or biases [experts, rows] with
+    their rows interleaved, each expert's matrix stored as (in, out).
     """
 
     splits_on_first_axis: bool = True
 
     def disk_shape(self, parts: Sequence[TensorShape]) -> TensorShape:
-        """Return the disk shape [experts, columns, rows * number of parts] for parts [experts, rows, columns]; without
-        columns for biases.
+        """Return the disk shape [experts, columns, rows * n] for n interleaved tensors (`parts`) [experts, rows,
+        columns]; without columns for biases.
         """
         (experts, rows, *rest), *_ = parts
         return (experts, *rest, rows * len(parts))
 
     def canonical_views(self, disk: Tensor, parts: Sequence[TensorShape]) -> list[Tensor]:
-        """Return a strided view of each part: part i of n is every n-th column of the disk tensor from i on, moved to
-        axis 1.
+        """Return a strided view of each interleaved tensor: tensor i of n is every n-th column of the disk tensor from
+        i on, moved to axis 1.
         """
         return [disk[..., index :: len(parts)].movedim(-1, 1) for index in range(len(parts))]
 
@@ -114,11 +134,13 @@ class ConcatExpertsLayout:
     splits_on_first_axis: bool = True
 
     def disk_shape(self, parts: Sequence[TensorShape]) -> TensorShape:
-        """Return the disk shape [experts, rows of all parts, columns] for parts [experts, rows, columns]."""
+        """Return the disk shape [experts, rows of all tensors, columns] for concatenated tensors (`parts`) [experts,
+        rows, columns].
+        """
         return (parts[0][0], sum(part[1] for part in parts), parts[0][2])
 
     def canonical_views(self, disk: Tensor, parts: Sequence[TensorShape]) -> list[Tensor]:
-        """Return a view of each part: a block of the rows of each expert's matrix."""
+        """Return a view of each concatenated tensor: a block of the rows of each expert's matrix."""
         return list(torch.split(disk, [part[1] for part in parts], dim=1))
 
 

@@ -78,6 +78,7 @@ class ModelFamily:
             tensor per expert.
         tokens: special tokens whose default in transformers is outside a small vocabulary; written as null if the model
             has none.
+        aliases: further `model_type`s with the same config.json and tensors.
     """
 
     name: str
@@ -91,6 +92,7 @@ class ModelFamily:
     outer_model_type: str = ""
     fused: tuple[TensorRule, ...] = ()
     tokens: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()
 
     def read_config_json(self, raw: ConfigDict, source: str = "config.json") -> ModelConfig:
         """Return the model configuration that a config.json describes.
@@ -102,7 +104,7 @@ class ModelFamily:
         fields: dict[str, Any] = {}
         found: list[str] = []
         raw = self.select_text_config(raw)
-        covered = frozenset[str]().union(*(entry.covered_keys for entry in self.entries))
+        covered = frozenset[str]().union(*(entry.handled_config_keys for entry in self.entries))
         common = AllowedValuesEntry({key: values for key, values in _COMMON.values.items() if key not in covered})
         for entry in (*self.entries, common):
             try:
@@ -110,7 +112,7 @@ class ModelFamily:
             except ConfigMismatchError as error:
                 found.append(str(error))
             except TypeError:
-                found.append(f"{', '.join(sorted(entry.covered_keys & raw.keys()))}: a value has the wrong type")
+                found.append(f"{', '.join(sorted(entry.handled_config_keys & raw.keys()))}: a value has the wrong type")
         if found:
             raise CheckpointError(
                 f"{source}: this model is not supported: {'; '.join(found)}",
@@ -137,7 +139,7 @@ class ModelFamily:
         """
         read, raw = self.known_keys, self.select_text_config(raw)
         unread = sorted(key for key, value in raw.items() if key not in read and value is not None)
-        return unread + unread_rope_keys(raw)
+        return unread + [key for key in unread_rope_keys(raw) if key.partition(".")[2] not in read]
 
     def select_text_config(self, raw: ConfigDict) -> ConfigDict:
         """Return the part of a config.json that describes a model of this family: `text_config` if the config.json is a
@@ -153,7 +155,9 @@ class ModelFamily:
         """Keys of config.json that are translated or change nothing: all that transformers' class or code of the family
         reads.
         """
-        return CARRIED.union(self.carried, _COMMON.covered_keys, *(entry.covered_keys for entry in self.entries))
+        return CARRIED.union(
+            self.carried, _COMMON.handled_config_keys, *(entry.handled_config_keys for entry in self.entries)
+        )
 
     def unsupported_settings(self, model: ModelConfig) -> list[str]:
         """Return descriptions of the settings of `model` that this family's config.json cannot express; empty if it can
@@ -165,7 +169,7 @@ class ModelFamily:
                 entry.config_from_fields(model)
             except ConfigMismatchError as error:
                 found.append(str(error))
-        covered = TRAINING_FIELDS.union(*(entry.covered_fields for entry in self.entries))
+        covered = TRAINING_FIELDS.union(*(entry.handled_model_fields for entry in self.entries))
         if self.architecture.endswith("ForCausalLM"):
             covered |= {"score"}
         for name, field in ModelConfig.model_fields.items():
@@ -202,7 +206,7 @@ class ModelFamily:
         return model.model_copy(update={name: value for name, value in fixed.items() if name in unused})
 
     def disk_tensor_table(self, model: ModelConfig, names: Iterable[str] | None = None) -> dict[str, DiskTensor]:
-        """Return {disk name: DiskTensor} of the tensors of `model` in the family's files.
+        """Return {name on disk: DiskTensor} of the tensors of `model` as the family's HuggingFace folders store them.
 
         `names` are the disk tensors of a folder. They decide the form of its names: with or without the prefix, stacked
         experts, tied embeddings stored once or twice. Without them, it is the form that is written.

@@ -1,6 +1,7 @@
 """Gemma 1 to 3, text models: norms that multiply by 1 + weight, scaled embeddings, GeGLU. Gemma 2 (arXiv:2408.00118):
 norms before and after, soft caps, a window in every second layer. Gemma 3 (arXiv:2503.19786): query-key norms instead
-of soft caps, five windowed layers per full-attention layer. Gemma 1: arXiv:2403.08295.
+of soft caps, five windowed layers per full-attention layer. Gemma 1: arXiv:2403.08295. VaultGemma (arXiv:2510.15001):
+Gemma 2 without the norms after attention and MLP.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from mega_ckpt.families.config_entries import (
     KeyEntry,
     KeyValueHeadsEntry,
 )
+from mega_ckpt.families.disk_layouts import LAYER, TensorRule
 from mega_ckpt.families.family import ModelFamily
 from mega_ckpt.families.rope_entries import GlobalLocalRopeEntry, RopeEntry
 from mega_ckpt.families.window_entries import LayerTypesEntry, UniformWindowEntry
@@ -51,12 +53,12 @@ class QueryScaleEntry:
     """Config entry for Gemma's integer `query_pre_attn_scalar`: attention scores are divided by its square root."""
 
     default: int
-    covered_keys: frozenset[str] = frozenset({"query_pre_attn_scalar"})
-    covered_fields: frozenset[str] = frozenset({"attention_scale"})
+    handled_config_keys: frozenset[str] = frozenset({"query_pre_attn_scalar"})
+    handled_model_fields: frozenset[str] = frozenset({"attention_scale"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the field `attention_scale`: None if `query_pre_attn_scalar` equals the head dimension, else its
-        inverse square root.
+        """Return, from config.json, the `ModelConfig` field `attention_scale`: None if `query_pre_attn_scalar` equals
+        the head dimension, else its inverse square root.
         """
         scalar = raw.get("query_pre_attn_scalar", self.default)
         if not scalar > 0:
@@ -65,8 +67,8 @@ class QueryScaleEntry:
         return {"attention_scale": None if usual else scalar**-0.5}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the key `query_pre_attn_scalar`, an integer; ConfigMismatchError if `attention_scale` is not 1 /
-        sqrt(an integer).
+        """Return the config.json key `query_pre_attn_scalar`, an integer; ConfigMismatchError if `attention_scale` is
+        not 1 / sqrt(an integer).
         """
         if model.attention_scale is None:
             return {"query_pre_attn_scalar": model.query_key_head_dim}
@@ -78,8 +80,8 @@ class QueryScaleEntry:
         return {"query_pre_attn_scalar": scalar}
 
 
-def gemma_config_entries() -> tuple[ConfigEntry, ...]:
-    """Return the config entries that Gemma 2 and Gemma 3 share."""
+def gemma_config_entries(norm_position: str = "both") -> tuple[ConfigEntry, ...]:
+    """Return the config entries that Gemma 2, Gemma 3 and VaultGemma share; `norm_position` is as in `ModelConfig`."""
     return (
         *SIZES,
         KeyEntry("tie_word_embeddings", "tie_embeddings", True),
@@ -89,25 +91,35 @@ def gemma_config_entries() -> tuple[ConfigEntry, ...]:
         KeyValueHeadsEntry(kv_default=4, dim_default=256, divisible=True),
         QueryScaleEntry(256),
         FixedFieldsEntry(
-            {"norm": "rmsnorm", "position": "rope", "norm_position": "both", "zero_centered_norm": True,
+            {"norm": "rmsnorm", "position": "rope", "norm_position": norm_position, "zero_centered_norm": True,
              "scale_embeddings": True, "mlp_bias": False}
         ),
         AllowedValuesEntry({"use_bidirectional_attention": (None, False), "hidden_act": ("gelu_pytorch_tanh",)}),
     )  # fmt: skip
 
 
+_CAPPED: tuple[ConfigEntry, ...] = (
+    RopeEntry(),
+    LayerTypesEntry(size=4096, every=2),
+    KeyEntry("attn_logit_softcapping", "attention_softcap", 50.0),
+    KeyEntry("final_logit_softcapping", "logit_softcap", 30.0),
+    FixedFieldsEntry({"qk_norm": False}),
+)
+
 GEMMA2 = ModelFamily(
     name="gemma2",
     architecture="Gemma2ForCausalLM",
-    entries=(
-        *gemma_config_entries(),
-        RopeEntry(),
-        LayerTypesEntry(size=4096, every=2),
-        KeyEntry("attn_logit_softcapping", "attention_softcap", 50.0),
-        KeyEntry("final_logit_softcapping", "logit_softcap", 30.0),
-        FixedFieldsEntry({"qk_norm": False}),
-    ),
+    entries=(*gemma_config_entries(), *_CAPPED),
     carried=frozenset({"cache_implementation", "sliding_window_size"}),
+)
+
+
+VAULT_GEMMA = ModelFamily(
+    name="vaultgemma",
+    architecture="VaultGemmaForCausalLM",
+    entries=(*gemma_config_entries("pre"), *_CAPPED),
+    rules=(TensorRule(f"{LAYER}.pre_feedforward_layernorm.weight", (f"{LAYER}.post_attention_layernorm.weight",)),),
+    carried=GEMMA2.carried,
 )
 
 

@@ -20,6 +20,7 @@ from mega_ckpt.families.config_entries import (
 )
 from mega_ckpt.families.disk_layouts import LAYER, PLAIN, QKV, TRANSPOSED, DiskLayout, TensorRule, weight_bias_rules
 from mega_ckpt.families.family import ModelFamily
+from mega_ckpt.families.rope_entries import RopeEntry, RotaryDimEntry
 from mega_ckpt.families.window_entries import UniformWindowEntry
 from mega_common.model_config import ModelConfig
 
@@ -28,23 +29,23 @@ _H = "transformer.h.{i}"
 
 @dataclass(frozen=True)
 class Gpt2SizesEntry:
-    """Config entry for GPT-2's MLP width `n_inner`, four times the model's by default, and for `n_ctx`, a second key
-    for the maximum sequence length.
+    """Config entry for GPT-2's MLP width `n_inner`, four times the hidden size by default, and for `n_ctx`, a second
+    key for the maximum sequence length.
     """
 
-    covered_keys: frozenset[str] = frozenset({"n_inner", "n_ctx"})
-    covered_fields: frozenset[str] = frozenset({"ffn_hidden_size"})
+    handled_config_keys: frozenset[str] = frozenset({"n_inner", "n_ctx"})
+    handled_model_fields: frozenset[str] = frozenset({"ffn_hidden_size"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the field `ffn_hidden_size`; ConfigMismatchError if `n_ctx`, an older name of `n_positions`, differs
-        from it.
+        """Return, from config.json, the `ModelConfig` field `ffn_hidden_size`; ConfigMismatchError if `n_ctx`, an older
+        name of `n_positions`, differs from it.
         """
         if raw.get("n_ctx", raw.get("n_positions")) != raw.get("n_positions"):
             raise ConfigMismatchError(f"n_ctx = {raw['n_ctx']!r} differs from n_positions = {raw.get('n_positions')!r}")
         return {"ffn_hidden_size": raw.get("n_inner") or 4 * raw.get("n_embd", 0)}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the key `n_inner` (null for the default width), without `n_ctx`."""
+        """Return the config.json key `n_inner` (null for the default width), without `n_ctx`."""
         return {"n_inner": None if model.ffn_hidden_size == 4 * model.hidden_size else model.ffn_hidden_size}
 
 
@@ -102,6 +103,27 @@ def gpt2_tensor_rules(layout: DiskLayout, *, per_head: str = "") -> tuple[Tensor
     )
 
 
+_DROPOUTS = {"embd": "embedding", "attn": "attention", "resid": "residual"}
+
+
+@dataclass(frozen=True)
+class FourfoldWidthEntry:
+    """Config entry for a feed-forward width of four times the model's, which has no key."""
+
+    handled_config_keys: frozenset[str] = frozenset()
+    handled_model_fields: frozenset[str] = frozenset({"ffn_hidden_size"})
+
+    def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
+        """Return the field `ffn_hidden_size`."""
+        return {"ffn_hidden_size": 4 * raw.get("hidden_size", raw.get("n_embed", 0))}
+
+    def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
+        """Return no keys; ConfigMismatchError for another width."""
+        if model.ffn_hidden_size != 4 * model.hidden_size:
+            raise ConfigMismatchError(f"ffn_hidden_size must be {4 * model.hidden_size}, not {model.ffn_hidden_size}")
+        return {}
+
+
 GPT2 = ModelFamily(
     name="gpt2",
     architecture="GPT2LMHeadModel",
@@ -125,16 +147,18 @@ GPT2 = ModelFamily(
 class MultiQueryEntry:
     """Config entry for GPT-BigCode's key `multi_query`, which selects multi-query or multi-head attention."""
 
-    covered_keys: frozenset[str] = frozenset({"multi_query", "head_dim"})
-    covered_fields: frozenset[str] = frozenset({"num_kv_heads", "head_dim"})
+    handled_config_keys: frozenset[str] = frozenset({"multi_query", "head_dim"})
+    handled_model_fields: frozenset[str] = frozenset({"num_kv_heads", "head_dim"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the field `num_kv_heads`: 1 for multi-query attention, else None (as many as query heads)."""
+        """Return, from config.json, the `ModelConfig` field `num_kv_heads`: 1 for multi-query attention, else None (as
+        many as query heads).
+        """
         check_head_dim(raw)
         return {"num_kv_heads": 1 if raw.get("multi_query", True) else None}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the key `multi_query`; ConfigMismatchError for grouped-query attention."""
+        """Return the config.json key `multi_query`; ConfigMismatchError for grouped-query attention."""
         if model.key_value_heads not in (1, model.num_attention_heads):
             raise ConfigMismatchError(f"num_kv_heads must be 1 or num_attention_heads, not {model.key_value_heads}")
         check_head_size(model)
@@ -155,4 +179,165 @@ GPT_BIGCODE = ModelFamily(
     carried=frozenset(
         {"attention_softmax_in_fp32", "scale_attention_softmax_in_fp32", "classifier_dropout", "hidden_dropout"}
     ),
+)
+
+
+_GPTJ = "transformer.h.{i}"
+
+GPTJ = ModelFamily(
+    name="gptj",
+    architecture="GPTJForCausalLM",
+    prefix="transformer.",
+    buffers=r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias|embed_positions)",
+    entries=(
+        *(entry for entry in gpt2_config_entries("gelu_new") if not isinstance(entry, FixedFieldsEntry)),
+        KeyEntry("tie_word_embeddings", "tie_embeddings", False),
+        *(KeyEntry(f"{key}_pdrop", f"{name}_dropout", 0.0) for key, name in _DROPOUTS.items()),
+        MultiHeadEntry(),
+        RotaryDimEntry(
+            RopeEntry(partial=True, interleaved=True), sizes=("head_dim", "n_embd", "n_head"), default=64
+        ),
+        FixedFieldsEntry(
+            {
+                "norm": "layernorm",
+                "position": "rope",
+                "parallel_residual": True,
+                "shared_norm": True,
+                "head_bias": True,
+                "qkv_bias": False,
+                "attention_out_bias": False,
+                "mlp_bias": True,
+                "qk_norm": False,
+            }
+        ),
+    ),
+    rules=(
+        TensorRule("transformer.wte.weight", ("model.embed_tokens.weight",)),
+        *weight_bias_rules(f"{_GPTJ}.ln_1", f"{LAYER}.input_layernorm"),
+        *(TensorRule(f"{_GPTJ}.attn.{x}_proj.weight", (f"{LAYER}.self_attn.{x}_proj.weight",)) for x in "qkv"),
+        TensorRule(f"{_GPTJ}.attn.out_proj.weight", (f"{LAYER}.self_attn.o_proj.weight",)),
+        *weight_bias_rules(f"{_GPTJ}.mlp.fc_in", f"{LAYER}.mlp.up_proj"),
+        *weight_bias_rules(f"{_GPTJ}.mlp.fc_out", f"{LAYER}.mlp.down_proj"),
+        *weight_bias_rules("transformer.ln_f", "model.norm"),
+    ),
+    carried=frozenset(
+        {"rotary", "scale_attn_weights", "summary_activation", "summary_first_dropout", "summary_proj_to_labels",
+         "summary_type", "summary_use_proj"}
+    ),
+)  # fmt: skip
+
+
+_BLOOM = "transformer.h.{i}"
+
+BLOOM = ModelFamily(
+    name="bloom",
+    architecture="BloomForCausalLM",
+    prefix="transformer.",
+    entries=(
+        KeyEntry("vocab_size", "vocab_size"),
+        KeyEntry("hidden_size n_embed", "hidden_size"),
+        KeyEntry("n_layer num_hidden_layers", "num_layers"),
+        KeyEntry("n_head num_attention_heads", "num_attention_heads"),
+        KeyEntry("layer_norm_epsilon", "norm_eps", 1e-5),
+        KeyEntry("initializer_range", "init_std", 0.02),
+        KeyEntry("hidden_dropout", "residual_dropout", 0.0),
+        KeyEntry("attention_dropout", "attention_dropout", 0.0),
+        KeyEntry("tie_word_embeddings", "tie_embeddings", True),
+        KeyEntry("seq_length max_position_embeddings", "max_position", 2048),
+        FourfoldWidthEntry(),
+        MultiHeadEntry(),
+        UniformWindowEntry(supports_windows=False),
+        AllowedValuesEntry({"apply_residual_connection_post_layernorm": (False,)}),
+        FixedFieldsEntry(
+            {"norm": "layernorm", "position": "alibi", "embedding_norm": True, "activation": "gelu_tanh", "qkv_bias": True,
+             "attention_out_bias": True, "mlp_bias": True, "qk_norm": False}
+        ),
+    ),
+    rules=(
+        TensorRule("transformer.word_embeddings.weight", ("model.embed_tokens.weight",)),
+        *weight_bias_rules("transformer.word_embeddings_layernorm", "model.embed_norm"),
+        *weight_bias_rules(f"{_BLOOM}.input_layernorm", f"{LAYER}.input_layernorm"),
+        *weight_bias_rules(f"{_BLOOM}.self_attention.query_key_value", *QKV, per_head="kv"),
+        *weight_bias_rules(f"{_BLOOM}.self_attention.dense", f"{LAYER}.self_attn.o_proj"),
+        *weight_bias_rules(f"{_BLOOM}.post_attention_layernorm", f"{LAYER}.post_attention_layernorm"),
+        *weight_bias_rules(f"{_BLOOM}.mlp.dense_h_to_4h", f"{LAYER}.mlp.up_proj"),
+        *weight_bias_rules(f"{_BLOOM}.mlp.dense_4h_to_h", f"{LAYER}.mlp.down_proj"),
+        *weight_bias_rules("transformer.ln_f", "model.norm"),
+    ),
+    carried=frozenset({"classifier_dropout", "slow_but_exact", "masked_softmax_fusion", "attention_softmax_in_fp32", "bias_dropout_fusion"}),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class OptSizesEntry:
+    """Config entry for OPT's keys of the embedding width and of the biases; models with projections around the decoder
+    (OPT-350M) are not supported.
+    """
+
+    handled_config_keys: frozenset[str] = frozenset({"word_embed_proj_dim", "enable_bias"})
+    handled_model_fields: frozenset[str] = frozenset({"qkv_bias", "attention_out_bias", "mlp_bias"})
+
+    def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
+        """Return the bias fields; ConfigMismatchError if the embedding is not as wide as the model."""
+        if raw.get("word_embed_proj_dim") not in (None, raw.get("hidden_size")):
+            raise ConfigMismatchError(f"word_embed_proj_dim = {raw['word_embed_proj_dim']!r} must be hidden_size")
+        return dict.fromkeys(self.handled_model_fields, raw.get("enable_bias", True))
+
+    def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
+        """Return the key `enable_bias`; ConfigMismatchError if only some linear layers have biases."""
+        biases = {name: getattr(model, name) for name in sorted(self.handled_model_fields)}
+        if len(set(biases.values())) > 1:
+            raise ConfigMismatchError(f"{', '.join(biases)} must be equal")
+        return {"enable_bias": model.mlp_bias, "word_embed_proj_dim": model.hidden_size}
+
+
+_OPT = "model.decoder.layers.{i}"
+_OPT_ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "gelu_new": "gelu_tanh"}
+
+OPT = ModelFamily(
+    name="opt",
+    architecture="OPTForCausalLM",
+    prefix="model.",
+    entries=(
+        KeyEntry("vocab_size", "vocab_size"),
+        KeyEntry("hidden_size", "hidden_size"),
+        KeyEntry("ffn_dim", "ffn_hidden_size", 3072),
+        KeyEntry("num_hidden_layers", "num_layers"),
+        KeyEntry("num_attention_heads", "num_attention_heads"),
+        KeyEntry("max_position_embeddings", "max_position", 2048),
+        KeyEntry("activation_function", "activation", "relu", _OPT_ACTIVATIONS),
+        KeyEntry("dropout", "embedding_dropout residual_dropout", 0.1),
+        KeyEntry("attention_dropout", "attention_dropout", 0.0),
+        KeyEntry("init_std", "init_std", 0.02),
+        KeyEntry("tie_word_embeddings", "tie_embeddings", True),
+        MultiHeadEntry(),
+        OptSizesEntry(),
+        UniformWindowEntry(supports_windows=False),
+        AllowedValuesEntry(
+            {
+                "do_layer_norm_before": (True,),
+                "_remove_final_layer_norm": (False,),
+                "layer_norm_elementwise_affine": (True,),
+            }
+        ),
+        FixedFieldsEntry(
+            {"norm": "layernorm", "norm_eps": 1e-5, "position": "learned", "position_offset": 2, "qk_norm": False}
+        ),
+    ),
+    rules=(
+        TensorRule("model.decoder.embed_tokens.weight", ("model.embed_tokens.weight",)),
+        TensorRule("model.decoder.embed_positions.weight", ("model.embed_positions.weight",)),
+        *(
+            rule
+            for x in "qkv"
+            for rule in weight_bias_rules(f"{_OPT}.self_attn.{x}_proj", f"{LAYER}.self_attn.{x}_proj")
+        ),
+        *weight_bias_rules(f"{_OPT}.self_attn.out_proj", f"{LAYER}.self_attn.o_proj"),
+        *weight_bias_rules(f"{_OPT}.self_attn_layer_norm", f"{LAYER}.input_layernorm"),
+        *weight_bias_rules(f"{_OPT}.fc1", f"{LAYER}.mlp.up_proj"),
+        *weight_bias_rules(f"{_OPT}.fc2", f"{LAYER}.mlp.down_proj"),
+        *weight_bias_rules(f"{_OPT}.final_layer_norm", f"{LAYER}.post_attention_layernorm"),
+        *weight_bias_rules("model.decoder.final_layer_norm", "model.norm"),
+    ),
+    carried=frozenset({"layerdrop", "activation_dropout"}),
 )

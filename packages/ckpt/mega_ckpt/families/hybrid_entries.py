@@ -72,51 +72,53 @@ def mixer_names(mixers: Sequence[str], attention: str = "full_attention", other:
 @dataclass(frozen=True)
 class UnusedFieldsEntry:
     """Config entry for fields of `ModelConfig` that no layer of the family uses but that need a value: a number, or the
-    value of a key.
+    value of a config.json key.
     """
 
     values: Mapping[str, int | str]
-    covered_keys: frozenset[str] = field(default=frozenset())
+    handled_config_keys: frozenset[str] = field(default=frozenset())
 
     @property
-    def covered_fields(self) -> frozenset[str]:
-        """Fields of `ModelConfig` that the entry covers."""
+    def handled_model_fields(self) -> frozenset[str]:
+        """Fields of `ModelConfig` that this config entry translates or checks."""
         return frozenset(self.values)
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return {field: value} for the fields that no layer of the family uses."""
+        """Return {field: value} of the `ModelConfig` fields that no layer of the family uses."""
         return {name: raw.get(value, 1) if isinstance(value, str) else value for name, value in self.values.items()}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return no keys: the unused fields have no effect."""
+        """Return no config.json keys: the unused fields have no effect."""
         return {}
 
 
 @dataclass(frozen=True)
 class OptionalRopeEntry:
-    """Config entry for rotary positions or no positions, selected by `position_embedding_type` (Granite 4)."""
+    """Config entry for rotary positions or no positions, selected by config.json's `position_embedding_type` (Granite
+    4).
+    """
 
     rope: RopeEntry
 
     @property
-    def covered_keys(self) -> frozenset[str]:
-        """Keys of config.json that the entry covers."""
-        return self.rope.covered_keys | {"position_embedding_type"}
+    def handled_config_keys(self) -> frozenset[str]:
+        """Keys of config.json that this config entry translates or checks."""
+        return self.rope.handled_config_keys | {"position_embedding_type"}
 
     @property
-    def covered_fields(self) -> frozenset[str]:
-        """Fields of `ModelConfig` that the entry covers."""
+    def handled_model_fields(self) -> frozenset[str]:
+        """Fields of `ModelConfig` that this config entry translates or checks."""
         return frozenset({"position", "rope"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the fields `position` and, if it is "rope", `rope`."""
+        """Return, from config.json, the `ModelConfig` fields `position` and, if it is "rope", `rope`."""
         if raw.get("position_embedding_type") != "rope":
             return {"position": "none"}
         return {"position": "rope", **self.rope.fields_from_config(raw)}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the key `position_embedding_type`, `nope` for no positions as in published folders, and the rotary
-        keys if they apply.
+        """Return the config.json key `position_embedding_type` ("nope" for no positions, as in published folders), and
+        the rotary keys if there are rotary positions.
         """
         if model.position == "learned":
             raise ConfigMismatchError("position must be rope or none, not learned")
@@ -141,16 +143,18 @@ class MambaSectionEntry:
     expand: str | None = None
     auto: str | None = None
     expand_default: int = 2
-    covered_fields: frozenset[str] = frozenset({"mamba"})
+    handled_model_fields: frozenset[str] = frozenset({"mamba"})
 
     @property
-    def covered_keys(self) -> frozenset[str]:
-        """Keys of config.json that the entry covers."""
-        return frozenset([self.expand] if self.expand else []).union(*(entry.covered_keys for entry in self.entries))
+    def handled_config_keys(self) -> frozenset[str]:
+        """Keys of config.json that this config entry translates or checks."""
+        return frozenset([self.expand] if self.expand else []).union(
+            *(entry.handled_config_keys for entry in self.entries)
+        )
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the section `mamba`; ConfigMismatchError if heads times head width is not the width that `expand`
-        implies.
+        """Return, from config.json, the `ModelConfig` section `mamba`; ConfigMismatchError if heads times head width is
+        not the width that `expand` implies.
         """
         raw, section = dict(raw), dict[str, Any]()
         width = raw.get("hidden_size", 0) * raw.get(self.expand, self.expand_default) if self.expand else None
@@ -158,7 +162,7 @@ class MambaSectionEntry:
             (heads,) = (
                 entry.fields_from_config(raw)["num_heads"]
                 for entry in self.entries
-                if "num_heads" in entry.covered_fields
+                if "num_heads" in entry.handled_model_fields
             )
             raw[self.auto] = (width or 0) // heads
         for entry in self.entries:
@@ -169,8 +173,8 @@ class MambaSectionEntry:
         return {"mamba": section}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the keys of Mamba-2 sizes; without a section `mamba`, the keys of a valid placeholder: one head, twice
-        as wide as the model.
+        """Return the config.json keys of Mamba-2 sizes; for a model without Mamba layers, those of a valid placeholder:
+        one head, twice as wide as the model.
         """
         section = model.mamba or MambaConfig(num_heads=1, head_dim=2 * model.hidden_size)
         out: dict[str, Any] = {}
@@ -194,16 +198,16 @@ class TimeStepLimitEntry:
     """
 
     key: str = "time_step_limit"
-    covered_fields: frozenset[str] = frozenset({"dt_limit"})
+    handled_model_fields: frozenset[str] = frozenset({"dt_limit"})
 
     @property
-    def covered_keys(self) -> frozenset[str]:
-        """Keys of config.json that the entry covers."""
+    def handled_config_keys(self) -> frozenset[str]:
+        """Keys of config.json that this config entry translates or checks."""
         return frozenset(self.key.split())
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the field `dt_limit`, (lower, upper), with None for an infinite upper limit; no field if the key is
-        absent.
+        """Return, from config.json, the `MambaConfig` field `dt_limit`, (lower, upper), with None for an infinite upper
+        limit; no field if the key is absent.
         """
         given = next((raw[key] for key in self.key.split() if raw.get(key) is not None), None)
         if given is None:
@@ -214,8 +218,8 @@ class TimeStepLimitEntry:
         return {"dt_limit": (low, None if math.isinf(high) else high)}
 
     def config_from_fields(self, model: StrictConfig) -> dict[str, Any]:
-        """Return the key of the time step limits; no key for the default (0, infinite), so that no reader needs to
-        parse infinity.
+        """Return the config.json key of the time step limits; no key for the default (0, infinite), so that no program
+        needs to parse infinity.
         """
         assert isinstance(model, MambaConfig)
         low, high = model.dt_limit

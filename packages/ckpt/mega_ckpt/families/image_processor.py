@@ -19,15 +19,16 @@ _FILTERS = {2: "bilinear", 3: "bicubic"}  # Pillow's numbers
 
 
 def image_processor_section(read: Callable[[str], ConfigDict]) -> ConfigDict:
-    """Return the image processor settings of a HuggingFace folder; `read` returns the mapping in a JSON file by name,
-    empty if the file is missing.
+    """Return the image processor settings of a HuggingFace folder; `read` returns the content of the JSON file of a
+    given name, empty if the file is missing.
     """
     section = read(PROCESSOR_FILE).get(SECTION)
     return section if isinstance(section, Mapping) else read(FILE)
 
 
 def apply_image_processor(vision: VisionConfig, raw: ConfigDict) -> VisionConfig:
-    """Return the section `vision` updated with the preprocessing settings of `raw`, an image processor's configuration.
+    """Return the vision configuration updated with the preprocessing settings of `raw`, an image processor's
+    configuration.
 
     Raises:
         CheckpointError: for invalid values.
@@ -74,7 +75,7 @@ def unsupported_image_settings(vision: VisionConfig, raw: ConfigDict) -> Iterato
 
 
 def build_preprocessor_config(vision: VisionConfig) -> dict[str, Any]:
-    """Return the content of `preprocessor_config.json` for a model's section `vision`."""
+    """Return the content of HuggingFace's `preprocessor_config.json` for a model's vision configuration."""
     side = vision.image_size
     square = {"height": side, "width": side}
     kind = "SiglipImageProcessor" if vision.resize == "stretch" else "CLIPImageProcessor"

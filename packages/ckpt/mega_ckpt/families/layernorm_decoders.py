@@ -80,6 +80,34 @@ COHERE2 = ModelFamily(
 )
 
 
+PHI = ModelFamily(
+    name="phi",
+    architecture="PhiForCausalLM",
+    entries=(
+        *SIZES,
+        TIED,
+        KeyEntry("hidden_act", "activation", "gelu_new", {"gelu_new": "gelu_tanh", **GELUS}),
+        KeyEntry("layer_norm_eps", "norm_eps", 1e-5),
+        KeyEntry("embd_pdrop", "embedding_dropout", 0.0),
+        KeyEntry("resid_pdrop", "residual_dropout", 0.0),
+        KeyValueHeadsEntry(explicit_dim=False),
+        RopeEntry(fraction=0.5, partial=True),
+        UniformWindowEntry(supports_windows=False),
+        AllowedValuesEntry({"qk_layernorm": (False,)}),
+        FixedFieldsEntry(
+            {"norm": "layernorm", "position": "rope", "parallel_residual": True, "shared_norm": True, "head_bias": True,
+             "qkv_bias": True, "attention_out_bias": True, "mlp_bias": True, "qk_norm": False}
+        ),
+    ),
+    rules=(
+        *weight_bias_rules(f"{LAYER}.self_attn.dense", f"{LAYER}.self_attn.o_proj"),
+        *weight_bias_rules(f"{LAYER}.mlp.fc1", f"{LAYER}.mlp.up_proj"),
+        *weight_bias_rules(f"{LAYER}.mlp.fc2", f"{LAYER}.mlp.down_proj"),
+        *weight_bias_rules("model.final_layernorm", "model.norm"),
+    ),
+)  # fmt: skip
+
+
 _NEOX = "gpt_neox.layers.{i}"
 
 
@@ -215,9 +243,11 @@ _MLP_NORM = f"{LAYER}.post_attention_layernorm"
 
 @dataclass(frozen=True)
 class FalconArchitectureEntry:
-    """Config entry for key/value heads and norms of Falcon, from the keys of its old (7B) and new (40B) architecture."""
+    """Config entry for key/value heads and norms of Falcon, from the config.json keys of its old (7B) and new (40B)
+    architecture.
+    """
 
-    covered_keys: frozenset[str] = frozenset(
+    handled_config_keys: frozenset[str] = frozenset(
         {
             "num_kv_heads",
             "new_decoder_architecture",
@@ -227,10 +257,12 @@ class FalconArchitectureEntry:
             "head_dim",
         }
     )
-    covered_fields: frozenset[str] = frozenset({"num_kv_heads", "head_dim", "parallel_residual", "shared_norm"})
+    handled_model_fields: frozenset[str] = frozenset({"num_kv_heads", "head_dim", "parallel_residual", "shared_norm"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the fields `num_kv_heads`, `parallel_residual` and `shared_norm` (one norm before attention and MLP)."""
+        """Return, from config.json, the `ModelConfig` fields `num_kv_heads`, `parallel_residual` and `shared_norm` (one
+        norm before attention and MLP).
+        """
         new, norms = bool(raw.get("new_decoder_architecture")), raw.get("num_ln_in_parallel_attn")
         if not raw.get("parallel_attn", True):
             raise ConfigMismatchError("parallel_attn = False is not supported (only True)")
@@ -245,7 +277,7 @@ class FalconArchitectureEntry:
         }
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the keys of Falcon's old architecture if it can express the model, else of the new one."""
+        """Return the config.json keys of Falcon's old architecture if it can express the model, else of the new one."""
         if not model.parallel_residual:
             raise ConfigMismatchError("parallel_residual must be True")
         check_head_size(model)
@@ -262,17 +294,17 @@ class FalconArchitectureEntry:
 
 @dataclass(frozen=True)
 class FalconWidthEntry:
-    """Config entry for Falcon's MLP width, four times the model's by default."""
+    """Config entry for Falcon's MLP width, four times the hidden size by default."""
 
-    covered_keys: frozenset[str] = frozenset({"ffn_hidden_size"})
-    covered_fields: frozenset[str] = frozenset({"ffn_hidden_size"})
+    handled_config_keys: frozenset[str] = frozenset({"ffn_hidden_size"})
+    handled_model_fields: frozenset[str] = frozenset({"ffn_hidden_size"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the field `ffn_hidden_size`, the MLP width."""
+        """Return, from config.json, the `ModelConfig` field `ffn_hidden_size`, the MLP width."""
         return {"ffn_hidden_size": raw.get("ffn_hidden_size") or 4 * raw.get("hidden_size", 0)}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the key `ffn_hidden_size`, the MLP width."""
+        """Return the config.json key `ffn_hidden_size`, the MLP width."""
         return {"ffn_hidden_size": model.ffn_hidden_size}
 
 

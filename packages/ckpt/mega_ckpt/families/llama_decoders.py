@@ -13,7 +13,7 @@ optional biases. SmolLM 3: no rotary positions in every fourth layer (arXiv:2501
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mega_ckpt.families.config_entries import (
@@ -41,6 +41,8 @@ from mega_ckpt.families.window_entries import (
 )
 from mega_common.model_config import ModelConfig
 
+_ATTENTION, _MLP = "model.layers.{i}.self_attn", "model.layers.{i}.mlp"
+
 LLAMA = ModelFamily(
     name="llama",
     architecture="LlamaForCausalLM",
@@ -53,6 +55,40 @@ LLAMA = ModelFamily(
         UniformWindowEntry(supports_windows=False),
         FixedFieldsEntry({"qk_norm": False}),
     ),
+)
+
+
+_INTERNLM3 = (
+    *llama_config_entries(norm_eps=1e-5),
+    KeyValueHeadsEntry(kv_default=2, dim_default=128),
+    KeyEntry("attention_bias qkv_bias", "qkv_bias attention_out_bias mlp_bias", False),
+    KeyEntry("mlp_bias bias", "mlp_bias", False),
+)
+_IQUEST = (
+    *llama_config_entries(norm_eps=1e-5),
+    KeyValueHeadsEntry(kv_default=8, dim_default=128),
+    AllowedValuesEntry({"clip_qkv": (None,), "use_sliding_window": (False,)}),
+)
+INTERNLM3 = replace(LLAMA, name="internlm3", entries=(*LLAMA.entries, *_INTERNLM3))
+IQUESTCODER = replace(LLAMA, name="iquestcoder", entries=(*LLAMA.entries, *_IQUEST))
+
+_CWM_ROPE = {
+    "rope_type": "llama3", "rope_theta": 1_000_000.0, "factor": 16.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+    "original_max_position_embeddings": 8192,
+}  # fmt: skip
+
+CWM = ModelFamily(
+    name="cwm",
+    architecture="CwmForCausalLM",
+    entries=(
+        *llama_config_entries(norm_eps=1e-5),
+        KeyValueHeadsEntry(kv_default=8, dim_default=128),
+        RopeEntry(theta=1_000_000.0, scalings=EVERY_SCALING, absent=_CWM_ROPE),
+        LayerTypesEntry(size=8192, every=4, first=0),
+        KeyEntry("mlp_bias", "mlp_bias", False),
+        FixedFieldsEntry({"qkv_bias": False, "attention_out_bias": False, "qk_norm": False}),
+    ),
+    tokens=("bos_token_id", "eos_token_id"),
 )
 
 
@@ -82,6 +118,26 @@ MINISTRAL = ModelFamily(
 )
 
 
+_MINISTRAL3_ROPE = {
+    "type": "yarn", "rope_theta": 1_000_000.0, "factor": 16.0, "original_max_position_embeddings": 16384, "beta_fast": 32.0,
+    "beta_slow": 1.0, "mscale_all_dim": 1.0, "mscale": 1.0, "llama_4_scaling_beta": 0.1,
+}  # fmt: skip
+
+MINISTRAL3 = ModelFamily(
+    name="ministral3",
+    architecture="Ministral3ForCausalLM",
+    entries=(
+        *llama_config_entries(norm_eps=1e-5),
+        KeyValueHeadsEntry(kv_default=8, dim_default=128),
+        RopeEntry(scalings=frozenset({"yarn", "llama3"}), absent=_MINISTRAL3_ROPE, query_scaling=True),
+        UniformWindowEntry(),
+        FixedFieldsEntry({"qkv_bias": False, "attention_out_bias": False, "mlp_bias": False, "qk_norm": False}),
+    ),
+    carried=frozenset({"llama_4_scaling_beta"}),
+    tokens=("pad_token_id",),
+)
+
+
 QWEN2 = ModelFamily(
     name="qwen2",
     architecture="Qwen2ForCausalLM",
@@ -108,8 +164,6 @@ QWEN3 = ModelFamily(
     ),
 )
 
-
-_ATTENTION, _MLP = "model.layers.{i}.self_attn", "model.layers.{i}.mlp"
 
 PHI3 = ModelFamily(
     name="phi3",
@@ -249,18 +303,20 @@ SEED_OSS = ModelFamily(
 
 @dataclass(frozen=True)
 class NoRopeLayersEntry:
-    """Config entry for SmolLM 3's `no_rope_layers`: a flag per layer, 1 with and 0 without rotary positions; if windows
-    are switched on, the layers without rotary positions have one.
+    """Config entry for SmolLM 3's `no_rope_layers`: a flag per layer, 1 with and 0 without rotary positions; with
+    sliding windows switched on, only layers without rotary positions have one.
     """
 
     every: int = 4
-    covered_keys: frozenset[str] = frozenset(
+    handled_config_keys: frozenset[str] = frozenset(
         {"no_rope_layers", "no_rope_layer_interval", "use_sliding_window", "sliding_window", "layer_types"}
     )
-    covered_fields: frozenset[str] = frozenset({"no_rope_layers", "sliding_window", "full_attention_layers"})
+    handled_model_fields: frozenset[str] = frozenset({"no_rope_layers", "sliding_window", "full_attention_layers"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the fields `no_rope_layers`, `sliding_window` and `full_attention_layers`."""
+        """Return, from config.json, the `ModelConfig` fields `no_rope_layers`, `sliding_window` and
+        `full_attention_layers`.
+        """
         layers, every = layer_indices(raw), raw.get("no_rope_layer_interval", self.every)
         rotated = raw.get("no_rope_layers") or [int((layer + 1) % every != 0) for layer in layers]
         if not isinstance(rotated, list) or len(rotated) < len(layers):
@@ -273,7 +329,7 @@ class NoRopeLayersEntry:
         return {"no_rope_layers": unrotated or None, **window_fields(kinds, size, layers)}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the keys `no_rope_layers` (a flag per layer), `layer_types` and the window settings."""
+        """Return the config.json keys `no_rope_layers` (a flag per layer), `layer_types` and the window settings."""
         return {
             "no_rope_layers": [int(model.has_rotary_positions(layer)) for layer in range(model.num_layers)],
             "no_rope_layer_interval": self.every,

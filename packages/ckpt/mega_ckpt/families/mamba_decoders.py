@@ -53,15 +53,15 @@ _EXPERTS = MoeSectionEntry(
 
 @dataclass(frozen=True)
 class GraniteLayersEntry:
-    """Config entry for Granite 4's layers: mixers from a list of layer types (Mamba-2 in all if it is absent), and
-    experts in all layers or in none.
+    """Config entry for Granite 4's layers: token mixers from a list of layer types (Mamba-2 in all if it is absent),
+    and experts in all layers or in none.
     """
 
-    covered_keys: frozenset[str] = _EXPERTS.covered_keys | {"layer_types", "layers_block_type"}
-    covered_fields: frozenset[str] = frozenset({"layers", "moe", "ffn_hidden_size"})
+    handled_config_keys: frozenset[str] = _EXPERTS.handled_config_keys | {"layer_types", "layers_block_type"}
+    handled_model_fields: frozenset[str] = frozenset({"layers", "moe", "ffn_hidden_size"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the fields `layers`, `ffn_hidden_size` and, with experts, `moe`."""
+        """Return, from config.json, the `ModelConfig` fields `layers`, `ffn_hidden_size` and, with experts, `moe`."""
         layers = layer_indices(raw)
         kinds = raw.get("layer_types") or raw.get("layers_block_type") or ["mamba"] * len(layers)
         mixers = parse_mixer_names(kinds, "mamba", layers)
@@ -72,8 +72,8 @@ class GraniteLayersEntry:
         return {"layers": [f"{mixer}+moe" for mixer in mixers], **width, **_EXPERTS.fields_from_config(raw)}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the keys of layer types, experts and widths; without experts, `intermediate_size` is a placeholder
-        that nothing reads.
+        """Return the config.json keys of layer types, experts and widths; without experts, `intermediate_size` is a
+        placeholder that nothing reads.
         """
         out: dict[str, Any] = {"layer_types": mixer_names(check_layer_mixers(model, "mamba"))}
         feeds = {kind.feed_forward for kind in model.layer_kinds}
@@ -93,7 +93,7 @@ def _shared_mlp(module: str) -> tuple[TensorRule, ...]:
 
 
 _ENTRIES: tuple[ConfigEntry, ...] = tuple(
-    entry for entry in DECODER if not entry.covered_fields & {"ffn_hidden_size", "position"}
+    entry for entry in DECODER if not entry.handled_model_fields & {"ffn_hidden_size", "position"}
 )  # covered by other entries
 
 GRANITE_MOE_HYBRID = ModelFamily(
@@ -117,13 +117,15 @@ GRANITE_MOE_HYBRID = ModelFamily(
 
 @dataclass(frozen=True)
 class AttentionLayersEntry:
-    """Config entry for Bamba's `attn_layer_indices`: the layers with attention; all others are Mamba-2."""
+    """Config entry for Bamba's `attn_layer_indices`: the layers with attention; all other layers are Mamba-2."""
 
-    covered_keys: frozenset[str] = frozenset({"attn_layer_indices", "layers_block_type", "layer_types"})
-    covered_fields: frozenset[str] = frozenset({"layers"})
+    handled_config_keys: frozenset[str] = frozenset({"attn_layer_indices", "layers_block_type", "layer_types"})
+    handled_model_fields: frozenset[str] = frozenset({"layers"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the field `layers`, the kind of each layer; ConfigMismatchError if a list of layer types disagrees."""
+        """Return, from config.json, the `ModelConfig` field `layers`, the kind of each layer; ConfigMismatchError if a
+        list of layer types disagrees.
+        """
         layers, at = layer_indices(raw), raw.get("attn_layer_indices") or ()
         mixers = ["attention" if layer in at else "mamba" for layer in layers]
         kinds = raw.get("layers_block_type") or raw.get("layer_types")
@@ -132,7 +134,7 @@ class AttentionLayersEntry:
         return {"layers": [f"{mixer}+mlp" for mixer in mixers]}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the key `attn_layer_indices`; ConfigMismatchError for a model with experts."""
+        """Return the config.json key `attn_layer_indices`; ConfigMismatchError for a model with experts."""
         mixers = check_layer_mixers(model, "mamba")
         if model.moe is not None:
             raise ConfigMismatchError("moe must be null")
@@ -174,16 +176,16 @@ _BACKBONE = "backbone.layers.{i}"
 class MambaLayersEntry:
     """Config entry for Mamba-2 in every layer, which no key of config.json selects."""
 
-    covered_keys: frozenset[str] = frozenset({"num_hidden_layers", "layer_types"})
-    covered_fields: frozenset[str] = frozenset({"num_layers", "layers"})
+    handled_config_keys: frozenset[str] = frozenset({"num_hidden_layers", "layer_types"})
+    handled_model_fields: frozenset[str] = frozenset({"num_layers", "layers"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the fields `num_layers` and `layers`, with Mamba-2 in every layer."""
+        """Return, from config.json, the `ModelConfig` fields `num_layers` and `layers`, with Mamba-2 in every layer."""
         layers = layer_indices({"num_hidden_layers": 64, **raw})
         return {"num_layers": len(layers), "layers": ["mamba"] * len(layers)}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the key `num_hidden_layers`; ConfigMismatchError unless every layer is Mamba-2."""
+        """Return the config.json key `num_hidden_layers`; ConfigMismatchError unless every layer is Mamba-2."""
         if any(kind != ("mamba", None) for kind in model.layer_kinds):
             raise ConfigMismatchError("layers must all be 'mamba'")
         return {"num_hidden_layers": model.num_layers}

@@ -18,7 +18,7 @@ _MIXER_TRAINING = ("chunk_size", "dt_init", "dt_init_floor")  # of Mamba-2 and o
 _NO_HEADS = {"num_attention_heads": 1, "num_kv_heads": 1, "head_dim": 1}
 ATTENTION_FIELDS = frozenset({
     "num_kv_heads", "head_dim", "rope", "local_rope", "no_rope_layers", "qkv_bias", "attention_out_bias", "qk_norm",
-    "qk_norm_span", "sliding_window", "full_attention_layers", "attention_scale", "attention_softcap", "attention_sinks",
+    "qk_norm_span", "qk_norm_after_rope", "sliding_window", "full_attention_layers", "attention_scale", "attention_softcap", "attention_sinks",
     "attention_gate",
 })  # fmt: skip
 MOE_TRAINING_FIELDS = frozenset({"aux_loss", "aux_loss_scope", "bias_rate", "capacity_factor", "sinkhorn", "z_loss"})

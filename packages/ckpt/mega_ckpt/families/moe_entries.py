@@ -26,16 +26,16 @@ class MoeFieldEntry(Protocol):
     """
 
     @property
-    def covered_keys(self) -> frozenset[str]:
-        """Keys of config.json that the entry covers."""
+    def handled_config_keys(self) -> frozenset[str]:
+        """Keys of config.json that this mapping translates or checks."""
 
     @property
-    def covered_fields(self) -> frozenset[str]:
-        """Fields of `MoeConfig` that the entry covers."""
+    def handled_model_fields(self) -> frozenset[str]:
+        """Fields of `MoeConfig` that this mapping translates or checks."""
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return {field: value} of `MoeConfig` from the keys in `raw`; ConfigMismatchError if a value has no
-        counterpart.
+        """Return {field: value} of `MoeConfig` from the keys of `raw`, a config.json; ConfigMismatchError if a value
+        has no counterpart.
         """
 
     def config_from_fields(self, model: Any) -> dict[str, Any]:
@@ -50,15 +50,15 @@ class MoeLayersEntry(Protocol):
     """
 
     @property
-    def covered_keys(self) -> frozenset[str]:
-        """Keys of config.json that the entry covers."""
+    def handled_config_keys(self) -> frozenset[str]:
+        """Keys of config.json that select the layers with experts."""
 
     def fields_from_config(self, raw: ConfigDict) -> list[int] | None:
-        """Return `MoeConfig.layers`: the indices of the layers with experts, or None for all layers."""
+        """Return `MoeConfig.layers` from config.json: the indices of the layers with experts, or None for all layers."""
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the keys that select the layers of `model` with experts; ConfigMismatchError if the keys cannot
-        express that selection.
+        """Return the config.json keys that select the layers of `model` with experts; ConfigMismatchError if they
+        cannot express that selection.
         """
 
 
@@ -73,15 +73,15 @@ class MoeSectionEntry:
 
     entries: tuple[MoeFieldEntry, ...]
     layers: MoeLayersEntry
-    covered_fields: frozenset[str] = frozenset({"moe"})
+    handled_model_fields: frozenset[str] = frozenset({"moe"})
 
     @property
-    def covered_keys(self) -> frozenset[str]:
-        """Keys of config.json that the entry covers."""
-        return self.layers.covered_keys.union(*(entry.covered_keys for entry in self.entries))
+    def handled_config_keys(self) -> frozenset[str]:
+        """Keys of config.json that this config entry translates or checks."""
+        return self.layers.handled_config_keys.union(*(entry.handled_config_keys for entry in self.entries))
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the section `moe`."""
+        """Return, from config.json, the `ModelConfig` section `moe`: experts, router and the layers with experts."""
         section: dict[str, Any] = {"layers": self.layers.fields_from_config(raw)}
         found = []
         for entry in self.entries:
@@ -94,13 +94,15 @@ class MoeSectionEntry:
         return {"moe": section}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the keys of the section `moe`; ConfigMismatchError without experts."""
+        """Return the config.json keys of experts, router and the layers with experts; ConfigMismatchError for a model
+        without experts.
+        """
         if model.moe is None:
             raise ConfigMismatchError("moe is missing (all models of this family have experts)")
         out = self.layers.config_from_fields(model)
         for entry in self.entries:
             out |= entry.config_from_fields(model.moe)
-        covered = MOE_TRAINING_FIELDS.union({"layers"}, *(entry.covered_fields for entry in self.entries))
+        covered = MOE_TRAINING_FIELDS.union({"layers"}, *(entry.handled_model_fields for entry in self.entries))
         for name, field in MoeConfig.model_fields.items():
             if name not in covered and getattr(model.moe, name) != field.default:
                 raise ConfigMismatchError(f"moe.{name} = {getattr(model.moe, name)!r} has no counterpart")
@@ -111,13 +113,15 @@ class MoeSectionEntry:
 class MoeInAllLayersEntry:
     """`MoeLayersEntry` for experts in every layer, without a key in config.json."""
 
-    covered_keys: frozenset[str] = frozenset()
+    handled_config_keys: frozenset[str] = frozenset()
 
     def fields_from_config(self, raw: ConfigDict) -> None:
-        """Return None: all layers have experts."""
+        """Return None for `MoeConfig.layers`, without reading config.json: all layers have experts."""
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return no keys, after checking that every layer has experts."""
+        """Return no config.json keys, after checking that every layer of `model` has experts; ConfigMismatchError if
+        not.
+        """
         if len(moe_layer_indices(model)) < model.num_layers:
             raise ConfigMismatchError("moe.layers must be all layers")
         return {}
@@ -125,15 +129,21 @@ class MoeInAllLayersEntry:
 
 @dataclass(frozen=True)
 class MoeInLayerPatternEntry:
-    """`MoeLayersEntry` for experts in the layers of a pattern of layer kinds, which another entry reads and writes."""
+    """`MoeLayersEntry` for experts in the layers of a pattern of layer kinds, which another config entry reads and
+    writes.
+    """
 
-    covered_keys: frozenset[str] = frozenset()
+    handled_config_keys: frozenset[str] = frozenset()
 
     def fields_from_config(self, raw: ConfigDict) -> None:
-        """Return None: another entry reads the layers."""
+        """Return None for `MoeConfig.layers`: the pattern of layer kinds, which another config entry reads, selects the
+        layers.
+        """
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return no keys: another entry writes the layers."""
+        """Return no config.json keys: another config entry writes the pattern of layer kinds, which selects the layers
+        with experts.
+        """
         return {}
 
 
@@ -143,10 +153,10 @@ class SparseStepEntry:
     `mlp_only_layers`.
     """
 
-    covered_keys: frozenset[str] = frozenset({"decoder_sparse_step", "mlp_only_layers"})
+    handled_config_keys: frozenset[str] = frozenset({"decoder_sparse_step", "mlp_only_layers"})
 
     def fields_from_config(self, raw: ConfigDict) -> list[int] | None:
-        """Return the indices of the layers with experts; None if all layers have them."""
+        """Return, from config.json, the indices of the layers with experts; None if all layers have them."""
         step, dense = raw.get("decoder_sparse_step", 1), raw.get("mlp_only_layers") or []
         if step < 1:
             raise ConfigMismatchError(f"decoder_sparse_step = {step} must be at least 1")
@@ -155,7 +165,7 @@ class SparseStepEntry:
         return [layer for layer in layer_indices(raw) if (layer + 1) % step == 0 and layer not in dense]
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the keys `decoder_sparse_step` (always 1) and `mlp_only_layers` (all dense layers)."""
+        """Return the config.json keys `decoder_sparse_step` (always 1) and `mlp_only_layers` (all dense layers)."""
         sparse = set(moe_layer_indices(model))
         return {"decoder_sparse_step": 1, "mlp_only_layers": [n for n in range(model.num_layers) if n not in sparse]}
 
@@ -168,29 +178,76 @@ class DenseFirstEntry:
     Attributes:
         default: number of dense layers if the key is absent.
         mtp_entry: the key of the number of MTP layers.
+        key: key of the number of dense layers.
     """
 
     default: int
     mtp_entry: KeyEntry | None = None
-    covered_keys: frozenset[str] = frozenset({"first_k_dense_replace", "moe_layer_freq"})
+    key: str = "first_k_dense_replace"
+
+    @property
+    def handled_config_keys(self) -> frozenset[str]:
+        """Keys of config.json that this config entry translates or checks."""
+        return frozenset({self.key, "moe_layer_freq"})
 
     def fields_from_config(self, raw: ConfigDict) -> list[int] | None:
-        """Return the indices of the layers with experts: all except the first dense ones; None if no layer is dense."""
+        """Return, from config.json, the indices of the layers with experts: all except the first dense ones; None if no
+        layer is dense.
+        """
         if raw.get("moe_layer_freq", 1) != 1:
             raise ConfigMismatchError(f"moe_layer_freq = {raw['moe_layer_freq']!r} is not supported (only 1)")
-        dense = raw.get("first_k_dense_replace", self.default)
+        dense = raw.get(self.key, self.default)
         mtp_layers = self.mtp_entry.fields_from_config(raw)["mtp_layers"] if self.mtp_entry is not None else 0
         return list(layer_indices(raw, mtp_layers)[dense:]) if dense else None
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the key `first_k_dense_replace`, the number of dense layers; ConfigMismatchError if a later layer is
-        dense.
+        """Return the config.json key of the number of dense layers (`first_k_dense_replace`); ConfigMismatchError if a
+        later layer is dense.
         """
         layers = model.num_layers + model.mtp_layers
         dense = next((layer for layer in range(layers) if model.is_moe_layer(layer)), layers)
         if not all(model.is_moe_layer(layer) for layer in range(dense, layers)):
             raise ConfigMismatchError(f"moe.layers must be all layers from {dense} to the last")
-        return {"first_k_dense_replace": dense}
+        return {self.key: dense}
+
+
+@dataclass(frozen=True)
+class MlpLayerTypesEntry:
+    """`MoeLayersEntry` of a list `mlp_layer_types`, with "dense" or "sparse" for each layer; multi-token prediction (MTP)
+    layers, which the list leaves out, have experts.
+
+    Attributes:
+        dense: number of dense layers at the start if there is no list.
+        dense_key: key of that number; empty if the family has no such key.
+        mtp_entry: the key of the number of MTP layers.
+    """
+
+    dense: int
+    dense_key: str = ""
+    mtp_entry: KeyEntry | None = None
+
+    @property
+    def handled_config_keys(self) -> frozenset[str]:
+        """Keys of config.json that this config entry translates or checks."""
+        return frozenset({"mlp_layer_types", *self.dense_key.split()})
+
+    def fields_from_config(self, raw: ConfigDict) -> list[int] | None:
+        """Return the indices of the layers with experts; None if all layers have them."""
+        layers = layer_indices(raw)
+        first = raw.get(self.dense_key, self.dense) if self.dense_key else self.dense
+        kinds = raw.get("mlp_layer_types") or ["dense" if layer < first else "sparse" for layer in layers]
+        if len(kinds) != len(layers) or not set(kinds) <= {"dense", "sparse"}:
+            raise ConfigMismatchError(f"mlp_layer_types must have dense or sparse for each of {len(layers)} layers")
+        if "dense" not in kinds:
+            return None
+        mtp_layers = self.mtp_entry.fields_from_config(raw)["mtp_layers"] if self.mtp_entry is not None else 0
+        sparse = [layer for layer in layers if kinds[layer] == "sparse"]
+        return [*sparse, *range(len(layers), len(layers) + mtp_layers)]
+
+    def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
+        """Return the key `mlp_layer_types`."""
+        sparse = [model.is_moe_layer(layer) for layer in range(model.num_layers)]
+        return {"mlp_layer_types": ["sparse" if each else "dense" for each in sparse]}
 
 
 def moe_layer_indices(model: ModelConfig) -> list[int]:
@@ -228,25 +285,43 @@ def per_expert_rules(module: str, names: tuple[str, str, str] = _PROJECTIONS) ->
 
 @dataclass(frozen=True)
 class SharedExpertsEntry:
-    """Config entry for DeepSeek's number of shared experts, which mega stores as one expert of their total width."""
+    """Config entry for a number of shared experts, which mega stores as one expert of their total width.
 
-    default: int
-    covered_keys: frozenset[str] = frozenset({"n_shared_experts"})
-    covered_fields: frozenset[str] = frozenset({"shared_ffn_hidden_size"})
+    Attributes:
+        default: number of shared experts if the key is absent; `...` marks a required key.
+        key: the number's key.
+        may_be_absent: a model may have no shared experts.
+        width_key: key of the width of an expert.
+    """
+
+    default: Any
+    key: str = "n_shared_experts"
+    may_be_absent: bool = False
+    width_key: str = "moe_intermediate_size"
+    handled_model_fields: frozenset[str] = frozenset({"shared_ffn_hidden_size"})
+
+    @property
+    def handled_config_keys(self) -> frozenset[str]:
+        """Keys of config.json that this config entry translates or checks."""
+        return frozenset({self.key})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the field `shared_ffn_hidden_size`, the total width of the shared experts."""
-        count = raw.get("n_shared_experts", self.default) or 0
-        return {"shared_ffn_hidden_size": count * raw.get("moe_intermediate_size", 0)}
+        """Return, from config.json, the `MoeConfig` field `shared_ffn_hidden_size`, the total width of the shared
+        experts.
+        """
+        count = raw.get(self.key, self.default) or 0
+        if count is ...:
+            raise ConfigMismatchError(f"{self.key} is missing")
+        return {"shared_ffn_hidden_size": count * raw.get(self.width_key, 0)}
 
     def config_from_fields(self, model: StrictConfig) -> dict[str, Any]:
-        """Return the key `n_shared_experts`; ConfigMismatchError if the shared width is not a multiple of an expert's,
-        or 0.
+        """Return the config.json key of the number of shared experts; ConfigMismatchError if the shared width is not a
+        multiple of an expert's, or 0.
         """
         assert isinstance(model, MoeConfig)
         count, rest = divmod(model.shared_ffn_hidden_size, model.ffn_hidden_size)
-        if rest or not count:
+        if rest or not (count or self.may_be_absent):
             raise ConfigMismatchError(
                 f"moe.shared_ffn_hidden_size must be a positive multiple of moe.ffn_hidden_size = {model.ffn_hidden_size}"
             )
-        return {"n_shared_experts": count}
+        return {self.key: count}

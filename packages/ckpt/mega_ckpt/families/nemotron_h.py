@@ -42,17 +42,19 @@ _DISK_KINDS = {"attention": "full_attention", "mamba": "linear_attention", "mlp"
 
 @dataclass(frozen=True)
 class NemotronLayersEntry:
-    """Config entry for the kind of each layer, as a list of names or a string of Megatron's letters; the number of
-    layers follows from it.
+    """Config entry for the kind of each layer, in config.json a list of names or a string of Megatron's letters; the
+    number of layers follows from it.
     """
 
-    covered_keys: frozenset[str] = frozenset(
+    handled_config_keys: frozenset[str] = frozenset(
         {"layers_block_type", "layer_types", "hybrid_override_pattern", "num_hidden_layers"}
     )
-    covered_fields: frozenset[str] = frozenset({"num_layers", "layers"})
+    handled_model_fields: frozenset[str] = frozenset({"num_layers", "layers"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the fields `layers` and `num_layers`; the key `num_hidden_layers` is ignored."""
+        """Return, from config.json, the `ModelConfig` fields `layers` and `num_layers`; the key `num_hidden_layers` is
+        ignored.
+        """
         kinds = raw.get("layers_block_type") or raw.get("layer_types")
         pattern = raw.get("hybrid_override_pattern")
         if kinds is None and pattern is not None:
@@ -68,7 +70,7 @@ class NemotronLayersEntry:
         return {"num_layers": len(layers), "layers": layers}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the keys of layer kinds both as names (for new software) and as letters (for old), and
+        """Return the config.json keys of layer kinds both as names (for new software) and as letters (for old), and
         `num_hidden_layers`.
         """
         halves = [[half for half in kind if half] for kind in model.layer_kinds]
@@ -84,20 +86,20 @@ class NemotronLayersEntry:
 
 @dataclass(frozen=True)
 class OptionalMoeEntry:
-    """Config entry for the section `moe`, if some layer has experts, and for `mlp_bias`, which must be false with
-    experts.
+    """Config entry for `ModelConfig`'s section `moe`, if some layer has experts, and for `mlp_bias`, which must be
+    false with experts.
     """
 
     experts: MoeSectionEntry
-    covered_fields: frozenset[str] = frozenset({"moe", "mlp_bias"})
+    handled_model_fields: frozenset[str] = frozenset({"moe", "mlp_bias"})
 
     @property
-    def covered_keys(self) -> frozenset[str]:
-        """Keys of config.json that the entry covers."""
-        return self.experts.covered_keys | {"mlp_bias"}
+    def handled_config_keys(self) -> frozenset[str]:
+        """Keys of config.json that this config entry translates or checks."""
+        return self.experts.handled_config_keys | {"mlp_bias"}
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the fields `moe`, None if no layer has experts, and `mlp_bias`."""
+        """Return, from config.json, the `ModelConfig` fields `moe`, None if no layer has experts, and `mlp_bias`."""
         biased = bool(raw.get("mlp_bias", False))
         if "moe" not in NemotronLayersEntry().fields_from_config(raw)["layers"]:
             return {"moe": None, "mlp_bias": biased}
@@ -106,7 +108,7 @@ class OptionalMoeEntry:
         return {**self.experts.fields_from_config(raw), "mlp_bias": False}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the key `mlp_bias` and, with experts, the keys of the section `moe`."""
+        """Return the config.json key `mlp_bias` and, for a model with experts, the keys of experts and router."""
         if model.moe is None:
             return {"mlp_bias": model.mlp_bias}
         if model.mlp_bias:

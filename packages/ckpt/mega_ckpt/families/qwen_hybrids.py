@@ -55,20 +55,20 @@ _SIZES = (
 
 
 @dataclass(frozen=True)
-class DeltaSectionEntry:
-    """Config entry for the section `delta`, the sizes of gated delta nets, whose norm has the model's epsilon; a model
-    without delta nets may lack it.
+class GatedDeltaNetEntry:
+    """Config entry for the sizes of gated delta nets (section `delta` of `ModelConfig`), whose norm has the model's
+    epsilon; a model without delta nets may lack it.
     """
 
-    covered_keys: frozenset[str] = frozenset().union(*(entry.covered_keys for entry in _SIZES))
-    covered_fields: frozenset[str] = frozenset({"delta"})
+    handled_config_keys: frozenset[str] = frozenset().union(*(entry.handled_config_keys for entry in _SIZES))
+    handled_model_fields: frozenset[str] = frozenset({"delta"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the section `delta`."""
+        """Return, from config.json, the `ModelConfig` section `delta`: head counts and sizes of the gated delta nets."""
         return {"delta": {name: value for entry in _SIZES for name, value in entry.fields_from_config(raw).items()}}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the keys of the delta nets' sizes; placeholders of 1 for a model without delta nets."""
+        """Return config.json's head counts and sizes of the gated delta nets; 1 each if the model has none."""
         delta = model.delta or GatedDeltaConfig(num_key_heads=1, num_value_heads=1, key_head_dim=1, value_head_dim=1)
         if delta.norm_eps not in (None, model.norm_eps):
             raise ConfigMismatchError(f"delta.norm_eps must be norm_eps = {model.norm_eps}, not {delta.norm_eps}")
@@ -77,24 +77,26 @@ class DeltaSectionEntry:
 
 @dataclass(frozen=True)
 class QwenLayersEntry:
-    """Config entry for the kind of each layer: a list of mixers (by default attention in every n-th layer, else gated
-    delta nets) and the keys that select layers with experts.
+    """Config entry for the kind of each layer: a list of token mixers in config.json (by default attention in every
+    n-th layer, else gated delta nets) and the keys that select layers with experts.
 
     `feed` is the feed-forward block of every layer; empty: keys of config.json select it.
     """
 
     feed: str = ""
-    covered_fields: frozenset[str] = frozenset({"layers"})
+    handled_model_fields: frozenset[str] = frozenset({"layers"})
 
     @property
-    def covered_keys(self) -> frozenset[str]:
-        """Keys of config.json that the entry covers."""
+    def handled_config_keys(self) -> frozenset[str]:
+        """Keys of config.json that set the kind of each layer."""
         return frozenset({"layer_types", "full_attention_interval"}) | (
-            SparseStepEntry().covered_keys if not self.feed else set()
+            SparseStepEntry().handled_config_keys if not self.feed else set()
         )
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the field `layers`, with the mixer and the feed-forward kind of each layer as "mixer+feed"."""
+        """Return, from config.json, the `ModelConfig` field `layers`, with the mixer and the feed-forward kind of each
+        layer as "mixer+feed".
+        """
         layers, every = layer_indices(raw), raw.get("full_attention_interval", 4)
         default = ["full_attention" if every and (layer + 1) % every == 0 else "linear_attention" for layer in layers]
         mixers = parse_mixer_names(raw.get("layer_types") or default, "delta", layers)
@@ -108,7 +110,9 @@ class QwenLayersEntry:
         return ["moe" if sparse is None or layer in sparse else "mlp" for layer in layers]
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the key `layer_types` and, unless `feed` is set, the keys that select the layers with experts."""
+        """Return the config.json key `layer_types` and, unless all layers have one kind of feed-forward block, the keys
+        that select the layers with experts.
+        """
         out = {"layer_types": mixer_names(check_layer_mixers(model, "delta"))}
         if not self.feed:
             return {**out, **SparseStepEntry().config_from_fields(model)}
@@ -124,7 +128,7 @@ def qwen_hybrid_entries(kv_heads: int) -> tuple[ConfigEntry, ...]:
     return (
         KeyValueHeadsEntry(kv_default=kv_heads, dim_default=256),
         RopeEntry(fraction=0.25, partial=True),
-        DeltaSectionEntry(),
+        GatedDeltaNetEntry(),
         KeyEntry("attention_bias", "qkv_bias attention_out_bias", False),
         *NO_WINDOW,
         AllowedValuesEntry({"attn_output_gate": (True,)}),
@@ -202,7 +206,7 @@ QWEN3_5_MOE = ModelFamily(
     name="qwen3_5_moe_text",
     architecture="Qwen3_5MoeForCausalLM",
     entries=(
-        *(entry for entry in llama_config_entries() if "ffn_hidden_size" not in entry.covered_fields),
+        *(entry for entry in llama_config_entries() if "ffn_hidden_size" not in entry.handled_model_fields),
         UnusedFieldsEntry({"ffn_hidden_size": "moe_intermediate_size"}),
         *qwen_hybrid_entries(2),
         QwenLayersEntry("moe"),

@@ -33,7 +33,7 @@ _COMMON = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 
 @dataclass(frozen=True)
 class RopeEntry:
-    """Config entry for all keys about rotary position embeddings (RoPE).
+    """Config entry for all keys of config.json about rotary position embeddings (RoPE).
 
     Attributes:
         theta, fraction: transformers' defaults for absent keys.
@@ -45,6 +45,8 @@ class RopeEntry:
         original: default of the original length in families that have its key outside the parameters, where it takes
             precedence.
         interleaved: the family's code rotates adjacent elements.
+        query_scaling: the family's code scales queries by position, by the parameter `llama_4_scaling_beta`.
+        ntk_alpha: rope_type "dynamic" with a parameter `alpha` means a larger base frequency, as in Hunyuan.
     """
 
     theta: float = 10_000.0
@@ -57,22 +59,26 @@ class RopeEntry:
     absent: Mapping[str, Any] = field(default_factory=dict)
     original: int | None = None
     interleaved: bool = False
-    covered_fields: frozenset[str] = frozenset({"rope"})
+    query_scaling: bool = False
+    ntk_alpha: bool = False
+    handled_model_fields: frozenset[str] = frozenset({"rope"})
 
     @property
-    def covered_keys(self) -> frozenset[str]:
-        """Keys of config.json that the entry covers."""
+    def handled_config_keys(self) -> frozenset[str]:
+        """Keys of config.json that this config entry translates or checks."""
         usual = {"rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor", _ORIGINAL_KEY}
         return frozenset({*usual, self.theta_key, self.fraction_key})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the field `rope` (theta, rotary fraction, scaling) from `rope_scaling` if given, as in transformers,
-        else from `rope_parameters`, with defaults of the family.
+        """Return, from config.json, the `ModelConfig` field `rope` (theta, rotary fraction, scaling) from
+        `rope_scaling` if given, as in transformers, else from `rope_parameters`, with defaults of the family.
         """
         given = raw.get("rope_scaling") or raw.get("rope_parameters") or self.absent
         if not isinstance(given, Mapping) or any(isinstance(value, Mapping) for value in given.values()):
             raise ConfigMismatchError(f"rope_parameters = {given!r} must be one set of parameters for all layers")
         kind = given.get("rope_type", given.get("type", "default"))
+        stretched = bool(self.ntk_alpha and kind == "dynamic" and given.get("alpha"))
+        kind = "default" if stretched else kind
         scaling = "none" if kind == "default" else self.aliases.get(kind, kind)
         if scaling not in self.scalings:
             supported = ", ".join(["default", *(name for name in _PARAMETERS if name in self.scalings - {"none"})])
@@ -84,17 +90,24 @@ class RopeEntry:
             "interleaved": self.interleaved,
             **_read_parameters(scaling, given, raw),
         }
+        if self.query_scaling:
+            if not given.get("llama_4_scaling_beta"):
+                raise ConfigMismatchError("llama_4_scaling_beta of rope_parameters is missing")
+            out["query_scaling"] = given["llama_4_scaling_beta"]
+        if stretched:
+            out["theta"] *= _ntk_growth(given["alpha"], raw)
         if self.original and scaling == "longrope":
             out["original_max_position"] = raw.get(_ORIGINAL_KEY, self.original)
-        for key, value in (("rope_theta", out["theta"]), ("partial_rotary_factor", out["fraction"])):
+        given_theta = out["theta"] if not stretched else raw.get("rope_theta")
+        for key, value in (("rope_theta", given_theta), ("partial_rotary_factor", out["fraction"])):
             if raw.get(key) not in (None, value) and key not in (self.theta_key, self.fraction_key):
                 raise ConfigMismatchError(f"{key} = {raw[key]!r} must be {value}")
         self._check_fraction(out["fraction"])
         return {"rope": out}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return both `rope_parameters`, for new versions of transformers, and `rope_scaling` and `rope_theta`, for old
-        ones.
+        """Return both config.json's `rope_parameters`, for new versions of transformers, and `rope_scaling` and
+        `rope_theta`, for old ones.
         """
         rope = model.rope
         self._check_fraction(rope.fraction)
@@ -105,7 +118,11 @@ class RopeEntry:
                 f"rope.scaling must be {' or '.join(sorted(self.scalings))}, not {rope.scaling!r}"
             )
         kind = "default" if rope.scaling == "none" else rope.scaling
-        parameters = {"rope_type": kind, **_write_parameters(rope)}
+        if self.query_scaling and rope.query_scaling is None:
+            raise ConfigMismatchError("rope.query_scaling is missing (queries of this family are scaled by position)")
+        scaled = {"llama_4_scaling_beta": rope.query_scaling} if self.query_scaling else {}
+        unscaled = rope.model_copy(update={"query_scaling": None}) if self.query_scaling else rope
+        parameters = {"rope_type": kind, **_write_parameters(unscaled), **scaled}
         partial = {"partial_rotary_factor": rope.fraction} if self.partial else {}
         separate = self.original is not None and rope.scaling == "longrope"
         return {
@@ -119,6 +136,12 @@ class RopeEntry:
     def _check_fraction(self, fraction: float) -> None:
         if fraction != self.fraction and not self.partial:
             raise ConfigMismatchError(f"rope.fraction (partial_rotary_factor) must be {self.fraction}, not {fraction}")
+
+
+def _ntk_growth(alpha: float, raw: ConfigDict) -> float:
+    """Return the factor on the base frequency of NTK-aware scaling by a fixed `alpha`."""
+    size = raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"]
+    return float(alpha ** (size / (size - 2)))
 
 
 def _read_parameters(scaling: str, given: ConfigDict, raw: ConfigDict) -> dict[str, Any]:
@@ -135,7 +158,9 @@ def _read_parameters(scaling: str, given: ConfigDict, raw: ConfigDict) -> dict[s
 
 
 def unread_rope_keys(raw: ConfigDict) -> list[str]:
-    """Return the keys of `rope_scaling` and `rope_parameters` that their rope_type does not use, as `rope_scaling.key`."""
+    """Return the keys of config.json's `rope_scaling` and `rope_parameters` that their rope_type does not use, as
+    `rope_scaling.key`.
+    """
     found = []
     for name in ("rope_scaling", "rope_parameters"):
         given = raw.get(name)
@@ -156,6 +181,46 @@ def _write_parameters(rope: RopeConfig) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
+class RotaryDimEntry:
+    """Config entry for rotary positions with a key for the number of rotated elements of a head, instead of or in
+    addition to `partial_rotary_factor`.
+
+    Attributes:
+        rope: entry of all other keys.
+        key: key of the number.
+        sizes: keys of the head dimension, the width and the number of heads.
+        default: the number if the key is absent; None: the fraction of `rope`.
+    """
+
+    rope: RopeEntry
+    key: str = "rotary_dim"
+    sizes: tuple[str, str, str] = ("head_dim", "hidden_size", "num_attention_heads")
+    default: int | None = None
+    handled_model_fields: frozenset[str] = frozenset({"rope"})
+
+    @property
+    def handled_config_keys(self) -> frozenset[str]:
+        """Keys of config.json that this config entry translates or checks."""
+        return self.rope.handled_config_keys | {self.key}
+
+    def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
+        """Return the field `rope`, whose fraction follows from the number of rotated elements if that key is given."""
+        size, width, heads = (raw.get(key) for key in self.sizes)
+        size = size or (width // heads if width and heads else None)
+        rotated = raw.get(self.key, self.default)
+        given = raw.get("partial_rotary_factor") or (raw.get("rope_parameters") or {}).get("partial_rotary_factor")
+        if rotated is None or not size or given:
+            return self.rope.fields_from_config(raw)
+        if not 0 < rotated <= size:
+            raise ConfigMismatchError(f"{self.key} = {rotated!r} must be between 1 and the head size {size}")
+        return self.rope.fields_from_config({**raw, "partial_rotary_factor": rotated / size})
+
+    def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
+        """Return the rotary keys and the number of rotated elements."""
+        return {**self.rope.config_from_fields(model), self.key: model.rotary_dim}
+
+
+@dataclass(frozen=True)
 class GlobalLocalRopeEntry:
     """Config entry for two sets of rotary parameters, one for full-attention and one for sliding-window layers, as in
     Gemma 3.
@@ -164,21 +229,23 @@ class GlobalLocalRopeEntry:
         rope, local: entries of the two sets.
         local_key: key of the second set's base frequency in older folders, which do not scale the second set; None: they
             have no such key.
+        old_form: the keys of older folders are written too.
     """
 
     rope: RopeEntry
     local: RopeEntry
     local_key: str | None = "rope_local_base_freq"
-    covered_fields: frozenset[str] = frozenset({"rope", "local_rope"})
+    old_form: bool = True
+    handled_model_fields: frozenset[str] = frozenset({"rope", "local_rope"})
 
     @property
-    def covered_keys(self) -> frozenset[str]:
-        """Keys of config.json that the entry covers."""
-        return self.rope.covered_keys | ({self.local_key} if self.local_key else set())
+    def handled_config_keys(self) -> frozenset[str]:
+        """Keys of config.json that this config entry translates or checks."""
+        return self.rope.handled_config_keys | ({self.local_key} if self.local_key else set())
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the fields `rope` (full-attention layers) and `local_rope` (sliding-window layers); the key
-        `rope_scaling` applies to `rope` only.
+        """Return, from config.json, the `ModelConfig` fields `rope` (full-attention layers) and `local_rope`
+        (sliding-window layers); the key `rope_scaling` applies to `rope` only.
         """
         given = raw.get("rope_parameters") or {}
         if not isinstance(given, Mapping) or not given.keys() <= set(_SETS):
@@ -191,9 +258,12 @@ class GlobalLocalRopeEntry:
         return {**rope, "local_rope": windowed["rope"]}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the rotary keys of both sets in the new and the old form, like `RopeEntry.config_from_fields`."""
+        """Return config.json's keys of both sets of rotary parameters, for new versions of transformers
+        (`rope_parameters`) and for old ones.
+        """
         full = self.rope.config_from_fields(model)
         local = self.local.config_from_fields(model.model_copy(update={"rope": model.local_rope or model.rope}))
         sets = zip(_SETS, (full["rope_parameters"], local["rope_parameters"]), strict=True)
         base = {self.local_key: local["rope_theta"]} if self.local_key else {}
+        full = full if self.old_form else {}
         return {**full, **base, "rope_parameters": dict(sets)}

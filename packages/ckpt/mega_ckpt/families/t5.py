@@ -33,14 +33,14 @@ _ACTIVATIONS = {
 class StackLayersEntry:
     """Config entry for the numbers of T5's encoder and decoder layers (equal by default), and the decoder start token."""
 
-    covered_keys: frozenset[str] = frozenset(
+    handled_config_keys: frozenset[str] = frozenset(
         {"num_layers", "num_hidden_layers", "num_decoder_layers", "decoder_start_token_id", "is_encoder_decoder"}
     )
-    covered_fields: frozenset[str] = frozenset({"num_layers", "encoder"})
+    handled_model_fields: frozenset[str] = frozenset({"num_layers", "encoder"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the fields `num_layers`, the sum over encoder and decoder, and `encoder`, with the encoder's layers
-        and the start token.
+        """Return, from config.json, the `ModelConfig` fields `num_layers`, the sum over encoder and decoder, and
+        `encoder`, with the encoder's layers and the start token.
         """
         if not raw.get("is_encoder_decoder", True):
             raise ConfigMismatchError("is_encoder_decoder = False is not supported")
@@ -50,7 +50,7 @@ class StackLayersEntry:
         return {"num_layers": encoder + (encoder if decoder is None else decoder), "encoder": section}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the keys `num_layers` (encoder), `num_decoder_layers`, `decoder_start_token_id` and
+        """Return the config.json keys `num_layers` (encoder), `num_decoder_layers`, `decoder_start_token_id` and
         `is_encoder_decoder`.
         """
         if model.encoder is None:
@@ -66,22 +66,24 @@ class StackLayersEntry:
 
 @dataclass(frozen=True)
 class RelativePositionsEntry:
-    """Config entry for T5's buckets of relative positions, with one bias table per stack or, with `every_layer`, per
-    layer.
+    """Config entry for T5's buckets of relative positions, with one bias table for the encoder and one for the decoder
+    or, with `every_layer`, one per layer.
     """
 
     every_layer: bool
-    covered_keys: frozenset[str] = frozenset({"relative_attention_num_buckets", "relative_attention_max_distance"})
-    covered_fields: frozenset[str] = frozenset({"position", "relative"})
+    handled_config_keys: frozenset[str] = frozenset(
+        {"relative_attention_num_buckets", "relative_attention_max_distance"}
+    )
+    handled_model_fields: frozenset[str] = frozenset({"position", "relative"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the field `position` and the section `relative`."""
+        """Return, from config.json, the `ModelConfig` field `position` and the section `relative`."""
         most, buckets = raw.get("relative_attention_max_distance", 128), raw.get("relative_attention_num_buckets", 32)
         section = {"buckets": buckets, "max_distance": most, "every_layer": self.every_layer}
         return {"position": "relative", "relative": section}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the keys of the number of buckets and the maximum distance."""
+        """Return the config.json keys of the number of relative position buckets and the maximum distance."""
         if model.position != "relative" or model.relative.every_layer != self.every_layer:
             raise ConfigMismatchError(f"position must be relative, with relative.every_layer = {self.every_layer}")
         return {
@@ -107,19 +109,19 @@ class OutputScaleEntry:
 
     scaled: bool
     by_tie: bool = False
-    covered_keys: frozenset[str] = frozenset({"tie_word_embeddings", "scale_decoder_outputs"})
-    covered_fields: frozenset[str] = frozenset({"tie_embeddings", "logit_scale"})
+    handled_config_keys: frozenset[str] = frozenset({"tie_word_embeddings", "scale_decoder_outputs"})
+    handled_model_fields: frozenset[str] = frozenset({"tie_embeddings", "logit_scale"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the fields `tie_embeddings` and `logit_scale`."""
+        """Return, from config.json, the `ModelConfig` fields `tie_embeddings` and `logit_scale`."""
         tied = raw.get("tie_word_embeddings") is not False
         scaled = self.scaled and raw.get("scale_decoder_outputs", tied)
         width = raw.get("d_model") or raw.get("hidden_size") or 1  # another entry reports its absence
         return {"tie_embeddings": tied, "logit_scale": width**-0.5 if scaled else 1.0}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the keys `tie_word_embeddings` and `scale_decoder_outputs`, or only `tie_word_embeddings` with
-        `by_tie`.
+        """Return the config.json keys `tie_word_embeddings` and `scale_decoder_outputs`, or only `tie_word_embeddings`
+        with `by_tie`.
         """
         factors = {1.0: False, model.hidden_size**-0.5: True}
         if model.logit_scale not in factors or (factors[model.logit_scale] and not self.scaled):
@@ -136,15 +138,17 @@ class OutputScaleEntry:
 class T5HeadSizeEntry:
     """Config entry for T5's head dimension, which is independent of the model width."""
 
-    covered_keys: frozenset[str] = frozenset({"d_kv", "head_dim"})
-    covered_fields: frozenset[str] = frozenset({"head_dim", "num_kv_heads"})
+    handled_config_keys: frozenset[str] = frozenset({"d_kv", "head_dim"})
+    handled_model_fields: frozenset[str] = frozenset({"head_dim", "num_kv_heads"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the fields `head_dim` and `num_kv_heads`, which is None: every head has its own key and value."""
+        """Return, from config.json, the `ModelConfig` fields `head_dim` and `num_kv_heads`, which is None: every head
+        has its own key and value.
+        """
         return {"head_dim": raw.get("d_kv", raw.get("head_dim", 64)), "num_kv_heads": None}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the key `d_kv`, the head dimension, even if it is the default."""
+        """Return the config.json key `d_kv`, the head dimension, even if it is the default."""
         if model.key_value_heads != model.num_attention_heads:
             raise ConfigMismatchError(f"num_kv_heads must be {model.num_attention_heads}, not {model.key_value_heads}")
         return {"d_kv": model.query_key_head_dim}
@@ -154,26 +158,30 @@ class T5HeadSizeEntry:
 class DropoutRateEntry:
     """Config entry for T5's single dropout rate of embeddings, attention and residuals."""
 
-    covered_keys: frozenset[str] = frozenset({"dropout_rate"})
-    covered_fields: frozenset[str] = frozenset({"embedding_dropout", "attention_dropout", "residual_dropout"})
+    handled_config_keys: frozenset[str] = frozenset({"dropout_rate"})
+    handled_model_fields: frozenset[str] = frozenset({"embedding_dropout", "attention_dropout", "residual_dropout"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the fields of embedding, attention and residual dropout, each with the value of `dropout_rate`."""
-        return dict.fromkeys(sorted(self.covered_fields), raw.get("dropout_rate", 0.1))
+        """Return, from config.json, the `ModelConfig` fields of embedding, attention and residual dropout, each with
+        the value of `dropout_rate`.
+        """
+        return dict.fromkeys(sorted(self.handled_model_fields), raw.get("dropout_rate", 0.1))
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the key `dropout_rate` from `residual_dropout`; embedding and attention dropout are not written."""
+        """Return the config.json key `dropout_rate` from `residual_dropout`; embedding and attention dropout are not
+        written.
+        """
         return {"dropout_rate": model.residual_dropout}
 
 
 class T5Family(ModelFamily):
-    """A family of T5 models: layers, `block.{i}` in its tensor rules, belong to the encoder or the decoder, each
+    """HuggingFace family of T5 models: `block.{i}` in its tensor rules is a layer of the encoder or the decoder, each
     counted from 0; the feed-forward block is the last part of a layer.
     """
 
     def disk_tensor_table(self, model: ModelConfig, names: Iterable[str] | None = None) -> dict[str, DiskTensor]:
-        """Return {disk name: DiskTensor}, like `ModelFamily.disk_tensor_table`. The embedding is written once; older
-        versions of transformers repeat it per stack.
+        """Return {name on disk: DiskTensor} of the tensors of `model`. The embedding is written once; older versions of
+        transformers repeat it in encoder and decoder.
         """
         first = model.encoder.num_layers if model.encoder else 0
 
@@ -191,7 +199,7 @@ class T5Family(ModelFamily):
 
     def duplicate_tensors(self, model: ModelConfig) -> dict[str, str]:
         """Return {disk name: canonical name} of the disk tensors that repeat another one, including the copy of the
-        embedding in each stack.
+        embedding in encoder and decoder.
         """
         return super().duplicate_tensors(model) | {f"{stack}.embed_tokens.weight": EMBEDDING for stack in _STACKS}
 

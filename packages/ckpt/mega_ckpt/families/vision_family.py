@@ -64,13 +64,15 @@ class NativeResolutionEntry:
     of any shape.
     """
 
-    covered_keys: frozenset[str] = frozenset({"rope_parameters"}).union(
-        *(entry.covered_keys for entry in _NATIVE_SIZES)
+    handled_config_keys: frozenset[str] = frozenset({"rope_parameters"}).union(
+        *(entry.handled_config_keys for entry in _NATIVE_SIZES)
     )
-    covered_fields: frozenset[str] = frozenset({"native"})
+    handled_model_fields: frozenset[str] = frozenset({"native"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the section `native`; ConfigMismatchError for other rotary positions than axial ones of base 10000."""
+        """Return, from config.json, the `VisionConfig` section `native` (preprocessing and windows for images of any
+        shape); ConfigMismatchError for other rotary positions than axial ones of base 10000.
+        """
         rope = raw.get("rope_parameters") or {}
         if rope.get("rope_type", "axial") != "axial" or rope.get("rope_theta", 10_000) != 10_000:
             raise ConfigMismatchError(f"rope_parameters = {rope!r} must be axial with rope_theta = 10000")
@@ -79,7 +81,9 @@ class NativeResolutionEntry:
         }
 
     def config_from_fields(self, model: Any) -> dict[str, Any]:
-        """Return the keys of the section `native` of `model`, a `VisionConfig`."""
+        """Return the config.json keys of preprocessing and windows for images of any shape, from the section `native`
+        of `model`, a `VisionConfig`.
+        """
         if model.native is None:
             raise ConfigMismatchError("vision.native is missing")
         return {key: value for entry in _NATIVE_SIZES for key, value in entry.config_from_fields(model.native).items()}
@@ -204,7 +208,7 @@ class VisionLanguageFamily(ModelFamily):
 
     @property
     def text_family(self) -> ModelFamily:
-        """Family of the text model; an assertion fails until a config.json has selected it."""
+        """Family of the text model; AssertionError until a config.json has selected it."""
         assert self.text is not None
         return self.text
 
@@ -214,8 +218,8 @@ class VisionLanguageFamily(ModelFamily):
         return self.text_family.has_per_expert_tensors
 
     def read_config_json(self, raw: ConfigDict, source: str = "config.json") -> ModelConfig:
-        """Return the model configuration that a vision-language config.json describes; see
-        `ModelFamily.read_config_json`.
+        """Return the model configuration, of text model and vision encoder, that a vision-language model's config.json
+        describes; errors name `source`.
         """
         text = self.text_family.read_config_json(self.text_config_of(raw), f"{source}: text_config")
         inner = raw.get("vision_config") or {}
@@ -246,19 +250,25 @@ class VisionLanguageFamily(ModelFamily):
         """
         inner = dict(raw.get("text_config") or {})
         if not inner and self.flat:
-            outer = frozenset({"vision_config", "model_type"}).union(*(entry.covered_keys for entry in self.entries))
+            outer = frozenset({"vision_config", "model_type"}).union(
+                *(entry.handled_config_keys for entry in self.entries)
+            )
             inner = {key: value for key, value in raw.items() if key not in outer | self.carried}
             inner["model_type"] = self.text_family.name
         tied = {_TIED: True} if raw.get(_TIED) else {}
         return _TEXTS.get(inner.get("model_type"), {}) | inner | tied
 
     def unread_keys(self, raw: ConfigDict) -> list[str]:
-        """Return the keys of a config.json that neither transformers nor mega reads; see `ModelFamily.unread_keys`."""
+        """Return the keys of a vision-language model's config.json that neither transformers nor mega reads, keys with
+        null left out.
+        """
         inner = raw.get("vision_config") or {}
         tower = VISION_ENCODERS.get(inner.get("model_type", self.towers[0]), ())
-        vision_keys = CARRIED.union(_CARRIED, *(entry.covered_keys for entry in tower))
+        vision_keys = CARRIED.union(_CARRIED, *(entry.handled_config_keys for entry in tower))
         outer_keys = CARRIED.union(
-            self.carried, {"text_config", "vision_config", _TIED}, *(entry.covered_keys for entry in self.entries)
+            self.carried,
+            {"text_config", "vision_config", _TIED},
+            *(entry.handled_config_keys for entry in self.entries),
         )
         unread = [
             f"vision_config.{key}" for key, value in inner.items() if key not in vision_keys and value is not None
@@ -268,8 +278,8 @@ class VisionLanguageFamily(ModelFamily):
         return sorted(unread) + self.text_family.unread_keys(self.text_config_of(raw))
 
     def unsupported_settings(self, model: ModelConfig) -> list[str]:
-        """Return descriptions of the settings of `model` that config.json cannot express; see
-        `ModelFamily.unsupported_settings`.
+        """Return descriptions of the settings of `model` that this family's config.json cannot express; empty if it can
+        express the model.
         """
         if model.vision is None:
             return ["vision is missing"]
@@ -288,7 +298,7 @@ class VisionLanguageFamily(ModelFamily):
         return [f"the text model must be {' or '.join(self.texts)}, not {self.text.name}"]
 
     def write_config_json(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the content of config.json for `model`; see `ModelFamily.write_config_json`."""
+        """Return the content of config.json for `model`, a vision-language model that the family can express."""
         assert model.vision is not None
         text = self.text_family.write_config_json(text_only_config(model))
         outer = {"architectures": [self.architecture], "model_type": self.name, _TIED: model.tie_embeddings}
@@ -307,8 +317,8 @@ class VisionLanguageFamily(ModelFamily):
         raise ConfigMismatchError("; ".join(reasons))
 
     def disk_tensor_table(self, model: ModelConfig, names: Iterable[str] | None = None) -> dict[str, DiskTensor]:
-        """Return {disk name: DiskTensor}, like `ModelFamily.disk_tensor_table`, with the name prefixes of the folder
-        that has the tensors `names`.
+        """Return {name on disk: DiskTensor} of the tensors of `model`, with the name prefixes of the folder that has
+        the tensors `names`.
         """
         names = None if names is None else set(names)
         style = TensorNameStyle.detect_style(names, self.styles)
@@ -324,8 +334,8 @@ class VisionLanguageFamily(ModelFamily):
         return vision | named
 
     def duplicate_tensors(self, model: ModelConfig) -> dict[str, str]:
-        """Return {disk name: canonical name} of disk tensors that repeat another one; see
-        `ModelFamily.duplicate_tensors`.
+        """Return {disk name: canonical name} of disk tensors that repeat another one, such as the stored copy of a tied
+        output layer.
         """
         text = self.text_family.duplicate_tensors(text_only_config(model))
         return {style.to_disk_name(copy): name for style in self.styles for copy, name in text.items()}

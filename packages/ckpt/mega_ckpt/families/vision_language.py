@@ -39,12 +39,12 @@ class FeatureSelectEntry:
     Without a class token it would drop a patch, which is not supported.
     """
 
-    covered_keys: frozenset[str] = frozenset({"vision_feature_select_strategy"})
-    covered_fields: frozenset[str] = frozenset({"feature_class"})
+    handled_config_keys: frozenset[str] = frozenset({"vision_feature_select_strategy"})
+    handled_model_fields: frozenset[str] = frozenset({"feature_class"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the field `feature_class`, true if the class token is kept; ConfigMismatchError if a patch would be
-        dropped.
+        """Return, from config.json, the `VisionConfig` field `feature_class`, true if the class token is kept;
+        ConfigMismatchError if a patch would be dropped.
         """
         siglip = (raw.get("vision_config") or {}).get("model_type") == "siglip_vision_model"
         strategy = raw.get("vision_feature_select_strategy", "default")
@@ -55,7 +55,9 @@ class FeatureSelectEntry:
         return {"feature_class": strategy == "full" and not siglip}
 
     def config_from_fields(self, model: Any) -> dict[str, Any]:
-        """Return the keys `vision_feature_select_strategy` and `image_seq_length` from the fields of a `VisionConfig`."""
+        """Return the config.json keys `vision_feature_select_strategy` and `image_seq_length` from the fields of a
+        `VisionConfig`.
+        """
         full = model.feature_class or not model.class_token
         return {
             "vision_feature_select_strategy": "full" if full else "default",
@@ -100,15 +102,15 @@ _DEFAULT_PINPOINTS = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 100
 class GridPinpointsEntry:
     """Config entry for LLaVA-NeXT's `image_grid_pinpoints`, the resolutions that an image may be resized to."""
 
-    covered_keys: frozenset[str] = frozenset({"image_grid_pinpoints"})
-    covered_fields: frozenset[str] = frozenset({"pinpoints"})
+    handled_config_keys: frozenset[str] = frozenset({"image_grid_pinpoints"})
+    handled_model_fields: frozenset[str] = frozenset({"pinpoints"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the field `pinpoints`, a list of [height, width]."""
+        """Return, from config.json, the `VisionConfig` field `pinpoints`, a list of [height, width]."""
         return {"pinpoints": raw.get("image_grid_pinpoints") or _DEFAULT_PINPOINTS}
 
     def config_from_fields(self, model: Any) -> dict[str, Any]:
-        """Return the key `image_grid_pinpoints` from the fields of a `VisionConfig`."""
+        """Return the config.json key `image_grid_pinpoints` from the fields of a `VisionConfig`."""
         return {"image_grid_pinpoints": [list(size) for size in model.pinpoints or ()]}
 
 
@@ -136,12 +138,12 @@ class TokensPerImageEntry:
     pooled to.
     """
 
-    covered_keys: frozenset[str] = frozenset({"mm_tokens_per_image"})
-    covered_fields: frozenset[str] = frozenset({"pool"})
+    handled_config_keys: frozenset[str] = frozenset({"mm_tokens_per_image"})
+    handled_model_fields: frozenset[str] = frozenset({"pool"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the field `pool`, the pooling factor per side; ConfigMismatchError if square pools of patches do not
-        give that number of tokens.
+        """Return, from config.json, the `VisionConfig` field `pool`, the pooling factor per side; ConfigMismatchError
+        if square pools of patches do not give that number of tokens.
         """
         tokens, tower = raw.get("mm_tokens_per_image", 256), raw.get("vision_config") or {}
         patches, side = tower.get("image_size", 224) // tower.get("patch_size", 16), isqrt(tokens)
@@ -152,7 +154,7 @@ class TokensPerImageEntry:
         return {"pool": patches // side}
 
     def config_from_fields(self, model: Any) -> dict[str, Any]:
-        """Return the key `mm_tokens_per_image` from the fields of a `VisionConfig`."""
+        """Return the config.json key `mm_tokens_per_image` from the fields of a `VisionConfig`."""
         return {"mm_tokens_per_image": model.tokens_per_image}
 
 
@@ -162,11 +164,11 @@ class NoLogitCapEntry:
     model.
     """
 
-    covered_keys: frozenset[str] = frozenset()
-    covered_fields: frozenset[str] = frozenset()
+    handled_config_keys: frozenset[str] = frozenset()
+    handled_model_fields: frozenset[str] = frozenset()
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return no fields; ConfigMismatchError if `text_config` has `final_logit_softcapping`."""
+        """Return no `VisionConfig` fields; ConfigMismatchError if `text_config` has `final_logit_softcapping`."""
         cap = (raw.get("text_config") or {}).get("final_logit_softcapping")
         if cap is not None:
             raise ConfigMismatchError(
@@ -175,7 +177,7 @@ class NoLogitCapEntry:
         return {}
 
     def config_from_fields(self, model: Any) -> dict[str, Any]:
-        """Return no keys: the entry only checks."""
+        """Return no config.json keys: this config entry only checks."""
         return {}
 
 
@@ -221,14 +223,14 @@ class MultimodalRopeEntry(RopeEntry):
     """
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the field `rope` with `sections` from `mrope_section`."""
+        """Return, from config.json, the `ModelConfig` field `rope`, whose `sections` come from `mrope_section`."""
         out = super().fields_from_config(raw)
         given = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
         return {"rope": out["rope"] | {"sections": given.get(_SECTIONS, [16, 24, 24])}}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the rotary keys in the new and the old form, each with `mrope_section`; ConfigMismatchError without
-        sections.
+        """Return config.json's rotary keys for new and for old versions of transformers, each with `mrope_section`;
+        ConfigMismatchError if the model's RoPE has no sections.
         """
         if model.rope.sections is None:
             raise ConfigMismatchError("rope.sections is missing")
@@ -279,11 +281,13 @@ def qwen_encoder_rules(vision: VisionConfig) -> tuple[TensorRule, ...]:
 class OutHiddenSizeEntry:
     """Config entry for `out_hidden_size` of the vision encoder, which must equal the text model's width."""
 
-    covered_keys: frozenset[str] = frozenset()
-    covered_fields: frozenset[str] = frozenset()
+    handled_config_keys: frozenset[str] = frozenset()
+    handled_model_fields: frozenset[str] = frozenset()
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return no fields; ConfigMismatchError if `out_hidden_size` differs from the text model's `hidden_size`."""
+        """Return no `VisionConfig` fields; ConfigMismatchError if `out_hidden_size` differs from the text model's
+        `hidden_size`.
+        """
         out, text = (raw.get("vision_config") or {}).get("out_hidden_size"), raw.get("text_config") or raw
         if out is not None and out != text.get("hidden_size", out):
             raise ConfigMismatchError(
@@ -292,7 +296,7 @@ class OutHiddenSizeEntry:
         return {}
 
     def config_from_fields(self, model: Any) -> dict[str, Any]:
-        """Return no keys: the entry only checks."""
+        """Return no config.json keys: this config entry only checks."""
         return {}
 
 

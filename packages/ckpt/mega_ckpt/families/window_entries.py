@@ -24,12 +24,12 @@ class UniformWindowEntry:
 
     size: int | None = None
     supports_windows: bool = True
-    covered_keys: frozenset[str] = frozenset({"sliding_window", "layer_types"})
-    covered_fields: frozenset[str] = frozenset({"sliding_window"})
+    handled_config_keys: frozenset[str] = frozenset({"sliding_window", "layer_types"})
+    handled_model_fields: frozenset[str] = frozenset({"sliding_window"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the field `sliding_window`; ConfigMismatchError if the family does not support windows or a list of
-        layer types disagrees.
+        """Return, from config.json, the `ModelConfig` field `sliding_window`; ConfigMismatchError if the family does
+        not support windows or a list of layer types disagrees.
         """
         size = raw.get("sliding_window", self.size)
         if size is not None and not self.supports_windows:
@@ -40,7 +40,7 @@ class UniformWindowEntry:
         return {"sliding_window": size}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the key `sliding_window`, or no key if the family does not support windows."""
+        """Return the config.json key `sliding_window`, or no key if the family does not support windows."""
         if self.supports_windows:
             return {"sliding_window": model.sliding_window}
         if model.sliding_window is not None:
@@ -56,62 +56,68 @@ class LayerTypesEntry:
         size: the window if the key is absent.
         every: layers `every - 1`, `2 every - 1`, ... have no window; None: all layers have one.
         every_keys: aliases of the key of `every`; empty if the family has no such key.
+        first: index of the first layer without a window; None: `every - 1`.
     """
 
     size: int | None
     every: int | None
     every_keys: tuple[str, ...] = ()
-    covered_fields: frozenset[str] = frozenset({"sliding_window", "full_attention_layers"})
+    first: int | None = None
+    handled_model_fields: frozenset[str] = frozenset({"sliding_window", "full_attention_layers"})
 
     @property
-    def covered_keys(self) -> frozenset[str]:
-        """Keys of config.json that the entry covers."""
+    def handled_config_keys(self) -> frozenset[str]:
+        """Keys of config.json that this config entry translates or checks."""
         return frozenset({"sliding_window", "layer_types", *self.every_keys})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the fields `sliding_window` and `full_attention_layers`."""
+        """Return, from config.json, the `ModelConfig` fields `sliding_window` and `full_attention_layers`."""
         layers, size = layer_indices(raw), raw.get("sliding_window", self.size)
         every = next((raw[key] for key in self.every_keys if raw.get(key)), self.every)
-        full = [(layer + 1) % every == 0 if every else not size for layer in layers]
+        shift = 1 if self.first is None else -self.first
+        full = [(layer + shift) % every == 0 if every else not size for layer in layers]
         return window_fields(raw.get("layer_types") or window_layer_types(full), size, layers)
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the keys `layer_types` and `sliding_window`, a size even if no layer uses it, since some transformers
-        classes require one.
+        """Return the config.json keys `layer_types` and `sliding_window`, a size even if no layer uses it, since some
+        transformers classes require one.
         """
         return {"sliding_window": model.sliding_window or self.size, "layer_types": model_layer_types(model)}
 
 
 @dataclass(frozen=True)
 class QwenWindowEntry:
-    """Config entry for Qwen's sliding window: a switch, a size, the first layer that has it, and the redundant list of
-    layer types.
+    """Config entry for Qwen's sliding window: in config.json a switch, a size, the first layer that has it, and the
+    redundant list of layer types.
 
     Attributes:
         size, first: transformers' defaults for absent keys.
         alternating: without a list, every second layer *before* `max_window_layers` has a window instead.
+        switched: `use_sliding_window` switches windows on; else any size does.
     """
 
     size: int = 4096
     first: int = 28
     alternating: bool = False
-    covered_keys: frozenset[str] = frozenset(
+    switched: bool = True
+    handled_config_keys: frozenset[str] = frozenset(
         {"use_sliding_window", "sliding_window", "max_window_layers", "layer_types"}
     )
-    covered_fields: frozenset[str] = frozenset({"sliding_window", "full_attention_layers"})
+    handled_model_fields: frozenset[str] = frozenset({"sliding_window", "full_attention_layers"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the fields `sliding_window` and `full_attention_layers`."""
+        """Return, from config.json, the `ModelConfig` fields `sliding_window` and `full_attention_layers`."""
         layers, first = layer_indices(raw), raw.get("max_window_layers", self.first)
-        size = raw.get("sliding_window", self.size) if raw.get("use_sliding_window") else None
+        used = not self.switched or raw.get("use_sliding_window")
+        size = raw.get("sliding_window", self.size) if used else None
         full = [layer % 2 == 1 or layer >= first if self.alternating else layer < first for layer in layers]
         return window_fields(
             raw.get("layer_types") or window_layer_types([each or not size for each in full]), size, layers
         )
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the keys `use_sliding_window`, `sliding_window`, `max_window_layers` (the first layer with a window)
-        and `layer_types`.
+        """Return the config.json keys `use_sliding_window`, `sliding_window`, `max_window_layers` (the first layer with
+        a window) and `layer_types`.
         """
         kinds = model_layer_types(model)
         used = _LOCAL in kinds
@@ -128,21 +134,21 @@ class SwitchedWindowEntry:
     """Config entry for one sliding window in every layer or none, selected by `use_sliding_window`."""
 
     size: int = 4096
-    covered_keys: frozenset[str] = frozenset(
+    handled_config_keys: frozenset[str] = frozenset(
         {"use_sliding_window", "sliding_window", "max_window_layers", "layer_types"}
     )
-    covered_fields: frozenset[str] = frozenset({"sliding_window"})
+    handled_model_fields: frozenset[str] = frozenset({"sliding_window"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the field `sliding_window`, None unless switched on; `max_window_layers` is ignored as in
-        transformers.
+        """Return, from config.json, the `ModelConfig` field `sliding_window`, None unless `use_sliding_window` is true;
+        `max_window_layers` is ignored as in transformers.
         """
         size = raw.get("sliding_window", self.size) if raw.get("use_sliding_window") else None
         check_layer_types(raw, size)
         return {"sliding_window": size}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the keys `use_sliding_window` and `sliding_window`."""
+        """Return the config.json keys `use_sliding_window` and `sliding_window`."""
         return {"use_sliding_window": model.sliding_window is not None, "sliding_window": model.sliding_window}
 
 
@@ -160,16 +166,16 @@ class RopeInWindowsEntry:
     none_rotates_all: bool = False
     size: int = 4096
     every: int = 4
-    covered_fields: frozenset[str] = frozenset({"sliding_window", "full_attention_layers", "no_rope_layers"})
+    handled_model_fields: frozenset[str] = frozenset({"sliding_window", "full_attention_layers", "no_rope_layers"})
 
     @property
-    def covered_keys(self) -> frozenset[str]:
-        """Keys of config.json that the entry covers."""
+    def handled_config_keys(self) -> frozenset[str]:
+        """Keys of config.json that this config entry translates or checks."""
         return frozenset({"sliding_window", "layer_types", self.every_key})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the fields `sliding_window`, `full_attention_layers` and `no_rope_layers`; the latter two list the
-        same layers.
+        """Return, from config.json, the `ModelConfig` fields `sliding_window`, `full_attention_layers` and
+        `no_rope_layers`; the latter two list the same layers.
         """
         layers, size = layer_indices(raw), raw.get("sliding_window", self.size)
         if size is None and self.none_rotates_all:
@@ -183,8 +189,8 @@ class RopeInWindowsEntry:
         return {**fields, "no_rope_layers": [layer for layer, kind in enumerate(kinds) if kind == _FULL] or None}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the keys `layer_types` and `sliding_window`; ConfigMismatchError unless exactly the full-attention
-        layers lack rotary positions.
+        """Return the config.json keys `layer_types` and `sliding_window`; ConfigMismatchError unless exactly the
+        full-attention layers lack rotary positions.
         """
         layers = range(model.num_layers)
         full = [layer for layer in layers if model.get_attention_window(layer) is None]

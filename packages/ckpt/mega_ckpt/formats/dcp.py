@@ -74,7 +74,7 @@ class SavedTensor:
 
 @dataclass(frozen=True)
 class ArchiveRange:
-    """Bytes [begin, end) of a file, which are a `torch.save` archive of one tensor or object."""
+    """Byte range [begin, end) of a file that is a `torch.save` archive of one tensor or object."""
 
     path: Path
     begin: int

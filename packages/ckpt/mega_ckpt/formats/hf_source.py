@@ -67,8 +67,8 @@ _TEMPLATES = "additional_chat_templates"
 
 
 class HfSource(DiskSource):
-    """A `WeightSource` of a HuggingFace folder, dequantized. `unread` are the keys of config.json that neither
-    transformers nor mega reads.
+    """A `WeightSource` of a HuggingFace folder, dequantized. The attribute `unread` lists the keys of config.json that
+    neither transformers nor mega reads.
 
     Raises:
         CheckpointError: from the constructor, naming file, key or tensor, for a folder that cannot be used.
@@ -98,12 +98,12 @@ class HfSource(DiskSource):
         self._check_duplicates(table)
 
     def asset_files(self) -> Mapping[str, Path | bytes]:
-        """Return all files other than weights, and, if the weights are read unchanged, `hf_layout.json` with the
-        headers of the weight files.
+        """Return all files of the folder other than weights, and, if the weights are read unchanged, `hf_layout.json`,
+        which keeps the weight files' headers so that they can be written again byte for byte.
         """
         paths = _sorted(self.folder.iterdir())
         check_settings_files(paths)
-        found = {path.name: read_if_remote(path) for path in paths if _is_asset(path)}
+        found = {path.name: read_if_remote(path) for path in paths if is_asset_file(path)}
         templates = self.folder / _TEMPLATES
         if templates.is_dir():
             found |= {f"{_TEMPLATES}/{path.name}": read_if_remote(path) for path in _sorted(templates.glob("*.jinja"))}
@@ -230,8 +230,8 @@ def check_tensor_table(
 
 
 def load_hf_config(path: Location, raw: Mapping[str, Any] | None = None) -> tuple[ModelFamily, ModelConfig, list[str]]:
-    """Return the family, the model configuration and the unread keys of the config.json at `path`; `raw` is its
-    content, if already read.
+    """Return the family, the model configuration, and the keys that nothing reads, of the config.json at `path`; `raw`
+    is its content, if already read.
 
     Raises:
         CheckpointError: when it is no JSON mapping, or describes an unsupported model.
@@ -243,7 +243,8 @@ def load_hf_config(path: Location, raw: Mapping[str, Any] | None = None) -> tupl
 
 
 def add_image_settings(model: ModelConfig, read: Callable[[str], Mapping[str, Any]]) -> ModelConfig:
-    """Return `model` with the image preprocessing settings of its folder; `read` is as in `image_processor_section`.
+    """Return `model` with the image preprocessing settings of its folder; `read` returns the content of the JSON file
+    of a given name, empty if the file is missing.
 
     Raises:
         CheckpointError: when a settings file is damaged.
@@ -299,13 +300,16 @@ def read_hf_config(folder: Location) -> dict[str, Any]:
 
 
 def encode_hf_layout(headers: Mapping[str, bytes]) -> bytes:
-    """Return the content of `hf_layout.json`: the header of each safetensors file, byte for byte."""
+    """Return the bytes of `hf_layout.json`, in which a mega checkpoint keeps the headers of the safetensors files it
+    was converted from; `headers` is {file name: header}.
+    """
     files = {name: text.decode() for name, text in headers.items()}
     return json.dumps({"files": files}, indent=1, ensure_ascii=False).encode()
 
 
-def decode_hf_layout(content: bytes) -> dict[str, SafetensorsHeader]:
-    """Return {file name: SafetensorsHeader} from the content of a `hf_layout.json`.
+def decode_hf_headers(content: bytes) -> dict[str, SafetensorsHeader]:
+    """Return {file name: header} from `hf_layout.json`, in which a mega checkpoint keeps the headers of the safetensors
+    files it was converted from.
 
     Raises:
         CheckpointError: when it is damaged, or names a file outside its folder.
@@ -338,7 +342,8 @@ def check_settings_files(paths: Iterable[Location]) -> None:
             )
 
 
-def _is_asset(path: Location) -> bool:
+def is_asset_file(path: Location) -> bool:
+    """Return whether a file of a HuggingFace folder accompanies the weights, such as a tokenizer file."""
     return (
         path.is_file()
         and not path.name.endswith(_WEIGHTS)

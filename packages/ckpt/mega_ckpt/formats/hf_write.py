@@ -28,7 +28,13 @@ from mega_ckpt.families import (
 )
 from mega_ckpt.families.disk_layouts import PLAIN, DiskTensor, TensorSlice
 from mega_ckpt.families.family import CARRIED
-from mega_ckpt.formats.hf_source import CONFIG, LAYOUT, add_image_settings, build_checked_tensor_table, decode_hf_layout
+from mega_ckpt.formats.hf_source import (
+    CONFIG,
+    LAYOUT,
+    add_image_settings,
+    build_checked_tensor_table,
+    decode_hf_headers,
+)
 from mega_ckpt.formats.hf_weight_files import INDEX, SINGLE, decode_json_mapping, encode_json_mapping
 from mega_ckpt.formats.safetensors_file import SafetensorsHeader, write_safetensors
 from mega_ckpt.resumable_folder import FinishedFile, RunOnce, write_always
@@ -50,7 +56,7 @@ _OWN_KEYS = frozenset({"architectures", "auto_map", "dtype", "model_type", "torc
 @dataclass(frozen=True)
 class HfOrigin:
     """Settings and weight-file headers of the HuggingFace folder that a weight source was converted from, taken from
-    its asset files; empty for other sources.
+    the files that accompany its weights; empty for other sources.
     """
 
     config: bytes | None
@@ -60,13 +66,15 @@ class HfOrigin:
 
     @classmethod
     def from_source(cls, source: WeightSource) -> HfOrigin:
-        """Return the origin of a weight source, from its asset files."""
+        """Return the original HuggingFace folder's settings and weight-file headers, from the files that accompany the
+        weights of `source`.
+        """
         others = dict(source.asset_files())
         config, index, layout = (_read_content(others.pop(name, None)) for name in (CONFIG, INDEX, LAYOUT))
-        return cls(config, index, decode_hf_layout(layout) if layout else {}, others)
+        return cls(config, index, decode_hf_headers(layout) if layout else {}, others)
 
     def read_other_json(self, name: str) -> dict[str, Any]:
-        """Return the JSON mapping in the origin's file `name`; empty if the file is missing.
+        """Return the content of the JSON file `name` of the original HuggingFace folder; empty if the file is missing.
 
         Raises:
             CheckpointError: when the file is no mapping.
@@ -76,7 +84,7 @@ class HfOrigin:
 
     @property
     def config_json(self) -> dict[str, Any]:
-        """The mapping in the origin's config.json; empty if there is none."""
+        """The content of the original HuggingFace folder's config.json; empty if there is none."""
         try:
             raw = json.loads(self.config or b"{}")
         except (ValueError, RecursionError):
@@ -84,15 +92,15 @@ class HfOrigin:
         return raw if isinstance(raw, dict) else {}
 
     def without_vision(self, family: ModelFamily) -> HfOrigin:
-        """Return the origin reduced to the language model: config.json cut to the text model's part, weight-file
+        """Return these settings reduced to the language model: config.json cut to the text model's section, weight-file
         headers and image files dropped.
         """
         others = {name: content for name, content in self.others.items() if name not in _IMAGE_FILES}
         return HfOrigin(encode_json_mapping(family.select_text_config(self.config_json)), None, {}, others)
 
     def describe_model(self, model: ModelConfig) -> tuple[ModelFamily, ModelConfig] | None:
-        """Return the family and the model configuration of the origin's config.json; None if it describes no supported
-        model.
+        """Return the family and the model configuration that the original folder's config.json describes; None if it
+        describes no supported model.
 
         An unsupported one is not an error: the file may have come with a tokenizer. MTP layers are kept if the files or
         `model` have them.

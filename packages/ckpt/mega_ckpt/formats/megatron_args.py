@@ -24,13 +24,13 @@ from mega_ckpt.families.config_entries import (
 from mega_ckpt.families.model_equivalence import normalize_config, resolve_config
 from mega_ckpt.formats.megatron_entries import (
     MegatronActivationEntry,
+    MegatronAttentionWindowEntry,
     MegatronBiasesEntry,
     MegatronInvertedSwitchEntry,
     MegatronMoeEntry,
     MegatronMtpEntry,
     MegatronMultiKeyEntry,
     MegatronSizesEntry,
-    MegatronWindowEntry,
 )
 from mega_ckpt.formats.megatron_position_entries import MegatronMlaEntry, MegatronPositionsEntry
 from mega_common.errors import CheckpointError, ConfigError
@@ -42,12 +42,12 @@ from mega_common.model_config import ModelConfig
 class MegatronBertEntry(MegatronMultiKeyEntry):
     """Mapping of Megatron's `is_encoder` and `bert_binary_head`, which make a model a BERT."""
 
-    covered_keys: frozenset[str] = frozenset({"is_encoder", "bert_binary_head"})
-    covered_fields: frozenset[str] = frozenset({"causal", "token_types", "masked_lm", "pooler", "sentence_pairs"})
+    handled_config_keys: frozenset[str] = frozenset({"is_encoder", "bert_binary_head"})
+    handled_model_fields: frozenset[str] = frozenset({"causal", "token_types", "masked_lm", "pooler", "sentence_pairs"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the fields of a BERT (`causal`, `token_types`, `masked_lm`, `pooler`, `sentence_pairs`), none for
-        other models; the sentence-order head implies two segment types.
+        """Return, from Megatron's arguments, the `ModelConfig` fields of a BERT (`causal`, `token_types`, `masked_lm`,
+        `pooler`, `sentence_pairs`), none for other models; the sentence-order head implies two segment types.
         """
         if not raw.get("is_encoder"):
             return {}
@@ -56,26 +56,25 @@ class MegatronBertEntry(MegatronMultiKeyEntry):
         return {"causal": False, "token_types": types, "masked_lm": {}, "pooler": pairs, "sentence_pairs": pairs}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return Megatron's `is_encoder` and `bert_binary_head` for a bidirectional model, else no arguments."""
+        """Return Megatron's arguments `is_encoder` and `bert_binary_head` for a bidirectional model, else no arguments."""
         return {} if model.causal else {"is_encoder": True, "bert_binary_head": model.sentence_pairs}
 
 
 @dataclass(frozen=True)
 class MegatronT5Entry(MegatronMultiKeyEntry):
-    """Mapping of Megatron's T5: `is_encoder_decoder`, and the layers of both stacks; the output layer has a bias per
-    token if it is tied to the embedding. Megatron has no setting for the decoder start token; files written by mega
-    store it.
+    """Mapping between Megatron's arguments of a T5 (`is_encoder_decoder`, layers of encoder and decoder) and
+    `ModelConfig`. Megatron has no setting for the decoder start token; files written by mega store it.
     """
 
-    covered_keys: frozenset[str] = split_words(
+    handled_config_keys: frozenset[str] = split_words(
         """is_encoder_decoder encoder_num_layers decoder_num_layers decoder_start_token_id
         relative_attention_num_buckets relative_attention_max_distance"""
     )
-    covered_fields: frozenset[str] = frozenset({"num_layers", "encoder", "relative"})
+    handled_model_fields: frozenset[str] = frozenset({"num_layers", "encoder", "relative"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the fields `num_layers`, `encoder` and, for relative positions, `position` and `relative`; no fields
-        for a model with one stack.
+        """Return, from Megatron's arguments, the `ModelConfig` fields `num_layers`, `encoder` and, for relative
+        positions, `position` and `relative`; no fields unless `is_encoder_decoder` is set.
         """
         if not raw.get("is_encoder_decoder"):
             return {}
@@ -91,7 +90,9 @@ class MegatronT5Entry(MegatronMultiKeyEntry):
         return {**out, "position": "relative", "relative": {"buckets": buckets, "max_distance": most}}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return Megatron's arguments of a T5, none for other models; `num_layers` counts the decoder's layers only."""
+        """Return Megatron's arguments of a T5, none for other models; Megatron's `num_layers` counts the decoder's
+        layers only.
+        """
         encoder = model.encoder
         if encoder is None:
             return {}
@@ -118,14 +119,16 @@ _LETTER = {kind: letter for letter, kind in LETTERS.items()}
 class MegatronHybridLayersEntry(MegatronMultiKeyEntry):
     """Mapping of Megatron's pattern of layer kinds in a hybrid model, and the sizes of its Mamba-2 layers."""
 
-    covered_keys: frozenset[str] = split_words(
+    handled_config_keys: frozenset[str] = split_words(
         """is_hybrid_model hybrid_layer_pattern hybrid_override_pattern hybrid_attention_ratio hybrid_mlp_ratio
         mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads"""
     )
-    covered_fields: frozenset[str] = frozenset({"layers", "mamba"})
+    handled_model_fields: frozenset[str] = frozenset({"layers", "mamba"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the fields `num_layers`, `layers` and `mamba`; no fields for a model of transformer layers."""
+        """Return, from Megatron's arguments, the `ModelConfig` fields `num_layers`, `layers` and `mamba`; no fields for
+        a model of transformer layers.
+        """
         try:
             pattern = build_hybrid_pattern(raw)
         except ValueError as error:
@@ -142,7 +145,7 @@ class MegatronHybridLayersEntry(MegatronMultiKeyEntry):
         return {**out, "mamba": build_mamba_section(raw)} if "M" in pattern.letters else out
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return Megatron's `hybrid_override_pattern`, which all versions read, and the Mamba-2 sizes."""
+        """Return Megatron's arguments `hybrid_override_pattern`, which all versions read, and the Mamba-2 sizes."""
         if model.layers is None:
             return {"is_hybrid_model": False}
         halves = [[half for half in kind if half] for kind in model.layer_kinds[: model.num_layers]]
@@ -187,7 +190,7 @@ SETTINGS: tuple[ConfigEntry, ...] = (
     KeyEntry("qk_layernorm", "qk_norm", False),
     KeyEntry("attention_output_gate", "attention_gate", False),
     KeyEntry("softmax_type", "attention_sinks", "vanilla", SINKS),
-    MegatronWindowEntry(),
+    MegatronAttentionWindowEntry(),
     MegatronPositionsEntry(),
     MegatronMlaEntry(),
     MegatronHybridLayersEntry(),
@@ -213,7 +216,8 @@ SETTINGS: tuple[ConfigEntry, ...] = (
 
 
 def read_megatron_args(args: ConfigDict, source: object, extra: ConfigDict | None = None) -> ModelConfig:
-    """Return the model configuration that Megatron's `args` describe; fields of `ModelConfig` in `extra` override them.
+    """Return the model configuration that Megatron's arguments `args` describe; fields of `ModelConfig` in `extra`
+    override them, and errors name `source`.
 
     Raises:
         CheckpointError: naming what is missing, and what `ModelConfig` cannot express.
@@ -247,17 +251,18 @@ def _read_fields(args: ConfigDict, given: Set[str] = frozenset()) -> tuple[dict[
         try:
             fields |= entry.fields_from_config(raw)
         except ConfigMismatchError as error:
-            if not entry.covered_fields or not entry.covered_fields <= given:
+            if not entry.handled_model_fields or not entry.handled_model_fields <= given:
                 found.append(str(error))
         except (TypeError, ValueError):
-            found.append(f"{', '.join(sorted(entry.covered_keys & raw.keys()))}: a value has the wrong type")
+            found.append(f"{', '.join(sorted(entry.handled_config_keys & raw.keys()))}: a value has the wrong type")
     if fields.get("layers") and not any(layer.endswith("moe") for layer in fields["layers"]):
         fields["moe"] = None  # settings of experts are unused
     return fields | {"embedding_dropout": fields.get("residual_dropout", 0.0)}, found
 
 
 def write_megatron_args(model: ModelConfig, tp: int = 1, pp: int = 1) -> dict[str, Any]:
-    """Return Megatron's `args` for `model`, as in a run with tensor parallel size `tp` and pipeline parallel size `pp`.
+    """Return Megatron's arguments (`args` of its checkpoints) for `model`, as in a run with tensor parallel size `tp`
+    and pipeline parallel size `pp`.
 
     Raises:
         CheckpointError: naming every setting that Megatron cannot express.

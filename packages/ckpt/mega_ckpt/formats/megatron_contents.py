@@ -33,7 +33,7 @@ from mega_common.model_config import ModelConfig
 
 @dataclass
 class MegatronTensor:
-    """A tensor by Megatron's name (see `MegatronPart`), with the boxes that are stored in the folder."""
+    """A tensor by its name in Megatron, with the rectangular slices of it that are stored in the checkpoint folder."""
 
     dtype: torch.dtype
     shape: TensorShape
@@ -79,7 +79,8 @@ class MegatronContents:
 
 
 class MegatronTensorReader:
-    """Reader of canonical tensors from Megatron's `tensors`, whose names must be exactly the names of `parts`.
+    """Reader of canonical tensors from Megatron's `tensors`, whose names must be exactly those that the list `parts`
+    (the model's tensors in Megatron) names.
 
     Raises:
         CheckpointError: naming a missing, unknown or incomplete tensor, and the folder.
@@ -89,7 +90,7 @@ class MegatronTensorReader:
         self._locations = _locate_tensors(parts, tensors, folder)
 
     def tensor_names(self) -> Sequence[str]:
-        """Return the canonical tensor names, in the order of `parts`."""
+        """Return the canonical tensor names, in the order of the model's Megatron tensors (`parts`)."""
         return list(self._locations)
 
     def tensor_shape(self, name: str) -> TensorShape:
@@ -103,7 +104,9 @@ class MegatronTensorReader:
         return stored.dtype
 
     def read_tensor_slice(self, name: str, offset: TensorShape, shape: TensorShape) -> Tensor:
-        """Read `tensor[offset : offset + shape]`: a view of the file if it is stored in one piece, else assembled."""
+        """Read `tensor[offset : offset + shape]`: a view of the file if it is stored contiguously in one chunk, else
+        assembled.
+        """
         found = [
             (target, stored, local)
             for tensor, piece in self._locations[name]
@@ -167,7 +170,8 @@ _MAIN = ("fp32_param", "param")
 def read_optimizer_state(
     contents: MegatronContents, parts: Sequence[MegatronPart], folder: Path, model: ModelConfig, dtype: torch.dtype
 ) -> ConvertedTraining:
-    """Return the optimizer state in a Megatron checkpoint's `contents`, for weights of type `dtype`.
+    """Return the optimizer state in the contents of a Megatron checkpoint, for weights of type `dtype`; `parts` are the
+    model's tensors in Megatron.
 
     Raises:
         OptimizerNotConverted: when there is no optimizer state, or it cannot be converted.

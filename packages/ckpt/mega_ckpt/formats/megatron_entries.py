@@ -16,8 +16,8 @@ from mega_common.model_config import ModelConfig
 class MegatronMultiKeyEntry:
     """Base of config entries that map several of Megatron's arguments to several fields of `ModelConfig`."""
 
-    covered_keys: frozenset[str]
-    covered_fields: frozenset[str]
+    handled_config_keys: frozenset[str]
+    handled_model_fields: frozenset[str]
 
 
 @dataclass(frozen=True)
@@ -26,20 +26,24 @@ class MegatronSizesEntry(MegatronMultiKeyEntry):
     vocabulary.
     """
 
-    covered_keys: frozenset[str] = split_words(
+    handled_config_keys: frozenset[str] = split_words(
         "ffn_hidden_size group_query_attention num_query_groups kv_channels vocab_size padded_vocab_size"
     )
-    covered_fields: frozenset[str] = frozenset({"ffn_hidden_size", "num_kv_heads", "head_dim", "vocab_size"})
+    handled_model_fields: frozenset[str] = frozenset({"ffn_hidden_size", "num_kv_heads", "head_dim", "vocab_size"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the size fields; `vocab_size` is the padded one if only that is given."""
+        """Return, from Megatron's arguments, the `ModelConfig` fields of MLP width, key/value heads, head dimension and
+        vocabulary; `vocab_size` is the padded one if only that is given.
+        """
         vocab = raw.get("vocab_size") or raw.get("padded_vocab_size")
         grouped = raw.get("num_query_groups") if raw.get("group_query_attention") else None
         found = {"ffn_hidden_size": feed_forward_size(raw), "head_dim": raw.get("kv_channels"), "vocab_size": vocab}
         return {"num_kv_heads": grouped} | {field: value for field, value in found.items() if value is not None}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return Megatron's arguments of all sizes as numbers, defaults filled in."""
+        """Return Megatron's arguments of MLP width, key/value heads, head dimension and vocabulary as numbers, defaults
+        filled in.
+        """
         return {
             "ffn_hidden_size": model.ffn_hidden_size,
             "group_query_attention": model.key_value_heads != model.num_attention_heads,
@@ -63,14 +67,14 @@ def feed_forward_size(raw: ConfigDict) -> int | None:
 class MegatronActivationEntry(MegatronMultiKeyEntry):
     """Mapping of Megatron's arguments that together select the activation function."""
 
-    covered_keys: frozenset[str] = split_words(
+    handled_config_keys: frozenset[str] = split_words(
         """swiglu squared_relu quick_geglu openai_gelu bias_gelu_fusion activation_func_clamp_value glu_linear_offset"""
     )
-    covered_fields: frozenset[str] = frozenset({"activation", "activation_limit"})
+    handled_model_fields: frozenset[str] = frozenset({"activation", "activation_limit"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the fields `activation` and `activation_limit`: GELU has the tanh form if fused with a bias, and the
-        sigmoid form as a gate (GPT-OSS).
+        """Return, from Megatron's arguments, the `ModelConfig` fields `activation` and `activation_limit`: GELU has the
+        tanh form if fused with a bias, and the sigmoid form as a gate (GPT-OSS).
         """
         limit, offset = raw.get("activation_func_clamp_value"), raw.get("glu_linear_offset") or 0.0
         quick = raw.get("quick_geglu") and not (raw.get("swiglu") or raw.get("squared_relu"))
@@ -107,11 +111,13 @@ class MegatronBiasesEntry(MegatronMultiKeyEntry):
     and values only.
     """
 
-    covered_keys: frozenset[str] = frozenset({"add_bias_linear", "add_qkv_bias"})
-    covered_fields: frozenset[str] = frozenset({"qkv_bias", "attention_out_bias", "mlp_bias"})
+    handled_config_keys: frozenset[str] = frozenset({"add_bias_linear", "add_qkv_bias"})
+    handled_model_fields: frozenset[str] = frozenset({"qkv_bias", "attention_out_bias", "mlp_bias"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the fields `qkv_bias`, `attention_out_bias` and `mlp_bias`; Megatron's default is biases everywhere."""
+        """Return, from Megatron's arguments, the `ModelConfig` fields `qkv_bias`, `attention_out_bias` and `mlp_bias`;
+        Megatron's default is biases everywhere.
+        """
         every = bool(raw.get("add_bias_linear", True))
         return {"qkv_bias": every or bool(raw.get("add_qkv_bias")), "attention_out_bias": every, "mlp_bias": every}
 
@@ -121,17 +127,18 @@ class MegatronBiasesEntry(MegatronMultiKeyEntry):
 
 
 @dataclass(frozen=True)
-class MegatronWindowEntry(MegatronMultiKeyEntry):
+class MegatronAttentionWindowEntry(MegatronMultiKeyEntry):
     """Mapping of Megatron's `window_size`, (tokens before the query, tokens after it), and of the layers with full
     attention.
     """
 
-    covered_keys: frozenset[str] = frozenset({"window_size", "window_attn_skip_freq"})
-    covered_fields: frozenset[str] = frozenset({"sliding_window", "full_attention_layers"})
+    handled_config_keys: frozenset[str] = frozenset({"window_size", "window_attn_skip_freq"})
+    handled_model_fields: frozenset[str] = frozenset({"sliding_window", "full_attention_layers"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return `sliding_window` (None: unlimited) from Megatron's `window_size`, and `full_attention_layers` from
-        `window_attn_skip_freq`: flags per layer, or n for full attention in every n-th layer.
+        """Return the `ModelConfig` fields `sliding_window` (None: unlimited) from Megatron's `window_size`, and
+        `full_attention_layers` from `window_attn_skip_freq`: flags per layer, or n for full attention in every n-th
+        layer.
         """
         given = raw.get("window_size")
         sizes = [int(number) for number in re.findall(r"-?\d+", str(given or ""))]
@@ -145,8 +152,8 @@ class MegatronWindowEntry(MegatronMultiKeyEntry):
         return {"sliding_window": sizes[0] + 1, "full_attention_layers": full or None}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return Megatron's `window_size`, and `window_attn_skip_freq` as a list: 1 for layers with a window, 0 for
-        full attention.
+        """Return Megatron's arguments `window_size`, and `window_attn_skip_freq` as a list: 1 for layers with a window,
+        0 for full attention.
         """
         pattern = [
             int(model.get_attention_window(layer) is not None) for layer in range(model.num_layers + model.mtp_layers)
@@ -188,17 +195,17 @@ class MegatronMoeEntry(MegatronMultiKeyEntry):
     Multi-token prediction (MTP) layers have experts if the last layer has.
     """
 
-    covered_keys: frozenset[str] = split_words(
+    handled_config_keys: frozenset[str] = split_words(
         """num_experts moe_router_topk moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_shared_expert_gate
         moe_layer_freq moe_latent_size moe_router_score_function moe_router_pre_softmax moe_router_topk_scaling_factor
         moe_router_num_groups moe_router_group_topk moe_router_enable_expert_bias moe_router_bias_update_rate
         moe_aux_loss_coeff moe_z_loss_coeff moe_router_load_balancing_type moe_expert_capacity_factor"""
     )
-    covered_fields: frozenset[str] = frozenset({"moe"})
+    handled_model_fields: frozenset[str] = frozenset({"moe"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the section `moe`, None without experts. In a hybrid model the layer pattern selects the layers with
-        experts.
+        """Return, from Megatron's arguments, the `ModelConfig` section `moe`, None without experts. In a hybrid model
+        the layer pattern selects the layers with experts.
         """
         if not raw.get("num_experts"):
             return {"moe": None}
@@ -309,19 +316,19 @@ def _aux_loss_settings(raw: ConfigDict) -> tuple[str, float]:
 class MegatronMtpEntry(MegatronMultiKeyEntry):
     """Mapping of Megatron's multi-token prediction (MTP) layers, as in DeepSeek-V3, and the weight of their mean loss."""
 
-    covered_keys: frozenset[str] = split_words(
+    handled_config_keys: frozenset[str] = split_words(
         """mtp_num_layers mtp_loss_scaling_factor mtp_use_repeated_layer mtp_detach_heads mtp_hsm
         mtp_hybrid_override_pattern"""
     )
-    covered_fields: frozenset[str] = frozenset({"mtp_layers", "mtp_loss"})
+    handled_model_fields: frozenset[str] = frozenset({"mtp_layers", "mtp_loss"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the fields `mtp_layers` and `mtp_loss`; none without MTP layers, since the loss weight then has no
-        effect.
+        """Return, from Megatron's arguments, the `ModelConfig` fields `mtp_layers` and `mtp_loss`; none without MTP
+        layers, since the loss weight then has no effect.
         """
         if not (count := count_mtp_layers(raw)):
             return {}
-        others = sorted(self.covered_keys - {"mtp_num_layers", "mtp_loss_scaling_factor"})
+        others = sorted(self.handled_config_keys - {"mtp_num_layers", "mtp_loss_scaling_factor"})
         if wrong := [f"{key} = {raw[key]!r}" for key in others if raw.get(key)]:
             raise ConfigMismatchError(f"{', '.join(wrong)} is not supported with mtp_num_layers = {count}")
         return {"mtp_layers": count, "mtp_loss": raw.get("mtp_loss_scaling_factor", 0.1)}
@@ -340,25 +347,25 @@ class MegatronMtpEntry(MegatronMultiKeyEntry):
 
 @dataclass(frozen=True)
 class MegatronInvertedSwitchEntry:
-    """Config entry for a boolean Megatron argument that is the opposite of a boolean field."""
+    """Config entry for a boolean Megatron argument that is the negation of a boolean field of `ModelConfig`."""
 
     key: str
     field: str
 
     @property
-    def covered_keys(self) -> frozenset[str]:
-        """Megatron argument that the entry covers."""
+    def handled_config_keys(self) -> frozenset[str]:
+        """The boolean Megatron argument that this config entry translates."""
         return frozenset({self.key})
 
     @property
-    def covered_fields(self) -> frozenset[str]:
-        """Field of `ModelConfig` that the entry covers."""
+    def handled_model_fields(self) -> frozenset[str]:
+        """The boolean field of `ModelConfig` that this config entry translates."""
         return frozenset({self.field})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the boolean field, the opposite of the Megatron argument."""
+        """Return the boolean field `field` of `ModelConfig`: the negation of the Megatron argument `key`."""
         return {self.field: not raw.get(self.key, False)}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the boolean Megatron argument, the opposite of the field."""
+        """Return the boolean Megatron argument `key`: the negation of `ModelConfig`'s field `field`."""
         return {self.key: not getattr(model, self.field)}

@@ -288,7 +288,7 @@ def _grouped_part(name: str, sources: Sequence[str], shapes: Mapping[str, Tensor
 
 def layer_prefix(model: ModelConfig, index: int) -> str:
     """Return Megatron's name prefix of layer `index`: `decoder.layers.{i}.` or `encoder.layers.{i}.`, with i counted
-    within the stack.
+    within encoder or decoder.
     """
     first = model.encoder.num_layers if model.encoder else 0
     encodes = not model.causal or index < first
@@ -296,15 +296,15 @@ def layer_prefix(model: ModelConfig, index: int) -> str:
 
 
 def count_stack_layers(model: ModelConfig, stack: str) -> int:
-    """Return the number of layers of a stack: of the encoder or the decoder (`STACKS`)."""
+    """Return the number of layers of `stack`, which is "encoder" or "decoder"."""
     if model.encoder is None:
         return model.num_layers
     return model.num_layers - model.encoder.num_layers if stack == LAYER else model.encoder.num_layers
 
 
 def infer_args_from_names(names: Iterable[str]) -> dict[str, Any]:
-    """Return Megatron arguments that follow from tensor names where `args` lack them: of a BERT, or of a T5 with its
-    numbers of layers.
+    """Return the Megatron arguments that a checkpoint's tensor names imply, for checkpoints that lack them: of a BERT,
+    or of a T5 with its numbers of layers.
     """
     names = set(names)
     if "lm_head.dense.weight" in names:

@@ -26,16 +26,16 @@ YARN_TRUNCATE = "yarn_correction_range_round_to_int"
 class MegatronPositionsEntry(MegatronMultiKeyEntry):
     """Mapping of Megatron's kind of position embeddings, and its rotary settings."""
 
-    covered_keys: frozenset[str] = split_words(
+    handled_config_keys: frozenset[str] = split_words(
         f"""position_embedding_type use_rotary_position_embeddings rotary_base rotary_percent use_rope_scaling
         rope_scaling_factor rotary_scaling_factor rotary_seq_len_interpolation_factor mscale mscale_all_dim
         yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow {YARN_TRUNCATE} rotary_interleaved"""
     )
-    covered_fields: frozenset[str] = frozenset({"position", "rope"})
+    handled_model_fields: frozenset[str] = frozenset({"position", "rope"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the fields `position` and, for rotary positions, `rope`; YaRN never interleaves, and rotates whole
-        heads.
+        """Return, from Megatron's arguments, the `ModelConfig` fields `position` and, for rotary positions, `rope`;
+        YaRN never interleaves, and rotates whole heads.
         """
         kind = _position_kind(raw)
         if POSITIONS[kind] != "rope":  # `MegatronT5Entry` reads relative positions
@@ -49,10 +49,12 @@ class MegatronPositionsEntry(MegatronMultiKeyEntry):
         return {"position": "rope", "rope": rope | _rope_theta(raw) | _scaling_without_yarn(raw)}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return Megatron's arguments of the kind of positions and the rotary settings."""
+        """Return Megatron's arguments of the kind of position embeddings and the rotary settings."""
         rope = model.rope
         yarn = rope.scaling == "yarn" and model.position == "rope"
         names = {kind: name for name, kind in POSITIONS.items() if name != "yarn"}
+        if model.position not in names:
+            raise ConfigMismatchError(f"position = {model.position!r} has no counterpart")
         return {
             "position_embedding_type": "yarn" if yarn else names[model.position],
             "rotary_base": int(rope.theta),
@@ -119,14 +121,16 @@ def _write_yarn(rope: RopeConfig, prefix: str) -> dict[str, Any]:
 class MegatronMlaEntry(MegatronMultiKeyEntry):
     """Mapping of Megatron's multi-head latent attention (MLA), with its own head sizes, norms and YaRN default."""
 
-    covered_keys: frozenset[str] = split_words(
+    handled_config_keys: frozenset[str] = split_words(
         """multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type
         original_max_position_embeddings beta_fast beta_slow"""
     )
-    covered_fields: frozenset[str] = frozenset({"mla"})
+    handled_model_fields: frozenset[str] = frozenset({"mla"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the section `mla`, and the attention and rotary fields it implies; no fields without MLA."""
+        """Return, from Megatron's arguments, the `ModelConfig` section `mla`, and the attention and rotary fields it
+        implies; no fields without MLA.
+        """
         if not raw.get("multi_latent_attention"):
             return {}
         self._check_supported(raw)

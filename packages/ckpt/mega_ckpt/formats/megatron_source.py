@@ -192,7 +192,9 @@ class MegatronSource:
         return self.read_tensor_slice(name, (0,) * len(shape), shape)
 
     def read_tensor_slice(self, name: str, offset: TensorShape, shape: TensorShape) -> Tensor:
-        """Read `tensor[offset : offset + shape]`: a view of the file if it is stored in one piece, else assembled."""
+        """Read `tensor[offset : offset + shape]`: a view of the file if it is stored contiguously in one chunk, else
+        assembled.
+        """
         return self._weights.read_tensor_slice(name, offset, shape)
 
     def read_training_state(self) -> ConvertedTraining:

@@ -105,8 +105,8 @@ class PeftModule:
         return torch.cat(out)
 
     def split_adapter(self, a: Tensor, b: Tensor, magnitude: Tensor | None) -> dict[str, Tensor]:
-        """Split the module's adapter (A, B and DoRA magnitude) into tensors of its projections, {canonical name:
-        tensor}.
+        """Split the module's adapter (A, B and DoRA magnitude) into tensors of the module's projections, {canonical
+        name: tensor}.
         """
         rows = torch.split(b, [slab.shape[0] for slab in self.disk.slabs])
         out: dict[str, Tensor] = {}

@@ -232,7 +232,8 @@ def take_tensor_changes(
     config: Mapping[str, Any], left: MutableMapping[str, str], shapes: Mapping[str, TensorShape], read: ReadTensor,
     base: WeightSource, family: ModelFamily, where: str,
 ) -> ChangedTensors:  # fmt: skip
-    """Remove from `left` the tensors of a PEFT file that replace or change tensors of `base`, and return these changes.
+    """Remove from `left` ({tensor name: key in the file}) the tensors of a PEFT file that replace or change tensors of
+    `base`, and return these changes.
 
     Args:
         config: adapter_config.json.

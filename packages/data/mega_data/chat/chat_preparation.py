@@ -38,8 +38,8 @@ Offsets = list[tuple[int, int]]
 
 
 def masked_token_dtype(dtype: npt.DTypeLike) -> np.dtype[Any]:
-    """Return the structured numpy dtype of a token id, stored as `dtype`, and its loss mask byte: fields `token` and
-    `mask`.
+    """Return the structured numpy dtype of a token id, stored as `dtype`, with its loss mask byte: numpy fields `token`
+    and `mask`.
     """
     return np.dtype([("token", dtype), ("mask", np.uint8)])
 

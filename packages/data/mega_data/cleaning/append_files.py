@@ -64,7 +64,9 @@ class AppendJournal:
         self.sizes[name] = self.sizes.get(name, 0) + len(data)
 
     def commit_state(self, state: dict[str, Any]) -> None:
-        """Flush all appended data to disk, then write `state` and the file sizes atomically to `progress.json`."""
+        """Flush all appended data to disk, then write `state` and the file sizes atomically to `progress.json`, from
+        which an interrupted run resumes.
+        """
         for name in self._open:
             self._sync_file(name)
         write_json_atomically(self.folder / "progress.json", {**state, "sizes": self.sizes})
@@ -138,19 +140,21 @@ def describe_fingerprints(rule: DuplicatesRule) -> dict[str, Any]:
 
 
 def load_text_hashes(folder: Path) -> Hashes:
-    """Return the text hashes in `folder/exact.bin`, one per document, uint64 [N, 2], memory-mapped."""
+    """Return the documents' text hashes that a cleaning run wrote to `folder/exact.bin`, uint64 [N, 2], memory-mapped."""
     return _map_file(folder / "exact.bin", np.dtype("<u8"), 2)
 
 
 def load_signatures(folder: Path, rule: DuplicatesRule) -> Signatures:
-    """Return the MinHash signatures in `folder/minhash.bin`, one per document, uint32 [N, bands * rows], memory-mapped."""
+    """Return the documents' MinHash signatures that a cleaning run wrote to `folder/minhash.bin`, uint32 [N, bands *
+    rows], memory-mapped.
+    """
     assert rule.minhash is not None
     return _map_file(folder / "minhash.bin", np.dtype("<u4"), rule.minhash.bands * rule.minhash.rows)
 
 
 def load_document_positions(folder: Path) -> DocumentPositions:
-    """Return the source position of each document from `folder/places.bin`, structured dtype `POSITION` [N], memory-
-    mapped.
+    """Return the source position of each document (`places.bin` of a cleaning run's `folder`), structured dtype
+    `POSITION` [N], memory-mapped.
     """
     return _map_file(folder / "places.bin", POSITION, 1)[:, 0]
 
@@ -206,8 +210,8 @@ def _read_fingerprint_kinds(folder: Path) -> dict[str, Any]:
 
 
 def write_kept_fingerprints(work: Path, rule: DuplicatesRule, first: int) -> dict[str, Any]:
-    """Write the fingerprints of the kept documents, from document number `first` on, to `work/result/fingerprints`;
-    return the fingerprint parameters.
+    """Write the fingerprints of the kept documents, from document number `first` on, to `work/result/fingerprints`, for
+    comparison by later cleaning runs; return the fingerprint parameters.
     """
     kept = first + np.flatnonzero(np.load(work / "rules.npy", mmap_mode="r")[first:] == 0)
     folder = work / "result" / "fingerprints"

@@ -164,7 +164,9 @@ def _false_to_none(raw: Any) -> Any:
 
 
 class DuplicatesRule(RuleSection):
-    """Deduplication rule: of documents with equal or nearly equal texts the first is kept. Similarity is transitive."""
+    """Deduplication rule: of documents with equal or nearly equal texts only the first is kept. Similarity is
+    transitive.
+    """
 
     exact: bool = True
     minhash: Annotated[MinHashConfig | None, BeforeValidator(_false_to_none)] = None

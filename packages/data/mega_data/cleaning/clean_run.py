@@ -142,8 +142,8 @@ def clean_corpus(
     on_bad_line: Literal["error", "skip"] = "error",
     overwrite: bool = False,
 ) -> dict[str, Any]:
-    """Clean the corpus files `inputs` (as for `find_corpus_sources`) by the rules of `config` into the folder `output`,
-    and return its `summary.json`.
+    """Clean the corpus files, folders and globs `inputs` by the rules of `config` into the folder `output`, and return
+    the counts that it also writes to `summary.json`.
 
     As JSON lines, `kept/` has the kept documents, `dropped/` the dropped ones with rule and reason, and `changed/` the
     originals of changed ones; `fingerprints/` is read by later runs (`duplicates.against`). `folder` may have the

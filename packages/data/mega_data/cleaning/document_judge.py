@@ -46,7 +46,7 @@ def sum_document_amounts(amounts: Iterable[DocumentAmount]) -> DocumentAmount:
 
 @dataclass
 class RuleExample:
-    """Example for the cleaning summary: beginning of a document that a rule dropped or changed.
+    """Example of a cleaning rule's effect, for the summary: beginning of a document that the rule dropped or changed.
 
     `rank` is a hash of its source position; the samples of the lowest ranks are kept.
     """
@@ -75,14 +75,16 @@ class RuleTally:
     samples: list[RuleExample] = field(default_factory=list)
 
     def add_sample(self, sample: RuleExample, count: int) -> None:
-        """Keep an example if its rank is among the `count` lowest, which makes the kept ones a uniform draw."""
+        """Keep `sample` as an example if its random rank is among the `count` lowest, which makes the kept ones a
+        uniform draw.
+        """
         self.samples = sorted([*self.samples, sample], key=lambda s: (s.rank, s.file, s.line))[:count]
 
 
 @dataclass
 class CleaningTally:
-    """Counts of a cleaning run: documents `read` and `kept` per input as named by the user, per rule, and per detected
-    language.
+    """Counts of a cleaning run: documents `read` and `kept` per input as named by the user, counts per cleaning rule,
+    and documents per detected language.
     """
 
     read: dict[str, DocumentAmount] = field(default_factory=dict)
@@ -117,8 +119,8 @@ def add_counts(counts: dict[str, int], more: dict[str, int]) -> None:
 
 
 class CleaningWorkerSettings(NamedTuple):
-    """Settings of a cleaning worker process: the configuration as JSON, the text's key in a record, folders, and the
-    digest of the run's inputs.
+    """Settings of a cleaning worker process: the configuration as JSON, the text's key in a JSON record, folders, and
+    the digest of the run's inputs.
     """
 
     config: str

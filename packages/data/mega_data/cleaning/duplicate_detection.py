@@ -93,7 +93,7 @@ def find_near_leaders(
     signatures: Signatures, settings: MinHashConfig, leaders: Numbers, dataset_numbers: Numbers | None = None
 ) -> Numbers:
     """Return for each of N documents the index of the first document of its near-duplicate cluster, int64 [N];
-    `leaders` gives the initial clusters.
+    `leaders` are clusters to begin with, such as of exact duplicates.
 
     A document joins the first one that shares a band with it, if the share of equal hashes is at least `threshold`.
 

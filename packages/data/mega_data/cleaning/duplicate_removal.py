@@ -41,7 +41,7 @@ class FirstPassPart(NamedTuple):
 
 class SourceNameTables(NamedTuple):
     """Names of sources, inputs and earlier cleaning runs' folders, by the numbers in document positions, and the text's
-    key in a record.
+    key in a JSON record.
     """
 
     sources: list[str]
@@ -51,8 +51,8 @@ class SourceNameTables(NamedTuple):
 
 
 def find_duplicates(work: Path, rule: DuplicatesRule) -> None:
-    """Find duplicate documents of the cleaning run's first pass in folder `work`; write them to `leaders.npy` and
-    `rules.npy` there.
+    """Find duplicate documents in the first-pass output of a cleaning run in folder `work`; write each document's first
+    equal one and the rule to `leaders.npy` and `rules.npy` there.
 
     leaders: the original of each document, int64 [N]. rules: 0 for a kept document, else `EXACT` or `NEAR`, uint8 [N].
     """
@@ -94,7 +94,7 @@ def remove_part_duplicates(
 
 
 class FirstPassDeduplication:
-    """Deduplication of one first-pass file: its documents, and which of them are duplicates."""
+    """Deduplication of one output file of a cleaning run's first pass: its documents, and which of them are duplicates."""
 
     def __init__(self, part: FirstPassPart, work: Path, config: CleanConfig, names: SourceNameTables) -> None:
         assert config.duplicates is not None
@@ -111,7 +111,9 @@ class FirstPassDeduplication:
         self.tally = CleaningTally()
 
     def write_files(self) -> CleaningTally:
-        """Write the kept and the dropped documents of the first-pass file to the result folder; return the counts."""
+        """Write the kept and the dropped documents of one first-pass file to the cleaning run's result folder; return
+        the counts.
+        """
         positions = self.positions[self.part.start : self.part.end]
         for number, name in enumerate(self.names.inputs):
             sizes = positions["size"][(positions["input"] == number) & (self.rules == 0)]

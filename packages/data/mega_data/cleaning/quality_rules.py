@@ -86,8 +86,8 @@ SENTENCE = re.compile(r"[.!?]+[\"'”’)\]]*(?=\s|$)|[。！？]")
 
 
 def apply_c4_rule(text: AnalyzedText, limits: C4Rule) -> DropDocument | ChangeDocument | None:
-    """Apply the C4 line and document filter: return the text of the remaining lines, the reason to drop the document,
-    or None if nothing changes.
+    """Apply the C4 line and document filter: return a `ChangeDocument` with the text of the remaining lines, a
+    `DropDocument` with the reason, or None if nothing changes.
     """
     lower = text.text.lower()
     if limits.lorem_ipsum and "lorem ipsum" in lower:
@@ -140,15 +140,15 @@ PARAGRAPHS = re.compile(r"\n\s*\n")
 
 
 def apply_quality_rule(text: AnalyzedText, limits: GopherQualityRule) -> DropDocument | None:
-    """Apply the Gopher quality filter to a document's words, symbols, lines and stop words: return the reason to drop
-    it, or None to keep it.
+    """Apply the Gopher quality filter to a document's words, symbols, lines and stop words: return a `DropDocument`
+    with the reason, or None to keep it.
     """
     return check_measure_bounds(_measure_quality(text, limits))
 
 
 def apply_repetition_rule(text: AnalyzedText, limits: GopherRepetitionRule) -> DropDocument | None:
-    """Apply the Gopher repetition filter to the shares of a document that repeat its earlier text: return the reason to
-    drop it, or None to keep it.
+    """Apply the Gopher repetition filter to the shares of a document that repeat its earlier text: return a
+    `DropDocument` with the reason, or None to keep it.
     """
     return check_measure_bounds(_measure_repetition(text, limits))
 
@@ -256,8 +256,8 @@ KINDS: dict[str, tuple[str, Callable[[str], bool]]] = {
 
 
 def apply_pii_rule(text: AnalyzedText, limits: PiiRule) -> DropDocument | ChangeDocument | None:
-    """Return the text with each personal data item replaced by its kind (`<EMAIL>`), the reason to drop the document,
-    or None if there is none.
+    """Search a document for personal data: return a `ChangeDocument` with each item replaced by its kind (`<EMAIL>`), a
+    `DropDocument` with the reason, or None if there is none.
     """
     found: Counter[str] = Counter()
     result = text.text

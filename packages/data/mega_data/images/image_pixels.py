@@ -119,7 +119,7 @@ def fit_to_resolution(resolution: tuple[int, int], height: int, width: int) -> t
 
 def list_placeholder_features(vision: VisionConfig, height: int, width: int) -> npt.NDArray[np.int64]:
     """Return which feature of the vision projector replaces each placeholder token of an image of `height` x `width`
-    pixels, as row indices over all its squares: int64 [placeholders].
+    pixels, as row indices over the features of all its tiles: int64 [placeholders].
 
     A square has `vision.features_per_square` features: P, and with tiles the end-of-row feature.
     """
@@ -169,7 +169,8 @@ UNREADABLE = (
 
 @dataclass(frozen=True)
 class PreparedImage:
-    """Decoded, resized and normalized image as input of a vision encoder, with its placeholders' feature indices.
+    """Decoded, resized and normalized image as input of a vision encoder, and the feature index of each of its
+    placeholder tokens.
 
     Attributes:
         pixels: fp32 [n, 3, H, W], of the whole image, followed by its tiles with `vision.pinpoints`.

@@ -80,8 +80,8 @@ def preprocess_image_chats(
     on_bad_line: Literal["error", "skip"] = "error",
     overwrite: bool = False,
 ) -> DatasetInfo:
-    """Tokenize conversations with images into the files of `preprocess_corpus` for conversations, and `PREFIX.images`
-    with the image references.
+    """Tokenize conversations with images into a data set (`PREFIX.bin`, `.idx`, `.info` and loss mask), and write the
+    references to the images to `PREFIX.images`.
 
     Each placeholder of a text is repeated for each feature of its image. A missing image, and a text with another
     number of placeholders than images, are bad lines. Truncation to `max_length` may cut an image.

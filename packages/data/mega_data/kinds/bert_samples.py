@@ -138,7 +138,7 @@ def trim_segments(a: Tokens, b: Tokens, length: int, random: Random) -> tuple[To
 
 
 def build_bert_samples(part: DatasetPart, setting: DatasetContext, num_samples: int) -> BertSamples:
-    """Return the BERT samples of a data set part (dataset kind `bert`), in the run's sample order; `num_samples`
-    matters only for order `megatron`.
+    """Return the BERT samples of one data set's share of a split (dataset kind `bert`), in the run's sample order;
+    `num_samples` matters only for order `megatron`.
     """
     return BertSamples(part, setting, num_samples)

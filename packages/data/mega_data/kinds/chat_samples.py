@@ -163,8 +163,8 @@ def _check_vision(prefix: Path, images: ImagesInfo, vision: VisionConfig) -> Non
 
 
 def build_conversation_samples(part: DatasetPart, setting: DatasetContext, num_samples: int) -> PackedSamples:
-    """Return the packed samples of a data set part of conversations (dataset kind `conversations`), with images if the
-    data set has them.
+    """Return the packed samples of conversations in one data set's share of a split (dataset kind `conversations`),
+    with images if the data set has them.
 
     Raises:
         ConfigError: in order `megatron`, which does not support packing.
@@ -215,7 +215,7 @@ class PreferencePairSamples(PackedSamples):
 
 
 def build_preference_pairs(part: DatasetPart, setting: DatasetContext, _: int) -> PreferencePairSamples:
-    """Return the packed samples of a data set part of preference pairs (dataset kind `pairs`).
+    """Return the packed samples of preference pairs in one data set's share of a split (dataset kind `pairs`).
 
     Raises:
         ConfigError: as `reject_megatron_order`.

@@ -80,7 +80,7 @@ class FillInTheMiddle:
         return f"fim rate={config.rate} spm={config.spm_rate} cut={config.cut} tokens={self.tokens} tokenizer={self._tokenizer.fingerprint}"
 
     def rearrange_document(self, ids: Ints, random: Random) -> Ints:
-        """Return the token ids of a document, or of its part in a window, reordered as prefix, suffix, middle (or
+        """Return the token ids of a document, or of the part of it in a window, reordered as prefix, suffix, middle (or
         suffix first) with probability `rate`, else unchanged.
         """
         if not random.binomial(1, self._config.rate):
@@ -174,8 +174,8 @@ class FimDocumentSamples(PackedSamples):
 def build_fim_samples(
     part: DatasetPart, setting: DatasetContext, num_samples: int
 ) -> FimContextSamples | FimDocumentSamples:
-    """Return the fill-in-the-middle samples of a data set part (dataset kind `fim`), at context or document level as
-    configured.
+    """Return the fill-in-the-middle samples of one data set's share of a split (dataset kind `fim`), at context or
+    document level as configured.
 
     Raises:
         ConfigError: if the tokenizer lacks the required tokens; at document level as `reject_megatron_order`.

@@ -176,5 +176,7 @@ class MaskedLmSamples(TextSamples):
 
 
 def build_masked_lm_samples(part: DatasetPart, setting: DatasetContext, num_samples: int) -> MaskedLmSamples:
-    """Return the masked-LM samples of a data set part (dataset kind `masked`), in the run's sample order."""
+    """Return the masked-LM samples of one data set's share of a split (dataset kind `masked`), in the run's sample
+    order.
+    """
     return MaskedLmSamples(part, setting, num_samples)

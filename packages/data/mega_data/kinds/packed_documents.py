@@ -93,7 +93,8 @@ GROUP = 1 << 20  # documents that are packed together: enough for a close fit
 
 @dataclass(frozen=True)
 class DocumentPieces:
-    """Units to pack into samples, in n rows: a document or a piece of one (w = 1), or w sequences that belong together.
+    """Token ranges to pack into samples, in n rows: a document or a segment of one (w = 1), or w sequences that belong
+    together.
 
     Attributes:
         starts: int64 [n, w], position of the first token of each sequence in the data set.
@@ -107,8 +108,8 @@ class DocumentPieces:
 
 
 def split_documents(reader: IndexedReader, begins: Ints, ends: Ints, seq_length: int, *, split: bool) -> DocumentPieces:
-    """Return the pieces of documents with the token ranges [begins, ends) that fit samples of `seq_length`: longer
-    documents are split, or left out without `split`.
+    """Return segments of the documents with the token ranges [begins, ends), each of which fits a sample of
+    `seq_length`: longer documents are split, or left out without `split`.
 
     Raises:
         DataError: if no document fits.
@@ -133,8 +134,8 @@ def split_documents(reader: IndexedReader, begins: Ints, ends: Ints, seq_length:
 
 
 def pack_pieces(pieces: DocumentPieces, seq_length: int, key: int) -> Arrays:
-    """Pack pieces into samples of `seq_length` positions by best fit, in groups of `GROUP` (1 Mi) pieces drawn by the
-    64-bit `key`.
+    """Pack documents and segments of documents into samples of `seq_length` positions by best fit, in groups of `GROUP`
+    (1 Mi) drawn by the 64-bit `key`.
 
     Returns:
         starts: int64 [n w], sizes: int32 [n w], of the pieces in the order of their samples. Within a sample small rows
@@ -159,8 +160,8 @@ def pack_pieces(pieces: DocumentPieces, seq_length: int, key: int) -> Arrays:
 
 
 class PackedSamples:
-    """Samples of whole documents of a data set part, packed without attention across documents; the seed draws which
-    documents share a sample.
+    """Samples of whole documents of one data set's share of a split, packed without attention across documents; the
+    seed draws which documents share a sample.
 
     An epoch reads every sample once, in an order drawn for it: a pure function of (seed, content, k), independent of
     the total. The index is built when the first sample is read, and kept in the run's cache: 12 bytes per document and
@@ -214,7 +215,7 @@ class PackedSamples:
 
     @property
     def samples_per_epoch(self) -> float:
-        """Number of packed samples in one pass over the data set part; builds the index on first use."""
+        """Number of packed samples in one pass over the data set's share of the split; builds the index on first use."""
         return self._index["bins"].size - 1
 
     @cached_property
@@ -303,8 +304,8 @@ def find_document_bounds(reader: IndexedReader, first: int, last: int) -> tuple[
 def build_packed_samples(
     part: DatasetPart, setting: DatasetContext, _: int, *, weights: LossWeights | None = None
 ) -> PackedSamples:
-    """Return the packed samples of whole documents of a data set part (dataset kind `documents`), or with loss
-    `weights` of conversations.
+    """Return the packed samples of whole documents of one data set's share of a split (dataset kind `documents`), or
+    with loss `weights` of conversations.
 
     Raises:
         ConfigError: as `reject_megatron_order`.
@@ -314,7 +315,7 @@ def build_packed_samples(
 
 
 def reject_megatron_order(part: DatasetPart, setting: DatasetContext) -> None:
-    """Raise ConfigError for sample order `megatron`, which does not support packing.
+    """Raise ConfigError if the run's sample order is `megatron`, which does not support packing.
 
     Raises:
         ConfigError: if the run has that order.

@@ -76,7 +76,7 @@ class RetroSamples:
 
     @property
     def samples_per_epoch(self) -> float:
-        """Number of Retro samples in one pass over the data set part."""
+        """Number of Retro samples in one pass over the data set's share of the split."""
         return max(1, self._count // self.shape[0])
 
     def estimate_attention_work(self, numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -125,5 +125,7 @@ class RetroSamples:
 
 
 def build_retro_samples(part: DatasetPart, setting: DatasetContext, _: int) -> RetroSamples:
-    """Return the samples with retrieved neighbors of a data set part (dataset kind `retro`), in the run's sample order."""
+    """Return the samples with retrieved neighbors of one data set's share of a split (dataset kind `retro`), in the
+    run's sample order.
+    """
     return RetroSamples(part, setting)

@@ -61,7 +61,9 @@ class DocumentRules:
 
 
 class TextSamples:
-    """Samples of running text: token windows that cross document boundaries, with the run's document rules applied."""
+    """Samples of running text: token windows that cross document boundaries; positions, attention and loss at
+    boundaries follow the run's configuration.
+    """
 
     def __init__(self, windows: TokenWindows, rules: DocumentRules, seq_length: int) -> None:
         self._windows, self._rules, self._seq_length = windows, rules, seq_length
@@ -87,7 +89,7 @@ class TextSamples:
 
 
 def build_token_windows(part: DatasetPart, setting: DatasetContext, num_samples: int, seq_length: int) -> TokenWindows:
-    """Return windows of seq_length + 1 tokens of a data set part, in the sample order of the run."""
+    """Return windows of seq_length + 1 tokens of one data set's share of a split, in the sample order of the run."""
     order, within = setting.config.sample_order, (part.reader, part.first, part.last)
     seed, cache = setting.seed, setting.cache
     if order == "megatron":
@@ -98,7 +100,9 @@ def build_token_windows(part: DatasetPart, setting: DatasetContext, num_samples:
 
 
 def build_text_samples(part: DatasetPart, setting: DatasetContext, num_samples: int) -> TextSamples:
-    """Return the running-text samples of a data set part (dataset kind `text`), in the run's sample order."""
+    """Return the running-text samples of one data set's share of a split (dataset kind `text`), in the run's sample
+    order.
+    """
     seq_length = setting.config.seq_length
     return TextSamples(
         build_token_windows(part, setting, num_samples, seq_length), DocumentRules.from_context(setting), seq_length

@@ -77,8 +77,8 @@ Ints = npt.NDArray[np.int64]
 
 
 class SentenceDocuments:
-    """Documents of a data set part whose sequences are sentences, with at least `least` sentences each, from which
-    samples are cut.
+    """Documents, whose sequences are sentences, of one data set's share of a split, with at least `least` sentences
+    each, from which samples are cut.
 
     With `longest`, documents of several sentences with a sentence of more tokens than that are left out as well.
 

@@ -81,7 +81,7 @@ class SentinelReplacement:
 
     def build_sample(self, tokens: Ints, runs: Iterable[Ints], *, end: bool, truncated: bool = False) -> T5Sample:
         """Build a T5 sample from the text `tokens`: each span of positions in `runs` is replaced by a sentinel in the
-        encoder and predicted by the decoder.
+        encoder and predicted by the decoder; `end` adds the end token.
 
         `runs` are the positions of each span; `end` appends the end token to the encoder's text.
         """
@@ -212,8 +212,8 @@ class T5Samples:
 
 
 def build_t5_samples(part: DatasetPart, setting: DatasetContext, num_samples: int) -> MegatronT5Samples | T5Samples:
-    """Return the T5 samples of a data set part (dataset kind `t5`): Megatron's in order `megatron`, else of running
-    text.
+    """Return the T5 samples of one data set's share of a split (dataset kind `t5`): Megatron's in order `megatron`,
+    else of running text.
     """
     samples = MegatronT5Samples if setting.config.sample_order == "megatron" else T5Samples
     return samples(part, setting, num_samples)

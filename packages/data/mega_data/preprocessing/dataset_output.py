@@ -49,8 +49,8 @@ RECORD_INTERVAL = 5.0  # seconds between two progress records
 
 
 class DatasetOutput:
-    """Writer of a preprocessing run's data set: documents assembled from pieces, ended with the end token and counted,
-    in the order of the inputs.
+    """Writer of a preprocessing run's data set: long documents are assembled from their segments, ended with the end
+    token and counted, in the order of the inputs.
 
     As a context manager: on exit without an error the data set is committed, and `info` is its description. With
     `lasting`, the state of the last `record_progress` survives an error, and `resume_or_start` resumes from it. For a

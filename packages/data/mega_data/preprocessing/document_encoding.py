@@ -75,7 +75,7 @@ READ_AHEAD = 1 << 22  # bytes of text per worker that may be queued or in progre
 
 @dataclass(frozen=True)
 class DocumentEncoder:
-    """Encoder of documents to token sequences: as one text, by sentences, or as conversations."""
+    """Encoder of documents to token sequences: each as one text, by sentences, or as a conversation."""
 
     encoder: BatchEncoder
     chats: ChatPreparation | None
@@ -98,8 +98,8 @@ class DocumentEncoder:
 def encode_batches(
     batches: Iterable[TextBatch], encoding: DocumentEncoder, dtype: np.dtype[Any], workers: int
 ) -> Generator[tuple[TextBatch, list[Sequences]], None, None]:
-    """Yield each batch with the token sequences of its documents, in order, encoded by `workers` threads; at most
-    `READ_AHEAD` (4 MiB) per worker, or one batch, is pending.
+    """Yield each batch with the token sequences of its documents, in order, encoded by `workers` threads, which run at
+    most `READ_AHEAD` (4 MiB of text) per worker, or one batch, ahead.
     """
     if workers == 1:  # a single worker thread costs more, in memory arenas, than it saves
         yield from ((batch, _encode_batch(batch, encoding, dtype)) for batch in batches)

@@ -73,7 +73,8 @@ def preprocess_corpus(
     shards: int | None = None,
     sentences: str | None = None,
 ) -> DatasetInfo:
-    """Tokenize `inputs` (see `find_corpus_sources`) into `PREFIX.bin`, `PREFIX.idx` and `PREFIX.info`.
+    """Tokenize files, folders and globs `inputs` into a token data set: `PREFIX.bin` (tokens), `PREFIX.idx` (index) and
+    `PREFIX.info` (description), for the prefix `output_prefix`.
 
     No file has its final name before all are written. An interrupted run resumes when it is started again, if its
     inputs are files and unchanged, and yields the same data set.
@@ -174,7 +175,9 @@ class PreprocessJob:
 
     @cached_property
     def chat_preparation(self) -> ChatPreparation | None:
-        """Renderer of chat records (`ChatPreparation`) if the job reads conversations, else None."""
+        """Converter of JSON records to conversations rendered by the chat template, if the job reads conversations,
+        else None.
+        """
         return ChatPreparation(self.chat, self.tokenizer) if self.chat else None
 
     @cached_property
@@ -313,8 +316,8 @@ class PreprocessJob:
         return SentenceEncoder(self.tokenizer, self.sentences) if self.sentences else None
 
     def build_shard(self, shard: InputShard, workers: int) -> DatasetInfo:
-        """Build the data set of one shard, unless it is finished, and return its description; a failure is recorded in
-        `PREFIX.failed`.
+        """Build the data set of one shard, unless it is finished, and return its description; the message of a failure
+        is written to `PREFIX.failed`.
         """
         if any(source.name == STDIN for source in self.sources):
             raise DataError("standard input is not supported with --shard", hint="give files, globs or folders")
@@ -327,7 +330,7 @@ class PreprocessJob:
             return self.build_dataset(prefix, sources, f"{self.made_from} {shard}", workers, about)
 
     def try_build_shard(self, shard: InputShard) -> str | None:
-        """Build one shard's data set in this thread; return the error message of a failure, else None."""
+        """Build one shard's data set in this process; return the error message of a failure, else None."""
         try:
             self.build_shard(shard, workers=1)
         except MegaError as error:

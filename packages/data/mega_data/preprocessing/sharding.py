@@ -40,7 +40,9 @@ from mega_data.token_files.partial_folder import translate_write_errors
 
 @dataclass(frozen=True)
 class InputShard:
-    """Shard `number` (from 1) of `of` shards of a preprocessing run's input, divided by bytes."""
+    """One of `of` shards, with the number `number` from 1, into which the input of a preprocessing run is divided by
+    bytes.
+    """
 
     number: int
     of: int
@@ -122,8 +124,8 @@ def _find_line_start(stream: io.BufferedReader, at: int) -> int:
 
 @contextlib.contextmanager
 def record_failure(prefix: Path) -> Iterator[None]:
-    """Write an error in the block that builds a shard to `PREFIX.failed` and raise it again; remove that file after
-    success.
+    """Context manager for code that builds a shard: it writes an error to `PREFIX.failed` and raises it again, and
+    removes that file after success.
     """
     try:
         yield

@@ -25,7 +25,7 @@ SourcePosition = tuple[int, int]  # index of a source, and number of its items t
 
 @dataclass
 class TextBatch:
-    """Documents to encode in one call, or one piece of a long document; `has_more` if more pieces of that document
+    """Documents to encode in one call, or one segment of a long document; `has_more` if more segments of that document
     follow.
 
     Attributes:
@@ -76,8 +76,8 @@ class PreprocessProgress:
 
 
 class ResumableReader:
-    """Reader of the documents of all sources in order, starting where an interrupted run stopped, with a progress bar
-    in bytes.
+    """Reader of the documents of all corpus sources in order, starting where an interrupted run stopped, with a
+    progress bar in bytes.
     """
 
     def __init__(
@@ -150,8 +150,8 @@ def build_text_batches(
     prepare: PrepareDocument | None = None,
     leads: Sequence[str] = LEADS,
 ) -> Iterator[TextBatch]:
-    """Yield the documents of `reading` in batches of about `BATCH` (256 KiB) bytes; a long document comes in batches of
-    its own, one per piece.
+    """Yield the documents of `reading` in batches of about `BATCH` (256 KiB) bytes; a long document is split into
+    segments, each a batch of its own.
 
     Args:
         refuse: None to accept bad lines; else they end the run, and this path of the quarantine file is part of the

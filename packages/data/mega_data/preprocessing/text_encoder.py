@@ -38,8 +38,8 @@ WORTHWHILE = 1 << 24  # bytes of input from which the load time of about a secon
 
 
 class BatchEncoder(Protocol):
-    """Interface of batch encoders by the tokenizer.json at `path`: a `Tokenizer`, or a faster one whose results are
-    compared with it.
+    """Interface of encoders of many texts by the tokenizer.json at `path`: a `Tokenizer`, or a faster library whose
+    results are compared with it.
     """
 
     path: Path

@@ -114,7 +114,7 @@ def build_raw_data_job(source: DatasetSource, config: DataConfig) -> PreprocessJ
         chat = ChatOptions(
             kind="pairs" if kind == "pairs" else "conversations", loss_on=raw.loss_on, max_length=raw.max_length,
             template=raw.chat_template, template_options=raw.template_options, turn_weights=raw.turn_weights,
-            columns=source.columns_by_role,
+            columns=dict[str, str](source.map.items()),
         )  # fmt: skip
     by_sentence = kind == "bert" or (kind == "t5" and config.sample_order == "megatron")
     json_key = WHOLE if chat else source.map.get("text", "text")

@@ -125,7 +125,7 @@ def find_corpus_sources(
 
 
 def no_text_error(sources: Sequence[CorpusSource], found: str) -> DataError:
-    """Return the error for inputs without a document that has text; `found` counts what they have instead."""
+    """Return the error for inputs without a document that has text; `found` says what was found instead, with counts."""
     more = f" and {len(sources) - 1} more" if len(sources) > 1 else ""
     return DataError(
         f"{sources[0].name}{more}: no document with text ({found})",
@@ -363,7 +363,7 @@ def _has_text(record: Any, key: str) -> bool:
 
 
 def lookup_record_value(record: dict[str, Any], key: str) -> Any:
-    """Return the value of a record under `key`, or for `a.b` the value of `b` in the object under `a`; the marker
+    """Return the value of a JSON record under `key`, or for `a.b` the value of `b` in the object under `a`; the marker
     ABSENT if missing.
     """
     if key == WHOLE:

@@ -218,7 +218,7 @@ class Document(NamedTuple):
 
 
 class RejectedItem(NamedTuple):
-    """Source position without a usable document, with the reason for rejection and the content found there.
+    """Position in a source where no usable document was found, with the reason and the content found there.
 
     `skipped` marks a file of a folder that does not belong to the corpus, such as an image, and is not an error. `hint` is
     the fix, if the whole input rather than this record needs one.
@@ -241,8 +241,8 @@ def explain_too_large(limit: int) -> str:
 
 
 def document_from_text(value: object, key: str, file: str, line: int) -> Document | RejectedItem:
-    """Return the document of a record's text `value`, or a rejected item if it is not a string, is too large or has
-    lone surrogates, which JSON can encode.
+    """Return the document with the text `value`, found under `key` of a record, or a rejected item if it is not a
+    string, is too large or has lone surrogates, which JSON can encode.
     """
     if isinstance(value, LongText):
         return _document_from_long_text(value, key, file, line)

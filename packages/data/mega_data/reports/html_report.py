@@ -49,8 +49,8 @@ SHINGLE = 8  # tokens
 
 @dataclass(frozen=True)
 class DuplicateCounts:
-    """Numbers of sequences, out of `of`, that repeat an earlier one: exactly, and nearly (None if not measured) among
-    the `sampled` ones.
+    """Numbers of sequences of a data set, out of `of`, that repeat an earlier one: exactly, and nearly (None if not
+    measured) among `sampled` ones.
     """
 
     of: int

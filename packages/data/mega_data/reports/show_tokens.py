@@ -35,7 +35,7 @@ class DisplayedToken:
 
 @dataclass(frozen=True)
 class DisplayedPart:
-    """Named part of a displayed sample: a document, a piece of a document, or padding."""
+    """Named section of a displayed sample: a document, a segment of a document, or padding."""
 
     name: str
     tokens: list[DisplayedToken]
@@ -67,8 +67,8 @@ def show_document(prefix: Path, number: int, tokenizer: Tokenizer | None) -> lis
 def show_training_sample(
     sample: TrainingSample | BertSample | T5Sample, tokenizer: Tokenizer | None
 ) -> list[DisplayedPart]:
-    """Return a training sample for display as parts, one per document, each followed by its last label, which is not an
-    input.
+    """Return a training sample for display as sections, one per document, each followed by its last label, which is not
+    an input.
 
     Neighbors of chunks follow as parts. For BERT the parts are the segments and the labels, for T5 the inputs of encoder
     and decoder and the labels.

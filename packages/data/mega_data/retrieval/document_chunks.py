@@ -114,8 +114,8 @@ BLOCK = 1 << 16  # chunks that are hashed at a time
 
 
 class NeighborLeakFilter:
-    """Filter of retrieval candidates that would leak labels: it rejects database chunks from a data chunk's own
-    document, copies of that document's chunks, and copies of the chunk's continuation.
+    """Filter of retrieval candidates that would leak labels: it rejects chunks from the queried chunk's own document,
+    copies of that document's chunks, and copies of the chunk's continuation.
 
     Memory: 16 bytes per chunk.
 

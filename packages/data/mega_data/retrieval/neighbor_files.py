@@ -28,8 +28,8 @@ Ints = npt.NDArray[np.int64]
 
 
 class ChunksInfo(StrictConfig):
-    """Description of the chunks of a data set in `info.json`: the data set's path at that time, the fingerprint that
-    identifies it, and the chunk range.
+    """Description of the chunks of a data set, in the file `info.json` of a folder of retrieved neighbors: path at that
+    time, fingerprint that identifies the data set, and chunk range.
 
     Attributes:
         first, last: range [first, last) of the chunks.

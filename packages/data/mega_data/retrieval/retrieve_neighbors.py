@@ -165,7 +165,9 @@ EmbedTexts: TypeAlias = Callable[[list[str], Callable[[int], None]], npt.NDArray
 
 @dataclass(frozen=True)
 class ChunkEncoder:
-    """Encoder that embeds the texts of chunks as vectors: name, identity with version, and the function."""
+    """Encoder that embeds the texts of chunks as vectors: its name, its identity with version, and the function that
+    embeds.
+    """
 
     name: str
     identity: str
@@ -174,7 +176,8 @@ class ChunkEncoder:
 
 @dataclass(frozen=True)
 class RetrievalSettings:
-    """Settings of a nearest-neighbor search for retrieval: chunk length, number of neighbors, faiss index and split.
+    """Settings of a nearest-neighbor search for retrieval: chunk length, number of neighbors, faiss index, and the
+    share of the database to search.
 
     Attributes:
         index: faiss index factory string; None selects it by the number of vectors.

@@ -38,8 +38,8 @@ ReaderKey = tuple[Path, str]  # path in the configuration, and what else the tok
 
 @dataclass(frozen=True)
 class DatasetPart:
-    """Sequences [first, last) of a data set that belong to one split, with the weight in the blend and the dataset
-    kind.
+    """Share of a data set that belongs to one split (train, valid or test): sequences [first, last), with the weight in
+    the blend and the dataset kind.
 
     Attributes:
         source: its entry in the configuration.
@@ -63,12 +63,12 @@ class DatasetPart:
 
     @property
     def weights_by_tokens(self) -> dict[int, float]:
-        """Weight of this part in the blend from each number of training tokens on, beginning with 0."""
+        """Weight of the data set in the blend from each number of training tokens on, beginning with 0."""
         weights = {0: self.weight or 1.0} if self.source is None else self.source.weights_by_tokens
         return {tokens: weight * self.share for tokens, weight in weights.items()}
 
     def get_sample_limit(self, samples_per_epoch: Callable[[], float]) -> int | None:
-        """Return the maximum number of samples that a run may read of this part (`max_epochs` times the samples per
+        """Return the maximum number of samples that a run may read of this data set (`max_epochs` times the samples per
         epoch), or None for no limit.
         """
         epochs = None if self.source is None else self.source.max_epochs
@@ -76,7 +76,7 @@ class DatasetPart:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens in the sequences of this part."""
+        """Number of tokens in this share of a data set, sequences [first, last)."""
         begin, end = find_token_range(self.reader, self.first, self.last)
         return end - begin
 
@@ -104,8 +104,8 @@ class DatasetPartitioner:
         self._files = OpenReaderPool(raise_open_files_limit(2 * MAX_OPEN_DATASETS) // 2)
 
     def build_split_parts(self, name: str) -> list[DatasetPart]:
-        """Return the data set parts of the split `name` (train, valid or test); an empty list if the split's share is
-        zero.
+        """Return the share of each data set that belongs to the split `name` (train, valid or test); an empty list if
+        the split is configured as zero.
 
         Raises:
             DataError: naming every data set that cannot be used; or if no data set has a sequence in this split.
@@ -223,8 +223,8 @@ def _find_split_sequence(bound: float, reader: IndexedReader, kind: str) -> int:
 
 
 def validate_dataset_kind(reader: IndexedReader, kind: str) -> None:
-    """Raise DataError if conversations are used as text, which would count their questions in the loss, or text as
-    conversations.
+    """Raise DataError if a data set of conversations is configured as text, which would count their questions in the
+    loss, or one of text as conversations.
 
     Raises:
         DataError: if the kinds differ.
@@ -249,8 +249,8 @@ def compute_split_bounds(shares: Sequence[float]) -> list[SplitBounds | None]:
 
 
 def check_document_ends(reader: IndexedReader, eod: int | None, rules: Sequence[str]) -> None:
-    """Raise DataError if documents are not separated by the token `eod` and `rules` (names of configuration flags that
-    need it) is not empty.
+    """Raise DataError if documents are not separated by the end-of-document token `eod` and `rules` (names of
+    configuration flags that need it) is not empty.
 
     Checks a sample of the documents, or only the data set's description if it has `append_eod`. A document that begins
     with the token counts as separated.

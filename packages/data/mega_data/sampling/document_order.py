@@ -75,7 +75,7 @@ Ints = npt.NDArray[np.int64]
 
 
 class DocumentOrder:
-    """Order of the documents in the sequences [first, last) of a data set, drawn by (seed, content, range), and the
+    """Order of the documents in the sequences [first, last) of a data set, drawn by seed, content and range, and the
     tokens in that order.
 
     A document that these bounds cut contributes the part within. See `ShuffledTokenWindows` for memory and reads.
@@ -125,8 +125,8 @@ class DocumentOrder:
         return begins, ends
 
     def find_documents(self, start: int, count: int) -> Iterator[tuple[int, range, range]]:
-        """Yield the documents that contain the units [start, start + count) of the order, which must exist: (document
-        number, token range, unit range).
+        """Yield the documents that contain the tokens, or multiples of `unit` tokens, [start, start + count) of the
+        order, which must exist: (document number, token range, unit range).
 
         Yields:
             For each document in order: its number in the file, its token range, and the range of its units.
@@ -147,8 +147,8 @@ class DocumentOrder:
             block += 1
 
     def read_tokens(self, start: int, count: int) -> Iterator[Tokens]:
-        """Yield the tokens [start, start + count) in the order of the documents, in parts; requires `unit` 1, and all
-        of them must exist.
+        """Yield the tokens [start, start + count) in the order of the documents, one array per document; requires
+        `unit` 1, and all of them must exist.
         """
         for _, tokens, own in self.find_documents(start, count):
             yield self._reader.tokens[tokens.start + own.start : tokens.start + own.stop]

@@ -60,7 +60,9 @@ class StableTokenWindows:
         return f"{self.order} seed={self._seed} seq={self._seq_length} {content}"
 
     def locate_window(self, k: int) -> int:
-        """Return the position of the first token of window `k` in the circle of the part's tokens."""
+        """Return the position of the first token of window `k`; positions are in the circle that the data set's tokens
+        form.
+        """
         return compute_window_start(k, self._count, self._seq_length, self.content_key)
 
     def __getitem__(self, k: int) -> npt.NDArray[np.int64]:
@@ -78,7 +80,8 @@ class StableTokenWindows:
 
 
 class ShuffledTokenWindows(StableTokenWindows):
-    """Token windows as in `StableTokenWindows`, but over documents in an order drawn by (seed, content, range).
+    """Token windows of S + 1 tokens (sequence length S) over documents in an order drawn by seed, content and range,
+    cut anew in each epoch.
 
     The order is a permutation by `permute_index`, equal in all epochs, whose windows and their order differ. The
     positions of documents follow from the permutation and their lengths. The index stores the start of every 16th
@@ -150,8 +153,8 @@ class MegatronTokenWindows:
 
 
 def compute_window_start(k: int, count: int, width: int, content_key: str) -> int:
-    """Return the start of window `k` of `width` positions in a circle of `count` positions, with the draws of
-    `StableTokenWindows` keyed by `content_key`.
+    """Return the start of window `k` of `width` positions in a circle of `count` positions, by pseudorandom draws keyed
+    by `content_key`.
 
     `content_key` is the key of the draws.
     """

@@ -42,8 +42,8 @@ def reject_images(readers: Iterable[IndexedReader], verb: str, hint: str) -> Non
 
 
 def encode_references(references: Sequence[ImageReference], tokens: Sequence[int] | None = None) -> np.ndarray:
-    """Return the image references of one document as an entry of `PREFIX.images`: JSON bytes, uint8 [bytes]; `tokens`
-    are placeholder counts if they differ.
+    """Return the image references of one document as `PREFIX.images` stores them: JSON bytes, uint8 [bytes]; `tokens`
+    are the numbers of placeholders per image if they differ.
     """
     whole = list(references) if tokens is None else {"images": list(references), "tokens": list(tokens)}
     return np.frombuffer(json.dumps(whole).encode(), np.uint8)

@@ -79,9 +79,7 @@ def get_images_prefix(prefix: Path) -> Path:
 
 
 def list_companion_files(prefix: Path) -> dict[str, Path]:
-    """Return {name in the partial folder: final path} of the mask and image files of a data set, as `rename_files`
-    takes them.
-    """
+    """Return {name while being written: final path} of the mask and image files of a data set."""
     mask, images = get_mask_prefix(prefix), get_images_prefix(prefix)
     return {
         "mask.bin": get_bin_path(mask), "mask.idx": get_idx_path(mask), "images.bin": get_bin_path(images), "images.idx": get_idx_path(images),

@@ -250,7 +250,7 @@ class IndexedWriter:
         self.release_lock()
 
     def release_lock(self) -> None:
-        """Close the partial files and release their lock, leaving the files for a later writer or commit."""
+        """Close the unfinished files and release their lock, leaving the files for a later writer or commit."""
         for stream in self._streams:
             with contextlib.suppress(OSError):  # closing flushes, which a full disk refuses again
                 stream.close()

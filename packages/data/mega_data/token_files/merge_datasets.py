@@ -83,8 +83,8 @@ def append_datasets(
     *,
     chat: ChatInfo | None = None,
 ) -> DatasetInfo:
-    """Append the data sets of `readers`, with `size` bytes of tokens, to a writer, commit it and return the new
-    description with the counts of `infos` added up.
+    """Append the data sets of `readers`, with `size` bytes of tokens, to a writer, rename its files to their final
+    names, and return the new description with the counts of `infos` added up.
 
     The counts of `infos` are added up in the new description.
     """

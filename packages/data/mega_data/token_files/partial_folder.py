@@ -16,7 +16,9 @@ LOCK = "lock"
 
 @contextlib.contextmanager
 def translate_write_errors(path: Path) -> Iterator[None]:
-    """Convert OS errors in the block, which writes `path`, to a one-sentence DataError with a hint if the disk is full."""
+    """Context manager that converts OS errors of code that writes `path` to a one-sentence DataError, with a hint if
+    the disk is full.
+    """
     try:
         yield
     except OSError as error:
@@ -51,8 +53,8 @@ def lock_partial_folder(folder: Path, *, wait: bool) -> int | None:
 
 
 def remove_partial_folder(folder: Path, last: Sequence[str] = ()) -> None:
-    """Remove a partial folder locked by this process: first most files, then those named in `last`, finally the lock;
-    OS errors are ignored.
+    """Remove a folder of unfinished files that this process has locked: first most files, then those named in `last`,
+    finally the lock; OS errors are ignored.
     """
     with contextlib.suppress(OSError):
         names = sorted((path.name for path in folder.iterdir()), key=lambda name: (name == LOCK, name in last))

@@ -69,7 +69,7 @@ def default_cache_folder() -> Path:
 
 
 def restore_url_slashes(path: Path) -> str:
-    """Return a path as text; for a URL, with the second slash after the protocol that `Path` has dropped."""
+    """Return a path as text; for a URL held in a `Path`, with the second slash after the protocol restored."""
     return re.sub(r"^([a-z][a-z0-9+.-]+):/{1,2}(?=[^/])", r"\1://", str(path))
 
 

@@ -37,7 +37,7 @@ class EchoedPrompt(NamedTuple):
 
 @dataclass
 class AnswerPart:
-    """New content of one choice of an answer: text, tokens, finish reason and function calls.
+    """Newly generated content of one choice of an API answer: text, tokens, finish reason and function calls.
 
     Attributes:
         choice: index of the choice in the answer.
@@ -58,7 +58,9 @@ class AnswerPart:
     calls: list[dict[str, Any]] = field(default_factory=list)
 
     def append_part(self, more: AnswerPart) -> None:
-        """Append `more`, the next part of the same choice, to this part in place; `more.calls` are not appended."""
+        """Append the content of `more`, which follows in the same choice of an answer, in place; `more.calls` are not
+        appended.
+        """
         self.text += more.text
         self.count += more.count
         self.finish = more.finish
@@ -87,10 +89,10 @@ class AnswerFormat(Protocol):
     chunk: str
 
     def format_choice(self, part: AnswerPart) -> dict[str, Any]:
-        """Return an entry of `choices` for a whole answer, as JSON fields."""
+        """Return an item of the JSON list `choices` for a whole answer."""
 
     def format_delta(self, part: AnswerPart) -> dict[str, Any]:
-        """Return an entry of `choices` for a streamed chunk, as JSON fields."""
+        """Return an item of the JSON list `choices` for a streamed chunk of an answer."""
 
 
 class TokenTextOffsets:
@@ -104,7 +106,9 @@ class TokenTextOffsets:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def next_offsets(self, tokens: Sequence[TokenText], text: str) -> list[int]:
-        """Return the character offset of each of the next `tokens` of the choice; `text` is the next part of its text."""
+        """Return the character offset of each of the next `tokens` of the choice in its text; `text` is the text that
+        these tokens add.
+        """
         self._text += text
         found = []
         for token in tokens:
@@ -132,7 +136,7 @@ class CompletionFormat:
     _offsets: defaultdict[int, TokenTextOffsets] = field(default_factory=lambda: defaultdict(TokenTextOffsets))
 
     def format_choice(self, part: AnswerPart) -> dict[str, Any]:
-        """Return an entry of `choices`, for a whole answer or a streamed chunk of /v1/completions."""
+        """Return an item of the JSON list `choices`, for a whole answer or a streamed chunk of /v1/completions."""
         logprobs = None if part.tokens is None else self._format_logprobs(part, part.tokens)
         return {"index": part.choice, "text": part.text, "logprobs": logprobs, "finish_reason": part.finish}
 
@@ -166,14 +170,14 @@ class ChatFormat:
     chunk = "chat.completion.chunk"
 
     def format_choice(self, part: AnswerPart) -> dict[str, Any]:
-        """Return an entry of `choices` with a `message`, for a whole chat answer."""
+        """Return an item of the JSON list `choices` with a `message`, for a whole chat answer."""
         calls = {"tool_calls": part.calls} if part.calls else {}
         message = {"role": "assistant", "content": part.text or (None if calls else ""), **calls}
         return {"index": part.choice, "message": message, **self._common_fields(part)}
 
     def format_delta(self, part: AnswerPart) -> dict[str, Any]:
-        """Return an entry of `choices` with a `delta`, for a streamed chat chunk; the first delta of a choice has the
-        role.
+        """Return an item of the JSON list `choices` with a `delta`, for a streamed chat chunk; the first delta of a
+        choice has the role.
         """
         role = {"role": "assistant"} if part.begins else {}
         calls = {"tool_calls": [{"index": at, **call} for at, call in enumerate(part.calls)]} if part.calls else {}
@@ -202,8 +206,8 @@ async def stream_answer_parts(
     *,
     echo_only: bool = False,
 ) -> AsyncIterator[AnswerPart]:
-    """Convert events of the inference engine to answer parts, yielded as they are generated; the first part of a choice
-    begins with its echoed prompt, if any.
+    """Convert events of the inference engine to new content of an answer's choices, yielded as it is generated; each
+    choice begins with its echoed prompt, if any.
 
     Args:
         events: events of the engine with the index of the choice.
@@ -248,7 +252,7 @@ class AnswerBuilder:
         return {**head, "choices": choices, **more}
 
     async def build_answer(self, parts: AsyncIterator[AnswerPart]) -> dict[str, Any]:
-        """Collect all parts and return the complete answer as a JSON object."""
+        """Collect all generated content and return the complete answer as a JSON object."""
         choices: dict[int, AnswerPart] = {}
         async for part in parts:
             self.usage.completion += part.count
@@ -287,7 +291,7 @@ CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 
 
 async def extract_tool_calls(parts: AsyncIterator[AnswerPart], names: frozenset[str]) -> AsyncIterator[AnswerPart]:
-    """Yield each choice of an answer as one complete part, with the calls of functions `names` separated from its text."""
+    """Yield each choice of an answer once, complete, with the calls of functions `names` separated from its text."""
     open_parts: dict[int, AnswerPart] = {}
     async for part in parts:
         if part.choice in open_parts:

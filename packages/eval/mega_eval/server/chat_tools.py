@@ -31,7 +31,7 @@ To call a function, answer with its name and arguments as a JSON object:
 
 
 class ToolFunction(StrictRequestModel):
-    """Function that the model may call: field `function` of an entry of a chat request's `tools`."""
+    """Function that the model may call: field `function` of an item of a chat request's `tools`."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
     description: str | None = None
@@ -40,7 +40,7 @@ class ToolFunction(StrictRequestModel):
 
 
 class ChatTool(StrictRequestModel):
-    """Entry of the field `tools` of a chat request."""
+    """Item of the list `tools` of a chat request: a tool that the model may call."""
 
     type: Literal["function"]
     function: ToolFunction

@@ -59,7 +59,9 @@ class RequestGroup:
                 unfinished -= event[1].finish is not None
 
     def publish_events(self, events: list[RowEvent] | Exception) -> None:
-        """Queue engine events for the group's reader, or the error that ends them; callable from any thread."""
+        """Queue engine events for the coroutine that reads this group, or the error that ends them; callable from any
+        thread.
+        """
         self._call_in_loop(lambda: self._events.put_nowait(events))
 
     def report_acceptance(self, error: Exception | None = None) -> None:

@@ -129,7 +129,7 @@ class ResponsesAnswerBuilder:
         self._id, self._item = f"resp_{uuid.uuid4().hex}", f"msg_{uuid.uuid4().hex}"
 
     async def build_answer(self, parts: AsyncIterator[AnswerPart]) -> dict[str, Any]:
-        """Collect all parts and return the complete answer of /v1/responses as a JSON object."""
+        """Collect all generated content and return the complete answer of /v1/responses as a JSON object."""
         text, finish = "", None
         async for part in parts:
             text, finish = text + part.text, part.finish

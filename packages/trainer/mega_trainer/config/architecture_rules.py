@@ -30,6 +30,9 @@ def find_architecture_problems(
     evaluation-harness tasks that run during training.
     """
     yield from _position_problems(model, data)
+    if parallel.cp > 1 and model.position == "alibi" and parallel.cp_kind != "alltoall":
+        rule = "is not supported with linear position biases (model.position = alibi)"
+        yield ConfigProblem("parallel.cp_kind", rule, parallel.cp_kind, "set parallel.cp_kind=alltoall")
     yield from _bidirectional_problems(model, data, tasks)
     yield from _encoder_decoder_problems(model, data, parallel, precision, tasks)
     if (model.retro is not None) != ("retro" in data.dataset_kinds):

@@ -133,8 +133,8 @@ class BatchConfig(StrictConfig):
             before = stage.until
 
     def find_uneven_sizes(self, unit: int, description: str) -> Iterator[ConfigProblem]:
-        """Yield a problem for each configured batch size that is not a multiple of `unit`; `description` names the unit
-        in the message.
+        """Yield a problem for each configured batch size that is not a multiple of `unit` samples; `description` says
+        in the message where that number comes from.
         """
         sizes = {"global": self.global_}
         if self.rampup is not None:

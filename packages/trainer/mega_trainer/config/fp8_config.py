@@ -42,7 +42,7 @@ class Fp8Config(StrictConfig):
     bf16_last: NonNegativeInt = Field(0, description="number of last layers that stay in bf16")
 
     def problems(self) -> Iterator[ConfigProblem]:
-        """Yield the recipe that is known by name only."""
+        """Yield a problem if the recipe is `delayed`, which is accepted by name but not supported."""
         if self.recipe not in MULTIPLES:
             rule = "is not supported: scales are computed from the current tensors, not from a history of earlier steps"
             yield ConfigProblem("recipe", rule, self.recipe, OTHER_RECIPE)

@@ -84,7 +84,9 @@ class LRSchedule(StrictConfig):
         return ConfigProblem(key, rule, getattr(self, key), f"remove lr_schedule.{key}, or remove lr_schedule.{other}")
 
     def find_run_problems(self, *, lr: float, steps: int, batch: BatchConfig) -> Iterator[ConfigProblem]:
-        """Yield schedule settings that do not fit a run of `steps` steps of `batch` with the highest rate `lr`."""
+        """Yield schedule settings that do not fit a run of `steps` steps with the batch sizes `batch` and the highest
+        learning rate `lr`.
+        """
         for key in ("min_lr", "warmup_init"):
             if (rate := getattr(self, key)) > lr:
                 rule, hint = f"must be at most optimizer.lr = {lr:g}", f"set lr_schedule.{key}={lr}"
@@ -116,7 +118,9 @@ class LRSchedule(StrictConfig):
         return "shorten the warmup"
 
     def make_curve(self, *, lr: float, steps: int, batch: BatchConfig) -> LearningRateCurve:
-        """Return the learning-rate curve for a run of `steps` steps of `batch` with the highest rate `lr`."""
+        """Return the learning-rate curve for a run of `steps` steps with the batch sizes `batch` and the highest
+        learning rate `lr`.
+        """
         last = self.decay_steps or steps
         warmup_steps = math.ceil(self.warmup_share * last) if self.warmup_share else self.warmup_steps
         warmup = self.warmup_samples if self.warmup_samples is not None else batch.samples_after_steps(warmup_steps)

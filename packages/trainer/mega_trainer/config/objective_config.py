@@ -98,7 +98,7 @@ class ObjectiveConfig(StrictConfig):
         return self.beta or BETAS.get(self.kind, 0.1)
 
     def problems(self) -> Iterator[ConfigProblem]:
-        """Yield settings of the section that its objective `kind` does not use."""
+        """Yield settings of run.yaml's `objective` section that its kind of objective does not use."""
         for name, field in type(self).model_fields.items():
             value = getattr(self, name)
             if name != "kind" and name not in USED[self.kind] and value != field.default:

@@ -22,7 +22,7 @@ from mega_trainer.config.parallel_layout import (
     suggest_parallel_degree,
     tensor_degree_rule,
 )
-from mega_trainer.config.sections import OptimizerConfig, ParallelConfig
+from mega_trainer.config.sections import ParallelConfig
 
 FIXED_VIRTUAL_STAGES = {"zb-h1": 1, "zbv": 2}  # virtual stages of the schedules that have a fixed number
 
@@ -86,7 +86,9 @@ class ParallelRules:
         return parallel.pp * (ranks if parallel.dp else math.lcm(ranks, block))
 
     def with_degrees(self, degrees: Mapping[str, int | str]) -> ParallelRules:
-        """Return a copy of the rules with `degrees` in place of these fields of the `parallel` section."""
+        """Return a copy of the rules with `degrees`, {field of run.yaml's `parallel` section: value}, in place of the
+        present values.
+        """
         return replace(self, parallel=self.parallel.model_copy(update=dict(degrees)))
 
     def _stage_problems(self) -> Iterator[ConfigProblem]:
@@ -168,7 +170,9 @@ class ParallelRules:
                 "parallel.cp_kind = alltoall"
             )
             ring = "set parallel.cp_kind=ring" + " and model.attention_dropout=0" * bool(model.attention_dropout)
-            hint = suggest_parallel_degree("parallel.cp", cp, degrees) + f", or {ring}" * (model.position != "relative")
+            hint = suggest_parallel_degree("parallel.cp", cp, degrees) + f", or {ring}" * (
+                model.position not in ("relative", "alibi")
+            )
             yield ConfigProblem("parallel.cp", rule, cp, hint)
 
     def _expert_problems(self) -> Iterator[ConfigProblem]:
@@ -263,23 +267,15 @@ def _even_layout(layers: int, stages: int) -> list[int]:
     return [(layers + stage) // stages for stage in range(stages)]
 
 
-def find_zero_problems(
-    parallel: ParallelConfig, optimizer: OptimizerConfig, lora: LoraConfig | None
-) -> Iterator[ConfigProblem]:
+def find_zero_problems(parallel: ParallelConfig, lora: LoraConfig | None) -> Iterator[ConfigProblem]:
     """Yield settings that conflict with the ZeRO level, `parallel.zero`."""
     zero, quantized = parallel.zero, lora.quantize if lora else None
-    for key in ("zero3_shard", "zero3_layers"):
+    for key in ("zero3_shard", "zero3_layers", "zero3_gather"):
         if (value := getattr(parallel, key)) is not None and zero != 3:
             hint = f"set parallel.zero=3, or remove parallel.{key}"
             yield ConfigProblem(f"parallel.{key}", f"requires parallel.zero = 3, found {zero}", value, hint)
     if zero != 3:
         return
-    if parallel.pp > 1:
-        rule = f"is not supported with pipeline parallelism (parallel.pp = {parallel.pp})"
-        yield ConfigProblem("parallel.zero", rule, zero, "set parallel.zero=2, or set parallel.pp=1")
-    if optimizer.name == "muon":
-        rule = "is not supported with optimizer.name = muon, which updates whole matrices"
-        yield ConfigProblem("parallel.zero", rule, zero, "set parallel.zero=2, or set optimizer.name=adamw")
     if quantized:
         rule = f"is not supported with lora.quantize = {quantized}"
         yield ConfigProblem("parallel.zero", rule, zero, "set parallel.zero=2, or remove lora.quantize")

@@ -45,6 +45,7 @@ from mega_trainer.config.sections import (
     TrackingConfig,
     TrainConfig,
 )
+from mega_trainer.config.transformers_rules import find_transformers_problems, pop_implementation
 
 UNFINISHED = re.compile(r"\$[A-Za-z_{(\d]|<[^<>]+>")
 
@@ -232,11 +233,12 @@ class RunConfig(StrictConfig):
         yield from find_architecture_problems(
             model, data, parallel, precision=self.precision, tasks=self.eval.tasks, lora=lora
         )
+        yield from find_transformers_problems(self) if model.transformers else ()
         yield from self.objective.find_run_problems(model=model, data=data, train=train, init_from=self.init_from)
         yield from train.find_run_problems(data.sample_order)
         yield from self.checkpoint.find_run_problems(train.eval_every)
         yield from self.parallel_rules.find_problems()
-        yield from find_zero_problems(parallel, self.optimizer, lora)
+        yield from find_zero_problems(parallel, lora)
         if self.precision == "fp8":
             yield from find_fp8_problems(self.fp8, model, parallel, data.seq_length, linear=self.kernels.linear)
         yield from find_lora_problems(lora, self.init_from, self.precision) if lora else ()
@@ -290,7 +292,7 @@ def find_placeholder_problems(settings: Mapping[str, Any]) -> Iterator[ConfigPro
     """
     rule = "must not contain a shell variable or a placeholder"
     for path, value in flatten_settings(settings).items():
-        if path == "data.fim.tokens":  # tokens that are spelt like placeholders
+        if path == "data.fim.tokens" or path.startswith("model.transformers."):  # tokens spelt like placeholders
             continue
         for text in filter(UNFINISHED.search, _iterate_texts(value)):
             yield ConfigProblem(path, rule, text, "replace it by its value")
@@ -318,8 +320,10 @@ def resolve_run_config(raw: Mapping[str, Any], *, base: Path = Path(), warn_unre
     file and can be parsed as `RunConfig`.
 
     `model: {preset: name, ...}` and `model: {from: path, ...}` become the model's own fields, with further fields on
-    top. `from` a folder also starts from that folder's weights; from a config.json itself it is the shape alone.
-    `recompute: selective` becomes a section. Raw data gets the tokenizer of the folder `init_from`. With `warn_unread`, log a warning about unused keys of a config.json.
+    top. `from` a folder also starts from that folder's weights; from a config.json itself it is the shape alone. With
+    `implementation: transformers` the model is the module of the transformers library. `recompute: selective` becomes a
+    section. Raw data gets the tokenizer of the folder `init_from`. With `warn_unread`, log a warning about unused keys of
+    a config.json.
 
     Raises:
         ConfigError: for an unknown preset, or a path that holds no model.
@@ -333,9 +337,10 @@ def resolve_run_config(raw: Mapping[str, Any], *, base: Path = Path(), warn_unre
     elif "from" in model:
         from mega_ckpt.source import read_model_config  # imports torch, which checking a run.yaml does not need
 
-        given = str(model.pop("from"))
+        given, implementation = str(model.pop("from")), pop_implementation(model)
         found = parse_location(given)
-        there = read_model_config(base / found if isinstance(found, Path) else found, warn=warn_unread)
+        where = base / found if isinstance(found, Path) else found
+        there = read_model_config(where, warn=warn_unread, implementation=implementation)
         out["model"] = there.model_dump(mode="json", exclude_unset=True) | model
         if not given.endswith(".json"):
             out.setdefault("init_from", given)
@@ -343,14 +348,9 @@ def resolve_run_config(raw: Mapping[str, Any], *, base: Path = Path(), warn_unre
         out["recompute"] = {"kind": raw["recompute"]}
     if isinstance(out.get("model"), Mapping) and out["model"].get("encoder") and isinstance(out.get("data"), Mapping):
         out["data"] = {"kind": "t5", **out["data"]}
-    data, weights = out.get("data"), out.get("init_from")
-    if (
-        isinstance(data, Mapping)
-        and isinstance(weights, str)
-        and list_raw_paths(data)
-        and has_tokenizer(base / weights)
-    ):
-        out["data"] = {"tokenizer": weights, **data}
+    data, start = out.get("data"), out.get("init_from")
+    if isinstance(data, Mapping) and isinstance(start, str) and list_raw_paths(data) and has_tokenizer(base / start):
+        out["data"] = {"tokenizer": start, **data}
     return out
 
 

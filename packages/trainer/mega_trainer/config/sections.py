@@ -13,7 +13,7 @@ from mega_common.strict_config import ConfigProblem, DimensionSize, RankCount, S
 
 
 def validation_required_problem(key: str, value: object) -> ConfigProblem:
-    """Return the problem that setting `key` needs validation, in a run without (`train.eval_every` = 0)."""
+    """Return the problem that setting `key` needs validation, in a run without validation (`train.eval_every` = 0)."""
     return ConfigProblem(key, "requires validation", value, "set train.eval_every=100")
 
 
@@ -64,6 +64,11 @@ class ParallelConfig(StrictConfig):
     )
     zero3_layers: PositiveInt | None = Field(
         None, description="under zero 3, layers all-gathered at once; default: by layer size and number of ranks"
+    )
+    zero3_gather: Literal["micro_batch", "step"] | None = Field(
+        None,
+        description="under zero 3, gather weights for the forward and again for the backward of each micro_batch, or once a "
+        "step, which keeps all gathered weights of a rank in memory during the step; default: micro_batch",
     )
     grad_reduce_dtype: Literal["fp32", "bf16"] = Field(
         "fp32",
@@ -128,7 +133,9 @@ class TrainConfig(StrictConfig):
     )
 
     def find_run_problems(self, sample_order: str) -> Iterator[ConfigProblem]:
-        """Yield `train` settings that conflict with the order of the data, or that need validation in a run without."""
+        """Yield `train` settings that conflict with the order of the data, or that need validation in a run without
+        validation.
+        """
         if self.early_stop is not None and not self.eval_every:
             yield validation_required_problem("train.early_stop", self.early_stop)
         if self.eval_first and not self.eval_every:

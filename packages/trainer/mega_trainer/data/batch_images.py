@@ -42,7 +42,9 @@ class BatchImages:
     positions: Tensor | None = None
 
     def with_features(self, features: Tensor) -> BatchImages:
-        """Return a copy with the already computed image features, which the model then does not encode again."""
+        """Return a copy with image features that are already computed, so that the model does not encode the images
+        again.
+        """
         return replace(self, features=features)
 
     def select_positions(self, indices: Any) -> BatchImages:
@@ -84,8 +86,8 @@ def find_image_blocks(images: np.ndarray, starts: np.ndarray | None = None) -> l
 
 
 def mask_later_in_block(blocks: Sequence[ImageBlock], queries: range, keys: range) -> list[MaskPart]:
-    """Return mask parts that let each query attend to the later keys of its own bidirectional image block, also outside
-    attention windows; `queries` must equal `keys` or all precede them.
+    """Return masks of rectangles of queries and keys that let each query attend to the later keys of its own
+    bidirectional image block, also outside attention windows; `queries` must equal `keys` or all precede them.
     """
     found = []
     for row, block in blocks:
@@ -108,7 +110,8 @@ def insert_image_features(x: Tensor, features: Tensor, rows: Tensor) -> Tensor:
 
 
 def all_gather_features(features: Tensor, group: CommGroup, *, partial: bool) -> Tensor:
-    """All-gather the image features that the R ranks of `group` encoded, P per image: [n/R, P, D] -> [n, P, D].
+    """All-gather the image features that the R ranks of `group` encoded, P features per image and n images in all:
+    [n/R, P, D] -> [n, P, D].
 
     Args:
         partial: each rank has the gradient of its own tokens only, to be reduced; else all ranks have the same gradient.

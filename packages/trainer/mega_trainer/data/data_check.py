@@ -60,6 +60,21 @@ def find_run_tokenizer(data: DataConfig, vocab_size: int) -> Tokenizer | None:
     return named or _existing_tokenizer(made)
 
 
+def open_initial_weights(
+    config: RunConfig, path: str, tokenizer: Tokenizer | None = None
+) -> tuple[WeightSource, WeightSource]:
+    """Open the weights at `path` that a run starts from: as stored, and with rows for new tokens (`extend_vocabulary`),
+    which a module of transformers does not get.
+    """
+    from mega_ckpt.source import open_weight_source  # imports torch
+
+    if config.model.transformers is not None:
+        source = open_weight_source(path, implementation="transformers")
+        return source, source
+    source = open_weight_source(path)
+    return source, extend_vocabulary(config, source, tokenizer)
+
+
 def extend_vocabulary(config: RunConfig, source: WeightSource, tokenizer: Tokenizer | None = None) -> WeightSource:
     """Return the initial weights `source` with embedding and output rows appended for tokens that only the data's
     tokenizer has, and up to `model.vocab_size`.

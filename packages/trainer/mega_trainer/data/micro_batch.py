@@ -25,7 +25,7 @@ LabelWeighting = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class SequenceBounds:
+class DocumentBounds:
     """Bounds of documents and bidirectional blocks in a batch of token rows, in host memory, so that no attention
     kernel waits for the device.
 
@@ -42,9 +42,9 @@ class SequenceBounds:
     @classmethod
     def from_positions(
         cls, positions: np.ndarray, documents: np.ndarray | None, bidirectional: np.ndarray | None = None
-    ) -> SequenceBounds:
-        """Return the bounds of sequences from their positions and document ids, int [B, S]; `bidirectional` bool [B, S]
-        marks tokens of bidirectional blocks.
+    ) -> DocumentBounds:
+        """Return the sequences' lengths, the start of each token's document, and the bidirectional blocks, from
+        positions and document ids, int [B, S]; `bidirectional` bool [B, S] marks tokens of such blocks.
         """
         starts = None
         if documents is not None:
@@ -54,9 +54,9 @@ class SequenceBounds:
         return cls((positions.max(axis=1) + 1).tolist(), starts, blocks)
 
     @classmethod
-    def from_padded_rows(cls, lengths: np.ndarray, width: int) -> SequenceBounds:
-        """Return the bounds of rows of `width` tokens, of which the first `lengths` (int [B]) are real; the padding
-        after them becomes a separate document.
+    def from_padded_rows(cls, lengths: np.ndarray, width: int) -> DocumentBounds:
+        """Return the document bounds of rows of `width` tokens, of which the first `lengths` (int [B]) are real; the
+        padding after them becomes a separate document.
         """
         positions = np.broadcast_to(np.arange(width), (len(lengths), width))
         padding = positions >= lengths[:, None]
@@ -97,7 +97,9 @@ class TeacherSoftLabels:
 
 @dataclass(frozen=True)
 class HeadTargets:
-    """Labels and loss weights for the output head; the fields are the `MicroBatch` fields of these names."""
+    """Targets of the output head for a batch of tokens: labels and loss weights, and optionally a function that
+    computes weights from log-probabilities, and soft labels of a teacher.
+    """
 
     labels: Tensor
     weights: Tensor
@@ -117,7 +119,7 @@ class EncoderBatch:
 
     tokens: Tensor
     positions: Tensor
-    sequence_bounds: SequenceBounds
+    sequence_bounds: DocumentBounds
     attention_mask: Tensor | None
 
 
@@ -133,7 +135,7 @@ class RetrievedNeighbors:
     """
 
     tokens: Tensor
-    sequence_bounds: SequenceBounds
+    sequence_bounds: DocumentBounds
     attention_mask: Tensor | None
 
 
@@ -179,7 +181,7 @@ class MicroBatch:
     labels: Tensor
     weights: Tensor
     positions: Tensor
-    sequence_bounds: SequenceBounds
+    sequence_bounds: DocumentBounds
     samples: Sequence[int]
     mtp_targets: Sequence[MtpTargets] = ()
     affects_loss_mask: Tensor | None = None
@@ -242,7 +244,7 @@ def split_micro_batches(
             labels=to_device_tensor(batch.labels),
             weights=to_device_tensor(batch.loss_weights),
             positions=to_device_tensor(batch.position_ids),
-            sequence_bounds=SequenceBounds.from_positions(
+            sequence_bounds=DocumentBounds.from_positions(
                 batch.position_ids[part],
                 None if batch.document_ids is None else batch.document_ids[part],
                 batch.tokens[part] == vision.image_token if vision and vision.bidirectional else None,
@@ -310,7 +312,7 @@ def build_encoder_batch(
     `lengths` (int64 [n]) tokens are real.
     """
     tokens, width = torch.from_numpy(token_ids), token_ids.shape[1]
-    own, bounds, mask = rank_token_indices(width, context), SequenceBounds.from_padded_rows(lengths, width), None
+    own, bounds, mask = rank_token_indices(width, context), DocumentBounds.from_padded_rows(lengths, width), None
     if bounds.document_starts is not None:
         order = torch.cat([rank_token_indices(width, replace(context, rank=rank)) for rank in range(context.size)])
         mask = to_device((order < torch.from_numpy(lengths)[:, None])[:, None, None], device)
@@ -328,7 +330,7 @@ def build_neighbor_batch(neighbors: np.ndarray, device: torch.device) -> Retriev
     positions = np.broadcast_to(np.arange(rows.shape[1]), rows.shape)
     return RetrievedNeighbors(
         to_device(torch.from_numpy(np.maximum(neighbors, 0)), device),
-        SequenceBounds.from_positions(positions, documents if documents.any() else None),
+        DocumentBounds.from_positions(positions, documents if documents.any() else None),
         None if mask.all() else to_device(torch.from_numpy(mask.reshape(-1, 1, 1, neighbors[0, 0].size)), device),
     )
 

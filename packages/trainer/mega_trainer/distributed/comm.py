@@ -41,7 +41,8 @@ class CompletedWork:
 
 @dataclass
 class CommLog:
-    """Traffic of the groups that share the log: (group, operation) -> [calls, bytes sent or received by a rank].
+    """Traffic counter of the communication groups that share it: (group, operation) -> [calls, bytes sent or received
+    by a rank].
 
     Bytes are of the tensor on one rank: the input of a reduction, the output of a gather.
     """
@@ -96,8 +97,8 @@ class CommGroup:
         return f"{self.name} of ranks {', '.join(map(str, self.ranks[:8]))}" + (", ..." if self.size > 8 else "")
 
     def record_call(self, operation: str, tensor: Tensor) -> None:
-        """Record the start of an `operation` on `tensor`: make this group `CommGroup.latest`, and count the call in the
-        log, if there is one.
+        """Record the start of an `operation` on `tensor`: make this group `CommGroup.latest`, which the hang watchdog
+        reports, and count the call in the traffic log, if there is one.
         """
         CommGroup.latest = self
         if self.log is not None:
@@ -106,13 +107,17 @@ class CommGroup:
 
 @dataclass(frozen=True)
 class PendingWork:
-    """Handle of a collective in progress on a group; waiting for it sets `CommGroup.latest` to the group."""
+    """Handle of a collective in progress on a group; `wait` first makes the group `CommGroup.latest`, which the hang
+    watchdog reports.
+    """
 
     work: CollectiveWork
     group: CommGroup
 
     def wait(self) -> None:
-        """Block until the collective has finished, with its group as `CommGroup.latest`."""
+        """Block until the collective has finished; first make its group `CommGroup.latest`, which the hang watchdog
+        reports.
+        """
         CommGroup.latest = self.group
         self.work.wait()
 
@@ -195,7 +200,7 @@ def all_gather_into(out: Tensor, tensor: Tensor, group: CommGroup, *, async_op: 
 
 
 def reduce_scatter(tensor: Tensor, group: CommGroup, dim: int = 0) -> Tensor:
-    """Sum a tensor over the group and keep this rank's part along `dim`: [.., n * size, ..] -> [.., n, ..]; without a
+    """Sum a tensor over the group and keep this rank's slice along `dim`: [.., n * size, ..] -> [.., n, ..]; without a
     gradient.
     """
     part, work = start_reduce_scatter(tensor, group, dim)
@@ -205,8 +210,8 @@ def reduce_scatter(tensor: Tensor, group: CommGroup, dim: int = 0) -> Tensor:
 
 
 def start_reduce_scatter(tensor: Tensor, group: CommGroup, dim: int = 0) -> tuple[Tensor, CollectiveWork | None]:
-    """Start a reduce-scatter along `dim`, without a gradient, and return (this rank's part of the sum, work) at once:
-    the part is complete when the work is done, or at once if the work is None.
+    """Start a reduce-scatter along `dim`, without a gradient, and return (this rank's slice of the sum, work) at once:
+    the slice is complete when the work is done, or at once if the work is None.
     """
     if group.size == 1:
         return tensor, None
@@ -219,7 +224,7 @@ def start_reduce_scatter(tensor: Tensor, group: CommGroup, dim: int = 0) -> tupl
 def reduce_scatter_into(
     out: Tensor, tensor: Tensor, group: CommGroup, *, async_op: bool = False
 ) -> CollectiveWork | None:
-    """Sum contiguous `tensor` [n * size, ..] over the group, without a gradient; this rank's part goes to contiguous
+    """Sum contiguous `tensor` [n * size, ..] over the group, without a gradient; this rank's slice goes to contiguous
     `out` [n, ..]. Returns the work to wait for when `async_op`.
     """
     if group.size == 1:
@@ -275,8 +280,9 @@ def all_to_all_into(
     *,
     async_op: bool = False,
 ) -> CollectiveWork | None:
-    """Exchange rows of contiguous `tensor` into contiguous `out`, as `all_to_all` but without a gradient and only in a
-    group of several ranks.
+    """Send `in_splits[r]` rows of contiguous `tensor` to each rank r and receive `out_splits[r]` rows from it into
+    contiguous `out`, without a gradient; only in a group of several ranks. Returns the work to wait for when
+    `async_op`.
     """
     group.record_call("all_to_all", tensor)
     if group.is_planned:

@@ -93,8 +93,8 @@ class ParallelGroups:
     head_sharing: Mapping[int, CommGroup] = field(default_factory=dict)
 
     def head_sharing_group(self, heads: int) -> CommGroup:
-        """Return the group of tensor ranks that share a head with this rank, for a kind of heads of which the model has
-        only `heads`, such as key/value heads; this rank alone if no head is shared.
+        """Return the group of tensor ranks that share a head with this rank, for a kind of heads (such as key/value
+        heads) of which the model has `heads`; this rank alone if no head is shared.
         """
         ranks = self.tp.size // heads
         return self.head_sharing[ranks] if ranks > 1 else CommGroup("shared", (self.tp.ranks[self.tp.rank],))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-TOKENS = 64  # per generator: its cost is small, and ranks discard few of the drawn values
+TOKENS = 1024  # per generator, whose start and kernel cost more than values that a rank draws and discards
 
 
 def seeded_generator(device: torch.device | str, *key: int | str, number: int = 0) -> torch.Generator:
@@ -43,8 +43,8 @@ class SeededDropout:
     gathered_ranges: Sequence[range] | None = None
 
     def drop_residual(self, x: Tensor, p: float, layer: int, site: str) -> Tensor:
-        """Return x [batch, this rank's tokens, D], part of the residual stream, with elements dropped with probability
-        `p`; masks are drawn only for blocks of tokens that overlap this rank's.
+        """Return x [batch, this rank's tokens, D] of the residual stream with elements dropped with probability `p`;
+        masks are drawn only for blocks of tokens that overlap this rank's.
         """
         if p == 0.0:
             return x
@@ -53,8 +53,8 @@ class SeededDropout:
     def drop_projection_inputs(
         self, x: Tensor, p: float, site: str, width: int, *, first: int = 0, whole: bool = False
     ) -> Tensor:
-        """Return x [B, tokens, columns], a part of the `width` columns of a projection's input from column `first` on,
-        with elements dropped with probability `p`.
+        """Return x [B, tokens, columns], a slice of the `width` columns of a projection's input from column `first` on,
+        with elements dropped with probability `p`; `site` names the projection.
 
         Its tokens are the residual stream's, or with `whole` the gathered ones of all tensor ranks.
         """
@@ -76,16 +76,28 @@ class SeededDropout:
         return x * _keep_factors(torch.stack(draws).view(x.shape), p, x.dtype)
 
     def _draw_masks(self, x: Tensor, key: Sequence[int | str], ranges: Sequence[range], width: int) -> Tensor:
-        rows = [torch.cat([self._draw_rows(x, (s, *key), part, width) for part in ranges]) for s in self.samples]
-        return torch.stack(rows)
+        """Draw values for each sample's tokens in `ranges`: [B, tokens, width]."""
+        draws = torch.empty(len(self.samples), sum(map(len, ranges)), width, device=x.device)
+        for sample, rows in zip(self.samples, draws, strict=True):
+            for token_range, part in zip(ranges, rows.split([len(one) for one in ranges]), strict=True):
+                self._draw_rows(part, (sample, *key), token_range)
+        return draws
 
-    def _draw_rows(self, x: Tensor, key: Sequence[int | str], token_range: range, width: int) -> Tensor:
-        first, last = token_range.start // TOKENS, token_range[-1] // TOKENS
-        draws = [self._draw(x, (*key, block), (TOKENS, width)) for block in range(first, last + 1)]
-        return torch.cat(draws)[token_range.start - first * TOKENS : token_range.stop - first * TOKENS]
+    def _draw_rows(self, out: Tensor, key: Sequence[int | str], tokens: range) -> None:
+        """Draw the values of a range of tokens into `out`, block by block."""
+        for block in range(tokens.start // TOKENS, tokens[-1] // TOKENS + 1):
+            first = block * TOKENS
+            start, stop = max(tokens.start, first), min(tokens.stop, first + TOKENS)
+            rows = out[start - tokens.start : stop - tokens.start]
+            if len(rows) == TOKENS:
+                self._draw(out, (*key, block), rows.shape, out=rows)
+            else:
+                whole = self._draw(out, (*key, block), (TOKENS, out.shape[1]))
+                rows.copy_(whole[start - first : stop - first])
 
-    def _draw(self, x: Tensor, key: Sequence[int | str], shape: Sequence[int]) -> Tensor:
-        return torch.rand(tuple(shape), generator=seeded_generator(x.device, self.seed, *key), device=x.device)
+    def _draw(self, x: Tensor, key: Sequence[int | str], shape: Sequence[int], out: Tensor | None = None) -> Tensor:
+        generator = seeded_generator(x.device, self.seed, *key)
+        return torch.rand(tuple(shape), generator=generator, device=x.device, out=out)
 
 
 # Returns the dropout for sequences with a number of tokens on this rank, and a kind of sequence.

@@ -122,9 +122,9 @@ class CorruptionCheck:
     optimizer: ShardedOptimizer
     _rest: Tensor | None = None  # hashes of all tensors of this rank since the last update
 
-    def check_before_step(self, step: int, batches: Callable[[], Sequence[MicroBatch]]) -> None:
-        """If due, let all data ranks compute the micro-batches of data rank 0 for this step, and compare their losses
-        and gradients bit by bit.
+    def check_recomputed_gradients(self, step: int, batches: Callable[[], Sequence[MicroBatch]]) -> None:
+        """If a check is due at this step, let all data ranks compute the micro-batches of data rank 0, and compare
+        their losses and gradients bit by bit; TrainingError if some differ.
 
         Raises:
             TrainingError: on every rank, when some differ.
@@ -134,8 +134,8 @@ class CorruptionCheck:
             self._compare_computation(step, batches())
 
     def check_after_step(self, step: int, *, saves: bool) -> None:
-        """If due, or if the step `saves` a checkpoint, compare the weights and optimizer state that ranks hold in
-        common, bit by bit.
+        """If a check is due, or if the step `saves` a checkpoint, compare the weights and optimizer state that ranks
+        replicate, bit by bit; TrainingError if some differ.
 
         Raises:
             TrainingError: on every rank, when some differ.
@@ -160,8 +160,8 @@ class CorruptionCheck:
         )
 
     def check_before_update(self, step: int) -> None:
-        """Check just before an update that no weight or optimizer state has changed since the previous update, if
-        `check_after_step` took hashes then.
+        """Check just before an update that no weight or optimizer state has changed since hashes were taken after the
+        previous update, if they were; TrainingError if one has.
 
         Raises:
             TrainingError: on every rank, when something has on some.

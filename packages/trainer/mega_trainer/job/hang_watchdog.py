@@ -89,16 +89,16 @@ class RankHeartbeat(BaseModel):
 
 
 class HeartbeatChanges:
-    """Record of when each rank's heartbeat last changed, by this process's monotonic clock, as clocks of machines may
-    differ.
+    """Record of when each rank's heartbeat last changed, by the monotonic clock of this process, since clocks of
+    machines may differ.
     """
 
     def __init__(self) -> None:
         self._seen: dict[int, tuple[float, float]] = {}  # by rank: `written`, and the time of its first reading
 
     def record_heartbeats(self, ranks: Sequence[int], signs: Sequence[RankHeartbeat], now: float) -> None:
-        """Record the heartbeats `signs` read from `ranks` at time `now`, and forget ranks without one, which have not
-        begun or have left.
+        """Record the heartbeats `signs` read from `ranks` at time `now`, and forget ranks without a heartbeat, which
+        have not begun or have left.
         """
         written = {sign.rank: sign.written for sign in signs}
         for rank in ranks:

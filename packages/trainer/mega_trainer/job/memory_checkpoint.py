@@ -80,14 +80,15 @@ class MemoryCopy:
     data: Tensor
 
     def copy_into(self, tensors: Mapping[str, ShardedTensor]) -> None:
-        """Copy the tensor data of this memory copy into the boxes of `tensors`."""
+        """Copy the tensor data of this memory copy into this rank's slices of `tensors`, in place."""
         assert staging_bytes(tensors) <= len(self.data)
         for _, box, copied in place_in_buffer(tensors, self.data):
             box.tensor.copy_(copied)
 
 
 class MemoryCopyFolder:
-    """Memory copies in the private folder of one launcher: two of each rank, of which one may be incomplete.
+    """Memory copies of training states in the private folder of one launcher: two of each rank, of which one may be
+    incomplete.
 
     Args:
         path: the folder, private to this user.
@@ -99,7 +100,9 @@ class MemoryCopyFolder:
         self.path, self._run, self._key = path, run, key
 
     def list_copies(self) -> dict[SnapshotKey, int]:
-        """Return the complete memory copies in the folder: (step, number of ranks, rank) -> slot, 0 or 1."""
+        """Return the complete memory copies in the folder, {(step, number of ranks, rank): slot}; each rank has two
+        slots, 0 and 1.
+        """
         found = {}
         for path in sorted(self.path.glob("[0-9]*.[01].json")):
             rank, slot = map(int, path.stem.split("."))
@@ -125,7 +128,7 @@ class MemoryCopyFolder:
         return manifest
 
     def read_boxes(self, rank: int, slot: int) -> dict[str, ShardedTensor]:
-        """Return the tensors of the memory copy of `rank` in `slot` as boxes that are views of its mapped file."""
+        """Return the tensor slices in the memory copy of `rank` in `slot`, as views of its mapped file."""
         data, empty = self.map_copy_file(rank, slot), dict[str, ShardedTensor]()
         for key, shape, offset, size, dtype in json.loads(
             bytes(data[self.read_manifest(rank, slot)["room"] :].numpy())
@@ -340,8 +343,8 @@ class MemoryCheckpoint:
 
 
 def describe_boxes(tensors: Mapping[str, ShardedTensor]) -> Tensor:
-    """Return a description of all boxes of `tensors`, in the order of `place_in_buffer`: key, global shape, offset,
-    shape and dtype of each, as JSON in a uint8 tensor.
+    """Return a description of all slices of `tensors` in the order in which a memory copy stores them: key, global
+    shape, offset, shape and dtype of each, as JSON in a uint8 tensor.
     """
     boxes = [
         [key, list(sharded.shape), list(box.offset), list(box.tensor.shape), DTYPE_NAMES[box.tensor.dtype]]

@@ -68,6 +68,8 @@ class UtilizationModel:
         model, lengths = config.model, config.sequence_lengths
         known = datasheet_peak_flops(device, config.precision)
         peak = known or measure_peak_flops(device, dtype)
+        if model.transformers is not None:  # its operations are not known: no utilisation
+            return cls(math.nan, math.nan, peak * world_size, peak_is_known=False)
         count = count_parameters_by_layer(model)
         run = make_training_layout(config, world_size)
         other = TrainableParameters.from_training_layout(model, run, count).extra_flops(model, count)
@@ -145,9 +147,9 @@ class MetricsLogger:
         epochs: Callable[[int], Mapping[str, float]] | None = None,
         **more: float | None,
     ) -> None:
-        """Log a finished step. `phases` are the seconds of the parts of the step, logged as `phases/NAME`; `epochs`
-        returns the passes over each data set before a sample, logged as `epochs/NAME`; `more` are further metrics, of
-        which None values are left out.
+        """Log a finished step. `phases` are seconds by phase of the step, logged as `phases/NAME`; `epochs` returns the
+        passes over each data set before a sample, logged as `epochs/NAME`; `more` are further metrics, of which None
+        values are left out.
         """
         self._goodput.add_lost_phases(phases)
         now = time.monotonic()

@@ -61,7 +61,8 @@ def search_largest_fit(sizes: Sequence[int], fits: Callable[[int], bool]) -> int
 def find_micro_batch(
     config: RunConfig, run: Path, overrides: Sequence[str], command: Sequence[str], world_size: int
 ) -> int:
-    """Return the largest `batch.micro` with which trial runs of `STEPS` steps train without running out of memory.
+    """Return the largest `batch.micro` with which trial runs of `STEPS` steps, started as processes by `command`, train
+    without running out of memory.
 
     Args:
         config: configuration of `run` with `overrides`.

@@ -35,7 +35,8 @@ JUMP = 0.1  # share of the highest rate: smaller changes are accepted
 
 
 def check_resume_settings(state: Mapping[str, Any], step: int, config: RunConfig, where: str) -> list[str]:
-    """Return log lines about a resume from the checkpoint `where` of `step` with the saved `state`.
+    """Check that a run with `config` may resume from the checkpoint `where` of `step` with the saved `state`; return
+    log lines about changed settings and their effects.
 
     Raises:
         ConfigError: when a setting of the model or the precision differs, or the learning rate would jump.
@@ -168,8 +169,8 @@ def _absolute_path(path: Location) -> Location:
 def find_newer_memory_copy(
     config: RunConfig, checkpoint: Location | None, memory: MemoryCheckpoint | None
 ) -> MemoryCopy | Location | None:
-    """Return the start of a run from memory copies newer than `checkpoint`: this rank's copy if the number of ranks and
-    the settings are equal, else a checkpoint written from the copies; None if no copy is newer.
+    """Return the start of a run from copies of its state in host memory newer than `checkpoint`: this rank's copy if
+    the number of ranks and the settings are equal, else a checkpoint written from the copies; None if no copy is newer.
     """
     found = None if memory is None else memory.newest_complete_step()
     if (

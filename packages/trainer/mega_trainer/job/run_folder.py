@@ -13,13 +13,13 @@ from pathlib import Path
 import yaml
 
 from mega_ckpt.checkpoint_folders import latest_checkpoint, make_durable_folder
-from mega_ckpt.source import copy_assets, open_weight_source, write_file_durably
+from mega_ckpt.source import copy_assets, write_file_durably
 from mega_common.atomic_files import lock_folder, open_atomic_file
 from mega_common.errors import CheckpointError, ConfigError
 from mega_common.object_store import Location, ObjectStoreError
 from mega_data.tokenizer import Tokenizer
 from mega_trainer.config.run_config import RunConfig
-from mega_trainer.data.data_check import TOKENIZER_FILES, extend_vocabulary, list_tokenizer_files
+from mega_trainer.data.data_check import TOKENIZER_FILES, list_tokenizer_files, open_initial_weights
 from mega_trainer.distributed.comm import CommGroup, raise_on_all_ranks
 from mega_trainer.distributed.process_groups import RankInfo
 from mega_trainer.job.environment import describe_environment
@@ -92,7 +92,7 @@ def make_run_folder(config: RunConfig, tokenizer: Tokenizer | None) -> None:
     if assets.exists():
         return
     if config.init_from is not None:
-        copy_assets(extend_vocabulary(config, open_weight_source(config.init_from), tokenizer), assets)
+        copy_assets(open_initial_weights(config, config.init_from, tokenizer)[1], assets)
         if not config.data.allow_other_tokenizer:
             return
         for name in TOKENIZER_FILES:

@@ -33,8 +33,8 @@ COMPARED = (
 
 
 def collect_provenance(ranks: int, data: str) -> dict[str, Any]:
-    """Return the provenance of a run: the fields of `describe_environment`, `commit` of the source, number of `ranks`,
-    and `data`, the fingerprint of the training data.
+    """Return the provenance of a run: machine and package versions, git commit of the source, number of `ranks`, and
+    `data`, the fingerprint of the training data.
     """
     return {**describe_environment(), "commit": source_commit(), "ranks": ranks, "data": data}
 

@@ -87,8 +87,8 @@ class UnskippedSamples(LoadableDataset):
         return self.dataset[self.skipped_ranges.data_position(k)]
 
     def estimate_attention_work(self, numbers: Sequence[int], /) -> npt.NDArray[np.int64]:
-        """Return the estimated attention work of each of the samples `numbers`, as
-        `LoadableDataset.estimate_attention_work` does.
+        """Return the approximate number of attended (query, key) token pairs of each of the samples `numbers`, counted
+        without skipped samples, int64 [len(numbers)].
         """
         return self.dataset.estimate_attention_work([self.skipped_ranges.data_position(k) for k in numbers])
 
@@ -102,8 +102,8 @@ AGAIN_SECONDS = 2.0  # an earlier Ctrl-C is the first one, passed on by a launch
 
 @dataclass
 class LossGuard:
-    """Guard that applies the run's policies for non-finite losses and loss spikes to each step. `average` and `seen`
-    are saved in checkpoints.
+    """Guard that applies the run's policies for non-finite losses and loss spikes to each step. Checkpoints save its
+    running average of the loss (`average`) and the number of steps in it (`seen`).
     """
 
     config: TrainConfig

@@ -88,7 +88,7 @@ def materialize_dense_mask(mask: AttentionMaskSpec, shape: Sequence[int], keys: 
         seen = torch.ones(queries, keys, dtype=torch.bool, device=device)
     if isinstance(mask, BandMask):
         return seen[None, None]
-    document = torch.repeat_interleave(torch.tensor(mask.lengths)).view(rows, queries).to(device)
+    document = to_device(torch.repeat_interleave(torch.tensor(mask.lengths)).view(rows, queries), device)
     return (seen & (document[:, :, None] == document[:, None, :]))[:, None]
 
 

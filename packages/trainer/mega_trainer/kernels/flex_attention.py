@@ -75,10 +75,13 @@ class FlexAttentionKernel:
         attend, _ = self._compiled(
             call.band, call.cu_seqlens is None, call.softcap, q.shape[2:], torch.is_grad_enabled()
         )
-        cap = call.softcap
+        cap_text = None if call.softcap is None else repr(call.softcap)
 
         def score_softcap(score: Tensor, *_: Tensor) -> Tensor:
-            return score if cap is None else cap * torch.tanh(score / cap)
+            if cap_text is None:
+                return score
+            cap = float(cap_text)  # a constant: torch makes a captured float that changes an input, which kernels lack
+            return cap * torch.tanh(score / cap)
 
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         y, aux = attend(

@@ -89,8 +89,8 @@ def _decays(g: Tensor, chunks: SequenceChunks) -> tuple[Tensor, Tensor, Tensor, 
     last = sums[..., -1:]
     hidden = torch.ones(size, size, dtype=torch.bool, device=g.device).triu(1)
     since_start, to_end, through = sums.exp(), (last - sums).exp(), last.exp()
-    if chunks.same_document is not None and chunks.started_before is not None:
-        together, continued = chunks.same_document[:, :, None, None], chunks.started_before[:, :, None, None]
+    if chunks.same_document_mask is not None and chunks.started_before is not None:
+        together, continued = chunks.same_document_mask[:, :, None, None], chunks.started_before[:, :, None, None]
         hidden = hidden | ~together
         since_start, to_end, through = (
             since_start * continued,

@@ -55,9 +55,9 @@ def selective_scan(steps: ScanInputs, chunks: SequenceChunks, pass_states: ScanP
     b, c = b.movedim(3, 2), c.movedim(3, 2)  # [B, n, G, Q, N]
     x = torch.unflatten((x * d.unsqueeze(-1)).movedim(3, 2), 2, (groups, -1))  # [B, n, G, r, Q, P]
     total = (d * steps.decay).cumsum(2)
-    inside = _within_chunks(total, x, b, c, chunks.same_document)
+    inside = _within_chunks(total, x, b, c, chunks.same_document_mask)
     last = (
-        None if chunks.same_document is None else chunks.same_document[:, :, -1]
+        None if chunks.same_document_mask is None else chunks.same_document_mask[:, :, -1]
     )  # tokens of the chunk's last document
     kept = _by_group(mask_tokens((total[:, :, -1:] - total).exp(), last), groups)
     added = (x * kept.unsqueeze(-1)).mT @ b.unsqueeze(3)
@@ -68,9 +68,9 @@ def selective_scan(steps: ScanInputs, chunks: SequenceChunks, pass_states: ScanP
     return chunks.join_chunks(y.flatten(2, 3).movedim(2, 3), steps.x.shape[1])
 
 
-def _within_chunks(total: Tensor, x: Tensor, b: Tensor, c: Tensor, same_document: Tensor | None) -> Tensor:
+def _within_chunks(total: Tensor, x: Tensor, b: Tensor, c: Tensor, same_document_mask: Tensor | None) -> Tensor:
     """Return the contribution of each chunk's tokens to its own outputs: [B, n, G, r, Q, P]."""
-    y: Tensor = apply_autograd_function(_WithinChunks, _by_group(total, b.shape[2]), x, b, c, same_document)
+    y: Tensor = apply_autograd_function(_WithinChunks, _by_group(total, b.shape[2]), x, b, c, same_document_mask)
     return y
 
 
@@ -78,9 +78,9 @@ class _WithinChunks(Function):
     """Product y = W x with W[t, s] = (c[t] . b[s]) exp(total[t] - total[s]); saves nothing of size Q x Q."""
 
     @staticmethod
-    def forward(ctx: Any, total: Tensor, x: Tensor, b: Tensor, c: Tensor, same_document: Tensor | None) -> Tensor:
-        ctx.save_for_backward(total, x, b, c, same_document)
-        return ((c @ b.mT).unsqueeze(3) * _decays(total, same_document)) @ x
+    def forward(ctx: Any, total: Tensor, x: Tensor, b: Tensor, c: Tensor, same_document_mask: Tensor | None) -> Tensor:
+        ctx.save_for_backward(total, x, b, c, same_document_mask)
+        return ((c @ b.mT).unsqueeze(3) * _decays(total, same_document_mask)) @ x
 
     @staticmethod
     @once_differentiable
@@ -95,11 +95,11 @@ class _WithinChunks(Function):
         return dtotal, weights.mT @ dy, dscores.mT @ c, dscores @ b, None
 
 
-def _decays(total: Tensor, same_document: Tensor | None) -> Tensor:
+def _decays(total: Tensor, same_document_mask: Tensor | None) -> Tensor:
     """Return the decay between two tokens of a chunk and document: [B, n, G, r, Q, Q], zero for other pairs."""
     size = total.shape[-1]
     hidden = torch.ones(size, size, dtype=torch.bool, device=total.device).triu(1)
-    hidden = hidden if same_document is None else (hidden | ~same_document)[:, :, None, None]
+    hidden = hidden if same_document_mask is None else (hidden | ~same_document_mask)[:, :, None, None]
     return (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill_(hidden, float("-inf")).exp_()
 
 

@@ -73,8 +73,8 @@ def warn_unsafe_restarts(environment: Mapping[str, str]) -> None:
 
 
 def select_attempt_store(store: Store, environment: Mapping[str, str]) -> Store:
-    """Return the part of the job's key-value `store` for this restart attempt: a store that torchrun shares still has
-    the keys of earlier attempts.
+    """Return the key-value store for this restart attempt: `store`, or a prefix of it if torchrun shares it between
+    attempts, since it then still has the keys of earlier ones.
     """
     if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return store

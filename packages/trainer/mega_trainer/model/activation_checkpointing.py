@@ -42,8 +42,8 @@ class ActivationOffload:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def begin_layer(self, index: int, before: OffloadedLayer | None) -> OffloadedLayer:
-        """Return the offload state for one forward of layer `index` of the stage; `before` is the state of the layer
-        before.
+        """Return the offload state for one forward of layer `index` of the stage; `before` is the state of the
+        preceding layer.
         """
         return OffloadedLayer(self, before, keep=index >= self.layers)
 
@@ -68,7 +68,7 @@ class ActivationOffload:
 
 class OffloadedLayer:
     """Tensors that one forward of a layer offloads to host memory; with `keep` it offloads none, but its backward
-    prefetches the tensors of the layer before.
+    prefetches the tensors of the preceding layer.
     """
 
     def __init__(self, offload: ActivationOffload, before: OffloadedLayer | None, *, keep: bool) -> None:

@@ -21,7 +21,7 @@ from mega_trainer.kernels.torch_kernels import reference_attention
 from mega_trainer.model.feed_forward import apply_sigmoid_gate
 from mega_trainer.model.forward_context import CachedAttention, ForwardContext, KVCache, SequenceMask
 from mega_trainer.model.layer_builder import LayerBuilder
-from mega_trainer.model.relative_position_bias import BucketedPositionBias
+from mega_trainer.model.relative_position_bias import BucketedPositionBias, PositionBias
 from mega_trainer.parallel.context_parallel import PartwiseAttention, make_context_parallel
 from mega_trainer.parallel.tensor_parallel import SplitHeads
 
@@ -70,10 +70,10 @@ class AttentionCore(nn.Module):
         return ScoreTransform(self.scale, self.softcap, self.sinks)
 
     def attend_with_cache(
-        self, q: Tensor, k: Tensor, v: Tensor | None, cache: KVCache, relative: BucketedPositionBias | None = None
+        self, q: Tensor, k: Tensor, v: Tensor | None, cache: KVCache, relative: PositionBias | None = None
     ) -> Tensor:
-        """Append this call's keys and values to the KV cache and attend to all cached ones; see
-        `KVCache.update_and_attend`.
+        """Append this call's keys and values to the KV cache, and return the attention of this call's queries to all
+        cached keys.
         """
         return cache.update_and_attend(
             self.layer, q, k, v, self.window, CachedAttention(self.kernels, self.score_transform, relative)
@@ -124,6 +124,7 @@ class SelfAttention(nn.Module):
             LayerBiasTable(build, f"{name}.relative_bias", causal=not config.is_encoder_layer(layer)) if own else None
         )
         self.gated, self.saved = config.attention_gate, build.saved
+        self.norm_after_rope, self.scales_queries = config.qk_norm_after_rope, config.rope.query_scaling is not None
         counts = {"g": config.num_attention_heads} if self.gated else {}  # first, so that q, k and v stay contiguous
         counts |= {"q": config.num_attention_heads, "k": config.key_value_heads, "v": config.key_value_heads}
         blocks = [SplitHeads(f"{name}.{x}_proj", count, self.size) for x, count in counts.items()]
@@ -140,6 +141,7 @@ class SelfAttention(nn.Module):
         if self.gated:
             gate, qkv = torch.tensor_split(qkv, [self.heads * self.size], -1)
         q, k, v = self._split_and_rotate(torch.unflatten(qkv, -1, (-1, self.size)), context)
+        q = q if context.query_scale is None else q * context.query_scale
         y = self.core(q, k, v, context if self.relative is None else self.relative.add_to_context(context)).flatten(-2)
         out: Tensor = self.out(
             y if gate is None else self.saved.recompute_output("activation", apply_sigmoid_gate, y, gate),
@@ -153,10 +155,12 @@ class SelfAttention(nn.Module):
         if rotation is not None and self.q_norm is None:
             return kernels.apply_rotary_qkv(qkv, rotation, self.heads, self.kv_heads)
         q, k, v = torch.split(qkv, [self.heads, self.kv_heads, self.kv_heads], -2)
-        if self.q_norm is not None and self.k_norm is not None:
+        if self.q_norm is not None and self.k_norm is not None and not self.norm_after_rope:
             q, k = self.q_norm(q), self.k_norm(k)
         if rotation is not None:
             q, k = kernels.apply_rotary(q, rotation), kernels.apply_rotary(k, rotation)
+        if self.q_norm is not None and self.k_norm is not None and self.norm_after_rope:
+            q, k = self.q_norm(q), self.k_norm(k)
         return q, k, v
 
 

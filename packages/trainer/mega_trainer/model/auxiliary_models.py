@@ -27,8 +27,8 @@ class RewardModel(Decoder):
     def compute_objective(
         self, x: Tensor, batch: MicroBatch, context: ForwardContext, tied_weight: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the objective from the final hidden states [B, S or S/T, D], with reward scores for log-probabilities;
-        see `Decoder.compute_objective`.
+        """Return the objective from the final hidden states [B, S or S/T, D] (S/T under sequence parallelism over T
+        ranks), with reward scores for log-probabilities; see `Decoder.compute_objective`.
 
         It is zero without a `weight_fn`.
         """
@@ -61,7 +61,7 @@ class DistillationTeacher(Decoder):
         self, x: Tensor, batch: MicroBatch, context: ForwardContext, tied_weight: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return a zero objective and the K most likely next tokens of each token, from the final hidden states [B, S
-        or S/T, D]; see `Decoder.compute_objective`.
+        or S/T, D] (S/T under sequence parallelism over T ranks); see `Decoder.compute_objective`.
         """
         hidden = self.head.prepare_hidden(self.head.norm(x)).flatten(0, 1)
         output = self.get_output_projection(tied_weight)

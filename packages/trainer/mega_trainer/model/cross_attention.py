@@ -44,8 +44,8 @@ class CrossAttention(nn.Module):
         )
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
-        """Map decoder hidden states [B, S or S/T, D] to the same shape; `context.source` has the encoder's outputs, or
-        in generation the KV cache has their keys and values.
+        """Map decoder hidden states [B, S or S/T, D] (S/T under sequence parallelism over T ranks) to the same shape;
+        `context.source` has the encoder's outputs, or in generation the KV cache has their keys and values.
         """
         q = torch.unflatten(self.q(x), -1, (-1, self.size))
         if context.cache is not None:

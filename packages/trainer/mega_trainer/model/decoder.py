@@ -17,16 +17,17 @@ from torch.nn import functional as F
 from mega_ckpt.canonical_tensors import EMBEDDING
 from mega_common.model_config import ModelConfig
 from mega_trainer.data.batch_images import BatchImages
-from mega_trainer.data.micro_batch import HeadTargets, MicroBatch, MtpTargets, SequenceBounds
+from mega_trainer.data.micro_batch import DocumentBounds, HeadTargets, MicroBatch, MtpTargets
 from mega_trainer.distributed.rng import DropoutFactory, SeededDropout
 from mega_trainer.model.activation_checkpointing import ActivationOffload, RecomputePolicy, SavedActivations
 from mega_trainer.model.forward_context import AttentionMask, ForwardContext, KVCache, SequenceMask
 from mega_trainer.model.layer_builder import LayerBuilder
 from mega_trainer.model.output_heads import OutputHead, OutputProjection
-from mega_trainer.model.rotary_embedding import RotaryEmbedding
+from mega_trainer.model.relative_position_bias import LinearPositionBias
+from mega_trainer.model.rotary_embedding import RotaryEmbedding, query_scale_by_position
 from mega_trainer.model.transformer_layer import build_transformer_layer
 from mega_trainer.model.vision.vision_encoder import ImageEmbedder
-from mega_trainer.parallel.expert_routing import StepRouting
+from mega_trainer.parallel.expert_routing import MicroBatchRouting
 from mega_trainer.parallel.tensor_parallel import embed_token_ids, local_sequence_slice
 from mega_trainer.parallel.zero_buffers import ForwardUnit
 
@@ -56,8 +57,8 @@ class MultiTokenPredictor(nn.Module):
         self.norm = build.build_residual_norm(f"{name}.shared_head.norm")
 
     def forward(self, embedded: Tensor, hidden: Tensor, context: ForwardContext) -> Tensor:
-        """Map the embeddings of tokens k positions ahead and the previous layer's hidden states, [B, S or S/T, D], to
-        this layer's hidden states.
+        """Map the embeddings of tokens k positions ahead and the previous layer's hidden states, [B, S or S/T, D] (S/T
+        under sequence parallelism over T ranks), to this layer's hidden states.
         """
         joined = torch.cat([self.embedding_norm(embedded), self.hidden_norm(hidden)], -1)
         y: Tensor = self.norm(self.block(self.linear(joined, self.join), context))
@@ -66,7 +67,7 @@ class MultiTokenPredictor(nn.Module):
 
 @dataclass(frozen=True)
 class StageLayers:
-    """Part of a model in one pipeline stage: layers [first, last), with the embedding (`embeds`) and the output head
+    """Share of a model in one pipeline stage: layers [first, last), with the embedding (`embeds`) and the output head
     (`heads`) where the stage has them.
 
     MTP layers are in the stage of the head. `has_embedding_and_head`: one rank has the stages of both embedding and head.
@@ -77,6 +78,10 @@ class StageLayers:
     embeds: bool = True
     heads: bool = True
     has_embedding_and_head: bool = False
+
+    def lends_embedding(self, config: ModelConfig) -> bool:
+        """Return whether the output head's stage, on the same rank, gets the embedding of this stage."""
+        return self.separates_tied_embedding(config) and self.has_embedding_and_head and self.embeds
 
     @classmethod
     def for_whole_model(cls, config: ModelConfig) -> StageLayers:
@@ -121,8 +126,8 @@ class PositionTypeEmbeddings(nn.Module):
         self.norm = build.build_residual_norm("model.embed_norm") if config.embedding_norm else None
 
     def forward(self, x: Tensor, positions: Tensor, types: Tensor | None) -> Tensor:
-        """Add position and type embeddings to token embeddings x [B, S or S/T, D], and normalise; positions int64 [B or
-        1, S], types int64 [B, S] (None: all are 0).
+        """Add position and type embeddings to token embeddings x [B, S or S/T, D] (S/T under sequence parallelism over
+        T ranks), and normalise; positions int64 [B or 1, S], types int64 [B, S] (None: all are 0).
         """
         part = local_sequence_slice(positions.shape[-1], self.tp, sp=self.sp)
         if self.positions is not None:
@@ -137,12 +142,18 @@ def apply_embedding_scale(x: Tensor, config: ModelConfig) -> Tensor:
     in training.
     """
     if config.scale_embeddings:
-        x = x * x.new_tensor(math.sqrt(config.hidden_size))
+        x = x * torch.tensor(math.sqrt(config.hidden_size), dtype=x.dtype)  # stays on the host: a copy would wait
     return x if config.embedding_multiplier == 1 else x * config.embedding_multiplier
 
 
 class Decoder(nn.Module):
-    """Decoder model: embedding, layers, final norm and output head, of which a pipeline stage has the parts in `stage`."""
+    """Decoder model: embedding, layers, final norm and output head; a pipeline stage has only those that `stage` lists.
+
+    Attributes:
+        other_forwards: methods in addition to `run_stage` that run the model, for which ZeRO-3 gathers weights.
+    """
+
+    other_forwards: Sequence[str] = ()
 
     def __init__(
         self,
@@ -161,6 +172,8 @@ class Decoder(nn.Module):
         self.local_rotary = (
             None if config.local_rope is None else RotaryEmbedding.from_model_config(config, config.local_rope)
         )
+        # by device of the tokens: the weights may be on another one while the model is built
+        self._linear_biases: dict[torch.device, LinearPositionBias] = {}
         self.deferred, self.borrows = build.deferred, self.stage.borrows_embedding(config)
         mtp_layers = config.mtp_layers if self.stage.heads else 0
         copied = self.stage.has_embedding_copy(config)
@@ -189,8 +202,8 @@ class Decoder(nn.Module):
         return build_transformer_layer(build, index)
 
     def list_parameter_units(self) -> list[ForwardUnit]:
-        """Return the model's units (such as layers) in forward order, each with the parameters that it is the first to
-        use; ZeRO waits for gathered weights unit by unit.
+        """Return the model's modules (such as layers) in forward order, each with the parameters that it is the first
+        to use; ZeRO waits for gathered weights module by module.
         """
         units = [ForwardUnit(layer, list(layer.parameters())) for layer in self.layers]
         if self.stage.embeds:
@@ -203,6 +216,10 @@ class Decoder(nn.Module):
             units += [ForwardUnit(predictor, list(predictor.parameters())) for predictor in self.predictors]
         return units
 
+    def materialize(self, device: torch.device) -> None:
+        """Give parameters and buffers on the meta device uninitialised memory on `device`."""
+        self.to_empty(device=device)
+
     @property
     def device(self) -> torch.device:
         """Device of the model's weights."""
@@ -210,14 +227,14 @@ class Decoder(nn.Module):
 
     @property
     def output_weight(self) -> Tensor:
-        """Output matrix [V/T, D] over this tensor rank's part of the vocabulary; the embedding matrix if weights are
-        tied.
+        """Output matrix [V/T, D] over the vocabulary rows of this rank, one of T tensor ranks; the embedding matrix if
+        weights are tied.
         """
         return self.embedding.weight if self.matrix is None else self.matrix
 
     def get_output_projection(self, tied_weight: Tensor | None = None) -> OutputProjection:
-        """Return the output projection (weight and bias); `tied_weight` [V/T, D] is the embedding that this stage gets
-        from another stage, if it does.
+        """Return the output projection (weight and bias); `tied_weight` [V/T, D] (T tensor ranks) is the embedding that
+        this stage gets from another stage, if it does.
         """
         borrowed = tied_weight if self.config.tie_embeddings else None
         return OutputProjection(self.output_weight if borrowed is None else borrowed, self.head_bias)
@@ -229,8 +246,8 @@ class Decoder(nn.Module):
         attention_mask: AttentionMask | None = None,
         cache: KVCache | None = None,
         dropout: SeededDropout | None = None,
-        sequence_bounds: SequenceBounds | None = None,
-        routing: StepRouting | None = None,
+        sequence_bounds: DocumentBounds | None = None,
+        routing: MicroBatchRouting | None = None,
     ) -> ForwardContext:
         """Return the forward context for tokens at `positions`, int64 [B or 1, S], or [3, B, S] for multimodal rotary
         positions.
@@ -247,14 +264,27 @@ class Decoder(nn.Module):
             rotation = local_rotation = self.rotary.compute_rotation(positions, self.dtype, lengths)
             if self.local_rotary is not None:
                 local_rotation = self.local_rotary.compute_rotation(positions, self.dtype, lengths)
-        length, bounds = positions.shape[-1] * self.groups.cp.size, sequence_bounds or SequenceBounds([])
+        length, bounds = positions.shape[-1] * self.groups.cp.size, sequence_bounds or DocumentBounds([])
         attention_mask = attention_mask or SequenceMask(
             length, positions.device, bounds.document_starts, self.config.causal, bounds.bidirectional_blocks
         )
-        return ForwardContext(attention_mask, rotation, local_rotation, cache, dropout, routing)
+        return ForwardContext(
+            attention_mask, rotation, local_rotation, cache, dropout, routing, self._linear_bias(positions.device),
+            query_scale=query_scale_by_position(self.config.rope, positions, self.dtype),
+        )  # fmt: skip
+
+    def _linear_bias(self, device: torch.device) -> LinearPositionBias | None:
+        """Return the linear position bias (ALiBi) of this rank's heads, or None if the model has none."""
+        if self.config.position != "alibi":
+            return None
+        if device not in self._linear_biases:
+            heads, tp = self.config.num_attention_heads, self.groups.tp
+            bias = LinearPositionBias.for_rank(heads, tp.rank, tp.size, dtype=self.dtype, device=device)
+            self._linear_biases[device] = bias
+        return self._linear_biases[device]
 
     def make_batch_context(
-        self, batch: MicroBatch, dropout: DropoutFactory, routing: StepRouting | None = None
+        self, batch: MicroBatch, dropout: DropoutFactory, routing: MicroBatchRouting | None = None
     ) -> ForwardContext:
         """Return the forward context of a micro-batch: positions, attention mask, dropout and expert routing."""
         drop, images = dropout(batch.tokens.shape[1], 0), batch.images
@@ -264,11 +294,15 @@ class Decoder(nn.Module):
         )
 
     def embed_micro_batch(self, batch: MicroBatch, context: ForwardContext) -> Tensor:
-        """Embed a micro-batch's tokens (and images) and return the input of the first layer, [B, S or S/T, D]."""
+        """Embed a micro-batch's tokens (and images) and return the input of the first layer, [B, S or S/T, D] (S/T
+        under sequence parallelism over T ranks).
+        """
         return self.embed_inputs(batch.tokens, batch.positions, context.dropout, batch.token_types, batch.images)
 
     def pipeline_message_shape(self, batch: MicroBatch) -> tuple[int, int, int]:
-        """Return the shape of a micro-batch's activations between two pipeline stages: [B, S or S/T, D]."""
+        """Return the shape of a micro-batch's activations between two pipeline stages: [B, S or S/T, D] (S/T under
+        sequence parallelism over T ranks).
+        """
         rows, length = batch.tokens.shape
         local_length = len(range(length)[local_sequence_slice(length, self.groups.tp, sp=self.sp)])
         return rows, local_length, self.config.hidden_size
@@ -282,7 +316,7 @@ class Decoder(nn.Module):
         images: BatchImages | None = None,
     ) -> Tensor:
         """Embed tokens, positions and segment types, int64 [B, S], and optional images, and return the input of the
-        first layer, [B, S or S/T, D].
+        first layer, [B, S or S/T, D] (S/T under sequence parallelism over T ranks).
         """
         x = apply_embedding_scale(self.embedding(tokens), self.config)
         if self.vision is not None and images is not None:
@@ -294,7 +328,9 @@ class Decoder(nn.Module):
         return x if dropout is None else dropout.drop_residual(x, self.config.embedding_dropout, layer, "embedding")
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
-        """Pass hidden states [B, S or S/T, D] through this stage's layers, without embedding and output head."""
+        """Pass hidden states [B, S or S/T, D] (S/T under sequence parallelism over T ranks) through this stage's
+        layers, without embedding and output head.
+        """
         for index, layer in enumerate(self.layers):
             x = self.saved.run_layer(index, layer, x, context)
         return x
@@ -310,8 +346,8 @@ class Decoder(nn.Module):
     def compute_objective(
         self, x: Tensor, batch: MicroBatch, context: ForwardContext, tied_weight: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the training loss from the final hidden states [B, S or S/T, D], the weighted sums of the next-token
-        and further losses [2], and each token's loss [B, S].
+        """Return the training loss from the final hidden states [B, S or S/T, D] (S/T under sequence parallelism over T
+        ranks), the weighted sums of the next-token and further losses [2], and each token's loss [B, S].
 
         Args:
             tied_weight: the tied embedding [V/T, D], for a stage that `borrows` it.
@@ -348,12 +384,27 @@ class Decoder(nn.Module):
             total = total + self.head.compute_token_loss(hidden, output, HeadTargets(one.labels, one.weights))[0]
         return total
 
-    def whole(self, batch: MicroBatch, context: ForwardContext) -> tuple[Tensor, Tensor, Tensor]:
-        """Run the whole model, on one pipeline stage, from a micro-batch's tokens to `compute_objective`, as one
-        forward, so that ZeRO-3 gathers weights around it.
+    def run_stage(
+        self, x: Tensor | None, batch: MicroBatch, context: ForwardContext, tied_weight: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+        """Run this stage on a micro-batch as one forward, so that ZeRO-3 gathers weights around it.
+
+        Args:
+            x: hidden states from the previous stage, of `pipeline_message_shape`; None: this stage embeds the tokens.
+            tied_weight: the tied embedding [V/T, D], for a stage that `borrows` it.
+
+        Returns:
+            Hidden states for the next stage, of `pipeline_message_shape`; in the last stage the result of
+            `compute_objective`.
         """
-        x = self.forward(self.embed_micro_batch(batch, context), context)
-        return self.compute_objective(x, batch, context)
+        y = self.forward(self.embed_micro_batch(batch, context) if x is None else x, context)
+        return self.compute_objective(y, batch, context, tied_weight) if self.stage.heads else y
+
+    def whole(self, batch: MicroBatch, context: ForwardContext) -> tuple[Tensor, Tensor, Tensor]:
+        """Run the whole model, which must be on one pipeline stage, from tokens to (loss, loss sums, token losses [B, S])."""
+        result = self.run_stage(None, batch, context)
+        assert isinstance(result, tuple)
+        return result
 
     def compute_logits(self, x: Tensor) -> Tensor:
         """Return logits [B, S, V] of the final hidden states, over the whole vocabulary on every tensor rank. Not for

@@ -32,14 +32,14 @@ from mega_trainer.model.forward_context import EncoderContext, ForwardContext, S
 from mega_trainer.model.layer_builder import LayerBuilder
 from mega_trainer.model.relative_position_bias import BucketedPositionBias
 from mega_trainer.model.retro import RetroDecoder
-from mega_trainer.parallel.expert_routing import StepRouting
+from mega_trainer.parallel.expert_routing import MicroBatchRouting
 from mega_trainer.parallel.tensor_parallel import local_sequence_slice
 from mega_trainer.parallel.zero_buffers import ForwardUnit
 
 
 class EncoderDecoderModel(Decoder):
-    """Encoder-decoder model (T5), of which a pipeline stage has the part in `stage`; after the last layer the hidden
-    states are the decoder's tokens alone.
+    """Encoder-decoder model (T5), or the layers of it in one pipeline stage; after the last layer the hidden states are
+    the decoder's tokens alone.
     """
 
     def __init__(
@@ -62,7 +62,9 @@ class EncoderDecoderModel(Decoder):
         self.tables = nn.ParameterList(build_bias_table(build, f"model.{name}_relative_bias") for name in names)
 
     def list_parameter_units(self) -> list[ForwardUnit]:
-        """Return the model's ZeRO units in forward order; see `Decoder.list_parameter_units`."""
+        """Return the model's modules in forward order, each with the parameters that it is the first to use; ZeRO waits
+        for gathered weights module by module.
+        """
         first, *others = super().list_parameter_units()
         if self.stage.embeds:
             first = ForwardUnit(first.module, [*first.parameters, *self.tables])
@@ -82,16 +84,16 @@ class EncoderDecoderModel(Decoder):
         return -(-2 * rows * heads // self.config.hidden_size)
 
     def pipeline_message_shape(self, batch: MicroBatch) -> tuple[int, int, int]:
-        """Return the shape of a micro-batch's activations between two pipeline stages, with encoder tokens, decoder
-        tokens and bias tables; see `Decoder.pipeline_message_shape`.
+        """Return the shape [batch, rows, D] of a micro-batch's activations between two pipeline stages; rows are
+        encoder tokens, decoder tokens and relative position bias tables.
         """
         assert batch.source is not None
         rows, length, width = super().pipeline_message_shape(batch)
         return rows, self._local_length(batch.source.tokens.shape[1]) + length + self.bias_table_rows, width
 
     def embed_micro_batch(self, batch: MicroBatch, context: ForwardContext) -> Tensor:
-        """Return the embedded encoder and decoder tokens, concatenated, with the relative position bias tables
-        appended; see `Decoder.embed_micro_batch`.
+        """Return the embedded encoder and decoder tokens of a micro-batch, concatenated along the sequence, with the
+        relative position bias tables appended.
         """
         assert batch.source is not None
         assert context.source is not None
@@ -99,10 +101,10 @@ class EncoderDecoderModel(Decoder):
         return torch.cat([encoder, super().embed_micro_batch(batch, context), self._tables_as_rows(encoder)], 1)
 
     def make_batch_context(
-        self, batch: MicroBatch, dropout: DropoutFactory, routing: StepRouting | None = None
+        self, batch: MicroBatch, dropout: DropoutFactory, routing: MicroBatchRouting | None = None
     ) -> ForwardContext:
-        """Return the forward context of the decoder's layers, which includes the forward context of the encoder's; see
-        `Decoder.make_batch_context`.
+        """Return the forward context of the decoder's layers for a micro-batch (positions, mask, dropout, routing),
+        which includes that of the encoder's layers.
         """
         context, source = super().make_batch_context(batch, dropout, routing), batch.source
         assert source is not None
@@ -183,6 +185,10 @@ class EncoderDecoderModel(Decoder):
 
 def select_model_class(config: ModelConfig) -> type[Decoder]:
     """Return the model class for a configuration: `RewardModel`, `RetroDecoder`, `EncoderDecoderModel` or `Decoder`."""
+    if config.transformers is not None:
+        from mega_trainer.model.transformers_decoder import TransformersDecoder  # only with transformers installed
+
+        return TransformersDecoder
     if config.score:
         return RewardModel
     if config.retro:

@@ -36,7 +36,7 @@ from mega_trainer.distributed.comm import CommGroup, all_gather, all_reduce
 from mega_trainer.distributed.device import to_host
 from mega_trainer.kernels.gemm_accumulation import gemm_in_fp32
 from mega_trainer.model.layer_builder import LayerBuilder
-from mega_trainer.parallel.expert_routing import RoutedTokens, RoutingReplay, StepRouting
+from mega_trainer.parallel.expert_routing import MicroBatchRouting, RoutedTokens, RoutingReplay
 from mega_trainer.parallel.parameter_info import NonTrainableBuffer
 
 TOLERANCE = 1e-4  # mean change of the column factors in a round at which the iteration stops
@@ -109,7 +109,7 @@ class ExpertRouter(nn.Module):
         self.sequence_groups, self.data_group = (groups.tp, groups.cp), groups.dp
 
     def forward(
-        self, x: Tensor, tokens: RoutedTokens, routing: StepRouting | None, routes: RoutingReplay | None = None
+        self, x: Tensor, tokens: RoutedTokens, routing: MicroBatchRouting | None, routes: RoutingReplay | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Route tokens x [N, D]: return each token's experts int64 [N, K], -1 for none, their weights [N, K], and x for
         the experts.
@@ -137,7 +137,7 @@ class ExpertRouter(nn.Module):
         return kept, self._attach_losses(weights, logits, scores, chosen, kept, tokens, routing), x
 
     def _choice_scores(
-        self, logits: Tensor, scores: Tensor, tokens: RoutedTokens, routing: StepRouting | None
+        self, logits: Tensor, scores: Tensor, tokens: RoutedTokens, routing: MicroBatchRouting | None
     ) -> Tensor:
         """Return the scores by which experts are chosen, [N, E]; in training with Sinkhorn the balanced scores."""
         if not self.moe.sinkhorn or routing is None:
@@ -152,7 +152,7 @@ class ExpertRouter(nn.Module):
         expert_ids: Tensor,
         kept: Tensor,
         tokens: RoutedTokens,
-        routing: StepRouting,
+        routing: MicroBatchRouting,
     ) -> Tensor:
         """Return the weights with the auxiliary losses in their backward, and record the loads in `routing`."""
         table, valid = count_expert_choices(expert_ids, tokens, self.moe.num_experts), tokens.affects_loss_mask
@@ -168,7 +168,7 @@ class ExpertRouter(nn.Module):
         return joined
 
     def _auxiliary_losses(
-        self, p: Tensor, squares: Tensor, table: Tensor, tokens: RoutedTokens, routing: StepRouting
+        self, p: Tensor, squares: Tensor, table: Tensor, tokens: RoutedTokens, routing: MicroBatchRouting
     ) -> tuple[Tensor, Tensor]:
         """Return this rank's weighted load balancing loss and z-loss; only counts are summed over ranks."""
         moe = self.moe

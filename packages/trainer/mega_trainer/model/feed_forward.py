@@ -67,8 +67,8 @@ class FeedForward(nn.Module):
         self.down = build.build_row_linear(f"{name}.down_proj", width, bias=config.mlp_bias)
 
     def forward(self, x: Tensor, context: ForwardContext | None = None) -> Tensor:
-        """Map hidden states [B, S or S/T, D] to the same shape; of the context only the dropout is used, for LoRA
-        adapters.
+        """Map hidden states [B, S or S/T, D] (S/T under sequence parallelism over T ranks) to the same shape; of the
+        context only the dropout is used, for LoRA adapters.
         """
         dropout = None if context is None else context.dropout
         h = self.saved.recompute_output("activation", self.activate, self.up(x, dropout))

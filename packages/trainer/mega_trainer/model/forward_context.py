@@ -28,9 +28,9 @@ from mega_trainer.kernels.attention_masks import (
     rectangle_mask_part,
 )
 from mega_trainer.kernels.kernel_interface import Kernels, RotaryAngles, ScoreTransform
-from mega_trainer.model.relative_position_bias import BucketedPositionBias
+from mega_trainer.model.relative_position_bias import PositionBias
 from mega_trainer.parallel.context_parallel import rank_token_indices
-from mega_trainer.parallel.expert_routing import RoutingReplay, StepRouting
+from mega_trainer.parallel.expert_routing import MicroBatchRouting, RoutingReplay
 
 # A layer's attention: (queries [B, S, H, d], keys [B, T, K, d], values [B, T, K, e], mask) -> [B, S, H, e].
 AttendFunction = Callable[[Tensor, Tensor, Tensor, AttentionMaskSpec], Tensor]
@@ -46,7 +46,7 @@ class CachedAttention:
 
     kernels: Kernels
     how: ScoreTransform
-    relative: BucketedPositionBias | None = None
+    relative: PositionBias | None = None
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMaskSpec) -> Tensor:
         """Compute the layer's attention of q to cached k and v; see `Kernels.attention`."""
@@ -54,7 +54,7 @@ class CachedAttention:
         return self.kernels.attention(q, k, v, mask, how)
 
     def decode_attention(self, q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
-        """Compute the layer's attention with one query per batch row; see `Kernels.decode_attention`."""
+        """Compute the layer's attention of one query per batch row to all cached keys of that row, in generation."""
         if self.relative is None and not self.how.has_unfused_terms:
             return self.kernels.decode_attention(q, keys, values, self.how.scale)
         rows = zip(q[:, None, None], keys, values, strict=True)
@@ -102,7 +102,7 @@ class SequenceMask:
 
     Attributes:
         length: S.
-        document_starts, bidirectional_blocks: as in `mega_trainer.data.micro_batch.SequenceBounds`. `mask_for_window`
+        document_starts, bidirectional_blocks: as in `mega_trainer.data.micro_batch.DocumentBounds`. `mask_for_window`
             ignores the blocks; `mask_between` includes them.
     """
 
@@ -115,11 +115,13 @@ class SequenceMask:
     _preceding: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
     def mask_for_window(self, window: int | None) -> AttentionMaskSpec:
-        """Return the mask of all queries and keys, of which a query attends to at most `window`; see `AttentionMask`."""
+        """Return the mask over all queries and keys of a layer whose queries attend to at most `window` keys each."""
         return self._square(range(self.length), window)
 
     def mask_between(self, queries: range, keys: range, window: int | None) -> list[MaskPart]:
-        """Return the mask for a range of queries and a range of keys, in parts; the ranges are equal or do not overlap."""
+        """Return the mask for a range of queries and a range of keys as a list of masked rectangles; the ranges are
+        equal or do not overlap.
+        """
         if queries == keys:
             return [
                 MaskPart(slice(None), queries, keys, self._square(queries, window)),
@@ -203,6 +205,7 @@ class ForwardContext:
         relative: relative position bias that layers share, or None.
         source: encoder side of a decoder with cross attention, or None.
         routes: rollout routing replay (R3) of given or recorded experts, or None.
+        query_scale: factor of each token's query [B or 1, S, 1, 1], or None.
     """
 
     attention_mask: AttentionMask
@@ -210,10 +213,11 @@ class ForwardContext:
     local_rotation: RotaryAngles | None = None
     cache: KVCache | None = None
     dropout: SeededDropout | None = None
-    routing: StepRouting | None = None
-    relative: BucketedPositionBias | None = None
+    routing: MicroBatchRouting | None = None
+    relative: PositionBias | None = None
     source: EncoderContext | None = None
     routes: RoutingReplay | None = None
+    query_scale: Tensor | None = None
 
     def rotation_for_window(self, window: int | None) -> RotaryAngles | None:
         """Return the rotary angles of a layer whose queries attend to `window` keys, or to all."""

@@ -75,6 +75,8 @@ class MultiLatentAttention(nn.Module):
         parts = [self.mla.qk_nope_head_dim, self.mla.qk_rope_head_dim]
         q, q_rot = torch.split(torch.unflatten(q, -1, (-1, self.size)), parts, -1)
         q_rot, k_rot = (self.core.kernels.apply_rotary(x, rotation) for x in (q_rot, k_rot.unsqueeze(-2)))
+        if context.query_scale is not None:
+            q, q_rot = q * context.query_scale, q_rot * context.query_scale
         if context.cache is None:
             y = self._attend(q, q_rot, latent, k_rot, context)
         else:
@@ -118,7 +120,7 @@ class MultiLatentAttention(nn.Module):
 
 
 class LatentProjection(nn.Module):
-    """Down-projection x A to MLA's latent: `width` columns, normalised if `mla.latent_norm`, and then `extra` others
+    """Down-projection x A to MLA's latent: `width` columns, normalised if `mla.latent_norm`, and then `extra` columns
     without norm, whole on every tensor rank.
     """
 
@@ -138,7 +140,9 @@ class LatentProjection(nn.Module):
             self.norm = Norm(build.kernels, weight, None, mla.norm_eps)
 
     def forward(self, x: Tensor, dropout: SeededDropout | None = None) -> Tensor:
-        """Map hidden states [B, S or S/T, D] to [B, S or S/T, width + extra]."""
+        """Map hidden states [B, S or S/T, D] (S/T under sequence parallelism over T ranks) to [B, S or S/T, width +
+        extra].
+        """
         y = self.linear(x, self.weight, self.bias)
         y = y if self.adapter is None else self.adapter(x, y, self.weight, self.bias, dropout)
         if self.norm is None:

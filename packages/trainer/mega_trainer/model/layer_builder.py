@@ -80,8 +80,8 @@ class LayerBuilder(ParameterBuilder):
         return config.init_std / (math.sqrt(branches) if config.scale_residual_init else 1.0)
 
     def build_column_linear(self, blocks: Sequence[SplitHeads], *, bias: bool) -> ColumnParallelLinear:
-        """Build a fused column-parallel layer of several [count * size, D] projections, one for each of `blocks`, whose
-        names are without `.weight`.
+        """Build a fused column-parallel layer of several [count * size, D] projections, one for each of `blocks`, split
+        by heads over tensor ranks.
         """
         config = self.config
         weights = self.build_head_parameters(_suffixed(blocks, "weight"), (config.hidden_size,), std=config.init_std)
@@ -94,7 +94,7 @@ class LayerBuilder(ParameterBuilder):
 
     def build_column_weight(self, name: str, rows: int, width: int) -> nn.Parameter:
         """Build a weight [rows/T, width] split by rows over T tensor ranks, for an input that every tensor rank already
-        has whole.
+        has unsplit.
         """
         return self.build_head_parameters([SplitHeads(f"{name}.weight", rows)], (width,), std=self.config.init_std)[0]
 
@@ -130,8 +130,8 @@ class LayerBuilder(ParameterBuilder):
         return out[0], out[1] if bias else None
 
     def build_expert_columns(self, name: str, *, bias: bool) -> tuple[nn.Parameter, nn.Parameter | None]:
-        """Build the output projection of this rank's experts, split by columns, [local experts, D, local part of F],
-        and its whole bias [local experts, D].
+        """Build the output projection of this rank's experts, split by columns, [local experts, D, local columns], and
+        its unsplit bias [local experts, D].
         """
         own, width, out = self._expert_widths()
         piece = self.make_expert_piece(f"{name}.weight", (out, width), axis=1)
@@ -182,7 +182,7 @@ class LayerBuilder(ParameterBuilder):
         return Norm(self.kernels, weight, None, eps, zero_centered=centered)
 
     def build_attention_sinks(self, name: str) -> nn.Parameter:
-        """Build this rank's attention sinks [H/T], one number per head."""
+        """Build this rank's attention sinks [H/T], one number per head, for H heads split over T tensor ranks."""
         return self.build_head_parameters(
             [SplitHeads(name, self.config.num_attention_heads)], std=self.config.init_std
         )[0]

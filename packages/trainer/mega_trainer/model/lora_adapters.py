@@ -115,7 +115,7 @@ def _whole_adapter(build: ParameterBuilder, name: str) -> LoraAdapterLayer | Non
 def build_expert_adapter(
     build: ParameterBuilder, name: str, *, parts: int = 1, columns: bool = False
 ) -> ExpertLoraAdapter | None:
-    """Build the LoRA adapter of an expert projection, `parts` stacked projections split by rows or one split by
+    """Build the LoRA adapter of an expert projection: of `parts` stacked projections split by rows, or of one split by
     columns; None if it is not adapted.
     """
     module = build.adapts.get(name)

@@ -104,7 +104,7 @@ class MixtureOfExperts(nn.Module):
 
 
 class GroupedExperts(nn.Module):
-    """This rank's experts, each with its part of the expert's hidden width (`expert_tp`): outputs must be summed over
+    """This rank's experts, each with its slice of the expert's hidden width (`expert_tp`): outputs must be summed over
     the ranks that share an expert.
 
     Gradients are summed over the ranks that hold the same experts.

@@ -58,7 +58,9 @@ class AllHeadsRMSNorm(nn.Module):
         self.weight, self.eps, self.group, self.zero_centered = weight, eps, group, zero_centered
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise this rank's heads [B, S, H/T, d] over the heads of all T ranks; statistics in at least fp32."""
+        """Normalise this rank's heads [B, S, H/T, d] over all H heads, which are split over T ranks; statistics in at
+        least fp32.
+        """
         wide = upcast_to_fp32(x.flatten(-2))
         mean = wide.square().mean(-1, keepdim=True) / self.group.size
         mean = sum_input_gradient(sum_partial_results(mean, self.group, sp=False), self.group)
@@ -67,14 +69,16 @@ class AllHeadsRMSNorm(nn.Module):
 
 
 class PerHeadLayerNorm(nn.Module):
-    """LayerNorm of queries or keys without bias over each head, with a weight [H/T, d] that differs by head."""
+    """LayerNorm of queries or keys without bias over each head, with a weight [H/T, d] that differs by head (H heads
+    over T tensor ranks).
+    """
 
     def __init__(self, weight: nn.Parameter, eps: float, *, zero_centered: bool) -> None:
         super().__init__()
         self.weight, self.eps, self.zero_centered = weight, eps, zero_centered
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise each head of [B, S, H/T, d]; statistics in at least fp32."""
+        """Normalise each head of [B, S, H/T, d] (H heads over T tensor ranks); statistics in at least fp32."""
         wide = upcast_to_fp32(x)
         factor = 1 + self.weight.to(wide.dtype) if self.zero_centered else self.weight
         return (F.layer_norm(wide, x.shape[-1:], eps=self.eps) * factor).to(x.dtype)

@@ -33,7 +33,7 @@ class MaskedLanguageHead(nn.Module):
         self.linear, self.norm = build.unsharded_linear, build.build_residual_norm("lm_head.norm")
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map hidden states [B, S or S/T, D] to the same shape."""
+        """Map hidden states [B, S or S/T, D] (S/T under sequence parallelism over T ranks) to the same shape."""
         y: Tensor = self.norm(F.gelu(self.linear(x, self.weight, self.bias), approximate=self.approximate))
         return y
 
@@ -53,19 +53,21 @@ class SequencePooler(nn.Module):
         self.has_first = groups.cp.rank == 0 and (groups.tp.rank == 0 or not build.sp)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map hidden states [B, S or S/T, D] to the pooled first token [B, D]; only meaningful on a rank that has the
-        first token.
+        """Map hidden states [B, S or S/T, D] (S/T under sequence parallelism over T ranks) to the pooled first token
+        [B, D]; only meaningful on a rank that has the first token.
         """
         return self.linear(x[:, :1], self.weight, self.bias).tanh()[:, 0]
 
     def segment_order_logits(self, x: Tensor) -> Tensor:
-        """Map hidden states [B, S or S/T, D] to logits [B, 2]: segments in order, and segments swapped."""
+        """Map hidden states [B, S or S/T, D] (S/T under sequence parallelism over T ranks) to logits [B, 2]: segments
+        in order, and segments swapped.
+        """
         assert self.classes is not None
         return self.linear(self(x), self.classes, self.offset)
 
     def segment_order_loss(self, x: Tensor, pairs: SegmentOrderTargets) -> Tensor:
         """Return the weighted sum of the cross entropies of the segment-order classifier, from hidden states [B, S or
-        S/T, D].
+        S/T, D] (S/T under sequence parallelism over T ranks).
 
         A rank without the first token computes it from another token, times zero: all ranks run the same operations.
         """
@@ -85,7 +87,9 @@ def build_dense_layer(
 
 
 class OutputProjection(NamedTuple):
-    """Weight [V/T, D] and bias [V/T] that map hidden states to this tensor rank's part of the logits."""
+    """Weight [V/T, D] and bias [V/T] that map hidden states to the logits of this rank's vocabulary rows, V rows split
+    over T tensor ranks.
+    """
 
     weight: Tensor
     bias: Tensor | None
@@ -106,7 +110,7 @@ class OutputHead(nn.Module):
 
     def prepare_hidden(self, hidden: Tensor) -> Tensor:
         """Return the hidden states [B, S, D] that multiply the output matrix, gathered and scaled, from normalised
-        hidden states [B, S or S/T, D].
+        hidden states [B, S or S/T, D] (S/T under sequence parallelism over T ranks).
 
         `logit_scale` is applied here, where there are fewer elements than in the logits.
         """
@@ -125,7 +129,9 @@ class OutputHead(nn.Module):
     def compute_token_loss(
         self, hidden: Tensor, output: OutputProjection, targets: HeadTargets
     ) -> tuple[Tensor, Tensor]:
-        """Return the weighted sum of the losses and each token's loss [B, S], from normalised states [B, S or S/T, D]."""
+        """Return the weighted sum of the losses and each token's loss [B, S], from normalised states [B, S or S/T, D]
+        (S/T under sequence parallelism over T ranks).
+        """
         shape, cap, weight_fn = targets.labels.shape, self.config.logit_softcap, targets.weight_fn
         flat_weight_fn = None if weight_fn is None else (lambda log_probs: weight_fn(log_probs.view(shape)).flatten())
         soft = targets.soft_labels

@@ -34,7 +34,9 @@ class ParameterBuilder:
         groups: process groups of the layout; default: groups of one.
         kernels: kernel back end.
         sp: split the residual stream over the sequence among the tensor ranks.
-        dtype, device: of parameters and activations.
+        dtype: of activations, and of parameters unless `stored_dtype` is set.
+        stored_dtype: of parameters under ZeRO-3, which gathers them in `dtype`.
+        device: of parameters and activations.
         deferred: queue for wgrad GEMMs, if the pipeline splits backwards.
         adapts: projections with a LoRA adapter.
         choice: several LoRA adapters instead, for inference.
@@ -47,12 +49,18 @@ class ParameterBuilder:
     kernels: Kernels = field(default_factory=TorchKernels)
     sp: bool = False
     dtype: torch.dtype = torch.float32
+    stored_dtype: torch.dtype | None = None
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     deferred: DeferredWgradQueue | None = None
     adapts: Mapping[str, AdaptedModule] = field(default_factory=dict)
     choice: LoraAdapterPool | None = None
     packed: frozenset[str] = frozenset()
     packing: WeightQuantizer | None = None
+
+    @property
+    def parameter_dtype(self) -> torch.dtype:
+        """Dtype in which parameters are stored."""
+        return self.stored_dtype or self.dtype
 
     def build_head_parameters(
         self, blocks: Sequence[SplitHeads], tail: tuple[int, ...] = (), **start: Any
@@ -80,8 +88,8 @@ class ParameterBuilder:
     def make_expert_piece(
         self, name: str, shape: Sequence[int], *, axis: int | None, place: int = 0, among: int = 1
     ) -> TensorPiece:
-        """Return the piece of the canonical tensor `name`, a stack of experts of `shape`, that this rank has; it is
-        split over `expert_tp` along `axis`.
+        """Return the position of this rank's slice in the canonical tensor `name`, a stack of experts of `shape`; each
+        expert is split over `expert_tp` along `axis`.
 
         In the local parameter it is part number `place` of several, concatenated on the first axis; so it is in the
         canonical tensor `name`, if that has `among` > 1 parts.
@@ -106,12 +114,12 @@ class ParameterBuilder:
         std: float | None = None,
         replicas: Sequence[CommGroup] = (),
     ) -> nn.Parameter:
-        """Build a parameter that stacks this rank's experts, each of `shape`; the other arguments are the ones of
-        `ParameterInfo`.
+        """Build a parameter that stacks this rank's experts, each of `shape`; `pieces` locate them in canonical
+        tensors, `std` is for their initial values, and `replicas` are groups that hold copies.
         """
         groups = self.groups
         return make_parameter(
-            (pieces[0].shape[0], *shape), pieces, data=groups.expert_data, dtype=self.dtype, device=self.device,
+            (pieces[0].shape[0], *shape), pieces, data=groups.expert_data, dtype=self.parameter_dtype, device=self.device,
             std=std, parts=groups.ep, split=groups.expert_tp, grad_sync=replicas, replicas=replicas,
             packing=self._packing_of(pieces),
         )  # fmt: skip
@@ -151,14 +159,14 @@ class ParameterBuilder:
         accumulate_in_place = not (config.tie_embeddings or config.mtp_layers or config.has_encoder or self.deferred)
         return make_vocab_parameter(
             name, config.vocab_size, config.hidden_size, group=self.groups.tp, data=self.groups.dp_cp,
-            dtype=self.dtype, device=self.device, std=config.init_std, grad_sync=shared, replicas=shared,
+            dtype=self.parameter_dtype, device=self.device, std=config.init_std, grad_sync=shared, replicas=shared,
             parts=self.groups.tp, accumulate_in_place=accumulate_in_place,
         )  # fmt: skip
 
     def build_vocab_bias(self, name: str) -> nn.Parameter:
-        """Build a bias [vocabulary], split over tensor ranks like the rows of `build_vocab_parameter`."""
+        """Build a bias [vocabulary], split over tensor ranks like the rows of the embedding."""
         return make_vocab_parameter(
-            name, self.config.vocab_size, group=self.groups.tp, data=self.groups.dp_cp, dtype=self.dtype, device=self.device,
+            name, self.config.vocab_size, group=self.groups.tp, data=self.groups.dp_cp, dtype=self.parameter_dtype, device=self.device,
             parts=self.groups.tp,
         )  # fmt: skip
 
@@ -173,11 +181,11 @@ class ParameterBuilder:
         grad_sync: Sequence[CommGroup] = (),
         replicas: Sequence[CommGroup] = (),
     ) -> nn.Parameter:
-        """Build a parameter whose gradient is summed over all data and context ranks; the other arguments are the ones
-        of `ParameterInfo`.
+        """Build a parameter whose gradient is summed over all data and context ranks; `pieces` locate it in canonical
+        tensors, and the other arguments set initial values and further groups to sum over.
         """
         return make_parameter(
-            shape, pieces, data=self.groups.dp_cp, dtype=self.dtype, device=self.device,
+            shape, pieces, data=self.groups.dp_cp, dtype=self.parameter_dtype, device=self.device,
             std=std, fill=fill, uniform=uniform, grad_sync=grad_sync, replicas=replicas, parts=self.groups.tp,
             packing=self._packing_of(pieces),
         )  # fmt: skip

@@ -53,7 +53,7 @@ class ShortConvolution(nn.Module):
         self.biases = build_parameters("bias", ()) if bias else nn.ParameterList()
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
-        """Convolve this context rank's tokens [B, s, c]; the tokens before its part of the sequence come from other
+        """Convolve this context rank's tokens [B, s, c]; the tokens before its range of the sequence come from other
         ranks.
         """
         assert isinstance(context.attention_mask, SequenceMask)
@@ -171,8 +171,8 @@ class RecurrentMixer(nn.Module):
         )
 
     def state_passing_bytes(self, conv_input: Tensor) -> int:
-        """Return the bytes that a forward gathers over context ranks to pass states: two spans' states per rank, and
-        the convolution's halo.
+        """Return the bytes that a forward gathers over context ranks to pass states: those of the two chunks of each
+        rank, and the convolution's preceding tokens.
         """
         halo = (self.conv.taps - 1) * conv_input.shape[-1] * conv_input.itemsize
         return conv_input.shape[0] * 2 * self.cp.size * (self.heads * self.state * max(4, conv_input.itemsize) + halo)

@@ -39,8 +39,49 @@ class BucketedPositionBias:
         return RelativePositionBias(nn.functional.embedding(self._buckets[queries, keys], self.table).t(), keys - 1)
 
     def add_to_scores(self, how: ScoreTransform, queries: int, keys: int) -> ScoreTransform:
+        """Return a copy of the score transform `how` with this bias for the last `queries` of `keys` positions."""
+        return replace(how, bias=self.make_position_bias(queries, keys))
+
+
+@dataclass(frozen=True)
+class LinearPositionBias:
+    """ALiBi (arXiv:2108.12409): a bias of attention scores that falls linearly with the distance, by a slope per head.
+
+    Attributes:
+        slopes: slopes of this rank's heads, [H/T].
+    """
+
+    slopes: Tensor
+
+    @classmethod
+    def for_rank(
+        cls, heads: int, rank: int, ranks: int, *, dtype: torch.dtype, device: torch.device
+    ) -> LinearPositionBias:
+        """Return the bias of the heads of one of `ranks` tensor ranks."""
+        own = alibi_slopes(heads)[rank * heads // ranks : (rank + 1) * heads // ranks]
+        return cls(to_device(torch.tensor(own, dtype=dtype), device))
+
+    def make_position_bias(self, queries: int, keys: int) -> RelativePositionBias:
+        """Return the attention bias of the last `queries` positions of a sequence of `keys` positions."""
+        distances = torch.arange(1 - keys, queries, device=self.slopes.device)
+        return RelativePositionBias(self.slopes[:, None] * distances, keys - 1)
+
+    def add_to_scores(self, how: ScoreTransform, queries: int, keys: int) -> ScoreTransform:
         """Return a copy of the score transform with this bias for the last `queries` of `keys` positions."""
         return replace(how, bias=self.make_position_bias(queries, keys))
+
+
+def alibi_slopes(heads: int) -> list[float]:
+    """Return ALiBi's slope of each head: 2^(-8 i / n) for i = 1 .. n, n a power of two; further heads have those halfway
+    between the first ones.
+    """
+    base = 2 ** int(math.log2(heads))
+    between = [2.0 ** (-4 * (2 * index + 1) / base) for index in range(heads - base)]
+    return [2.0 ** (-8 * (index + 1) / base) for index in range(base)] + between
+
+
+# Bias of attention scores by distance, of all layers or of one.
+PositionBias = BucketedPositionBias | LinearPositionBias
 
 
 def bucket_distances(distances: Tensor, count: int, max_distance: int, *, causal: bool) -> Tensor:

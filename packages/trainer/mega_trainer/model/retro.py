@@ -45,7 +45,7 @@ from mega_trainer.model.forward_context import (
 )
 from mega_trainer.model.layer_builder import LayerBuilder
 from mega_trainer.model.transformer_layer import build_transformer_layer
-from mega_trainer.parallel.expert_routing import StepRouting
+from mega_trainer.parallel.expert_routing import MicroBatchRouting
 from mega_trainer.parallel.tensor_parallel import local_sequence_slice
 
 
@@ -67,7 +67,9 @@ class NeighborEncoderBuilder(LayerBuilder):
         return cls(**fields | {"config": config, "by_layer": {}, "adapts": {}}, prefix=retro_encoder_prefix(layer))
 
     def build_parameter(self, shape: Sequence[int], pieces: Sequence[TensorPiece], **start: Any) -> nn.Parameter:
-        """Build a parameter whose name begins with the neighbor encoder's prefix; see `LayerBuilder.build_parameter`."""
+        """Build a parameter whose name in the checkpoint begins with the neighbor encoder's prefix; otherwise like the
+        parameters of the decoder's layers.
+        """
         own = [replace(piece, name=piece.name.replace("model.layers.", self.prefix, 1)) for piece in pieces]
         return super().build_parameter(shape, own, **start)
 
@@ -82,8 +84,8 @@ class NeighborEncodingLayer(nn.Module):
         self.encoder = nn.ModuleList(build_transformer_layer(own, index) for index in range(own.config.num_layers))
 
     def forward(self, x: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor]:
-        """Return the hidden states [B, S or S/T, D] after this layer, and the encoded neighbors (shaped as
-        `context.source.memory`).
+        """Return the hidden states [B, S or S/T, D] (S/T under sequence parallelism over T ranks) after this layer, and
+        the encoded neighbors (shaped as `context.source.memory`).
         """
         mixer, cross, feed, source = self.block.mixer, self.block.cross, self.block.feed, context.source
         assert mixer is not None
@@ -101,8 +103,8 @@ class NeighborEncodingLayer(nn.Module):
 
 
 class RetroDecoder(Decoder):
-    """Retro model, of which a pipeline stage has the part in `stage`; after the last layer the hidden states are the
-    text's tokens alone, without neighbors.
+    """Retro model, or the layers of it in one pipeline stage; after the last layer the hidden states are the text's
+    tokens alone, without neighbors.
     """
 
     def _build_layer(self, build: LayerBuilder, index: int) -> nn.Module:
@@ -111,8 +113,8 @@ class RetroDecoder(Decoder):
         )
 
     def pipeline_message_shape(self, batch: MicroBatch) -> tuple[int, int, int]:
-        """Return the shape of a micro-batch's activations between two stages, neighbors included; see
-        `Decoder.pipeline_message_shape`.
+        """Return the shape [batch, rows, D] of a micro-batch's activations between two pipeline stages; rows are the
+        text's tokens and those of its retrieved neighbors.
         """
         rows, length, width = super().pipeline_message_shape(batch)
         return rows, length + self._neighbor_length(batch), width
@@ -124,8 +126,8 @@ class RetroDecoder(Decoder):
         return chunks * count * len(range(length)[local_sequence_slice(length, self.groups.tp, sp=self.sp)])
 
     def embed_micro_batch(self, batch: MicroBatch, context: ForwardContext) -> Tensor:
-        """Return the embedded tokens of the text with the embedded retrieved neighbors appended; see
-        `Decoder.embed_micro_batch`.
+        """Return the embedded tokens of a micro-batch's text with those of the retrieved neighbors appended along the
+        sequence.
         """
         assert batch.neighbors is not None
         assert context.source is not None
@@ -136,10 +138,10 @@ class RetroDecoder(Decoder):
         return torch.cat([x, neighbors.reshape(len(x), -1, x.shape[-1])], 1)
 
     def make_batch_context(
-        self, batch: MicroBatch, dropout: DropoutFactory, routing: StepRouting | None = None
+        self, batch: MicroBatch, dropout: DropoutFactory, routing: MicroBatchRouting | None = None
     ) -> ForwardContext:
-        """Return the forward context of a micro-batch, with the neighbor encoder's forward context; see
-        `Decoder.make_batch_context`.
+        """Return the forward context of a micro-batch (positions, mask, dropout, routing), which includes the neighbor
+        encoder's forward context.
         """
         context, neighbors = super().make_batch_context(batch, dropout, routing), batch.neighbors
         assert neighbors is not None
@@ -189,7 +191,7 @@ class RetroDecoder(Decoder):
 def _chunk_in_document(begins: np.ndarray, chunks: int) -> Tensor:
     """Return the mask of queries in a document that contains the whole chunk, of L `chunks`: bool [B L, m, 1, 1].
 
-    The m queries of a chunk begin with its last token; `begins` are document starts, int64 [B, S], as in `SequenceBounds`.
+    The m queries of a chunk begin with its last token; `begins` are document starts, int64 [B, S], as in `DocumentBounds`.
     """
     size = begins.shape[1] // chunks
     ahead = np.pad(begins[:, size - 1 :], ((0, 0), (0, size - 1))).reshape(-1, chunks, size)

@@ -73,6 +73,17 @@ class RotaryEmbedding:
         return self._cache[length, device]
 
 
+def query_scale_by_position(rope: RopeConfig, positions: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """Return the factor of each token's query, 1 + b ln(1 + floor(position / original length)), [B or 1, S, 1, 1] (scalable
+    softmax, arXiv:2501.19399, in Llama 4's form), from int64 `positions` [B or 1, S]; None without `rope.query_scaling`.
+    """
+    if rope.query_scaling is None:
+        return None
+    assert rope.original_max_position is not None
+    steps = torch.div(positions, rope.original_max_position, rounding_mode="floor")
+    return (1 + rope.query_scaling * torch.log1p(steps.float()))[..., None, None].to(dtype)
+
+
 def rotary_frequencies(rope: RopeConfig, head_size: int, max_position: int, length: int) -> tuple[Tensor, float]:
     """Return the rotary frequencies in fp32 (angles per position, one for each pair of elements), and the factor on cos
     and sin (1 except for YaRN and LongRoPE).

@@ -37,8 +37,8 @@ FEEDS: Mapping[FeedForwardKind, LayerFactory] = {"mlp": _build_feed_forward, "mo
 
 
 class ResidualBranch(nn.Module):
-    """Residual branch norm(work(norm x)), where `work` is a token mixer, a cross attention or a feed-forward; either
-    norm may be missing.
+    """Residual branch norm(work(norm x)), where the module `work` is a token mixer, a cross attention or a feed-forward
+    block; either norm may be missing.
     """
 
     def __init__(self, build: LayerBuilder, layer: int, name: str, kind: LayerFactory, before: str, after: str) -> None:
@@ -62,7 +62,9 @@ class ResidualBranch(nn.Module):
         return x, normed
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
-        """Return the output that is added to the residual stream, from the normalised stream x [B, S or S/T, D]."""
+        """Return the output that is added to the residual stream, from the normalised stream x [B, S or S/T, D] (S/T
+        under sequence parallelism over T ranks).
+        """
         y: Tensor = (
             self.saved.checkpoint_module(self.feed, self.work, x, context) if self.feed else self.work(x, context)
         )
@@ -97,7 +99,7 @@ class TransformerLayer(nn.Module):
             self.feed = ResidualBranch(build, layer, feed, FEEDS[feed], second, "post_feedforward" if after else "")
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
-        """Return the residual stream [B, S or S/T, D] after this layer."""
+        """Return the residual stream [B, S or S/T, D] (S/T under sequence parallelism over T ranks) after this layer."""
         added: list[Tensor] = []
         for branch in filter(None, (self.mixer, self.cross, self.feed)):
             if not (added and self.shared_norm):
@@ -118,7 +120,7 @@ class PostNormLayer(TransformerLayer):
         )
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
-        """Return the residual stream [B, S or S/T, D] after this layer."""
+        """Return the residual stream [B, S or S/T, D] (S/T under sequence parallelism over T ranks) after this layer."""
         branches = [branch for branch in (self.mixer, self.cross, self.feed) if branch is not None]
         for branch, norm in zip(branches, self.norms, strict=True):
             assert isinstance(norm, Norm)

@@ -97,13 +97,13 @@ class LossTargets(Protocol):
     """Interface of the targets of a loss that is computed from logits over a vocabulary split among ranks."""
 
     def compute_losses(self, logits: Tensor, part: slice) -> tuple[SavedTensors, Tensor]:
-        """Return the tensors that `logits_to_gradient` needs, and the losses [n] in at least fp32, from this rank's
-        logits [n, R] of the tokens `part`.
+        """Return the tensors that `logits_to_gradient` needs, and the losses [n] in at least fp32, of the tokens in the
+        slice `part`, from their logits [n, R] over this rank's vocabulary rows.
         """
 
     def logits_to_gradient(self, logits: Tensor, saved: SavedTensors, weights: Tensor, part: slice) -> None:
-        """Overwrite this rank's logits [n, R] of the tokens `part` with the gradient of the losses, weighted by
-        `weights` [n].
+        """Overwrite the logits [n, R] of the tokens in the slice `part` over this rank's vocabulary rows with the
+        gradient of the losses, weighted by `weights` [n].
         """
 
 
@@ -118,7 +118,9 @@ class LabelTargets:
         self.rows = torch.arange(len(labels), device=labels.device)
 
     def compute_losses(self, logits: Tensor, part: slice) -> tuple[SavedTensors, Tensor]:
-        """Return the cross entropies of the labels; see `LossTargets.compute_losses`."""
+        """Return the cross entropies [n] of the labels of the tokens in the slice `part`, from logits [n, R] over this
+        rank's vocabulary rows, and the tensors that `logits_to_gradient` needs.
+        """
         save = not self.leaves.compiled  # a compiled kernel recomputes exponentials faster than it reads them
         sums, label, *exponentials = self.leaves(
             row_logsumexp_leaf, logits, self.is_local[part], self.target[part], self.softcap, save
@@ -127,7 +129,9 @@ class LabelTargets:
         return (lse, *exponentials), lse - label
 
     def logits_to_gradient(self, logits: Tensor, saved: SavedTensors, weights: Tensor, part: slice) -> None:
-        """Overwrite the logits with the gradient of the cross entropies; see `LossTargets.logits_to_gradient`."""
+        """Overwrite the logits [n, R] of the tokens in the slice `part` with the gradient of their cross entropies,
+        weighted by `weights` [n].
+        """
         is_local, target = self.is_local[part], self.target[part]
         label_grad = self.leaves(loss_gradient_leaf, logits, is_local, target, weights, self.softcap, *saved)
         # not scatter_, which copies all logits first on a CPU
@@ -299,7 +303,9 @@ class TeacherTargets:
         self.group, self.softcap, self.temperature = group, softcap, soft.temperature
 
     def compute_losses(self, logits: Tensor, part: slice) -> tuple[SavedTensors, Tensor]:
-        """Return the distillation losses (divergence from the teacher); see `LossTargets.compute_losses`."""
+        """Return the distillation losses [n] (divergence from the teacher) of the tokens in the slice `part`, from
+        logits [n, R] over this rank's vocabulary rows, and the tensors that `logits_to_gradient` needs.
+        """
         scaled, log_probs = apply_softcap(logits, self.softcap) / self.temperature, self.log_probs[part]
         probs = log_probs.exp()
         local = torch.where(self.is_local[part], scaled.gather(1, self.target[part]), 0.0)
@@ -307,8 +313,8 @@ class TeacherTargets:
         return (lse,), self.temperature**2 * ((probs * log_probs).sum(-1) - mean + lse)
 
     def logits_to_gradient(self, logits: Tensor, saved: SavedTensors, weights: Tensor, part: slice) -> None:
-        """Overwrite the logits with their gradient, t (student - teacher) at temperature t; see
-        `LossTargets.logits_to_gradient`.
+        """Overwrite the logits [n, R] of the tokens in the slice `part` with the gradient of their losses, t (student -
+        teacher) at temperature t, weighted by `weights` [n].
         """
         (lse,) = saved
         out = (apply_softcap(logits, self.softcap) / self.temperature - lse[:, None]).exp_()

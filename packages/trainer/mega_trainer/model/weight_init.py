@@ -8,6 +8,7 @@ draws billions of elements in seconds, but other numbers than a CPU: layouts sta
 from __future__ import annotations
 
 from itertools import product
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -28,10 +29,21 @@ TILE_COLUMNS = 512
 TILE_ELEMENTS = 1 << 17  # few enough for one pass of a GPU's threads; the order of more depends on the GPU
 
 
+@runtime_checkable
+class InitializesItself(Protocol):
+    """Interface of a model with an initialisation of its own."""
+
+    def initialize_from_seed(self, seed: int) -> None:
+        """Fill all weights with values that depend only on `seed`."""
+
+
 def initialize_weights(model: nn.Module, seed: int) -> None:
     """Initialise every parameter with values that depend only on `seed` and its canonical name, not on the sharding;
     padding becomes zero.
     """
+    if isinstance(model, InitializesItself):
+        model.initialize_from_seed(seed)
+        return
     with torch.no_grad():
         for parameter in model.parameters():
             packed = get_packed_weight(parameter)

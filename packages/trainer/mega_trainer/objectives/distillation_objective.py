@@ -44,7 +44,9 @@ class LiveTeacher:
 
     @torch.no_grad()
     def get_top_k(self, micro: Sequence[MicroBatch]) -> list[tuple[Tensor, Tensor]]:
-        """Run the teacher and return its K most likely next tokens; see `TeacherSource.get_top_k`."""
+        """Run the teacher and return its K most likely next tokens for each micro-batch, ids int64 [B, s, K] and
+        log-probabilities [B, s, K]; arbitrary except on the last pipeline stage.
+        """
         with self.executor.evaluation_mode():
             self.executor.run_operations(micro, 1.0)
         if self.executor.last_stage_index not in self.executor.stages:
@@ -60,7 +62,8 @@ class CachedTeacher:
         self._files = files
 
     def get_top_k(self, micro: Sequence[MicroBatch]) -> list[tuple[Tensor, Tensor]]:
-        """Read the teacher's K most likely next tokens from the cache files; see `TeacherSource.get_top_k`.
+        """Read from the cache files the teacher's K most likely next tokens for each micro-batch: ids int64 [B, s, K]
+        and log-probabilities [B, s, K].
 
         Raises:
             DataError: for a sample that is not in the cache.
@@ -83,7 +86,7 @@ class DistillationObjective(TrainingObjective):
         self._source, self._temperature = source, config.objective.temperature
 
     def prepare_micro_batches(self, batch: StepBatch, micro: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
-        """Return the micro-batches with the teacher's soft labels added; see `TrainingObjective.prepare_micro_batches`."""
+        """Return this rank's micro-batches of a step or validation with the teacher's soft labels added."""
         return [
             replace(one, soft_labels=TeacherSoftLabels(ids, log_probs, self._temperature))
             for one, (ids, log_probs) in zip(micro, self._source.get_top_k(micro), strict=True)

@@ -17,6 +17,7 @@ from torch import Tensor
 from mega_data.batch_loader import StepBatch
 from mega_trainer.data.micro_batch import MicroBatch
 from mega_trainer.distributed.comm import CommGroup, all_reduce
+from mega_trainer.distributed.device import to_device
 from mega_trainer.parallel.context_parallel import rank_token_indices
 from mega_trainer.pipeline.executor import PipelineExecutor
 
@@ -54,7 +55,7 @@ class PreferenceAnswers:
         scored: bool = False,
     ) -> PreferenceAnswers:
         """Return the answers in some rows of this data rank's batch; a context rank gets only its own tokens. `width`
-        is `row_document_bound` of the batch.
+        is an even number, at least the number of documents in any row.
 
         With `scored`, as for reward models, only the last token of each document has a weight.
         """
@@ -69,7 +70,7 @@ class PreferenceAnswers:
         own_tokens = rank_token_indices(ids.shape[1], context)
 
         def to_device_tensor(array: npt.NDArray[Any]) -> Tensor:
-            return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+            return to_device(torch.from_numpy(np.ascontiguousarray(array)), device)
 
         return cls(
             to_device_tensor(documents[:, own_tokens]),

@@ -183,13 +183,17 @@ class PreferenceObjective(TrainingObjective):
         self._sums = torch.zeros(1 + len(self.metric_names), dtype=torch.float64, device=device)
 
     def count_step_terms(self, batch: StepBatch) -> list[float]:
-        """Return the number of answer pairs in the step, without MTP terms; see `TrainingObjective.count_step_terms`."""
+        """Return the number of answer pairs over all data ranks, of which the step's loss is a mean, followed by
+        infinity for each MTP layer.
+        """
         counts = torch.tensor(self.count_local_terms(batch), dtype=torch.float64)
         all_reduce(counts, self.groups.world)
         return counts.tolist()
 
     def count_local_terms(self, batch: StepBatch | None) -> list[float]:
-        """Return the number of answer pairs that this rank counts; see `TrainingObjective.count_local_terms`."""
+        """Return this rank's share of the step's number of answer pairs, followed by infinity for each MTP layer; the
+        sum over all ranks is the total.
+        """
         mtp_terms = [float("inf")] * self.mtp_layers
         if batch is None or any(group.rank for group in (self.groups.tp, self.groups.cp, self.groups.pp)):
             return [0.0, *mtp_terms]
@@ -199,14 +203,14 @@ class PreferenceObjective(TrainingObjective):
         return [float(count_row_pairs(batch.document_ids).sum()), *mtp_terms]
 
     def prepare_micro_batches(self, batch: StepBatch, micro: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
-        """Return the micro-batches with a `weight_fn` that maps log-probabilities to token weights; see
-        `TrainingObjective.prepare_micro_batches`.
+        """Return this rank's micro-batches with a function `weight_fn` that computes token weights from the model's
+        log-probabilities, so that weighted token losses have the gradient of the preference loss.
         """
         self._sums.zero_()
         answers = split_answers(batch, micro, self.groups.cp, scored=self.config.model.score)
         reference_sums = [torch.zeros_like(each.tokens) for each in answers]
         if self.reference is not None:
-            reference_sums = self.reference.get_answer_sums(batch, micro, answers)
+            reference_sums = self.reference.get_answer_log_prob_sums(batch, micro, answers)
         kl = self._estimate_kl(batch) if self.config.objective.kind == "kto" else self._sums.new_zeros(())
         return [
             replace(one, weight_fn=_TokenWeights(self, each, reference, kl))
@@ -223,7 +227,7 @@ class PreferenceObjective(TrainingObjective):
         micro = list(split_micro_batches(mismatched, self.config, self.device, self.groups.cp))
         answers = split_answers(mismatched, micro, self.groups.cp)
         policy = score_answers(self.executor, micro, answers)
-        reference = self.reference.get_answer_sums(mismatched, micro, answers, "mismatched")
+        reference = self.reference.get_answer_log_prob_sums(mismatched, micro, answers, "mismatched")
         total = torch.stack([(a - b).sum() for a, b in zip(policy, reference, strict=True)]).sum()
         ratio = torch.stack([total, total.new_tensor(sum(int((each.tokens > 0).sum()) for each in answers))])
         ratio *= self._reports
@@ -247,20 +251,20 @@ class PreferenceObjective(TrainingObjective):
         return -answers.spread_gradient(gradient).to(log_probs.dtype)
 
     def append_metric_sums(self, sums: Tensor) -> Tensor:
-        """Return the sums of the step's preference losses and metrics; see `TrainingObjective.append_metric_sums`."""
+        """Return this rank's sums of the step's preference losses and metrics over answer pairs."""
         return torch.cat([self._sums[:1], sums[1:], self._sums[1:]])
 
     def validation_totals(self, executor: PipelineExecutor, sums: Tensor, micro: Sequence[MicroBatch]) -> Tensor:
-        """Return the sums of a validation's preference losses and metrics, and its number of pairs; see
-        `TrainingObjective.validation_totals`.
+        """Return this rank's sums of a validation's preference losses and metrics over answer pairs, and the number of
+        pairs.
         """
         answers = [one.weight_fn.answers for one in micro if isinstance(one.weight_fn, _TokenWeights)]
         pairs = sum(int((each.tokens > 0).sum()) / 2 for each in answers)
         return torch.cat([self._sums, self._sums.new_tensor([pairs * self._reports])])
 
     def metrics(self, figures: Sequence[float], count: float | None = None) -> Mapping[str, float]:
-        """Return mean metrics over answer pairs, and for a step the number of pairs and of answer tokens; see
-        `TrainingObjective.metrics`.
+        """Return the means over answer pairs to write to metrics.jsonl and, for a step, the number of pairs and of
+        answer tokens.
         """
         means = dict(super().metrics(figures, count))
         _divide_by_shares(means)

@@ -153,15 +153,15 @@ SampleHalf = Literal["answers", "mismatched"]
 class ReferenceModel(Protocol):
     """Interface of sources of the reference model's summed answer log-probabilities, for preference losses."""
 
-    def get_answer_sums(
+    def get_answer_log_prob_sums(
         self,
         batch: StepBatch,
         micro: Sequence[MicroBatch],
         answers: Sequence[PreferenceAnswers],
         what: SampleHalf = "answers",
     ) -> list[Tensor]:
-        """Return the reference model's summed log-probabilities of each micro-batch's answers, or of the `mismatched`
-        answers (KTO): fp64 [P, 2].
+        """Return the reference model's summed log-probabilities of each micro-batch's answers, fp64 [P, 2] for P pairs,
+        or (`what` "mismatched", for KTO) of answers moved to another question.
 
         A collective call of the ranks of a model; the result is arbitrary except on the last stage.
         """
@@ -173,14 +173,16 @@ class LiveReferenceModel:
     def __init__(self, executor: PipelineExecutor) -> None:
         self._executor = executor
 
-    def get_answer_sums(
+    def get_answer_log_prob_sums(
         self,
         batch: StepBatch,
         micro: Sequence[MicroBatch],
         answers: Sequence[PreferenceAnswers],
         what: SampleHalf = "answers",
     ) -> list[Tensor]:
-        """Run the reference model and return its summed answer log-probabilities; see `ReferenceModel.get_answer_sums`."""
+        """Run the reference model and return the summed log-probabilities of each micro-batch's answers, fp64 [P, 2]
+        for P pairs; with `what` "mismatched" of answers moved to another question (KTO).
+        """
         return score_answers(self._executor, micro, answers)
 
 
@@ -190,15 +192,15 @@ class CachedReferenceModel:
     def __init__(self, files: SampleCache) -> None:
         self._files = files
 
-    def get_answer_sums(
+    def get_answer_log_prob_sums(
         self,
         batch: StepBatch,
         micro: Sequence[MicroBatch],
         answers: Sequence[PreferenceAnswers],
         what: SampleHalf = "answers",
     ) -> list[Tensor]:
-        """Read the reference model's summed answer log-probabilities from the cache files; see
-        `ReferenceModel.get_answer_sums`.
+        """Read from the cache files the reference model's summed log-probabilities of each micro-batch's answers, fp64
+        [P, 2] for P pairs; with `what` "mismatched" of answers moved to another question (KTO).
 
         Raises:
             DataError: for a sample that is not in the cache.
@@ -214,7 +216,7 @@ def collect_reference_sums(
     executor: PipelineExecutor, config: RunConfig, device: torch.device, batch: StepBatch, samples: range
 ) -> dict[str, list[np.ndarray]]:
     """Return the reference model's summed answer log-probabilities of each sample, to be written to the cache, also of
-    `mismatched` answers if the loss needs them.
+    answers moved to another question if the loss (KTO) needs them.
 
     Each is fp64 [2 P], on every rank. A collective call of all ranks.
     """

@@ -35,13 +35,15 @@ class TrainingObjective:
         self.groups, self.mtp_layers = groups, mtp_layers
 
     def count_step_terms(self, batch: StepBatch) -> list[float]:
-        """Return the number of terms (tokens) that the step's loss and each MTP layer's loss are means of, over all
-        data ranks.
+        """Return the number of terms (tokens) that the step's loss and each multi-token prediction (MTP) layer's loss
+        are means of, over all data ranks.
         """
         return count_step_tokens(batch, self.mtp_layers, self.groups)
 
     def count_local_terms(self, batch: StepBatch | None) -> list[float]:
-        """Return this rank's contribution to `count_step_terms`; the sum over all ranks is the total."""
+        """Return this rank's share of the step's number of terms (tokens) for its loss and each MTP layer's loss; the
+        sum over all ranks is the total.
+        """
         return count_local_tokens(batch, self.mtp_layers, self.groups)
 
     def prepare_micro_batches(self, batch: StepBatch, micro: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
@@ -49,8 +51,8 @@ class TrainingObjective:
         return micro
 
     def append_metric_sums(self, sums: Tensor) -> Tensor:
-        """Return the sums of a step's losses and metrics, from the loss sums of the pipeline; see
-        `StepHooks.append_metric_sums`.
+        """Return this rank's loss sums of a step, `sums`, with the sums of the objective's further metrics appended;
+        ordinary training has none.
         """
         return sums
 
@@ -78,8 +80,8 @@ def count_step_tokens(batch: StepBatch, mtp_layers: int, groups: ParallelGroups)
 
 
 def count_local_tokens(batch: StepBatch | None, mtp_layers: int, groups: ParallelGroups) -> list[float]:
-    """Return this rank's share of `count_step_tokens`; of the ranks that read the same samples only the first returns
-    nonzero counts.
+    """Return this rank's share of a step's counts of unmasked tokens (also for each MTP layer) and samples; of the
+    ranks that read the same samples only the first returns nonzero counts.
     """
     pairs = [] if batch is None or batch.pair_labels is None else [float(len(batch.pair_labels))]
     if batch is None or any(group.rank for group in (groups.tp, groups.cp, groups.pp)):

@@ -15,7 +15,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class AdamWUpdateRule:
-    """`UpdateRule` that updates slots of main weights by AdamW.
+    """`UpdateRule` that updates main weights, held in one slot per parameter shard, by AdamW.
 
     Args:
         slots: slots to update.
@@ -44,7 +44,9 @@ class AdamWUpdateRule:
             }
 
     def update_slots(self, transfers: SlotTransfers, lr: float, decoupled_lr: float | None = None) -> None:
-        """Update the main weights of the slots by AdamW; see `UpdateRule.update_slots`."""
+        """Update the main weights of all parameter shards (slots) by AdamW at learning rate `lr`, or `decoupled_lr` for
+        decoupled param groups (embedding and output).
+        """
         for group in self._adamw.param_groups:
             rate = decoupled_lr if group["decoupled"] and decoupled_lr is not None else lr
             group["lr"] = rate * group["lr_factor"]
@@ -57,7 +59,7 @@ class AdamWUpdateRule:
                     slot.main.grad = None
 
     def state_tensors(self) -> dict[str, list[tuple[OptimizerSlot, Tensor]]]:
-        """Return AdamW's two moments of each slot, by kind; see `UpdateRule.state_tensors`."""
+        """Return AdamW's two moments, {name of the moment: one tensor for each parameter shard (slot)}."""
         return {moment: [(slot, self._adamw.state[slot.main][moment]) for slot in self.slots] for moment in MOMENTS}
 
     @property

@@ -5,10 +5,11 @@ Keller Jordan, "Muon: an optimizer for hidden layers in neural networks" (2024),
 value, gate and up projections are orthogonalised one by one although they are fused in memory.
 
 The orthogonal matrix depends on all elements of the momentum, but a rank owns only a slice of it. So the momentum of each
-bucket is all-gathered over the data ranks (fp32). Each matrix is assigned to one of them, which gathers the parts of its
-tensor ranks. The updates are returned by a sum in which exactly one rank contributes each element, the others zeros. Per
-step that is one all-gather and one reduce-scatter over the data ranks (ZeRO-0: one all-reduce), and one all-reduce over
-the tensor ranks. Adding zeros is exact, so the bits do not depend on the ZeRO level.
+bucket, or under ZeRO-3 of each parameter, is all-gathered over the data ranks (fp32). Each matrix is assigned to one of
+them, which gathers the parts of its tensor ranks. The updates are returned by a sum in which exactly one rank contributes
+each element, the others zeros. Per step each element is in one all-gather and one reduce-scatter over the data ranks
+(ZeRO-0: one all-reduce), and one all-reduce over the tensor ranks. Adding zeros is exact, so the bits do not depend on the
+ZeRO level.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from mega_ckpt.tensor_pieces import TensorPiece
 from mega_trainer.distributed.comm import CommGroup, all_gather_into, all_reduce, reduce_scatter_into
 from mega_trainer.optim.optimizer_slots import OptimizerSlot, SlotTransfers
-from mega_trainer.parallel.gradient_buckets import GradientBucket
 from mega_trainer.parallel.parameter_info import ParameterInfo, get_parameter_info, is_weight_matrix
+from mega_trainer.parallel.parameter_shards import GatheredShards
 
 # f(x) = a x + b x^3 + c x^5 with the steepest slope at 0 that maps [0, 1.2] into itself. It does not converge to 1: five
 # rounds leave singular values between about 0.7 and 1.2, which trains as well as exact ones.
@@ -71,7 +73,7 @@ def is_hidden_matrix(parameter: nn.Parameter) -> bool:
 
     False for embeddings, tables, heads, convolutions, norms and biases.
     """
-    names = [piece.name for piece in get_parameter_info(parameter).pieces]
+    names = [piece.name for piece in get_parameter_info(parameter).gathered_pieces]
     inside = all(
         name.startswith("model.layers.") and not re.search(r"\.(conv1d|relative_bias)\.", name) for name in names
     )
@@ -79,10 +81,11 @@ def is_hidden_matrix(parameter: nn.Parameter) -> bool:
 
 
 class MuonUpdateRule:
-    """`UpdateRule` that updates slots of main weights by Muon.
+    """`UpdateRule` that updates main weights, held in one slot per parameter shard, by Muon.
 
     Args:
-        slots: slots to update: slices of buckets of hidden matrices.
+        slots: slots to update: slices of buckets of hidden matrices, or rows of these. Every data rank has the same number,
+            some perhaps without elements.
         tensor_group: ranks that split a matrix, unless its `ParameterInfo` has its own `split` group.
         momentum, nesterov: momentum of the gradient, as in torch's SGD.
         lr_factor: Muon's learning rate as a multiple of the one passed to `update_slots`.
@@ -107,40 +110,46 @@ class MuonUpdateRule:
         self.momenta = [torch.zeros_like(slot.main) for slot in slots]
 
     def update_slots(self, transfers: SlotTransfers, lr: float, decoupled_lr: float | None = None) -> None:
-        """Update the main weights of the slots by Muon; see `UpdateRule.update_slots`."""
-        for slot, momentum in zip(self.slots, self.momenta, strict=True):
+        """Update the main weights of all parameter shards (slots) by Muon at learning rate `lr`, or `decoupled_lr` for
+        decoupled param groups.
+        """
+        for number, (slot, momentum) in enumerate(zip(self.slots, self.momenta, strict=True)):
             with transfers.update_context([slot]):
-                self._update_slot(slot, momentum, lr * self.lr_factor * slot.kind.lr_factor)
+                self._update_slot(number, slot, momentum, lr * self.lr_factor * slot.kind.lr_factor)
 
-    def _update_slot(self, slot: OptimizerSlot, momentum: Tensor, lr: float) -> None:
+    def _update_slot(self, number: int, slot: OptimizerSlot, momentum: Tensor, lr: float) -> None:
         grads = slot.grads
         momentum.mul_(self.momentum).add_(grads)
         direction = grads.add(momentum, alpha=self.momentum) if self.nesterov else momentum
-        update = self._gather_and_orthogonalize(slot, direction.to(slot.shard.weights.device)).to(slot.main.device)
+        own = direction[: slot.shard.weights.numel()].to(slot.shard.weights.device)
+        update = self._gather_and_orthogonalize(number, slot, own).to(slot.main.device)
+        update = pad(update, (0, len(momentum) - len(update)))
         slot.main.mul_(1 - lr * self.weight_decay).add_(update, alpha=-lr)
 
     def state_tensors(self) -> dict[str, list[tuple[OptimizerSlot, Tensor]]]:
-        """Return Muon's momentum of each slot; see `UpdateRule.state_tensors`."""
+        """Return Muon's momentum, {name: one tensor for each parameter shard (slot)}."""
         return {"muon_momentum": list(zip(self.slots, self.momenta, strict=True))}
 
-    def _gather_and_orthogonalize(self, slot: OptimizerSlot, direction: Tensor) -> Tensor:
-        """Return the update of a slice, from the slices of all n data ranks; each computes every n-th matrix."""
-        data, sharded, bucket = slot.kind.data, slot.sharded, slot.shard.bucket
-        assert bucket is not None
-        whole = direction.new_empty(direction.numel() * data.size) if sharded else direction
+    def _gather_and_orthogonalize(self, number: int, slot: OptimizerSlot, direction: Tensor) -> Tensor:
+        """Return the update of the shard of slot `number`, from the shards of all n data ranks; each computes every
+        n-th matrix, the first of them another one in each slot.
+        """
+        data, sharded, gathered = slot.kind.data, slot.sharded, slot.shard.gathered
+        own = pad(direction, (0, gathered.rank_elements - len(direction)))
+        whole = own.new_empty(own.numel() * data.size) if sharded else own
         if sharded:
-            all_gather_into(whole, direction, data)
+            all_gather_into(whole, own, data)
         result = torch.zeros_like(whole)
         low = torch.bfloat16 if slot.kind.dtype == torch.float16 else slot.kind.dtype
-        for index, (info, piece, source, target) in enumerate(_iterate_matrices(bucket, whole, result)):
-            if index % data.size == data.rank:
+        for index, (info, piece, source, target) in enumerate(_iterate_matrices(gathered, whole, result)):
+            if (number + index) % data.size == data.rank:
                 target.copy_(self._matrix_update(info, piece, source, low))
         if not sharded:
             all_reduce(result, data)
             return result
-        update = torch.empty_like(direction)
+        update = torch.empty_like(own)
         reduce_scatter_into(update, result, data)
-        return update
+        return update[: len(direction)]
 
     def _matrix_update(self, info: ParameterInfo, piece: TensorPiece, part: Tensor, dtype: torch.dtype) -> Tensor:
         """Return this rank's part of the update of a canonical matrix, from its part of the momentum."""
@@ -157,11 +166,11 @@ class MuonUpdateRule:
 
 
 def _iterate_matrices(
-    bucket: GradientBucket, source: Tensor, target: Tensor
+    gathered: GatheredShards, source: Tensor, target: Tensor
 ) -> Iterator[tuple[ParameterInfo, TensorPiece, Tensor, Tensor]]:
-    """Yield the canonical matrices of a bucket, each with this rank's part of two tensors of the bucket's length."""
-    for parameter, span in bucket.param_slices.items():
+    """Yield the canonical matrices of gathered shards, each with this rank's part of two tensors of their length."""
+    for parameter, span in gathered.param_slices.items():
         info = get_parameter_info(parameter)
-        for piece in info.pieces:
+        for piece in info.gathered_pieces:
             part, out = (piece.local_view(tensor[span].view(parameter.shape)) for tensor in (source, target))
             yield info, piece, part, out

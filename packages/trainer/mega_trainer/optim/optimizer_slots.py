@@ -150,14 +150,14 @@ class UpdateRule(Protocol):
         """
 
     def state_tensors(self) -> dict[str, list[tuple[OptimizerSlot, Tensor]]]:
-        """Return the optimizer state by kind (such as `exp_avg`): a tensor for each slot, as long as the slot's main
-        weights.
+        """Return the optimizer state by kind (such as `exp_avg`): a tensor for each parameter shard (slot), as long as
+        its main weights.
         """
 
 
 def boxes_by_name(pairs: Iterable[tuple[OptimizerSlot, Tensor]]) -> dict[str, ShardedTensor]:
-    """Return the values of slot tensors as sharded tensors by canonical parameter name; each tensor is at least as long
-    as its shard.
+    """Return the values of the tensors of parameter shards (slots) as sharded tensors by canonical parameter name; each
+    tensor is at least as long as its shard.
     """
     return merge_sharded_tensors(
         boxes_of_flat_range(values[part.shard_slice], part.pieces, part.shape, part.start)
@@ -167,8 +167,8 @@ def boxes_by_name(pairs: Iterable[tuple[OptimizerSlot, Tensor]]) -> dict[str, Sh
 
 
 def checkpoint_boxes_by_name(pairs: Iterable[tuple[OptimizerSlot, Tensor]]) -> dict[str, ShardedTensor]:
-    """Return the values of slot tensors by canonical parameter name, of replicated tensors only the part that this rank
-    saves to a checkpoint.
+    """Return the values of the tensors of parameter shards (slots) by canonical parameter name; of replicated tensors
+    only the share that this rank saves to a checkpoint.
     """
     by_replicas: dict[tuple[CommGroup, ...], list[tuple[OptimizerSlot, Tensor]]] = defaultdict(list)
     for slot, values in pairs:

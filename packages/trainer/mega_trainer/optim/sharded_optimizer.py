@@ -57,7 +57,7 @@ class ShardedOptimizer:
             OptimizerSlot.from_shard(buffer, shard, offload=offload)
             for buffer in self.buffers
             for shard in buffer.shards
-            if shard.weights.numel()
+            if shard.weights.numel() or buffer.kind.separate  # whose update is a collective call
         ]
         self._decay = ema
         self._averages = [] if ema is None else [slot.main.clone() for slot in self.slots]
@@ -137,8 +137,8 @@ class ShardedOptimizer:
         }
 
     def state_tensors(self) -> list[tuple[str, list[tuple[OptimizerSlot, Tensor]]]]:
-        """Return, for each kind of optimizer state, each slot's flat tensor, `main` (main weights) last; each is at
-        least as long as the slot's shard.
+        """Return, for each kind of optimizer state, the flat tensor of each parameter shard (slot), `main` (main
+        weights) last; each is at least as long as the shard.
         """
         kinds = [kind for rule in self._rules for kind in rule.state_tensors().items()]
         if self._averages:

@@ -53,7 +53,7 @@ class LineSeries:
 
 @dataclass(frozen=True)
 class FigureEvent:
-    """Event at position x of a figure, drawn as a dashed vertical line with the text `what`."""
+    """Event at position x of a figure, drawn as a dashed vertical line labelled with the text `what`."""
 
     x: float
     what: str
@@ -96,7 +96,7 @@ def draw_area_figure(
     write: FormatNumber = format_compact,
     events: Sequence[FigureEvent] = (),
 ) -> str:
-    """Return an HTML figure with stacked areas of series with equal x, as means over pieces of the axis. "" if the
+    """Return an HTML figure with stacked areas of series with equal x, as means over intervals of the axis. "" if the
     series have no points.
     """
     if not series or not series[0].points:
@@ -121,7 +121,7 @@ def draw_area_figure(
 
 @dataclass(frozen=True)
 class StackedBar:
-    """Bar of a figure, made of stacked parts (kind, size), with a label before it and a `note` after it."""
+    """Bar of a figure, made of stacked segments (kind, size), with a label before it and a `note` after it."""
 
     label: str
     parts: Sequence[tuple[str, float]]
@@ -136,7 +136,7 @@ def draw_bar_figure(
     limit: float | None = None,
     limit_name: str = "limit",
 ) -> str:
-    """Return an HTML figure with horizontal bars of stacked parts, one colour for each kind, and a dashed line at
+    """Return an HTML figure with horizontal bars of stacked segments, one colour for each kind, and a dashed line at
     `limit`.
     """
     kinds = list(dict.fromkeys(kind for row in rows for kind, _ in row.parts))
@@ -173,7 +173,7 @@ def draw_bar_figure(
 
 @dataclass(frozen=True)
 class ScatterPoint:
-    """Point of a scatter figure at (x, y): `name` is its legend entry, `what` its tooltip."""
+    """Point of a scatter figure at (x, y): `name` is its legend entry, the text `what` its tooltip."""
 
     x: float
     y: float
@@ -236,8 +236,8 @@ def format_legend(names: Iterable[tuple[str, int, bool]]) -> str:
 
 
 def downsample_extremes(points: Sequence[AxisLimits], pieces: int) -> Sequence[AxisLimits]:
-    """Return the lowest and the highest point of each of `pieces` pieces of the sequence, in order; all points if they
-    are few.
+    """Return the lowest and the highest point of each of `pieces` equal intervals of the sequence, in order; all points
+    if they are few.
     """
     if len(points) <= 2 * pieces:
         return points
@@ -406,7 +406,7 @@ def wrap_wide_picture(picture: str) -> str:
 
 
 def write_html_page(path: Path, text: str, option: str) -> None:
-    """Write an HTML page to `path` atomically.
+    """Write an HTML page to `path` atomically; errors name the command-line `option` that gave the path.
 
     Raises:
         ConfigError: when the file cannot be written; the message names the `option` with its path.

@@ -20,6 +20,7 @@ from mega_trainer.pages.page_elements import (
 )
 from mega_trainer.pipeline.schedule_svg import draw_schedule_svg
 from mega_trainer.pipeline.schedules import PipelineOpCosts, make_schedule, simulate_schedule
+from mega_trainer.plan.held_out_error import format_held_out_error
 
 MAX_OPERATIONS = 2400  # of a schedule's picture
 MAX_RANK_OPERATIONS = 160  # readable operations of a rank
@@ -36,9 +37,9 @@ class PipelineShape(NamedTuple):
 
 
 @dataclass(frozen=True)
-class SearchedLayout:
-    """Layout found by `mega plan --search`, for its page: seconds per step, tokens per second and GPU, bytes, settings
-    in words, and an explanation of its time.
+class LayoutCandidate:
+    """Layout found by `mega plan --search`, as shown on the plan's HTML page: step time, tokens per second and GPU,
+    memory in bytes, settings in words, and why it takes that time.
     """
 
     seconds: float
@@ -55,7 +56,7 @@ def render_plan_page(
     pipeline: PipelineShape,
     message: int,
     costs: PipelineOpCosts | None = None,
-    found: Sequence[SearchedLayout] = (),
+    found: Sequence[LayoutCandidate] = (),
 ) -> str:
     """Return the HTML page of the predictions of `mega plan`: memory, step time, pipeline and searched layouts.
 
@@ -75,6 +76,7 @@ def render_plan_page(
         *([_search_section(found, timed)] if found else []),
         _memory_section(plan, timed, moments),
         _schedule_section(pipeline, message, costs),
+        *([_fitting_section(timed)] if timed and not timed["fits"] else []),
         *([_changes_section(timed)] if timed else []),
     ]
     return render_page(title, f"{ranks['world']:,} ranks{machine}: {degrees}", _make_tiles(plan, timed), sections)
@@ -101,23 +103,27 @@ def _make_tiles(plan: Mapping[str, Any], timed: Mapping[str, Any]) -> list[tuple
         ("parameters", format_number(plan["parameters"])),
         ("tokens per step", format_number(plan["tokens_per_step"])),
         ("FLOPs per step", format_number(plan["flops_per_step"])),
-        ("peak memory of a rank", format_bytes(most)),
+        ("predicted peak memory of a rank", format_bytes(most)),
         ("pipeline bubble for equal stages", format_percent(plan["bubble"])),
     ]
     if timed:
         fits = "fits" if timed["fits"] else "does not fit"
         tiles += [
-            (f"step time on {timed['machine']}, {fits} in its memory", format_duration(timed["seconds_per_step"])),
-            ("tokens/s per GPU", f"{timed['tokens_per_second_per_gpu']:,.0f}"),
             (
-                f"MFU of the {timed['peak_of']} peak; with 6N FLOPs {format_percent(timed['mfu_palm'])}",
+                f"predicted step time on {timed['machine']}, {fits} in its memory",
+                format_duration(timed["seconds_per_step"]),
+            ),
+            ("predicted tokens/s per GPU", f"{timed['tokens_per_second_per_gpu']:,.0f}"),
+            (
+                f"predicted MFU of the {timed['peak_of']} peak; with 6N FLOPs {format_percent(timed['mfu_palm'])}",
                 format_percent(timed["mfu_causal"]),
             ),
         ]
     if "hours" in timed:
-        tiles.append((f"time for {format_number(timed['tokens'])} tokens", format_duration(3600 * timed["hours"])))
-    if "cost" in timed:
-        tiles.append((f"cost of {format_number(timed['tokens'])} tokens", format_number(timed["cost"])))
+        suffix = f"{format_number(timed['tokens'])} tokens" + ("" if timed["fits"] else ", if it fitted")
+        tiles.append((f"predicted time for {suffix}", format_duration(3600 * timed["hours"])))
+        if "cost" in timed:
+            tiles.append((f"predicted cost of {suffix}", format_number(timed["cost"])))
     return tiles
 
 
@@ -142,7 +148,12 @@ def _memory_section(plan: Mapping[str, Any], timed: Mapping[str, Any], moments: 
         for kind, part in parts.items()
     ]
     time = draw_bar_figure("Step time by part", shares, write=format_duration) if shares else ""
-    text = "Times are of the slowest pipeline rank, without overlapped communication." if time else ""
+    text = ""
+    if time:
+        text = (
+            "All figures are predicted. Times are of the slowest pipeline rank, without overlapped communication. "
+            f"Error of the step time: {format_held_out_error(timed['error'])}."
+        )
     return PageSection("Memory and time" if time else "Memory", [memory, time, listed], text)
 
 
@@ -160,6 +171,24 @@ def _schedule_section(pipeline: PipelineShape, message: int, costs: PipelineOpCo
     return PageSection("Pipeline schedule", [wrap_wide_picture(picture)], text, wide=True)
 
 
+def _fitting_section(timed: Mapping[str, Any]) -> PageSection:
+    """Return the section about the settings with which a layout that does not fit would fit."""
+    rows = [
+        (
+            " ".join(f"--set {setting}" for setting in change["settings"]),
+            f"{100 * change['slower']:+.1f} %",
+            format_bytes(change["memory_bytes"]),
+        )
+        for change in timed["fitting"]
+    ]
+    limit = format_bytes(timed["memory_limit_bytes"])
+    text = f"The layout does not fit in {limit}. These changes make it fit."
+    if not rows:
+        text = f"The layout does not fit in {limit}, and no single change of recompute, offload, ZeRO or micro-batch makes it fit."
+    table = render_table(("change", "step time", "peak memory"), rows, numbers=(1, 2))
+    return PageSection("Settings that fit", [table] if rows else [], text, wide=True)
+
+
 def _changes_section(timed: Mapping[str, Any]) -> PageSection:
     """Return the section about changes that make the run faster."""
     rows = [
@@ -175,7 +204,7 @@ def _changes_section(timed: Mapping[str, Any]) -> PageSection:
     )
 
 
-def _search_section(found: Sequence[SearchedLayout], timed: Mapping[str, Any]) -> PageSection:
+def _search_section(found: Sequence[LayoutCandidate], timed: Mapping[str, Any]) -> PageSection:
     """Return the section about the layouts that fit: memory against throughput, coloured by tensor and pipeline ranks."""
     limit = timed.get("memory_limit_bytes")
     drawn = [

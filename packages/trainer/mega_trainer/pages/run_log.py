@@ -34,7 +34,7 @@ class MetricColumn:
         return list(zip(self.steps, self.values, strict=True))
 
     def iterate_deltas(self) -> Iterator[tuple[float, float]]:
-        """Yield (step, difference of the metric from the previous line)."""
+        """Yield (step, difference of the metric from its value on the previous line of metrics.jsonl)."""
         before = 0.0
         for step, value in zip(self.steps, self.values, strict=True):
             yield step, value - before
@@ -94,7 +94,7 @@ class RunLog:
         return self.folder.resolve().name
 
     def metric_points(self, key: str) -> list[tuple[float, float]]:
-        """Return (step, value) of each metrics line that has the key."""
+        """Return (step, value) of each line of metrics.jsonl that has the key `key`."""
         return self.columns[key].list_points() if key in self.columns else []
 
     def list_key_suffixes(self, prefix: str) -> list[str]:
@@ -103,7 +103,7 @@ class RunLog:
 
     @property
     def planned_steps(self) -> int | None:
-        """Number of training steps in the run's settings, or None if unknown."""
+        """Number of training steps in the run's settings; None if the settings are missing."""
         found = self.settings.get("train", {}).get("steps")
         return found if isinstance(found, int) else None
 

@@ -44,7 +44,7 @@ def render_run_view(run: RunLog, now: float) -> RenderableType:
 
 
 def draw_sparkline(values: Sequence[float], points: int = POINTS) -> str:
-    """Return a sparkline of the values as text: one bar character for the mean of each of `points` pieces.
+    """Return a sparkline of the values as text: one bar character for the mean of each of `points` equal intervals.
 
     >>> draw_sparkline([1, 2, 3, 4])
     '▁▃▆█'

@@ -27,7 +27,7 @@ AllToAllFunction = Callable[[Tensor, Any, Any, int], tuple[Tensor, CollectiveWor
 
 @dataclass(frozen=True)
 class HostSplitWire:
-    """`AllToAllFunction` by torch.distributed's all-to-all, which needs the row counts on the host."""
+    """All-to-all of rows (`AllToAllFunction`) by torch.distributed, which needs the row counts on the host."""
 
     group: CommGroup
 
@@ -61,16 +61,20 @@ class AsyncAllToAll:
     _pending: tuple[Tensor, CollectiveWork] | None = None  # set between the two nodes of a pass
 
     def start_forward(self, rows: Tensor) -> Tensor:
-        """Start to send the first of `rows` to the other ranks; the returned table is complete after `wait_for_table`."""
+        """Start to send the first of `rows` to the other ranks; the returned tensor of received rows is complete after
+        `wait_for_table`.
+        """
         self._pending = self.wire(rows, self.sent, self.received, self.length)
         return self._pending[0]
 
     def start_backward(self, rows: Tensor, length: int) -> None:
-        """Start the reverse all-to-all, which sends gradient `rows` back, into a table of `length` rows."""
+        """Start the reverse all-to-all, which sends gradient `rows` back to their ranks, into a tensor of `length`
+        rows.
+        """
         self._pending = self.wire(rows, self.received, self.sent, length)
 
     def wait_for_table(self) -> Tensor:
-        """Wait for the all-to-all in progress and return the table of received rows."""
+        """Wait for the all-to-all in progress and return the tensor of received rows."""
         assert self._pending is not None
         (table, work), self._pending = self._pending, None
         work.wait()
@@ -122,7 +126,7 @@ def start_host_copy(table: Tensor) -> Callable[[], Any]:
 
 def start_exchange(rows: Tensor, exchange: AsyncAllToAll) -> Callable[[], Tensor]:
     """Start the all-to-all `exchange` of the first of `rows`, differentiable; the returned function waits for the
-    received table [length, ..].
+    received rows and returns them, [length, ..].
     """
     out: Tensor = _StartExchange.apply(rows, exchange)  # type: ignore[no-untyped-call]
 

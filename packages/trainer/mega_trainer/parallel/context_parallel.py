@@ -94,7 +94,7 @@ def rank_token_indices(length: int, group: CommGroup) -> Tensor:
 
 def residual_token_ranges(length: int, cp: CommGroup, tp: CommGroup, *, sp: bool) -> list[range]:
     """Return the index ranges of the tokens in this rank's residual stream: the context rank's tokens, or under
-    sequence parallelism (`sp`) the tensor rank's part of them.
+    sequence parallelism (`sp`) the tensor rank's slice of them.
     """
     part, before, out = range(length // cp.size)[local_sequence_slice(length // cp.size, tp, sp=sp)], 0, []
     for chunk in _rank_ranges(length, cp):
@@ -140,15 +140,15 @@ class KeyValueExchange(Protocol):
 
 @dataclass(frozen=True)
 class RingExchange:
-    """`KeyValueExchange` around a ring: the next rank's part is sent while `work` runs, and no rank has more than two
-    parts in memory.
+    """Exchange of keys and values around a ring of context ranks (`KeyValueExchange`): the next rank's share is sent
+    while `work` runs on this one, and no rank has more than two shares in memory.
     """
 
     group: CommGroup
 
     def visit_all_ranks(self, mine: Tensor, work: Callable[[int, Tensor], None]) -> None:
-        """Call `work` with every rank's keys and values, passed around the ring; see
-        `KeyValueExchange.visit_all_ranks`.
+        """Call `work` with the number and the packed keys and values of every context rank, passed around the ring,
+        this rank's (`mine`) first.
         """
         for rank, coming in self._ring_steps():
             passing = start_ring_transfer(mine, self.group) if coming else None
@@ -156,8 +156,8 @@ class RingExchange:
             mine = passing.wait() if passing is not None else mine
 
     def collect_gradients(self, mine: Tensor, work: Callable[[int, Tensor], Tensor]) -> Tensor:
-        """Sum gradients around the ring, each one step behind its keys and values, plus a last step back to their rank;
-        see `KeyValueExchange.collect_gradients`.
+        """Call `work` with every rank's keys and values, passed around the ring; the sum of the gradients that it
+        returns follows one step behind, and a last step brings it to its rank.
         """
         following: RingTransfer | None = None
         for rank, coming in self._ring_steps():
@@ -179,7 +179,8 @@ class RingExchange:
 
 @dataclass(frozen=True)
 class AllGatherExchange:
-    """`KeyValueExchange` by all-gather, overlapped with `work` on this rank's part.
+    """Exchange of keys and values by all-gather (`KeyValueExchange`), overlapped with the caller's work on this rank's
+    own ones.
 
     The backward gathers again, so that only a rank's own keys and values are saved.
     """
@@ -187,12 +188,16 @@ class AllGatherExchange:
     group: CommGroup
 
     def visit_all_ranks(self, mine: Tensor, work: Callable[[int, Tensor], None]) -> None:
-        """Call `work` with every rank's keys and values from an all-gather; see `KeyValueExchange.visit_all_ranks`."""
+        """Call `work` with the number and the packed keys and values of every context rank, from an all-gather, this
+        rank's (`mine`) first.
+        """
         for rank, part in self._gather_parts(mine):
             work(rank, part)
 
     def collect_gradients(self, mine: Tensor, work: Callable[[int, Tensor], Tensor]) -> Tensor:
-        """Sum gradients of keys and values by reduce-scatter; see `KeyValueExchange.collect_gradients`."""
+        """Call `work` with every rank's keys and values, from an all-gather, and return the gradient of this rank's,
+        summed over all ranks by reduce-scatter.
+        """
         wide = torch.promote_types(mine.dtype, torch.float32)
         gradients = mine.new_empty(self.group.size, mine.numel(), dtype=wide)
         for rank, part in self._gather_parts(mine):
@@ -229,7 +234,9 @@ class BlockwiseAttention:
         visible_parts: MaskPartsFunction,
         attend_whole: FullAttention | None = None,
     ) -> Tensor:
-        """Compute attention block by block over the exchanged keys; see `ContextParallelAttention.compute_attention`."""
+        """Compute attention of this rank's s tokens to the whole sequence, block by block over the exchanged keys: q
+        [B, s, H, d], k [B, s, K, d], v [B, s, K, e] -> [B, s, H, e].
+        """
         y: Tensor = _BlockwiseFunction.apply(q, k, v, how.sinks, how, visible_parts, self)  # type: ignore[no-untyped-call]
         return y
 
@@ -265,29 +272,29 @@ class LocalExchange:
     """`KeyValueExchange` without communication, for keys and values that are all on this rank."""
 
     def visit_all_ranks(self, mine: Tensor, work: Callable[[int, Tensor], None]) -> None:
-        """Call `work` once, with this rank's keys and values; see `KeyValueExchange.visit_all_ranks`."""
+        """Call `work` once, with rank number and packed keys and values of this rank (`mine`)."""
         work(0, mine)
 
     def collect_gradients(self, mine: Tensor, work: Callable[[int, Tensor], Tensor]) -> Tensor:
-        """Return the gradient that `work` returns for this rank's keys and values; see
-        `KeyValueExchange.collect_gradients`.
+        """Call `work` once, with rank number and packed keys and values of this rank (`mine`), and return the gradient
+        that it returns.
         """
         return work(0, mine)
 
 
 @dataclass(frozen=True)
 class PartwiseAttention(BlockwiseAttention):
-    """Blockwise attention of whole sequences on one rank, for a mask of several parts that no single
+    """Blockwise attention of whole sequences on one rank, for a mask given as several rectangles that no single
     `AttentionMaskSpec` describes.
     """
 
     @classmethod
     def on_one_rank(cls, kernels: Kernels) -> PartwiseAttention:
-        """Return the partwise attention that uses `kernels`, without communication."""
+        """Return the attention by rectangles of the mask that uses `kernels`, without communication."""
         return cls(LocalExchange(), ALONE, kernels)
 
     def visible_blocks(self, length: int, rank: int, visible_parts: MaskPartsFunction) -> Iterator[AttentionBlock]:
-        """Yield one block for each part of the mask, over the whole sequence."""
+        """Yield one block of queries and keys for each rectangle of the mask, over the whole sequence."""
         for part in visible_parts(range(length), range(length)):
             queries, keys = (_chunk_slice(indices, range(length), 0) for indices in (part.queries, part.keys))
             yield AttentionBlock(part.rows, queries, keys, part.mask, first=part.queries == part.keys)
@@ -427,8 +434,8 @@ class AllToAllAttention:
         visible_parts: MaskPartsFunction,
         attend_whole: FullAttention,
     ) -> Tensor:
-        """Exchange tokens for heads, compute attention over whole sequences, and exchange back; see
-        `ContextParallelAttention.compute_attention`.
+        """Compute attention of this rank's s tokens to the whole sequence: exchange tokens for heads, attend over whole
+        sequences, and exchange back: q [B, s, H, d], k [B, s, K, d], v [B, s, K, e] -> [B, s, H, e].
         """
         own = self.local_head_slice(q.shape[2])
         if how.sinks is not None:

@@ -47,7 +47,7 @@ class DeepEpDispatcher:
     _buffers: dict[tuple[int, int, int], ElasticBuffer] = field(default_factory=dict, compare=False)
 
     def dispatch_tokens(self, x: Tensor, chosen: Tensor, weights: Tensor) -> TokenDispatch:
-        """Start to send tokens to their experts by DeepEP; see `ExpertDispatcher.dispatch_tokens`."""
+        """Start to send tokens x to the ranks of their `chosen` experts by DeepEP, and return the dispatch in progress."""
         shape = (*x.shape, chosen.shape[1])
         if shape not in self._buffers:
             self._buffers[shape] = self._make_buffer(*shape)

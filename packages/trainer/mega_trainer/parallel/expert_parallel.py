@@ -148,7 +148,9 @@ class AllToAllDispatcher:
     bound: float | None = None
 
     def dispatch_tokens(self, x: Tensor, chosen: Tensor, weights: Tensor) -> TokenDispatch:
-        """Start to send tokens to their experts by all-to-all; see `ExpertDispatcher.dispatch_tokens`."""
+        """Start to send tokens x to the ranks of their `chosen` experts by all-to-all, and return the dispatch in
+        progress.
+        """
         if self.group.size == 1:
             rows = sort_rows_by_expert(x, chosen, weights, self.experts_per_rank, chosen.numel())
             return TokenDispatch(lambda: rows, lambda y: y, chosen.new_zeros(()))
@@ -181,7 +183,7 @@ class AllToAllDispatcher:
 
     @property
     def experts_per_rank(self) -> int:
-        """Number of experts that a rank has, each whole or, with `expert_tp`, a part of it."""
+        """Number of experts that a rank has, each whole or, with `expert_tp`, a slice of its hidden width."""
         return self.num_experts * self.parts // self.group.size
 
     def _rank_capacity(self, tokens: int, choices: int) -> int | None:
@@ -214,7 +216,8 @@ class AllToAllDispatcher:
 
 
 def expert_ranks_of_tokens(chosen: Tensor, experts_per_rank: int, parts: int) -> Tensor:
-    """Return the ranks that have the chosen experts of each token, each rank once: int64 [N, K parts], -1 for none.
+    """Return the ranks that have the chosen experts of each token, each rank once: int64 [N, K parts], -1 for none; an
+    expert is split over `parts` ranks.
 
     A rank has `experts_per_rank` experts.
     """
@@ -243,8 +246,8 @@ def pack_routing(chosen: Tensor, weights: Tensor, slots: RowAssignment) -> Tenso
 
 
 def unpack_routing(packed: Tensor, choices: int, received_rows: Tensor | int = -1) -> tuple[Tensor, Tensor]:
-    """Return the weights and expert ids that `pack_routing` packed; rows from `received_rows` on were not received and
-    get expert id -1.
+    """Return the routing weights and expert ids of each row from the tensor `packed` [M + 1, 2 K]; rows from
+    `received_rows` on were not received and get expert id -1.
     """
     weights, bits = packed[:, :choices], packed[:, choices:].detach().clone(memory_format=torch.contiguous_format)
     chosen = bits.view(torch.int64 if packed.dtype == torch.float64 else torch.int32).long()
@@ -252,7 +255,7 @@ def unpack_routing(packed: Tensor, choices: int, received_rows: Tensor | int = -
         return weights, chosen.masked_fill(
             (torch.arange(len(chosen), device=received_rows.device) >= received_rows).unsqueeze(-1), -1
         )
-    chosen[received_rows:] = -1
+    chosen[received_rows:].fill_(-1)
     return weights, chosen
 
 

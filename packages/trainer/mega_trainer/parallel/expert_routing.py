@@ -20,7 +20,7 @@ SUMS = 6  # numbers of a layer before the loads of its experts
 
 
 @dataclass(frozen=True)
-class StepRouting:
+class MicroBatchRouting:
     """Routing state of one micro-batch in a training step: the routers' inputs (masks, loss weights) and load counters
     of all layers.
 
@@ -54,7 +54,7 @@ class RoutingReplay:
 
     Attributes:
         layers: numbers of the layers.
-        token_indices: as in `StepRouting`.
+        token_indices: as in `MicroBatchRouting`.
         given: int64 [B, S, L, K], experts to use, of whole sequences; -1: the router chooses; None: it always does.
         recorded: int64 [B, S, L, K], 1 + the experts of this rank's tokens in its layers, 0 for other tokens and layers.
     """
@@ -112,24 +112,26 @@ class RoutedBatch(Protocol):
         """Positions of this rank's tokens within the whole samples, int64 [S]."""
 
 
-def make_step_routings(batches: Sequence[RoutedBatch], data: CommGroup, loss_scale: float) -> list[StepRouting]:
+def make_step_routings(batches: Sequence[RoutedBatch], data: CommGroup, loss_scale: float) -> list[MicroBatchRouting]:
     """Return the routing state of each of this rank's micro-batches in a step; `data` is the data-parallel group."""
     sequences = sum(len(batch.tokens) for batch in batches) * data.size
     return [
-        StepRouting(batch.affects_loss_mask, batch.token_indices, loss_scale / sequences, loss_scale / len(batches))
+        MicroBatchRouting(
+            batch.affects_loss_mask, batch.token_indices, loss_scale / sequences, loss_scale / len(batches)
+        )
         for batch in batches
     ]
 
 
-def sum_expert_loads(routings: Sequence[StepRouting]) -> dict[int, Tensor]:
+def sum_expert_loads(routings: Sequence[MicroBatchRouting]) -> dict[int, Tensor]:
     """Return the expert load counters by layer, summed over micro-batches."""
     layers = routings[0].loads if routings else {}
     return {layer: torch.stack([one.loads[layer] for one in routings]).sum(0) for layer in layers}
 
 
 def tabulate_expert_loads(loads: Mapping[int, Tensor], config: ModelConfig, device: torch.device) -> Tensor:
-    """Return this rank's expert loads as fp64 [layers, 6 + experts], zeros for layers of other ranks; rows as in
-    `StepRouting.loads`.
+    """Return this rank's routing statistics as fp64 [layers, 6 + experts], zeros for layers of other ranks: six sums of
+    a layer (tokens, dropped choices, losses and so on), then the choices of each expert.
     """
     if config.moe is None:
         return torch.zeros(0, SUMS, dtype=torch.float64, device=device)
@@ -143,8 +145,8 @@ def list_expert_layers(config: ModelConfig) -> list[int]:
 
 
 def compute_routing_metrics(moe: MoeConfig | None, table: Tensor, loss_scale: float) -> dict[str, float]:
-    """Return a step's routing metrics (such as load balance and dropped choices) from `table`, the sum of all ranks'
-    `tabulate_expert_loads`; empty without experts.
+    """Return a step's routing metrics (such as load balance and dropped choices) from `table`, the routing statistics
+    by layer summed over all ranks; empty without experts.
 
     `aux_loss` and `z_loss` are weighted as in the training loss. `expert_load_max` and `expert_load_min` are the most and
     fewest choices of an expert, relative to the mean of its layer. `drop_rate` is the share of dropped choices.

@@ -17,16 +17,18 @@ allow that: its all-reduce over copies cannot be replaced.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
 from mega_ckpt.tensor_pieces import TensorPiece
@@ -47,6 +49,7 @@ from mega_trainer.parallel.parameter_info import (
     non_trainable_buffers,
 )
 from mega_trainer.parallel.parameter_shards import (
+    GatheredShards,
     LrFactor,
     ParameterBuffer,
     ParameterShard,
@@ -63,9 +66,10 @@ def fully_shard_stage(
     device: torch.device,
     reduce_dtype: torch.dtype | None = None,
     layers: int = 1,
+    gather: Literal["micro_batch", "step"] = "micro_batch",
 ) -> None:
-    """Shard a whole model over its `shard` group by torch's FSDP2, in place: each parameter becomes a `DTensor` of
-    which a rank has some rows.
+    """Shard a pipeline stage over its `shard` group by torch's FSDP2, in place: each parameter becomes a `DTensor` of
+    which a rank has some rows; the weights of `layers` layers are gathered together.
 
     Args:
         model: parameters are in the dtype of the main weights, fp32 or fp64, and may be on the meta device, since no rank
@@ -74,6 +78,8 @@ def fully_shard_stage(
         device: device of the shards.
         reduce_dtype: dtype in which gradients are reduced over the ranks; default: that of the main weights.
         layers: layers per unit.
+        gather: gather weights in each forward and again in its backward, or once a step: then they are kept until
+            `FullyShardedStage.finish_gradients`.
     """
     group, expert_group, copies = model.groups.shard, model.groups.expert_data, model.groups.replicate
     meshes = {sharers: DeviceMesh.from_group(_process_group(sharers), device.type) for sharers in (group, expert_group)}
@@ -87,15 +93,20 @@ def fully_shard_stage(
             reduce_dtype=sent_dtype or main_dtype,
             cast_forward_inputs=False,
         )
-        fully_shard(modules, mesh=meshes[sharers], mp_policy=policy, reshard_after_forward=unit is not model)
+        lent = unit is model and model.stage.lends_embedding(model.config)
+        once = gather == "step" or lent  # the borrowed embedding is the gathered one
+        # the last stage's backward follows its forward at once
+        reshard = not once and not (unit is model and model.stage.heads)
+        fully_shard(modules, mesh=meshes[sharers], mp_policy=policy, reshard_after_forward=reshard)
         assert isinstance(unit, FSDPModule)
+        unit.set_reshard_after_backward(not once, recurse=False)
         unit.set_gradient_divide_factor(1.0)  # the loss is already divided by the tokens of all ranks
         unit.set_force_sum_reduction_for_comms(True)
         unit.set_custom_all_gather(_AllGather(sharers))  # type: ignore[arg-type]
         unit.set_custom_reduce_scatter(_ReduceScatter(sharers))  # type: ignore[arg-type]
-    register_fsdp_forward_method(model, "whole")
-    model.to_empty(device=device)
-    model.dtype = dtype
+    for method in ("run_stage", *model.other_forwards):
+        register_fsdp_forward_method(model, method)
+    model.materialize(device)
     for values, _ in non_trainable_buffers(model):
         values.zero_()
     for name, parameter in model.named_parameters():
@@ -104,12 +115,14 @@ def fully_shard_stage(
         rows = -(-parameter.shape[0] // sharers.size)
         pieces = tuple(slice_piece_rows(info.pieces, rows * sharers.rank, rows * (sharers.rank + 1)))
         sync = (*info.grad_sync, copies) if sharers is group and copies.size > 1 else info.grad_sync
-        parameter.mega = replace(info, pieces=pieces, data=sharers, grad_sync=sync)  # type: ignore[attr-defined]
+        parameter.mega = replace(  # type: ignore[attr-defined]
+            info, pieces=pieces, all_pieces=info.pieces, data=sharers, grad_sync=sync
+        )
 
 
 def list_fsdp_units(model: Decoder, layers: int) -> list[list[nn.Module]]:
-    """Return the modules that FSDP gathers together, inner units first; a unit has the parameters of its modules that
-    no earlier unit has.
+    """Return lists of modules that FSDP gathers together, inner ones first; each list has the parameters of its modules
+    that no earlier one has.
 
     Recomputed and other layers are in different units: FSDP waits until the forward of all modules of a unit has run.
     """
@@ -124,6 +137,25 @@ def list_fsdp_units(model: Decoder, layers: int) -> list[list[nn.Module]]:
     return [*experts, *blocks, *([predictor] for predictor in model.predictors), *vision, [model]]
 
 
+def list_autograd_leaves(stage: nn.Module) -> list[Tensor]:
+    """Return the trainable parameters of a stage as its autograd graph has them: under ZeRO-3 the gathered ones."""
+    if not isinstance(stage, FSDPModule):
+        return list(filter(is_trainable, stage.parameters()))
+    return [leaf for group in _param_groups(stage.modules()) for leaf in _gathered_leaves(group)]
+
+
+def _param_groups(modules: Iterable[nn.Module]) -> list[FSDPParamGroup]:
+    """Return FSDP's records of the units that begin at one of the modules; none for a unit without parameters."""
+    units = (module for module in modules if isinstance(module, FSDPModule))
+    found = (group for unit in units for group in fully_shard.state(unit)._fsdp_param_groups)  # type: ignore[attr-defined]
+    return list(dict.fromkeys(found))
+
+
+def _gathered_leaves(group: FSDPParamGroup) -> list[Tensor]:
+    """Return the trainable parameters of a unit, gathered; they stay the same objects, without values in between."""
+    return [shard.unsharded_param for shard in group.fsdp_params if is_trainable(shard.sharded_param)]
+
+
 def _process_group(group: CommGroup) -> dist.ProcessGroup:
     """Return the process group of a group; a group of one rank gets one, as FSDP requires it."""
     if group.process_group is not None:
@@ -133,8 +165,8 @@ def _process_group(group: CommGroup) -> dist.ProcessGroup:
 
 
 def slice_piece_rows(pieces: Sequence[TensorPiece], first: int, stop: int) -> Iterator[TensorPiece]:
-    """Yield the pieces (`TensorPiece`) that describe rows [first, stop) of a local tensor, from the pieces of the whole
-    local tensor.
+    """Yield the positions in global tensors (`TensorPiece`) of rows [first, stop) of a local tensor, from those of the
+    whole local tensor.
     """
     for piece in pieces:
         low, high = max(first, piece.local_start[0]), min(stop, piece.local_start[0] + piece.shape[0])
@@ -159,12 +191,15 @@ class RowShardBuffer(ParameterBuffer):
 def _row_shard(parameter: nn.Parameter) -> ParameterShard:
     weights = get_local_values(parameter)
     assert parameter.grad is not None
-    part = ShardPart(get_parameter_info(parameter).pieces, tuple(weights.shape), 0, slice(0, weights.numel()))
-    return ParameterShard(weights.view(-1), get_local_values(parameter.grad).view(-1), [part])
+    info = get_parameter_info(parameter)
+    part = ShardPart(info.pieces, tuple(weights.shape), 0, slice(0, weights.numel()))
+    rank_elements = -(-parameter.shape[0] // info.data.size) * parameter.shape[1:].numel()
+    gathered = GatheredShards(rank_elements, {parameter: slice(0, parameter.numel())})
+    return ParameterShard(weights.view(-1), get_local_values(parameter.grad).view(-1), [part], gathered)
 
 
 class FsdpUnitGradients:
-    """Gradients of one FSDP unit in one flat tensor `values`, to which FSDP adds.
+    """Gradients of the modules that FSDP gathers together, in one flat tensor `values`, to which FSDP adds.
 
     With several copies of the weights, they are all-reduced over the copies as soon as the step's last backward has
     finished the unit, while the backward of earlier units still runs.
@@ -212,6 +247,36 @@ class FsdpUnitGradients:
         self._missing, self._flight = set(), None
 
 
+class _SplitBackwardReduction:
+    """Reduction of gradients in the weight half of a split backward, which runs none of FSDP's hooks: each unit's as soon
+    as it and those before it are complete, the last layer's first, so that all ranks reduce in one order.
+    """
+
+    def __init__(self, units: Sequence[Sequence[nn.Module]]) -> None:
+        *inner, root = units
+        places = {module: place for place, module in enumerate(root[0].modules())}
+        self._units = [root, *sorted(inner, key=lambda unit: -places[unit[0]])]
+        self._waiting: deque[FSDPParamGroup] = deque()
+        self._has_hooks = False
+
+    def expect_gradients(self) -> None:
+        """Prepare for a weight half; a forward must have run before."""
+        groups = _param_groups(unit[0] for unit in self._units)
+        self._waiting.extend(group for group in groups if _gathered_leaves(group))
+        for leaf in () if self._has_hooks else (leaf for group in self._waiting for leaf in _gathered_leaves(group)):
+            leaf.register_post_accumulate_grad_hook(self._reduce_completed)  # type: ignore[no-untyped-call]
+        self._has_hooks = True
+
+    def _reduce_completed(self, _: Tensor) -> None:
+        while self._waiting and all(leaf.grad is not None for leaf in _gathered_leaves(self._waiting[0])):
+            self._waiting.popleft().post_backward()
+
+    def finish(self) -> None:
+        """Reduce the gradients that are left, of units of which a parameter got none."""
+        self._waiting.clear()
+        fully_shard.state(self._units[0][0])._root_post_backward_final_callback()  # type: ignore[attr-defined]
+
+
 def _trainable_parameters(units: Sequence[Sequence[nn.Module]]) -> Iterator[list[nn.Parameter]]:
     """Yield the trainable parameters of each unit of `list_fsdp_units`."""
     seen: set[nn.Parameter] = set()
@@ -229,6 +294,7 @@ class FullyShardedStage:
         self,
         model: Decoder,
         *,
+        separate: Callable[[nn.Parameter], bool] | None = None,
         decoupled: bool = False,
         lr_factor: LrFactor = lambda name: 1.0,
         reduce_dtype: torch.dtype | None = None,
@@ -237,32 +303,41 @@ class FullyShardedStage:
         self._copies = model.groups.replicate
         self._gradients = []
         self._units = list_fsdp_units(model, layers)
+        self._split = None if model.deferred is None else _SplitBackwardReduction(self._units)
         for parameters in _trainable_parameters(self._units):
             shared = self._copies in get_parameter_info(parameters[0]).grad_sync
             self._gradients.append(
                 FsdpUnitGradients(parameters, self._copies if shared else CommGroup("copies"), reduce_dtype)
             )
-        kinds = group_parameters(model, model.dtype, decoupled=decoupled, lr_factor=lr_factor)
+        kinds = group_parameters(model, model.dtype, separate, decoupled=decoupled, lr_factor=lr_factor)
         self.buffers = [RowShardBuffer(parameters, kind) for kind, parameters in kinds.items()]
 
     def begin_step(self) -> None:
         """Zero the gradients of the previous step."""
-        torch._foreach_zero_([gradients.values for gradients in self._gradients])
+        if self._gradients:  # none in a frozen stage
+            torch._foreach_zero_([gradients.values for gradients in self._gradients])
 
     @contextmanager
     def backward_context(self, last: bool) -> Iterator[None]:
         """Wrap one micro-batch's backward: FSDP reduces gradients over the shard group, and in the last backward of the
         step this class reduces them over copies.
+
+        With a split backward it is the weight half alone that this wraps.
         """
         if last:
             for gradients in self._gradients:
                 gradients.expect_last_backward()
+        if self._split is not None:
+            self._split.expect_gradients()
         yield
+        if self._split is not None:
+            self._split.finish()
 
     def finish_gradients(self) -> None:
         """Complete this stage's gradients: wait for the HSDP all-reduces between weight replicas, then all-reduce over
-        the other groups of ranks that hold the same parameter.
+        the other groups of ranks that hold the same parameter. Free the weights that were gathered for the whole step.
         """
+        self._free_gathered_params()
         for gradients in self._gradients:
             gradients.wait_for_reduce()
         for buffer in self.buffers:
@@ -277,6 +352,9 @@ class FullyShardedStage:
 
     def wait_for_params(self) -> None:
         """Free gathered weights that an evaluation has left, so that parameters are shards again."""
+        self._free_gathered_params()
+
+    def _free_gathered_params(self) -> None:
         for unit, *_ in self._units:
             assert isinstance(unit, FSDPModule)
             unit.reshard()

@@ -80,8 +80,8 @@ class GradientBucket(ABC):
         self._missing = set(self.param_slices)
 
     def grad_destination(self, parameter: nn.Parameter) -> tuple[Tensor, bool]:
-        """Return the view into which to write the next part of a parameter's gradient, and whether to add to it or
-        overwrite it: see `MainGrad`.
+        """Return the view of the bucket into which to write a parameter's next gradient, and True to add to it or False
+        to overwrite it.
         """
         add = parameter in self._filled
         self._filled.add(parameter)
@@ -112,7 +112,7 @@ class GradientBucket(ABC):
 
     @abstractmethod
     def wait_for_reduce(self) -> None:
-        """Wait until `grads` contains all reductions that were started."""
+        """Wait until this rank's gradients (`grads`) contain all reductions that were started."""
 
     def _zero_missing(self, whole: Tensor) -> None:
         for parameter, part in self.param_slices.items():
@@ -174,12 +174,14 @@ class StepGradientBucket(GradientBucket):
         return self._views[parameter]
 
     def start_reduce(self) -> None:
-        """Start the reduction of the step's gradients over the data ranks; see `GradientBucket.start_reduce`."""
+        """Start the reduction of the step's accumulated gradients over the data ranks; a missing gradient counts as
+        zero.
+        """
         self._zero_missing(self._whole)
         self._flight = self._start_sum(self._whole, self.grads)
 
     def wait_for_reduce(self) -> None:
-        """Wait for the step's reduction; see `GradientBucket.wait_for_reduce`."""
+        """Wait for the reduction of the step's gradients over the data ranks, if it was started."""
         if self._flight is None:
             return
         work, _, reduced = self._flight
@@ -214,7 +216,7 @@ class MicroBatchGradientBucket(GradientBucket):
         return self._whole[self.param_slices[parameter]].view(parameter.shape)
 
     def start_reduce(self) -> None:
-        """Start the reduction of this micro-batch's gradients over the data ranks; see `GradientBucket.start_reduce`."""
+        """Start the reduction of this micro-batch's gradients over the data ranks; a missing gradient counts as zero."""
         self.wait_for_reduce()
         whole = self.grads.new_zeros(self.size) if self._whole is None else self._whole
         self._zero_missing(whole)
@@ -223,7 +225,7 @@ class MicroBatchGradientBucket(GradientBucket):
         self._whole, self._flight = None, self._start_sum(whole, reduced)
 
     def wait_for_reduce(self) -> None:
-        """Wait for the micro-batch's reduction and add it to `grads`; see `GradientBucket.wait_for_reduce`."""
+        """Wait for the reduction of the micro-batch's gradients and add it to the step's sum, `grads`."""
         if self._flight is None:
             return
         work, _, reduced = self._flight

@@ -33,8 +33,8 @@ from mega_trainer.parallel.parallel_linear import ParallelLinearFunction
 
 @dataclass(frozen=True)
 class LoraUpdate:
-    """Part of a linear layer's output that one LoRA adapter changes: columns [first, first + rows), to which it adds an
-    update of `rank`, times `scale`.
+    """Columns [first, first + rows) of a linear layer's output that one LoRA adapter changes, by adding an update of
+    `rank`, times `scale`.
     """
 
     first: int
@@ -121,7 +121,7 @@ class LoraAdapterLayer(nn.Module):
 
 
 class ExpertLoraAdapter(nn.Module):
-    """LoRA adapters of this rank's G experts: A [G, r, D] and B [G, N, r], or a part of D or N.
+    """LoRA adapters of this rank's G experts: A [G, r, D] and B [G, N, r], or a slice of D or N.
 
     With a part of D, the update is a partial sum over the ranks that share the experts, like the layer's own output.
     """
@@ -173,7 +173,7 @@ class PerRowAdapters(nn.Module):
         self.adapters = nn.ModuleList(adapters.values())
 
     def find_adapter(self, name: str) -> LoraAdapterLayer | None:
-        """Return this layer's part of the adapter of that name, or None if the adapter does not change the layer."""
+        """Return the adapter of that name for this layer, or None if the adapter does not change the layer."""
         index = self.names.get(name)
         if index is None:
             return None

@@ -65,7 +65,9 @@ class NvshmemDispatcher:
     _wires: dict[int, SymmetricWire] = field(default_factory=dict, compare=False)
 
     def dispatch_tokens(self, x: Tensor, chosen: Tensor, weights: Tensor) -> TokenDispatch:
-        """Start to send tokens to their experts over NVSHMEM; see `ExpertDispatcher.dispatch_tokens`."""
+        """Start to send tokens x to the ranks of their `chosen` experts over NVSHMEM, and return the dispatch in
+        progress.
+        """
         (tokens, choices), size = chosen.shape, self.group.size
         own, targets = self.num_experts * self.parts // size, min(choices, size // self.parts) * self.parts  # per token
         leaving, capacity = tokens * targets, min(size * tokens, math.ceil(self.bound * tokens * targets))
@@ -104,7 +106,7 @@ class NvshmemDispatcher:
 
 @dataclass(frozen=True)
 class SymmetricMemoryTables:
-    """Tables of rows to send and received rows in symmetric memory, which all ranks of a group can access.
+    """Tensors of rows to send and of received rows in symmetric memory, which all ranks of a group can access.
 
     Attributes:
         leaving, arriving: [length, width].
@@ -139,13 +141,11 @@ class SymmetricWire:
     _stream: torch.cuda.Stream | None = None
 
     def spread_token_rows(self, x: Tensor, slots: RowAssignment) -> Tensor:
-        """Copy tokens to their rows in the memory from which they are sent, as `pick_token_rows` does; a row without a
-        token has arbitrary values.
-        """
+        """Copy tokens to their rows in the memory from which they are sent; a row without a token has arbitrary values."""
         return self.leaves(spread_rows_kernel, x, slots.row, self._next_leaving(slots.row_count + 1, x))
 
     def sum_choice_rows(self, rows: Tensor, numbers: Tensor) -> Tensor:
-        """Sum each token's rows into the memory from which the sums are sent; see `token_rows.sum_choice_rows`."""
+        """Sum, for each token, the rows with its `numbers`, int64 [N, K], into the memory from which the sums are sent."""
         return self.leaves(sum_rows_kernel, rows, numbers, self._next_leaving(len(numbers), rows))
 
     def __call__(self, rows: Tensor, sent: Tensor, received: Tensor, length: int) -> tuple[Tensor, CollectiveWork]:
@@ -216,8 +216,8 @@ class _LaunchedWork:
 
 
 def allocate_tables(group: CommGroup, length: int, width: int, like: Tensor) -> SymmetricMemoryTables:
-    """Allocate tables of at least `length` rows of this width and `like`'s dtype, in symmetric memory of `like`'s
-    device. A collective call of the group.
+    """Allocate tensors of at least `length` rows of this width and `like`'s dtype, to send and to receive, in symmetric
+    memory of `like`'s device. A collective call of the group.
 
     Raises:
         ConfigError: when NVSHMEM is not available.
@@ -248,7 +248,9 @@ def spread_rows_kernel(x: Tensor, rows: Tensor, out: Tensor) -> Tensor:
 
 
 def sum_rows_kernel(rows: Tensor, numbers: Tensor, out: Tensor) -> Tensor:
-    """Sum for each token the rows with its `numbers`, as `sum_choice_rows` does, into `out` [N, D]."""
+    """Sum for each token the rows [M + 1, D] with its `numbers`, int64 [N, K], into `out` [N, D]; the last row counts
+    as zero.
+    """
     total = upcast_to_fp32(out.new_zeros(()))
     for number in numbers.unbind(1):
         total = total + torch.where((number == len(rows) - 1).unsqueeze(-1), 0.0, upcast_to_fp32(rows[number]))

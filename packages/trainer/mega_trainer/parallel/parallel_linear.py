@@ -122,19 +122,21 @@ class LinearGemms(Protocol):
     """Interface of the GEMMs of a linear layer: a `Kernels` back end, or a replacement for some of its methods."""
 
     def prepare_weight(self, weight: Tensor) -> GemmOperand:
-        """Prepare the weight for its GEMMs; see `Kernels.prepare_weight`."""
+        """Prepare the weight W [N, D] (for example quantise it) for the forward and dgrad GEMMs."""
 
     def prepare_gradient(self, dy: Tensor) -> GemmOperand:
-        """Prepare the output gradient dY for its GEMMs; see `Kernels.prepare_gradient`."""
+        """Prepare the output gradient dY [.., N] (for example quantise it) for the dgrad and wgrad GEMMs."""
 
     def linear_forward(self, x: Tensor, weight: GemmOperand, bias: Tensor | None = None) -> Tensor:
-        """Return Y = X W^T + b; see `Kernels.linear_forward`."""
+        """Return Y = X W^T + b: [.., D] x [N, D] -> [.., N]; not differentiable by itself."""
 
     def linear_dgrad(self, dy: GemmOperand, weight: GemmOperand) -> Tensor:
-        """Return the input gradient dX = dY W; see `Kernels.linear_dgrad`."""
+        """Return the input gradient dX = dY W: [.., N] x [N, D] -> [.., D]; dY from `prepare_gradient`."""
 
     def linear_wgrad(self, dy: GemmOperand, x: Tensor, out: Tensor | None = None, *, add: bool = False) -> Tensor:
-        """Return the weight gradient dW = dY^T X; see `Kernels.linear_wgrad`."""
+        """Return the weight gradient dW = dY^T X, summed over tokens: [.., N] x [.., D] -> [N, D]; into `out` if given,
+        with `add` added to it.
+        """
 
 
 @dataclass(frozen=True)
@@ -178,8 +180,8 @@ class ParallelLinearFunction:
         return all_gather(x, self.group, SEQUENCE) if self.sp else x
 
     def compute_wgrad(self, x: Tensor, dy: GemmOperand, main: MainGrad | None) -> Tensor | None:
-        """Return the weight gradient dW from the gathered input x and the prepared dY; with `main` write it to the main
-        gradient and return None.
+        """Return the weight gradient dW from the gathered input x and the prepared dY; with `main` write it to the flat
+        gradient buffer and return None.
         """
         if main is None:
             return self.gemms.linear_wgrad(dy, x)
@@ -188,7 +190,9 @@ class ParallelLinearFunction:
         return None
 
     def defer_wgrad(self, weight: Tensor, x: Tensor, dy: GemmOperand, main: MainGrad | None) -> None:
-        """Queue the weight gradient for later, keeping only this rank's part of the input x; it is gathered again then."""
+        """Queue the computation of the weight gradient for later, keeping only this rank's slice of the input x, which
+        is gathered again then.
+        """
         assert self.deferred is not None
         self.deferred.defer_wgrad(weight, lambda: self.compute_wgrad(self.gather_input(x), dy, main))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -34,8 +35,8 @@ class NormalInit:
 
 @dataclass(frozen=True)
 class UniformInit:
-    """Initialisation from a uniform distribution between `low` and `high`, with an optional function `then` of the
-    values.
+    """Initialisation from a uniform distribution between `low` and `high`, with an optional function `then` that is
+    applied to the drawn values.
     """
 
     low: float
@@ -65,6 +66,7 @@ class ParameterInfo:
         accumulate_in_place: the GEMM of a backward may write to the main gradient. Must be False for weights used more
             than once per micro-batch.
         uniform: initial uniform distribution, instead of a normal one.
+        all_pieces: `pieces` of all data ranks, if ZeRO-3 leaves this rank only some rows; else None.
     """
 
     pieces: tuple[TensorPiece, ...]
@@ -77,6 +79,12 @@ class ParameterInfo:
     split: CommGroup | None = None
     accumulate_in_place: bool = True
     uniform: UniformInit | None = None
+    all_pieces: tuple[TensorPiece, ...] | None = None
+
+    @property
+    def gathered_pieces(self) -> tuple[TensorPiece, ...]:
+        """Location of the elements of all data ranks in the canonical tensors; equal on these ranks."""
+        return self.pieces if self.all_pieces is None else self.all_pieces
 
     @property
     def initializer(self) -> NormalInit | UniformInit | None:
@@ -101,7 +109,8 @@ def make_parameter(
     uniform: UniformInit | None = None,
     packing: WeightQuantizer | None = None,
 ) -> nn.Parameter:
-    """Return an uninitialised parameter of the local `shape`, with its `ParameterInfo` attached.
+    """Return an uninitialised parameter of the local `shape`, with its `ParameterInfo` attached: `pieces` locate it in
+    canonical tensors, `data` is its data-parallel group.
 
     With `packing` the values are in a `PackedWeight`; the parameter has the shape and dtype, and one zero in memory.
 
@@ -122,7 +131,7 @@ def make_parameter(
 
 
 def get_local_values(parameter: Tensor) -> Tensor:
-    """Return a view of the part of a parameter that this rank has: under ZeRO-3 its rows, for a packed weight its
+    """Return a view of the elements of a parameter that this rank has: under ZeRO-3 its rows, for a packed weight its
     packed bytes.
     """
     packed = get_packed_weight(parameter)
@@ -161,7 +170,7 @@ def freeze_parameters(model: nn.Module, trainable: Callable[[str], bool]) -> Non
 
 def is_weight_matrix(parameter: Tensor) -> bool:
     """Return whether a parameter is a matrix or a stack of matrices (of experts or heads), not a bias or norm."""
-    names = [piece.name for piece in get_parameter_info(parameter).pieces]
+    names = [piece.name for piece in get_parameter_info(parameter).gathered_pieces]
     return parameter.dim() > 1 and not any(name.endswith((".bias", "norm.weight")) for name in names)
 
 
@@ -272,10 +281,18 @@ class NonTrainableBuffer(nn.Module):
         self.register_buffer("values", torch.zeros(*shape, dtype=dtype, device=device))
 
 
+@runtime_checkable
+class HasSavedBuffers(Protocol):
+    """Interface of a module with buffers of its own that checkpoints contain."""
+
+    def saved_buffers(self) -> Iterator[tuple[Tensor, Sequence[TensorPiece]]]:
+        """Yield the buffers with their pieces."""
+
+
 def non_trainable_buffers(model: nn.Module) -> Iterator[tuple[Tensor, Sequence[TensorPiece]]]:
-    """Yield the non-trainable tensors (`NonTrainableBuffer.values`) of a model, with the pieces that locate them in
-    canonical tensors.
-    """
+    """Yield the non-trainable tensors of a model that checkpoints contain, with their positions in canonical tensors."""
     for module in model.modules():
         if isinstance(module, NonTrainableBuffer):
             yield module.values, module.pieces
+        elif isinstance(module, HasSavedBuffers):
+            yield from module.saved_buffers()

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from mega_ckpt.tensor_pieces import ShardedTensor, TensorPiece, select_replica_share
 from mega_common.errors import ConfigError
 from mega_trainer.distributed.comm import CommGroup
-from mega_trainer.parallel.gradient_buckets import GradientBucket
 from mega_trainer.parallel.parameter_info import ParameterInfo, get_parameter_info, is_trainable, is_weight_matrix
 
 LrFactor = Callable[[str], float]  # canonical tensor name -> learning-rate factor
@@ -93,7 +92,7 @@ def group_parameters(
     for parameter in filter(is_trainable, model.parameters()):
         info = get_parameter_info(parameter)
         special = separate is not None and separate(parameter)
-        own_lr = decoupled and any(piece.name in EMBEDDING_AND_OUTPUT for piece in info.pieces)
+        own_lr = decoupled and any(piece.name in EMBEDDING_AND_OUTPUT for piece in info.gathered_pieces)
         kind = ParamGroupKey(
             info.data, info.grad_sync, info.replicas, is_weight_matrix(parameter), special, dtype, info.parts, own_lr,
             _common_lr_factor(info, lr_factor),
@@ -103,7 +102,7 @@ def group_parameters(
 
 
 def _common_lr_factor(info: ParameterInfo, lr_factor: LrFactor) -> float:
-    factors = {lr_factor(piece.name): piece.name for piece in info.pieces} or {1.0: ""}
+    factors = {lr_factor(piece.name): piece.name for piece in info.gathered_pieces} or {1.0: ""}
     if len(factors) > 1:
         names = list(factors.values())
         raise ConfigError(
@@ -115,7 +114,7 @@ def _common_lr_factor(info: ParameterInfo, lr_factor: LrFactor) -> float:
 
 @dataclass(frozen=True)
 class ShardPart:
-    """Part of a `ParameterShard` that belongs to one parameter, and its place in both.
+    """Range of a `ParameterShard` that belongs to one parameter, and its place in both.
 
     Attributes:
         pieces, shape: pieces and shape of the local tensor.
@@ -129,6 +128,19 @@ class ShardPart:
     shard_slice: slice
 
 
+@dataclass(frozen=True)
+class GatheredShards:
+    """Layout of the shards of all data ranks, one after another.
+
+    Attributes:
+        rank_elements: elements of each rank's part, of which the last ranks' shards may use fewer.
+        param_slices: slice of each parameter in the joined parts.
+    """
+
+    rank_elements: int
+    param_slices: Mapping[nn.Parameter, slice]
+
+
 @dataclass(eq=False)
 class ParameterShard:
     """Flat range of parameter elements that this rank updates and saves.
@@ -137,13 +149,13 @@ class ParameterShard:
         weights: flat view of the weights that the model computes with or, under ZeRO-3, gathers.
         grads: gradients summed over the data ranks, of the same length, fp32 or fp64.
         parts: parameters of the elements.
-        bucket: bucket of which the shard is a slice, in a flat buffer.
+        gathered: layout of all data ranks' shards together.
     """
 
     weights: Tensor
     grads: Tensor
     parts: list[ShardPart]
-    bucket: GradientBucket | None = None
+    gathered: GatheredShards
 
 
 class ParameterBuffer:

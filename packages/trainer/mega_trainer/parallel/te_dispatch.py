@@ -36,7 +36,9 @@ class TransformerEngineDispatcher:
     bound: float
 
     def dispatch_tokens(self, x: Tensor, chosen: Tensor, weights: Tensor) -> TokenDispatch:
-        """Start to send tokens to their experts by Transformer Engine; see `ExpertDispatcher.dispatch_tokens`."""
+        """Start to send tokens x to the ranks of their `chosen` experts by Transformer Engine, and return the dispatch
+        in progress.
+        """
         try:
             from transformer_engine.pytorch import ep
         except ImportError as error:

@@ -79,15 +79,15 @@ class _SumBackward(Function):
 
 
 def sum_partial_results(x: Tensor, group: CommGroup, *, sp: bool) -> Tensor:
-    """Sum partial results x [B, S, D] over the tensor ranks: to [B, S, D], or with `sp` reduce-scattered to this rank's
-    part [B, S/T, D].
+    """Sum partial results x [B, S, D] over the T tensor ranks: to [B, S, D], or under sequence parallelism (`sp`)
+    reduce-scattered to this rank's slice [B, S/T, D].
     """
     return x if group.size == 1 else _SumForward.apply(x, group, sp)  # type: ignore[no-untyped-call]
 
 
 def gather_sequence(x: Tensor, group: CommGroup, *, sp: bool) -> Tensor:
-    """Gather x [B, S/T, D] along the sequence over T ranks to [B, S, D] with `sp`, else return x; the backward sums the
-    gradients of all ranks.
+    """Under sequence parallelism (`sp`) gather x [B, S/T, D] along the sequence over T ranks to [B, S, D], else return
+    x; the backward sums the gradients of all ranks.
     """
     if group.size == 1 or not sp:
         return sum_input_gradient(x, group)
@@ -101,7 +101,7 @@ def sum_input_gradient(x: Tensor, group: CommGroup) -> Tensor:
 
 
 def local_sequence_slice(length: int, group: CommGroup, *, sp: bool) -> slice:
-    """Return the slice of a sequence of `length` tokens in this rank's residual stream: its part under sequence
+    """Return the slice of a sequence of `length` tokens in this rank's residual stream: its share under sequence
     parallelism (`sp`), else all.
     """
     share = length // group.size
@@ -137,7 +137,9 @@ class ColumnParallelLinear(nn.Module):
         self.adapter: LoraAdapterLayer | PerRowAdapters | None = None
 
     def forward(self, x: Tensor, dropout: SeededDropout | None = None) -> Tensor:
-        """Map [B, S or S/T, D] to this rank's columns of Y, [B, S, N/T]; `dropout` is for the LoRA adapter."""
+        """Map [B, S or S/T, D] (S/T under sequence parallelism over T ranks) to this rank's columns of Y, [B, S, N/T];
+        `dropout` is for the LoRA adapter.
+        """
         weight, bias = concat_parameters(self.weights), concat_parameters(self.biases)
         assert weight is not None
         y = self.linear(x, weight, bias)
@@ -174,8 +176,8 @@ class RowParallelLinear(nn.Module):
         self.adapter: LoraAdapterLayer | PerRowAdapters | None = None
 
     def forward(self, x: Tensor, dropout: SeededDropout | None = None) -> Tensor:
-        """Map this rank's columns of X, [B, S, N/T], to Y [B, S or S/T, D], summed over ranks; `dropout` is for the
-        LoRA adapter.
+        """Map this rank's columns of X, [B, S, N/T], to Y [B, S or S/T, D] (S/T under sequence parallelism over T
+        ranks), summed over ranks; `dropout` is for the LoRA adapter.
         """
         y = self._summed_output(x)
         return y if self.adapter is None else self.adapter(x, y, self.weight, self.bias, dropout)
@@ -204,8 +206,8 @@ class VocabParallelEmbedding(nn.Module):
 
 
 def embed_token_ids(tokens: Tensor, weight: Tensor, group: CommGroup, *, sp: bool) -> Tensor:
-    """Map token ids int64 [B, S] to rows of an embedding matrix whose rows are split over `group`: [B, S, D], or with
-    `sp` this rank's part [B, S/T, D].
+    """Map token ids int64 [B, S] to rows of an embedding matrix whose rows are split over `group`: [B, S, D], or under
+    sequence parallelism (`sp`, T ranks) this rank's slice [B, S/T, D].
     """
     if group.size == 1:
         return _lookup_rows(tokens, weight)
@@ -247,8 +249,8 @@ def vocab_rows_per_rank(vocab_size: int, group: CommGroup) -> int:
 
 
 def make_vocab_parameter(name: str, vocab_size: int, *tail: int, group: CommGroup, **kwargs: Any) -> nn.Parameter:
-    """Return this rank's part of a parameter [vocab_size, *tail] split by rows over `group`; padding rows of the last
-    ranks belong to no piece.
+    """Return this rank's share of a parameter [vocab_size, *tail] split by rows over `group`, all shares of equal size;
+    padding rows at the end are not part of the global tensor.
     """
     rows = vocab_rows_per_rank(vocab_size, group)
     first = min(group.rank * rows, vocab_size)
@@ -272,8 +274,8 @@ class SplitHeads:
 def split_fused_heads(
     blocks: Sequence[SplitHeads], tail: tuple[int, ...], group: CommGroup
 ) -> tuple[list[int], list[TensorPiece]]:
-    """Return the local shape and the pieces of a parameter that concatenates this tensor rank's heads of several
-    tensors [count * size, *tail].
+    """Return the local shape of a parameter that concatenates this tensor rank's heads of several tensors [count *
+    size, *tail], and the position of each head in its global tensor.
 
     So the output of a fused gate-up or query-key-value GEMM has whole heads, and matching gate and up columns, on each
     rank. If there are fewer heads than ranks, consecutive ranks hold the same head.

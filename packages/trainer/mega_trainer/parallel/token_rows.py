@@ -25,7 +25,9 @@ from torch.nn import functional as F
 
 
 def pick_token_rows(x: Tensor, slots: RowAssignment) -> Tensor:
-    """Return the token of each row: x [N tokens, ..] -> [M rows + 1, ..]; a row without a token has an arbitrary one."""
+    """Return the token of each row of an expert-sorted buffer: x [N tokens, ..] -> [M rows + 1, ..]; a row without a
+    token has an arbitrary one.
+    """
     return x[slots.token_of_row]
 
 
@@ -79,7 +81,7 @@ class RowAssignment:
         at = torch.where(valid & (at < rows), at, rows)
         row = torch.empty_like(at).scatter_(0, order, at)
         choice = torch.full((rows + 1,), -1, device=device).scatter_(0, at, order)
-        choice[-1] = -1
+        choice[-1:].fill_(-1)  # assigning a number to one element copies it from the host, which waits
         ends = torch.searchsorted(sorted_groups, torch.arange(count, device=device), right=True).clamp(max=rows)
         dropped = (flat >= 0).sum() - (row < rows).sum()
         return cls(row.view_as(groups), choice, ends.int(), dropped)

@@ -26,6 +26,7 @@ from mega_trainer.distributed.comm import CollectiveWork, all_gather_into, all_r
 from mega_trainer.parallel.gradient_buckets import GradientBucket, MicroBatchGradientBucket, StepGradientBucket
 from mega_trainer.parallel.parameter_info import PreparedWeight, get_parameter_info, is_trainable
 from mega_trainer.parallel.parameter_shards import (
+    GatheredShards,
     LrFactor,
     ParameterBuffer,
     ParameterShard,
@@ -130,7 +131,8 @@ class FlatParameterBuffer(ParameterBuffer):
         share = bucket.grads.numel()
         start = bucket.start + (share * self.kind.data.rank if self.sharded else 0)
         parts = list(self._parameter_parts(start, start + share))
-        return ParameterShard(self.weights[start : start + share], bucket.grads, parts, bucket)
+        gathered = GatheredShards(share, bucket.param_slices)
+        return ParameterShard(self.weights[start : start + share], bucket.grads, parts, gathered)
 
     def _parameter_parts(self, start: int, stop: int) -> Iterator[ShardPart]:
         """Yield the parameter parts at elements [start, stop)."""
@@ -142,8 +144,8 @@ class FlatParameterBuffer(ParameterBuffer):
 
 
 class FlatBufferStage:
-    """`ShardedStage` with flat buffers (ZeRO-0 to ZeRO-2): accumulates gradients as they arrive and starts their
-    reductions over the data ranks.
+    """Pipeline stage with flat parameter and gradient buffers (`ShardedStage` for ZeRO-0 to ZeRO-2): accumulates
+    gradients as they arrive and starts their reductions over the data ranks.
 
     All ranks must reduce their buckets in the same order, or they would deadlock: a bucket that is complete on one rank may
     lack a gradient on another (an expert without tokens). The order is the expected order of completion in a backward. A

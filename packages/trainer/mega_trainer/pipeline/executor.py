@@ -24,9 +24,9 @@ from mega_trainer.distributed.rng import SeededDropout
 from mega_trainer.model.decoder import Decoder
 from mega_trainer.model.forward_context import ForwardContext
 from mega_trainer.parallel.context_parallel import residual_token_ranges
-from mega_trainer.parallel.expert_routing import StepRouting, make_step_routings, sum_expert_loads
+from mega_trainer.parallel.expert_routing import MicroBatchRouting, make_step_routings, sum_expert_loads
+from mega_trainer.parallel.fsdp import list_autograd_leaves
 from mega_trainer.parallel.parallel_linear import DeferredWgrad, run_deferred_wgrads
-from mega_trainer.parallel.parameter_info import is_trainable
 from mega_trainer.pipeline.schedules import PipelineOp, PipelineSchedule
 
 MicroBatchKey = tuple[int, int]  # (stage, microbatch)
@@ -48,7 +48,7 @@ class PipelineExecutor:
         around_backward: makes the context of each backward, which reduces the gradients, from the stage's number and a
             flag for the stage's last backward of the step. Of a split backward, the weight half runs in it.
         phase: makes the context of a named part of a step, for timing.
-        loads: tokens per expert in the last run, by layer, as in `StepRouting.loads`.
+        loads: tokens per expert in the last run, by layer, as in `MicroBatchRouting.loads`.
         losses: loss of each token by micro-batch of the last run, [B, S]; empty except on the last stage.
     """
 
@@ -61,7 +61,7 @@ class PipelineExecutor:
     loads: dict[int, Tensor] = field(default_factory=dict)
     losses: dict[int, Tensor] = field(default_factory=dict)
     _schedules: dict[int, PipelineSchedule] = field(default_factory=dict)
-    _routings: Sequence[StepRouting] = ()
+    _routings: Sequence[MicroBatchRouting] = ()
     _inputs: dict[MicroBatchKey, Tensor] = field(default_factory=dict)
     _outputs: dict[MicroBatchKey, Tensor] = field(default_factory=dict)
     _edges: dict[MicroBatchKey, GradientEdge] = field(default_factory=dict)
@@ -161,21 +161,18 @@ class PipelineExecutor:
         stage, microbatch = key
         model = self.stages[stage]
         context = self._batch_context(microbatch, batch)
-        if self.last_stage_index == 0:
-            return self._finish_forward(key, *model.whole(batch, context), scale)
-        if stage == 0:
-            x = model.embed_micro_batch(batch, context)
-        else:
-            if ("F", key) in self._recvs:
-                self._inputs[key] = self._wait_for_recv("F", key)
-            x = self._inputs[key].requires_grad_(torch.is_grad_enabled())
-        y = model(x, context)
-        if stage < self.last_stage_index:
-            self._pass_output(key, y)
+        x = None if stage == 0 else self._stage_input(key)
+        result = model.run_stage(x, batch, context, self._borrow_embedding(model, microbatch))
+        if isinstance(result, Tensor):
+            self._pass_output(key, result)
             return 0.0
-        return self._finish_forward(
-            key, *model.compute_objective(y, batch, context, self._borrow_embedding(model, microbatch)), scale
-        )
+        return self._finish_forward(key, *result, scale)
+
+    def _stage_input(self, key: MicroBatchKey) -> Tensor:
+        """Return the hidden states of the previous stage, which require a gradient in training."""
+        if ("F", key) in self._recvs:
+            self._inputs[key] = self._wait_for_recv("F", key)
+        return self._inputs[key].requires_grad_(torch.is_grad_enabled())
 
     def _finish_forward(self, key: MicroBatchKey, loss: Tensor, sums: Tensor, losses: Tensor, scale: float) -> Tensor:
         """Keep the autograd root of a loss that requires a gradient, and the tokens' losses; return the sums."""
@@ -221,7 +218,7 @@ class PipelineExecutor:
     def _backward_input(self, key: MicroBatchKey) -> None:
         """Run a backward without the deferred weight gradients; no gradient reaches a parameter yet."""
         model = self.stages[key[0]]
-        inputs, parameters = self._differentiable_inputs(key), list(filter(is_trainable, model.parameters()))
+        inputs, parameters = self._differentiable_inputs(key), list_autograd_leaves(model)
         edges, grads = self._autograd_roots(key)
         gradients = torch.autograd.grad(edges, [*inputs, *parameters], grads, allow_unused=True) if edges else ()
         for tensor, gradient in zip(inputs, gradients, strict=False):

@@ -77,7 +77,7 @@ class PipelineSchedule:
     ranks: tuple[tuple[PipelineOp, ...], ...]
 
     def stages_of_rank(self, rank: int) -> list[int]:
-        """Return the numbers of the stages that `rank` has (its chunks), in model order."""
+        """Return the numbers of the pipeline stages that `rank` has, in model order."""
         return [stage for stage, owner in enumerate(self.owners) if owner == rank]
 
     @property
@@ -307,7 +307,7 @@ def bubble_formula(schedule: PipelineSchedule, costs: PipelineOpCosts | None = N
 
 def peak_activations(schedule: PipelineSchedule) -> list[int]:
     """Return for each rank the most micro-batches whose activations it has in memory at once, counted once for each of
-    its chunks.
+    its stages.
 
     The activations of a micro-batch are freed after its whole backward, or the weight half of it.
     """

@@ -348,8 +348,10 @@ def relative_layer_costs(model: ModelConfig, seq_length: int, target: int | None
 # Dense peak in TFLOP/s from the makers' data sheets (half of a figure given with sparsity), with fp32 accumulation. A device
 # matches an entry if its name has all words of the entry. `bf16` includes fp16; `fp32` is without tf32.
 _PEAKS: dict[str, dict[str, float]] = {
-    "B200": {"fp64": 37, "fp32": 75, "tf32": 1125, "bf16": 2250, "fp8": 4500},
-    "GB200": {"fp64": 40, "fp32": 80, "tf32": 1250, "bf16": 2500, "fp8": 5000},
+    "B200": {"fp64": 37, "fp32": 75, "tf32": 1125, "bf16": 2250, "fp8": 4500, "nvfp4": 9000},
+    "B300": {"fp64": 1.2, "fp32": 75, "tf32": 1125, "bf16": 2250, "fp8": 4500, "nvfp4": 13_500},
+    "GB200": {"fp64": 40, "fp32": 80, "tf32": 1250, "bf16": 2500, "fp8": 5000, "nvfp4": 10_000},
+    "GB300": {"fp64": 1.3, "fp32": 80, "tf32": 1250, "bf16": 2500, "fp8": 5000, "nvfp4": 15_000},
     "H200": {"fp64": 67, "fp32": 67, "tf32": 494.5, "bf16": 989, "fp8": 1979},
     "GH200": {"fp64": 67, "fp32": 67, "tf32": 494.5, "bf16": 989, "fp8": 1979},
     "H100": {"fp64": 67, "fp32": 67, "tf32": 494.5, "bf16": 989, "fp8": 1979},
@@ -366,6 +368,7 @@ _PEAKS: dict[str, dict[str, float]] = {
     "RTX 4090": {"fp32": 82.6, "tf32": 82.6, "bf16": 165.2, "fp8": 330.3},
     "RTX 3090": {"fp32": 35.6, "tf32": 35.6, "bf16": 71},
     "MI300X": {"fp64": 163.4, "fp32": 163.4, "tf32": 653.7, "bf16": 1307.4, "fp8": 2614.9},
+    "MI355X": {"fp64": 78.6, "fp32": 157.3, "bf16": 2516.6, "fp8": 5033.2},
 }
 
 
@@ -373,7 +376,7 @@ def find_peak_flops(device: str, precision: str) -> float | None:
     """Return the data sheet's peak FLOP/s of GPU `device` (a name as from `torch.cuda.get_device_name`) in `precision`;
     None for an unknown device or a precision that it lacks.
 
-    `precision` is one of fp64, fp32, tf32, bf16, fp16 and fp8.
+    `precision` is one of fp64, fp32, tf32, bf16, fp16, fp8 and nvfp4.
     """
     words = set(re.split(r"[\s-]+", device.lower()))
     known = [name for name in _PEAKS if set(name.lower().split()) <= words]

@@ -13,26 +13,28 @@ H100s, to show the gain of a code change.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from mega_common.layer_kinds import LayerKind, MixerKind
 from mega_common.model_config import ModelConfig
+from mega_trainer.plan.kernel_throughput import TILE, AttentionKernel, GpuThroughput
 from mega_trainer.plan.layer_flops import (
     active_ffn_width,
+    expert_row_width,
     max_active_ffn_width,
     mixing_flops,
     projection_shapes,
     recurrent_state_elements,
     saved_activation_elements,
 )
-from mega_trainer.plan.machine import Interconnect, MachineEfficiency, MachineSpec, RankPlacement
+from mega_trainer.plan.machine import Interconnect, RankPlacement
 from mega_trainer.plan.trainable_parameters import TrainableParameters
 from mega_trainer.plan.training_layout import TrainingLayout
 
-TILE = 128  # rows of a kernel's tile: the minimum cost of a GEMM; attention computes half a tile of masked scores
+OPERAND_BYTES = {"fp8": 1, "nvfp4": 0.5625}  # of an operand's element, with its share of a block's scale
+QUANTISED_BYTES = {"fp8": 4, "nvfp4": 7}  # moved per element to quantise it in two layouts; nvfp4 also after a rotation
 HEAD_BYTES = 7  # bytes that the loss moves per logit, forward and backward, in addition to its GEMMs
 NORM_ACTIVATION_SHARE = 0.7  # approximate share of norms and activations in elementwise work
 FFN_SHARE = 0.6  # approximate share of recomputed feed-forward GEMMs in a layer's GEMMs
@@ -51,16 +53,26 @@ class TrainerProfile:
         tp_waited: number of exposed collectives among the ten of a layer under tensor and sequence parallelism.
         dispatch: destinations of a token: each of its experts, each rank with such experts, or each such node.
         gradient_bytes: bytes per element of gradients reduced over data ranks.
-        host: minimum seconds of a layer with experts, forward and backward, if the host reads the number of rows of each
-            expert and so cannot run ahead of the GPU.
+        bucket_bytes: bytes of a gradient bucket that is reduced at once; None: as mega's, large enough for many ranks.
+        host: minimum seconds of a layer with experts, forward and backward: the time in which the host launches its
+            kernels, if it reads the number of rows of each expert and so cannot run ahead of the GPU.
+        stall: seconds of a layer with experts in which the GPU is idle after the host has read those numbers.
+        graphs: share of a layer's launches that CUDA graphs replay, which take no time of the host.
+        looped: rate of experts' GEMMs relative to one grouped kernel with fused activation, if they are launched one by one.
+        hides_dispatch: compute of another micro-batch runs beside dispatch and combine.
     """
 
-    attention: Literal["fused", "flash2", "triton", "unfused"] = "fused"
+    attention: AttentionKernel = "fused"
     passes: float = 1.0
     tp_waited: int = 6
     dispatch: Literal["expert", "rank", "node"] = "rank"
     gradient_bytes: int = 4
+    bucket_bytes: int | None = None
     host: float = 0.0
+    stall: float = 0.0
+    graphs: float = 0.0
+    looped: float = 1.0
+    hides_dispatch: bool = False
 
 
 class PassSeconds(NamedTuple):
@@ -100,48 +112,6 @@ def multiply_pass_work(work: PassWork, count: float) -> PassWork:
 
 
 @dataclass(frozen=True)
-class GpuThroughput:
-    """Achieved throughput of a GPU: GEMMs and attention in FLOP/s, memory in bytes per second."""
-
-    product: Mapping[str, float]
-    grouped: float
-    attention: float
-    memory: float
-    kernel: float
-    contention: float
-
-    @classmethod
-    def from_machine(
-        cls, machine: MachineSpec, efficiency: MachineEfficiency, profile: TrainerProfile
-    ) -> GpuThroughput:
-        """Return the throughput of a machine's GPU under these efficiencies, with the attention kernel of the trainer
-        `profile`.
-        """
-        peak = machine.get_peak_flops("bf16")
-        eager = machine.get_peak_flops("fp32")
-        product = {
-            "bf16": efficiency.bf16 * peak, "fp16": efficiency.bf16 * peak, "fp8": efficiency.fp8 * machine.get_peak_flops("fp8"),
-            "fp32": eager, "fp64": eager / 2,
-        }  # fmt: skip
-        share = {"flash2": efficiency.flash2, "triton": efficiency.triton}.get(profile.attention, efficiency.attention)
-        return cls(
-            product,
-            efficiency.grouped,
-            share * peak,
-            efficiency.memory * machine.memory_gb_s * 1e9,
-            efficiency.kernel,
-            efficiency.contention,
-        )
-
-    def exposed_seconds(self, communication: float, work: float) -> float:
-        """Return the seconds that `communication` seconds cost when overlapped with `work` seconds of computation: the
-        exposed part, plus the slowdown of the computation.
-        """
-        exposed = max(0.0, communication - work)
-        return exposed + self.contention * (communication - exposed)
-
-
-@dataclass(frozen=True)
 class LayerCostModel:
     """Cost model of one rank's work in a run on a machine: seconds of forward and backward of each part of the model."""
 
@@ -178,11 +148,21 @@ class LayerCostModel:
                 self._context_parallel_work(work, kind.mixer),
             ]
         )
-        whole = sum_pass_work([work, recomputed, communication])
-        waits = (
-            self.profile.host - sum(cost.total for cost in whole.values()) if self.model.is_moe_layer(index) else 0.0
-        )
+        whole = self._hide_dispatch(sum_pass_work([work, recomputed, communication]))
+        if not self.model.is_moe_layer(index):
+            return whole
+        launched = self.profile.host * (1 - self.profile.graphs) - sum(cost.total for cost in whole.values())
+        waits = max(launched, self.profile.stall)
         return sum_pass_work([whole, {"host": PassSeconds(waits / 3, 2 * waits / 3)}]) if waits > 0 else whole
+
+    def _hide_dispatch(self, work: PassWork) -> PassWork:
+        """Return the work of a layer with the part of its expert exchange that another micro-batch's compute hides."""
+        if not self.profile.hides_dispatch or "expert" not in work:
+            return work
+        exchange = work["expert"].total
+        beside = sum(cost.total for kind, cost in work.items() if kind != "expert")
+        exposed = self.rates.exposed_seconds(exchange, beside) / 2
+        return {**work, "expert": PassSeconds(exposed, exposed)}
 
     def _gemm(
         self, rows: float, columns: float, inner: float, count: float = 1, precision: str | None = None
@@ -191,27 +171,26 @@ class LayerCostModel:
         GEMMs are grouped.
         """
         kind = precision or self.run.precision
-        flops = 2.0 * rows * columns * inner * count
-        if count > 1:
-            flops *= math.ceil(rows / TILE) * TILE / rows / self.rates.grouped
         start = count * self.rates.kernel  # the first tiles and the last wave of a kernel leave most of the GPU idle
-        size = 1 if kind == "fp8" else self.activation_bytes
+        size = OPERAND_BYTES.get(kind, self.activation_bytes)
         x, w, y = rows * inner * count, columns * inner * count, rows * columns * count
         out = self.activation_bytes
 
-        def gemm_seconds(read: float, written: float) -> float:
-            return start + flops / self.rates.product[kind] + (size * read + written) / self.rates.memory
+        together, slower = (count, 1.0) if count == 1 else (count, 1 / self.rates.grouped)
+        if count > 1 and self.profile.looped < 1:
+            together, slower = 1, count / self.rates.grouped / self.profile.looped
 
-        quantised = [0.0, 0.0]
-        if kind == "fp8":  # X and dY are read and written in two layouts; weights are quantised once a step
-            quantised = [4 * x / self.rates.memory, 4 * y / self.rates.memory]
-            if self.run.zero == 3:
-                quantised[0] += 4 * w / self.rates.memory
+        def gemm_seconds(shape: tuple[float, float, float], read: float, written: float) -> float:
+            product = slower * self.rates.product_seconds(shape, kind, together)
+            return start + product + (size * read + written) / self.rates.memory
+
+        moved = QUANTISED_BYTES.get(kind, 0) / self.rates.memory  # weights are quantised once a step
+        quantised = [moved * (x + (w if self.run.zero == 3 else 0.0)), moved * y]
         # the fp32 buffer that accumulates a weight gradient is read and written
         return PassSeconds(
-            gemm_seconds(x + w, out * y) + quantised[0],
-            gemm_seconds(y + w, out * x) + quantised[1],
-            gemm_seconds(x + y, 8 * w),
+            gemm_seconds((rows, columns, inner), x + w, out * y) + quantised[0],
+            gemm_seconds((rows, inner, columns), y + w, out * x) + quantised[1],
+            gemm_seconds((columns, inner, rows), x + y, 8 * w),
         )
 
     def _dense_gemms(self, kind: LayerKind) -> Iterator[PassWork]:
@@ -238,15 +217,15 @@ class LayerCostModel:
             yield {"products": self._gemm(self.micro_batch_tokens, model.hidden_size, width / run.tp)}
 
     def _mixer_work(self, mixer: MixerKind | None, index: int) -> PassWork:
-        """Return the work of attention scores or, approximately, of a recurrence: at the rate of attention, twice in the
-        backward.
+        """Return the work of attention scores or of a chunked recurrence, which its backward computes again before its
+        two gradients.
         """
         if mixer == "attention":
             return self._attention_work(index)
         if mixer is None:
-            return {"attention": PassSeconds()}
+            return {}
         one = self.micro_batch_tokens * mixing_flops(self.model, mixer, None, self.run.seq_length) / self.run.tp
-        return {"attention": PassSeconds(one / self.rates.attention, 2 * one / self.rates.attention)}
+        return {"recurrence": PassSeconds(one / self.rates.scan, 3 * one / self.rates.scan)}
 
     def _attention_work(self, index: int) -> PassWork:
         """Return the work of attention scores."""
@@ -257,18 +236,12 @@ class LayerCostModel:
         unfused = self.profile.attention == "unfused"
         pairs = 2.0 * self.micro_batch_tokens * heads * (run.seq_length if unfused else visible)
         if unfused:  # GEMMs of scores and of values and the softmax between them, all through memory
-            rate, moved = (
-                self.rates.product["bf16"],
-                self.micro_batch_tokens * heads * run.seq_length * self.activation_bytes / self.rates.memory,
-            )
-            return {
-                "attention": PassSeconds(pairs * (q + v) / rate + 6 * moved, pairs * 2 * (q + v) / rate + 8 * moved)
-            }
-        return {
-            "attention": PassSeconds(
-                pairs * (q + v) / self.rates.attention, pairs * (3 * q + 2 * v) / self.rates.attention
-            )
-        }
+            product = pairs * (q + v) / self.rates.product["bf16"]
+            scores = self.micro_batch_tokens * heads * run.seq_length
+            moved = scores * self.activation_bytes / self.rates.memory
+            return {"attention": PassSeconds(product + 6 * moved, 2 * product + 8 * moved)}
+        size, seconds = (q + v) / 2, self.rates.attention_seconds
+        return {"attention": PassSeconds(seconds(pairs * (q + v), size), seconds(pairs * (3 * q + 2 * v), size))}
 
     def _elementwise_work(self, kind: LayerKind) -> PassWork:
         """Return the work of norms with residual sums, and of elementwise operations between projections."""
@@ -307,12 +280,15 @@ class LayerCostModel:
         model, run, moe = self.model, self.run, self.model.moe
         if moe is None or not model.is_moe_layer(index):
             return
-        width, mine = model.hidden_size, self.micro_batch_tokens / run.tp
+        width, mine = expert_row_width(model), self.micro_batch_tokens / run.tp
         rows = mine * moe.top_k * run.expert_tp
         experts = moe.num_experts / run.ep
         each = rows / experts
         part = moe.ffn_hidden_size / run.expert_tp
-        yield {"products": self._gemm(mine, moe.num_experts, width, precision="bf16")}
+        yield {"products": self._gemm(mine, moe.num_experts, model.hidden_size, precision="bf16")}
+        if moe.latent_size:  # down before the dispatch and up after the combine
+            yield {"products": self._gemm(mine, width, model.hidden_size)}
+            yield {"products": self._gemm(mine, model.hidden_size, width)}
         yield {"products": self._gemm(each, (1 + model.has_gated_mlp) * part, width, experts)}
         yield {"products": self._gemm(each, width, part, experts)}
         ordered = 2 * (2 if run.ep > 1 else 1) * rows * width * self.activation_bytes + 4 * 8 * mine * moe.num_experts
@@ -376,7 +352,8 @@ class LayerCostModel:
             return {"recomputed": PassSeconds(0.0, sum(cost.forward for cost in work.values()))}
         if run.recompute == "none":
             return {}
-        seconds = work["attention"].forward if "attention" in run.modules else 0.0
+        mixed = sum(work.get(kind, PassSeconds()).forward for kind in ("attention", "recurrence"))
+        seconds = mixed if "attention" in run.modules else 0.0
         if "norm" in run.modules or "activation" in run.modules:
             seconds += NORM_ACTIVATION_SHARE * work["elementwise"].forward
         if "mlp" in run.modules or "moe" in run.modules:

@@ -103,6 +103,13 @@ def active_ffn_width(model: ModelConfig, feed: FeedForwardKind | None) -> int:
     return model.ffn_hidden_size if feed else 0
 
 
+def expert_row_width(model: ModelConfig) -> int:
+    """Return the elements of a routed row, which enters and leaves an expert: the latent width if there is one, else the
+    model's; 0 without experts.
+    """
+    return (model.moe.latent_size or model.hidden_size) if model.moe else 0
+
+
 def active_ffn_elements(model: ModelConfig, feed: FeedForwardKind | None) -> int:
     """Return the number of elements of all feed-forward matrices, router included, that are used for one token in a
     layer.
@@ -111,7 +118,7 @@ def active_ffn_elements(model: ModelConfig, feed: FeedForwardKind | None) -> int
     moe = model.moe if feed == "moe" else None
     if moe is None:
         return matrices * width * active_ffn_width(model, feed)
-    routed = matrices * moe.top_k * moe.ffn_hidden_size * (moe.latent_size or width)
+    routed = matrices * moe.top_k * moe.ffn_hidden_size * expert_row_width(model)
     latent_and_router = 2 * width * (moe.latent_size or 0) + width * (moe.num_experts + moe.shared_gate)
     return routed + latent_and_router + matrices * width * moe.shared_ffn_hidden_size
 
@@ -131,7 +138,7 @@ def saved_activation_elements(model: ModelConfig, run: TrainingLayout, wide: int
         return residual
     selective = run.recompute == "selective"
     heads = 2 * (model.num_attention_heads + model.key_value_heads) * model.query_key_head_dim
-    rows = width * (model.moe.top_k if model.moe else 0)
+    rows = expert_row_width(model) * (model.moe.top_k if model.moe else 0)
     return (2 if selective else 4) * residual + (heads + (2 if selective else 3) * wide + rows) / run.tp
 
 

@@ -11,13 +11,16 @@ from typing import Any, Literal
 from mega_common.model_config import ModelConfig
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.plan.flops import ParameterCounts
-from mega_trainer.plan.layer_flops import max_active_ffn_width, saved_activation_elements
+from mega_trainer.plan.layer_flops import expert_row_width, max_active_ffn_width, saved_activation_elements
 from mega_trainer.plan.machine import MachineSpec
 from mega_trainer.plan.memory_advice import make_training_layout
 from mega_trainer.plan.training_layout import RecomputeKind, TrainingLayout
 
 MIN_CONTEXT_TOKENS = 2048  # tokens of a context rank; with fewer, attention does not hide the communication
 LayoutSettings = dict[str, Any]  # values by path, as for `--set`
+ZERO_CHOICES: tuple[tuple[int, Literal["micro_batch", "step"]], ...] = (
+    (1, "micro_batch"), (2, "micro_batch"), (3, "micro_batch"), (3, "step"),
+)  # fmt: skip
 RECOMPUTE: tuple[RecomputeKind, ...] = ("none", "selective", "full")
 
 
@@ -49,14 +52,15 @@ def generate_layout_candidates(
             micros,
             eps,
             list_pipeline_schedules(model.num_layers, pp),
-            [1, 2, 3] if pp == 1 else [1, 2],
+            ZERO_CHOICES,
             RECOMPUTE,
             kinds,
         )
-        for micro, ep, (schedule, virtual), zero, recompute, kind in choices:
+        for micro, ep, (schedule, virtual), (zero, gather), recompute, kind in choices:
             run = replace(
                 base, micro_batch=micro, microbatches=batch // (micro * dp), tp=tp, sp=tp > 1, pp=pp, virtual_stages=virtual,
-                schedule=schedule, pipeline_layout=None, cp=cp, cp_kind=kind, ep=ep, dp=dp, zero=zero, recompute=recompute,
+                schedule=schedule, pipeline_layout=None, cp=cp, cp_kind=kind, ep=ep, dp=dp, zero=zero, zero3_gather=gather,
+                recompute=recompute,
                 recompute_layers=None, offload=0, expert_tp=1, modules=("norm", "activation"),
             )  # fmt: skip
             yield list_layout_settings(run), run
@@ -68,7 +72,8 @@ def list_layout_settings(run: TrainingLayout) -> LayoutSettings:
         "parallel.tp": run.tp, "parallel.sp": run.sp, "parallel.pp": run.pp, "parallel.virtual_stages": run.virtual_stages,
         "parallel.schedule": run.schedule, "parallel.pipeline_layout": None, "parallel.cp": run.cp, "parallel.cp_kind": run.cp_kind,
         "parallel.ep": run.ep, "parallel.expert_tp": run.expert_tp, "parallel.dp": run.dp, "parallel.zero": run.zero,
-        "parallel.zero3_shard": None, "parallel.zero3_layers": None, "batch.micro": run.micro_batch,
+        "parallel.zero3_shard": None, "parallel.zero3_layers": None,
+        "parallel.zero3_gather": run.zero3_gather if run.zero == 3 else None, "batch.micro": run.micro_batch,
         "recompute": {"kind": run.recompute}, "offload.activations": 0,
     }  # fmt: skip
 
@@ -125,8 +130,9 @@ class RoughMemoryEstimate:
         shared = dense / run.zero3_shard_ranks + experts / max(1, run.dp * run.cp * run.tp // block)
         sums = {2: 4 / run.zero3_shard_ranks, 3: 0.0}.get(run.zero, 4.0)
         states = optimizer * shared + (6 * shared if run.zero == 3 else (2 + sums) * (dense + experts))
+        states += 2 * (dense + experts) * (run.zero == 3 and run.zero3_gather == "step")
         # backward of a layer, which holds the rows of experts three times, and the gradients of one stack of experts
-        rows = model.hidden_size * (model.moe.top_k if model.moe else 0) / run.tp
+        rows = expert_row_width(model) * (model.moe.top_k if model.moe else 0) / run.tp
         kept, every = (
             saved_activation_elements(model, each, self.wide) for each in (run, replace(run, recompute="none"))
         )

@@ -13,7 +13,6 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import islice
 from typing import Any
 
 import yaml
@@ -22,14 +21,13 @@ from mega_common.errors import ConfigError
 from mega_common.strict_config import apply_overrides
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.config.sections import ParallelConfig
+from mega_trainer.plan.device_memory import add_device_memory
 from mega_trainer.plan.flops import ParameterCounts, count_parameters_by_layer
-from mega_trainer.plan.layer_cost import TrainerProfile
+from mega_trainer.plan.layer_cost import PassWork, TrainerProfile
 from mega_trainer.plan.layout_candidates import (
-    RECOMPUTE,
     LayoutSettings,
     RoughMemoryEstimate,
     generate_layout_candidates,
-    list_pipeline_schedules,
 )
 from mega_trainer.plan.machine import MachineSpec
 from mega_trainer.plan.memory_advice import apply_settings, format_overrides, make_training_layout
@@ -39,7 +37,6 @@ from mega_trainer.plan.training_layout import TrainingLayout
 
 MAX_TRIES = 60  # layouts whose memory is predicted and whose schedule is simulated
 MAX_SLOWDOWN = 1.25  # minimum time / best time, at which the search stops
-MIN_GAIN = 0.01  # smallest relative gain of a change that is reported
 LENIENCY = 0.7  # factor on the smallest ratio of predicted to rough memory, before a candidate is skipped by it
 ROUGH_TOLERANCE = 1.15  # rough memory estimate / memory of a GPU, above which a candidate is dropped
 
@@ -153,6 +150,23 @@ class _TimedCandidate:
         return run.recompute, run.zero, run.schedule, run.pp > 1, run.ep > 1
 
 
+class _CandidateTimer:
+    """Minimum times of candidate layouts; the work of a micro-batch is computed once for all layouts that share it."""
+
+    def __init__(self, config: RunConfig, machine: MachineSpec, count: ParameterCounts) -> None:
+        alone = config.model_copy(update={"parallel": type(config.parallel)()})
+        self.base = make_planned_run(alone, 1, machine, count)
+        self.works: dict[tuple[object, ...], PassWork] = {}
+
+    def estimate_seconds(self, run: TrainingLayout) -> float:
+        """Return the minimum seconds of a step in the layout `run`."""
+        planned = self.base.change_shape(run)
+        key = (run.tp, run.cp, run.cp_kind, run.ep, run.expert_tp, run.micro_batch, run.recompute, run.zero == 3)
+        if key not in self.works:
+            self.works[key] = planned.compute_model_work()
+        return planned.estimate_minimum_seconds(self.works[key])
+
+
 def find_best_layouts(
     config: RunConfig,
     ranks: int,
@@ -194,13 +208,8 @@ def find_best_layouts(
 
 
 def _search_layouts(
-    config: RunConfig,
-    ranks: int,
-    machine: MachineSpec,
-    keep: int,
-    report: Callable[[str], object],
-    fixed: Collection[str],
-) -> list[PlannedLayout]:
+    config: RunConfig, ranks: int, machine: MachineSpec, keep: int, report: Callable[[str], object], fixed: Collection[str]
+) -> list[PlannedLayout]:  # fmt: skip
     """Return `find_best_layouts` for one precision and one placement of the optimizer states."""
     count = count_parameters_by_layer(config.model)
     rough = sorted(_time_candidates(config, ranks, machine, count, report, fixed), key=lambda layout: layout.seconds)
@@ -217,7 +226,7 @@ def _search_layouts(
         tried += 1
         report(f"checked {tried} of the fastest of {len(rough)} layouts, {len(found)} fit")
         settings = {path: value for path, value in candidate.settings.items() if path not in fixed}
-        layout = _plan_layout(config, settings, ranks, machine, count)
+        layout = plan_layout(config, settings, ranks, machine, count)
         if layout is None:
             continue
         ratio = layout.memory / candidate.memory
@@ -235,29 +244,25 @@ def _offload_until_fit(
     if settings.get("offload.activations") != 0 or settings.get("recompute", {}).get("kind") == "full":
         return None
     stages = settings["parallel.pp"] * settings["parallel.virtual_stages"]
+    layers = math.ceil(config.model.num_layers / stages)
+    planned: dict[int, PlannedLayout | None] = {}
 
-    def plan_with_offload(layers: int) -> PlannedLayout | None:
-        return _plan_layout(config, {**settings, "offload.activations": layers}, ranks, machine, count)
-
-    def fits_in_memory(layers: int) -> bool:
-        layout = plan_with_offload(layers)
+    def fits_in_memory(number: int) -> bool:
+        settings_of = {**settings, "offload.activations": number}
+        layout = planned[number] = plan_layout(config, settings_of, ranks, machine, count)
         return layout is not None and layout.memory <= machine.usable_memory_bytes
 
-    numbers = range(1, math.ceil(config.model.num_layers / stages) + 1)
-    least = bisect_left(numbers, True, key=fits_in_memory)
-    return plan_with_offload(numbers[least]) if least < len(numbers) else None
+    if not fits_in_memory(layers):
+        return None
+    numbers = range(1, layers)
+    return planned[(*numbers, layers)[bisect_left(numbers, True, key=fits_in_memory)]]
 
 
 def _time_candidates(
-    config: RunConfig,
-    ranks: int,
-    machine: MachineSpec,
-    count: ParameterCounts,
-    report: Callable[[str], object],
-    fixed: Collection[str],
-) -> Iterator[_TimedCandidate]:
+    config: RunConfig, ranks: int, machine: MachineSpec, count: ParameterCounts, report: Callable[[str], object], fixed: Collection[str]
+) -> Iterator[_TimedCandidate]:  # fmt: skip
     """Yield the candidates that may fit, with their minimum time."""
-    efficiency, profile = machine.achieved_efficiency, make_trainer_profile(config)
+    timer = _CandidateTimer(config, machine, count)
     given = {"batch.micro": config.batch.micro, "recompute": {"kind": config.recompute.kind}}
     kept = {path: value for path, value in given.items() if path in fixed}
     timed, rough = 0, RoughMemoryEstimate.from_parameters(config.model, count)
@@ -274,22 +279,21 @@ def _time_candidates(
         timed += 1
         if timed % 500 == 0:
             report(f"{timed} layouts timed")
-        seconds = PlannedRun.from_settings(
-            config.model, run, machine, efficiency, profile, count
-        ).estimate_minimum_seconds()
-        yield _TimedCandidate(seconds, needed, settings, run)
+        yield _TimedCandidate(timer.estimate_seconds(run), needed, settings, run)
 
 
-def _plan_layout(
-    config: RunConfig, settings: LayoutSettings, ranks: int, machine: MachineSpec, count: ParameterCounts | None
-) -> PlannedLayout | None:
+def plan_layout(
+    config: RunConfig, settings: LayoutSettings, ranks: int, machine: MachineSpec,
+    count: ParameterCounts | None = None
+) -> PlannedLayout | None:  # fmt: skip
     """Return the planned layout with these settings, or None if it is not legal."""
     try:
         changed = apply_settings(config, settings)
         changed.check_world_size(ranks)
     except ConfigError:
         return None
-    most = max(sum(kinds.values()) for kinds in predict_memory(changed.model, make_training_layout(changed, ranks)))
+    shape = make_training_layout(changed, ranks)
+    most = max(sum(add_device_memory(shape, kinds).values()) for kinds in predict_memory(changed.model, shape))
     return PlannedLayout(settings, make_planned_run(changed, ranks, machine, count).predict_step_time(), most)
 
 
@@ -299,54 +303,5 @@ def plan_if_fitting(
     """Return the planned layout with these settings, or None if it is invalid for the run or does not fit the machine's
     memory.
     """
-    layout = _plan_layout(config, settings, ranks, machine, count)
+    layout = plan_layout(config, settings, ranks, machine, count)
     return layout if layout is not None and layout.memory <= machine.usable_memory_bytes else None
-
-
-def find_faster_changes(config: RunConfig, ranks: int, machine: MachineSpec, *, keep: int = 3) -> list[PlannedLayout]:
-    """Return layouts that differ from the run's by a single change, would be faster and still fit, largest gains first,
-    at most `keep`.
-    """
-    count, now = count_parameters_by_layer(config.model), make_planned_run(config, ranks, machine)
-    seconds, limit = now.predict_step_time().seconds, now.estimate_minimum_seconds()
-    gains: list[tuple[float, LayoutSettings]] = []
-    for settings in _iterate_changes(config, machine):
-        try:
-            changed = apply_settings(config, settings)
-            changed.check_world_size(ranks)
-        except ConfigError:
-            continue
-        gains.append((make_planned_run(changed, ranks, machine, count).estimate_minimum_seconds(), settings))
-    near = [settings for least, settings in sorted(gains, key=lambda gain: gain[0]) if least < limit]
-    found = (plan_if_fitting(config, settings, ranks, machine, count) for settings in near)
-    gained = (layout for layout in found if layout is not None and layout.time.seconds < (1 - MIN_GAIN) * seconds)
-    return sorted(islice(gained, keep), key=lambda layout: layout.time.seconds)
-
-
-def _iterate_changes(config: RunConfig, machine: MachineSpec) -> Iterator[LayoutSettings]:
-    """Yield single changes of a run's layout settings."""
-    parallel, kinds = config.parallel, list(RECOMPUTE)
-    if config.precision == "bf16" and machine.get_peak_flops("fp8") > machine.get_peak_flops("bf16"):
-        yield {"precision": "fp8"}  # not part of the search, since it changes the training
-    yield from ({"recompute": {"kind": kind}} for kind in kinds[: kinds.index(config.recompute.kind)])
-    yield {"batch.micro": 2 * config.batch.micro}
-    if config.batch.micro % 2 == 0:
-        yield {"batch.micro": config.batch.micro // 2}
-    if parallel.tp > 1:
-        yield {"parallel.tp": parallel.tp // 2, "parallel.sp": parallel.tp > 2, "parallel.dp": None}
-        if not parallel.sp:
-            yield {"parallel.sp": True}
-    if parallel.cp > 1:
-        yield {"parallel.cp": parallel.cp // 2, "parallel.dp": None}
-        yield from ({"parallel.cp_kind": kind} for kind in ("ring", "alltoall") if kind != parallel.cp_kind)
-    for schedule, virtual in list_pipeline_schedules(config.model.num_layers, parallel.pp):
-        if (schedule, virtual) != (parallel.schedule, parallel.virtual_stages):
-            yield {
-                "parallel.schedule": schedule, "parallel.virtual_stages": virtual, "parallel.pipeline_layout": None,
-            }  # fmt: skip
-    if parallel.pp > 1:
-        yield {"parallel.pp": parallel.pp // 2, "parallel.dp": None, "parallel.pipeline_layout": None}
-    if parallel.ep > 1:
-        yield {"parallel.ep": parallel.ep // 2}
-    if parallel.zero != 1:
-        yield {"parallel.zero": 1, "parallel.zero3_shard": None, "parallel.zero3_layers": None}

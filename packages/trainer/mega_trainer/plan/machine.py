@@ -24,10 +24,12 @@ from mega_common.errors import ConfigError
 from mega_common.strict_config import StrictConfig, load_yaml_mapping
 from mega_trainer.plan.flops import find_peak_flops
 
-GpuGeneration = Literal["ampere", "ada", "hopper", "blackwell"]
+GpuGeneration = Literal["ampere", "ada", "hopper", "blackwell", "cdna3", "cdna4"]
 MEMORY_MARGIN = 0.15  # relative difference of data sheet and driver: 80 GB are 79.1 GiB, 192 GB are 178 GiB
-CONTEXT = 1.5e9  # bytes of a GPU for CUDA, its libraries and NCCL's channels
-SLACK = 1.04  # reserved memory of torch's allocator / peak of tensors: fitted by benchmarks/plan_memory.py
+# Power limits in watts of the data sheets, for which the efficiencies of a generation stand.
+REFERENCE_WATTS: dict[GpuGeneration, float] = {
+    "ampere": 400, "ada": 350, "hopper": 700, "blackwell": 1200, "cdna3": 750, "cdna4": 1400,
+}  # fmt: skip
 _HERE = files(__package__ or "mega_trainer.plan")
 
 
@@ -47,6 +49,11 @@ class MachineEfficiency(StrictConfig):
         hop: latency of a ring per rank, in seconds.
         contention: slowdown of GEMMs by concurrent communication, as a share of its time.
         kernel: minimum time of a kernel in seconds.
+        nvfp4: GEMMs with 4-bit operands, as `fp8`.
+        scan: chunked recurrences (Mamba-2, gated delta nets), as a fraction of the bf16 peak.
+        tile: seconds in which a GEMM's tile loads its first operands and writes its results, which no other tile hides.
+        power: exponent of the power limit, in which sustained rates grow: 0 if a kernel needs less than the limit, about 1 at
+            a constant energy per operation.
     """
 
     bf16: float = Field(gt=0, le=1)
@@ -62,6 +69,10 @@ class MachineEfficiency(StrictConfig):
     hop: float = Field(ge=0)
     contention: float = Field(ge=0, le=1)
     kernel: float = Field(ge=0)
+    nvfp4: float = Field(0.4, gt=0, le=1)
+    scan: float = Field(0.1, gt=0, le=1)
+    tile: float = Field(1e-6, ge=0)
+    power: float = Field(1.0, ge=0, le=2)
 
 
 class MachineSpec(StrictConfig):
@@ -72,6 +83,9 @@ class MachineSpec(StrictConfig):
     gpu: str = Field(description="name as in torch.cuda.get_device_name, which determines peak rates")
     generation: GpuGeneration = Field(description="GPU generation, which determines the default efficiency")
     memory_gb: PositiveFloat
+    memory_gib: PositiveFloat | None = Field(
+        None, description="memory that the driver reports, in GiB; default: memory_gb"
+    )
     memory_gb_s: PositiveFloat = Field(description="bandwidth of a GPU's memory")
     link_gb_s: PositiveFloat = Field(description="bandwidth from a GPU to the others of its node")
     networks_gb_s: dict[str, PositiveFloat] = Field(
@@ -80,6 +94,9 @@ class MachineSpec(StrictConfig):
     )
     ranks_per_node: PositiveInt
     host_gb_s: PositiveFloat = Field(32, description="bandwidth between a GPU and host memory; default: PCIe 4.0 x16")
+    power_w: PositiveFloat | None = Field(
+        None, description="power limit of a GPU in watts; default: that of its generation's data sheet"
+    )
     price: PositiveFloat | None = Field(None, description="price of one GPU per hour, in any currency")
     tflops: dict[str, PositiveFloat] = Field({}, description="dense peaks by type, for a GPU that mega does not know")
     efficiency: MachineEfficiency | None = Field(
@@ -104,16 +121,19 @@ class MachineSpec(StrictConfig):
         """Return the dense peak of a type in FLOP/s, or None."""
         return self.tflops[kind] * 1e12 if kind in self.tflops else find_peak_flops(self.gpu, kind)
 
+    @property
+    def relative_power(self) -> float:
+        """Power limit of a GPU, relative to the limit of its generation under which efficiencies were measured."""
+        return self.power_w / REFERENCE_WATTS[self.generation] if self.power_w else 1.0
+
     def supports_precision(self, precision: str) -> bool:
         """Return whether the GPU has GEMMs in `precision`."""
         return self._lookup_peak(precision) is not None
 
     @property
     def usable_memory_bytes(self) -> float:
-        """Bytes of one GPU's memory that tensors can use, without the CUDA context and the overhead of torch's
-        allocator.
-        """
-        return (self.memory_gb * 1e9 - CONTEXT) / SLACK
+        """Bytes of one GPU's memory for tensors and everything else (`device_memory`), as its driver reports them."""
+        return self.memory_gib * 2**30 if self.memory_gib else self.memory_gb * 1e9
 
     @property
     def achieved_efficiency(self) -> MachineEfficiency:

@@ -15,13 +15,13 @@ from pathlib import Path
 
 from mega_common.bounded_parsing import explain_read_error, parse_json_text, read_file_start
 from mega_common.errors import ConfigError
-from mega_trainer.plan.layer_cost import GpuThroughput
+from mega_trainer.plan.kernel_throughput import GpuThroughput
 from mega_trainer.plan.machine import Interconnect, MachineEfficiency, MachineSpec
 from mega_trainer.plan.step_time import PlannedRun
 
 WARM_UP = 3  # first steps of a run, which are ignored
 MIN_STEPS = 5  # for the median
-COMPUTE = ("bf16", "fp8", "attention", "flash2", "triton", "memory")
+COMPUTE = ("bf16", "fp8", "nvfp4", "attention", "flash2", "triton", "scan", "memory")
 PEAK_TOLERANCE = 1.1  # largest ratio of the time at the machine's peak to the measured time
 MIN_SHARE = 0.02  # smallest plausible share of a data sheet figure
 BISECTIONS = 40
@@ -81,7 +81,7 @@ def calibrate_machine(planned: PlannedRun, machine: MachineSpec, measured: Measu
     def predict_parts(efficiency: MachineEfficiency) -> dict[str, float]:
         interconnect, rates = (
             Interconnect.from_machine(machine, efficiency),
-            GpuThroughput.from_machine(machine, efficiency, planned.cost_model.profile),
+            GpuThroughput.from_machine(machine, efficiency, planned.cost_model.profile.attention),
         )
         return (
             replace(planned, cost_model=replace(planned.cost_model, interconnect=interconnect, rates=rates))
@@ -117,12 +117,12 @@ def _scale_efficiency(
     def scale_shares(factor: float) -> MachineEfficiency:
         return shares.model_copy(update={name: getattr(shares, name) * factor for name in names})
 
-    largest = 1 / max(getattr(shares, name) for name in names)
-    low, high = MIN_SHARE / min(getattr(shares, name) for name in names), largest
+    highest = max(getattr(shares, name) for name in names)
+    low, high = MIN_SHARE / highest, 1 / highest
     for _ in range(BISECTIONS):
         middle = (low * high) ** 0.5
         low, high = (middle, high) if seconds(scale_shares(middle)) > target else (low, middle)
-    return shares.model_copy(update={name: round(getattr(shares, name) * high, 4) for name in names})
+    return shares.model_copy(update={name: round(getattr(shares, name) * high, 6) for name in names})
 
 
 def compare_predictions(before: PlannedRun, after: PlannedRun, measured: MeasuredTimes) -> Iterator[str]:

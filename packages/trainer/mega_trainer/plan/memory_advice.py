@@ -26,7 +26,8 @@ def make_training_layout(config: RunConfig, world_size: int) -> TrainingLayout:
         pipeline_layout=tuple(parallel.pipeline_layout) if parallel.pipeline_layout else None,
         cp=parallel.cp, cp_kind=parallel.cp_kind, ep=parallel.ep, expert_tp=parallel.expert_tp,
         dispatch_bound=parallel.dispatch_bound, dp=dp, zero=parallel.zero, zero3_shard=parallel.zero3_shard,
-        zero3_layers=parallel.zero3_layers, bucket_elements=parallel.bucket_elements,
+        zero3_layers=parallel.zero3_layers, zero3_gather=parallel.zero3_gather or "micro_batch",
+        bucket_elements=parallel.bucket_elements,
         precision=config.precision, recompute=config.recompute.kind,
         modules=tuple(config.recompute.modules), recompute_layers=config.recompute.layers,
         offload=config.offload.activations, offload_min_bytes=config.offload.min_bytes,
@@ -70,7 +71,11 @@ class PredictedMemoryNeeds:
 
     @classmethod
     def predict_for_rank(cls, config: RunConfig, world_size: int, pipeline_rank: int) -> PredictedMemoryNeeds:
-        """Return the predicted memory of a rank in pipeline rank `pipeline_rank`, with advice on freeing memory."""
+        """Return the predicted memory of a rank in pipeline rank `pipeline_rank`, with advice on freeing memory; both
+        empty for a module of transformers.
+        """
+        if config.model.transformers is not None:
+            return cls({}, [])
         predicted = predict_memory(config.model, make_training_layout(config, world_size))[pipeline_rank]
         return cls(predicted, find_memory_savings(config, world_size))
 
@@ -109,6 +114,8 @@ def _iterate_changes(config: RunConfig) -> Iterator[Mapping[str, Any]]:
         yield {"recompute": {"kind": "full"}}
     for level in range(parallel.zero + 1, 4):
         yield {"parallel.zero": level}
+    if parallel.zero3_gather == "step":
+        yield {"parallel.zero3_gather": "micro_batch"}
     yield {"parallel.tp": 2 * parallel.tp, "parallel.sp": True}
     yield {"parallel.cp": 2 * parallel.cp}
     if config.cached_fp8_layers:

@@ -6,7 +6,6 @@ its pipeline schedule.
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,13 +17,10 @@ from mega_trainer.pipeline.schedules import PipelineOp, PipelineSchedule
 from mega_trainer.plan.flops import count_parameters_by_layer, head_cost_in_layers, relative_layer_costs
 from mega_trainer.plan.pipeline_fill import IN_FLIGHT, make_planning_schedule
 from mega_trainer.plan.training_layout import TrainingLayout
+from mega_trainer.plan.zero3_memory import Zero3StageMemory
 
 if TYPE_CHECKING:
     from mega_trainer.plan.part_memory import ModelPartMemory, PartMemory, WeightCounts
-
-# Smallest all-gather of ZeRO-3 per rank, in elements, since latency grows with the ranks: two layers of an 8B model on 1,024
-# ranks, one on 8.
-UNIT_ELEMENTS = 350_000
 
 
 @dataclass(frozen=True)
@@ -56,15 +52,6 @@ def split_layers_into_stages(model: ModelConfig, run: TrainingLayout) -> list[ra
         head_cost=head_cost_in_layers(model, run.seq_length, run.target_length),
         layer_costs=relative_layer_costs(model, run.seq_length, run.target_length),
     )  # fmt: skip
-
-
-def zero3_unit_layers(model: ModelConfig, run: TrainingLayout) -> int:
-    """Return how many layers' weights (experts excluded) ZeRO-3 gathers as one unit: configured, or enough that a
-    rank's share has `UNIT_ELEMENTS` elements.
-    """
-    layers = count_parameters_by_layer(model).layers
-    mean = sum(layer.split / run.tp + layer.whole for layer in layers) / len(layers)
-    return run.zero3_layers or math.ceil(UNIT_ELEMENTS * run.zero3_shard_ranks / mean)
 
 
 def predict_memory(model: ModelConfig, run: TrainingLayout) -> list[dict[str, int]]:
@@ -103,6 +90,8 @@ class _StageMemory:
         kept: bytes held from forward to backward.
         forward, backward: bytes at the peak of each: saved tensors, and temporary tensors of the running layer.
         deferred_wgrad: bytes of deferred weight gradients between the halves of a backward.
+        weight_half: bytes of ZeRO-3's gradients in the second half.
+        gathered: bytes of weights that ZeRO-3 gathers once a step.
         weights: parameters of the stage.
         largest: elements of the largest parameter of a layer.
         layers: layers of the stage.
@@ -112,6 +101,8 @@ class _StageMemory:
     forward: tuple[int, int]
     backward: tuple[int, int]
     deferred_wgrad: int
+    weight_half: int
+    gathered: int
     weights: WeightCounts
     largest: int
     layers: range
@@ -134,17 +125,21 @@ class _StageMemory:
         before = [sum(kept[:number]) for number in range(len(held))]
         in_flight = [0, *copied[:-1]]  # activations of the layer before, being copied to or from host memory
         deferred = [part.deferred_wgrad for part in held]
-        zero3 = _zero3_bytes(model, run, held, layers)
-        forward = [(before[i] + p.kept, p.forward - p.kept + in_flight[i] + zero3[i][0]) for i, p in enumerate(held)]
+        zero3 = Zero3StageMemory.from_parts(
+            model, run, layers, parts.embedding.weights if first else None, parts.head.weights if last else None
+        )
+        extra = zero3.count_part_bytes()
+        forward = [(before[i] + p.kept, p.forward - p.kept + in_flight[i] + extra[i][0]) for i, p in enumerate(held)]
         backward = [
-            (before[i] + p.kept + sum(deferred[i + 1 :]), p.backward - p.kept + in_flight[i] + zero3[i][1])
+            (before[i] + p.kept + sum(deferred[i + 1 :]), p.backward - p.kept + in_flight[i] + extra[i][1])
             for i, p in enumerate(held)
         ]
         weights = sum((part.weights for part in held), WeightCounts())
         largest = max((part.weights.largest for part in layers), default=0)
         return cls(
-            sum(kept), max(forward, key=sum), max(backward, key=sum), sum(deferred), weights, largest, stages[stage]
-        )
+            sum(kept), max(forward, key=sum), max(backward, key=sum), sum(deferred), zero3.weight_half_bytes,
+            zero3.gathered_bytes, weights, largest, stages[stage],
+        )  # fmt: skip
 
 
 def _layer_memory(run: TrainingLayout, parts: ModelPartMemory, index: int, number: int) -> PartMemory:
@@ -202,7 +197,8 @@ def _rank_peak(
     mine = [chunks[stage] for stage in schedule.stages_of_rank(rank)]
     states = _state_bytes(run, [chunk.weights for chunk in mine])
     states["weights"] += _quantised_bytes(model, run, mine)
-    in_forward, in_backward = _bucket_bytes(run, mine)
+    gathered = sum(chunk.gathered for chunk in mine)
+    in_forward, in_backward = (gathered + size for size in _bucket_bytes(run, mine))
     fed = run.microbatches * (parts.context + _batch_bytes(model, run))
     most, held, last = _PeakTracker(), fed, len(chunks) - 1
     messages = _MessageBuffer(_residual_bytes(model, run), IN_FLIGHT * run.pp)
@@ -233,6 +229,8 @@ def _rank_peak(
                 if stage > 0:
                     messages.waiting.add(PipelineOp("B", stage, micro))
             case "W":
+                work = gathered + chunk.weight_half
+                most.record_if_larger(held + messages.held_bytes, work, f"weight gradients {moment}")
                 held -= chunk.deferred_wgrad
     most.record_if_larger(0, _update_bytes(run, [chunk.weights for chunk in mine]), "update")
     return RankMemory({**states, "activations": most.kept, "work": most.work}, most.moment)
@@ -279,35 +277,6 @@ def _quantised_bytes(model: ModelConfig, run: TrainingLayout, mine: Sequence[_St
     count = count_parameters_by_layer(model).layers
     layers = [count[index] for chunk in mine for index in chunk.layers if index in run.fp8_layers]
     return round(2 * sum(layer.split / run.tp + layer.experts / (run.ep * run.expert_tp) for layer in layers))
-
-
-def _zero3_bytes(
-    model: ModelConfig, run: TrainingLayout, held: Sequence[PartMemory], layers: Sequence[PartMemory]
-) -> list[tuple[int, int]]:
-    """Return the additional bytes of ZeRO-3 in the forward and the backward of each part of the model.
-
-    FSDP2 holds a unit's gathered weights and the all-gather buffer of this or the next unit; embedding and head stay gathered
-    from forward to backward. A backward holds the head's gradient to its end, the gradients of the unit so far, and the
-    gradients of the previous unit in their reduce-scatter buffer.
-    """
-    if not run.is_zero3_sharded:
-        return [(0, 0)] * len(held)
-    count = min(len(layers), zero3_unit_layers(model, run))
-    largest = max((part.weights.dense for part in layers), default=0)
-    unit = count * largest + max((part.weights.experts for part in layers), default=0)
-    ends = held[0].weights.dense + held[-1].weights.dense
-    head = held[-1].weights.trainable
-    own = max((part.weights.trainable for part in layers), default=0)
-    trainable = count * own + max((part.weights.trainable_experts for part in layers), default=0)
-    within = run.weight_bytes * (ends + 2 * unit), run.weight_bytes * (ends + 2 * unit + head + (count - 1) * own)
-    sums = run.gradient_bytes * trainable * (len(layers) > count)
-    out = [(within[0], within[1] + sums)] * len(held)
-    out[0] = (
-        2 * run.weight_bytes * ends,
-        run.weight_bytes * (ends + head) + run.gradient_bytes * max(held[0].weights.trainable + head, trainable),
-    )
-    out[-1] = (run.weight_bytes * (ends + unit),) * 2
-    return out
 
 
 def _bucket_bytes(run: TrainingLayout, mine: Sequence[_StageMemory]) -> tuple[int, int]:

@@ -102,9 +102,9 @@ class BalancedAllToAll(AllToAllDispatcher):
 class MetaDropout(SeededDropout):
     """Dropout for memory prediction whose masks are empty tensors."""
 
-    def _draw(self, x: Tensor, key: Sequence[int | str], shape: Sequence[int]) -> Tensor:
-        """Return an empty mask."""
-        return x.new_empty(tuple(shape), dtype=torch.float32)
+    def _draw(self, x: Tensor, key: Sequence[int | str], shape: Sequence[int], out: Tensor | None = None) -> Tensor:
+        """Return an empty mask, or `out` as it is."""
+        return x.new_empty(tuple(shape), dtype=torch.float32) if out is None else out
 
 
 class FakeGroups(ProcessGroupCache):

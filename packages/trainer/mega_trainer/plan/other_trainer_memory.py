@@ -1,7 +1,7 @@
 """Predicted memory of a run in other trainers, for comparison with published figures and for migration.
 
 The formulas were checked against published peaks (`benchmarks/plan_memory.py`). They count bytes of tensors, without CUDA's
-context and the allocator's slack (`MachineSpec.usable_memory_bytes`).
+context, communicators and the allocator's slack (`device_memory`).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from mega_common.errors import ConfigError
 from mega_common.model_config import ModelConfig
 from mega_trainer.pipeline.schedules import peak_activations
 from mega_trainer.plan.flops import ParameterCounts, count_parameters_by_layer
+from mega_trainer.plan.layer_flops import active_ffn_width, expert_row_width
 from mega_trainer.plan.memory_prediction import split_layers_into_stages
 from mega_trainer.plan.pipeline_fill import make_planning_schedule
 from mega_trainer.plan.training_layout import TrainingLayout
@@ -58,32 +59,72 @@ def predict_other_trainer_memory(
         raise ConfigError("--like is not supported for models with encoders", hint="leave out --like")
     options = options or make_memory_options(run)
     if like == "fsdp2":
-        return [_fsdp2(model, run, options)]
+        return _fsdp2(model, run, options)
     return _pipelined(model, run, options, nanotron=like == "nanotron")
 
 
-def _fsdp2(model: ModelConfig, run: TrainingLayout, options: TrainerMemoryOptions) -> dict[str, int]:
-    """Return the memory in torchtitan: fp32 shards of weights, gradients and two moments; bf16 weights of a layer and
-    the next one, of embedding and head throughout; whole logits in bf16, and their gradients (in fp32, three times,
-    without a compiled loss).
+def _fsdp2(model: ModelConfig, run: TrainingLayout, options: TrainerMemoryOptions) -> list[dict[str, int]]:
+    """Return the memory in torchtitan by pipeline rank: fp32 shards of weights, gradients and two moments, after tensor,
+    pipeline and expert parallelism have split the model; the activations of `_fsdp2_layer_bytes`; logits in bf16, and their
+    gradients (in fp32, three times, without a compiled loss).
+
+    Without a pipeline, bf16 weights of a layer and the next one are gathered, and of embedding and head throughout. In a
+    pipeline, weights stay gathered between micro-batches and gradients are summed unsharded in fp32 until the last one.
+    """
+    schedule = make_planning_schedule(
+        run.schedule, pp=run.pp, microbatches=run.microbatches, virtual_stages=run.virtual_stages
+    )
+    flight, stages, count = (
+        peak_activations(schedule),
+        split_layers_into_stages(model, run),
+        count_parameters_by_layer(model),
+    )
+    shards = run.zero3_shard_ranks, max(1, run.zero3_shard_ranks * run.tp // (run.ep * run.expert_tp))
+    tokens, ranks_bytes = run.micro_batch * run.seq_length / run.cp, []
+    for rank in range(run.pp):
+        first, last = rank == 0, rank == run.pp - 1
+        layers = [layer for stage in schedule.stages_of_rank(rank) for layer in stages[stage]]
+        held = _count_held(count, run, layers, first=first, last=last)
+        shard = sum(n / ranks for n, ranks in zip(held, shards, strict=True))
+        gathered, summed = _fsdp2_unsharded(count, run, layers, first=first, last=last)
+        stage = sum(_fsdp2_layer_bytes(model, run, index, options.recomputed) for index in layers) / run.virtual_stages
+        again = max((_layer_bytes(model, run, index, frozenset(), nanotron=False) for index in layers), default=0.0)
+        loss = model.vocab_size / run.tp * (options.logits or 4) * last
+        ranks_bytes.append(
+            {
+                "weights": round(4 * shard), "gradients": round(4 * shard + 4 * summed), "optimizer": round(8 * shard),
+                "activations": round(flight[rank] * tokens * stage),
+                "work": round(2 * gathered + tokens * max(loss, again if options.recomputed else 0.0)),
+            }
+        )  # fmt: skip
+    return ranks_bytes
+
+
+def _fsdp2_unsharded(
+    count: ParameterCounts, run: TrainingLayout, layers: list[int], *, first: bool, last: bool
+) -> tuple[float, float]:
+    """Return how many parameters of a rank are gathered at the peak, and of how many the gradients are summed unsharded."""
+    if run.pp > 1:
+        held = sum(_count_held(count, run, layers, first=first, last=last))
+        return held, held if run.microbatches > 1 and run.zero3_shard_ranks > 1 else 0.0
+    largest = max(sum(_count_held(count, run, [index], first=False, last=False)) for index in layers)
+    return (count.embedding + count.head) / run.tp + 2 * largest, 0.0
+
+
+def _fsdp2_layer_bytes(model: ModelConfig, run: TrainingLayout, index: int, again: frozenset[str]) -> float:
+    """Return the bytes per token of one layer's saved activations in torchtitan, split by tensor parallelism with sequences.
 
     Per-operation checkpointing saves a layer's input, the attention output and the outputs of every second GEMM: queries,
     values, gate and down projection.
     """
-    count = count_parameters_by_layer(model)
-    tokens, width, shards = run.micro_batch * run.seq_length / run.cp, model.hidden_size, run.dp * run.cp
-    kept = 2 * width
-    if "full" not in options.recomputed:
-        kept += (
-            2 * (3 * width + model.key_value_heads * model.query_key_head_dim + model.ffn_hidden_size)
-            + 4 * model.num_attention_heads
-        )
-    gathered = 2 * (count.embedding + count.head + 2 * count.layers[0].total)
-    return {
-        "weights": round(4 * count.total / shards), "gradients": round(4 * count.total / shards),
-        "optimizer": round(8 * count.total / shards), "activations": round(tokens * model.num_layers * kept),
-        "work": round(gathered + tokens * model.vocab_size * (options.logits or 4)),
-    }  # fmt: skip
+    if not again:
+        return _layer_bytes(model, run, index, again, nanotron=False)
+    kept = 2.0 * model.hidden_size
+    if "full" not in again:
+        wide = active_ffn_width(model, model.get_layer_kind(index).feed_forward)
+        values = model.key_value_heads * model.query_key_head_dim
+        kept += 2 * (3 * model.hidden_size + values + wide) + 4 * model.num_attention_heads
+    return kept / run.tp
 
 
 def _pipelined(
@@ -153,7 +194,7 @@ def _layer_bytes(
     heads = (2 if nanotron else 1) * (query + keys) + 2 * values
     if "mla_up_proj" in again:
         heads -= query + keys + values
-    feed = (4 if nanotron else 3) * wide + (2 * moe.top_k * width if moe else 0)
+    feed = (4 if nanotron else 3) * wide + (2 * moe.top_k * expert_row_width(model) if moe else 0)
     if "activation" in again:
         feed -= moe.top_k * moe.ffn_hidden_size if moe else wide
     if moe is None and "mlp" in again:

@@ -31,12 +31,12 @@ from mega_common.model_config import ModelConfig
 from mega_trainer.config.parallel_layout import ParallelLayout
 from mega_trainer.data.batch_images import BatchImages
 from mega_trainer.data.micro_batch import (
+    DocumentBounds,
     EncoderBatch,
     MicroBatch,
     MtpTargets,
     RetrievedNeighbors,
     SegmentOrderTargets,
-    SequenceBounds,
 )
 from mega_trainer.distributed.process_groups import build_parallel_groups
 from mega_trainer.distributed.rng import SeededDropout
@@ -50,7 +50,7 @@ from mega_trainer.model.retro import NeighborEncodingLayer, RetroDecoder
 from mega_trainer.optim.muon import is_hidden_matrix
 from mega_trainer.parallel.context_parallel import residual_token_ranges
 from mega_trainer.parallel.expert_parallel import AllToAllDispatcher, ExpertDispatcher
-from mega_trainer.parallel.expert_routing import StepRouting
+from mega_trainer.parallel.expert_routing import MicroBatchRouting
 from mega_trainer.parallel.parallel_linear import DeferredWgradQueue
 from mega_trainer.parallel.parameter_info import freeze_parameters, get_packed_weight, get_parameter_info, is_trainable
 from mega_trainer.plan.meta_counting import (
@@ -295,7 +295,7 @@ class PartMemoryCounter:
         shape = (self.run.micro_batch, self.rank_tokens)
         ids, weights = torch.zeros(shape, dtype=torch.int64, device=self.device), torch.zeros(shape, device=self.device)
         ahead = [MtpTargets(ids, ids, weights)] * self.model.mtp_layers
-        bounds = SequenceBounds([self.run.seq_length] * self.run.micro_batch)
+        bounds = DocumentBounds([self.run.seq_length] * self.run.micro_batch)
         pairs = SegmentOrderTargets(ids[:, 0], weights[:, 0]) if self.model.sentence_pairs else None
         types = ids if self.model.token_types else None
         samples = list(range(self.run.micro_batch))
@@ -314,7 +314,7 @@ class PartMemoryCounter:
         if retro := self.model.retro:
             chunks = self.rank_tokens // retro.chunk_length, retro.neighbors, retro.neighbor_length
             found = torch.zeros(shape[0], *chunks, dtype=torch.int64, device=self.device)
-            of_each = SequenceBounds([retro.neighbor_length] * (shape[0] * math.prod(chunks[:2])))
+            of_each = DocumentBounds([retro.neighbor_length] * (shape[0] * math.prod(chunks[:2])))
             return replace(whole, neighbors=RetrievedNeighbors(found, of_each, None))
         if not self.model.encoder:
             return whole
@@ -334,7 +334,7 @@ class PartMemoryCounter:
 
     def _make_context(self, model: Decoder) -> ForwardContext:
         """Return the context of an empty micro-batch."""
-        routing = StepRouting(None, None, 1.0, 1.0) if self.model.moe else None
+        routing = MicroBatchRouting(None, None, 1.0, 1.0) if self.model.moe else None
         return model.make_batch_context(self._make_batch(), self._make_dropout, routing)
 
     def _make_dropout(self, length: int, kind: int) -> SeededDropout | None:
@@ -436,7 +436,7 @@ def count_model_parts(model: ModelConfig, run: TrainingLayout) -> ModelPartMemor
     bare = replace(
         run, microbatches=1, pp=1, virtual_stages=1, schedule="zb-h1" if run.defers_wgrads else "1f1b", pipeline_layout=None,
         offload=0, offload_optimizer=False, fp8_layers=range(0), zero=3 if run.is_zero3_sharded else 0, zero3_layers=None,
-        zero3_shard=None, bucket_elements=None, muon=False, dp=_minimum_data_ranks(run),
+        zero3_shard=None, zero3_gather="micro_batch", bucket_elements=None, muon=False, dp=_minimum_data_ranks(run),
     )  # fmt: skip
     return _count_parts(model.model_dump_json(exclude_unset=True), bare, alone, has_embedding_and_head)
 

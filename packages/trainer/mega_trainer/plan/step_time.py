@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from mega_common.errors import ConfigError
@@ -17,8 +17,8 @@ from mega_common.model_config import ModelConfig
 from mega_trainer.parallel.zero_buffers import ZeroConfig
 from mega_trainer.pipeline.schedules import PipelineOp, PipelineOpCosts, place_pipeline_stages
 from mega_trainer.plan.flops import ParameterCounts, count_parameters_by_layer
+from mega_trainer.plan.kernel_throughput import GpuThroughput
 from mega_trainer.plan.layer_cost import (
-    GpuThroughput,
     LayerCostModel,
     PassSeconds,
     PassWork,
@@ -27,14 +27,15 @@ from mega_trainer.plan.layer_cost import (
     sum_pass_work,
 )
 from mega_trainer.plan.machine import Interconnect, MachineEfficiency, MachineSpec
-from mega_trainer.plan.memory_prediction import split_layers_into_stages, zero3_unit_layers
+from mega_trainer.plan.memory_prediction import split_layers_into_stages
 from mega_trainer.plan.pipeline_fill import estimate_makespan
 from mega_trainer.plan.trainable_parameters import TrainableParameters
 from mega_trainer.plan.training_layout import TrainingLayout
+from mega_trainer.plan.zero3_memory import zero3_unit_layers
 
 UPDATE_BYTES = 51  # moved by AdamW and the gradient norm per parameter of a rank: benchmarks/results/traffic.json
 HOST_BYTES = 28  # copied per parameter if optimizer states are in host memory: main weight, moments and gradient
-GATHERED_BYTES = 14  # copied per parameter and micro-batch by ZeRO-3's all-gathers and reduce-scatters
+GATHER_BYTES, REDUCE_BYTES = 4, 6  # copied per parameter by an all-gather and a reduce-scatter of ZeRO-3
 HOST_WAIT = 1e-3  # seconds per step in which the host waits for results
 
 
@@ -98,12 +99,17 @@ class PlannedRun:
             raise ConfigError("--machine is not supported for models with encoders", hint="leave out --machine")
         interconnect, rates = (
             Interconnect.from_machine(machine, efficiency),
-            GpuThroughput.from_machine(machine, efficiency, profile),
+            GpuThroughput.from_machine(machine, efficiency, profile.attention),
         )
-        unit = zero3_unit_layers(model, run) if run.zero == 3 else 1
         count = count or count_parameters_by_layer(model)
+        unit = zero3_unit_layers(model, run, count) if run.zero == 3 else 1
         trained = TrainableParameters.from_training_layout(model, run, count)
         return cls(model, run, LayerCostModel(model, run, interconnect, rates, profile, trained), count, trained, unit)
+
+    def change_shape(self, run: TrainingLayout) -> PlannedRun:
+        """Return the same model on the same machine in another layout, with the same trainable parameters."""
+        unit = zero3_unit_layers(self.model, run, self.count) if run.zero == 3 else 1
+        return replace(self, run=run, cost_model=replace(self.cost_model, run=run), unit=unit)
 
     @cached_property
     def stage_layers(self) -> list[range]:
@@ -161,20 +167,24 @@ class PlannedRun:
         works = self.compute_stage_work()
         return self._make_step_time(works, self._minimum_makespan(sum_pass_work(works)))
 
-    def estimate_minimum_seconds(self) -> float:
-        """Estimate the minimum seconds of a step as if all stages and ranks were equal, fast enough for a search over
-        thousands of layouts.
-        """
-        model, cost_model, run = self.model, self.cost_model, self.run
+    def compute_model_work(self) -> PassWork:
+        """Return the seconds by kind of work that one micro-batch takes in all layers, embedding and head."""
+        model, cost_model = self.model, self.cost_model
         layers = range(model.num_layers + model.mtp_layers)
-        work = sum_pass_work(
+        return sum_pass_work(
             [
                 self._make_layer_summer()(layers),
                 cost_model.compute_embedding_work(),
                 multiply_pass_work(cost_model.compute_head_work(), 1 + model.mtp_layers),
             ]
         )
-        once = self._per_step_seconds(0, multiply_pass_work(work, 1 / run.pp))
+
+    def estimate_minimum_seconds(self, work: PassWork | None = None) -> float:
+        """Estimate the minimum seconds of a step as if all stages and ranks were equal, fast enough for a search over
+        thousands of layouts; `work` is `compute_model_work`, if already computed for a layout with equal micro-batches.
+        """
+        work = work or self.compute_model_work()
+        once = self._per_step_seconds(0, multiply_pass_work(work, 1 / self.run.pp))
         return self._minimum_makespan(work) + sum(once.values())
 
     def _make_step_time(self, works: Sequence[PassWork], makespan: float) -> PredictedStepTime:
@@ -243,10 +253,13 @@ class PlannedRun:
             if ranks == 1 or not (trained or run.zero == 3):
                 continue
             if run.zero == 3:
-                exposed += run.microbatches * self._zero3_seconds(held, trained, stride, forward, backward)
-                gpu_bytes += GATHERED_BYTES * held * run.microbatches
+                exposed += self._zero3_seconds(held, trained, stride, forward, backward)
+                gathers = 1 if run.zero3_gather == "step" else 2 * run.microbatches
+                gpu_bytes += (GATHER_BYTES * gathers + REDUCE_BYTES * run.microbatches) * held
                 continue
-            buckets = math.ceil(trained / ZeroConfig(shard_grads=True).min_bucket_elements(ranks))
+            profile, own = cost_model.profile, ZeroConfig(shard_grads=True).min_bucket_elements(ranks)
+            bucket = profile.bucket_bytes / profile.gradient_bytes if profile.bucket_bytes else own
+            buckets = math.ceil(trained / bucket)
             latency = cost_model.interconnect.hop * ranks * (buckets - 1)
             reduce = (
                 cost_model.interconnect.all_gather_seconds(cost_model.profile.gradient_bytes * trained, group) + latency
@@ -262,18 +275,20 @@ class PlannedRun:
         return {"data": exposed, "optimizer": seconds}
 
     def _zero3_seconds(self, held: float, trained: float, stride: int, forward: float, backward: float) -> float:
-        """Return the exposed seconds of ZeRO-3's all-gathers and reduce-scatters for one micro-batch."""
+        """Return the exposed seconds of ZeRO-3's all-gathers and reduce-scatters for one step."""
         run, cost_model = self.run, self.cost_model
         group = cost_model.interconnect.make_rank_group(run.zero3_shard_ranks, stride)
-        units = self.model.num_layers / self.unit
+        units = self.model.num_layers / run.pp / self.unit
         latency = cost_model.interconnect.hop * run.zero3_shard_ranks * max(0.0, units - 1)
         weights = cost_model.interconnect.all_gather_seconds(cost_model.activation_bytes * held, group) + latency
         reduce = (
             cost_model.interconnect.all_gather_seconds(cost_model.profile.gradient_bytes * trained, group) + latency
         )
-        return cost_model.rates.exposed_seconds(weights, forward) + cost_model.rates.exposed_seconds(
-            weights + reduce, backward
-        )
+        exposed_seconds = cost_model.rates.exposed_seconds
+        gather = exposed_seconds(weights, forward)
+        if run.zero3_gather == "step":
+            return gather + run.microbatches * exposed_seconds(reduce, backward)
+        return run.microbatches * (gather + exposed_seconds(weights + reduce, backward))
 
     def _held_parameters(self, rank: int, count: ParameterCounts) -> list[tuple[float, int, int]]:
         """Return (parameters, data ranks, rank stride) of the dense weights and of the experts on a pipeline rank."""

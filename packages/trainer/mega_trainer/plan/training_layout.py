@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 RecomputeKind = Literal["none", "selective", "full"]
-_ELEMENT = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
+_ELEMENT = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2, "nvfp4": 2}
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,7 @@ class TrainingLayout:
         zero: ZeRO level: data-parallel ranks shard 1 optimizer states, 2 also gradients, 3 also weights.
         zero3_shard: number of data and context ranks that share one copy under ZeRO-3; None: all.
         zero3_layers: number of layers that ZeRO-3 gathers together; None: enough for an efficient message size.
+        zero3_gather: ZeRO-3 gathers weights for each micro-batch's forward and again for its backward, or once a step.
         bucket_elements: elements of a gradient bucket; None: the trainer's default.
         modules: modules of each layer that `selective` recomputes.
         recompute_layers: number of layers of each stage, from its first, that `full` recomputes; None: all.
@@ -54,6 +55,7 @@ class TrainingLayout:
     zero: int = 0
     zero3_shard: int | None = None
     zero3_layers: int | None = None
+    zero3_gather: Literal["micro_batch", "step"] = "micro_batch"
     bucket_elements: int | None = None
     precision: str = "bf16"
     recompute: RecomputeKind = "none"

@@ -56,14 +56,14 @@ from mega_trainer.pipeline.layer_partition import split_stage_layers
 from mega_trainer.pipeline.schedules import PipelineSchedule, make_schedule
 from mega_trainer.plan.flops import head_cost_in_layers, relative_layer_costs
 from mega_trainer.plan.memory_advice import make_training_layout
-from mega_trainer.plan.memory_prediction import zero3_unit_layers
+from mega_trainer.plan.zero3_memory import zero3_unit_layers
 
 
 def connect_parallel_groups(
     config: RunConfig, ranks: RankInfo, maker: ProcessGroupCache | None = None, log: CommLog | None = None
 ) -> ParallelGroups:
-    """Return this rank's communication groups for the configured degrees of parallelism. A collective call of all
-    ranks.
+    """Return this rank's communication groups for the configured degrees of parallelism; `maker` caches process groups,
+    `log` counts traffic. A collective call of all ranks.
 
     Raises:
         ConfigError: when they do not fit the number of ranks.
@@ -103,7 +103,7 @@ def build_expert_dispatcher(config: RunConfig, groups: ParallelGroups, leaves: L
 
 
 def choose_kernels(config: RunConfig, device: torch.device) -> BackendChoice:
-    """Choose the kernel back ends of a run for this kind of device.
+    """Choose the kernel back ends of a run (linear layers, attention, recurrent mixers) for this kind of device.
 
     Raises:
         ConfigError: when a configured one cannot be used on this device.
@@ -116,7 +116,7 @@ def choose_kernels(config: RunConfig, device: torch.device) -> BackendChoice:
         half=compute_dtype(config) in (torch.bfloat16, torch.float16),
         head=(model.query_key_head_dim, model.attention_value_dim),
         softcap=model.attention_softcap is not None,
-        biased=model.position == "relative",
+        biased=model.position in ("relative", "alibi"),
         taps=frozenset(recurrence.conv_kernel for recurrence in (model.mamba, model.delta) if recurrence),
         compiler_problem=find_compiler_problem(device) if gpu else None,
     )
@@ -191,7 +191,7 @@ def build_stages(
     device, sharded = build.device, parallel.zero == 3 and build.groups.dp_cp.size > 1
     if sharded:
         stored = torch.float64 if build.dtype == torch.float64 else torch.float32
-        build = replace(build, dtype=stored, device=torch.device("meta"))
+        build = replace(build, stored_dtype=stored, device=torch.device("meta"))
     has_both_ends = schedule.owners[0] == schedule.owners[last]
     stages = {}
     for index in schedule.stages_of_rank(build.groups.pp.rank):
@@ -209,13 +209,15 @@ def build_stages(
         for stage in stages.values():
             fully_shard_stage(
                 stage, dtype=compute_dtype(config), device=device, reduce_dtype=gradient_reduce_dtype(config),
-                layers=resolve_zero3_layers(config, build.groups),
+                layers=resolve_zero3_layers(config, build.groups), gather=parallel.zero3_gather or "micro_batch",
             )  # fmt: skip
     return stages
 
 
 def resolve_zero3_layers(config: RunConfig, groups: ParallelGroups) -> int:
     """Return the number of layers whose weights ZeRO-3 gathers together as one unit, configured or chosen by size."""
+    if config.model.transformers is not None:
+        return config.parallel.zero3_layers or 1
     return zero3_unit_layers(config.model, make_training_layout(config, groups.world.size))
 
 
@@ -285,6 +287,7 @@ def _shard_stage(config: RunConfig, stage: Decoder, zero_config: ZeroConfig) -> 
     layers = resolve_zero3_layers(config, stage.groups)
     return FullyShardedStage(
         stage,
+        separate=zero_config.separate,
         decoupled=zero_config.decoupled,
         lr_factor=zero_config.lr_factor,
         reduce_dtype=zero_config.reduce_dtype,

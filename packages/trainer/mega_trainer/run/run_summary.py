@@ -27,7 +27,11 @@ def log_run_size(state: TrainState, world_size: int) -> None:
         logger.warning(warning)
     logger.info(
         "%s parameters%s, %s on %d rank(s), steps %d to %d of %s tokens",
-        format_number(count_parameters_by_layer(config.model).total),
+        format_number(
+            sum(map(math.prod, canonical_tensors(config.model).values()))
+            if config.model.transformers
+            else count_parameters_by_layer(config.model).total
+        ),
         format_trained_share(config),
         config.precision,
         world_size,
@@ -66,7 +70,7 @@ def detect_machine(config: RunConfig) -> str | None:
     """Return the name of the machine that a run configures, or that its GPU identifies; None if neither is known or no
     time is predicted for the model.
     """
-    if config.model.has_encoder:
+    if config.model.has_encoder or config.model.transformers is not None:
         return None
     if config.machine is not None or config.device == "cpu" or not torch.cuda.is_available():
         return config.machine

@@ -92,7 +92,8 @@ class TrainState:
         )
 
     def advance_step(self, result: StepResult) -> None:
-        """Count a finished step and its samples, and check its loss and gradient norm with the loss guard.
+        """Count a finished step and its samples, and apply the run's policies for non-finite losses and loss spikes to
+        its loss and gradient norm.
 
         Raises:
             NumericalError: when the run's policy is to stop.
@@ -134,7 +135,7 @@ class TrainState:
             delete_after_step(root, self.step)
 
     def checkpoint_tensors(self) -> dict[str, ShardedTensor]:
-        """Return all tensors of a checkpoint as this rank's boxes, which are views of the tensors in training."""
+        """Return all tensors of a checkpoint as this rank's slices, which are views of the tensors in training."""
         self.optimizer.wait_for_params()
         weights = collect_weights(
             self.stages, prefix="weights/", computed=True, trainable_only=self.config.lora is not None
@@ -193,7 +194,7 @@ class TrainState:
         return lines
 
     def restore_memory_copy(self, copy: MemoryCopy) -> None:
-        """Resume from this rank's memory copy `copy` in host memory."""
+        """Resume from `copy`, the copy of this rank's training state in host memory."""
         wanted = self.checkpoint_tensors()
         copy.copy_into(wanted)
         self._apply_loaded(copy.step, copy.state, wanted)
@@ -225,7 +226,8 @@ def collect_weights(
     trainable_only: bool = False,
     packed: bool = True,
 ) -> dict[str, ShardedTensor]:
-    """Return the weights of these pipeline stages by canonical name, as boxes that are views of the parameters.
+    """Return the weights of these pipeline stages by canonical name, as this rank's slices, which are views of the
+    parameters.
 
     Args:
         prefix: of the names.

@@ -33,7 +33,9 @@ class StepHooks:
     """Hooks by which a training loop extends `train_step`; the defaults do nothing."""
 
     def append_metric_sums(self, sums: Tensor) -> Tensor:
-        """Return this rank's loss sums `sums` [2] with the sums of k objective metrics appended: [2 + k]."""
+        """Return this rank's loss sums `sums` [2] of a step with the sums of the objective's k further metrics
+        appended: [2 + k].
+        """
         return sums
 
     def local_scalars(self) -> StepScalars:
@@ -118,7 +120,8 @@ def _update_loss_scale(loss_scale: LossScale, result: StepResult) -> StepResult:
 
 
 def sum_step_scalars(executor: PipelineExecutor, scalars: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum the step's scalars and the routers' expert loads over all ranks by one all-reduce.
+    """Sum the step's scalars (losses, metrics, token counts) and the routers' expert loads over all ranks by one
+    all-reduce; return both.
 
     Args:
         scalars: fp64 [2 + n]: two sums of losses, which tensor ranks have in common, and n numbers of each rank alone.
@@ -129,7 +132,7 @@ def sum_step_scalars(executor: PipelineExecutor, scalars: Tensor) -> tuple[Tenso
     groups = executor.parallel_groups
     loads = tabulate_expert_loads(executor.loads, executor.model_config, scalars.device)
     if groups.tp.rank > 0:
-        scalars[:2] = 0.0
+        scalars[:2].zero_()
     joined = torch.cat([scalars, loads.flatten()])
     all_reduce(joined, groups.world)
     return joined[: len(scalars)], joined[len(scalars) :].view_as(loads)

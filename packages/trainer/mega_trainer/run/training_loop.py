@@ -143,7 +143,7 @@ class TrainingLoop:
             batch,
             context.objective.count_local_terms(following),
         )
-        self._integrity.check_before_step(self._state.step + 1, self._first_rank_batches)
+        self._integrity.check_recomputed_gradients(self._state.step + 1, self._first_rank_batches)
         result = train_step(
             self._executor,
             self._state.optimizer,
@@ -292,8 +292,8 @@ class LoopStepHooks(StepHooks):
         )
 
     def accepts_loss(self, loss: float) -> bool:
-        """Check tensors for silent corruption just before an update, and return whether the loss guard accepts the
-        loss.
+        """Check tensors for silent corruption just before an update, and return True if the run's policies for
+        non-finite losses and loss spikes allow an update with this loss.
         """
         self.integrity.check_before_update(self._step)
         return self.context.state.guard.accepts_loss(loss)

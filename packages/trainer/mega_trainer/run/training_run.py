@@ -17,14 +17,13 @@ from torch.distributed.distributed_c10d import Store
 
 from mega_ckpt.canonical_tensors import SCORE
 from mega_ckpt.checkpoint_folders import latest_checkpoint
-from mega_ckpt.lora_adapter import check_adapter_start, fingerprint_base
+from mega_ckpt.lora_adapter import check_initial_adapter, fingerprint_base
 from mega_ckpt.lora_tensors import adapted_modules
 from mega_ckpt.source import (
     WeightSource,
     init_dora_magnitudes,
     load_adapter_weights,
     load_with_adapter,
-    open_weight_source,
     warn_of_unsupported_parts,
 )
 from mega_ckpt.store import Location
@@ -33,7 +32,7 @@ from mega_common.lora_config import is_adapter_tensor
 from mega_common.progress_logging import logger
 from mega_data.tokenizer import Tokenizer
 from mega_trainer.config.run_config import RunConfig
-from mega_trainer.data.data_check import extend_vocabulary, find_run_tokenizer
+from mega_trainer.data.data_check import find_run_tokenizer, open_initial_weights
 from mega_trainer.distributed.comm import CommGroup
 from mega_trainer.distributed.device import deterministic_mode, select_rank_device
 from mega_trainer.distributed.process_groups import ParallelGroups, RankInfo, list_communicating_groups, warm_up_groups
@@ -223,8 +222,8 @@ def reduce_during_backward(sharded: Mapping[int, ShardedStage], stage: int, last
 def initialize_state(
     state: TrainState, start: Location | MemoryCopy | None, world: CommGroup, tokenizer: Tokenizer | None
 ) -> None:
-    """Load the weights and the optimizer state that a run starts from into `state`: from checkpoint or memory copy
-    `start`, from `init_from`, or random ones.
+    """Load the weights and the optimizer state that a run starts from into `state`: from the checkpoint or host-memory
+    copy `start`, from `init_from`, or random ones.
 
     Args:
         start: the checkpoint or memory copy that the run resumes from; None for a new run, which begins with the
@@ -269,8 +268,7 @@ def _load_initial_weights(
     """Load the weights of `init_from`: for a new run, or at every start for the frozen base of an adapter. A `fresh`
     run also loads its initial adapter.
     """
-    original = open_weight_source(path)
-    source = extend_vocabulary(state.config, original, tokenizer)
+    original, source = open_initial_weights(state.config, path, tokenizer)
     if world.rank == 0:
         warn_of_unsupported_parts(source, training=True)
     missing_head = {SCORE} - {*source.tensor_names()}  # a language model has no classification head
@@ -295,6 +293,6 @@ def _load_initial_adapter(state: TrainState, base: str, source: WeightSource) ->
         init_dora_magnitudes(source, modules, trained)
         return
     adapter = load_with_adapter(str(lora.init_from), base).adapter
-    check_adapter_start(adapter, modules, state.config.is_trainable, str(lora.init_from))
+    check_initial_adapter(adapter, modules, state.config.is_trainable, str(lora.init_from))
     load_adapter_weights(adapter, trained)
     logger.info("starting from the adapter of %s", lora.init_from)

@@ -78,7 +78,9 @@ class RankShareSource:
         return out
 
     def copy_slab(self, slab: TensorSlice, out: Tensor) -> None:
-        """Copy this rank's share of a tensor slice into `out`, a tensor of that shape, cast to the dtype of `out`."""
+        """Copy this rank's share of the tensor slice `slab` into `out`, a tensor of that shape, cast to the dtype of
+        `out`; elements of other ranks become zero.
+        """
         out.zero_()
         for box in self._shares[slab.name].boxes if slab.name in self._shares else ():
             copy_overlap(TensorBox(slab.offset, out), box)

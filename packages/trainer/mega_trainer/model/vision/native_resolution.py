@@ -146,7 +146,7 @@ class PatchWindowMask:
     windows: PackedMask
 
     def mask_for_window(self, window: int | None) -> AttentionMaskSpec:
-        """Return the mask by windows, or with None by images; see `AttentionMask`."""
+        """Return the mask by attention windows of patches, or for `window` None by images."""
         return self.images if window is None else self.windows
 
 
@@ -182,7 +182,8 @@ class NativeVisionEncoder(nn.Module):
         """Encode this rank's P patches of the images in `partition` to features [P, C], with C the encoder's width."""
         rotation = self._rotate_patches(to_device(partition.patch_coordinates(), device))
         context = ForwardContext(partition.make_patch_mask(device), rotation, rotation)
-        x: Tensor = self.patches(partition.extract_patches().to(device, self.dtype).unsqueeze(0))
+        patches = to_device(partition.extract_patches().to(self.dtype), device)
+        x: Tensor = self.patches(patches.unsqueeze(0))
         for index, layer in enumerate(self.layers):
             x = self.saved.run_layer(index, layer, x, context)
         return x.squeeze(0)

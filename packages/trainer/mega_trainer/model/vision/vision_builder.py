@@ -38,8 +38,9 @@ class VisionLayerBuilder(LayerBuilder):
         tower, groups = build.config.vision_encoder_config, build.groups
         assert tower is not None
         return cls(
-            tower, ParallelGroups(dp_cp=groups.dp_cp), build.kernels, leaves=build.leaves, dtype=build.dtype, device=build.device,
-            deferred=build.deferred, saved=SavedActivations(build.saved.recompute), prefix=prefix, tp=groups.tp,
+            tower, ParallelGroups(dp_cp=groups.dp_cp), build.kernels, leaves=build.leaves, dtype=build.dtype,
+            stored_dtype=build.stored_dtype, device=build.device, deferred=build.deferred,
+            saved=SavedActivations(build.saved.recompute), prefix=prefix, tp=groups.tp,
         )  # fmt: skip
 
     def build_parameter(
@@ -51,10 +52,12 @@ class VisionLayerBuilder(LayerBuilder):
         replicas: Sequence[CommGroup] = (),
         **start: Any,
     ) -> nn.Parameter:
-        """Build a parameter whose name begins with the vision prefix; see `LayerBuilder.build_parameter`."""
+        """Build a parameter whose name in the checkpoint begins with the vision encoder's prefix, whole on every tensor
+        rank, with its gradient summed over tensor ranks.
+        """
         own = [replace(piece, name=piece.name.replace("model.", self.prefix, 1)) for piece in pieces]
         return make_parameter(
-            shape, own, data=self.groups.dp_cp, dtype=self.dtype, device=self.device,
+            shape, own, data=self.groups.dp_cp, dtype=self.parameter_dtype, device=self.device,
             grad_sync=(self.tp,), replicas=(self.tp,), parts=self.tp, **start,
         )  # fmt: skip
 

@@ -135,7 +135,9 @@ class ImageEmbedder(nn.Module):
         return None if build.config.vision is None else cls(build)
 
     def forward(self, x: Tensor, images: BatchImages) -> Tensor:
-        """Replace the embeddings of image placeholders in x [B, S or S/T, D] by the features of the images."""
+        """Replace the embeddings of image placeholders in x [B, S or S/T, D] (S/T under sequence parallelism over T
+        ranks) by the features of the images.
+        """
         features = self.encode_images(images, x.device) if images.features is None else images.features
         part = local_sequence_slice(images.rows.shape[1], self.groups.tp, sp=self.sp)
         return insert_image_features(x, features, images.rows[:, part])
@@ -147,7 +149,7 @@ class ImageEmbedder(nn.Module):
             partition = ImagePartition(list(images.pixels), self.config, rank, ranks)
             gathered = self._all_gather(self.projector(self.tower(partition, device)))
             return gathered[to_device(partition.feature_rows, device)]
-        own = images.local_pixels(rank, ranks).to(device, self.dtype)
+        own = to_device(images.local_pixels(rank, ranks).to(self.dtype), device)
         return self._all_gather(self.projector(self.tower(own))).flatten(0, 1)
 
     def _all_gather(self, features: Tensor) -> Tensor:

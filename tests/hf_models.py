@@ -75,6 +75,16 @@ _DELTA_MOE = {
     **_DELTA, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "shared_expert_intermediate_size": 20,
 }  # fmt: skip
 
+_V3_EXPERTS = {**_EXPERTS, "n_routed_experts": 8, "n_group": 4, "topk_group": 2}
+_OPT = {
+    "vocab_size": 97, "hidden_size": 24, "ffn_dim": 40, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "max_position_embeddings": 64, "word_embed_proj_dim": 24,
+}  # fmt: skip
+_TWO_ROPES = {
+    "full_attention": {"rope_type": "default", "rope_theta": 5e5},
+    "sliding_attention": YARN | {"rope_theta": 500.0},
+}
+
 _BERT = {
     "vocab_size": 97, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 4,
     "max_position_embeddings": 32, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
@@ -357,6 +367,114 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "t5-silu": ("t5", {**_T5, "feed_forward_proj": "gated-silu", "d_kv": 6, "relative_attention_max_distance": 20, "num_layers": 1}),
     "mt5": ("mt5", _T5),
     "umt5": ("umt5", _T5),
+    "minimax_m2": ("minimax_m2", {**_SIZES, "head_dim": 12, "num_local_experts": 6, "num_experts_per_tok": 2}),
+    "minimax_m2-rotary-dim": (
+        "minimax_m2", {**_SIZES, "head_dim": 12, "num_local_experts": 6, "num_experts_per_tok": 3, "rotary_dim": 6,
+                       "tie_word_embeddings": True, "num_key_value_heads": 1},
+    ),
+    "glm4_moe_lite": ("glm4_moe_lite", {**_DEEPSEEK, "num_experts_per_tok": 2}),
+    "glm4_moe_lite-groups-kinds": (
+        "glm4_moe_lite", {**_DEEPSEEK, "num_experts_per_tok": 2, "n_group": 4, "topk_group": 2, "q_lora_rank": None,
+                          "mlp_layer_types": ["sparse", "dense", "sparse"], "attention_bias": True, "n_shared_experts": 2},
+    ),
+    "dots1": ("dots1", {**_V3_EXPERTS, "n_shared_experts": 2, "first_k_dense_replace": 1}),
+    "dots1-windows-bias": (
+        "dots1", {**_V3_EXPERTS, "n_shared_experts": 1, "attention_bias": True, "max_window_layers": 1, "sliding_window": 8,
+                  "norm_topk_prob": True, "routed_scaling_factor": 2.5, "tie_word_embeddings": True},
+    ),
+    "exaone_moe": (
+        "exaone_moe", {**_EXPERTS, "num_experts": 6, "sliding_window": 8, "eos_token_id": 2, "num_shared_experts": 2},
+    ),
+    "exaone_moe-kinds-groups": (
+        "exaone_moe", {**_EXPERTS, "num_experts": 8, "n_group": 2, "topk_group": 1, "layer_types": KINDS, "head_dim": 10,
+                       "mlp_layer_types": ["sparse", "dense", "sparse"], "sliding_window": 8, "tie_word_embeddings": True},
+    ),
+    "solar_open": ("solar_open", {**_EXPERTS, "head_dim": 8}),
+    "solar_open-groups-bias": (
+        "solar_open", {**_V3_EXPERTS, "head_dim": 12, "attention_bias": True, "n_shared_experts": 2, "norm_topk_prob": False,
+                       "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
+    ),
+    "hy_v3": ("hy_v3", {**_EXPERTS, "head_dim": 10, "num_experts": 6}),
+    "hy_v3-kinds-bias-tied": (
+        "hy_v3", {**_EXPERTS, "head_dim": 8, "num_experts": 5, "mlp_layer_types": ["sparse", "dense", "sparse"],
+                  "attention_bias": True, "tie_word_embeddings": True, "num_shared_experts": 2, "rope_parameters": YARN},
+    ),
+    "afmoe": ("afmoe", {**_EXPERTS, "head_dim": 10, "num_experts": 6, "sliding_window": 8, "num_hidden_layers": 5}),
+    "afmoe-scaled-kinds": (
+        "afmoe", {**_EXPERTS, "head_dim": 8, "num_experts": 5, "sliding_window": 8, "layer_types": KINDS, "mup_enabled": True,
+                  "num_dense_layers": 0, "num_shared_experts": 1, "route_scale": 1.5, "tie_word_embeddings": True},
+    ),
+    "cwm": ("cwm", {**_SIZES, "head_dim": 10, "sliding_window": 8, "num_hidden_layers": 5}),
+    "cwm-kinds-bias": (
+        "cwm", {**_SIZES, "head_dim": 8, "sliding_window": 8, "layer_types": KINDS, "mlp_bias": True, "tie_word_embeddings": True,
+                "rope_parameters": YARN},
+    ),
+    "internlm3": ("internlm3", {**_SIZES, "head_dim": 10, "attention_bias": True, "mlp_bias": True}),
+    "internlm3-plain": ("internlm3", {**_SIZES, "head_dim": 6, "rope_parameters": DYNAMIC, "tie_word_embeddings": True}),
+    "iquestcoder": ("iquestcoder", {**_SIZES, "head_dim": 10}),
+    "vaultgemma": ("vaultgemma", {**_GEMMA, "sliding_window": 8}),
+    "vaultgemma-untied-uncapped": (
+        "vaultgemma", {**_GEMMA, "tie_word_embeddings": False, "attn_logit_softcapping": None, "layer_types": KINDS,
+                       "sliding_window": 8, "query_pre_attn_scalar": 24, "attention_bias": True},
+    ),
+    "flex_olmo": ("flex_olmo", {**_SIZES, "num_experts": 5, "num_experts_per_tok": 2, "pad_token_id": 0}),
+    "flex_olmo-normalized-bias": (
+        "flex_olmo", {**_SIZES, "num_experts": 4, "num_experts_per_tok": 3, "pad_token_id": 0, "norm_topk_prob": True,
+                      "attention_bias": True, "tie_word_embeddings": True},
+    ),
+    "mellum": ("mellum", {**_EXPERTS, "num_experts": 5, "head_dim": 10}),
+    "mellum-windows-kinds": (
+        "mellum", {**_EXPERTS, "num_experts": 5, "head_dim": 8, "sliding_window": 8, "layer_types": KINDS, "norm_topk_prob": False,
+                   "mlp_layer_types": ["dense", "sparse", "sparse"], "rope_parameters": _TWO_ROPES, "attention_bias": True},
+    ),
+    "ernie4_5_moe": ("ernie4_5_moe", {**_SIZES, "moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 12}),
+    "ernie4_5_moe-interval-untied": (
+        "ernie4_5_moe", {**_SIZES, "moe_num_experts": 4, "moe_k": 3, "moe_intermediate_size": 12, "moe_layer_interval": 2,
+                         "moe_num_shared_experts": 0, "tie_word_embeddings": False, "num_hidden_layers": 5},
+    ),
+    "granitemoeshared": (
+        "granitemoeshared", {**_GRANITE, "num_local_experts": 5, "num_experts_per_tok": 2, "shared_intermediate_size": 20},
+    ),
+    "granitemoeshared-without": ("granitemoeshared", {**_GRANITE, "num_local_experts": 4, "attention_bias": True}),
+    "granite_swa": ("granite_swa", {**_GRANITE, "sliding_window": 8, "num_hidden_layers": 5}),
+    "granite_swa-thetas": (
+        "granite_swa", {**_GRANITE, "sliding_window": 8, "layer_types": KINDS, "layer_rope_theta": [0, 500.0, 1e4],
+                        "tie_word_embeddings": False, "mlp_bias": True, "attention_bias": True},
+    ),
+    "granitemoe_swa": (
+        "granitemoe_swa", {**_GRANITE, "num_local_experts": 4, "sliding_window": 8, "shared_intermediate_size": 20},
+    ),
+    "hyperclovax": ("hyperclovax", {**_SIZES, "head_dim": 6, "logits_scaling": 0.3, "embedding_multiplier": 3.0}),
+    "hyperclovax-pre-bias": (
+        "hyperclovax", {**_SIZES, "head_dim": 6, "use_post_norm": False, "attention_bias": True, "mlp_bias": True,
+                        "attention_multiplier": 0.3, "residual_multiplier": 0.22, "tie_word_embeddings": True},
+    ),
+    "ministral3": (
+        "ministral3", {**_SIZES, "head_dim": 10, "rope_parameters": YARN | {"original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.3}},
+    ),
+    "ministral3-window-tied": (
+        "ministral3", {**_SIZES, "head_dim": 8, "sliding_window": 8, "tie_word_embeddings": True,
+                       "rope_parameters": YARN | {"original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.1}},
+    ),
+    "hunyuan_v1_dense": ("hunyuan_v1_dense", {**_SIZES, "head_dim": 10}),
+    "hunyuan_v1_dense-alpha-bias": (
+        "hunyuan_v1_dense", {**_SIZES, "head_dim": 8, "attention_bias": True, "tie_word_embeddings": True,
+                             "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 50.0, "factor": 1.0}},
+    ),
+    "hunyuan_v1_moe": ("hunyuan_v1_moe", {**_SIZES, "head_dim": 6, "num_experts": 5, "moe_topk": 2}),
+    "hunyuan_v1_moe-lists": (
+        "hunyuan_v1_moe", {**_SIZES, "head_dim": 8, "num_experts": 4, "moe_topk": [3, 3, 3], "attention_bias": True, "tie_word_embeddings": True},
+    ),
+    "phi": ("phi", {**_SIZES, "hidden_size": 32}),
+    "phi-tied-gelu": ("phi", {**_SIZES, "tie_word_embeddings": True, "hidden_act": "gelu", "partial_rotary_factor": 1.0}),
+    "gptj": ("gptj", {**_GPT2, "rotary_dim": 4}),
+    "gptj-inner": ("gptj", {**_GPT2, "rotary_dim": 6, "n_inner": 50, "activation_function": "gelu"}),
+    "bloom": ("bloom", {"vocab_size": 97, "hidden_size": 24, "n_layer": 3, "n_head": 4}),
+    "bloom-six-heads-untied": (
+        "bloom", {"vocab_size": 97, "hidden_size": 36, "n_layer": 2, "n_head": 6, "tie_word_embeddings": False, "hidden_dropout": 0.1},
+    ),
+    "opt": ("opt", _OPT),
+    "opt-untied-no-bias": ("opt", {**_OPT, "enable_bias": False, "tie_word_embeddings": False, "activation_function": "gelu"}),
     "qwen3_5_moe": ("qwen3_5_moe_text", {key: value for key, value in _DELTA_MOE.items() if key != "intermediate_size"}),
 }  # fmt: skip
 
@@ -380,7 +498,7 @@ def save_model(folder: Path, case: str, *, dtype: torch.dtype = torch.float32, s
         for parameter in model.parameters():
             parameter.normal_()
         for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.data = torch.randn(buffer.shape)  # in fp32, whatever the weights are
     with contextlib.redirect_stderr(io.StringIO()):
         model.save_pretrained(folder, max_shard_size=shard)

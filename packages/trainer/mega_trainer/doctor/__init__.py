@@ -1,0 +1,1 @@
+"""Examination of a machine: kernels, speeds, groups, runs and failures, each against an expectation."""

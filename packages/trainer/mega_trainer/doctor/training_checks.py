@@ -1,0 +1,212 @@
+"""Small training runs: layouts against one process, time and memory against `mega plan`, and the speed of checkpoints.
+
+Every rank of a job runs these; the runs follow each other in one process group.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from mega_ckpt.store import load_sharded_checkpoint, save_sharded_checkpoint, step_folder
+from mega_ckpt.tensor_pieces import ShardedTensor, TensorBox
+from mega_common.model_config import ModelConfig
+from mega_common.model_presets import load_model_preset
+from mega_common.progress_logging import format_number
+from mega_data.token_files.indexed_writer import IndexedWriter
+from mega_trainer.config.run_config import RunConfig
+from mega_trainer.distributed.process_groups import RankInfo
+from mega_trainer.doctor.check_result import CheckResult, judge_bound
+from mega_trainer.plan.layout_search import make_planned_run
+from mega_trainer.plan.machine import MachineSpec
+from mega_trainer.plan.memory_advice import make_training_layout
+from mega_trainer.plan.memory_prediction import predict_memory
+from mega_trainer.run.training_run import run_training
+
+PARITY_BOUND = 1e-10  # relative, in fp64
+PARITY_STEPS, PLAN_STEPS = 3, 8
+REFERENCE = "losses.json"  # losses of one process
+TIME_BOUND, MEMORY_BOUND = 0.2, 0.1  # relative errors of the plan
+CHECKPOINT_BYTES, CHECKPOINT_BYTES_CPU = 1 << 30, 1 << 25  # of a rank
+SMALL_MODEL = {
+    "num_layers": 4, "hidden_size": 64, "ffn_hidden_size": 128, "num_attention_heads": 4, "num_kv_heads": 2,
+    "vocab_size": 256,
+}  # fmt: skip
+EXPERTS = {"moe": {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 64}}
+PLANNED_MODELS: Mapping[str, tuple[Mapping[str, Any], int]] = {  # name -> model, tokens of a sequence
+    "1.3B": ({"preset": "gpt3-1.3b"}, 2048),
+    "8B-wide, 4 layers": ({"preset": "llama3-8b", "num_layers": 4}, 4096),
+}
+PLANNED_MODELS_CPU: Mapping[str, tuple[Mapping[str, Any], int]] = {"1M": (SMALL_MODEL, 64)}
+
+
+def write_tokens(folder: Path, vocab_size: int, sequence: int) -> Path:
+    """Write a small file of learnable tokens and return its path."""
+    generator = np.random.default_rng(0)
+    with IndexedWriter(folder / "tokens", np.dtype(np.uint16)) as writer:
+        for _ in range(64):
+            start = generator.integers(0, vocab_size)
+            writer.add_document((np.arange(start, start + 2 * sequence) % vocab_size).astype(np.uint16))
+    return folder / "tokens"
+
+
+def list_parity_layouts(ranks: int) -> dict[str, dict[str, Any]]:
+    """Return sections of run.yaml by name: layouts of `ranks` ranks whose results must be those of one process."""
+    found: dict[str, dict[str, Any]] = {
+        f"dp {ranks}, ZeRO-{level}": {"parallel": {"zero": level}} for level in (1, 2, 3)
+    }
+    if ranks % 2 == 0:
+        found |= {
+            "tp 2, sequence parallel": {"parallel": {"tp": 2, "sp": True}},
+            "pp 2": {"parallel": {"pp": 2}},
+            "cp 2, ring": {"parallel": {"cp": 2, "cp_kind": "ring"}},
+            "cp 2, all-to-all": {"parallel": {"cp": 2, "cp_kind": "alltoall"}},
+            "ep 2": {"parallel": {"ep": 2}, "model": EXPERTS},
+        }
+    if ranks % 4 == 0:
+        found |= {
+            "tp 2, pp 2": {"parallel": {"tp": 2, "pp": 2, "zero": 1}},
+            "tp 2, cp 2": {"parallel": {"tp": 2, "cp": 2, "zero": 1}},
+        }
+    return found if ranks > 1 else {"recompute": {"recompute": {"kind": "full"}}}
+
+
+def write_reference(folder: Path, device: str, ranks: int) -> None:
+    """Train the models of `list_parity_layouts` on this process alone, in fp64, and write their losses for
+    `check_parity`; to be called outside of a job.
+    """
+    kinds = {_model_key(sections): sections.get("model", {}) for sections in list_parity_layouts(ranks).values()}
+    found = {
+        key: _train_run(_small_run(folder, device, ranks, f"alone-{number}", {"model": model}), RankInfo())
+        for number, (key, model) in enumerate(kinds.items())
+    }
+    (folder / REFERENCE).write_text(json.dumps(found))
+
+
+def check_parity(folder: Path, device: str, ranks: RankInfo) -> Iterator[CheckResult]:
+    """Yield the largest relative difference of losses and gradient norms between each layout and one process, in fp64."""
+    expected = json.loads((folder / REFERENCE).read_text())
+    for name, sections in list_parity_layouts(ranks.world_size).items():
+        found = _train_run(
+            _small_run(folder, device, ranks.world_size, f"parity-{name.replace(' ', '-')}", sections), ranks
+        )
+        if ranks.rank == 0:
+            wanted = np.array(expected[_model_key(sections)])
+            yield judge_bound("parity", name, float(np.abs(np.array(found) / wanted - 1).max()), PARITY_BOUND)
+
+
+def _model_key(sections: Mapping[str, Any]) -> str:
+    return json.dumps(sections.get("model", {}))
+
+
+def check_plan(folder: Path, device: str, ranks: RankInfo, machine: MachineSpec | None) -> Iterator[CheckResult]:
+    """Yield step time and peak memory of rank 0 in short runs, against the prediction of `mega plan`."""
+    gpu = device == "cuda"
+    for name, (model, sequence) in (PLANNED_MODELS if gpu else PLANNED_MODELS_CPU).items():
+        raw = _small_run(
+            folder, device, ranks.world_size, f"plan-{name.replace(' ', '-')}",
+            {
+                "model": model, "data": {"seq_length": sequence}, "batch": {"micro": 1, "global": 4 * ranks.world_size},
+                "train": {"steps": PLAN_STEPS}, "precision": "bf16" if gpu else "fp32", "parallel": {"zero": 1},
+            },
+        )  # fmt: skip
+        if gpu:
+            torch.cuda.reset_peak_memory_stats()
+        _train_run(raw, ranks)
+        if ranks.rank == 0:
+            lines = _read_metrics(raw)[3:]
+            config = RunConfig.parse(raw)
+            memory = max(line["memory_bytes"] for line in lines) if gpu else None
+            yield from _compare_plan(name, config, ranks.world_size, machine, lines, memory)
+
+
+def _compare_plan(
+    name: str,
+    config: RunConfig,
+    ranks: int,
+    machine: MachineSpec | None,
+    lines: list[dict[str, Any]],
+    memory: float | None,
+) -> Iterator[CheckResult]:
+    seconds = statistics.median(line["seconds"] for line in lines)
+    speed = f"{seconds:.3g} s, {format_number(statistics.median(line['tokens_per_second'] for line in lines))} tokens/s"
+    if machine is None:
+        yield CheckResult("plan", f"step time, {name}", "no expectation", speed, value=seconds, unit="s")
+    else:
+        predicted = make_planned_run(config, ranks, machine).predict_step_time().seconds
+        fits = seconds <= (1 + TIME_BOUND) * predicted
+        expected = f"<= {(1 + TIME_BOUND) * predicted:.3g} s"
+        yield CheckResult("plan", f"step time, {name}", "ok" if fits else "failed", speed, expected, seconds, "s")
+    needed = sum(predict_memory(config.model, make_training_layout(config, ranks))[0].values())
+    if memory is None:
+        wanted = f"plan: {format_number(needed)}B"
+        yield CheckResult("plan", f"peak memory, {name}", "no expectation", "not measured on a CPU", wanted)
+        return
+    near = abs(memory / needed - 1) <= MEMORY_BOUND
+    yield CheckResult(
+        "plan", f"peak memory, {name}", "ok" if near else "failed", f"{format_number(memory)}B",
+        f"{format_number(needed)}B within {100 * MEMORY_BOUND:.0f} %", memory, "B",
+    )  # fmt: skip
+
+
+def check_checkpoints(folder: Path, device: str, ranks: RankInfo) -> Iterator[CheckResult]:
+    """Yield the speed of a durable save of a tensor that all ranks share, of loading it, and that it is unchanged."""
+    place = torch.device(device, ranks.local_rank) if device == "cuda" else torch.device("cpu")
+    count = (CHECKPOINT_BYTES if device == "cuda" else CHECKPOINT_BYTES_CPU) // 4
+    generator = torch.Generator(place).manual_seed(ranks.rank)
+    values = torch.randn(count, device=place, generator=generator)
+    shape, offset = (count * ranks.world_size,), (count * ranks.rank,)
+    root, model, group = folder / "checkpoints", ModelConfig.parse(load_model_preset("tiny")), dist.group.WORLD
+    group = group if ranks.world_size > 1 else None
+    _wait_for_ranks(device)
+    begin = time.perf_counter()
+    save_sharded_checkpoint(
+        root, 1, {"w": ShardedTensor(shape, [TensorBox(offset, values)])}, model=model, state={}, group=group
+    )
+    saved = time.perf_counter()
+    loaded = torch.zeros_like(values)
+    load_sharded_checkpoint(step_folder(root, 1), {"w": ShardedTensor(shape, [TensorBox(offset, loaded)])}, group=group)
+    seconds = {"save, durable": saved - begin, "load, verified": time.perf_counter() - saved}
+    differing = float((loaded != values).sum())
+    if ranks.rank == 0:
+        for name, taken in seconds.items():
+            rate = 4 * count * ranks.world_size / taken / 1e9
+            yield CheckResult("checkpoint", name, "no expectation", f"{rate:.3g} GB/s", value=rate, unit="GB/s")
+        yield judge_bound("checkpoint", "changed values", differing, 0.0)
+
+
+def _small_run(folder: Path, device: str, ranks: int, name: str, sections: Mapping[str, Any]) -> dict[str, Any]:
+    """Return run.yaml of a run of the small model, with `sections` merged into it."""
+    base: dict[str, Any] = {
+        "model": SMALL_MODEL, "data": {"train": str(folder / "tokens"), "seq_length": 64, "split": [1, 0, 0]},
+        "batch": {"micro": 1, "global": 4 * ranks}, "train": {"steps": PARITY_STEPS}, "optimizer": {"lr": 1e-3},
+        "precision": "fp64", "compile": False, "checkpoint": {"save": False}, "log": {"tensorboard": False, "every": 1},
+        "device": device, "output": str(folder / name),
+    }  # fmt: skip
+    merged = {
+        key: {**base[key], **value} if isinstance(base.get(key), dict) else value for key, value in sections.items()
+    }
+    return {**base, **merged, **({"model": sections["model"]} if "preset" in sections.get("model", {}) else {})}
+
+
+def _train_run(raw: Mapping[str, Any], ranks: RankInfo) -> list[tuple[float, float]]:
+    """Train and return loss and gradient norm of each step, as rank 0 has logged them."""
+    run_training(RunConfig.parse(dict(raw)), ranks)
+    return [(line["loss"], line["grad_norm"]) for line in _read_metrics(raw)] if ranks.rank == 0 else []
+
+
+def _read_metrics(raw: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (Path(raw["output"]) / "metrics.jsonl").read_text().splitlines()]
+
+
+def _wait_for_ranks(device: str) -> None:
+    if dist.is_initialized():
+        dist.all_reduce(torch.zeros(1, device="cuda" if device == "cuda" else "cpu"))

@@ -1,0 +1,45 @@
+"""Error of predicted step times on published runs that the fit had not used, by class of run.
+
+A class is a GPU or its generation, the kind of model (dense, experts or hybrid) and the precision. `benchmarks/plan_time.py --fit`
+writes the file: each published run is predicted by constants that were fitted without its source.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from mega_common.model_config import ModelConfig
+from mega_common.strict_config import load_yaml_mapping
+from mega_trainer.plan.machine import MachineSpec
+
+
+def classify_model(model: ModelConfig) -> str:
+    """Return the kind of a model whose error is reported: `hybrid` with recurrent layers, else `experts` or `dense`."""
+    return "hybrid" if model.is_recurrent else "experts" if model.moe else "dense"
+
+
+def describe_held_out_error(model: ModelConfig, machine: MachineSpec, precision: str) -> dict[str, object]:
+    """Return the error of the narrowest class with published runs as `mega plan --json` prints it: `class`, `runs`, and the
+    `median` and 90th percentile `p90` of the absolute relative error; only `class` and `runs` = 0 if no run of this kind of
+    model on this generation of GPUs was published.
+    """
+    raw = load_yaml_mapping(Path(str(files(__package__ or "mega_trainer.plan") / "held_out_errors.yaml")))
+    kind = classify_model(model)
+    names = [f"{of} {kind} {precision}" for of in (machine.gpu, machine.generation)]
+    for name in (*names, f"{machine.generation} {kind}"):
+        if found := raw.get(name):
+            return {"class": name, "runs": found["runs"], "median": found["median_error"], "p90": found["p90_error"]}
+    return {"class": names[-1], "runs": 0}
+
+
+def format_held_out_error(error: Mapping[str, Any]) -> str:
+    """Return the error of `describe_held_out_error` as a line of text."""
+    if not error["runs"]:
+        return f"unknown: no run of this class ({error['class']}) was published"
+    return (
+        f"half within {100 * error['median']:.0f} %, 90 % within {100 * error['p90']:.0f} % "
+        f"({error['runs']} published runs of other sources than the fit: {error['class']})"
+    )
