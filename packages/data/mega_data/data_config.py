@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from mega_data.raw_data_config import (
     find_raw_source_problems,
     is_raw_path,
 )
+from mega_data.token_files.remote_copies import restore_url_slashes
 
 Ints = npt.NDArray[np.int64]
 
@@ -176,16 +176,9 @@ class DatasetSource(StrictConfig):
         return is_raw_path(self.path)
 
     @property
-    def columns_by_role(self) -> dict[str, str]:
-        """Columns of raw records by their role; empty for the usual names."""
-        return {str(role): column for role, column in self.map.items()}
-
-    @property
     def input_name(self) -> str:
         """Name of raw data as an input of `mega data preprocess`, such as `hf:NAME:SUBSET@SPLIT`."""
-        name = str(self.path)
-        if not name.startswith(HUB):  # `Path` has dropped a slash of a URL
-            name = re.sub(r"^([a-z][a-z0-9+.-]+):/(?=[^/])", r"\1://", name)
+        name = str(self.path) if str(self.path).startswith(HUB) else restore_url_slashes(self.path)
         return name + (f":{self.subset}" if self.subset else "") + (f"@{self.split}" if self.split else "")
 
     @property

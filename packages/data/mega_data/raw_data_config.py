@@ -10,16 +10,16 @@ from typing import Any, Literal, get_args
 from pydantic import Field, PositiveInt
 
 from mega_common.strict_config import ConfigProblem, StrictConfig
+from mega_data.chat.chat_records import LossOn
+from mega_data.reading.corpus_sources import NAMES, PACKED
+from mega_data.token_files.indexed_reader import get_idx_path, strip_data_suffix
 
-LossOn = Literal["answers", "last", "all"]
 RecordKey = Literal[
     "text", "messages", "conversations", "prompt", "completion", "response", "instruction", "input", "output",
     "chosen", "rejected", "label", "system", "tools",
 ]  # fmt: skip
 CHAT_KINDS = ("conversations", "pairs")
-# Suffixes that mark a path as raw data, and those of packed files, before which they stand.
-RAW_SUFFIXES = (".jsonl", ".jsonlines", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".txt", ".text", ".md")
-PACKED_SUFFIXES = (".gz", ".bz2", ".xz", ".lzma", ".zst")
+TEXT_SUFFIXES = (".txt", ".text", ".md")
 HUB = "hf:"  # prefix of the name of a data set of the HuggingFace Hub, or of a folder saved by `datasets`
 
 
@@ -69,11 +69,11 @@ def is_raw_path(path: Path) -> bool:
     """
     name = str(path)
     suffixes = [suffix.lower() for suffix in path.suffixes]
-    if suffixes and suffixes[-1] in PACKED_SUFFIXES:
+    if suffixes and suffixes[-1] in PACKED:
         suffixes.pop()
-    if name.startswith(HUB) or (suffixes and suffixes[-1] in RAW_SUFFIXES):
+    if name.startswith(HUB) or (suffixes and suffixes[-1] in (*NAMES, *TEXT_SUFFIXES)):
         return True
-    if path.suffix in (".bin", ".idx") or Path(f"{name}.idx").exists():
+    if path.suffix in (".bin", ".idx") or get_idx_path(strip_data_suffix(path)).exists():
         return False
     if glob.has_magic(name):
         return not glob.glob(f"{name}.idx", recursive=True) and bool(glob.glob(name, recursive=True))

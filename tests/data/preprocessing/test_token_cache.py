@@ -22,8 +22,7 @@ from mega_data.chat.chat_preparation import ChatOptions
 from mega_data.data_config import DataConfig
 from mega_data.preprocessing.preprocess_corpus import PreprocessJob, preprocess_corpus
 from mega_data.preprocessing.token_cache import read_first_record, tokenize_raw_data, tokenize_raw_source
-from mega_data.raw_data_config import PACKED_SUFFIXES, RAW_SUFFIXES
-from mega_data.reading.corpus_sources import NAMES, PACKED, find_corpus_sources
+from mega_data.reading.corpus_sources import find_corpus_sources
 from mega_data.tokenizer import Tokenizer
 
 TEXTS = [{"text": "the cat sat on the mat. The dog saw it."}, {"text": "def f(x):\n    return x + 1\n"}] * 3
@@ -354,11 +353,6 @@ def test_raw_data_is_told_from_token_files(
     for file in ("both.idx", "both.bin", "tokens.idx", "tokens.bin"):
         (tmp_path / file).touch()
     assert DataConfig.model_validate({"train": name}).train[0].is_raw == raw
-
-
-def test_suffixes_are_those_of_the_readers() -> None:
-    assert {*NAMES} < {*RAW_SUFFIXES}
-    assert PACKED_SUFFIXES == PACKED
 
 
 def test_the_tokenizer_must_exist(config: Config, tmp_path: Path) -> None:

@@ -16,9 +16,8 @@ import numpy.typing as npt
 
 from mega_common.errors import DataError
 from mega_common.progress_logging import logger
-from mega_data.chat.chat_records import Conversation, parse_chat_record
+from mega_data.chat.chat_records import Conversation, LossOn, parse_chat_record
 from mega_data.chat.chat_template import read_chat_template
-from mega_data.raw_data_config import LossOn
 from mega_data.reading.documents import AnswerSpan, Document, RejectedItem, RenderedChat
 from mega_data.token_files.dataset_info import UNPAIRED, ChatInfo
 from mega_data.tokenizer import LEADS, Tokenizer

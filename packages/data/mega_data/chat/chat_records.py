@@ -22,13 +22,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any
+from typing import Any, Literal
 
 from mega_common.bounded_parsing import parse_json_text
 from mega_common.errors import DataError
-from mega_data.raw_data_config import LossOn
 from mega_data.reading.corpus_sources import ABSENT, lookup_record_value
 
+LossOn = Literal["answers", "last", "all"]
 Message = dict[str, Any]
 
 SHAREGPT = {

@@ -24,9 +24,8 @@ from typing import Any
 
 from mega_common.bounded_parsing import read_json_file, read_utf8_text
 from mega_common.errors import DataError
-from mega_data.chat.chat_records import Conversation, Message
+from mega_data.chat.chat_records import Conversation, LossOn, Message
 from mega_data.chat.unrendered_parts import find_unrendered_parts
-from mega_data.raw_data_config import LossOn
 from mega_data.reading.decompression import import_optional
 from mega_data.reading.documents import AnswerSpan, RenderedChat
 
