@@ -290,7 +290,7 @@ def compute_layer_norms(
 
 def _layer_name(name: str) -> str:
     words = name.split(".")
-    return words[words.index("layers") + 1] if "layers" in words else words[-2]
+    return words[words.index("layers") + 1] if "layers" in words else words[-2:][0]
 
 
 def _sum_squares(pairs: Iterable[tuple[OptimizerSlot, Tensor]], names: list[str]) -> Tensor:
