@@ -21,7 +21,7 @@ def alone() -> dict[str, dict[str, list[str]]]:
 def test_a_step_waits_once() -> None:
     (found,) = run_ranks(alone, 1, timeout=200)
     once = {
-        "training step": ["copy to the host: step.py train_step"],
-        "evaluation": ["copy to the host: evaluation.py evaluate"],
+        "training step": ["copy to the host: run/train_step.py train_step"],
+        "evaluation": ["copy to the host: run/train_step.py evaluate_losses"],
     }
     assert found == dict.fromkeys(NAMES, once)
