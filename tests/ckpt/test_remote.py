@@ -173,7 +173,7 @@ def test_an_error_at_any_moment_leaves_the_older_one(root: Location, error: Base
     before = object_stores.content()
     moments = itertools.count()
     while (told := put_until(root, next(moments), error)) is not None:
-        assert str(error) in told
+        assert str(error).removeprefix("[Errno 5] ") in told
         remove_leftovers(root)
         if found(root) == 2:  # the last moments are those after the commit
             assert isinstance(error, KeyboardInterrupt)
@@ -210,9 +210,9 @@ def test_a_store_that_is_out_of_reach_is_not_an_empty_one(root: Location) -> Non
 
     Watched.announce = staticmethod(broken)
     for ask in (latest_checkpoint, list_checkpoints, remove_leftovers, open_weight_source):
-        with pytest.raises(ObjectStoreError, match="PermissionError"):
+        with pytest.raises(ObjectStoreError, match=r"cannot be accessed \((list|read)\)"):
             ask(root)
-    with pytest.raises(CheckpointError, match="PermissionError"):
+    with pytest.raises(CheckpointError, match=r"cannot be accessed \((list|read)\)"):
         load_sharded_checkpoint(step_folder(root, 1), {})
 
 

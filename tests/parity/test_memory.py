@@ -22,11 +22,12 @@ from ranks import run_ranks
 from mega_ckpt.tensor_pieces import ShardedTensor
 from mega_common.model_config import ModelConfig
 from mega_trainer.data.micro_batch import split_micro_batches
+from mega_trainer.distributed.rng import TOKENS
 from mega_trainer.plan.part_memory import count_model_parts
 from mega_trainer.plan.training_layout import TrainingLayout
 
 S, F, RANKS = 256, 128, 8
-MODEL = {
+MODEL: dict[str, Any] = {
     "num_layers": 6, "hidden_size": 32, "ffn_hidden_size": F, "num_attention_heads": 8, "vocab_size": 64, "init_std": 0.2,
 }  # fmt: skip
 HYBRID: dict[str, Any] = {
@@ -123,7 +124,9 @@ def test_the_peak_of_a_ring_is_a_share(found: dict[str, Bytes], ranks: int) -> N
 @pytest.mark.parametrize("more", ["", ", documents", ", dropout"])
 def test_a_ring_makes_nothing_larger_than_its_tokens_share(found: dict[str, Bytes], ranks: int, more: str) -> None:
     widest = S // ranks * 2 * F * 4  # gate and up projections of the rank's tokens
-    assert found[f"ring {ranks}{more}"].largest <= widest
+    # masks of residual dropout are drawn in blocks of tokens of a fixed size, however few of them the rank has
+    block = TOKENS * MODEL["hidden_size"] * 4 if "dropout" in more else 0
+    assert found[f"ring {ranks}{more}"].largest <= max(widest, block)
     if ranks == 8:
         assert found["allgather 8"].largest > widest
 

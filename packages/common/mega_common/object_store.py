@@ -17,7 +17,6 @@ from typing import IO, Any, NamedTuple
 
 import fsspec
 
-from mega_common.bounded_parsing import explain_read_error
 from mega_common.errors import ConfigError, MegaError, MissingPackageError
 
 _URL = re.compile(r"(?P<protocol>[a-z][a-z0-9+.-]*)://(?P<path>.+)")
@@ -250,9 +249,10 @@ def translate_store_errors(path: RemotePath, *, writing: bool = False) -> Iterat
     except Exception as error:
         if isinstance(error, FileNotFoundError) and not writing:
             raise FileNotFoundError(errno.ENOENT, "no such object", str(path)) from error
-        first = next(iter(str(error).strip().splitlines()), "")
+        # what the store's client says, which names the cause better than a class of errors
+        first = re.sub(r"^\[Errno -?\d+\] ", "", next(iter(str(error).strip().splitlines()), ""))
         raise ObjectStoreError(
-            f"{path}: cannot be accessed ({explain_read_error(error) if isinstance(error, OSError) else first or error!r})",
+            f"{path}: cannot be accessed ({first or type(error).__name__})",
             hint="check the URL, the endpoint and the credentials of the object store",
         ) from error
 

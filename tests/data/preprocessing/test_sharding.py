@@ -167,7 +167,7 @@ def test_a_bad_line_of_a_part_is_told_with_the_byte_it_counts_from(tokenizer_fol
 
 @pytest.mark.parametrize("text", ["0/8", "9/8", "3", "a/b", "3/8/2", "-1/8"])
 def test_no_such_shard(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"--shard must be NUMBER(?s:.*)1/8 to --shard 8/8"):
+    with pytest.raises(ConfigError, match=r"--shard must be I/N(?s:.*)1/8 to the first and --shard 8/8"):
         InputShard.parse(text)
 
 

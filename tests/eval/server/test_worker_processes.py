@@ -76,7 +76,7 @@ def test_templates_without_end_are_refused_and_others_rendered(names: list[str])
         return [*found, honest], rounds
 
     (*errors, honest), rounds = asyncio.run(run())
-    assert [type(error) for error in errors] == [DataError] * len(names)
+    assert [error for error in errors if not isinstance(error, DataError)] == []
     assert honest == "<hello>"
     assert rounds > 10
 

@@ -113,8 +113,7 @@ def test_a_dozen_types_train_on_two_ranks(tmp_path: Path, zero: int) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("zero", [1, 3])
-def test_every_type_trains_or_is_refused(tmp_path: Path, zero: int) -> None:
+def test_every_type_trains_or_is_refused(tmp_path: Path) -> None:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as NAMES
 
-    check_walk(run_ranks(walk_types, 2, sorted(NAMES), zero, tmp_path, timeout=3000.0)[0], 120)
+    check_walk(run_ranks(walk_types, 2, sorted(NAMES), 3, tmp_path, timeout=3000.0)[0], 130)

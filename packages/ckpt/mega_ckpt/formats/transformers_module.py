@@ -162,7 +162,9 @@ def describe_module(raw: Mapping[str, Any]) -> ModelConfig:
     text = config.get_text_config()
     sizes = {name: _find_size(text, keys) for name, keys in _SIZES.items()}
     with explain_module_errors(bare.model_type, "name its embeddings"):
-        vocab = int(module.get_input_embeddings().weight.shape[0])
+        # Mllama has no logits for its image tokens, the last rows of the embedding
+        ends = (module.get_input_embeddings(), module.get_output_embeddings())
+        vocab = min(int(end.weight.shape[0]) for end in ends if getattr(end, "weight", None) is not None)
     width = sizes["hidden_size"] or 1
     return ModelConfig.model_validate(
         {
