@@ -31,7 +31,7 @@ def faults(text: str, run: Path, rank: str) -> dict[int, str]:
 
 def plant(kinds: dict[int, str]) -> None:
     """Have this process meet with them."""
-    steps, step, whole, at = training_run.run_training_loop, training_loop.train_step, Decoder.whole, [0]
+    steps, step, whole, at = training_run.run_training_loop, training_loop.train_step, Decoder.run_stage, [0]
 
     def noted(job: TrainingContext) -> str | None:
         def faulty(*args: Any, **more: Any) -> Any:
@@ -59,7 +59,7 @@ def plant(kinds: dict[int, str]) -> None:
         return whole(model, *args)
 
     training_run.run_training_loop = noted
-    Decoder.whole = forward  # type: ignore[method-assign]
+    Decoder.run_stage = forward  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":
