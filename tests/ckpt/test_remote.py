@@ -210,9 +210,9 @@ def test_a_store_that_is_out_of_reach_is_not_an_empty_one(root: Location) -> Non
 
     Watched.announce = staticmethod(broken)
     for ask in (latest_checkpoint, list_checkpoints, remove_leftovers, open_weight_source):
-        with pytest.raises(ObjectStoreError, match=r"cannot be accessed \((list|read)\)"):
+        with pytest.raises(ObjectStoreError, match="PermissionError"):
             ask(root)
-    with pytest.raises(CheckpointError, match=r"cannot be accessed \((list|read)\)"):
+    with pytest.raises(CheckpointError, match="PermissionError"):
         load_sharded_checkpoint(step_folder(root, 1), {})
 
 

@@ -110,7 +110,9 @@ def test_a_store_that_fails_is_no_damaged_file(
         patch.setattr("mega_data.preprocessing.dataset_output.RECORD_INTERVAL", 0.0)
         patch.setattr("mega_data.preprocessing.text_batches.BATCH", 4000)
         patch.setattr(RemotePath, "open", lambda place: Failing(place.read_bytes()))
-        with pytest.raises(ObjectStoreError, match=r"memory://bucket/a.jsonl: cannot be accessed \(connection reset\)"):
+        with pytest.raises(
+            ObjectStoreError, match=r"memory://bucket/a.jsonl: cannot be accessed \(OSError: connection reset"
+        ):
             preprocess_corpus(["memory://bucket/a.jsonl"], tokenizer_folder, tmp_path / "d", on_bad_line="skip")
     assert (tmp_path / ".d.partial" / "progress.json").exists()
     preprocess_corpus(["memory://bucket/a.jsonl"], tokenizer_folder, tmp_path / "d", on_bad_line="skip")
@@ -151,7 +153,7 @@ def test_a_store_that_fails_gets_what_is_made_already(
     (tmp_path / "a.jsonl").write_bytes(records("a"))
     with monkeypatch.context() as patch:
         patch.setattr(type(store), "put_file", lambda *_, **__: 1 / 0)
-        with pytest.raises(ObjectStoreError, match=r"memory://bucket/d.info: cannot be accessed \(division by zero\)"):
+        with pytest.raises(ObjectStoreError, match=r"memory://bucket/d.info: cannot be accessed \(ZeroDivisionError"):
             preprocess_corpus([tmp_path / "a.jsonl"], tokenizer_folder, Path("memory://bucket/d"))
     with monkeypatch.context() as patch:
         patch.setattr(

@@ -252,7 +252,7 @@ def translate_store_errors(path: RemotePath, *, writing: bool = False) -> Iterat
         # what the store's client says, which names the cause better than a class of errors
         first = re.sub(r"^\[Errno -?\d+\] ", "", next(iter(str(error).strip().splitlines()), ""))
         raise ObjectStoreError(
-            f"{path}: cannot be accessed ({first or type(error).__name__})",
+            f"{path}: cannot be accessed ({': '.join(filter(None, (type(error).__name__, first)))})",
             hint="check the URL, the endpoint and the credentials of the object store",
         ) from error
 

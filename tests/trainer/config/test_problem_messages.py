@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import ast
-import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from config_problems import check_form, follow_hint, list_problems
 
 import mega_trainer.config
 from mega_common.errors import ConfigError
-from mega_common.strict_config import ConfigProblem, _find_all_problems, apply_overrides
+from mega_common.strict_config import ConfigProblem, apply_overrides
 from mega_trainer.config.run_config import RunConfig, resolve_run_config
 
 BASE: dict[str, Any] = {
@@ -170,52 +169,19 @@ WORLD_CASES: list[tuple[int, list[str]]] = [
     (3, ["batch.global=8"]),
 ]
 
-RULE = re.compile(
-    r"(requires|conflicts with|must|is not supported|is required|has no effect|is missing)( |$|:)(?!.*[.;]$)"
-)
-HINT = re.compile(r"(set|remove|replace|reduce|change|shorten) .*[^.]$")
 UNTRIED = (
     "replace it by its value",
     "change batch.global or the number of ranks; no degrees fit",
     "shorten the warmup",
 )
-ASSIGNMENT = re.compile(r"([a-z_0-9.]+)=(\[[^\]]*\]|[^\s,;]+)")
-REMOVAL = re.compile(r"remove ([a-z_0-9.]+)")
 
 
 def raw_run(overrides: list[str]) -> dict[str, Any]:
     return resolve_run_config(apply_overrides(BASE, overrides))
 
 
-def problems(raw: dict[str, Any]) -> list[ConfigProblem]:
-    return list(_find_all_problems(RunConfig, raw))
-
-
 def world_problems(raw: dict[str, Any], world: int) -> list[ConfigProblem]:
     return list(RunConfig.parse(raw).parallel_rules.find_world_size_problems(world))
-
-
-def followed(raw: dict[str, Any], hint: str) -> Iterator[dict[str, Any]]:
-    """The configuration after each alternative of a hint."""
-    for part in re.split(r"[,;] or ", hint):
-        changes = [f"{key}={value}" for key, value in ASSIGNMENT.findall(part)]
-        removed = REMOVAL.findall(part)
-        if changes or removed:
-            changed = apply_overrides(raw, changes)
-            for path in removed:
-                remove(changed, path.split("."))
-            yield changed
-
-
-def remove(raw: dict[str, Any], path: list[str]) -> None:
-    for part in path[:-1]:
-        raw = raw[part]
-    raw.pop(path[-1])
-
-
-def check_form(problem: ConfigProblem) -> None:
-    assert RULE.match(problem.rule), str(problem)
-    assert HINT.match(problem.hint), str(problem)
 
 
 def check_hint(problem: ConfigProblem, before: list[ConfigProblem], after: list[ConfigProblem]) -> None:
@@ -227,14 +193,14 @@ def check_hint(problem: ConfigProblem, before: list[ConfigProblem], after: list[
 @pytest.mark.parametrize("overrides", CASES, ids=" ".join)
 def test_problems_are_sentences_and_hints_work(overrides: list[str]) -> None:
     raw = raw_run(overrides)
-    found = problems(raw)
+    found = list_problems(raw)
     assert found
     for problem in found:
         check_form(problem)
-        changed = list(followed(raw, problem.hint))
+        changed = list(follow_hint(raw, problem.hint))
         assert changed or problem.hint.startswith(UNTRIED), str(problem)
         for alternative in changed:
-            check_hint(problem, found, problems(alternative))
+            check_hint(problem, found, list_problems(alternative))
 
 
 @pytest.mark.parametrize(("world", "overrides"), WORLD_CASES)
@@ -244,7 +210,7 @@ def test_degrees_of_a_hint_fit_the_number_of_ranks(world: int, overrides: list[s
     assert found
     for problem in found:
         check_form(problem)
-        for alternative in followed(raw, problem.hint):
+        for alternative in follow_hint(raw, problem.hint):
             check_hint(problem, found, world_problems(alternative, world))
 
 
@@ -259,11 +225,11 @@ def test_every_rule_has_a_case(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(ConfigProblem, "__init__", noted)
     for overrides in CASES:
-        problems(raw_run(overrides))
+        list_problems(raw_run(overrides))
     for world, overrides in WORLD_CASES:
         world_problems(raw_run(overrides), world)
     missing = []
-    # rules of transformers' modules need a model of theirs: tests/trainer/model/test_transformers_decoder.py has their table
+    # rules of transformers' modules need a model of theirs: tests/trainer/model/test_transformers_decoder.py has their cases
     for path in sorted({*folder.glob("*.py")} - {folder / "transformers_rules.py"}):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "ConfigProblem":

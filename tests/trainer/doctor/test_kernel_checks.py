@@ -51,6 +51,31 @@ def test_a_kernel_that_is_wrong_by_two_percent_fails(
     assert result.verdict == "failed", result
 
 
+class GradientOfNan(torch.autograd.Function):
+    """Identity whose gradient is NaN."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0] * float("nan")
+
+
+@pytest.mark.parametrize("operand", [0, 1, 2])
+def test_a_kernel_whose_gradient_is_nan_fails(operand: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = TorchKernels.attention
+
+    def wrong(self: TorchKernels, *args: Any) -> Tensor:
+        given = list(args)
+        given[operand] = GradientOfNan.apply(given[operand])
+        return real(self, *given)
+
+    monkeypatch.setattr(TorchKernels, "attention", wrong)
+    assert CHECKS["attention sdpa, causal"].run_check(CPU).verdict == "failed"
+
+
 def test_a_kernel_that_raises_fails_with_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*args: Any, **kwargs: Any) -> Tensor:
         raise RuntimeError("no kernel image is available\nand more")

@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from config_problems import check_form, follow_hint, list_problems
 from ranks import run_ranks
 
 from mega_ckpt.convert import convert_checkpoint
 from mega_common.errors import CheckpointError, ConfigError
+from mega_trainer.config import transformers_rules
 from mega_trainer.config.run_config import RunConfig, resolve_run_config
 from mega_trainer.distributed.process_groups import RankInfo
 from mega_trainer.run.input_check import find_pattern_problems
@@ -120,6 +122,52 @@ def test_unsupported_runs_are_refused(
 ) -> None:
     with pytest.raises((ConfigError, CheckpointError), match=message):
         train_rank(make_run(settings, tmp_path, config, **sections), 0, 1)
+
+
+UNSUPPORTED: dict[str, dict[str, Any]] = {
+    "parallel.tp": {"parallel": {"tp": 2}},
+    "parallel.pp": {"parallel": {"pp": 2}},
+    "parallel.cp": {"parallel": {"cp": 2}},
+    "parallel.ep": {"parallel": {"ep": 2}},
+    "parallel.sp": {"parallel": {"tp": 2, "sp": True}},
+    "parallel.virtual_stages": {"parallel": {"pp": 2, "virtual_stages": 2}},
+    "precision": {"precision": "fp8"},
+    "recompute.kind": {"recompute": {"kind": "selective"}},
+    "recompute.layers": {"recompute": {"kind": "full", "layers": 1}},
+    "offload.activations": {"offload": {"activations": 1}},
+    "objective.kind": {"objective": {"kind": "dpo"}},
+    "optimizer.name": {"optimizer": {"name": "muon"}},
+    "optimizer.decoupled_lr": {"optimizer": {"decoupled_lr": 0.1}},
+    "lora": {"lora": {"rank": 2}},
+    "eval.tasks": {"eval": {"tasks": ["hellaswag"]}},
+    "kernels.linear": {"kernels": {"linear": "te"}},
+    "kernels.attention": {"kernels": {"attention": "flash"}},
+    "kernels.conv": {"kernels": {"conv": "causal_conv1d"}},
+    "kernels.scan": {"kernels": {"scan": "mamba_ssm"}},
+    "kernels.delta": {"kernels": {"delta": "fla"}},
+    "data.kind": {"data": {"kind": "masked"}},
+    "data.reset_position_ids": {"data": {"reset_attention_mask": True}},
+    "data.reset_attention_mask": {"data": {"reset_position_ids": True}},
+    "data.seq_length": {"data": {"seq_length": 65}},
+}
+
+
+@pytest.mark.parametrize("path", UNSUPPORTED)
+def test_each_unsupported_setting_is_named_with_a_fix(path: str, settings: Settings, tmp_path: Path) -> None:
+    raw = make_run(settings, tmp_path, LLAMA, **UNSUPPORTED[path])
+    words = "config.json declares" if path == "data.seq_length" else transformers_rules.WITH
+    found = [problem for problem in list_problems(raw) if problem.path == path and words in problem.rule]
+    assert found, [str(problem) for problem in list_problems(raw)]
+    for problem in found:
+        check_form(problem)
+        for changed in follow_hint(raw, problem.hint):
+            assert problem.rule not in [each.rule for each in list_problems(changed) if each.path == path], str(problem)
+
+
+def test_every_unsupported_setting_has_a_case(settings: Settings, tmp_path: Path) -> None:
+    run = RunConfig.parse(make_run(settings, tmp_path, LLAMA))
+    others = {"data.kind", "data.reset_position_ids", "data.reset_attention_mask", "data.seq_length"}
+    assert {path for path, *_ in transformers_rules._unsupported_settings(run)} | others == UNSUPPORTED.keys()
 
 
 def test_frozen_tensors_are_those_of_transformers(settings: Settings, tmp_path: Path) -> None:

@@ -35,25 +35,29 @@ def find_transformers_problems(run: RunConfig) -> Iterator[ConfigProblem]:
 
 def _unsupported_settings(run: RunConfig) -> Iterator[tuple[str, bool, Any, str]]:
     """Yield (path, in use, value, hint) of each setting that needs mega's own layers."""
-    parallel, zero = run.parallel, "shard over data ranks instead: set parallel.zero=3"
-    own = "use a model type that mega has (docs/families.md), without implementation: transformers"
-    for key in ("tp", "pp", "cp", "ep"):
+    parallel, zero = run.parallel, "set parallel.zero=3, which shards over data ranks"
+    own = "change to a model type that mega has (docs/families.md), without implementation: transformers"
+    for key in ("tp", "pp", "cp", "ep", "virtual_stages"):
         degree = getattr(parallel, key)
-        yield f"parallel.{key}", degree > 1, degree, f"{zero}; or {own}"
-    yield "parallel.sp", parallel.sp, True, zero
-    yield "parallel.virtual_stages", parallel.virtual_stages > 1, parallel.virtual_stages, zero
+        yield f"parallel.{key}", degree > 1, degree, f"remove parallel.{key} and {zero}; or {own}"
+    yield "parallel.sp", parallel.sp, True, f"remove parallel.sp and {zero}"
     yield "precision", run.precision == "fp8", "fp8", f"set precision=bf16; or {own}"
     kind = run.recompute.kind
     yield "recompute.kind", kind == "selective", kind, "set recompute.kind=full"
     yield "recompute.layers", run.recompute.layers is not None, run.recompute.layers, "remove recompute.layers"
     moved = run.offload.activations
-    yield "offload.activations", moved > 0, moved, "set recompute.kind=full"
+    yield "offload.activations", moved > 0, moved, "remove offload.activations and set recompute.kind=full"
     yield "objective.kind", run.objective.kind != "cross_entropy", run.objective.kind, own
     yield "optimizer.name", run.optimizer.name != "adamw", run.optimizer.name, "set optimizer.name=adamw"
     decoupled = run.optimizer.decoupled_lr
-    yield "optimizer.decoupled_lr", decoupled is not None, decoupled, "set optimizer.lr_factors"
-    yield "lora", run.lora is not None, None, f"freeze tensors by train.freeze; or {own}"
-    yield "eval.tasks", bool(run.eval.tasks), run.eval.tasks, "run mega eval on the checkpoints"
+    yield (
+        "optimizer.decoupled_lr",
+        decoupled is not None,
+        decoupled,
+        "remove optimizer.decoupled_lr and set optimizer.lr_factors",
+    )
+    yield "lora", run.lora is not None, None, f"remove lora and set train.freeze to train some tensors alone; or {own}"
+    yield "eval.tasks", bool(run.eval.tasks), run.eval.tasks, "remove eval.tasks and run mega eval on the checkpoints"
     for key in ("linear", "attention", "conv", "scan", "delta"):
         chosen = getattr(run.kernels, key)
         yield f"kernels.{key}", chosen not in ("auto", "torch"), chosen, f"remove kernels.{key}"

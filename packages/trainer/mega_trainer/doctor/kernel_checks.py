@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, get_args
@@ -114,6 +114,11 @@ def relative_error(mine: Tensor, exact: Tensor) -> float:
     return float(torch.maximum(difference.norm() / exact.norm(), largest))
 
 
+def largest_error(errors: Iterable[float]) -> float:
+    """Return the largest of `errors`, or NaN if one of them is NaN, which Python's `max` may drop."""
+    return float(torch.tensor(list(errors), dtype=torch.float64).max())
+
+
 def measure_attention(
     name: str, device: torch.device, *, mask: str = "causal", transform: str = "", head: int = 64, value: int = 64
 ) -> float:
@@ -126,7 +131,7 @@ def measure_attention(
         q, k, v = (tensor.to(dtype).requires_grad_() for tensor in given)
         y = attend(q, k, v, shape, how)
         found.append([y, *torch.autograd.grad(y, [q, k, v], dy.to(dtype))])
-    return max(relative_error(mine, exact) for mine, exact in zip(*found, strict=True))
+    return largest_error(relative_error(mine, exact) for mine, exact in zip(*found, strict=True))
 
 
 def measure_uneven_heads(name: str, device: torch.device) -> float:
@@ -150,7 +155,7 @@ def measure_blocks(name: str, device: torch.device) -> float:
     ]
     sums = [parts[0][0].float() + parts[1][0], *(torch.cat([part[index] for part in parts], 1) for index in (1, 2))]
     pairs = [(y, exact), *zip(sums, gradients, strict=True)]
-    return max(relative_error(mine, wanted) for mine, wanted in pairs)
+    return largest_error(relative_error(mine, wanted) for mine, wanted in pairs)
 
 
 def measure_te_linear(recipe: Recipe | None, device: torch.device) -> float:
@@ -175,7 +180,7 @@ def measure_te_linear(recipe: Recipe | None, device: torch.device) -> float:
         (te.linear_wgrad(given, x, into[0], add=True), plain.linear_wgrad(dy, x, into[1], add=True)),
     )
     assert all(mine.dtype == theirs.dtype for mine, theirs in pairs)
-    return max(relative_error(mine, theirs) for mine, theirs in pairs)
+    return largest_error(relative_error(mine, theirs) for mine, theirs in pairs)
 
 
 def measure_grouped_gemm(counts: list[int], device: torch.device) -> float:
@@ -189,7 +194,7 @@ def measure_grouped_gemm(counts: list[int], device: torch.device) -> float:
     fused, alone = (
         (kernels.grouped_linear(x, weight, rows), kernels.grouped_wgrad(y, x, rows)) for x, y, weight in (low, wide)
     )
-    return max(relative_error(mine, exact) for mine, exact in zip(fused, alone, strict=True))
+    return largest_error(relative_error(mine, exact) for mine, exact in zip(fused, alone, strict=True))
 
 
 def measure_gradients_into(add: bool, device: torch.device) -> float:
@@ -205,7 +210,7 @@ def measure_gradients_into(add: bool, device: torch.device) -> float:
     kept = there.double() if add else 0
     products = relative_error(gemm_accumulation.gemm_into(a, b, there.clone(), add=add), a.double() @ b.double() + kept)
     embedding = gemm_accumulation.write_embedding_grad(rows, places, there.clone(), add=add)
-    return max(products, relative_error(embedding, one_hot.t() @ rows.double() + kept))
+    return largest_error([products, relative_error(embedding, one_hot.t() @ rows.double() + kept)])
 
 
 def _attention_operands(device: torch.device, head: int = 64, value: int = 64) -> list[Tensor]:
