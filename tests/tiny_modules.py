@@ -6,10 +6,13 @@ import re
 from typing import Any
 
 VOCAB, LENGTH = 64, 64
+# Settings of types whose class refuses its own defaults.
+GIVEN: dict[str, dict[str, Any]] = {
+    "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}},
+}
 # Sizes by the name of the setting, the first pattern that matches; longer names first.
 SIZES = (
     (r"vocab_size.*|vocab_size_per.*", VOCAB),
-    (r"hidden_size_per_layer_input", 0),
     (r".*(max_position|n_positions|max_seq|max_source|max_target|n_ctx|seq_len).*", LENGTH),
     (r".*(num_hidden_layers|n_layers?|num_layers|num_decoder_layers|encoder_layers|decoder_layers|num_encoder_layers)", 2),
     (r".*(num_key_value_heads|n_kv_heads|multi_query_group_num|num_kv_heads|num_key_heads)", 2),
@@ -64,7 +67,7 @@ def tiny_config(model_type: str) -> dict[str, Any]:
     """Return a tiny config.json of a model type of transformers."""
     from transformers import CONFIG_MAPPING
 
-    settings = CONFIG_MAPPING[model_type]().to_dict()
+    settings = CONFIG_MAPPING[model_type](**GIVEN.get(model_type, {})).to_dict()
     found = shrink_settings(settings)
     found.pop("dtype", None)
     return {**found, "model_type": model_type, "is_decoder": True}

@@ -39,9 +39,10 @@ NAMED = {
     "dense": {
         "parallel_residual": False, "shared_norm": False, "norm": "rmsnorm", "norm_bias": True, "no_rope_layers": None,
         "num_kv_heads": 8, "logit_scale": 1.0, "embedding_multiplier": 1.0, "residual_multiplier": 1.0,
-        "attention_scale": None, "rope": {"theta": 100.0},
+        "attention_scale": None, "rope": {"theta": 100.0}, "position": "rope", "head_bias": False, "embedding_norm": False,
     },
     "gqa": {
+        "qk_norm_after_rope": False, "head_bias": False,
         "qkv_bias": False, "activation": "swiglu", "rope": {"theta": 100.0}, "attention_gate": False,
         "zero_centered_norm": False,
     },
@@ -54,7 +55,10 @@ NAMED = {
         "mlp_bias": False, "attention_sinks": False, "activation_limit": None, "full_attention_layers": None,
         "moe": {"num_experts": 8, "top_k": 2, "ffn_hidden_size": 24},
     },
-    "deepseek": {"qkv_bias": False, "moe": {**MODELS["deepseek"]["moe"], "shared_ffn_hidden_size": 24}},
+    "deepseek": {
+        "qkv_bias": False, "rope": {"theta": 100.0, "interleaved": True},
+        "moe": {**MODELS["deepseek"]["moe"], "shared_ffn_hidden_size": 24},
+    },
 }  # fmt: skip
 
 
@@ -85,8 +89,9 @@ def layouts(ranks: int) -> list[Case]:
 
 
 def exportable(cases: Sequence[Case]) -> list[Case]:
-    """Those whose names are in `NAMED`, as models that HuggingFace has."""
-    return [quiet(replace(one, model={**one.model, **NAMED[one.name]})) for one in cases if one.name in NAMED]
+    """Those whose names are in `NAMED`, as models that HuggingFace has: none lacks the norms of latents."""
+    had = [one for one in cases if one.name in NAMED and (one.model.get("mla") or {}).get("latent_norm", True)]
+    return [quiet(replace(one, model={**one.model, **NAMED[one.name]})) for one in had]
 
 
 def engine_of(case: Case, ranks: RankInfo, maker: Any = None) -> TrainingEngine:

@@ -102,7 +102,7 @@ def hands_on(cases: Sequence[Case], folder: Path) -> list[str]:
         before = outcome(engine)
         engine.resume(folder / str(number) / "mega")
         engine.offload()
-        held = sum(storage.nbytes() for storage, _ in engine._away)
+        held = sum(storage.nbytes() for storage, _ in engine._offloaded)
         engine.reload()
         after = outcome(engine)
         wrong += [f"{case}: {held} bytes stay"] if held else []

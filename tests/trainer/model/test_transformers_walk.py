@@ -28,6 +28,16 @@ DOZEN = (
     "llama", "gpt2", "bloom", "opt", "mixtral", "qwen3_next", "mamba", "lfm2", "gemma2", "granitemoe", "deepseek_v3",
     "olmo_hybrid", "cpmant", "bert",
 )  # fmt: skip
+# Types that do not train in this size: transformers cannot build or run them, or their attention is not causal.
+REFUSED = {
+    "axk1", "axk2", "bailing_hybrid", "bamba", "blt", "cohere_compass_text", "cpmant", "ctrl", "dbrx",
+    "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "dots3_note", "dots3_note_text", "falcon_h1",
+    "gemma3n", "gemma3n_text", "gemma4_assistant", "gemma4_unified_assistant", "git", "glm4_moe_lite",
+    "glm_moe_dsa", "granitemoehybrid", "hunyuan_v1_dense", "hunyuan_v1_moe", "inkling2_text", "kimi_linear",
+    "laguna", "lfm2", "lfm2_moe", "llama4", "llama4_text", "longcat_flash", "mamba2", "minicpm3", "ministral",
+    "musicgen", "musicgen_melody", "nemotron", "nemotron_h", "qwen4_exp", "qwen4_exp_text", "reformer",
+    "smollm3", "xglm", "xlm", "xmod", "youtu", "zamba", "zamba2",
+}  # fmt: skip
 Steps = list[tuple[float, float]]
 
 
@@ -96,24 +106,25 @@ def walk_types(model_types: list[str], zero: int, folder: Path) -> dict[str, tup
     return found
 
 
-def check_walk(results: dict[str, tuple[str, Any]], least: int) -> None:
-    """Check that there is no foreign error, that steps are equal, and that at least `least` types trained."""
+def check_walk(results: dict[str, tuple[str, Any]]) -> None:
+    """Check that there is no foreign error, that steps are equal, and that all types but those `REFUSED` trained."""
     foreign = {name: value for name, (kind, value) in results.items() if kind == "foreign"}
     assert not foreign
     steps = {name: value for name, (kind, value) in results.items() if kind == "steps"}
     for name, (ranks, alone) in steps.items():
         torch.testing.assert_close(ranks, alone, rtol=1e-10, atol=1e-14, msg=lambda text, name=name: f"{name}: {text}")
-    assert len(steps) >= least
+    assert results.keys() - steps.keys() == results.keys() & REFUSED
     assert all(len(value) > 40 for kind, value in results.values() if kind == "sentence")
 
 
 @pytest.mark.parametrize("zero", [1, 3])
 def test_a_dozen_types_train_on_two_ranks(tmp_path: Path, zero: int) -> None:
-    check_walk(run_ranks(walk_types, 2, list(DOZEN), zero, tmp_path, timeout=600.0)[0], 6)
+    check_walk(run_ranks(walk_types, 2, list(DOZEN), zero, tmp_path, timeout=600.0)[0])
 
 
 @pytest.mark.long
-def test_every_type_trains_or_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("zero", [1, 3])
+def test_every_type_trains_or_is_refused(tmp_path: Path, zero: int) -> None:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as NAMES
 
-    check_walk(run_ranks(walk_types, 2, sorted(NAMES), 3, tmp_path, timeout=3000.0)[0], 130)
+    check_walk(run_ranks(walk_types, 2, sorted(NAMES), zero, tmp_path, timeout=3000.0)[0])
