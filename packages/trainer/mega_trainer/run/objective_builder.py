@@ -18,6 +18,7 @@ from mega_common.progress_logging import logger
 from mega_data.blended_dataset import BlendedDataset
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.data.data_check import extend_vocabulary, find_run_tokenizer
+from mega_trainer.data.prompt_dataset import PromptDataset
 from mega_trainer.distributed.process_groups import ParallelGroups
 from mega_trainer.kernels.leaf_compiler import LeafCompiler, should_compile
 from mega_trainer.model.auxiliary_models import DistillationTeacher
@@ -28,6 +29,7 @@ from mega_trainer.objectives.distillation_objective import (
     LiveTeacher,
     collect_teacher_top_k,
 )
+from mega_trainer.objectives.policy_objective import PolicyObjective, RolloutGenerator
 from mega_trainer.objectives.preference_objective import PreferenceObjective
 from mega_trainer.objectives.sample_cache import (
     CachedReferenceModel,
@@ -52,6 +54,7 @@ def build_objectives(
     consumed: int,
     training: BlendedDataset,
     valid: BlendedDataset | None,
+    generate: RolloutGenerator | None = None,
 ) -> tuple[TrainingObjective, TrainingObjective]:
     """Build the training and the validation objective, with the reference or teacher model that they need. A collective
     call of all ranks.
@@ -60,8 +63,10 @@ def build_objectives(
 
     Args:
         consumed: samples of the training set that the run has already consumed.
+        generate: samples answers of the model in training, for reinforcement learning.
 
     Raises:
+        ConfigError: when reinforcement learning has no `generate`, or its reward function cannot be loaded.
         CheckpointError: when the reference model cannot be used.
     """
     kind, default = config.objective.kind, TrainingObjective(executor.parallel_groups, config.model.mtp_layers)
@@ -70,6 +75,8 @@ def build_objectives(
     if kind == "distill":
         teacher = _build_teacher(config, executor.parallel_groups, device, training, consumed)
         return DistillationObjective(config, executor, teacher), default
+    if kind == "grpo":
+        return _build_policy_objective(config, executor, device, training, generate), default
     if not config.objective.needs_reference:
         objective = PreferenceObjective(config, executor, device, None)
         return objective, objective
@@ -90,6 +97,22 @@ def build_objectives(
         PreferenceObjective(config, executor, device, train_cache),
         PreferenceObjective(config, executor, device, valid_cache),
     )
+
+
+def _build_policy_objective(
+    config: RunConfig,
+    executor: PipelineExecutor,
+    device: torch.device,
+    prompts: BlendedDataset,
+    generate: RolloutGenerator | None,
+) -> PolicyObjective:
+    """Return the objective of reinforcement learning, with its reference model if it has a KL term."""
+    assert isinstance(prompts, PromptDataset)
+    if generate is None:
+        raise ConfigError("objective.kind = grpo requires the inference engine (mega_eval)", hint="use mega train")
+    groups = executor.parallel_groups
+    reference = load_reference_model(config, groups, device) if config.objective.needs_reference else None
+    return PolicyObjective(config, executor, device, prompts, generate, reference)
 
 
 def _cache_reference(
