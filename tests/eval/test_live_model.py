@@ -49,7 +49,10 @@ def settings(tmp_path: Path) -> dict[str, Any]:
 
 
 def changed(raw: dict[str, Any], **sections: Any) -> dict[str, Any]:
-    return {**raw, **{key: {**raw.get(key, {}), **value} if isinstance(value, dict) else value for key, value in sections.items()}}
+    return {
+        **raw,
+        **{key: {**raw.get(key, {}), **value} if isinstance(value, dict) else value for key, value in sections.items()},
+    }
 
 
 def trained(raw: dict[str, Any]) -> None:
@@ -68,7 +71,10 @@ def rollouts(raw: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def weights(raw: dict[str, Any]) -> dict[str, Tensor]:
-    return {name: each.detach() for name, each in load_inference_model(raw["output"], dtype=torch.float64).named_parameters()}
+    return {
+        name: each.detach()
+        for name, each in load_inference_model(raw["output"], dtype=torch.float64).named_parameters()
+    }
 
 
 def check_equal(one: dict[str, Any], other: dict[str, Any], rel: float) -> None:
@@ -90,6 +96,15 @@ LAYOUTS: list[dict[str, Any]] = [
 def trained_in_layouts(raws: list[dict[str, Any]]) -> None:
     for raw in raws:
         trained(raw)
+
+
+def test_experts_on_other_ranks_sample_and_learn_what_one_rank_does(settings: dict[str, Any]) -> None:
+    moe = {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 16, "aux_loss": 0.0}
+    raw = changed(settings, batch={"micro": 1}, model={"moe": moe}, objective={"kl": 0.0, "resample": 2})
+    trained(raw)
+    other = {**raw, "parallel": {"ep": 2, "tp": 2, "sp": True}, "output": f"{raw['output']}-ep"}
+    run_ranks(trained, 4, other, timeout=200)
+    check_equal(other, raw, 1e-10)
 
 
 @pytest.mark.parametrize(
@@ -135,9 +150,30 @@ def test_truncated_answers_can_be_left_out_of_the_loss(settings: dict[str, Any])
     assert lines(settings)[0]["tokens"] < sum(len(each["tokens"]) for each in told)
 
 
+def test_groups_of_equal_rewards_are_replaced_and_those_that_stay_do_not_count(settings: dict[str, Any]) -> None:
+    rewards = Path(settings["objective"]["rewards"].partition(":")[0])
+    rewards.write_text(
+        "def some(prompt, answer, record):\n    return ord(max(answer + ' ')) % 2 if record['bonus'] < 0.5 else 0\n"
+    )
+    raw = changed(settings, objective={"rewards": f"{rewards}:some"}, batch={"global": 16}, train={"steps": 1})
+    trained(raw)
+    resampled = changed(raw, output=f"{raw['output']}-again", objective={"resample": 8})
+    trained(resampled)
+    limited = changed(raw, output=f"{raw['output']}-once", objective={"resample": 1})
+    trained(limited)
+    before, after, once = (lines(each)[0] for each in (raw, resampled, limited))
+    assert before["reward/equal_groups"] >= once["reward/equal_groups"] > after["reward/equal_groups"] == 0
+    assert before["tokens"] == sum(len(each["tokens"]) for each in rollouts(raw))  # without resampling all groups count
+    told = rollouts(limited)
+    groups = [told[first : first + 4] for first in range(0, 16, 4)]
+    unequal = [group for group in groups if len({each["reward"] for each in group}) > 1]
+    assert once["tokens"] == sum(len(each["tokens"]) for group in unequal for each in group)
+    assert [each["sample"] for each in told] == list(range(16))
+
+
 def test_a_function_that_always_fails_ends_the_run_with_a_sentence(settings: dict[str, Any]) -> None:
     broken = settings["objective"]["rewards"].replace("spread", "broken")
-    with pytest.raises(DataError, match="rewards.py:broken fails for all answers"):
+    with pytest.raises(DataError, match=r"rewards\.py:broken fails for all answers"):
         trained(changed(settings, objective={"rewards": broken}))
 
 
@@ -162,7 +198,11 @@ def test_settings_that_do_not_fit_are_refused(settings: dict[str, Any], sections
 
 @pytest.mark.parametrize(
     ("content", "words"),
-    [("", "found no record"), ('{"text": "a"}\n', "line 1 must be a JSON object"), ('{"prompt": "' + "a" * 99 + '"}', "found 99")],
+    [
+        ("", "found no record"),
+        ('{"text": "a"}\n', "line 1 must be a JSON object"),
+        ('{"prompt": "' + "a" * 99 + '"}', "found 99"),
+    ],
 )
 def test_a_file_without_usable_prompts_is_refused(settings: dict[str, Any], content: str, words: str) -> None:
     Path(settings["data"]["train"]).write_text(content)

@@ -45,7 +45,9 @@ def advantages(variant: str) -> list[float]:
 
 def published(variant: str, new: Tensor, old: Tensor, reference: Tensor | None) -> Tensor:
     """The loss by the formula of the paper: -J, with the KL term of GRPO (equation 4 of arXiv:2402.03300)."""
-    low, high = {"grpo": (0.2, 0.2), "dr_grpo": (0.2, 0.2), "dapo": (0.2, 0.28), "gspo": (3e-4, 4e-4)}.get(variant, (0, 0))
+    low, high = {"grpo": (0.2, 0.2), "dr_grpo": (0.2, 0.2), "dapo": (0.2, 0.28), "gspo": (3e-4, 4e-4)}.get(
+        variant, (0, 0)
+    )
     total = new.new_zeros(())
     for i, (length, advantage) in enumerate(zip(LENGTHS, advantages(variant), strict=True)):
         if variant == "gspo":  # equation 5 of arXiv:2507.18071: one ratio of an answer

@@ -28,7 +28,7 @@ USED: dict[str, tuple[str, ...]] = {
     "distill": ("teacher", "teacher_logits", "top_k", "temperature", "cache", "ask_only"),
     "grpo": (
         "variant", "rewards", "reward_timeout", "group_size", "max_new_tokens", "rollout_steps", "clip", "kl",
-        "normalization", "mask_truncated", "reference_model",
+        "normalization", "mask_truncated", "resample", "reference_model",
     ),
 }  # fmt: skip
 BETAS = {"simpo": 2.0}
@@ -129,6 +129,12 @@ class ObjectiveConfig(StrictConfig):
     )
     mask_truncated: bool = Field(
         False, description="grpo: leave answers that reach max_new_tokens out of the loss (overlong filtering)"
+    )
+
+    resample: Annotated[int, Field(ge=0)] = Field(
+        0,
+        description="grpo: rounds in which groups of equal rewards are replaced by answers to other prompts (dynamic sampling "
+        "of dapo); groups that are still equal are left out of the loss; 0: no replacement, and all groups count",
     )
 
     @property

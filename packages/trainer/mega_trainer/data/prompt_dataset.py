@@ -51,7 +51,7 @@ class PromptDataset(BlendedDataset):
                     hint="raise data.seq_length, or lower objective.max_new_tokens",
                 )
         self._digest = xxhash.xxh3_128_hexdigest(content + f" {seed} {group_size} {tokenizer.fingerprint}".encode())
-        self._order = lru_cache(maxsize=2)(self._draw_order)
+        self._order = lru_cache(maxsize=4)(self._draw_order)
 
     def _parse_line(self, number: int, line: bytes) -> Mapping[str, Any]:
         try:
@@ -62,13 +62,13 @@ class PromptDataset(BlendedDataset):
             raise DataError(f"{self._path}: line {number + 1} must be a JSON object with the text `prompt`")
         return record
 
-    def _draw_order(self, epoch: int) -> npt.NDArray[np.int64]:
-        return np.random.default_rng([self._seed, epoch]).permutation(len(self.records))
+    def _draw_order(self, epoch: int, number: int) -> npt.NDArray[np.int64]:
+        return np.random.default_rng([self._seed, epoch, number]).permutation(len(self.records))
 
-    def locate_prompt(self, k: int) -> int:
-        """Return the index of the prompt of sample k."""
+    def locate_prompt(self, k: int, number: int = 0) -> int:
+        """Return the index of the prompt of sample k; each round `number` of resampling has an order of its own."""
         epoch, position = divmod(k // self._group_size, len(self.records))
-        return int(self._order(epoch)[position])
+        return int(self._order(epoch, number)[position])
 
     @property
     def fingerprint(self) -> str:  # type: ignore[override]

@@ -37,6 +37,8 @@ from mega_trainer.objectives.training_objective import TrainingObjective
 from mega_trainer.parallel.context_parallel import rank_token_indices
 from mega_trainer.pipeline.executor import PipelineExecutor
 
+ROUND = 1 << 40  # more than the samples of a run; sets the draws of the rounds of resampling apart
+
 
 @dataclass(frozen=True)
 class Rollout:
@@ -159,11 +161,32 @@ class PolicyObjective(TrainingObjective):
         return [self._rollouts[sample] for sample in samples]
 
     def _sample_answers(self, samples: range) -> list[Rollout]:
-        """Return new answers with rewards, equal on all ranks."""
-        located = [self._prompts.locate_prompt(sample) for sample in samples]
+        """Return new answers with rewards, of which groups of equal rewards are replaced by answers to other prompts in
+        at most `resample` rounds; equal on all ranks.
+        """
+        size = self.config.objective.group_size
+        found = self._sample_round(samples, 0)
+        for number in range(1, self.config.objective.resample + 1):
+            groups = [found[first : first + size] for first in range(0, len(found), size)]
+            equal = [one.sample for group in groups if has_equal_rewards(group) for one in group]
+            if not equal:
+                break
+            replaced = {one.sample: one for one in self._sample_round(equal, number)}
+            found = [replaced.get(one.sample, one) for one in found]
+        if all(one.failed for one in found):
+            raise DataError(
+                f"objective.rewards = {self.config.objective.rewards} fails for all answers of a step",
+                hint="see the warnings above, and correct the function",
+            )
+        return found
+
+    def _sample_round(self, samples: Sequence[int], number: int) -> list[Rollout]:
+        """Return answers with rewards; each round `number` has its own prompts and draws for the same samples."""
+        located = [self._prompts.locate_prompt(sample, number) for sample in samples]
+        draws = [sample + number * ROUND for sample in samples]
         prompts = [self._prompts.prompts[index] for index in located]
         with self.executor.phase("rollout"):
-            rollouts = self._generate(self.executor, list(zip(samples, prompts, strict=True)))
+            rollouts = self._generate(self.executor, list(zip(draws, prompts, strict=True)))
         rewards = torch.zeros(len(samples), dtype=torch.float64)
         if self._reward_process is not None:
             records = [self._prompts.records[index] for index in located]
@@ -175,13 +198,11 @@ class PolicyObjective(TrainingObjective):
         rewards = rewards.to(self.device)
         all_reduce(rewards, self.groups.world)
         failed = rewards.isnan()
-        if bool(failed.all()):
-            raise DataError(
-                f"objective.rewards = {self.config.objective.rewards} fails for all answers of a step",
-                hint="see the warnings above, and correct the function",
-            )
         values, flags = rewards.nan_to_num(0.0).tolist(), failed.tolist()
-        return [replace(one, reward=r, failed=f) for one, r, f in zip(rollouts, values, flags, strict=True)]
+        return [
+            replace(one, sample=sample, reward=reward, failed=flag)
+            for one, sample, reward, flag in zip(rollouts, samples, values, flags, strict=True)
+        ]
 
     def _policy_samples(self, step: Sequence[Rollout]) -> PolicySamples:
         """Return log-probabilities, masks and advantages of all N answers of a step, and set its metrics."""
@@ -192,10 +213,12 @@ class PolicyObjective(TrainingObjective):
             old[row, here] = one.log_probs
             mask[row, here] = not (settings.mask_truncated and one.truncated)
         rewards = torch.tensor([one.reward for one in step], dtype=torch.float64)
+        spread = rewards.view(-1, settings.group_size).std(1, correction=0)
+        if settings.resample:
+            mask *= (spread > 0).numpy().repeat(settings.group_size)[:, None]
         advantages = compute_group_advantages(rewards, settings.group_size, settings.variant)
         masks = torch.from_numpy(mask)
         scale = compute_loss_scale(masks.sum(1), settings.effective_normalization, settings.max_new_tokens)
-        spread = rewards.view(-1, settings.group_size).std(1, correction=0)
         self._step_metrics = {
             "reward/mean": float(rewards.mean()),
             "reward/std": float(spread.mean()),
@@ -275,6 +298,11 @@ class _PolicyTokenWeights:
 
     def __call__(self, log_probs: Tensor) -> Tensor:
         return self.objective.compute_token_weights(log_probs, self.samples)
+
+
+def has_equal_rewards(group: Sequence[Rollout]) -> bool:
+    """Return whether the answers of a group have the same reward, and so no advantage."""
+    return len({one.reward for one in group}) == 1
 
 
 def write_rollouts(path: Path, rollouts: Sequence[Rollout]) -> None:
