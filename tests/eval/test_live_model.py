@@ -153,7 +153,7 @@ def test_truncated_answers_can_be_left_out_of_the_loss(settings: dict[str, Any])
 def test_groups_of_equal_rewards_are_replaced_and_those_that_stay_do_not_count(settings: dict[str, Any]) -> None:
     rewards = Path(settings["objective"]["rewards"].partition(":")[0])
     rewards.write_text(
-        "def some(prompt, answer, record):\n    return ord(max(answer + ' ')) % 2 if record['bonus'] < 0.5 else 0\n"
+        "def some(prompt, answer, record):\n    return sum(map(ord, answer)) % 2 if record['bonus'] < 0.5 else 0\n"
     )
     raw = changed(settings, objective={"rewards": f"{rewards}:some"}, batch={"global": 16}, train={"steps": 1})
     trained(raw)
