@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +142,22 @@ def test_the_kl_term_is_zero_at_the_reference_and_then_grows(settings: dict[str,
     found = [line["policy/kl"] for line in lines(start)]
     assert found[0] == pytest.approx(0, abs=1e-14)
     assert found[2] > 1e-4
+
+
+@pytest.mark.long
+def test_the_example_learns_arithmetic_from_rewards(tmp_path: Path) -> None:
+    folder = shutil.copytree(Path(__file__).parents[2] / "examples/arithmetic", tmp_path / "example")
+    mega = [sys.executable, "-m", "mega_cli.main"]
+    for command in (
+        [sys.executable, "make_data.py"],
+        [*mega, "data", "train-tokenizer", "--input", "warmup.jsonl", "--vocab-size", "257", "--output", "tokenizer"],
+        [*mega, "train", "warmup.yaml"],
+        [*mega, "train", "run.yaml", "--set", "train.steps=120"],
+    ):
+        subprocess.run(command, cwd=folder, check=True)
+    rewards = [line["reward/mean"] for line in lines({"output": folder / "runs/grpo"})]
+    assert sum(rewards[:5]) / 5 < 0.16
+    assert sum(rewards[-10:]) / 10 > 0.38
 
 
 def test_truncated_answers_can_be_left_out_of_the_loss(settings: dict[str, Any]) -> None:

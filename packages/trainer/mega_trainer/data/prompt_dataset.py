@@ -71,7 +71,7 @@ class PromptDataset(BlendedDataset):
         return int(self._order(epoch, number)[position])
 
     @property
-    def fingerprint(self) -> str:  # type: ignore[override]
+    def fingerprint(self) -> str:
         """Fingerprint of everything that the prompts of samples depend on: file, tokenizer, seed and group size."""
         return self._digest
 

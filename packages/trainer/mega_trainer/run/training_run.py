@@ -131,10 +131,7 @@ def train_in_run_folder(
     initialize_state(state, start, groups.world, tokenizer)
     if not has_steps_left(state, start):
         return state
-    if ranks.rank == 0:
-        make_run_folder(config, tokenizer)
-    log_run_size(state, groups.world.size)
-    record_run_start(config, ranks, state.step, start, time.monotonic() - loading_began)
+    begin_run_records(state, ranks, groups, start, tokenizer, time.monotonic() - loading_began)
 
     objective, valid_objective = build_objectives(
         config, executor, device, state.consumed_samples, train_data, valid_data,
@@ -166,6 +163,21 @@ def train_in_run_folder(
         memory.remove_folder()
     log_run_end(state, reason)
     return state
+
+
+def begin_run_records(
+    state: TrainState,
+    ranks: RankInfo,
+    groups: ParallelGroups,
+    start: Location | MemoryCopy | None,
+    tokenizer: Tokenizer | None,
+    loading_seconds: float,
+) -> None:
+    """Make the run's folder, log the size of the run and record its start."""
+    if ranks.rank == 0:
+        make_run_folder(state.config, tokenizer)
+    log_run_size(state, groups.world.size)
+    record_run_start(state.config, ranks, state.step, start, loading_seconds)
 
 
 def generate_with_params(
