@@ -199,8 +199,8 @@ def test_a_function_that_always_fails_ends_the_run_with_a_sentence(settings: dic
 @pytest.mark.parametrize(
     ("sections", "words"),
     [
-        ({"batch": {"global": 6}}, "constant multiple of objective.group_size = 4"),
-        ({"data": {"kind": "text"}}, "data.kind = prompts and objective.kind = grpo together"),
+        ({"batch": {"global": 6}}, "multiple of objective.group_size = 4"),
+        ({"data": {"kind": "text"}}, "requires data.kind = prompts"),
         ({"train": {"eval_every": 1}}, "train.eval_every"),
         ({"train": {"on_nan": "rollback"}}, "is not supported with objective.kind = grpo"),
         ({"objective": {"variant": "rloo", "kl": 0.1}}, "is not supported with objective.variant = rloo"),

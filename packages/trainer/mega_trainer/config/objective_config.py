@@ -189,9 +189,11 @@ class ObjectiveConfig(StrictConfig):
             rule = f"requires an objective on preference pairs, found objective.kind = {self.kind}"
             hint = f"set objective.kind={'reward' if model.score else 'dpo' if init_from else 'simpo'}"
             yield ConfigProblem("data.kind", rule, "pairs", hint)
-        if (self.kind == "grpo") != ("prompts" in data.dataset_kinds):
-            rule = "requires data.kind = prompts and objective.kind = grpo together"
-            yield ConfigProblem("objective.kind", rule, self.kind, "set objective.kind=grpo and data.kind=prompts")
+        if self.kind != "grpo" and "prompts" in data.dataset_kinds:
+            hint = "set objective.kind=grpo, or set data.kind=text"
+            yield ConfigProblem("data.kind", "requires objective.kind = grpo", "prompts", hint)
+        if self.kind == "grpo" and data.dataset_kinds != {"prompts"}:
+            yield ConfigProblem("objective.kind", "requires data.kind = prompts", "grpo", "set data.kind=prompts")
         elif self.kind == "grpo":
             yield from self._policy_problems(model, data, train, batch)
         if self.kind == "distill":
@@ -228,9 +230,15 @@ class ObjectiveConfig(StrictConfig):
         if self.rewards is None or not self.rewards.rpartition(":")[0]:
             rule = "must be FILE.py:FUNCTION with objective.kind = grpo"
             yield ConfigProblem("objective.rewards", rule, self.rewards, "set objective.rewards=rewards.py:exact")
-        if batch.global_ % self.group_size or batch.rampup is not None or batch.stages:
-            rule = f"must be a constant multiple of objective.group_size = {self.group_size}"
-            yield ConfigProblem("batch.global", rule, batch.global_, f"set batch.global={8 * self.group_size}")
+        if batch.global_ % self.group_size:
+            rule, size = f"must be a multiple of objective.group_size = {self.group_size}", self.group_size
+            yield ConfigProblem(
+                "batch.global", rule, batch.global_, f"set batch.global={-(-batch.global_ // size) * size}"
+            )
+        for key in ("rampup", "stages"):
+            if getattr(batch, key):
+                rule = "is not supported with objective.kind = grpo"
+                yield ConfigProblem(f"batch.{key}", rule, hint=f"remove batch.{key}")
         if data.tokenizer is None:
             yield ConfigProblem(
                 "data.tokenizer", "is required with data.kind = prompts", None, "set data.tokenizer=FOLDER"
@@ -242,12 +250,13 @@ class ObjectiveConfig(StrictConfig):
             )
         if data.seq_length <= self.max_new_tokens:
             rule = f"must be larger than objective.max_new_tokens = {self.max_new_tokens}"
-            yield ConfigProblem("data.seq_length", rule, data.seq_length, "lower objective.max_new_tokens")
-        for key in ("encoder", "vision", "retro", "transformers"):
-            if getattr(model, key) is not None:
-                yield ConfigProblem(
-                    "objective.kind", f"is not supported with model.{key}", "grpo", "use a text decoder"
-                )
+            yield ConfigProblem(
+                "data.seq_length", rule, data.seq_length, f"set data.seq_length={2 * self.max_new_tokens}"
+            )
+        if model.vision is not None:
+            yield ConfigProblem(
+                "model.vision", "is not supported with objective.kind = grpo", hint="remove model.vision"
+            )
         if train.eval_every:
             hint = "set train.eval_every=0, and run mega eval on the checkpoints"
             yield ConfigProblem("train.eval_every", "is not supported with data.kind = prompts", train.eval_every, hint)
@@ -261,9 +270,9 @@ class ObjectiveConfig(StrictConfig):
     def _rloo_problems(self) -> Iterator[ConfigProblem]:
         """Yield settings of ratios and of the KL term, which the loss of RLOO does not have."""
         for key in ("rollout_steps", "clip", "kl"):
-            if getattr(self, key) != (default := type(self).model_fields[key].default):
+            if getattr(self, key) != type(self).model_fields[key].default:
                 rule = "is not supported with objective.variant = rloo"
-                yield ConfigProblem(f"objective.{key}", rule, getattr(self, key), f"set objective.{key}={default}")
+                yield ConfigProblem(f"objective.{key}", rule, getattr(self, key), f"remove objective.{key}")
 
     def _rollback_problems(self, train: TrainConfig) -> Iterator[ConfigProblem]:
         """Yield caches of a run's samples under a policy that replaces samples."""
