@@ -15,12 +15,14 @@ import torch.distributed as dist
 from ranks import run_ranks
 from torch import Tensor
 
+from mega_cli.data_show import _load_run_config
 from mega_common.errors import ConfigError, DataError
 from mega_data.tokenizer import train_tokenizer
 from mega_eval.live_model import RolloutSampler
 from mega_eval.model_loading import load_inference_model
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.distributed.process_groups import RankInfo
+from mega_trainer.run.input_check import find_input_problems
 from mega_trainer.run.training_run import run_training
 
 REWARDS = """
@@ -213,6 +215,25 @@ def test_a_function_that_always_fails_ends_the_run_with_a_sentence(settings: dic
 def test_settings_that_do_not_fit_are_refused(settings: dict[str, Any], sections: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         RunConfig.parse(changed(settings, **sections))
+
+
+def test_a_missing_file_of_rewards_is_found_before_the_run(settings: dict[str, Any]) -> None:
+    assert not find_input_problems(RunConfig.parse(settings), data=True)
+    missing = changed(settings, objective={"rewards": "nowhere/rewards.py:exact"})
+    found = find_input_problems(RunConfig.parse(missing), data=True)
+    assert [(each.path, each.value) for each in found] == [("objective.rewards", "nowhere/rewards.py")]
+
+
+def test_the_samples_of_a_run_are_not_shown_but_named(settings: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(json.dumps(settings))
+    with pytest.raises(ConfigError, match=r"not supported with data\.kind = prompts"):
+        _load_run_config(tmp_path / "run.yaml")
+
+
+def test_a_group_size_that_cuts_groups_of_a_resumed_run_is_refused(settings: dict[str, Any]) -> None:
+    trained(changed(settings, train={"steps": 1}))
+    with pytest.raises(DataError, match="group_size = 3 must divide the number of consumed samples, 8"):
+        trained(changed(settings, objective={"group_size": 3}, batch={"global": 6, "micro": 1}))
 
 
 @pytest.mark.parametrize(

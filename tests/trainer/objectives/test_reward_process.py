@@ -9,10 +9,14 @@ from pathlib import Path
 import pytest
 
 from mega_common.errors import ConfigError
-from mega_trainer.objectives.reward_process import RewardProcess
+from mega_trainer.objectives.reward_process import RewardPool, RewardProcess
 
 FUNCTIONS = """
 import os, sys, time
+
+def worker(prompt, answer, record):
+    time.sleep(0.05)
+    return os.getpid() if answer == "pid" else float(answer)
 
 def length(prompt, answer, record):
     print("printed", answer)
@@ -42,10 +46,18 @@ def test_failures_of_the_function_leave_the_other_rewards(
     answers = ["ab", "raise", "hang", "four", "exit", "nan", "a\nb"]
     with caplog.at_level(logging.WARNING):
         logging.getLogger("mega").propagate = True
-        found = process.compute_rewards([("q", answer, {"add": 1}) for answer in answers])
+        found = [process.compute_reward("q", answer, {"add": 1}) for answer in answers]
     assert found == [3.0, None, None, 5.0, None, None, 4.0]
     for words in ("raised ValueError: no number in it", "gave no result within 0.5 s", "ended its process", "finite"):
         assert words in caplog.text
+
+
+def test_several_processes_divide_the_calls_and_keep_their_order(tmp_path: Path) -> None:
+    (tmp_path / "rewards.py").write_text(FUNCTIONS)
+    pool = RewardPool(f"{tmp_path}/rewards.py:worker", 10.0, 2)
+    assert pool.compute_rewards([("q", str(k), {}) for k in range(9)]) == [float(k) for k in range(9)]
+    assert len({*pool.compute_rewards([("q", "pid", {})] * 8)}) == 2
+    pool.close()
 
 
 def test_a_file_that_cannot_be_used_is_a_sentence(tmp_path: Path) -> None:

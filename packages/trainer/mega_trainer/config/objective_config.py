@@ -27,7 +27,7 @@ USED: dict[str, tuple[str, ...]] = {
     "reward": ("margin", "center"),
     "distill": ("teacher", "teacher_logits", "top_k", "temperature", "cache", "ask_only"),
     "grpo": (
-        "variant", "rewards", "reward_timeout", "group_size", "max_new_tokens", "rollout_steps", "clip", "kl",
+        "variant", "rewards", "reward_timeout", "reward_workers", "group_size", "max_new_tokens", "rollout_steps", "clip", "kl",
         "normalization", "mask_truncated", "resample", "reference_model",
     ),
 }  # fmt: skip
@@ -110,6 +110,9 @@ class ObjectiveConfig(StrictConfig):
     )
     reward_timeout: float = Field(
         10.0, gt=0, description="grpo: time limit of a call of the reward function in seconds; then the reward is 0"
+    )
+    reward_workers: PositiveInt = Field(
+        1, description="grpo: processes that compute rewards at the same time, on rank 0"
     )
     group_size: Annotated[int, Field(ge=2)] = Field(8, description="grpo: answers sampled for each prompt")
     max_new_tokens: PositiveInt = Field(256, description="grpo: largest number of tokens of an answer")

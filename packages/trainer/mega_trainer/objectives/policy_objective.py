@@ -32,7 +32,7 @@ from mega_trainer.objectives.policy_loss import (
     compute_policy_loss,
 )
 from mega_trainer.objectives.preference_answers import is_reporting_rank
-from mega_trainer.objectives.reward_process import RewardProcess
+from mega_trainer.objectives.reward_process import RewardPool
 from mega_trainer.objectives.training_objective import TrainingObjective
 from mega_trainer.parallel.context_parallel import rank_token_indices
 from mega_trainer.pipeline.executor import PipelineExecutor
@@ -99,8 +99,10 @@ class PolicyObjective(TrainingObjective):
         assert objective.rewards is not None  # the rules of the configuration require it
         self.config, self.executor, self.device, self.reference = config, executor, device, reference
         self._prompts, self._generate, self._reports = prompts, generate, is_reporting_rank(executor)
-        self._reward_process = (
-            None if self.groups.world.rank else RewardProcess(objective.rewards, objective.reward_timeout)
+        self._reward_pool = (
+            None
+            if self.groups.world.rank
+            else RewardPool(objective.rewards, objective.reward_timeout, objective.reward_workers)
         )
         self._rollouts: dict[int, Rollout] = {}  # by sample
         self._sums = torch.zeros(1 + len(self.metric_names), dtype=torch.float64, device=device)
@@ -188,10 +190,10 @@ class PolicyObjective(TrainingObjective):
         with self.executor.phase("rollout"):
             rollouts = self._generate(self.executor, list(zip(draws, prompts, strict=True)))
         rewards = torch.zeros(len(samples), dtype=torch.float64)
-        if self._reward_process is not None:
+        if self._reward_pool is not None:
             records = [self._prompts.records[index] for index in located]
             calls = [(record["prompt"], one.text, record) for one, record in zip(rollouts, records, strict=True)]
-            found = self._reward_process.compute_rewards(calls)
+            found = self._reward_pool.compute_rewards(calls)
             rewards = torch.tensor(
                 [float("nan") if reward is None else reward for reward in found], dtype=torch.float64
             )

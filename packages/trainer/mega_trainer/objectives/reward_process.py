@@ -15,6 +15,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
 from typing import IO, Any
 
 from mega_common.errors import ConfigError
@@ -35,12 +37,6 @@ class RewardProcess:
         self._spec, self._timeout = spec, timeout
         self._start_worker()
 
-    def compute_rewards(self, calls: Sequence[tuple[str, str, Mapping[str, Any]]]) -> list[float | None]:
-        """Return the reward of each (prompt, answer, record); None, with a warning, where the function raises an error,
-        returns no finite number or exceeds the time limit.
-        """
-        return [self._compute_reward(*call) for call in calls]
-
     def close(self) -> None:
         """End the process."""
         self._worker.kill()
@@ -49,7 +45,10 @@ class RewardProcess:
             if stream is not None:
                 stream.close()
 
-    def _compute_reward(self, prompt: str, answer: str, record: Mapping[str, Any]) -> float | None:
+    def compute_reward(self, prompt: str, answer: str, record: Mapping[str, Any]) -> float | None:
+        """Return the reward of an answer; None, with a warning, if the function raises an error, returns no finite
+        number or exceeds the time limit.
+        """
         request = json.dumps({"prompt": prompt, "answer": answer, "record": record})
         assert self._worker.stdin is not None
         try:
@@ -91,6 +90,38 @@ class RewardProcess:
         line, _, self._rest = self._rest.partition(b"\n")
         reply: dict[str, Any] = json.loads(line)
         return reply
+
+
+class RewardPool:
+    """Several `RewardProcess`es, which divide the calls of a step among them.
+
+    Raises:
+        ConfigError: when the file cannot be loaded or does not have the function.
+    """
+
+    def __init__(self, spec: str, timeout: float, workers: int) -> None:
+        self._processes = [RewardProcess(spec, timeout) for _ in range(workers)]
+
+    def compute_rewards(self, calls: Sequence[tuple[str, str, Mapping[str, Any]]]) -> list[float | None]:
+        """Return the reward of each (prompt, answer, record), as `RewardProcess.compute_reward`."""
+        free = SimpleQueue[RewardProcess]()
+        for process in self._processes:
+            free.put(process)
+
+        def compute(call: tuple[str, str, Mapping[str, Any]]) -> float | None:
+            process = free.get()
+            try:
+                return process.compute_reward(*call)
+            finally:
+                free.put(process)
+
+        with ThreadPoolExecutor(len(self._processes), thread_name_prefix="rewards") as threads:
+            return list(threads.map(compute, calls))
+
+    def close(self) -> None:
+        """End the processes."""
+        for process in self._processes:
+            process.close()
 
 
 def _call_function(function: Any, request: Mapping[str, Any]) -> dict[str, Any]:
