@@ -22,6 +22,7 @@ from mega_eval.live_model import RolloutSampler
 from mega_eval.model_loading import load_inference_model
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.distributed.process_groups import RankInfo
+from mega_trainer.engine import TrainingEngine
 from mega_trainer.run.input_check import find_input_problems
 from mega_trainer.run.training_run import run_training
 
@@ -144,6 +145,27 @@ def test_the_kl_term_is_zero_at_the_reference_and_then_grows(settings: dict[str,
     found = [line["policy/kl"] for line in lines(start)]
     assert found[0] == pytest.approx(0, abs=1e-14)
     assert found[2] > 1e-4
+
+
+def test_a_reward_model_scores_whole_texts_in_every_layout(settings: dict[str, Any], tmp_path: Path) -> None:
+    model = {**settings["model"], "mtp_layers": 0, "score": True, "num_layers": 2}
+    rated = {"model": model, "data": {"kind": "pairs", "seq_length": 16}, "objective": {"kind": "reward"}}
+    folder = str(TrainingEngine({**rated, "precision": "fp64", "device": "cpu"}).save(tmp_path / "reward"))
+    objective = {**settings["objective"], "reward_model": folder}
+    del objective["rewards"]
+    raw = {**changed(settings, batch={"micro": 1}, train={"steps": 2}), "objective": objective}
+    trained(raw)
+    scorer = load_inference_model(folder, dtype=torch.float64, kinds=("reward model",))
+    for one in rollouts(raw):
+        tokens = torch.tensor([[*one["prompt"], *one["tokens"]]])
+        positions = torch.arange(tokens.shape[1])[None]
+        x = scorer(scorer.embed_inputs(tokens, positions), scorer.make_forward_context(positions))
+        assert one["reward"] == pytest.approx(scorer.compute_logits(x)[0, -1, 0].item(), rel=1e-10)
+    layouts: list[dict[str, Any]] = [{"tp": 2, "cp": 2}, {"pp": 2, "zero": 1}]
+    others = [{**raw, "parallel": layout, "output": f"{raw['output']}-{k}"} for k, layout in enumerate(layouts)]
+    run_ranks(trained_in_layouts, 4, others, timeout=200)
+    for other in others:
+        check_equal(other, raw, 1e-10)
 
 
 @pytest.mark.long

@@ -78,6 +78,7 @@ CASES: list[list[str]] = [
     [*GRPO, "objective.kind=cross_entropy"],
     [*GRPO, "data.kind=text"],
     [*GRPO, "objective.rewards=exact"],
+    [*GRPO, "objective.reward_model=FOLDER"],
     [*GRPO, "batch.global=12"],
     [*GRPO, "batch.rampup={start: 2, increment: 2, samples: 100}"],
     [*GRPO, "data.tokenizer=null"],

@@ -27,7 +27,7 @@ USED: dict[str, tuple[str, ...]] = {
     "reward": ("margin", "center"),
     "distill": ("teacher", "teacher_logits", "top_k", "temperature", "cache", "ask_only"),
     "grpo": (
-        "variant", "rewards", "reward_timeout", "reward_workers", "group_size", "max_new_tokens", "rollout_steps", "clip", "kl",
+        "variant", "rewards", "reward_model", "reward_timeout", "reward_workers", "group_size", "max_new_tokens", "rollout_steps", "clip", "kl",
         "normalization", "mask_truncated", "resample", "reference_model",
     ),
 }  # fmt: skip
@@ -107,6 +107,11 @@ class ObjectiveConfig(StrictConfig):
         None,
         description="grpo: FILE.py:FUNCTION, a function (prompt: str, answer: str, record: dict) -> float, which runs in a "
         "separate process",
+    )
+    reward_model: str | None = Field(
+        None,
+        description="grpo: in place of rewards, a model of objective.kind: reward with the same vocabulary, which scores the "
+        "whole text: a checkpoint or HuggingFace folder",
     )
     reward_timeout: float = Field(
         10.0, gt=0, description="grpo: time limit of a call of the reward function in seconds; then the reward is 0"
@@ -230,7 +235,10 @@ class ObjectiveConfig(StrictConfig):
         self, model: ModelConfig, data: DataConfig, train: TrainConfig, batch: BatchConfig
     ) -> Iterator[ConfigProblem]:
         """Yield settings with which answers cannot be sampled, rewarded or grouped."""
-        if self.rewards is None or not self.rewards.rpartition(":")[0]:
+        if self.rewards is not None and self.reward_model is not None:
+            rule = "conflicts with objective.rewards"
+            yield ConfigProblem("objective.reward_model", rule, self.reward_model, "remove objective.reward_model")
+        if self.reward_model is None and not (self.rewards or "").rpartition(":")[0]:
             rule = "must be FILE.py:FUNCTION with objective.kind = grpo"
             yield ConfigProblem("objective.rewards", rule, self.rewards, "set objective.rewards=rewards.py:exact")
         if batch.global_ % self.group_size:

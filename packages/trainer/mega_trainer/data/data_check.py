@@ -207,9 +207,12 @@ def open_prompts(config: RunConfig, tokenizer: Tokenizer) -> PromptDataset:
         DataError: for a file without usable prompts.
     """
     objective, length = config.objective, config.data.seq_length
+    longest = (
+        length + (objective.reward_model is None) - objective.max_new_tokens
+    )  # a reward model reads the last token
     return PromptDataset(
         config.data.train[0].path, tokenizer, seed=config.train.seed, group_size=objective.group_size,
-        seq_length=length, longest=length + 1 - objective.max_new_tokens,
+        seq_length=length, longest=longest,
     )  # fmt: skip
 
 

@@ -13,6 +13,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -64,6 +65,40 @@ class Rollout:
     failed: bool = False
 
 
+class RewardModel:
+    """Reward model that scores whole texts, prompt and answer with its end token, in the layout of the run.
+
+    Args:
+        config: configuration of the run with the reward model as its model.
+        executor: executor of the reward model.
+        device: device of this rank's part of it.
+    """
+
+    def __init__(self, config: RunConfig, executor: PipelineExecutor, device: torch.device) -> None:
+        self._config, self._executor, self._device = config, executor, device
+
+    @torch.no_grad()
+    def compute_rewards(self, rollouts: Sequence[Rollout]) -> Tensor:
+        """Return the score of each answer, fp64 [N], equal on all ranks. A collective call of all ranks."""
+        groups, length = self._executor.parallel_groups, self._config.data.seq_length
+        texts = [[*one.prompt, *one.tokens] for one in rollouts]
+        texts += [texts[-1]] * (-len(texts) % (groups.dp.size * self._config.batch.micro))
+        share = len(texts) // groups.dp.size
+        own = range(groups.dp.rank * share, (groups.dp.rank + 1) * share)
+        batch = pack_texts([[*texts[k], 0] for k in own], [1] * share, length, own)
+        micro = list(split_micro_batches(batch, self._config, self._device, groups.cp))
+        self._executor.run_operations(micro, 1.0)
+        scores = torch.zeros(len(texts), length, dtype=torch.float64, device=self._device)
+        if groups.tp.rank == 0:
+            positions = rank_token_indices(length, groups.cp).to(self._device)
+            for number, losses in self._executor.losses.items():
+                scores[torch.tensor(micro[number].samples, device=self._device)[:, None], positions] = -losses.double()
+        last = torch.tensor([len(text) - 1 for text in texts], device=self._device)
+        rewards = scores.gather(1, last[:, None])[: len(rollouts), 0].contiguous()
+        all_reduce(rewards, groups.world)
+        return rewards
+
+
 # Samples an answer for each (sample number, prompt), in order and equal on all ranks. A collective call of all ranks.
 RolloutGenerator = Callable[[PipelineExecutor, Sequence[tuple[int, Sequence[int]]]], list[Rollout]]
 
@@ -78,6 +113,7 @@ class PolicyObjective(TrainingObjective):
         prompts: prompts of the run.
         generate: samples the answers.
         reference: executor of the reference model; None without a KL term.
+        reward_model: None for rewards by a function.
 
     Raises:
         ConfigError: when the reward function cannot be loaded.
@@ -93,17 +129,15 @@ class PolicyObjective(TrainingObjective):
         prompts: PromptDataset,
         generate: RolloutGenerator,
         reference: PipelineExecutor | None,
+        reward_model: RewardModel | None = None,
     ) -> None:
         super().__init__(executor.parallel_groups, config.model.mtp_layers)
         objective = config.objective
-        assert objective.rewards is not None  # the rules of the configuration require it
         self.config, self.executor, self.device, self.reference = config, executor, device, reference
         self._prompts, self._generate, self._reports = prompts, generate, is_reporting_rank(executor)
-        self._reward_pool = (
-            None
-            if self.groups.world.rank
-            else RewardPool(objective.rewards, objective.reward_timeout, objective.reward_workers)
-        )
+        self._reward_model, self._reward_pool = reward_model, None
+        if objective.rewards is not None and self.groups.world.rank == 0:
+            self._reward_pool = RewardPool(objective.rewards, objective.reward_timeout, objective.reward_workers)
         self._rollouts: dict[int, Rollout] = {}  # by sample
         self._sums = torch.zeros(1 + len(self.metric_names), dtype=torch.float64, device=device)
         self._step_metrics: dict[str, float] = {}
@@ -130,7 +164,12 @@ class PolicyObjective(TrainingObjective):
         step = self._step_rollouts(range(first, first + share * self.groups.dp.size))
         samples = self._policy_samples(step)
         own = slice(self.groups.dp.rank * share, (self.groups.dp.rank + 1) * share)
-        rows = self._pack_answers(step[own])
+        rows = pack_texts(
+            [[*one.prompt, *one.tokens] for one in step[own]],
+            [len(one.prompt) for one in step[own]],
+            self.config.data.seq_length,
+            [one.sample for one in step[own]],
+        )
         micro = list(split_micro_batches(rows, self.config, self.device, self.groups.cp))
         references: list[Tensor | None] = [None] * len(micro)
         if self.reference is not None:
@@ -189,9 +228,22 @@ class PolicyObjective(TrainingObjective):
         prompts = [self._prompts.prompts[index] for index in located]
         with self.executor.phase("rollout"):
             rollouts = self._generate(self.executor, list(zip(draws, prompts, strict=True)))
-        rewards = torch.zeros(len(samples), dtype=torch.float64)
+        rewards = self._compute_rewards(rollouts, [self._prompts.records[index] for index in located])
+        failed = rewards.isnan()
+        values, flags = rewards.nan_to_num(0.0).tolist(), failed.tolist()
+        return [
+            replace(one, sample=sample, reward=reward, failed=flag)
+            for one, sample, reward, flag in zip(rollouts, samples, values, flags, strict=True)
+        ]
+
+    def _compute_rewards(self, rollouts: Sequence[Rollout], records: Sequence[Mapping[str, Any]]) -> Tensor:
+        """Return the rewards of answers to the prompts of `records`, fp64 [N], equal on all ranks; NaN where the function
+        failed.
+        """
+        if self._reward_model is not None:
+            return self._reward_model.compute_rewards(rollouts)
+        rewards = torch.zeros(len(rollouts), dtype=torch.float64)
         if self._reward_pool is not None:
-            records = [self._prompts.records[index] for index in located]
             calls = [(record["prompt"], one.text, record) for one, record in zip(rollouts, records, strict=True)]
             found = self._reward_pool.compute_rewards(calls)
             rewards = torch.tensor(
@@ -199,12 +251,7 @@ class PolicyObjective(TrainingObjective):
             )
         rewards = rewards.to(self.device)
         all_reduce(rewards, self.groups.world)
-        failed = rewards.isnan()
-        values, flags = rewards.nan_to_num(0.0).tolist(), failed.tolist()
-        return [
-            replace(one, sample=sample, reward=reward, failed=flag)
-            for one, sample, reward, flag in zip(rollouts, samples, values, flags, strict=True)
-        ]
+        return rewards
 
     def _policy_samples(self, step: Sequence[Rollout]) -> PolicySamples:
         """Return log-probabilities, masks and advantages of all N answers of a step, and set its metrics."""
@@ -232,19 +279,6 @@ class PolicyObjective(TrainingObjective):
         }
         scale = scale.expand(len(step), 1)
         return PolicySamples(*(each.to(self.device) for each in (torch.from_numpy(old), masks, advantages, scale)))
-
-    def _pack_answers(self, rollouts: Sequence[Rollout]) -> StepBatch:
-        """Return one row for each answer behind its prompt; padding is a separate document."""
-        length = self.config.data.seq_length
-        tokens, labels, positions = (np.zeros((len(rollouts), length), np.int64) for _ in range(3))
-        weights, documents = np.zeros(tokens.shape, np.float32), np.zeros(tokens.shape, np.int32)
-        for row, one in enumerate(rollouts):
-            whole = [*one.prompt, *one.tokens]
-            end = len(whole) - 1
-            tokens[row, :end], labels[row, :end] = whole[:-1], whole[1:]
-            weights[row, len(one.prompt) - 1 : end], documents[row, end:] = 1, 1
-            positions[row, :end], positions[row, end:] = np.arange(end), np.arange(length - end)
-        return StepBatch(tokens, labels, weights, positions, documents, np.array([one.sample for one in rollouts]))
 
     @torch.no_grad()
     def _reference_log_probs(self, reference: PipelineExecutor, micro: Sequence[MicroBatch]) -> list[Tensor]:
@@ -300,6 +334,22 @@ class _PolicyTokenWeights:
 
     def __call__(self, log_probs: Tensor) -> Tensor:
         return self.objective.compute_token_weights(log_probs, self.samples)
+
+
+def pack_texts(
+    texts: Sequence[Sequence[int]], prompts: Sequence[int], length: int, samples: Sequence[int]
+) -> StepBatch:
+    """Return one row of `length` positions for each text of at most `length` + 1 tokens, with loss behind its prompt of
+    `prompts` tokens; padding is a separate document.
+    """
+    tokens, labels, positions = (np.zeros((len(texts), length), np.int64) for _ in range(3))
+    weights, documents = np.zeros(tokens.shape, np.float32), np.zeros(tokens.shape, np.int32)
+    for row, (text, prompt) in enumerate(zip(texts, prompts, strict=True)):
+        end = len(text) - 1
+        tokens[row, :end], labels[row, :end] = text[:-1], text[1:]
+        weights[row, prompt - 1 : end], documents[row, end:] = 1, 1
+        positions[row, :end], positions[row, end:] = np.arange(end), np.arange(length - end)
+    return StepBatch(tokens, labels, weights, positions, documents, np.array(samples))
 
 
 def has_equal_rewards(group: Sequence[Rollout]) -> bool:

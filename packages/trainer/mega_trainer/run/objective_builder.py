@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import xxhash
@@ -29,7 +30,7 @@ from mega_trainer.objectives.distillation_objective import (
     LiveTeacher,
     collect_teacher_top_k,
 )
-from mega_trainer.objectives.policy_objective import PolicyObjective, RolloutGenerator
+from mega_trainer.objectives.policy_objective import PolicyObjective, RewardModel, RolloutGenerator
 from mega_trainer.objectives.preference_objective import PreferenceObjective
 from mega_trainer.objectives.sample_cache import (
     CachedReferenceModel,
@@ -112,7 +113,18 @@ def _build_policy_objective(
         raise ConfigError("objective.kind = grpo requires the inference engine (mega_eval)", hint="use mega train")
     groups = executor.parallel_groups
     reference = load_reference_model(config, groups, device) if config.objective.needs_reference else None
-    return PolicyObjective(config, executor, device, prompts, generate, reference)
+    path, reward_model = config.objective.reward_model, None
+    if path is not None:
+        model = read_model_config(parse_location(path))
+        if model.vocab_size != config.model.vocab_size or not model.score:
+            raise ConfigError(
+                f"objective.reward_model = {path} must be a reward model with the vocabulary of the model, "
+                f"{config.model.vocab_size} tokens",
+                hint="use a model trained with objective.kind = reward and the tokenizer of the model",
+            )
+        scored = _replace_model(config, model, {"kind": "reward"}, f"objective.reward_model = {path}", kind="pairs")
+        reward_model = RewardModel(scored, _load_frozen_model(scored, groups, device, path), device)
+    return PolicyObjective(config, executor, device, prompts, generate, reference, reward_model)
 
 
 def _cache_reference(
@@ -172,16 +184,28 @@ def load_teacher_model(
     Raises:
         ConfigError: when the teacher does not fit the run's layout.
     """
-    path, raw = config.objective.teacher, config.model_dump(mode="json", by_alias=True)
+    path = config.objective.teacher
     assert path is not None
-    changes = {"model": model.model_dump(mode="json") | {"mtp_layers": 0}, "objective": {}, "lora": None}
-    layout = {"parallel": {**raw["parallel"], "pipeline_layout": None}}
-    teacher_config = RunConfig.parse({**raw, **changes, **layout}, source=f"objective.teacher = {path}")
+    teacher_config = _replace_model(config, model, {}, f"objective.teacher = {path}")
     executor = _load_frozen_model(teacher_config, groups, device, path, DistillationTeacher)
     for stage in executor.stages.values():
         assert isinstance(stage, DistillationTeacher)
         stage.count = config.objective.top_k
     return executor
+
+
+def _replace_model(
+    config: RunConfig, model: ModelConfig, objective: Mapping[str, Any], source: str, **data: str
+) -> RunConfig:
+    """Return the configuration of a run with another model, in the run's layout.
+
+    Raises:
+        ConfigError: when the model does not fit the layout.
+    """
+    raw = config.model_dump(mode="json", by_alias=True)
+    changes = {"model": model.model_dump(mode="json") | {"mtp_layers": 0}, "objective": objective, "lora": None}
+    layout = {"parallel": {**raw["parallel"], "pipeline_layout": None}, "data": {**raw["data"], **data}}
+    return RunConfig.parse({**raw, **changes, **layout}, source=source)
 
 
 def _load_frozen_model(
