@@ -65,7 +65,7 @@ class Rollout:
     failed: bool = False
 
 
-class RewardModel:
+class LiveRewardModel:
     """Reward model that scores whole texts, prompt and answer with its end token, in the layout of the run.
 
     Args:
@@ -129,7 +129,7 @@ class PolicyObjective(TrainingObjective):
         prompts: PromptDataset,
         generate: RolloutGenerator,
         reference: PipelineExecutor | None,
-        reward_model: RewardModel | None = None,
+        reward_model: LiveRewardModel | None = None,
     ) -> None:
         super().__init__(executor.parallel_groups, config.model.mtp_layers)
         objective = config.objective

@@ -30,7 +30,7 @@ from mega_trainer.objectives.distillation_objective import (
     LiveTeacher,
     collect_teacher_top_k,
 )
-from mega_trainer.objectives.policy_objective import PolicyObjective, RewardModel, RolloutGenerator
+from mega_trainer.objectives.policy_objective import LiveRewardModel, PolicyObjective, RolloutGenerator
 from mega_trainer.objectives.preference_objective import PreferenceObjective
 from mega_trainer.objectives.sample_cache import (
     CachedReferenceModel,
@@ -123,7 +123,7 @@ def _build_policy_objective(
                 hint="use a model trained with objective.kind = reward and the tokenizer of the model",
             )
         scored = _replace_model(config, model, {"kind": "reward"}, f"objective.reward_model = {path}", kind="pairs")
-        reward_model = RewardModel(scored, _load_frozen_model(scored, groups, device, path), device)
+        reward_model = LiveRewardModel(scored, _load_frozen_model(scored, groups, device, path), device)
     return PolicyObjective(config, executor, device, prompts, generate, reference, reward_model)
 
 
