@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -50,6 +51,10 @@ def test_failures_of_the_function_leave_the_other_rewards(
     assert found == [3.0, None, None, 5.0, None, None, 4.0]
     for words in ("raised ValueError: no number in it", "gave no result within 0.5 s", "ended its process", "finite"):
         assert words in caplog.text
+
+
+def test_a_signal_to_the_run_does_not_reach_the_function(process: RewardProcess) -> None:
+    assert os.getpgid(process._worker.pid) != os.getpgid(0)
 
 
 def test_several_processes_divide_the_calls_and_keep_their_order(tmp_path: Path) -> None:

@@ -68,7 +68,8 @@ class RewardProcess:
     def _start_worker(self) -> None:
         file, _, name = self._spec.rpartition(":")
         command = [sys.executable, "-m", "mega_trainer.objectives.reward_process", file, name]
-        self._worker = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        # its own session: Ctrl-C, which ends a run after the step, must not change the step's rewards
+        self._worker = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
         self._rest = b""
         reply = self._read_reply(START_SECONDS)
         if "ready" not in reply:
