@@ -42,16 +42,12 @@ Steps = list[tuple[float, float]]
 
 
 def make_config(model_type: str, zero: int, folder: Path) -> RunConfig:
-    """Return a run of two samples a step on a tiny model.
-
-    Adam divides a gradient that is zero but for rounding (1e-17) by `eps`: a large one keeps that out of the second step.
-    """
+    """Return a run of two samples a step on a tiny model."""
     file = folder / f"{model_type}.json"
     file.write_text(json.dumps(tiny_config(model_type)))
     raw = {
         "model": {"from": str(file), "implementation": "transformers"}, "data": {"train": ["none"], "seq_length": LENGTH},
         "batch": {"micro": 1, "global": SAMPLES}, "precision": "fp64", "parallel": {"zero": zero}, "device": "cpu",
-        "optimizer": {"eps": 1e-3},
     }  # fmt: skip
     return RunConfig.parse(resolve_run_config(raw))
 
