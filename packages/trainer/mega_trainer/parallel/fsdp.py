@@ -107,6 +107,8 @@ def fully_shard_stage(
     for method in ("run_stage", *model.other_forwards):
         register_fsdp_forward_method(model, method)
     model.materialize(device)
+    for sharded in (parameter for group in _param_groups(model.modules()) for parameter in group.fsdp_params):
+        sharded.reset_sharded_param()  # pads uneven shards: in the first forward it would move them away from the optimizer
     for values, _ in non_trainable_buffers(model):
         values.zero_()
     for name, parameter in model.named_parameters():
