@@ -1,5 +1,9 @@
-"""GPT-2 (Radford et al. 2019), with linear layers stored (in, out) and fused query-key-value; GPT-BigCode: SantaCoder
-and StarCoder (arXiv:2305.06161).
+"""Decoders of GPT-2's line, with layer norms and biases: GPT-2, GPT-BigCode, GPT-J, BLOOM and OPT.
+
+GPT-2 (Radford et al. 2019): linear layers stored (in, out), fused query-key-value. GPT-BigCode: SantaCoder and StarCoder
+(arXiv:2305.06161), with multi-query attention. GPT-J: partial interleaved rotation, one norm for attention and MLP in
+parallel. BLOOM (arXiv:2211.05100): ALiBi and a norm of the embeddings. OPT (arXiv:2205.01068): ReLU, learned positions
+with an offset of 2.
 """
 
 from __future__ import annotations

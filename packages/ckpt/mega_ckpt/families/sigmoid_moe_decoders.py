@@ -1,8 +1,9 @@
 """Mixture-of-experts decoders whose router scores experts by sigmoid and selects them with a bias, as DeepSeek-V3.
+
 MiniMax-M2: grouped queries, norms over all heads of queries and keys. GLM-4.7-Flash (`glm4_moe_lite`): DeepSeek-V3's
 latent attention. dots.llm1 (arXiv:2506.05767): Qwen 3's attention. K-EXAONE (`exaone_moe`): EXAONE 4's attention with
 pre-norms. Solar Open (Upstage): experts in every layer. Hunyuan 3 (`hy_v3`). Trinity (Arcee, `afmoe`): gated attention,
-norms before and after, rotary positions in windowed layers only. Flint: attention sinks in every layer, no selection bias.
+norms before and after, rotary positions in windowed layers only.
 """
 
 from __future__ import annotations
