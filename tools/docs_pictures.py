@@ -2,7 +2,8 @@
 and from an examination of this machine.
 
 `python tools/docs_pictures.py FOLDER` works in the new folder FOLDER, takes about six minutes, and needs chromium;
-`python tools/docs_pictures.py FOLDER doctor` makes only doctor.png.
+`python tools/docs_pictures.py FOLDER doctor` makes only doctor.png. `python tools/docs_pictures.py FOLDER rewards` makes only
+rewards.svg, from the report of a finished run of examples/arithmetic in the existing FOLDER, and needs no chromium.
 """
 
 from __future__ import annotations
@@ -43,6 +44,9 @@ output: {RUN}
 
 def main(folder: str, only: str = "") -> None:
     """Train the run in `folder`, and write the pictures to docs/."""
+    if only == "rewards":
+        draw_rewards(Path(folder))
+        return
     Path(folder).mkdir(parents=True)
     os.chdir(folder)
     picture_doctor()
@@ -62,6 +66,20 @@ def main(folder: str, only: str = "") -> None:
     recipe.write_text((ROOT / "recipes" / "llama3-70b-64.yaml").read_text())
     mega("plan", str(recipe), "--machine", "h100", "--ranks", "64", "--html", "plan.html")
     screenshot(Path("plan.html"), "plan.png", 1400, 880)
+
+
+def draw_rewards(folder: Path) -> None:
+    """Write rewards.svg: the figure of the mean reward in the report of the run runs/grpo."""
+    page = folder / "report.html"
+    mega("report", str(folder / "runs" / "grpo"), "--out", str(page))
+    figure = page.read_text().partition("<figcaption>Mean reward</figcaption>")[2].partition("</svg>")[0] + "</svg>"
+    style = (
+        "<style>svg{background:#f7f8fa;font:13px sans-serif}text{fill:#667085}.grid{stroke:#d9dde3;fill:none}"
+        ".line{fill:none;stroke:#0072b2;stroke-width:1.6}.line.faint{stroke-width:1;opacity:.35}</style>"
+    )
+    head, _, rest = figure.partition(">")
+    picture = f'{head} xmlns="http://www.w3.org/2000/svg">{style}{rest}\n'
+    (ROOT / "docs" / "rewards.svg").write_text(picture)
 
 
 def prepare_data() -> None:

@@ -120,17 +120,17 @@ def _load_run_config(run: Path) -> RunConfig:
     """Return the configuration of a run.yaml, also if no model is configured for its data."""
     from pydantic import ValidationError
 
+    from mega_common.errors import ConfigError
     from mega_common.strict_config import load_yaml_mapping
     from mega_data.data_config import DataConfig
     from mega_trainer.config.run_config import RunConfig, resolve_run_config
 
     raw = resolve_run_config(load_yaml_mapping(run))
-    if not DataConfig.parse(raw.get("data") or {}, source=f"{run}: data").dataset_kinds & {
-        "bert",
-        "masked",
-        "t5",
-        "pairs",
-    }:
+    kinds = DataConfig.parse(raw.get("data") or {}, source=f"{run}: data").dataset_kinds
+    if "prompts" in kinds:
+        hint = "read the answers that a run samples in the folder rollouts of its output"
+        raise ConfigError("mega data show is not supported with data.kind = prompts", hint=hint)
+    if not kinds & {"bert", "masked", "t5", "pairs"}:
         return RunConfig.parse(raw, source=str(run))
     try:
         return RunConfig.model_validate(raw)

@@ -10,6 +10,7 @@ import typer
 
 if TYPE_CHECKING:
     from mega_trainer.config.run_config import RunConfig
+    from mega_trainer.objectives.policy_objective import RolloutGenerator
     from mega_trainer.run.training_context import TaskScorer
 
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
@@ -347,7 +348,7 @@ def train_or_start_ranks(config: RunConfig, run: Path, nproc: int | None, overri
             ranks.world_size
         )  # torchrun may have restarted with fewer ranks, after the loss of a machine
         with join_process_group(ranks, config.device, config.timeout_seconds) as store:
-            train(config, ranks, store, _build_task_scorer(config))
+            train(config, ranks, store, _build_task_scorer(config), _build_rollout_sampler(config))
     except TrainingTerminated as error:  # by torchrun, which exits or restarts with more ranks
         write_exit_status_note(os.environ, error.exit_status)
         raise
@@ -367,6 +368,15 @@ def _build_task_scorer(config: RunConfig) -> TaskScorer | None:
     from mega_eval.in_training_tasks import TrainingTasks
 
     return TrainingTasks(config)
+
+
+def _build_rollout_sampler(config: RunConfig) -> RolloutGenerator | None:
+    """Return the sampler of answers for `objective.kind: grpo`, or None for another objective."""
+    if config.objective.kind != "grpo":
+        return None
+    from mega_eval.live_model import RolloutSampler
+
+    return RolloutSampler(config)
 
 
 def _follow_launcher_death() -> None:

@@ -96,7 +96,7 @@ def test_a_cpu_is_healthy(ranks: int, tmp_path: Path) -> None:
     # how long failed jobs take to end depends on what else the machine does
     failed = [check for check in checks if check["verdict"] == "failed"]
     assert done.returncode == bool(failed), done.stdout + done.stderr
-    assert all(check["name"].endswith("all ranks end") for check in failed), done.stdout + done.stderr
+    assert not [check for check in failed if not check["name"].endswith("all ranks end")]
     assert all(check["value"] < 300 for check in checks if check["name"].endswith("all ranks end"))
     ran = {check["part"] for check in checks if check["verdict"] in ("ok", "no expectation")}
     alone = {"environment", "kernels", "speed", "checkpoint", "parity", "plan"}

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -115,9 +116,10 @@ def test_a_node_that_never_comes_back_ends_a_run_that_cannot_do_without(
     assert latest_checkpoint(tmp_path / "run" / "checkpoints") is not None
 
 
-STATIC: dict[str, tuple[str, int, list[int], str]] = {  # faults, --max-restarts, exit statuses, what the first node says
-    "killed on the first": ("0:1:5:kill", 0, [137, 1], "lost the connection to other ranks"),
-    "killed on the second": ("0:2:5:kill", 0, [1, 137], "lost the connection to other ranks"),
+FIRST_SEEN = (137, 1)  # torchrun gives the status of the rank whose end it sees first: the killed one's or its peer's
+STATIC: dict[str, tuple[str, int, list[Any], str]] = {  # faults, --max-restarts, exit statuses, what the first node says
+    "killed on the first": ("0:1:5:kill", 0, [FIRST_SEEN, 1], "lost the connection to other ranks"),
+    "killed on the second": ("0:2:5:kill", 0, [1, FIRST_SEEN], "lost the connection to other ranks"),
     "killed on both in turn": ("0:0:5:kill 1:3:8:kill", 3, [0, 0], "requires --rdzv-backend=c10d"),
     "stopped": ("0:2:5:stop", 0, [1, 137], "no progress for 10 seconds"),
     "a machine lost": ("0:2:5:node 0:3:5:kill", 1, [1, -9], "the ranks of the job do not reach each other (wait timeout"),
@@ -127,12 +129,14 @@ STATIC: dict[str, tuple[str, int, list[int], str]] = {  # faults, --max-restarts
 
 @pytest.mark.parametrize("case", STATIC.values(), ids=STATIC)
 def test_faults_under_torchruns_static_rendezvous_end_the_run_or_restart_it(
-    settings: Settings, tmp_path: Path, case: tuple[str, int, list[int], str]
+    settings: Settings, tmp_path: Path, case: tuple[str, int, list[Any], str]
 ) -> None:
     faults, restarts, statuses, words = case
     raw = settings_of(settings, tmp_path, "run", checkpoint={"every": 3})
     with Job(raw, tmp_path / "job", nodes="2", ranks=2, restarts=restarts, wait=20, static=True) as job:
-        assert ended([job.launch(faults), job.launch(faults)]) == statuses, job.told()
+        found = ended([job.launch(faults), job.launch(faults)])
+        allowed = [status if isinstance(status, tuple) else (status,) for status in statuses]
+        assert all(one in several for one, several in zip(found, allowed, strict=True)), (found, job.told())
         assert words in job.told(0)
         assert "internal error" not in job.told()
         assert "Traceback" not in job.told()

@@ -175,7 +175,7 @@ def test_loss_of_hidden_spans_is_that_of_the_runs_own_validation(tmp_path: Path)
     assert math.fsum(one["loss"] * one["tokens"] for one in each) / found.tokens == pytest.approx(found.loss)
     assert evaluate_span_corruption(model, prefix, 20, Tokenizer(tmp_path), share=0.4).tokens > found.tokens
     pytest.importorskip("lm_eval", reason="lm-evaluation-harness")
-    from mega_eval.in_training_tasks import build_inference_model
+    from mega_eval.live_model import build_inference_model
 
     pairs = [([7, 8, 9, 150, 11], [3, 4])]
     executor = PipelineExecutor(make_schedule("1f1b", pp=1, microbatches=1), {0: model}, CommGroup("pp"))

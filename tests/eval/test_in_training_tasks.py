@@ -21,7 +21,8 @@ from mega_trainer.run.training_run import run_training
 
 pytest.importorskip("lm_eval", reason="lm-evaluation-harness")
 from mega_eval.harness_tasks import HarnessModel, HarnessTaskOptions, run_harness_tasks
-from mega_eval.in_training_tasks import TrainingTasks, build_inference_model
+from mega_eval.in_training_tasks import TrainingTasks
+from mega_eval.live_model import build_inference_model
 from mega_eval.model_loading import find_end_tokens, load_inference_model, load_tokenizer
 from mega_eval.multi_rank_inference import ModelReplicas, PromptTokenizer
 from mega_eval.score import score_continuations

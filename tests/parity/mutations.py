@@ -191,7 +191,9 @@ def _tokens_of_every_rank() -> AbstractContextManager[Any]:
 
 def _loss_of_every_rank() -> AbstractContextManager[Any]:
     return swap(
-        PipelineExecutor, "parallel_groups", property(lambda self: replace(self.model.groups, tp=CommGroup("tp")))
+        PipelineExecutor,
+        "parallel_groups",
+        property(lambda self: replace(self.first_local_stage.groups, tp=CommGroup("tp"))),
     )
 
 

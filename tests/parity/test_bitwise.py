@@ -127,6 +127,7 @@ def fully_sharded() -> list[tuple[Case, Case]]:
         ("dense", 4, {"pp": 2}, 0.1, "adamw"), ("mla", 4, {"pp": 2, "virtual_stages": 2}, 0.1, "muon"),
         ("moe", 4, {"pp": 2, "ep": 2, "schedule": "zb-h1"}, 0.1, "adamw"),
         ("tied", 4, {"pp": 2, "schedule": "zbv", "virtual_stages": 2}, 0.1, "muon"),
+        ("tied", 3, {}, 0.1, "adamw"), ("gqa", 4, {"tp": 2}, 0.0, "adamw"), ("moe", 4, {"ep": 2}, 0.1, "adamw"),
     ]  # fmt: skip
     plain = [
         case(
@@ -250,7 +251,7 @@ def moves() -> list[tuple[Case, Case]]:
         (1, {}), (2, {"tp": 2}), (4, {"tp": 4, "sp": True}), (4, {"pp": 4}), (4, {"pp": 2, "virtual_stages": 2, "schedule": "zbv", "zero": 1}),
         (4, {"tp": 2, "pp": 2, "zero": 0}), (3, {"zero": 1}), (8, {"tp": 8}), (3, {"pp": 3, "pipeline_layout": [0, 3, 1]}),
         (4, {"tp": 2, "zero": 3}), (4, {"pp": 2, "zero": 3, "schedule": "zb-h1"}), (2, {"pp": 2, "schedule": "zb-h1"}), (8, {"tp": 2, "pp": 2, "zero": 1}), (1, {}),
-        (4, {"cp": 4, "cp_kind": "alltoall", "zero": 1}), (4, {"cp": 2, "pp": 2}), (2, {"tp": 2}),
+        (4, {"cp": 4, "cp_kind": "alltoall", "zero": 1}), (4, {"cp": 2, "cp_kind": "alltoall", "pp": 2}), (2, {"tp": 2}),
     ]  # fmt: skip
     rules = cycle([("tied", "adamw"), ("gqa", "muon"), ("dense", "adamw")])
     return [

@@ -131,7 +131,7 @@ class T5Config(StrictConfig):
 
 
 Order = Literal["shuffled", "stable", "megatron"]
-KindName = Literal["text", "documents", "conversations", "pairs", "fim", "bert", "masked", "t5", "retro"]
+KindName = Literal["text", "documents", "conversations", "pairs", "fim", "bert", "masked", "t5", "retro", "prompts"]
 
 
 class DatasetSource(StrictConfig):
@@ -233,7 +233,7 @@ class DataConfig(StrictConfig):
         description="text: windows of running text; documents: packed whole documents; conversations: packed conversations "
         "with a loss mask; pairs: preference pairs (chosen and rejected answer); fim: fill-in-the-middle; bert: masked "
         "words and sentence pairs; masked: running text with masked tokens; t5: span corruption; retro: chunks with the "
-        "neighbors of mega data retrieve",
+        "neighbors of mega data retrieve; prompts: JSON lines with a prompt, for objective.kind: grpo",
     )
     fim: FimConfig = FimConfig()
     bert: BertConfig = BertConfig()
@@ -342,8 +342,8 @@ class DataConfig(StrictConfig):
 
     @property
     def raw_sources(self) -> list[DatasetSource]:
-        """Data sets of all splits that are raw data, in order."""
-        return [source for source in self.all_sources if source.is_raw]
+        """Data sets of all splits that are raw data to be tokenized into token files, in order."""
+        return [source for source in self.all_sources if source.is_raw and (source.kind or self.kind) != "prompts"]
 
     def _find_raw_problems(self) -> Iterator[ConfigProblem]:
         if self.stream:

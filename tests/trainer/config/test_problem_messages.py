@@ -28,6 +28,12 @@ MOE = "model.moe={num_experts: 8, top_k: 2, ffn_hidden_size: 12}"
 ENCODER = ["model.encoder={num_layers: 2}", "data.kind=t5", "model.position=relative", "model.norm=rmsnorm"]
 RETRO = ["model.retro={layers: [1], chunk_length: 16, encoder_layers: 2}", "data.kind=retro"]
 FP8 = ["precision=fp8", "device=auto", "model.hidden_size=512", "model.ffn_hidden_size=512"]
+GRPO = [
+    "objective={kind: grpo, rewards: 'rewards.py:exact', max_new_tokens: 8}",
+    "data.kind=prompts",
+    "data.train=a.jsonl",
+    "data.tokenizer=FOLDER",
+]
 SCORE = ["model.score=true", "objective.kind=reward", "data.kind=pairs"]
 
 CASES: list[list[str]] = [
@@ -69,6 +75,20 @@ CASES: list[list[str]] = [
     ["objective.kind=distill", "objective.teacher=FOLDER", "objective.top_k=500"],
     ["objective.kind=distill", "objective.teacher=FOLDER", "train.on_nan=rollback", "train.on_spike=rollback"],
     ["objective.beta=0.2"],
+    [*GRPO, "objective.kind=cross_entropy"],
+    [*GRPO, "data.kind=text"],
+    [*GRPO, "objective.rewards=exact"],
+    [*GRPO, "objective.reward_model=FOLDER"],
+    [*GRPO, "batch.global=12"],
+    [*GRPO, "batch.rampup={start: 2, increment: 2, samples: 100}"],
+    [*GRPO, "data.tokenizer=null"],
+    [*GRPO, "data.train=[a.jsonl, b.jsonl]"],
+    [*GRPO, "objective.max_new_tokens=64"],
+    [*GRPO, "model.vision={num_layers: 1, hidden_size: 16, ffn_hidden_size: 16, num_attention_heads: 2, image_size: 8, patch_size: 4, image_token: 5}"],
+    [*GRPO, "train.eval_every=10"],
+    [*GRPO, "train.on_spike=rollback"],
+    [*GRPO, "objective.variant=rloo", "objective.rollout_steps=2"],
+    [*GRPO, "objective.kl=0.1"],
     ["objective.kind=distill", "objective.teacher=FOLDER", "objective.teacher_logits=live", "objective.ask_only=true"],
     ["lora={rank: 4}"],
     ["lora={rank: 4, quantize: nf4}", "init_from=FOLDER", "parallel.zero=3"],

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt
 
 from mega_common.model_config import ModelConfig
 from mega_common.strict_config import ConfigProblem, StrictConfig
 from mega_data.data_config import DataConfig
+from mega_trainer.config.batch_size import BatchConfig
 from mega_trainer.config.sections import TrainConfig
+
+PolicyVariant = Literal["grpo", "dr_grpo", "dapo", "gspo", "rloo"]
+LossNormalization = Literal["sequence", "token", "constant", "sum"]
 
 REFERENCE = ("reference", "reference_model", "ask_only")
 # Settings that each kind uses.
@@ -22,21 +26,33 @@ USED: dict[str, tuple[str, ...]] = {
     "simpo": ("beta", "gamma", "label_smoothing"),
     "reward": ("margin", "center"),
     "distill": ("teacher", "teacher_logits", "top_k", "temperature", "cache", "ask_only"),
+    "grpo": (
+        "variant", "rewards", "reward_model", "reward_timeout", "reward_workers", "group_size", "max_new_tokens", "rollout_steps", "clip", "kl",
+        "normalization", "mask_truncated", "resample", "reference_model",
+    ),
 }  # fmt: skip
 BETAS = {"simpo": 2.0}
+# Clip and normalization of the loss in the paper of each variant.
+VARIANTS: dict[PolicyVariant, tuple[tuple[float, float], LossNormalization]] = {
+    "grpo": ((0.2, 0.2), "sequence"),
+    "dr_grpo": ((0.2, 0.2), "constant"),
+    "dapo": ((0.2, 0.28), "token"),
+    "gspo": ((3e-4, 4e-4), "sequence"),
+    "rloo": ((0.2, 0.2), "sum"),  # without a ratio to clip
+}
 
 
 class ObjectiveConfig(StrictConfig):
-    """Training objective of a run: mean cross entropy of next tokens, a loss on preference pairs, or distillation from
-    a teacher.
+    """Training objective of a run: mean cross entropy of next tokens, a loss on preference pairs, distillation from a
+    teacher, or reinforcement learning on sampled answers.
     """
 
-    kind: Literal["cross_entropy", "dpo", "ipo", "kto", "simpo", "reward", "distill"] = Field(
+    kind: Literal["cross_entropy", "dpo", "ipo", "kto", "simpo", "reward", "distill", "grpo"] = Field(
         "cross_entropy",
         description="cross_entropy: of the next tokens; on preference pairs (data.kind: pairs): dpo (arXiv:2305.18290), ipo "
         "(arXiv:2310.12036, of means over tokens), kto (arXiv:2402.01306), simpo (arXiv:2405.14734); and, for model.score: true, "
         "reward (Bradley and Terry 1952, arXiv:2203.02155); distill: the divergence from a teacher's next tokens "
-        "(arXiv:1503.02531)",
+        "(arXiv:1503.02531); grpo: policy gradient on groups of sampled answers (data.kind: prompts)",
     )
     beta: float | None = Field(
         None, gt=0, description="strength of the penalty for leaving the reference; default: 0.1, for simpo 2"
@@ -82,15 +98,72 @@ class ObjectiveConfig(StrictConfig):
         description="end once the outputs of the reference model or teacher are cached for all samples; train nothing",
     )
 
+    variant: PolicyVariant = Field(
+        "grpo",
+        description="grpo: arXiv:2402.03300 (kl is 0 by default); dr_grpo: arXiv:2503.20783; dapo: clip and normalization of "
+        "arXiv:2503.14476; gspo: arXiv:2507.18071; rloo: arXiv:2402.14740",
+    )
+    rewards: str | None = Field(
+        None,
+        description="grpo: FILE.py:FUNCTION, a function (prompt: str, answer: str, record: dict) -> float, which runs in a "
+        "separate process",
+    )
+    reward_model: str | None = Field(
+        None,
+        description="grpo: in place of rewards, a model of objective.kind: reward with the same vocabulary, which scores the "
+        "whole text: a checkpoint or HuggingFace folder",
+    )
+    reward_timeout: float = Field(
+        10.0, gt=0, description="grpo: time limit of a call of the reward function in seconds; then the reward is 0"
+    )
+    reward_workers: PositiveInt = Field(
+        1, description="grpo: processes that compute rewards at the same time, on rank 0"
+    )
+    group_size: Annotated[int, Field(ge=2)] = Field(8, description="grpo: answers sampled for each prompt")
+    max_new_tokens: PositiveInt = Field(256, description="grpo: largest number of tokens of an answer")
+    rollout_steps: PositiveInt = Field(
+        1, description="grpo: optimizer steps on answers that are sampled together; later ones are off-policy"
+    )
+    clip: tuple[Annotated[float, Field(gt=0, lt=1)], Annotated[float, Field(gt=0)]] | None = Field(
+        None, description="grpo: bounds of the policy ratio below and above 1; default: those of the variant's paper"
+    )
+    kl: float = Field(
+        0.0, ge=0, description="grpo: weight of the KL divergence from the reference model; 0: no reference"
+    )
+    normalization: LossNormalization | None = Field(
+        None,
+        description="grpo: of the loss. sequence: mean over answers of their means over tokens; token: mean over all tokens; "
+        "constant: mean over answers of sums divided by max_new_tokens; sum: mean over answers of sums; default: the variant's",
+    )
+    mask_truncated: bool = Field(
+        False, description="grpo: leave answers that reach max_new_tokens out of the loss (overlong filtering)"
+    )
+
+    resample: Annotated[int, Field(ge=0)] = Field(
+        0,
+        description="grpo: rounds in which groups of equal rewards are replaced by answers to other prompts (dynamic sampling "
+        "of dapo); groups that are still equal are left out of the loss; 0: no replacement, and all groups count",
+    )
+
+    @property
+    def effective_clip(self) -> tuple[float, float]:
+        """Value of `clip`, or the default of the variant if it is not set."""
+        return self.clip or VARIANTS[self.variant][0]
+
+    @property
+    def effective_normalization(self) -> LossNormalization:
+        """Value of `normalization`, or the default of the variant if it is not set."""
+        return self.normalization or VARIANTS[self.variant][1]
+
     @property
     def is_pairwise(self) -> bool:
         """True if the objective compares the chosen and the rejected answer of preference pairs."""
-        return self.kind not in ("cross_entropy", "distill")
+        return self.kind not in ("cross_entropy", "distill", "grpo")
 
     @property
     def needs_reference(self) -> bool:
         """True if the objective compares the trained model with a frozen reference model."""
-        return "reference" in USED[self.kind]
+        return "reference" in USED[self.kind] or self.kl > 0
 
     @property
     def effective_beta(self) -> float:
@@ -111,7 +184,7 @@ class ObjectiveConfig(StrictConfig):
                 yield ConfigProblem("ask_only", rule, True, f"set objective.{name}=cached")
 
     def find_run_problems(
-        self, *, model: ModelConfig, data: DataConfig, train: TrainConfig, init_from: str | None
+        self, *, model: ModelConfig, data: DataConfig, train: TrainConfig, batch: BatchConfig, init_from: str | None
     ) -> Iterator[ConfigProblem]:
         """Yield conflicts of the objective with the model, the data, the `train` section and the initial weights of a
         run.
@@ -124,6 +197,13 @@ class ObjectiveConfig(StrictConfig):
             rule = f"requires an objective on preference pairs, found objective.kind = {self.kind}"
             hint = f"set objective.kind={'reward' if model.score else 'dpo' if init_from else 'simpo'}"
             yield ConfigProblem("data.kind", rule, "pairs", hint)
+        if self.kind != "grpo" and "prompts" in data.dataset_kinds:
+            hint = "set objective.kind=grpo, or set data.kind=text"
+            yield ConfigProblem("data.kind", "requires objective.kind = grpo", "prompts", hint)
+        if self.kind == "grpo" and data.dataset_kinds != {"prompts"}:
+            yield ConfigProblem("objective.kind", "requires data.kind = prompts", "grpo", "set data.kind=prompts")
+        elif self.kind == "grpo":
+            yield from self._policy_problems(model, data, train, batch)
         if self.kind == "distill":
             yield from self._teacher_problems(model, data)
         if self.kind == "reward" and not model.score:
@@ -151,10 +231,64 @@ class ObjectiveConfig(StrictConfig):
             )
             yield ConfigProblem("objective.top_k", rule, self.top_k, hint)
 
+    def _policy_problems(
+        self, model: ModelConfig, data: DataConfig, train: TrainConfig, batch: BatchConfig
+    ) -> Iterator[ConfigProblem]:
+        """Yield settings with which answers cannot be sampled, rewarded or grouped."""
+        if self.rewards is not None and self.reward_model is not None:
+            rule = "conflicts with objective.rewards"
+            yield ConfigProblem("objective.reward_model", rule, self.reward_model, "remove objective.reward_model")
+        if self.reward_model is None and not (self.rewards or "").rpartition(":")[0]:
+            rule = "must be FILE.py:FUNCTION with objective.kind = grpo"
+            yield ConfigProblem("objective.rewards", rule, self.rewards, "set objective.rewards=rewards.py:exact")
+        if batch.global_ % self.group_size:
+            rule, size = f"must be a multiple of objective.group_size = {self.group_size}", self.group_size
+            yield ConfigProblem(
+                "batch.global", rule, batch.global_, f"set batch.global={-(-batch.global_ // size) * size}"
+            )
+        for key in ("rampup", "stages"):
+            if getattr(batch, key):
+                rule = "is not supported with objective.kind = grpo"
+                yield ConfigProblem(f"batch.{key}", rule, hint=f"remove batch.{key}")
+        if data.tokenizer is None:
+            yield ConfigProblem(
+                "data.tokenizer", "is required with data.kind = prompts", None, "set data.tokenizer=FOLDER"
+            )
+        if len(data.train) > 1 or data.train[0].is_glob or data.train[0].path.suffix != ".jsonl":
+            rule = "must be one file of JSON lines with data.kind = prompts"
+            yield ConfigProblem(
+                "data.train", rule, [str(each.path) for each in data.train], "set data.train=FILE.jsonl"
+            )
+        if data.seq_length <= self.max_new_tokens:
+            rule = f"must be larger than objective.max_new_tokens = {self.max_new_tokens}"
+            yield ConfigProblem(
+                "data.seq_length", rule, data.seq_length, f"set data.seq_length={2 * self.max_new_tokens}"
+            )
+        if model.vision is not None:
+            yield ConfigProblem(
+                "model.vision", "is not supported with objective.kind = grpo", hint="remove model.vision"
+            )
+        if train.eval_every:
+            hint = "set train.eval_every=0, and run mega eval on the checkpoints"
+            yield ConfigProblem("train.eval_every", "is not supported with data.kind = prompts", train.eval_every, hint)
+        for key in ("on_nan", "on_spike"):
+            if getattr(train, key) == "rollback":
+                rule = "is not supported with objective.kind = grpo"
+                yield ConfigProblem(f"train.{key}", rule, "rollback", f"set train.{key}=skip")
+        if self.variant == "rloo":
+            yield from self._rloo_problems()
+
+    def _rloo_problems(self) -> Iterator[ConfigProblem]:
+        """Yield settings of ratios and of the KL term, which the loss of RLOO does not have."""
+        for key in ("rollout_steps", "clip", "kl"):
+            if getattr(self, key) != type(self).model_fields[key].default:
+                rule = "is not supported with objective.variant = rloo"
+                yield ConfigProblem(f"objective.{key}", rule, getattr(self, key), f"remove objective.{key}")
+
     def _rollback_problems(self, train: TrainConfig) -> Iterator[ConfigProblem]:
         """Yield caches of a run's samples under a policy that replaces samples."""
         policies = [key for key in ("on_nan", "on_spike") if getattr(train, key) == "rollback"]
-        used = {"reference": self.needs_reference, "teacher_logits": self.kind == "distill"}
+        used = {"reference": "reference" in USED[self.kind], "teacher_logits": self.kind == "distill"}
         for key in (key for key in used if policies and used[key] and getattr(self, key) == "cached"):
             rule = f"is not supported with train.{policies[0]} = rollback, which reads samples outside of the cache"
             skip = " and ".join(f"train.{policy}=skip" for policy in policies)

@@ -234,7 +234,9 @@ class RunConfig(StrictConfig):
             model, data, parallel, precision=self.precision, tasks=self.eval.tasks, lora=lora
         )
         yield from find_transformers_problems(self) if model.transformers else ()
-        yield from self.objective.find_run_problems(model=model, data=data, train=train, init_from=self.init_from)
+        yield from self.objective.find_run_problems(
+            model=model, data=data, train=train, batch=self.batch, init_from=self.init_from
+        )
         yield from train.find_run_problems(data.sample_order)
         yield from self.checkpoint.find_run_problems(train.eval_every)
         yield from self.parallel_rules.find_problems()

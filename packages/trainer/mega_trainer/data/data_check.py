@@ -19,6 +19,7 @@ from mega_data.token_files.dataset_info import DatasetInfo, count_unpaired_answe
 from mega_data.token_files.indexed_reader import IndexedReader
 from mega_data.tokenizer import Tokenizer
 from mega_trainer.config.run_config import RunConfig
+from mega_trainer.data.prompt_dataset import PromptDataset
 
 if TYPE_CHECKING:
     from mega_ckpt.source import WeightSource  # imports torch, which checking data does not need
@@ -146,7 +147,7 @@ def read_token_ids(content: bytes) -> dict[str, int]:
 def _datasets_with_tokenizer(data: DataConfig) -> dict[Path, DatasetInfo]:
     """Return the descriptions of all data sets that record their tokenizer."""
     found = {}
-    for source in data.all_sources:
+    for source in (each for each in data.all_sources if (each.kind or data.kind) != "prompts"):
         for path in find_matching_prefixes(source):
             info = read_dataset_info(resolve_source_prefix(source, path, data))
             if info is not None and info.tokenizer is not None:
@@ -182,6 +183,10 @@ def check_datasets(config: RunConfig) -> list[DatasetUsage]:
             vocabulary than the model's, or lacks end-of-document tokens that the configuration requires.
     """
     tokenizer = find_run_tokenizer(config.data, config.model.vocab_size)
+    if config.objective.kind == "grpo":
+        assert tokenizer is not None  # the rules of the configuration require data.tokenizer
+        open_prompts(config, tokenizer)
+        return []
     uses = plan_dataset_usage(config.data, config.samples_per_split, None if tokenizer is None else tokenizer.eos_id)
     for prefix in {use.prefix: None for use in uses}:
         _check_pairs(config, prefix)
@@ -192,6 +197,22 @@ def check_datasets(config: RunConfig) -> list[DatasetUsage]:
                 hint="make the data set with the model's tokenizer",
             )
     return uses
+
+
+def open_prompts(config: RunConfig, tokenizer: Tokenizer) -> PromptDataset:
+    """Open the prompts of a run with `objective.kind: grpo`.
+
+    Raises:
+        DataError: for a file without usable prompts.
+    """
+    objective, length = config.objective, config.data.seq_length
+    longest = (
+        length + (objective.reward_model is None) - objective.max_new_tokens
+    )  # a reward model reads the last token
+    return PromptDataset(
+        config.data.train[0].path, tokenizer, seed=config.train.seed, group_size=objective.group_size,
+        seq_length=length, longest=longest,
+    )  # fmt: skip
 
 
 def _check_pairs(config: RunConfig, prefix: Path) -> None:

@@ -47,6 +47,7 @@ def render_run_page(runs: Sequence[RunLog]) -> str:
     planned = [_predicted_metrics(run) for run in runs]
     sections = [
         _learning_section(runs, names),
+        _reward_section(runs, names),
         _speed_section(runs, names, planned),
         _time_section(runs, names),
         _routing_section(runs, names),
@@ -238,6 +239,18 @@ def _routing_section(runs: Sequence[RunLog], names: Sequence[str]) -> PageSectio
         ("Router z-loss", "z_loss"),
     ]
     return PageSection("Expert routing", [_draw_metric(runs, names, title, key) for title, key in shown])
+
+
+def _reward_section(runs: Sequence[RunLog], names: Sequence[str]) -> PageSection:
+    """Return the section about the rewards and answers of reinforcement learning."""
+    shown = [
+        ("Mean reward", "reward/mean"),
+        ("Share of groups with equal rewards", "reward/equal_groups"),
+        ("Tokens of an answer", "answer/length"),
+        ("Share of clipped tokens", "policy/clip_fraction"),
+        ("KL divergence from the reference, nats per token", "policy/kl"),
+    ]
+    return PageSection("Rewards", [_draw_metric(runs, names, title, key) for title, key in shown])
 
 
 def _data_section(runs: Sequence[RunLog], names: Sequence[str]) -> PageSection:

@@ -18,6 +18,7 @@ from mega_data.tokenizer import Tokenizer
 from mega_trainer.config.fp8_config import check_fp8_device
 from mega_trainer.config.parallel_layout import ParallelLayout
 from mega_trainer.config.run_config import RunConfig
+from mega_trainer.data.data_check import open_prompts
 from mega_trainer.distributed.comm import CommLog
 from mega_trainer.distributed.process_groups import ParallelGroups, ProcessGroupCache, RankInfo, build_parallel_groups
 from mega_trainer.kernels.backend_choice import BackendChoice, BackendFacts, choose_backends, installed_kernel_versions
@@ -299,6 +300,9 @@ def load_datasets(config: RunConfig, tokenizer: Tokenizer | None) -> tuple[Blend
     """Return the training data set, and the validation data set if the run validates, else None; `tokenizer` is the
     data's tokenizer.
     """
+    if config.objective.kind == "grpo":
+        assert tokenizer is not None  # the rules of the configuration require data.tokenizer
+        return open_prompts(config, tokenizer), None
     eod = None if tokenizer is None else tokenizer.eos_id
     training, valid, _ = build_blended_datasets(
         config.data,

@@ -91,6 +91,8 @@ def _path_problems(config: RunConfig) -> Iterator[ConfigProblem]:
         "lora.init_from": lora.init_from if lora else None,
         "objective.teacher": objective.teacher,
         "objective.reference_model": objective.reference_model,
+        "objective.reward_model": objective.reward_model,
+        "objective.rewards": objective.rewards and objective.rewards.rpartition(":")[0],
     }
     for key, path in paths.items():
         yield from _existence_problem(key, path)

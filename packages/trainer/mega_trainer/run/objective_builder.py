@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import xxhash
@@ -18,6 +19,7 @@ from mega_common.progress_logging import logger
 from mega_data.blended_dataset import BlendedDataset
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.data.data_check import extend_vocabulary, find_run_tokenizer
+from mega_trainer.data.prompt_dataset import PromptDataset
 from mega_trainer.distributed.process_groups import ParallelGroups
 from mega_trainer.kernels.leaf_compiler import LeafCompiler, should_compile
 from mega_trainer.model.auxiliary_models import DistillationTeacher
@@ -28,6 +30,7 @@ from mega_trainer.objectives.distillation_objective import (
     LiveTeacher,
     collect_teacher_top_k,
 )
+from mega_trainer.objectives.policy_objective import LiveRewardModel, PolicyObjective, RolloutGenerator
 from mega_trainer.objectives.preference_objective import PreferenceObjective
 from mega_trainer.objectives.sample_cache import (
     CachedReferenceModel,
@@ -52,6 +55,7 @@ def build_objectives(
     consumed: int,
     training: BlendedDataset,
     valid: BlendedDataset | None,
+    generate: RolloutGenerator | None = None,
 ) -> tuple[TrainingObjective, TrainingObjective]:
     """Build the training and the validation objective, with the reference or teacher model that they need. A collective
     call of all ranks.
@@ -60,8 +64,10 @@ def build_objectives(
 
     Args:
         consumed: samples of the training set that the run has already consumed.
+        generate: samples answers of the model in training, for reinforcement learning.
 
     Raises:
+        ConfigError: when reinforcement learning has no `generate`, or its reward function cannot be loaded.
         CheckpointError: when the reference model cannot be used.
     """
     kind, default = config.objective.kind, TrainingObjective(executor.parallel_groups, config.model.mtp_layers)
@@ -70,6 +76,8 @@ def build_objectives(
     if kind == "distill":
         teacher = _build_teacher(config, executor.parallel_groups, device, training, consumed)
         return DistillationObjective(config, executor, teacher), default
+    if kind == "grpo":
+        return _build_policy_objective(config, executor, device, training, generate), default
     if not config.objective.needs_reference:
         objective = PreferenceObjective(config, executor, device, None)
         return objective, objective
@@ -90,6 +98,33 @@ def build_objectives(
         PreferenceObjective(config, executor, device, train_cache),
         PreferenceObjective(config, executor, device, valid_cache),
     )
+
+
+def _build_policy_objective(
+    config: RunConfig,
+    executor: PipelineExecutor,
+    device: torch.device,
+    prompts: BlendedDataset,
+    generate: RolloutGenerator | None,
+) -> PolicyObjective:
+    """Return the objective of reinforcement learning, with its reference model if it has a KL term."""
+    assert isinstance(prompts, PromptDataset)
+    if generate is None:
+        raise ConfigError("objective.kind = grpo requires the inference engine (mega_eval)", hint="use mega train")
+    groups = executor.parallel_groups
+    reference = load_reference_model(config, groups, device) if config.objective.needs_reference else None
+    path, reward_model = config.objective.reward_model, None
+    if path is not None:
+        model = read_model_config(parse_location(path))
+        if model.vocab_size != config.model.vocab_size or not model.score:
+            raise ConfigError(
+                f"objective.reward_model = {path} must be a reward model with the vocabulary of the model, "
+                f"{config.model.vocab_size} tokens",
+                hint="use a model trained with objective.kind = reward and the tokenizer of the model",
+            )
+        scored = _replace_model(config, model, {"kind": "reward"}, f"objective.reward_model = {path}", kind="pairs")
+        reward_model = LiveRewardModel(scored, _load_frozen_model(scored, groups, device, path), device)
+    return PolicyObjective(config, executor, device, prompts, generate, reference, reward_model)
 
 
 def _cache_reference(
@@ -149,16 +184,28 @@ def load_teacher_model(
     Raises:
         ConfigError: when the teacher does not fit the run's layout.
     """
-    path, raw = config.objective.teacher, config.model_dump(mode="json", by_alias=True)
+    path = config.objective.teacher
     assert path is not None
-    changes = {"model": model.model_dump(mode="json") | {"mtp_layers": 0}, "objective": {}, "lora": None}
-    layout = {"parallel": {**raw["parallel"], "pipeline_layout": None}}
-    teacher_config = RunConfig.parse({**raw, **changes, **layout}, source=f"objective.teacher = {path}")
+    teacher_config = _replace_model(config, model, {}, f"objective.teacher = {path}")
     executor = _load_frozen_model(teacher_config, groups, device, path, DistillationTeacher)
     for stage in executor.stages.values():
         assert isinstance(stage, DistillationTeacher)
         stage.count = config.objective.top_k
     return executor
+
+
+def _replace_model(
+    config: RunConfig, model: ModelConfig, objective: Mapping[str, Any], source: str, **data: str
+) -> RunConfig:
+    """Return the configuration of a run with another model, in the run's layout.
+
+    Raises:
+        ConfigError: when the model does not fit the layout.
+    """
+    raw = config.model_dump(mode="json", by_alias=True)
+    changes = {"model": model.model_dump(mode="json") | {"mtp_layers": 0}, "objective": objective, "lora": None}
+    layout = {"parallel": {**raw["parallel"], "pipeline_layout": None}, "data": {**raw["data"], **data}}
+    return RunConfig.parse({**raw, **changes, **layout}, source=source)
 
 
 def _load_frozen_model(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -53,6 +53,7 @@ from mega_trainer.job.run_folder import claim_run_folders, make_run_folder, reco
 from mega_trainer.job.training_guard import LossGuard, RollbackRequested, RunLimits
 from mega_trainer.kernels.leaf_compiler import LeafCompiler, should_compile
 from mega_trainer.model.weight_init import initialize_weights
+from mega_trainer.objectives.policy_objective import Rollout, RolloutGenerator
 from mega_trainer.parallel.parameter_shards import ShardedStage
 from mega_trainer.pipeline.executor import PipelineExecutor
 from mega_trainer.plan.memory_advice import PredictedMemoryNeeds
@@ -75,13 +76,18 @@ from mega_trainer.run.training_loop import run_training_loop
 
 
 def run_training(
-    config: RunConfig, ranks: RankInfo, store: Store | None = None, scorer: TaskScorer | None = None
+    config: RunConfig,
+    ranks: RankInfo,
+    store: Store | None = None,
+    scorer: TaskScorer | None = None,
+    generate: RolloutGenerator | None = None,
 ) -> TrainState:
     """Train a run as configured, from start or resume to the end; return the final state of this rank.
 
     Args:
         store: of the job; with it a rank that hangs is named.
         scorer: called by all ranks together every `eval.every` steps.
+        generate: samples answers of the model in training, called by all ranks together; required by `objective.kind: grpo`.
 
     Raises:
         TrainingInterrupted: when a signal or a limit ended the run before its last step; the step done is saved.
@@ -95,7 +101,7 @@ def run_training(
         translate_errors(ranks.rank, lambda: "before the first step", needs),
         deterministic_mode(config.deterministic),
     ):
-        return train_in_run_folder(config, ranks, groups, needs, store, scorer)
+        return train_in_run_folder(config, ranks, groups, needs, store, scorer, generate)
 
 
 def train_in_run_folder(
@@ -105,6 +111,7 @@ def train_in_run_folder(
     needs: Callable[[], PredictedMemoryNeeds],
     store: Store | None,
     scorer: TaskScorer | None = None,
+    generate: RolloutGenerator | None = None,
 ) -> TrainState:
     """Train a run whose folders this job has locked; `needs` returns the memory estimate for out-of-memory errors."""
     checkpoint, memory = find_start_checkpoint(config), open_memory_checkpoint(config, groups)
@@ -124,14 +131,12 @@ def train_in_run_folder(
     initialize_state(state, start, groups.world, tokenizer)
     if not has_steps_left(state, start):
         return state
-    if ranks.rank == 0:
-        make_run_folder(config, tokenizer)
-    log_run_size(state, groups.world.size)
-    record_run_start(config, ranks, state.step, start, time.monotonic() - loading_began)
+    begin_run_records(state, ranks, groups, start, tokenizer, time.monotonic() - loading_began)
 
     objective, valid_objective = build_objectives(
-        config, executor, device, state.consumed_samples, train_data, valid_data
-    )
+        config, executor, device, state.consumed_samples, train_data, valid_data,
+        None if generate is None else partial(generate_with_params, generate, state),
+    )  # fmt: skip
     if config.objective.ask_only:
         logger.info("teacher outputs of all samples are written; nothing is trained (objective.ask_only = true)")
         return state
@@ -158,6 +163,32 @@ def train_in_run_folder(
         memory.remove_folder()
     log_run_end(state, reason)
     return state
+
+
+def begin_run_records(
+    state: TrainState,
+    ranks: RankInfo,
+    groups: ParallelGroups,
+    start: Location | MemoryCopy | None,
+    tokenizer: Tokenizer | None,
+    loading_seconds: float,
+) -> None:
+    """Make the run's folder, log the size of the run and record its start."""
+    if ranks.rank == 0:
+        make_run_folder(state.config, tokenizer)
+    log_run_size(state, groups.world.size)
+    record_run_start(state.config, ranks, state.step, start, loading_seconds)
+
+
+def generate_with_params(
+    generate: RolloutGenerator,
+    state: TrainState,
+    executor: PipelineExecutor,
+    prompts: Sequence[tuple[int, Sequence[int]]],
+) -> list[Rollout]:
+    """Sample answers once the weights of the last update have been gathered."""
+    state.optimizer.wait_for_params()
+    return generate(executor, prompts)
 
 
 def train_with_rollbacks(context: TrainingContext) -> str | None:
