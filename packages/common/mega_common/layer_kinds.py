@@ -1,13 +1,10 @@
-"""Layer kinds, the patterns that name them, and Megatron's hybrid layer patterns.
+"""Layer kinds of a model: their names and patterns, their configuration sections, and Megatron's hybrid layer patterns.
 
-Layer kinds: the token mixer and the feed-forward block of each layer, and the patterns that name them.
+A layer is a residual step by a token mixer, by a feed-forward block, or by both in this order: `attention+mlp`,
+`mamba`, `moe`. `MambaConfig`, `MlaConfig` and `GatedDeltaConfig` are the sections of the mixers.
 
-A layer is a residual step by a mixer, by a feed-forward block, or by both in this order: `attention+mlp`, `mamba`, `moe`.
-
-Layer patterns of Megatron's hybrid models: one letter per half layer, and the settings that belong to them.
-
-A pattern has one letter per layer (`mega_common.layer_kinds.LETTERS`), `|` between pipeline stages, and after each `/`
-the layers of an MTP depth. Source: Megatron-LM, megatron/core/models/hybrid and megatron/core/ssm.
+A hybrid layer pattern of Megatron-LM has one letter (`LETTERS`) per half layer, `|` between pipeline stages, and after
+each `/` the layers of an MTP depth. Source: Megatron-LM, megatron/core/models/hybrid and megatron/core/ssm.
 """
 
 from __future__ import annotations

@@ -36,11 +36,9 @@ class SampleBlend(Protocol):
 
     def locate_sample(self, k: int) -> tuple[int, int]:
         """Return (index of the data set that blend sample `k` comes from, number of the sample within that data set)."""
-        ...
 
     def count_samples(self, k: int) -> Sequence[int]:
         """Return, for each data set, the number of its samples among the blend's samples 0 to `k` - 1."""
-        ...
 
 
 class BlendedDataset:

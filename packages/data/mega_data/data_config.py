@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -14,12 +15,12 @@ from pydantic import BeforeValidator, Field, PositiveInt, model_validator
 
 from mega_common.strict_config import ConfigProblem, StrictConfig
 from mega_data.raw_data_config import (
-    HUB,
     RawDataConfig,
     RecordKey,
     find_raw_source_problems,
     is_raw_path,
 )
+from mega_data.reading.corpus_sources import HUB
 from mega_data.token_files.remote_copies import restore_url_slashes
 
 Ints = npt.NDArray[np.int64]
@@ -184,7 +185,7 @@ class DatasetSource(StrictConfig):
     @property
     def is_glob(self) -> bool:
         """True if the path is a glob that stands for all matching data sets of token files."""
-        return any(sign in str(self.path) for sign in "*?[") and not self.is_raw
+        return glob.has_magic(str(self.path)) and not self.is_raw
 
     @model_validator(mode="before")
     @classmethod
@@ -292,9 +293,14 @@ class DataConfig(StrictConfig):
         return [0.0 if has else number for number, has in zip(self.split, separate, strict=True)]
 
     @property
+    def all_sources(self) -> list[DatasetSource]:
+        """Data sets of train, valid and test, in this order."""
+        return [*self.train, *(self.valid or []), *(self.test or [])]
+
+    @property
     def dataset_kinds(self) -> set[KindName]:
         """Kinds (text, documents, bert and so on) of all data sets of the run."""
-        return {source.kind or self.kind for source in (*self.train, *(self.valid or []), *(self.test or []))}
+        return {source.kind or self.kind for source in self.all_sources}
 
     def problems(self) -> Iterator[ConfigProblem]:
         """Yield violated rules of the split, of order `megatron` and of the dataset kinds."""
@@ -337,8 +343,7 @@ class DataConfig(StrictConfig):
     @property
     def raw_sources(self) -> list[DatasetSource]:
         """Data sets of all splits that are raw data to be tokenized into token files, in order."""
-        sources = (*self.train, *(self.valid or []), *(self.test or []))
-        return [source for source in sources if source.is_raw and (source.kind or self.kind) != "prompts"]
+        return [source for source in self.all_sources if source.is_raw and (source.kind or self.kind) != "prompts"]
 
     def _find_raw_problems(self) -> Iterator[ConfigProblem]:
         if self.stream:

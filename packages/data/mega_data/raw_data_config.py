@@ -11,7 +11,7 @@ from pydantic import Field, PositiveInt
 
 from mega_common.strict_config import ConfigProblem, StrictConfig
 from mega_data.chat.chat_records import LossOn
-from mega_data.reading.corpus_sources import NAMES, PACKED
+from mega_data.reading.corpus_sources import HUB, NAMES, get_content_suffix
 from mega_data.token_files.indexed_reader import get_idx_path, strip_data_suffix
 
 RecordKey = Literal[
@@ -20,7 +20,6 @@ RecordKey = Literal[
 ]  # fmt: skip
 CHAT_KINDS = ("conversations", "pairs")
 TEXT_SUFFIXES = (".txt", ".text", ".md")
-HUB = "hf:"  # prefix of the name of a data set of the HuggingFace Hub, or of a folder saved by `datasets`
 
 
 class RawDataConfig(StrictConfig):
@@ -68,10 +67,7 @@ def is_raw_path(path: Path) -> bool:
     Token files have precedence: `data/wiki` is token data if `data/wiki.idx` exists, also next to a folder `data/wiki`.
     """
     name = str(path)
-    suffixes = [suffix.lower() for suffix in path.suffixes]
-    if suffixes and suffixes[-1] in PACKED:
-        suffixes.pop()
-    if name.startswith(HUB) or (suffixes and suffixes[-1] in (*NAMES, *TEXT_SUFFIXES)):
+    if name.startswith(HUB) or get_content_suffix(path) in (*NAMES, *TEXT_SUFFIXES):
         return True
     if path.suffix in (".bin", ".idx") or get_idx_path(strip_data_suffix(path)).exists():
         return False

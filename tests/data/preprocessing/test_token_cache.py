@@ -153,6 +153,18 @@ def test_the_key_is_content_tokenizer_and_settings(config: Config, tokenizer: Pa
     assert len({first, *others}) == 6
 
 
+def test_a_changed_additional_template_changes_the_key(config: Config, tokenizer: Path, tmp_path: Path) -> None:
+    made = config(str(write_lines(tmp_path / "raw.jsonl", CHATS)), kind="conversations")
+    template = tokenizer / "additional_chat_templates" / "tool_use.jinja"
+    keys = [prefix(made)]
+    template.parent.mkdir()
+    for text in ("{{ messages }}", "{{ tools }}"):
+        template.write_text(text)
+        keys.append(prefix(made))
+    template.rename(template.with_name("rag.jinja"))
+    assert len({*keys, prefix(made)}) == 4
+
+
 def test_nothing_is_tokenized_or_hashed_twice(config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = config(str(write_lines(tmp_path / "raw.jsonl", TEXTS)))
     first = prefix(made)
@@ -289,7 +301,7 @@ class TestHub:
         monkeypatch.setattr(hub, "HfApi", Api)
         monkeypatch.setattr(
             "mega_data.reading.source_readers._load_datasets",
-            lambda _, name, split: [{**next(rows), "of": [name, split]}],
+            lambda _, name: [{**next(rows), "of": list(name)}],
         )
         return commits
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mega_common.errors import DataError, MissingPackageError
-from mega_data.reading.corpus_sources import find_corpus_sources
+from mega_data.reading.corpus_sources import find_corpus_sources, get_content_suffix, split_hub_name
 from mega_data.reading.documents import Document, RejectedItem
 from mega_data.reading.source_readers import iterate_document_texts, read_documents
 
@@ -250,3 +250,19 @@ class TestDatasets:
         monkeypatch.setitem(sys.modules, "datasets", None)
         with pytest.raises(MissingPackageError, match="reading hf: inputs requires the package datasets"):
             items("hf:wikitext")
+
+
+def test_the_parts_of_a_hub_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert split_hub_name("hf:user/data") == ("user/data", "", "")
+    assert split_hub_name("hf:user/data:en@train[:10%]") == ("user/data", "en", "train[:10%]")
+    assert split_hub_name("hf:data:v1@dev") == ("data", "v1", "dev")
+    (tmp_path / "data:v1").mkdir()
+    assert split_hub_name("hf:data:v1@dev") == ("data:v1", "", "dev")
+
+
+@pytest.mark.parametrize(
+    ("name", "suffix"), [("a.JSONL.gz", ".jsonl"), ("a.b.csv", ".csv"), ("a.gz", ""), ("a", ""), ("a.zst.txt", ".txt")]
+)
+def test_the_suffix_of_a_compressed_file_is_that_of_its_content(name: str, suffix: str) -> None:
+    assert get_content_suffix(Path("v1.0") / name) == suffix

@@ -337,8 +337,7 @@ TIED = KeyEntry("tie_word_embeddings", "tie_embeddings", False)
 
 
 def llama_config_entries(norm_eps: float = 1e-6, hidden_act: Mapping[str, str] = SILU) -> tuple[ConfigEntry, ...]:
-    """Return the config entries that translate config.json of Llama and models of its architecture; the arguments are
-    transformers' defaults for absent keys.
+    """Return the config entries that translate config.json of Llama and models of its architecture.
 
     `norm_eps` and the first key of `hidden_act` are transformers' defaults for absent keys.
     """

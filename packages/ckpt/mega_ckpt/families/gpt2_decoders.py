@@ -1,5 +1,9 @@
-"""GPT-2 (Radford et al. 2019), with linear layers stored (in, out) and fused query-key-value; GPT-BigCode: SantaCoder
-and StarCoder (arXiv:2305.06161).
+"""Decoders of GPT-2's line, with layer norms and biases: GPT-2, GPT-BigCode, GPT-J, BLOOM and OPT.
+
+GPT-2 (Radford et al. 2019): linear layers stored (in, out), fused query-key-value. GPT-BigCode: SantaCoder and StarCoder
+(arXiv:2305.06161), with multi-query attention. GPT-J: partial interleaved rotation, one norm for attention and MLP in
+parallel. BLOOM (arXiv:2211.05100): ALiBi and a norm of the embeddings. OPT (arXiv:2205.01068): ReLU, learned positions
+with an offset of 2.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ from mega_ckpt.families.rope_entries import RopeEntry, RotaryDimEntry
 from mega_ckpt.families.window_entries import UniformWindowEntry
 from mega_common.model_config import ModelConfig
 
-_H = "transformer.h.{i}"
+_BLOCK = "transformer.h.{i}"
 
 
 @dataclass(frozen=True)
@@ -93,12 +97,12 @@ def gpt2_tensor_rules(layout: DiskLayout, *, per_head: str = "") -> tuple[Tensor
     return (
         TensorRule("transformer.wte.weight", ("model.embed_tokens.weight",)),
         TensorRule("transformer.wpe.weight", ("model.embed_positions.weight",)),
-        *weight_bias_rules(f"{_H}.ln_1", f"{LAYER}.input_layernorm"),
-        *weight_bias_rules(f"{_H}.attn.c_attn", *QKV, layout=layout, per_head=per_head),
-        *weight_bias_rules(f"{_H}.attn.c_proj", f"{LAYER}.self_attn.o_proj", layout=layout),
-        *weight_bias_rules(f"{_H}.ln_2", f"{LAYER}.post_attention_layernorm"),
-        *weight_bias_rules(f"{_H}.mlp.c_fc", f"{LAYER}.mlp.up_proj", layout=layout),
-        *weight_bias_rules(f"{_H}.mlp.c_proj", f"{LAYER}.mlp.down_proj", layout=layout),
+        *weight_bias_rules(f"{_BLOCK}.ln_1", f"{LAYER}.input_layernorm"),
+        *weight_bias_rules(f"{_BLOCK}.attn.c_attn", *QKV, layout=layout, per_head=per_head),
+        *weight_bias_rules(f"{_BLOCK}.attn.c_proj", f"{LAYER}.self_attn.o_proj", layout=layout),
+        *weight_bias_rules(f"{_BLOCK}.ln_2", f"{LAYER}.post_attention_layernorm"),
+        *weight_bias_rules(f"{_BLOCK}.mlp.c_fc", f"{LAYER}.mlp.up_proj", layout=layout),
+        *weight_bias_rules(f"{_BLOCK}.mlp.c_proj", f"{LAYER}.mlp.down_proj", layout=layout),
         *weight_bias_rules("transformer.ln_f", "model.norm"),
     )
 
@@ -182,8 +186,6 @@ GPT_BIGCODE = ModelFamily(
 )
 
 
-_GPTJ = "transformer.h.{i}"
-
 GPTJ = ModelFamily(
     name="gptj",
     architecture="GPTJForCausalLM",
@@ -213,11 +215,11 @@ GPTJ = ModelFamily(
     ),
     rules=(
         TensorRule("transformer.wte.weight", ("model.embed_tokens.weight",)),
-        *weight_bias_rules(f"{_GPTJ}.ln_1", f"{LAYER}.input_layernorm"),
-        *(TensorRule(f"{_GPTJ}.attn.{x}_proj.weight", (f"{LAYER}.self_attn.{x}_proj.weight",)) for x in "qkv"),
-        TensorRule(f"{_GPTJ}.attn.out_proj.weight", (f"{LAYER}.self_attn.o_proj.weight",)),
-        *weight_bias_rules(f"{_GPTJ}.mlp.fc_in", f"{LAYER}.mlp.up_proj"),
-        *weight_bias_rules(f"{_GPTJ}.mlp.fc_out", f"{LAYER}.mlp.down_proj"),
+        *weight_bias_rules(f"{_BLOCK}.ln_1", f"{LAYER}.input_layernorm"),
+        *(TensorRule(f"{_BLOCK}.attn.{x}_proj.weight", (f"{LAYER}.self_attn.{x}_proj.weight",)) for x in "qkv"),
+        TensorRule(f"{_BLOCK}.attn.out_proj.weight", (f"{LAYER}.self_attn.o_proj.weight",)),
+        *weight_bias_rules(f"{_BLOCK}.mlp.fc_in", f"{LAYER}.mlp.up_proj"),
+        *weight_bias_rules(f"{_BLOCK}.mlp.fc_out", f"{LAYER}.mlp.down_proj"),
         *weight_bias_rules("transformer.ln_f", "model.norm"),
     ),
     carried=frozenset(
@@ -226,8 +228,6 @@ GPTJ = ModelFamily(
     ),
 )  # fmt: skip
 
-
-_BLOOM = "transformer.h.{i}"
 
 BLOOM = ModelFamily(
     name="bloom",
@@ -256,12 +256,12 @@ BLOOM = ModelFamily(
     rules=(
         TensorRule("transformer.word_embeddings.weight", ("model.embed_tokens.weight",)),
         *weight_bias_rules("transformer.word_embeddings_layernorm", "model.embed_norm"),
-        *weight_bias_rules(f"{_BLOOM}.input_layernorm", f"{LAYER}.input_layernorm"),
-        *weight_bias_rules(f"{_BLOOM}.self_attention.query_key_value", *QKV, per_head="kv"),
-        *weight_bias_rules(f"{_BLOOM}.self_attention.dense", f"{LAYER}.self_attn.o_proj"),
-        *weight_bias_rules(f"{_BLOOM}.post_attention_layernorm", f"{LAYER}.post_attention_layernorm"),
-        *weight_bias_rules(f"{_BLOOM}.mlp.dense_h_to_4h", f"{LAYER}.mlp.up_proj"),
-        *weight_bias_rules(f"{_BLOOM}.mlp.dense_4h_to_h", f"{LAYER}.mlp.down_proj"),
+        *weight_bias_rules(f"{_BLOCK}.input_layernorm", f"{LAYER}.input_layernorm"),
+        *weight_bias_rules(f"{_BLOCK}.self_attention.query_key_value", *QKV, per_head="kv"),
+        *weight_bias_rules(f"{_BLOCK}.self_attention.dense", f"{LAYER}.self_attn.o_proj"),
+        *weight_bias_rules(f"{_BLOCK}.post_attention_layernorm", f"{LAYER}.post_attention_layernorm"),
+        *weight_bias_rules(f"{_BLOCK}.mlp.dense_h_to_4h", f"{LAYER}.mlp.up_proj"),
+        *weight_bias_rules(f"{_BLOCK}.mlp.dense_4h_to_h", f"{LAYER}.mlp.down_proj"),
         *weight_bias_rules("transformer.ln_f", "model.norm"),
     ),
     carried=frozenset({"classifier_dropout", "slow_but_exact", "masked_softmax_fusion", "attention_softmax_in_fp32", "bias_dropout_fusion"}),

@@ -188,13 +188,18 @@ GRANITE_SWA = ModelFamily(
     tokens=("bos_token_id", "eos_token_id"),
 )
 
-SHARED_MLP_RULES = (
-    TensorRule(
-        f"{LAYER}.shared_mlp.input_linear.weight",
-        (f"{LAYER}.mlp.shared_expert.gate_proj.weight", f"{LAYER}.mlp.shared_expert.up_proj.weight"),
-    ),
-    TensorRule(f"{LAYER}.shared_mlp.output_linear.weight", (f"{LAYER}.mlp.shared_expert.down_proj.weight",)),
-)
+
+def granite_shared_mlp_rules(module: str) -> tuple[TensorRule, ...]:
+    """Return the tensor rules of Granite's `shared_mlp`, with gate and up projection fused; `module` is its canonical
+    name in a layer.
+    """
+    shared, own = f"{LAYER}.shared_mlp", f"{LAYER}.{module}"
+    return (
+        TensorRule(f"{shared}.input_linear.weight", (f"{own}.gate_proj.weight", f"{own}.up_proj.weight")),
+        TensorRule(f"{shared}.output_linear.weight", (f"{own}.down_proj.weight",)),
+    )
+
+
 _SHARED_MOE = MoeSectionEntry(
     (
         *router_entries("num_local_experts num_experts", top_k=2, normalize=True, experts=8),
@@ -208,7 +213,7 @@ GRANITE_MOE_SHARED = ModelFamily(
     name="granitemoeshared",
     architecture="GraniteMoeSharedForCausalLM",
     entries=(*_SHARED, _SHARED_MOE, FixedFieldsEntry({"mlp_bias": False})),
-    rules=(*MOE_RULES, *SHARED_MLP_RULES),
+    rules=(*MOE_RULES, *granite_shared_mlp_rules("mlp.shared_expert")),
 )
 
 GRANITE_MOE_SWA = ModelFamily(
@@ -223,7 +228,7 @@ GRANITE_MOE_SWA = ModelFamily(
             )
             for disk, parts in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",)))
         ),
-        *SHARED_MLP_RULES,
+        *granite_shared_mlp_rules("mlp.shared_expert"),
     ),
 )
 

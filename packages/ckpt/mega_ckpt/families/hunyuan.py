@@ -17,7 +17,7 @@ from mega_ckpt.families.config_entries import (
 from mega_ckpt.families.disk_layouts import LAYER, TensorRule
 from mega_ckpt.families.family import ModelFamily
 from mega_ckpt.families.model_equivalence import MOE_TRAINING_FIELDS
-from mega_ckpt.families.moe_entries import MoeInAllLayersEntry, per_expert_rules
+from mega_ckpt.families.moe_entries import SHARED_MLP_RULES, MoeInAllLayersEntry, per_expert_rules
 from mega_ckpt.families.rope_entries import RopeEntry
 from mega_ckpt.families.window_entries import UniformWindowEntry
 from mega_common.model_config import ModelConfig, MoeConfig
@@ -93,10 +93,7 @@ HUNYUAN_V1_MOE = ModelFamily(
         *_HUNYUAN_RULES,
         *per_expert_rules(f"{_MLP}.experts"),
         TensorRule(f"{_MLP}.gate.wg.weight", (f"{_MLP}.gate.weight",)),
-        *(
-            TensorRule(f"{_MLP}.shared_mlp.{part}_proj.weight", (f"{_MLP}.shared_expert.{part}_proj.weight",))
-            for part in ("gate", "up", "down")
-        ),
+        *SHARED_MLP_RULES,
     ),
     carried=frozenset({"alpha", "eod_token_id"}),
     tokens=("pad_token_id",),

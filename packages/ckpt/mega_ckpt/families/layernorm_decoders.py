@@ -237,7 +237,7 @@ JAIS2 = ModelFamily(
 )
 
 
-_H = "transformer.h.{i}"
+_BLOCK = "transformer.h.{i}"
 _MLP_NORM = f"{LAYER}.post_attention_layernorm"
 
 
@@ -334,13 +334,13 @@ FALCON = ModelFamily(
     ),
     rules=(
         TensorRule("transformer.word_embeddings.weight", ("model.embed_tokens.weight",)),
-        *weight_bias_rules(f"{_H}.input_layernorm", f"{LAYER}.input_layernorm", unless=_MLP_NORM),
-        *weight_bias_rules(f"{_H}.ln_attn", f"{LAYER}.input_layernorm", requires=_MLP_NORM),
-        *weight_bias_rules(f"{_H}.ln_mlp", f"{LAYER}.post_attention_layernorm"),
-        *weight_bias_rules(f"{_H}.self_attention.query_key_value", *QKV, per_head="kv"),
-        *weight_bias_rules(f"{_H}.self_attention.dense", f"{LAYER}.self_attn.o_proj"),
-        *weight_bias_rules(f"{_H}.mlp.dense_h_to_4h", f"{LAYER}.mlp.up_proj"),
-        *weight_bias_rules(f"{_H}.mlp.dense_4h_to_h", f"{LAYER}.mlp.down_proj"),
+        *weight_bias_rules(f"{_BLOCK}.input_layernorm", f"{LAYER}.input_layernorm", unless=_MLP_NORM),
+        *weight_bias_rules(f"{_BLOCK}.ln_attn", f"{LAYER}.input_layernorm", requires=_MLP_NORM),
+        *weight_bias_rules(f"{_BLOCK}.ln_mlp", f"{LAYER}.post_attention_layernorm"),
+        *weight_bias_rules(f"{_BLOCK}.self_attention.query_key_value", *QKV, per_head="kv"),
+        *weight_bias_rules(f"{_BLOCK}.self_attention.dense", f"{LAYER}.self_attn.o_proj"),
+        *weight_bias_rules(f"{_BLOCK}.mlp.dense_h_to_4h", f"{LAYER}.mlp.up_proj"),
+        *weight_bias_rules(f"{_BLOCK}.mlp.dense_4h_to_h", f"{LAYER}.mlp.down_proj"),
         *weight_bias_rules("transformer.ln_f", "model.norm"),
     ),
     carried=frozenset({"classifier_dropout"}),

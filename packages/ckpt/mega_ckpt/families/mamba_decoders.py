@@ -24,7 +24,7 @@ from mega_ckpt.families.config_entries import (
 )
 from mega_ckpt.families.disk_layouts import LAYER, TensorRule, weight_bias_rules
 from mega_ckpt.families.family import ModelFamily
-from mega_ckpt.families.granite import MOE_RULES, MULTIPLIERS
+from mega_ckpt.families.granite import MOE_RULES, MULTIPLIERS, granite_shared_mlp_rules
 from mega_ckpt.families.hybrid_entries import (
     MAMBA,
     NO_WINDOW,
@@ -85,13 +85,6 @@ class GraniteLayersEntry:
         return {**out, **_EXPERTS.config_from_fields(model)}
 
 
-def _shared_mlp(module: str) -> tuple[TensorRule, ...]:
-    parts = tuple(f"{LAYER}.{module}.{name}_proj.weight" for name in ("gate", "up"))
-    down = f"{LAYER}.{module}.down_proj.weight"
-    shared = f"{LAYER}.shared_mlp"
-    return TensorRule(f"{shared}.input_linear.weight", parts), TensorRule(f"{shared}.output_linear.weight", (down,))
-
-
 _ENTRIES: tuple[ConfigEntry, ...] = tuple(
     entry for entry in DECODER if not entry.handled_model_fields & {"ffn_hidden_size", "position"}
 )  # covered by other entries
@@ -110,7 +103,12 @@ GRANITE_MOE_HYBRID = ModelFamily(
         *NO_WINDOW,
         FixedFieldsEntry({"qk_norm": False, "mlp_bias": False}),
     ),
-    rules=(*mamba_tensor_rules(f"{LAYER}.mamba"), *MOE_RULES, *_shared_mlp("mlp"), *_shared_mlp("mlp.shared_expert")),
+    rules=(
+        *mamba_tensor_rules(f"{LAYER}.mamba"),
+        *MOE_RULES,
+        *granite_shared_mlp_rules("mlp"),
+        *granite_shared_mlp_rules("mlp.shared_expert"),
+    ),
     carried=frozenset({"normalization_function", "init_method"}),
 )
 

@@ -12,7 +12,7 @@ from mega_ckpt.families.config_entries import (
     KeyEntry,
     layer_indices,
 )
-from mega_ckpt.families.disk_layouts import TensorRule, UnstackedLayout
+from mega_ckpt.families.disk_layouts import LAYER, TensorRule, UnstackedLayout
 from mega_ckpt.families.model_equivalence import MOE_TRAINING_FIELDS
 from mega_common.model_config import ModelConfig, MoeConfig
 from mega_common.strict_config import StrictConfig
@@ -281,6 +281,13 @@ def per_expert_rules(module: str, names: tuple[str, str, str] = _PROJECTIONS) ->
         )
         for name, part in zip(names, _PROJECTIONS, strict=True)
     )
+
+
+# Shared expert of Hunyuan's models on disk.
+SHARED_MLP_RULES = tuple(
+    TensorRule(f"{LAYER}.mlp.shared_mlp.{part}.weight", (f"{LAYER}.mlp.shared_expert.{part}.weight",))
+    for part in _PROJECTIONS
+)
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
 """Mixture-of-experts decoders whose router scores experts by sigmoid and selects them with a bias, as DeepSeek-V3.
+
 MiniMax-M2: grouped queries, norms over all heads of queries and keys. GLM-4.7-Flash (`glm4_moe_lite`): DeepSeek-V3's
 latent attention. dots.llm1 (arXiv:2506.05767): Qwen 3's attention. K-EXAONE (`exaone_moe`): EXAONE 4's attention with
 pre-norms. Solar Open (Upstage): experts in every layer. Hunyuan 3 (`hy_v3`). Trinity (Arcee, `afmoe`): gated attention,
-norms before and after, rotary positions in windowed layers only. Flint: attention sinks in every layer, no selection bias.
+norms before and after, rotary positions in windowed layers only.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from mega_ckpt.families.config_entries import (
     SILU,
     TIED,
     AllowedValuesEntry,
-    ConfigEntry,
     FixedFieldsEntry,
     KeyEntry,
     KeyValueHeadsEntry,
@@ -23,6 +23,7 @@ from mega_ckpt.families.disk_layouts import LAYER, TensorRule
 from mega_ckpt.families.family import ModelFamily
 from mega_ckpt.families.hybrid_entries import UnusedFieldsEntry
 from mega_ckpt.families.moe_entries import (
+    SHARED_MLP_RULES,
     DenseFirstEntry,
     MlpLayerTypesEntry,
     MoeFieldEntry,
@@ -38,8 +39,8 @@ from mega_ckpt.families.window_entries import QwenWindowEntry, RopeInWindowsEntr
 _MLP, _MIXTRAL = f"{LAYER}.mlp", f"{LAYER}.block_sparse_moe"
 _EXPERTS = per_expert_rules(f"{_MLP}.experts")
 _BIAS = f"{_MLP}.gate.e_score_correction_bias"
-_SIGMOID = FixedFieldsEntry({"score": "sigmoid", "selection_bias": True})
-_NORMALIZED = FixedFieldsEntry({"score": "sigmoid", "selection_bias": True, "normalize": True})
+_SIGMOID_WITH_BIAS = FixedFieldsEntry({"score": "sigmoid", "selection_bias": True})
+_NORMALIZED_SIGMOID_WITH_BIAS = FixedFieldsEntry({"score": "sigmoid", "selection_bias": True, "normalize": True})
 _NO_BIASES = FixedFieldsEntry({"qkv_bias": False, "attention_out_bias": False, "mlp_bias": False})
 _BOTH_BIASES = KeyEntry("attention_bias", "qkv_bias attention_out_bias", False)
 _WIDTH = KeyEntry("moe_intermediate_size", "ffn_hidden_size")
@@ -58,7 +59,7 @@ def _routed(
         KeyEntry("norm_topk_prob", "normalize", normalize),
         ExpertGroupsEntry(("noaux_tc", "noaux_tc"), "top2", (1, 1)),
         _WIDTH,
-        _SIGMOID,
+        _SIGMOID_WITH_BIAS,
     )
 
 
@@ -73,7 +74,7 @@ MINIMAX_M2 = ModelFamily(
             (
                 *router_entries("num_local_experts num_experts", top_k=8, normalize=True, experts=256),
                 KeyEntry("intermediate_size", "ffn_hidden_size"),
-                FixedFieldsEntry({"score": "sigmoid", "selection_bias": True}),
+                _SIGMOID_WITH_BIAS,
             ),
             MoeInAllLayersEntry(),
         ),
@@ -142,22 +143,18 @@ EXAONE_MOE = ModelFamily(
     buffers=r"mtp\..*|(.*\.)?rotary_emb\.inv_freq",
 )
 
-_NO_WIDTH: tuple[ConfigEntry, ...] = (
-    *(entry for entry in CORE_SIZES if entry.handled_config_keys != {"intermediate_size"}),
-    UnusedFieldsEntry({"ffn_hidden_size": "intermediate_size"}),
-    KeyEntry("max_position_embeddings", "max_position"),
-    KeyEntry("initializer_range", "init_std", 0.02),
-    KeyEntry("attention_dropout", "attention_dropout", 0.0),
-    TIED,
-    KeyEntry("hidden_act", "activation", "silu", SILU),
-    FixedFieldsEntry({"norm": "rmsnorm", "position": "rope"}),
-)
-
 SOLAR_OPEN = ModelFamily(
     name="solar_open",
     architecture="SolarOpenForCausalLM",
     entries=(
-        *_NO_WIDTH,
+        *(entry for entry in CORE_SIZES if entry.handled_config_keys != {"intermediate_size"}),
+        UnusedFieldsEntry({"ffn_hidden_size": "intermediate_size"}),
+        KeyEntry("max_position_embeddings", "max_position"),
+        KeyEntry("initializer_range", "init_std", 0.02),
+        KeyEntry("attention_dropout", "attention_dropout", 0.0),
+        TIED,
+        KeyEntry("hidden_act", "activation", "silu", SILU),
+        FixedFieldsEntry({"norm": "rmsnorm", "position": "rope"}),
         KeyEntry("rms_norm_eps", "norm_eps", 1e-5),
         KeyValueHeadsEntry(kv_default=8, dim_default=128),
         RopeEntry(theta=1_000_000.0),
@@ -176,7 +173,7 @@ _HY_ROUTER: tuple[MoeFieldEntry, ...] = (
     KeyEntry("router_scaling_factor", "scaling", 2.826),
     SharedExpertsEntry(1, "num_shared_experts"),
     _WIDTH,
-    _NORMALIZED,
+    _NORMALIZED_SIGMOID_WITH_BIAS,
 )
 
 HY_V3 = ModelFamily(
@@ -197,10 +194,7 @@ HY_V3 = ModelFamily(
         *_EXPERTS,
         TensorRule(f"{_MLP}.router.gate.weight", (f"{_MLP}.gate.weight",)),
         TensorRule(f"{_MLP}.expert_bias", (_BIAS,)),
-        *(
-            TensorRule(f"{_MLP}.shared_mlp.{part}_proj.weight", (f"{_MLP}.shared_expert.{part}_proj.weight",))
-            for part in ("gate", "up", "down")
-        ),
+        *SHARED_MLP_RULES,
     ),
     carried=frozenset({"enable_moe_fp32_combine"}),
 )
@@ -211,7 +205,7 @@ _AFMOE_ROUTER: tuple[MoeFieldEntry, ...] = (
     KeyEntry("route_scale", "scaling", 1.0),
     SharedExpertsEntry(2, "num_shared_experts"),
     _WIDTH,
-    _NORMALIZED,
+    _NORMALIZED_SIGMOID_WITH_BIAS,
 )
 
 AFMOE = ModelFamily(

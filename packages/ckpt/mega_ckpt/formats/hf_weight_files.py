@@ -11,6 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from mega_ckpt.formats.adam_state import NamedAdamState, read_colossalai_state, read_trainer_state, to_lazy_tensor
 from mega_ckpt.formats.disk_source import LazyTensor
 from mega_ckpt.formats.foreign_checkpoint import read_foreign_checkpoint, strip_wrappers
@@ -192,3 +194,9 @@ def decode_json_mapping(content: bytes, source: object) -> dict[str, Any]:
 def encode_json_mapping(value: Mapping[str, Any]) -> bytes:
     """Return the bytes of a mapping as JSON, formatted as transformers writes it."""
     return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def set_config_dtype(raw: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """Return a config.json with the dtype of the weights, under the existing keys or the key of transformers 5."""
+    keys = [key for key in ("dtype", "torch_dtype") if key in raw] or ["dtype"]
+    return {**raw, **dict.fromkeys(keys, str(dtype).removeprefix("torch."))}

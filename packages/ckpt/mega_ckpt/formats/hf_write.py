@@ -35,7 +35,7 @@ from mega_ckpt.formats.hf_source import (
     build_checked_tensor_table,
     decode_hf_headers,
 )
-from mega_ckpt.formats.hf_weight_files import INDEX, SINGLE, decode_json_mapping, encode_json_mapping
+from mega_ckpt.formats.hf_weight_files import INDEX, SINGLE, decode_json_mapping, encode_json_mapping, set_config_dtype
 from mega_ckpt.formats.safetensors_file import SafetensorsHeader, write_safetensors
 from mega_ckpt.resumable_folder import FinishedFile, RunOnce, write_always
 from mega_ckpt.stream_checkpoint import split_blocks
@@ -340,9 +340,7 @@ def _with_dtype(raw: Mapping[str, Any], tensors: Mapping[str, tuple[torch.dtype,
     sizes: Counter[torch.dtype] = Counter()
     for dtype, shape in tensors.values():
         sizes[dtype] += math.prod(shape)
-    name = str(sizes.most_common(1)[0][0]).removeprefix("torch.")
-    keys = [key for key in ("dtype", "torch_dtype") if key in raw] or ["dtype"]
-    return {**raw, **dict.fromkeys(keys, name)}
+    return set_config_dtype(raw, sizes.most_common(1)[0][0])
 
 
 def _read_content(value: Path | bytes | None) -> bytes | None:

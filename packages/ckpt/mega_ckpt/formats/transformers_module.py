@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from mega_ckpt.canonical_tensors import abbreviate_names
 from mega_ckpt.formats.hf_source import CONFIG, LAYOUT, is_asset_file
-from mega_ckpt.formats.hf_weight_files import read_json_mapping
+from mega_ckpt.formats.hf_weight_files import INDEX, read_json_mapping, set_config_dtype
 from mega_ckpt.tensor_pieces import TensorShape, crop_tensor
 from mega_ckpt.weight_source import WeightSource, cast_dtype, write_file_durably
 from mega_common.errors import CheckpointError, MegaError, MissingPackageError
@@ -30,7 +30,6 @@ from mega_common.progress_logging import logger
 from mega_common.transformers_config import TransformersModuleConfig
 
 WIDE = 1 << 40  # longest sequence of a model that declares none
-_INDEX = "model.safetensors.index.json"
 _SIZES = {
     "num_layers": ("num_hidden_layers", "n_layers", "num_layers", "n_layer", "decoder_layers"),
     "hidden_size": ("hidden_size", "d_model", "n_embd", "dim"),
@@ -283,7 +282,7 @@ def write_transformers_folder(
     with explain_module_errors(described.model_type, f"write {folder}"):
         module.tie_weights()
         module.save_pretrained(folder, **shard)
-    assets = {name: content for name, content in source.asset_files().items() if name not in (LAYOUT, _INDEX)}
+    assets = {name: content for name, content in source.asset_files().items() if name not in (LAYOUT, INDEX)}
     for name in {"generation_config.json"} - assets.keys():
         (folder / name).unlink(missing_ok=True)
     for name, content in assets.items():
@@ -303,8 +302,6 @@ def _set_tensor(module: nn.Module, name: str, value: Tensor) -> None:
 def _with_dtype(content: Path | bytes, dtype: torch.dtype) -> bytes:
     """Return a config.json unchanged if it names the dtype of the weights, else with that dtype."""
     data = content.read_bytes() if isinstance(content, Path) else content
-    raw, name = json.loads(data), str(dtype).removeprefix("torch.")
-    key = "torch_dtype" if "torch_dtype" in raw else "dtype"
-    if raw.get(key) == name:
-        return data
-    return (json.dumps({**raw, key: name}, indent=2) + "\n").encode()
+    raw = json.loads(data)
+    changed = set_config_dtype(raw, dtype)
+    return data if changed == raw else (json.dumps(changed, indent=2) + "\n").encode()

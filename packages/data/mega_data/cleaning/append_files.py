@@ -1,11 +1,10 @@
-"""Append-only files of a cleaning run, compressed JSON lines and fingerprint files.
+"""Append-only output files of a cleaning run: an append journal, compressed JSON lines, and document fingerprints.
 
-Append-only output files with a record of their valid sizes, and compressed JSON lines.
+`AppendJournal` records the valid sizes of the files, so that a crash loses only what was appended after the last commit.
 
-Fingerprint files of this run's documents and of the documents kept by earlier runs.
-
-`exact.bin` has 16 bytes per document, `minhash.bin` 4 bytes per hash of a signature, `places.bin` the source positions
-(`POSITION`). Documents are numbered in the order in which they are kept, those of earlier runs first.
+Fingerprint files describe the documents of this run and those kept by earlier runs: `exact.bin` has 16 bytes per
+document, `minhash.bin` 4 bytes per hash of a signature, `places.bin` the source positions (`POSITION`). Documents are
+numbered in the order in which they are kept, those of earlier runs first.
 """
 
 from __future__ import annotations

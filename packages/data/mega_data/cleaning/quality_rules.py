@@ -1,20 +1,15 @@
-"""Rules of corpus cleaning and their verdicts: keep (None), drop or change a document.
+"""Rules of corpus cleaning, and their verdicts on a document: keep (None), drop or change.
 
-Verdicts of a rule on a document: keep (None), drop or change.
+C4: rules for lines and documents (Raffel et al. 2020, arXiv:1910.10683, section 2.2, and the data set's own code). One
+difference: sentences are counted by their end marks, while C4 uses a trained model.
 
-C4's rules for lines and documents (Raffel et al. 2020, arXiv:1910.10683, section 2.2, and the data set's own code).
+Gopher: quality and repetition (Rae et al. 2021, arXiv:2112.11446, appendix A1.1). A measure outside its limits drops the
+document. For quality, words are separated by spaces, as in the paper. For repetition, they are `AnalyzedText.words`, and
+characters are those of words, so that shares refer to the whole.
 
-One difference: sentences are counted by their end marks, while C4 uses a trained model.
-
-Gopher's rules on quality and repetition (Rae et al. 2021, arXiv:2112.11446, appendix A1.1).
-
-A measure outside its limits drops the document. For quality, words are separated by spaces, as in the paper. For
-repetition, they are `AnalyzedText.words`, and characters are those of words, so that shares refer to the whole.
-
-Personal data by patterns: e-mail and public IP addresses, international phone numbers, card numbers, IBANs.
-
-Names and postal addresses are not detected. Similar text that fails a check (a version number, a private address,
-digits with a wrong check sum) stays.
+Personal data by patterns: e-mail and public IP addresses, international phone numbers, card numbers, IBANs. Names and
+postal addresses are not detected. Similar text that fails a check (a version number, a private address, digits with a
+wrong check sum) stays.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Sizes, tiles, token positions and pixels of images for vision encoders.
 
-Sizes, tiles and token positions of images at native resolution (Qwen2-VL, arXiv:2409.12191) and in tiles (LLaVA-NeXT).
+Native resolution follows Qwen2-VL (arXiv:2409.12191), tiles follow LLaVA-NeXT, and pixels transformers' image processors
+of CLIP, SigLIP and LLaVA-NeXT.
 
 Tiles: the image is resized, with its aspect ratio, to the best of a model's resolutions (`VisionConfig.pinpoints`), and
 cut into squares; the whole image as one square comes first. Its placeholders are those of the whole image, followed by
@@ -8,8 +9,6 @@ the rows of patches across all tiles, without padding, each row with an end-of-r
 (llava-vl.github.io/blog/2024-01-30-llava-next).
 
 Legend: H, W height and width of an image in pixels, S tokens of a sample, P patches of a square, k placeholders.
-
-Conversion of image files to pixels for a vision encoder, as in transformers' CLIP, SigLIP and LLaVA-NeXT processors.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""Masked-token samples: selection of masked words, and samples of running text for encoders.
+"""Masked-token samples: selection of the tokens to mask, for BERT, T5 and RoBERTa, and RoBERTa's samples.
 
-Selection of masked tokens: runs of whole words, drawn like Megatron's masked-word data sets.
+Masked tokens are runs of whole words, drawn like those of Megatron's masked-word data sets: all draws come from a
+`RandomState`, whose streams numpy keeps stable, in Megatron's order.
 
-All draws come from a `RandomState`, whose streams numpy keeps stable, in Megatron's order.
-
-Running text with masked tokens, for encoders trained without sentence pairs (RoBERTa, Liu et al., 2019).
+`MaskedLmSamples` are windows of running text, for encoders trained without sentence pairs (RoBERTa, Liu et al., 2019).
 """
 
 from __future__ import annotations

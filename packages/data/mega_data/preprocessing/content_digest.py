@@ -12,14 +12,16 @@ from mega_common.atomic_files import compute_file_sha256, write_json_atomically
 from mega_common.bounded_parsing import explain_read_error, read_json_file
 from mega_common.errors import DataError
 from mega_common.progress_logging import ProgressBar, logger
-from mega_data.raw_data_config import HUB
-from mega_data.reading.corpus_sources import CorpusSource
+from mega_data.reading.corpus_sources import CorpusSource, split_hub_name
 from mega_data.reading.decompression import STDIN, import_optional
 from mega_data.token_files.partial_folder import translate_write_errors
 from mega_data.tokenizer import Tokenizer
 
-# Files on which tokens depend in addition to tokenizer.json: the end token, and the chat template with its variables.
-TOKENIZER_FILES = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "chat_template.json")
+# Globs of files on which tokens depend in addition to tokenizer.json: the end token, chat templates and their variables.
+TOKEN_SETTING_FILES = (
+    "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "chat_template.json",
+    "additional_chat_templates/*.jinja",
+)  # fmt: skip
 
 
 class TokenizerDigest(NamedTuple):
@@ -37,10 +39,10 @@ def digest_tokenizer_files(path: Path, chat_template: Path | None) -> TokenizerD
     """
     tokenizer = Tokenizer(path)
     folder = tokenizer.path.parent
-    files = [file for name in TOKENIZER_FILES if (file := folder / name).is_file()]
+    files = [file for glob in TOKEN_SETTING_FILES for file in sorted(folder.glob(glob)) if file.is_file()]
     if chat_template is not None and not chat_template.is_file():
         raise DataError(f"data.raw.chat_template = {chat_template}: no such file")
-    digests = [f"{file.name} {compute_file_sha256(file)}" for file in files]
+    digests = [f"{file.relative_to(folder)} {compute_file_sha256(file)}" for file in files]
     digests += [compute_file_sha256(chat_template)] if chat_template else []
     return TokenizerDigest([tokenizer.fingerprint, *digests], tokenizer.eos_id)
 
@@ -60,8 +62,10 @@ def read_content_digest(sources: Sequence[CorpusSource], cache: Path) -> str:
     local: list[Path] = []
     for source in sources:
         files = _list_local_files(source)
-        split = source.name.partition("@")[2] if source.kind == "datasets" else ""
-        parts.append([source.kind, split, len(files)])
+        hub = split_hub_name(source.name) if source.kind == "datasets" else None
+        parts.append([source.kind, hub.split if hub else "", len(files)])
+        if files and hub and hub.config:
+            parts.append(hub.config)
         if not files and source.kind == "datasets":
             parts.append(_identify_hub_dataset(source.name, cache))
         elif not files:
@@ -76,7 +80,7 @@ def _list_local_files(source: CorpusSource) -> list[Path]:
         return []
     if source.kind != "datasets":
         return [Path(source.name)]
-    folder = Path(source.name.removeprefix(HUB).partition("@")[0])
+    folder = Path(split_hub_name(source.name).repository)
     return sorted(path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("."))
 
 
@@ -104,7 +108,7 @@ def _keep_json(path: Path, value: object) -> None:
 def _identify_hub_dataset(name: str, cache: Path) -> list[str]:
     """Return the name of a data set and its newest commit on the HuggingFace Hub; offline, that of the last use."""
     hub = import_optional("huggingface_hub", "reading hf: inputs")
-    repository = name.removeprefix(HUB).partition("@")[0].partition(":")[0]
+    repository = split_hub_name(name).repository
     kept = cache / "digests" / f"hub-{hashlib.sha256(repository.encode()).hexdigest()[:32]}.json"
     try:
         commit = str(hub.HfApi().dataset_info(repository).sha)

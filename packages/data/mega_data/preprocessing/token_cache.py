@@ -39,7 +39,7 @@ from mega_data.token_files.partial_folder import (
 from mega_data.token_files.remote_copies import default_cache_folder, resolve_local_prefix
 
 # Terms of the command line in messages of preprocessing, and the settings of run.yaml that they are.
-SETTINGS = (
+SETTING_OF_OPTION = (
     ("pass --on-bad-line skip", "set data.raw.on_bad_line: skip"),
     ("pass --parse-special-tokens", "set data.raw.parse_special_tokens: true"),
     ("--append-eod", "data.raw.append_eod: true"),
@@ -193,7 +193,7 @@ def _reads_other_kind(kind: str, found: RawRecord) -> bool:
 
 
 def _translate(text: str) -> str:
-    for term, setting in SETTINGS:
+    for term, setting in SETTING_OF_OPTION:
         text = text.replace(term, setting)
     return text
 

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from mega_common.errors import DataError
 from mega_common.object_store import RemotePath, Stamp, parse_location
@@ -26,6 +26,7 @@ from mega_data.reading.decompression import DAMAGE, STDIN, open_decompressed, pe
 from mega_data.token_files.dataset_info import get_file_identity, is_dataset_info
 from mega_data.token_files.indexed_reader import MAGIC
 
+HUB = "hf:"  # prefix of the name of a data set of the HuggingFace Hub, or of a folder saved by `datasets`
 FileFormat = Literal["jsonl", "json", "csv", "tsv", "parquet", "text", "datasets"]
 
 NAMES: dict[str, FileFormat] = {
@@ -87,6 +88,14 @@ class CorpusSource:
         return bool(self.changed)
 
 
+class HubName(NamedTuple):
+    """Parts of the name of a data set of the HuggingFace Hub, or of a folder saved by `datasets`; absent parts are ""."""
+
+    repository: str
+    config: str
+    split: str
+
+
 @dataclass
 class SkippedFiles:
     """Names of input files skipped in folders, by reason."""
@@ -124,6 +133,15 @@ def find_corpus_sources(
     return [source for item in inputs for source in _expand_input(str(item), json_key, skipped_files)]
 
 
+def split_hub_name(name: str) -> HubName:
+    """Return the parts of `hf:NAME[:CONFIG][@SPLIT]`; a folder's name may contain a colon."""
+    whole, _, split = name.removeprefix(HUB).partition("@")
+    if Path(whole).is_dir() or ":" not in whole:
+        return HubName(whole, "", split)
+    repository, _, config = whole.rpartition(":")
+    return HubName(repository, config, split)
+
+
 def no_text_error(sources: Sequence[CorpusSource], found: str) -> DataError:
     """Return the error for inputs without a document that has text; `found` says what was found instead, with counts."""
     more = f" and {len(sources) - 1} more" if len(sources) > 1 else ""
@@ -138,7 +156,7 @@ def _expand_input(item: str, key: str, skipped_files: SkippedFiles) -> list[Corp
         return [CorpusSource(STDIN, None)]
     if isinstance(location := parse_location(item), RemotePath):
         return _list_objects(location, key, skipped_files)
-    if item.startswith("hf:"):
+    if item.startswith(HUB):
         return [CorpusSource(item, "datasets")]
     path = Path(location)
     item = str(location) if "://" in item else item
@@ -230,7 +248,7 @@ def _list_folder(folder: Path, key: str, skipped_files: SkippedFiles) -> list[Co
     card = folder / "README.md"
     saved = any((folder / name).is_file() for name in ("dataset_info.json", "dataset_dict.json"))
     if saved or (card.is_file() and CONFIGS.match(card.read_bytes()[: 1 << 20].replace(b"\r\n", b"\n"))):
-        return [CorpusSource(f"hf:{folder}", "datasets", changed=folder.stat().st_mtime_ns)]
+        return [CorpusSource(f"{HUB}{folder}", "datasets", changed=folder.stat().st_mtime_ns)]
     paths = _drop_links(_walk_folder(folder, skipped_files), skipped_files)
     outputs = {path for path in paths if _is_mega_output(path)}
     skipped_files.add_files("mega data sets", sorted(outputs))
@@ -305,11 +323,16 @@ def _without_companions(sources: list[CorpusSource], skipped_files: SkippedFiles
     return [source for source in sources if source not in companions]
 
 
-def _detect_format_by_name(path: Path) -> FileFormat | None:
+def get_content_suffix(path: Path) -> str:
+    """Return the suffix of a file's content in lower case, such as `.jsonl` of `a.JSONL.gz`; "" if it has none."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
     if suffixes and suffixes[-1] in PACKED:
         suffixes.pop()
-    return NAMES.get(suffixes[-1]) if suffixes else None
+    return suffixes[-1] if suffixes else ""
+
+
+def _detect_format_by_name(path: Path) -> FileFormat | None:
+    return NAMES.get(get_content_suffix(path))
 
 
 def _read_start(path: Path | str) -> bytes:

@@ -1,8 +1,7 @@
-"""Readers of JSON lines, JSON and Parquet.
+"""Readers of records: Parquet, JSON lines, and JSON objects one after another or in an array.
 
-Reader of Parquet files, with one batch of rows in memory, because a small file may expand to any size.
-
-Readers of JSON lines and JSON, with lines and texts of any length.
+Parquet is read with one batch of rows in memory, because a small file may expand to any size. Lines of JSON have any
+length; a record has up to `MAX_RECORD_BYTES`, not counting long texts.
 """
 
 from __future__ import annotations

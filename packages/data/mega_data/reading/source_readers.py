@@ -19,14 +19,17 @@ from mega_common.errors import DataError
 from mega_data.reading.corpus_sources import (
     ABSENT,
     BOM,
+    HUB,
     WHOLE,
     CorpusSource,
     FileFormat,
+    HubName,
     SkippedFiles,
     detect_format,
     find_corpus_sources,
     log_file_formats,
     lookup_record_value,
+    split_hub_name,
 )
 from mega_data.reading.decompression import DAMAGE, ReportBytes, import_optional, open_decompressed, peek_first_bytes
 from mega_data.reading.documents import (
@@ -184,9 +187,9 @@ def _read_text(stream: io.BufferedReader, source: CorpusSource, folder: Path | N
 
 def _read_datasets(source: CorpusSource, key: str, whole: bool) -> DocumentStream:
     datasets = import_optional("datasets", "reading hf: inputs")
-    name, _at, split = source.name.removeprefix("hf:").partition("@")
+    name = split_hub_name(source.name)
     try:
-        for line, row in enumerate(_load_datasets(datasets, name, split or "train"), 1):
+        for line, row in enumerate(_load_datasets(datasets, name), 1):
             value = lookup_record_value(row, key)
             if value is ABSENT:
                 raise DataError(f"{source.name}: no column {key!r}", hint=f"the columns are {format_key_names(row)}")
@@ -197,16 +200,15 @@ def _read_datasets(source: CorpusSource, key: str, whole: bool) -> DocumentStrea
         ) from error
 
 
-def _load_datasets(datasets: Any, name: str, split: str) -> Iterable[dict[str, Any]]:
-    folder = Path(name)
-    if any((folder / file).is_file() for file in ("dataset_info.json", "dataset_dict.json")):
-        loaded: Any = datasets.load_from_disk(name)
+def _load_datasets(datasets: Any, name: HubName) -> Iterable[dict[str, Any]]:
+    folder, split = Path(name.repository), name.split or "train"
+    if not name.config and any((folder / file).is_file() for file in ("dataset_info.json", "dataset_dict.json")):
+        loaded: Any = datasets.load_from_disk(name.repository)
         if not isinstance(loaded, datasets.DatasetDict):
             return loaded  # type: ignore[no-any-return]
         if split not in loaded:
             raise DataError(
-                f"hf:{name}: no split {split!r}", hint=f"write hf:{name}@SPLIT with one of {', '.join(loaded)}"
+                f"{HUB}{folder}: no split {split!r}", hint=f"write {HUB}{folder}@SPLIT with one of {', '.join(loaded)}"
             )
         return loaded[split]  # type: ignore[no-any-return]
-    hub, _, config = (name, "", "") if folder.is_dir() else name.rpartition(":") if ":" in name else (name, "", "")
-    return datasets.load_dataset(hub, config or None, split=split, streaming=True)  # type: ignore[no-any-return]
+    return datasets.load_dataset(name.repository, name.config or None, split=split, streaming=True)  # type: ignore[no-any-return]

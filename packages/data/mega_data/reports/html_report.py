@@ -1,10 +1,7 @@
-"""HTML report `mega data report` and its statistics.
+"""HTML report `mega data report`: one self-contained page on token data sets and on cleaned corpora, and its statistics.
 
-Statistics of a token data set beyond counts: duplicates, frequent n-grams and languages.
-
-Exact duplicates are counted in the whole data set; all other statistics use an evenly spaced sample of documents.
-
-HTML report `mega data report`: one self-contained page on token data sets and on cleaned corpora.
+The statistics beyond counts are duplicates, frequent n-grams and languages. Exact duplicates are counted in the whole
+data set; all other statistics use an evenly spaced sample of documents.
 """
 
 from __future__ import annotations

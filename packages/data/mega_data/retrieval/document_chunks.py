@@ -1,8 +1,6 @@
 """Chunks of documents for retrieval, and the filter for neighbors that would leak labels.
 
-Documents in chunks of m tokens. A chunk has one number in the whole data set, independent of the samples.
-
-Filter for neighbors that would leak a model's own labels: chunks of one document, and of copies of it.
+Documents are divided into chunks of m tokens. A chunk has one number in the whole data set, independent of the samples.
 
 The neighbors of chunk u affect all later tokens of the sample, so a neighbor must not contain the continuation of the
 document. These neighbors are rejected:

@@ -147,8 +147,7 @@ def read_token_ids(content: bytes) -> dict[str, int]:
 def _datasets_with_tokenizer(data: DataConfig) -> dict[Path, DatasetInfo]:
     """Return the descriptions of all data sets that record their tokenizer."""
     found = {}
-    sources = (*data.train, *(data.valid or []), *(data.test or []))
-    for source in (each for each in sources if (each.kind or data.kind) != "prompts"):
+    for source in (each for each in data.all_sources if (each.kind or data.kind) != "prompts"):
         for path in find_matching_prefixes(source):
             info = read_dataset_info(resolve_source_prefix(source, path, data))
             if info is not None and info.tokenizer is not None:
