@@ -107,8 +107,7 @@ def fully_shard_stage(
     for method in ("run_stage", *model.other_forwards):
         register_fsdp_forward_method(model, method)
     model.materialize(device)
-    for sharded in (parameter for group in _param_groups(model.modules()) for parameter in group.fsdp_params):
-        sharded.reset_sharded_param()  # pads uneven shards: in the first forward it would move them away from the optimizer
+    _pad_uneven_shards(model)
     for values, _ in non_trainable_buffers(model):
         values.zero_()
     for name, parameter in model.named_parameters():
@@ -120,6 +119,16 @@ def fully_shard_stage(
         parameter.mega = replace(  # type: ignore[attr-defined]
             info, pieces=pieces, all_pieces=info.pieces, data=sharers, grad_sync=sync
         )
+
+
+def _pad_uneven_shards(model: nn.Module) -> None:
+    """Pad the shards of parameters whose rows the ranks do not divide, in new memory.
+
+    FSDP would do it in the first forward, after the optimizer has taken the shards' memory.
+    """
+    for group in _param_groups(model.modules()):
+        for parameter in group.fsdp_params:
+            parameter.reset_sharded_param()  # type: ignore[no-untyped-call]
 
 
 def list_fsdp_units(model: Decoder, layers: int) -> list[list[nn.Module]]:
