@@ -83,12 +83,14 @@ def read_held_out_prompts(data: DataConfig) -> Iterator[HeldOutPrompt]:
     from mega_data.reading.corpus_sources import WHOLE, find_corpus_sources
     from mega_data.reading.documents import Document
     from mega_data.reading.source_readers import read_documents
+    from mega_data.sampling.dataset_parts import compute_split_bounds
     from mega_data.token_files.dataset_info import read_dataset_info
 
     source = data.train[0]
     kind = source.kind or data.kind
     info = read_dataset_info(tokenize_raw_source(source, data))
-    trained = 0 if info is None else int(info.documents * data.split[0] / sum(data.split))
+    bounds = compute_split_bounds(data.split_shares)[0]
+    trained = 0 if info is None or bounds is None else round(bounds[1] * float(info.documents))
     key = WHOLE if kind in CHAT_KINDS else source.map.get("text", "text")
     items = (item for each in find_corpus_sources([source.input_name], key) for item in read_documents(each, key))
     for item in islice((item for item in items if isinstance(item, Document)), trained, None):

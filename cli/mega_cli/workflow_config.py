@@ -265,20 +265,20 @@ def stage_settings(stage: WorkflowStage, base: Path) -> FlatSettings | None:
 
 
 def referenced_files(settings: FlatSettings) -> list[str]:
-    """Return the files that the settings of a run.yaml name: token data sets, the tokenizer, and initial weights or
-    checkpoint.
+    """Return the files that the settings of a run.yaml name: token data sets, local raw data, the tokenizer, and initial
+    weights or checkpoint.
     """
     from mega_data.token_files.indexed_reader import get_bin_path, get_idx_path, list_companion_files  # here, as above
 
     data = settings["data"]
-    prefixes = [Path(source["path"]) for split in ("train", "valid", "test") for source in data[split] or ()]
-    read = [
+    paths = [Path(source["path"]) for split in ("train", "valid", "test") for source in data[split] or ()]
+    tokens = [
         str(path)
-        for prefix in prefixes
+        for prefix in paths
         for path in (get_bin_path(prefix), get_idx_path(prefix), *list_companion_files(prefix).values())
     ]
     others = (data["tokenizer"], settings["init_from"], settings["checkpoint"]["load"])
-    return read + [name for name in others if name]
+    return [*tokens, *map(str, paths), *(name for name in others if name)]
 
 
 def judge_settings_change(

@@ -17,6 +17,7 @@ from mega_cli import tune as tune_module
 from mega_cli import tuning_recipe as recipe
 from mega_cli.main import build_typer_app
 from mega_cli.tuning_recipe import TuningData, TuningRequest, draft_run
+from mega_cli.tuning_report import read_held_out_prompts
 from mega_common.errors import ConfigError, DataError, TrainingInterrupted
 from mega_data.tokenizer import train_tokenizer
 from mega_trainer.config.run_config import load_run_config
@@ -98,6 +99,16 @@ def test_check_prints_the_file_alone(base: Path, here: Path) -> None:
     assert config.data.kind == "conversations"
     assert config.checkpoint.best
     assert config.data.split[:2] == [90, 10]
+
+
+@pytest.mark.parametrize("records", [15, 16, 25, 44])
+def test_prompts_are_of_the_held_out_records_alone(records: int, base: Path, here: Path) -> None:
+    """As many as the run's validation has: the boundary is rounded, not cut off."""
+    text = "".join(json.dumps({"prompt": f"number {n}", "completion": "yes"}) + "\n" for n in range(records))
+    Path("pairs.jsonl").write_text(text)
+    Path("run.yaml").write_text(mega("tune", base, "pairs.jsonl", "--check", "--full"))
+    prompts = [prompt.question for prompt in read_held_out_prompts(load_run_config(Path("run.yaml")).data)]
+    assert prompts == [f"number {n}" for n in range(round(0.9 * records), records)]
 
 
 FORMS: list[tuple[dict[str, Any], list[str], dict[str, Any]]] = [

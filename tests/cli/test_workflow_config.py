@@ -204,7 +204,11 @@ def test_settings_on_the_command_count_like_those_in_the_file(trained: Flow) -> 
 
 
 NAMED = {
-    "data": {"valid": [{"path": "held/out"}], "tokenizer": "tok"},
+    "data": {
+        "valid": [{"path": "held/out"}, {"path": "raw/one.jsonl"}],
+        "test": [{"path": "texts"}, {"path": "more/*.jsonl"}],
+        "tokenizer": "tok",
+    },
     "init_from": "weights",
     "checkpoint": {"load": "older"},
 }
@@ -217,6 +221,9 @@ NAMED = {
         "tokens.idx",
         "tokens.mask.bin",
         "held/out.bin",
+        "raw/one.jsonl",
+        "texts/inner/a.txt",
+        "more/one.jsonl",
         "tok/tokenizer.json",
         "weights/model.safetensors",
         "older/a",
@@ -226,7 +233,7 @@ def test_files_that_a_run_yaml_names_are_inputs(flow: Flow, name: str) -> None:
     flow.raw = {"stages": {"train": {"run": "train", "args": ["run.yaml"], "outputs": ["run/checkpoints"]}}}
     change(flow.base, NAMED)
     file = flow.base / name
-    file.parent.mkdir(exist_ok=True)
+    file.parent.mkdir(exist_ok=True, parents=True)
     file.write_text("one")
     assert flow.run() == ["train"]
     assert what_happens(flow) == UP_TO_DATE

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from mega_common.errors import ConfigError
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.distributed.process_groups import RankInfo
 from mega_trainer.doctor import examination as module
@@ -136,6 +137,11 @@ def test_an_unknown_machine_achieves_what_was_measured(tmp_path: Path) -> None:
     assert spec.achieved_efficiency.bf16 == 1
     assert spec.achieved_efficiency.attention == pytest.approx(0.4)
     assert spec.link_gb_s == 0.5
+
+
+def test_an_unknown_machine_without_its_speeds_is_refused() -> None:
+    with pytest.raises(ConfigError, match="requires the measured speeds of GEMMs and memory, and memory failed"):
+        fit_machine_spec(measured(bf16=0.05), CPU, None)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 8])

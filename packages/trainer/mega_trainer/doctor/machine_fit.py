@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from mega_common.errors import ConfigError
 from mega_trainer.doctor.check_result import CheckResult
 from mega_trainer.plan.machine import GpuGeneration, MachineSpec, load_efficiency, load_machine
 
@@ -20,6 +21,9 @@ def fit_machine_spec(results: Sequence[CheckResult], device: torch.device, machi
     an unknown one, figures that are the measured speeds themselves, which it achieves in full.
 
     Figures that were not measured, such as links of one GPU, keep the values of the table, or of its generation.
+
+    Raises:
+        ConfigError: for an unknown machine of which the speed of GEMMs or memory was not measured.
     """
     measured = _measured_speeds(results)
     spec = load_machine(machine) if machine is not None else _unknown_machine(measured, device)
@@ -59,6 +63,11 @@ def _measured_speeds(results: Sequence[CheckResult]) -> dict[str, float]:
 
 def _unknown_machine(measured: Mapping[str, float], device: torch.device) -> MachineSpec:
     """Return a machine whose figures are the measured ones; without a measured link, that of memory."""
+    if missing := [name for name in ("bf16", "memory") if name not in measured]:
+        raise ConfigError(
+            f"--fit requires the measured speeds of GEMMs and memory, and {' and '.join(missing)} failed or did not run",
+            hint="let the examination end, or name the machine with --machine",
+        )
     gpu = device.type == "cuda"
     generation = GENERATIONS.get(torch.cuda.get_device_capability(device)[0], "blackwell") if gpu else "ampere"
     name = torch.cuda.get_device_name(device) if gpu else "CPU"
