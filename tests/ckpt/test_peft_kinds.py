@@ -299,11 +299,15 @@ def test_the_tokenizer_beside_an_adapter_goes_with_it(bases: Mapping[str, Path],
     for text, folder in (("the end of the story", base), ("another story", adapter)):
         train_tokenizer([text] * 3, 260, folder)
     (base / "chat_template.jinja").write_text("of the base")
+    for folder, name in ((base, "base"), (adapter, "tools")):
+        (folder / "additional_chat_templates").mkdir()
+        (folder / "additional_chat_templates" / f"{name}.jinja").write_text("one more")
     convert_checkpoint(base, merged, "hf", options=ConvertOptions(adapter=str(adapter)))
     own = (adapter / "tokenizer.json").read_bytes()
     assert own != (base / "tokenizer.json").read_bytes()
     assert (merged / "tokenizer.json").read_bytes() == own
     assert not (merged / "chat_template.jinja").exists()
+    assert [path.name for path in (merged / "additional_chat_templates").iterdir()] == ["tools.jinja"]
     assert load_tokenizer(base, adapter).path.read_bytes() == own
     with pytest.raises(CheckpointError, match=r"tokenizer\.json conflicts with that of the base"):
         LoraAdapterSet.open_adapters(base, {"mine": str(adapter)})

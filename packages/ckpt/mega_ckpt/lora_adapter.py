@@ -13,6 +13,7 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatch
 from pathlib import Path
 
 import torch
@@ -30,10 +31,10 @@ from mega_common.model_config import ModelConfig
 from mega_common.object_store import parse_location
 
 AVERAGES_HINT = "use the weights themselves (leave out --ema), or give a run that was trained with train.ema"
-# Files of a tokenizer and its chat template, which PEFT users save with an adapter.
+# Globs of the files of a tokenizer and its chat templates, which PEFT users save with an adapter.
 ADAPTER_TOKENIZER_FILES: tuple[str, ...] = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model",
-    "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json",
+    "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja",
 )  # fmt: skip
 SAMPLE = 1024  # elements of each tensor in the digest of a base
 
@@ -260,9 +261,8 @@ class AdaptedWeightSource(DerivedWeightSource):
         files = self.base.asset_files()
         if not self.adapter.tokenizer:
             return files
-        return {name: file for name, file in files.items() if name not in ADAPTER_TOKENIZER_FILES} | dict(
-            self.adapter.tokenizer
-        )
+        kept = [name for name in files if not any(fnmatch(name, glob) for glob in ADAPTER_TOKENIZER_FILES)]
+        return {name: files[name] for name in kept} | dict(self.adapter.tokenizer)
 
 
 def compute_row_norms(base: WeightSource, name: str, first: int, rows: int) -> Tensor:

@@ -18,7 +18,7 @@ from mega_data.data_config import DataConfig
 from mega_data.preprocessing.preprocess_corpus import preprocess_corpus
 from mega_data.tokenizer import train_tokenizer
 from mega_trainer.config.run_config import RunConfig
-from mega_trainer.data.data_check import find_run_tokenizer, list_tokenizer_files
+from mega_trainer.data.data_check import find_run_tokenizer, find_tokenizer_files
 from mega_trainer.distributed.process_groups import RankInfo
 from mega_trainer.run.training_run import run_training
 
@@ -42,7 +42,11 @@ def test_the_tokenizer_of_the_data_is_found(folder: Path) -> None:
     found = find_run_tokenizer(config(folder, "one"), 300)
     assert found is not None
     assert found.eos_id is not None
-    assert {path.name for path in list_tokenizer_files(found)} == {"tokenizer.json", "tokenizer_config.json"}
+    template = folder / "one" / "additional_chat_templates" / "tools.jinja"
+    template.parent.mkdir()
+    template.write_text("{{ tools }}")
+    names = ["tokenizer.json", "tokenizer_config.json", "additional_chat_templates/tools.jinja"]
+    assert find_tokenizer_files(found) == {name: folder / "one" / name for name in names}
 
 
 def test_data_of_two_tokenizers_are_refused(folder: Path) -> None:

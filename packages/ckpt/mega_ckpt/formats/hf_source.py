@@ -101,12 +101,7 @@ class HfSource(DiskSource):
         """Return all files of the folder other than weights, and, if the weights are read unchanged, `hf_layout.json`,
         which keeps the weight files' headers so that they can be written again byte for byte.
         """
-        paths = _sorted(self.folder.iterdir())
-        check_settings_files(paths)
-        found = {path.name: read_if_remote(path) for path in paths if is_asset_file(path)}
-        templates = self.folder / _TEMPLATES
-        if templates.is_dir():
-            found |= {f"{_TEMPLATES}/{path.name}": read_if_remote(path) for path in _sorted(templates.glob("*.jinja"))}
+        found = read_asset_files(self.folder)
         if self.quantization:
             found.pop(INDEX, None)
             found[CONFIG] = encode_json_mapping(
@@ -342,8 +337,27 @@ def check_settings_files(paths: Iterable[Location]) -> None:
             )
 
 
-def is_asset_file(path: Location) -> bool:
-    """Return whether a file of a HuggingFace folder accompanies the weights, such as a tokenizer file."""
+def read_asset_files(folder: Location) -> dict[str, Path | bytes]:
+    """Return the files of a HuggingFace folder that accompany the weights, such as tokenizer files and chat templates,
+    {relative path: file or content}.
+
+    Raises:
+        CheckpointError: as `check_settings_files`.
+    """
+    paths = _sorted(folder.iterdir())
+    check_settings_files(paths)
+    found = {path.name: path for path in paths if _is_asset_file(path)} | find_additional_templates(folder)
+    return {name: read_if_remote(path) for name, path in found.items()}
+
+
+def find_additional_templates(folder: Location) -> dict[str, Location]:
+    """Return the chat templates of a folder other than the default one, by their relative paths."""
+    templates = folder / _TEMPLATES
+    paths = _sorted(templates.glob("*.jinja")) if templates.is_dir() else []
+    return {f"{_TEMPLATES}/{path.name}": path for path in paths}
+
+
+def _is_asset_file(path: Location) -> bool:
     return (
         path.is_file()
         and not path.name.endswith(_WEIGHTS)

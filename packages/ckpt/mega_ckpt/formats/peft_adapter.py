@@ -30,6 +30,7 @@ from torch import Tensor
 from mega_ckpt.canonical_tensors import EMBEDDING, abbreviate_names
 from mega_ckpt.families import ModelFamily, family_for_model, family_of_config
 from mega_ckpt.families.disk_layouts import TRANSPOSED, DiskTensor
+from mega_ckpt.formats.hf_source import find_additional_templates
 from mega_ckpt.formats.hf_weight_files import encode_json_mapping, read_json_mapping
 from mega_ckpt.formats.peft_tensor_changes import (
     WEIGHTS,
@@ -233,7 +234,8 @@ def _tokenizer_files(folder: Location) -> dict[str, Path | bytes]:
     """Return the tokenizer files next to an adapter; none without a tokenizer.json."""
     if not (folder / ADAPTER_TOKENIZER_FILES[0]).is_file():
         return {}
-    return {name: read_if_remote(folder / name) for name in ADAPTER_TOKENIZER_FILES if (folder / name).is_file()}
+    found = {name: folder / name for name in ADAPTER_TOKENIZER_FILES if (folder / name).is_file()}
+    return {name: read_if_remote(path) for name, path in (found | find_additional_templates(folder)).items()}
 
 
 def _reject_unused(left: Mapping[str, str], folder: Location, family: ModelFamily) -> None:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from mega_ckpt.canonical_tensors import abbreviate_names
-from mega_ckpt.formats.hf_source import CONFIG, LAYOUT, is_asset_file
+from mega_ckpt.formats.hf_source import CONFIG, LAYOUT, read_asset_files
 from mega_ckpt.formats.hf_weight_files import INDEX, read_json_mapping, set_config_dtype
 from mega_ckpt.tensor_pieces import TensorShape, crop_tensor
 from mega_ckpt.weight_source import WeightSource, cast_dtype, write_file_durably
@@ -231,7 +231,7 @@ class TransformersSource:
 
     def asset_files(self) -> Mapping[str, Path | bytes]:
         """Return the files of the folder other than weights, such as those of the tokenizer."""
-        return {path.name: path for path in sorted(self.folder.iterdir()) if is_asset_file(path)}
+        return read_asset_files(self.folder)
 
     @property
     def _tensors(self) -> dict[str, Tensor]:

@@ -24,10 +24,11 @@ from mega_trainer.data.prompt_dataset import PromptDataset
 if TYPE_CHECKING:
     from mega_ckpt.source import WeightSource  # imports torch, which checking data does not need
 
-# Files of a tokenizer and its chat template, which travel with a model.
+# Globs of the files of a tokenizer and its chat templates, which travel with a model.
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model",
-    "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json", "generation_config.json",
+    "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja",
+    "generation_config.json",
 )  # fmt: skip
 
 
@@ -99,7 +100,9 @@ def extend_vocabulary(config: RunConfig, source: WeightSource, tokenizer: Tokeni
     from mega_ckpt.extend_vocabulary import ExtendedVocabularySource  # imports torch
 
     files = (
-        {} if first is None or tokenizer is None else {p.name: p.read_bytes() for p in list_tokenizer_files(tokenizer)}
+        {}
+        if first is None or tokenizer is None
+        else {name: path.read_bytes() for name, path in find_tokenizer_files(tokenizer).items()}
     )
     size = max(source.model.vocab_size, config.model.vocab_size)
     return ExtendedVocabularySource(source, size, first=first, files=files)
@@ -167,9 +170,13 @@ def _existing_tokenizer(made: dict[Path, DatasetInfo]) -> Tokenizer | None:
     return None
 
 
-def list_tokenizer_files(tokenizer: Tokenizer) -> list[Path]:
-    """Return the existing files of a tokenizer's folder that are copied along with a model, such as `tokenizer.json`."""
-    return [path for name in TOKENIZER_FILES if (path := tokenizer.path.parent / name).is_file()]
+def find_tokenizer_files(tokenizer: Tokenizer) -> dict[str, Path]:
+    """Return the files of a tokenizer's folder that are copied along with a model, such as `tokenizer.json`, by their
+    paths in it.
+    """
+    folder = tokenizer.path.parent
+    paths = [path for glob in TOKENIZER_FILES for path in sorted(folder.glob(glob)) if path.is_file()]
+    return {path.relative_to(folder).as_posix(): path for path in paths}
 
 
 BLOCKS, BLOCK = 64, 4096  # number and tokens of the checked blocks

@@ -19,7 +19,7 @@ from mega_common.errors import CheckpointError, ConfigError
 from mega_common.object_store import Location, ObjectStoreError
 from mega_data.tokenizer import Tokenizer
 from mega_trainer.config.run_config import RunConfig
-from mega_trainer.data.data_check import TOKENIZER_FILES, list_tokenizer_files, open_initial_weights
+from mega_trainer.data.data_check import TOKENIZER_FILES, find_tokenizer_files, open_initial_weights
 from mega_trainer.distributed.comm import CommGroup, raise_on_all_ranks
 from mega_trainer.distributed.process_groups import RankInfo
 from mega_trainer.job.environment import describe_environment
@@ -95,11 +95,11 @@ def make_run_folder(config: RunConfig, tokenizer: Tokenizer | None) -> None:
         copy_assets(open_initial_weights(config, config.init_from, tokenizer)[1], assets)
         if not config.data.allow_other_tokenizer:
             return
-        for name in TOKENIZER_FILES:
-            (assets / name).unlink(missing_ok=True)
+        for path in [path for glob in TOKENIZER_FILES for path in assets.glob(glob)]:
+            path.unlink()
     if tokenizer is not None:
-        for path in list_tokenizer_files(tokenizer):
-            write_file_durably(assets / path.name, path)
+        for name, path in find_tokenizer_files(tokenizer).items():
+            write_file_durably(assets / name, path)
 
 
 def record_run_start(config: RunConfig, ranks: RankInfo, step: int, start: object, state_seconds: float) -> None:
