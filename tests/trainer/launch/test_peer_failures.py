@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -14,7 +15,9 @@ from pathlib import Path
 import pytest
 from torch.distributed import HashStore
 
+from mega_common.errors import TrainingError
 from mega_trainer.launch import peer_failures
+from mega_trainer.launch.local_ranks import run_local_ranks
 from mega_trainer.launch.peer_failures import PeerFailureWatch
 
 TIMEOUT = 20.0  # timeout_seconds of the job
@@ -72,6 +75,31 @@ def test_a_rank_that_raises_ends_the_job(raising: int, tmp_path: Path) -> None:
     assert ("rank 1 on" in told) == (raising == 1)  # the launcher repeats what the screen did not show
     assert "signal 9" not in told
     assert ERROR in "\n".join(told.strip().splitlines()[-5:])
+
+
+SLOW_TO_END = """
+import os, time, traceback
+from mega_trainer.launch.local_ranks import join_process_group, rank_from_environment
+
+ranks = rank_from_environment(os.environ)
+try:
+    with join_process_group(ranks, "cpu", 20.0):
+        if ranks.rank == 1:
+            raise ValueError("the cause")
+        time.sleep(1)  # rank 0 ends first, as one that has lost the connection
+        os._exit(1)
+except ValueError:
+    traceback.print_exc()
+    time.sleep(3)
+    os._exit(1)
+"""
+
+
+def test_the_rank_with_the_first_error_is_named_also_if_it_ends_last(tmp_path: Path) -> None:
+    with pytest.raises(TrainingError) as raised:
+        run_local_ranks([sys.executable, "-c", SLOW_TO_END], 2, tmp_path)
+    assert re.match(r"rank 1 on \S+ ended with exit status 1\n", str(raised.value))
+    assert "ValueError: the cause" in str(raised.value)
 
 
 @pytest.mark.parametrize("raising", [0, 1])

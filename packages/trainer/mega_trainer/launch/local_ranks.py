@@ -33,7 +33,7 @@ from mega_trainer.distributed.process_groups import RankInfo
 from mega_trainer.job.environment import STATUS_NOTE
 from mega_trainer.job.error_log import record_error
 from mega_trainer.job.training_guard import KEYBOARD_STATUS, STOP_SIGNALS, StopSignalHandler
-from mega_trainer.launch.peer_failures import PeerFailureWatch
+from mega_trainer.launch.peer_failures import PeerFailureWatch, find_failed_rank
 
 POLL_SECONDS = 0.1
 GRACE_SECONDS = 5.0  # after the first failure, for the other ranks to report theirs
@@ -216,7 +216,7 @@ def run_local_ranks(command: Sequence[str], count: int, output: Path) -> int:
     finally:
         ranks.close(signal.SIGKILL)
     try:
-        return _interpret_exit_codes(ended, stop, logs)
+        return _interpret_exit_codes(ended, stop, logs, find_failed_rank(PrefixStore("attempt-0", store)))
     except TrainingError as error:
         record_error(output, None, error.message.splitlines()[0])
         raise
@@ -253,8 +253,12 @@ def _signal_all(ranks: PContext, number: int) -> None:
             os.kill(pid, number)
 
 
-def _interpret_exit_codes(ended: Mapping[int, int], stop: StopSignalHandler, logs: Path) -> int:
-    """Interpret the exit codes of the ranks."""
+def _interpret_exit_codes(
+    ended: Mapping[int, int], stop: StopSignalHandler, logs: Path, announced: int | None = None
+) -> int:
+    """Interpret the exit codes of the ranks, in the order of their ends; `announced` is the rank whose error was the
+    job's first, which may end at the same time as those that lost the connection to it.
+    """
     failures = {rank: status for rank, status in ended.items() if status}
     statuses = set(failures.values()) - {-signal.SIGTERM}
     if statuses == {INTERRUPTED_STATUS}:
@@ -263,7 +267,8 @@ def _interpret_exit_codes(ended: Mapping[int, int], stop: StopSignalHandler, log
         raise TrainingError(f"{stop.name}: the run was stopped before the first step")
     if not failures:
         return 0
-    rank = next((rank for rank, status in failures.items() if status == -signal.SIGKILL), next(iter(failures)))
+    first = announced if announced in failures else next(iter(failures))
+    rank = next((rank for rank, status in failures.items() if status == -signal.SIGKILL), first)
     shown = rank == 0 or failures[rank] == failures.get(0) == MegaError.exit_status  # all ranks report a user error
     if shown and failures[rank] > 0:
         return failures[rank]

@@ -24,6 +24,11 @@ POLL_SECONDS, GRACE_SECONDS = 1.0, 5.0
 ANNOUNCE_SECONDS = 2.0  # for a store that may not answer
 
 
+def find_failed_rank(store: Store) -> int | None:
+    """Return the rank whose error was the job's first, or None if no rank has announced one."""
+    return int(store.get(KEY).decode().split()[1]) if store.check([KEY]) else None
+
+
 class PeerFailureWatch:
     """Context manager whose thread ends this rank after another rank of the job has failed; an error in the `with`
     block is announced to the other ranks.
