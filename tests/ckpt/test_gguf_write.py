@@ -35,7 +35,7 @@ SPLITS: dict[str, list[Any]] = {
     ],
 }
 CASES = [
-    "llama", "llama-3.1", "llama-tied-linear", "mistral-head", "mixtral", "qwen2", "qwen3", "qwen3-yarn", "qwen2_moe",
+    "llama", "llama-3.1", "llama-tied-linear", "mixtral", "qwen2", "qwen3", "qwen3-yarn", "qwen2_moe",
     "qwen3_moe", "gemma2-plain", "gemma3-plain",
 ]  # fmt: skip
 SMALL = ["the world in there", "a worm"]  # text of a tokenizer for the tiny models, whose vocabulary is 97
@@ -72,10 +72,12 @@ def sentencepiece() -> Tokenizer:
         ("or", "ld"),
     ]
     tokens = ["<unk>", "<s>", "</s>", *[f"<0x{n:02X}>" for n in range(256)], *words, "▁", *"abcdefghijklmnopqrstuvwxyz"]
-    tokenizer = Tokenizer(
-        models.BPE({token: n for n, token in enumerate(tokens)}, [m for m in merges if "".join(m) in tokens],
-                   unk_token="<unk>", fuse_unk=True, byte_fallback=True)
-    )  # fmt: skip
+    splits = [(word[:at], word[at:]) for word in words for at in range(1, len(word))]
+    merges = [pair for pair in splits if all(part in tokens for part in pair)]
+    model = models.BPE(
+        {token: n for n, token in enumerate(tokens)}, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True
+    )
+    tokenizer = Tokenizer(model)
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
     return tokenizer
@@ -115,7 +117,8 @@ def test_a_model_is_read_back(case: str, tmp_path: Path) -> None:
     assert is_same_model(found.model, expected.model)
     for name in expected.tensor_names():
         weight = expected.read_tensor(name)
-        close = torch.float16 if weight.dim() > 1 and ".gate." not in name else torch.float32
+        exact = weight.dim() == 1 or name.endswith(("mlp.gate.weight", "shared_expert_gate.weight"))
+        close = torch.float32 if exact else torch.float16
         torch.testing.assert_close(found.read_tensor(name).float(), weight.to(close).float(), rtol=0, atol=3e-7)
 
 
@@ -171,12 +174,12 @@ def test_quantized_weights_are_close_and_transformers_reads_the_same(quantize: s
 
 
 def test_q4_k_keeps_blocks_of_zeros_and_constants() -> None:
-    rows = torch.stack([torch.zeros(256), torch.full((256,), -0.5), torch.arange(256) / 17.0])
+    rows = torch.stack([torch.zeros(256), torch.full((256,), -0.5), (torch.arange(256) % 32 - 16) / 17.0])
     (data,) = encode_gguf("x", rows, Kind.Q4_K)
     read = torch.from_numpy(gguf.dequantize(data, Kind.Q4_K))
     assert torch.equal(read[0], rows[0])
     torch.testing.assert_close(read[1], rows[1], rtol=2e-3, atol=0)
-    assert (read[2] - rows[2]).abs().max() < 0.1
+    assert (read[2] - rows[2]).abs().max() < 0.04
 
 
 def test_split_files_are_one_model(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from mega_common.errors import CheckpointError
 
 transformers = pytest.importorskip("transformers", reason="the library that loads the folders")
 SIZES = {
-    "vocab_size": 160, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "vocab_size": 160, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 64,
 }  # fmt: skip
 # Largest root mean square error of the weights, as a share of theirs: normal weights, by the published formats.
@@ -71,9 +70,10 @@ def test_transformers_and_mega_read_the_same_weights_which_are_close(
         assert error <= (ERRORS[quantize] if quantized else 0), name
     tokens = torch.arange(20)[None]
     with torch.no_grad():
-        compressed = load(tmp_path / "out", dtype=torch.float32)(tokens).logits
-        exact = load(models[kind], dtype=torch.float32)(tokens).logits
-    assert (compressed - exact).abs().mean() < 2 * ERRORS[quantize] * exact.abs().mean()
+        compressed, exact = (
+            load(folder, dtype=torch.bfloat16)(tokens).logits for folder in (tmp_path / "out", models[kind])
+        )
+    assert (compressed - exact).abs().mean() < 5 * ERRORS[quantize] * exact.abs().mean()
     card = (tmp_path / "out" / "README.md").read_text()
     assert found.quantization is not None
     assert "rounded to the nearest without calibration data" in card
@@ -117,7 +117,8 @@ def test_small_files_hold_the_same_tensors(models: dict[str, Path], tmp_path: Pa
     ("case", "to", "options", "expected"),
     [
         ("gpt2", "hf", {"quantize": "fp8"}, "requires a matrix (out, in) for each linear layer"),
-        ("llama", "hf", {"quantize": "int4"}, "has 24 columns, but int4 requires a multiple of 32"),
+        ("llama", "hf", {"quantize": "int4"}, "has 24 columns, but --quantize int4 requires a multiple of 32"),
+        ("llama", "hf", {"quantize": "fp8-block"}, "use --quantize fp8"),
         ("llama", "hf", {"quantize": "q8_0"}, "--quantize q8_0 is not supported with --to hf"),
         ("llama", "mega", {"quantize": "fp8"}, "--quantize fp8 is not supported with --to mega"),
         ("llama", "mlx", {"quantize": "fp8"}, "--quantize fp8 is not supported with --to mlx"),
@@ -127,8 +128,9 @@ def test_what_a_format_cannot_hold_is_refused(
     case: str, to: str, options: dict[str, Any], expected: str, tmp_path: Path
 ) -> None:
     save_model(tmp_path / "in", case)
-    with pytest.raises(CheckpointError, match=re.escape(expected)):
+    with pytest.raises(CheckpointError) as found:
         convert_checkpoint(tmp_path / "in", tmp_path / "out", to, options=ConvertOptions(**options))
+    assert expected in f"{found.value.message} {found.value.hint}"
     assert not (tmp_path / "out").exists()
 
 

@@ -107,7 +107,8 @@ def _fit_groups(groups: Tensor) -> tuple[Tensor, Tensor]:
     share = groups.abs() + groups.square().mean(-1, keepdim=True).sqrt()
     total, first = share.sum(-1), (share * groups).sum(-1)
     best_scale, best_offset = width.squeeze(-1) / 15, -least.squeeze(-1)
-    best = torch.full_like(best_scale, torch.inf)
+    codes = ((groups - least) * (15 / width)).round().clamp(0, 15)
+    best = _weighted_error(groups, share, codes, best_scale, best_offset)
     for top in torch.linspace(14, 16, _STEPS).tolist():
         codes = ((groups - least) * (top / width)).round().clamp(0, 15)
         by_code, square = (share * codes).sum(-1), (share * codes.square()).sum(-1)
@@ -117,10 +118,14 @@ def _fit_groups(groups: Tensor) -> tuple[Tensor, Tensor]:
         offset = (by_code * product - square * first) / determinant
         alone = product / square.clamp_min(_TINY)
         scale, offset = torch.where(offset < 0, alone, scale).clamp_min(0), offset.clamp_min(0)
-        error = (share * (scale.unsqueeze(-1) * codes - offset.unsqueeze(-1) - groups).square()).sum(-1)
+        error = _weighted_error(groups, share, codes, scale, offset)
         better = error < best
         best = torch.where(better, error, best)
         best_scale, best_offset = (
             torch.where(better, new, old) for new, old in ((scale, best_scale), (offset, best_offset))
         )
     return best_scale, best_offset
+
+
+def _weighted_error(groups: Tensor, share: Tensor, codes: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
+    return (share * (scale.unsqueeze(-1) * codes - offset.unsqueeze(-1) - groups).square()).sum(-1)

@@ -192,25 +192,20 @@ def plan_hf_folder(
     buffers = {name: (source.read_buffer(name).dtype, shapes[name]) for name in source.buffer_names() if name in shapes}
     quantizer = select_quantizer(quantize, table) if quantize else None
     quantized = list_quantized_parts(quantizer, table, tensors) if quantizer else {}
-    if headers and max_shard is None and not quantized and metadata == METADATA:
-        files = _keep_files(headers, tensors | buffers)
-    else:
-        kept = replace_quantized(tensors, table, quantized)
-        files = _split_into_files(kept | buffers, max_shard or MAX_SHARD, metadata)
+    kept = headers if max_shard is None and not quantized and metadata == METADATA else {}
+    written = replace_quantized(tensors, table, quantized) | buffers
+    files = _keep_files(kept, written) if kept else _split_into_files(written, max_shard or MAX_SHARD, metadata)
     others = {name: content for name, content in origin.others.items() if not name.endswith(".safetensors")}
     if files == headers:
         config, index = origin.config, origin.index
     else:
-        raw = _with_dtype(
-            origin.config_json if same else _new_config(origin.config_json, chosen, source.model), tensors
-        )
-        raw |= quantizer.settings(find_ignored_layers(table, {**tensors, **buffers})) if quantizer else {}
+        raw = origin.config_json if same else _new_config(origin.config_json, chosen, source.model)
+        settings = quantizer.settings(find_ignored_layers(table, {**tensors, **buffers})) if quantizer else {}
+        raw = _with_dtype(raw, tensors) | settings
         config, index = origin.config if raw == origin.config_json else encode_json_mapping(raw), _encode_index(files)
-    written = {name: content for name, content in ((CONFIG, config), (INDEX, index)) if content is not None}
-    images = {} if same else _image_files(origin, source.model)
-    return HfFolderPlan(
-        table, files, {**others, **images, **written}, quantized, quantizer.description if quantizer else None
-    )
+    others |= {} if same else _image_files(origin, source.model)
+    others |= {name: content for name, content in ((CONFIG, config), (INDEX, index)) if content is not None}
+    return HfFolderPlan(table, files, others, quantized, quantizer and quantizer.description)
 
 
 def write_hf_folder(

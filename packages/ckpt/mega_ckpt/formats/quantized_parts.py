@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mega_ckpt.families.disk_layouts import TRANSPOSED, DiskTensor
-from mega_ckpt.formats.weight_quantization import SHAPE, WeightQuantizer, make_quantizer
+from mega_ckpt.formats.weight_quantization import SHAPE, LinearQuantizer, make_quantizer
 from mega_ckpt.tensor_pieces import TensorShape
 from mega_common.errors import CheckpointError
 from mega_common.progress_logging import logger
@@ -35,7 +35,7 @@ class QuantizedPart:
     weight: str
     part: str
     dtype: torch.dtype
-    quantizer: WeightQuantizer
+    quantizer: LinearQuantizer
 
     @property
     def layer(self) -> str:
@@ -60,7 +60,7 @@ class QuantizedPart:
         other_parts |= {name: torch.cat(blocks) for name, blocks in kept.items()}
 
 
-def select_quantizer(quantize: str, table: Mapping[str, DiskTensor]) -> WeightQuantizer:
+def select_quantizer(quantize: str, table: Mapping[str, DiskTensor]) -> LinearQuantizer:
     """Return the quantization called `quantize` in `weight_quantization` for the linear layers of `table`, {disk name:
     canonical tensors in it}.
 
@@ -83,7 +83,7 @@ def select_quantizer(quantize: str, table: Mapping[str, DiskTensor]) -> WeightQu
 
 
 def list_quantized_parts(
-    quantizer: WeightQuantizer, table: Mapping[str, DiskTensor], tensors: TensorTypes
+    quantizer: LinearQuantizer, table: Mapping[str, DiskTensor], tensors: TensorTypes
 ) -> dict[str, QuantizedPart]:
     """Return the parts of the quantized weights, by disk name; `tensors` are the unquantized dtypes and shapes."""
     return {

@@ -40,7 +40,7 @@ SHAPE = "weight_shape"  # part that no row determines
 
 
 @dataclass(frozen=True)
-class WeightQuantizer:
+class LinearQuantizer:
     """Quantization of the weights of linear layers.
 
     Attributes:
@@ -59,7 +59,7 @@ class WeightQuantizer:
     settings: Callable[[list[str]], dict[str, Any]]
 
 
-def make_quantizer(name: str, shapes: Mapping[str, TensorShape]) -> WeightQuantizer:
+def make_quantizer(name: str, shapes: Mapping[str, TensorShape]) -> LinearQuantizer:
     """Return the quantization called `name` for the linear layers with these weights, {name: [O, I]}.
 
     Raises:
@@ -68,6 +68,7 @@ def make_quantizer(name: str, shapes: Mapping[str, TensorShape]) -> WeightQuanti
     if name == "fp8":
         return _fp8((1, 0))
     if name == "fp8-block":
+        _check_widths(shapes, _FP8_BLOCK, name, "use --quantize fp8")
         return _fp8((_FP8_BLOCK, _FP8_BLOCK))
     if name == "int8":
         return _packed_integers(8, None)
@@ -76,15 +77,15 @@ def make_quantizer(name: str, shapes: Mapping[str, TensorShape]) -> WeightQuanti
     if name == "mxfp4":
         _check_widths(shapes, _MX_BLOCK, name)
         return _mxfp4()
-    _check_widths(shapes, _MLX_GROUP, name)
+    _check_widths(shapes, _MLX_GROUP, name.removeprefix("mlx-"), "leave out --quantize")
     return _mlx_integers(int(name.removeprefix("mlx-int")))
 
 
-def _check_widths(shapes: Mapping[str, TensorShape], block: int, name: str) -> None:
+def _check_widths(shapes: Mapping[str, TensorShape], block: int, name: str, hint: str = "use --quantize int8") -> None:
     for weight, (_, width) in shapes.items():
         if width % block:
             raise CheckpointError(
-                f"{weight} has {width} columns, but {name} requires a multiple of {block}", hint="use --quantize int8"
+                f"{weight} has {width} columns, but --quantize {name} requires a multiple of {block}", hint=hint
             )
 
 
@@ -117,7 +118,7 @@ def _compressed_settings(
     }  # fmt: skip
 
 
-def _fp8(block: tuple[int, int]) -> WeightQuantizer:
+def _fp8(block: tuple[int, int]) -> LinearQuantizer:
     """Return the quantization to e4m3 with a scale per block [height, width]; a width of 0 is the whole row."""
     height, blocks = block[0], block[1] > 0
 
@@ -139,13 +140,13 @@ def _fp8(block: tuple[int, int]) -> WeightQuantizer:
     strategy = {"strategy": "block", "block_structure": list(block)} if blocks else {"strategy": "channel"}
     per_token = {"strategy": "group", "group_size": _FP8_BLOCK} if blocks else {"strategy": "token"}
     kind = {"type": "float", "num_bits": 8}
-    return WeightQuantizer(
+    return LinearQuantizer(
         f"fp8 (e4m3), a scale for {f'{height} x {block[1]} weights' if blocks else 'each row'}, {_ROUNDED}", height, layouts, encode,
         partial(_compressed_settings, "float-quantized", kind | strategy, kind | per_token),
     )  # fmt: skip
 
 
-def _packed_integers(bits: int, group: int | None) -> WeightQuantizer:
+def _packed_integers(bits: int, group: int | None) -> LinearQuantizer:
     """Return the quantization to signed integers with a scale for `group` weights of a row, or for the whole row."""
 
     def layouts(shape: TensorShape, dtype: torch.dtype) -> PartLayouts:
@@ -162,7 +163,7 @@ def _packed_integers(bits: int, group: int | None) -> WeightQuantizer:
         return {"weight_packed": _pack_words(codes, bits, torch.int32), "weight_scale": scale.squeeze(-1)}
 
     kind = {"type": "int", "num_bits": bits, "strategy": "channel" if group is None else "group", "group_size": group}
-    return WeightQuantizer(
+    return LinearQuantizer(
         f"int{bits}, a scale for {'each row' if group is None else f'{group} weights of a row'}, {_ROUNDED}", 1, layouts, encode,
         partial(_compressed_settings, "pack-quantized", kind, None),
     )  # fmt: skip
@@ -204,7 +205,7 @@ def _pack_words(codes: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
     return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32).view(dtype)
 
 
-def _mxfp4() -> WeightQuantizer:
+def _mxfp4() -> LinearQuantizer:
     def layouts(shape: TensorShape, dtype: torch.dtype) -> PartLayouts:
         packed, scales = (shape[0], shape[1] // 2), (shape[0], shape[1] // _MX_BLOCK)
         return {"weight_packed": (torch.uint8, packed), "weight_scale": (torch.uint8, scales)}
@@ -227,7 +228,7 @@ def _mxfp4() -> WeightQuantizer:
         "type": "float", "num_bits": 4, "strategy": "group", "group_size": _MX_BLOCK, "scale_dtype": "torch.uint8",
         "zp_dtype": "torch.uint8",
     }  # fmt: skip
-    return WeightQuantizer(
+    return LinearQuantizer(
         f"mxfp4 (e2m1), a power of two for 32 weights of a row, {_ROUNDED}", 1, layouts, encode,
         partial(_compressed_settings, "mxfp4-pack-quantized", kind, None),
     )  # fmt: skip
@@ -245,7 +246,7 @@ def _e2m1_values(groups: Tensor, exponent: Tensor) -> Tensor:
     return magnitude[codes & 7] * (1 - 2 * (codes >> 3)) * exponent.exp2()
 
 
-def _mlx_integers(bits: int) -> WeightQuantizer:
+def _mlx_integers(bits: int) -> LinearQuantizer:
     top = (1 << bits) - 1
 
     def layouts(shape: TensorShape, dtype: torch.dtype) -> PartLayouts:
@@ -267,6 +268,6 @@ def _mlx_integers(bits: int) -> WeightQuantizer:
         section = {"group_size": _MLX_GROUP, "bits": bits, "mode": "affine"}
         return {"quantization": section, "quantization_config": section}
 
-    return WeightQuantizer(
+    return LinearQuantizer(
         f"int{bits}, a scale and an offset for {_MLX_GROUP} weights of a row, {_ROUNDED}", 1, layouts, encode, settings
     )
