@@ -39,7 +39,9 @@ def trainer(precision: str, **settings: Any) -> CaseTrainer:
 
 
 def bits(outcome: CaseOutcome) -> dict[str, Any]:
-    weights = {name: [box.tensor.tolist() for box in held.boxes] for name, held in outcome.kinds()["weights"].items()}
+    weights = {
+        name: [box.tensor.tolist() for box in held.boxes] for name, held in outcome.tensors_by_kind()["weights"].items()
+    }
     return {"losses": outcome.losses, "norms": outcome.norms, "weights": weights}
 
 
