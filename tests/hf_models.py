@@ -352,6 +352,20 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         "qwen3_5_text", {**_DELTA, "tie_word_embeddings": True, "attention_bias": True, "num_key_value_heads": 4,
                          "layer_types": ["full_attention", "linear_attention", "linear_attention"]},
     ),
+    "lfm2": ("lfm2", {**_SIZES, "layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 8}),
+    "lfm2-bias-indices": (
+        "lfm2", {**_SIZES, "full_attn_idxs": [0, 2], "conv_bias": True, "conv_L_cache": 4, "block_auto_adjust_ff_dim": False,
+                 "tie_word_embeddings": False, "num_key_value_heads": 4},
+    ),
+    "lfm2_moe": (
+        "lfm2_moe", {**_SIZES, "layer_types": ["conv", "full_attention", "conv"], "num_experts": 6, "num_experts_per_tok": 2,
+                     "moe_intermediate_size": 12, "num_dense_layers": 1},
+    ),
+    "lfm2_moe-no-bias": (
+        "lfm2_moe", {**_SIZES, "layer_types": ["full_attention", "conv", "conv"], "num_experts": 4, "num_experts_per_tok": 3,
+                     "moe_intermediate_size": 12, "num_dense_layers": 0, "use_expert_bias": False, "norm_topk_prob": False,
+                     "routed_scaling_factor": 2.5, "conv_bias": True, "tie_word_embeddings": False},
+    ),
     "bert": ("bert", _BERT),
     "bert-types": ("bert", {**_BERT, "type_vocab_size": 3, "hidden_act": "gelu_new", "layer_norm_eps": 1e-6}),
     "megatron-bert": ("megatron-bert", _BERT),

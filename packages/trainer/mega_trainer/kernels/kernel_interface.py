@@ -216,10 +216,17 @@ class Kernels(Protocol):
         """
 
     def short_convolution(
-        self, x: Tensor, before: Tensor | None, weight: Tensor, bias: Tensor | None, preceding_tokens: Tensor | None
+        self,
+        x: Tensor,
+        before: Tensor | None,
+        weight: Tensor,
+        bias: Tensor | None,
+        preceding_tokens: Tensor | None,
+        *,
+        silu: bool = True,
     ) -> Tensor:
-        """Return the causal depthwise convolution silu(b + sum_j w[j] x[t - k + 1 + j]) of each channel at each token
-        t, with k taps.
+        """Return the causal depthwise convolution b + sum_j w[j] x[t - k + 1 + j] of each channel at each token t, with
+        k taps, and its silu if `silu`.
 
         x [B, S, c], weight [c, k], bias [c] -> [B, S, c]. `before` are the k - 1 tokens before x [B, k - 1, c], zeros by
         default. `preceding_tokens` int64 [B, S] is the number of earlier tokens in each token's document; other tokens

@@ -15,6 +15,7 @@ from mega_trainer.model.attention import SelfAttention
 from mega_trainer.model.cross_attention import CrossAttention
 from mega_trainer.model.feed_forward import FeedForward
 from mega_trainer.model.forward_context import ForwardContext
+from mega_trainer.model.gated_convolution import GatedConvolution
 from mega_trainer.model.gated_delta_net import GatedDeltaNet
 from mega_trainer.model.latent_attention import MultiLatentAttention
 from mega_trainer.model.layer_builder import LayerBuilder
@@ -32,7 +33,12 @@ def _build_feed_forward(build: LayerBuilder, layer: int) -> nn.Module:
 
 
 LayerFactory = Callable[[LayerBuilder, int], nn.Module]
-MIXERS: Mapping[MixerKind, LayerFactory] = {"attention": _build_attention, "mamba": MambaMixer, "delta": GatedDeltaNet}
+MIXERS: Mapping[MixerKind, LayerFactory] = {
+    "attention": _build_attention,
+    "mamba": MambaMixer,
+    "delta": GatedDeltaNet,
+    "conv": GatedConvolution,
+}
 FEEDS: Mapping[FeedForwardKind, LayerFactory] = {"mlp": _build_feed_forward, "moe": MixtureOfExperts}
 
 

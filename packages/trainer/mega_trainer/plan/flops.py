@@ -236,6 +236,7 @@ MIXING: dict[MixerKind, tuple[str, str]] = {
     "attention": ("attention projections", "attention scores"),
     "mamba": ("mamba projections", "mamba scan"),
     "delta": ("delta projections", "delta rule"),
+    "conv": ("convolution projections", "short convolution"),
 }
 
 

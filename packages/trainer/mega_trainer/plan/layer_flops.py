@@ -30,6 +30,8 @@ def projection_shapes(model: ModelConfig, mixer: MixerKind | None) -> tuple[list
         values = delta.num_value_heads * delta.value_head_dim
         rows = 2 * delta.num_key_heads * delta.key_head_dim + 2 * values + 2 * delta.num_value_heads
         return [(rows, width), (width, values)], []
+    if mixer == "conv":
+        return [(3 * width, width), (width, width)], []
     return _attention_shapes(model) if mixer else ([], [])
 
 
@@ -77,6 +79,8 @@ def mixing_flops(
         key, value, heads = delta.key_head_dim, delta.value_head_dim, delta.num_value_heads
         scores = 2 * key * delta.num_key_heads + heads * (key + 2 * value)
         return 2 * pairs * scores + 6.0 * heads * key * value
+    if mixer == "conv":
+        return 0.0  # no GEMM
     pairs = mean_visible_keys(window, seq_length, causal=causal)
     if not model.causal:  # as many keys after a query as before it
         pairs = min(2 * pairs - 1, seq_length)
