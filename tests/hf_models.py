@@ -90,7 +90,7 @@ _BERT = {
     "max_position_embeddings": 32, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
 }  # fmt: skip
 _MODERNBERT = {"local_attention": 10, "cls_token_id": 3, "sep_token_id": 4}
-ENCODERS = {"bert", "megatron-bert", "roberta", "modernbert"}
+ENCODERS = {"bert", "megatron-bert", "roberta", "modernbert", "xlm-roberta", "camembert", "data2vec-text"}
 _T5 = {
     "vocab_size": 97, "d_model": 24, "d_kv": 5, "d_ff": 40, "num_layers": 2, "num_decoder_layers": 3, "num_heads": 4,
     "relative_attention_num_buckets": 8, "relative_attention_max_distance": 12, "decoder_start_token_id": 0,
@@ -370,6 +370,9 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "bert-types": ("bert", {**_BERT, "type_vocab_size": 3, "hidden_act": "gelu_new", "layer_norm_eps": 1e-6}),
     "megatron-bert": ("megatron-bert", _BERT),
     "roberta": ("roberta", {**_BERT, "type_vocab_size": 1, "pad_token_id": 1}),
+    "xlm-roberta": ("xlm-roberta", {**_BERT, "type_vocab_size": 1, "pad_token_id": 1}),
+    "camembert": ("camembert", {**_BERT, "type_vocab_size": 1, "pad_token_id": 1}),
+    "data2vec-text": ("data2vec-text", {**_BERT, "type_vocab_size": 2, "pad_token_id": 2}),
     "modernbert": ("modernbert", {**_BERT, **_MODERNBERT}),
     "modernbert-biases": (
         "modernbert", {**_BERT, **_MODERNBERT, "norm_bias": True, "attention_bias": True, "mlp_bias": True,
