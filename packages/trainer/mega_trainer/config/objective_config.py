@@ -43,8 +43,9 @@ VARIANTS: dict[PolicyVariant, tuple[tuple[float, float], LossNormalization]] = {
 
 
 class ObjectiveConfig(StrictConfig):
-    """Training objective of a run: mean cross entropy of next tokens, a loss on preference pairs, distillation from a
-    teacher, or reinforcement learning on sampled answers.
+    """Training objective of a run and its settings.
+    The objective is the mean cross entropy of next tokens, a loss on preference pairs, distillation from a teacher, or
+    reinforcement learning on sampled answers.
     """
 
     kind: Literal["cross_entropy", "dpo", "ipo", "kto", "simpo", "reward", "distill", "grpo"] = Field(
@@ -186,8 +187,8 @@ class ObjectiveConfig(StrictConfig):
     def find_run_problems(
         self, *, model: ModelConfig, data: DataConfig, train: TrainConfig, batch: BatchConfig, init_from: str | None
     ) -> Iterator[ConfigProblem]:
-        """Yield conflicts of the objective with the model, the data, the `train` section and the initial weights of a
-        run.
+        """Yield conflicts of the training objective with other settings of a run.
+        These are the model, the data, the `train` section and the initial weights.
         """
         kinds = " and ".join(sorted(data.dataset_kinds))
         if self.is_pairwise and data.dataset_kinds != {"pairs"}:

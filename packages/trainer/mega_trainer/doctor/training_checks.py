@@ -80,8 +80,8 @@ def list_parity_layouts(ranks: int) -> dict[str, dict[str, Any]]:
 
 
 def write_reference(folder: Path, device: str, ranks: int) -> None:
-    """Train the models of `list_parity_layouts` on this process alone, in fp64, and write their losses for
-    `check_parity`; to be called outside of a job.
+    """Train the models of `list_parity_layouts` on this process alone, and write their losses for `check_parity`.
+    The models train in fp64. The function is to be called outside of a job.
     """
     kinds = {_model_key(sections): sections.get("model", {}) for sections in list_parity_layouts(ranks).values()}
     found = {

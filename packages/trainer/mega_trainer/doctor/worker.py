@@ -113,8 +113,8 @@ def run_part(part: str, folder: Path, plan: ExaminationPlan, ranks: RankInfo) ->
 
 
 def check_failure(kind: str, processes: int, folder: Path) -> Iterator[CheckResult]:
-    """Yield the results of a job of which one rank fails: the seconds until all ranks have ended, and whether the
-    launcher's error names the rank and the cause.
+    """Yield the results of a job of which one rank fails.
+    They are the seconds until all ranks have ended, and whether the launcher's error names the rank and the cause.
     """
     message = "no error"
     try:
