@@ -349,6 +349,6 @@ def is_lost_connection(error: RuntimeError) -> bool:
 
 def connection_error_reason(error: RuntimeError) -> str:
     """Return the first sentence of the message of a torch error about a lost connection.
-    The source location and the stack that torch appends.
+    The source location and the stack that torch appends are removed.
     """
     return _SOURCE_LINE.sub("", str(error)).strip().splitlines()[0].split(". ")[0]

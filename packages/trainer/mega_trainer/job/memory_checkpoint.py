@@ -287,8 +287,9 @@ class MemoryCheckpoint:
             self._folder.write_manifest(rank, 0, received[1])
 
     def save_copies(self, step: int, tensors: Mapping[str, ShardedTensor], state: Mapping[str, Any]) -> None:
-        """Write a memory copy of this rank's `tensors` and `state` after `step`, and receive the copies of other ranks
-        that this rank keeps. A collective call.
+        """Write a memory copy of this rank's training state after `step`, and receive copies of other ranks.
+        The copy has this rank's `tensors` and `state`; the received copies are those that this rank keeps. A collective
+        call.
 
         Raises:
             ConfigError: on every rank, when some rank has not enough free memory.
@@ -343,8 +344,8 @@ class MemoryCheckpoint:
 
 
 def describe_boxes(tensors: Mapping[str, ShardedTensor]) -> Tensor:
-    """Return a description of all slices of `tensors` in the order in which a memory copy stores them: key, global
-    shape, offset, shape and dtype of each, as JSON in a uint8 tensor.
+    """Return a description of all slices of sharded tensors, in the order in which a memory copy stores them.
+    It has the key, global shape, offset, shape and dtype of each slice of `tensors`, as JSON in a uint8 tensor.
     """
     boxes = [
         [key, list(sharded.shape), list(box.offset), list(box.tensor.shape), DTYPE_NAMES[box.tensor.dtype]]
@@ -355,8 +356,8 @@ def describe_boxes(tensors: Mapping[str, ShardedTensor]) -> Tensor:
 
 
 def should_keep_copies(config: RunConfig, environment: Mapping[str, str]) -> bool:
-    """Return whether a run keeps memory copies of its state: if configured, and if the launcher of its ranks restarts
-    them.
+    """Return whether a run keeps copies of its training state in host memory.
+    It does if configured, and if the launcher of its ranks restarts them.
     """
     if not config.checkpoint.memory_every:
         return False

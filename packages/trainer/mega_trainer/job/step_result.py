@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class StepScalars:
-    """Scalars that the all-reduce of a step's loss also sums over all ranks: stop requests, failed saves, images, and
-    tokens of the next step; one rank's share or the sum.
+    """Scalars that the all-reduce of a step's loss also sums over all ranks.
+    They are stop requests, failed saves, images, and tokens of the next step; one rank's share or the sum.
 
     Attributes:
         stop_requested: 1 on a rank that wants to end the run after this step.

@@ -32,8 +32,8 @@ def convolution_leaf(
 def convolution_backward_leaf(
     dy: Tensor, x: Tensor, before: Tensor | None, weight: Tensor, bias: Tensor | None, preceding_tokens: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the convolution's gradients of x, of the k - 1 tokens before it, of the weight and of the bias; the pre-
-    activation is recomputed.
+    """Return the gradients of a causal convolution: of x, of preceding tokens, of the weight and of the bias.
+    The preceding tokens are the k - 1 tokens before x; the pre-activation is recomputed.
     """
     taps, seen = _padded_taps(x, before, weight.shape[1], preceding_tokens)
     dz = torch.ops.aten.silu_backward(upcast_to_fp32(dy), _convolve(taps, weight, bias, seen))

@@ -50,8 +50,8 @@ class AttentionCore(nn.Module):
         self.context_parallel = make_context_parallel(build.cp_kind, build.groups.cp, build.kernels)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, context: ForwardContext) -> Tensor:
-        """Compute attention of q [batch, S, H, d] to k [batch, T, K, d] and v [batch, T, K, e]: [batch, S, H, e], with
-        H query heads and K key/value heads.
+        """Compute attention of queries to keys and values, [batch, S, H, e], with H query and K key/value heads.
+        Shapes are q [batch, S, H, d], k [batch, T, K, d] and v [batch, T, K, e].
         """
         if context.cache is not None:
             return self.attend_with_cache(q, k, v, context.cache, context.relative)
@@ -72,8 +72,8 @@ class AttentionCore(nn.Module):
     def attend_with_cache(
         self, q: Tensor, k: Tensor, v: Tensor | None, cache: KVCache, relative: PositionBias | None = None
     ) -> Tensor:
-        """Append this call's keys and values to the KV cache, and return the attention of this call's queries to all
-        cached keys.
+        """Append keys and values to the KV cache, and return the attention of the queries to all cached keys.
+        Queries, keys and values are those of this call.
         """
         return cache.update_and_attend(
             self.layer, q, k, v, self.window, CachedAttention(self.kernels, self.score_transform, relative)
