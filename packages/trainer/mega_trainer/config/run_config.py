@@ -175,7 +175,7 @@ class RunConfig(StrictConfig):
     @property
     def sequence_lengths(self) -> tuple[int, int | None]:
         """Pair of tokens per sample: (`data.seq_length`, None), or (encoder tokens, decoder tokens).
-        The second form is that of an encoder-decoder.
+        The second form is for an encoder-decoder.
         """
         return self.data.seq_length, self.target_length if self.model.encoder else None
 

@@ -133,7 +133,7 @@ def list_pipeline_pairs(groups: ParallelGroups) -> list[tuple[int, int]]:
 
 def warm_up_groups(groups: ParallelGroups, used: Sequence[CommGroup], device: torch.device) -> None:
     """Create the NCCL communicators of a run by a first message before the model fills device memory.
-    They are those of the `used` groups, and of each pipeline rank with its neighbors.
+    The communicators connect the `used` groups, and each pipeline rank with its neighbors.
 
     A communicator is created by the first message, in memory outside of torch's pool, so it must exist before the model
     fills the device. All ranks visit the axes in the same order, which avoids deadlocks.

@@ -247,7 +247,7 @@ class CorruptionCheck:
 
 def find_corrupt_tensors(named: dict[str, Tensor], groups: Sequence[CommGroup], device: torch.device) -> Iterator[str]:
     """Yield a line of text for each tensor whose bits on this rank differ from the majority of the ranks.
-    The ranks are those of `groups`; without a majority, every rank yields one. `named` has the tensors by name.
+    The majority is among the ranks of `groups`; without a majority, every rank yields one. `named` has the tensors by name.
 
     Hashes are gathered on `device`, wherever the tensors are: groups of GPUs (NCCL) take no tensors in host memory.
     """

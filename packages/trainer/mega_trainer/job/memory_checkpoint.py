@@ -142,7 +142,7 @@ class MemoryCopyFolder:
 
     def map_copy_file(self, rank: int, slot: int, size: int | None = None) -> Tensor:
         """Map the file of a rank's memory copy as a uint8 tensor.
-        The file is that of `rank` in `slot`: a new file of `size` bytes, or without a size the existing one.
+        The file belongs to `rank` and `slot`: a new file of `size` bytes, or without a size the existing one.
 
         Raises:
             ConfigError: when there is not enough free memory.
@@ -251,7 +251,7 @@ class MemoryCheckpoint:
 
     def checkpoint_shares(self, complete_step: CompleteStep) -> dict[str, ShardedTensor]:
         """Return the tensors that this rank contributes to a checkpoint made of memory copies.
-        The copies are those of `complete_step`; the present number of ranks may be any.
+        The copies have the state after `complete_step`; the present number of ranks may be any.
         """
         slots, tensors = self._folder.list_copies(), dict[str, ShardedTensor]()
         for rank in range(complete_step.ranks):

@@ -33,7 +33,7 @@ def blockwise_attention(
     flash: FlashKernel, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMaskSpec, how: ScoreTransform
 ) -> Tensor:
     """Compute attention over all keys as one block, by a flash-attention kernel or in tiles.
-    Arguments and result are those of `Kernels.attention`; tiles are used where `flash` does not support the call.
+    Arguments and result are as in `Kernels.attention`; tiles are used where `flash` does not support the call.
     """
     values = None if how.bias is None else how.bias.values
     y: Tensor = apply_autograd_function(_Attention, q, k, v, how.sinks, values, mask, how, flash)

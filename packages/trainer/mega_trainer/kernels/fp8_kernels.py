@@ -187,7 +187,7 @@ KINDS = {  # by recipe: (of activations and gradients, of weights)
 
 class QuantizedGradient(NamedTuple):
     """Output gradient dY quantised to fp8 for the dgrad and wgrad GEMMs.
-    `forms` are those of [M, N]; `shape` [.., N] and `dtype` are those of the unquantised dY.
+    `forms` are the quantised forms of dY as [M, N]; `shape` [.., N] and `dtype` describe the unquantised dY.
     """
 
     forms: QuantizedPair

@@ -253,7 +253,7 @@ def reference_attention(
     drop: Callable[[Tensor], Tensor] = lambda probabilities: probabilities,
 ) -> Tensor:
     """Compute attention unfused, for cases that fused kernels do not support, such as dropout.
-    Arguments and result are those of `Kernels.attention`; `drop` applies dropout to the probabilities.
+    Arguments and result are as in `Kernels.attention`; `drop` applies dropout to the probabilities.
 
     `drop` is applied to the probabilities [B, H, S, T].
     """

@@ -73,7 +73,7 @@ class AttentionCore(nn.Module):
         self, q: Tensor, k: Tensor, v: Tensor | None, cache: KVCache, relative: PositionBias | None = None
     ) -> Tensor:
         """Append keys and values to the KV cache, and return the attention of the queries to all cached keys.
-        Queries, keys and values are those of this call.
+        Queries, keys and values come from the tokens of this call.
         """
         return cache.update_and_attend(
             self.layer, q, k, v, self.window, CachedAttention(self.kernels, self.score_transform, relative)

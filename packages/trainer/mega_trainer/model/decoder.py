@@ -58,7 +58,7 @@ class MultiTokenPredictor(nn.Module):
 
     def forward(self, embedded: Tensor, hidden: Tensor, context: ForwardContext) -> Tensor:
         """Map embeddings of later tokens and hidden states to the hidden states of a multi-token prediction layer.
-        The embeddings are those of tokens k positions ahead; the hidden states are the previous layer's. All are [B, S
+        The embeddings belong to tokens k positions ahead; the hidden states are the previous layer's. All are [B, S
         or S/T, D] (S/T under sequence parallelism over T ranks).
         """
         joined = torch.cat([self.embedding_norm(embedded), self.hidden_norm(hidden)], -1)
