@@ -31,8 +31,8 @@ from mega_trainer.parallel.tensor_parallel import SplitHeads
 
 
 class GatedDeltaNet(nn.Module):
-    """Gated DeltaNet layer, a linear-attention token mixer: projections, short convolution, gated delta rule, gated
-    norm and output projection.
+    """Gated DeltaNet layer, a linear-attention token mixer.
+    It has projections, a short convolution, the gated delta rule, a gated norm and an output projection.
     """
 
     def __init__(self, build: LayerBuilder, layer: int) -> None:

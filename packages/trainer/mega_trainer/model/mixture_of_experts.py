@@ -29,8 +29,8 @@ from mega_trainer.parallel.parallel_linear import apply_grouped_linear
 
 
 class MixtureOfExperts(nn.Module):
-    """Mixture-of-experts layer: weighted sum of each token's experts, plus the shared expert of all tokens, if the
-    model has one.
+    """Mixture-of-experts layer: weighted sum of the outputs of each token's experts.
+    The shared expert of all tokens is added, if the model has one.
 
     With `latent_size` L, tokens are projected to [N, L] before the dispatch, and back to [N, D] after the combine.
     """
@@ -104,8 +104,8 @@ class MixtureOfExperts(nn.Module):
 
 
 class GroupedExperts(nn.Module):
-    """This rank's experts, each with its slice of the expert's hidden width (`expert_tp`): outputs must be summed over
-    the ranks that share an expert.
+    """Routed experts of this rank, each with its slice of the expert's hidden width (`expert_tp`).
+    Outputs must be summed over the ranks that share an expert.
 
     Gradients are summed over the ranks that hold the same experts.
     """

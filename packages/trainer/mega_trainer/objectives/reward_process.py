@@ -26,8 +26,9 @@ START_SECONDS = 60.0  # time limit of loading the file
 
 
 class RewardProcess:
-    """Process that computes rewards by the function `spec`, such as `rewards.py:exact`; it is started again after a
-    call that exceeds `timeout` seconds.
+    """Process that computes rewards of answers by a Python function of the user.
+    `spec` names the function, such as `rewards.py:exact`; the process is started again after a call that exceeds
+    `timeout` seconds.
 
     Raises:
         ConfigError: when the file cannot be loaded or does not have the function.
@@ -46,8 +47,8 @@ class RewardProcess:
                 stream.close()
 
     def compute_reward(self, prompt: str, answer: str, record: Mapping[str, Any]) -> float | None:
-        """Return the reward of an answer; None, with a warning, if the function raises an error, returns no finite
-        number or exceeds the time limit.
+        """Return the reward of an answer to a prompt, or None, with a warning, if the reward function fails.
+        It fails if it raises an error, returns no finite number or exceeds the time limit.
         """
         request = json.dumps({"prompt": prompt, "answer": answer, "record": record})
         assert self._worker.stdin is not None

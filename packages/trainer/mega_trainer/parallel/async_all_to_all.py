@@ -61,15 +61,15 @@ class AsyncAllToAll:
     _pending: tuple[Tensor, CollectiveWork] | None = None  # set between the two nodes of a pass
 
     def start_forward(self, rows: Tensor) -> Tensor:
-        """Start to send the first of `rows` to the other ranks; the returned tensor of received rows is complete after
-        `wait_for_table`.
+        """Start to send rows to the other ranks of an all-to-all.
+        The first of `rows` are sent; the returned tensor of received rows is complete after `wait_for_table`.
         """
         self._pending = self.wire(rows, self.sent, self.received, self.length)
         return self._pending[0]
 
     def start_backward(self, rows: Tensor, length: int) -> None:
-        """Start the reverse all-to-all, which sends gradient `rows` back to their ranks, into a tensor of `length`
-        rows.
+        """Start the reverse all-to-all, which sends gradient rows back to their ranks.
+        The received rows go into a tensor of `length` rows.
         """
         self._pending = self.wire(rows, self.received, self.sent, length)
 

@@ -33,8 +33,8 @@ PatchGrid = tuple[int, int]  # features of an image from top to bottom, and from
 
 @dataclass(frozen=True)
 class ImagePartition:
-    """Partition of a micro-batch's images of any size among ranks: contiguous, balanced by features (merged patches) as
-    far as whole images allow.
+    """Partition of a micro-batch's images of any size among ranks.
+    Each share is contiguous; they are balanced by features (merged patches) as far as whole images allow.
 
     Every rank has the same number of features, padded, and at least one: if one rank has a gradient of the vision encoder,
     all ranks must.
@@ -81,8 +81,8 @@ class ImagePartition:
 
     @cached_property
     def window_orders(self) -> list[tuple[np.ndarray, list[int]]]:
-        """Feature numbers of every image ordered by attention window, int64 [h w], and the number of features of each
-        window.
+        """Feature numbers of every image ordered by attention window, and the number of features of each window.
+        The feature numbers are int64 [h w].
         """
         side = self.native_resolution.window // (self.vision.patch_size * self.native_resolution.merge)
         return [order_by_windows(grid, side) for grid in self.feature_grids]
@@ -138,8 +138,8 @@ class ImagePartition:
 
 @dataclass(frozen=True)
 class PatchWindowMask:
-    """`AttentionMask` of image patches: a patch attends within its window in layers with windows, else within its
-    image.
+    """Attention mask of image patches within windows or images.
+    It is an `AttentionMask`: a patch attends within its window in layers with windows, else within its image.
     """
 
     images: PackedMask
@@ -151,8 +151,8 @@ class PatchWindowMask:
 
 
 def order_by_windows(grid: PatchGrid, side: int) -> tuple[np.ndarray, list[int]]:
-    """Return the feature numbers of a grid ordered by windows of side x side, int64 [h w], and the number of features
-    of each window.
+    """Return the feature numbers of a grid ordered by windows of side x side, and each window's number of features.
+    The feature numbers are int64 [h w].
     """
     numbers = np.arange(grid[0] * grid[1]).reshape(grid)
     found = [
