@@ -108,8 +108,8 @@ class _WaitForExchange(Function):
 
 
 def start_host_copy(table: Tensor) -> Callable[[], Any]:
-    """Start to copy a tensor to the host; the returned function waits for the copy and returns the numbers as `tolist`
-    does.
+    """Start to copy an integer tensor to the host, and return a function that waits for the copy.
+    The returned function returns the numbers as `tolist` does.
     """
     host = table.to("cpu", non_blocking=True)
     if not table.is_cuda:
@@ -125,8 +125,8 @@ def start_host_copy(table: Tensor) -> Callable[[], Any]:
 
 
 def start_exchange(rows: Tensor, exchange: AsyncAllToAll) -> Callable[[], Tensor]:
-    """Start the all-to-all `exchange` of the first of `rows`, differentiable; the returned function waits for the
-    received rows and returns them, [length, ..].
+    """Start a differentiable all-to-all of rows, and return a function that waits for the received rows.
+    The all-to-all `exchange` sends the first of `rows`; the returned function returns the received rows, [length, ..].
     """
     out: Tensor = _StartExchange.apply(rows, exchange)  # type: ignore[no-untyped-call]
 

@@ -22,9 +22,10 @@ def classify_model(model: ModelConfig) -> str:
 
 
 def describe_held_out_error(model: ModelConfig, machine: MachineSpec, precision: str) -> dict[str, object]:
-    """Return the error of the narrowest class with published runs as `mega plan --json` prints it: `class`, `runs`, and the
-    `median` and 90th percentile `p90` of the absolute relative error; only `class` and `runs` = 0 if no run of this kind of
-    model on this generation of GPUs was published.
+    """Return the error of step-time predictions for published runs of this kind, for `mega plan --json`.
+    The runs form the narrowest class with published runs. The keys are `class`, `runs`, and the `median` and 90th
+    percentile `p90` of the absolute relative error; only `class` and `runs` = 0 if no run of this kind of model on this
+    generation of GPUs was published.
     """
     raw = load_yaml_mapping(Path(str(files(__package__ or "mega_trainer.plan") / "held_out_errors.yaml")))
     kind = classify_model(model)
