@@ -69,8 +69,7 @@ def fully_shard_stage(
     gather: Literal["micro_batch", "step"] = "micro_batch",
 ) -> None:
     """Shard a pipeline stage over its `shard` group by torch's FSDP2, in place.
-    Each parameter becomes a `DTensor` of which a rank has some rows; the weights of `layers` layers are gathered
-    together.
+    Each parameter becomes a `DTensor` of which a rank has some rows; `layers` layers' weights are gathered together.
 
     Args:
         model: parameters are in the dtype of the main weights, fp32 or fp64, and may be on the meta device, since no rank
