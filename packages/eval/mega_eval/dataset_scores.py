@@ -58,7 +58,7 @@ class DatasetScore:
         return math.exp(self.loss) if self.loss < 700 else math.inf
 
     def summary_lines(self) -> list[tuple[str, str]]:
-        """Return the score's (name, value) pairs as text for display."""
+        """Return the data set's score as (name, value) pairs of text for display."""
         lines = [("loss", f"{self.loss:.4f} nats per token"), ("perplexity", f"{self.perplexity:.3f}")]
         if self.bits_per_byte is not None:
             lines.append(("bits per byte", f"{self.bits_per_byte:.4f}"))
@@ -228,11 +228,11 @@ class PreferenceAccuracy:
     pairs: int
 
     def summary_lines(self) -> list[tuple[str, str]]:
-        """Return the accuracy's (name, value) pairs as text for display."""
+        """Return the preference accuracy as (name, value) pairs of text for display."""
         return [("accuracy", f"{self.accuracy:.4f} of {self.pairs:,} pairs"), ("margin", f"{self.margin:.4f}")]
 
     def as_json(self) -> dict[str, Any]:
-        """Return accuracy, margin and number of pairs as JSON fields."""
+        """Return the preference accuracy, margin and number of pairs as JSON fields."""
         return asdict(self)
 
 

@@ -222,7 +222,7 @@ class RequestState:
         )
 
     def count_logits(self, count: int) -> int:
-        """Return how many of the next `count` tokens to compute need logits; these are the last ones."""
+        """Return the number of the next `count` tokens to compute that need logits; they are the last ones."""
         if self.request.prompt_logprobs and self.num_computed < len(self.request.prompt):
             return count
         return 1 + len(self.drafts) if count == self.num_pending_tokens else 0

@@ -148,12 +148,12 @@ class ObjectiveConfig(StrictConfig):
 
     @property
     def effective_clip(self) -> tuple[float, float]:
-        """Value of `clip`, or the default of the variant if it is not set."""
+        """Clip range of the policy loss: `clip`, or the default of the loss variant if `clip` is not set."""
         return self.clip or VARIANTS[self.variant][0]
 
     @property
     def effective_normalization(self) -> LossNormalization:
-        """Value of `normalization`, or the default of the variant if it is not set."""
+        """Normalization of the policy loss: `normalization`, or the default of the loss variant if not set."""
         return self.normalization or VARIANTS[self.variant][1]
 
     @property
@@ -168,7 +168,7 @@ class ObjectiveConfig(StrictConfig):
 
     @property
     def effective_beta(self) -> float:
-        """Value of `beta`, or the default for this kind of objective if `beta` is not set."""
+        """Factor beta of the preference loss: `beta`, or the default of the objective's kind if `beta` is not set."""
         return self.beta or BETAS.get(self.kind, 0.1)
 
     def problems(self) -> Iterator[ConfigProblem]:

@@ -186,11 +186,11 @@ class RunConfig(StrictConfig):
         return first + (second or 0)
 
     def is_trainable(self, name: str) -> bool:
-        """Return whether the tensor of this canonical name is trained, not frozen."""
+        """Return whether the tensor with a given canonical name is trained, not frozen."""
         return self.model.uses_tensor(name) and is_trainable_tensor(name, self.train.freeze, self.lora)
 
     def lr_factor_of(self, name: str) -> float:
-        """Return the factor by which the learning rate of the tensor of this canonical name is multiplied."""
+        """Return the factor on the learning rate of the tensor with a given canonical name."""
         found = [value for pattern, value in self.optimizer.lr_factors.items() if fnmatchcase(name, pattern)]
         return found[-1] if found else 1.0
 

@@ -48,7 +48,9 @@ class BatchImages:
         return replace(self, features=features)
 
     def select_positions(self, indices: Any) -> BatchImages:
-        """Return a copy for only the tokens at `indices` of the sequences; all images stay."""
+        """Return a copy of the image batch for only the tokens at `indices` of the sequences.
+        All images stay.
+        """
         positions = None if self.positions is None else self.positions[:, :, indices]
         return replace(self, rows=self.rows[:, indices], positions=positions)
 

@@ -208,7 +208,7 @@ def check_datasets(config: RunConfig) -> list[DatasetUsage]:
 
 
 def open_prompts(config: RunConfig, tokenizer: Tokenizer) -> PromptDataset:
-    """Open the prompts of a run with `objective.kind: grpo`.
+    """Open the prompts of a reinforcement-learning run (`objective.kind: grpo`).
 
     Raises:
         DataError: for a file without usable prompts.

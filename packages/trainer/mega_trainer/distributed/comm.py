@@ -83,7 +83,7 @@ class CommGroup:
 
     @property
     def size(self) -> int:
-        """Number of ranks in the group."""
+        """Number of ranks in this communication group."""
         return len(self.ranks)
 
     @property
@@ -306,7 +306,9 @@ class RingTransfer:
     works: Sequence[CollectiveWork]
 
     def wait(self) -> Tensor:
-        """Block until this rank has sent and received; return the previous rank's tensor."""
+        """Wait for the ring transfer and return the tensor of the previous rank.
+        The call blocks until this rank has sent and received.
+        """
         for work in self.works:
             work.wait()
         return self.arriving

@@ -56,7 +56,9 @@ class KernelCheck:
     measure: Callable[[torch.device], float]
 
     def run_check(self, device: torch.device) -> CheckResult:
-        """Return the result on `device`; a kernel that raises has failed."""
+        """Return the result of the kernel's check on a device.
+        A kernel that raises an error has failed.
+        """
         try:
             # a product of bf16 operands on a CPU is rounded to bf16 before it is added
             bound = self.bound if device.type == "cuda" else max(self.bound, BF16_BOUND)

@@ -59,7 +59,7 @@ def write_embedding_grad(values: Tensor, row_indices: Tensor, out: Tensor, *, ad
 
 
 def write_values(out: Tensor, values: Tensor, *, add: bool) -> Tensor:
-    """Write values into `out`, or with `add` add them to it."""
+    """Write values into a tensor, or with `add` add them to the tensor."""
     if not add:
         return out.copy_(values)
     if _is_gpu(out) or out.dtype == values.dtype:

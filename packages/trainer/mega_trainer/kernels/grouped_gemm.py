@@ -33,7 +33,7 @@ class GroupedRows:
 
     @classmethod
     def from_counts(cls, counts: Sequence[int], device: torch.device) -> GroupedRows:
-        """Return the assignment for groups with these numbers of rows."""
+        """Return the assignment of rows to groups (experts) with given numbers of rows."""
         return cls(torch.tensor(list(accumulate(counts)), dtype=torch.int32, device=device))
 
     @cached_property

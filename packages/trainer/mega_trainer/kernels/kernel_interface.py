@@ -40,11 +40,13 @@ class RelativePositionBias:
         return torch.arange(keys.start, keys.stop, device=self.values.device) - at[:, None]
 
     def materialize_bias(self, queries: int, keys: int) -> Tensor:
-        """Return the whole bias, [heads, queries, keys], for queries that end at the last key."""
+        """Return the whole relative position bias, [heads, queries, keys].
+        It is for queries that end at the last key.
+        """
         return self.values[:, self.value_indices(range(queries), range(keys), keys - queries)]
 
     def select_heads(self, heads: slice) -> RelativePositionBias:
-        """Return the bias of a slice of the heads."""
+        """Return the relative position bias of a slice of the heads."""
         return RelativePositionBias(self.values[heads], self.zero)
 
 

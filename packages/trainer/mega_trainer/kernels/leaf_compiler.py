@@ -48,7 +48,7 @@ class LeafCompiler:
 
 
 def compile_variant(function: Callable[P, R]) -> Callable[P, R]:
-    """Return `function` by torch.compile, with compilations and a limit of its own.
+    """Return a function compiled by torch.compile, with compilations and a limit of its own.
 
     By default torch keeps eight compilations of a function for all its callers, and beyond them runs it uncompiled for the
     rest of the process, with only a warning.

@@ -136,7 +136,9 @@ class SelfAttention(nn.Module):
         self.k_norm = build.build_qk_norm(f"{name}.k_norm", config.key_value_heads) if config.qk_norm else None
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
-        """Map hidden states [B, S or S/T, D] to the same shape; S/T under sequence parallelism."""
+        """Map hidden states [B, S or S/T, D] to the output of self-attention, of an equal shape.
+        S/T is the length under sequence parallelism.
+        """
         gate, qkv = None, self.qkv(x, context.dropout)
         if self.gated:
             gate, qkv = torch.tensor_split(qkv, [self.heads * self.size], -1)

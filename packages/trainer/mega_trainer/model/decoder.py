@@ -391,7 +391,7 @@ class Decoder(nn.Module):
     def run_stage(
         self, x: Tensor | None, batch: MicroBatch, context: ForwardContext, tied_weight: Tensor | None = None
     ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
-        """Run this stage on a micro-batch as one forward, so that ZeRO-3 gathers weights around it.
+        """Run this pipeline stage on a micro-batch as one forward, so that ZeRO-3 gathers weights around it.
 
         Args:
             x: hidden states from the previous stage, of `pipeline_message_shape`; None: this stage embeds the tokens.

@@ -89,7 +89,7 @@ class AttentionMask(Protocol):
     """Interface of attention masks over the tokens of a forward pass."""
 
     def mask_for_window(self, window: int | None) -> Tensor | AttentionMaskSpec:
-        """Return the mask of a layer whose queries attend to at most `window` keys.
+        """Return the attention mask of a layer whose queries attend to at most `window` keys.
 
         A tensor is boolean, [B or 1, 1, S, T].
         """
@@ -116,7 +116,9 @@ class SequenceMask:
     _preceding: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
     def mask_for_window(self, window: int | None) -> AttentionMaskSpec:
-        """Return the mask over all queries and keys of a layer whose queries attend to at most `window` keys each."""
+        """Return the attention mask over all queries and keys of a layer with a sliding window.
+        Queries attend to at most `window` keys each.
+        """
         return self._square(range(self.length), window)
 
     def mask_between(self, queries: range, keys: range, window: int | None) -> list[MaskPart]:

@@ -63,7 +63,9 @@ class GatedDeltaNet(nn.Module):
         self.out = build.build_row_linear(f"{name}.out_proj", delta.num_value_heads * delta.value_head_dim, bias=False)
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
-        """Map hidden states [B, S or S/T, D] to the same shape; S/T under sequence parallelism."""
+        """Map hidden states [B, S or S/T, D] to the output of the Gated DeltaNet layer, of an equal shape.
+        S/T is the length under sequence parallelism.
+        """
         conv_input, z, b, a = torch.split(self.projection(x), self.widths, -1)
         normed = self.norm(self.recurrence(self._apply_delta_rule, conv_input, (b, a), context)).flatten(-2)
         out: Tensor = self.out((upcast_to_fp32(normed) * F.silu(upcast_to_fp32(z))).to(z.dtype))

@@ -68,7 +68,9 @@ class MultiLatentAttention(nn.Module):
         self.out = build.build_row_linear(f"{name}.o_proj", heads * mla.v_head_dim, bias=config.attention_out_bias)
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
-        """Map hidden states [B, S or S/T, D] to the same shape; S/T under sequence parallelism."""
+        """Map hidden states [B, S or S/T, D] to the output of multi-head latent attention, of an equal shape.
+        S/T is the length under sequence parallelism.
+        """
         rotation = context.rotation_for_window(self.core.window)
         assert rotation is not None
         q, latent, k_rot = self._project_latents(x, context.dropout)

@@ -69,7 +69,9 @@ class MambaMixer(nn.Module):
         return steps + torch.log(-torch.expm1(-steps))
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
-        """Map hidden states [B, S or S/T, D] to the same shape; S/T under sequence parallelism."""
+        """Map hidden states [B, S or S/T, D] to the output of the Mamba-2 layer, of an equal shape.
+        S/T is the length under sequence parallelism.
+        """
         z, dt, conv_input = torch.split(self.projection(x), self.widths, -1)
         y = self.recurrence(self._apply_scan, conv_input, (dt,), context)
         out: Tensor = self.out(self.norm(y.flatten(-2), z))

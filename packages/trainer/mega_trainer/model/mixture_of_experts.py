@@ -65,7 +65,9 @@ class MixtureOfExperts(nn.Module):
             )
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
-        """Map hidden states [B, S or S/T, D] to the same shape; S/T under sequence parallelism."""
+        """Map hidden states [B, S or S/T, D] to the mixture-of-experts output, of an equal shape.
+        S/T is the length under sequence parallelism.
+        """
         flat = x.flatten(0, 1)
         # tensor ranks split the tokens, so that no expert computes a token twice
         own = flat if self.sp else take_token_share(flat, self.tp)

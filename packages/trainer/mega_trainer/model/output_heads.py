@@ -33,7 +33,9 @@ class MaskedLanguageHead(nn.Module):
         self.linear, self.norm = build.unsharded_linear, build.build_residual_norm("lm_head.norm")
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map hidden states [B, S or S/T, D] (S/T under sequence parallelism over T ranks) to the same shape."""
+        """Apply BERT's transform of hidden states before the output matrix, which keeps their shape.
+        They are [B, S or S/T, D] (S/T under sequence parallelism over T ranks).
+        """
         y: Tensor = self.norm(F.gelu(self.linear(x, self.weight, self.bias), approximate=self.approximate))
         return y
 

@@ -57,7 +57,7 @@ class LinearPositionBias:
     def for_rank(
         cls, heads: int, rank: int, ranks: int, *, dtype: torch.dtype, device: torch.device
     ) -> LinearPositionBias:
-        """Return the bias of the heads of one of `ranks` tensor ranks."""
+        """Return the ALiBi position bias of the heads of one of `ranks` tensor ranks."""
         own = alibi_slopes(heads)[rank * heads // ranks : (rank + 1) * heads // ranks]
         return cls(to_device(torch.tensor(own, dtype=dtype), device))
 

@@ -123,7 +123,7 @@ class TransformersDecoder(Decoder):
         _move_buffers(self.module, device)
 
     def saved_buffers(self) -> Iterator[tuple[Tensor, tuple[TensorPiece, ...]]]:
-        """Yield the persistent buffers, which checkpoints contain, with their pieces."""
+        """Yield the module's persistent buffers, which checkpoints contain, with their `TensorPiece` positions."""
         own = {name for name, _ in self.module.named_parameters(remove_duplicate=False)}
         for name, value in list_module_tensors(self.module).items():
             if name not in own:
@@ -187,7 +187,7 @@ class TransformersDecoder(Decoder):
         types: Tensor | None = None,
         images: BatchImages | None = None,
     ) -> Tensor:
-        """Return the tokens, int64 [B, S]: the module embeds them itself."""
+        """Return the token ids unchanged, int64 [B, S], since the module of transformers embeds them itself."""
         return tokens
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
@@ -226,7 +226,8 @@ class TransformersDecoder(Decoder):
     def run_stage(
         self, x: Tensor | None, batch: MicroBatch, context: ForwardContext, tied_weight: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Run the module from a micro-batch's tokens to the training loss; returns as `Decoder.compute_objective`.
+        """Run the module of transformers from a micro-batch's tokens to the training loss.
+        The results are as from `Decoder.compute_objective`.
 
         An auxiliary loss of the module (`aux_loss`, of its experts) joins the gradient with the weight of config.json,
         times the micro-batch's share of the step's loss weights.

@@ -143,11 +143,15 @@ class PolicyObjective(TrainingObjective):
         self._step_metrics: dict[str, float] = {}
 
     def count_step_terms(self, batch: StepBatch) -> list[float]:
-        """Return 1, as the loss is normalized over the step's answers, followed by infinity for each MTP layer."""
+        """Return the number of terms of the step's loss: 1, as the loss is normalized over the answers.
+        It is followed by infinity for each MTP layer.
+        """
         return [1.0, *[float("inf")] * self.mtp_layers]
 
     def count_local_terms(self, batch: StepBatch | None) -> list[float]:
-        """Return this rank's share of `count_step_terms`, all of which is on the first rank."""
+        """Return this rank's share of the number of the step's loss terms, all of which is on the first rank.
+        `count_step_terms` returns the number.
+        """
         counts = batch is not None and self.groups.world.rank == 0
         return [float(counts), *[float("inf")] * self.mtp_layers]
 
@@ -359,14 +363,14 @@ def has_equal_rewards(group: Sequence[Rollout]) -> bool:
 
 
 def write_rollouts(path: Path, rollouts: Sequence[Rollout]) -> None:
-    """Write answers as JSON lines, whole or not at all."""
+    """Write sampled answers to a file as JSON lines, whole or not at all."""
     path.parent.mkdir(exist_ok=True)
     with open_atomic_file(path, text=True) as file:
         file.writelines(json.dumps(asdict(one)) + "\n" for one in rollouts)
 
 
 def read_rollouts(path: Path) -> list[Rollout]:
-    """Read the answers that `write_rollouts` wrote.
+    """Read sampled answers from a file that `write_rollouts` wrote.
 
     Raises:
         DataError: when the file does not exist.

@@ -75,7 +75,7 @@ class SampleCache:
                 stream.write(tensor_bytes(tensors[name].contiguous()))
 
     def read_array(self, name: str, sample: int) -> np.ndarray:
-        """Return the array `name` of a sample from the cache files.
+        """Return a precomputed output of a sample, the array `name`, from the cache files.
 
         Raises:
             DataError: when no file contains the sample.

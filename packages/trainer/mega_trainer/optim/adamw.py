@@ -64,12 +64,12 @@ class AdamWUpdateRule:
 
     @property
     def update_count(self) -> int:
-        """Number of updates so far, which the bias correction uses."""
+        """Number of optimizer updates so far, which the bias correction uses."""
         return int(self._adamw.state[self.slots[0].main]["step"].item())
 
     @update_count.setter
     def update_count(self, value: int) -> None:
-        """Number of updates so far, which the bias correction uses."""
+        """Number of optimizer updates so far, which the bias correction uses."""
         for slot in self.slots:
             self._adamw.state[slot.main]["step"].fill_(value)
 

@@ -159,7 +159,7 @@ class LossScale:
         return loss_finite and not norm_finite and self.value > self.minimum
 
     def update_scale(self, *, overflowed: bool) -> None:
-        """Halve the scale after a step with overflow; double it after `growth_interval` steps without."""
+        """Halve the loss scale after a step with overflow; double it after `growth_interval` steps without."""
         self.good_steps = 0 if overflowed else self.good_steps + 1
         if overflowed:
             self.value = max(self.minimum, self.value / 2)

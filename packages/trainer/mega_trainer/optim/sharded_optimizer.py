@@ -114,12 +114,12 @@ class ShardedOptimizer:
 
     @property
     def update_count(self) -> int:
-        """Number of updates so far."""
+        """Number of optimizer updates so far."""
         return self._adamw.update_count
 
     @update_count.setter
     def update_count(self, value: int) -> None:
-        """Number of updates so far."""
+        """Number of optimizer updates so far."""
         self._adamw.update_count = value
 
     def checkpoint_tensors(self, *, to_save: bool = False) -> dict[str, ShardedTensor]:

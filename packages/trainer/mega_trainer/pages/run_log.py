@@ -109,7 +109,7 @@ class RunLog:
 
     @property
     def is_finished(self) -> bool:
-        """True if the last planned step is done."""
+        """True if the last planned step of the run is done."""
         return self.planned_steps is not None and self.last["step"] >= self.planned_steps
 
     @cached_property

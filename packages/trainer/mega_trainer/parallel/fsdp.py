@@ -324,7 +324,7 @@ class FullyShardedStage:
         self.buffers = [RowShardBuffer(parameters, kind) for kind, parameters in kinds.items()]
 
     def begin_step(self) -> None:
-        """Zero the gradients of the previous step."""
+        """Zero this pipeline stage's gradients of the previous step."""
         if self._gradients:  # none in a frozen stage
             torch._foreach_zero_([gradients.values for gradients in self._gradients])
 

@@ -158,7 +158,7 @@ class StepGradientBucket(GradientBucket):
         self._flight: tuple[CollectiveWork | None, Tensor, Tensor] | None = None  # from `_start_sum`
 
     def begin_step(self) -> None:
-        """Let the next gradient of each parameter overwrite the previous step's."""
+        """Let the next gradient of each parameter overwrite the gradient of the previous step."""
         self._filled.clear()
 
     def should_reduce(self, last: bool) -> bool:

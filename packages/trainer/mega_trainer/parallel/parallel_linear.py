@@ -242,24 +242,32 @@ class _GroupedGemms:
     rows: GroupedRows
 
     def prepare_weight(self, weight: Tensor) -> GemmOperand:
-        """See `Kernels.prepare_grouped_weight`."""
+        """Prepare a stack of expert weights W [G, N, D] for grouped GEMMs.
+        See `Kernels.prepare_grouped_weight`.
+        """
         return self.kernels.prepare_grouped_weight(weight)
 
     def prepare_gradient(self, dy: Tensor) -> GemmOperand:
-        """Return the gradient unchanged."""
+        """Return the output gradient dY unchanged, as grouped GEMMs need no preparation of it."""
         return dy
 
     def linear_forward(self, x: Tensor, weight: GemmOperand, bias: Tensor | None = None) -> Tensor:
-        """See `Kernels.grouped_linear`."""
+        """Multiply each row of X by its group's (expert's) matrix.
+        See `Kernels.grouped_linear`.
+        """
         assert bias is None
         return self.kernels.grouped_linear(x, weight, self.rows)
 
     def linear_dgrad(self, dy: Tensor, weight: GemmOperand) -> Tensor:
-        """See `Kernels.grouped_dgrad`."""
+        """Return the input gradient of a grouped linear layer.
+        See `Kernels.grouped_dgrad`.
+        """
         return self.kernels.grouped_dgrad(dy, weight, self.rows)
 
     def linear_wgrad(self, dy: Tensor, x: Tensor, out: Tensor | None = None, *, add: bool = False) -> Tensor:
-        """See `Kernels.grouped_wgrad`."""
+        """Return the weight gradient of a grouped linear layer.
+        See `Kernels.grouped_wgrad`.
+        """
         return self.kernels.grouped_wgrad(dy, x, self.rows, out, add=add)
 
 

@@ -88,7 +88,7 @@ class ParameterInfo:
 
     @property
     def initializer(self) -> NormalInit | UniformInit | None:
-        """Random initialisation, or None if all elements are `fill`."""
+        """Random initialisation of the parameter, or None if all elements are `fill`."""
         return self.uniform or (None if self.std is None else NormalInit(self.std))
 
 
@@ -146,7 +146,7 @@ def get_parameter_info(parameter: Tensor) -> ParameterInfo:
 
 
 def is_trainable(parameter: Tensor) -> bool:
-    """Return whether the parameter is trainable, which is not so for frozen ones."""
+    """Return whether a parameter is trainable, that is, not frozen."""
     return parameter.requires_grad
 
 
@@ -191,13 +191,13 @@ class PreparedWeight:
         self._operand: GemmOperand | None = None
 
     def gemm_operand(self, weight: Tensor, prepare: Callable[[Tensor], GemmOperand]) -> GemmOperand:
-        """Return the operand that `prepare` makes from the weight, from the cache if it is there."""
+        """Return the GEMM operand that `prepare` makes from the weight, from the cache if it is there."""
         if self._operand is None:
             self._operand = prepare(weight.detach())
         return self._operand
 
     def invalidate(self) -> None:
-        """Discard the cached operand, after the weight has changed."""
+        """Discard the cached GEMM operand, after the weight has changed."""
         self._operand = None
 
 
@@ -228,7 +228,7 @@ class PackedWeight:
         self.scales = torch.zeros(*rows, width // BLOCK, dtype=torch.float32, device=device)
 
     def gemm_operand(self, weight: Tensor, prepare: Callable[[Tensor], GemmOperand]) -> GemmOperand:
-        """Return the operand that `prepare` makes from the unpacked weight; nothing is cached."""
+        """Return the GEMM operand that `prepare` makes from the unpacked weight; nothing is cached."""
         return prepare(self.unpack_values())
 
     def unpack_values(self) -> Tensor:
@@ -286,7 +286,7 @@ class HasSavedBuffers(Protocol):
     """Interface of a module with buffers of its own that checkpoints contain."""
 
     def saved_buffers(self) -> Iterator[tuple[Tensor, Sequence[TensorPiece]]]:
-        """Yield the buffers with their pieces."""
+        """Yield the module's buffers that checkpoints contain, with their positions in canonical tensors."""
 
 
 def non_trainable_buffers(model: nn.Module) -> Iterator[tuple[Tensor, Sequence[TensorPiece]]]:

@@ -130,7 +130,7 @@ class ShardPart:
 
 @dataclass(frozen=True)
 class GatheredShards:
-    """Layout of the shards of all data ranks, one after another.
+    """Layout of the parameter shards of all data ranks, one after another.
 
     Attributes:
         rank_elements: elements of each rank's part, of which the last ranks' shards may use fewer.

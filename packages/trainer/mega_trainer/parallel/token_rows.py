@@ -88,7 +88,9 @@ class RowAssignment:
         return cls(row.view_as(groups), choice, ends.int(), dropped)
 
     def truncate_rows(self, rows: int) -> RowAssignment:
-        """Return the assignment with only the first `rows` rows; the removed rows must not be assigned to a choice."""
+        """Return the row assignment with only the first `rows` rows.
+        The removed rows must not be assigned to a choice.
+        """
         return replace(self, row=self.row.clamp(max=rows), choice=self.choice[: rows + 1])
 
     @property

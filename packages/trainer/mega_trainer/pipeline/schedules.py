@@ -88,7 +88,7 @@ class PipelineSchedule:
         return self.ranks[0][-1].kind == "W"
 
     def with_microbatches(self, microbatches: int) -> PipelineSchedule:
-        """Return the schedule of the same kind for another number of micro-batches."""
+        """Return the pipeline schedule of this kind for another number of micro-batches."""
         return make_schedule(self.name, pp=self.pp, microbatches=microbatches, virtual_stages=self.virtual_stages)
 
     def compute_ops(self, rank: int) -> list[PipelineOp]:

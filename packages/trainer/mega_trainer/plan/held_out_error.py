@@ -37,7 +37,9 @@ def describe_held_out_error(model: ModelConfig, machine: MachineSpec, precision:
 
 
 def format_held_out_error(error: Mapping[str, Any]) -> str:
-    """Return the error of `describe_held_out_error` as a line of text."""
+    """Return the error of step-time predictions as a line of text.
+    `error` is the result of `describe_held_out_error`.
+    """
     if not error["runs"]:
         return f"unknown: no run of this class ({error['class']}) was published"
     return (

@@ -146,7 +146,7 @@ class PatchWindowMask:
     windows: PackedMask
 
     def mask_for_window(self, window: int | None) -> AttentionMaskSpec:
-        """Return the mask by attention windows of patches, or for `window` None by images."""
+        """Return the attention mask of image patches by windows, or for `window` None by images."""
         return self.images if window is None else self.windows
 
 

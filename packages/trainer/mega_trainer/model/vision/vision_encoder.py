@@ -110,7 +110,7 @@ class NormProjector(nn.Module):
         self.out = own.build_linear_layer("linear", (build.config.hidden_size, vision.hidden_size), bias=False)
 
     def forward(self, features: Tensor) -> Tensor:
-        """Map features [n, P, C] of n images to [n, P / pool^2, D]."""
+        """Map vision features [n, P, C] of n images to the language model's width, [n, P / pool^2, D]."""
         y: Tensor = self.out(self.norm(pool_features(features, self.pool)))
         return y
 
