@@ -271,7 +271,7 @@ def load_stage_weights(
     source: WeightSource, stages: Mapping[int, Decoder], wanted: Callable[[str], bool] = lambda name: True
 ) -> None:
     """Load the weights of some pipeline stages from a source of weights.
-    The canonical names of the loaded weights are `wanted`; packed (quantised) weights are always loaded, one parameter
+    Only weights whose canonical names are `wanted` are loaded; packed (quantised) weights are always loaded, one parameter
     at a time.
 
     Raises:
