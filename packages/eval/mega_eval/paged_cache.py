@@ -203,7 +203,7 @@ class RowSpan:
 
 
 class PagedCache:
-    """Paged KV cache of all layers.
+    """Paged KV cache of all layers of a model.
     It has keys and values, or the latents that replace them, as tensors [slots, K, d] with `PAGE` slots a page.
 
     Of a recurrent layer it holds the state of each row: tensors [rows, ..], whose size does not depend on the rows' length.
@@ -219,7 +219,7 @@ class PagedCache:
         self._new = torch.empty(0)
 
     def begin_forward_pass(self, spans: list[RowSpan], device: torch.device) -> None:
-        """Set the rows of the next forward pass.
+        """Set the rows (requests) that the next forward pass computes.
         `spans` are the rows; rows with a single new token should come first, which saves work.
         """
         self._spans, self._visible_runs = spans, {}

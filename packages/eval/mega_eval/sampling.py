@@ -75,18 +75,20 @@ class Sampling(StrictConfig):
 
     @property
     def is_greedy(self) -> bool:
-        """True if these settings choose the most likely token from unmodified scores."""
+        """True if the sampling settings choose the most likely token from unmodified scores."""
         return self.temperature == 0 and not self.modifies_scores
 
     @property
     def modifies_scores(self) -> bool:
-        """True if these settings change the scores before temperature: by penalties, biases or restrictions."""
+        """True if the sampling settings change the scores before temperature.
+        They do by penalties, biases or restrictions.
+        """
         penalties = self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty
         return self.restricts_tokens or bool(penalties or self.logit_bias)
 
     @property
     def restricts_tokens(self) -> bool:
-        """True if these settings exclude some tokens at some positions."""
+        """True if the sampling settings exclude some tokens at some positions."""
         shorter = self.min_length_ends and (self.min_length or self.min_new_tokens)
         lists = self.bad_words_ids or self.suppress_tokens or self.begin_suppress_tokens
         single = self.forced_bos_token_id is not None or self.allowed_token_ids is not None

@@ -71,7 +71,8 @@ class SentenceTransformersSettings:
     lower_case: bool = False
 
     def select_prompt(self, name: str | None) -> str:
-        """Return the prompt text of that `name`, or of the folder's default name if None; empty without a default.
+        """Return the text of a prompt of the folder by its name, or of the folder's default prompt.
+        It is the default if `name` is None, and empty without a default.
 
         Raises:
             ConfigError: for a name that the folder does not have.

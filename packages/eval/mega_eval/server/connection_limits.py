@@ -116,7 +116,7 @@ def select_connection_to_close(connections: Iterable[LimitedProtocol]) -> Limite
 
 
 def make_protocol_class(bounds: ConnectionLimits) -> type[LimitedProtocol]:
-    """Return a subclass of `LimitedProtocol` with these limits, for uvicorn's `http` option."""
+    """Return a subclass of `LimitedProtocol` with given connection limits, for uvicorn's `http` option."""
     return type("BoundedProtocol", (LimitedProtocol,), {"bounds": bounds})
 
 

@@ -105,7 +105,7 @@ class ServedEmbedder:
 def make_served_embedder(
     folder: str, model: Decoder, tokenizer: Tokenizer, adapters: AdapterSelection
 ) -> ServedEmbedder:
-    """Return the embedder of a served model.
+    """Return the embedder of a served model, for /v1/embeddings.
     It has the settings of the model's sentence-transformers folder; for other folders it takes the mean hidden state,
     scaled to length 1.
 

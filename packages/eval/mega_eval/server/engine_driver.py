@@ -106,7 +106,7 @@ class EngineDriver:
         self._thread = threading.Thread(target=self._run_engine, name="engine", daemon=True)
 
     def start_thread(self) -> None:
-        """Start the engine's thread."""
+        """Start the thread that runs the inference engine."""
         self._thread.start()
 
     def stop_thread(self, seconds: float = LAST_STEP) -> bool:
@@ -160,7 +160,9 @@ class EngineDriver:
         return group
 
     async def run_in_engine_thread(self, work: Callable[[], T]) -> T:
-        """Return the result of `work`, which runs in the engine's thread between two steps."""
+        """Run a function in the engine's thread between two steps, and return its result.
+        `work` is the function.
+        """
         self.check_capacity(0)
         done: Future[T] = Future()
 

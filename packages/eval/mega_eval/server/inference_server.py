@@ -128,7 +128,7 @@ class InferenceServer(uvicorn.Server):
         logger.info("serving %r at http://%s:%d (Ctrl-C ends)", self._service.name, shown, port)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Start the shutdown of the server.
+        """Start the shutdown of the server after a signal.
         The uvicorn server calls it for SIGTERM and SIGINT, and a second signal ends the server at once.
         """
         if self.gate.draining:

@@ -59,7 +59,9 @@ def write_tokens(folder: Path, vocab_size: int, sequence: int) -> Path:
 
 
 def list_parity_layouts(ranks: int) -> dict[str, dict[str, Any]]:
-    """Return sections of run.yaml by name: layouts of `ranks` ranks whose results must be those of one process."""
+    """Return layouts of `ranks` ranks that are checked to give the results of one process.
+    They are sections of run.yaml by name.
+    """
     found: dict[str, dict[str, Any]] = {
         f"dp {ranks}, ZeRO-{level}": {"parallel": {"zero": level}} for level in (1, 2, 3)
     }

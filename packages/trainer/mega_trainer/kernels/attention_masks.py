@@ -71,7 +71,9 @@ class PackedMask:
 
     @classmethod
     def from_lengths(cls, lengths: Sequence[int], band: BandMask, device: torch.device) -> PackedMask:
-        """Return the mask for documents with these numbers of tokens, without waiting for the device."""
+        """Return the attention mask of packed documents with given numbers of tokens.
+        The host does not wait for the device.
+        """
         starts = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
         return cls(tuple(lengths), band, to_device(starts, device))
 

@@ -67,7 +67,9 @@ class FlashKernel(Protocol):
     """
 
     def supports_call(self, q: Tensor, v: Tensor, mask: AttentionMaskSpec, how: ScoreTransform) -> bool:
-        """Return whether the kernel supports these operands, mask and scores; attention sinks are the caller's work."""
+        """Return whether the kernel supports attention with given operands, mask and scores.
+        Attention sinks are the caller's work.
+        """
 
     def supports_uneven_heads(self, d: int, e: int) -> bool:
         """Return whether the kernel supports value heads of size e with key heads of size d."""
@@ -80,7 +82,7 @@ class FlashKernel(Protocol):
     def backward(
         self, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, call: FlashAttentionCall
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of q, k and v from the attention to these keys alone.
+        """Return the part of the gradients of q, k and v that comes from one block of keys.
         The tensors y and lse, shaped as in `forward`, are over all keys.
         """
 

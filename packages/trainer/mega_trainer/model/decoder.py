@@ -81,7 +81,9 @@ class StageLayers:
     has_embedding_and_head: bool = False
 
     def lends_embedding(self, config: ModelConfig) -> bool:
-        """Return whether the output head's stage, on the same rank, gets the embedding of this stage."""
+        """Return whether the output head's stage gets the embedding of this stage.
+        It is on the same rank.
+        """
         return self.separates_tied_embedding(config) and self.has_embedding_and_head and self.embeds
 
     @classmethod

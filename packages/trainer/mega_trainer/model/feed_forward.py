@@ -32,7 +32,9 @@ def apply_activation(x: Tensor, weights: Tensor | None = None, *, config: ModelC
 
 
 def apply_ungated_activation(x: Tensor, activation: str) -> Tensor:
-    """Apply the activation of that name (such as gelu or relu2), without a gate, element by element."""
+    """Apply an activation function (such as gelu or relu2), without a gate, element by element.
+    `activation` is its name.
+    """
     if activation == "relu2":  # arXiv:2109.08668
         return F.relu(x).square()
     if activation == "quick_gelu":  # CLIP's

@@ -59,7 +59,7 @@ class ParameterBuilder:
 
     @property
     def parameter_dtype(self) -> torch.dtype:
-        """Dtype in which parameters are stored."""
+        """Dtype in which the model's parameters are stored."""
         return self.stored_dtype or self.dtype
 
     def build_head_parameters(

@@ -31,7 +31,7 @@ TILE_ELEMENTS = 1 << 17  # few enough for one pass of a GPU's threads; the order
 
 @runtime_checkable
 class InitializesItself(Protocol):
-    """Interface of a model with an initialisation of its own."""
+    """Interface of a model that initialises its weights by a method of its own."""
 
     def initialize_from_seed(self, seed: int) -> None:
         """Fill all weights with values that depend only on `seed`."""

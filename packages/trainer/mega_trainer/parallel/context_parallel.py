@@ -303,7 +303,7 @@ class PartwiseAttention(BlockwiseAttention):
 
 @dataclass(frozen=True)
 class AttentionBlock:
-    """Block of an attention computation.
+    """Block of an attention computation: a range of queries and of keys in some batch rows.
     It has a slice of the batch rows, of the queries and of the keys, and the mask between them.
 
     `first`: queries and keys are the same tokens, none of which has attended to a key before.

@@ -127,12 +127,12 @@ class PipelineExecutor:
 
     @property
     def model_config(self) -> ModelConfig:
-        """Configuration of the model."""
+        """Configuration of the model that the pipeline runs."""
         return self.first_local_stage.config
 
     @property
     def parallel_groups(self) -> ParallelGroups:
-        """Process groups of this rank."""
+        """Communication groups of this rank for all axes of parallelism."""
         return self.first_local_stage.groups
 
     @contextmanager

@@ -35,7 +35,7 @@ CONVENTIONS: dict[FlopsConvention, str] = {
 
 @dataclass(frozen=True)
 class LayerParameterCounts:
-    """Parameter counts of one layer, by part.
+    """Numbers of parameters of one layer, by part of the layer.
 
     Attributes:
         split: parameters that tensor parallelism splits.

@@ -83,12 +83,12 @@ class PassSeconds(NamedTuple):
     weights: float = 0.0
 
     def add_seconds(self, other: PassSeconds) -> PassSeconds:
-        """Return the sum of these seconds and `other`, separately for forward, input gradients and weight gradients."""
+        """Return the sum of two passes' seconds, separately for forward, input gradients and weight gradients."""
         return PassSeconds(self.forward + other.forward, self.inputs + other.inputs, self.weights + other.weights)
 
     @property
     def total(self) -> float:
-        """Total seconds of forward and backward."""
+        """Total seconds of a forward and its backward."""
         return self.forward + self.inputs + self.weights
 
 

@@ -287,7 +287,7 @@ def plan_layout(
     config: RunConfig, settings: LayoutSettings, ranks: int, machine: MachineSpec,
     count: ParameterCounts | None = None
 ) -> PlannedLayout | None:  # fmt: skip
-    """Return the planned layout with these settings, or None if it is not legal."""
+    """Return the planned layout with given settings, or None if it is not legal."""
     try:
         changed = apply_settings(config, settings)
         changed.check_world_size(ranks)

@@ -107,7 +107,9 @@ class PlannedRun:
         return cls(model, run, LayerCostModel(model, run, interconnect, rates, profile, trained), count, trained, unit)
 
     def change_shape(self, run: TrainingLayout) -> PlannedRun:
-        """Return the same model on the same machine in another layout, with the same trainable parameters."""
+        """Return this planned run in another training layout.
+        Model, machine and trainable parameters are unchanged.
+        """
         unit = zero3_unit_layers(self.model, run, self.count) if run.zero == 3 else 1
         return replace(self, run=run, cost_model=replace(self.cost_model, run=run), unit=unit)
 
