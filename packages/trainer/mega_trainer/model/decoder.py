@@ -82,7 +82,7 @@ class StageLayers:
 
     def lends_embedding(self, config: ModelConfig) -> bool:
         """Return whether the output head's stage gets the embedding of this stage.
-        It is on the same rank.
+        The two stages are on the same rank.
         """
         return self.separates_tied_embedding(config) and self.has_embedding_and_head and self.embeds
 
