@@ -1,6 +1,7 @@
 """Encoders. BERT (arXiv:1810.04805), and Megatron's with pre-norms and no embedding norm (arXiv:1909.08053). RoBERTa
-(arXiv:1907.11692): BERT without sentence pairs, positions after the padding position; XLM-RoBERTa, CamemBERT and data2vec have its architecture. ModernBERT (arXiv:2412.13663):
-pre-norms except before the first attention, bidirectional windows in two of three layers.
+(arXiv:1907.11692): BERT without sentence pairs, positions after the padding position; XLM-RoBERTa (arXiv:1911.02116),
+CamemBERT (arXiv:1911.03894) and data2vec's text encoder (arXiv:2202.03555) have its architecture. ModernBERT
+(arXiv:2412.13663): pre-norms except before the first attention, bidirectional windows in two of three layers.
 """
 
 from __future__ import annotations

@@ -74,8 +74,8 @@ class MambaScanKernel:
 
 
 class FlaDeltaRuleKernel:
-    """`Kernels.gated_delta_rule` of whole sequences by flash-linear-attention; several documents must be in one batch
-    row.
+    """Gated delta rule of whole sequences by the flash-linear-attention library.
+    It is a `Kernels.gated_delta_rule`; several documents must be in one batch row.
     """
 
     def __init__(self) -> None:
@@ -97,8 +97,8 @@ class FlaDeltaRuleKernel:
 
 @dataclass(frozen=True)
 class RecurrentLibraries:
-    """Kernels of optional packages that replace the torch implementations of a recurrent mixer's convolution, scan and
-    delta rule.
+    """Kernels of optional packages that replace torch implementations in recurrent mixers.
+    They replace the convolution, the scan and the delta rule.
     """
 
     conv: CausalConvKernel | None = None

@@ -259,8 +259,8 @@ def reference_attention(
     how: ScoreTransform,
     drop: Callable[[Tensor], Tensor] = lambda probabilities: probabilities,
 ) -> Tensor:
-    """Compute attention as `Kernels.attention` does, unfused, for cases that fused kernels do not support, such as
-    dropout by `drop`.
+    """Compute attention unfused, for cases that fused kernels do not support, such as dropout.
+    Arguments and result are as in `Kernels.attention`; `drop` applies dropout to the probabilities.
 
     `drop` is applied to the probabilities [B, H, S, T].
     """

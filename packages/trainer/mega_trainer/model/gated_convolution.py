@@ -18,8 +18,8 @@ from mega_trainer.parallel.tensor_parallel import SplitHeads
 
 
 class GatedConvolution(nn.Module):
-    """Gated short convolution, a token mixer: two multiplicative gates around a causal depthwise convolution, and an
-    output projection.
+    """Gated short convolution, a token mixer with two multiplicative gates around a causal depthwise convolution.
+    An output projection follows.
     """
 
     def __init__(self, build: LayerBuilder, layer: int) -> None:
@@ -45,7 +45,8 @@ class GatedConvolution(nn.Module):
         return out
 
     def _convolve(self, b: Tensor, c: Tensor, x: Tensor, context: ForwardContext) -> Tensor:
-        return c * self.conv(b * x, context)
+        y: Tensor = c * self.conv(b * x, context)
+        return y
 
     def _continue_cached(self, x: Tensor, state: Sequence[Tensor] | None) -> tuple[Tensor, tuple[Tensor]]:
         """Continue cached sequences from the k - 1 tokens before them; see `RecurrenceFunction`."""
