@@ -37,6 +37,18 @@ _DEEPSEEK = {
     **_EXPERTS, "num_key_value_heads": 4, "n_routed_experts": 8,
     "q_lora_rank": 10, "kv_lora_rank": 14, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 8,
 }  # fmt: skip
+_LATENT_SIZES = {
+    **_SIZES, "num_key_value_heads": 4, "q_lora_rank": 10, "kv_lora_rank": 14, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+}  # fmt: skip
+_NEO = {
+    "vocab_size": 97,
+    "hidden_size": 24,
+    "num_layers": 3,
+    "num_heads": 4,
+    "max_position_embeddings": 64,
+    "window_size": 7,
+}
 _GPT2 = {
     "vocab_size": 97,
     "n_embd": 24,
@@ -484,6 +496,16 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     ),
     "phi": ("phi", {**_SIZES, "hidden_size": 32}),
     "phi-tied-gelu": ("phi", {**_SIZES, "tie_word_embeddings": True, "hidden_act": "gelu", "partial_rotary_factor": 1.0}),
+    "gpt_neo": ("gpt_neo", {**_NEO, "attention_types": [[["global", "local"], 1], [["global"], 1]]}),
+    "gpt_neo-width-untied": (
+        "gpt_neo", {**_NEO, "attention_types": [[["local"], 3]], "intermediate_size": 40, "tie_word_embeddings": False,
+                    "activation_function": "gelu"},
+    ),
+    "youtu": ("youtu", {**_LATENT_SIZES}),
+    "youtu-bias-no-query-latent": (
+        "youtu", {**_LATENT_SIZES, "q_lora_rank": None, "attention_bias": True, "initializer_range": 0.1,
+                  "tie_word_embeddings": False, "rope_parameters": YARN},
+    ),
     "gptj": ("gptj", {**_GPT2, "rotary_dim": 4}),
     "gptj-inner": ("gptj", {**_GPT2, "rotary_dim": 6, "n_inner": 50, "activation_function": "gelu"}),
     "bloom": ("bloom", {"vocab_size": 97, "hidden_size": 24, "n_layer": 3, "n_head": 4}),

@@ -71,6 +71,7 @@ def test_config_round_trip_through_transformers(case: str, tmp_path: Path) -> No
         "n_group",
         "topk_group",
         "moe_topk",
+        "attention_types",  # as one list of all layers
     }
     if family.name == "lfm2":  # the width before its adjustment, and the layers with attention
         spelled |= {"full_attn_idxs", *AdjustedWidthEntry().handled_config_keys}

@@ -188,6 +188,42 @@ _V3 = deepseek_family(
     AllowedValuesEntry({"rope_interleave": (True,)}),
     FixedFieldsEntry({"mlp_bias": False}),
 )
+
+
+@dataclass(frozen=True)
+class DerivedInitEntry:
+    """Config entry for Youtu's `initializer_range`, by default 2 / sqrt(5 hidden_size)."""
+
+    handled_config_keys: frozenset[str] = frozenset({"initializer_range"})
+    handled_model_fields: frozenset[str] = frozenset({"init_std"})
+
+    def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
+        """Return, from config.json, the `ModelConfig` field `init_std`."""
+        return {"init_std": raw.get("initializer_range") or 2.0 / (5.0 * raw["hidden_size"]) ** 0.5}
+
+    def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
+        """Return the config.json key `initializer_range`."""
+        return {"initializer_range": model.init_std}
+
+
+YOUTU = ModelFamily(
+    name="youtu",
+    architecture="YoutuForCausalLM",
+    entries=(
+        *(entry for entry in DECODER if not entry.handled_model_fields & {"init_std", "tie_embeddings"}),
+        DerivedInitEntry(),
+        KeyEntry("tie_word_embeddings", "tie_embeddings", True),
+        RopeEntry(scalings=frozenset({"none", "yarn"}), interleaved=True),
+        LatentAttentionEntry(),
+        KeyEntry("attention_bias", "qkv_bias attention_out_bias", False),
+        UniformWindowEntry(supports_windows=False),
+        AllowedValuesEntry({"rope_interleave": (True,)}),
+        FixedFieldsEntry({"qk_norm": False, "mlp_bias": False}),
+    ),
+    carried=frozenset({"embedding_initializer_range"}),
+)  # Youtu-LLM (Tencent): DeepSeek-V3's latent attention without experts
+
+
 DEEPSEEK_V3 = replace(_V3, aliases=("kimi_k2",))  # Kimi K2 (arXiv:2507.20534)
 
 
