@@ -134,7 +134,8 @@ class FourfoldWidthEntry:
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
         """Return the config.json key of the width, if there is one; else ConfigMismatchError for another width."""
         if self.key:
-            return {self.key: model.ffn_hidden_size}
+            fourfold = model.ffn_hidden_size == 4 * model.hidden_size
+            return {self.key: None if fourfold else model.ffn_hidden_size}
         if model.ffn_hidden_size != 4 * model.hidden_size:
             raise ConfigMismatchError(f"ffn_hidden_size must be {4 * model.hidden_size}, not {model.ffn_hidden_size}")
         return {}
