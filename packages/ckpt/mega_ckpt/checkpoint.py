@@ -25,8 +25,8 @@ MAX_OPEN_SHARDS = 128
 
 
 class Checkpoint:
-    """An open mega checkpoint. Files are mapped when first accessed; reading a slice reads only the bytes of that
-    slice.
+    """An open mega checkpoint.
+    Files are mapped when first accessed; reading a slice reads only the bytes of that slice.
 
     With `verify`, each chunk that is accessed is read whole, once, and compared with its checksum.
 
@@ -51,8 +51,9 @@ class Checkpoint:
 
     @classmethod
     def open_folder(cls, folder: Location, *, verify: bool = True) -> Checkpoint:
-        """Open the checkpoint in `folder`: read and check the manifest, and check that every file exists with its full
-        length; with `verify`, chunks are checked against their checksums when they are read.
+        """Open the mega checkpoint in `folder`, with checks of its manifest and files.
+        Every file must exist with its full length. With `verify`, chunks are checked against their checksums when they
+        are read.
 
         Raises:
             CheckpointError: when `folder` is not a complete checkpoint.

@@ -23,8 +23,8 @@ BLOCK = 1 << 22  # elements that are summed at once
 
 
 class ExtendedVocabularySource(DerivedWeightSource):
-    """A `WeightSource` of a base model whose vocabulary is extended to `size` tokens; rows of new tokens follow the old
-    ones and are their mean.
+    """Weights of a base model whose vocabulary is extended to `size` tokens, as a `WeightSource`.
+    Rows of new tokens follow the old ones and are their mean.
 
     Args:
         base: the original weights.
@@ -50,8 +50,8 @@ class ExtendedVocabularySource(DerivedWeightSource):
         self._mean = cache(self._compute_mean_row)
 
     def tensor_shape(self, name: str) -> TensorShape:
-        """Return the shape of a tensor: `size` rows for the embedding and the output layer, else the base model's
-        shape.
+        """Return the shape of a tensor of the model with the extended vocabulary.
+        The embedding and the output layer have `size` rows; other tensors have the base model's shape.
         """
         shape = self.base.tensor_shape(name)
         return (self.model.vocab_size, *shape[1:]) if name in (EMBEDDING, HEAD) else shape
@@ -84,8 +84,8 @@ def extend_to_size(base: WeightSource, size: int) -> WeightSource:
 
 
 def add_tokens(base: WeightSource, tokens: Sequence[str], size: int | None = None) -> ExtendedVocabularySource:
-    """Return `base` with new `tokens` in its tokenizer (matched verbatim in text) and rows for them in the embedding
-    and output layer.
+    """Add tokens to a model: to its tokenizer and as rows of the embedding and the output layer.
+    Returns a source of weights like `base`. The new `tokens` are matched verbatim in text.
 
     They get the ids after those of the tokenizer; `size` is the size of the new vocabulary, by default the smallest.
 

@@ -46,16 +46,16 @@ _LATENT = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim"
 
 @dataclass(frozen=True)
 class LatentAttentionEntry:
-    """Config entry for DeepSeek's multi-head latent attention (section `mla` of `ModelConfig`). The norms of the
-    latents always have transformers' default epsilon.
+    """Config entry for DeepSeek's multi-head latent attention (MLA), section `mla` of `ModelConfig`.
+    The norms of the latents always have transformers' default epsilon.
     """
 
     handled_config_keys: frozenset[str] = frozenset({*_LATENT, "head_dim", "qk_head_dim", "num_key_value_heads"})
     handled_model_fields: frozenset[str] = frozenset({"mla", "num_kv_heads", "head_dim"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return, from config.json, the `ModelConfig` section `mla` with the ranks and head dimensions;
-        ConfigMismatchError if one is missing or `head_dim`, `qk_head_dim` or `num_key_value_heads` conflicts.
+        """Return the `ModelConfig` section `mla` with the ranks and head dimensions, from config.json.
+        Raises ConfigMismatchError if one is missing or `head_dim`, `qk_head_dim` or `num_key_value_heads` conflicts.
         """
         absent = [key for key in _LATENT if key not in raw]
         if absent:
