@@ -64,8 +64,8 @@ class AttentionMultiplierEntry:
         return {"attention_scale": raw.get("attention_multiplier", 1.0)}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the config.json key `attention_multiplier`; mega's default scale, head_dim^-0.5, is written as a
-        number.
+        """Return the config.json key `attention_multiplier`, the scale of attention logits.
+        Mega's default scale, head_dim^-0.5, is written as a number.
         """
         return {"attention_multiplier": model.attention_scale or model.query_key_head_dim**-0.5}
 
@@ -121,8 +121,8 @@ GRANITE_MOE = ModelFamily(
 
 @dataclass(frozen=True)
 class LayerThetaEntry:
-    """Config entry for `layer_rope_theta`, a base frequency for each layer, 0 for none: mega has one for the layers with
-    and one for those without a window.
+    """Config entry for `layer_rope_theta`, a RoPE base frequency for each layer, 0 for none.
+    The `ModelConfig` has one frequency for the layers with and one for those without a window.
     """
 
     rope: RopeEntry
@@ -190,8 +190,8 @@ GRANITE_SWA = ModelFamily(
 
 
 def granite_shared_mlp_rules(module: str) -> tuple[TensorRule, ...]:
-    """Return the tensor rules of Granite's `shared_mlp`, with gate and up projection fused; `module` is its canonical
-    name in a layer.
+    """Return the tensor rules of Granite's `shared_mlp`, with gate and up projection fused.
+    `module` is its canonical name in a layer.
     """
     shared, own = f"{LAYER}.shared_mlp", f"{LAYER}.{module}"
     return (

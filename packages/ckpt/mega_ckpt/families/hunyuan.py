@@ -48,8 +48,8 @@ HUNYUAN_V1_DENSE = ModelFamily(
 
 @dataclass(frozen=True)
 class HunyuanExpertsEntry:
-    """Config entry for Hunyuan's experts in every layer and its shared MLP, all of width `intermediate_size`. Numbers that
-    may differ by layer must be equal.
+    """Config entry for Hunyuan's experts in every layer and its shared MLP.
+    All have the width `intermediate_size`. Numbers that may differ by layer must be equal.
     """
 
     handled_config_keys: frozenset[str] = frozenset(
