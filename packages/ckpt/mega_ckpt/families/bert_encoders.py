@@ -67,7 +67,7 @@ class EncoderFamily(ModelFamily):
 
     def disk_tensor_table(self, model: ModelConfig, names: Iterable[str] | None = None) -> dict[str, DiskTensor]:
         """Return {name on disk: DiskTensor} of the tensors of an encoder model.
-        If `names` are those of the oldest folders, norms are named gamma and beta as in TensorFlow.
+        If `names` come from the oldest folders, norms are named gamma and beta as in TensorFlow.
         """
         names = None if names is None else set(names)
         table = super().disk_tensor_table(model, names)
@@ -189,7 +189,7 @@ def bert_config_entries(
     name: str, *, norm_position: str, positions: ConfigEntry | None = None, activation: str = ""
 ) -> tuple[ConfigEntry, ...]:
     """Return the config entries of BERT and models like it.
-    `activation` is that of the masked-language-model head, if it differs from the model's.
+    `activation` belongs to the masked-language-model head, if it differs from the model's.
     """
     return (
         *CORE_SIZES,

@@ -89,7 +89,7 @@ class KeyEntry:
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return {field: value} of `ModelConfig` for each field that this entry's key of config.json sets.
-        The value is that of the key, or the default.
+        The value is the key's, or the default.
         """
         written, *_ = self.key.split()
         present = [key for key in self.key.split() if key in raw]

@@ -27,7 +27,7 @@ class DiskLayout(Protocol):
 
     @property
     def splits_on_first_axis(self) -> bool:
-        """Whether a disk tensor and the canonical tensors in it share their first axis, the experts.
+        """True if a disk tensor and the canonical tensors in it share their first axis, the experts.
         If so, the tensors can be split along that axis.
         """
 

@@ -174,7 +174,7 @@ class MambaSectionEntry:
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
         """Return the config.json keys of Mamba-2 sizes.
-        For a model without Mamba layers they are those of a valid placeholder: one head, twice as wide as the model.
+        A model without Mamba layers gets the keys of a valid placeholder: one head, twice as wide as the model.
         """
         section = model.mamba or MambaConfig(num_heads=1, head_dim=2 * model.hidden_size)
         out: dict[str, Any] = {}
@@ -207,7 +207,7 @@ class TimeStepLimitEntry:
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the `MambaConfig` field `dt_limit`, the (lower, upper) limits of the time step, from config.json.
-        An infinite upper limit is None. There is no field if the key is absent.
+        An infinite upper limit is None. The result is empty if the key is absent.
         """
         given = next((raw[key] for key in self.key.split() if raw.get(key) is not None), None)
         if given is None:
@@ -219,7 +219,7 @@ class TimeStepLimitEntry:
 
     def config_from_fields(self, model: StrictConfig) -> dict[str, Any]:
         """Return the config.json key of the limits of Mamba-2's time step.
-        There is no key for the default (0, infinite), so that no program needs to parse infinity.
+        The default (0, infinite) is not written, so that no program needs to parse infinity.
         """
         assert isinstance(model, MambaConfig)
         low, high = model.dt_limit

@@ -139,8 +139,8 @@ def qwen_hybrid_entries(kv_heads: int) -> tuple[ConfigEntry, ...]:
 
 
 def qwen_hybrid_experts(top_k: int, experts: int, normalize: MoeFieldEntry) -> MoeSectionEntry:
-    """Return the config entry for the experts of Qwen3-Next and Qwen3.5; `top_k` and `experts` are transformers'
-    defaults for absent keys.
+    """Return the config entry for the experts of Qwen3-Next and Qwen3.5.
+    `top_k` and `experts` are transformers' defaults for absent keys.
     """
     return MoeSectionEntry(
         (

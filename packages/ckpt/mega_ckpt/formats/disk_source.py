@@ -37,8 +37,8 @@ class LazyTensor:
 
 
 class DiskSource:
-    """A `WeightSource` of weights in files with a model family's own tensor names and layouts. At most one tensor that
-    is costly to read is kept in memory.
+    """A `WeightSource` of weights in files with a model family's own tensor names and layouts.
+    At most one tensor that is costly to read is kept in memory.
 
     `quantization` describes the stored weights if they are dequantized when read; else it is None.
 

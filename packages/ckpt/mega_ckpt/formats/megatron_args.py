@@ -46,8 +46,9 @@ class MegatronBertEntry(MegatronMultiKeyEntry):
     handled_model_fields: frozenset[str] = frozenset({"causal", "token_types", "masked_lm", "pooler", "sentence_pairs"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return, from Megatron's arguments, the `ModelConfig` fields of a BERT (`causal`, `token_types`, `masked_lm`,
-        `pooler`, `sentence_pairs`), none for other models; the sentence-order head implies two segment types.
+        """Return the `ModelConfig` fields of a BERT from Megatron's arguments.
+        They are `causal`, `token_types`, `masked_lm`, `pooler` and `sentence_pairs`; other models have none. The
+        sentence-order head implies two segment types.
         """
         if not raw.get("is_encoder"):
             return {}
@@ -62,8 +63,9 @@ class MegatronBertEntry(MegatronMultiKeyEntry):
 
 @dataclass(frozen=True)
 class MegatronT5Entry(MegatronMultiKeyEntry):
-    """Mapping between Megatron's arguments of a T5 (`is_encoder_decoder`, layers of encoder and decoder) and
-    `ModelConfig`. Megatron has no setting for the decoder start token; files written by mega store it.
+    """Mapping between Megatron's arguments of a T5 and `ModelConfig`.
+    The arguments are `is_encoder_decoder` and the layers of encoder and decoder. Megatron has no setting for the
+    decoder start token; files written by mega store it.
     """
 
     handled_config_keys: frozenset[str] = split_words(
@@ -73,8 +75,9 @@ class MegatronT5Entry(MegatronMultiKeyEntry):
     handled_model_fields: frozenset[str] = frozenset({"num_layers", "encoder", "relative"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return, from Megatron's arguments, the `ModelConfig` fields `num_layers`, `encoder` and, for relative
-        positions, `position` and `relative`; no fields unless `is_encoder_decoder` is set.
+        """Return the `ModelConfig` fields of a T5 from Megatron's arguments.
+        They are `num_layers`, `encoder` and, for relative positions, `position` and `relative`. There are none unless
+        `is_encoder_decoder` is set.
         """
         if not raw.get("is_encoder_decoder"):
             return {}
