@@ -40,8 +40,8 @@ SAMPLE = 1024  # elements of each tensor in the digest of a base
 
 
 class UntiedWeightSource(DerivedWeightSource):
-    """A `WeightSource` of a base model with tied embeddings that presents them as untied: `lm_head.weight` is read from
-    the embedding.
+    """A `WeightSource` of a base model with tied embeddings that presents them as untied.
+    The tensor `lm_head.weight` is read from the embedding.
     """
 
     def __init__(self, base: WeightSource) -> None:
@@ -71,8 +71,8 @@ def _stored_name(name: str) -> str:
 
 @dataclass(frozen=True)
 class SavedAdapter:
-    """A LoRA adapter read from disk: its configuration, its tensors and the identity of the base model it was trained
-    on.
+    """A LoRA adapter read from disk.
+    It has its configuration, its tensors and the identity of the base model it was trained on.
 
     Attributes:
         lora: configuration of the adapter.
@@ -94,8 +94,8 @@ class SavedAdapter:
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint, *, averaged: bool = False) -> SavedAdapter:
-        """Return the LoRA adapter in a mega checkpoint of a run with `lora`; with `averaged`, the exponential moving
-        average kept by `train.ema`.
+        """Return the LoRA adapter in a mega checkpoint of a run with `lora`.
+        With `averaged`, it is the exponential moving average kept by `train.ema`.
 
         Raises:
             CheckpointError: when its tensors conflict with its configuration.
@@ -108,15 +108,15 @@ class SavedAdapter:
         return cls(lora, modules, shapes, lambda name, *box: checkpoint.read_tensor(prefix + name, *box), base)
 
     def read_tensor(self, name: str) -> Tensor:
-        """Read a whole tensor of the adapter, or a base model's tensor that was trained in full along with it
-        (`modules_to_save`).
+        """Read a whole tensor of a LoRA adapter.
+        It may also be a base model's tensor that was trained in full along with the adapter (`modules_to_save`).
         """
         return self.read_tensor_slice(name, (0,) * len(self.shapes[name]), self.shapes[name])
 
 
 def averaged_weights(checkpoint: Checkpoint) -> frozenset[str]:
-    """Return the names of the weights that have an exponential moving average in the checkpoint; CheckpointError if
-    there are none.
+    """Return the names of the weights that have an exponential moving average in the checkpoint.
+    Raises CheckpointError if there are none.
 
     Raises:
         CheckpointError: when there are none.
@@ -137,8 +137,8 @@ def is_adapter_checkpoint(checkpoint: Checkpoint) -> bool:
 def check_adapter_modules(
     model: ModelConfig, lora: LoraConfig, shapes: Mapping[str, TensorShape], where: str
 ) -> dict[str, AdaptedModule]:
-    """Return {name: AdaptedModule} of the projections of `model` that `lora` adapts, after checking that the adapter
-    tensors in `shapes` match them exactly.
+    """Return {name: AdaptedModule} of the projections of `model` that `lora` adapts.
+    The adapter tensors in `shapes` must match them exactly.
 
     Raises:
         CheckpointError: naming one that is missing, unknown or of another shape.
@@ -161,8 +161,8 @@ def check_adapter_modules(
 def check_initial_adapter(
     adapter: SavedAdapter, modules: Mapping[str, AdaptedModule], trains: Callable[[str], bool], where: str
 ) -> None:
-    """Reject, with a CheckpointError, a training run that starts from `adapter` but would drop one of its tensors or
-    change its scale.
+    """Reject a training run that starts from a LoRA adapter but would not continue all of it.
+    Raises CheckpointError if the run would drop one of the tensors of `adapter` or change its scale.
 
     Args:
         adapter: the initial adapter, saved at `where`.
@@ -197,8 +197,8 @@ def check_initial_adapter(
 
 
 class AdaptedWeightSource(DerivedWeightSource):
-    """A `WeightSource` of a base model with a LoRA adapter merged in, in the base's dtypes. The sum is computed in fp32
-    or wider.
+    """A `WeightSource` of a base model with a LoRA adapter merged in, in the base's dtypes.
+    The sum is computed in fp32 or wider.
 
     Raises:
         CheckpointError: from the constructor, when the adapter belongs to another model than the base.
@@ -223,8 +223,8 @@ class AdaptedWeightSource(DerivedWeightSource):
                 )
 
     def read_tensor_slice(self, name: str, offset: TensorShape, shape: TensorShape) -> Tensor:
-        """Read `tensor[offset : offset + shape]` of a base model's tensor with the adapter merged in; for stacked
-        experts, a slice of each expert.
+        """Read `tensor[offset : offset + shape]` of a base model's tensor with the LoRA adapter merged in.
+        For stacked experts, the result is a slice of each expert.
         """
         if name in self._replaced:
             return self.adapter.read_tensor_slice(name, offset, shape).to(self.tensor_dtype(name))
@@ -255,8 +255,8 @@ class AdaptedWeightSource(DerivedWeightSource):
         return base.to(wide) + self.adapter.modules[module].scale * (b @ a)
 
     def asset_files(self) -> Mapping[str, Path | bytes]:
-        """Return the base model's files other than weights, with the adapter's tokenizer in place of the base's if it
-        came with one.
+        """Return the files other than weights of a base model with a LoRA adapter.
+        They are the base model's, with the adapter's tokenizer in place of the base's if it came with one.
         """
         files = self.base.asset_files()
         if not self.adapter.tokenizer:

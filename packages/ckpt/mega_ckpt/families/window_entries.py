@@ -87,7 +87,7 @@ class LayerTypesEntry:
 
 @dataclass(frozen=True)
 class QwenWindowEntry:
-    """Config entry for Qwen's sliding window, which the upper layers may have.
+    """Config entry for Qwen's sliding window, which some of the layers have.
     In config.json it is a switch, a size, the first layer that has the window, and the redundant list of layer types.
 
     Attributes:

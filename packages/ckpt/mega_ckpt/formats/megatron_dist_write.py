@@ -52,8 +52,8 @@ ALIGNMENT = 64  # of storages in an archive
 def write_dist_checkpoint(
     writing: MegatronWriter, folder: Path, advance: Callable[[int], object], once: RunOnce
 ) -> None:
-    """Write a Megatron checkpoint of the format `torch_dist` (tensors, settings and metadata) into an existing folder;
-    durable when this returns.
+    """Write a Megatron checkpoint of the format `torch_dist` into an existing folder.
+    Tensors, settings and metadata are written. The files are durable when this returns.
     """
     slabs = [
         slab

@@ -55,8 +55,8 @@ def import_transformers() -> Any:
 
 @contextmanager
 def explain_module_errors(kind: str, doing: str) -> Iterator[None]:
-    """Turn any error that transformers raises in the `with` block into a `CheckpointError` that names the model type
-    `kind` and the operation `doing`.
+    """Context manager that turns any error that transformers raises into a `CheckpointError`.
+    The error names the model type `kind` and the operation `doing`.
     """
     try:
         yield
@@ -109,8 +109,8 @@ def parse_module_config(raw: Mapping[str, Any]) -> Any:
 
 
 def build_empty_module(described: TransformersModuleConfig, dtype: torch.dtype) -> Any:
-    """Return the module in host memory with uninitialised parameters of `dtype`; memory is used only once they are
-    written.
+    """Return a transformers module in host memory with uninitialised parameters of `dtype`.
+    Memory is used only once the parameters are written.
 
     Buffers have the values that transformers computes.
     """
@@ -264,8 +264,8 @@ class TransformersSource:
 def write_transformers_folder(
     source: WeightSource, folder: Path, *, dtype: torch.dtype | None = None, max_shard: int | None = None
 ) -> None:
-    """Write the weights of a module of transformers into `folder` as transformers itself stores them, with the files
-    that accompany them.
+    """Write the weights of a module of transformers into `folder` as transformers itself stores them.
+    The files that accompany the weights are written, too.
 
     Args:
         dtype: dtype of the output; None: as stored.
