@@ -266,8 +266,8 @@ class AdaptedWeightSource(DerivedWeightSource):
 
 
 def compute_row_norms(base: WeightSource, name: str, first: int, rows: int) -> Tensor:
-    """Return the L2 norms, fp64 [rows], of rows `first` to `first + rows` of the base model's matrix `name`; DoRA
-    magnitudes are initialized with them.
+    """Return the L2 norms of rows of a base model's matrix, with which DoRA magnitudes are initialized.
+    The result is fp64 [rows], for rows `first` to `first + rows` of the matrix `name`.
     """
     matrix = base.read_tensor_slice(name, (first, 0), (rows, base.tensor_shape(name)[1]))
     norms: Tensor = torch.linalg.vector_norm(matrix.double(), dim=1)
@@ -275,8 +275,8 @@ def compute_row_norms(base: WeightSource, name: str, first: int, rows: int) -> T
 
 
 def fingerprint_base(path: str, source: WeightSource) -> dict[str, str]:
-    """Return the identity of an adapter's base model: its `path`, and a `digest` of the names, shapes, dtypes and first
-    elements of its tensors.
+    """Return the identity of a LoRA adapter's base model.
+    It has the model's `path`, and a `digest` of the names, shapes, dtypes and first elements of its tensors.
     """
     where, digest = parse_location(path), xxhash.xxh3_128()
     for name in source.tensor_names():

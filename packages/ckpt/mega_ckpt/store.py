@@ -73,8 +73,8 @@ def save_sharded_checkpoint(
     group: dist.ProcessGroup | None = None,
     provenance: Mapping[str, Any] | None = None,
 ) -> Location:
-    """Save a mega checkpoint of all ranks' tensor slices to `<root>/step-<step>` and return its folder; when it
-    returns, the checkpoint is durable and complete, on every rank.
+    """Save a mega checkpoint of all ranks' tensor slices to `<root>/step-<step>` and return its folder.
+    When the call returns, the checkpoint is durable and complete, on every rank.
 
     The boxes of all ranks must tile each tensor; a box that several ranks have is written once. A checkpoint of the same
     step is replaced. `state`, `assets` (a folder, copied whole) and `provenance` are those of the group's first rank.
@@ -152,8 +152,8 @@ def load_sharded_checkpoint(
     group: dist.ProcessGroup | None = None,
     verify: bool = True,
 ) -> None:
-    """Fill this rank's slices of `tensors` from a mega checkpoint, in place. Each rank passes its own slices; tensors
-    left out are not read.
+    """Fill this rank's slices of `tensors` from a mega checkpoint, in place.
+    Each rank passes its own slices; tensors left out are not read.
 
     With `verify`, every chunk that is read is compared with its checksum. Dtypes are not cast.
 
@@ -178,8 +178,8 @@ class SaveStallTime(NamedTuple):
 
 
 class AsyncSaver:
-    """Asynchronous checkpoint saver: copies this rank's tensor slices to host memory, then a thread writes them. One
-    save runs at a time.
+    """Asynchronous checkpoint saver.
+    It copies this rank's tensor slices to host memory, then a thread writes them. One save runs at a time.
 
     The thread's collectives use a separate process group (gloo), which the constructor creates with torch.distributed, so
     every rank must construct a saver. An error of the thread is raised on every rank by the next `start_save` or by
@@ -204,8 +204,8 @@ class AsyncSaver:
         assets: Path | None = None,
         provenance: Mapping[str, Any] | None = None,
     ) -> SaveStallTime:
-        """Begin to save a mega checkpoint of all ranks' tensor slices to `<root>/step-<step>` in the background, after
-        waiting for the previous save, and return the time spent; afterwards `tensors` and `state` may change.
+        """Begin to save a mega checkpoint of all ranks' tensor slices to `<root>/step-<step>` in the background.
+        The call waits for the previous save, and returns the time spent. Afterwards `tensors` and `state` may change.
 
         Raises:
             CheckpointError: when the previous save failed. The new one is not started then.
@@ -220,8 +220,8 @@ class AsyncSaver:
         return SaveStallTime(waited - started, time.perf_counter() - waited)
 
     def wait_for_save(self) -> Location | None:
-        """Wait for the save in flight; return its checkpoint folder, or None if there was none; CheckpointError if it
-        failed.
+        """Wait for the checkpoint save in flight; return its checkpoint folder, or None if there was none.
+        Raises CheckpointError if it failed.
 
         Raises:
             CheckpointError: when it failed.

@@ -44,8 +44,8 @@ class WeightSource(Protocol):
         """Read a whole tensor. The result may be a view of the file: copy it before changing it."""
 
     def read_tensor_slice(self, name: str, offset: TensorShape, shape: TensorShape) -> Tensor:
-        """Read `tensor[offset : offset + shape]` of the canonical tensor `name`, and only the bytes it needs; may be a
-        view of the file.
+        """Read `tensor[offset : offset + shape]` of the canonical tensor `name`.
+        Only the bytes that are needed are read. The result may be a view of the file.
         """
 
     def buffer_names(self) -> Sequence[str]:
@@ -55,8 +55,8 @@ class WeightSource(Protocol):
         """Read one buffer (a tensor that is not a weight), unchanged."""
 
     def asset_files(self) -> Mapping[str, Path | bytes]:
-        """Return the files that accompany the weights (tokenizer, config.json and so on), {relative path: file or
-        content}.
+        """Return the files that accompany a model's weights.
+        They are the tokenizer, config.json and so on, as {relative path: file or content}.
         """
 
 
@@ -101,8 +101,9 @@ class DerivedWeightSource:
 
 
 def cast_dtype(source: WeightSource, name: str, dtype: torch.dtype | None) -> torch.dtype:
-    """Return the dtype of a tensor after a cast to `dtype`. Integers are not cast, nor is a router's selection bias,
-    whose updates are small and which published folders have in fp32.
+    """Return the dtype of a tensor after a cast to `dtype`.
+    Integers are not cast, nor is a router's selection bias, whose updates are small and which published folders have in
+    fp32.
     """
     stored = source.tensor_dtype(name)
     fixed = not stored.is_floating_point or name.endswith("e_score_correction_bias")
@@ -169,8 +170,8 @@ class ConvertedTraining:
 def make_trainer_state(
     model: ModelConfig, *, samples: int, updates: int, loss_scale: list[float] | None = None
 ) -> dict[str, Any]:
-    """Return the JSON trainer state of a mega checkpoint for a run of `model` after `samples` samples and `updates`
-    optimizer updates.
+    """Return the JSON trainer state of a mega checkpoint for a training run of `model`.
+    The run has made `samples` samples and `updates` optimizer updates.
     """
     return {
         "consumed_samples": samples,
