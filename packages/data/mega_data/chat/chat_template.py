@@ -250,8 +250,8 @@ def read_chat_template(
     tokenizer: Path, file: Path | None = None, options: Mapping[str, Any] | None = None
 ) -> ChatTemplate:
     """Return the chat template of a file, or of a tokenizer's folder.
-    By default it is the one in the folder of the `tokenizer.json` at `tokenizer`, else that of `file`. `options` are
-    passed to each rendering.
+    Without `file`, the template is the one in the folder of the `tokenizer.json` at `tokenizer`. `options` are passed to
+    each rendering.
 
     Raises:
         DataError: if there is none, or it cannot be read.

@@ -52,7 +52,7 @@ class LanguageRule(RuleSection):
 
     def problems(self) -> Iterator[ConfigProblem]:
         """Yield the problems in the settings of language detection.
-        They are a model file for a detector other than fasttext, and codes that are not ISO 639.
+        They are a missing model file for fasttext, one for another detector, and codes that are not ISO 639.
         """
         if (self.detector == "fasttext") != (self.model is not None):
             if self.model is None:
