@@ -22,8 +22,8 @@ from mega_common.errors import ConfigError
 
 @dataclass(frozen=True)
 class ConfigProblem:
-    """One problem of a configuration: the key's path (`model.num_layers`), its value, the violated rule and a hint for
-    a fix.
+    """One problem of a configuration.
+    It has the key's path (`model.num_layers`), its value, the violated rule and a hint for a fix.
     """
 
     path: str
@@ -209,8 +209,8 @@ def load_yaml_mapping(path: Path) -> dict[str, Any]:
 
 
 def apply_overrides(raw: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
-    """Return a copy of the configuration `raw` with each override `a.b=value` applied; values are parsed as YAML, and
-    missing sections are created.
+    """Return a copy of the configuration `raw` with each override `a.b=value` applied.
+    Values are parsed as YAML, and missing sections are created.
 
     A number in the path is an index into a list: `data.train.0.weight=0.5`.
 

@@ -194,7 +194,7 @@ def disable_encoder_threads() -> Iterator[None]:
     """Context manager that prevents the encoding libraries from starting threads for each batch.
     It is for callers that use threads themselves.
 
-    They read this setting only from the environment; it is restored on exit.
+    The libraries read this setting only from the environment; it is restored on exit.
     """
     settings = {"TOKENIZERS_PARALLELISM": "false", "FASTOKENS_BPE_THREADS": "1"}
     before = {name: os.environ.get(name) for name in settings}
