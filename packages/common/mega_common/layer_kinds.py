@@ -114,7 +114,7 @@ class MambaConfig(StrictConfig):
 
     def problems(self) -> Iterator[ConfigProblem]:
         """Yield violated rules of the Mamba-2 settings.
-        Head counts must be divided by the groups, and lower limits must not be above upper limits.
+        The groups must divide the number of heads, and lower limits must not be above upper limits.
         """
         if self.num_heads % self.num_groups:
             yield ConfigProblem("num_groups", f"must divide num_heads = {self.num_heads}", self.num_groups)
