@@ -130,7 +130,7 @@ def clean_command(
     ] = "error",
     overwrite: Overwrite = False,
 ) -> None:
-    """Clean text before tokenization by rules for quality, language and duplicates.
+    """Clean the text of a corpus before tokenization.
     Filter by length, language, quality and repetition; remove personal data and duplicates.
 
     Inputs are named as for `mega data preprocess`. Kept documents are written to kept/ as JSON lines with all keys of the

@@ -119,7 +119,7 @@ def load_workflow(file: Path, overrides: list[str], root: Any, *, names: Collect
 @dataclass(frozen=True)
 class WorkflowStageForecast:
     """Forecast of a workflow stage before it runs.
-    It is True if the stage would run (None: depends on an earlier stage), with the reason and its command.
+    `run` is True if the stage would run (None: depends on an earlier stage), and `why` is the reason.
     """
 
     name: str

@@ -54,7 +54,7 @@ class WorkflowStage(StrictConfig):
 
     @property
     def run_identity(self) -> list[str]:
-        """Words of the stage's command, by which an interrupted stage is recognized.
+        """Words of the command of a workflow stage that must be unchanged for the stage to resume.
         If one of them changes, the stage starts over instead of resuming. Settings of a run.yaml are not included: they
         are compared by value.
         """
