@@ -47,7 +47,7 @@ class CommandTree(TyperGroup):
     """Commands whose errors about values of options have the words of errors about settings."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command that the arguments name.
+        """Run the `mega` command that the arguments name.
 
         Raises:
             typer.BadParameter: for a value of an option that is not valid.

@@ -166,7 +166,7 @@ def _format_fitting(prediction: Mapping[str, Any]) -> list[str]:
 
 
 def format_budget(budget: Mapping[str, Any]) -> str:
-    """Return hours, days, cost and energy of `estimate_budget` as text."""
+    """Return the hours, days, cost and energy of a training run from `estimate_budget` as text."""
     cost = f", costs {budget['cost']:,.0f}" if "cost" in budget else ""
     energy = f", {budget['energy_mwh']:,.1f} MWh at the GPUs' power limit" if "energy_mwh" in budget else ""
     return f"{budget['hours']:,.1f} hours, {budget['hours'] / 24:,.1f} days{cost}{energy}"

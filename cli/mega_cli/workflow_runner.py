@@ -97,7 +97,7 @@ class WorkflowRunner:
         self._settings = functools.cache(lambda name: stage_settings(workflow.stages[name], base))
 
     def save_state(self) -> None:
-        """Write the state file, which replaces the earlier one atomically."""
+        """Write the workflow's state file, which replaces the earlier one atomically."""
         stages = {name: attempt for name, attempt in self.attempts.items() if name in self.workflow.stages}
         write_json_atomically(self.state_path, WorkflowState(stages=stages, files=self.digests.records).model_dump())
 

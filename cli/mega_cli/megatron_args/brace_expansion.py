@@ -26,7 +26,7 @@ class _BraceGroup:
     choices: list[list[str | _BraceGroup]] = field(default_factory=lambda: [[]])
 
     def literal_parts(self) -> list[str | _BraceGroup]:
-        """Return the parts of unmatched braces as literal text, without the closing brace."""
+        """Return the parts of unmatched braces in a shell word as literal text, without the closing brace."""
         parts: list[str | _BraceGroup] = ["{"]
         for number, choice in enumerate(self.choices):
             parts += [",", *choice] if number else choice

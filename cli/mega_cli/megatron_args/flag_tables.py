@@ -51,17 +51,17 @@ class FlagSpec:
 
     @property
     def takes_list(self) -> bool:
-        """True if the flag's value is a list."""
+        """True if the value of the Megatron flag is a list."""
         return self.takes in ("3", "+", "*")
 
     @property
     def min_values(self) -> int:
-        """Smallest number of values after the flag."""
+        """Smallest number of values after the Megatron flag."""
         return {"1": 1, "3": 3, "+": 1}.get(self.takes, 0)
 
     @property
     def max_values(self) -> float:
-        """Largest number of values after the flag; infinity for `+` and `*`."""
+        """Largest number of values after the Megatron flag; infinity for `+` and `*`."""
         return {"1": 1, "3": 3, "+": float("inf"), "*": float("inf")}.get(self.takes, 0)
 
     def convert_value(self, text: str) -> Any:

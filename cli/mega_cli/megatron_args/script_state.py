@@ -138,7 +138,7 @@ class ScriptReader:
             self.script.remarks.append(remark)
 
     def follow_block(self, nodes: Sequence[Node]) -> KnownTruth:
-        """Interpret statements one after another; return whether the last one succeeds, or None if unknown."""
+        """Interpret shell statements one after another; return whether the last one succeeds, or None if unknown."""
         status: KnownTruth = True
         for node in nodes:
             if node.type != "comment":
@@ -146,7 +146,7 @@ class ScriptReader:
         return status
 
     def follow_statement(self, node: Node) -> KnownTruth:
-        """Interpret one statement; return whether it succeeds, or None if unknown."""
+        """Interpret one shell statement; return whether it succeeds, or None if unknown."""
         self.steps += 1
         if self.steps > STEPS:
             raise ScriptExit("exit")

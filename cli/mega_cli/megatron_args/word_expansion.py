@@ -239,7 +239,7 @@ class _ParameterExpansion:
     quote: str
 
     def expand_values(self) -> list[ShellWord] | tuple[WordPiece | None, ...]:
-        """Return the words of the expansion, or the pieces of a default."""
+        """Return the words that a shell parameter expansion yields, or the pieces of a default."""
         name, index, operator, operand = _split_parameter(self.node)
         if name is None:
             return self._unknown()

@@ -108,15 +108,16 @@ class Checkpoint:
         return self.manifest.tensors[key]
 
     def tensor_shape(self, key: str) -> TensorShape:
-        """Return the global shape of a tensor."""
+        """Return the global (unsharded) shape of a tensor of the checkpoint."""
         return self.tensor_entry(key).shape
 
     def tensor_dtype(self, key: str) -> torch.dtype:
-        """Return the dtype of a tensor."""
+        """Return the dtype of a tensor of the checkpoint."""
         return DTYPES[self.tensor_entry(key).dtype]
 
     def read_tensor(self, key: str, offset: TensorShape | None = None, shape: TensorShape | None = None) -> Tensor:
-        """Read the slice [offset, offset + shape) of a tensor, by default all of it, into new host memory.
+        """Read the slice [offset, offset + shape) of a tensor of the checkpoint into new host memory.
+        By default the whole tensor is read.
 
         Raises:
             CheckpointError: when the tensor is missing, or the bytes are damaged.

@@ -51,7 +51,7 @@ class CheckpointCommitter(Protocol):
         """Remove the folder of an unfinished save, from `begin_save`, as far as possible; errors are ignored."""
 
     def remove_checkpoint(self, folder: Location) -> None:
-        """Remove a complete checkpoint."""
+        """Remove a complete checkpoint below the root folder."""
 
     def remove_leftovers(self) -> Sequence[Location]:
         """Remove unfinished saves and half-deleted checkpoints of killed runs.

@@ -62,7 +62,7 @@ class DcpTensor:
         self._at = {torch.Size(box.offset): box.tensor for box in boxes}
 
     def size(self) -> torch.Size:
-        """Return the global shape of the tensor."""
+        """Return the global shape of the tensor, for torch.distributed.checkpoint (DCP)."""
         return self.shape
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
@@ -194,10 +194,10 @@ class CheckpointSaveTarget(Protocol):
     """Interface of the checkpoint folder that a save fills; only the coordinator rank uses it."""
 
     def begin_save(self) -> Location:
-        """Create the folder of the new checkpoint and return it."""
+        """Create the folder of the new checkpoint and return it, on the coordinator rank."""
 
     def finish_save(self, written: list[WrittenChunk]) -> None:
-        """Write the manifest of the chunks that all ranks wrote, and commit the checkpoint."""
+        """Write the manifest of the tensor chunks that all ranks wrote, and commit the checkpoint."""
 
 
 class ShardStorageWriter(StorageWriter):
@@ -220,7 +220,7 @@ class ShardStorageWriter(StorageWriter):
             self.folder = self.target.begin_save()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Return the plan unchanged."""
+        """Return this rank's save plan of torch.distributed.checkpoint (DCP) unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -297,11 +297,11 @@ class ShardStorageReader(StorageReader):
             raise self._opened
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Return the plan unchanged."""
+        """Return this rank's load plan of torch.distributed.checkpoint (DCP) unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Return the plans unchanged."""
+        """Return the load plans of all ranks of torch.distributed.checkpoint (DCP) unchanged."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:

@@ -57,7 +57,9 @@ class ExtendedVocabularySource(DerivedWeightSource):
         return (self.model.vocab_size, *shape[1:]) if name in (EMBEDDING, HEAD) else shape
 
     def read_tensor_slice(self, name: str, offset: TensorShape, shape: TensorShape) -> Tensor:
-        """Read `tensor[offset : offset + shape]` of the tensor `name` with the new rows."""
+        """Read `tensor[offset : offset + shape]` of a tensor of the model with the extended vocabulary.
+        The tensor is `name`, with the rows of new tokens.
+        """
         new = offset[0] + shape[0] - self._old if name in (EMBEDDING, HEAD) else 0
         if new <= 0:
             return self.base.read_tensor_slice(name, offset, shape)
@@ -74,12 +76,16 @@ class ExtendedVocabularySource(DerivedWeightSource):
         return (total / self._old).to(self.tensor_dtype(name))
 
     def asset_files(self) -> Mapping[str, Path | bytes]:
-        """Return the base model's files other than weights, replaced by the constructor argument `files` where given."""
+        """Return the files other than weights of the model with the extended vocabulary.
+        They are the base model's, replaced by the constructor argument `files` where given.
+        """
         return {**self.base.asset_files(), **self._files}
 
 
 def extend_to_size(base: WeightSource, size: int) -> WeightSource:
-    """Return `base` with its vocabulary extended to `size` tokens, or `base` itself if it has as many already."""
+    """Return a source of weights with its vocabulary extended to `size` tokens.
+    It is `base` itself if `base` has as many already.
+    """
     return base if base.model.vocab_size >= size else ExtendedVocabularySource(base, size)
 
 

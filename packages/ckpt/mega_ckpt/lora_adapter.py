@@ -48,20 +48,28 @@ class UntiedWeightSource(DerivedWeightSource):
         super().__init__(base, base.model.model_copy(update={"tie_embeddings": False}))
 
     def tensor_names(self) -> Sequence[str]:
-        """Return the base model's tensor names and that of the output layer, in the order of the forward pass."""
+        """Return the tensor names of the model with untied embeddings, in the order of the forward pass.
+        They are the base model's, and the output layer's.
+        """
         names = {*self.base.tensor_names(), HEAD}
         return [name for name in canonical_tensors(self.model) if name in names]
 
     def tensor_shape(self, name: str) -> TensorShape:
-        """Return the global shape of a tensor; `lm_head.weight` has the shape of the embedding."""
+        """Return the global shape of a tensor of the model with untied embeddings.
+        The output layer `lm_head.weight` has the shape of the embedding.
+        """
         return self.base.tensor_shape(_stored_name(name))
 
     def tensor_dtype(self, name: str) -> torch.dtype:
-        """Return the stored dtype of a tensor; `lm_head.weight` has the dtype of the embedding."""
+        """Return the stored dtype of a tensor of the model with untied embeddings.
+        The output layer `lm_head.weight` has the dtype of the embedding.
+        """
         return self.base.tensor_dtype(_stored_name(name))
 
     def read_tensor_slice(self, name: str, offset: TensorShape, shape: TensorShape) -> Tensor:
-        """Read `tensor[offset : offset + shape]` of the tensor `name`."""
+        """Read `tensor[offset : offset + shape]` of a tensor of the model with untied embeddings.
+        The tensor is `name`.
+        """
         return self.base.read_tensor_slice(_stored_name(name), offset, shape)
 
 

@@ -69,19 +69,19 @@ class MegaWeightSource:
         self._names = _check_tensors(self.model, shapes, checkpoint.folder)
 
     def tensor_names(self) -> Sequence[str]:
-        """Return the canonical tensor names, in the order of the forward pass."""
+        """Return the canonical tensor names of the checkpoint's model, in the order of the forward pass."""
         return self._names
 
     def tensor_shape(self, name: str) -> TensorShape:
-        """Return the global shape of a tensor."""
+        """Return the global (unsharded) shape of a tensor of the mega checkpoint."""
         return self.checkpoint.tensor_shape(WEIGHTS + name)
 
     def tensor_dtype(self, name: str) -> torch.dtype:
-        """Return the stored dtype of a tensor."""
+        """Return the stored dtype of a tensor of the mega checkpoint."""
         return self.checkpoint.tensor_dtype(WEIGHTS + name)
 
     def read_tensor(self, name: str) -> Tensor:
-        """Read a whole tensor."""
+        """Read a whole tensor of the mega checkpoint, by its canonical name."""
         shape = self.tensor_shape(name)
         return self.read_tensor_slice(name, (0,) * len(shape), shape)
 

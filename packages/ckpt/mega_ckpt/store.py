@@ -101,7 +101,7 @@ class _CheckpointTarget:
     begun: float = field(default_factory=time.perf_counter)
 
     def begin_save(self) -> Location:
-        """Create the folder, after checking that the checkpoint can be described."""
+        """Create the folder of a new checkpoint, after checking that the checkpoint can be described."""
         make_manifest(self.step, self.model, self.state, self.provenance)
         if self.assets and not self.assets.is_dir():
             raise CheckpointError(f"{self.assets}: no such folder; it must have the asset files of the checkpoint")
@@ -109,7 +109,9 @@ class _CheckpointTarget:
         return self.folder
 
     def finish_save(self, written: list[WrittenChunk]) -> None:
-        """Add the asset files and the manifest, and commit. The shards of all ranks must be durable."""
+        """Add the asset files and the manifest to the checkpoint folder, and commit it.
+        The shards of all ranks must be durable.
+        """
         assert self.folder is not None
         files = _copy_assets(self.assets, self.folder) if self.assets else {}
         manifest = make_manifest(self.step, self.model, self.state, self.provenance)
@@ -123,7 +125,7 @@ class _CheckpointTarget:
         )
 
     def discard_save(self) -> None:
-        """Remove the folder, unless commit has started."""
+        """Remove the folder of the unfinished checkpoint, unless commit has started."""
         if self.folder is not None:
             committer_for(self.root).discard_save(self.folder)
 

@@ -64,7 +64,8 @@ class StrictConfig(BaseModel):
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any], *, source: str = "configuration") -> Self:
-        """Validate `raw` and build the configuration.
+        """Validate a raw mapping and build the configuration of this class.
+        The mapping is `raw`.
 
         Raises:
             ConfigError: with every problem, one per line.

@@ -314,7 +314,9 @@ class _ModernBertHeadEntry:
     handled_model_fields: frozenset[str] = frozenset({"masked_lm", "pooler", "sentence_pairs"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the head, independent of the class: `restrict_to_stored` checks the tensors."""
+        """Return the `ModelConfig` field `masked_lm` of ModernBERT from config.json.
+        It is independent of the class in config.json: `restrict_to_stored` checks the tensors.
+        """
         activation = raw.get("classifier_activation", "gelu")
         if activation not in GELUS:
             raise ConfigMismatchError(
@@ -324,7 +326,7 @@ class _ModernBertHeadEntry:
         return {"masked_lm": {"activation": GELUS[activation], **biases}}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the keys and the class."""
+        """Return the config.json keys of ModernBERT's masked-language-model head, and `architectures`."""
         if model.pooler:
             raise ConfigMismatchError("pooler must be False")
         head = model.masked_lm or MaskedLmConfig(dense_bias=False)

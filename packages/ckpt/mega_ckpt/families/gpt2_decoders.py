@@ -119,11 +119,11 @@ class FourfoldWidthEntry:
     handled_model_fields: frozenset[str] = frozenset({"ffn_hidden_size"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the field `ffn_hidden_size`."""
+        """Return the `ModelConfig` field `ffn_hidden_size`, four times the model's width."""
         return {"ffn_hidden_size": 4 * raw.get("hidden_size", raw.get("n_embed", 0))}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return no keys; ConfigMismatchError for another width."""
+        """Return no config.json keys; ConfigMismatchError for another feed-forward width than four times the model's."""
         if model.ffn_hidden_size != 4 * model.hidden_size:
             raise ConfigMismatchError(f"ffn_hidden_size must be {4 * model.hidden_size}, not {model.ffn_hidden_size}")
         return {}
@@ -279,13 +279,17 @@ class OptSizesEntry:
     handled_model_fields: frozenset[str] = frozenset({"qkv_bias", "attention_out_bias", "mlp_bias"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the bias fields; ConfigMismatchError if the embedding is not as wide as the model."""
+        """Return the `ModelConfig` fields of biases of an OPT model from config.json.
+        Raises ConfigMismatchError if the embedding is not as wide as the model.
+        """
         if raw.get("word_embed_proj_dim") not in (None, raw.get("hidden_size")):
             raise ConfigMismatchError(f"word_embed_proj_dim = {raw['word_embed_proj_dim']!r} must be hidden_size")
         return dict.fromkeys(self.handled_model_fields, raw.get("enable_bias", True))
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the key `enable_bias`; ConfigMismatchError if only some linear layers have biases."""
+        """Return the config.json keys `enable_bias` and `word_embed_proj_dim` of an OPT model.
+        Raises ConfigMismatchError if only some linear layers have biases.
+        """
         biases = {name: getattr(model, name) for name in sorted(self.handled_model_fields)}
         if len(set(biases.values())) > 1:
             raise ConfigMismatchError(f"{', '.join(biases)} must be equal")

@@ -199,7 +199,7 @@ class LayerIntervalEntry:
     )
 
     def fields_from_config(self, raw: ConfigDict) -> list[int] | None:
-        """Return the indices of the layers with experts."""
+        """Return the indices of the layers with experts, from the first, last and interval in config.json."""
         layers = layer_indices(raw)
         first, last = raw.get("moe_layer_start_index", 1), raw.get("moe_layer_end_index", -1)
         step, last = raw.get("moe_layer_interval", 1), len(layers) - 1 if last == -1 else last

@@ -230,7 +230,9 @@ class MlpLayerTypesEntry:
         return frozenset({"mlp_layer_types", *self.dense_key.split()})
 
     def fields_from_config(self, raw: ConfigDict) -> list[int] | None:
-        """Return the indices of the layers with experts; None if all layers have them."""
+        """Return the indices of the layers with experts, from `mlp_layer_types` in config.json.
+        Returns None if all layers have experts.
+        """
         layers = layer_indices(raw)
         first = raw.get(self.dense_key, self.dense) if self.dense_key else self.dense
         kinds = raw.get("mlp_layer_types") or ["dense" if layer < first else "sparse" for layer in layers]
@@ -243,7 +245,7 @@ class MlpLayerTypesEntry:
         return [*sparse, *range(len(layers), len(layers) + mtp_layers)]
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the key `mlp_layer_types`."""
+        """Return the config.json key `mlp_layer_types`, with "dense" or "sparse" for each layer."""
         sparse = [model.is_moe_layer(layer) for layer in range(model.num_layers)]
         return {"mlp_layer_types": ["sparse" if each else "dense" for each in sparse]}
 

@@ -205,7 +205,9 @@ class RotaryDimEntry:
         return self.rope.handled_config_keys | {self.key}
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the field `rope`, whose fraction follows from the number of rotated elements if that key is given."""
+        """Return the `ModelConfig` field `rope` from config.json, with the number of rotated elements of a head.
+        The rotary fraction follows from that number if its key is given.
+        """
         size, width, heads = (raw.get(key) for key in self.sizes)
         size = size or (width // heads if width and heads else None)
         rotated = raw.get(self.key, self.default)
@@ -217,7 +219,7 @@ class RotaryDimEntry:
         return self.rope.fields_from_config({**raw, "partial_rotary_factor": rotated / size})
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the rotary keys and the number of rotated elements."""
+        """Return the config.json keys of rotary positions, and the number of rotated elements of a head."""
         return {**self.rope.config_from_fields(model), self.key: model.rotary_dim}
 
 

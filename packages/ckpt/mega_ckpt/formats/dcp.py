@@ -153,7 +153,7 @@ class _Chunk:
     shape: TensorShape
 
     def read(self) -> Tensor:
-        """Return the chunk, mapped.
+        """Return the tensor chunk, memory-mapped from its file.
 
         Raises:
             CheckpointError: when the tensor in the file conflicts with the metadata.

@@ -153,7 +153,7 @@ class _LayerStack:
         return numbers if self.layer is None else (layer, *numbers)
 
     def extra_state_keys(self, key: str, part: MegatronPart) -> Iterator[str]:
-        """Yield the keys of Transformer Engine's extra state of the module, one per expert."""
+        """Yield the keys of Transformer Engine's extra state of a module, one per expert."""
         module, _, rest = key.partition(".weight")
         norm = key.endswith(("norm.weight", ".softmax_offset")) and not key.endswith(".mixer.norm.weight")
         if not is_projection_weight(f"{module}.weight") and not norm:

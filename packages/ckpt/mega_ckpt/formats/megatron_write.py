@@ -59,7 +59,7 @@ class MegatronWriter:
         return sum(self.part_dtype(part).itemsize * torch.Size(part.shape).numel() for part in self.parts)
 
     def part_dtype(self, part: MegatronPart) -> torch.dtype:
-        """Return the dtype that the tensor `part` is written in."""
+        """Return the dtype that a Megatron tensor is written in."""
         return cast_dtype(self._source, part.pieces[0].name, self._dtype)
 
     def read_block(self, part: MegatronPart, offset: TensorShape, shape: TensorShape) -> Tensor:

@@ -121,7 +121,8 @@ class PeftModule:
 
 
 def write_peft_folder(adapter: SavedAdapter, base: WeightSource, folder: Path) -> None:
-    """Write `adapter`, trained on `base`, as a PEFT folder; durable when this returns.
+    """Write a LoRA adapter as a PEFT folder, which is durable when this returns.
+    The adapter, `adapter`, was trained on `base`.
 
     Raises:
         CheckpointError: when PEFT cannot express the adapter.
@@ -176,7 +177,8 @@ def _check_saved_modules(
 
 
 def read_peft_adapter(folder: Location, base: WeightSource) -> SavedAdapter:
-    """Return the adapter in a PEFT folder, which was trained on `base`.
+    """Return the LoRA adapter in a PEFT folder.
+    The adapter was trained on `base`.
 
     Raises:
         CheckpointError: naming an unsupported option or tensor, or one of another model.
@@ -262,7 +264,7 @@ def _reject_unused(left: Mapping[str, str], folder: Location, family: ModelFamil
 
 
 def peft_modules(model: ModelConfig, family: ModelFamily) -> Iterator[PeftModule]:
-    """Yield the modules of transformers that can have an adapter, experts excluded."""
+    """Yield the modules of transformers that can have a LoRA adapter, experts excluded."""
     adaptable = {
         name for weights in adaptable_projections(model).values() for name, shape in weights.items() if len(shape) == 2
     }

@@ -238,7 +238,7 @@ class _ScaleGrid:
     def dequantize(
         self, codes: LazyTensor, dtype: torch.dtype, decode: Callable[[Tensor], Tensor] = Tensor.float
     ) -> LazyTensor:
-        """Return the weight of these codes; `decode` converts rows of codes to fp32.
+        """Return the weight that quantization codes stand for; `decode` converts rows of codes to fp32.
 
         Raises:
             CheckpointError: when the number of scales differs from that of blocks.

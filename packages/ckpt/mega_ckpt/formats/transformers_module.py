@@ -202,35 +202,37 @@ class TransformersSource:
         self._loaded: dict[str, Tensor] = {}
 
     def tensor_names(self) -> Sequence[str]:
-        """Return the names of the module's tensors."""
+        """Return the tensor names of the transformers module."""
         return list(self._tensors)
 
     def tensor_shape(self, name: str) -> TensorShape:
-        """Return the shape of a tensor."""
+        """Return the shape of a tensor of the transformers module."""
         return tuple(self._tensors[name].shape)
 
     def tensor_dtype(self, name: str) -> torch.dtype:
-        """Return the dtype of a tensor."""
+        """Return the dtype of a tensor of the transformers module."""
         return self._tensors[name].dtype
 
     def read_tensor(self, name: str) -> Tensor:
-        """Return a whole tensor."""
+        """Return a whole tensor of the transformers module."""
         return self._tensors[name]
 
     def read_tensor_slice(self, name: str, offset: TensorShape, shape: TensorShape) -> Tensor:
-        """Return `tensor[offset : offset + shape]` of the tensor `name`."""
+        """Return `tensor[offset : offset + shape]` of a tensor of the transformers module.
+        The tensor is `name`.
+        """
         return crop_tensor(self._tensors[name], offset, shape)
 
     def buffer_names(self) -> Sequence[str]:
-        """Return no names: persistent buffers are among the tensors."""
+        """Return no names: persistent buffers of a transformers module are among its tensors."""
         return []
 
     def read_buffer(self, name: str) -> Tensor:
-        """Raise KeyError: there are no other buffers."""
+        """Raise KeyError: a transformers module has no buffers other than its tensors."""
         raise KeyError(name)
 
     def asset_files(self) -> Mapping[str, Path | bytes]:
-        """Return the files of the folder other than weights, such as those of the tokenizer."""
+        """Return the files of a HuggingFace folder other than weights, such as those of the tokenizer."""
         return read_asset_files(self.folder)
 
     @property

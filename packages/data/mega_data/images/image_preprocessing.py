@@ -168,7 +168,7 @@ class _ImageDatasetWriter:
         self.writer.abort()
 
     def add_records(self, batch: Sequence[ImageChatRecord | RejectedItem], folder: Path) -> Iterator[RejectedItem]:
-        """Write the valid records of a batch, and yield the rejected ones."""
+        """Write the valid conversation records of a batch, and yield the rejected ones."""
         good: list[tuple[ImageChatRecord, Document]] = []
         for item in batch:
             rendered = item if isinstance(item, RejectedItem) else self._render_record(item, folder)
@@ -267,7 +267,7 @@ class _ImageDatasetWriter:
         return str(path.resolve()), offset, len(content)
 
     def commit_files(self, images: ImagesInfo) -> DatasetInfo:
-        """Commit all files of the data set together."""
+        """Commit all files of the image data set together."""
         if not self.documents:
             raise DataError(
                 f"{self.prefix}: no conversation with an answer in the inputs",

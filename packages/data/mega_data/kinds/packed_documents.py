@@ -55,7 +55,7 @@ class _BinsBySpace:
         self._spaces = 0  # bit s is set if a bin has free space s
 
     def add_items(self, size: int, count: int) -> Ints:
-        """Return the bins of `count` items of one size, int64 [count]."""
+        """Return the bin numbers of `count` items of one size, int64 [count]."""
         parts = []
         while count:
             fitting = self._spaces >> size

@@ -69,7 +69,7 @@ class LongText:
         return text
 
     def append_text(self, text: str) -> None:
-        """Append `text` to the stored text."""
+        """Append `text` to a long text that is stored in a temporary file."""
         try:
             raw = text.encode()
         except UnicodeEncodeError as error:
@@ -103,7 +103,7 @@ class LongText:
             text += more
 
     def read_blocks(self) -> Iterator[str]:
-        """Yield the stored text from its beginning, in blocks."""
+        """Yield a long text in a temporary file from its beginning, in blocks."""
         with translate_write_errors(self._folder):
             self._file.seek(0)  # also flushes
         return decode_blocks(iterate_blocks(self._file))

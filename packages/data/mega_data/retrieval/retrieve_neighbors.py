@@ -281,7 +281,7 @@ class _RetrievalRun:
         self._found = VectorShards(folder, "found", len(chunks))
 
     def embed_chunks(self, tokenizer: Tokenizer) -> None:
-        """Compute the missing vectors."""
+        """Compute the embedding vectors of chunks that are missing on disk."""
         todo = [(self.chunks, self._queries)] + ([] if self._same else [(self.database, self._keys)])
         missing = [(chunks, rows, span) for chunks, rows in todo for span in rows.iterate_missing_ranges()]
         with ProgressBar("embedding", total=sum(len(span) for *_, span in missing), unit="chunks") as bar:
@@ -291,7 +291,9 @@ class _RetrievalRun:
                 rows.write_shard(span.start, self.encoder.embed(texts, bar.advance))
 
     def search_neighbors(self) -> tuple[str, VectorShards]:
-        """Find the missing neighbors, and return the index type and the neighbors."""
+        """Find the nearest neighbors of chunks that are missing on disk.
+        Returns the index type and the neighbors.
+        """
         width = next(self._keys.iterate_blocks(0, 1)).shape[1]
         factory = self.search.index or select_index_type(len(self.train), width)
         missing = list(self._found.iterate_missing_ranges())
