@@ -54,7 +54,7 @@ def _format_as_bc(value: Number) -> str:
 
 
 def simulate_seq(arguments: Sequence[str], _: str | None) -> str | None:
-    """Return what the shell command `seq` with these arguments prints for whole numbers, or None for other arguments."""
+    """Return the output of the shell command `seq` for whole numbers, or None for other arguments."""
     if not arguments or re.match(r"-\d", arguments[0]):
         options, words = list[tuple[str, str]](), list(arguments)
     else:

@@ -242,7 +242,7 @@ def _line_count(arguments: Arguments) -> int | None:
 
 
 def simulate_paste(arguments: Arguments, entered: str | None) -> str | None:
-    """Return what `paste -s` prints: the joined lines of its standard input `entered`; None if the output is unknown."""
+    """Return the output of `paste -s`: the joined lines of its standard input `entered`; None if it is unknown."""
     parsed, files = getopt.gnu_getopt(list(arguments), "sd:", ["serial", "delimiters="])
     options = dict(parsed)
     delimiter = options.get("-d", options.get("--delimiters", "\t"))

@@ -97,7 +97,7 @@ def inspect_dataset(
 
 
 def load_original_tokenizer(info: DatasetInfo | None) -> Tokenizer | None:
-    """Return the tokenizer that made a data set, or None if it has been changed or removed.
+    """Return the tokenizer that made a data set, or None if its file has been changed or removed.
     It is found by the path in the data set's description, if that file still exists and is unchanged.
     """
     if info is None or info.tokenizer is None or not Path(info.tokenizer.path).is_file():
