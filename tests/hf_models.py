@@ -90,7 +90,7 @@ _BERT = {
     "max_position_embeddings": 32, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
 }  # fmt: skip
 _MODERNBERT = {"local_attention": 10, "cls_token_id": 3, "sep_token_id": 4}
-ENCODERS = {"bert", "megatron-bert", "roberta", "modernbert"}
+ENCODERS = {"bert", "megatron-bert", "roberta", "modernbert", "xlm-roberta", "camembert", "data2vec-text"}
 _T5 = {
     "vocab_size": 97, "d_model": 24, "d_kv": 5, "d_ff": 40, "num_layers": 2, "num_decoder_layers": 3, "num_heads": 4,
     "relative_attention_num_buckets": 8, "relative_attention_max_distance": 12, "decoder_start_token_id": 0,
@@ -352,10 +352,27 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         "qwen3_5_text", {**_DELTA, "tie_word_embeddings": True, "attention_bias": True, "num_key_value_heads": 4,
                          "layer_types": ["full_attention", "linear_attention", "linear_attention"]},
     ),
+    "lfm2": ("lfm2", {**_SIZES, "layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 8}),
+    "lfm2-bias-indices": (
+        "lfm2", {**_SIZES, "full_attn_idxs": [0, 2], "conv_bias": True, "conv_L_cache": 4, "block_auto_adjust_ff_dim": False,
+                 "tie_word_embeddings": False, "num_key_value_heads": 4},
+    ),
+    "lfm2_moe": (
+        "lfm2_moe", {**_SIZES, "layer_types": ["conv", "full_attention", "conv"], "num_experts": 6, "num_experts_per_tok": 2,
+                     "moe_intermediate_size": 12, "num_dense_layers": 1},
+    ),
+    "lfm2_moe-no-bias": (
+        "lfm2_moe", {**_SIZES, "layer_types": ["full_attention", "conv", "conv"], "num_experts": 4, "num_experts_per_tok": 3,
+                     "moe_intermediate_size": 12, "num_dense_layers": 0, "use_expert_bias": False, "norm_topk_prob": False,
+                     "routed_scaling_factor": 2.5, "conv_bias": True, "tie_word_embeddings": False},
+    ),
     "bert": ("bert", _BERT),
     "bert-types": ("bert", {**_BERT, "type_vocab_size": 3, "hidden_act": "gelu_new", "layer_norm_eps": 1e-6}),
     "megatron-bert": ("megatron-bert", _BERT),
     "roberta": ("roberta", {**_BERT, "type_vocab_size": 1, "pad_token_id": 1}),
+    "xlm-roberta": ("xlm-roberta", {**_BERT, "type_vocab_size": 1, "pad_token_id": 1}),
+    "camembert": ("camembert", {**_BERT, "type_vocab_size": 1, "pad_token_id": 1}),
+    "data2vec-text": ("data2vec-text", {**_BERT, "type_vocab_size": 2, "pad_token_id": 2}),
     "modernbert": ("modernbert", {**_BERT, **_MODERNBERT}),
     "modernbert-biases": (
         "modernbert", {**_BERT, **_MODERNBERT, "norm_bias": True, "attention_bias": True, "mlp_bias": True,

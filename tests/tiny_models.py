@@ -360,6 +360,16 @@ VARIANTS |= {
         "tie_embeddings": True, "qkv_bias": True, "attention_out_bias": True,
     },
     "qwen3.5": {**_DELTA, "layers": ["delta+mlp", "attention+mlp"], "num_kv_heads": 4, "rope": {"fraction": 0.5, "theta": 500.0}},
+    "lfm2": {
+        "layers": ["conv+mlp", "attention+mlp", "conv+mlp"], "num_layers": 3, "conv": {}, "qk_norm": True, "num_kv_heads": 2,
+    },
+    "lfm2-bias-tied": {
+        "layers": ["attention+mlp", "conv+mlp"], "conv": {"kernel": 4, "bias": True}, "qk_norm": True, "tie_embeddings": True,
+    },
+    "lfm2-moe": {
+        "layers": ["conv+mlp", "attention+moe", "conv+moe"], "num_layers": 3, "conv": {}, "qk_norm": True, "num_kv_heads": 2,
+        "moe": {**MOE, "score": "sigmoid", "selection_bias": True, "scaling": 1.5}, "tie_embeddings": True,
+    },
     "granite4-dense": {
         **_GRANITE, "layers": ["mamba+mlp", "attention+mlp"], "mamba": _MAMBA, "tie_embeddings": True, "rope": YARN,
         "qkv_bias": True, "attention_out_bias": True,

@@ -137,7 +137,12 @@ def _layer(config: ModelConfig, index: int) -> TensorShapes:
 def _mixer(config: ModelConfig, kind: str | None) -> TensorShapes:
     if kind is None:
         return {}
-    mixers = {"mamba": _mamba, "delta": _delta, "attention": _latent_attention if config.mla else _attention}
+    mixers = {
+        "mamba": _mamba,
+        "delta": _delta,
+        "conv": _short_convolution,
+        "attention": _latent_attention if config.mla else _attention,
+    }
     return mixers[kind](config)
 
 
@@ -290,6 +295,18 @@ def _delta(config: ModelConfig) -> TensorShapes:
         **{f"linear_attn.{name}": (delta.num_value_heads,) for name in ("dt_bias", "A_log")},
         "linear_attn.norm.weight": (delta.value_head_dim,),
         "linear_attn.out_proj.weight": (width, values),
+    }
+
+
+def _short_convolution(config: ModelConfig) -> TensorShapes:
+    """Return the tensors of a gated short convolution: projections of the gates b and c and of the input x."""
+    conv, width = config.conv, config.hidden_size
+    assert conv is not None
+    rows = [_linear(f"short_conv.in_proj.{part}", width, width, conv.bias) for part in "bcx"]
+    return {
+        **{name: shape for tensors in rows for name, shape in tensors.items()},
+        **_linear("short_conv.conv1d.x", width, conv.kernel, conv.bias),
+        **_linear("short_conv.out_proj", width, width, conv.bias),
     }
 
 

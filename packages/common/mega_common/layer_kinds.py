@@ -1,7 +1,7 @@
 """Layer kinds of a model: their names and patterns, their configuration sections, and Megatron's hybrid layer patterns.
 
 A layer is a residual step by a token mixer, by a feed-forward block, or by both in this order: `attention+mlp`,
-`mamba`, `moe`. `MambaConfig`, `MlaConfig` and `GatedDeltaConfig` are the sections of the mixers.
+`mamba`, `moe`. `MambaConfig`, `MlaConfig`, `GatedDeltaConfig` and `ShortConvolutionConfig` are the sections of the mixers.
 
 A hybrid layer pattern of Megatron-LM has one letter (`LETTERS`) per half layer, `|` between pipeline stages, and after
 each `/` the layers of an MTP depth. Source: Megatron-LM, megatron/core/models/hybrid and megatron/core/ssm.
@@ -17,7 +17,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from mega_common.strict_config import ConfigProblem, LayerCount, StrictConfig
 
-MixerKind = Literal["attention", "mamba", "delta"]
+MixerKind = Literal["attention", "mamba", "delta", "conv"]
 FeedForwardKind = Literal["mlp", "moe"]
 MIXERS: tuple[MixerKind, ...] = get_args(MixerKind)
 FEEDS: tuple[FeedForwardKind, ...] = get_args(FeedForwardKind)
@@ -162,6 +162,17 @@ class GatedDeltaConfig(StrictConfig):
         if self.num_value_heads % self.num_key_heads:
             rule = f"must divide num_value_heads = {self.num_value_heads}"
             yield ConfigProblem("num_key_heads", rule, self.num_key_heads)
+
+
+class ShortConvolutionConfig(StrictConfig):
+    """Configuration of gated short convolutions as token mixers, as in LFM2 (arXiv:2511.23404).
+
+    A mixer computes out(c * conv(b * x)) from three projections b, c and x of the stream, each as wide as the model; the
+    convolution is causal, over the last `kernel` tokens of each channel.
+    """
+
+    kernel: PositiveInt = Field(3, description="tokens that the convolution reads, its own included")
+    bias: bool = Field(False, description="bias of the projections and of the convolution")
 
 
 def find_missing_sections(layers: Sequence[LayerKind], given: dict[str, bool]) -> Iterator[ConfigProblem]:

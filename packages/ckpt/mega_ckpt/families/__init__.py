@@ -6,7 +6,15 @@ import difflib
 from collections.abc import Sequence
 from dataclasses import replace
 
-from mega_ckpt.families.bert_encoders import BERT, MEGATRON_BERT, MODERNBERT, ROBERTA
+from mega_ckpt.families.bert_encoders import (
+    BERT,
+    CAMEMBERT,
+    DATA2VEC_TEXT,
+    MEGATRON_BERT,
+    MODERNBERT,
+    ROBERTA,
+    XLM_ROBERTA,
+)
 from mega_ckpt.families.config_entries import ConfigDict
 from mega_ckpt.families.deepseek_glm import DEEPSEEK_V2, DEEPSEEK_V3, GLM, GLM4, GLM4_MOE
 from mega_ckpt.families.family import ModelFamily
@@ -32,6 +40,7 @@ from mega_ckpt.families.layernorm_decoders import (
     STABLELM,
     STARCODER2,
 )
+from mega_ckpt.families.lfm2_decoders import LFM2, LFM2_MOE
 from mega_ckpt.families.llama_decoders import (
     ARCEE,
     CWM,
@@ -91,7 +100,8 @@ FAMILIES: tuple[ModelFamily, ...] = (
     NEMOTRON_H, MAMBA2, BAMBA, GRANITE_MOE_HYBRID, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, T5, MT5, UMT5, BERT, ROBERTA,
     MODERNBERT, MEGATRON_BERT, MINIMAX_M2, GLM4_MOE_LITE, DOTS1, EXAONE_MOE, SOLAR_OPEN, HY_V3, AFMOE, CWM, INTERNLM3,
     IQUESTCODER, VAULT_GEMMA, FLEX_OLMO, MELLUM, ERNIE4_5_MOE, GRANITE_MOE_SHARED, GRANITE_SWA, GRANITE_MOE_SWA, HYPERCLOVAX,
-    OPT, MINISTRAL3, HUNYUAN_V1_DENSE, HUNYUAN_V1_MOE, PHI, GPTJ, BLOOM,
+    OPT, MINISTRAL3, HUNYUAN_V1_DENSE, HUNYUAN_V1_MOE, PHI, GPTJ, BLOOM, LFM2, LFM2_MOE, XLM_ROBERTA,
+    CAMEMBERT, DATA2VEC_TEXT,
 )  # fmt: skip
 
 VISION_FAMILIES: tuple[VisionLanguageFamily, ...] = (LLAVA, LLAVA_NEXT, GEMMA3_VISION, QWEN2_5_VL)

@@ -1,6 +1,7 @@
 """Encoders. BERT (arXiv:1810.04805), and Megatron's with pre-norms and no embedding norm (arXiv:1909.08053). RoBERTa
-(arXiv:1907.11692): BERT without sentence pairs, positions after the padding position. ModernBERT (arXiv:2412.13663):
-pre-norms except before the first attention, bidirectional windows in two of three layers.
+(arXiv:1907.11692): BERT without sentence pairs, positions after the padding position; XLM-RoBERTa (arXiv:1911.02116),
+CamemBERT (arXiv:1911.03894) and data2vec's text encoder (arXiv:2202.03555) have its architecture. ModernBERT
+(arXiv:2412.13663): pre-norms except before the first attention, bidirectional windows in two of three layers.
 """
 
 from __future__ import annotations
@@ -293,17 +294,26 @@ _HEAD = {
     "matrix": "lm_head.decoder.weight",
 }
 
-ROBERTA = EncoderFamily(
-    name="roberta",
-    architecture="RobertaForMaskedLM",
-    prefix="roberta.",
-    head=_HEAD["matrix"],
-    bias_copy="lm_head.decoder.bias",
-    buffers=r"(roberta\.)?embeddings\.position_ids",
-    entries=bert_config_entries("Roberta", norm_position="sum", positions=OffsetPositionsEntry(), activation="gelu"),
-    rules=bert_tensor_rules("roberta", POST_NORMS, _HEAD),
-    carried=CARRIED_BERT,
-)
+
+def _roberta(name: str, classes: str, body: str = "roberta") -> EncoderFamily:
+    """Return a family of RoBERTa's architecture: `classes` is the start of its class names, `body` of its disk names."""
+    return EncoderFamily(
+        name=name,
+        architecture=f"{classes}ForMaskedLM",
+        prefix=f"{body}.",
+        head=_HEAD["matrix"],
+        bias_copy="lm_head.decoder.bias",
+        buffers=rf"({body}\.)?embeddings\.position_ids",
+        entries=bert_config_entries(classes, norm_position="sum", positions=OffsetPositionsEntry(), activation="gelu"),
+        rules=bert_tensor_rules(body, POST_NORMS, _HEAD),
+        carried=CARRIED_BERT,
+    )
+
+
+ROBERTA = _roberta("roberta", "Roberta")
+XLM_ROBERTA = _roberta("xlm-roberta", "XLMRoberta")
+CAMEMBERT = _roberta("camembert", "Camembert")
+DATA2VEC_TEXT = _roberta("data2vec-text", "Data2VecText", "data2vec_text")
 
 
 @dataclass(frozen=True)

@@ -33,20 +33,22 @@ NO_WINDOW: tuple[ConfigEntry, ...] = (
 )
 
 
-def parse_mixer_names(kinds: Any, recurrent: str, layers: Sequence[int]) -> list[str]:
+def parse_mixer_names(kinds: Any, recurrent: str, layers: Sequence[int], names: Sequence[str] = RECURRENT) -> list[str]:
     """Return the mixer of each layer, "attention" or `recurrent`, from `kinds`, a config.json's list of layer types.
+
+    `names` are those of the other mixer in config.json.
 
     Raises:
         ConfigMismatchError: for another type, or another number of layers.
     """
-    names = ATTENTION | dict.fromkeys(RECURRENT, recurrent)
-    if not isinstance(kinds, list) or not set(map(str, kinds)) <= names.keys():
+    mixers = ATTENTION | dict.fromkeys(names, recurrent)
+    if not isinstance(kinds, list) or not set(map(str, kinds)) <= mixers.keys():
         raise ConfigMismatchError(
-            f"layer_types = {kinds!r:.80} is not supported (only a list of {' and '.join(names)})"
+            f"layer_types = {kinds!r:.80} is not supported (only a list of {' and '.join(mixers)})"
         )
     if len(kinds) != len(layers):
         raise ConfigMismatchError(f"layer_types has {len(kinds)} layers, but num_hidden_layers = {len(layers)}")
-    return [names[kind] for kind in kinds]
+    return [mixers[kind] for kind in kinds]
 
 
 def check_layer_mixers(model: ModelConfig, recurrent: str) -> list[str]:

@@ -111,7 +111,7 @@ def _normalize_layers(model: ModelConfig) -> dict[str, Any]:
 def _reset_unused_mixers(model: ModelConfig) -> dict[str, Any]:
     """Return default settings for the mixers that no layer has."""
     used = {kind.mixer for kind in model.layer_kinds}
-    unused: dict[str, Any] = dict.fromkeys({"mamba", "delta"} - used)
+    unused: dict[str, Any] = dict.fromkeys({"mamba", "delta", "conv"} - used)
     if "attention" not in used:
         unused |= {
             name: ModelConfig.model_fields[name].get_default(call_default_factory=True) for name in ATTENTION_FIELDS
