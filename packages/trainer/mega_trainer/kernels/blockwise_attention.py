@@ -119,7 +119,7 @@ def attend_block_backward(
     d_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v from one block of keys in block-by-block attention.
-    The bias's gradient is added to `d_bias`; see `Kernels.attend_block_backward`.
+    See `Kernels.attend_block_backward`.
 
     The gradient of the bias values is added to `d_bias` [H, n], in at least fp32.
     """
