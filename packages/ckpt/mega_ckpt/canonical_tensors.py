@@ -18,8 +18,8 @@ EMBEDDING, HEAD, SCORE = "model.embed_tokens.weight", "lm_head.weight", "score.w
 
 
 def canonical_tensors(config: ModelConfig) -> TensorShapes:
-    """Return {canonical name: shape} of every tensor of a model by mega's own tensor names, in the order of the forward
-    pass.
+    """Return {canonical name: shape} of every tensor of a model, in the order of the forward pass.
+    Canonical names are mega's own tensor names.
 
     A layer's experts are one tensor stacked on axis 0. `lm_head.weight` is absent with tied embeddings, and replaced by
     `score.weight` in a reward model. A module of transformers has the names and the order of transformers.
@@ -234,8 +234,8 @@ def _retro_encoder(config: ModelConfig, index: int) -> TensorShapes:
 
 
 def retro_encoder_prefix(layer: int) -> str:
-    """Return the name prefix of the tensors of Retro's neighbor encoder, which is stored in decoder layer `layer`; a
-    layer number of the encoder follows the prefix.
+    """Return the name prefix of the tensors of Retro's neighbor encoder in a checkpoint.
+    The encoder is stored in decoder layer `layer`; a layer number of the encoder follows the prefix.
     """
     return f"model.layers.{layer}.encoder."
 

@@ -260,8 +260,9 @@ class ModelConfig(StrictConfig):
 
     @property
     def heads_by_mixer(self) -> dict[MixerKind, tuple[int, int]]:
-        """Head counts of each mixer kind in use, as (heads, shared heads): shared are key/value heads of attention,
-        groups of Mamba-2, key heads of gated delta nets. A channel of a short convolution counts as a head.
+        """Head counts of each mixer kind in use, as (heads, shared heads).
+        Shared heads are key/value heads of attention, groups of Mamba-2, and key heads of gated delta nets.
+        A channel of a short convolution counts as a head.
         """
         mamba, delta, used = self.mamba, self.delta, self._mixer_kinds
         every: dict[MixerKind, tuple[int, int]] = {
@@ -286,8 +287,8 @@ class ModelConfig(StrictConfig):
 
     @property
     def shared_head_counts(self) -> set[int]:
-        """Numbers of shared heads or groups (key/value heads, Mamba-2 groups, delta net key heads) that several tensor-
-        parallel ranks may replicate.
+        """Numbers of shared heads or groups that several tensor-parallel ranks may replicate.
+        They are key/value heads, Mamba-2 groups and delta net key heads.
         """
         groups = {self.mamba.num_groups} if self.mamba else set()
         return {self.key_value_heads} | groups | ({self.delta.num_key_heads} if self.delta else set())
@@ -321,8 +322,8 @@ class ModelConfig(StrictConfig):
 
     @property
     def has_encoder(self) -> bool:
-        """True if an encoder reads a second input in addition to the decoder's text: a source sequence or retrieved
-        neighbors.
+        """True if an encoder reads a second input in addition to the decoder's text.
+        The second input is a source sequence or retrieved neighbors.
         """
         return self.encoder is not None or self.retro is not None
 
@@ -338,15 +339,15 @@ class ModelConfig(StrictConfig):
 
     @property
     def retrieval_layers(self) -> list[int]:
-        """Indices of the decoder layers that attend to retrieved neighbors; the neighbor encoder runs before the first
-        of them.
+        """Indices of the decoder layers that attend to retrieved neighbors.
+        The neighbor encoder runs before the first of them.
         """
         return [] if self.retro is None else self.retro.list_retrieval_layers(self.num_layers)
 
     @property
     def neighbor_encoder_config(self) -> ModelConfig | None:
-        """Configuration of the encoder of retrieved neighbors (Retro), whose first layer attends to the text chunk that
-        they were retrieved for; None without retrieval.
+        """Configuration of the encoder of retrieved neighbors (Retro); None without retrieval.
+        Its first layer attends to the text chunk that they were retrieved for.
         """
         retro = self.retro
         if retro is None:

@@ -21,8 +21,8 @@ _REQUIRED_VALUES = {
 
 
 class RetroConfig(StrictConfig):
-    """Configuration of retrieval (Retro, arXiv:2112.04426): chunks of text with retrieved neighbors, which decoder
-    layers attend to.
+    """Configuration of retrieval (Retro, arXiv:2112.04426).
+    Chunks of text have retrieved neighbors, to which decoder layers attend.
 
     Text is cut into chunks, each with retrieved neighbors (chunks with their continuation). An encoder reads the
     neighbors, and the decoder's tokens after a chunk attend to its output.

@@ -126,8 +126,8 @@ def family_by_name(name: object, source: str = "family") -> ModelFamily:
 
 
 def family_of_config(raw: ConfigDict, source: str = "config.json") -> ModelFamily:
-    """Return the model family that a config.json belongs to, by its `model_type`; CheckpointError if it is not
-    supported.
+    """Return the model family that a HuggingFace config.json belongs to, by its `model_type`.
+    Raises CheckpointError if the type is not supported.
 
     Raises:
         CheckpointError: when it has no model type, or an unsupported one.
@@ -151,8 +151,8 @@ def family_of_config(raw: ConfigDict, source: str = "config.json") -> ModelFamil
 
 
 def family_for_model(model: ModelConfig) -> ModelFamily:
-    """Return the first HuggingFace model family whose config.json can express `model`; CheckpointError if there is
-    none.
+    """Return the first HuggingFace model family whose config.json can express `model`.
+    Raises CheckpointError if there is none.
 
     Raises:
         CheckpointError: when none can, with the settings that prevent the nearest ones.

@@ -33,16 +33,16 @@ _BLOCK = "transformer.h.{i}"
 
 @dataclass(frozen=True)
 class Gpt2SizesEntry:
-    """Config entry for GPT-2's MLP width `n_inner`, four times the hidden size by default, and for `n_ctx`, a second
-    key for the maximum sequence length.
+    """Config entry for GPT-2's MLP width and its second key for the maximum sequence length.
+    The MLP width `n_inner` is four times the hidden size by default; the second key is `n_ctx`.
     """
 
     handled_config_keys: frozenset[str] = frozenset({"n_inner", "n_ctx"})
     handled_model_fields: frozenset[str] = frozenset({"ffn_hidden_size"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return, from config.json, the `ModelConfig` field `ffn_hidden_size`; ConfigMismatchError if `n_ctx`, an older
-        name of `n_positions`, differs from it.
+        """Return the `ModelConfig` field `ffn_hidden_size` from GPT-2's config.json.
+        Raises ConfigMismatchError if `n_ctx`, an older name of `n_positions`, differs from it.
         """
         if raw.get("n_ctx", raw.get("n_positions")) != raw.get("n_positions"):
             raise ConfigMismatchError(f"n_ctx = {raw['n_ctx']!r} differs from n_positions = {raw.get('n_positions')!r}")
@@ -54,8 +54,8 @@ class Gpt2SizesEntry:
 
 
 def gpt2_config_entries(activation: str) -> tuple[ConfigEntry, ...]:
-    """Return the config entries that GPT-2 and GPT-BigCode share; `activation` is transformers' default activation
-    function.
+    """Return the config entries that GPT-2 and GPT-BigCode share.
+    `activation` is transformers' default activation function.
     """
     return (
         KeyEntry("vocab_size", "vocab_size"),
@@ -91,8 +91,9 @@ def gpt2_config_entries(activation: str) -> tuple[ConfigEntry, ...]:
 
 
 def gpt2_tensor_rules(layout: DiskLayout, *, per_head: str = "") -> tuple[TensorRule, ...]:
-    """Return the tensor rules that GPT-2 and GPT-BigCode share: `layout` is the layout of linear layers, `per_head` the
-    kind of heads by which queries, keys and values are interleaved.
+    """Return the tensor rules that GPT-2 and GPT-BigCode share.
+    `layout` is the layout of linear layers, `per_head` the kind of heads by which queries, keys and values are
+    interleaved.
     """
     return (
         TensorRule("transformer.wte.weight", ("model.embed_tokens.weight",)),
@@ -168,8 +169,8 @@ class MultiQueryEntry:
     handled_model_fields: frozenset[str] = frozenset({"num_kv_heads", "head_dim"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return, from config.json, the `ModelConfig` field `num_kv_heads`: 1 for multi-query attention, else None (as
-        many as query heads).
+        """Return the `ModelConfig` field `num_kv_heads` from config.json.
+        It is 1 for multi-query attention, else None (as many as query heads).
         """
         check_head_dim(raw)
         return {"num_kv_heads": 1 if raw.get("multi_query", True) else None}
@@ -365,21 +366,25 @@ BLOOM = ModelFamily(
 
 @dataclass(frozen=True)
 class OptSizesEntry:
-    """Config entry for OPT's keys of the embedding width and of the biases; models with projections around the decoder
-    (OPT-350M) are not supported.
+    """Config entry for OPT's keys of the embedding width and of the biases.
+    Models with projections around the decoder (OPT-350M) are not supported.
     """
 
     handled_config_keys: frozenset[str] = frozenset({"word_embed_proj_dim", "enable_bias"})
     handled_model_fields: frozenset[str] = frozenset({"qkv_bias", "attention_out_bias", "mlp_bias"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the bias fields; ConfigMismatchError if the embedding is not as wide as the model."""
+        """Return the `ModelConfig` fields of biases of an OPT model from config.json.
+        Raises ConfigMismatchError if the embedding is not as wide as the model.
+        """
         if raw.get("word_embed_proj_dim") not in (None, raw.get("hidden_size")):
             raise ConfigMismatchError(f"word_embed_proj_dim = {raw['word_embed_proj_dim']!r} must be hidden_size")
         return dict.fromkeys(self.handled_model_fields, raw.get("enable_bias", True))
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the key `enable_bias`; ConfigMismatchError if only some linear layers have biases."""
+        """Return the config.json keys `enable_bias` and `word_embed_proj_dim` of an OPT model.
+        Raises ConfigMismatchError if only some linear layers have biases.
+        """
         biases = {name: getattr(model, name) for name in sorted(self.handled_model_fields)}
         if len(set(biases.values())) > 1:
             raise ConfigMismatchError(f"{', '.join(biases)} must be equal")

@@ -50,8 +50,9 @@ class ShortConvolutionEntry:
 
 @dataclass(frozen=True)
 class Lfm2LayersEntry:
-    """Config entry for the kind of each layer of LFM2: a list of token mixers, or the layers with attention, and with
-    `experts` the number of dense layers before those with experts.
+    """Config entry for the kind of each layer of LFM2.
+    In config.json it is a list of token mixers, or the layers with attention, and with `experts` the number of dense
+    layers before those with experts.
     """
 
     experts: bool = False
@@ -95,8 +96,8 @@ class Lfm2LayersEntry:
 
 @dataclass(frozen=True)
 class AdjustedWidthEntry:
-    """Config entry for the width of LFM2's feed-forward blocks, which by default is 2/3 of `intermediate_size`, times a
-    factor, rounded up to a multiple.
+    """Config entry for the width of LFM2's feed-forward blocks.
+    By default it is 2/3 of `intermediate_size`, times a factor, rounded up to a multiple.
     """
 
     handled_config_keys: frozenset[str] = split_words(

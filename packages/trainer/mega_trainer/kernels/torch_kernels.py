@@ -112,8 +112,8 @@ class TorchKernels:
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | AttentionMaskSpec, how: ScoreTransform
     ) -> Tensor:
-        """Compute scaled dot-product attention by the whole-sequence kernel if it supports the call, else block by
-        block; see `Kernels.attention`.
+        """Compute scaled dot-product attention by the whole-sequence kernel, else block by block.
+        The whole-sequence kernel is used if it supports the call; see `Kernels.attention`.
         """
         if isinstance(mask, Tensor):
             return reference_attention(q, k, v, mask, how) if how.has_unfused_terms else _sdpa(q, k, v, mask, how.scale)
