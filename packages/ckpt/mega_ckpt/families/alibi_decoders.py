@@ -134,5 +134,5 @@ MPT = ModelFamily(
         TensorRule(f"{_MPT_BLOCK}.ffn.down_proj.weight", (f"{LAYER}.mlp.down_proj.weight",)),
         TensorRule("transformer.norm_f.weight", ("model.norm.weight",)),
     ),
-    carried=frozenset({"learned_pos_emb", "resid_pdrop", "classifier_dropout", "hidden_dropout", "init_device", "init_config", "verbose", "tokenizer_name"}),
+    carried=frozenset({"learned_pos_emb", "resid_pdrop", "classifier_dropout", "hidden_dropout", "init_device", "max_position_embeddings", "init_config", "verbose", "tokenizer_name"}),
 )  # fmt: skip
