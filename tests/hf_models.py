@@ -41,10 +41,6 @@ _LATENT_SIZES = {
     **_SIZES, "num_key_value_heads": 4, "q_lora_rank": 10, "kv_lora_rank": 14, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4,
     "v_head_dim": 8,
 }  # fmt: skip
-_BIOGPT = {
-    "vocab_size": 97, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "max_position_embeddings": 64, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
-}  # fmt: skip
 _NEO = {
     "vocab_size": 97,
     "hidden_size": 24,
@@ -523,10 +519,6 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     ),
     "codegen": ("codegen", {**_GPT2, "rotary_dim": 4}),
     "codegen-eight-heads": ("codegen", {**_GPT2, "n_embd": 32, "n_head": 8, "rotary_dim": 2, "n_inner": 40}),
-    "biogpt": ("biogpt", {**_BIOGPT}),
-    "biogpt-unscaled-untied": (
-        "biogpt", {**_BIOGPT, "scale_embedding": False, "tie_word_embeddings": False, "hidden_act": "relu"},
-    ),
     "opt": ("opt", _OPT),
     "opt-untied-no-bias": ("opt", {**_OPT, "enable_bias": False, "tie_word_embeddings": False, "activation_function": "gelu"}),
     "qwen3_5_moe": ("qwen3_5_moe_text", {key: value for key, value in _DELTA_MOE.items() if key != "intermediate_size"}),

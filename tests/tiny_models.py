@@ -312,10 +312,6 @@ VARIANTS |= {
         "norm": "layernorm", "norm_bias": False, "position": "alibi", "activation": "gelu", "tie_embeddings": True,
         "ffn_hidden_size": 96,
     },
-    "biogpt": {
-        "norm": "layernorm", "position": "learned", "position_offset": 2, "activation": "gelu", "tie_embeddings": True,
-        "scale_embeddings": True, **_BIASES,
-    },
     "gpt-neo": {
         "norm": "layernorm", "position": "learned", "activation": "gelu_tanh", "tie_embeddings": True, "attention_scale": 1.0,
         "attention_out_bias": True, "mlp_bias": True, "sliding_window": 7, "full_attention_layers": [0],

@@ -1,6 +1,4 @@
-"""Decoders of fairseq's line, with layer norms, biases and learned positions with an offset of 2: OPT (arXiv:2205.01068),
-with ReLU, and BioGPT (arXiv:2210.10341), with scaled embeddings.
-"""
+"""OPT (arXiv:2205.01068): a decoder with ReLU, layer norms, biases, and learned positions with an offset of 2."""
 
 from __future__ import annotations
 
@@ -98,47 +96,3 @@ OPT = ModelFamily(
     ),
     carried=frozenset({"layerdrop", "activation_dropout"}),
 )
-
-
-_BIO = "biogpt.layers.{i}"
-
-BIOGPT = ModelFamily(
-    name="biogpt",
-    architecture="BioGptForCausalLM",
-    prefix="biogpt.",
-    head="output_projection.weight",
-    entries=(
-        KeyEntry("vocab_size", "vocab_size"),
-        KeyEntry("hidden_size", "hidden_size"),
-        KeyEntry("intermediate_size", "ffn_hidden_size"),
-        KeyEntry("num_hidden_layers", "num_layers"),
-        KeyEntry("num_attention_heads", "num_attention_heads"),
-        KeyEntry("max_position_embeddings", "max_position", 1024),
-        KeyEntry("hidden_act", "activation", "gelu", {"gelu": "gelu", "gelu_new": "gelu_tanh", "relu": "relu"}),
-        KeyEntry("hidden_dropout_prob", "embedding_dropout residual_dropout", 0.1),
-        KeyEntry("attention_probs_dropout_prob", "attention_dropout", 0.1),
-        KeyEntry("initializer_range", "init_std", 0.02),
-        KeyEntry("scale_embedding", "scale_embeddings", True),
-        KeyEntry("tie_word_embeddings", "tie_embeddings", True),
-        MultiHeadEntry(),
-        UniformWindowEntry(supports_windows=False),
-        AllowedValuesEntry({"layerdrop": (0.0,), "activation_dropout": (0.0,), "is_decoder": (False, True)}),
-        FixedFieldsEntry(
-            {"norm": "layernorm", "norm_eps": 1e-5, "position": "learned", "position_offset": 2, "qk_norm": False,
-             "qkv_bias": True, "attention_out_bias": True, "mlp_bias": True}
-        ),
-    ),
-    rules=(
-        TensorRule("biogpt.embed_tokens.weight", ("model.embed_tokens.weight",)),
-        TensorRule("biogpt.embed_positions.weight", ("model.embed_positions.weight",)),
-        *(rule for x in "qkv" for rule in weight_bias_rules(f"{_BIO}.self_attn.{x}_proj", f"{LAYER}.self_attn.{x}_proj")),
-        *weight_bias_rules(f"{_BIO}.self_attn.out_proj", f"{LAYER}.self_attn.o_proj"),
-        *weight_bias_rules(f"{_BIO}.self_attn_layer_norm", f"{LAYER}.input_layernorm"),
-        *weight_bias_rules(f"{_BIO}.fc1", f"{LAYER}.mlp.up_proj"),
-        *weight_bias_rules(f"{_BIO}.fc2", f"{LAYER}.mlp.down_proj"),
-        *weight_bias_rules(f"{_BIO}.final_layer_norm", f"{LAYER}.post_attention_layernorm"),
-        *weight_bias_rules("biogpt.layer_norm", "model.norm"),
-        TensorRule("output_projection.weight", ("lm_head.weight",)),
-    ),
-    carried=frozenset({"layer_norm_eps", "classifier_dropout"}),  # which transformers does not read
-)  # fmt: skip
