@@ -6,12 +6,21 @@ import difflib
 from collections.abc import Sequence
 from dataclasses import replace
 
-from mega_ckpt.families.bert_encoders import BERT, MEGATRON_BERT, MODERNBERT, ROBERTA
+from mega_ckpt.families.alibi_decoders import BLOOM, MPT
+from mega_ckpt.families.bert_encoders import (
+    BERT,
+    CAMEMBERT,
+    DATA2VEC_TEXT,
+    MEGATRON_BERT,
+    MODERNBERT,
+    ROBERTA,
+    XLM_ROBERTA,
+)
 from mega_ckpt.families.config_entries import ConfigDict
-from mega_ckpt.families.deepseek_glm import DEEPSEEK_V2, DEEPSEEK_V3, GLM, GLM4, GLM4_MOE
+from mega_ckpt.families.deepseek_glm import DEEPSEEK_V2, DEEPSEEK_V3, GLM, GLM4, GLM4_MOE, YOUTU
 from mega_ckpt.families.family import ModelFamily
 from mega_ckpt.families.gemma import GEMMA, GEMMA2, GEMMA3, VAULT_GEMMA
-from mega_ckpt.families.gpt2_decoders import BLOOM, GPT2, GPT_BIGCODE, GPTJ, OPT
+from mega_ckpt.families.gpt2_decoders import CODEGEN, GPT2, GPT_BIGCODE, GPT_NEO, GPTJ
 from mega_ckpt.families.granite import (
     GRANITE,
     GRANITE_MOE,
@@ -32,6 +41,7 @@ from mega_ckpt.families.layernorm_decoders import (
     STABLELM,
     STARCODER2,
 )
+from mega_ckpt.families.lfm2_decoders import LFM2, LFM2_MOE
 from mega_ckpt.families.llama_decoders import (
     ARCEE,
     CWM,
@@ -65,6 +75,7 @@ from mega_ckpt.families.moe_decoders import (
     QWEN3_MOE,
 )
 from mega_ckpt.families.nemotron_h import NEMOTRON_H
+from mega_ckpt.families.opt import OPT
 from mega_ckpt.families.qwen_hybrids import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from mega_ckpt.families.sigmoid_moe_decoders import (
     AFMOE,
@@ -91,7 +102,8 @@ FAMILIES: tuple[ModelFamily, ...] = (
     NEMOTRON_H, MAMBA2, BAMBA, GRANITE_MOE_HYBRID, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, T5, MT5, UMT5, BERT, ROBERTA,
     MODERNBERT, MEGATRON_BERT, MINIMAX_M2, GLM4_MOE_LITE, DOTS1, EXAONE_MOE, SOLAR_OPEN, HY_V3, AFMOE, CWM, INTERNLM3,
     IQUESTCODER, VAULT_GEMMA, FLEX_OLMO, MELLUM, ERNIE4_5_MOE, GRANITE_MOE_SHARED, GRANITE_SWA, GRANITE_MOE_SWA, HYPERCLOVAX,
-    OPT, MINISTRAL3, HUNYUAN_V1_DENSE, HUNYUAN_V1_MOE, PHI, GPTJ, BLOOM,
+    OPT, MINISTRAL3, HUNYUAN_V1_DENSE, HUNYUAN_V1_MOE, PHI, GPTJ, BLOOM, LFM2, LFM2_MOE, XLM_ROBERTA,
+    CAMEMBERT, DATA2VEC_TEXT, GPT_NEO, YOUTU, MPT, CODEGEN,
 )  # fmt: skip
 
 VISION_FAMILIES: tuple[VisionLanguageFamily, ...] = (LLAVA, LLAVA_NEXT, GEMMA3_VISION, QWEN2_5_VL)
@@ -116,8 +128,8 @@ def family_by_name(name: object, source: str = "family") -> ModelFamily:
 
 
 def family_of_config(raw: ConfigDict, source: str = "config.json") -> ModelFamily:
-    """Return the model family that a config.json belongs to, by its `model_type`; CheckpointError if it is not
-    supported.
+    """Return the model family that a HuggingFace config.json belongs to, by its `model_type`.
+    Raises CheckpointError if the type is not supported.
 
     Raises:
         CheckpointError: when it has no model type, or an unsupported one.
@@ -141,8 +153,8 @@ def family_of_config(raw: ConfigDict, source: str = "config.json") -> ModelFamil
 
 
 def family_for_model(model: ModelConfig) -> ModelFamily:
-    """Return the first HuggingFace model family whose config.json can express `model`; CheckpointError if there is
-    none.
+    """Return the first HuggingFace model family whose config.json can express `model`.
+    Raises CheckpointError if there is none.
 
     Raises:
         CheckpointError: when none can, with the settings that prevent the nearest ones.
