@@ -35,8 +35,9 @@ class _TokenNumbers:
 
 
 def compare_generation(case: LayoutCase) -> tuple[float, str] | str:
-    """Compare the log-probabilities of prompt and generated tokens, computed in chunks and token by token with a cache,
-    with those of one training forward of the same tokens.
+    """Compare the log-probabilities of generated text with those of one training forward of the same tokens.
+
+    Generation computes the prompt in chunks and new tokens one by one, with a cache.
 
     Returns:
         The largest difference and a description, or the reason why the model has no such comparison.

@@ -79,8 +79,9 @@ def list_parity_cases(ranks: int) -> dict[str, LayoutCase]:
 
 
 def check_parity(device: torch.device, ranks: RankInfo) -> Iterator[CheckResult]:
-    """Yield the largest relative difference between each layout and one process, in fp64: losses, gradients, weights and
-    optimizer state.
+    """Yield the largest relative difference between each layout and one process, in fp64.
+
+    Losses, gradients, weights and optimizer state are compared.
     """
     cases = list_parity_cases(ranks.world_size)
     for (name, case), found in zip(cases.items(), sweep_cases([*cases.values()], device=device), strict=True):

@@ -39,8 +39,9 @@ def run_ranks(
     timeout: float = TIMEOUT_SECONDS,
     preload: Sequence[str] = PRELOADED,
 ) -> list[Any]:
-    """Call `function(*args)` on `world_size` ranks of one gloo process group, and return each rank's result, by rank; a
-    list if the function returns an iterator.
+    """Call `function(*args)` on `world_size` ranks of one gloo process group, and return the results by rank.
+
+    The result of a function that returns an iterator is the list of its items.
 
     Raises:
         RankError: the first error of a rank, with its traceback; the other ranks are killed then.
@@ -58,8 +59,9 @@ def iterate_ranks(
     timeout: float = TIMEOUT_SECONDS,
     preload: Sequence[str] = PRELOADED,
 ) -> Iterator[list[Any]]:
-    """Yield the items of the iterator that `function(*args)` returns on each of `world_size` ranks, by rank, as soon as
-    all ranks have one.
+    """Yield the items of the iterators that `function(*args)` returns on `world_size` ranks, as lists by rank.
+
+    An item is yielded as soon as all ranks have it.
 
     Raises:
         RankError: the first error of a rank, with its traceback; the other ranks are killed then.

@@ -171,8 +171,9 @@ def sweep_against(
     device: torch.device = CPU,
     context: ContextFactory = nullcontext,
 ) -> Iterator[RankFindings | None]:
-    """Yield this rank's findings of every case in turn against given results of one process; None for a rank that the
-    case does not need. A collective call.
+    """Yield this rank's findings of every case in turn against given results of one process. A collective call.
+
+    The findings of a rank that a case does not need are None.
     """
     (rank, _), maker = get_rank_and_world(), make_case_groups(cases)
     for case in cases:

@@ -175,8 +175,9 @@ def make_case_groups(cases: Iterable[LayoutCase]) -> ProcessGroupCache:
 
 
 class SingleProcessOutcomes:
-    """Results of each case in one process, computed once. Making it is a collective call of all ranks, which share the
-    work.
+    """Results of each case in one process, computed once.
+
+    Making the object is a collective call of all ranks, which share the work.
     """
 
     def __init__(

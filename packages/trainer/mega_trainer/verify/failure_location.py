@@ -94,8 +94,7 @@ class TensorDifference:
 def find_smallest_failure(
     case: LayoutCase, find_failing: Callable[[Sequence[LayoutCase]], list[LayoutCase]]
 ) -> LayoutCase:
-    """Return the failing case with the fewest ranks and settings that differ from one process, starting from a failing
-    one.
+    """Return the failing case with the fewest ranks and settings, found by removing settings of a failing one.
 
     Args:
         find_failing: returns the cases that fail.

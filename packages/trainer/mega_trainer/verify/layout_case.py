@@ -222,8 +222,10 @@ def iterate_layouts(
 
 
 def draw_stages(ranks: int, parallel: Mapping[str, Any], rng: random.Random) -> tuple[int, dict[str, Any]]:
-    """Draw what a layout leaves open of its pipeline and its batch: return the number of layers and fields of a
-    `LayoutCase`.
+    """Draw the pipeline stages and the batch of a layout, which it leaves open.
+
+    Returns:
+        The number of layers, and fields of a `LayoutCase`.
     """
     stages = parallel["pp"] * parallel["virtual_stages"]
     layers, chosen = max(2, stages), dict(parallel)

@@ -57,8 +57,9 @@ def restore_in_other_layouts(
     folder: Path,
     contexts: Sequence[Callable[[], AbstractContextManager[Any]]] = (),
 ) -> Iterator[RestoreFindings | None]:
-    """Yield this rank's findings of each pair: train in the first layout, save, restore in the second, train on. A
-    collective call.
+    """Yield this rank's findings about checkpoints saved in one layout and restored in another. A collective call.
+
+    Each pair trains in its first layout, saves, restores in the second, and trains on.
 
     Args:
         folder: for the checkpoints.

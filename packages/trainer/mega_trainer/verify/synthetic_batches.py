@@ -16,8 +16,9 @@ from mega_trainer.config.run_config import RunConfig
 
 
 def make_synthetic_batch(config: RunConfig, step: int, rank: int, ranks: int, closed: bool = True) -> StepBatch:
-    """Return the samples of data rank `rank` of `ranks` in a step: random tokens, documents of uneven length, uneven
-    loss weights.
+    """Return the samples of data rank `rank` of `ranks` in a step.
+
+    Tokens are random, documents have uneven lengths, and labels uneven loss weights.
 
     Args:
         closed: attention is restricted to documents.

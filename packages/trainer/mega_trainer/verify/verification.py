@@ -292,8 +292,9 @@ def make_case(tiny: TinyRun, layers: int, ranks: int, **fields: Any) -> LayoutCa
 
 
 def count_stable_steps(tiny: TinyRun, layers: int) -> int:
-    """Return the number of steps whose errors are told from rounding: many layers with delta nets magnify rounding by
-    forty in each step.
+    """Return the number of steps whose errors are distinct from rounding.
+
+    Many layers with delta nets magnify rounding by forty in each step.
     """
     return 1 if layers > 4 and tiny.config.model.delta is not None else STEPS
 
