@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from parity.cases import layouts
-from parity.full import TOLERANCE, batches
-from ranks import run_ranks
 
+from mega_common.progress_logging import ProgressBar
 from mega_trainer.config.fp8_config import MULTIPLES
-from mega_trainer.verify.case_comparison import join_all_findings, sweep_cases
+from mega_trainer.verify.case_comparison import TOLERANCE
 from mega_trainer.verify.layout_case import LayoutCase
+from mega_trainer.verify.local_examination import examine_cases
 
 RANKS = 4
 
@@ -80,12 +80,12 @@ def _fits(ranks: int, parallel: dict[str, Any]) -> bool:
 def main() -> int:
     """All of them; 1 when one disagrees."""
     cases, wrong, worst = all_layouts("mxfp8"), list[str](), 0.0
-    for part in batches(cases):
-        found = join_all_findings(part, run_ranks(sweep_cases, part[0].ranks, part, timeout=3600))
-        wrong += [problem for one in found if (problem := one.describe_problem(TOLERANCE))]
-        worst = max(worst, *(max(one.errors.values()) for one in found))
-        print(f"{len(part)} layouts on {part[0].ranks} ranks: errors up to {worst:.1e} so far", flush=True)
-    print("\n".join(wrong) or f"in fp8, {len(cases)} layouts agree with one process to {TOLERANCE:g}")
+    with ProgressBar("parity", total=len(cases), unit="layouts", every=5) as bar:
+        for one in examine_cases(cases):
+            wrong += [problem] if (problem := one.describe_problem(TOLERANCE)) else []
+            worst = max(worst, one.largest_error)
+            bar.advance(1)
+    print("\n".join(wrong) or f"in fp8, {len(cases)} layouts agree with one process to {TOLERANCE:g}: {worst:.1e}")
     return 1 if wrong else 0
 
 

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import numpy as np
 from parity.cases import all_layouts
-from parity.full import TOLERANCE, batches
 from ranks import run_ranks
 
 from mega_data.batch_loader import BatchLoader, StepBatch
@@ -27,9 +26,9 @@ from mega_data.token_files.indexed_reader import IndexedReader, get_mask_prefix
 from mega_data.token_files.indexed_writer import IndexedWriter
 from mega_data.token_files.loss_mask import LossWeights
 from mega_trainer.config.run_config import RunConfig
-from mega_trainer.verify.case_comparison import RankFindings, join_all_findings, sweep_against
+from mega_trainer.verify.case_comparison import TOLERANCE, RankFindings, join_all_findings, sweep_against
 from mega_trainer.verify.case_trainer import SingleProcessOutcomes
-from mega_trainer.verify.layout_case import LayoutCase
+from mega_trainer.verify.layout_case import LayoutCase, group_by_processes
 
 RANKS = 4
 TOKENS = 53  # ids that all of the models have
@@ -153,7 +152,7 @@ def problems(cases: Sequence[LayoutCase], ranks: int) -> list[str]:
 def main() -> int:
     """All of them; 1 when one disagrees."""
     cases = plain_layouts()
-    wrong = [problem for part in batches(cases) for problem in problems(part, part[0].ranks)]
+    wrong = [problem for part in group_by_processes(cases, 100) for problem in problems(part, part[0].ranks)]
     print("\n".join(wrong) or f"packed, {len(cases)} layouts agree with the documents one by one to {TOLERANCE:g}")
     return 1 if wrong else 0
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import cast
 from unittest import mock
 
 import torch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 
 from mega_ckpt.tensor_pieces import ShardedTensor, TensorBox
 from mega_data.batch_loader import StepBatch
+from mega_data.blended_dataset import BlendedDataset
 from mega_trainer.config.parallel_layout import ParallelLayout
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.data.micro_batch import MicroBatch, split_micro_batches
@@ -25,10 +27,10 @@ from mega_trainer.distributed.process_groups import (
 )
 from mega_trainer.job.step_result import StepResult
 from mega_trainer.model.weight_init import initialize_weights
-from mega_trainer.objectives import training_objective
 from mega_trainer.optim.sharded_optimizer import ShardedOptimizer
 from mega_trainer.pipeline.executor import PipelineExecutor
 from mega_trainer.run import build_components, training_run
+from mega_trainer.run.objective_builder import build_objectives
 from mega_trainer.run.train_state import TrainState
 from mega_trainer.run.train_step import train_step
 from mega_trainer.verify.layout_case import STEPS, LayoutCase
@@ -97,11 +99,13 @@ class CaseTrainer:
         state.optimizer.load_main_from_model()
         return cls(case, config, groups, executor, state.optimizer, state, batches or make_synthetic_batch, device)
 
-    def make_micro_batches(self, number: int) -> tuple[list[MicroBatch], Sequence[float]]:
+    def make_micro_batches(self, number: int) -> tuple[Sequence[MicroBatch], Sequence[float]]:
         """Return this rank's micro-batches of step `number`, and the numbers of loss terms of the step."""
         batch = self.batches(self.config, number, self.groups.dp.rank, self.groups.dp.size, self.case.closed)
         micro = list(split_micro_batches(batch, self.config, self.device, self.groups.cp))
-        return micro, training_objective.count_step_tokens(batch, self.config.model.mtp_layers, self.groups)
+        no_data = cast(BlendedDataset, None)  # objectives that read data are replaced in the case's run.yaml
+        objective, _ = build_objectives(self.config, self.executor, self.device, 0, no_data, None)
+        return objective.prepare_micro_batches(batch, micro), objective.count_step_terms(batch)
 
     def step(self, number: int | None = None) -> StepResult:
         """Train on the batch of the next step, or of step `number`."""

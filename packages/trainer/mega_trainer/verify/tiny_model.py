@@ -17,6 +17,7 @@ from mega_common.errors import ConfigError
 from mega_common.layer_kinds import expand_layer_pattern
 from mega_common.model_config import ModelConfig, MoeConfig, RopeConfig
 from mega_common.vision_config import VisionConfig
+from mega_trainer.config.objective_config import USED
 from mega_trainer.config.run_config import RunConfig, flatten_settings
 
 MOST_HEADS, MOST_EXPERTS, MOST_CHOICES = 8, 8, 3
@@ -90,6 +91,8 @@ class TinyRun:
         sections: dict[str, Any] = {"optimizer": optimizer}
         if extensions := getattr(config, "extensions", None):
             sections["extensions"] = list(extensions)
+        if config.objective.kind not in USED:  # of an extension
+            sections["objective"] = config.objective.model_dump(mode="json", exclude_unset=True)
         return {
             "length": LENGTH, "optimizer": config.optimizer.name, "decoupled_lr": config.optimizer.decoupled_lr,
             "lr_factors": dict(config.optimizer.lr_factors), "freeze": _without_layer_numbers(config.train.freeze),
@@ -108,7 +111,7 @@ def _list_unverified(config: RunConfig) -> Iterator[str]:
     """Yield sentences about parts of a run that a verification does not run."""
     if config.model.score:
         yield "The score head of the reward model is replaced by a language-model head."
-    if config.objective.kind != "cross_entropy":
+    if config.objective.kind in USED and config.objective.kind != "cross_entropy":
         yield f"The objective is next-token cross entropy, not {config.objective.kind}."
     if config.precision in ("fp8", "fp16"):
         yield f"The rounding of {config.precision} is left out: layouts are compared in fp64, precisions in bf16."
@@ -118,7 +121,8 @@ def _list_unverified(config: RunConfig) -> Iterator[str]:
         yield "The base weights of the adapter are not quantised."
     if len(_without_layer_numbers(config.train.freeze)) < len(config.train.freeze):
         yield "Patterns of train.freeze with layer numbers are left out, as the tiny model has other layers."
-    yield "Data are random tokens: the data reader, the tokenizer and GPU kernels are left out (mega doctor examines kernels)."
+    yield "Data are random tokens at a constant learning rate: data reader, tokenizer, schedule and callbacks are left out."
+    yield "All runs on CPUs: GPU kernels are left out (mega doctor examines them)."
 
 
 def _without_layer_numbers(patterns: Iterable[str]) -> list[str]:
