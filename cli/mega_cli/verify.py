@@ -79,6 +79,11 @@ def verify_command(
     verification = Verification(
         tiny, layouts=layouts, ranks=ranks, seed=seed, only=only, check_generation=compare_generation
     )
+    if verification.uncovered:
+        names = ", ".join(verification.uncovered)
+        report.print(
+            f"not verified: no layout of up to {ranks} processes has {names}; try --ranks 8 or more --layouts."
+        )
     rows: list[CheckRow] = []
     screen = Console(stderr=True)
     with Progress(console=screen, transient=True, disable=not screen.is_terminal) as progress:

@@ -79,7 +79,7 @@ class TinyRun:
         return [
             f"{path} {before.get(path)} -> {value}"
             for path, value in sorted(after.items())
-            if before.get(path) != value and value is not None and ".declares" not in path
+            if before.get(path) != value and value not in (None, {}) and path != "layers"
         ]
 
     def case_fields(self) -> dict[str, Any]:
@@ -197,11 +197,10 @@ def _shrink_layers(model: ModelConfig, layers: int, fields: Mapping[str, Any]) -
 
 
 def shrink_count(count: int, most: int = MOST_HEADS) -> int:
-    """Return a count of at most `most`: itself, or its largest divisor, or an odd number for one without such divisors."""
-    if count <= most:
-        return count
-    largest = max(divisor for divisor in range(1, most + 1) if count % divisor == 0)
-    return largest if largest > 1 else most - 1
+    """Return a count of at most `most`: itself, `most` for an even count, or a divisor or `most` - 1 for an odd one."""
+    if count <= most or count % 2 == 0:
+        return min(count, most)
+    return max((divisor for divisor in range(3, most) if count % divisor == 0), default=most - 1)
 
 
 def shrink_shared(heads: int, shared: int, tiny_heads: int) -> int:

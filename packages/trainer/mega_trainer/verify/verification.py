@@ -130,6 +130,14 @@ class Verification:
         self.failures: list[CaseVerdict] = []
 
     @property
+    def uncovered(self) -> list[str]:
+        """Degrees that the run has and no layout of this verification, such as `tp`."""
+        parallel = self._tiny.config.parallel
+        degrees = ("tp", "pp", "cp", "ep", "expert_tp", "virtual_stages")
+        used = {key for case in self.cases for key in degrees if case.layout[key] > 1}
+        return [] if self._only else [key for key in degrees if getattr(parallel, key) > 1 and key not in used]
+
+    @property
     def num_checks(self) -> int:
         """Number of rows that `run_checks` yields."""
         return len(self.cases) + (0 if self._only else len(self._restore_pairs) + len(self._single_pairs) + 1)
