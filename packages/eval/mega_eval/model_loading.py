@@ -40,6 +40,7 @@ from mega_eval.sampling import (
     parse_token_ids,
 )
 from mega_eval.sharded_decoders import PipelineDecoder
+from mega_trainer.config.extensions import load_extensions, load_model_extensions
 from mega_trainer.data.data_check import read_token_ids
 from mega_trainer.distributed.process_groups import ParallelGroups
 from mega_trainer.model.decoder import Decoder
@@ -170,6 +171,7 @@ def load_inference_model(
     adapter: str | Location | None = None,
     lora_adapters: LoraAdapterSet | None = None,
     mtp: bool = False,
+    extensions: Sequence[str] = (),
 ) -> Decoder:
     """Load the model at `path` for inference only, in `dtype` on `device`: the whole model, or this rank's shards and
     layers under the process groups `groups`.
@@ -185,18 +187,28 @@ def load_inference_model(
         adapter: LoRA adapter to merge into the weights.
         lora_adapters: LoRA adapters to keep separate; each row of a batch selects at most one.
         mtp: load the MTP layers, which are left out by default.
+        extensions: extensions with the code of the model's own blocks; installed ones are found by their names.
 
     Raises:
         CheckpointError: when there is no complete checkpoint, or its tensors do not match its configuration.
-        ConfigError: for a model of another kind than `kinds`, or without the MTP layers that `mtp` requires.
+        ConfigError: for a model of another kind than `kinds`, without the MTP layers that `mtp` requires, or of an
+            extension that is missing.
     """
-    source = open_weight_source(path) if adapter is None else load_with_adapter(adapter, path)
+    families = load_extensions(extensions).families
+    source = (
+        open_weight_source(path, families=families)
+        if adapter is None
+        else load_with_adapter(adapter, path, families=families)
+    )
     stages, ranks = (1, 1) if groups is None else (groups.pp.size, groups.tp.size * groups.pp.size * groups.ep.size)
     _check_loadable(path, source.model, kinds, mtp=mtp, stages=stages, ranks=ranks)
     warn_of_unsupported_parts(source)
     config = source.model if mtp else source.model.model_copy(update={"mtp_layers": 0})
     pool = None if lora_adapters is None else lora_adapters.pool
-    build = LayerBuilder(config, groups or ParallelGroups(), dtype=dtype, device=torch.device(device), choice=pool)
+    build = LayerBuilder(
+        config, groups or ParallelGroups(), dtype=dtype, device=torch.device(device), choice=pool,
+        blocks=load_model_extensions(config, extensions, str(path)).bind_blocks(config),
+    )  # fmt: skip
     model = PipelineDecoder(build) if build.groups.pp.size > 1 else select_model_class(config)(build)
     boxes = boxes_by_name([*list_parameter_pieces(model, adapters=False), *non_trainable_buffers(model)])
     unused = sorted(set(source.tensor_names()) - canonical_tensors(source.model).keys())

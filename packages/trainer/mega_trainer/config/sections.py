@@ -9,7 +9,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt
 
-from mega_common.strict_config import ConfigProblem, DimensionSize, RankCount, StageCount, StrictConfig
+from mega_common.strict_config import (
+    ConfigProblem,
+    DimensionSize,
+    ExtensionName,
+    RankCount,
+    StageCount,
+    StrictConfig,
+)
 
 
 def validation_required_problem(key: str, value: object) -> ConfigProblem:
@@ -165,10 +172,14 @@ class MuonConfig(StrictConfig):
     rounds: PositiveInt = Field(5, description="steps of the Newton-Schulz iteration")
 
 
+OptimizerName = Literal["adamw", "muon"]
+
+
 class OptimizerConfig(StrictConfig):
     """Optimizer settings: AdamW, optionally with Muon for hidden matrices, and the clip of the global gradient norm."""
 
-    name: Literal["adamw", "muon"] = "adamw"
+    name: OptimizerName | ExtensionName = Field("adamw", description="adamw, muon, or an optimizer of an extension")
+    options: dict[str, Any] = Field({}, description="settings of an extension's optimizer")
     lr: float = Field(3e-4, gt=0)
     decoupled_lr: float | None = Field(
         None, gt=0, description="learning rate of the input embedding and the output layer; default: lr"

@@ -35,6 +35,7 @@ class TrainingLayout:
         ema: keep an exponential moving average (EMA) of the weights.
         device: device to plan for. A GPU fuses operations that a CPU runs as several kernels.
         target_length: tokens of the decoder in an encoder-decoder model.
+        extensions: extensions with the code of the model's own blocks.
     """
 
     seq_length: int
@@ -71,6 +72,7 @@ class TrainingLayout:
     ema: bool = False
     device: Literal["gpu", "cpu"] = "gpu"
     target_length: int | None = None
+    extensions: tuple[str, ...] = ()
 
     @property
     def sample_tokens(self) -> int:

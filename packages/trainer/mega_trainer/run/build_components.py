@@ -41,8 +41,10 @@ from mega_trainer.model.decoder import Decoder, StageLayers
 from mega_trainer.model.encoder_decoder import select_model_class
 from mega_trainer.model.layer_builder import LayerBuilder
 from mega_trainer.optim.adamw import AdamWUpdateRule
+from mega_trainer.optim.elementwise import ElementwiseUpdateRule
 from mega_trainer.optim.gradient_clipping import LossScale
 from mega_trainer.optim.muon import MuonUpdateRule, is_hidden_matrix
+from mega_trainer.optim.optimizer_slots import CountedUpdateRule, OptimizerSlot
 from mega_trainer.optim.sharded_optimizer import ShardedOptimizer
 from mega_trainer.parallel.deepep_dispatch import DeepEpDispatcher
 from mega_trainer.parallel.expert_parallel import ExpertDispatcher
@@ -154,6 +156,7 @@ def make_layer_builder(
         adapts={} if config.lora is None else adapted_modules(config.model, config.lora),
         packed=quantized_tensors(config.model, config.lora, config.is_trainable),
         packing=Nf4Quantizer() if config.lora is not None and config.lora.quantize else None,
+        blocks=config.registry.bind_blocks(config.model),
     )  # fmt: skip
 
 
@@ -248,8 +251,13 @@ def build_optimizer(
 ) -> ShardedOptimizer:
     """Return the configured optimizer over the trainable weights of all of this rank's stages."""
     settings, muon = config.optimizer, config.optimizer.muon
-    decay = settings.weight_decay
-    adamw = partial(AdamWUpdateRule, betas=settings.betas, eps=settings.eps, weight_decay=decay)
+    decay, added = settings.weight_decay, config.registry.entries("optimizers").get(settings.name)
+    adamw: Callable[[list[OptimizerSlot]], CountedUpdateRule] = partial(
+        AdamWUpdateRule, betas=settings.betas, eps=settings.eps, weight_decay=decay
+    )
+    if added is not None:
+        rule = added.build(settings, added.options.parse(settings.options))
+        adamw = partial(ElementwiseUpdateRule, rule=rule, weight_decay=decay)
     own_decay = decay if muon.weight_decay is None else muon.weight_decay
     muon_rule = partial(
         MuonUpdateRule, tensor_group=groups.tp, momentum=muon.momentum, nesterov=muon.nesterov, lr_factor=muon.lr_factor,
@@ -311,6 +319,7 @@ def load_datasets(config: RunConfig, tokenizer: Tokenizer | None) -> tuple[Blend
         eod=eod,
         tokenizer=tokenizer,
         vision=config.model.vision,
+        added_kinds=config.added_data_kinds,
     )
     return training, valid
 

@@ -1,0 +1,86 @@
+"""Interface for extensions: what a module outside of mega declares, and the parts it is written from.
+
+An extension is a module with a constant `EXTENSION = Extension(...)`; docs/extensions.md explains each kind. This module
+exports all that extensions need, and changes only with `EXTENSION_API`. The parts import torch when they are first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from mega_common.model_config import ModelConfig
+from mega_common.strict_config import ConfigProblem, StrictConfig
+from mega_trainer.config.extensions import (
+    EXTENSION_API,
+    Block,
+    BlockTraits,
+    Callback,
+    DataKind,
+    Extension,
+    NoOptions,
+    Objective,
+    Optimizer,
+    Schedule,
+)
+
+if TYPE_CHECKING:
+    from mega_ckpt.families.config_entries import AllowedValuesEntry, FixedFieldsEntry, KeyEntry, KeyValueHeadsEntry
+    from mega_ckpt.families.disk_layouts import TensorRule
+    from mega_ckpt.families.family import ModelFamily
+    from mega_data.kinds.dataset_kind import DatasetContext, DatasetSamples, TrainingSample
+    from mega_data.sampling.dataset_parts import DatasetPart
+    from mega_trainer.model.attention import AttentionCore
+    from mega_trainer.model.feed_forward import FeedForward
+    from mega_trainer.model.forward_context import ForwardContext
+    from mega_trainer.model.layer_builder import LayerBuilder
+    from mega_trainer.model.norms import Norm
+    from mega_trainer.model.recurrent_mixer import RecurrentMixer, ShortConvolution
+    from mega_trainer.optim.elementwise import ElementwiseUpdate
+    from mega_trainer.parallel.parameter_info import UniformInit
+    from mega_trainer.parallel.recurrent_state import pass_recurrent_states
+    from mega_trainer.parallel.tensor_parallel import ColumnParallelLinear, RowParallelLinear, SplitHeads
+    from mega_trainer.run.step_callbacks import FinishedStep
+
+# Parts that import torch or numpy, by the module that has them.
+_PARTS = {
+    "AllowedValuesEntry": "mega_ckpt.families.config_entries",
+    "AttentionCore": "mega_trainer.model.attention",
+    "ColumnParallelLinear": "mega_trainer.parallel.tensor_parallel",
+    "DatasetContext": "mega_data.kinds.dataset_kind",
+    "DatasetPart": "mega_data.sampling.dataset_parts",
+    "DatasetSamples": "mega_data.kinds.dataset_kind",
+    "ElementwiseUpdate": "mega_trainer.optim.elementwise",
+    "FeedForward": "mega_trainer.model.feed_forward",
+    "FinishedStep": "mega_trainer.run.step_callbacks",
+    "FixedFieldsEntry": "mega_ckpt.families.config_entries",
+    "ForwardContext": "mega_trainer.model.forward_context",
+    "KeyEntry": "mega_ckpt.families.config_entries",
+    "KeyValueHeadsEntry": "mega_ckpt.families.config_entries",
+    "LayerBuilder": "mega_trainer.model.layer_builder",
+    "ModelFamily": "mega_ckpt.families.family",
+    "Norm": "mega_trainer.model.norms",
+    "RecurrentMixer": "mega_trainer.model.recurrent_mixer",
+    "RowParallelLinear": "mega_trainer.parallel.tensor_parallel",
+    "ShortConvolution": "mega_trainer.model.recurrent_mixer",
+    "SplitHeads": "mega_trainer.parallel.tensor_parallel",
+    "TensorRule": "mega_ckpt.families.disk_layouts",
+    "TrainingSample": "mega_data.kinds.dataset_kind",
+    "UniformInit": "mega_trainer.parallel.parameter_info",
+    "pass_recurrent_states": "mega_trainer.parallel.recurrent_state",
+}
+
+__all__ = [
+    "EXTENSION_API", "AllowedValuesEntry", "AttentionCore", "Block", "BlockTraits", "Callback", "ColumnParallelLinear", "ConfigProblem", "DataKind",
+    "DatasetContext", "DatasetPart", "DatasetSamples", "ElementwiseUpdate", "Extension", "FeedForward",
+    "FinishedStep", "FixedFieldsEntry", "ForwardContext", "KeyEntry", "KeyValueHeadsEntry", "LayerBuilder", "ModelConfig", "ModelFamily", "NoOptions", "Norm",
+    "Objective", "Optimizer", "RecurrentMixer", "RowParallelLinear", "Schedule", "ShortConvolution", "SplitHeads",
+    "StrictConfig", "TensorRule", "TrainingSample", "UniformInit", "pass_recurrent_states",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    """Import and return a part on first access (PEP 562), so that an extension without torch stays without it."""
+    if name in _PARTS:
+        return getattr(importlib.import_module(_PARTS[name]), name)
+    raise AttributeError(f"mega_trainer.extend has no {name!r}")

@@ -1,0 +1,74 @@
+"""Update rule of an extension's elementwise optimizer, on one tensor per slot."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from mega_trainer.optim.optimizer_slots import OptimizerSlot, SlotTransfers
+
+
+class ElementwiseUpdate(Protocol):
+    """Interface of an optimizer that updates each element of the weights from its gradient and its own state.
+
+    The tensors are flat slices of the weights, so an update must not depend on their shape. That gives it ZeRO, offload to
+    host memory, checkpoints and resharding.
+
+    Attributes:
+        state: names of the state tensors, which checkpoints have as `optimizer/NAME`; all begin with zeros.
+    """
+
+    state: Sequence[str]
+
+    def update(
+        self, weight: Tensor, grad: Tensor, state: Mapping[str, Tensor], *, lr: float, weight_decay: float, step: int
+    ) -> None:
+        """Update `weight` [n] and the tensors of `state` [n] in place from the gradient `grad` [n], all fp32 or fp64.
+
+        Args:
+            weight_decay: 0 for norms and biases.
+            step: number of this update, from 1.
+        """
+
+
+class ElementwiseUpdateRule:
+    """`UpdateRule` that updates the main weights of each slot by an `ElementwiseUpdate`.
+
+    Args:
+        slots: slots to update.
+        rule: update of the elements of one slot.
+        weight_decay: weight decay of matrices.
+    """
+
+    def __init__(self, slots: Sequence[OptimizerSlot], *, rule: ElementwiseUpdate, weight_decay: float) -> None:
+        self.slots, self.update_count = list(slots), 0
+        self._rule, self._weight_decay = rule, weight_decay
+        self._state = [{name: torch.zeros_like(slot.main) for name in rule.state} for slot in slots]
+
+    @torch.no_grad()
+    def update_slots(self, transfers: SlotTransfers, lr: float, decoupled_lr: float | None = None) -> None:
+        """Update the main weights of all parameter shards (slots) at learning rate `lr`, or `decoupled_lr` for decoupled
+        param groups (embedding and output).
+        """
+        self.update_count += 1
+        for slot, state in zip(self.slots, self._state, strict=True):
+            rate = decoupled_lr if slot.kind.decoupled and decoupled_lr is not None else lr
+            with transfers.update_context([slot]):
+                self._rule.update(
+                    slot.main,
+                    slot.grads,
+                    state,
+                    lr=rate * slot.kind.lr_factor,
+                    weight_decay=self._weight_decay if slot.kind.decay else 0.0,
+                    step=self.update_count,
+                )
+
+    def state_tensors(self) -> dict[str, list[tuple[OptimizerSlot, Tensor]]]:
+        """Return the optimizer state, {name: one tensor for each parameter shard (slot)}."""
+        return {
+            name: [(slot, state[name]) for slot, state in zip(self.slots, self._state, strict=True)]
+            for name in self._rule.state
+        }
