@@ -18,6 +18,7 @@ from mega_ckpt.canonical_tensors import canonical_tensors
 from mega_ckpt.formats.hf_weight_files import decode_json_mapping
 from mega_ckpt.lora_adapter import AdaptedWeightSource, SavedAdapter
 from mega_ckpt.source import (
+    WeightSource,
     copy_assets,
     load_adapter_weights,
     load_weights,
@@ -194,12 +195,7 @@ def load_inference_model(
         ConfigError: for a model of another kind than `kinds`, without the MTP layers that `mtp` requires, or of an
             extension that is missing.
     """
-    families = load_extensions(extensions).families
-    source = (
-        open_weight_source(path, families=families)
-        if adapter is None
-        else load_with_adapter(adapter, path, families=families)
-    )
+    source = _open_source(path, adapter, extensions)
     stages, ranks = (1, 1) if groups is None else (groups.pp.size, groups.tp.size * groups.pp.size * groups.ep.size)
     _check_loadable(path, source.model, kinds, mtp=mtp, stages=stages, ranks=ranks)
     warn_of_unsupported_parts(source)
@@ -221,6 +217,14 @@ def load_inference_model(
     if lora_adapters is not None:
         lora_adapters.load_adapter_weights(model)
     return model.eval().requires_grad_(False)
+
+
+def _open_source(path: str | Location, adapter: str | Location | None, extensions: Sequence[str]) -> WeightSource:
+    """Open weights, with a LoRA adapter merged into them if there is one, by the families of mega and of extensions."""
+    families = load_extensions(extensions).families
+    if adapter is None:
+        return open_weight_source(path, families=families)
+    return load_with_adapter(adapter, path, families=families)
 
 
 def _check_loadable(
@@ -253,14 +257,17 @@ def _check_loadable(
         )
 
 
-def load_tokenizer(path: str | Location, adapter: str | Location | None = None) -> Tokenizer:
-    """Load the tokenizer stored with the weights at `path`, or the one in a LoRA `adapter` folder if it has one.
+def load_tokenizer(
+    path: str | Location, adapter: str | Location | None = None, extensions: Sequence[str] = ()
+) -> Tokenizer:
+    """Load the tokenizer stored with the weights at `path`, or the one in a LoRA `adapter` folder if it has one;
+    `extensions` may have the family of the folder.
 
     Raises:
         CheckpointError: when there is no tokenizer.json.
         DataError: when the tokenizer cannot be used.
     """
-    source = open_weight_source(path) if adapter is None else load_with_adapter(adapter, path)
+    source = _open_source(path, adapter, extensions)
     file = source.asset_files().get("tokenizer.json")
     if file is None:
         raise CheckpointError(
@@ -274,36 +281,36 @@ def load_tokenizer(path: str | Location, adapter: str | Location | None = None) 
         return Tokenizer(Path(folder))
 
 
-def find_end_tokens(path: str | Location, tokenizer: Tokenizer) -> frozenset[int]:
+def find_end_tokens(path: str | Location, tokenizer: Tokenizer, extensions: Sequence[str] = ()) -> frozenset[int]:
     """Return the ids of all tokens that end a text, from the tokenizer and the model's generation_config.json and
-    config.json.
+    config.json; `extensions` may have the family of the folder.
     """
     found = {tokenizer.eos_id} if tokenizer.eos_id is not None else set()
-    assets = open_weight_source(path).asset_files()
+    assets = _open_source(path, None, extensions).asset_files()
     for name in ("generation_config.json", "config.json"):
         found.update(parse_token_ids(_parse_json_asset(assets.get(name), name).get("eos_token_id")))
     return frozenset(found)
 
 
-def load_sampling_settings(path: str | Location) -> dict[str, Any]:
+def load_sampling_settings(path: str | Location, extensions: Sequence[str] = ()) -> dict[str, Any]:
     """Return the sampling settings that the generation_config.json of the model gives, as arguments of `Sampling`, read
-    as transformers reads it.
+    as transformers reads it; `extensions` may have the family of the folder.
     """
-    return parse_sampling_settings(_load_generation_config(path))
+    return parse_sampling_settings(_load_generation_config(path, extensions))
 
 
-def warn_unsupported_settings(path: str | Location) -> None:
+def warn_unsupported_settings(path: str | Location, extensions: Sequence[str] = ()) -> None:
     """Log a warning that lists the settings in the model's generation_config.json that are not supported but would
-    change the text.
+    change the text; `extensions` may have the family of the folder.
     """
-    if unsupported := list_unsupported_generation_settings(_load_generation_config(path)):
+    if unsupported := list_unsupported_generation_settings(_load_generation_config(path, extensions)):
         message = "%s: the generation settings %s are not supported; texts differ from those of transformers"
         logger.warning(message, path, ", ".join(unsupported))
 
 
-def _load_generation_config(path: str | Location) -> Mapping[str, Any]:
+def _load_generation_config(path: str | Location, extensions: Sequence[str]) -> Mapping[str, Any]:
     """Return generation_config.json, or the generation settings of config.json if there is none, as transformers does."""
-    assets = open_weight_source(path).asset_files()
+    assets = _open_source(path, None, extensions).asset_files()
     if "generation_config.json" in assets:
         return _parse_json_asset(assets["generation_config.json"], "generation_config.json")
     raw = _parse_json_asset(assets.get("config.json"), "config.json")
