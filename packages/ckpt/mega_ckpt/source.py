@@ -183,8 +183,7 @@ def open_weight_source(
         return MegaWeightSource(checkpoint, averaged=averaged)
     if averaged:
         raise CheckpointError(f"{folder}: has no exponential moving average (EMA) of the weights", hint=AVERAGES_HINT)
-    is_run = any((folder / name).exists() for name in ("checkpoints", "run.yaml"))
-    if is_run and not (folder / CONFIG).exists():
+    if any((folder / name).exists() for name in ("checkpoints", "run.yaml")) and not (folder / CONFIG).exists():
         raise CheckpointError(f"{folder}: the run has no complete checkpoint", hint="train to its first checkpoint")
     if isinstance(folder, Path) and is_megatron_folder(folder):
         return MegatronSource(folder, settings)
@@ -225,7 +224,7 @@ def load_with_adapter(
     path: str | Location, base: str | Location, *, averaged: bool = False, families: Sequence[ModelFamily] = ()
 ) -> AdaptedWeightSource:
     """Open the weights at `base` merged with the LoRA adapter at `path`: a mega run or checkpoint, or a PEFT folder;
-    `families` are those of extensions.
+    `families` come from extensions.
 
     Raises:
         CheckpointError: when there is no adapter, or it was trained on other weights.
@@ -274,7 +273,7 @@ def read_model_config(
     """Return the model configuration at `path`: of any weights that `open_weight_source` opens, of a HuggingFace folder
     without weights, or of a config.json; with `warn`, log unsupported parts.
 
-    With `warn`, call `warn_of_unsupported_parts`. `families` are those of extensions.
+    With `warn`, call `warn_of_unsupported_parts`. `families` come from extensions.
 
     Raises:
         CheckpointError: when there is no model, or an unsupported one.

@@ -115,16 +115,9 @@ class LanguageModel:
         lora_adapters = LoraAdapterSet.open_adapters(path, adapters) if adapters else None
         kinds: tuple[ModelKind, ...] = ("decoder", "encoder-decoder")
         model = load_inference_model(
-            path,
-            dtype=dtype,
-            device=where,
-            groups=groups,
-            kinds=kinds,
-            adapter=adapter,
-            lora_adapters=lora_adapters,
-            mtp=draft == "mtp",
-            extensions=extensions,
-        )
+            path, dtype=dtype, device=where, groups=groups, kinds=kinds, adapter=adapter, lora_adapters=lora_adapters,
+            mtp=draft == "mtp", extensions=extensions,
+        )  # fmt: skip
         selection = None if lora_adapters is None else lora_adapters.pool.selection
         if groups is None or groups.tp.rank == groups.pp.rank == 0:
             warn_unsupported_settings(path, extensions)

@@ -67,7 +67,7 @@ _TEMPLATES = "additional_chat_templates"
 
 
 class HfSource(DiskSource):
-    """A `WeightSource` of a HuggingFace folder, dequantized; `families` are those of extensions. The attribute `unread` lists the keys of config.json that
+    """A `WeightSource` of a HuggingFace folder, dequantized; `families` come from extensions. The attribute `unread` lists the keys of config.json that
     neither transformers nor mega reads.
 
     Raises:
@@ -228,7 +228,7 @@ def load_hf_config(
     path: Location, raw: Mapping[str, Any] | None = None, families: Sequence[ModelFamily] = ()
 ) -> tuple[ModelFamily, ModelConfig, list[str]]:
     """Return the family, the model configuration, and the keys that nothing reads, of the config.json at `path`; `raw`
-    is its content, if already read, and `families` are those of extensions.
+    is its content, if already read, and `families` come from extensions.
 
     Raises:
         CheckpointError: when it is no JSON mapping, or describes an unsupported model.

@@ -105,7 +105,7 @@ class HfOrigin:
         describes no supported model.
 
         An unsupported one is not an error: the file may have come with a tokenizer. MTP layers are kept if the files or
-        `model` have them. `families` are those of extensions.
+        `model` have them. `families` come from extensions.
         """
         try:
             family = family_of_config(self.config_json, added=families)

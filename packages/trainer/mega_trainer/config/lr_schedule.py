@@ -137,8 +137,8 @@ class LRSchedule(StrictConfig):
                 if self.cooldown_steps
                 else end - max(1, round(share * end))
             )
-        elif self.name == "cosine" or self.name == "linear":
-            shape = self.name
+        elif self.name in ("cosine", "linear"):
+            shape = "cosine" if self.name == "cosine" else "linear"
         return LearningRateCurve(
             self.name, shape, self.warmup_init, lr, self.min_lr, warmup, start, end, rise=self.warmup_shape,
             rise_steps=warmup / batch.batch_size_at(0), delay=batch.samples_after_steps(self.warmup_delay_steps),

@@ -7,6 +7,7 @@ Mixers and feed-forwards are built from a `LayerBuilder` and the layer's number.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Literal
 
 from torch import Tensor, nn
 
@@ -33,7 +34,7 @@ def _build_feed_forward(build: LayerBuilder, layer: int) -> nn.Module:
 
 
 MIXERS: Mapping[MixerKind, LayerFactory] = {"attention": _build_attention, "mamba": MambaMixer, "delta": GatedDeltaNet}
-FEEDS: Mapping[FeedForwardKind, LayerFactory] = {"mlp": _build_feed_forward, "moe": MixtureOfExperts}
+FEEDS: Mapping[Literal["mlp", "moe"], LayerFactory] = {"mlp": _build_feed_forward, "moe": MixtureOfExperts}
 
 
 def find_layer_factory(build: LayerBuilder, kind: MixerKind | FeedForwardKind) -> LayerFactory:
