@@ -43,7 +43,7 @@ def find_layer_factory(build: LayerBuilder, kind: MixerKind | FeedForwardKind) -
     Raises:
         ConfigError: if its extension is not loaded.
     """
-    factories = {**MIXERS, **FEEDS, **build.blocks}
+    factories: dict[str, LayerFactory] = {**MIXERS, **FEEDS, **build.blocks}
     if kind not in factories:
         raise ConfigError(
             f"the layer kind {kind} requires the code of its extension",

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import torch
+
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.job.step_result import StepResult
 from mega_trainer.optim.sharded_optimizer import ShardedOptimizer
@@ -41,6 +43,7 @@ def build_callbacks(config: RunConfig) -> dict[str, StepCallback]:
     }
 
 
+@torch.no_grad()
 def run_callbacks(callbacks: Mapping[str, StepCallback], finished: FinishedStep) -> dict[str, float]:
     """Call all callbacks after a step and return their numbers as `CALLBACK/NAME` for metrics.jsonl."""
     return {
