@@ -25,11 +25,21 @@ from mega_trainer.config.extensions import (
 )
 
 if TYPE_CHECKING:
-    from mega_ckpt.families.config_entries import AllowedValuesEntry, FixedFieldsEntry, KeyEntry, KeyValueHeadsEntry
-    from mega_ckpt.families.disk_layouts import TensorRule
+    from mega_ckpt.families.config_entries import (
+        AllowedValuesEntry,
+        ConfigMismatchError,
+        FixedFieldsEntry,
+        KeyEntry,
+        KeyValueHeadsEntry,
+        MultiHeadEntry,
+    )
+    from mega_ckpt.families.disk_layouts import TensorRule, weight_bias_rules
     from mega_ckpt.families.family import ModelFamily
+    from mega_ckpt.families.rope_entries import RopeEntry
     from mega_data.kinds.dataset_kind import DatasetContext, DatasetSamples, TrainingSample
     from mega_data.sampling.dataset_parts import DatasetPart
+    from mega_trainer.kernels.selective_scan import ScanInputs, ScanPass
+    from mega_trainer.kernels.sequence_chunks import SequenceChunks
     from mega_trainer.model.attention import AttentionCore
     from mega_trainer.model.feed_forward import FeedForward
     from mega_trainer.model.forward_context import ForwardContext
@@ -47,6 +57,7 @@ _PARTS = {
     "AllowedValuesEntry": "mega_ckpt.families.config_entries",
     "AttentionCore": "mega_trainer.model.attention",
     "ColumnParallelLinear": "mega_trainer.parallel.tensor_parallel",
+    "ConfigMismatchError": "mega_ckpt.families.config_entries",
     "DatasetContext": "mega_data.kinds.dataset_kind",
     "DatasetPart": "mega_data.sampling.dataset_parts",
     "DatasetSamples": "mega_data.kinds.dataset_kind",
@@ -59,23 +70,68 @@ _PARTS = {
     "KeyValueHeadsEntry": "mega_ckpt.families.config_entries",
     "LayerBuilder": "mega_trainer.model.layer_builder",
     "ModelFamily": "mega_ckpt.families.family",
+    "MultiHeadEntry": "mega_ckpt.families.config_entries",
     "Norm": "mega_trainer.model.norms",
+    "pass_recurrent_states": "mega_trainer.parallel.recurrent_state",
     "RecurrentMixer": "mega_trainer.model.recurrent_mixer",
+    "RopeEntry": "mega_ckpt.families.rope_entries",
     "RowParallelLinear": "mega_trainer.parallel.tensor_parallel",
+    "ScanInputs": "mega_trainer.kernels.selective_scan",
+    "ScanPass": "mega_trainer.kernels.selective_scan",
+    "SequenceChunks": "mega_trainer.kernels.sequence_chunks",
     "ShortConvolution": "mega_trainer.model.recurrent_mixer",
     "SplitHeads": "mega_trainer.parallel.tensor_parallel",
     "TensorRule": "mega_ckpt.families.disk_layouts",
     "TrainingSample": "mega_data.kinds.dataset_kind",
     "UniformInit": "mega_trainer.parallel.parameter_info",
-    "pass_recurrent_states": "mega_trainer.parallel.recurrent_state",
+    "weight_bias_rules": "mega_ckpt.families.disk_layouts",
 }
 
 __all__ = [
-    "EXTENSION_API", "AllowedValuesEntry", "AttentionCore", "Block", "BlockTraits", "Callback", "ColumnParallelLinear", "ConfigProblem", "DataKind",
-    "DatasetContext", "DatasetPart", "DatasetSamples", "ElementwiseUpdate", "Extension", "FeedForward",
-    "FinishedStep", "FixedFieldsEntry", "ForwardContext", "KeyEntry", "KeyValueHeadsEntry", "LayerBuilder", "ModelConfig", "ModelFamily", "NoOptions", "Norm",
-    "Objective", "Optimizer", "RecurrentMixer", "RowParallelLinear", "Schedule", "ShortConvolution", "SplitHeads",
-    "StrictConfig", "TensorRule", "TrainingSample", "UniformInit", "pass_recurrent_states",
+    "EXTENSION_API",
+    "AllowedValuesEntry",
+    "AttentionCore",
+    "Block",
+    "BlockTraits",
+    "Callback",
+    "ColumnParallelLinear",
+    "ConfigMismatchError",
+    "ConfigProblem",
+    "DataKind",
+    "DatasetContext",
+    "DatasetPart",
+    "DatasetSamples",
+    "ElementwiseUpdate",
+    "Extension",
+    "FeedForward",
+    "FinishedStep",
+    "FixedFieldsEntry",
+    "ForwardContext",
+    "KeyEntry",
+    "KeyValueHeadsEntry",
+    "LayerBuilder",
+    "ModelConfig",
+    "ModelFamily",
+    "MultiHeadEntry",
+    "NoOptions",
+    "Norm",
+    "Objective",
+    "Optimizer",
+    "RecurrentMixer",
+    "RopeEntry",
+    "RowParallelLinear",
+    "ScanInputs",
+    "ScanPass",
+    "Schedule",
+    "SequenceChunks",
+    "ShortConvolution",
+    "SplitHeads",
+    "StrictConfig",
+    "TensorRule",
+    "TrainingSample",
+    "UniformInit",
+    "pass_recurrent_states",
+    "weight_bias_rules",
 ]  # fmt: skip
 
 
