@@ -36,8 +36,8 @@ class MegatronCheckpointFormat(StrEnum):
 
 
 class MegatronLayerSpec(StrEnum):
-    """Values of Megatron's `--transformer-impl` in the run that will load a converted checkpoint: `local` or
-    Transformer Engine layers.
+    """Values of Megatron's `--transformer-impl` in the run that will load a converted checkpoint.
+    They are `local` or Transformer Engine layers.
     """
 
     TRANSFORMER_ENGINE = "transformer_engine"

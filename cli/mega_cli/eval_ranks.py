@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 @contextmanager
 def join_model_ranks(sharing: ReplicaLayout, nproc: int | None, device: str, wait_seconds: float) -> Iterator[RankInfo]:
-    """Join the process group of the ranks that share copies of a model, and yield this process's rank; the other ranks
-    wait up to `wait_seconds` for rank 0.
+    """Join the process group of the ranks that share copies of a model, and yield this process's rank.
+    The other ranks wait up to `wait_seconds` for rank 0.
 
     If this process is not a rank and several are needed, it starts the same command on them and exits with their status.
 
@@ -83,8 +83,8 @@ class TaskEvalOptions:
 
 
 def import_harness(*, offline: bool) -> None:
-    """Import lm-evaluation-harness; `offline` sets environment variables that forbid its HuggingFace libraries the
-    network.
+    """Import lm-evaluation-harness, online or offline.
+    `offline` sets environment variables that forbid its HuggingFace libraries the network.
 
     Raises:
         MissingPackageError: if it is not installed.
@@ -107,8 +107,8 @@ def evaluate_tasks(
     sharing: ReplicaLayout,
     nproc: int | None,
 ) -> None:
-    """Run lm-evaluation-harness tasks on a model and write the results file: in this process if it is a rank or the
-    only one, else on `nproc` ranks started here.
+    """Run lm-evaluation-harness tasks on a model and write the results file.
+    They run in this process if it is a rank or the only one, else on `nproc` ranks started here.
     """
 
     with join_model_ranks(sharing, nproc, model_settings.device, WAIT_SECONDS) as ranks:

@@ -47,7 +47,7 @@ class CommandTree(TyperGroup):
     """Commands whose errors about values of options have the words of errors about settings."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command that the arguments name.
+        """Run the `mega` command that the arguments name.
 
         Raises:
             typer.BadParameter: for a value of an option that is not valid.
@@ -109,8 +109,8 @@ def _root(
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run the `mega` command line and exit: 0 done, 2 user error, 1 internal error, 75 interrupted and saved, 130
-    interrupted.
+    """Run the `mega` command line and exit with its exit status.
+    The status is 0 for done, 2 user error, 1 internal error, 75 interrupted and saved, 130 interrupted.
     """
     given = list(sys.argv[1:] if args is None else args)
     debug = "--debug" in given

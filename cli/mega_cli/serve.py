@@ -182,8 +182,8 @@ def serve_command(
 
 @dataclass(frozen=True)
 class ServedModel:
-    """Loaded model for generation: its inference engine, tokenizer, end tokens and limits, and its text embedder or the
-    reason for having none.
+    """Loaded model for generation.
+    It has its inference engine, tokenizer, end tokens and limits, and its text embedder or the reason for having none.
     """
 
     engine: InferenceEngine

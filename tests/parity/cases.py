@@ -161,6 +161,7 @@ VARIANTS["hybrid"] = [
             "norm_eps": 1e-2,
         },
     },
+    {"layers": ["conv+mlp", "conv+moe", "attention", "conv"], "conv": {"kernel": 4, "bias": True}, "qk_norm": True},
 ]  # fmt: skip
 VARIANTS["vision"] = [
     {},

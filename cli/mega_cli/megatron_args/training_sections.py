@@ -106,8 +106,8 @@ def _copies(draft: RunDraft) -> None:
 
 
 def ranks_per_model(draft: RunDraft) -> int | None:
-    """Return the number of ranks that share one copy of the model by Megatron-LM flags, or None if a parallel size is
-    unknown.
+    """Return the number of ranks that share one copy of the model by Megatron-LM flags.
+    Returns None if a parallel size is unknown.
     """
     sizes = [draft[name] for name in COPY]
     return prod(sizes) if all(sizes) else None
@@ -257,8 +257,8 @@ def _deepspeed_scale(draft: RunDraft) -> None:
 
 
 def note_deepspeed_file(draft: RunDraft) -> None:
-    """Add notes to `draft` on the translated settings of DeepSpeed's configuration file, and on enabled sections that
-    mega does not support.
+    """Add notes to `draft` on the sections of DeepSpeed's configuration file.
+    They are on the translated settings, and on enabled sections that mega does not support.
     """
     file = draft.deepspeed_file
     if file.name:

@@ -58,8 +58,8 @@ Source = WeightSource  # deprecated name
 
 
 class MegaWeightSource:
-    """A `WeightSource` of a mega checkpoint; with `averaged`, weights are the exponential moving averages kept by
-    `train.ema`.
+    """A `WeightSource` of a mega checkpoint.
+    With `averaged`, weights are the exponential moving averages kept by `train.ema`.
     """
 
     def __init__(self, checkpoint: Checkpoint, *, averaged: bool = False) -> None:
@@ -70,25 +70,25 @@ class MegaWeightSource:
         self._names = _check_tensors(self.model, shapes, checkpoint.folder)
 
     def tensor_names(self) -> Sequence[str]:
-        """Return the canonical tensor names, in the order of the forward pass."""
+        """Return the canonical tensor names of the checkpoint's model, in the order of the forward pass."""
         return self._names
 
     def tensor_shape(self, name: str) -> TensorShape:
-        """Return the global shape of a tensor."""
+        """Return the global (unsharded) shape of a tensor of the mega checkpoint."""
         return self.checkpoint.tensor_shape(WEIGHTS + name)
 
     def tensor_dtype(self, name: str) -> torch.dtype:
-        """Return the stored dtype of a tensor."""
+        """Return the stored dtype of a tensor of the mega checkpoint."""
         return self.checkpoint.tensor_dtype(WEIGHTS + name)
 
     def read_tensor(self, name: str) -> Tensor:
-        """Read a whole tensor."""
+        """Read a whole tensor of the mega checkpoint, by its canonical name."""
         shape = self.tensor_shape(name)
         return self.read_tensor_slice(name, (0,) * len(shape), shape)
 
     def read_tensor_slice(self, name: str, offset: TensorShape, shape: TensorShape) -> Tensor:
-        """Read `tensor[offset : offset + shape]` of the canonical tensor `name`: a view of the file, unless it is
-        assembled from several chunks.
+        """Read `tensor[offset : offset + shape]` of the canonical tensor `name` of a mega checkpoint.
+        The result is a view of the file, unless it is assembled from several chunks.
         """
         if name in self._averaged:
             return self.checkpoint.read_tensor(AVERAGE + name, offset, shape).to(self.tensor_dtype(name))
@@ -108,8 +108,8 @@ class MegaWeightSource:
         return self.checkpoint.read_tensor(BUFFERS + name)
 
     def asset_files(self) -> Mapping[str, Path | bytes]:
-        """Return the files that accompany the weights (tokenizer, config.json and so on), {relative path: file or
-        content}.
+        """Return the files that accompany the weights of a mega checkpoint.
+        They are the tokenizer, config.json and so on, as {relative path: file or content}.
         """
         names = [name for name in self.checkpoint.manifest.files if name.startswith(f"{ASSETS}/")]
         return {name.removeprefix(f"{ASSETS}/"): read_if_remote(self.checkpoint.files / name) for name in names}
@@ -140,8 +140,9 @@ def open_weight_source(
     implementation: Implementation = "mega",
     families: Sequence[ModelFamily] = (),
 ) -> WeightSource:
-    """Open the weights at `path`: a mega checkpoint, a run folder (its latest checkpoint), a HuggingFace or a Megatron
-    folder, a GGUF file or a folder with one.
+    """Open the weights of a model at `path`, in any format that mega reads.
+    It is a mega checkpoint, a run folder (its latest checkpoint), a HuggingFace or a Megatron folder, a GGUF file or a
+    folder with one.
 
     `settings` are fields of `ModelConfig` that are missing in a Megatron checkpoint, or override it. `averaged` selects
     the exponential moving averages of the weights that a run keeps (`train.ema`). `implementation: transformers` opens a
@@ -270,8 +271,9 @@ def read_model_config(
     implementation: Implementation = "mega",
     families: Sequence[ModelFamily] = (),
 ) -> ModelConfig:
-    """Return the model configuration at `path`: of any weights that `open_weight_source` opens, of a HuggingFace folder
-    without weights, or of a config.json; with `warn`, log unsupported parts.
+    """Return the model configuration at `path`.
+    It may be that of any weights that `open_weight_source` opens, of a HuggingFace folder without weights, or of a
+    config.json. With `warn`, unsupported parts are logged.
 
     With `warn`, call `warn_of_unsupported_parts`. `families` come from extensions.
 
@@ -296,8 +298,9 @@ def read_model_config(
 
 
 def warn_of_unsupported_parts(source: WeightSource, *, training: bool = False) -> None:
-    """Log warnings of config.json keys of a HuggingFace folder that nothing reads, and of components of the model that
-    mega does not run.
+    """Log warnings of parts of a model that mega does not read or run.
+    They are config.json keys of a HuggingFace folder that nothing reads, and components of the model that mega does not
+    run.
 
     Args:
         source: the weights to convert, to run or, with `training`, to start a run from.
@@ -334,8 +337,8 @@ def _find_checkpoint(folder: Location) -> Location | None:
 
 
 def load_weights(source: WeightSource, tensors: Mapping[str, ShardedTensor]) -> None:
-    """Fill this rank's slices of canonical tensors in place from `source`, cast to each slice's dtype; reads only the
-    ranges that they contain.
+    """Fill this rank's slices of canonical tensors in place from the weights of `source`.
+    They are cast to each slice's dtype. Only the ranges that the slices contain are read.
 
     Raises:
         CheckpointError: when the source lacks a tensor or has it in another shape.
@@ -375,8 +378,8 @@ def load_adapter_weights(adapter: SavedAdapter, tensors: Mapping[str, ShardedTen
 def init_dora_magnitudes(
     base: WeightSource, modules: Mapping[str, AdaptedModule], tensors: Mapping[str, ShardedTensor]
 ) -> None:
-    """Fill this rank's slices of DoRA magnitudes in `tensors` in place with the row norms of the weights of `base`;
-    other tensors are left alone.
+    """Fill this rank's slices of DoRA magnitudes in `tensors` with the row norms of a base model's weights.
+    They are filled in place. Other tensors are left alone.
     """
     for name, sharded in tensors.items():
         if name.endswith(MAGNITUDE):
@@ -392,8 +395,8 @@ def _fill_boxes(name: str, sharded: ShardedTensor, read: Callable[[str, TensorSh
 
 
 def copy_assets(source: WeightSource, folder: Path) -> None:
-    """Write the files that accompany the weights (tokenizer, config.json and so on) into `folder`, for a training run
-    to copy into its checkpoints.
+    """Write the files that accompany the weights of a model into `folder`.
+    They are the tokenizer, config.json and so on, for a training run to copy into its checkpoints.
     """
     for name, content in source.asset_files().items():
         write_file_durably(folder / name, content)

@@ -76,7 +76,7 @@ def _find_vision_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
 def _find_bidirectional_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
     """Yield violated rules of bidirectional attention and of encoder models."""
     if not model.causal and (model.is_recurrent or model.mtp_layers):
-        rule = "is not supported with recurrent layers (mamba, delta) or mtp_layers"
+        rule = "is not supported with recurrent layers (mamba, delta, conv) or mtp_layers"
         yield ConfigProblem("causal", rule, model.causal, "use attention in all layers, and mtp_layers: 0")
     for name in ("masked_lm", "pooler", "sentence_pairs"):
         if model.causal and getattr(model, name):
@@ -136,7 +136,12 @@ def _find_layer_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
         yield ConfigProblem("moe.layers", "conflicts with layers", hint="leave out one of them")
     if model.moe and not any(kind.feed_forward == "moe" for kind in model.layer_kinds):
         yield ConfigProblem("moe", "requires a layer with experts in layers", hint="name one, or leave out moe")
-    given = {"mamba": model.mamba is not None, "delta": model.delta is not None, "moe": model.moe is not None}
+    given = {
+        "mamba": model.mamba is not None,
+        "delta": model.delta is not None,
+        "conv": model.conv is not None,
+        "moe": model.moe is not None,
+    }
     yield from find_missing_sections(model.layer_kinds, given)
     if model.parallel_residual and any(None in layer for layer in model.layer_kinds):
         rule = "requires a mixer and a feed-forward block in every layer"

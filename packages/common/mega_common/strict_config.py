@@ -22,8 +22,8 @@ from mega_common.errors import ConfigError
 
 @dataclass(frozen=True)
 class ConfigProblem:
-    """One problem of a configuration: the key's path (`model.num_layers`), its value, the violated rule and a hint for
-    a fix.
+    """One problem of a configuration.
+    It has the key's path (`model.num_layers`), its value, the violated rule and a hint for a fix.
     """
 
     path: str
@@ -64,7 +64,8 @@ class StrictConfig(BaseModel):
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any], *, source: str = "configuration") -> Self:
-        """Validate `raw` and build the configuration.
+        """Validate a raw mapping and build the configuration of this class.
+        The mapping is `raw`.
 
         Raises:
             ConfigError: with every problem, one per line.
@@ -209,8 +210,8 @@ def load_yaml_mapping(path: Path) -> dict[str, Any]:
 
 
 def apply_overrides(raw: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
-    """Return a copy of the configuration `raw` with each override `a.b=value` applied; values are parsed as YAML, and
-    missing sections are created.
+    """Return a copy of the configuration `raw` with each override `a.b=value` applied.
+    Values are parsed as YAML, and missing sections are created.
 
     A number in the path is an index into a list: `data.train.0.weight=0.5`.
 

@@ -63,8 +63,8 @@ class BlendedDataset:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Fingerprint (32 hex digits) of everything that the samples depend on: order, seed, weights, data set contents
-        and document rules.
+        """Fingerprint (32 hex digits) of everything that the samples of a blend depend on.
+        It covers order, seed, weights, data set contents and document rules.
 
         A resumed run compares it with the one in its checkpoint to detect changed data.
         """
@@ -79,8 +79,8 @@ class BlendedDataset:
         return self._sources[source][number]
 
     def estimate_attention_work(self, numbers: Sequence[int]) -> npt.NDArray[np.int64]:
-        """Return the approximate number of attended (query, key) token pairs of each sample in `numbers`, int64
-        [len(numbers)].
+        """Return the approximate attention work of samples: their numbers of attended (query, key) token pairs.
+        The samples are `numbers`; the result is int64 [len(numbers)].
         """
         sources, positions = np.array([self._blend.locate_sample(k) for k in numbers]).T
         work = np.empty(len(numbers), np.int64)
@@ -101,8 +101,9 @@ class BlendedDataset:
         )
 
     def count_epochs_by_path(self, k: int) -> dict[str, float]:
-        """Return {path in the configuration: number of passes over its data within the blend's samples 0 to `k` - 1};
-        all data sets of a glob count as one path.
+        """Return the number of passes over each data set's tokens within the first samples of a blend.
+        The result is {path in the configuration: number of passes within samples 0 to `k` - 1}. All data sets of a glob
+        count as one path.
         """
         counts, passes = defaultdict[str, float](float), defaultdict[str, float](float)
         for part, source, count in zip(self._parts, self._sources, self._blend.count_samples(k), strict=True):
@@ -123,8 +124,8 @@ def build_blended_datasets(
     vision: VisionConfig | None = None,
     added_kinds: Mapping[str, DatasetFactory] | None = None,
 ) -> tuple[BlendedDataset, BlendedDataset | None, BlendedDataset | None]:
-    """Return the train, valid and test sets of a run, by `config.split` or separate data sets; valid and test may be
-    None. `eod` is the end-of-document token.
+    """Return the train, valid and test sets of a run, by `config.split` or separate data sets.
+    The valid and the test set may be None. `eod` is the end-of-document token.
 
     Valid and test are None if no samples of them are requested or their share of `split` is zero.
 
@@ -245,8 +246,9 @@ def open_sequential_dataset(prefix: Path, seq_length: int) -> SequentialDataset:
 
 @dataclass(frozen=True)
 class DatasetUsage:
-    """Planned usage of a data set by a run: `samples` to read of one split (train, valid or test), equal to `epochs`
-    passes over the tokens that belong to the split.
+    """Planned usage of a data set by a run.
+    The run reads `samples` of one split (train, valid or test), equal to `epochs` passes over the tokens that belong to
+    the split.
     """
 
     split: str
@@ -258,8 +260,8 @@ class DatasetUsage:
 
 
 def plan_dataset_usage(config: DataConfig, samples: Mapping[str, int], eod: int | None) -> list[DatasetUsage]:
-    """Return the planned usage of each data set by a run that reads `samples[split]` samples of each split; no sample
-    index is built.
+    """Return the planned usage of each data set by a run, without building a sample index.
+    The run reads `samples[split]` samples of each split.
 
     Raises:
         ConfigError, DataError: as `build_blended_datasets`.

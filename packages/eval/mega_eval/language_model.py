@@ -80,8 +80,8 @@ class LanguageModel:
         adapters: Mapping[str, str] | None = None,
         extensions: Sequence[str] = (),
     ) -> LanguageModel:
-        """Load a model for inference from a mega checkpoint, the latest checkpoint of a run folder, a HuggingFace
-        folder or a GGUF file.
+        """Load a model for inference from a checkpoint or a folder of another format.
+        The source is a mega checkpoint, the latest checkpoint of a run folder, a HuggingFace folder or a GGUF file.
 
         Args:
             path: file, folder or URL.
@@ -126,8 +126,8 @@ class LanguageModel:
         return cls(path, model, own_tokenizer, ends, settings, source, selection)
 
     def sampling(self, **settings: Any) -> Sampling:
-        """Return a `Sampling` with the given settings; others default to the generation_config.json of the model's
-        folder.
+        """Return a `Sampling` with the given settings and the model's defaults for others.
+        The defaults are in the generation_config.json of the model's folder.
 
         Minimum lengths apply to every token that ends a text.
 
@@ -148,8 +148,9 @@ class LanguageModel:
         grammar: str | None = None,
         **settings: Any,
     ) -> list[Completion]:
-        """Return a continuation of each prompt of at most `max_new_tokens` tokens, ended by a text in `stop`;
-        `settings` are fields of `Sampling` such as temperature, and `grammar` is a JSON schema or Lark grammar.
+        """Return a continuation of each prompt of at most `max_new_tokens` tokens.
+        It ends at a text in `stop`. `settings` are fields of `Sampling` such as temperature, and `grammar` is a JSON
+        schema or Lark grammar.
 
         Raises:
             DataError: when a prompt cannot be continued.
@@ -169,8 +170,8 @@ class LanguageModel:
         grammar: str | None = None,
         **settings: Any,
     ) -> Iterator[str]:
-        """Continue one prompt and yield text as it becomes final; `settings` are fields of `Sampling` such as
-        temperature, and `grammar` is a JSON schema or Lark grammar.
+        """Continue one prompt and yield text as it becomes final.
+        `settings` are fields of `Sampling` such as temperature, and `grammar` is a JSON schema or Lark grammar.
         """
         limits = GenerationLimits(max_new_tokens, stop, self.ends)
         return stream_completion(
@@ -178,8 +179,8 @@ class LanguageModel:
         )
 
     def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Completion:
-        """Return the model's answer to a list of chat messages {"role", "content"}; `options` are arguments of
-        `generate`.
+        """Return the model's answer to a list of chat messages {"role", "content"}.
+        `options` are arguments of `generate`.
 
         Raises:
             DataError: when the model has no chat template, or its template rejects the messages.
@@ -194,8 +195,8 @@ class LanguageModel:
         return load_chat_template(self.path)
 
     def score(self, texts: Sequence[str], *, contexts: Sequence[str] | None = None) -> list[Score]:
-        """Return the log-likelihood of each text, given its context; without `contexts`, given the begin token or, if
-        the tokenizer adds none, the text's first token.
+        """Return the log-likelihood of each text, given its context.
+        Without `contexts`, it is given the begin token or, if the tokenizer adds none, the text's first token.
 
         Raises:
             DataError: when a text has too few tokens.

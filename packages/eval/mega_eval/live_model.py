@@ -109,8 +109,8 @@ def make_live_replicas(
 
 
 def build_inference_model(executor: PipelineExecutor, run: RunConfig) -> Decoder:
-    """Return an inference model that shares the weights of the model in training; context parallelism is off, so each
-    rank computes whole sequences.
+    """Return an inference model that shares the weights of the model in training.
+    Context parallelism is off, so each rank computes whole sequences.
     """
     groups, live = executor.parallel_groups, executor.first_local_stage
     config = live.config.model_copy(update={"mtp_layers": 0})

@@ -57,8 +57,8 @@ class LogitComparison:
 def compare_logits(
     one: str | Location, other: str | Location, data: Path | None = None, *, extensions: Sequence[str] = ()
 ) -> LogitComparison:
-    """Compare the logits of two models on the same tokens, and raise CheckpointError if they differ by more than
-    rounding; the models run one after the other, so memory for one suffices.
+    """Compare the logits of two models on the same tokens, and raise CheckpointError if they differ.
+    Differences by rounding are allowed. The models run one after the other, so memory for one suffices.
 
     Both models compute in fp32 (fp64 if both are stored in fp64), so equal weights give equal logits; weights that were cast
     may differ by the rounding of the narrower dtype.

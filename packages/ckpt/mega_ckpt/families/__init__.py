@@ -6,12 +6,20 @@ import difflib
 from collections.abc import Sequence
 from dataclasses import replace
 
-from mega_ckpt.families.bert_encoders import BERT, MEGATRON_BERT, MODERNBERT, ROBERTA
+from mega_ckpt.families.bert_encoders import (
+    BERT,
+    CAMEMBERT,
+    DATA2VEC_TEXT,
+    MEGATRON_BERT,
+    MODERNBERT,
+    ROBERTA,
+    XLM_ROBERTA,
+)
 from mega_ckpt.families.config_entries import ConfigDict
-from mega_ckpt.families.deepseek_glm import DEEPSEEK_V2, DEEPSEEK_V3, GLM, GLM4, GLM4_MOE
+from mega_ckpt.families.deepseek_glm import DEEPSEEK_V2, DEEPSEEK_V3, GLM, GLM4, GLM4_MOE, YOUTU
 from mega_ckpt.families.family import ModelFamily
 from mega_ckpt.families.gemma import GEMMA, GEMMA2, GEMMA3, VAULT_GEMMA
-from mega_ckpt.families.gpt2_decoders import BLOOM, GPT2, GPT_BIGCODE, GPTJ, OPT
+from mega_ckpt.families.gpt2_decoders import BLOOM, GPT2, GPT_BIGCODE, GPT_NEO, GPTJ, OPT
 from mega_ckpt.families.granite import (
     GRANITE,
     GRANITE_MOE,
@@ -32,6 +40,7 @@ from mega_ckpt.families.layernorm_decoders import (
     STABLELM,
     STARCODER2,
 )
+from mega_ckpt.families.lfm2_decoders import LFM2, LFM2_MOE
 from mega_ckpt.families.llama_decoders import (
     ARCEE,
     CWM,
@@ -91,7 +100,8 @@ FAMILIES: tuple[ModelFamily, ...] = (
     NEMOTRON_H, MAMBA2, BAMBA, GRANITE_MOE_HYBRID, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, T5, MT5, UMT5, BERT, ROBERTA,
     MODERNBERT, MEGATRON_BERT, MINIMAX_M2, GLM4_MOE_LITE, DOTS1, EXAONE_MOE, SOLAR_OPEN, HY_V3, AFMOE, CWM, INTERNLM3,
     IQUESTCODER, VAULT_GEMMA, FLEX_OLMO, MELLUM, ERNIE4_5_MOE, GRANITE_MOE_SHARED, GRANITE_SWA, GRANITE_MOE_SWA, HYPERCLOVAX,
-    OPT, MINISTRAL3, HUNYUAN_V1_DENSE, HUNYUAN_V1_MOE, PHI, GPTJ, BLOOM,
+    OPT, MINISTRAL3, HUNYUAN_V1_DENSE, HUNYUAN_V1_MOE, PHI, GPTJ, BLOOM, LFM2, LFM2_MOE, XLM_ROBERTA,
+    CAMEMBERT, DATA2VEC_TEXT, GPT_NEO, YOUTU,
 )  # fmt: skip
 
 VISION_FAMILIES: tuple[VisionLanguageFamily, ...] = (LLAVA, LLAVA_NEXT, GEMMA3_VISION, QWEN2_5_VL)
@@ -106,7 +116,13 @@ def family_by_name(name: object, source: str = "family", added: Sequence[ModelFa
     Raises:
         CheckpointError: for an unsupported name, with the nearest supported one.
     """
-    families = {name: family for family in (*added, *FAMILIES) for name in (family.name, *family.aliases)}
+    known = {name: family for family in FAMILIES for name in (family.name, *family.aliases)}
+    if clash := known.keys() & {family.name for family in added}:
+        raise CheckpointError(
+            f"{source}: an extension declares the family {min(clash)}, which mega has",
+            hint="leave out the extension, or give its family another name",
+        )
+    families = {**known, **{name: family for family in added for name in (family.name, *family.aliases)}}
     if isinstance(name, str) and name in families:
         return families[name]
     nearest = difflib.get_close_matches(str(name), families, n=1)
@@ -117,8 +133,9 @@ def family_by_name(name: object, source: str = "family", added: Sequence[ModelFa
 
 
 def family_of_config(raw: ConfigDict, source: str = "config.json", added: Sequence[ModelFamily] = ()) -> ModelFamily:
-    """Return the model family that a config.json belongs to, by its `model_type`; CheckpointError if it is not
-    supported. `added` are families of extensions.
+    """Return the model family that a HuggingFace config.json belongs to, by its `model_type`.
+    `added` are families of extensions.
+    Raises CheckpointError if the type is not supported.
 
     Raises:
         CheckpointError: when it has no model type, or an unsupported one.
@@ -142,8 +159,9 @@ def family_of_config(raw: ConfigDict, source: str = "config.json", added: Sequen
 
 
 def family_for_model(model: ModelConfig, added: Sequence[ModelFamily] = ()) -> ModelFamily:
-    """Return the first HuggingFace model family, of mega or else `added` by extensions, whose config.json can express
-    `model`; CheckpointError if there is none.
+    """Return the first HuggingFace model family whose config.json can express `model`.
+    The families of mega come first, then those that extensions `added`.
+    Raises CheckpointError if there is none.
 
     Raises:
         CheckpointError: when none can, with the settings that prevent the nearest ones.

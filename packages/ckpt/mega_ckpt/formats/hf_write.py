@@ -55,8 +55,8 @@ _OWN_KEYS = frozenset({"architectures", "auto_map", "dtype", "model_type", "torc
 
 @dataclass(frozen=True)
 class HfOrigin:
-    """Settings and weight-file headers of the HuggingFace folder that a weight source was converted from, taken from
-    the files that accompany its weights; empty for other sources.
+    """Settings and weight-file headers of the HuggingFace folder that a weight source was converted from.
+    They are taken from the files that accompany the source's weights, and empty for other sources.
     """
 
     config: bytes | None
@@ -66,8 +66,8 @@ class HfOrigin:
 
     @classmethod
     def from_source(cls, source: WeightSource) -> HfOrigin:
-        """Return the original HuggingFace folder's settings and weight-file headers, from the files that accompany the
-        weights of `source`.
+        """Return settings and weight-file headers of the HuggingFace folder that weights were converted from.
+        They are taken from the files that accompany the weights of `source`.
         """
         others = dict(source.asset_files())
         config, index, layout = (_read_content(others.pop(name, None)) for name in (CONFIG, INDEX, LAYOUT))
@@ -92,8 +92,8 @@ class HfOrigin:
         return raw if isinstance(raw, dict) else {}
 
     def without_vision(self, family: ModelFamily) -> HfOrigin:
-        """Return these settings reduced to the language model: config.json cut to the text model's section, weight-file
-        headers and image files dropped.
+        """Return settings of a vision-language folder reduced to the language model.
+        Config.json is cut to the text model's section; weight-file headers and image files are dropped.
         """
         others = {name: content for name, content in self.others.items() if name not in _IMAGE_FILES}
         return HfOrigin(encode_json_mapping(family.select_text_config(self.config_json)), None, {}, others)
@@ -101,8 +101,8 @@ class HfOrigin:
     def describe_model(
         self, model: ModelConfig, families: Sequence[ModelFamily] = ()
     ) -> tuple[ModelFamily, ModelConfig] | None:
-        """Return the family and the model configuration that the original folder's config.json describes; None if it
-        describes no supported model.
+        """Return the family and the model configuration that the original HuggingFace folder describes.
+        They are read from its config.json. Returns None if it describes no supported model.
 
         An unsupported one is not an error: the file may have come with a tokenizer. MTP layers are kept if the files or
         `model` have them. `families` come from extensions.
@@ -226,8 +226,8 @@ def _iter_tensors(source: WeightSource, plan: HfFolderPlan, header: SafetensorsH
 def tensor_fillers(
     plan: HfFolderPlan, copy: Callable[[TensorSlice, Tensor], None]
 ) -> Iterator[tuple[str, torch.dtype, TensorShape, Callable[[Tensor], None]]]:
-    """Yield the name, dtype and shape of each tensor of a planned HuggingFace folder, in file order, and a function
-    that fills a tensor of that shape.
+    """Yield each tensor of a planned HuggingFace folder, in file order, with a function that fills it.
+    Items are the tensor's name, dtype and shape, and a function that fills a tensor of that shape.
 
     `copy` copies a slice of a canonical tensor into a tensor of its shape, which may have another dtype.
     """

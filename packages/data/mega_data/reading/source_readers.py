@@ -61,8 +61,8 @@ def read_documents(
     whole: bool = False,
     folder: Path | None = None,
 ) -> DocumentStream:
-    """Yield the documents and rejected items of a corpus source in any supported format, with the text under
-    `json_key`.
+    """Yield the documents and rejected items of a corpus source in any supported format.
+    The text is under `json_key`.
 
     A damaged file is read up to the damage, which is a `RejectedItem`.
 

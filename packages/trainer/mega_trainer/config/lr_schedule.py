@@ -68,8 +68,8 @@ class LRSchedule(StrictConfig):
     )
 
     def problems(self) -> Iterator[ConfigProblem]:
-        """Yield fields of the schedule that conflict with each other, such as two lengths of the warmup, or have no
-        effect.
+        """Yield fields of the learning-rate schedule that conflict with each other or have no effect.
+        Two different lengths of the warmup are an example of a conflict.
         """
         if self.warmup_steps and self.warmup_samples is not None:
             yield self._conflict("warmup_samples", "warmup_steps")
@@ -88,8 +88,8 @@ class LRSchedule(StrictConfig):
         return ConfigProblem(key, rule, getattr(self, key), f"remove lr_schedule.{key}, or remove lr_schedule.{other}")
 
     def find_run_problems(self, *, lr: float, steps: int, batch: BatchConfig) -> Iterator[ConfigProblem]:
-        """Yield schedule settings that do not fit a run of `steps` steps with the batch sizes `batch` and the highest
-        learning rate `lr`.
+        """Yield settings of the learning-rate schedule that do not fit the length or batch sizes of a run.
+        The run has `steps` steps with the batch sizes `batch` and the highest learning rate `lr`.
         """
         for key in ("min_lr", "warmup_init"):
             if (rate := getattr(self, key)) > lr:
@@ -122,8 +122,8 @@ class LRSchedule(StrictConfig):
         return "shorten the warmup"
 
     def make_curve(self, *, lr: float, steps: int, batch: BatchConfig) -> LearningRateCurve:
-        """Return the learning-rate curve for a run of `steps` steps with the batch sizes `batch` and the highest
-        learning rate `lr`.
+        """Return the learning-rate curve for a run of `steps` steps with the highest learning rate `lr`.
+        `batch` gives the batch sizes of the run.
         """
         last = self.decay_steps or steps
         warmup_steps = math.ceil(self.warmup_share * last) if self.warmup_share else self.warmup_steps

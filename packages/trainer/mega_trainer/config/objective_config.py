@@ -44,8 +44,9 @@ VARIANTS: dict[PolicyVariant, tuple[tuple[float, float], LossNormalization]] = {
 
 
 class ObjectiveConfig(StrictConfig):
-    """Training objective of a run: mean cross entropy of next tokens, a loss on preference pairs, distillation from a
-    teacher, or reinforcement learning on sampled answers.
+    """Training objective of a run and its settings.
+    The objective is the mean cross entropy of next tokens, a loss on preference pairs, distillation from a teacher, or
+    reinforcement learning on sampled answers.
     """
 
     kind: ObjectiveKind | ExtensionName = Field(
@@ -150,12 +151,12 @@ class ObjectiveConfig(StrictConfig):
 
     @property
     def effective_clip(self) -> tuple[float, float]:
-        """Value of `clip`, or the default of the variant if it is not set."""
+        """Clip range of the policy loss: `clip`, or the default of the loss variant if `clip` is not set."""
         return self.clip or VARIANTS[self.variant][0]
 
     @property
     def effective_normalization(self) -> LossNormalization:
-        """Value of `normalization`, or the default of the variant if it is not set."""
+        """Normalization of the policy loss: `normalization`, or the default of the loss variant if not set."""
         return self.normalization or VARIANTS[self.variant][1]
 
     @property
@@ -170,7 +171,7 @@ class ObjectiveConfig(StrictConfig):
 
     @property
     def effective_beta(self) -> float:
-        """Value of `beta`, or the default for this kind of objective if `beta` is not set."""
+        """Factor beta of the preference loss: `beta`, or the default of the objective's kind if `beta` is not set."""
         return self.beta or BETAS.get(self.kind, 0.1)
 
     def problems(self) -> Iterator[ConfigProblem]:
@@ -189,8 +190,8 @@ class ObjectiveConfig(StrictConfig):
     def find_run_problems(
         self, *, model: ModelConfig, data: DataConfig, train: TrainConfig, batch: BatchConfig, init_from: str | None
     ) -> Iterator[ConfigProblem]:
-        """Yield conflicts of the objective with the model, the data, the `train` section and the initial weights of a
-        run.
+        """Yield conflicts of the training objective with other settings of a run.
+        These are the model, the data, the `train` section and the initial weights.
         """
         kinds = " and ".join(sorted(data.dataset_kinds))
         if self.is_pairwise and data.dataset_kinds != {"pairs"}:

@@ -78,16 +78,16 @@ class ParallelRules:
 
     @property
     def minimum_ranks(self) -> int:
-        """Smallest number of ranks for the degrees of parallelism; the ranks of a pipeline stage must divide into
-        blocks that hold all experts.
+        """Smallest number of ranks that the configured degrees of parallelism allow.
+        The ranks of a pipeline stage must divide into blocks that hold all experts.
         """
         parallel = self.parallel
         ranks, block = parallel.tp * parallel.cp * (parallel.dp or 1), parallel.ep * parallel.expert_tp
         return parallel.pp * (ranks if parallel.dp else math.lcm(ranks, block))
 
     def with_degrees(self, degrees: Mapping[str, int | str]) -> ParallelRules:
-        """Return a copy of the rules with `degrees`, {field of run.yaml's `parallel` section: value}, in place of the
-        present values.
+        """Return a copy of the parallelism rules with other degrees of parallelism.
+        `degrees`, {field of run.yaml's `parallel` section: value}, replace the present values.
         """
         return replace(self, parallel=self.parallel.model_copy(update=dict(degrees)))
 

@@ -137,16 +137,16 @@ class RunConfig(StrictConfig):
             raise_config_error(found, f"{world_size} rank(s)")
 
     def data_parallel_size(self, world_size: int) -> int:
-        """Return the number of data-parallel ranks among `world_size` ranks, a number that must have passed
-        `check_world_size`.
+        """Return the number of data-parallel ranks among `world_size` ranks.
+        `world_size` must have passed `check_world_size`.
         """
         parallel = self.parallel
         return world_size // (parallel.tp * parallel.pp * parallel.cp)
 
     @property
     def minimum_world_size(self) -> int:
-        """Smallest number of ranks by the configured degrees tp, pp, cp and dp (their product, dp = 1 if unset),
-        without regard to expert parallelism.
+        """Smallest number of ranks by the configured degrees tp, pp, cp and dp, without expert parallelism.
+        It is the product of the degrees, with dp = 1 if unset.
         """
         parallel = self.parallel
         return parallel.tp * parallel.pp * parallel.cp * (parallel.dp or 1)
@@ -174,8 +174,8 @@ class RunConfig(StrictConfig):
         return replace(curve, share=partial(added.share, options=added.options.parse(self.lr_schedule.options)))
 
     def build_decoupled_lr_curve(self) -> LearningRateCurve | None:
-        """Return the separate learning rate of the input embedding and the output layer as a function of consumed
-        samples, or None if it is not configured.
+        """Return the separate learning-rate curve of the input embedding and the output layer, or None.
+        The curve is a function of consumed samples; None means that it is not configured.
         """
         highest, lowest = self.optimizer.decoupled_lr, self.lr_schedule.decoupled_min_lr
         if highest is None:
@@ -186,23 +186,23 @@ class RunConfig(StrictConfig):
 
     @property
     def cached_fp8_layers(self) -> range:
-        """Indices of the layers whose FP8 weights are kept from one micro-batch of a step to the next; empty without
-        FP8.
+        """Indices of the layers whose FP8 weights are kept from one micro-batch of a step to the next.
+        The range is empty without FP8.
         """
         keeps = self.precision == "fp8" and self.fp8.keep_weights
         return self.fp8.fp8_layer_range(self.model.num_layers) if keeps else range(0)
 
     @property
     def target_length(self) -> int:
-        """Number of target tokens of a sample: `data.seq_length`, or for an encoder-decoder the length of the decoder
-        sequence.
+        """Number of target tokens of a sample, from which the loss is computed.
+        It is `data.seq_length`, or for an encoder-decoder the length of the decoder sequence.
         """
         return self.data.t5.get_decoder_length(self.data.seq_length) if self.model.encoder else self.data.seq_length
 
     @property
     def sequence_lengths(self) -> tuple[int, int | None]:
-        """Pair of tokens per sample: (`data.seq_length`, None), or for an encoder-decoder the lengths of the encoder
-        and the decoder sequence.
+        """Pair of tokens per sample: (`data.seq_length`, None), or (encoder tokens, decoder tokens).
+        The second form is for an encoder-decoder.
         """
         return self.data.seq_length, self.target_length if self.model.encoder else None
 
@@ -213,17 +213,17 @@ class RunConfig(StrictConfig):
         return first + (second or 0)
 
     def is_trainable(self, name: str) -> bool:
-        """Return whether the tensor of this canonical name is trained, not frozen."""
+        """Return whether the tensor with a given canonical name is trained, not frozen."""
         return self.model.uses_tensor(name) and is_trainable_tensor(name, self.train.freeze, self.lora)
 
     def lr_factor_of(self, name: str) -> float:
-        """Return the factor by which the learning rate of the tensor of this canonical name is multiplied."""
+        """Return the factor on the learning rate of the tensor with a given canonical name."""
         found = [value for pattern, value in self.optimizer.lr_factors.items() if fnmatchcase(name, pattern)]
         return found[-1] if found else 1.0
 
     def is_due(self, step: int, every: int) -> bool:
-        """Return whether an action done every `every` steps and after the last step is due after `step`; `every` = 0
-        means only after the last.
+        """Return whether an action done every `every` steps and after the last step is due after `step`.
+        `every` = 0 means that it is due only after the last step.
         """
         return step == self.train.steps or bool(every and step % every == 0)
 
@@ -253,8 +253,8 @@ class RunConfig(StrictConfig):
             )
 
     def problems(self) -> Iterator[ConfigProblem]:
-        """Yield violations of the rules between sections of run.yaml; the rules of a section get only the settings that
-        they read.
+        """Yield violations of the rules between sections of run.yaml.
+        The rules of a section get only the settings that they read.
         """
         model, data, parallel, lora, train = self.model, self.data, self.parallel, self.lora, self.train
         yield from self._extension_problems()
@@ -320,8 +320,8 @@ class RunConfig(StrictConfig):
 
 
 def find_lora_problems(lora: LoraConfig, init_from: str | None, precision: str) -> Iterator[ConfigProblem]:
-    """Yield a problem for a LoRA adapter without pretrained base weights, and for quantised base weights that the
-    precision does not support.
+    """Yield problems of the LoRA settings with the run's initial weights and precision.
+    A LoRA adapter needs pretrained base weights, and the precision must support quantised base weights.
     """
     if init_from is None:
         yield ConfigProblem("lora", "requires pretrained weights", hint="set init_from=FOLDER")
@@ -331,8 +331,8 @@ def find_lora_problems(lora: LoraConfig, init_from: str | None, precision: str) 
 
 
 def find_placeholder_problems(settings: Mapping[str, Any]) -> Iterator[ConfigProblem]:
-    """Yield settings that still contain a shell variable or a placeholder, as run.yaml may after translation from a
-    launch script.
+    """Yield settings that still contain a shell variable or a placeholder.
+    A run.yaml may contain them after its translation from a launch script.
     """
     rule = "must not contain a shell variable or a placeholder"
     for path, value in flatten_settings(settings).items():
@@ -360,8 +360,8 @@ def _iterate_texts(value: object) -> Iterator[str]:
 
 
 def resolve_run_config(raw: Mapping[str, Any], *, base: Path = Path(), warn_unread: bool = False) -> dict[str, Any]:
-    """Expand the abbreviations of a parsed run.yaml, such as `model: {preset: name}`, so that the result needs no other
-    file and can be parsed as `RunConfig`.
+    """Expand the abbreviations of a parsed run.yaml, such as `model: {preset: name}`.
+    The result needs no other file and can be parsed as `RunConfig`.
 
     `model: {preset: name, ...}` and `model: {from: path, ...}` become the model's own fields, with further fields on
     top. `from` a folder also starts from that folder's weights; from a config.json itself it is the shape alone. With
@@ -408,8 +408,8 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def load_run_config(path: Path, overrides: Sequence[str] = (), *, warn_unread: bool = False) -> RunConfig:
-    """Read run.yaml with `--set` overrides on top; with `warn_unread`, log a warning about unused keys of a config.json
-    that `model: {from: path}` names.
+    """Read and check a run.yaml with `--set` overrides on top of its settings.
+    With `warn_unread`, log a warning about unused keys of a config.json that `model: {from: path}` names.
 
     Raises:
         ConfigError: with every problem at once.
@@ -419,8 +419,8 @@ def load_run_config(path: Path, overrides: Sequence[str] = (), *, warn_unread: b
 
 
 def load_plan_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read a run.yaml, or a model alone (a folder of weights or a HuggingFace config.json), which becomes a run without
-    data; for planning.
+    """Read the configuration to plan for: a run.yaml, or a model alone.
+    A model is a folder of weights or a HuggingFace config.json; it becomes a run without data.
 
     Raises:
         ConfigError: with every problem at once.

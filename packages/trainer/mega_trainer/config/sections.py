@@ -140,9 +140,7 @@ class TrainConfig(StrictConfig):
     )
 
     def find_run_problems(self, sample_order: str) -> Iterator[ConfigProblem]:
-        """Yield `train` settings that conflict with the order of the data, or that need validation in a run without
-        validation.
-        """
+        """Yield `train` settings that conflict with the data order or require validation in a run without it."""
         if self.early_stop is not None and not self.eval_every:
             yield validation_required_problem("train.early_stop", self.early_stop)
         if self.eval_first and not self.eval_every:
@@ -161,8 +159,8 @@ class TrainConfig(StrictConfig):
 
 
 class MuonConfig(StrictConfig):
-    """Settings of the Muon optimizer for hidden matrices; other parameters use AdamW. Updates are scaled to the size of
-    AdamW's, so that both can use one lr.
+    """Settings of the Muon optimizer, which updates hidden matrices; other parameters use AdamW.
+    Updates are scaled to the size of AdamW's, so that both can use one lr.
     """
 
     momentum: float = Field(0.95, ge=0, lt=1)
@@ -259,8 +257,8 @@ class ActivationOffloadConfig(StrictConfig):
 
 
 class KernelsConfig(StrictConfig):
-    """Choice of kernel libraries. `auto` selects the best that is installed; a run logs the choice and its reason at
-    the start.
+    """Choice of the kernel library for each operation, such as attention and linear layers.
+    `auto` selects the best that is installed; a run logs the choice and its reason at the start.
     """
 
     linear: Literal["auto", "torch", "te"] = Field("auto", description="GEMMs of linear layers; te: Transformer Engine")
@@ -366,8 +364,8 @@ class CorruptionCheckConfig(StrictConfig):
 
 
 class TrackingConfig(StrictConfig):
-    """Destinations of metrics in addition to the screen and metrics.jsonl: TensorBoard, Weights & Biases, MLflow,
-    Trackio and Prometheus.
+    """Destinations of a run's metrics in addition to the screen and metrics.jsonl.
+    They are TensorBoard, Weights & Biases, MLflow, Trackio and Prometheus.
     """
 
     every: PositiveInt = 1

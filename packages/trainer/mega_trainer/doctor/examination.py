@@ -28,7 +28,8 @@ LAST_LINES = 3  # of a failed part's output
 
 
 class Examination:
-    """Examination of this machine by `ranks` ranks in at most `minutes`.
+    """Examination of this machine by `mega doctor`.
+    It uses `ranks` ranks and takes at most `minutes` minutes.
 
     Args:
         folder: empty, for the results and logs of the parts.
@@ -45,7 +46,7 @@ class Examination:
         self._end = time.monotonic() + 60 * minutes
 
     def run_checks(self) -> Iterator[CheckResult]:
-        """Yield the results of all parts as each part ends.
+        """Yield the results of all parts of the examination, as each part ends.
 
         Raises:
             KeyboardInterrupt: by Ctrl-C, after the processes of the present part have ended.

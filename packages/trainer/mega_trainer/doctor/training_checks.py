@@ -59,7 +59,9 @@ def write_tokens(folder: Path, vocab_size: int, sequence: int) -> Path:
 
 
 def list_parity_layouts(ranks: int) -> dict[str, dict[str, Any]]:
-    """Return sections of run.yaml by name: layouts of `ranks` ranks whose results must be those of one process."""
+    """Return layouts of `ranks` ranks that are checked to give the results of one process.
+    They are sections of run.yaml by name.
+    """
     found: dict[str, dict[str, Any]] = {
         f"dp {ranks}, ZeRO-{level}": {"parallel": {"zero": level}} for level in (1, 2, 3)
     }
@@ -80,8 +82,8 @@ def list_parity_layouts(ranks: int) -> dict[str, dict[str, Any]]:
 
 
 def write_reference(folder: Path, device: str, ranks: int) -> None:
-    """Train the models of `list_parity_layouts` on this process alone, in fp64, and write their losses for
-    `check_parity`; to be called outside of a job.
+    """Train the models of `list_parity_layouts` on this process alone, and write their losses for `check_parity`.
+    The models train in fp64. The function is to be called outside of a job.
     """
     kinds = {_model_key(sections): sections.get("model", {}) for sections in list_parity_layouts(ranks).values()}
     found = {

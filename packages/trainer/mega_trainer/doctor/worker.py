@@ -46,7 +46,7 @@ BAD_RANK = 1
 
 @dataclass(frozen=True)
 class ExaminationPlan:
-    """Machine that the parts of an examination run on.
+    """Machine, device and number of ranks of an examination by `mega doctor`, for its parts.
 
     Attributes:
         device: as in run.yaml: auto, cpu or cuda.
@@ -113,8 +113,8 @@ def run_part(part: str, folder: Path, plan: ExaminationPlan, ranks: RankInfo) ->
 
 
 def check_failure(kind: str, processes: int, folder: Path) -> Iterator[CheckResult]:
-    """Yield the results of a job of which one rank fails: the seconds until all ranks have ended, and whether the
-    launcher's error names the rank and the cause.
+    """Yield the results of a job of which one rank fails.
+    They are the seconds until all ranks have ended, and whether the launcher's error names the rank and the cause.
     """
     message = "no error"
     try:
@@ -130,7 +130,7 @@ def check_failure(kind: str, processes: int, folder: Path) -> Iterator[CheckResu
 
 
 def fail_on_purpose(kind: str, folder: Path, device: torch.device) -> None:
-    """Sum over all ranks for ever, until rank `BAD_RANK` fails."""
+    """Run all-reduces over all ranks without end, until rank `BAD_RANK` fails."""
     value = torch.zeros(1, device=device)
     dist.all_reduce(value)
     if dist.get_rank() == BAD_RANK:

@@ -20,8 +20,8 @@ MEMORY_EVENTS = 1_000_000  # allocations in a snapshot, about 100 bytes each
 
 
 class StepProfiler:
-    """Profiler of this rank's steps, configured by `config.profile`, into `<output>/profile/`; without that section it
-    only times phases.
+    """Profiler of this rank's training steps, which writes traces into `<output>/profile/`.
+    `config.profile` configures it; without that section it only times phases.
     """
 
     def __init__(self, config: RunConfig, device: torch.device, rank: int, phases: PhaseTimer) -> None:

@@ -34,15 +34,16 @@ COMPARED = (
 
 
 def collect_provenance(ranks: int, data: str) -> dict[str, Any]:
-    """Return the provenance of a run: machine and package versions, git commit of the source, number of `ranks`, and
-    `data`, the fingerprint of the training data.
+    """Return the provenance of a run: the machine, software and data that its results depend on.
+    It has machine and package versions, the git commit of the source, the number of `ranks`, and `data`, the
+    fingerprint of the training data.
     """
     return {**describe_environment(), "commit": source_commit(), "ranks": ranks, "data": data}
 
 
 def source_commit() -> str | None:
-    """Return the git commit of mega's source tree that is running, with `+` if it has changes; None for an installed
-    package.
+    """Return the git commit of mega's source tree that is running, with `+` if it has changes.
+    It is None for an installed package.
     """
 
     def run_git(*words: str) -> str:
@@ -68,8 +69,8 @@ def diff_setting_values(saved: Mapping[str, Any], now: Mapping[str, Any]) -> lis
 
 
 def make_replay_run(config: RunConfig, step: int) -> tuple[RunConfig, Location | None]:
-    """Return the configuration that trains again up to the recorded `step` of a run, and the checkpoint to start from,
-    None if that is before the first step.
+    """Return the configuration that repeats a run up to a recorded step, and the checkpoint to start from.
+    The checkpoint is None if the run is repeated from its beginning.
 
     Raises:
         ConfigError: when the run has not recorded that step.
@@ -117,8 +118,8 @@ def _single_step_run(config: RunConfig, checkpoint: Location | None, step: int) 
 
 
 def write_replay_yaml(config: RunConfig) -> Path:
-    """Write replay.yaml, the settings of the replay run (as JSON, which is YAML), into its output folder, remove
-    earlier metrics there, and return its path.
+    """Write replay.yaml, the settings of the replay run, into its output folder, and return its path.
+    The settings are JSON, which is YAML. Earlier metrics in the folder are removed.
     """
     folder = Path(config.output)
     folder.mkdir(parents=True, exist_ok=True)
@@ -129,8 +130,8 @@ def write_replay_yaml(config: RunConfig) -> Path:
 
 
 def read_recorded_steps(output: Path) -> dict[int, dict[str, Any]]:
-    """Return the lines of `metrics.jsonl` in the run's folder `output` by step, without a line that a kill has cut
-    short; empty when there are none.
+    """Return the lines of `metrics.jsonl` in a run's folder by step.
+    A line that a kill has cut short is left out; the result is empty when there are none.
     """
     try:
         text = (output / "metrics.jsonl").read_text(encoding="utf-8")
@@ -143,8 +144,8 @@ def read_recorded_steps(output: Path) -> dict[int, dict[str, Any]]:
 def compare_steps(
     recorded: Mapping[int, dict[str, Any]], again: Mapping[int, dict[str, Any]]
 ) -> Iterator[tuple[str, bool]]:
-    """Yield, for each replayed step in `again`, a line of text about it, and whether its metrics equal the recorded
-    ones bit by bit.
+    """Yield, for each replayed step, a line of text and whether its metrics equal the recorded ones bit by bit.
+    `again` has the replayed steps and `recorded` the recorded ones.
     """
     for step, line in again.items():
         if step not in recorded:

@@ -17,6 +17,7 @@ from mega_trainer.model.attention import SelfAttention
 from mega_trainer.model.cross_attention import CrossAttention
 from mega_trainer.model.feed_forward import FeedForward
 from mega_trainer.model.forward_context import ForwardContext
+from mega_trainer.model.gated_convolution import GatedConvolution
 from mega_trainer.model.gated_delta_net import GatedDeltaNet
 from mega_trainer.model.latent_attention import MultiLatentAttention
 from mega_trainer.model.layer_builder import LayerBuilder, LayerFactory
@@ -33,7 +34,12 @@ def _build_feed_forward(build: LayerBuilder, layer: int) -> nn.Module:
     return FeedForward(build, f"model.layers.{layer}.mlp", build.config.ffn_hidden_size)
 
 
-MIXERS: Mapping[MixerKind, LayerFactory] = {"attention": _build_attention, "mamba": MambaMixer, "delta": GatedDeltaNet}
+MIXERS: Mapping[MixerKind, LayerFactory] = {
+    "attention": _build_attention,
+    "mamba": MambaMixer,
+    "delta": GatedDeltaNet,
+    "conv": GatedConvolution,
+}
 FEEDS: Mapping[Literal["mlp", "moe"], LayerFactory] = {"mlp": _build_feed_forward, "moe": MixtureOfExperts}
 
 
@@ -53,8 +59,8 @@ def find_layer_factory(build: LayerBuilder, kind: MixerKind | FeedForwardKind) -
 
 
 class ResidualBranch(nn.Module):
-    """Residual branch norm(work(norm x)), where the module `work` is a token mixer, a cross attention or a feed-forward
-    block; either norm may be missing.
+    """Residual branch norm(work(norm x)) of a transformer layer.
+    The module `work` is a token mixer, a cross attention or a feed-forward block; either norm may be missing.
     """
 
     def __init__(self, build: LayerBuilder, layer: int, name: str, kind: LayerFactory, before: str, after: str) -> None:
@@ -67,8 +73,8 @@ class ResidualBranch(nn.Module):
         self.after = build.build_residual_norm(f"model.layers.{layer}.{after}_layernorm") if after else None
 
     def add_and_norm(self, x: Tensor, y: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return the residual stream, x or x + y, and the branch's input: the stream, normalised if the branch has a
-        pre-norm.
+        """Return the residual stream, x or x + y, and the input of the residual branch.
+        The input is the stream, normalised if the branch has a pre-norm.
         """
         if self.before is None:
             x = x if y is None else x + y
@@ -78,8 +84,8 @@ class ResidualBranch(nn.Module):
         return x, normed
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
-        """Return the output that is added to the residual stream, from the normalised stream x [B, S or S/T, D] (S/T
-        under sequence parallelism over T ranks).
+        """Return the output of the residual branch, which is added to the residual stream.
+        x is the normalised stream [B, S or S/T, D] (S/T under sequence parallelism over T ranks).
         """
         y: Tensor = (
             self.saved.checkpoint_module(self.feed, self.work, x, context) if self.feed else self.work(x, context)
@@ -153,8 +159,8 @@ class PostNormLayer(TransformerLayer):
 
 
 def build_transformer_layer(build: LayerBuilder, layer: int) -> TransformerLayer:
-    """Build layer number `layer` of the model, pre-norm or post-norm, with the mixer and feed-forward that the
-    configuration gives it.
+    """Build one pre-norm or post-norm transformer layer as configured.
+    `layer` is its number in the model; the configuration gives it its mixer and feed-forward.
     """
     post_norm = build.config.norm_position == "sum"
     block = (PostNormLayer if post_norm else TransformerLayer)(build, layer)

@@ -11,8 +11,8 @@ _ELEMENT = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2, "nvfp4": 2}
 
 @dataclass(frozen=True)
 class TrainingLayout:
-    """Layout of a training run for predictions: parallel degrees, batch sizes, and memory options such as ZeRO and
-    recomputation.
+    """Layout of a training run for predictions of time and memory.
+    It has parallel degrees, batch sizes, and memory options such as ZeRO and recomputation.
 
     Attributes:
         seq_length: tokens of a sample, before context parallelism splits them; of the encoder in an encoder-decoder model.

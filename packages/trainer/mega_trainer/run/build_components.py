@@ -65,8 +65,8 @@ from mega_trainer.plan.zero3_memory import zero3_unit_layers
 def connect_parallel_groups(
     config: RunConfig, ranks: RankInfo, maker: ProcessGroupCache | None = None, log: CommLog | None = None
 ) -> ParallelGroups:
-    """Return this rank's communication groups for the configured degrees of parallelism; `maker` caches process groups,
-    `log` counts traffic. A collective call of all ranks.
+    """Return this rank's communication groups for the configured degrees of parallelism.
+    `maker` caches process groups, `log` counts traffic. A collective call of all ranks.
 
     Raises:
         ConfigError: when they do not fit the number of ranks.
@@ -90,8 +90,8 @@ def connect_parallel_groups(
 
 
 def build_expert_dispatcher(config: RunConfig, groups: ParallelGroups, leaves: LeafCompiler) -> ExpertDispatcher | None:
-    """Return the expert-parallel dispatcher of the configured library (DeepEP, TransformerEngine and others); None for
-    the default all-to-all, or without expert parallelism.
+    """Return the expert-parallel dispatcher of the configured library, such as DeepEP, or None.
+    Other libraries are TransformerEngine and more; None means the default all-to-all, or no expert parallelism.
     """
     moe, parallel = config.model.moe, config.parallel
     if moe is None or groups.ep.size == 1 or parallel.dispatch == "alltoall":
@@ -120,10 +120,11 @@ def choose_kernels(config: RunConfig, device: torch.device) -> BackendChoice:
         head=(model.query_key_head_dim, model.attention_value_dim),
         softcap=model.attention_softcap is not None,
         biased=model.position in ("relative", "alibi"),
-        taps=frozenset(recurrence.conv_kernel for recurrence in (model.mamba, model.delta) if recurrence),
+        taps=frozenset(recurrence.conv_kernel for recurrence in (model.mamba, model.delta) if recurrence)
+        | ({model.conv.kernel} if model.conv else frozenset()),
         compiler_problem=find_compiler_problem(device) if gpu else None,
     )
-    parts = {"mamba": ("conv", "scan"), "delta": ("conv", "delta")}
+    parts = {"mamba": ("conv", "scan"), "delta": ("conv", "delta"), "conv": ("conv",)}
     used = {part: getattr(config.kernels, part) for kind in model.heads_by_mixer for part in parts.get(kind, ())}
     return choose_backends(config.kernels.linear, config.kernels.attention, facts, used)
 
@@ -172,8 +173,8 @@ def build_schedule(config: RunConfig, groups: ParallelGroups) -> PipelineSchedul
 def build_stages(
     config: RunConfig, build: LayerBuilder, schedule: PipelineSchedule, stage_class: type[Decoder] | None = None
 ) -> dict[int, Decoder]:
-    """Return this rank's pipeline stages of the model by stage number, with uninitialised weights, which are sharded
-    under ZeRO-3.
+    """Return this rank's pipeline stages of the model by stage number, with uninitialised weights.
+    The weights are sharded under ZeRO-3.
 
     Args:
         stage_class: class of the stages; None: by the model.
@@ -305,8 +306,8 @@ def _shard_stage(config: RunConfig, stage: Decoder, zero_config: ZeroConfig) -> 
 
 
 def load_datasets(config: RunConfig, tokenizer: Tokenizer | None) -> tuple[BlendedDataset, BlendedDataset | None]:
-    """Return the training data set, and the validation data set if the run validates, else None; `tokenizer` is the
-    data's tokenizer.
+    """Return the training data set and, if the run validates, the validation data set, else None.
+    `tokenizer` is the data's tokenizer.
     """
     if config.objective.kind == "grpo":
         assert tokenizer is not None  # the rules of the configuration require data.tokenizer
@@ -325,16 +326,16 @@ def load_datasets(config: RunConfig, tokenizer: Tokenizer | None) -> tuple[Blend
 
 
 def compute_dtype(config: RunConfig) -> torch.dtype:
-    """Return the dtype of weights and activations in forward and backward; gradients and main weights are fp32, or fp64
-    in an fp64 run.
+    """Return the dtype of weights and activations in forward and backward.
+    Gradients and main weights are fp32, or fp64 in an fp64 run.
     """
     names = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16}
     return names.get(config.precision, torch.bfloat16)
 
 
 def gradient_reduce_dtype(config: RunConfig) -> torch.dtype | None:
-    """Return the dtype in which gradients are reduced over data ranks, or None to reduce them in the dtype in which
-    they are kept.
+    """Return the dtype in which gradients are reduced over data ranks, or None.
+    None means to reduce them in the dtype in which they are kept.
     """
     return torch.bfloat16 if config.parallel.grad_reduce_dtype == "bf16" else None
 

@@ -58,8 +58,8 @@ def build_objectives(
     valid: BlendedDataset | None,
     generate: RolloutGenerator | None = None,
 ) -> tuple[TrainingObjective, TrainingObjective]:
-    """Build the training and the validation objective, with the reference or teacher model that they need. A collective
-    call of all ranks.
+    """Build the training and the validation objective of a run.
+    They include the reference or teacher model that they need. A collective call of all ranks.
 
     A reference model with cached log-probabilities is loaded only if some are missing, and freed before this returns.
 

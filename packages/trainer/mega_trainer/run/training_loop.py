@@ -34,8 +34,8 @@ from mega_trainer.run.training_context import TrainingContext
 
 
 class GarbageCollectionSchedule:
-    """Context manager that restricts Python's garbage collection to the end of every `every`-th step; 0 leaves it to
-    Python.
+    """Context manager that restricts Python's garbage collection to the end of every `every`-th step.
+    0 leaves it to Python.
 
     Objects that exist at the start are frozen: later collections skip them.
     """
@@ -267,8 +267,8 @@ class TrainingLoop:
 
 @dataclass(frozen=True)
 class LoopStepHooks(StepHooks):
-    """Hooks by which the training loop extends `train_step`: objective metrics, the scalars of this rank, and the
-    checks before an update.
+    """Hooks by which the training loop extends `train_step`.
+    They add objective metrics, the scalars of this rank, and the checks before an update.
     """
 
     context: TrainingContext
@@ -287,8 +287,8 @@ class LoopStepHooks(StepHooks):
         return self.context.objective.append_metric_sums(sums)
 
     def local_scalars(self) -> StepScalars:
-        """Return this rank's scalars that are summed over all ranks together with the loss: stop requests, a failed
-        save, images of this step and token counts of the next.
+        """Return this rank's scalars that are summed over all ranks together with the loss.
+        They are stop requests, a failed save, images of this step and token counts of the next.
         """
         stops = self.stop_signal.name or self.context.limits.reached_limit(self._step)
         return StepScalars(
@@ -300,8 +300,8 @@ class LoopStepHooks(StepHooks):
         )
 
     def accepts_loss(self, loss: float) -> bool:
-        """Check tensors for silent corruption just before an update, and return True if the run's policies for
-        non-finite losses and loss spikes allow an update with this loss.
+        """Check tensors for silent corruption, and return whether the run's policies allow an update.
+        The check is just before the update; the policies for non-finite losses and loss spikes apply to this loss.
         """
         self.integrity.check_before_update(self._step)
         return self.context.state.guard.accepts_loss(loss)
