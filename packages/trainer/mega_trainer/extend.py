@@ -7,6 +7,7 @@ exports all that extensions need, and changes only with `EXTENSION_API`. The par
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from mega_common.model_config import ModelConfig
@@ -22,9 +23,14 @@ from mega_trainer.config.extensions import (
     Objective,
     Optimizer,
     Schedule,
+    load_extensions,
 )
+from mega_trainer.config.sections import OptimizerConfig
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from mega_ckpt.canonical_tensors import canonical_tensors
     from mega_ckpt.families.config_entries import (
         AllowedValuesEntry,
         ConfigMismatchError,
@@ -35,8 +41,10 @@ if TYPE_CHECKING:
     )
     from mega_ckpt.families.disk_layouts import TensorRule, weight_bias_rules
     from mega_ckpt.families.family import ModelFamily
+    from mega_ckpt.families.llama_decoders import LLAMA
     from mega_ckpt.families.rope_entries import RopeEntry
     from mega_data.kinds.dataset_kind import DatasetContext, DatasetSamples, TrainingSample
+    from mega_data.kinds.running_text import build_text_samples
     from mega_data.sampling.dataset_parts import DatasetPart
     from mega_trainer.kernels.selective_scan import ScanInputs, ScanPass
     from mega_trainer.kernels.sequence_chunks import SequenceChunks
@@ -56,6 +64,8 @@ if TYPE_CHECKING:
 _PARTS = {
     "AllowedValuesEntry": "mega_ckpt.families.config_entries",
     "AttentionCore": "mega_trainer.model.attention",
+    "build_text_samples": "mega_data.kinds.running_text",
+    "canonical_tensors": "mega_ckpt.canonical_tensors",
     "ColumnParallelLinear": "mega_trainer.parallel.tensor_parallel",
     "ConfigMismatchError": "mega_ckpt.families.config_entries",
     "DatasetContext": "mega_data.kinds.dataset_kind",
@@ -69,6 +79,7 @@ _PARTS = {
     "KeyEntry": "mega_ckpt.families.config_entries",
     "KeyValueHeadsEntry": "mega_ckpt.families.config_entries",
     "LayerBuilder": "mega_trainer.model.layer_builder",
+    "LLAMA": "mega_ckpt.families.llama_decoders",
     "ModelFamily": "mega_ckpt.families.family",
     "MultiHeadEntry": "mega_ckpt.families.config_entries",
     "Norm": "mega_trainer.model.norms",
@@ -89,6 +100,7 @@ _PARTS = {
 
 __all__ = [
     "EXTENSION_API",
+    "LLAMA",
     "AllowedValuesEntry",
     "AttentionCore",
     "Block",
@@ -117,6 +129,7 @@ __all__ = [
     "Norm",
     "Objective",
     "Optimizer",
+    "OptimizerConfig",
     "RecurrentMixer",
     "RopeEntry",
     "RowParallelLinear",
@@ -130,6 +143,10 @@ __all__ = [
     "TensorRule",
     "TrainingSample",
     "UniformInit",
+    "build_text_samples",
+    "canonical_tensors",
+    "compute_logits",
+    "load_extensions",
     "pass_recurrent_states",
     "weight_bias_rules",
 ]  # fmt: skip
@@ -140,3 +157,27 @@ def __getattr__(name: str) -> Any:
     if name in _PARTS:
         return getattr(importlib.import_module(_PARTS[name]), name)
     raise AttributeError(f"mega_trainer.extend has no {name!r}")
+
+
+def compute_logits(run: Mapping[str, Any], tokens: Tensor, seed: int = 0) -> Tensor:
+    """Return the logits [B, S, V] of a run's model with random weights in fp64, for a test of an extension.
+
+    Args:
+        run: run.yaml as a mapping; the data may be left out.
+        tokens: int64 [B, S].
+        seed: of the weights.
+    """
+    import torch
+
+    from mega_trainer.config.run_config import RunConfig, resolve_run_config
+    from mega_trainer.model.decoder import Decoder
+    from mega_trainer.model.layer_builder import LayerBuilder
+    from mega_trainer.model.weight_init import initialize_weights
+
+    config = RunConfig.parse(resolve_run_config({"data": {"train": "none"}, **run}))
+    build = LayerBuilder(config.model, dtype=torch.float64, blocks=config.registry.bind_blocks(config.model))
+    model, positions = Decoder(build).eval(), torch.arange(tokens.shape[1])[None]
+    initialize_weights(model, seed)
+    with torch.no_grad():
+        states = model(model.embed_inputs(tokens, positions), model.make_forward_context(positions))
+        return model.compute_logits(states)

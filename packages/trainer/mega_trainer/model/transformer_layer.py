@@ -40,7 +40,7 @@ MIXERS: Mapping[MixerKind, LayerFactory] = {
     "delta": GatedDeltaNet,
     "conv": GatedConvolution,
 }
-FEEDS: Mapping[Literal["mlp", "moe"], LayerFactory] = {"mlp": _build_feed_forward, "moe": MixtureOfExperts}
+FEEDS: Mapping[FeedForwardKind, LayerFactory] = {"mlp": _build_feed_forward, "moe": MixtureOfExperts}
 
 
 def find_layer_factory(build: LayerBuilder, kind: MixerKind | FeedForwardKind) -> LayerFactory:
@@ -66,7 +66,8 @@ class ResidualBranch(nn.Module):
     def __init__(self, build: LayerBuilder, layer: int, name: str, kind: LayerFactory, before: str, after: str) -> None:
         super().__init__()
         self.layer, self.saved, self.name = layer, build.saved, name
-        self.feed = next((feed for feed in FEEDS if feed == name), None)
+        recomputed: tuple[Literal["mlp", "moe"], ...] = ("mlp", "moe")
+        self.feed = next((feed for feed in recomputed if feed == name), None)
         self.dropout, self.multiplier = build.config.residual_dropout, build.config.residual_multiplier
         self.before = build.build_residual_norm(f"model.layers.{layer}.{before}_layernorm") if before else None
         self.work = kind(build, layer)
