@@ -512,6 +512,13 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "bloom-six-heads-untied": (
         "bloom", {"vocab_size": 97, "hidden_size": 36, "n_layer": 2, "n_head": 6, "tie_word_embeddings": False, "hidden_dropout": 0.1},
     ),
+    "mpt": ("mpt", {"vocab_size": 97, "d_model": 24, "n_layers": 3, "n_heads": 4, "max_seq_len": 64}),
+    "mpt-six-heads-scale-untied": (
+        "mpt", {"vocab_size": 97, "d_model": 36, "n_layers": 2, "n_heads": 6, "max_seq_len": 64, "tie_word_embeddings": False,
+                "attn_config": {"softmax_scale": 0.3}},
+    ),
+    "codegen": ("codegen", {**_GPT2, "rotary_dim": 4}),
+    "codegen-eight-heads": ("codegen", {**_GPT2, "n_embd": 32, "n_head": 8, "rotary_dim": 2, "n_inner": 40}),
     "opt": ("opt", _OPT),
     "opt-untied-no-bias": ("opt", {**_OPT, "enable_bias": False, "tie_word_embeddings": False, "activation_function": "gelu"}),
     "qwen3_5_moe": ("qwen3_5_moe_text", {key: value for key, value in _DELTA_MOE.items() if key != "intermediate_size"}),

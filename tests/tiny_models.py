@@ -308,6 +308,10 @@ VARIANTS |= {
         "qk_norm": True, "qk_norm_after_rope": True, "moe": {**MOE, "ffn_hidden_size": 40, "shared_ffn_hidden_size": 40},
     },
     "phi": {**_SIDE_BY_SIDE, **_BIASES, "head_bias": True, "activation": "gelu_tanh", "hidden_size": 32, "rope": {"fraction": 0.5}},
+    "mpt": {
+        "norm": "layernorm", "norm_bias": False, "position": "alibi", "activation": "gelu", "tie_embeddings": True,
+        "ffn_hidden_size": 96,
+    },
     "gpt-neo": {
         "norm": "layernorm", "position": "learned", "activation": "gelu_tanh", "tie_embeddings": True, "attention_scale": 1.0,
         "attention_out_bias": True, "mlp_bias": True, "sliding_window": 7, "full_attention_layers": [0],

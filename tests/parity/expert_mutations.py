@@ -173,8 +173,8 @@ def _to_one_part(ranks: Tensor, parts: int) -> Tensor:
 
 
 def _all_weigh_the_same() -> AbstractContextManager[Any]:
-    real = expert_parallel.pick_choice_values
-    return swap(expert_parallel, "pick_choice_values", lambda values, slots: torch.ones_like(real(values, slots)))
+    real = expert_parallel.pick_row_values
+    return swap(expert_parallel, "pick_row_values", lambda values, slots: torch.ones_like(real(values, slots)))
 
 
 def _bias_weighs_one() -> AbstractContextManager[Any]:
@@ -184,7 +184,7 @@ def _bias_weighs_one() -> AbstractContextManager[Any]:
 
 def _weights_of_the_first_choices() -> AbstractContextManager[Any]:
     """Each row takes its token's first weight."""
-    return swap(expert_parallel, "pick_choice_values", lambda values, slots: values[slots.token_of_row, 0])
+    return swap(expert_parallel, "pick_row_values", lambda values, slots: values[slots.token_of_row, 0])
 
 
 def _gradient_of_weights_stays() -> AbstractContextManager[Any]:

@@ -169,8 +169,7 @@ def check_adapter_modules(
 def check_initial_adapter(
     adapter: SavedAdapter, modules: Mapping[str, AdaptedModule], trains: Callable[[str], bool], where: str
 ) -> None:
-    """Reject a training run that starts from a LoRA adapter but would not continue all of it.
-    Raises CheckpointError if the run would drop one of the tensors of `adapter` or change its scale.
+    """Reject a training run whose LoRA settings would drop a tensor of its initial adapter or change its scale.
 
     Args:
         adapter: the initial adapter, saved at `where`.

@@ -159,7 +159,7 @@ def _write_shard(
 
 
 def group_slabs_by_file(slabs: Sequence[ShardSlab], max_bytes: int) -> Iterator[list[ShardSlab]]:
-    """Split a sequence of tensor slices into groups, one per file.
+    """Split a sequence of tensor slices into groups that are written to one new file each.
     A group has as many slices in order as fit in `max_bytes`, and at least one.
     """
     group: list[ShardSlab] = []

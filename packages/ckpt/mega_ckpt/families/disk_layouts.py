@@ -162,7 +162,7 @@ class TensorRule:
         disk: name on disk.
         parts: canonical names of the tensors in it.
         layout: their layout.
-        per_head: kind of heads ("kv", "query", "delta") by which the rows of the parts are interleaved: all parts of the
+        per_head: kind of heads ("kv", "query", "delta", or "quarter" for four groups of heads) by which the rows of the parts are interleaved: all parts of the
             first head, then all of the second. Empty: the parts are not interleaved.
         requires: a canonical tensor that the model must have.
         unless: a canonical tensor that the model must not have.

@@ -271,7 +271,7 @@ class ModelFamily:
 def _head_counts(model: ModelConfig) -> dict[str, int]:
     """Return the number of heads of each kind that rules refer to."""
     delta = model.delta.num_key_heads if model.delta else 0
-    return {"kv": model.key_value_heads, "query": model.num_attention_heads, "delta": delta}
+    return {"kv": model.key_value_heads, "query": model.num_attention_heads, "delta": delta, "quarter": 4}
 
 
 def _layers_below(bound: int, layers: list[int] | None) -> list[int] | None:

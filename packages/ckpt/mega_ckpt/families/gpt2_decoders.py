@@ -1,14 +1,13 @@
-"""Decoders of GPT-2's line, with layer norms and biases: GPT-2, GPT-BigCode, GPT-Neo, GPT-J, BLOOM and OPT.
+"""Decoders of GPT-2's line, with layer norms and biases: GPT-2, GPT-BigCode, GPT-Neo, GPT-J and CodeGen.
 
 GPT-2 (Radford et al. 2019): linear layers stored (in, out), fused query-key-value. GPT-BigCode: SantaCoder and StarCoder
 (arXiv:2305.06161), with multi-query attention. GPT-Neo: unscaled scores, a window in every second layer. GPT-J: partial interleaved rotation, one norm for attention and MLP in
-parallel. BLOOM (arXiv:2211.05100): ALiBi and a norm of the embeddings. OPT (arXiv:2205.01068): ReLU, learned positions
-with an offset of 2.
+parallel. CodeGen (arXiv:2203.13474): GPT-J with queries, values and keys fused in four parts.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mega_ckpt.families.config_entries import (
@@ -37,6 +36,7 @@ class Gpt2SizesEntry:
     The MLP width `n_inner` is four times the hidden size by default; the second key is `n_ctx`.
     """
 
+    has_length: bool = True
     handled_config_keys: frozenset[str] = frozenset({"n_inner", "n_ctx"})
     handled_model_fields: frozenset[str] = frozenset({"ffn_hidden_size"})
 
@@ -44,7 +44,7 @@ class Gpt2SizesEntry:
         """Return the `ModelConfig` field `ffn_hidden_size` from GPT-2's config.json.
         Raises ConfigMismatchError if `n_ctx`, an older name of `n_positions`, differs from it.
         """
-        if raw.get("n_ctx", raw.get("n_positions")) != raw.get("n_positions"):
+        if self.has_length and raw.get("n_ctx", raw.get("n_positions")) != raw.get("n_positions"):
             raise ConfigMismatchError(f"n_ctx = {raw['n_ctx']!r} differs from n_positions = {raw.get('n_positions')!r}")
         return {"ffn_hidden_size": raw.get("n_inner") or 4 * raw.get("n_embd", 0)}
 
@@ -129,7 +129,7 @@ class FourfoldWidthEntry:
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return, from config.json, the `ModelConfig` field `ffn_hidden_size`."""
-        width = 4 * raw.get("hidden_size", raw.get("n_embed", 0))
+        width = 4 * next((raw[key] for key in ("hidden_size", "n_embed", "d_model") if key in raw), 0)
         return {"ffn_hidden_size": (self.key and raw.get(self.key)) or width}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
@@ -325,119 +325,16 @@ GPTJ = ModelFamily(
 )  # fmt: skip
 
 
-BLOOM = ModelFamily(
-    name="bloom",
-    architecture="BloomForCausalLM",
-    prefix="transformer.",
-    entries=(
-        KeyEntry("vocab_size", "vocab_size"),
-        KeyEntry("hidden_size n_embed", "hidden_size"),
-        KeyEntry("n_layer num_hidden_layers", "num_layers"),
-        KeyEntry("n_head num_attention_heads", "num_attention_heads"),
-        KeyEntry("layer_norm_epsilon", "norm_eps", 1e-5),
-        KeyEntry("initializer_range", "init_std", 0.02),
-        KeyEntry("hidden_dropout", "residual_dropout", 0.0),
-        KeyEntry("attention_dropout", "attention_dropout", 0.0),
-        KeyEntry("tie_word_embeddings", "tie_embeddings", True),
-        KeyEntry("seq_length max_position_embeddings", "max_position", 2048),
-        FourfoldWidthEntry(),
-        MultiHeadEntry(),
-        UniformWindowEntry(supports_windows=False),
-        AllowedValuesEntry({"apply_residual_connection_post_layernorm": (False,)}),
-        FixedFieldsEntry(
-            {"norm": "layernorm", "position": "alibi", "embedding_norm": True, "activation": "gelu_tanh", "qkv_bias": True,
-             "attention_out_bias": True, "mlp_bias": True, "qk_norm": False}
-        ),
-    ),
+# Each of four parts has queries, values and keys of a quarter of the heads.
+_CODEGEN_QKV = tuple(f"{LAYER}.self_attn.{x}_proj.weight" for x in "qvk")
+CODEGEN = replace(
+    GPTJ,
+    name="codegen",
+    architecture="CodeGenForCausalLM",
+    entries=tuple(Gpt2SizesEntry(has_length=False) if isinstance(e, Gpt2SizesEntry) else e for e in GPTJ.entries),
     rules=(
-        TensorRule("transformer.word_embeddings.weight", ("model.embed_tokens.weight",)),
-        *weight_bias_rules("transformer.word_embeddings_layernorm", "model.embed_norm"),
-        *weight_bias_rules(f"{_BLOCK}.input_layernorm", f"{LAYER}.input_layernorm"),
-        *weight_bias_rules(f"{_BLOCK}.self_attention.query_key_value", *QKV, per_head="kv"),
-        *weight_bias_rules(f"{_BLOCK}.self_attention.dense", f"{LAYER}.self_attn.o_proj"),
-        *weight_bias_rules(f"{_BLOCK}.post_attention_layernorm", f"{LAYER}.post_attention_layernorm"),
-        *weight_bias_rules(f"{_BLOCK}.mlp.dense_h_to_4h", f"{LAYER}.mlp.up_proj"),
-        *weight_bias_rules(f"{_BLOCK}.mlp.dense_4h_to_h", f"{LAYER}.mlp.down_proj"),
-        *weight_bias_rules("transformer.ln_f", "model.norm"),
+        *(rule for rule in GPTJ.rules if rule.parts[0] not in _CODEGEN_QKV),
+        TensorRule(f"{_BLOCK}.attn.qkv_proj.weight", _CODEGEN_QKV, per_head="quarter"),
     ),
-    carried=frozenset({"classifier_dropout", "slow_but_exact", "masked_softmax_fusion", "attention_softmax_in_fp32", "bias_dropout_fusion"}),
-)  # fmt: skip
-
-
-@dataclass(frozen=True)
-class OptSizesEntry:
-    """Config entry for OPT's keys of the embedding width and of the biases.
-    Models with projections around the decoder (OPT-350M) are not supported.
-    """
-
-    handled_config_keys: frozenset[str] = frozenset({"word_embed_proj_dim", "enable_bias"})
-    handled_model_fields: frozenset[str] = frozenset({"qkv_bias", "attention_out_bias", "mlp_bias"})
-
-    def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the `ModelConfig` fields of biases of an OPT model from config.json.
-        Raises ConfigMismatchError if the embedding is not as wide as the model.
-        """
-        if raw.get("word_embed_proj_dim") not in (None, raw.get("hidden_size")):
-            raise ConfigMismatchError(f"word_embed_proj_dim = {raw['word_embed_proj_dim']!r} must be hidden_size")
-        return dict.fromkeys(self.handled_model_fields, raw.get("enable_bias", True))
-
-    def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the config.json keys `enable_bias` and `word_embed_proj_dim` of an OPT model.
-        Raises ConfigMismatchError if only some linear layers have biases.
-        """
-        biases = {name: getattr(model, name) for name in sorted(self.handled_model_fields)}
-        if len(set(biases.values())) > 1:
-            raise ConfigMismatchError(f"{', '.join(biases)} must be equal")
-        return {"enable_bias": model.mlp_bias, "word_embed_proj_dim": model.hidden_size}
-
-
-_OPT = "model.decoder.layers.{i}"
-_OPT_ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "gelu_new": "gelu_tanh"}
-
-OPT = ModelFamily(
-    name="opt",
-    architecture="OPTForCausalLM",
-    prefix="model.",
-    entries=(
-        KeyEntry("vocab_size", "vocab_size"),
-        KeyEntry("hidden_size", "hidden_size"),
-        KeyEntry("ffn_dim", "ffn_hidden_size", 3072),
-        KeyEntry("num_hidden_layers", "num_layers"),
-        KeyEntry("num_attention_heads", "num_attention_heads"),
-        KeyEntry("max_position_embeddings", "max_position", 2048),
-        KeyEntry("activation_function", "activation", "relu", _OPT_ACTIVATIONS),
-        KeyEntry("dropout", "embedding_dropout residual_dropout", 0.1),
-        KeyEntry("attention_dropout", "attention_dropout", 0.0),
-        KeyEntry("init_std", "init_std", 0.02),
-        KeyEntry("tie_word_embeddings", "tie_embeddings", True),
-        MultiHeadEntry(),
-        OptSizesEntry(),
-        UniformWindowEntry(supports_windows=False),
-        AllowedValuesEntry(
-            {
-                "do_layer_norm_before": (True,),
-                "_remove_final_layer_norm": (False,),
-                "layer_norm_elementwise_affine": (True,),
-            }
-        ),
-        FixedFieldsEntry(
-            {"norm": "layernorm", "norm_eps": 1e-5, "position": "learned", "position_offset": 2, "qk_norm": False}
-        ),
-    ),
-    rules=(
-        TensorRule("model.decoder.embed_tokens.weight", ("model.embed_tokens.weight",)),
-        TensorRule("model.decoder.embed_positions.weight", ("model.embed_positions.weight",)),
-        *(
-            rule
-            for x in "qkv"
-            for rule in weight_bias_rules(f"{_OPT}.self_attn.{x}_proj", f"{LAYER}.self_attn.{x}_proj")
-        ),
-        *weight_bias_rules(f"{_OPT}.self_attn.out_proj", f"{LAYER}.self_attn.o_proj"),
-        *weight_bias_rules(f"{_OPT}.self_attn_layer_norm", f"{LAYER}.input_layernorm"),
-        *weight_bias_rules(f"{_OPT}.fc1", f"{LAYER}.mlp.up_proj"),
-        *weight_bias_rules(f"{_OPT}.fc2", f"{LAYER}.mlp.down_proj"),
-        *weight_bias_rules(f"{_OPT}.final_layer_norm", f"{LAYER}.post_attention_layernorm"),
-        *weight_bias_rules("model.decoder.final_layer_norm", "model.norm"),
-    ),
-    carried=frozenset({"layerdrop", "activation_dropout"}),
+    buffers=r"(transformer\.)?h\.\d+\.attn\.(causal_mask|bias|masked_bias|embed_positions)",
 )

@@ -27,11 +27,11 @@ class MoeFieldEntry(Protocol):
 
     @property
     def handled_config_keys(self) -> frozenset[str]:
-        """Keys of config.json that this mapping translates or checks."""
+        """Keys of config.json that a mapping of mixture-of-experts settings translates or checks."""
 
     @property
     def handled_model_fields(self) -> frozenset[str]:
-        """Fields of `MoeConfig` that this mapping translates or checks."""
+        """Fields of `MoeConfig` that a mapping of mixture-of-experts settings translates or checks."""
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return {field: value} of `MoeConfig` from the keys of `raw`, a config.json.

@@ -33,7 +33,7 @@ from mega_common.model_config import ModelConfig
 
 @dataclass
 class MegatronTensor:
-    """A tensor by its name in Megatron, with the rectangular slices of it that are stored in the checkpoint folder."""
+    """Dtype and shape of a tensor of a Megatron checkpoint, with the rectangular slices of it that are stored."""
 
     dtype: torch.dtype
     shape: TensorShape

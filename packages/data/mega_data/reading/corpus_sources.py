@@ -133,7 +133,7 @@ def find_corpus_sources(
     return [source for item in inputs for source in _expand_input(str(item), json_key, skipped_files)]
 
 
-def split_hub_name(name: str) -> HubName:
+def split_hub_dataset_name(name: str) -> HubName:
     """Return the parts of `hf:NAME[:CONFIG][@SPLIT]`; a folder's name may contain a colon."""
     whole, _, split = name.removeprefix(HUB).partition("@")
     if Path(whole).is_dir() or ":" not in whole:

@@ -29,7 +29,7 @@ from mega_data.reading.corpus_sources import (
     find_corpus_sources,
     log_file_formats,
     lookup_record_value,
-    split_hub_name,
+    split_hub_dataset_name,
 )
 from mega_data.reading.decompression import DAMAGE, ReportBytes, import_optional, open_decompressed, peek_first_bytes
 from mega_data.reading.documents import (
@@ -187,7 +187,7 @@ def _read_text(stream: io.BufferedReader, source: CorpusSource, folder: Path | N
 
 def _read_datasets(source: CorpusSource, key: str, whole: bool) -> DocumentStream:
     datasets = import_optional("datasets", "reading hf: inputs")
-    name = split_hub_name(source.name)
+    name = split_hub_dataset_name(source.name)
     try:
         for line, row in enumerate(_load_datasets(datasets, name), 1):
             value = lookup_record_value(row, key)

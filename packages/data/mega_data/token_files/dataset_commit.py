@@ -30,10 +30,9 @@ READY = "ready.json"
 
 
 def commit_dataset(writer: IndexedWriter, made_from: str, obsolete: Iterable[Path] = ()) -> None:
-    """Rename all durable files that `writer` wrote to their final names, and release the writer.
-    After a kill, `finish_commit` completes this. `made_from` is a digest of the inputs.
-
-    After a kill, `finish_commit` returns `made_from`. `obsolete` files are removed after the renames.
+    """Commit a written data set: rename its complete files to their final names, and release the writer.
+    After a kill, `finish_commit` completes this and returns `made_from`, a digest of the inputs. `obsolete` files are
+    removed after the renames.
 
     Raises:
         DataError: if a file cannot be written or renamed; nothing is lost, and `finish_commit` completes the commit.

@@ -35,7 +35,7 @@ CONVENTIONS: dict[FlopsConvention, str] = {
 
 @dataclass(frozen=True)
 class LayerParameterCounts:
-    """Numbers of parameters of one layer, by part of the layer.
+    """Parameter counts of one layer: split by tensor parallelism, whole on every tensor rank, and routed experts.
 
     Attributes:
         split: parameters that tensor parallelism splits.

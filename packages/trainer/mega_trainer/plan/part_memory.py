@@ -94,7 +94,7 @@ class WeightCounts:
 
     @classmethod
     def from_parameters(cls, parameters: Sequence[nn.Parameter], build: LayerBuilder) -> WeightCounts:
-        """Return the numbers of elements of given parameters, by group."""
+        """Count the elements of given parameters: dense and expert, trainable, and updated by Muon."""
         packed = [each for each in map(get_packed_weight, parameters) if each is not None]
         parameters = [parameter for parameter in parameters if get_packed_weight(parameter) is None]
         is_expert = [

@@ -149,7 +149,7 @@ def create_kernels(choice: BackendChoice, leaves: LeafCompiler) -> Kernels:
 def make_layer_builder(
     config: RunConfig, groups: ParallelGroups, device: torch.device, choice: BackendChoice, leaves: LeafCompiler
 ) -> LayerBuilder:
-    """Return the `LayerBuilder` by which every layer of the run's model is made."""
+    """Return the factory of all layers of a run's model, with its kernels, parallel groups, LoRA and quantization."""
     return LayerBuilder(
         config.model, groups, create_kernels(choice, leaves), leaves=leaves,
         sp=config.parallel.sp, cp_kind=config.parallel.cp_kind, dispatcher=build_expert_dispatcher(config, groups, leaves),
