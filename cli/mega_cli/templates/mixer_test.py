@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from mega_trainer.extend import compute_logits
 
-RUN = {
+RUN: dict[str, Any] = {
     "extensions": [str(Path(__file__).parent / "my_extension.py")],
     "model": {"preset": "tiny", "mixers": {"my_extension": {}}, "layers": ["my_extension+mlp", "attention+mlp"]},
 }

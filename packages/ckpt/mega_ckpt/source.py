@@ -146,8 +146,7 @@ def open_weight_source(
 
     `settings` are fields of `ModelConfig` that are missing in a Megatron checkpoint, or override it. `averaged` selects
     the exponential moving averages of the weights that a run keeps (`train.ema`). `implementation: transformers` opens a
-    HuggingFace folder as a module of transformers, with the tensor names of that module. `families` are families of
-    HuggingFace folders that extensions add.
+    HuggingFace folder as a module of transformers, with the tensor names of that module. `families` come from extensions.
 
     Raises:
         CheckpointError: when it is none of these, damaged or not supported.
@@ -224,8 +223,8 @@ def _find_transformer_folder(folder: Path) -> Path | None:
 def load_with_adapter(
     path: str | Location, base: str | Location, *, averaged: bool = False, families: Sequence[ModelFamily] = ()
 ) -> AdaptedWeightSource:
-    """Open the weights at `base` merged with the LoRA adapter at `path`: a mega run or checkpoint, or a PEFT folder;
-    `families` come from extensions.
+    """Open the weights at `base` merged with the LoRA adapter at `path`.
+    The adapter is a mega run or checkpoint, or a PEFT folder; `families` come from extensions.
 
     Raises:
         CheckpointError: when there is no adapter, or it was trained on other weights.

@@ -32,8 +32,8 @@ class LayerKind(NamedTuple):
 
     @classmethod
     def parse(cls, text: str, mixers: Iterable[MixerKind] = (), feeds: Iterable[FeedForwardKind] = ()) -> LayerKind:
-        """Parse the text "mixer", "feed" or "mixer+feed", such as `mamba`, `mlp` or `attention+moe`; `mixers` and
-        `feeds` are the names that extensions add.
+        """Parse the text "mixer", "feed" or "mixer+feed", such as `mamba` or `attention+moe`.
+        `mixers` and `feeds` are the names that extensions add.
 
         Raises:
             ValueError: if it is none of these.
@@ -68,8 +68,8 @@ def expand_layer_pattern(pattern: LayerPatternSpec) -> list[str]:
 def validate_layer_pattern(
     pattern: LayerPatternSpec, mixers: Iterable[MixerKind] = (), feeds: Iterable[FeedForwardKind] = ()
 ) -> LayerPatternSpec:
-    """Return `pattern` unchanged, after checking that every layer kind in it is known; ValueError if not. `mixers` and
-    `feeds` are the names that extensions add.
+    """Return `pattern` unchanged, after checking that every layer kind in it is known.
+    `mixers` and `feeds` are the names that extensions add.
 
     Raises:
         ValueError: if it is empty or has an unknown layer kind.

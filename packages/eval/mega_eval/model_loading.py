@@ -261,8 +261,8 @@ def _check_loadable(
 def load_tokenizer(
     path: str | Location, adapter: str | Location | None = None, extensions: Sequence[str] = ()
 ) -> Tokenizer:
-    """Load the tokenizer stored with the weights at `path`, or the one in a LoRA `adapter` folder if it has one;
-    `extensions` may have the family of the folder.
+    """Load the tokenizer that is stored with the weights at `path`.
+    It is that of a LoRA `adapter` if its folder has one; `extensions` may have the family of the folder.
 
     Raises:
         CheckpointError: when there is no tokenizer.json.

@@ -112,8 +112,8 @@ _NEAREST = 8  # families named in the error if none fits
 
 
 def family_by_name(name: object, source: str = "family", added: Sequence[ModelFamily] = ()) -> ModelFamily:
-    """Return the HuggingFace model family with this `model_type`, of mega or `added` by extensions; CheckpointError if it
-    is not supported.
+    """Return the HuggingFace model family with this `model_type`.
+    It is one of mega, or one that extensions `added`.
 
     Raises:
         CheckpointError: for an unsupported name, with the nearest supported one.

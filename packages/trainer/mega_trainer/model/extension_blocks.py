@@ -12,8 +12,8 @@ from mega_trainer.parallel.parameter_info import get_parameter_info
 
 
 def list_block_tensors(config: ModelConfig, factory: LayerFactory) -> dict[str, TensorShape]:
-    """Return the shape of each tensor of a layer's block, by its name after `model.layers.N.`, in the order of its
-    parameters.
+    """Return the shape of each tensor of a layer's block, by its name after `model.layers.N.`.
+    They are in the order of its parameters.
 
     Raises:
         ConfigError: if a parameter was not made by the builder, or its name belongs to another layer.

@@ -297,8 +297,8 @@ def combine_logsumexp_over_ranks(lse: Tensor, label: Tensor, group: CommGroup) -
 
 
 class TokenLossTargets(LabelTargets):
-    """Targets of a loss f(log p, log Z) of each token, where p is the probability of its label and Z the sum of the
-    exponentials of its logits; implements `LossTargets`.
+    """Targets of a loss f(log p, log Z) of each token; implements `LossTargets`.
+    p is the probability of its label, and Z the sum of the exponentials of its logits.
 
     The gradient in the logits is (df/dlog Z - df/dlog p) softmax + df/dlog p at the label.
     """
@@ -316,8 +316,8 @@ class TokenLossTargets(LabelTargets):
         self.function = function
 
     def compute_losses(self, logits: Tensor, part: slice) -> tuple[SavedTensors, Tensor]:
-        """Return the losses [n] of the tokens in the slice `part`, from logits [n, R] over this rank's vocabulary rows,
-        and the tensors that `logits_to_gradient` needs.
+        """Return the tensors that `logits_to_gradient` needs, and the losses [n] of some tokens.
+        The tokens are those in the slice `part`, with logits [n, R] over this rank's vocabulary rows.
         """
         saved, cross_entropy = super().compute_losses(logits, part)
         with torch.enable_grad():
@@ -329,8 +329,8 @@ class TokenLossTargets(LabelTargets):
         return (*saved, *gradients), losses.detach()
 
     def logits_to_gradient(self, logits: Tensor, saved: SavedTensors, weights: Tensor, part: slice) -> None:
-        """Overwrite the logits [n, R] of the tokens in the slice `part` with the gradient of their losses, weighted by
-        `weights` [n].
+        """Overwrite the logits [n, R] of some tokens with the gradient of their losses.
+        The tokens are those in the slice `part`; their losses are weighted by `weights` [n].
         """
         *saved_softmax, d_label, d_normalizer = saved
         is_local, target, weights = self.is_local[part], self.target[part], weights.to(d_label.dtype)

@@ -50,8 +50,8 @@ class ElementwiseUpdateRule:
 
     @torch.no_grad()
     def update_slots(self, transfers: SlotTransfers, lr: float, decoupled_lr: float | None = None) -> None:
-        """Update the main weights of all parameter shards (slots) at learning rate `lr`, or `decoupled_lr` for decoupled
-        param groups (embedding and output).
+        """Update the main weights of all parameter shards (slots) at learning rate `lr`.
+        Decoupled param groups (embedding and output) have the rate `decoupled_lr`.
         """
         self.update_count += 1
         for slot, state in zip(self.slots, self._state, strict=True):
