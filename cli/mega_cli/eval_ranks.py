@@ -6,7 +6,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,6 +79,7 @@ class TaskEvalOptions:
     batch_size: int
     seq_length: int | None
     output: Path | None
+    extensions: Sequence[str] = ()
 
 
 def import_harness(*, offline: bool) -> None:
@@ -171,6 +172,11 @@ def _load(model_settings: TaskEvalOptions, sharing: ReplicaLayout, rank: int, wo
     groups = build_replica_groups(read_model_config(model_settings.model), rank, world_size, sharing)
     dtype, device = PRECISIONS[model_settings.precision], select_device(model_settings.device)
     model = load_inference_model(
-        model_settings.model, dtype=dtype, device=device, groups=groups, kinds=("decoder", "encoder-decoder")
+        model_settings.model,
+        dtype=dtype,
+        device=device,
+        groups=groups,
+        kinds=("decoder", "encoder-decoder"),
+        extensions=model_settings.extensions,
     )
     return ModelReplicas(model, PromptTokenizer(tokenizer), model_settings.batch_size, rank, world_size, sharing)

@@ -26,6 +26,7 @@ from mega_cli import (
     embed,
     generate,
     launch,
+    new,
     plan,
     report,
     serve,
@@ -89,6 +90,7 @@ def build_typer_app() -> typer.Typer:
     app.command("report", epilog=report.EXAMPLES)(report.report_command)
     app.command("top", epilog=top.EXAMPLES)(top.top_command)
     app.command("demo", epilog=demo.EXAMPLES)(demo.demo_command)
+    app.command("new", epilog=new.EXAMPLES)(new.new_command)
     app.command("doctor", epilog=doctor.EXAMPLES)(doctor.doctor_command)
     app.command("verify", epilog=verify.EXAMPLES)(verify.verify_command)
     app.add_typer(launch.app, name="launch")

@@ -137,6 +137,8 @@ def _layer(config: ModelConfig, index: int) -> TensorShapes:
 def _mixer(config: ModelConfig, kind: str | None) -> TensorShapes:
     if kind is None:
         return {}
+    if kind in config.mixers:
+        return dict(config.mixers[kind].declaration.tensors)
     mixers = {
         "mamba": _mamba,
         "delta": _delta,
@@ -149,6 +151,8 @@ def _mixer(config: ModelConfig, kind: str | None) -> TensorShapes:
 def _feed(config: ModelConfig, kind: str | None) -> TensorShapes:
     if kind is None:
         return {}
+    if kind in config.feed_forwards:
+        return dict(config.feed_forwards[kind].declaration.tensors)
     return _experts(config) if kind == "moe" else _mlp(config, config.ffn_hidden_size)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mega_ckpt.canonical_tensors import abbreviate_names, canonical_tensors
 from mega_ckpt.checkpoint import AVERAGE, BUFFERS, WEIGHTS
+from mega_ckpt.families import ModelFamily
 from mega_ckpt.formats.gguf_file import SUFFIX, is_gguf_file
 from mega_ckpt.formats.gguf_source import GgufSource
 from mega_ckpt.formats.hf_source import CONFIG, HfSource, has_weight_files, load_hf_config, warn_of_unread_keys
@@ -137,6 +138,7 @@ def open_weight_source(
     settings: Mapping[str, Any] | None = None,
     averaged: bool = False,
     implementation: Implementation = "mega",
+    families: Sequence[ModelFamily] = (),
 ) -> WeightSource:
     """Open the weights of a model at `path`, in any format that mega reads.
     It is a mega checkpoint, a run folder (its latest checkpoint), a HuggingFace or a Megatron folder, a GGUF file or a
@@ -144,7 +146,7 @@ def open_weight_source(
 
     `settings` are fields of `ModelConfig` that are missing in a Megatron checkpoint, or override it. `averaged` selects
     the exponential moving averages of the weights that a run keeps (`train.ema`). `implementation: transformers` opens a
-    HuggingFace folder as a module of transformers, with the tensor names of that module.
+    HuggingFace folder as a module of transformers, with the tensor names of that module. `families` come from extensions.
 
     Raises:
         CheckpointError: when it is none of these, damaged or not supported.
@@ -165,7 +167,7 @@ def open_weight_source(
         )
     if isinstance(folder, Path) and (inner := _find_transformer_folder(folder)) is not None:
         logger.info("%s: sentence-transformers folder, whose transformer is read from %s", folder, inner.name)
-        return open_weight_source(inner, settings=settings, averaged=averaged)
+        return open_weight_source(inner, settings=settings, averaged=averaged, families=families)
     if (folder / PEFT_CONFIG).is_file():
         if has_readable_weights(folder):  # transformers would ignore these weights and load the adapter's base
             raise CheckpointError(
@@ -181,8 +183,7 @@ def open_weight_source(
         return MegaWeightSource(checkpoint, averaged=averaged)
     if averaged:
         raise CheckpointError(f"{folder}: has no exponential moving average (EMA) of the weights", hint=AVERAGES_HINT)
-    is_run = any((folder / name).exists() for name in ("checkpoints", "run.yaml"))
-    if is_run and not (folder / CONFIG).exists():
+    if any((folder / name).exists() for name in ("checkpoints", "run.yaml")) and not (folder / CONFIG).exists():
         raise CheckpointError(f"{folder}: the run has no complete checkpoint", hint="train to its first checkpoint")
     if isinstance(folder, Path) and is_megatron_folder(folder):
         return MegatronSource(folder, settings)
@@ -190,7 +191,7 @@ def open_weight_source(
         return GgufSource(_single_gguf_model(folder, inside))
     if implementation == "transformers":
         return TransformersSource(folder)
-    return HfSource(folder)
+    return HfSource(folder, families)
 
 
 open_source = open_weight_source  # deprecated name
@@ -219,14 +220,17 @@ def _find_transformer_folder(folder: Path) -> Path | None:
     return inner
 
 
-def load_with_adapter(path: str | Location, base: str | Location, *, averaged: bool = False) -> AdaptedWeightSource:
-    """Open the weights at `base` merged with the LoRA adapter at `path`: a mega run or checkpoint, or a PEFT folder.
+def load_with_adapter(
+    path: str | Location, base: str | Location, *, averaged: bool = False, families: Sequence[ModelFamily] = ()
+) -> AdaptedWeightSource:
+    """Open the weights at `base` merged with the LoRA adapter at `path`.
+    The adapter is a mega run or checkpoint, or a PEFT folder; `families` come from extensions.
 
     Raises:
         CheckpointError: when there is no adapter, or it was trained on other weights.
     """
     folder = parse_location(path)
-    base_source = open_weight_source(base)
+    base_source = open_weight_source(base, families=families)
     if (folder / PEFT_CONFIG).is_file():
         return AdaptedWeightSource(base_source, read_peft_adapter(folder, base_source))
     found = _find_checkpoint(folder)
@@ -260,13 +264,17 @@ def _open_with_named_base(folder: Location, base: object, *, averaged: bool = Fa
 
 
 def read_model_config(
-    path: str | Location, *, warn: bool = False, implementation: Implementation = "mega"
+    path: str | Location,
+    *,
+    warn: bool = False,
+    implementation: Implementation = "mega",
+    families: Sequence[ModelFamily] = (),
 ) -> ModelConfig:
     """Return the model configuration at `path`.
     It may be that of any weights that `open_weight_source` opens, of a HuggingFace folder without weights, or of a
     config.json. With `warn`, unsupported parts are logged.
 
-    With `warn`, call `warn_of_unsupported_parts`.
+    With `warn`, call `warn_of_unsupported_parts`. `families` come from extensions.
 
     Raises:
         CheckpointError: when there is no model, or an unsupported one.
@@ -278,11 +286,11 @@ def read_model_config(
     if config is not folder and not (
         _find_checkpoint(folder) is None and config.is_file() and not has_weight_files(folder)
     ):
-        source = open_weight_source(folder)
+        source = open_weight_source(folder, families=families)
         if warn:
             warn_of_unsupported_parts(source)
         return source.model
-    _, model, unread = load_hf_config(config)
+    _, model, unread = load_hf_config(config, families=families)
     if warn:
         warn_of_unread_keys(config, unread, model)
     return model

@@ -9,18 +9,18 @@ each `/` the layers of an MTP depth. Source: Megatron-LM, megatron/core/models/h
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from mega_common.strict_config import ConfigProblem, LayerCount, StrictConfig
 
-MixerKind = Literal["attention", "mamba", "delta", "conv"]
-FeedForwardKind = Literal["mlp", "moe"]
-MIXERS: tuple[MixerKind, ...] = get_args(MixerKind)
-FEEDS: tuple[FeedForwardKind, ...] = get_args(FeedForwardKind)
+MixerKind = str  # one of MIXERS, or the name of an extension's mixer
+FeedForwardKind = str  # one of FEEDS, or the name of an extension's feed-forward block
+MIXERS: tuple[MixerKind, ...] = ("attention", "mamba", "delta", "conv")
+FEEDS: tuple[FeedForwardKind, ...] = ("mlp", "moe")
 LETTERS = {"M": "mamba", "G": "delta", "*": "attention", "-": "mlp", "E": "moe"}  # Megatron's letters of half layers
 
 
@@ -31,15 +31,16 @@ class LayerKind(NamedTuple):
     feed_forward: FeedForwardKind | None
 
     @classmethod
-    def parse(cls, text: str) -> LayerKind:
-        """Parse the text "mixer", "feed" or "mixer+feed", such as `mamba`, `mlp` or `attention+moe`.
+    def parse(cls, text: str, mixers: Iterable[MixerKind] = (), feeds: Iterable[FeedForwardKind] = ()) -> LayerKind:
+        """Parse the text "mixer", "feed" or "mixer+feed", such as `mamba` or `attention+moe`.
+        `mixers` and `feeds` are the names that extensions add.
 
         Raises:
             ValueError: if it is none of these.
         """
         halves = text.split("+")
-        mixer = next((kind for kind in MIXERS if kind == halves[0]), None)
-        feed = next((kind for kind in FEEDS if kind == halves[-1]), None)
+        mixer = next((kind for kind in (*MIXERS, *mixers) if kind == halves[0]), None)
+        feed = next((kind for kind in (*FEEDS, *feeds) if kind == halves[-1]), None)
         if len(halves) != (mixer is not None) + (feed is not None):
             raise ValueError(text)
         return cls(mixer, feed)
@@ -64,20 +65,26 @@ def expand_layer_pattern(pattern: LayerPatternSpec) -> list[str]:
     return [name for item in pattern for name in ([item] if isinstance(item, str) else item.of * item.times)]
 
 
-def validate_layer_pattern(pattern: LayerPatternSpec) -> LayerPatternSpec:
-    """Return `pattern` unchanged, after checking that every layer kind in it is known; ValueError if not.
+def validate_layer_pattern(
+    pattern: LayerPatternSpec, mixers: Iterable[MixerKind] = (), feeds: Iterable[FeedForwardKind] = ()
+) -> LayerPatternSpec:
+    """Return `pattern` unchanged, after checking that every layer kind in it is known.
+    `mixers` and `feeds` are the names that extensions add.
 
     Raises:
         ValueError: if it is empty or has an unknown layer kind.
     """
-    kinds = f"a mixer ({', '.join(MIXERS)}), a feed-forward block ({', '.join(FEEDS)}), or both, such as attention+mlp"
+    kinds = (
+        f"a mixer ({', '.join((*MIXERS, *mixers))}), a feed-forward block ({', '.join((*FEEDS, *feeds))}), or both, such as "
+        "attention+mlp"
+    )
     if isinstance(pattern, str):
         kinds = f"one of the letters {', '.join(f'{letter} ({kind})' for letter, kind in LETTERS.items())}"
     if not pattern:
         raise ValueError(f"must name at least one layer: {kinds}")
     for name in expand_layer_pattern(pattern):
         try:
-            LayerKind.parse(name)
+            LayerKind.parse(name, mixers, feeds)
         except ValueError:
             raise ValueError(f"{name!r} is not a layer kind; use {kinds}") from None
     return pattern

@@ -7,11 +7,20 @@ back (`mega_ckpt.families`).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt, ValidationError, model_validator
+from pydantic import (
+    Field,
+    NonNegativeInt,
+    PositiveInt,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from mega_common.encoder_config import EncoderDecoderConfig, MaskedLmConfig, RelativePositionConfig
+from mega_common.extension_block import BlockDeclaration, ExtensionBlocks
 from mega_common.layer_kinds import (
     FeedForwardKind,
     GatedDeltaConfig,
@@ -160,7 +169,11 @@ class ModelConfig(StrictConfig):
     """
 
     num_layers: LayerCount
-    layers: Annotated[LayerPatternSpec, AfterValidator(validate_layer_pattern)] | None = None
+    mixers: ExtensionBlocks = Field({}, description="mixers of extensions, by name, with the settings of each")
+    feed_forwards: ExtensionBlocks = Field(
+        {}, description="feed-forward blocks of extensions, by name, with the settings of each"
+    )
+    layers: LayerPatternSpec | None = None
     hidden_size: DimensionSize
     ffn_hidden_size: DimensionSize
     num_attention_heads: DimensionSize
@@ -270,20 +283,27 @@ class ModelConfig(StrictConfig):
             **({"mamba": (mamba.num_heads, mamba.num_groups)} if mamba else {}),
             **({"delta": (delta.num_value_heads, delta.num_key_heads)} if delta else {}),
             "conv": (self.hidden_size, self.hidden_size),
+            **{name: (block.heads, block.shared_heads) for name, block in self._declared_mixers.items()},
         }
         return {kind: counts for kind, counts in every.items() if kind in used}
 
     @property
     def is_recurrent(self) -> bool:
-        """True if any layer (Mamba-2, gated delta net or short convolution) carries a state from token to token."""
-        return not self._mixer_kinds.isdisjoint(("mamba", "delta", "conv"))
+        """True if any layer of mega or of an extension carries a state from token to token."""
+        added = {name for name, block in self._declared_mixers.items() if block.recurrent}
+        return not self._mixer_kinds.isdisjoint({"mamba", "delta", "conv"} | added)
+
+    @property
+    def _declared_mixers(self) -> dict[MixerKind, BlockDeclaration]:
+        """Declarations of the mixers of loaded extensions."""
+        return {name: block.declares for name, block in self.mixers.items() if block.declares is not None}
 
     @property
     def _mixer_kinds(self) -> set[MixerKind | None]:
         """Mixer kinds in use, from the pattern alone, because `num_layers` is not validated yet."""
         names = expand_layer_pattern(self.layers or [])
         rest: set[MixerKind | None] = {"attention"} if len(names) < self.num_layers + self.mtp_layers else set()
-        return {LayerKind.parse(name).mixer for name in set(names)} | rest
+        return {LayerKind.parse(name, self.mixers, self.feed_forwards).mixer for name in set(names)} | rest
 
     @property
     def shared_head_counts(self) -> set[int]:
@@ -291,7 +311,8 @@ class ModelConfig(StrictConfig):
         They are key/value heads, Mamba-2 groups and delta net key heads.
         """
         groups = {self.mamba.num_groups} if self.mamba else set()
-        return {self.key_value_heads} | groups | ({self.delta.num_key_heads} if self.delta else set())
+        added = {block.shared_heads for block in self._declared_mixers.values()}
+        return {self.key_value_heads} | groups | ({self.delta.num_key_heads} if self.delta else set()) | added
 
     @property
     def query_key_head_dim(self) -> int:
@@ -374,7 +395,7 @@ class ModelConfig(StrictConfig):
         """Return the mixer and the feed-forward block of the layer with this index."""
         names = expand_layer_pattern(self.layers or [])
         if layer < len(names):
-            return LayerKind.parse(names[layer])
+            return LayerKind.parse(names[layer], self.mixers, self.feed_forwards)
         sparse = self.moe is not None and (self.moe.layers is None or layer in self.moe.layers)
         return LayerKind("attention", "moe" if sparse else "mlp")
 
@@ -406,6 +427,13 @@ class ModelConfig(StrictConfig):
     def has_gated_mlp(self) -> bool:
         """True if the feed-forward block has a gate projection in addition to its up projection, as in SwiGLU."""
         return self.activation in GATED_ACTIVATIONS
+
+    @field_validator("layers")
+    @classmethod
+    def _check_layers(cls, pattern: LayerPatternSpec | None, info: ValidationInfo) -> LayerPatternSpec | None:
+        """Check that every layer kind is one of mega's or of an extension in `mixers` and `feed_forwards`."""
+        mixers, feeds = info.data.get("mixers", ()), info.data.get("feed_forwards", ())
+        return None if pattern is None else validate_layer_pattern(pattern, mixers, feeds)
 
     @model_validator(mode="before")
     @classmethod

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from mega_common.encoder_config import find_encoder_problems
-from mega_common.layer_kinds import expand_layer_pattern, find_missing_sections
+from mega_common.layer_kinds import FEEDS, MIXERS, expand_layer_pattern, find_missing_sections
 from mega_common.retro_config import find_retro_problems
 from mega_common.strict_config import ConfigProblem
 
@@ -49,6 +49,7 @@ def find_model_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
     if model.attention_gate and model.mla:
         yield ConfigProblem("attention_gate", "is not supported with mla", hint="leave out mla")
     yield from _find_layer_problems(model) if model.layers is not None else ()
+    yield from _find_block_problems(model)
     yield from find_encoder_problems(model)
     yield from find_retro_problems(model)
 
@@ -145,6 +146,24 @@ def _find_layer_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
     if model.parallel_residual and any(None in layer for layer in model.layer_kinds):
         rule = "requires a mixer and a feed-forward block in every layer"
         yield ConfigProblem("parallel_residual", rule, hint="use layers such as attention+mlp")
+
+
+def _find_block_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
+    """Yield blocks of extensions whose extension is not loaded, that no layer has, or that have a built-in name."""
+    used = {half for kind in model.layer_kinds for half in kind}
+    for section, known in (("mixers", MIXERS), ("feed_forwards", FEEDS)):
+        for name, block in getattr(model, section).items():
+            path = f"{section}.{name}"
+            if name in known:
+                yield ConfigProblem(path, f"must have another name than those of mega: {', '.join(known)}")
+            elif block.declares is None:
+                hint = "name it in extensions: [./FILE.py] or extensions: [PACKAGE]"
+                yield ConfigProblem(path, "requires the extension that has it", hint=hint)
+            if name not in used:
+                yield ConfigProblem(path, "requires a layer that names it in layers", hint=f"layers: [{name}+mlp, ...]")
+    if (model.mixers or model.feed_forwards) and (model.encoder or model.retro or model.vision):
+        rule = "are not supported in a model with encoder, retro or vision"
+        yield ConfigProblem("mixers", rule, hint="use a decoder-only text model")
 
 
 def _find_rope_problems(name: str, rope: RopeConfig, pairs: int) -> Iterator[ConfigProblem]:

@@ -70,7 +70,7 @@ class StrictConfig(BaseModel):
         Raises:
             ConfigError: with every problem, one per line.
         """
-        problems = list(_find_all_problems(cls, raw))
+        problems = list(find_config_problems(cls, raw))
         if problems:
             raise_config_error(problems, source)
         return cls.model_validate(raw)
@@ -82,7 +82,7 @@ def raise_config_error(problems: Sequence[ConfigProblem], source: str) -> None:
     raise ConfigError(f"{source}: {count}\n" + "\n".join(f"  {problem}" for problem in problems))
 
 
-def _find_all_problems(cls: type[StrictConfig], raw: Mapping[str, Any]) -> Iterator[ConfigProblem]:
+def find_config_problems(cls: type[StrictConfig], raw: Mapping[str, Any]) -> Iterator[ConfigProblem]:
     """Yield field errors of the whole tree, then violated rules of its valid parts.
 
     If only unknown keys are wrong, the rules are those of the whole tree.
@@ -271,6 +271,7 @@ def build_json_schema(cls: type[StrictConfig]) -> dict[str, Any]:
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **cls.model_json_schema(by_alias=True)}
 
 
+ExtensionName = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_.-]*$")]  # of an entry that an extension adds
 LayerCount = Annotated[int, Field(gt=0, le=10_000)]
 ExpertCount = Annotated[int, Field(gt=0, le=100_000)]
 RankCount = Annotated[int, Field(gt=0, le=1_000_000)]

@@ -17,7 +17,7 @@ from mega_common.errors import ConfigError, DataError
 from mega_common.vision_config import VisionConfig
 from mega_data.data_config import DataConfig
 from mega_data.kinds import get_dataset_builders
-from mega_data.kinds.dataset_kind import DatasetContext, DatasetSamples, TrainingSample
+from mega_data.kinds.dataset_kind import DatasetContext, DatasetFactory, DatasetSamples, TrainingSample
 from mega_data.kinds.retro_samples import RetroSamples
 from mega_data.kinds.running_text import DocumentRules
 from mega_data.retrieval.neighbor_files import open_dataset_neighbors
@@ -122,6 +122,7 @@ def build_blended_datasets(
     eod: int | None,
     tokenizer: Tokenizer | None = None,
     vision: VisionConfig | None = None,
+    added_kinds: Mapping[str, DatasetFactory] | None = None,
 ) -> tuple[BlendedDataset, BlendedDataset | None, BlendedDataset | None]:
     """Return the train, valid and test sets of a run, by `config.split` or separate data sets.
     The valid and the test set may be None. `eod` is the end-of-document token.
@@ -134,12 +135,13 @@ def build_blended_datasets(
         eod: end-of-document token, or None.
         tokenizer: tokenizer of the data, for the kinds `fim`, `bert`, `masked` and `t5`; by default that of `config`.
         vision: vision encoder of the model, or None.
+        added_kinds: builders of the samples of further dataset kinds, by name.
 
     Raises:
         ConfigError: if a document rule is enabled and `eod` is None.
         DataError: if a data set cannot be used, or a requested split is empty.
     """
-    parts = DatasetPartitioner(config, eod)
+    parts, builders = DatasetPartitioner(config, eod), {**get_dataset_builders(), **(added_kinds or {})}
 
     def split(name: str) -> BlendedDataset | None:
         count = samples.get(name, 0)
@@ -148,7 +150,11 @@ def build_blended_datasets(
             return None
         cache = config.cache or chosen[0].reader.prefix.parent / ".cache"
         return _build_blended_dataset(
-            chosen, DatasetContext(config, seed, eod, cache, tokenizer, vision), count, training=name == "train"
+            chosen,
+            DatasetContext(config, seed, eod, cache, tokenizer, vision),
+            count,
+            builders,
+            training=name == "train",
         )
 
     train, valid, test = map(split, SPLITS)
@@ -158,9 +164,14 @@ def build_blended_datasets(
 
 
 def _build_blended_dataset(
-    parts: Sequence[DatasetPart], setting: DatasetContext, num_samples: int, *, training: bool
+    parts: Sequence[DatasetPart],
+    setting: DatasetContext,
+    num_samples: int,
+    builders: Mapping[str, DatasetFactory],
+    *,
+    training: bool,
 ) -> BlendedDataset:
-    config, builders = setting.config, get_dataset_builders()
+    config = setting.config
     if config.sample_order != "megatron":
         sources = [builders[part.kind](part, setting, num_samples) for part in parts]
         _check_neighbor_shapes(parts, sources)

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BeforeValidator, Field, PositiveInt, model_validator
 
-from mega_common.strict_config import ConfigProblem, StrictConfig
+from mega_common.strict_config import ConfigProblem, ExtensionName, StrictConfig
 from mega_data.raw_data_config import (
     RawDataConfig,
     RecordKey,
@@ -147,7 +147,7 @@ class DatasetSource(StrictConfig):
     weight: float | None = Field(
         None, gt=0, allow_inf_nan=False, description="share of the samples, relative to the others; default: 1"
     )
-    kind: KindName | None = Field(None, description="dataset kind; default: data.kind")
+    kind: KindName | ExtensionName | None = Field(None, description="dataset kind; default: data.kind")
     neighbors: Path | None = Field(
         None, description="for kind retro: output folder of mega data retrieve; default: PATH.neighbors"
     )
@@ -228,13 +228,14 @@ class DataConfig(StrictConfig):
         [969.0, 30.0, 1.0], description="shares of train, valid and test in each of the train data sets, by sequences"
     )
     seq_length: PositiveInt = Field(1024, description="tokens of a training sample")
-    kind: KindName = Field(
+    kind: KindName | ExtensionName = Field(
         "text",
         description="text: windows of running text; documents: packed whole documents; conversations: packed conversations "
         "with a loss mask; pairs: preference pairs (chosen and rejected answer); fim: fill-in-the-middle; bert: masked "
         "words and sentence pairs; masked: running text with masked tokens; t5: span corruption; retro: chunks with the "
-        "neighbors of mega data retrieve; prompts: JSON lines with a prompt, for objective.kind: grpo",
+        "neighbors of mega data retrieve; prompts: JSON lines with a prompt, for objective.kind: grpo; or a kind of an extension",
     )
+    options: dict[str, Any] = Field({}, description="settings of an extension's kind of data")
     fim: FimConfig = FimConfig()
     bert: BertConfig = BertConfig()
     t5: T5Config = T5Config()
@@ -298,7 +299,7 @@ class DataConfig(StrictConfig):
         return [*self.train, *(self.valid or []), *(self.test or [])]
 
     @property
-    def dataset_kinds(self) -> set[KindName]:
+    def dataset_kinds(self) -> set[str]:
         """Kinds (text, documents, bert and so on) of all data sets of the run."""
         return {source.kind or self.kind for source in self.all_sources}
 

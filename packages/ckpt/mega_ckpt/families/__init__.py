@@ -111,13 +111,20 @@ VISION_FAMILIES: tuple[VisionLanguageFamily, ...] = (LLAVA, LLAVA_NEXT, GEMMA3_V
 _NEAREST = 8  # families named in the error if none fits
 
 
-def family_by_name(name: object, source: str = "family") -> ModelFamily:
-    """Return the HuggingFace model family with this `model_type`; CheckpointError if it is not supported.
+def family_by_name(name: object, source: str = "family", added: Sequence[ModelFamily] = ()) -> ModelFamily:
+    """Return the HuggingFace model family with this `model_type`.
+    It is one of mega, or one that extensions `added`.
 
     Raises:
         CheckpointError: for an unsupported name, with the nearest supported one.
     """
-    families = {name: family for family in FAMILIES for name in (family.name, *family.aliases)}
+    known = {name: family for family in FAMILIES for name in (family.name, *family.aliases)}
+    if clash := known.keys() & {family.name for family in added}:
+        raise CheckpointError(
+            f"{source}: an extension declares the family {min(clash)}, which mega has",
+            hint="leave out the extension, or give its family another name",
+        )
+    families = {**known, **{name: family for family in added for name in (family.name, *family.aliases)}}
     if isinstance(name, str) and name in families:
         return families[name]
     nearest = difflib.get_close_matches(str(name), families, n=1)
@@ -127,8 +134,9 @@ def family_by_name(name: object, source: str = "family") -> ModelFamily:
     )
 
 
-def family_of_config(raw: ConfigDict, source: str = "config.json") -> ModelFamily:
+def family_of_config(raw: ConfigDict, source: str = "config.json", added: Sequence[ModelFamily] = ()) -> ModelFamily:
     """Return the model family that a HuggingFace config.json belongs to, by its `model_type`.
+    `added` are families of extensions.
     Raises CheckpointError if the type is not supported.
 
     Raises:
@@ -141,7 +149,7 @@ def family_of_config(raw: ConfigDict, source: str = "config.json") -> ModelFamil
         return MINISTRAL
     vision = next((family for family in VISION_FAMILIES if family.name == kind), None)
     if vision is not None:
-        text = vision.text or family_of_config(vision.text_config_of(raw), f"{source}: text_config")
+        text = vision.text or family_of_config(vision.text_config_of(raw), f"{source}: text_config", added)
         return replace(vision, text=text)
     outer = next((family for family in FAMILIES if family.outer_model_type and family.outer_model_type == kind), None)
     if outer is None and "vision_config" in raw:
@@ -149,11 +157,12 @@ def family_of_config(raw: ConfigDict, source: str = "config.json") -> ModelFamil
         raise CheckpointError(
             f"{source}: vision-language model type {kind!r} is not supported", hint=f"supported: {supported}"
         )
-    return outer or family_by_name(kind, source)
+    return outer or family_by_name(kind, source, added)
 
 
-def family_for_model(model: ModelConfig) -> ModelFamily:
+def family_for_model(model: ModelConfig, added: Sequence[ModelFamily] = ()) -> ModelFamily:
     """Return the first HuggingFace model family whose config.json can express `model`.
+    The families of mega come first, then those that extensions `added`.
     Raises CheckpointError if there is none.
 
     Raises:
@@ -163,7 +172,7 @@ def family_for_model(model: ModelConfig) -> ModelFamily:
         raise CheckpointError(
             "retro is not supported by any HuggingFace family", hint="keep the model in mega's own format"
         )
-    candidates: Sequence[ModelFamily] = FAMILIES if model.vision is None else _vision_candidates(model)
+    candidates: Sequence[ModelFamily] = (*FAMILIES, *added) if model.vision is None else _vision_candidates(model)
     found = [(family, family.unsupported_settings(model)) for family in candidates]
     for family, problems in found:
         if not problems:

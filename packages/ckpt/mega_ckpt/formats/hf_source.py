@@ -68,16 +68,16 @@ _TEMPLATES = "additional_chat_templates"
 
 class HfSource(DiskSource):
     """A `WeightSource` of a HuggingFace folder, dequantized.
-    The attribute `unread` lists the keys of config.json that neither transformers nor mega reads.
+    The attribute `unread` lists the keys of config.json that neither transformers nor mega reads. `families` come from extensions.
 
     Raises:
         CheckpointError: from the constructor, naming file, key or tensor, for a folder that cannot be used.
     """
 
-    def __init__(self, folder: Location) -> None:
+    def __init__(self, folder: Location, families: Sequence[ModelFamily] = ()) -> None:
         self.folder = folder
         self._raw = read_hf_config(folder)
-        self.family, described, self.unread = load_hf_config(folder / CONFIG, self._raw)
+        self.family, described, self.unread = load_hf_config(folder / CONFIG, self._raw, families)
         files = open_weight_files(folder)
         self._read_adam_state, tensors = files.read_adam_state, files.tensors
         self._naming = adapt_to_naming(self.family, tensors) if files.has_foreign_names else self.family
@@ -226,15 +226,18 @@ def check_tensor_table(
             )
 
 
-def load_hf_config(path: Location, raw: Mapping[str, Any] | None = None) -> tuple[ModelFamily, ModelConfig, list[str]]:
+def load_hf_config(
+    path: Location, raw: Mapping[str, Any] | None = None, families: Sequence[ModelFamily] = ()
+) -> tuple[ModelFamily, ModelConfig, list[str]]:
     """Return the model family, the model configuration, and the unread keys of a config.json.
     The file is at `path`; `raw` is its content, if already read. Unread keys are those that nothing reads.
+    `families` come from extensions.
 
     Raises:
         CheckpointError: when it is no JSON mapping, or describes an unsupported model.
     """
     raw = read_json_mapping(path) if raw is None else raw
-    family = family_of_config(raw, str(path))
+    family = family_of_config(raw, str(path), families)
     model, unread = family.read_config_json(raw, str(path)), family.unread_keys(raw)
     return family, add_image_settings(model, partial(_read_sibling, path.parent)), unread
 

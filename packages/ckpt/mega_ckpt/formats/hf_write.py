@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -98,15 +98,17 @@ class HfOrigin:
         others = {name: content for name, content in self.others.items() if name not in _IMAGE_FILES}
         return HfOrigin(encode_json_mapping(family.select_text_config(self.config_json)), None, {}, others)
 
-    def describe_model(self, model: ModelConfig) -> tuple[ModelFamily, ModelConfig] | None:
+    def describe_model(
+        self, model: ModelConfig, families: Sequence[ModelFamily] = ()
+    ) -> tuple[ModelFamily, ModelConfig] | None:
         """Return the family and the model configuration that the original HuggingFace folder describes.
         They are read from its config.json. Returns None if it describes no supported model.
 
         An unsupported one is not an error: the file may have come with a tokenizer. MTP layers are kept if the files or
-        `model` have them.
+        `model` have them. `families` come from extensions.
         """
         try:
-            family = family_of_config(self.config_json)
+            family = family_of_config(self.config_json, added=families)
             names = [name for header in self.headers.values() for name in header.entries]
             read = add_image_settings(family.read_config_json(self.config_json), self.read_other_json)
             return family, family.restrict_to_stored(read, names) if names or not model.mtp_layers else read
@@ -135,7 +137,12 @@ class HfFolderPlan:
 
 
 def plan_hf_folder(
-    source: WeightSource, *, family: str | None = None, dtype: torch.dtype | None = None, max_shard: int | None = None
+    source: WeightSource,
+    *,
+    family: str | None = None,
+    dtype: torch.dtype | None = None,
+    max_shard: int | None = None,
+    families: Sequence[ModelFamily] = (),
 ) -> HfFolderPlan:
     """Plan the HuggingFace folder to write for `source`: family, tensor names, files and dtypes; nothing is written.
 
@@ -144,13 +151,14 @@ def plan_hf_folder(
         family: `model_type` to write; by default that of the origin, or the first family that fits.
         dtype: dtype to cast floating-point weights to; None: unchanged.
         max_shard: maximum bytes of tensors per file; by default the files of the origin, or `MAX_SHARD`.
+        families: families that extensions add.
 
     Raises:
         CheckpointError: when the family, or every family, cannot express settings of the model.
     """
     origin = HfOrigin.from_source(source)
-    described = origin.describe_model(source.model)
-    chosen = _choose_family(source.model, family, described)
+    described = origin.describe_model(source.model, families)
+    chosen = _choose_family(source.model, family, described, families)
     if described is not None and described[0] == chosen and _lacks_vision(source, origin.config_json, chosen):
         logger.warning(
             "the original model (%s) has a vision encoder whose weights are not in this checkpoint; only the language model "
@@ -251,18 +259,21 @@ def _iter_blocks(source: WeightSource, disk: DiskTensor, dtype: torch.dtype) -> 
 
 
 def _choose_family(
-    model: ModelConfig, family: str | None, described: tuple[ModelFamily, ModelConfig] | None
+    model: ModelConfig,
+    family: str | None,
+    described: tuple[ModelFamily, ModelConfig] | None,
+    families: Sequence[ModelFamily],
 ) -> ModelFamily:
     """Return the requested family, else that of the origin if it still fits, else the first that fits."""
     if family is not None:
-        chosen = family_by_name(family)
+        chosen = family_by_name(family, added=families)
         problems = chosen.unsupported_settings(model)
         if problems:
             raise CheckpointError(f"a {chosen.name} config.json cannot express this model: {'; '.join(problems)}")
         return chosen
     if described is not None and not described[0].unsupported_settings(model):
         return described[0]
-    return family_for_model(model)
+    return family_for_model(model, families)
 
 
 def _lacks_vision(source: WeightSource, raw: Mapping[str, Any], family: ModelFamily) -> bool:
