@@ -33,6 +33,7 @@ from mega_cli import (
     top,
     train,
     tune,
+    verify,
     workflow,
 )
 from mega_cli import eval as evaluation
@@ -91,6 +92,7 @@ def build_typer_app() -> typer.Typer:
     app.command("demo", epilog=demo.EXAMPLES)(demo.demo_command)
     app.command("new", epilog=new.EXAMPLES)(new.new_command)
     app.command("doctor", epilog=doctor.EXAMPLES)(doctor.doctor_command)
+    app.command("verify", epilog=verify.EXAMPLES)(verify.verify_command)
     app.add_typer(launch.app, name="launch")
     return app
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 from typer.core import TyperGroup
@@ -17,6 +17,9 @@ from typer.core import TyperGroup
 from mega_cli.file_digests import expand_patterns
 from mega_common.errors import ConfigError
 from mega_common.strict_config import ConfigProblem, StrictConfig, apply_overrides, load_yaml_mapping
+
+if TYPE_CHECKING:
+    from mega_trainer.config.run_config import RunConfig
 
 OptionScalar = str | int | float | bool
 
@@ -184,6 +187,22 @@ def reject_workflow_file(file: Path, raw: Mapping[str, Any], hint: str) -> None:
         raise ConfigError(
             f"{file}: the file is a workflow (it has `stages`), not the configuration of a run", hint=hint
         )
+
+
+def load_run_file(run: Path, overrides: Sequence[str], *, warn_unread: bool = False) -> RunConfig:
+    """Read run.yaml with `--set` overrides; a workflow gives one error instead of one per unknown key.
+
+    Raises:
+        ConfigError: with every problem at once.
+    """
+    from mega_trainer.config.run_config import load_run_config
+
+    try:
+        return load_run_config(run, overrides, warn_unread=warn_unread)
+    except ConfigError:
+        if run.is_file():
+            reject_workflow_file(run, load_yaml_mapping(run), f"mega run {run}")
+        raise
 
 
 def reject_run_config(file: Path, raw: Mapping[str, Any]) -> None:

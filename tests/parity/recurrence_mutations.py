@@ -9,7 +9,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from parity.cases import VARIANTS, Case, case
+from parity.cases import VARIANTS, case
 from torch import Tensor
 
 from mega_trainer.distributed.comm import CommGroup
@@ -19,6 +19,7 @@ from mega_trainer.model.forward_context import SequenceMask
 from mega_trainer.model.gated_delta_net import GatedDeltaNet
 from mega_trainer.model.layer_builder import LayerBuilder
 from mega_trainer.parallel import recurrent_state
+from mega_trainer.verify.layout_case import LayoutCase
 
 Patch = Callable[[], AbstractContextManager[Any]]
 swap = mock.patch.object
@@ -163,7 +164,7 @@ def _norms_centered() -> AbstractContextManager[Any]:
     return swap(LayerBuilder, "build_replicated", replicated)
 
 
-RECURRENCES: list[tuple[str, Case, Patch]] = [
+RECURRENCES: list[tuple[str, LayoutCase, Patch]] = [
     ("delta: key heads' gradients not summed over the ranks that share one", TP, _without_sync("in_proj.q")),
     ("delta: gradient of a shared convolution not summed", TP, _without_sync("conv1d.q")),
     ("delta: gradient of the heads' norm not summed", TP, _without_sync("linear_attn.norm")),

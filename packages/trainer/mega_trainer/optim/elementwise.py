@@ -1,4 +1,4 @@
-"""Update rule of an extension's elementwise optimizer, on one tensor per slot."""
+"""Elementwise optimizers, Lion, SGD and those of extensions, and the update rule that applies one to each slot."""
 
 from __future__ import annotations
 
@@ -32,6 +32,42 @@ class ElementwiseUpdate(Protocol):
             weight_decay: 0 for norms and biases.
             step: number of this update, from 1.
         """
+
+
+class LionUpdate:
+    """Lion (arXiv:2302.06675): the sign of an interpolation between the momentum and the gradient, and decoupled weight decay."""
+
+    state = ("exp_avg",)
+
+    def __init__(self, betas: tuple[float, float]) -> None:
+        self.betas = betas
+
+    def update(
+        self, weight: Tensor, grad: Tensor, state: Mapping[str, Tensor], *, lr: float, weight_decay: float, step: int
+    ) -> None:
+        """Update `weight` [n] and its momentum in place; see `ElementwiseUpdate`."""
+        momentum, (beta1, beta2) = state["exp_avg"], self.betas
+        direction = momentum.lerp(grad, 1 - beta1).sign_()
+        weight.mul_(1 - lr * weight_decay).sub_(direction, alpha=lr)
+        momentum.lerp_(grad, 1 - beta2)
+
+
+class SgdUpdate:
+    """Stochastic gradient descent as in torch.optim.SGD: weight decay is added to the gradient, before the momentum."""
+
+    def __init__(self, momentum: float, *, nesterov: bool) -> None:
+        self.momentum, self.nesterov = momentum, nesterov
+        self.state: Sequence[str] = ("momentum_buffer",) if momentum else ()
+
+    def update(
+        self, weight: Tensor, grad: Tensor, state: Mapping[str, Tensor], *, lr: float, weight_decay: float, step: int
+    ) -> None:
+        """Update `weight` [n] and its momentum in place; see `ElementwiseUpdate`."""
+        gradient = grad.add(weight, alpha=weight_decay)
+        if self.momentum:
+            momentum = state["momentum_buffer"].mul_(self.momentum).add_(gradient)
+            gradient = gradient.add(momentum, alpha=self.momentum) if self.nesterov else momentum
+        weight.sub_(gradient, alpha=lr)
 
 
 class ElementwiseUpdateRule:

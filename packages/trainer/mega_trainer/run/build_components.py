@@ -41,7 +41,7 @@ from mega_trainer.model.decoder import Decoder, StageLayers
 from mega_trainer.model.encoder_decoder import select_model_class
 from mega_trainer.model.layer_builder import LayerBuilder
 from mega_trainer.optim.adamw import AdamWUpdateRule
-from mega_trainer.optim.elementwise import ElementwiseUpdateRule
+from mega_trainer.optim.elementwise import ElementwiseUpdate, ElementwiseUpdateRule, LionUpdate, SgdUpdate
 from mega_trainer.optim.gradient_clipping import LossScale
 from mega_trainer.optim.muon import MuonUpdateRule, is_hidden_matrix
 from mega_trainer.optim.optimizer_slots import CountedUpdateRule, OptimizerSlot
@@ -252,13 +252,12 @@ def build_optimizer(
 ) -> ShardedOptimizer:
     """Return the configured optimizer over the trainable weights of all of this rank's stages."""
     settings, muon = config.optimizer, config.optimizer.muon
-    decay, added = settings.weight_decay, config.registry.entries("optimizers").get(settings.name)
+    decay, elementwise = settings.weight_decay, build_elementwise_update(config)
     adamw: Callable[[list[OptimizerSlot]], CountedUpdateRule] = partial(
         AdamWUpdateRule, betas=settings.betas, eps=settings.eps, weight_decay=decay
     )
-    if added is not None:
-        rule = added.build(settings, added.options.parse(settings.options))
-        adamw = partial(ElementwiseUpdateRule, rule=rule, weight_decay=decay)
+    if elementwise is not None:
+        adamw = partial(ElementwiseUpdateRule, rule=elementwise, weight_decay=decay)
     own_decay = decay if muon.weight_decay is None else muon.weight_decay
     muon_rule = partial(
         MuonUpdateRule, tensor_group=groups.tp, momentum=muon.momentum, nesterov=muon.nesterov, lr_factor=muon.lr_factor,
@@ -273,6 +272,20 @@ def build_optimizer(
         leaves=leaves,
         ema=config.train.ema,
     )
+
+
+def build_elementwise_update(config: RunConfig) -> ElementwiseUpdate | None:
+    """Return the elementwise optimizer of a run, Lion, SGD or an extension's; None for AdamW and Muon."""
+    settings = config.optimizer
+    if settings.name == "lion":
+        return LionUpdate(settings.betas)
+    if settings.name == "sgd":
+        return SgdUpdate(settings.sgd.momentum, nesterov=settings.sgd.nesterov)
+    added = config.registry.entries("optimizers").get(settings.name)
+    if added is None:
+        return None
+    rule: ElementwiseUpdate = added.build(settings, added.options.parse(settings.options))
+    return rule
 
 
 def shard_stages(config: RunConfig, stages: Mapping[int, Decoder]) -> dict[int, ShardedStage]:
