@@ -7,7 +7,9 @@ from typing import Any
 
 from extension_cases import EXAMPLES, ExtendedCase, extended_cases, find_differences
 
-RETENTION: dict[str, Any] = {"retention": {"heads": 8, "key_size": 3, "value_size": 5, "chunk_size": 4, "conv_kernel": 2}}
+RETENTION: dict[str, Any] = {
+    "retention": {"heads": 8, "key_size": 3, "value_size": 5, "chunk_size": 4, "conv_kernel": 2}
+}
 # Example, mixers, layout in which it shows, and the mistake.
 MISTAKES: list[tuple[str, dict[str, Any], dict[str, Any], str, str]] = [
     ("differential_attention", {"differential": {}}, {"tp": 2}, "std=0.1, partial_grad=True", "std=0.1"),
