@@ -148,6 +148,8 @@ def _explain_yaml_error(error: yaml.YAMLError) -> str:
     if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
         return str(error)
     mark, context = error.problem_mark, f" {error.context}" if error.context else ""
+    if "'<document start>'" in str(error.problem):
+        return f"line {mark.line + 1}: a second value begins, as in JSON lines; a file of settings has one, written as KEY: VALUE"
     return f"line {mark.line + 1}, column {mark.column + 1}:{context}: {error.problem}".replace("::", ":").replace(
         "'<stream end>'", "the end of the file"
     )

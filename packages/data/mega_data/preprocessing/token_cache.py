@@ -46,6 +46,7 @@ SETTING_OF_OPTION = (
     ("pass --turn-weights", "set data.raw.turn_weights: true"),
     ("pass --loss-on", "set data.raw.loss_on:"),
     ("pass it as --chat-template FILE", "set data.raw.chat_template to its file"),
+    ("pass --chat-template FILE", "set data.raw.chat_template=FILE"),
     ("--template-option", "data.raw.template_options"),
     ("pass --kind pairs", "set data.kind: pairs"),
     ("--kind", "data.kind:"),
@@ -177,7 +178,7 @@ def _in_terms_of_settings(source: DatasetSource, config: DataConfig) -> Iterator
         found = _read_first_or_none(source)
         if found and not source.map and _reads_other_kind(kind, found):
             hint = (
-                f"set data.kind: {found.kind}"
+                f"give records of {kind}, or set data.kind={found.kind}"
                 if found.kind
                 else "name their columns, such as map: {prompt: text, completion: label}"
             )
