@@ -99,10 +99,10 @@ def _find_all_problems(cls: type[StrictConfig], raw: Mapping[str, Any]) -> Itera
         details = error.errors(include_url=False)
     known = _list_known_keys(cls, [])
     if len(raw) >= MIN_FOREIGN_KEYS and not any(difflib.get_close_matches(str(key), known) for key in raw):
-        rule = f"has other content, found the keys {', '.join(map(str, list(raw)[:SHOWN_KEYS]))}"
-        yield ConfigProblem(
-            "", rule, hint=f"give a file with the keys {', '.join(sorted(known)[:SHOWN_KEYS])} and so on"
-        )
+        expected = [field.alias or name for name, field in cls.model_fields.items() if field.is_required()] or known
+        found = ", ".join(map(str, list(raw)[:SHOWN_KEYS]))
+        rule = f"must have keys such as {', '.join(expected[:SHOWN_KEYS])}, found only other keys ({found} ...)"
+        yield ConfigProblem("", rule, hint="give a file of the required kind")
         return
     yield from _merge_by_path(_field_problem(cls, raw, detail) for detail in details)
     unknown = [detail["loc"] for detail in details if detail["type"] == "extra_forbidden"]
