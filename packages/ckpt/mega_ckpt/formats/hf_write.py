@@ -310,7 +310,10 @@ def _choose_family(
         chosen = family_by_name(family, added=families)
         problems = chosen.unsupported_settings(model)
         if problems:
-            raise CheckpointError(f"a {chosen.name} config.json cannot express this model: {'; '.join(problems)}")
+            raise CheckpointError(
+                f"a {chosen.name} config.json cannot express this model: {'; '.join(problems)}",
+                hint=f"leave out --family, which writes {family_for_model(model).name}, or name a family with these settings",
+            )
         return chosen
     if described is not None and not described[0].unsupported_settings(model):
         return described[0]
