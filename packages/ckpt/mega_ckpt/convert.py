@@ -21,6 +21,7 @@ from torch import Tensor
 from mega_ckpt.checkpoint import OPTIMIZER
 from mega_ckpt.checkpoint_folders import wrap_disk_errors
 from mega_ckpt.extend_vocabulary import ExtendedVocabularySource, add_tokens
+from mega_ckpt.families import ModelFamily
 from mega_ckpt.formats.disk_source import DiskSource
 from mega_ckpt.formats.gguf_file import SUFFIX
 from mega_ckpt.formats.gguf_write import plan_gguf_folder, write_gguf_folder
@@ -75,6 +76,7 @@ class ConvertOptions:
         vocab_size: size of the vocabulary; new rows are the mean of the old ones; None: unchanged.
         tokens: tokens to add to the tokenizer, with such rows.
         averaged: convert the exponential moving averages of the weights (`train.ema`).
+        families: families of HuggingFace folders that extensions add.
         quantize: quantization of the weights, one of `QUANTIZATIONS`; None: unquantized, for GGUF f16.
     """
 
@@ -90,6 +92,7 @@ class ConvertOptions:
     averaged: bool = False
     vocab_size: int | None = None
     tokens: tuple[str, ...] = ()
+    families: tuple[ModelFamily, ...] = ()
     quantize: str | None = None
 
 
@@ -188,8 +191,10 @@ def _open_input(source: str | Location, to: str, options: ConvertOptions) -> Wei
             hint="add them to the base and train the adapter on that, or convert --to hf",
         )
     if options.adapter is not None:
-        return load_with_adapter(options.adapter, source)
-    weights = open_weight_source(source, settings=options.settings, averaged=options.averaged)
+        return load_with_adapter(options.adapter, source, families=options.families)
+    weights = open_weight_source(
+        source, settings=options.settings, averaged=options.averaged, families=options.families
+    )
     if to == "peft" and not isinstance(weights, AdaptedWeightSource):
         raise CheckpointError(
             f"{source}: --to peft requires a LoRA adapter, but this checkpoint has the weights of a whole model",
@@ -225,7 +230,11 @@ def _conversion_identity(source: str | Location, to: str, options: ConvertOption
         "files": _file_stamps(folder),
         "adapter": None if options.adapter is None else _file_stamps(resolve_checkpoint(options.adapter)),
         "to": to,
-        "options": {name: str(value) for name, value in dataclasses.asdict(options).items()},
+        "options": {
+            field.name: str(getattr(options, field.name))
+            for field in dataclasses.fields(options)
+            if field.name != "families"
+        },
     }
 
 
@@ -254,7 +263,7 @@ def _write_safetensors(
 ) -> None:
     plan = plan_hf_folder(
         source, family=options.family, dtype=options.dtype, max_shard=options.max_shard, quantize=options.quantize,
-        metadata=metadata,
+        metadata=metadata, families=options.families,
     )  # fmt: skip
     plan = dataclasses.replace(plan, others=_add_cards(source, plan.others, plan.quantization))
     if source.model.moe and source.model.moe.sinkhorn:
@@ -339,7 +348,7 @@ def _verify_output(
 ) -> None:
     """Read the output back and check that it equals the input bit for bit."""
     kind: Implementation = "mega" if weights.model.transformers is None else "transformers"
-    output = open_weight_source(folder, settings=options.settings, implementation=kind)
+    output = open_weight_source(folder, settings=options.settings, implementation=kind, families=options.families)
     _compare_weights(weights, output, options.dtype)
     if training is not None:
         _compare_optimizer(training, Checkpoint.open_folder(folder))
