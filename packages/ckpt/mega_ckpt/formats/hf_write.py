@@ -209,7 +209,7 @@ def plan_hf_folder(
         config, index = origin.config if raw == origin.config_json else encode_json_mapping(raw), _encode_index(files)
     others |= {} if same else _image_files(origin, source.model)
     others |= {name: content for name, content in ((CONFIG, config), (INDEX, index)) if content is not None}
-    return HfFolderPlan(table, files, others, quantized, quantizer and quantizer.description)
+    return HfFolderPlan(table, files, others, quantized, quantizer.description if quantizer else None)
 
 
 def write_hf_folder(
