@@ -5,10 +5,12 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from heapq import heapify, heappop, heappush
 from itertools import combinations, product
 from typing import Any
+
+import numpy as np
 
 RANKS = 8
 STEPS = 3
@@ -443,21 +445,41 @@ def batch_of(dp: int, pp: int, rng: random.Random) -> tuple[int, int]:
 
 def covering(cases: Sequence[Case], count: int) -> list[Case]:
     """`count` of the cases, each chosen for holding the most triples of settings that those before it do not."""
-    triples = [set(combinations(sorted(_settings(case)), 3)) for case in cases]
-    left = set().union(*triples)
+    triples = _number_triples(cases)
+    left = np.zeros(1 + max(held.max() for held in triples), bool)
+    for held in triples:
+        left[held] = True
     # what a case adds only shrinks, so that one which still adds the most after a second look is the best
     queue = [(-len(held), index) for index, held in enumerate(triples)]
     heapify(queue)
     chosen: list[Case] = []
     while queue and len(chosen) < count:
         _, index = heappop(queue)
-        added = len(triples[index] & left)
+        added = np.count_nonzero(left[triples[index]])
         if queue and -added > queue[0][0]:
             heappush(queue, (-added, index))
             continue
         chosen.append(replace(cases[index], steps=most_steps(cases[index])))
-        left -= triples[index]
+        left[triples[index]] = False
     return chosen
+
+
+def _number_triples(cases: Sequence[Case]) -> list[np.ndarray]:
+    """The triples of settings of each case, as numbers: there are millions of them."""
+    settings = [_settings(case) for case in cases]
+    numbers = {name: number for number, name in enumerate(sorted(set().union(*settings)))}
+    found = []
+    for held in settings:
+        own = np.array(sorted(numbers[name] for name in held))
+        first, second, third = own[_triples(len(own))]
+        found.append((first * len(numbers) + second) * len(numbers) + third)
+    return found
+
+
+@cache
+def _triples(count: int) -> np.ndarray:
+    """Every choice of three of so many, one a column."""
+    return np.array(list(combinations(range(count), 3))).T
 
 
 def _settings(case: Case) -> set[str]:
