@@ -23,7 +23,14 @@ from types import ModuleType
 from typing import Any
 
 # What ranks import, once for all of them: the parts of mega, and what the modules of tests ask for.
-PRELOAD = ["mega_trainer.run.training_run", "mega_ckpt.convert", "mega_eval.model_loading", "torch._dynamo", "pytest", "hypothesis"]
+PRELOAD = [
+    "mega_trainer.run.training_run",
+    "mega_ckpt.convert",
+    "mega_eval.model_loading",
+    "torch._dynamo",
+    "pytest",
+    "hypothesis",
+]
 
 
 class RankError(Exception):

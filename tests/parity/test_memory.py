@@ -61,7 +61,7 @@ def _measure(trainer: Trainer) -> Bytes:
     (micro,) = split_micro_batches(batch, trainer.config, torch.device("cpu"), trainer.groups.cp)
     with Live() as live:
         context = trainer.executor._batch_context(0, micro)
-        loss, *_ = model.whole(micro, context)
+        loss, *_ = model.run_stage(None, micro, context)
         kept = _settled(live)
         loss.backward()
     return Bytes(kept, live.peak, live.largest)

@@ -13,7 +13,6 @@ from parity.cases import MODELS, SINKHORN, VARIANTS, Case, all_layouts, case, co
 from parity.worker import Verdict, sweep, verdicts
 from ranks import run_ranks
 
-
 # one case in so many of a table; `make test-long` runs all of it
 ONE_IN_THREE = pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.long)], ids=["some", "all"])
 

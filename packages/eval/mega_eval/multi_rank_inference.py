@@ -1,4 +1,4 @@
-"""Short garbage collections for a serving process, since a collection stops all of its threads."""
+"""Inference on several ranks: replicas of a model, calls that rank 0 broadcasts to the others, and short garbage collections."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ class HfSource(DiskSource):
             )
         if not self._headers:
             return found
-        return {**found, LAYOUT: encode_hf_layout({name: header.text for name, header in self._headers.items()})}
+        return {**found, LAYOUT: encode_hf_headers({name: header.text for name, header in self._headers.items()})}
 
     def read_training_state(self, dtype: torch.dtype) -> ConvertedTraining | None:
         """Return the optimizer state that another trainer saved in the folder, for a run with weights of type `dtype`;
@@ -294,7 +294,7 @@ def read_hf_config(folder: Location) -> dict[str, Any]:
     return read_json_mapping(path)
 
 
-def encode_hf_layout(headers: Mapping[str, bytes]) -> bytes:
+def encode_hf_headers(headers: Mapping[str, bytes]) -> bytes:
     """Return the bytes of `hf_layout.json`, in which a mega checkpoint keeps the headers of the safetensors files it
     was converted from; `headers` is {file name: header}.
     """

@@ -221,9 +221,12 @@ def split_micro_batches(
     tokens of this rank of the `context` group.
 
     Raises:
-        DataError: for a token that the model's vocabulary does not have.
+        DataError: for a token that the model's vocabulary does not have; for positions of packed documents that a module
+            of the transformers library cannot separate.
     """
     _check_token_ids(batch, config.model.vocab_size)
+    if config.model.transformers is not None:
+        _check_document_positions(batch)
     affects = _affects_loss(batch) if config.model.moe else None
     if affects is not None and config.model.score:  # the score is of a text's last token, after all labels
         affects = np.ones_like(affects)
@@ -277,6 +280,15 @@ def _check_token_ids(batch: StepBatch, vocab_size: int) -> None:
             f"model.vocab_size = {vocab_size} must be larger than every token id, found {top} in one of the samples "
             f"{batch.sample_ids.min()} to {batch.sample_ids.max()}",
             hint="use data made with the model's tokenizer, or raise model.vocab_size",
+        )
+
+
+def _check_document_positions(batch: StepBatch) -> None:
+    starts = DocumentBounds.from_positions(batch.position_ids, batch.document_ids).document_starts
+    if starts is not None and not np.array_equal(batch.position_ids, np.arange(starts.shape[1]) - starts):
+        raise DataError(
+            "positions must restart at each document with model.implementation = transformers",
+            hint="set data.reset_position_ids=true",
         )
 
 

@@ -24,7 +24,7 @@ from mega_trainer.kernels.leaf_compiler import LeafCompiler, apply_autograd_func
 def convolution_leaf(
     x: Tensor, before: Tensor | None, weight: Tensor, bias: Tensor | None, preceding_tokens: Tensor | None
 ) -> Tensor:
-    """Return the causal convolution of x, without autograd; see `Kernels.short_convolution`."""
+    """Return the causal convolution of x, without autograd, with the arguments of `Kernels.short_convolution`."""
     taps, seen = _padded_taps(x, before, weight.shape[1], preceding_tokens)
     return F.silu(_convolve(taps, weight, bias, seen)).to(x.dtype)
 
@@ -101,6 +101,6 @@ def short_convolution(
     preceding_tokens: Tensor | None,
     leaves: LeafCompiler,
 ) -> Tensor:
-    """Compute the causal depthwise convolution with silu, differentiable; see `Kernels.short_convolution`."""
+    """Compute the causal depthwise convolution with silu, differentiable."""
     y: Tensor = apply_autograd_function(_ShortConvolution, x, before, weight, bias, preceding_tokens, leaves)
     return y

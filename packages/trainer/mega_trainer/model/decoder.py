@@ -400,12 +400,6 @@ class Decoder(nn.Module):
         y = self.forward(self.embed_micro_batch(batch, context) if x is None else x, context)
         return self.compute_objective(y, batch, context, tied_weight) if self.stage.heads else y
 
-    def whole(self, batch: MicroBatch, context: ForwardContext) -> tuple[Tensor, Tensor, Tensor]:
-        """Run the whole model, which must be on one pipeline stage, from tokens to (loss, loss sums, token losses [B, S])."""
-        result = self.run_stage(None, batch, context)
-        assert isinstance(result, tuple)
-        return result
-
     def compute_logits(self, x: Tensor) -> Tensor:
         """Return logits [B, S, V] of the final hidden states, over the whole vocabulary on every tensor rank. Not for
         training.
