@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from mega_cli.model_options import ExtensionOption
 from mega_common.bounded_parsing import read_utf8_text
 from mega_common.errors import ConfigError
 from mega_common.progress_logging import logger
 
 if TYPE_CHECKING:
+    from mega_ckpt.families import ModelFamily
     from mega_common.object_store import Location
 
 
@@ -34,8 +36,8 @@ class MegatronCheckpointFormat(StrEnum):
 
 
 class MegatronLayerSpec(StrEnum):
-    """Values of Megatron's `--transformer-impl` in the run that will load a converted checkpoint: `local` or
-    Transformer Engine layers.
+    """Values of Megatron's `--transformer-impl` in the run that will load a converted checkpoint.
+    They are `local` or Transformer Engine layers.
     """
 
     TRANSFORMER_ENGINE = "transformer_engine"
@@ -164,6 +166,7 @@ def convert_command(
     ema: Annotated[
         bool, typer.Option("--ema", help="Convert the averaged weights (EMA) of a run with train.ema.")
     ] = False,
+    extension: ExtensionOption = None,
     verify: Verify = False,
     verify_data: VerifyData = None,
     overwrite: Overwrite = False,
@@ -189,10 +192,11 @@ def convert_command(
         averaged=ema,
         vocab_size=vocab_size,
         tokens=_read_new_tokens(add_tokens) if add_tokens is not None else (),
+        families=_load_families(extension) if extension else (),
     )
     verify = verify or verify_data is not None
     check = (
-        _build_logits_check(source, verify_data)
+        _build_logits_check(source, verify_data, extension or [])
         if verify and not (options.settings or ema or vocab_size or add_tokens)
         else None
     )
@@ -233,7 +237,14 @@ def _read_new_tokens(given: str) -> tuple[str, ...]:
     return tokens
 
 
-def _build_logits_check(source: str, data: Path | None) -> Callable[[Location], None] | None:
+def _load_families(extensions: list[str]) -> tuple[ModelFamily, ...]:
+    """Return the families of HuggingFace folders that the extensions add."""
+    from mega_trainer.config.extensions import load_extensions
+
+    return tuple(load_extensions(extensions).families)
+
+
+def _build_logits_check(source: str, data: Path | None, extensions: Sequence[str]) -> Callable[[Location], None] | None:
     """Return a function that compares the logits of `source` and of the converted model, or None if that is not possible."""
     try:
         from mega_eval.logit_comparison import compare_logits
@@ -244,12 +255,13 @@ def _build_logits_check(source: str, data: Path | None) -> Callable[[Location], 
         return None
     from mega_ckpt.source import read_model_config
 
-    if read_model_config(source).retro is not None:
+    families = _load_families([*extensions]) if extensions else ()
+    if read_model_config(source, families=families).retro is not None:
         logger.warning("--verify compares tensors, but not logits: a retrieval model requires neighbors of each text")
         return None
 
     def check_logits(made: Location) -> None:
-        logger.info("%s", compare_logits(source, made, data))
+        logger.info("%s", compare_logits(source, made, data, extensions=extensions))
 
     return check_logits
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from mega_ckpt.checkpoint import OPTIMIZER
 from mega_ckpt.checkpoint_folders import wrap_disk_errors
 from mega_ckpt.extend_vocabulary import ExtendedVocabularySource, add_tokens
+from mega_ckpt.families import ModelFamily
 from mega_ckpt.formats.disk_source import DiskSource
 from mega_ckpt.formats.hf_source import HfSource
 from mega_ckpt.formats.hf_write import plan_hf_folder, write_hf_folder
@@ -71,6 +72,7 @@ class ConvertOptions:
         vocab_size: size of the vocabulary; new rows are the mean of the old ones; None: unchanged.
         tokens: tokens to add to the tokenizer, with such rows.
         averaged: convert the exponential moving averages of the weights (`train.ema`).
+        families: families of HuggingFace folders that extensions add.
     """
 
     dtype: torch.dtype | None = None
@@ -85,6 +87,7 @@ class ConvertOptions:
     averaged: bool = False
     vocab_size: int | None = None
     tokens: tuple[str, ...] = ()
+    families: tuple[ModelFamily, ...] = ()
 
 
 Options = ConvertOptions  # deprecated name
@@ -162,8 +165,10 @@ def _open_input(source: str | Location, to: str, options: ConvertOptions) -> Wei
             hint="add them to the base and train the adapter on that, or convert --to hf",
         )
     if options.adapter is not None:
-        return load_with_adapter(options.adapter, source)
-    weights = open_weight_source(source, settings=options.settings, averaged=options.averaged)
+        return load_with_adapter(options.adapter, source, families=options.families)
+    weights = open_weight_source(
+        source, settings=options.settings, averaged=options.averaged, families=options.families
+    )
     if to == "peft" and not isinstance(weights, AdaptedWeightSource):
         raise CheckpointError(
             f"{source}: --to peft requires a LoRA adapter, but this checkpoint has the weights of a whole model",
@@ -198,7 +203,11 @@ def _conversion_identity(source: str | Location, to: str, options: ConvertOption
         "files": _file_stamps(folder),
         "adapter": None if options.adapter is None else _file_stamps(resolve_checkpoint(options.adapter)),
         "to": to,
-        "options": {name: str(value) for name, value in dataclasses.asdict(options).items()},
+        "options": {
+            field.name: str(getattr(options, field.name))
+            for field in dataclasses.fields(options)
+            if field.name != "families"
+        },
     }
 
 
@@ -214,7 +223,9 @@ def _write_hf(source: WeightSource, folder: Path, options: ConvertOptions, journ
     if source.model.transformers is not None:
         write_transformers_folder(source, folder, dtype=options.dtype, max_shard=options.max_shard)
         return
-    plan = plan_hf_folder(source, family=options.family, dtype=options.dtype, max_shard=options.max_shard)
+    plan = plan_hf_folder(
+        source, family=options.family, dtype=options.dtype, max_shard=options.max_shard, families=options.families
+    )
     if isinstance(source, MegaWeightSource):
         parameters = sum(math.prod(source.tensor_shape(name)) for name in source.tensor_names())
         plan = dataclasses.replace(
@@ -282,7 +293,7 @@ def _verify_output(
 ) -> None:
     """Read the output back and check that it equals the input bit for bit."""
     kind: Implementation = "mega" if weights.model.transformers is None else "transformers"
-    output = open_weight_source(folder, settings=options.settings, implementation=kind)
+    output = open_weight_source(folder, settings=options.settings, implementation=kind, families=options.families)
     _compare_weights(weights, output, options.dtype)
     if training is not None:
         _compare_optimizer(training, Checkpoint.open_folder(folder))

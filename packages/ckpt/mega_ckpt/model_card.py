@@ -34,8 +34,8 @@ _SHAPE = (
 
 
 def build_cards(checkpoint: Checkpoint, num_parameters: int, existing_files: Mapping[str, object]) -> dict[str, bytes]:
-    """Return {file name: Markdown text} of the model card, and of cards on its data and training, for a checkpoint of a
-    training run; empty for a checkpoint without run settings.
+    """Return {file name: Markdown text} of the model card of a checkpoint of a training run.
+    Cards on its data and training are included. The result is empty for a checkpoint without run settings.
 
     Args:
         checkpoint: the checkpoint that is exported.

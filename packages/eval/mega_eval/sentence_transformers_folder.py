@@ -45,8 +45,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @dataclass(frozen=True)
 class SentenceTransformersSettings:
-    """Settings that a model folder in the format of sentence-transformers declares: pooling, prompts, modules and
-    maximum length.
+    """Settings that a model folder in the format of sentence-transformers declares.
+    They are pooling, prompts, modules and maximum length.
 
     Attributes:
         model: folder of the transformer.
@@ -71,7 +71,8 @@ class SentenceTransformersSettings:
     lower_case: bool = False
 
     def select_prompt(self, name: str | None) -> str:
-        """Return the prompt text of that `name`, or of the folder's default name if None; empty without a default.
+        """Return the text of a prompt of the folder by its name, or of the folder's default prompt.
+        It is the default if `name` is None, and empty without a default.
 
         Raises:
             ConfigError: for a name that the folder does not have.
@@ -129,8 +130,8 @@ def read_sentence_transformers_folder(folder: Path) -> SentenceTransformersSetti
 def pool_hidden_states(
     hidden: Tensor, attention_mask: Tensor, modes: Sequence[PoolingMode], skipped: int = 0
 ) -> Tensor:
-    """Return one vector per text, fp32 [B, P], from hidden states fp32 [B, S, D] padded on the right; the vectors of
-    several pooling modes are concatenated.
+    """Return one vector per text, fp32 [B, P], by pooling of hidden states.
+    The hidden states are fp32 [B, S, D], padded on the right; the vectors of several pooling modes are concatenated.
 
     Args:
         hidden: last hidden states.

@@ -53,8 +53,8 @@ _BEGIN_BY_DEFAULT = ("llama-bpe", "llama3", "llama-v3")
 
 
 def build_tokenizer_files(file: GgufModel) -> Mapping[str, bytes]:
-    """Build tokenizer.json and tokenizer_config.json, with the chat template, from a GGUF file's metadata; for an
-    unsupported tokenizer warn and return an empty mapping.
+    """Build tokenizer.json and tokenizer_config.json from a GGUF file's metadata.
+    The chat template is included. For an unsupported tokenizer, log a warning and return an empty mapping.
 
     Raises:
         CheckpointError: when the metadata lacks a part of the tokenizer, or a part has the wrong type.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -55,8 +55,8 @@ _OWN_KEYS = frozenset({"architectures", "auto_map", "dtype", "model_type", "torc
 
 @dataclass(frozen=True)
 class HfOrigin:
-    """Settings and weight-file headers of the HuggingFace folder that a weight source was converted from, taken from
-    the files that accompany its weights; empty for other sources.
+    """Settings and weight-file headers of the HuggingFace folder that a weight source was converted from.
+    They are taken from the files that accompany the source's weights, and empty for other sources.
     """
 
     config: bytes | None
@@ -66,8 +66,8 @@ class HfOrigin:
 
     @classmethod
     def from_source(cls, source: WeightSource) -> HfOrigin:
-        """Return the original HuggingFace folder's settings and weight-file headers, from the files that accompany the
-        weights of `source`.
+        """Return settings and weight-file headers of the HuggingFace folder that weights were converted from.
+        They are taken from the files that accompany the weights of `source`.
         """
         others = dict(source.asset_files())
         config, index, layout = (_read_content(others.pop(name, None)) for name in (CONFIG, INDEX, LAYOUT))
@@ -92,21 +92,23 @@ class HfOrigin:
         return raw if isinstance(raw, dict) else {}
 
     def without_vision(self, family: ModelFamily) -> HfOrigin:
-        """Return these settings reduced to the language model: config.json cut to the text model's section, weight-file
-        headers and image files dropped.
+        """Return settings of a vision-language folder reduced to the language model.
+        Config.json is cut to the text model's section; weight-file headers and image files are dropped.
         """
         others = {name: content for name, content in self.others.items() if name not in _IMAGE_FILES}
         return HfOrigin(encode_json_mapping(family.select_text_config(self.config_json)), None, {}, others)
 
-    def describe_model(self, model: ModelConfig) -> tuple[ModelFamily, ModelConfig] | None:
-        """Return the family and the model configuration that the original folder's config.json describes; None if it
-        describes no supported model.
+    def describe_model(
+        self, model: ModelConfig, families: Sequence[ModelFamily] = ()
+    ) -> tuple[ModelFamily, ModelConfig] | None:
+        """Return the family and the model configuration that the original HuggingFace folder describes.
+        They are read from its config.json. Returns None if it describes no supported model.
 
         An unsupported one is not an error: the file may have come with a tokenizer. MTP layers are kept if the files or
-        `model` have them.
+        `model` have them. `families` come from extensions.
         """
         try:
-            family = family_of_config(self.config_json)
+            family = family_of_config(self.config_json, added=families)
             names = [name for header in self.headers.values() for name in header.entries]
             read = add_image_settings(family.read_config_json(self.config_json), self.read_other_json)
             return family, family.restrict_to_stored(read, names) if names or not model.mtp_layers else read
@@ -135,7 +137,12 @@ class HfFolderPlan:
 
 
 def plan_hf_folder(
-    source: WeightSource, *, family: str | None = None, dtype: torch.dtype | None = None, max_shard: int | None = None
+    source: WeightSource,
+    *,
+    family: str | None = None,
+    dtype: torch.dtype | None = None,
+    max_shard: int | None = None,
+    families: Sequence[ModelFamily] = (),
 ) -> HfFolderPlan:
     """Plan the HuggingFace folder to write for `source`: family, tensor names, files and dtypes; nothing is written.
 
@@ -144,13 +151,14 @@ def plan_hf_folder(
         family: `model_type` to write; by default that of the origin, or the first family that fits.
         dtype: dtype to cast floating-point weights to; None: unchanged.
         max_shard: maximum bytes of tensors per file; by default the files of the origin, or `MAX_SHARD`.
+        families: families that extensions add.
 
     Raises:
         CheckpointError: when the family, or every family, cannot express settings of the model.
     """
     origin = HfOrigin.from_source(source)
-    described = origin.describe_model(source.model)
-    chosen = _choose_family(source.model, family, described)
+    described = origin.describe_model(source.model, families)
+    chosen = _choose_family(source.model, family, described, families)
     if described is not None and described[0] == chosen and _lacks_vision(source, origin.config_json, chosen):
         logger.warning(
             "the original model (%s) has a vision encoder whose weights are not in this checkpoint; only the language model "
@@ -218,8 +226,8 @@ def _iter_tensors(source: WeightSource, plan: HfFolderPlan, header: SafetensorsH
 def tensor_fillers(
     plan: HfFolderPlan, copy: Callable[[TensorSlice, Tensor], None]
 ) -> Iterator[tuple[str, torch.dtype, TensorShape, Callable[[Tensor], None]]]:
-    """Yield the name, dtype and shape of each tensor of a planned HuggingFace folder, in file order, and a function
-    that fills a tensor of that shape.
+    """Yield each tensor of a planned HuggingFace folder, in file order, with a function that fills it.
+    Items are the tensor's name, dtype and shape, and a function that fills a tensor of that shape.
 
     `copy` copies a slice of a canonical tensor into a tensor of its shape, which may have another dtype.
     """
@@ -251,18 +259,21 @@ def _iter_blocks(source: WeightSource, disk: DiskTensor, dtype: torch.dtype) -> 
 
 
 def _choose_family(
-    model: ModelConfig, family: str | None, described: tuple[ModelFamily, ModelConfig] | None
+    model: ModelConfig,
+    family: str | None,
+    described: tuple[ModelFamily, ModelConfig] | None,
+    families: Sequence[ModelFamily],
 ) -> ModelFamily:
     """Return the requested family, else that of the origin if it still fits, else the first that fits."""
     if family is not None:
-        chosen = family_by_name(family)
+        chosen = family_by_name(family, added=families)
         problems = chosen.unsupported_settings(model)
         if problems:
             raise CheckpointError(f"a {chosen.name} config.json cannot express this model: {'; '.join(problems)}")
         return chosen
     if described is not None and not described[0].unsupported_settings(model):
         return described[0]
-    return family_for_model(model)
+    return family_for_model(model, families)
 
 
 def _lacks_vision(source: WeightSource, raw: Mapping[str, Any], family: ModelFamily) -> bool:

@@ -52,8 +52,8 @@ class _UnsupportedSchemeError(ValueError):
 def dequantize_tensors(
     tensors: Mapping[str, LazyTensor], config: Mapping[str, Any], folder: Location
 ) -> tuple[Mapping[str, LazyTensor], str | None]:
-    """Return the tensors of a HuggingFace folder, dequantized when read, and a description of the quantization, None
-    without quantization.
+    """Return the tensors of a HuggingFace folder, dequantized when read.
+    The second value is a description of the quantization, None without quantization.
 
     Tensors are decoded when read, a few rows at a time. Scales of activations are left out: weights do not depend on them.
 
@@ -238,7 +238,7 @@ class _ScaleGrid:
     def dequantize(
         self, codes: LazyTensor, dtype: torch.dtype, decode: Callable[[Tensor], Tensor] = Tensor.float
     ) -> LazyTensor:
-        """Return the weight of these codes; `decode` converts rows of codes to fp32.
+        """Return the weight that quantization codes stand for; `decode` converts rows of codes to fp32.
 
         Raises:
             CheckpointError: when the number of scales differs from that of blocks.

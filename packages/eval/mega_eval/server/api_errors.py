@@ -75,8 +75,8 @@ class ErrorBody(BaseModel):
 
 
 def error_to_response(error: Exception) -> ApiRequestError:
-    """Return any exception as an error response with an HTTP status; internal errors get status 500 and reveal no
-    details.
+    """Return any exception as an error response with an HTTP status.
+    Internal errors get status 500 and reveal no details.
     """
     if isinstance(error, ApiRequestError):
         return error

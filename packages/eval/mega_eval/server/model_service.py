@@ -50,8 +50,8 @@ NO_EMBEDDINGS = "embeddings are supported for a decoder on one rank, without an 
 
 @dataclass
 class ModelService:
-    """Model that the HTTP server offers, with its tokenizer, chat template and inference engine; it answers the API's
-    requests.
+    """Model that the HTTP server offers, with its tokenizer, chat template and inference engine.
+    It answers the API's requests.
 
     Attributes:
         name: name of the model in the API.
@@ -92,8 +92,8 @@ class ModelService:
         self._longest = find_max_token_bytes(self.tokenizer)
 
     def check_model_name(self, name: str | None) -> None:
-        """Raise ApiRequestError (404) if `name` is not the served model or one of its LoRA adapters; None is the served
-        model.
+        """Raise ApiRequestError (404) if `name` is not the served model or one of its LoRA adapters.
+        The name None stands for the served model.
         """
         if name not in (None, self.name, *self.adapters):
             raise ApiRequestError(404, f"The model `{name}` does not exist.", param="model", code="model_not_found")

@@ -26,8 +26,8 @@ HINT_NAMES = 12  # names of modules in a hint
 
 
 def find_input_problems(config: RunConfig, *, data: bool) -> list[ConfigProblem]:
-    """Return a problem for each input of a run that does not exist: files, folders, data sets, the named machine,
-    modules of the model.
+    """Return a problem for each input of a run that does not exist.
+    Inputs are files, folders, data sets, the named machine, and modules of the model.
 
     Args:
         config: a valid configuration.
@@ -38,8 +38,8 @@ def find_input_problems(config: RunConfig, *, data: bool) -> list[ConfigProblem]
 
 
 def find_pattern_problems(config: RunConfig) -> list[ConfigProblem]:
-    """Return a problem for each name pattern in the `lora`, `train` and `optimizer` sections that matches nothing in
-    the model.
+    """Return a problem for each name pattern in run.yaml that matches nothing in the model.
+    The patterns are in the `lora`, `train` and `optimizer` sections.
     """
     found = [] if config.lora is None else list(_lora_problems(config.model, config.lora))
     patterns_by_key = {"train.freeze": config.train.freeze, "optimizer.lr_factors": list(config.optimizer.lr_factors)}
