@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from parity.cases import Case
-from parity.worker import sweep, verdicts
 from ranks import run_ranks
 
-from mega_trainer.config.run_config import resolve_run_config
+from mega_trainer.verify.case_comparison import TOLERANCE, join_all_findings, sweep_cases
+from mega_trainer.verify.layout_case import LayoutCase
 
 EXAMPLES = Path(__file__).parents[1] / "examples" / "extensions"
 SIZES = {
@@ -30,22 +27,9 @@ CONTEXT: list[tuple[dict[str, Any], str]] = [
 ]  # fmt: skip
 
 
-@dataclass(frozen=True)
-class ExtendedCase(Case):
-    """A case whose run.yaml has more settings, `run`, such as extensions."""
-
-    run: Mapping[str, Any] = field(default_factory=dict)
-
-    @cached_property
-    def raw(self) -> dict[str, Any]:
-        usual = Case.raw.func(self)  # type: ignore[attr-defined]
-        sections = {key: {**usual.get(key, {}), **value} for key, value in self.run.items() if isinstance(value, dict)}
-        return resolve_run_config({**usual, **self.run, **sections})
-
-
 def extended_cases(
     file: str, run: Mapping[str, Any], layouts: list[tuple[dict[str, Any], str]] = LAYOUTS, **options: Any
-) -> list[ExtendedCase]:
+) -> list[LayoutCase]:
     """The run in each layout of four ranks; `run` has the settings that differ from those of a small decoder, among
     them `layers`, one layer's kind, or several that are repeated."""
     settings: dict[str, Any] = {**run, "extensions": [str(EXAMPLES / file)]}
@@ -56,14 +40,14 @@ def extended_cases(
         layers = max(2, parallel.get("pp", 1) * parallel.get("virtual_stages", 1))
         fields = {**model, "layers": [kinds[i % len(kinds)] for i in range(layers)]}
         found.append(
-            ExtendedCase(
-                file, fields, 4, parallel=parallel, recompute={"kind": recompute}, micro=2, run=settings, **options
+            LayoutCase(
+                file, fields, 4, parallel=parallel, recompute={"kind": recompute}, micro=2, sections=settings, **options
             )
         )
     return found
 
 
-def find_differences(cases: list[ExtendedCase]) -> list[str]:
+def find_differences(cases: list[LayoutCase]) -> list[str]:
     """What differs from one process by more than 1e-10, relative, in fp64: losses, gradients, weights or moments."""
-    found = verdicts(cases, run_ranks(sweep, 4, cases, timeout=280))
-    return [problem for one in found if (problem := one.problem(1e-10))]
+    found = join_all_findings(cases, run_ranks(sweep_cases, 4, cases, timeout=280))
+    return [problem for one in found if (problem := one.describe_problem(TOLERANCE))]

@@ -20,12 +20,28 @@ if TYPE_CHECKING:
 
 
 class ConversionTarget(StrEnum):
-    """Target formats of `mega ckpt convert --to`: HuggingFace, mega, Megatron-Core or a PEFT adapter."""
+    """Target formats of `mega ckpt convert --to`: HuggingFace, mega, Megatron-Core, a PEFT adapter, GGUF or MLX."""
 
     HF = "hf"
     MEGA = "mega"
     MEGATRON = "megatron"
     PEFT = "peft"
+    GGUF = "gguf"
+    MLX = "mlx"
+
+
+class WeightQuantization(StrEnum):
+    """Quantizations of `mega ckpt convert --quantize`; each format supports some of them."""
+
+    FP8 = "fp8"
+    FP8_BLOCK = "fp8-block"
+    INT8 = "int8"
+    INT4 = "int4"
+    MXFP4 = "mxfp4"
+    F16 = "f16"
+    Q8_0 = "q8_0"
+    Q4_0 = "q4_0"
+    Q4_K = "q4_k"
 
 
 class MegatronCheckpointFormat(StrEnum):
@@ -68,7 +84,7 @@ Converted = Annotated[str, typer.Argument(help="Folder to create; with --to mega
 To = Annotated[
     ConversionTarget,
     typer.Option(
-        help="Target format. hf: HuggingFace folder (safetensors). mega: checkpoint to train from. megatron: Megatron-Core checkpoint. peft: LoRA adapter only."
+        help="Target format. hf: HuggingFace folder (safetensors). mega: checkpoint to train from. megatron: Megatron-Core checkpoint. peft: LoRA adapter only. gguf: folder with a file for llama.cpp. mlx: folder for mlx-lm."
     ),
 ]
 
@@ -135,6 +151,24 @@ VerifyData = Annotated[
 ]
 
 
+Quantize = Annotated[
+    WeightQuantization | None,
+    typer.Option(
+        help="Quantize the weights, rounded to the nearest. hf (compressed-tensors, for vLLM): fp8, fp8-block, int8, int4, "
+        "mxfp4. gguf: f16 (default), q8_0, q4_0, q4_k. mlx: int8, int4."
+    ),
+]
+
+
+Perplexity = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE|PREFIX",
+        help="Text file or token data set that was not trained on: print the perplexity of source and result.",
+    ),
+]
+
+
 Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Replace an existing destination, after the conversion is complete.")
 ]
@@ -167,13 +201,17 @@ def convert_command(
         bool, typer.Option("--ema", help="Convert the averaged weights (EMA) of a run with train.ema.")
     ] = False,
     extension: ExtensionOption = None,
+    quantize: Quantize = None,
     verify: Verify = False,
     verify_data: VerifyData = None,
+    perplexity: Perplexity = None,
     overwrite: Overwrite = False,
 ) -> None:
     """Convert a model's weights, configuration and tokenizer. The destination appears when it is complete.
 
     From Megatron to mega the optimizer state is converted too, if its format does not depend on the ranks that wrote it.
+
+    With --perplexity the loss in quality is measured, by mega in fp32.
 
     After an interruption, the same command resumes with the next file.
     """
@@ -193,15 +231,19 @@ def convert_command(
         vocab_size=vocab_size,
         tokens=_read_new_tokens(add_tokens) if add_tokens is not None else (),
         families=_load_families(extension) if extension else (),
+        quantize=quantize.value if quantize else None,
     )
     verify = verify or verify_data is not None
-    check = (
-        _build_logits_check(source, verify_data, extension or [])
-        if verify and not (options.settings or ema or vocab_size or add_tokens)
-        else None
-    )
+    checks = [_build_perplexity_check(source, perplexity)] if perplexity is not None else []
+    if verify and not (options.settings or ema or vocab_size or add_tokens):
+        checks.append(_build_logits_check(source, verify_data, extension or []))
+
+    def check_result(made: Location) -> None:
+        for check in filter(None, checks):
+            check(made)
+
     converting.convert_checkpoint(
-        source, destination, to.value, options=options, verify=verify, check=check, overwrite=overwrite
+        source, destination, to.value, options=options, verify=verify, check=check_result, overwrite=overwrite
     )
     print(destination)
 
@@ -264,6 +306,21 @@ def _build_logits_check(source: str, data: Path | None, extensions: Sequence[str
         logger.info("%s", compare_logits(source, made, data, extensions=extensions))
 
     return check_logits
+
+
+def _build_perplexity_check(source: str, data: Path) -> Callable[[Location], None]:
+    """Return a function that prints the perplexity of `source` and of the converted model."""
+    from mega_eval.perplexity_comparison import compare_perplexity
+
+    if not data.is_file() and not data.with_name(f"{data.name}.bin").is_file():
+        raise ConfigError(
+            f"--perplexity {data}: neither a text file nor a token data set", hint="--perplexity held-out.txt"
+        )
+
+    def print_perplexity(made: Location) -> None:
+        print(compare_perplexity(source, made, data))
+
+    return print_perplexity
 
 
 def _parse_bytes(text: str) -> int:

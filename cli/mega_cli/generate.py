@@ -26,6 +26,8 @@ from mega_common.bounded_parsing import explain_read_error, parse_json_text, rea
 from mega_common.errors import ConfigError, DataError
 from mega_common.progress_logging import logger
 
+PROMPT_HINT = 'give --prompt "some text", --prompt-file FILE or standard input'
+
 if TYPE_CHECKING:
     from mega_eval.generate import Completion
 
@@ -167,14 +169,13 @@ def _read_prompts(given: list[str], file: Path | None) -> list[str]:
     """Return the prompts of the command line and of the file; without both, standard input if it is not a terminal."""
     if file is None and not given:
         if sys.stdin.isatty():
-            raise DataError(
-                "mega generate requires a prompt",
-                hint='give --prompt "some text", --prompt-file FILE or standard input',
-            )
+            raise DataError("mega generate requires a prompt", hint=PROMPT_HINT)
         file = Path("-")
     if file is None:
         return given
     text = _read_text(file)
+    if file == Path("-") and not text and not given:
+        raise DataError("mega generate requires a prompt, and standard input is empty", hint=PROMPT_HINT)
     if file.suffix != ".jsonl":
         return [*given, text.removesuffix("\n")]
     if not text.strip():

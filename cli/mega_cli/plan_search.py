@@ -145,7 +145,7 @@ def parse_layout(text: str) -> dict[str, Any]:
         flag = word == "sp" and (not words or words[0] in WORDS)
         value = "true" if flag else words.pop(0)
         settings[WORDS[word]] = {"true": True, "false": False}.get(value, int(value) if value.isdigit() else value)
-    settings.setdefault("parallel.sp", settings.get("parallel.tp", 1) > 1)
+    settings.setdefault("parallel.sp", settings.get("parallel.tp", 1) != 1)
     return settings
 
 

@@ -219,6 +219,7 @@ def load_served_model(
     from mega_eval.drafters import make_drafter
     from mega_eval.inference_engine import InferenceEngine
     from mega_eval.language_model import LanguageModel
+    from mega_eval.model_loading import check_sequence_length
     from mega_eval.multi_rank_inference import BroadcastingEngine, build_replica_groups
     from mega_trainer.parallel.lora_layers import AdapterSelection
 
@@ -232,6 +233,7 @@ def load_served_model(
     )  # fmt: skip
     config, vocabulary = loaded.model.config, loaded.tokenizer
     longest = max_length or min(config.max_position, LONGEST_DEFAULT)
+    check_sequence_length(config, longest, f"--max-length {longest} tokens")
     cached = cache_tokens or 2 * longest
     engine = (BroadcastingEngine if broadcasts else InferenceEngine)(
         loaded.model, vocabulary, cache_tokens=cached, batch_size=batch_size,

@@ -113,7 +113,7 @@ def draft_run(request: TuningRequest, data: TuningData, method: Method, model: A
     """
     length = choose_sequence_length(data, model.max_position)
     rows = max(1.0, 0.9 * data.tokens / (0.9 * length))  # a tenth is held out, and rows are filled to about 90 %
-    epochs = request.epochs or choose_epochs(data.documents)
+    epochs = choose_epochs(data.documents) if request.epochs is None else request.epochs
     size = choose_batch_size(rows, epochs)
     steps = max(1, math.ceil(rows * epochs / size))
     rate = choose_learning_rate(method, model.hidden_size, data.kind)

@@ -8,7 +8,6 @@ import torch
 from extension_cases import CONTEXT, LAYOUTS, extended_cases, find_differences
 
 from mega_ckpt.canonical_tensors import count_model_parameters
-from mega_trainer.config.run_config import RunConfig
 from mega_trainer.distributed.process_groups import ParallelGroups
 from mega_trainer.kernels.leaf_compiler import LeafCompiler
 from mega_trainer.model.decoder import Decoder
@@ -32,7 +31,7 @@ def test_adapters_and_muon_need_nothing_of_the_mixer() -> None:
 
 
 def test_its_parameters_and_operations_are_counted() -> None:
-    config = RunConfig.parse(extended_cases(FILE, RUN, [({}, "none")])[0].single.raw)
+    config = extended_cases(FILE, RUN, [({}, "none")])[0].single.config
     leaves, meta = LeafCompiler(), torch.device("meta")
     choice = choose_kernels(config, torch.device("cpu"))
     built = Decoder(make_layer_builder(config, ParallelGroups(), meta, choice, leaves))

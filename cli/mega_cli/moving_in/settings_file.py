@@ -204,6 +204,8 @@ def _read(path: Path, description: str) -> Mapping[str, Any]:
     values = parse_yaml_text(read_settings_file(path), str(path), BoundedYamlLoader)  # JSON is YAML
     if not isinstance(values, Mapping) or not values:
         raise ConfigError(f"{path}: the file has no settings", hint=f"give {description}: JSON or YAML")
+    if isinstance(values.get("model"), Mapping) and isinstance(values.get("data"), Mapping):
+        raise ConfigError(f"{path}: is a run.yaml of mega already", hint=f"give {description}, or mega train {path}")
     return values
 
 

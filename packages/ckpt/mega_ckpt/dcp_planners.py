@@ -157,7 +157,13 @@ class BoxLoadPlanner(DefaultLoadPlanner):
         missing = [key for key in self.state_dict if key not in saved]
         if missing:
             more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
-            raise CheckpointError(f"{self.source}: the tensor {missing[0]}{more} is missing")
+            hint = None
+            if missing[0].startswith("optimizer/"):
+                hint = (
+                    "the checkpoint was saved with another optimizer.name: resume with that one, or start from its weights"
+                    f" in another output folder: --set init_from={self.source} --set output=FOLDER"
+                )
+            raise CheckpointError(f"{self.source}: the tensor {missing[0]}{more} is missing", hint=hint)
         for key, tensor in self.state_dict.items():
             entry = saved[key]
             assert isinstance(entry, TensorStorageMetadata)

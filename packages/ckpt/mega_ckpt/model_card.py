@@ -53,6 +53,14 @@ def build_cards(checkpoint: Checkpoint, num_parameters: int, existing_files: Map
     return {name: text.encode() for name, text in found.items()}
 
 
+def describe_quantization(existing_files: Mapping[str, Path | bytes], quantization: str) -> bytes:
+    """Return the README.md of an export, or a new one, with a section on the quantization of its weights."""
+    card = existing_files.get(MODEL_CARD, b"# Model\n")
+    text = card.read_bytes() if isinstance(card, Path) else card
+    section = f"\n## Quantization\n\nThe weights are quantized: {quantization}. Converted with mega.\n"
+    return text.rstrip() + b"\n" + section.encode()
+
+
 def _model_card(checkpoint: Checkpoint, settings: Mapping[str, Any], parameters: int) -> str:
     header = {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["mega"]}
     name = Path(str(settings.get("output", "model"))).name

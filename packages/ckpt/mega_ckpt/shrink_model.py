@@ -106,7 +106,7 @@ def shrunk_config(model: ModelConfig, sizes: ShrinkSizes, layers: Sequence[int] 
     if model.key_value_heads > 1 and heads % group:
         raise ConfigError(
             f"--heads {heads} must be a multiple of {group}, the number of query heads per key/value head",
-            hint=f"a multiple of {group}",
+            hint=f"--heads {max(group, heads // group * group)}",
         )
     if heads < model.num_attention_heads and model.qk_norm and model.qk_norm_span == "all":
         raise ConfigError(

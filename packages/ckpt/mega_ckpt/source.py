@@ -342,17 +342,20 @@ def load_weights(source: WeightSource, tensors: Mapping[str, ShardedTensor]) -> 
     Raises:
         CheckpointError: when the source lacks a tensor or has it in another shape.
     """
-    names = set(source.tensor_names())
+    hint = (
+        "give weights of a model of the same size and settings, or take the settings from the folder of the weights:"
+        " model: {from: FOLDER}, without other keys"
+    )
+    if missing := tensors.keys() - set(source.tensor_names()):
+        raise CheckpointError(
+            f"the weights to load have no tensor {abbreviate_names(missing)}, which the model requires", hint=hint
+        )
     for name, sharded in tensors.items():
-        if name not in names:
-            raise CheckpointError(
-                f"the tensor {name} is missing in the weights to load", hint="give weights of the same model"
-            )
         if source.tensor_shape(name) != sharded.shape:
             raise CheckpointError(
                 f"{name} has shape {list(source.tensor_shape(name))} in the weights to load, but the model requires "
                 f"{list(sharded.shape)}",
-                hint="give weights of the same model",
+                hint=hint,
             )
         _fill_boxes(name, sharded, source.read_tensor_slice)
 

@@ -84,7 +84,8 @@ def upcycled_config(
     for name, number in (("--experts", experts), ("--top-k", top_k)):
         if number % slices:
             raise ConfigError(
-                f"{name} {number} must be a multiple of the {slices} slices of a block", hint=f"a multiple of {slices}"
+                f"{name} {number} must be a multiple of the {slices} slices of a block",
+                hint=f"{name} {-(-number // slices) * slices}",
             )
     moe = {
         "num_experts": experts, "top_k": top_k, "ffn_hidden_size": width, "scaling": float(slices), "aux_loss": aux_loss

@@ -211,9 +211,9 @@ class SequentialDataset:
     padded with token 0, with loss weight 0.
     """
 
-    def __init__(self, reader: IndexedReader, seq_length: int) -> None:
-        self._tokens, self._seq_length = reader.tokens, seq_length
-        self.num_labels = max(0, reader.num_tokens - 1)
+    def __init__(self, tokens: np.ndarray[Any, Any], seq_length: int) -> None:
+        self._tokens, self._seq_length = tokens, seq_length
+        self.num_labels = max(0, len(tokens) - 1)
 
     def __len__(self) -> int:
         return -(-self.num_labels // self._seq_length)
@@ -238,7 +238,7 @@ def open_sequential_dataset(prefix: Path, seq_length: int) -> SequentialDataset:
     """
     reader = IndexedReader(prefix)
     reject_images([reader], "evaluated here", "evaluate them during training: set data.valid and train.eval_every")
-    dataset = SequentialDataset(reader, seq_length)
+    dataset = SequentialDataset(reader.tokens, seq_length)
     if not len(dataset):
         raise DataError(f"{prefix}: evaluation requires at least two tokens, and it has {reader.num_tokens}")
     return dataset

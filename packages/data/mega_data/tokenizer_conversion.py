@@ -98,6 +98,10 @@ def _convert_file(file: Path, pattern: str | None, special_tokens: Sequence[str]
         return _convert_tiktoken(file, pattern, special_tokens)
     if file.suffix == ".model":
         return _convert_sentencepiece(file)
+    if file.name == "tokenizer.json":
+        raise DataError(
+            f"{file}: is a tokenizer.json already and requires no conversion", hint=f"use --tokenizer {file.parent}"
+        )
     raise DataError(
         f"{file}: is not a supported tokenizer file", hint="give a *.model, *.tiktoken or tekken*.json file"
     )

@@ -5,6 +5,7 @@ The compile time of a grammar is not bounded by its length, so `check_grammar` r
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from functools import lru_cache
 from pathlib import Path
@@ -53,7 +54,7 @@ def check_grammar_file(grammar: str, file: Path) -> None:
     except ValueError as error:
         problem = str(error)
     if problem:
-        hint = "a JSON schema or a Lark grammar"
+        hint = "give a file with a JSON schema, which begins with {, or a Lark grammar, such as start: /[0-9]+/"
         raise DataError(f"{file}: the grammar cannot be read ({first_error_line(problem)})", hint=hint)
 
 
@@ -105,5 +106,6 @@ def _cached_tokenizer(tokenizer_json: str, ends: frozenset[int]) -> Any:
 
 
 def first_error_line(message: str) -> str:
-    """Return the first line of an error message of the llguidance library."""
-    return message.strip().partition("\n")[0]
+    """Return the first line of an error message of the llguidance library, with the position in words."""
+    line = message.strip().partition("\n")[0].removesuffix(" (in regex): regex parse error:")
+    return re.sub(r"^(?:at )?(\d+)\((\d+)\): ", r"line \1, column \2: ", line)

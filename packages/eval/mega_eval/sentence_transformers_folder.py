@@ -82,8 +82,9 @@ class SentenceTransformersSettings:
             return ""
         if name not in self.prompts:
             raise ConfigError(
-                f"--prompt-name {name!r} is not in {self.model}",
-                hint=f"use one of: {', '.join(self.prompts) or 'none, the folder has no prompts'}",
+                f"--prompt-name {name!r}: {self.model} has "
+                + ("no prompt of this name" if self.prompts else "no prompts"),
+                hint=f"use {' or '.join(self.prompts)}" if self.prompts else "give the text itself with --prompt TEXT",
             )
         return self.prompts[name]
 

@@ -52,3 +52,15 @@ def state_not_passed() -> AbstractContextManager[Any]:
         return states.reshape(len(added) // 2, -1, *states.shape[2:]), last
 
     return mock.patch.object(recurrent_mixer, "pass_recurrent_states", pass_states)
+
+
+def error_of_the_tensor_ranks() -> AbstractContextManager[Any]:
+    """A row-parallel projection raises an error on tensor rank 1."""
+    real = RowParallelLinear.forward
+
+    def forward(self: RowParallelLinear, x: Tensor, *more: Any) -> Tensor:
+        if self.group.rank == 1:
+            raise RuntimeError("shapes differ")
+        return real(self, x, *more)
+
+    return mock.patch.object(RowParallelLinear, "forward", forward)

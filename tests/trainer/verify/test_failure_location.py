@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
-from trainer.verify.planted_bugs import forgotten_reduction, norm_counted_twice, state_not_passed
+from trainer.verify.planted_bugs import (
+    error_of_the_tensor_ranks,
+    forgotten_reduction,
+    norm_counted_twice,
+    state_not_passed,
+)
 
 from mega_trainer.config.run_config import RunConfig
+from mega_trainer.verify.case_comparison import TOLERANCE
+from mega_trainer.verify.local_examination import examine_cases
 from mega_trainer.verify.tiny_model import TinyRun
-from mega_trainer.verify.verification import Verification
+from mega_trainer.verify.verification import Verification, parse_layout
 
 DENSE = {
     "num_layers": 4, "hidden_size": 64, "ffn_hidden_size": 128, "num_attention_heads": 4, "vocab_size": 100,
@@ -52,3 +60,12 @@ def test_a_planted_bug_is_named_with_its_layer(
     assert (found.kind, found.name, found.layer) == first
     assert found.error > 1e-6
     assert found.expected != found.found
+
+
+def test_ranks_that_raise_fail_their_layout_and_the_next_one_runs() -> None:
+    tiny = TinyRun.from_run(RunConfig.parse({"model": DENSE, "data": {"train": ["none"], "seq_length": 32}}))
+    cases = [parse_layout(tiny, "tp=2"), parse_layout(tiny, "dp=2 zero=1")]
+    found = {verdict.case.layout["tp"]: verdict for verdict in examine_cases(cases, context=error_of_the_tensor_ranks)}
+    assert "RuntimeError: shapes differ (in forward, " in found[2].failure
+    assert found[2].largest_error == math.inf
+    assert found[1].describe_errors(TOLERANCE) == ""

@@ -312,7 +312,7 @@ def layer_indices(raw: ConfigDict, mtp_layers: int = 0) -> range:
 
 
 def _join_values(values: Any) -> str:
-    return " or ".join(repr(value) for value in values)
+    return " or ".join(dict.fromkeys(map(repr, values)))
 
 
 # Keys of nearly every model, and of nearly every decoder.

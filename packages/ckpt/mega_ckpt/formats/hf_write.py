@@ -10,7 +10,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,14 @@ from mega_ckpt.formats.hf_source import (
     decode_hf_headers,
 )
 from mega_ckpt.formats.hf_weight_files import INDEX, SINGLE, decode_json_mapping, encode_json_mapping, set_config_dtype
+from mega_ckpt.formats.quantized_parts import (
+    QuantizedPart,
+    TensorTypes,
+    find_ignored_layers,
+    list_quantized_parts,
+    replace_quantized,
+    select_quantizer,
+)
 from mega_ckpt.formats.safetensors_file import SafetensorsHeader, write_safetensors
 from mega_ckpt.resumable_folder import FinishedFile, RunOnce, write_always
 from mega_ckpt.stream_checkpoint import split_blocks
@@ -46,7 +54,8 @@ from mega_common.model_config import ModelConfig
 from mega_common.progress_logging import logger
 
 MAX_SHARD = 5 * 10**9  # bytes
-_METADATA = {"format": "pt"}
+_CACHED = 1 << 18  # elements that are quantized at once
+METADATA = {"format": "pt"}
 _IMAGE_FILES = frozenset(
     {"preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json", "image_processor.json"}
 )
@@ -121,14 +130,18 @@ class HfFolderPlan:
     """Contents of a HuggingFace folder to write, except the bytes of the tensors.
 
     Attributes:
-        table: {disk name: canonical tensors in it}; disk tensors that are not in it are buffers.
+        table: {disk name: canonical tensors in it}; disk tensors that are in neither mapping are buffers.
         files: {file name: header}; the headers have names, dtypes and the order of bytes.
         others: {path inside the folder: file or its content}, including config.json and index.
+        quantized: {disk name: part of a quantized weight}; the weight itself is in `table` only.
+        quantization: description of the quantization; None without it.
     """
 
     table: Mapping[str, DiskTensor]
     files: Mapping[str, SafetensorsHeader]
     others: Mapping[str, Path | bytes]
+    quantized: Mapping[str, QuantizedPart] = field(default_factory=dict)
+    quantization: str | None = None
 
     @property
     def total_bytes(self) -> int:
@@ -143,6 +156,8 @@ def plan_hf_folder(
     dtype: torch.dtype | None = None,
     max_shard: int | None = None,
     families: Sequence[ModelFamily] = (),
+    quantize: str | None = None,
+    metadata: Mapping[str, str] = METADATA,
 ) -> HfFolderPlan:
     """Plan the HuggingFace folder to write for `source`: family, tensor names, files and dtypes; nothing is written.
 
@@ -152,9 +167,12 @@ def plan_hf_folder(
         dtype: dtype to cast floating-point weights to; None: unchanged.
         max_shard: maximum bytes of tensors per file; by default the files of the origin, or `MAX_SHARD`.
         families: families that extensions add.
+        quantize: quantization of the linear layers, by its name in `weight_quantization`; None: unquantized.
+        metadata: metadata of new safetensors files.
 
     Raises:
-        CheckpointError: when the family, or every family, cannot express settings of the model.
+        CheckpointError: when the family, or every family, cannot express settings of the model, or the quantization
+            does not support its layers.
     """
     origin = HfOrigin.from_source(source)
     described = origin.describe_model(source.model, families)
@@ -176,20 +194,22 @@ def plan_hf_folder(
     )
     tensors = {name: (cast_dtype(source, disk.slabs[0].name, dtype), disk.shape) for name, disk in table.items()}
     buffers = {name: (source.read_buffer(name).dtype, shapes[name]) for name in source.buffer_names() if name in shapes}
-    if headers and max_shard is None:
-        files = _keep_files(headers, tensors | buffers)
-    else:
-        files = _split_into_files(tensors, max_shard or MAX_SHARD)
+    quantizer = select_quantizer(quantize, table) if quantize else None
+    quantized = list_quantized_parts(quantizer, table, tensors) if quantizer else {}
+    kept = headers if max_shard is None and not quantized and metadata == METADATA else {}
+    written = replace_quantized(tensors, table, quantized) | buffers
+    files = _keep_files(kept, written) if kept else _split_into_files(written, max_shard or MAX_SHARD, metadata)
     others = {name: content for name, content in origin.others.items() if not name.endswith(".safetensors")}
     if files == headers:
         config, index = origin.config, origin.index
     else:
-        raw = _with_dtype(
-            origin.config_json if same else _new_config(origin.config_json, chosen, source.model), tensors
-        )
+        raw = origin.config_json if same else _new_config(origin.config_json, chosen, source.model)
+        settings = quantizer.settings(find_ignored_layers(table, {**tensors, **buffers})) if quantizer else {}
+        raw = _with_dtype(raw, tensors) | settings
         config, index = origin.config if raw == origin.config_json else encode_json_mapping(raw), _encode_index(files)
-    written = {name: content for name, content in ((CONFIG, config), (INDEX, index)) if content is not None}
-    return HfFolderPlan(table, files, {**others, **({} if same else _image_files(origin, source.model)), **written})
+    others |= {} if same else _image_files(origin, source.model)
+    others |= {name: content for name, content in ((CONFIG, config), (INDEX, index)) if content is not None}
+    return HfFolderPlan(table, files, others, quantized, quantizer and quantizer.description)
 
 
 def write_hf_folder(
@@ -216,8 +236,15 @@ def _write_safetensors(
 
 
 def _iter_tensors(source: WeightSource, plan: HfFolderPlan, header: SafetensorsHeader) -> Iterator[Tensor]:
+    scales: dict[str, Tensor] = {}  # of the codes that are written already
     for name, entry in header.entries.items():
-        if name in plan.table:
+        if name in scales:
+            yield scales.pop(name)
+        elif name in plan.quantized:
+            part = plan.quantized[name]
+            disk = plan.table[part.weight]
+            yield from part.iter_blocks(disk.shape, _iter_rows(source, disk, part.quantizer.rows), scales)
+        elif name in plan.table:
             yield from _iter_blocks(source, plan.table[name], entry.dtype)
         else:
             yield source.read_buffer(name)
@@ -258,6 +285,20 @@ def _iter_blocks(source: WeightSource, disk: DiskTensor, dtype: torch.dtype) -> 
         yield out
 
 
+def _iter_rows(source: WeightSource, disk: DiskTensor, together: int) -> Iterator[Tensor]:
+    """Yield the rows of a matrix in fp32, in blocks of a multiple of `together` rows that fit the processor's cache."""
+    single = disk.layout == PLAIN and len(disk.slabs) == 1
+    whole = None if single else next(_iter_blocks(source, disk, torch.float32))
+    rows, columns = disk.shape
+    step = max(1, _CACHED // columns // together) * together
+    for begin in range(0, rows, step):
+        count = min(step, rows - begin)
+        if whole is None:
+            yield source.read_tensor_slice(disk.slabs[0].name, (begin, 0), (count, columns)).float()
+        else:
+            yield whole[begin : begin + count]
+
+
 def _choose_family(
     model: ModelConfig,
     family: str | None,
@@ -269,7 +310,10 @@ def _choose_family(
         chosen = family_by_name(family, added=families)
         problems = chosen.unsupported_settings(model)
         if problems:
-            raise CheckpointError(f"a {chosen.name} config.json cannot express this model: {'; '.join(problems)}")
+            raise CheckpointError(
+                f"a {chosen.name} config.json cannot express this model: {'; '.join(problems)}",
+                hint=f"leave out --family, which writes {family_for_model(model).name}, or name a family with these settings",
+            )
         return chosen
     if described is not None and not described[0].unsupported_settings(model):
         return described[0]
@@ -296,7 +340,7 @@ def _keep_files(
 
 
 def _split_into_files(
-    tensors: Mapping[str, tuple[torch.dtype, TensorShape]], max_shard: int
+    tensors: TensorTypes, max_shard: int, metadata: Mapping[str, str]
 ) -> dict[str, SafetensorsHeader]:
     """Return headers that fill files in the order of the forward pass, each with up to `max_shard` bytes of tensors and
     at least one tensor.
@@ -312,7 +356,7 @@ def _split_into_files(
         left -= size
     count = len(groups)
     names = [SINGLE] if count == 1 else [f"model-{n + 1:05d}-of-{count:05d}.safetensors" for n in range(count)]
-    return {name: SafetensorsHeader.make_header(group, _METADATA) for name, group in zip(names, groups, strict=True)}
+    return {name: SafetensorsHeader.make_header(group, metadata) for name, group in zip(names, groups, strict=True)}
 
 
 def _encode_index(files: Mapping[str, SafetensorsHeader]) -> bytes | None:

@@ -37,10 +37,10 @@ class SentenceEncoder:
     def __init__(self, tokenizer: Tokenizer, language: str) -> None:
         if not re.fullmatch("[a-z]{2,3}", language):
             raise DataError(
-                f"--sentences must be an ISO 639 language code, not {language!r}",
+                f"--language must be an ISO 639 language code, not {language!r}",
                 hint="use a code such as en, de or zh",
             )
-        self._segment = import_optional("sentencex", "--sentences").segment
+        self._segment = import_optional("sentencex", "--split-sentences").segment
         self.language = language
         self._keep_space = tokenizer.encode("a. a") == tokenizer.encode("a.") + tokenizer.encode(" a")
 

@@ -189,11 +189,25 @@ def build_text_batches(
         yield batch
 
 
+def _suggest_for_bad_line(item: RejectedItem, quarantine: Path) -> str:
+    """Return how to go on after a bad line; the first one may mean that the whole file has another format."""
+    skip = f"pass --on-bad-line skip to move bad lines to {quarantine}"
+    if item.line != 1:
+        return skip
+    if item.file.endswith(".bin") and Path(item.file).with_suffix(".idx").is_file():
+        return f"the file has tokens already; use the data set by its prefix {Path(item.file).with_suffix('')}"
+    if item.reason.startswith("not JSON"):
+        return f"if the file is plain text, rename it to end in .txt; for single bad lines, {skip}"
+    if item.reason.startswith("not UTF-8"):
+        return f"if the whole file is binary or in another encoding, leave it out or convert it to UTF-8; else {skip}"
+    return skip
+
+
 def _check_rejected(item: RejectedItem, refuse: Path | None) -> None:
     if refuse is not None and not item.skipped:
         raise DataError(
             f"{item.file}:{item.line}: {item.reason}",
-            hint=item.hint or f"pass --on-bad-line skip to move bad lines to {refuse}",
+            hint=item.hint or _suggest_for_bad_line(item, refuse),
         )
 
 

@@ -233,7 +233,8 @@ def validate_dataset_kind(reader: IndexedReader, kind: str) -> None:
     if expected != actual:
         raise DataError(
             f"{reader.prefix}: has {actual}, which conflicts with data.kind = {kind}",
-            hint=f"set data.kind: {actual}, or kind: {actual} next to its path in data.train",
+            hint=f"make a data set of {expected} with mega data preprocess{'' if expected == 'text' else f' --kind {expected}'},"
+            f" or set data.kind={actual} (of this data set alone: kind: {actual} next to its path in data.train)",
         )
 
 

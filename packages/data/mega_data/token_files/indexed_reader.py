@@ -261,13 +261,20 @@ class IndexedReader:
         """Return a hint with data sets nearby, because Megatron's tools append `_text_document` to the given name."""
         if inside := sorted(str(path.with_suffix("")) for path in self.prefix.glob("*.idx")):
             return f"{self.prefix} is a folder; give the prefix of a data set in it: {', '.join(inside[:8])}"
+        if self.prefix.is_file():
+            output = self.prefix.with_suffix("")
+            return (
+                f"{self.prefix} is a file of records, not token files; tokenize it with mega data preprocess --input"
+                f" {self.prefix} --tokenizer FOLDER --output {output}, then give {output}"
+            )
         names = sorted(path.name.removesuffix(".idx") for path in self.prefix.parent.glob("*.idx"))
+        names = [name for name in names if not name.endswith(".mask")]
         near = [name for name in names if name.startswith(self.prefix.name)] or names
         if near:
             return f"data sets in {self.prefix.parent}: {', '.join(near[:8])}"
         if self.prefix.is_dir():
             return f"{self.prefix} is a folder without data sets; create one with mega data preprocess --output PREFIX"
-        return f"create it with mega data preprocess --output {self.prefix}"
+        return f"create it with mega data preprocess --input FILE --tokenizer FOLDER --output {self.prefix}"
 
     def _read_header(self) -> tuple[int, int, int]:
         """Return dtype code, sequence count and length of the document index."""

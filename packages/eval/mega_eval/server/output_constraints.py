@@ -101,6 +101,11 @@ class ConstrainedRequest(StrictRequestModel):
         None
     )
 
+    @property
+    def constraint_field(self) -> str | None:
+        """Name of the field of this request that constrains the text of the answer, or None."""
+        return next((name for name in ConstrainedRequest.model_fields if getattr(self, name) not in (None, "")), None)
+
     @model_validator(mode="after")
     def _check_constraints(self) -> Self:
         fields = ConstrainedRequest.model_fields

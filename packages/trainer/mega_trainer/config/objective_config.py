@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import lcm
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt
@@ -199,7 +200,8 @@ class ObjectiveConfig(StrictConfig):
             yield ConfigProblem("objective.kind", rule, self.kind, "set data.kind=pairs")
         if not self.is_pairwise and "pairs" in data.dataset_kinds:
             rule = f"requires an objective on preference pairs, found objective.kind = {self.kind}"
-            hint = f"set objective.kind={'reward' if model.score else 'dpo' if init_from else 'simpo'}"
+            pairwise = "reward" if model.score else "dpo" if init_from else "simpo"
+            hint = f"set objective.kind={pairwise}, or give texts and set data.kind=text"
             yield ConfigProblem("data.kind", rule, "pairs", hint)
         if self.kind != "grpo" and "prompts" in data.dataset_kinds:
             hint = "set objective.kind=grpo, or set data.kind=text"
@@ -246,7 +248,10 @@ class ObjectiveConfig(StrictConfig):
             rule = "must be FILE.py:FUNCTION with objective.kind = grpo"
             yield ConfigProblem("objective.rewards", rule, self.rewards, "set objective.rewards=rewards.py:exact")
         if batch.global_ % self.group_size:
-            rule, size = f"must be a multiple of objective.group_size = {self.group_size}", self.group_size
+            rule, size = (
+                f"must be a multiple of objective.group_size = {self.group_size}",
+                lcm(self.group_size, batch.micro),
+            )
             yield ConfigProblem(
                 "batch.global", rule, batch.global_, f"set batch.global={-(-batch.global_ // size) * size}"
             )

@@ -376,8 +376,12 @@ def resolve_run_config(raw: Mapping[str, Any], *, base: Path = Path(), warn_unre
     named = raw.get("extensions")
     registry = load_extensions(map(str, named) if isinstance(named, list) else ())
     model = dict(raw["model"]) if isinstance(raw.get("model"), Mapping) else {}
+    model = {key: value for key, value in model.items() if value is not None or key not in ("preset", "from")}
     if "preset" in model and "from" in model:
-        raise ConfigError("model.preset conflicts with model.from", hint="remove one of them")
+        raise ConfigError(
+            "model.preset conflicts with model.from",
+            hint="remove one of them; on the command line: --set model.preset=null",
+        )
     if "preset" in model:
         out["model"] = load_model_preset(str(model.pop("preset"))) | model
     elif "from" in model:

@@ -142,11 +142,16 @@ class CaseVerdict:
         return math.inf if self.failure else max(self.errors.values(), default=0.0)
 
     def describe_problem(self, tolerance: float) -> str:
+        """Return the case and its errors above `tolerance`, missing tensors or failure; "" if there are none."""
+        errors = self.describe_errors(tolerance)
+        return f"{self.case}: {errors}" if errors else ""
+
+    def describe_errors(self, tolerance: float) -> str:
         """Return the errors above `tolerance`, the missing tensors or the failure; "" if there are none."""
         wrong = [f"{kind} {error:.1e}" for kind, error in self.errors.items() if not error <= tolerance]
         wrong += [f"not covered: {name}" for name in self.missing[:3]]
         wrong += [self.failure] if self.failure else []
-        return f"{self.case}: {', '.join(wrong)}" if wrong else ""
+        return ", ".join(wrong)
 
 
 def sweep_cases(

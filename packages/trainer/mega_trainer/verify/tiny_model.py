@@ -27,7 +27,8 @@ WINDOW, CHUNK, CONVOLUTION = 5, 5, 4
 LENGTH = 32  # tokens of a sample
 INIT_STD = 0.2
 HEAD_SIZES = (4, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
-MOST_OPTION = 8  # largest count in an extension's options
+MOST_SIZE = 4  # largest size in an extension's options
+COUNTS = ("heads", "groups", "experts")  # ends of the names of options that are counts, not sizes
 
 
 @dataclass(frozen=True)
@@ -312,9 +313,14 @@ def _shrink_vision(vision: VisionConfig) -> dict[str, Any]:
 
 
 def _shrink_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an extension's options with smaller whole numbers; its declaration follows from the tiny model."""
+    """Return an extension's options with smaller whole numbers; its declaration follows from the tiny model.
+
+    Sizes are smaller than counts of heads, so that context ranks pass recurrent states rather than exchange heads.
+    """
     return {
-        key: shrink_count(value, MOST_OPTION) if isinstance(value, int) and not isinstance(value, bool) else value
+        key: shrink_count(value, MOST_HEADS if key.endswith(COUNTS) else MOST_SIZE)
+        if isinstance(value, int) and not isinstance(value, bool)
+        else value
         for key, value in options.items()
         if key != "declares"
     }

@@ -151,7 +151,7 @@ class Verification:
         begin = time.monotonic()
         for verdict in examine_cases(self.cases, context=self._context):
             bound = find_bound(verdict)
-            problem = verdict.describe_problem(bound).partition(": ")[2]
+            problem = verdict.describe_errors(bound)
             if problem:
                 self.failures.append(verdict)
             yield CheckRow(
@@ -171,13 +171,13 @@ class Verification:
             found = [
                 verdict
                 for verdict in examine_cases(cases, context=self._context, seconds=CASE_SECONDS / 2)
-                if verdict.describe_problem(find_bound(verdict))
+                if verdict.describe_errors(find_bound(verdict))
             ]
             known.update((id(verdict.case), verdict) for verdict in found)
             return [verdict.case for verdict in found]
 
         smallest = known[id(find_smallest_failure(first.case, find_failing))]
-        problem = smallest.describe_problem(find_bound(smallest)).partition(": ")[2]
+        problem = smallest.describe_errors(find_bound(smallest))
         case = smallest.case
         difference = None if smallest.failure else locate_difference(case, self._context)
         return FailureReport(case.layout_text, case.ranks, problem, difference)
@@ -275,9 +275,7 @@ def _judge_restore(before: LayoutCase, after: LayoutCase, parts: Sequence[Any], 
     verdict = join_findings(after, [part.steps for part in parts])
     wrong = sorted({name for part in parts for name in part.differing})
     bound = TOLERANCE if wrong else find_bound(verdict)
-    problem = (
-        f"not bitwise equal: {', '.join(wrong[:3])}" if wrong else verdict.describe_problem(bound).partition(": ")[2]
-    )
+    problem = f"not bitwise equal: {', '.join(wrong[:3])}" if wrong else verdict.describe_errors(bound)
     ranks = max(before.ranks, after.ranks)
     return CheckRow("restore", _name_pair(before, after), ranks, verdict.largest_error, bound, problem, seconds)
 
