@@ -91,7 +91,7 @@ def test_a_step_is_reproduced_only_with_files_that_the_command_names(
 ) -> None:
     checkpoint = run / "run/checkpoints/step-00000002"
     assert call("train", "--reproduce", checkpoint) == 2
-    assert "name the extension that has it in extensions" in capsys.readouterr().err
+    assert "set extensions to the file that has it" in capsys.readouterr().err
     files = [str(EXAMPLES / name) for name in ("differential_attention.py", "z_loss.py", "schedule_free.py")]
     assert call("train", "--reproduce", checkpoint, "--set", f"extensions={json.dumps(files)}") == 0
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -27,3 +29,12 @@ def test_the_temperature_changes_the_output() -> None:
     hot = {**RUN, "model": {**RUN["model"], "mixers": {"my_extension": {"temperature": 2.0}}}}
     tokens = torch.arange(12)[None]
     assert not torch.equal(compute_logits(RUN, tokens), compute_logits(hot, tokens))
+
+
+def test_every_layout_computes_what_one_process_computes() -> None:
+    extension = f"--set=extensions=[{Path(__file__).parent / 'my_extension.py'}]"
+    run = [str(Path(__file__).parent / "run.yaml"), extension, "--layouts", "2", "--ranks", "2"]
+    done = subprocess.run(
+        [sys.executable, "-m", "mega_cli.main", "verify", *run], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -297,7 +297,7 @@ class RunConfig(StrictConfig):
             options = data.options if kind in added or not added else {}
             yield from find("data_kinds", "data.kind", kind, options, "data.options")
         for name, options in self.callbacks.items():
-            yield from find("callbacks", "callbacks", name, options, f"callbacks.{name}")
+            yield from find("callbacks", f"callbacks.{name}", name, options, f"callbacks.{name}")
 
     @property
     def parallel_rules(self) -> ParallelRules:
