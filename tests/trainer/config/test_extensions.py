@@ -153,6 +153,13 @@ def test_a_block_that_does_not_follow_the_rules(tmp_path: Path, body: str, words
         parse(extensions=[write(tmp_path, text)], model={**SIZES, "mixers": {"mean": {}}, "layers": ["mean+mlp"]})
 
 
+def test_a_run_of_another_folder_finds_its_files(tmp_path: Path) -> None:
+    write(tmp_path, "EXTENSION = Extension(name='x', version='1', api=1, schedules={'flat': Schedule(print)})")
+    raw = {"model": {**SIZES, "num_layers": 1}, "data": {"train": "none"}, "extensions": ["./mine.py"]}
+    config = RunConfig.parse(resolve_run_config({**raw, "lr_schedule": {"name": "flat"}}, base=tmp_path))
+    assert config.registry.versions == {"x": "1"}
+
+
 def test_a_saved_model_never_loads_code_by_a_name_it_gives(tmp_path: Path) -> None:
     model = differential().model
     with pytest.raises(ConfigError, match="requires the extension 'differential-attention'"):
