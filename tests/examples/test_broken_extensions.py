@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from extension_cases import EXAMPLES, ExtendedCase, extended_cases, find_differences
+from extension_cases import EXAMPLES, extended_cases, find_differences
+
+from mega_trainer.verify.layout_case import LayoutCase
 
 RETENTION: dict[str, Any] = {
     "retention": {"heads": 8, "key_size": 3, "value_size": 5, "chunk_size": 4, "conv_kernel": 2}
@@ -24,7 +26,7 @@ MISTAKES: list[tuple[str, dict[str, Any], dict[str, Any], str, str]] = [
 ]  # fmt: skip
 
 
-def broken_case(folder: Path, number: int) -> ExtendedCase:
+def broken_case(folder: Path, number: int) -> LayoutCase:
     example, mixers, parallel, right, wrong = MISTAKES[number]
     text = (EXAMPLES / f"{example}.py").read_text()
     assert right in text

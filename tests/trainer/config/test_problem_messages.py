@@ -61,6 +61,15 @@ CASES: list[list[str]] = [
     [*RETRO, "precision=fp8"],
     [*RETRO, "eval.tasks=[hellaswag]"],
     [*RETRO, "lora={rank: 4}", "init_from=FOLDER"],
+    # extensions
+    ["optimizer.name=adamv"],
+    ["optimizer.options={a: 1}"],
+    ["optimizer.sgd={momentum: 0.0, nesterov: true}"],
+    ["callbacks={mine: {}}"],
+    [
+        "model.mixers={mean: {declares: {extension: mean, tensors: {}}}}",
+        "model.layers=[mean+mlp, mean+mlp, mean+mlp, mean+mlp]", "parallel.cp=2",
+    ],
     # objective
     ["objective.kind=simpo"],
     ["data.kind=pairs"],

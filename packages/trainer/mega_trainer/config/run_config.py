@@ -27,7 +27,13 @@ from mega_common.strict_config import (
 from mega_data.data_config import DataConfig, list_raw_paths
 from mega_trainer.config.architecture_rules import find_architecture_problems
 from mega_trainer.config.batch_size import BatchConfig
-from mega_trainer.config.extensions import ExtensionRegistry, declare_blocks, find_name_problems, load_extensions
+from mega_trainer.config.extensions import (
+    ExtensionRegistry,
+    declare_blocks,
+    find_name_problems,
+    is_extension_path,
+    load_extensions,
+)
 from mega_trainer.config.fp8_config import Fp8Config, find_fp8_problems
 from mega_trainer.config.lr_schedule import LearningRateCurve, LRSchedule
 from mega_trainer.config.objective_config import ObjectiveConfig
@@ -297,7 +303,7 @@ class RunConfig(StrictConfig):
             options = data.options if kind in added or not added else {}
             yield from find("data_kinds", "data.kind", kind, options, "data.options")
         for name, options in self.callbacks.items():
-            yield from find("callbacks", "callbacks", name, options, f"callbacks.{name}")
+            yield from find("callbacks", f"callbacks.{name}", name, options, f"callbacks.{name}")
 
     @property
     def parallel_rules(self) -> ParallelRules:
@@ -373,8 +379,11 @@ def resolve_run_config(raw: Mapping[str, Any], *, base: Path = Path(), warn_unre
         ConfigError: for an unknown preset, or a path that holds no model.
     """
     out = dict(raw)
-    named = raw.get("extensions")
-    registry = load_extensions(map(str, named) if isinstance(named, list) else ())
+    named = raw["extensions"] if isinstance(raw.get("extensions"), list) else []
+    names = [str(base / name) if is_extension_path(name) else name for name in map(str, named)]
+    if base != Path() and names:  # a workflow's run is checked from another folder than it runs in
+        out["extensions"] = names
+    registry = load_extensions(names)
     model = dict(raw["model"]) if isinstance(raw.get("model"), Mapping) else {}
     model = {key: value for key, value in model.items() if value is not None or key not in ("preset", "from")}
     if "preset" in model and "from" in model:

@@ -44,6 +44,12 @@ def check_resume_settings(state: Mapping[str, Any], step: int, config: RunConfig
     """
     saved, consumed = state["settings"], state["consumed_samples"]
     found = check_setting_changes(saved, config, where)
+    versions, before = config.registry.versions, state.get("extensions", {})
+    found += [
+        f"version of the extension {name}: {before[name]} -> {version}"
+        for name, version in versions.items()
+        if before.get(name, version) != version
+    ]
     precision, compatible = saved.get("precision", config.precision), {"bf16", "fp8"}  # with equal weights and state
     if precision != config.precision and not {precision, config.precision} <= compatible:
         raise ConfigError(
