@@ -111,7 +111,8 @@ def _describe_raw_data(run: Path) -> list[str]:
         form = f"columns {{{columns}}}" if columns else form
         if info is not None:
             lines.append(
-                f"{source.input_name}: {form}; {info.documents:,} documents, {info.tokens:,} tokens in {prefix}"
+                f"{source.input_name}: {form}; {info.documents:,} documents, {info.tokens:,} tokens in "
+                f"{'the first block, ' if data.is_streamed(source) else ''}{prefix}"
             )
     return lines
 

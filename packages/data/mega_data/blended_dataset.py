@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from mega_common.errors import ConfigError, DataError
 from mega_common.vision_config import VisionConfig
 from mega_data.data_config import DataConfig
 from mega_data.kinds import get_dataset_builders
+from mega_data.kinds.blocked_samples import BlockedSamples
 from mega_data.kinds.dataset_kind import DatasetContext, DatasetSamples, TrainingSample
 from mega_data.kinds.retro_samples import RetroSamples
 from mega_data.kinds.running_text import DocumentRules
@@ -100,6 +102,17 @@ class BlendedDataset:
             zip(number_repeated_paths(part.name for part in self._parts), self._blend.count_samples(k), strict=True)
         )
 
+    def find_stream_positions(self, k: int) -> dict[str, dict[str, Any]]:
+        """Return {path of a streamed data set: position of its next sample after the blend's samples 0 to `k` - 1}, as
+        `data.streamed` of a resumed run has it.
+        """
+        counts = self.count_samples_by_path(k)
+        return {
+            name: source.find_position(counts[name]).model_dump()
+            for name, part, source in zip(counts, self._parts, self._sources, strict=True)
+            if part.stream is not None and isinstance(source, BlockedSamples)
+        }
+
     def count_epochs_by_path(self, k: int) -> dict[str, float]:
         """Return {path in the configuration: number of passes over its data within the blend's samples 0 to `k` - 1};
         all data sets of a glob count as one path.
@@ -161,7 +174,7 @@ def _build_blended_dataset(
 ) -> BlendedDataset:
     config, builders = setting.config, get_dataset_builders()
     if config.sample_order != "megatron":
-        sources = [builders[part.kind](part, setting, num_samples) for part in parts]
+        sources = _build_sources(parts, setting)
         _check_neighbor_shapes(parts, sources)
         epoch_sizes = [partial(getattr, source, "samples_per_epoch") for source in sources]
         limits = [part.get_sample_limit(size) for part, size in zip(parts, epoch_sizes, strict=True)]
@@ -175,6 +188,18 @@ def _build_blended_dataset(
         sizes = blend.sizes
     sources = [builders[part.kind](part, setting, size) for part, size in zip(parts, sizes, strict=True)]
     return BlendedDataset(parts, sources, blend, DocumentRules.from_context(setting), config.seq_length)
+
+
+def _build_sources(parts: Sequence[DatasetPart], setting: DatasetContext) -> list[DatasetSamples[Any]]:
+    """Return the samples of each data set, for orders other than `megatron`."""
+    config, builders = setting.config, get_dataset_builders()
+    if config.sample_order != "blocks":
+        return [builders[part.kind](part, setting, 0) for part in parts]
+    names = number_repeated_paths(part.name for part in parts)
+    return [
+        BlockedSamples(part, setting, builders[part.kind], config.streamed.get(name) if part.stream else None)
+        for name, part in zip(names, parts, strict=True)
+    ]
 
 
 def _check_neighbor_shapes(parts: Sequence[DatasetPart], sources: Sequence[DatasetSamples[Any]]) -> None:
@@ -235,7 +260,8 @@ def open_sequential_dataset(prefix: Path, seq_length: int) -> SequentialDataset:
 @dataclass(frozen=True)
 class DatasetUsage:
     """Planned usage of a data set by a run: `samples` to read of one split (train, valid or test), equal to `epochs`
-    passes over the tokens that belong to the split.
+    passes over the tokens that belong to the split. For streamed data, documents and tokens count the first block,
+    and `epochs` is NaN.
     """
 
     split: str
@@ -256,7 +282,7 @@ def plan_dataset_usage(config: DataConfig, samples: Mapping[str, int], eod: int 
     parts, usages = DatasetPartitioner(config, eod), []
     for name in SPLITS:
         chosen = parts.build_split_parts(name) if name == "train" or samples.get(name) else []
-        passes = [_estimate_epoch_samples(part, config) for part in chosen]
+        passes = [math.nan if part.stream else _estimate_epoch_samples(part, config) for part in chosen]
         limits = [part.get_sample_limit(partial(float, each)) for part, each in zip(chosen, passes, strict=True)]
         blend = (
             build_training_blend(chosen, config, limits)

@@ -76,6 +76,34 @@ def is_raw_path(path: Path) -> bool:
     return path.exists()
 
 
+def find_stream_problems(data: Any) -> Iterator[ConfigProblem]:
+    """Yield settings of a `data` section that conflict with order `blocks` or with `stream`."""
+    blocks = data.sample_order == "blocks"
+    if blocks and (wrong := data.dataset_kinds & {"retro", "prompts"}):
+        name = "stream" if data.stream else "order"
+        rule = f"is not supported with data.kind = {min(wrong)}"
+        yield ConfigProblem(name, rule, getattr(data, name), f"remove data.{name}")
+    if not blocks and data.block_tokens != type(data).model_fields["block_tokens"].default:
+        yield ConfigProblem("block_tokens", "requires data.order = blocks", data.block_tokens, "order: blocks")
+    if not data.stream:
+        return
+    streams = [(i, source) for i, source in enumerate(data.train) if source.is_raw]
+    if not streams:
+        yield ConfigProblem("stream", "requires raw data in data.train", True, "name a file such as texts.jsonl")
+    if not blocks:
+        yield ConfigProblem("order", "must be blocks with data.stream", data.order, "remove data.order")
+    if data.split != type(data).model_fields["split"].default and any(data.split[1:]):
+        rule = "gives valid or test a share of the data, which is not supported with data.stream"
+        yield ConfigProblem("split", rule, data.split, "set data.valid to other files, and remove data.split")
+    if data.temperature is not None:
+        rule = "requires the number of tokens of all data, which is not known with data.stream"
+        yield ConfigProblem("temperature", rule, data.temperature, "set weight for each data set")
+    for i, source in streams:
+        if source.max_epochs:
+            rule = "is not supported with data.stream, which does not know the size of an epoch"
+            yield ConfigProblem(f"train.{i}.max_epochs", rule, source.max_epochs, "remove max_epochs")
+
+
 def find_raw_source_problems(key: str, source: Any, kind: str) -> Iterator[ConfigProblem]:
     """Yield problems of the raw-data keys of the data set `source` at `key`, such as `train.0`, with dataset kind
     `kind`.

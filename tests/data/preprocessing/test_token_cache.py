@@ -328,7 +328,6 @@ class TestHub:
 @pytest.mark.parametrize(
     ("train", "keys", "message"),
     [
-        ("a.jsonl", {"stream": True}, r"stream = True: is not supported"),
         ("a.jsonl", {"tokenizer": None}, r"tokenizer: is required for raw data \(a\.jsonl\)"),
         ("a.jsonl", {"kind": "retro"}, r"train\.0\.path = 'a\.jsonl': is not supported with raw data"),
         ([{"path": "a.jsonl", "subset": "de"}], {}, r"train\.0\.subset = 'de': requires a data set of the Hugging"),

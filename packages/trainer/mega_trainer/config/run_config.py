@@ -237,7 +237,7 @@ class RunConfig(StrictConfig):
         yield from self.objective.find_run_problems(
             model=model, data=data, train=train, batch=self.batch, init_from=self.init_from
         )
-        yield from train.find_run_problems(data.sample_order)
+        yield from train.find_run_problems(data)
         yield from self.checkpoint.find_run_problems(train.eval_every)
         yield from self.parallel_rules.find_problems()
         yield from find_zero_problems(parallel, lora)

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt
 
 from mega_common.strict_config import ConfigProblem, DimensionSize, RankCount, StageCount, StrictConfig
+from mega_data.data_config import DataConfig
 
 
 def validation_required_problem(key: str, value: object) -> ConfigProblem:
@@ -132,15 +133,21 @@ class TrainConfig(StrictConfig):
         "warn", description="policy for a loss spike, as on_nan; all but warn leave the weights unchanged"
     )
 
-    def find_run_problems(self, sample_order: str) -> Iterator[ConfigProblem]:
-        """Yield `train` settings that conflict with the order of the data, or that need validation in a run without
+    def find_run_problems(self, data: DataConfig) -> Iterator[ConfigProblem]:
+        """Yield `train` settings that conflict with the order of `data`, or that need validation in a run without
         validation.
         """
         if self.early_stop is not None and not self.eval_every:
             yield validation_required_problem("train.early_stop", self.early_stop)
         if self.eval_first and not self.eval_every:
             yield validation_required_problem("train.eval_first", True)
-        if sample_order != "megatron":
+        if data.stream and self.eval_every and data.valid is None:
+            rule = "requires data.valid with data.stream, as no part of a stream is held out"
+            yield ConfigProblem("train.eval_every", rule, self.eval_every, "set data.valid to other files")
+        if data.stream and self.epochs is not None:
+            rule = "is not supported with data.stream, which does not know the size of an epoch"
+            yield ConfigProblem("train.epochs", rule, self.epochs, "remove train.epochs and set train.steps")
+        if data.sample_order != "megatron":
             return
         if self.epochs is not None:
             rule = "is not supported with data.order = megatron, whose samples depend on the number of steps"

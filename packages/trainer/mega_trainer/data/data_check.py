@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -244,6 +245,8 @@ def largest_sampled_token(reader: IndexedReader) -> int:
 
 def format_usage(use: DatasetUsage) -> str:
     """Return one line of text about the planned usage of a data set: documents, tokens, samples and epochs."""
+    if math.isnan(use.epochs):
+        return f"{use.split} {use.prefix}: first block of streamed data; {round(use.samples):,} samples"
     return (
         f"{use.split} {use.prefix}: {use.documents:,} documents, {use.tokens:,} tokens; "
         f"{round(use.samples):,} samples, {use.epochs:.2f} epochs"

@@ -127,6 +127,7 @@ def train_in_run_folder(
 
     state, executor = assemble_training(config, groups, device, profiler.time_phase)
     state.count_samples_read = train_data.count_samples_by_path
+    state.find_stream_positions = train_data.find_stream_positions
     loading_began = time.monotonic()
     initialize_state(state, start, groups.world, tokenizer)
     if not has_steps_left(state, start):
