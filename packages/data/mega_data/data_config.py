@@ -132,7 +132,10 @@ class T5Config(StrictConfig):
 
 
 Order = Literal["shuffled", "stable", "blocks", "megatron"]
-KindName = Literal["text", "documents", "conversations", "pairs", "fim", "bert", "masked", "t5", "retro", "prompts"]
+KindName = Literal[
+    "text", "documents", "conversations", "pairs", "labels", "token_labels", "groups", "fim", "bert", "masked", "t5", "retro",
+    "prompts",
+]  # fmt: skip
 
 
 class DatasetSource(StrictConfig):
@@ -244,7 +247,8 @@ class DataConfig(StrictConfig):
     kind: KindName = Field(
         "text",
         description="text: windows of running text; documents: packed whole documents; conversations: packed conversations "
-        "with a loss mask; pairs: preference pairs (chosen and rejected answer); fim: fill-in-the-middle; bert: masked "
+        "with a loss mask; pairs: preference pairs (chosen and rejected answer); labels: texts with labels; token_labels: "
+        "words with labels; groups: queries with positive and negative texts; fim: fill-in-the-middle; bert: masked "
         "words and sentence pairs; masked: running text with masked tokens; t5: span corruption; retro: chunks with the "
         "neighbors of mega data retrieve; prompts: JSON lines with a prompt, for objective.kind: grpo",
     )

@@ -39,15 +39,23 @@ class EncoderFamily(ModelFamily):
 
     Attributes:
         bias_copy: name of the second copy of the output's bias on disk; empty if there is none.
+        dense_classifier: the pooler belongs to the classifier of texts, as in RoBERTa.
     """
 
     bias_copy: str = ""
+    dense_classifier: bool = False
+    has_task_heads: bool = True
+
+    def normalize_model(self, model: ModelConfig) -> ModelConfig:
+        """Return `model` as `ModelFamily.normalize_model`, with tied embeddings if it has no output layer."""
+        model = super().normalize_model(model)
+        return model.model_copy(update={"tie_embeddings": True}) if model.task_head else model
 
     def restrict_to_stored(self, model: ModelConfig, names: Iterable[str]) -> ModelConfig:
         """Return `model` with only the heads whose tensors are in `names`, whatever class config.json names; unchanged
         without names.
         """
-        if not (names := set(names)):
+        if model.task_head or not (names := set(names)):
             return model
         head = model.masked_lm or MaskedLmConfig()
         every = model.model_copy(update={"masked_lm": head, "pooler": True, "sentence_pairs": True})
@@ -71,6 +79,8 @@ class EncoderFamily(ModelFamily):
         """
         names = None if names is None else set(names)
         table = super().disk_tensor_table(model, names)
+        if self.dense_classifier and model.pooler and model.task_head:
+            table = {disk.name: disk for disk in map(_with_dense_classifier, table.values())}
         if names is None:
             table.pop(self.bias_copy, None)
         elif any(name.endswith(".LayerNorm.gamma") for name in names):
@@ -83,6 +93,13 @@ class EncoderFamily(ModelFamily):
         """
         biased = self.bias_copy and model.masked_lm and model.masked_lm.bias
         return super().duplicate_tensors(model) | ({self.bias_copy: OUTPUT_BIAS} if biased else {})
+
+
+def _with_dense_classifier(disk: DiskTensor) -> DiskTensor:
+    _, pooler, rest = disk.name.partition("pooler.dense.")
+    if pooler:
+        return replace(disk, name=f"classifier.dense.{rest}")
+    return replace(disk, name=disk.name.replace("classifier.", "classifier.out_proj.", 1))
 
 
 def _with_tensorflow_name(disk: DiskTensor) -> DiskTensor:
@@ -231,6 +248,7 @@ def bert_tensor_rules(body: str, norms: Mapping[str, str], head: Mapping[str, st
         *weight_bias_rules(f"{layer}.output.dense", f"{LAYER}.mlp.down_proj"),
         *weight_bias_rules(f"{body}.pooler.dense", "model.pooler"),
         *weight_bias_rules("cls.seq_relationship", "pair_head"),
+        *weight_bias_rules("classifier", "score"),
         *weight_bias_rules(head["dense"], "lm_head.dense"),
         *weight_bias_rules(head["norm"], "lm_head.norm"),
         TensorRule(head["bias"], (OUTPUT_BIAS,)),
@@ -297,6 +315,7 @@ ROBERTA = EncoderFamily(
     prefix="roberta.",
     head=_HEAD["matrix"],
     bias_copy="lm_head.decoder.bias",
+    dense_classifier=True,
     buffers=r"(roberta\.)?embeddings\.position_ids",
     entries=bert_config_entries("Roberta", norm_position="sum", positions=OffsetPositionsEntry(), activation="gelu"),
     rules=bert_tensor_rules("roberta", POST_NORMS, _HEAD),
@@ -314,6 +333,9 @@ class _ModernBertHeadEntry:
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the head, independent of the class: `restrict_to_stored` checks the tensors."""
         activation = raw.get("classifier_activation", "gelu")
+        is_classifier = str(raw.get("architectures")).endswith("ForSequenceClassification']")
+        if is_classifier and raw.get("classifier_pooling", "cls") != "cls":
+            raise ConfigMismatchError("classifier_pooling must be 'cls' in a classifier")
         if activation not in GELUS:
             raise ConfigMismatchError(
                 f"classifier_activation = {activation!r} is not supported (only {', '.join(GELUS)})"
@@ -326,11 +348,14 @@ class _ModernBertHeadEntry:
         if model.pooler:
             raise ConfigMismatchError("pooler must be False")
         head = model.masked_lm or MaskedLmConfig(dense_bias=False)
+        if model.task_head:
+            head = head.model_copy(update={"bias": True})  # of the output layer, which the class does not have
         return {
             "architectures": [encoder_class_name("ModernBert", model)],
             "classifier_activation": next(key for key, value in GELUS.items() if value == head.activation),
             "classifier_bias": head.dense_bias,
             "decoder_bias": head.bias,
+            **({"classifier_pooling": "cls"} if model.task_head else {}),
         }
 
 
@@ -373,6 +398,7 @@ MODERNBERT = EncoderFamily(
         *weight_bias_rules(f"{LAYER}.mlp.Wi", f"{LAYER}.mlp.gate_proj", f"{LAYER}.mlp.up_proj"),
         *weight_bias_rules(f"{LAYER}.mlp.Wo", f"{LAYER}.mlp.down_proj"),
         *weight_bias_rules("model.final_norm", "model.norm"),
+        *weight_bias_rules("classifier", "score"),
         *weight_bias_rules("head.dense", "lm_head.dense"),
         *weight_bias_rules("head.norm", "lm_head.norm"),
         TensorRule("decoder.bias", (OUTPUT_BIAS,)),

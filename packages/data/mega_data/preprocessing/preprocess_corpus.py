@@ -20,7 +20,8 @@ from typing import Any, Literal
 
 from mega_common.errors import DataError, MegaError
 from mega_common.progress_logging import ProgressBar, format_number, logger
-from mega_data.chat.chat_preparation import ChatOptions, ChatPreparation, log_chat_notes
+from mega_data.chat.chat_preparation import ChatOptions, ChatPreparation, RecordPreparation, log_chat_notes
+from mega_data.chat.labeled_records import LabeledPreparation
 from mega_data.preprocessing.dataset_output import DatasetOutput, Sequences
 from mega_data.preprocessing.dataset_upload import create_upload_prefix, resolve_upload_target, upload_dataset
 from mega_data.preprocessing.document_encoding import DocumentEncoder, SentenceEncoder, encode_batches
@@ -174,11 +175,15 @@ class PreprocessJob:
         return tokenizer
 
     @cached_property
-    def chat_preparation(self) -> ChatPreparation | None:
-        """Converter of JSON records to conversations rendered by the chat template, if the job reads conversations,
-        else None.
+    def chat_preparation(self) -> RecordPreparation | None:
+        """Converter of JSON records to conversations rendered by the chat template, or to labeled texts, if the job reads
+        whole records, else None.
         """
-        return ChatPreparation(self.chat, self.tokenizer) if self.chat else None
+        if self.chat is None:
+            return None
+        if self.chat.kind in ("conversations", "pairs"):
+            return ChatPreparation(self.chat, self.tokenizer)
+        return LabeledPreparation(self.chat, self.tokenizer)
 
     @cached_property
     def skipped_files(self) -> SkippedFiles:

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from mega_common.bounded_parsing import parse_json_text
 from mega_common.errors import DataError
@@ -28,11 +28,11 @@ from mega_data.data_config import DataConfig, DatasetSource
 from mega_data.preprocessing.content_digest import digest_tokenizer_files, read_content_digest, read_stream_digest
 from mega_data.preprocessing.preprocess_corpus import PreprocessJob, count_usable_cores
 from mega_data.preprocessing.token_stream import TokenStream
-from mega_data.raw_data_config import CHAT_KINDS
+from mega_data.raw_data_config import LABELED_KINDS, RECORD_KINDS, RawDataConfig
 from mega_data.reading.corpus_sources import WHOLE, CorpusSource, find_corpus_sources
 from mega_data.reading.documents import Document
 from mega_data.reading.source_readers import read_documents
-from mega_data.token_files.dataset_info import read_dataset_info
+from mega_data.token_files.dataset_info import RecordKind, read_dataset_info
 from mega_data.token_files.indexed_reader import get_idx_path
 from mega_data.token_files.partial_folder import (
     lock_partial_folder,
@@ -130,11 +130,12 @@ def build_raw_data_job(source: DatasetSource, config: DataConfig) -> PreprocessJ
     assert config.tokenizer is not None, "DataConfig.problems requires it"
     raw, kind, cache = config.raw, source.kind or config.kind, config.cache or default_cache_folder()
     chat = None
-    if kind in CHAT_KINDS:
+    if kind in RECORD_KINDS:
         chat = ChatOptions(
-            kind="pairs" if kind == "pairs" else "conversations", loss_on=raw.loss_on, max_length=raw.max_length,
+            kind=cast(RecordKind, kind), loss_on=raw.loss_on,
+            max_length=raw.max_length or (config.seq_length if kind in LABELED_KINDS else None),
             template=raw.chat_template, template_options=raw.template_options, turn_weights=raw.turn_weights,
-            columns=dict[str, str](source.map.items()),
+            columns=dict[str, str](source.map.items()), labels=raw.labels, negatives=raw.negatives,
         )  # fmt: skip
     by_sentence = kind == "bert" or (kind == "t5" and config.sample_order == "megatron")
     json_key = WHOLE if chat else source.map.get("text", "text")
@@ -145,7 +146,7 @@ def build_raw_data_job(source: DatasetSource, config: DataConfig) -> PreprocessJ
         append_eod = chat is None and not by_sentence and digests.eos_id is not None
     settings = [
         kind if chat else "text", source.map, append_eod, by_sentence and raw.language, raw.on_bad_line,
-        chat and raw.model_dump(mode="json", exclude={"append_eod", "workers", "language", "chat_template"}),
+        chat and _describe_chat_settings(raw, chat),
         raw.parse_special_tokens,
     ]  # fmt: skip
     streamed = config.is_streamed(source)
@@ -160,6 +161,15 @@ def build_raw_data_job(source: DatasetSource, config: DataConfig) -> PreprocessJ
         raw.parse_special_tokens or chat is not None, raw.on_bad_line, overwrite=False, chat=chat,
         sentences=raw.language if by_sentence else None, content_key=key,
     )  # fmt: skip
+
+
+def _describe_chat_settings(raw: RawDataConfig, chat: ChatOptions) -> dict[str, Any]:
+    """Return the settings that the tokens of whole records depend on, without defaults that earlier versions lacked."""
+    settings = raw.model_dump(
+        mode="json", exclude={"append_eod", "workers", "language", "chat_template", "labels", "negatives"}
+    )
+    own = {"max_length": chat.max_length, "labels": list(chat.labels), "negatives": chat.negatives}
+    return settings | (own if chat.kind in LABELED_KINDS else {})
 
 
 def _choose_name(source: DatasetSource) -> str:
@@ -212,7 +222,7 @@ def _in_terms_of_settings(source: DatasetSource, config: DataConfig) -> Iterator
 
 
 def _reads_other_kind(kind: str, found: RawRecord) -> bool:
-    needed = kind if kind in CHAT_KINDS else "text"
+    needed = kind if kind in RECORD_KINDS else "text"
     return found.kind != needed
 
 

@@ -16,6 +16,7 @@ from mega_common.progress_logging import logger
 from mega_data.data_config import DataConfig, DatasetSource
 from mega_data.preprocessing.token_cache import open_token_stream, resolve_source_prefix
 from mega_data.preprocessing.token_stream import TokenStream
+from mega_data.raw_data_config import LABELED_KINDS, RECORD_KINDS
 from mega_data.sampling.document_order import find_token_range
 from mega_data.token_files.dataset_info import read_dataset_info
 from mega_data.token_files.indexed_reader import (
@@ -32,7 +33,13 @@ SPLITS = ("train", "valid", "test")
 CHECKED_DOCUMENTS = 64  # documents of a data set whose end token is checked
 MAX_OPEN_DATASETS = 1000
 EAGER_CHECK_BYTES = 1 << 28  # of all indices; if there are more, each is checked when it is first read
-MULTI_SEQUENCE_KINDS = ("bert", "t5", "pairs", "retro")  # splits of these are cut between documents, not sequences
+MULTI_SEQUENCE_KINDS = (
+    "bert",
+    "t5",
+    "pairs",
+    *LABELED_KINDS,
+    "retro",
+)  # splits of these are cut between documents, not sequences
 SplitBounds = tuple[float, float]
 ReaderKey = tuple[Path, str]  # path in the configuration, and what else the tokens of raw data depend on
 
@@ -237,7 +244,7 @@ def validate_dataset_kind(reader: IndexedReader, kind: str) -> None:
     Raises:
         DataError: if the kinds differ.
     """
-    actual, expected = read_dataset_kind(reader), kind if kind in ("conversations", "pairs") else "text"
+    actual, expected = read_dataset_kind(reader), kind if kind in RECORD_KINDS else "text"
     if expected != actual:
         raise DataError(
             f"{reader.prefix}: has {actual}, which conflicts with data.kind = {kind}",

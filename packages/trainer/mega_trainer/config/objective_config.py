@@ -14,6 +14,7 @@ from mega_trainer.config.batch_size import BatchConfig
 from mega_trainer.config.sections import TrainConfig
 
 PolicyVariant = Literal["grpo", "dr_grpo", "dapo", "gspo", "rloo"]
+LabelLoss = Literal["cross_entropy", "mse", "bce"]
 LossNormalization = Literal["sequence", "token", "constant", "sum"]
 
 REFERENCE = ("reference", "reference_model", "ask_only")
@@ -30,6 +31,8 @@ USED: dict[str, tuple[str, ...]] = {
         "variant", "rewards", "reward_model", "reward_timeout", "reward_workers", "group_size", "max_new_tokens", "rollout_steps", "clip", "kl",
         "normalization", "mask_truncated", "resample", "reference_model",
     ),
+    "classify": ("loss",),
+    "contrastive": ("temperature", "dimensions"),
 }  # fmt: skip
 BETAS = {"simpo": 2.0}
 # Clip and normalization of the loss in the paper of each variant.
@@ -47,12 +50,16 @@ class ObjectiveConfig(StrictConfig):
     teacher, or reinforcement learning on sampled answers.
     """
 
-    kind: Literal["cross_entropy", "dpo", "ipo", "kto", "simpo", "reward", "distill", "grpo"] = Field(
+    kind: Literal[
+        "cross_entropy", "dpo", "ipo", "kto", "simpo", "reward", "distill", "grpo", "classify", "contrastive"
+    ] = Field(
         "cross_entropy",
         description="cross_entropy: of the next tokens; on preference pairs (data.kind: pairs): dpo (arXiv:2305.18290), ipo "
         "(arXiv:2310.12036, of means over tokens), kto (arXiv:2402.01306), simpo (arXiv:2405.14734); and, for model.score: true, "
         "reward (Bradley and Terry 1952, arXiv:2203.02155); distill: the divergence from a teacher's next tokens "
-        "(arXiv:1503.02531); grpo: policy gradient on groups of sampled answers (data.kind: prompts)",
+        "(arXiv:1503.02531); grpo: policy gradient on groups of sampled answers (data.kind: prompts); for model.task_head: classify: labels of "
+        "texts or tokens (data.kind: labels or token_labels); contrastive: text embeddings by InfoNCE (arXiv:1807.03748, "
+        "data.kind: groups)",
     )
     beta: float | None = Field(
         None, gt=0, description="strength of the penalty for leaving the reference; default: 0.1, for simpo 2"
@@ -87,7 +94,20 @@ class ObjectiveConfig(StrictConfig):
         description="distill: teacher outputs are computed before training, into files, or by a teacher in memory",
     )
     top_k: PositiveInt = Field(64, description="distill: number of most likely teacher tokens used at each position")
-    temperature: float = Field(1.0, gt=0, description="distill: divides the logits of both models")
+    temperature: float | None = Field(
+        None,
+        gt=0,
+        description="distill: divides the logits of both models; contrastive: divides the cosines; default: 1, for "
+        "contrastive 0.05",
+    )
+    dimensions: list[PositiveInt] = Field(
+        [], description="contrastive: sizes of truncated vectors whose losses are added (Matryoshka, arXiv:2205.13147)"
+    )
+    loss: LabelLoss | None = Field(
+        None,
+        description="classify: cross_entropy of the classes; for one label: mse, squared error of a number; bce, binary cross "
+        "entropy, for rerankers; default: mse for one label, else cross_entropy",
+    )
     cache: str | None = Field(
         None,
         description="distill: folder of cached teacher outputs, which runs may share; default: `output`/teacher",
@@ -158,7 +178,7 @@ class ObjectiveConfig(StrictConfig):
     @property
     def is_pairwise(self) -> bool:
         """True if the objective compares the chosen and the rejected answer of preference pairs."""
-        return self.kind not in ("cross_entropy", "distill", "grpo")
+        return self.kind in ("dpo", "ipo", "kto", "simpo", "reward")
 
     @property
     def needs_reference(self) -> bool:
@@ -169,6 +189,15 @@ class ObjectiveConfig(StrictConfig):
     def effective_beta(self) -> float:
         """Value of `beta`, or the default for this kind of objective if `beta` is not set."""
         return self.beta or BETAS.get(self.kind, 0.1)
+
+    @property
+    def effective_temperature(self) -> float:
+        """Value of `temperature`, or the default for this kind of objective if it is not set."""
+        return self.temperature or (0.05 if self.kind == "contrastive" else 1.0)
+
+    def get_label_loss(self, labels: int) -> LabelLoss:
+        """Return the loss of a head with this number of labels: `loss`, or its default."""
+        return self.loss or ("mse" if labels == 1 else "cross_entropy")
 
     def problems(self) -> Iterator[ConfigProblem]:
         """Yield settings of run.yaml's `objective` section that its kind of objective does not use."""
@@ -204,6 +233,7 @@ class ObjectiveConfig(StrictConfig):
             yield ConfigProblem("objective.kind", "requires data.kind = prompts", "grpo", "set data.kind=prompts")
         elif self.kind == "grpo":
             yield from self._policy_problems(model, data, train, batch)
+        yield from self._task_problems(model, data)
         if self.kind == "distill":
             yield from self._teacher_problems(model, data)
         if self.kind == "reward" and not model.score:
@@ -215,6 +245,40 @@ class ObjectiveConfig(StrictConfig):
             hint = "set objective.reference_model=FOLDER, or set init_from=FOLDER"
             yield ConfigProblem("objective.kind", "requires a reference model", self.kind, hint)
         yield from self._rollback_problems(train)
+
+    def _task_problems(self, model: ModelConfig, data: DataConfig) -> Iterator[ConfigProblem]:
+        """Yield conflicts between the objective, the task head of the model and labeled data."""
+        head, kinds = model.task_head, data.dataset_kinds
+        expected = {"sequence": "labels", "token": "token_labels", "embedding": "groups"}
+        if head is None:
+            if self.kind in ("classify", "contrastive"):
+                hint = "set model.task_head.kind=" + ("sequence" if self.kind == "classify" else "embedding")
+                yield ConfigProblem("objective.kind", "requires model.task_head", self.kind, hint)
+            elif labeled := kinds & {*expected.values()}:
+                hint = f"set objective.kind={'contrastive' if 'groups' in labeled else 'classify'} and model.task_head"
+                yield ConfigProblem("data.kind", "requires an objective on labels or groups", min(labeled), hint)
+            return
+        kind, wanted = "contrastive" if head.kind == "embedding" else "classify", expected[head.kind]
+        if self.kind != kind:
+            rule = f"must be {kind} with model.task_head.kind = {head.kind}"
+            yield ConfigProblem("objective.kind", rule, self.kind, f"set objective.kind={kind}")
+        if kinds != {wanted}:
+            rule = f"must be {wanted} with model.task_head.kind = {head.kind}"
+            yield ConfigProblem("data.kind", rule, " and ".join(sorted(kinds)), f"set data.kind={wanted}")
+        if self.kind == "classify" and (self.get_label_loss(head.labels) == "cross_entropy") != (head.labels > 1):
+            rule = f"requires {'several labels' if head.labels == 1 else 'model.task_head.labels = 1'}"
+            yield ConfigProblem("objective.loss", rule, self.loss, "remove objective.loss")
+        if head.kind == "token" and head.labels == 1:
+            yield ConfigProblem(
+                "model.task_head.labels", "must be at least 2 for tokens", 1, "set the number of classes"
+            )
+        if too_large := [size for size in self.dimensions if size > model.hidden_size]:
+            rule = f"must be at most model.hidden_size = {model.hidden_size}"
+            yield ConfigProblem("objective.dimensions", rule, too_large, "remove larger sizes")
+        for name in ("encoder", "retro", "vision", "transformers"):
+            if getattr(model, name) is not None:
+                rule = f"is not supported with model.{name}"
+                yield ConfigProblem("model.task_head", rule, hint=f"remove model.{name} or model.task_head")
 
     def _teacher_problems(self, model: ModelConfig, data: DataConfig) -> Iterator[ConfigProblem]:
         """Yield a missing teacher, and models and data that have no next tokens to learn from."""

@@ -198,6 +198,8 @@ def check_datasets(config: RunConfig) -> list[DatasetUsage]:
     uses = plan_dataset_usage(config.data, config.samples_per_split, None if tokenizer is None else tokenizer.eos_id)
     for prefix in {use.prefix: None for use in uses}:
         _check_pairs(config, prefix)
+        if config.data.dataset_kinds & {"labels", "token_labels"}:  # labels are no tokens; batches are checked
+            continue
         largest = largest_sampled_token(IndexedReader(prefix))
         if largest >= config.model.vocab_size:
             raise DataError(

@@ -58,6 +58,12 @@ class SequencePooler(nn.Module):
         """
         return self.linear(x[:, :1], self.weight, self.bias).tanh()[:, 0]
 
+    def pool_tokens(self, x: Tensor) -> Tensor:
+        """Apply the pooler to each token: hidden states [B, S or S/T, D] (S/T under sequence parallelism over T ranks)
+        to the same shape.
+        """
+        return self.linear(x, self.weight, self.bias).tanh()
+
     def segment_order_logits(self, x: Tensor) -> Tensor:
         """Map hidden states [B, S or S/T, D] (S/T under sequence parallelism over T ranks) to logits [B, 2]: segments
         in order, and segments swapped.

@@ -39,6 +39,7 @@ from mega_trainer.objectives.sample_cache import (
     collect_reference_sums,
     precompute_samples,
 )
+from mega_trainer.objectives.task_objectives import ClassificationObjective, ContrastiveObjective
 from mega_trainer.objectives.training_objective import TrainingObjective
 from mega_trainer.pipeline.executor import PipelineExecutor
 from mega_trainer.run.build_components import build_schedule, build_stages, choose_kernels, make_layer_builder
@@ -73,6 +74,9 @@ def build_objectives(
     kind, default = config.objective.kind, TrainingObjective(executor.parallel_groups, config.model.mtp_layers)
     if kind == "cross_entropy":
         return default, default
+    if kind in ("classify", "contrastive"):
+        task = (ClassificationObjective if kind == "classify" else ContrastiveObjective)(config, executor, device)
+        return task, task
     if kind == "distill":
         teacher = _build_teacher(config, executor.parallel_groups, device, training, consumed)
         return DistillationObjective(config, executor, teacher), default
