@@ -131,7 +131,7 @@ def _load_run_config(run: Path) -> RunConfig:
     if "prompts" in kinds:
         hint = "read the answers that a run samples in the folder rollouts of its output"
         raise ConfigError("mega data show is not supported with data.kind = prompts", hint=hint)
-    if not kinds & {"bert", "masked", "t5", "pairs"}:
+    if not kinds & {"bert", "masked", "t5", "pairs", "labels", "token_labels", "groups"}:
         return RunConfig.parse(raw, source=str(run))
     try:
         return RunConfig.model_validate(raw)

@@ -249,36 +249,40 @@ class ObjectiveConfig(StrictConfig):
     def _task_problems(self, model: ModelConfig, data: DataConfig) -> Iterator[ConfigProblem]:
         """Yield conflicts between the objective, the task head of the model and labeled data."""
         head, kinds = model.task_head, data.dataset_kinds
-        expected = {"sequence": "labels", "token": "token_labels", "embedding": "groups"}
+        data_kinds = {"sequence": "labels", "token": "token_labels", "embedding": "groups"}
         if head is None:
             if self.kind in ("classify", "contrastive"):
-                hint = "set model.task_head.kind=" + ("sequence" if self.kind == "classify" else "embedding")
+                level = "sequence" if self.kind == "classify" else "embedding"
+                hint = f"set model.task_head.kind={level} and data.kind={data_kinds[level]}"
                 yield ConfigProblem("objective.kind", "requires model.task_head", self.kind, hint)
-            elif labeled := kinds & {*expected.values()}:
-                hint = f"set objective.kind={'contrastive' if 'groups' in labeled else 'classify'} and model.task_head"
-                yield ConfigProblem("data.kind", "requires an objective on labels or groups", min(labeled), hint)
+            elif labeled := [level for level, name in data_kinds.items() if name in kinds]:
+                kind = "contrastive" if labeled[0] == "embedding" else "classify"
+                hint = f"set objective.kind={kind} and model.task_head.kind={labeled[0]}"
+                rule = "requires objective.kind = classify or contrastive"
+                yield ConfigProblem("data.kind", rule, data_kinds[labeled[0]], hint)
             return
-        kind, wanted = "contrastive" if head.kind == "embedding" else "classify", expected[head.kind]
-        if self.kind != kind:
-            rule = f"must be {kind} with model.task_head.kind = {head.kind}"
-            yield ConfigProblem("objective.kind", rule, self.kind, f"set objective.kind={kind}")
-        if kinds != {wanted}:
-            rule = f"must be {wanted} with model.task_head.kind = {head.kind}"
-            yield ConfigProblem("data.kind", rule, " and ".join(sorted(kinds)), f"set data.kind={wanted}")
+        if parts := [
+            name for name in ("encoder", "retro", "vision", "transformers") if getattr(model, name) is not None
+        ]:
+            yield ConfigProblem(
+                "model.task_head", f"is not supported with model.{parts[0]}", hint="remove model.task_head"
+            )
+            return
+        kind, wanted = "contrastive" if head.kind == "embedding" else "classify", data_kinds[head.kind]
+        if self.kind != kind or kinds != {wanted}:
+            rule = f"must be {kind}, with data.kind = {wanted}, for model.task_head.kind = {head.kind}"
+            found = f"{self.kind}, with data.kind = {' and '.join(sorted(kinds))}"
+            yield ConfigProblem("objective.kind", rule, found, f"set objective.kind={kind} and data.kind={wanted}")
         if self.kind == "classify" and (self.get_label_loss(head.labels) == "cross_entropy") != (head.labels > 1):
             rule = f"requires {'several labels' if head.labels == 1 else 'model.task_head.labels = 1'}"
             yield ConfigProblem("objective.loss", rule, self.loss, "remove objective.loss")
         if head.kind == "token" and head.labels == 1:
             yield ConfigProblem(
-                "model.task_head.labels", "must be at least 2 for tokens", 1, "set the number of classes"
+                "model.task_head.labels", "must be at least 2 for tokens", 1, "set model.task_head.labels=2"
             )
         if too_large := [size for size in self.dimensions if size > model.hidden_size]:
             rule = f"must be at most model.hidden_size = {model.hidden_size}"
-            yield ConfigProblem("objective.dimensions", rule, too_large, "remove larger sizes")
-        for name in ("encoder", "retro", "vision", "transformers"):
-            if getattr(model, name) is not None:
-                rule = f"is not supported with model.{name}"
-                yield ConfigProblem("model.task_head", rule, hint=f"remove model.{name} or model.task_head")
+            yield ConfigProblem("objective.dimensions", rule, too_large, "remove objective.dimensions")
 
     def _teacher_problems(self, model: ModelConfig, data: DataConfig) -> Iterator[ConfigProblem]:
         """Yield a missing teacher, and models and data that have no next tokens to learn from."""

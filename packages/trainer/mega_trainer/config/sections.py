@@ -143,10 +143,10 @@ class TrainConfig(StrictConfig):
             yield validation_required_problem("train.eval_first", True)
         if data.stream and self.eval_every and data.valid is None:
             rule = "requires data.valid with data.stream, as no part of a stream is held out"
-            yield ConfigProblem("train.eval_every", rule, self.eval_every, "set data.valid to other files")
+            yield ConfigProblem("train.eval_every", rule, self.eval_every, "set data.valid=held-out.jsonl")
         if data.stream and self.epochs is not None:
             rule = "is not supported with data.stream, which does not know the size of an epoch"
-            yield ConfigProblem("train.epochs", rule, self.epochs, "remove train.epochs and set train.steps")
+            yield ConfigProblem("train.epochs", rule, self.epochs, "remove train.epochs and set train.steps=1000")
         if data.sample_order != "megatron":
             return
         if self.epochs is not None:

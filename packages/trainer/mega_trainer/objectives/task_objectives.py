@@ -256,7 +256,7 @@ class ContrastiveObjective(TaskObjective):
     step, over all data ranks and micro-batches.
 
     A forward without gradients gives the vectors of all texts; the loss's gradient in them then weights the outputs of the
-    step's forwards and backwards, as in GradCache (arXiv:2101.06983). So memory is that of one micro-batch.
+    step's forwards and backwards, as in GradCache (arXiv:2101.06983). So memory holds one micro-batch.
     """
 
     metric_names, term_name = ("accuracy",), "groups"
