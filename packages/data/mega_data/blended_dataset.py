@@ -19,7 +19,7 @@ from mega_common.vision_config import VisionConfig
 from mega_data.data_config import DataConfig
 from mega_data.kinds import get_dataset_builders
 from mega_data.kinds.blocked_samples import BlockedSamples
-from mega_data.kinds.dataset_kind import DatasetContext, DatasetSamples, TrainingSample
+from mega_data.kinds.dataset_kind import DatasetContext, DatasetFactory, DatasetSamples, TrainingSample
 from mega_data.kinds.retro_samples import RetroSamples
 from mega_data.kinds.running_text import DocumentRules
 from mega_data.retrieval.neighbor_files import open_dataset_neighbors
@@ -65,8 +65,8 @@ class BlendedDataset:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Fingerprint (32 hex digits) of everything that the samples depend on: order, seed, weights, data set contents
-        and document rules.
+        """Fingerprint (32 hex digits) of everything that the samples of a blend depend on.
+        It covers order, seed, weights, data set contents and document rules.
 
         A resumed run compares it with the one in its checkpoint to detect changed data.
         """
@@ -81,8 +81,8 @@ class BlendedDataset:
         return self._sources[source][number]
 
     def estimate_attention_work(self, numbers: Sequence[int]) -> npt.NDArray[np.int64]:
-        """Return the approximate number of attended (query, key) token pairs of each sample in `numbers`, int64
-        [len(numbers)].
+        """Return the approximate attention work of samples: their numbers of attended (query, key) token pairs.
+        The samples are `numbers`; the result is int64 [len(numbers)].
         """
         sources, positions = np.array([self._blend.locate_sample(k) for k in numbers]).T
         work = np.empty(len(numbers), np.int64)
@@ -103,8 +103,8 @@ class BlendedDataset:
         )
 
     def find_stream_positions(self, k: int) -> dict[str, dict[str, Any]]:
-        """Return {path of a streamed data set: position of its next sample after the blend's samples 0 to `k` - 1}, as
-        `data.streamed` of a resumed run has it.
+        """Return the position in each streamed data set after the first `k` samples of the blend.
+        The result is {path: position of its next sample}, as `data.streamed` of a resumed run has it.
         """
         counts = self.count_samples_by_path(k)
         return {
@@ -114,8 +114,9 @@ class BlendedDataset:
         }
 
     def count_epochs_by_path(self, k: int) -> dict[str, float]:
-        """Return {path in the configuration: number of passes over its data within the blend's samples 0 to `k` - 1};
-        all data sets of a glob count as one path.
+        """Return the number of passes over each data set's tokens within the first samples of a blend.
+        The result is {path in the configuration: number of passes within samples 0 to `k` - 1}. All data sets of a glob
+        count as one path.
         """
         counts, passes = defaultdict[str, float](float), defaultdict[str, float](float)
         for part, source, count in zip(self._parts, self._sources, self._blend.count_samples(k), strict=True):
@@ -134,9 +135,10 @@ def build_blended_datasets(
     eod: int | None,
     tokenizer: Tokenizer | None = None,
     vision: VisionConfig | None = None,
+    added_kinds: Mapping[str, DatasetFactory] | None = None,
 ) -> tuple[BlendedDataset, BlendedDataset | None, BlendedDataset | None]:
-    """Return the train, valid and test sets of a run, by `config.split` or separate data sets; valid and test may be
-    None. `eod` is the end-of-document token.
+    """Return the train, valid and test sets of a run, by `config.split` or separate data sets.
+    The valid and the test set may be None. `eod` is the end-of-document token.
 
     Valid and test are None if no samples of them are requested or their share of `split` is zero.
 
@@ -146,12 +148,13 @@ def build_blended_datasets(
         eod: end-of-document token, or None.
         tokenizer: tokenizer of the data, for the kinds `fim`, `bert`, `masked` and `t5`; by default that of `config`.
         vision: vision encoder of the model, or None.
+        added_kinds: builders of the samples of further dataset kinds, by name.
 
     Raises:
         ConfigError: if a document rule is enabled and `eod` is None.
         DataError: if a data set cannot be used, or a requested split is empty.
     """
-    parts = DatasetPartitioner(config, eod)
+    parts, builders = DatasetPartitioner(config, eod), {**get_dataset_builders(), **(added_kinds or {})}
 
     def split(name: str) -> BlendedDataset | None:
         count = samples.get(name, 0)
@@ -160,7 +163,11 @@ def build_blended_datasets(
             return None
         cache = config.cache or chosen[0].reader.prefix.parent / ".cache"
         return _build_blended_dataset(
-            chosen, DatasetContext(config, seed, eod, cache, tokenizer, vision), count, training=name == "train"
+            chosen,
+            DatasetContext(config, seed, eod, cache, tokenizer, vision),
+            count,
+            builders,
+            training=name == "train",
         )
 
     train, valid, test = map(split, SPLITS)
@@ -170,11 +177,16 @@ def build_blended_datasets(
 
 
 def _build_blended_dataset(
-    parts: Sequence[DatasetPart], setting: DatasetContext, num_samples: int, *, training: bool
+    parts: Sequence[DatasetPart],
+    setting: DatasetContext,
+    num_samples: int,
+    builders: Mapping[str, DatasetFactory],
+    *,
+    training: bool,
 ) -> BlendedDataset:
-    config, builders = setting.config, get_dataset_builders()
+    config = setting.config
     if config.sample_order != "megatron":
-        sources = _build_sources(parts, setting)
+        sources = _build_sources(parts, setting, builders)
         _check_neighbor_shapes(parts, sources)
         epoch_sizes = [partial(getattr, source, "samples_per_epoch") for source in sources]
         limits = [part.get_sample_limit(size) for part, size in zip(parts, epoch_sizes, strict=True)]
@@ -190,9 +202,11 @@ def _build_blended_dataset(
     return BlendedDataset(parts, sources, blend, DocumentRules.from_context(setting), config.seq_length)
 
 
-def _build_sources(parts: Sequence[DatasetPart], setting: DatasetContext) -> list[DatasetSamples[Any]]:
+def _build_sources(
+    parts: Sequence[DatasetPart], setting: DatasetContext, builders: Mapping[str, DatasetFactory]
+) -> list[DatasetSamples[Any]]:
     """Return the samples of each data set, for orders other than `megatron`."""
-    config, builders = setting.config, get_dataset_builders()
+    config = setting.config
     if config.sample_order != "blocks":
         return [builders[part.kind](part, setting, 0) for part in parts]
     names = number_repeated_paths(part.name for part in parts)
@@ -224,9 +238,9 @@ class SequentialDataset:
     padded with token 0, with loss weight 0.
     """
 
-    def __init__(self, reader: IndexedReader, seq_length: int) -> None:
-        self._tokens, self._seq_length = reader.tokens, seq_length
-        self.num_labels = max(0, reader.num_tokens - 1)
+    def __init__(self, tokens: np.ndarray[Any, Any], seq_length: int) -> None:
+        self._tokens, self._seq_length = tokens, seq_length
+        self.num_labels = max(0, len(tokens) - 1)
 
     def __len__(self) -> int:
         return -(-self.num_labels // self._seq_length)
@@ -251,7 +265,7 @@ def open_sequential_dataset(prefix: Path, seq_length: int) -> SequentialDataset:
     """
     reader = IndexedReader(prefix)
     reject_images([reader], "evaluated here", "evaluate them during training: set data.valid and train.eval_every")
-    dataset = SequentialDataset(reader, seq_length)
+    dataset = SequentialDataset(reader.tokens, seq_length)
     if not len(dataset):
         raise DataError(f"{prefix}: evaluation requires at least two tokens, and it has {reader.num_tokens}")
     return dataset
@@ -259,9 +273,10 @@ def open_sequential_dataset(prefix: Path, seq_length: int) -> SequentialDataset:
 
 @dataclass(frozen=True)
 class DatasetUsage:
-    """Planned usage of a data set by a run: `samples` to read of one split (train, valid or test), equal to `epochs`
-    passes over the tokens that belong to the split. For streamed data, documents and tokens count the first block,
-    and `epochs` is NaN.
+    """Planned usage of a data set by a run.
+    The run reads `samples` of one split (train, valid or test), equal to `epochs` passes over the tokens that belong to
+    the split.
+    For streamed data, documents and tokens count the first block, and `epochs` is NaN.
     """
 
     split: str
@@ -273,8 +288,8 @@ class DatasetUsage:
 
 
 def plan_dataset_usage(config: DataConfig, samples: Mapping[str, int], eod: int | None) -> list[DatasetUsage]:
-    """Return the planned usage of each data set by a run that reads `samples[split]` samples of each split; no sample
-    index is built.
+    """Return the planned usage of each data set by a run, without building a sample index.
+    The run reads `samples[split]` samples of each split.
 
     Raises:
         ConfigError, DataError: as `build_blended_datasets`.

@@ -121,8 +121,8 @@ def find_stream_problems(data: Any) -> Iterator[ConfigProblem]:
 
 
 def find_raw_source_problems(key: str, source: Any, kind: str) -> Iterator[ConfigProblem]:
-    """Yield problems of the raw-data keys of the data set `source` at `key`, such as `train.0`, with dataset kind
-    `kind`.
+    """Yield problems of the raw-data keys of a configured data set.
+    The data set `source` is at `key`, such as `train.0`, with dataset kind `kind`.
     """
     given = {name: getattr(source, name) for name in ("map", "subset", "split") if getattr(source, name)}
     if not source.is_raw:

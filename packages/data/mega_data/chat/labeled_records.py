@@ -137,8 +137,8 @@ class LabeledPreparation:
             self._backend.enable_truncation(options.max_length)
 
     def prepare_record(self, item: Document | RejectedItem) -> Document | RejectedItem:
-        """Return a record as a document with its texts and labels in `record`, or as a `RejectedItem` if it has another
-        form.
+        """Return a record as a document with its texts and labels in `record`.
+        A record of another form is returned as a `RejectedItem`.
         """
         if isinstance(item, RejectedItem):
             return item

@@ -98,8 +98,8 @@ class BlockedSamples:
         return samples[k + offset]
 
     def estimate_attention_work(self, numbers: npt.NDArray[np.int64], /) -> npt.NDArray[np.int64]:
-        """Return the approximate number of attended (query, key) token pairs of each sample in `numbers`, int64
-        [len(numbers)], which increase.
+        """Return the approximate number of attended (query, key) token pairs of each sample in `numbers`.
+        The numbers increase; the result is int64 [len(numbers)].
         """
         work = np.empty(numbers.size, np.int64)
         done = 0
@@ -150,8 +150,8 @@ class BlockedSamples:
                     return block.samples, epoch * block.size + within - k, k - within + block.size
 
     def _read_block(self, start: BlockStart) -> OpenBlock | None:
-        """Return the samples of a block, and record the start of the next one, or the number of samples of an epoch; None
-        if there is no document after `start`.
+        """Return the samples of a block, and record the start of the next one, or the number of samples of an epoch.
+        The result is None if no document is left at `start`.
         """
         if start in self._open:
             self._open.move_to_end(start)

@@ -18,8 +18,8 @@ from mega_data.token_files.loss_mask import open_loss_mask
 
 
 class LabeledSamples(PackedSamples):
-    """Packed samples of whole labeled texts or groups. A group's texts are in one sample; what does not fit is left out and
-    counted.
+    """Packed samples of whole labeled texts or groups.
+    A group's texts are in one sample; what does not fit is left out and counted.
 
     Raises:
         DataError: on the first sample, if no document fits or the documents have another form.

@@ -60,7 +60,7 @@ class TokenStream:
         translate: context in which blocks are made, which translates errors.
 
     Raises:
-        DataError: on opening a block, naming the bad record; on the first, if there is no text.
+        DataError: on opening a block, naming the bad record; on the first, if the input has no text.
     """
 
     def __init__(
@@ -80,8 +80,8 @@ class TokenStream:
         self._lock = Lock()
 
     def open_block(self, start: BlockPosition = FIRST, *, ahead: bool = True) -> StreamedFiles | None:
-        """Return the block that starts at `start`, which is made if needed, or None if no document is left; with
-        `ahead`, the next block is then made in the background.
+        """Return the block that starts at `start`, which is made if needed, or None if no document is left.
+        With `ahead`, the next block is then made in the background.
         """
         files = self._request_block(start).result()
         with self._lock:
@@ -93,8 +93,8 @@ class TokenStream:
         return files
 
     def remove_block(self, start: BlockPosition) -> None:
-        """Release a block that was read, and remove its files if no other process has it open. Those of the first block
-        stay, as the next start of a run reads them.
+        """Release a block that was read, and remove its files if no other process has it open.
+        The files of the first block stay, as the next start of a run reads them.
         """
         descriptor = self._held.pop(start, None)
         if start == FIRST or descriptor is None:

@@ -50,8 +50,8 @@ class BlockSource(Protocol):
         """Release the files of a block that was read."""
 
     def estimate_epoch(self, samples: int, start: BlockPosition) -> float | None:
-        """Return the approximate number of samples of an epoch, of which `samples` are before the block at `start`; None
-        if reading all blocks to count them is cheap.
+        """Return the approximate number of samples of an epoch.
+        Of these, `samples` are before the block at `start`. None means that reading all blocks to count them is cheap.
         """
 
 
@@ -113,7 +113,7 @@ class StreamBlocks:
 
 
 class IndexedSlice(IndexedReader):
-    """Reader of the sequences [first, last) of token files as a data set by itself, with the documents that begin in it.
+    """Reader of the sequences [first, last) of token files as a data set by itself.
 
     Its sequences, documents and token positions count from 0, so its arrays and fingerprint equal the ones of token files with
     these documents alone; only `prefix` names the whole.

@@ -58,8 +58,8 @@ class AnswerPart:
     calls: list[dict[str, Any]] = field(default_factory=list)
 
     def append_part(self, more: AnswerPart) -> None:
-        """Append the content of `more`, which follows in the same choice of an answer, in place; `more.calls` are not
-        appended.
+        """Append content that follows in the same choice of an answer, in place.
+        `more` has the content; `more.calls` are not appended.
         """
         self.text += more.text
         self.count += more.count
@@ -106,8 +106,8 @@ class TokenTextOffsets:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def next_offsets(self, tokens: Sequence[TokenText], text: str) -> list[int]:
-        """Return the character offset of each of the next `tokens` of the choice in its text; `text` is the text that
-        these tokens add.
+        """Return the character offset of each of the next tokens of a choice in its text.
+        `tokens` are the next tokens, and `text` is the text that they add.
         """
         self._text += text
         found = []
@@ -176,8 +176,8 @@ class ChatFormat:
         return {"index": part.choice, "message": message, **self._common_fields(part)}
 
     def format_delta(self, part: AnswerPart) -> dict[str, Any]:
-        """Return an item of the JSON list `choices` with a `delta`, for a streamed chat chunk; the first delta of a
-        choice has the role.
+        """Return an item of the JSON list `choices` with a `delta`, for a streamed chat chunk.
+        The first delta of a choice has the role.
         """
         role = {"role": "assistant"} if part.begins else {}
         calls = {"tool_calls": [{"index": at, **call} for at, call in enumerate(part.calls)]} if part.calls else {}
@@ -206,8 +206,8 @@ async def stream_answer_parts(
     *,
     echo_only: bool = False,
 ) -> AsyncIterator[AnswerPart]:
-    """Convert events of the inference engine to new content of an answer's choices, yielded as it is generated; each
-    choice begins with its echoed prompt, if any.
+    """Convert events of the inference engine to new content of an answer's choices, as it is generated.
+    The content is yielded; each choice begins with its echoed prompt, if any.
 
     Args:
         events: events of the engine with the index of the choice.
@@ -276,8 +276,8 @@ class AnswerBuilder:
 
 
 def clip_logprob(logprob: float) -> float:
-    """Return the log-probability, raised to -9999 if it is lower: JSON has no infinity, and OpenAI's clients expect
-    this number.
+    """Return the log-probability, raised to -9999 if it is lower, for JSON answers.
+    JSON has no infinity, and OpenAI's clients expect this number.
     """
     return max(logprob, -9999.0)
 

@@ -35,8 +35,8 @@ T = TypeVar("T")
 
 
 def create_application(service: ModelService, bounds: ServerLimits) -> RequestGate:
-    """Return the ASGI application of the OpenAI-compatible server, behind its request checks; start the engine driver
-    of `service` before the first request.
+    """Return the ASGI application of the OpenAI-compatible server, behind its request checks.
+    Start the engine driver of `service` before the first request.
     """
     app = FastAPI(
         title="mega",
@@ -60,26 +60,26 @@ def _add_answer_routes(app: FastAPI, service: ModelService) -> None:
 
     @app.post("/v1/completions")
     async def create_completion(body: CompletionRequest, request: Request) -> Response:
-        """Continue texts."""
+        """Continue the texts of a completion request (/v1/completions)."""
         service.check_model_name(body.model)
         return await _send_answer(request, lambda: service.start_completion(body), body.stream, body.stream_options)
 
     @app.post("/v1/chat/completions")
     async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
-        """Answer in a conversation."""
+        """Generate the next answer in a conversation (/v1/chat/completions)."""
         service.check_model_name(body.model)
         return await _send_answer(request, lambda: service.start_chat_answer(body), body.stream, body.stream_options)
 
     @app.post("/v1/responses")
     async def create_response(body: ResponsesRequest, request: Request) -> Response:
-        """Answer a text or a conversation, without stored state."""
+        """Answer a text or a conversation, without stored state (/v1/responses)."""
         service.check_model_name(body.model)
         return await _send_answer(request, lambda: service.start_response(body), body.stream, body.stream_options)
 
     @app.post("/v1/embeddings")
     async def create_embeddings(body: EmbeddingRequest, request: Request) -> Response:
-        """Compute vectors of texts, as the sentence-transformers folder declares, else the mean of the last hidden
-        states.
+        """Compute embedding vectors of texts for /v1/embeddings.
+        They are computed as the sentence-transformers folder declares, else as the mean of the last hidden states.
         """
         service.check_model_name(body.model)
         return JSONResponse(await _cancel_on_disconnect(request, service.compute_embeddings(body)))
@@ -155,7 +155,7 @@ def _add_tokenizer_routes(app: FastAPI, service: ModelService) -> None:
 
     @app.get("/tokenizer_info")
     async def get_tokenizer_info() -> dict[str, str | None]:
-        """Return the special tokens and the chat template of the tokenizer."""
+        """Return the special tokens and the chat template of the served model's tokenizer."""
         return service.describe_tokenizer()
 
 
@@ -173,18 +173,18 @@ def _add_info_routes(app: FastAPI, service: ModelService, gate: RequestGate) -> 
     @app.get("/v1/models/", include_in_schema=False)
     @app.get("/v1/models")
     async def list_models() -> dict[str, Any]:
-        """List the model and its adapters, each as a model."""
+        """List the served model and its adapters, each as a model."""
         return {"object": "list", "data": [make_model_card(name) for name in (service.name, *service.adapters)]}
 
     @app.get("/v1/models/{name:path}")
     async def get_model_card(name: str) -> dict[str, Any]:
-        """Return the model of that name."""
+        """Return the model or adapter of a given name."""
         service.check_model_name(name)
         return make_model_card(name)
 
     @app.get("/health")
     async def check_health() -> dict[str, str]:
-        """Return status 200 if requests are answered, else 503."""
+        """Return status 200 if the server answers requests, else 503."""
         if service.driver.failure is not None:
             raise ApiRequestError(503, "the engine has failed")
         if (seconds := service.driver.busy_seconds()) > service.seconds:
@@ -195,12 +195,12 @@ def _add_info_routes(app: FastAPI, service: ModelService, gate: RequestGate) -> 
 
     @app.get("/version")
     async def get_version() -> dict[str, str]:
-        """Return the version of mega."""
+        """Return the version of mega that the server runs."""
         return {"version": service.version}
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def get_metrics() -> Response:
-        """Return counters for Prometheus."""
+        """Return the server's metrics in the text format of Prometheus."""
         return Response(service.metrics.render_metrics(), media_type=CONTENT_TYPE_LATEST)
 
 

@@ -82,8 +82,8 @@ def make_call_schema(tools: Sequence[ChatTool]) -> str:
 
 
 def describe_tools(messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the chat messages with a description of `tools` appended to the system message, for chat templates that do
-    not render tools.
+    """Return the chat messages with a description of the tools appended to the system message.
+    It is for chat templates that do not render tools.
     """
     text = DESCRIPTION.format(tools="\n".join(json.dumps(tool) for tool in tools))
     if messages[0]["role"] == "system":

@@ -50,8 +50,8 @@ NO_EMBEDDINGS = "embeddings are supported for a decoder on one rank, without an 
 
 @dataclass
 class ModelService:
-    """Model that the HTTP server offers, with its tokenizer, chat template and inference engine; it answers the API's
-    requests.
+    """Model that the HTTP server offers, with its tokenizer, chat template and inference engine.
+    It answers the API's requests.
 
     Attributes:
         name: name of the model in the API.
@@ -92,8 +92,8 @@ class ModelService:
         self._longest = find_max_token_bytes(self.tokenizer)
 
     def check_model_name(self, name: str | None) -> None:
-        """Raise ApiRequestError (404) if `name` is not the served model or one of its LoRA adapters; None is the served
-        model.
+        """Raise ApiRequestError (404) if `name` is not the served model or one of its LoRA adapters.
+        The name None stands for the served model.
         """
         if name not in (None, self.name, *self.adapters):
             raise ApiRequestError(404, f"The model `{name}` does not exist.", param="model", code="model_not_found")
@@ -278,7 +278,12 @@ class ModelService:
         choices, alternatives, limits = body.n or 1, body.count_alternatives(), self._make_limits(body)
         sampling = await self._make_sampling(body, limits)
         if (grammar := body.resolve_constraint()) is not None:
-            await self._workers.prepare_grammar(grammar, limits.ends)
+            try:
+                await self._workers.prepare_grammar(grammar, limits.ends)
+            except DataError as error:
+                field = body.constraint_field
+                message = error.message.replace("the grammar", field or "the grammar", 1)
+                raise ApiRequestError(400, message, param=field) from None
         requests = [
             EngineRequest(
                 prompt,
@@ -361,10 +366,14 @@ class ModelService:
         """Return the maximum number of tokens that may follow a prompt; 0 if 0 were requested."""
         available = self.max_length - len(prompt)
         if available < (requested != 0) or (requested or 0) > available:
-            more = f" and {requested} new ones" if requested and available > 0 else ""
+            found = f"the prompt has {len(prompt)} tokens"
+            if requested and available > 0:
+                found += f" and max_tokens is {requested}; set max_tokens to at most {available}"
+            else:
+                found += f"; shorten it to at most {self.max_length - (requested != 0)}"
             raise ApiRequestError(
                 400,
-                f"This model's maximum context length is {self.max_length} tokens; the prompt has {len(prompt)}{more}.",
+                f"This model's maximum context length is {self.max_length} tokens; {found}.",
                 code="context_length_exceeded",
             )
         return available if requested is None else requested

@@ -116,8 +116,8 @@ class GenerationRequestBody(RequestBody, ConstrainedRequest):
         return self
 
     def resolve_sampling(self, own: Mapping[str, Any]) -> Sampling:
-        """Return the sampling settings of the request; absent fields default to `own`, the model's settings, and an
-        absent seed is random.
+        """Return the sampling settings of the request, with the model's settings for absent fields.
+        `own` are the model's settings; an absent seed is random.
         """
         names = Sampling.model_fields.keys() & self.model_fields_set
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
@@ -132,14 +132,14 @@ class GenerationRequestBody(RequestBody, ConstrainedRequest):
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     def get_max_new_tokens(self) -> int | None:
-        """Return the maximum number of tokens that the request lets the model generate; None for the rest of the
-        context.
+        """Return the maximum number of tokens that the request lets the model generate, or None.
+        None means the rest of the context.
         """
         raise NotImplementedError
 
     def count_alternatives(self) -> int | None:
-        """Return the number of likely alternatives to report with each token's log-probability; None for no log-
-        probabilities.
+        """Return the number of likely alternatives to report with each token's log-probability, or None.
+        None means no log-probabilities.
         """
         raise NotImplementedError
 
@@ -170,8 +170,8 @@ class CompletionRequest(GenerationRequestBody):
         return self.max_tokens
 
     def count_alternatives(self) -> int | None:
-        """Return the request's `logprobs`: the number of likely alternatives to report with each token; None for no
-        log-probabilities.
+        """Return the number of likely alternatives to report with each token's log-probability, or None.
+        It is the request's `logprobs`; None means no log-probabilities.
         """
         return self.logprobs
 
@@ -292,8 +292,8 @@ class ChatRequest(GenerationRequestBody, ChatTemplateFields):
         return [] if self.tool_choice == "none" else list(self.tools or ())
 
     def resolve_constraint(self) -> str | None:
-        """Return the JSON schema or Lark grammar that the answer must follow, if any; if `tool_choice` requires a call,
-        the JSON schema of a call.
+        """Return the JSON schema or Lark grammar that the answer must follow, or None.
+        If `tool_choice` requires a call, it is the JSON schema of a call.
         """
         if self.tool_choice not in (None, "none", "auto") and (tools := self.list_callable_tools()):
             return make_call_schema(tools)
@@ -304,8 +304,8 @@ class ChatRequest(GenerationRequestBody, ChatTemplateFields):
         return self.max_completion_tokens or self.max_tokens
 
     def count_alternatives(self) -> int | None:
-        """Return the number of likely alternatives to report with each token: `top_logprobs` if `logprobs` is true,
-        else None.
+        """Return the number of likely alternatives to report with each token's log-probability, or None.
+        It is `top_logprobs` if `logprobs` is true, else None.
         """
         return (self.top_logprobs or 0) if self.logprobs else None
 

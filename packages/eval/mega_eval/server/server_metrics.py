@@ -34,8 +34,8 @@ class ServerMetrics:
             Gauge(name, text, registry=self._registry).set_function(count)
 
     def record_request(self, scope: Scope, status: int, seconds: float) -> None:
-        """Count an answered HTTP request and its duration; unknown paths share one label, so that clients cannot create
-        new series.
+        """Count an answered HTTP request and its duration in the metrics.
+        Unknown paths share one label, so that clients cannot create new series.
         """
         route = getattr(scope.get("route"), "path", "other")
         self._requests.labels(route, str(status or "gone")).inc()

@@ -33,8 +33,9 @@ LabelLoss = Literal["cross_entropy", "mse", "bce"]
 
 
 def compute_label_losses(outputs: Tensor, labels: Tensor, loss: LabelLoss) -> Tensor:
-    """Return the loss of each of n outputs [n, K] against its label [n]: cross entropy of a class, or, for K = 1, the
-    squared error (regression) or the binary cross entropy of a label from 0 to 1 (reranking).
+    """Return the loss of each of n outputs [n, K] against its label [n].
+    It is the cross entropy of a class, or, for K = 1, the squared error (regression) or the binary cross entropy of a
+    label from 0 to 1 (reranking).
     """
     if loss == "cross_entropy":
         return F.cross_entropy(outputs, labels.long(), reduction="none")
@@ -216,8 +217,8 @@ class TextPooling:
 
 
 def weigh_text_tokens(batch: StepBatch, pooling: str) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-    """Return the number of each token's text in its row, int64 [n, S] (0 for padding), and its weight in the text's vector,
-    fp32 [n, S].
+    """Return the number of each token's text in its row, and the token's weight in the text's vector.
+    They are int64 [n, S] (0 for padding) and fp32 [n, S].
     """
     assert batch.document_ids is not None
     valid = batch.loss_weights > 0
@@ -229,8 +230,8 @@ def weigh_text_tokens(batch: StepBatch, pooling: str) -> tuple[npt.NDArray[np.in
 
 
 def info_nce_losses(vectors: Tensor, temperature: float, dimensions: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
-    """Return the InfoNCE loss of each of G queries (arXiv:1807.03748) with in-batch negatives, [G], and whether its positive
-    has the highest similarity, bool [G].
+    """Return the InfoNCE loss of each of G queries (arXiv:1807.03748) with in-batch negatives, [G].
+    The second result, bool [G], is true if the query's positive has the highest similarity.
 
     The candidates of a query are the positives and the negatives of all groups; similarity is the cosine divided by
     `temperature`. With `dimensions`, the losses of the first d elements of the vectors are added for each d (Matryoshka,
@@ -252,8 +253,8 @@ def info_nce_losses(vectors: Tensor, temperature: float, dimensions: Sequence[in
 
 
 class ContrastiveObjective(TaskObjective):
-    """Objective of text embeddings: mean over the groups of a step of `info_nce_losses`, with the negatives of the whole
-    step, over all data ranks and micro-batches.
+    """Objective of text embeddings: mean of `info_nce_losses` over the groups of a step.
+    The negatives come from all data ranks and micro-batches of the step.
 
     A forward without gradients gives the vectors of all texts; the loss's gradient in them then weights the outputs of the
     step's forwards and backwards, as in GradCache (arXiv:2101.06983). So memory holds one micro-batch.
@@ -269,8 +270,8 @@ class ContrastiveObjective(TaskObjective):
         return int(texts.sum()) // batch.group_size
 
     def prepare_micro_batches(self, batch: StepBatch, micro: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
-        """Return this rank's micro-batches with a function that weights each output by its gradient. A collective call of
-        all ranks.
+        """Return this rank's micro-batches with a function that weights each output by its gradient.
+        A collective call of all ranks.
         """
         self._sums.zero_()
         poolings = self._make_poolings(batch, micro)
