@@ -112,7 +112,8 @@ def _describe_raw_data(data: DataConfig) -> list[str]:
         form = f"columns {{{columns}}}" if columns else form
         if info is not None:
             lines.append(
-                f"{source.input_name}: {form}; {info.documents:,} documents, {info.tokens:,} tokens in {prefix}"
+                f"{source.input_name}: {form}; {info.documents:,} documents, {info.tokens:,} tokens in "
+                f"{'the first block, ' if data.is_streamed(source) else ''}{prefix}"
             )
     return lines
 
@@ -131,7 +132,7 @@ def _load_run_config(run: Path) -> RunConfig:
     if "prompts" in kinds:
         hint = "read the answers that a run samples in the folder rollouts of its output"
         raise ConfigError("mega data show is not supported with data.kind = prompts", hint=hint)
-    if not kinds & {"bert", "masked", "t5", "pairs"}:
+    if not kinds & {"bert", "masked", "t5", "pairs", "labels", "token_labels", "groups"}:
         return RunConfig.parse(raw, source=str(run))
     try:
         return RunConfig.model_validate(raw)

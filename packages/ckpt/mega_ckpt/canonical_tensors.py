@@ -15,6 +15,9 @@ from mega_common.vision_config import PROJECTOR, TOWER, VisionConfig
 
 TensorShapes = dict[str, TensorShape]
 EMBEDDING, HEAD, SCORE = "model.embed_tokens.weight", "lm_head.weight", "score.weight"
+SCORE_BIAS = "score.bias"
+# Prefixes of the tensors of reward and task heads, which a language model may lack: they are then randomly initialized.
+TASK_HEADS = ("score.", "model.pooler.", "lm_head.dense.", "lm_head.norm.")
 
 
 def canonical_tensors(config: ModelConfig) -> TensorShapes:
@@ -22,7 +25,7 @@ def canonical_tensors(config: ModelConfig) -> TensorShapes:
     Canonical names are mega's own tensor names.
 
     A layer's experts are one tensor stacked on axis 0. `lm_head.weight` is absent with tied embeddings, and replaced by
-    `score.weight` in a reward model. A module of transformers has the names and the order of transformers.
+    `score.weight` (and `score.bias`) in a model with a reward or task head. A module of transformers has the names and the order of transformers.
     """
     if config.transformers is not None:
         return dict(config.transformers.tensors)
@@ -43,9 +46,10 @@ def canonical_tensors(config: ModelConfig) -> TensorShapes:
         out |= _retro_encoder(config, index)
     out |= _norm(config, "model.norm") if config.norm_position != "sum" else {}
     out |= _encoder_heads(config)
-    if config.score:
-        out[SCORE] = (1, width)
-    elif not config.tie_embeddings:
+    if config.num_scores:
+        out[SCORE] = (config.num_scores, width)
+        out |= {SCORE_BIAS: (config.num_scores,)} if config.has_score_bias else {}
+    elif config.task_head is None and not config.tie_embeddings:
         out[HEAD] = (vocab, width)
     for index in range(config.num_layers, config.num_layers + config.mtp_layers):
         out |= {f"model.layers.{index}.{name}": shape for name, shape in _mtp_layer(config, index).items()}

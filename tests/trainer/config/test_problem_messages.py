@@ -36,7 +36,25 @@ GRPO = [
 ]
 SCORE = ["model.score=true", "objective.kind=reward", "data.kind=pairs"]
 
+STREAM = ["data.train=a.jsonl", "data.tokenizer=FOLDER", "data.stream=true"]
+CLASSIFY = ["objective.kind=classify", "model.task_head={labels: 3}", "data.kind=labels"]
+CONTRAST = ["objective.kind=contrastive", "model.task_head.kind=embedding", "data.kind=groups"]
+
 CASES: list[list[str]] = [
+    # task heads and streams
+    ["objective.kind=classify"],
+    ["objective.kind=contrastive"],
+    ["data.kind=token_labels"],
+    ["data.kind=groups"],
+    [*CLASSIFY, "data.kind=text"],
+    [*CLASSIFY, "objective.kind=contrastive"],
+    [*CLASSIFY, "objective.loss=mse"],
+    [*CLASSIFY, "model.task_head={kind: token, labels: 1}", "data.kind=token_labels"],
+    [*ENCODER, "model.task_head={labels: 3}"],
+    [*CLASSIFY, "eval.tasks=[hellaswag]"],
+    [*CONTRAST, "objective.dimensions=[16, 128]"],
+    [*STREAM, "train.eval_every=10"],
+    [*STREAM, "train.epochs=2"],
     # architecture
     ["model.position=learned", "data.seq_length=128"],
     ["data.kind=masked"],

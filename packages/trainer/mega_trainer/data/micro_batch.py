@@ -234,8 +234,9 @@ def split_micro_batches(
     _check_token_ids(batch, config.model.vocab_size)
     if config.model.transformers is not None:
         _check_document_positions(batch)
+    _check_token_types(batch, config.model.token_types)
     affects = _affects_loss(batch) if config.model.moe else None
-    if affects is not None and config.model.score:  # the score is of a text's last token, after all labels
+    if affects is not None and (config.model.score or config.model.task_head):  # outputs other than next tokens
         affects = np.ones_like(affects)
     vision = config.model.vision
     mtp_arrays = [_mtp_arrays(batch, offset) for offset in range(1, config.model.mtp_layers + 1)]
@@ -296,6 +297,16 @@ def _check_document_positions(batch: StepBatch) -> None:
         raise DataError(
             "positions must restart at each document with model.implementation = transformers",
             hint="set data.reset_position_ids=true",
+        )
+
+
+def _check_token_types(batch: StepBatch, count: int) -> None:
+    """Reject segments that a model with segment types does not have."""
+    if count and batch.token_types is not None and (top := int(batch.token_types.max())) >= count:
+        raise DataError(
+            f"model.token_types = {count} must be larger than every segment, found {top} in one of the samples "
+            f"{batch.sample_ids.min()} to {batch.sample_ids.max()}",
+            hint="use data made with the model's tokenizer",
         )
 
 

@@ -191,10 +191,12 @@ class Decoder(nn.Module):
             self._build_layer(build, index) for index in range(self.stage.first, self.stage.last)
         )
         self.matrix: nn.Parameter | None = None  # output matrix, if it is not `self.embedding`'s
-        self.head_bias = build.build_vocab_bias("lm_head.bias") if self.stage.heads and config.has_output_bias else None
+        self.head_bias = build.build_output_bias() if self.stage.heads else None
         if self.stage.heads:
             self.head = OutputHead(build)
-            if not config.tie_embeddings:
+            if config.task_head and not config.num_scores:
+                pass  # embeddings are hidden states
+            elif not config.tie_embeddings:
                 self.matrix = build.build_output_matrix()
             elif copied and not mtp_layers:
                 self.matrix = table()
