@@ -70,6 +70,11 @@ class RopeConfig(StrictConfig):
         description="pairs of a head that are rotated by a token's time, row and column (`mrope_section`); outside of "
         "images the three are equal",
     )
+    sections_interleaved: bool = Field(
+        False,
+        description="pairs rotated by time, row and column alternate as long as the sections of row and column last, as in "
+        "Qwen3-VL; else the sections follow each other",
+    )
 
 
 class MoeConfig(StrictConfig):

@@ -64,8 +64,8 @@ class PipelineDecoder(Decoder):
             if before != pp.rank:
                 x = torch.empty_like(x)
                 dist.recv(x, pp.ranks[before], group=pp.process_group)
-            for _ in own:
-                x = next(layers)(x, context)
+            for layer in own:
+                x = self.add_deepstack(next(layers)(x, context), context, layer)
             if behind != pp.rank:
                 dist.send(x.contiguous(), pp.ranks[behind], group=pp.process_group)
         return x

@@ -37,7 +37,7 @@ def test_products_of_an_image_are_those_that_torch_counts(variant: dict[str, obj
     freeze_parameters(built, partial(is_trainable_tensor, freeze=patterns, lora=None))
     pixels = torch.randn(images, 3, vision.image_size, vision.image_size)
     with FlopCounterMode(display=False) as counted:
-        features = built.encode_images(BatchImages(pixels, torch.zeros(1, 1, dtype=torch.int64)), pixels.device)
+        features = built(BatchImages(pixels, torch.zeros(1, 1, dtype=torch.int64)), pixels.device)
         if features.requires_grad:
             features.sum().backward()
     products = {op: n for op, n in counted.get_flop_counts()["Global"].items() if "attention" not in str(op)}
