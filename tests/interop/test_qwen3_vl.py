@@ -25,6 +25,8 @@ from transformers import (
 
 from mega_ckpt.convert import convert_checkpoint
 from mega_ckpt.families import family_of_config
+from mega_ckpt.formats.hf_write import plan_hf_folder, write_hf_folder
+from mega_ckpt.source import open_weight_source
 from mega_common.errors import CheckpointError
 from mega_eval import generate as generating
 from mega_eval.generate import generate_completions
@@ -138,9 +140,11 @@ def test_experts_as_published_and_as_transformers_saves_them(tmp_path: Path) -> 
     seen = hf_inputs(ours.config.vision, tokens, pixels)
     convert_checkpoint(tmp_path / "published", tmp_path / "mega", to="mega")
     convert_checkpoint(tmp_path / "mega", tmp_path / "back", to="hf")
-    (layout,) = (tmp_path / "mega").rglob("hf_layout.json")
-    layout.unlink()
-    convert_checkpoint(tmp_path / "mega", tmp_path / "anew", to="hf")
+    source = open_weight_source(tmp_path / "mega")
+    with mock.patch.object(source, "asset_files", dict):
+        plan = plan_hf_folder(source)
+    (tmp_path / "anew").mkdir()
+    write_hf_folder(source, plan, tmp_path / "anew", lambda _: None)
     with torch.no_grad():
         expected = theirs(input_ids=tokens, **seen).logits
         torch.testing.assert_close(logits_of(ours, tokens, images), expected, rtol=0, atol=1e-5)

@@ -184,6 +184,16 @@ VARIANTS["vision"] = [
             "projector": "merger", "native": {"window": 8, "full_layers": [1], "min_pixels": 64, "max_pixels": 96},
         },
     },
+    {
+        "head_dim": 8, "scale_embeddings": False, "qk_norm": True,
+        "rope": {"theta": 100.0, "sections": [2, 1, 1], "sections_interleaved": True},
+        "vision": MODELS["vision"]["vision"] | {
+            "hidden_size": 16, "class_token": False, "pre_norm": False, "feature_layer": -1, "activation": "gelu_tanh",
+            "patch_bias": True, "projector": "merger", "native": {
+                "norm": "layernorm", "window": None, "positions": 9, "deepstack": [0, 1], "min_pixels": 64, "max_pixels": 96,
+            },
+        },
+    },
 ]  # fmt: skip
 # What may be frozen of a model.
 FROZEN: dict[str, list[list[str]]] = {"vision": [[], ["model.vision_tower.*"], ["model.projector.*"]]}
@@ -404,8 +414,15 @@ def _with_choices(name: str, ranks: int, parallel: dict[str, Any]) -> Case:
     variants = VARIANTS.get(name, [{}])
     if name == "t5" and parallel.get("cp_kind", "alltoall") != "alltoall":  # which add nothing to scores
         variants = [variant for variant in variants if variant.get("position") == "learned"]
+    variant = rng.choice(variants)
+    if stages > 1 and (needed := len(variant.get("vision", {}).get("native", {}).get("deepstack", ()))):
+        layout = chosen.get("pipeline_layout", [1])
+        more = max(0, needed - layout[0])  # layers of the first stage
+        layers += more
+        if "pipeline_layout" in chosen:
+            chosen["pipeline_layout"] = [layout[0] + more, *layout[1:]]
     found = case(
-        name, ranks, layers=layers, variant=rng.choice(variants), parallel=chosen,
+        name, ranks, layers=layers, variant=variant, parallel=chosen,
         recompute=rng.choice(RECOMPUTES), offload=rng.choice(OFFLOADS),
         micro=micro, batch=batch, bucket=rng.choice([LARGE, 1000]),
         optimizer=rng.choice(OPTIMIZERS), steps=steps,

@@ -400,6 +400,11 @@ class ModelConfig(StrictConfig):
         """Configuration of the vision encoder's transformer layers; None without a vision encoder."""
         return None if self.vision is None else ModelConfig.model_validate(self.vision.encoder_fields)
 
+    @property
+    def first_stage_layers(self) -> int:
+        """Number of layers that must be on the first pipeline stage: those to whose outputs image features are added."""
+        return 0 if self.vision is None else len(self.vision.deepstack_layers)
+
     def uses_tensor(self, name: str) -> bool:
         """Return whether the model's forward pass uses a tensor, by its canonical name.
 

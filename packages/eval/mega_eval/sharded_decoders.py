@@ -38,9 +38,10 @@ class PipelineDecoder(Decoder):
     def __init__(
         self, build: LayerBuilder, owners: Sequence[int] | None = None, own: Mapping[int, range] | None = None
     ) -> None:
-        pp = build.groups.pp
+        pp, config = build.groups.pp, build.config
         self._owners = owners or range(pp.size)
-        self._own = own or {pp.rank: split_stage_layers(build.config.num_layers, pp.size)[pp.rank]}
+        stages = split_stage_layers(config.num_layers, pp.size, first_stage_layers=config.first_stage_layers)
+        self._own = own or {pp.rank: stages[pp.rank]}
         super().__init__(build, StageLayers(0, 0, self._owners[0] == pp.rank, self._owners[-1] == pp.rank))
         self.layers = nn.ModuleList(
             self._build_layer(build, index) for layers in self._own.values() for index in layers

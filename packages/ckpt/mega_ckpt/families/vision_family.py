@@ -350,7 +350,10 @@ class VisionLanguageFamily(ModelFamily):
         assert model.vision is not None
         text = self.text_family.write_config_json(text_only_config(model))
         outer = {"architectures": [self.architecture], "model_type": self.name, _TIED: model.tie_embeddings}
-        return outer | self._write_vision_keys(model.vision) | {"text_config": text}
+        vision = self._write_vision_keys(model.vision)
+        if model.vision.native is not None:  # a key of the encoder in transformers, which has its projector
+            vision["vision_config"]["out_hidden_size"] = model.hidden_size
+        return outer | vision | {"text_config": text}
 
     def _write_vision_keys(self, vision: VisionConfig) -> dict[str, Any]:
         """Return the keys of the vision encoder and the projector, `vision_config` included."""
