@@ -133,7 +133,7 @@ class ParallelRules:
     @property
     def _most_stages(self) -> int:
         """Largest number of pipeline stages: each has a layer, and the first one those that must be on it."""
-        return self.model.num_layers - max(0, self.model.first_stage_layers - 1)
+        return max(1, self.model.num_layers - max(0, self.model.first_stage_layers - 1))
 
     def _schedule_problems(self) -> Iterator[ConfigProblem]:
         """Yield virtual stages and schedules that conflict with each other or need a pipeline."""

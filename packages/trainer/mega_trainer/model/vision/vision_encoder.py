@@ -175,7 +175,8 @@ class ImageEmbedder(nn.Module):
             gathered = self._all_gather(self.projector.merge_layers(self.tower(partition, device)))
             return gathered[to_device(partition.feature_rows, device)]
         own = to_device(images.local_pixels(rank, ranks).to(self.dtype), device)
-        return self._all_gather(self.projector(self.tower(own))).flatten(0, 1)
+        features = self._all_gather(self.projector(self.tower(own))).flatten(0, 1)
+        return features.clone()  # not a view: FSDP hooks the result of a forward, and an operation in place would lose them
 
     def _all_gather(self, features: Tensor) -> Tensor:
         features = all_gather_features(features, self.groups.tp, partial=self.sp)
