@@ -13,8 +13,10 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from interop.test_hf_vision import Numbers, picture
 from interop.test_qwen2_5_vl import IMAGE, SIZES, VOCAB, hf_inputs, inputs, logits_of
+from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 from transformers import (
     Qwen3VLConfig,
@@ -26,13 +28,14 @@ from transformers import (
 from mega_ckpt.convert import convert_checkpoint
 from mega_ckpt.families import family_of_config
 from mega_ckpt.formats.hf_write import plan_hf_folder, write_hf_folder
-from mega_ckpt.source import open_weight_source
-from mega_common.errors import CheckpointError
+from mega_ckpt.source import open_weight_source, read_model_config
+from mega_common.errors import CheckpointError, ConfigError
 from mega_eval import generate as generating
 from mega_eval.generate import generate_completions
 from mega_eval.image_prompts import ImagePrompt
 from mega_eval.inference_engine import InferenceEngine
 from mega_eval.model_loading import load_inference_model
+from mega_eval.multi_rank_inference import ReplicaLayout, build_replica_groups
 from mega_eval.text_stream import GenerationLimits
 
 TOWER = {
@@ -196,26 +199,54 @@ def test_loss_and_gradients(tmp_path: Path, name: str) -> None:
         )
 
 
-@pytest.mark.parametrize("name", ["as published", "experts"])
-def test_greedy_text_image_by_image(tmp_path: Path, name: str) -> None:
-    """Several prompts at once, and in chunks that cut images."""
-    theirs, _ = reference(name, tmp_path)
-    model = load_inference_model(tmp_path)
-    vision = model.config.vision
-    assert vision is not None
-    assert vision.native is not None
-    small = vision.native.model_copy(update={"min_pixels": 256, "max_pixels": 4096})  # as of the folder's processor
-    vision = vision.model_copy(update={"native": small})
-    model.config = model.config.model_copy(update={"vision": vision})
+PROCESSOR = {
+    "image_processor_type": "Qwen2VLImageProcessor", "size": {"shortest_edge": 256, "longest_edge": 4096}, "patch_size": 4,
+}  # fmt: skip
+
+
+def prompts_with_images() -> list[ImagePrompt]:
     text = " ".join(map(str, [*range(1, 20), IMAGE, 3, 4]))
     shapes = [[(60, 75)], [(90, 20)], [(30, 40), (57, 33)]]
-    prompts = [
+    return [
         ImagePrompt(
             " ".join([text, *([f"{IMAGE} 7"] if len(own) > 1 else [])]),
             [picture(7 * n + m, one) for m, one in enumerate(own)],
         )
         for n, own in enumerate(shapes)
     ]
+
+
+def tokens_on_a_rank(folder: Path, layouts: list[ReplicaLayout]) -> list[list[list[int]]]:
+    """What a model that is split over all ranks writes, in each layout."""
+    found, rank, ranks = [], dist.get_rank(), dist.get_world_size()
+    for layout in layouts:
+        groups = build_replica_groups(read_model_config(folder), rank, ranks, layout)
+        model = load_inference_model(folder, groups=groups)
+        texts = generate_completions(model, Numbers(), prompts_with_images(), GenerationLimits(12), draft="none")
+        found.append([one.tokens for one in texts])
+    return found
+
+
+def test_text_of_ranks_that_share_a_model(tmp_path: Path) -> None:
+    """Features are on the ranks of the first layers alone, and each of these has all of them."""
+    reference("as published", tmp_path)
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
+    texts = generate_completions(load_inference_model(tmp_path), Numbers(), prompts_with_images(), GenerationLimits(12))
+    layouts = [ReplicaLayout(pp=2), ReplicaLayout(tp=2)]
+    for found in run_ranks(tokens_on_a_rank, 2, tmp_path, layouts):
+        assert found == [[one.tokens for one in texts]] * 2
+    with pytest.raises(ConfigError, match="less 1, as its first 2 must be on one rank"):
+        build_replica_groups(read_model_config(tmp_path), 0, 3, ReplicaLayout(pp=3))
+
+
+@pytest.mark.parametrize("name", ["as published", "experts"])
+def test_greedy_text_image_by_image(tmp_path: Path, name: str) -> None:
+    """Several prompts at once, and in chunks that cut images."""
+    theirs, _ = reference(name, tmp_path)
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
+    model, prompts = load_inference_model(tmp_path), prompts_with_images()
+    vision = model.config.vision
+    assert vision is not None
     found = generate_completions(model, Numbers(), [*prompts, [5, 6, 7]], GenerationLimits(20))
     with mock.patch.object(generating, "InferenceEngine", partial(InferenceEngine, chunk_tokens=5)):
         chunked = generate_completions(model, Numbers(), prompts, GenerationLimits(20), draft="none")
