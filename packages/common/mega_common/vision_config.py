@@ -19,8 +19,8 @@ Resolution = tuple[PositiveInt, PositiveInt]
 
 
 class NativeResolutionConfig(StrictConfig):
-    """Settings for images at native resolution instead of squares, as in Qwen2.5-VL (arXiv:2502.13923) and Qwen3-VL
-    (arXiv:2511.21631). Sides are rounded to multiples of a feature's side.
+    """Settings for images at native resolution instead of squares, as in Qwen2.5-VL and Qwen3-VL.
+    Sides are rounded to multiples of a feature's side (arXiv:2502.13923, arXiv:2511.21631).
 
     The vision encoder has 2D RoPE: half of a head is rotated by a patch's row, half by its column. In Qwen2.5-VL most
     layers have attention within windows. In Qwen3-VL all have full attention, a learned table of positions is

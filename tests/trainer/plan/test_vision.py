@@ -22,6 +22,7 @@ from mega_trainer.plan.layer_flops import image_flops
 FROZEN = {
     "nothing": [], "the tower": ["model.vision_tower.*"], "the projector": ["model.projector.*"],
     "what is before the last layer": ["model.vision_tower.[!ln]*", "model.vision_tower.layers.0.*"], "all": ["model.*"],
+    "all but the projector of the last layer": ["model.vision_tower.*", "model.projector.deepstack.*"],
 }  # fmt: skip
 
 

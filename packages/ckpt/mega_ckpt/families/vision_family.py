@@ -86,7 +86,7 @@ class NativeResolutionEntry:
         """
         if model.native is None:
             raise ConfigMismatchError("vision.native is missing")
-        return {key: value for entry in self.entries for key, value in entry.config_from_fields(model.native).items()}  # type: ignore[arg-type]
+        return {key: value for entry in self.entries for key, value in entry.config_from_fields(model.native).items()}
 
 
 def _native_entries(
@@ -152,7 +152,7 @@ VISION_ENCODERS: Mapping[str, tuple[ConfigEntry, ...]] = {
 # Preprocessing of their images that config.json has no keys for: fields of `VisionConfig`.
 PIXELS: Mapping[str, dict[str, Any]] = {
     "qwen2_5_vl_vision": {}, "qwen2_5_vl": {},
-    "qwen3_vl_vision": _CENTRED, "qwen3_vl": _CENTRED, "qwen3_vl_moe_vision": _CENTRED, "qwen3_vl_moe": _CENTRED,
+    **{kind: {**_CENTRED, "image_size": 512} for kind in ("qwen3_vl_vision", "qwen3_vl", "qwen3_vl_moe_vision", "qwen3_vl_moe")},
     "clip_vision_model": {}, "siglip_vision_model": {"resize": "stretch", **_CENTRED},
 }  # fmt: skip
 _CARRIED = split_words(

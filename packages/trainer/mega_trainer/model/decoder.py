@@ -307,8 +307,8 @@ class Decoder(nn.Module):
         return images.with_features(self.vision(images, self.device))
 
     def add_deepstack(self, x: Tensor, context: ForwardContext, layer: int) -> Tensor:
-        """Add image features to the output [B, S or S/T, D] of decoder layer `layer`, if it is one of the first layers of a
-        model with DeepStack.
+        """Return the output [B, S or S/T, D] of a decoder layer with the DeepStack features of this layer added.
+        Only the first layers of a model with DeepStack have such features.
         """
         return (
             x if self.vision is None or context.images is None else self.vision.add_deepstack(x, context.images, layer)

@@ -123,8 +123,9 @@ class ImagePartition:
         return torch.from_numpy(np.pad(found, ((0, self.features_per_rank * merge**2 - len(found)), (0, 0))))
 
     def interpolate_positions(self) -> tuple[Tensor, Tensor]:
-        """Return the rows of the learned position table that each of this rank's P patches uses, int64 [P, 4], and their
-        bilinear weights, fp32 [P, 4]. The corners of the table are at the corners of the image.
+        """Return the rows of the learned position table that each of this rank's patches uses, and their weights.
+        The rows are int64 [P, 4], the bilinear weights fp32 [P, 4]. The corners of the table are at the corners of the
+        image.
         """
         side, merge = isqrt(self.native_resolution.positions), self.native_resolution.merge
         grids = [self.feature_grids[number] for number in self.images_of_ranks[self.rank]]
@@ -188,8 +189,8 @@ def order_by_windows(grid: PatchGrid, side: int) -> tuple[np.ndarray, list[int]]
 
 
 class NativeVisionEncoder(nn.Module):
-    """Vision encoder for images at native resolution (as in Qwen2.5-VL and Qwen3-VL): patches to the output of the last
-    layer, and with DeepStack of some other layers.
+    """Vision encoder for images at native resolution (as in Qwen2.5-VL and Qwen3-VL): patches to the outputs of layers.
+    They are the output of the last layer, and with DeepStack those of some other layers.
     """
 
     def __init__(self, build: LayerBuilder) -> None:
