@@ -88,13 +88,42 @@ def test_images_in_different_numbers_of_tiles() -> None:
 
 
 def test_images_of_different_shapes() -> None:
-    """Dealt by their features, in windows, and turned by line and column in the decoder."""
+    """Dealt by their features, in windows or with features behind the first layers of the decoder, and turned by line and
+    column in the decoder."""
     shapes: list[dict[str, Any]] = [
         {"tp": 4}, {"tp": 2, "sp": True, "cp": 2}, {"tp": 2, "zero": 3}, {"pp": 2, "cp": 2, "cp_kind": "alltoall"},
     ]  # fmt: skip
+    piped = {"tp": 2, "sp": True, "pp": 2}
     cases = [
-        case("vision", 4, layers=shape.get("pp", 1) * 2, parallel=shape, micro=2, variant=VARIANTS["vision"][4])
-        for shape in shapes
+        *(
+            case(
+                "vision", 4, layers=shape.get("pp", 1) * 2, parallel=shape, micro=2, variant=VARIANTS["vision"][number]
+            )
+            for number in (4, 5)
+            for shape in shapes
+        ),
+        *(
+            case(
+                "vision",
+                4,
+                layers=layers,
+                parallel=piped | more,
+                micro=2,
+                variant=VARIANTS["vision"][5] | changes,
+                recompute=recompute,
+                freeze=freeze,
+            )
+            for layers, more, changes, recompute, freeze in (
+                (4, {"schedule": "zb-h1"}, {}, {"kind": "selective"}, ["model.vision_tower.*"]),
+                (
+                    5,
+                    {"pipeline_layout": [3, 2]},
+                    {"moe": MODELS["moe"]["moe"] | {"layers": [1, 3]}},
+                    {"kind": "full"},
+                    [],
+                ),
+            )
+        ),
     ]
     assert not problems(cases, 4)
 

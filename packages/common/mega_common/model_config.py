@@ -79,6 +79,11 @@ class RopeConfig(StrictConfig):
         description="pairs of a head that are rotated by a token's time, row and column (`mrope_section`); outside of "
         "images the three are equal",
     )
+    sections_interleaved: bool = Field(
+        False,
+        description="pairs rotated by time, row and column alternate as long as the sections of row and column last, as in "
+        "Qwen3-VL; else the sections follow each other",
+    )
 
 
 class MoeConfig(StrictConfig):
@@ -439,6 +444,11 @@ class ModelConfig(StrictConfig):
     def vision_encoder_config(self) -> ModelConfig | None:
         """Configuration of the vision encoder's transformer layers; None without a vision encoder."""
         return None if self.vision is None else ModelConfig.model_validate(self.vision.encoder_fields)
+
+    @property
+    def first_stage_layers(self) -> int:
+        """Number of layers that must be on the first pipeline stage: those to whose outputs image features are added."""
+        return 0 if self.vision is None else len(self.vision.deepstack_layers)
 
     def uses_tensor(self, name: str) -> bool:
         """Return whether the model's forward pass uses a tensor, by its canonical name.

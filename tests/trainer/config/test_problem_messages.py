@@ -34,6 +34,11 @@ GRPO = [
     "data.train=a.jsonl",
     "data.tokenizer=FOLDER",
 ]
+DEEPSTACK = (
+    "{num_layers: 3, hidden_size: 16, ffn_hidden_size: 16, num_attention_heads: 2, image_size: 8, patch_size: 4, "
+    "image_token: 5, class_token: false, pre_norm: false, feature_layer: -1, projector: merger, "
+    "native: {window: null, positions: 9, deepstack: [0, 1, 2]}}"
+)
 SCORE = ["model.score=true", "objective.kind=reward", "data.kind=pairs"]
 
 STREAM = ["data.train=a.jsonl", "data.tokenizer=FOLDER", "data.stream=true"]
@@ -179,6 +184,12 @@ CASES: list[list[str]] = [
     ["parallel.pp=2", "parallel.pipeline_layout=[1, 2]"],
     ["parallel.pp=4", "parallel.pipeline_layout=[2, 0, 1, 1]"],
     ["parallel.pp=8", "parallel.pipeline_layout=[2, 2]"],
+    [f"model.vision={DEEPSTACK}", "parallel.pp=3"],
+    [f"model.vision={DEEPSTACK}", "parallel.pp=2", "parallel.virtual_stages=2"],
+    [f"model.vision={DEEPSTACK}", "parallel.pp=2", "parallel.schedule=zbv", "parallel.virtual_stages=2"],
+    [f"model.vision={DEEPSTACK}", "parallel.pp=8"],
+    [f"model.vision={DEEPSTACK}", "parallel.pp=2", "parallel.pipeline_layout=[2, 2]"],
+    [f"model.vision={DEEPSTACK}", "parallel.pp=3", "parallel.pipeline_layout=[2, 1, 1]"],
     ["parallel.cp=3"],
     ["parallel.tp=4", "parallel.sp=true", "data.seq_length=50"],
     ["parallel.cp=2", "model.attention_dropout=0.1"],

@@ -172,7 +172,8 @@ def build_checked_tensor_table(
         CheckpointError: naming a tensor that is missing, unknown or of another shape.
     """
     check_tensor_counts(family, model, len(held), source)
-    table = family.disk_tensor_table(model, held)
+    expected = family.disk_tensor_table(model, held)
+    table = {name: disk.fit_to_shape(held.get(name, disk.shape)) for name, disk in expected.items()}
     weights = {name: shape for name, shape in held.items() if name in table or not family.is_buffer_tensor(name)}
     check_tensor_table(table, weights, source, family.name)
     return table

@@ -299,6 +299,23 @@ class Decoder(nn.Module):
             positions, dropout=drop, sequence_bounds=batch.sequence_bounds, routing=routing
         )
 
+    def encode_images(self, images: BatchImages | None) -> BatchImages | None:
+        """Return the images with features computed by the vision encoder.
+        They are unchanged without a vision encoder, or if they have features. A collective call of the ranks that share
+        them.
+        """
+        if self.vision is None or images is None or images.features is not None:
+            return images
+        return images.with_features(self.vision(images, self.device))
+
+    def add_deepstack(self, x: Tensor, context: ForwardContext, layer: int) -> Tensor:
+        """Return the output [B, S or S/T, D] of a decoder layer with the DeepStack features of this layer added.
+        Only the first layers of a model with DeepStack have such features.
+        """
+        return (
+            x if self.vision is None or context.images is None else self.vision.add_deepstack(x, context.images, layer)
+        )
+
     def embed_micro_batch(self, batch: MicroBatch, context: ForwardContext) -> Tensor:
         """Embed a micro-batch's tokens (and images) and return the input of the first layer.
         It is [B, S or S/T, D] (S/T under sequence parallelism over T ranks).
@@ -322,12 +339,12 @@ class Decoder(nn.Module):
         images: BatchImages | None = None,
     ) -> Tensor:
         """Embed tokens, positions, segment types and images, and return the input of the first layer.
-        Tokens, positions and types are int64 [B, S], and images are optional; the result is [B, S or S/T, D] (S/T under
-        sequence parallelism over T ranks).
+        Tokens, positions and types are int64 [B, S], and images are optional, with features (`encode_images`); the result
+        is [B, S or S/T, D] (S/T under sequence parallelism over T ranks).
         """
         x = apply_embedding_scale(self.embedding(tokens), self.config)
         if self.vision is not None and images is not None:
-            x = self.vision(x, images)
+            x = self.vision.insert_features(x, images)
         return self._drop_embeddings(self.inputs(x, positions, types), dropout, -1)
 
     def _drop_embeddings(self, x: Tensor, dropout: SeededDropout | None, layer: int) -> Tensor:
@@ -339,7 +356,7 @@ class Decoder(nn.Module):
         They are [B, S or S/T, D] (S/T under sequence parallelism over T ranks).
         """
         for index, layer in enumerate(self.layers):
-            x = self.saved.run_layer(index, layer, x, context)
+            x = self.add_deepstack(self.saved.run_layer(index, layer, x, context), context, self.stage.first + index)
         return x
 
     def compute_token_loss(self, x: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
@@ -405,7 +422,11 @@ class Decoder(nn.Module):
             Hidden states for the next stage, of `pipeline_message_shape`; in the last stage the result of
             `compute_objective`.
         """
-        y = self.forward(self.embed_micro_batch(batch, context) if x is None else x, context)
+        if x is None:
+            images = self.encode_images(batch.images)
+            context = replace(context, images=images)
+            x = self.embed_micro_batch(replace(batch, images=images), context)
+        y = self.forward(x, context)
         return self.compute_objective(y, batch, context, tied_weight) if self.stage.heads else y
 
     def compute_logits(self, x: Tensor) -> Tensor:
