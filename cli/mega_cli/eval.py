@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mega_cli.model_options import Device, EvalPrecision, Model, PrecisionOption, TokenizerOption
+from mega_cli.model_options import Device, EvalPrecision, ExtensionOption, Model, PrecisionOption, TokenizerOption
 from mega_common.errors import CheckpointError, ConfigError
 from mega_common.progress_logging import logger
 
@@ -64,6 +64,7 @@ def eval_command(
     precision: PrecisionOption = EvalPrecision.FP32,
     device: Device = "auto",
     tokenizer: TokenizerOption = None,
+    extension: ExtensionOption = None,
     check_tokenizer: Annotated[
         bool, typer.Option(help="Require that the data set was made with the model's tokenizer.")
     ] = True,
@@ -141,7 +142,7 @@ def eval_command(
         from mega_eval.harness_tasks import HarnessTaskOptions
         from mega_eval.multi_rank_inference import ReplicaLayout
 
-        asked = TaskEvalOptions(model, tokenizer, precision, device, batch_size, seq_length, output)
+        asked = TaskEvalOptions(model, tokenizer, precision, device, batch_size, seq_length, output, extension or [])
         options = HarnessTaskOptions(include_path, num_fewshot, limit, apply_chat_template, log_samples, cache)
         evaluate_tasks(tasks.split(","), asked, options, ReplicaLayout(tp, ep, pp), nproc)
         return
@@ -156,6 +157,7 @@ def eval_command(
         dtype=PRECISIONS[precision],
         device=select_device(device),
         kinds=("decoder", "encoder", "encoder-decoder", "reward model"),
+        extensions=extension or [],
     )
     length = seq_length or min(loaded.config.max_position, LONGEST_DEFAULT)
     masked = loaded.config.encoder is not None or not loaded.config.causal

@@ -13,6 +13,7 @@ from mega_cli.model_options import (
     Device,
     DraftOption,
     EvalPrecision,
+    ExtensionOption,
     MinP,
     Model,
     PrecisionOption,
@@ -102,6 +103,7 @@ def generate_command(
     precision: PrecisionOption = EvalPrecision.FP32,
     device: Device = "auto",
     tokenizer: TokenizerOption = None,
+    extension: ExtensionOption = None,
     as_json: Annotated[
         bool, typer.Option("--json", help='Print a JSON line {"prompt", "text", "tokens", "finish"} per prompt.')
     ] = False,
@@ -131,7 +133,13 @@ def generate_command(
 
         check_grammar_file(rule, grammar)
     loaded = LanguageModel.load(
-        model, precision=precision, device=device, tokenizer=tokenizer, draft=draft, adapter=adapter
+        model,
+        precision=precision,
+        device=device,
+        tokenizer=tokenizer,
+        draft=draft,
+        adapter=adapter,
+        extensions=extension or [],
     )
     own = {name: value for name, value in loaded.settings.items() if name not in settings}
     if own:

@@ -17,6 +17,7 @@ from mega_cli.model_options import (
     Device,
     DraftOption,
     EvalPrecision,
+    ExtensionOption,
     MaxLength,
     Model,
     PrecisionOption,
@@ -113,6 +114,7 @@ def serve_command(
     precision: PrecisionOption = EvalPrecision.FP32,
     device: Device = "auto",
     tokenizer: TokenizerOption = None,
+    extension: ExtensionOption = None,
     chat_template: ChatTemplateOption = None,
 ) -> None:
     """Serve a model with OpenAI's API, and a web page for chats at /.
@@ -143,8 +145,9 @@ def serve_command(
     with join_model_ranks(sharing, sharing.ranks_per_copy, device, FOREVER) as ranks:
         listener = bind_server_socket(host, port, key) if ranks.rank == 0 else None
         found = load_served_model(
-            model, precision, device, tokenizer, max_length, cache_tokens, batch_size, sharing, ranks, adapters, draft
-        )
+            model, precision, device, tokenizer, max_length, cache_tokens, batch_size, sharing, ranks, adapters, draft,
+            extension or [],
+        )  # fmt: skip
         if listener is None:
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, signal.SIG_IGN)  # rank 0 stops the others after the running requests
@@ -179,8 +182,8 @@ def serve_command(
 
 @dataclass(frozen=True)
 class ServedModel:
-    """Loaded model for generation: its inference engine, tokenizer, end tokens and limits, and its text embedder or the
-    reason for having none.
+    """Loaded model for generation.
+    It has its inference engine, tokenizer, end tokens and limits, and its text embedder or the reason for having none.
     """
 
     engine: InferenceEngine
@@ -203,12 +206,14 @@ def load_served_model(
     ranks: RankInfo | None = None,
     adapters: Mapping[str, str] | None = None,
     draft: str | None = None,
+    extensions: Sequence[str] = (),
 ) -> ServedModel:
     """Load a model and tokenizer for generation, with an inference engine and, on a single rank, an embedder.
 
     Args:
         sharing, ranks: layout of the model and this process's rank; None for one process.
         adapters: folders of LoRA adapters by name.
+        extensions: extensions with the code of the model's own layers.
     """
     from mega_ckpt.source import read_model_config
     from mega_eval.drafters import make_drafter
@@ -223,8 +228,9 @@ def load_served_model(
         groups = build_replica_groups(read_model_config(model), ranks.rank, ranks.world_size, sharing)
     broadcasts = groups is not None and ranks is not None and ranks.rank == 0
     loaded = LanguageModel.load(
-        model, precision=precision, device=device, tokenizer=tokenizer, draft=draft, groups=groups, adapters=adapters
-    )
+        model, precision=precision, device=device, tokenizer=tokenizer, draft=draft, groups=groups, adapters=adapters,
+        extensions=extensions,
+    )  # fmt: skip
     config, vocabulary = loaded.model.config, loaded.tokenizer
     longest = max_length or min(config.max_position, LONGEST_DEFAULT)
     check_sequence_length(config, longest, f"--max-length {longest} tokens")

@@ -128,8 +128,8 @@ StrictYamlLoader.add_constructor("tag:yaml.org,2002:int", _construct_core_intege
 
 
 def parse_yaml_text(text: str, source: str, loader: type[BoundedYamlLoader] = StrictYamlLoader) -> Any:
-    """Return the value of the YAML document `text`, read by the core schema of YAML 1.2 unless another `loader` is
-    given; error messages name `source`.
+    """Return the value of a YAML document, read by the core schema of YAML 1.2 by default.
+    The document is `text`; another schema is read by another `loader`. Error messages name `source`.
 
     Raises:
         ConfigError: if it is not YAML, repeats a key or exceeds a limit; the message begins with `source`.
@@ -157,8 +157,8 @@ def _explain_yaml_error(error: yaml.YAMLError) -> str:
 
 
 def check_yaml_limits(path: Path) -> None:
-    """Check that a YAML file, which another library loads with its own tags, stays within the limits of
-    `BoundedYamlLoader`.
+    """Check that a YAML file, which another library loads with its own tags, is not too large to parse.
+    The limits are those in `BoundedYamlLoader`.
 
     Raises:
         ConfigError: if it cannot be read, is not YAML or exceeds a limit.
@@ -174,8 +174,8 @@ def check_yaml_limits(path: Path) -> None:
 
 
 def read_file_start(path: Path, length: int = -1) -> bytes:
-    """Return the first `length` bytes of a file, by default the whole file; a FIFO without a writer reads as empty
-    instead of blocking.
+    """Return the first `length` bytes of a file, by default the whole file.
+    A FIFO without a writer reads as empty instead of blocking.
 
     Raises:
         OSError: if it is missing or not a file.
@@ -187,8 +187,8 @@ def read_file_start(path: Path, length: int = -1) -> bytes:
 
 
 def explain_read_error(error: Exception) -> str:
-    """Return the reason why reading a file raised `error`, as text for a user without the file name and the error
-    number.
+    """Return the reason why reading a file raised `error`, as text for a user.
+    The text has neither the file name nor the error number.
     """
     if isinstance(error, IsADirectoryError):
         return "it is a folder, and a file is required"

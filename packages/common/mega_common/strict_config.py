@@ -22,8 +22,8 @@ from mega_common.errors import ConfigError
 
 @dataclass(frozen=True)
 class ConfigProblem:
-    """One problem of a configuration: the key's path (`model.num_layers`), its value, the violated rule and a hint for
-    a fix.
+    """One problem of a configuration.
+    It has the key's path (`model.num_layers`), its value, the violated rule and a hint for a fix.
     """
 
     path: str
@@ -70,12 +70,13 @@ class StrictConfig(BaseModel):
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any], *, source: str = "configuration") -> Self:
-        """Validate `raw` and build the configuration.
+        """Validate a raw mapping and build the configuration of this class.
+        The mapping is `raw`.
 
         Raises:
             ConfigError: with every problem, one per line.
         """
-        problems = list(_find_all_problems(cls, raw))
+        problems = list(find_config_problems(cls, raw))
         if problems:
             raise_config_error(problems, source)
         return cls.model_validate(raw)
@@ -87,7 +88,7 @@ def raise_config_error(problems: Sequence[ConfigProblem], source: str) -> None:
     raise ConfigError(f"{source}: {count}\n" + "\n".join(f"  {problem}" for problem in problems))
 
 
-def _find_all_problems(cls: type[StrictConfig], raw: Mapping[str, Any]) -> Iterator[ConfigProblem]:
+def find_config_problems(cls: type[StrictConfig], raw: Mapping[str, Any]) -> Iterator[ConfigProblem]:
     """Yield field errors of the whole tree, then violated rules of its valid parts.
 
     If only unknown keys are wrong, the rules are those of the whole tree.
@@ -172,14 +173,14 @@ def _field_problem(cls: type[StrictConfig], raw: Mapping[str, Any], detail: Mapp
         return ConfigProblem(path, "unknown key", hint=hint)
     rule, hint = describe_pydantic_rule(str(detail["msg"])), ""
     if detail["type"] == "literal_error" and isinstance(value, str):
-        near = _find_near_option(value, re.findall(r"'([^']*)'", rule))
-        hint = f"did you mean {near!r}?" if near else ""
+        meant = _find_near_option(value, re.findall(r"'([^']*)'", rule))
+        hint = f"did you mean {meant!r}?" if meant else ""
     return ConfigProblem(path, rule, value if not isinstance(value, Mapping) else None, hint)
 
 
 def _find_near_option(value: str, options: Sequence[str]) -> str | None:
-    """Return the option that a user most likely meant by an unknown `value`: the one of the same meaning, or a similar
-    spelling. Short values must be almost equal: 'ppo' is not a misspelled 'ipo'.
+    """Return the option that a user most likely meant by an unknown value, or None.
+    It has the same meaning or a similar spelling; short ones must be almost equal: 'ppo' is not a misspelled 'ipo'.
     """
     meant = _SYNONYMS.get(value.lower())
     if meant in options:
@@ -244,8 +245,8 @@ def load_yaml_mapping(path: Path) -> dict[str, Any]:
 
 
 def apply_overrides(raw: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
-    """Return a copy of the configuration `raw` with each override `a.b=value` applied; values are parsed as YAML, and
-    missing sections are created.
+    """Return a copy of the configuration `raw` with each override `a.b=value` applied.
+    Values are parsed as YAML, and missing sections are created.
 
     A number in the path is an index into a list: `data.train.0.weight=0.5`.
 
@@ -305,6 +306,7 @@ def build_json_schema(cls: type[StrictConfig]) -> dict[str, Any]:
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **cls.model_json_schema(by_alias=True)}
 
 
+ExtensionName = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_.-]*$")]  # of an entry that an extension adds
 LayerCount = Annotated[int, Field(gt=0, le=10_000)]
 ExpertCount = Annotated[int, Field(gt=0, le=100_000)]
 RankCount = Annotated[int, Field(gt=0, le=1_000_000)]

@@ -78,6 +78,7 @@ class LanguageModel:
         groups: ParallelGroups | None = None,
         adapter: str | Location | None = None,
         adapters: Mapping[str, str] | None = None,
+        extensions: Sequence[str] = (),
     ) -> LanguageModel:
         """Load a model for inference from a checkpoint or a folder of another format.
         The source is a mega checkpoint, the latest checkpoint of a run folder, a HuggingFace folder or a GGUF file.
@@ -92,6 +93,7 @@ class LanguageModel:
             groups: process groups of the ranks that share the model, all of which load it.
             adapter: LoRA adapter, of a run or a PEFT folder, to merge into the weights.
             adapters: folders of LoRA adapters by name, kept separate from the weights; each request may select one.
+            extensions: extensions with the code of the model's own layers, or with the family of the folder.
 
         Raises:
             CheckpointError: when there is no complete model, or no tokenizer.
@@ -107,25 +109,20 @@ class LanguageModel:
                 hint="use draft = ngrams",
             )
         dtype, where = PRECISIONS[precision], select_device(device)
-        own_tokenizer = Tokenizer(tokenizer) if tokenizer else load_tokenizer(path, adapter)
+        own_tokenizer = Tokenizer(tokenizer) if tokenizer else load_tokenizer(path, adapter, extensions)
         named: dict[str | None, DraftSource | None] = {None: None, "ngrams": "ngrams", "mtp": "mtp", "none": "none"}
         source = named[draft] if draft in named else load_inference_model(str(draft), dtype=dtype, device=where)
         lora_adapters = LoraAdapterSet.open_adapters(path, adapters) if adapters else None
         kinds: tuple[ModelKind, ...] = ("decoder", "encoder-decoder")
         model = load_inference_model(
-            path,
-            dtype=dtype,
-            device=where,
-            groups=groups,
-            kinds=kinds,
-            adapter=adapter,
-            lora_adapters=lora_adapters,
-            mtp=draft == "mtp",
-        )
+            path, dtype=dtype, device=where, groups=groups, kinds=kinds, adapter=adapter, lora_adapters=lora_adapters,
+            mtp=draft == "mtp", extensions=extensions,
+        )  # fmt: skip
         selection = None if lora_adapters is None else lora_adapters.pool.selection
         if groups is None or groups.tp.rank == groups.pp.rank == 0:
-            warn_unsupported_settings(path)
-        ends, settings = find_end_tokens(path, own_tokenizer), load_sampling_settings(path)
+            warn_unsupported_settings(path, extensions)
+        ends = find_end_tokens(path, own_tokenizer, extensions)
+        settings = load_sampling_settings(path, extensions)
         return cls(path, model, own_tokenizer, ends, settings, source, selection)
 
     def sampling(self, **settings: Any) -> Sampling:

@@ -63,8 +63,8 @@ SETTING_OF_OPTION = (
 
 
 class RawRecord(NamedTuple):
-    """First record of raw data: its form, such as `messages (OpenAI)` or `plain text`, and the dataset kind that reads
-    it, or None.
+    """First record of raw data.
+    It has its form, such as `messages (OpenAI)` or `plain text`, and the dataset kind that reads it, or None.
     """
 
     form: str
@@ -73,8 +73,8 @@ class RawRecord(NamedTuple):
 
 
 def resolve_source_prefix(source: DatasetSource, path: Path, config: DataConfig) -> Path:
-    """Return the local prefix of the token files of a configured data set: for raw data those in the cache, which are
-    made if needed; for a URL those of the local copy.
+    """Return the local prefix of the token files of a configured data set.
+    For raw data it is that of the files in the cache, which are made if needed; for a URL that of the local copy.
 
     Args:
         path: one of the paths that `source` names.
@@ -87,8 +87,8 @@ def resolve_source_prefix(source: DatasetSource, path: Path, config: DataConfig)
 
 
 def tokenize_raw_data(config: DataConfig) -> None:
-    """Tokenize the raw data of a run that is not in the cache yet, with progress; raises DataError as
-    `resolve_source_prefix`.
+    """Tokenize the raw data of a run that is not in the cache yet, with progress.
+    Raises DataError as `resolve_source_prefix` does.
     """
     for source in config.raw_sources:
         tokenize_raw_source(source, config)

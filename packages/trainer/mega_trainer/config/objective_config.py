@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from math import lcm
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt
 
 from mega_common.model_config import ModelConfig
-from mega_common.strict_config import ConfigProblem, StrictConfig
+from mega_common.strict_config import ConfigProblem, ExtensionName, StrictConfig
 from mega_data.data_config import DataConfig
 from mega_trainer.config.batch_size import BatchConfig
 from mega_trainer.config.sections import TrainConfig
@@ -17,6 +17,7 @@ from mega_trainer.config.sections import TrainConfig
 PolicyVariant = Literal["grpo", "dr_grpo", "dapo", "gspo", "rloo"]
 LossNormalization = Literal["sequence", "token", "constant", "sum"]
 
+ObjectiveKind = Literal["cross_entropy", "dpo", "ipo", "kto", "simpo", "reward", "distill", "grpo"]
 REFERENCE = ("reference", "reference_model", "ask_only")
 # Settings that each kind uses.
 USED: dict[str, tuple[str, ...]] = {
@@ -49,13 +50,15 @@ class ObjectiveConfig(StrictConfig):
     reinforcement learning on sampled answers.
     """
 
-    kind: Literal["cross_entropy", "dpo", "ipo", "kto", "simpo", "reward", "distill", "grpo"] = Field(
+    kind: ObjectiveKind | ExtensionName = Field(
         "cross_entropy",
         description="cross_entropy: of the next tokens; on preference pairs (data.kind: pairs): dpo (arXiv:2305.18290), ipo "
         "(arXiv:2310.12036, of means over tokens), kto (arXiv:2402.01306), simpo (arXiv:2405.14734); and, for model.score: true, "
         "reward (Bradley and Terry 1952, arXiv:2203.02155); distill: the divergence from a teacher's next tokens "
-        "(arXiv:1503.02531); grpo: policy gradient on groups of sampled answers (data.kind: prompts)",
+        "(arXiv:1503.02531); grpo: policy gradient on groups of sampled answers (data.kind: prompts); or an objective of an "
+        "extension",
     )
+    options: dict[str, Any] = Field({}, description="settings of an extension's objective")
     beta: float | None = Field(
         None, gt=0, description="strength of the penalty for leaving the reference; default: 0.1, for simpo 2"
     )
@@ -160,12 +163,12 @@ class ObjectiveConfig(StrictConfig):
     @property
     def is_pairwise(self) -> bool:
         """True if the objective compares the chosen and the rejected answer of preference pairs."""
-        return self.kind not in ("cross_entropy", "distill", "grpo")
+        return self.kind in USED and self.kind not in ("cross_entropy", "distill", "grpo")
 
     @property
     def needs_reference(self) -> bool:
         """True if the objective compares the trained model with a frozen reference model."""
-        return "reference" in USED[self.kind] or self.kl > 0
+        return "reference" in USED.get(self.kind, ()) or self.kl > 0
 
     @property
     def effective_beta(self) -> float:
@@ -176,7 +179,7 @@ class ObjectiveConfig(StrictConfig):
         """Yield settings of run.yaml's `objective` section that its kind of objective does not use."""
         for name, field in type(self).model_fields.items():
             value = getattr(self, name)
-            if name != "kind" and name not in USED[self.kind] and value != field.default:
+            if name not in ("kind", "options", *USED.get(self.kind, ())) and value != field.default:
                 readers = " and ".join(kind for kind, used in USED.items() if name in used)
                 rule = f"has no effect with objective.kind = {self.kind} (used by {readers})"
                 yield ConfigProblem(name, rule, value, f"remove objective.{name}")
@@ -294,7 +297,7 @@ class ObjectiveConfig(StrictConfig):
     def _rollback_problems(self, train: TrainConfig) -> Iterator[ConfigProblem]:
         """Yield caches of a run's samples under a policy that replaces samples."""
         policies = [key for key in ("on_nan", "on_spike") if getattr(train, key) == "rollback"]
-        used = {"reference": "reference" in USED[self.kind], "teacher_logits": self.kind == "distill"}
+        used = {"reference": "reference" in USED.get(self.kind, ()), "teacher_logits": self.kind == "distill"}
         for key in (key for key in used if policies and used[key] and getattr(self, key) == "cached"):
             rule = f"is not supported with train.{policies[0]} = rollback, which reads samples outside of the cache"
             skip = " and ".join(f"train.{policy}=skip" for policy in policies)

@@ -157,6 +157,10 @@ class ParallelRules:
             )
         if cp == 1:
             return
+        for name, block in model.mixers.items():
+            if block.declares is not None and not block.declares.context_parallel:
+                rule = f"requires mixers that exchange tokens between context ranks; {name} declares none"
+                yield ConfigProblem("parallel.cp", rule, cp, "set parallel.cp=1, or context_parallel in its traits")
         fits = not can_split_model(model, tp) or can_split_heads(model, tp, cp)
         if model.attention_dropout and parallel.cp_kind != "alltoall":
             rule = f"is not supported with attention dropout (model.attention_dropout = {model.attention_dropout:g})"

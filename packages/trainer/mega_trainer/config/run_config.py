@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,6 +27,7 @@ from mega_common.strict_config import (
 from mega_data.data_config import DataConfig, list_raw_paths
 from mega_trainer.config.architecture_rules import find_architecture_problems
 from mega_trainer.config.batch_size import BatchConfig
+from mega_trainer.config.extensions import ExtensionRegistry, declare_blocks, find_name_problems, load_extensions
 from mega_trainer.config.fp8_config import Fp8Config, find_fp8_problems
 from mega_trainer.config.lr_schedule import LearningRateCurve, LRSchedule
 from mega_trainer.config.objective_config import ObjectiveConfig
@@ -53,6 +55,9 @@ UNFINISHED = re.compile(r"\$[A-Za-z_{(\d]|<[^<>]+>")
 class RunConfig(StrictConfig):
     """Complete configuration of a training run: the content of run.yaml."""
 
+    extensions: list[str] = Field(
+        [], description="extensions to load: files and folders of Python code, installed extensions, or modules"
+    )
     model: ModelConfig
     data: DataConfig
     lora: LoraConfig | None = Field(
@@ -86,6 +91,9 @@ class RunConfig(StrictConfig):
     eval: InTrainingEvalConfig = InTrainingEvalConfig()
     fault: CorruptionCheckConfig = CorruptionCheckConfig()
     log: TrackingConfig = TrackingConfig()
+    callbacks: dict[str, dict[str, Any]] = Field(
+        {}, description="callbacks of extensions that are called after each step, by name, with the settings of each"
+    )
     profile: ProfileConfig | None = None
     debug: DebugConfig = DebugConfig()
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -96,6 +104,21 @@ class RunConfig(StrictConfig):
     )
     timeout_seconds: float = Field(600, gt=0, description="longest time that a rank may keep the others waiting")
     output: str = "runs/default"
+
+    @property
+    def registry(self) -> ExtensionRegistry:
+        """All that the extensions of this run add to mega; their modules are imported once in a process."""
+        return load_extensions(self.extensions)
+
+    @property
+    def added_data_kinds(self) -> dict[str, Callable[..., Any]]:
+        """Builders of the samples of the extensions' kinds of data that the run has, by name, with their options bound."""
+        entries, options = self.registry.entries("data_kinds"), self.data.options
+        return {
+            name: partial(entry.build, options=entry.options.parse(options))
+            for name, entry in entries.items()
+            if name in self.data.dataset_kinds
+        }
 
     @property
     def checkpoint_root(self) -> Location:
@@ -144,7 +167,11 @@ class RunConfig(StrictConfig):
 
     def build_lr_curve(self) -> LearningRateCurve:
         """Return the run's learning rate as a function of consumed samples."""
-        return self.lr_schedule.make_curve(lr=self.optimizer.lr, steps=self.train.steps, batch=self.batch)
+        curve = self.lr_schedule.make_curve(lr=self.optimizer.lr, steps=self.train.steps, batch=self.batch)
+        added = self.registry.entries("schedules").get(self.lr_schedule.name)
+        if added is None:
+            return curve
+        return replace(curve, share=partial(added.share, options=added.options.parse(self.lr_schedule.options)))
 
     def build_decoupled_lr_curve(self) -> LearningRateCurve | None:
         """Return the separate learning-rate curve of the input embedding and the output layer, or None.
@@ -230,6 +257,7 @@ class RunConfig(StrictConfig):
         The rules of a section get only the settings that they read.
         """
         model, data, parallel, lora, train = self.model, self.data, self.parallel, self.lora, self.train
+        yield from self._extension_problems()
         yield from find_architecture_problems(
             model, data, parallel, precision=self.precision, tasks=self.eval.tasks, lora=lora
         )
@@ -256,6 +284,20 @@ class RunConfig(StrictConfig):
             hint = f"set output=runs/NAME and checkpoint.path={self.output}"
             yield ConfigProblem("output", rule, self.output, hint)
         yield from find_placeholder_problems(self.model_dump(mode="json", by_alias=True))
+
+    def _extension_problems(self) -> Iterator[ConfigProblem]:
+        """Yield settings that name an entry of no loaded extension, and options that the entry does not accept."""
+        objective, optimizer, schedule, data = self.objective, self.optimizer, self.lr_schedule, self.data
+        find = partial(find_name_problems, self.registry)
+        yield from find("objectives", "objective.kind", objective.kind, objective.options, "objective.options")
+        yield from find("optimizers", "optimizer.name", optimizer.name, optimizer.options, "optimizer.options")
+        yield from find("schedules", "lr_schedule.name", schedule.name, schedule.options, "lr_schedule.options")
+        added = data.dataset_kinds & self.registry.entries("data_kinds").keys()
+        for kind in sorted(data.dataset_kinds):
+            options = data.options if kind in added or not added else {}
+            yield from find("data_kinds", "data.kind", kind, options, "data.options")
+        for name, options in self.callbacks.items():
+            yield from find("callbacks", "callbacks", name, options, f"callbacks.{name}")
 
     @property
     def parallel_rules(self) -> ParallelRules:
@@ -331,6 +373,8 @@ def resolve_run_config(raw: Mapping[str, Any], *, base: Path = Path(), warn_unre
         ConfigError: for an unknown preset, or a path that holds no model.
     """
     out = dict(raw)
+    named = raw.get("extensions")
+    registry = load_extensions(map(str, named) if isinstance(named, list) else ())
     model = dict(raw["model"]) if isinstance(raw.get("model"), Mapping) else {}
     model = {key: value for key, value in model.items() if value is not None or key not in ("preset", "from")}
     if "preset" in model and "from" in model:
@@ -346,10 +390,12 @@ def resolve_run_config(raw: Mapping[str, Any], *, base: Path = Path(), warn_unre
         given, implementation = str(model.pop("from")), pop_implementation(model)
         found = parse_location(given)
         where = base / found if isinstance(found, Path) else found
-        there = read_model_config(where, warn=warn_unread, implementation=implementation)
+        there = read_model_config(where, warn=warn_unread, implementation=implementation, families=registry.families)
         out["model"] = there.model_dump(mode="json", exclude_unset=True) | model
         if not given.endswith(".json"):
             out.setdefault("init_from", given)
+    if isinstance(out.get("model"), Mapping):
+        out["model"] = declare_blocks(out["model"], registry)
     if isinstance(raw.get("recompute"), str):
         out["recompute"] = {"kind": raw["recompute"]}
     if isinstance(out.get("model"), Mapping) and out["model"].get("encoder") and isinstance(out.get("data"), Mapping):

@@ -74,7 +74,7 @@ def open_initial_weights(
     if config.model.transformers is not None:
         source = open_weight_source(path, implementation="transformers")
         return source, source
-    source = open_weight_source(path)
+    source = open_weight_source(path, families=config.registry.families)
     return source, extend_vocabulary(config, source, tokenizer)
 
 

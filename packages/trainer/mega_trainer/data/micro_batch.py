@@ -22,6 +22,7 @@ from mega_trainer.parallel.context_parallel import rank_token_indices
 from mega_trainer.parallel.expert_routing import RoutingReplay
 
 LabelWeighting = Callable[[Tensor], Tensor]
+TokenLossFunction = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,7 @@ class HeadTargets:
     weights: Tensor
     weight_fn: LabelWeighting | None = None
     soft_labels: TeacherSoftLabels | None = None
+    token_loss: TokenLossFunction | None = None
 
 
 @dataclass(frozen=True)
@@ -170,6 +172,8 @@ class MicroBatch:
         weight_fn: returns, for the labels' log-probabilities [B, S], the weights of their losses, in place of `weights`: with
             these the gradient of the weighted losses equals that of another function of the log-probabilities.
         soft_labels: of a teacher, in place of labels.
+        token_loss: loss of each token from the log-probability of its label and the log-sum-exp of its logits, in place of
+            the cross entropy.
         routes: expert ids of rollout routing replay (R3), given or to record.
         images: of a vision-language model, possibly none.
         source: encoder input of an encoder-decoder; the other fields are of the decoder.
@@ -189,6 +193,7 @@ class MicroBatch:
     token_indices: Tensor | None = None
     weight_fn: LabelWeighting | None = None
     soft_labels: TeacherSoftLabels | None = None
+    token_loss: TokenLossFunction | None = None
     routes: RoutingReplay | None = None
     images: BatchImages | None = None
     source: EncoderBatch | None = None
@@ -199,7 +204,7 @@ class MicroBatch:
     @property
     def head_targets(self) -> HeadTargets:
         """Labels and loss weights of this micro-batch for the output head."""
-        return HeadTargets(self.labels, self.weights, self.weight_fn, self.soft_labels)
+        return HeadTargets(self.labels, self.weights, self.weight_fn, self.soft_labels, self.token_loss)
 
     def select_tokens(self, indices: Tensor) -> MicroBatch:
         """Return the micro-batch with only the tokens at `indices` into the whole samples."""

@@ -20,7 +20,7 @@ from mega_trainer.doctor.environment_checks import check_environment, detect_mac
 from mega_trainer.doctor.training_checks import SMALL_MODEL, write_tokens
 from mega_trainer.doctor.worker import COMMAND, ExaminationPlan
 
-ALONE = ("kernels", "speed", "reference")  # parts of one process
+ALONE = ("kernels", "speed")  # parts of one process
 TOGETHER = ("collectives", "checkpoint", "parity", "plan")  # parts of all ranks
 POLL_SECONDS, KILL_SECONDS = 0.2, 5.0
 SEQUENCE = 4096  # tokens of the longest sequence that a part trains on

@@ -87,7 +87,7 @@ def iterate_kernel_checks() -> Iterator[KernelCheck]:
         yield KernelCheck(f"linear te, {recipe or 'bf16'}", bound, partial(measure_te_linear, recipe))
     for counts in COUNTS:
         words = "+".join(map(str, counts))
-        yield KernelCheck(f"grouped GEMM, {words} rows", BF16_BOUND, partial(measure_grouped_gemm, counts))
+        yield KernelCheck(f"grouped GEMM, {words} rows", BF16_BOUND, partial(measure_grouped_gemm_error, counts))
     for add in (False, True):
         words = "added to" if add else "written into"
         yield KernelCheck(f"weight gradients {words} fp32", FP32_BOUND, partial(measure_gradients_into, add))
@@ -186,7 +186,7 @@ def measure_te_linear(recipe: Recipe | None, device: torch.device) -> float:
     return largest_error(relative_error(mine, theirs) for mine, theirs in pairs)
 
 
-def measure_grouped_gemm(counts: list[int], device: torch.device) -> float:
+def measure_grouped_gemm_error(counts: list[int], device: torch.device) -> float:
     """Return the error of a grouped GEMM in bf16, forward and weight gradient, against one GEMM per group in fp32."""
     generator = torch.Generator(device).manual_seed(0)
     shapes = [(sum(counts), 32), (sum(counts), 48), (len(counts), 48, 32)]

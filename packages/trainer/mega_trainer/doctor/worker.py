@@ -31,7 +31,7 @@ from mega_trainer.doctor.check_result import CheckResult, judge_bound
 from mega_trainer.doctor.collective_checks import measure_collectives
 from mega_trainer.doctor.kernel_checks import iterate_kernel_checks
 from mega_trainer.doctor.speed_checks import measure_speeds
-from mega_trainer.doctor.training_checks import check_checkpoints, check_parity, check_plan, write_reference
+from mega_trainer.doctor.training_checks import check_checkpoints, check_parity, check_plan
 from mega_trainer.launch.local_ranks import join_process_group, rank_from_environment, run_local_ranks
 from mega_trainer.plan.machine import load_machine
 
@@ -98,14 +98,12 @@ def run_part(part: str, folder: Path, plan: ExaminationPlan, ranks: RankInfo) ->
             yield from (check.run_check(place) for check in iterate_kernel_checks())
         case "speed":
             yield from measure_speeds(place, table)
-        case "reference":
-            write_reference(folder, place.type, plan.ranks)
         case "collectives":
             yield from measure_collectives(place, table)
         case "plan":
             yield from check_plan(folder, place.type, ranks, table)
         case "parity":
-            yield from check_parity(folder, place.type, ranks)
+            yield from check_parity(place, ranks)
         case "checkpoint":
             yield from check_checkpoints(folder, place.type, ranks)
         case _:

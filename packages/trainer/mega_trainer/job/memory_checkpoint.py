@@ -141,7 +141,7 @@ class MemoryCopyFolder:
         return copied
 
     def map_copy_file(self, rank: int, slot: int, size: int | None = None) -> Tensor:
-        """Map the file of a rank's memory copy as a uint8 tensor.
+        """Memory-map the file of a rank's in-memory checkpoint copy as a uint8 tensor.
         The file belongs to `rank` and `slot`: a new file of `size` bytes, or without a size the existing one.
 
         Raises:

@@ -101,7 +101,9 @@ def diff_run_settings(saved: Mapping[str, Any], config: RunConfig) -> tuple[list
 
 
 def _parse_saved(saved: Mapping[str, Any], config: RunConfig) -> RunConfig:
-    return RunConfig.model_validate({**config.model_dump(mode="json", by_alias=True), **saved})
+    own = config.model_dump(mode="json", by_alias=True)
+    # a saved list of extensions is never loaded
+    return RunConfig.model_validate({**own, **saved, "extensions": config.extensions})
 
 
 def _lr_change_lines(saved: Mapping[str, Any], consumed: int, config: RunConfig, where: str) -> Iterator[str]:

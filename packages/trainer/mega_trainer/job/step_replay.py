@@ -17,6 +17,7 @@ from mega_ckpt.store import Checkpoint, Location
 from mega_common.atomic_files import write_json_atomically
 from mega_common.errors import CheckpointError, ConfigError
 from mega_common.strict_config import apply_overrides
+from mega_trainer.config.extensions import is_extension_path
 from mega_trainer.config.run_config import RunConfig, flatten_settings
 from mega_trainer.job.environment import describe_environment
 
@@ -94,7 +95,10 @@ def make_reproduction_run(checkpoint: Location, overrides: list[str]) -> RunConf
     saved = Checkpoint.open_folder(checkpoint)
     if "settings" not in saved.trainer_state:
         raise CheckpointError(f"{checkpoint} holds weights without settings, and cannot be replayed")
-    raw = apply_overrides(saved.trainer_state["settings"], overrides)
+    settings = saved.trainer_state["settings"]
+    installed = [name for name in settings.get("extensions", ()) if not is_extension_path(name)]
+    # a file is loaded only if an override names it
+    raw = apply_overrides({**settings, "extensions": installed}, overrides)
     config = RunConfig.parse(raw, source=str(checkpoint))
     if saved.step >= config.train.steps:
         raise CheckpointError(

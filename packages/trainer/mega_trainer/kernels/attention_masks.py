@@ -26,7 +26,7 @@ class BandMask:
     right: int | None = None
 
     def visible_keys(self, rows: range, queries: int, keys: int) -> range:
-        """Return the range of keys that any query in a range of queries attends to.
+        """Return the range of keys that at least one query of a range of queries attends to.
         `rows` is the range, among `queries` queries that end at the last of `keys` keys.
         """
         ahead = keys - queries

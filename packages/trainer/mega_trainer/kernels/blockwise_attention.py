@@ -118,8 +118,8 @@ def attend_block_backward(
     how: ScoreTransform,
     d_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v from one block of keys, and add the bias's gradient to `d_bias`; see
-    `Kernels.attend_block_backward`.
+    """Return the gradients of q, k and v from one block of keys in block-by-block attention.
+    See `Kernels.attend_block_backward`.
 
     The gradient of the bias values is added to `d_bias` [H, n], in at least fp32.
     """

@@ -255,8 +255,8 @@ class Fp8Kernels(TorchKernels):
         return self._grouped(x, weight.plain if isinstance(weight, QuantizedPair) else weight, rows)
 
     def grouped_dgrad(self, dy: Tensor, weight: GemmOperand, rows: GroupedRows) -> Tensor:
-        """Return the input gradient of `grouped_linear`, see `Kernels.grouped_dgrad`; dY is in e4m3, the one format of
-        torch's grouped GEMM.
+        """Return the input gradient of a grouped GEMM, with dY in e4m3.
+        This is the one format of torch's grouped GEMM. See `Kernels.grouped_dgrad`.
         """
         return self._grouped(dy, weight.turned if isinstance(weight, QuantizedPair) else weight.mT, rows)
 

@@ -88,8 +88,8 @@ class _GatedActivation(Function):
 def gated_activation(
     gate_up: Tensor, weights: Tensor | None, activation: str, limit: float | None, leaves: LeafCompiler
 ) -> Tensor:
-    """Apply a gated activation, differentiable, with forward and backward as one kernel each if `leaves` compiles; see
-    `Kernels.gated_activation`.
+    """Apply a gated activation, differentiable, with forward and backward as one kernel each if possible.
+    They are one kernel if `leaves` compiles; see `Kernels.gated_activation`.
     """
     y: Tensor = apply_autograd_function(_GatedActivation, gate_up, weights, activation, limit, leaves)
     return y

@@ -219,10 +219,17 @@ class Kernels(Protocol):
         """
 
     def short_convolution(
-        self, x: Tensor, before: Tensor | None, weight: Tensor, bias: Tensor | None, preceding_tokens: Tensor | None
+        self,
+        x: Tensor,
+        before: Tensor | None,
+        weight: Tensor,
+        bias: Tensor | None,
+        preceding_tokens: Tensor | None,
+        *,
+        silu: bool = True,
     ) -> Tensor:
-        """Return the causal depthwise convolution with k taps and SiLU of each channel at each token.
-        It is silu(b + sum_j w[j] x[t - k + 1 + j]) at token t.
+        """Return the causal depthwise convolution with k taps of each channel at each token, and its SiLU if `silu`.
+        The convolution is b + sum_j w[j] x[t - k + 1 + j] at token t.
 
         x [B, S, c], weight [c, k], bias [c] -> [B, S, c]. `before` are the k - 1 tokens before x [B, k - 1, c], zeros by
         default. `preceding_tokens` int64 [B, S] is the number of earlier tokens in each token's document; other tokens

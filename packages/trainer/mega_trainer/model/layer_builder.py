@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import nn
@@ -40,6 +40,7 @@ class LayerBuilder(ParameterBuilder):
         dispatcher: dispatcher of tokens to experts; None: `AllToAllDispatcher`.
         dispatch_bound: most rows of each rank's experts, as a multiple of an even load; None: unbounded.
         saved: policy of saved activations.
+        blocks: mixers and feed-forward blocks of extensions, by name.
     """
 
     leaves: LeafCompiler = field(default_factory=LeafCompiler)
@@ -49,6 +50,7 @@ class LayerBuilder(ParameterBuilder):
     dispatcher: ExpertDispatcher | None = None
     dispatch_bound: float | None = None
     saved: SavedActivations = field(default_factory=SavedActivations)
+    blocks: Mapping[str, LayerFactory] = field(default_factory=dict)
 
     @property
     def unsharded_linear(self) -> ParallelLinearFunction:
@@ -198,6 +200,9 @@ class LayerBuilder(ParameterBuilder):
     def build_token_embedding(self, weight: nn.Parameter) -> VocabParallelEmbedding:
         """Build the token embedding module that looks up rows of `weight`, split by vocabulary rows over tensor ranks."""
         return VocabParallelEmbedding(weight, self.groups.tp, sp=self.sp)
+
+
+LayerFactory = Callable[[LayerBuilder, int], nn.Module]
 
 
 def _suffixed(blocks: Sequence[SplitHeads], suffix: str) -> list[SplitHeads]:

@@ -17,7 +17,12 @@ from mega_trainer.data.micro_batch import HeadTargets, SegmentOrderTargets
 from mega_trainer.distributed.comm import all_gather
 from mega_trainer.kernels.fused_elementwise import upcast_to_fp32
 from mega_trainer.model.layer_builder import LayerBuilder
-from mega_trainer.model.vocab_parallel_loss import TeacherTargets, fused_linear_cross_entropy
+from mega_trainer.model.vocab_parallel_loss import (
+    LossTargets,
+    TeacherTargets,
+    TokenLossTargets,
+    fused_linear_cross_entropy,
+)
 from mega_trainer.parallel.tensor_parallel import gather_sequence
 
 
@@ -138,9 +143,12 @@ class OutputHead(nn.Module):
         shape, cap, weight_fn = targets.labels.shape, self.config.logit_softcap, targets.weight_fn
         flat_weight_fn = None if weight_fn is None else (lambda log_probs: weight_fn(log_probs.view(shape)).flatten())
         soft = targets.soft_labels
-        teacher = None if soft is None else TeacherTargets(soft, output.weight.shape[0], self.tp, cap)
+        rows = output.weight.shape[0]
+        other: LossTargets | None = None if soft is None else TeacherTargets(soft, rows, self.tp, cap)
+        if targets.token_loss is not None:
+            other = TokenLossTargets(targets.token_loss, targets.labels.flatten(), rows, self.tp, cap, self.leaves)
         total, losses = fused_linear_cross_entropy(
             self.prepare_hidden(hidden).flatten(0, 1), output.weight, targets.labels.flatten(), targets.weights.flatten(),
-            self.tp, self.config.vocab_size, cap, self.leaves, output.bias, flat_weight_fn, teacher,
+            self.tp, self.config.vocab_size, cap, self.leaves, output.bias, flat_weight_fn, other,
         )  # fmt: skip
         return total, losses.view(shape)

@@ -29,8 +29,8 @@ from mega_trainer.parallel.tensor_parallel import SplitHeads, concat_parameters
 
 
 class ShortConvolution(nn.Module):
-    """Depthwise causal convolution with k taps and SiLU, within documents.
-    It is silu(b + weighted sum over the last k tokens of each channel).
+    """Depthwise causal convolution with k taps, with or without SiLU, within documents.
+    It is b + weighted sum over the last k tokens of each channel.
 
     Args:
         build: builder of the model.
@@ -38,11 +38,21 @@ class ShortConvolution(nn.Module):
         blocks: channels in order, each block split by heads, or shared if it has fewer heads than there are ranks.
         taps: k.
         bias: add a bias.
+        silu: return the silu of the sum.
     """
 
-    def __init__(self, build: LayerBuilder, name: str, blocks: Sequence[SplitHeads], taps: int, *, bias: bool) -> None:
+    def __init__(
+        self,
+        build: LayerBuilder,
+        name: str,
+        blocks: Sequence[SplitHeads],
+        taps: int,
+        *,
+        bias: bool,
+        silu: bool = True,
+    ) -> None:
         super().__init__()
-        self.cp, self.kernels, self.taps = build.groups.cp, build.kernels, taps
+        self.cp, self.kernels, self.taps, self.silu = build.groups.cp, build.kernels, taps, silu
         uniform = UniformInit(-(taps**-0.5), taps**-0.5)
 
         def build_parameters(suffix: str, tail: tuple[int, ...]) -> nn.ParameterList:
@@ -74,7 +84,7 @@ class ShortConvolution(nn.Module):
         assert weight is not None
         preceding = context.attention_mask.count_preceding_tokens(ALONE)
         return self.kernels.short_convolution(
-            x, None, weight[channels], None if bias is None else bias[channels], preceding
+            x, None, weight[channels], None if bias is None else bias[channels], preceding, silu=self.silu
         )
 
     def convolve_step(self, x: Tensor, tail: Tensor) -> tuple[Tensor, Tensor]:
@@ -88,7 +98,8 @@ class ShortConvolution(nn.Module):
     def _convolve(self, x: Tensor, before: Tensor | None, preceding_tokens: Tensor | None) -> Tensor:
         weight = concat_parameters(self.weights)
         assert weight is not None
-        return self.kernels.short_convolution(x, before, weight, concat_parameters(self.biases), preceding_tokens)
+        biases = concat_parameters(self.biases)
+        return self.kernels.short_convolution(x, before, weight, biases, preceding_tokens, silu=self.silu)
 
 
 class RecurrenceRule(Protocol):

@@ -6,18 +6,21 @@ Mixers and feed-forwards are built from a `LayerBuilder` and the layer's number.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from typing import Literal
 
 from torch import Tensor, nn
 
+from mega_common.errors import ConfigError
 from mega_common.layer_kinds import FeedForwardKind, MixerKind
 from mega_trainer.model.attention import SelfAttention
 from mega_trainer.model.cross_attention import CrossAttention
 from mega_trainer.model.feed_forward import FeedForward
 from mega_trainer.model.forward_context import ForwardContext
+from mega_trainer.model.gated_convolution import GatedConvolution
 from mega_trainer.model.gated_delta_net import GatedDeltaNet
 from mega_trainer.model.latent_attention import MultiLatentAttention
-from mega_trainer.model.layer_builder import LayerBuilder
+from mega_trainer.model.layer_builder import LayerBuilder, LayerFactory
 from mega_trainer.model.mamba import MambaMixer
 from mega_trainer.model.mixture_of_experts import MixtureOfExperts
 from mega_trainer.model.norms import Norm
@@ -31,9 +34,28 @@ def _build_feed_forward(build: LayerBuilder, layer: int) -> nn.Module:
     return FeedForward(build, f"model.layers.{layer}.mlp", build.config.ffn_hidden_size)
 
 
-LayerFactory = Callable[[LayerBuilder, int], nn.Module]
-MIXERS: Mapping[MixerKind, LayerFactory] = {"attention": _build_attention, "mamba": MambaMixer, "delta": GatedDeltaNet}
+MIXERS: Mapping[MixerKind, LayerFactory] = {
+    "attention": _build_attention,
+    "mamba": MambaMixer,
+    "delta": GatedDeltaNet,
+    "conv": GatedConvolution,
+}
 FEEDS: Mapping[FeedForwardKind, LayerFactory] = {"mlp": _build_feed_forward, "moe": MixtureOfExperts}
+
+
+def find_layer_factory(build: LayerBuilder, kind: MixerKind | FeedForwardKind) -> LayerFactory:
+    """Return the constructor of a mixer or feed-forward block of mega or of an extension.
+
+    Raises:
+        ConfigError: if its extension is not loaded.
+    """
+    factories: dict[str, LayerFactory] = {**MIXERS, **FEEDS, **build.blocks}
+    if kind not in factories:
+        raise ConfigError(
+            f"the layer kind {kind} requires the code of its extension",
+            hint="name it in extensions of run.yaml, or with --extension",
+        )
+    return factories[kind]
 
 
 class ResidualBranch(nn.Module):
@@ -44,7 +66,8 @@ class ResidualBranch(nn.Module):
     def __init__(self, build: LayerBuilder, layer: int, name: str, kind: LayerFactory, before: str, after: str) -> None:
         super().__init__()
         self.layer, self.saved, self.name = layer, build.saved, name
-        self.feed = next((feed for feed in FEEDS if feed == name), None)
+        recomputed: tuple[Literal["mlp", "moe"], ...] = ("mlp", "moe")
+        self.feed = next((feed for feed in recomputed if feed == name), None)
         self.dropout, self.multiplier = build.config.residual_dropout, build.config.residual_multiplier
         self.before = build.build_residual_norm(f"model.layers.{layer}.{before}_layernorm") if before else None
         self.work = kind(build, layer)
@@ -92,11 +115,19 @@ class TransformerLayer(nn.Module):
         if mixer:
             first = "input" if before and (layer > 0 or config.first_norm) else ""
             self.mixer = ResidualBranch(
-                build, layer, "attention", MIXERS[mixer], first, "post_attention" if after else ""
+                build,
+                layer,
+                "attention",
+                find_layer_factory(build, mixer),
+                first,
+                "post_attention" if after else "",
             )
         if feed:
             second = ("pre_feedforward" if after else "post_attention") if before and not config.shared_norm else ""
-            self.feed = ResidualBranch(build, layer, feed, FEEDS[feed], second, "post_feedforward" if after else "")
+            name = feed if feed in FEEDS else "mlp"  # an extension's block is recomputed as the one it replaces
+            self.feed = ResidualBranch(
+                build, layer, name, find_layer_factory(build, feed), second, "post_feedforward" if after else ""
+            )
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
         """Return the residual stream [B, S or S/T, D] (S/T under sequence parallelism over T ranks) after this layer."""

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from mega_trainer.data.micro_batch import TeacherSoftLabels
+from mega_trainer.data.micro_batch import TeacherSoftLabels, TokenLossFunction
 from mega_trainer.distributed.comm import CommGroup, all_gather, all_reduce
 from mega_trainer.kernels import gemm_accumulation
 from mega_trainer.kernels.fused_elementwise import upcast_to_fp32
@@ -294,6 +294,55 @@ def combine_logsumexp_over_ranks(lse: Tensor, label: Tensor, group: CommGroup) -
     sums = torch.stack([(lse - top).exp_(), label])
     all_reduce(sums, group)
     return sums[0].log() + top, sums[1]
+
+
+class TokenLossTargets(LabelTargets):
+    """Targets of a loss f(log p, log Z) of each token; implements `LossTargets`.
+    p is the probability of its label, and Z the sum of the exponentials of its logits.
+
+    The gradient in the logits is (df/dlog Z - df/dlog p) softmax + df/dlog p at the label.
+    """
+
+    def __init__(
+        self,
+        function: TokenLossFunction,
+        labels: Tensor,
+        rows: int,
+        group: CommGroup,
+        softcap: float | None,
+        leaves: LeafCompiler,
+    ) -> None:
+        super().__init__(labels, rows, group, softcap, leaves)
+        self.function = function
+
+    def compute_losses(self, logits: Tensor, part: slice) -> tuple[SavedTensors, Tensor]:
+        """Return the tensors that `logits_to_gradient` needs, and the losses [n] of some tokens.
+        The tokens are those in the slice `part`, with logits [n, R] over this rank's vocabulary rows.
+        """
+        saved, cross_entropy = super().compute_losses(logits, part)
+        with torch.enable_grad():
+            log_probs, log_normalizers = (value.detach().requires_grad_() for value in (-cross_entropy, saved[0]))
+            losses = self.function(log_probs, log_normalizers)
+            gradients = torch.autograd.grad(
+                losses.sum(), (log_probs, log_normalizers), allow_unused=True, materialize_grads=True
+            )
+        return (*saved, *gradients), losses.detach()
+
+    def logits_to_gradient(self, logits: Tensor, saved: SavedTensors, weights: Tensor, part: slice) -> None:
+        """Overwrite the logits [n, R] of some tokens with the gradient of their losses.
+        The tokens are those in the slice `part`; their losses are weighted by `weights` [n].
+        """
+        *saved_softmax, d_label, d_normalizer = saved
+        is_local, target, weights = self.is_local[part], self.target[part], weights.to(d_label.dtype)
+        at_label = (d_label * weights * is_local)[:, None]
+        if self.softcap is not None:
+            at_label = at_label * softcap_derivative(logits.gather(1, target), self.softcap)
+        of_softmax = self.leaves(
+            loss_gradient_leaf, logits, torch.zeros_like(is_local), target, (d_normalizer - d_label) * weights,
+            self.softcap, *saved_softmax,
+        )  # fmt: skip
+        label_grad = (of_softmax + at_label).to(logits.dtype)
+        logits[self.rows[: len(logits)], target.squeeze(1)] = label_grad.squeeze(1)
 
 
 class TeacherTargets:

@@ -69,10 +69,9 @@ def muon_update_scale(rows: int, columns: int) -> float:
 
 
 def is_hidden_matrix(parameter: nn.Parameter) -> bool:
-    """Return whether Muon updates a parameter, and not AdamW.
-    It is True for matrices and stacks of matrices in layers, not for embeddings, heads, convolutions, norms and biases.
-
-    False for embeddings, tables, heads, convolutions, norms and biases.
+    """Return whether a parameter is one that Muon updates, where it is the optimizer, rather than AdamW.
+    It is True for matrices and stacks of matrices in layers; False for embeddings, tables, heads, convolutions, norms and
+    biases.
     """
     names = [piece.name for piece in get_parameter_info(parameter).gathered_pieces]
     inside = all(

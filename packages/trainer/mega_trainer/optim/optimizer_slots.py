@@ -155,6 +155,12 @@ class UpdateRule(Protocol):
         """
 
 
+class CountedUpdateRule(UpdateRule, Protocol):
+    """Interface of the update of all ordinary slots, which counts its updates."""
+
+    update_count: int
+
+
 def boxes_by_name(pairs: Iterable[tuple[OptimizerSlot, Tensor]]) -> dict[str, ShardedTensor]:
     """Return the values of tensors of parameter shards (slots) as sharded tensors by canonical parameter name.
     Each tensor is at least as long as its shard.

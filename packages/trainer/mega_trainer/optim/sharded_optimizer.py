@@ -1,7 +1,7 @@
 """ZeRO optimizer over this rank's weight shards: gradient norm, update, all-gather (arXiv:1910.02054).
 
 In low precision every shard has fp32 main weights; otherwise the weights are updated in place. An `UpdateRule` updates
-the shards: AdamW for all, or Muon for hidden matrices and AdamW for the rest.
+the shards: AdamW for all, or Muon for hidden matrices and AdamW for the rest, or an optimizer of an extension.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from torch import Tensor
 from mega_ckpt.tensor_pieces import ShardedTensor
 from mega_trainer.distributed.comm import CommGroup
 from mega_trainer.kernels.leaf_compiler import LeafCompiler
-from mega_trainer.optim.adamw import AdamWUpdateRule
 from mega_trainer.optim.gradient_clipping import compute_grad_norm
 from mega_trainer.optim.optimizer_slots import (
+    CountedUpdateRule,
     OptimizerSlot,
     SlotTransfers,
     UpdateRule,
@@ -31,7 +31,7 @@ class ShardedOptimizer:
 
     Args:
         stages: all stages of this rank.
-        adamw: makes the update rule of ordinary slots.
+        adamw: makes the update rule of ordinary slots, AdamW or an extension's.
         separate: makes the update rule of slots in `separate` buffers; None: all slots are ordinary.
         model_groups: the groups whose ranks hold different layers, for the norm.
         offload: keep main weights and the rules' state in host memory (arXiv:2101.06840).
@@ -43,7 +43,7 @@ class ShardedOptimizer:
         self,
         stages: Sequence[ShardedStage],
         *,
-        adamw: Callable[[list[OptimizerSlot]], AdamWUpdateRule],
+        adamw: Callable[[list[OptimizerSlot]], CountedUpdateRule],
         separate: Callable[[list[OptimizerSlot]], UpdateRule] | None = None,
         model_groups: Sequence[CommGroup] = (),
         offload: bool = False,

@@ -34,7 +34,9 @@ class MetricColumn:
         return list(zip(self.steps, self.values, strict=True))
 
     def iterate_deltas(self) -> Iterator[tuple[float, float]]:
-        """Yield (step, difference of the metric from its value on the previous line of metrics.jsonl)."""
+        """Yield (step, difference of the metric from its value on the previous line of metrics.jsonl).
+        The first difference is from 0.
+        """
         before = 0.0
         for step, value in zip(self.steps, self.values, strict=True):
             yield step, value - before

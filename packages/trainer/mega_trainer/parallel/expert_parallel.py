@@ -31,7 +31,7 @@ from mega_trainer.parallel.async_all_to_all import AsyncAllToAll, HostSplitWire,
 from mega_trainer.parallel.token_rows import (
     RowAssignment,
     gather_token_rows,
-    pick_choice_values,
+    pick_row_values,
     sum_choice_rows,
     sum_token_rows,
 )
@@ -80,7 +80,7 @@ def sort_rows_by_expert(
     slots = replace(RowAssignment.assign_rows(chosen, experts, rows), sum_rows=sum_rows)
     return SortedExpertRows(
         gather_token_rows(x, slots),
-        pick_choice_values(weights, slots),
+        pick_row_values(weights, slots),
         GroupedRows(slots.ends),
         lambda y: sum_token_rows(y, slots),
         slots.dropped,

@@ -155,7 +155,10 @@ def sum_token_rows(y: Tensor, slots: RowAssignment) -> Tensor:
     return x
 
 
-def pick_choice_values(values: Tensor, slots: RowAssignment) -> Tensor:
-    """Return for each row the value of the choice that it is assigned to: values [N tokens, K] -> [M rows + 1]."""
+def pick_row_values(values: Tensor, slots: RowAssignment) -> Tensor:
+    """Return the value, such as the router weight, of the token and expert choice of each expert-sorted row.
+
+    values [N tokens, K] -> [M rows + 1], differentiable; the last row is unassigned.
+    """
     y: Tensor = _PickChoiceValues.apply(values, slots)  # type: ignore[no-untyped-call]
     return y

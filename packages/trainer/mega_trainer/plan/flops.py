@@ -35,7 +35,7 @@ CONVENTIONS: dict[FlopsConvention, str] = {
 
 @dataclass(frozen=True)
 class LayerParameterCounts:
-    """Numbers of parameters of one layer, by part of the layer.
+    """Parameter counts of one layer: split by tensor parallelism, whole on every tensor rank, and routed experts.
 
     Attributes:
         split: parameters that tensor parallelism splits.
@@ -227,7 +227,7 @@ def _layer_flops(
     """Return the forward FLOPs per token of one layer, by part."""
     parts = {"feed-forward": 2.0 * active_ffn_elements(model, feed)}
     if mixer is not None:
-        first, second = MIXING[mixer]
+        first, second = MIXING.get(mixer, (f"{mixer} projections", f"{mixer} mixing"))
         parts[first] = 2.0 * sum(map(math.prod, itertools.chain(*projection_shapes(model, mixer))))
         parts[second] = mixing_flops(model, mixer, window, seq_length, causal=causal)
     return parts
@@ -237,6 +237,7 @@ MIXING: dict[MixerKind, tuple[str, str]] = {
     "attention": ("attention projections", "attention scores"),
     "mamba": ("mamba projections", "mamba scan"),
     "delta": ("delta projections", "delta rule"),
+    "conv": ("convolution projections", "short convolution"),
 }
 
 

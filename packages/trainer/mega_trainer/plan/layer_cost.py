@@ -269,7 +269,11 @@ class LayerCostModel:
             return normed + gated, normed + gated * 5 // 3
         if mixer is None:
             return 0, 0
-        (rows, _), (_, inner) = projection_shapes(model, mixer)[0]
+        shapes = projection_shapes(model, mixer)[0]
+        if mixer in model.mixers:  # its inputs and outputs, read and written once
+            moved = 2 * sum(out for out, _ in shapes)
+            return moved, 2 * moved
+        (rows, _), (_, inner) = shapes
         convolved = rows - inner  # plus a few elements per head, which are ignored
         return 3 * convolved + 4 * inner, 5 * convolved + 7 * inner  # convolution and recurrence, gated norm
 
@@ -412,7 +416,7 @@ class LayerCostModel:
         chooses.
         """
         model, run = self.model, self.run
-        (rows, _), _ = projection_shapes(model, mixer)[0]
+        rows = sum(out for out, _ in projection_shapes(model, mixer)[0][:-1])
         passed = (
             run.micro_batch
             * 2

@@ -9,6 +9,7 @@ import math
 from functools import partial
 
 from mega_ckpt.canonical_tensors import canonical_tensors
+from mega_common.extension_block import ExtensionBlock
 from mega_common.layer_kinds import FeedForwardKind, MixerKind
 from mega_common.lora_config import LoraConfig, is_trainable_tensor
 from mega_common.model_config import ModelConfig
@@ -24,6 +25,9 @@ def projection_shapes(model: ModelConfig, mixer: MixerKind | None) -> tuple[list
     that project into latents (MLA).
     """
     width = model.hidden_size
+    if mixer in model.mixers:
+        matrices = _declared_matrices(model.mixers[mixer])
+        return [*(each for each in matrices if each[0] != width), *(each for each in matrices if each[0] == width)], []
     if mixer == "mamba" and (mamba := model.mamba):
         rows = 2 * mamba.inner_size + 2 * mamba.num_groups * mamba.state_size + mamba.num_heads
         return [(rows, width), (width, mamba.inner_size)], []
@@ -31,7 +35,14 @@ def projection_shapes(model: ModelConfig, mixer: MixerKind | None) -> tuple[list
         values = delta.num_value_heads * delta.value_head_dim
         rows = 2 * delta.num_key_heads * delta.key_head_dim + 2 * values + 2 * delta.num_value_heads
         return [(rows, width), (width, values)], []
+    if mixer == "conv":
+        return [(3 * width, width), (width, width)], []
     return _attention_shapes(model) if mixer else ([], [])
+
+
+def _declared_matrices(block: ExtensionBlock) -> list[MatrixShape]:
+    """Return the shapes of the matrices of an extension's block."""
+    return [(shape[0], shape[1]) for shape in block.declaration.tensors.values() if len(shape) == 2]
 
 
 def _attention_shapes(model: ModelConfig) -> tuple[list[MatrixShape], list[MatrixShape]]:
@@ -69,6 +80,10 @@ def mixing_flops(
     Recurrences are counted in their chunked form: scores and states (arXiv:2405.21060), and for the delta rule the triangular
     solve (arXiv:2412.06464).
     """
+    if mixer in model.mixers:
+        declared = model.mixers[mixer].declaration
+        pairs = mean_visible_keys(declared.keys or window, seq_length, causal=causal and model.causal)
+        return declared.flops_per_token + declared.flops_per_key * pairs
     if mixer == "mamba" and (mamba := model.mamba):
         pairs = mean_visible_keys(mamba.chunk_size, min(mamba.chunk_size, seq_length), causal=causal)
         scores = mamba.num_groups * mamba.state_size + mamba.inner_size
@@ -78,6 +93,8 @@ def mixing_flops(
         key, value, heads = delta.key_head_dim, delta.value_head_dim, delta.num_value_heads
         scores = 2 * key * delta.num_key_heads + heads * (key + 2 * value)
         return 2 * pairs * scores + 6.0 * heads * key * value
+    if mixer == "conv":
+        return 0.0  # no GEMM
     pairs = mean_visible_keys(window, seq_length, causal=causal)
     if not model.causal:  # as many keys after a query as before it
         pairs = min(2 * pairs - 1, seq_length)
@@ -99,6 +116,8 @@ def active_ffn_width(model: ModelConfig, feed: FeedForwardKind | None) -> int:
     """Return the feed-forward width used for one token, or 0 without a feed-forward.
     It is summed over shared experts and the experts that the token is routed to.
     """
+    if feed in model.feed_forwards:
+        return max((shape[0] for shape in _declared_matrices(model.feed_forwards[feed])), default=0)
     if feed == "moe" and (moe := model.moe):
         return moe.shared_ffn_hidden_size + moe.top_k * moe.ffn_hidden_size
     return model.ffn_hidden_size if feed else 0
@@ -116,6 +135,8 @@ def active_ffn_elements(model: ModelConfig, feed: FeedForwardKind | None) -> int
     The router is included.
     """
     width, matrices = model.hidden_size, 3 if model.has_gated_mlp else 2
+    if feed in model.feed_forwards:
+        return sum(map(math.prod, _declared_matrices(model.feed_forwards[feed])))
     moe = model.moe if feed == "moe" else None
     if moe is None:
         return matrices * width * active_ffn_width(model, feed)

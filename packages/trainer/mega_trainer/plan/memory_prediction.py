@@ -255,7 +255,7 @@ def _state_bytes(run: TrainingLayout, stages: Sequence[WeightCounts]) -> dict[st
     copy = 4 if run.weight_bytes == 2 and not run.is_zero3_sharded else 0
     trainable = sum(w.trainable for w in stages), sum(w.trainable_experts for w in stages)
     matrices = sum(w.dense_matrices for w in stages), sum(w.expert_matrices for w in stages)
-    moments = sharded_bytes((2 + run.ema) * run.gradient_bytes, *trainable, 1) - run.muon * sharded_bytes(
+    moments = sharded_bytes((run.moments + run.ema) * run.gradient_bytes, *trainable, 1) - run.muon * sharded_bytes(
         run.gradient_bytes, *matrices, 1
     )
     gradients = sharded_bytes(run.gradient_bytes, *trainable, 2)

@@ -43,7 +43,7 @@ class MetaKernels(TorchKernels):
     def grouped_wgrad(
         self, dy: Tensor, x: Tensor, rows: GroupedRows, out: Tensor | None = None, *, add: bool = False
     ) -> Tensor:
-        """Return an uninitialised weight gradient of a grouped linear layer."""
+        """Return an empty tensor in place of a grouped linear layer's weight gradient, for memory prediction."""
         sums = dy.new_empty(len(rows.ends), dy.shape[1], x.shape[1])
         return sums if out is None else gemm_accumulation.write_values(out, sums, add=add)
 

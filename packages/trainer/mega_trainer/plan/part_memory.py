@@ -28,6 +28,7 @@ from mega_ckpt.canonical_tensors import canonical_tensors
 from mega_ckpt.lora_tensors import AdaptedModule, adapted_modules, quantized_tensors
 from mega_common.lora_config import is_trainable_tensor
 from mega_common.model_config import ModelConfig
+from mega_trainer.config.extensions import load_extensions
 from mega_trainer.config.parallel_layout import ParallelLayout
 from mega_trainer.data.batch_images import BatchImages
 from mega_trainer.data.micro_batch import (
@@ -93,7 +94,7 @@ class WeightCounts:
 
     @classmethod
     def from_parameters(cls, parameters: Sequence[nn.Parameter], build: LayerBuilder) -> WeightCounts:
-        """Return the numbers of elements of given parameters, by group."""
+        """Count the elements of given parameters: dense and expert, trainable, and updated by Muon."""
         packed = [each for each in map(get_packed_weight, parameters) if each is not None]
         parameters = [parameter for parameter in parameters if get_packed_weight(parameter) is None]
         is_expert = [
@@ -167,7 +168,7 @@ class PartMemoryCounter:
             dispatcher=self._make_dispatcher(), dtype=DTYPES.get(run.precision, torch.bfloat16), device=self.device,
             deferred=DeferredWgradQueue() if run.defers_wgrads else None, adapts={} if self.lora is None else adapted_modules(model, self.lora),
             packed=quantized_tensors(model, self.lora, partial(is_trainable_tensor, freeze=run.freeze, lora=self.lora)),
-            packing=MetaWeightQuantizer(),
+            packing=MetaWeightQuantizer(), blocks=load_extensions(run.extensions).bind_blocks(model),
         )  # fmt: skip
 
     def _make_dispatcher(self) -> ExpertDispatcher | None:

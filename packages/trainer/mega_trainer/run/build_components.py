@@ -41,8 +41,10 @@ from mega_trainer.model.decoder import Decoder, StageLayers
 from mega_trainer.model.encoder_decoder import select_model_class
 from mega_trainer.model.layer_builder import LayerBuilder
 from mega_trainer.optim.adamw import AdamWUpdateRule
+from mega_trainer.optim.elementwise import ElementwiseUpdate, ElementwiseUpdateRule, LionUpdate, SgdUpdate
 from mega_trainer.optim.gradient_clipping import LossScale
 from mega_trainer.optim.muon import MuonUpdateRule, is_hidden_matrix
+from mega_trainer.optim.optimizer_slots import CountedUpdateRule, OptimizerSlot
 from mega_trainer.optim.sharded_optimizer import ShardedOptimizer
 from mega_trainer.parallel.deepep_dispatch import DeepEpDispatcher
 from mega_trainer.parallel.expert_parallel import ExpertDispatcher
@@ -118,10 +120,11 @@ def choose_kernels(config: RunConfig, device: torch.device) -> BackendChoice:
         head=(model.query_key_head_dim, model.attention_value_dim),
         softcap=model.attention_softcap is not None,
         biased=model.position in ("relative", "alibi"),
-        taps=frozenset(recurrence.conv_kernel for recurrence in (model.mamba, model.delta) if recurrence),
+        taps=frozenset(recurrence.conv_kernel for recurrence in (model.mamba, model.delta) if recurrence)
+        | ({model.conv.kernel} if model.conv else frozenset()),
         compiler_problem=find_compiler_problem(device) if gpu else None,
     )
-    parts = {"mamba": ("conv", "scan"), "delta": ("conv", "delta")}
+    parts = {"mamba": ("conv", "scan"), "delta": ("conv", "delta"), "conv": ("conv",)}
     used = {part: getattr(config.kernels, part) for kind in model.heads_by_mixer for part in parts.get(kind, ())}
     return choose_backends(config.kernels.linear, config.kernels.attention, facts, used)
 
@@ -146,7 +149,7 @@ def create_kernels(choice: BackendChoice, leaves: LeafCompiler) -> Kernels:
 def make_layer_builder(
     config: RunConfig, groups: ParallelGroups, device: torch.device, choice: BackendChoice, leaves: LeafCompiler
 ) -> LayerBuilder:
-    """Return the `LayerBuilder` by which every layer of the run's model is made."""
+    """Return the factory of all layers of a run's model, with its kernels, parallel groups, LoRA and quantization."""
     return LayerBuilder(
         config.model, groups, create_kernels(choice, leaves), leaves=leaves,
         sp=config.parallel.sp, cp_kind=config.parallel.cp_kind, dispatcher=build_expert_dispatcher(config, groups, leaves),
@@ -154,6 +157,7 @@ def make_layer_builder(
         adapts={} if config.lora is None else adapted_modules(config.model, config.lora),
         packed=quantized_tensors(config.model, config.lora, config.is_trainable),
         packing=Nf4Quantizer() if config.lora is not None and config.lora.quantize else None,
+        blocks=config.registry.bind_blocks(config.model),
     )  # fmt: skip
 
 
@@ -248,8 +252,12 @@ def build_optimizer(
 ) -> ShardedOptimizer:
     """Return the configured optimizer over the trainable weights of all of this rank's stages."""
     settings, muon = config.optimizer, config.optimizer.muon
-    decay = settings.weight_decay
-    adamw = partial(AdamWUpdateRule, betas=settings.betas, eps=settings.eps, weight_decay=decay)
+    decay, elementwise = settings.weight_decay, build_elementwise_update(config)
+    adamw: Callable[[list[OptimizerSlot]], CountedUpdateRule] = partial(
+        AdamWUpdateRule, betas=settings.betas, eps=settings.eps, weight_decay=decay
+    )
+    if elementwise is not None:
+        adamw = partial(ElementwiseUpdateRule, rule=elementwise, weight_decay=decay)
     own_decay = decay if muon.weight_decay is None else muon.weight_decay
     muon_rule = partial(
         MuonUpdateRule, tensor_group=groups.tp, momentum=muon.momentum, nesterov=muon.nesterov, lr_factor=muon.lr_factor,
@@ -264,6 +272,20 @@ def build_optimizer(
         leaves=leaves,
         ema=config.train.ema,
     )
+
+
+def build_elementwise_update(config: RunConfig) -> ElementwiseUpdate | None:
+    """Return the elementwise optimizer of a run, Lion, SGD or an extension's; None for AdamW and Muon."""
+    settings = config.optimizer
+    if settings.name == "lion":
+        return LionUpdate(settings.betas)
+    if settings.name == "sgd":
+        return SgdUpdate(settings.sgd.momentum, nesterov=settings.sgd.nesterov)
+    added = config.registry.entries("optimizers").get(settings.name)
+    if added is None:
+        return None
+    rule: ElementwiseUpdate = added.build(settings, added.options.parse(settings.options))
+    return rule
 
 
 def shard_stages(config: RunConfig, stages: Mapping[int, Decoder]) -> dict[int, ShardedStage]:
@@ -311,6 +333,7 @@ def load_datasets(config: RunConfig, tokenizer: Tokenizer | None) -> tuple[Blend
         eod=eod,
         tokenizer=tokenizer,
         vision=config.model.vision,
+        added_kinds=config.added_data_kinds,
     )
     return training, valid
 

@@ -165,6 +165,7 @@ class TrainState:
             "best": asdict(self.best),
             "loss_scale": self.loss_scale and [self.loss_scale.value, self.loss_scale.good_steps],
             "settings": self.config.model_dump(mode="json", by_alias=True),
+            "extensions": self.config.registry.versions,
             **({} if self.adapter_base is None else {"base": dict(self.adapter_base)}),
         }
 

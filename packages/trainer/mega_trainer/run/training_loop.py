@@ -27,6 +27,7 @@ from mega_trainer.job.step_result import StepResult, StepScalars
 from mega_trainer.job.training_guard import StopSignalHandler, UnskippedSamples
 from mega_trainer.optim.gradient_clipping import gradient_clip_factor
 from mega_trainer.run.build_components import compute_dtype
+from mega_trainer.run.step_callbacks import FinishedStep, build_callbacks, run_callbacks
 from mega_trainer.run.train_state import CheckpointSaver
 from mega_trainer.run.train_step import StepHooks, run_validation, train_step
 from mega_trainer.run.training_context import TrainingContext
@@ -105,6 +106,7 @@ class TrainingLoop:
         self._integrity = CorruptionCheck(self._config.fault, context.executor, context.state.optimizer)
         self._lr_curve = self._config.build_lr_curve()
         self._decoupled_lr_curve = self._config.build_decoupled_lr_curve()
+        self._callbacks = build_callbacks(self._config)
         self._samples = UnskippedSamples(context.train_data, context.state.skipped_ranges)
         self._next_tokens: Sequence[float] = ()  # of the next step, from the scalars of the step before
 
@@ -123,7 +125,7 @@ class TrainingLoop:
             result = self._run_step(batch, following)
             state.advance_step(result)
             self._garbage.collect_after_step(state.step)
-            scores = initial | self._layer_norms(result) | self._evaluate()
+            scores = initial | self._layer_norms(result) | self._evaluate() | self._call_callbacks(result)
             initial = {}
             self._log_step(before, result, scores)
             improves = "valid_loss" in scores and state.best.record_validation(state.step, scores["valid_loss"])
@@ -220,6 +222,12 @@ class TrainingLoop:
         clip_factor = gradient_clip_factor(result.grad_norm, clip)
         world = self._executor.parallel_groups.world
         return compute_layer_norms(self._state.optimizer, self._config.model, world, clip_factor)
+
+    def _call_callbacks(self, result: StepResult) -> dict[str, float]:
+        """Return the numbers of the extensions' callbacks after this step."""
+        state = self._state
+        finished = FinishedStep(state.step, state.consumed_samples, result, self._executor, state.optimizer)
+        return run_callbacks(self._callbacks, finished)
 
     def _finish_step(self, result: StepResult, improves: bool) -> bool:
         """Check integrity and save if due; return whether this was the last step."""
