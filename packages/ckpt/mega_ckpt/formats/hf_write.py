@@ -312,7 +312,7 @@ def _choose_family(
         if problems:
             raise CheckpointError(
                 f"a {chosen.name} config.json cannot express this model: {'; '.join(problems)}",
-                hint=f"leave out --family, which writes {family_for_model(model).name}, or name a family with these settings",
+                hint="leave out --family, which writes the first family that has all settings of the model",
             )
         return chosen
     if described is not None and not described[0].unsupported_settings(model):
