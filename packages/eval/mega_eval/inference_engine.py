@@ -388,7 +388,7 @@ class InferenceEngine:
             self._running.remove(row)
             self._release_row(row)
         prompt = row.prompt_scores if row.request.prompt_logprobs and first else None
-        return EngineEvent(row.number, new, tokens, scored, prompt, row.text.finish)
+        return EngineEvent(row.number, new, tokens, scored, prompt, row.text.finish, stop=row.text.stop)
 
 
 def _count_pages(tokens: int) -> int:

@@ -119,6 +119,11 @@ class ChatTemplate:
         """True if the chat template renders tool definitions."""
         return "tool_use" in self._templates or re.search(r"\btools\b", self._templates["default"]) is not None
 
+    @property
+    def source(self) -> str:
+        """Jinja sources of all templates, joined."""
+        return "\n".join(self._templates.values())
+
     def find_unused_options(self, options: Mapping[str, Any]) -> list[str]:
         """Return the names in `options` that no template source mentions."""
         return [

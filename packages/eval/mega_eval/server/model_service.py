@@ -12,7 +12,6 @@ import numpy as np
 from anyio import CapacityLimiter, to_thread
 
 from mega_common.errors import DataError
-from mega_data.chat.chat_records import Conversation
 from mega_data.chat.chat_template import ChatTemplate
 from mega_data.tokenizer import Tokenizer
 from mega_eval.engine_requests import EngineRequest
@@ -24,11 +23,12 @@ from mega_eval.server.answer_formats import (
     CompletionFormat,
     EchoedPrompt,
     TokenUsage,
-    extract_tool_calls,
     stream_answer_parts,
 )
+from mega_eval.server.answer_parser import AnswerParser, AnswerSyntax, parse_answer_parts
 from mega_eval.server.api_errors import ApiRequestError
-from mega_eval.server.chat_tools import FOREIGN, describe_tools
+from mega_eval.server.call_grammars import NO_ARGUMENTS, CallableTool, build_answer_grammar, build_call_grammar
+from mega_eval.server.chat_prompts import ChatPromptRenderer
 from mega_eval.server.embeddings_api import EmbeddingRequest, ServedEmbedder, format_embeddings, split_into_batches
 from mega_eval.server.engine_driver import EngineDriver
 from mega_eval.server.request_schemas import (
@@ -46,6 +46,15 @@ from mega_eval.server.worker_processes import WorkerProcesses
 from mega_eval.text_stream import GenerationLimits
 
 NO_EMBEDDINGS = "embeddings are supported for a decoder on one rank, without an adapter"
+
+
+@dataclass(frozen=True)
+class AnswerPlan:
+    """Grammar of an answer, and the parser and syntax that separate its reasoning and calls; None for plain text."""
+
+    grammar: str | None
+    make_parser: Callable[[], AnswerParser] | None = None
+    syntax: AnswerSyntax | None = None
 
 
 @dataclass
@@ -90,6 +99,8 @@ class ModelService:
         self._encoders = CapacityLimiter(2)
         self._workers = WorkerProcesses(getattr(self.driver.engine, "grammars", None))
         self._longest = find_max_token_bytes(self.tokenizer)
+        syntax = AnswerSyntax() if self.template is None else AnswerSyntax.detect(self.template.source)
+        self._chats = ChatPromptRenderer(self.template, syntax, self._workers)
 
     def check_model_name(self, name: str | None) -> None:
         """Raise ApiRequestError (404) if `name` is not the served model or one of its LoRA adapters; None is the served
@@ -122,18 +133,7 @@ class ModelService:
 
     async def encode_chat_prompt(self, messages: Sequence[ChatMessage], body: ChatTemplateFields) -> list[int]:
         """Return the token ids of a conversation rendered by the chat template, up to the beginning of the answer."""
-        if self.template is None:
-            raise ApiRequestError(400, "this model has no chat template; use /v1/completions", param="messages")
-        turns, tools = [message.to_template_message() for message in messages], self._template_tools(body)
-        if tools and not self.template.renders_tools:
-            turns, tools = describe_tools(turns, tools), []
-        continues = bool(body.continue_final_message)
-        begins = body.add_generation_prompt if body.add_generation_prompt is not None else not continues
-        conversation = Conversation(turns, [], tools or None, dict(body.chat_template_kwargs or {}))
-        text = await self._workers.render_chat(self.template, conversation, begins, continues)
-        if isinstance(body, GenerationRequestBody):
-            self._check_text_size(text, body)
-        return await self.encode_text(text, special=False)
+        return await self.encode_text(await self._chats.render_prompt(messages, body), special=False)
 
     async def start_completion(self, body: CompletionRequest) -> RunningAnswer:
         """Start the generation for a request to /v1/completions and return the answer in progress."""
@@ -156,25 +156,60 @@ class ModelService:
             ]
             echoes = [EchoedPrompt(text, tokens) for text, tokens in zip(texts, prompts, strict=True)]
         return await self._start_answer(
-            body, self._answer_builder(CompletionFormat(self.vocabulary), body.model), prompts, echoes
+            body,
+            self._answer_builder(CompletionFormat(self.vocabulary), body.model),
+            prompts,
+            echoes,
+            AnswerPlan(body.resolve_constraint()),
         )
 
     async def start_chat_answer(self, body: ChatRequest) -> RunningAnswer:
         """Start the generation for a request to /v1/chat/completions and return the answer in progress."""
-        self.driver.check_capacity(body.n or 1)
-        prompt = self._truncate_prompt(await self.encode_chat_prompt(body.messages, body), body)
-        return await self._start_answer(
-            body, self._answer_builder(ChatFormat(self.vocabulary), body.model), [prompt], [None]
-        )
+        return await self._start_chat(body, self._answer_builder(ChatFormat(self.vocabulary), body.model))
 
     async def start_response(self, body: ResponsesRequest) -> RunningAnswer:
         """Start the generation for a request to /v1/responses and return the answer in progress."""
-        self.driver.check_capacity(1)
-        chat = body.to_chat_request()
-        prompt = await self.encode_chat_prompt(chat.messages, chat)
-        return await self._start_answer(
-            chat, partial(ResponsesAnswerBuilder, body, body.model or self.name), [prompt], [None]
+        return await self._start_chat(
+            body.to_chat_request(), partial(ResponsesAnswerBuilder, body, body.model or self.name)
         )
+
+    async def _start_chat(
+        self, body: ChatRequest, answer_for: Callable[[TokenUsage], AnswerBuilder | ResponsesAnswerBuilder]
+    ) -> RunningAnswer:
+        """Start the generation of an answer in a chat."""
+        self.driver.check_capacity(body.n or 1)
+        text = await self._chats.render_prompt(body.messages, body)
+        self._check_text_size(text, body)
+        prompt = self._truncate_prompt(await self.encode_text(text, special=False), body)
+        return await self._start_answer(body, answer_for, [prompt], [None], self._plan_chat_answer(body, text))
+
+    def _plan_chat_answer(self, body: ChatRequest, prompt: str) -> AnswerPlan:
+        """Return the grammar and the parser of an answer in a chat with the rendered `prompt`."""
+        syntax, specials, schema = self._chats.syntax, self.vocabulary.specials, body.resolve_constraint()
+        if body.separate_reasoning is False:
+            syntax = replace(syntax, reasoning=None)
+        opened = syntax.begins_in_reasoning(prompt)
+        tools = [tool.function for tool in body.list_callable_tools()]
+        end = syntax.reasoning[1] if opened and syntax.reasoning is not None else None
+        grammar = schema
+        if body.constrains_calls():
+            strict = body.requires_call()
+            callable_tools = [
+                CallableTool(tool.name, (tool.parameters or NO_ARGUMENTS) if strict or tool.strict else None)
+                for tool in tools
+            ]
+            grammar = build_call_grammar(syntax.format, callable_tools, specials, required=strict, reasoning_end=end)
+        elif schema is not None and schema.startswith("{") and (opened or syntax.has_channels):
+            grammar = build_answer_grammar(syntax.format, schema, specials, reasoning_end=end)
+        elif schema is not None:
+            opened = False  # the grammar holds from the first token
+        if not tools and syntax.reasoning is None and not syntax.has_channels:
+            return AnswerPlan(grammar)
+        make_parser = partial(
+            AnswerParser, syntax, {tool.name: tool.parameters or {} for tool in tools}, in_reasoning=opened,
+            keep_reasoning=body.include_reasoning is not False,
+        )  # fmt: skip
+        return AnswerPlan(grammar, make_parser, syntax)
 
     def _answer_builder(self, form: AnswerFormat, model: str | None) -> Callable[[TokenUsage], AnswerBuilder]:
         """Return a function that makes the answer builder for a token usage."""
@@ -234,19 +269,6 @@ class ModelService:
         none = {"pad_token": None, "chat_template": None}
         return {**none, "bos_token": begin, "eos_token": self.tokenizer.eos_token, **facts}
 
-    def _template_tools(self, body: ChatTemplateFields) -> list[dict[str, Any]]:
-        """Return the tools of a chat in the form that templates expect."""
-        found = body.list_callable_tools() if isinstance(body, ChatRequest) else []
-        if found and self.template is not None and self.template.renders_tools:
-            foreign = FOREIGN.search(self.template.get_template_config()["chat_template"])
-            if foreign:
-                raise ApiRequestError(
-                    400,
-                    f"tools are not supported with this chat template, whose calls begin with {foreign[0]!r}",
-                    param="tools",
-                )
-        return [tool.model_dump(exclude_none=True) for tool in found]
-
     def _check_text_size(self, text: str, body: GenerationRequestBody) -> None:
         """Refuse a text with more bytes than the model's longest prompt can have, before it is encoded."""
         if self._longest is None or body.truncate_prompt_tokens is not None:
@@ -273,12 +295,15 @@ class ModelService:
         answer_for: Callable[[TokenUsage], AnswerBuilder | ResponsesAnswerBuilder],
         prompts: Sequence[list[int]],
         echoes: Sequence[EchoedPrompt | None],
+        plan: AnswerPlan,
     ) -> RunningAnswer:
         """Submit `n` requests for each prompt to the engine; choice number j of prompt p is p * n + j."""
         choices, alternatives, limits = body.n or 1, body.count_alternatives(), self._make_limits(body)
         sampling = await self._make_sampling(body, limits)
-        if (grammar := body.resolve_constraint()) is not None:
-            await self._workers.prepare_grammar(grammar, limits.ends)
+        if plan.syntax is not None:
+            limits = self._show_marks(limits, plan.syntax)
+        if plan.grammar is not None:
+            await self._workers.prepare_grammar(plan.grammar, limits.ends)
         requests = [
             EngineRequest(
                 prompt,
@@ -287,7 +312,7 @@ class ModelService:
                 sample=choice,
                 logprobs=alternatives,
                 prompt_logprobs=echo is not None and alternatives is not None,
-                grammar=body.resolve_constraint(),
+                grammar=plan.grammar,
                 adapter=body.model if body.model in self.adapters else None,
             )
             for prompt, echo in zip(prompts, echoes, strict=True)
@@ -299,9 +324,16 @@ class ModelService:
             group.iterate_events(), [echo for echo in echoes for _ in range(choices)], alternatives is not None,
             echo_only=body.get_max_new_tokens() == 0,
         )  # fmt: skip
-        if isinstance(body, ChatRequest) and (tools := body.list_callable_tools()):
-            parts = extract_tool_calls(parts, frozenset(tool.function.name for tool in tools))
+        if plan.make_parser is not None and plan.syntax is not None:
+            parts = parse_answer_parts(parts, plan.make_parser, plan.syntax.format.make_call_id)
         return RunningAnswer(answer, group, parts, self.driver, self.metrics, self.seconds)
+
+    def _show_marks(self, limits: GenerationLimits, syntax: AnswerSyntax) -> GenerationLimits:
+        """Return the limits of an answer whose text has the special tokens that mark calls and reasoning."""
+        if not limits.skip_special_tokens:
+            return limits
+        hidden = frozenset(self.vocabulary.specials.values()) - syntax.list_special_marks(self.vocabulary.specials)
+        return replace(limits, skip_special_tokens=False, hidden_tokens=hidden)
 
     def _make_limits(self, body: GenerationRequestBody) -> GenerationLimits:
         """Return the generation limits of a request; a stop string that is a special token becomes a stop token."""

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 
 from mega_eval.sampling import Sampling
-from mega_eval.server.chat_tools import ChatTool, NamedToolChoice, ToolChoice, make_call_schema, parse_call_arguments
+from mega_eval.server.chat_tools import ChatTool, NamedToolChoice, ToolChoice, parse_call_arguments
 from mega_eval.server.output_constraints import ConstrainedRequest
 from mega_eval.server.request_validation import Many, StrictRequestModel, TokenId, expect_union, make_field_error
 
@@ -111,9 +111,16 @@ class GenerationRequestBody(RequestBody, ConstrainedRequest):
                 "'bad_words' is not supported with 'allowed_token_ids'; use one of them", "bad_words"
             )
         rules = ("allowed_token_ids", "bad_words", "min_tokens", "logit_bias")
-        if self.resolve_constraint() is not None and (found := [name for name in rules if getattr(self, name)]):
-            raise make_field_error(f"{found[0]!r} is not supported with a grammar or a response format", found[0])
+        if self.is_constrained() and (found := [name for name in rules if getattr(self, name)]):
+            raise make_field_error(
+                f"{found[0]!r} is not supported with a grammar, a response format or a required or strict tool call",
+                found[0],
+            )
         return self
+
+    def is_constrained(self) -> bool:
+        """Return whether the answer must follow a grammar."""
+        return self.resolve_constraint() is not None
 
     def resolve_sampling(self, own: Mapping[str, Any]) -> Sampling:
         """Return the sampling settings of the request; absent fields default to `own`, the model's settings, and an
@@ -261,6 +268,8 @@ class ChatRequest(GenerationRequestBody, ChatTemplateFields):
     top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_ALTERNATIVES)] = None
     tools: Annotated[list[ChatTool] | None, Field(max_length=128)] = None
     tool_choice: ToolChoice | None = None
+    include_reasoning: Annotated[bool | None, Field(description="false: leave reasoning out of the answer")] = True
+    separate_reasoning: Annotated[bool | None, Field(description="false: keep reasoning in the content")] = True
     echo: Annotated[Literal[False] | None, Field(description="of /v1/completions only")] = None
     add_special_tokens: Annotated[Literal[False] | None, Field(description="the chat template adds them")] = None
 
@@ -280,7 +289,7 @@ class ChatRequest(GenerationRequestBody, ChatTemplateFields):
             )
         if choice == "required" and not names:
             raise make_field_error("'tool_choice': \"required\" requires 'tools'", "tool_choice")
-        if self.list_callable_tools() and super().resolve_constraint() is not None:
+        if self.list_callable_tools() and self.resolve_constraint() is not None:
             raise make_field_error("'tools' are not supported with a grammar or a response format; remove one", "tools")
         return self
 
@@ -291,13 +300,17 @@ class ChatRequest(GenerationRequestBody, ChatTemplateFields):
             return [tool for tool in self.tools or () if tool.function.name == chosen]
         return [] if self.tool_choice == "none" else list(self.tools or ())
 
-    def resolve_constraint(self) -> str | None:
-        """Return the JSON schema or Lark grammar that the answer must follow, if any; if `tool_choice` requires a call,
-        the JSON schema of a call.
-        """
-        if self.tool_choice not in (None, "none", "auto") and (tools := self.list_callable_tools()):
-            return make_call_schema(tools)
-        return super().resolve_constraint()
+    def requires_call(self) -> bool:
+        """Return whether the answer must be a tool call by the request's `tool_choice`."""
+        return self.tool_choice not in (None, "none", "auto") and bool(self.tools)
+
+    def constrains_calls(self) -> bool:
+        """Return whether a tool call must follow a schema: it is required, or a tool is strict."""
+        return self.requires_call() or any(tool.function.strict for tool in self.list_callable_tools())
+
+    def is_constrained(self) -> bool:
+        """Return whether the answer, or a tool call in it, must follow a grammar."""
+        return self.constrains_calls() or super().is_constrained()
 
     def get_max_new_tokens(self) -> int | None:
         """Return the maximum number of tokens to generate: `max_completion_tokens`, or its older name `max_tokens`."""
