@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -46,7 +46,7 @@ EXAMPLES = """Examples:
 
     mega serve out/hf --adapter polite=runs/polite --adapter sql=adapters/sql
 
-    mega serve out/hf --draft smaller/hf
+    mega serve out/hf --draft smaller/hf --add-model small=smaller/hf
 
     mega serve out/hf --host 0.0.0.0 --api-key-file secrets/key --max-requests 64
 
@@ -73,6 +73,19 @@ def serve_command(
             help="LoRA adapter, from a run or a PEFT folder; clients select it with NAME as the model. Repeatable.",
         ),
     ] = None,
+    adapter_folder: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder from which clients may load LoRA adapters at run time (/v1/load_lora_adapter); default: none."
+        ),
+    ] = None,
+    add_model: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=MODEL",
+            help="Another model for the same server, with an engine of its own; clients select it by NAME. Repeatable.",
+        ),
+    ] = None,
     api_key: Annotated[
         str | None,
         typer.Option(
@@ -84,6 +97,8 @@ def serve_command(
     allow_origin: Annotated[
         list[str] | None,
         typer.Option(
+            "--allow-origin",
+            "--cors-origin",
             metavar="ORIGIN",
             help="Origin of web pages that may call the server (CORS), e.g. https://chat.example; * allows all. Repeatable.",
         ),
@@ -120,11 +135,13 @@ def serve_command(
     It runs one copy of the model, for evaluation and light use. For heavy load, convert the model with
     `mega ckpt convert MODEL OUT --to hf` and serve the folder OUT with vLLM or SGLang, which load it unchanged.
 
-    Routes: /v1/completions, /v1/chat/completions, /v1/responses, /v1/embeddings, /v1/models, /tokenize, /detokenize,
+    Routes: /v1/completions, /v1/chat/completions, /v1/responses, /v1/messages, /v1/messages/count_tokens,
+    /v1/embeddings, /v1/rerank, /v1/models, /v1/load_lora_adapter, /v1/unload_lora_adapter, /tokenize, /detokenize,
     /tokenizer_info, /health, /version, /metrics.
     """
     key = _read_api_key(api_key, api_key_file)
-    adapters = _parse_adapters(adapter or [], name or model)
+    adapters = _parse_named_folders(adapter or [], "--adapter", {name or model})
+    others = _parse_named_folders(add_model or [], "--add-model", {name or model, *adapters})
     _check_server_packages()
     from mega_cli.eval_ranks import join_model_ranks
     from mega_eval.multi_rank_inference import BroadcastingEngine, ReplicaLayout, follow_engine_calls
@@ -132,6 +149,7 @@ def serve_command(
     from mega_eval.server.inference_server import InferenceServer, bind_server_socket
     from mega_eval.server.model_service import ModelService
     from mega_eval.server.request_gate import ServerLimits
+    from mega_eval.server.served_models import ServedModels
     from mega_eval.server.server_metrics import ServerMetrics
 
     sharing = ReplicaLayout(tp, ep, pp)
@@ -140,39 +158,56 @@ def serve_command(
             f"--draft {draft} is not supported on several ranks (--tp, --ep, --pp)",
             hint="use --draft ngrams, or leave out --tp, --ep and --pp",
         )
+    if sharing.ranks_per_copy > 1 and others:
+        raise ConfigError(
+            "--add-model is not supported on several ranks (--tp, --ep, --pp)", hint="start a server for each model"
+        )
+    if adapter_folder is not None and not adapter_folder.is_dir():
+        raise ConfigError(f"--adapter-folder {adapter_folder}: no such folder", hint="give a folder with adapters")
+    sources = {name or model: model, **others}
     with join_model_ranks(sharing, sharing.ranks_per_copy, device, FOREVER) as ranks:
         listener = bind_server_socket(host, port, key) if ranks.rank == 0 else None
-        found = load_served_model(
-            model, precision, device, tokenizer, max_length, cache_tokens, batch_size, sharing, ranks, adapters, draft
-        )
+        found = [
+            load_served_model(
+                source, precision, device, None if number else tokenizer, max_length, cache_tokens, batch_size,
+                sharing, ranks, None if number else adapters, None if number else draft,
+            )
+            for number, source in enumerate(sources.values())
+        ]  # fmt: skip
+        engine = found[0].engine
         if listener is None:
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, signal.SIG_IGN)  # rank 0 stops the others after the running requests
-            follow_engine_calls(found.engine)
+            follow_engine_calls(engine)
             return
-        service = ModelService(
-            name=name or model,
-            version=__version__,
-            driver=EngineDriver(found.engine, max_requests=max_requests),
-            tokenizer=found.tokenizer,
-            template=_find_template(model, tokenizer, chat_template),
-            ends=found.ends,
-            default_sampling=load_default_sampling(model),
-            max_length=found.max_length,
-            vocab_size=found.vocab_size,
-            seconds=timeout,
-            metrics=ServerMetrics(found.engine),
-            adapters=adapters,
-            embedder=found.embedder,
-        )
+        metrics = ServerMetrics(*(one.engine for one in found))
+        services = [
+            ModelService(
+                name=title,
+                version=__version__,
+                driver=EngineDriver(one.engine, max_requests=max_requests),
+                tokenizer=one.tokenizer,
+                template=_find_template(source, *((tokenizer, chat_template) if one is found[0] else (None, None))),
+                ends=one.ends,
+                default_sampling=load_default_sampling(source),
+                max_length=one.max_length,
+                vocab_size=one.vocab_size,
+                seconds=timeout,
+                metrics=metrics,
+                adapters=adapters if one is found[0] else {},
+                embedder=one.embedder,
+                source=source,
+            )
+            for (title, source), one in zip(sources.items(), found, strict=True)
+        ]
         hosts = None if key else (host.lower(), "127.0.0.1", "localhost", "::1")
         bounds = ServerLimits(
             key, hosts, requests=max_requests, seconds=timeout, body=max_body, origins=allow_origin or ()
         )
-        server = InferenceServer(service, bounds, drain=drain)
+        server = InferenceServer(ServedModels(services, adapter_folder), bounds, drain=drain)
         server.run(sockets=[listener])
-        if isinstance(found.engine, BroadcastingEngine) and server.engine_ended:
-            found.engine.stop_followers()
+        if isinstance(engine, BroadcastingEngine) and server.engine_ended:
+            engine.stop_followers()
     if server.force_exit:
         raise KeyboardInterrupt
 
@@ -227,13 +262,14 @@ def load_served_model(
     config, vocabulary = loaded.model.config, loaded.tokenizer
     longest = max_length or min(config.max_position, LONGEST_DEFAULT)
     cached = cache_tokens or 2 * longest
+    selection = loaded.adapters or AdapterSelection([])  # one for the engine and the embedder: both run the model
     engine = (BroadcastingEngine if broadcasts else InferenceEngine)(
         loaded.model, vocabulary, cache_tokens=cached, batch_size=batch_size,
-        drafter=make_drafter(loaded.draft, loaded.model, vocabulary, cached, batch_size), adapters=loaded.adapters,
+        drafter=make_drafter(loaded.draft, loaded.model, vocabulary, cached, batch_size), adapters=selection,
     )  # fmt: skip
     embedder = None
     if sharing is not None and groups is None and config.encoder is None:
-        embedder = _make_embedder(model, loaded.model, vocabulary, loaded.adapters or AdapterSelection([]))
+        embedder = _make_embedder(model, loaded.model, vocabulary, selection)
     return ServedModel(engine, vocabulary, loaded.ends, longest, config.vocab_size, embedder)
 
 
@@ -250,17 +286,17 @@ def _make_embedder(
         return f"embeddings of this model are not supported: {error.message}"
 
 
-def _parse_adapters(options: Sequence[str], model: str) -> dict[str, str]:
-    """Return the folders of adapters by name."""
+def _parse_named_folders(options: Sequence[str], flag: str, taken: Collection[str]) -> dict[str, str]:
+    """Return the folders of the options NAME=FOLDER of a flag, by names that are not `taken`."""
     found: dict[str, str] = {}
     for option in options:
         name, _, folder = option.partition("=")
         if not name or not folder:
             raise ConfigError(
-                f"--adapter must have the form NAME=FOLDER, found {option!r}", hint=f"--adapter mine={folder or option}"
+                f"{flag} must have the form NAME=FOLDER, found {option!r}", hint=f"{flag} mine={folder or option}"
             )
-        if name in found or name == model:
-            raise ConfigError(f"--adapter {option}: the name {name!r} is used twice", hint="choose another NAME")
+        if name in found or name in taken:
+            raise ConfigError(f"{flag} {option}: the name {name!r} is used twice", hint="choose another NAME")
         found[name] = folder
     return found
 

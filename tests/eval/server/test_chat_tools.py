@@ -31,7 +31,12 @@ def client(folder: Path) -> Iterator[OpenAI]:
 
 
 def chat(client: OpenAI, **options: Any) -> Any:
-    given = {"model": "tiny", "messages": [{"role": "user", "content": "the end?"}], "temperature": 0, "max_tokens": 120}
+    given = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": "the end?"}],
+        "temperature": 0,
+        "max_tokens": 120,
+    }
     return client.chat.completions.create(**{**given, **options})
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, Protocol
 
 from mega_eval.engine_requests import EngineEvent, ScoredToken
+from mega_eval.server.api_errors import ApiRequestError
 from mega_eval.server.request_schemas import StreamOptions
 from mega_eval.server.token_spelling import TokenText, Vocabulary
 
@@ -119,6 +120,25 @@ class AnswerFormat(Protocol):
 
     def format_delta(self, part: AnswerPart) -> dict[str, Any]:
         """Return an item of the JSON list `choices` for a streamed chunk of an answer."""
+
+
+class AnswerWriter(Protocol):
+    """Interface of the builders of answers, one for each API.
+
+    Attributes:
+        usage: token counts so far.
+    """
+
+    usage: TokenUsage
+
+    async def build_answer(self, parts: AsyncIterator[AnswerPart]) -> dict[str, Any]:
+        """Collect all parts and return the complete answer as a JSON object."""
+
+    def stream_chunks(self, parts: AsyncIterator[AnswerPart], options: StreamOptions) -> AsyncIterator[bytes]:
+        """Yield the answer as server-sent events."""
+
+    def format_stream_error(self, error: ApiRequestError) -> bytes:
+        """Return the event of an error in a stream."""
 
 
 class TokenTextOffsets:
@@ -310,6 +330,10 @@ class AnswerBuilder:
         if options.include_usage:
             yield format_sse_event(self._format_body(self.form.chunk, [], usage=self.usage.format_usage()))
         yield b"data: [DONE]\n\n"
+
+    def format_stream_error(self, error: ApiRequestError) -> bytes:
+        """Return the event of an error in a stream."""
+        return format_sse_event(error.format_error_body())
 
 
 def clip_logprob(logprob: float) -> float:

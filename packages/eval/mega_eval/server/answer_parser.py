@@ -16,6 +16,7 @@ from mega_eval.server.tool_formats import (
     ToolFormat,
     Tools,
 )
+from mega_eval.text_stream import GenerationLimits
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,15 @@ class AnswerSyntax:
         """Return the special tokens that the parser has to see, of those of a vocabulary."""
         reasoning = frozenset(specials[mark] for mark in self.reasoning or () if mark in specials)
         return self.format.list_special_marks(specials) | reasoning
+
+    def show_marks(self, limits: GenerationLimits, specials: Mapping[str, int]) -> GenerationLimits:
+        """Return limits with which the text has the special tokens that mark calls and reasoning, and no others, if
+        `limits` leave out special tokens.
+        """
+        if not limits.skip_special_tokens:
+            return limits
+        hidden = frozenset(specials.values()) - self.list_special_marks(specials)
+        return replace(limits, skip_special_tokens=False, hidden_tokens=hidden)
 
 
 class AnswerParser:

@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 from mega_eval.server import api_errors
 from mega_eval.server.api_errors import ApiRequestError, ErrorBody
 from mega_eval.server.embeddings_api import EmbeddingRequest
-from mega_eval.server.model_service import ModelService
+from mega_eval.server.messages_api import CountTokensRequest, MessagesRequest
 from mega_eval.server.request_gate import RequestGate, ServerLimits
 from mega_eval.server.request_schemas import (
     ChatRequest,
@@ -28,61 +28,88 @@ from mega_eval.server.request_schemas import (
     StreamOptions,
     TokenizeRequest,
 )
+from mega_eval.server.rerank_api import RerankRequest
 from mega_eval.server.responses_api import ResponsesRequest
 from mega_eval.server.running_answer import RunningAnswer
+from mega_eval.server.served_models import LoadAdapterRequest, ServedModels, UnloadAdapterRequest
 
 T = TypeVar("T")
 
 
-def create_application(service: ModelService, bounds: ServerLimits) -> RequestGate:
-    """Return the ASGI application of the OpenAI-compatible server, behind its request checks; start the engine driver
-    of `service` before the first request.
+def create_application(models: ServedModels, bounds: ServerLimits) -> RequestGate:
+    """Return the ASGI application of the OpenAI-compatible server, behind its request checks; start the engine drivers
+    of `models` before the first request.
     """
     app = FastAPI(
         title="mega",
-        summary="OpenAI-compatible access to one language model and its adapters",
-        version=service.version,
+        summary="OpenAI-compatible access to language models and their adapters",
+        version=models.main.version,
         docs_url=None,  # its page loads scripts from a CDN
         redoc_url=None,
         responses={"4XX": {"model": ErrorBody}, "5XX": {"model": ErrorBody}},
     )
     api_errors.install_error_handlers(app)
-    gate = RequestGate(app, bounds, service.metrics)
-    _add_answer_routes(app, service)
-    _add_tokenizer_routes(app, service)
-    _add_info_routes(app, service, gate)
+    gate = RequestGate(app, bounds, models.main.metrics)
+    _add_answer_routes(app, models)
+    _add_embedding_routes(app, models)
+    _add_tokenizer_routes(app, models)
+    _add_model_routes(app, models)
+    _add_info_routes(app, models, gate)
     _add_web_page(app)
     return gate
 
 
-def _add_answer_routes(app: FastAPI, service: ModelService) -> None:
+def _add_answer_routes(app: FastAPI, models: ServedModels) -> None:
     """Add the routes that generate answers."""
 
     @app.post("/v1/completions")
     async def create_completion(body: CompletionRequest, request: Request) -> Response:
         """Continue texts."""
-        service.check_model_name(body.model)
+        service = models.find_service(body.model)
         return await _send_answer(request, lambda: service.start_completion(body), body.stream, body.stream_options)
 
     @app.post("/v1/chat/completions")
     async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
         """Answer in a conversation."""
-        service.check_model_name(body.model)
+        service = models.find_service(body.model)
         return await _send_answer(request, lambda: service.start_chat_answer(body), body.stream, body.stream_options)
 
     @app.post("/v1/responses")
     async def create_response(body: ResponsesRequest, request: Request) -> Response:
         """Answer a text or a conversation, without stored state."""
-        service.check_model_name(body.model)
+        service = models.find_service(body.model)
         return await _send_answer(request, lambda: service.start_response(body), body.stream, body.stream_options)
+
+    @app.post("/v1/messages")
+    async def create_message(body: MessagesRequest, request: Request) -> Response:
+        """Answer in a conversation, in the form of Anthropic's API."""
+        service = models.find_service(body.model)
+        return await _send_answer(request, lambda: service.start_message(body), body.stream, None)
+
+    @app.post("/v1/messages/count_tokens")
+    async def count_message_tokens(body: CountTokensRequest) -> dict[str, int]:
+        """Count the prompt tokens of a conversation, in the form of Anthropic's API."""
+        return {"input_tokens": await models.find_service(body.model).count_message_tokens(body)}
+
+
+def _add_embedding_routes(app: FastAPI, models: ServedModels) -> None:
+    """Add the routes of embeddings."""
 
     @app.post("/v1/embeddings")
     async def create_embeddings(body: EmbeddingRequest, request: Request) -> Response:
         """Compute vectors of texts, as the sentence-transformers folder declares, else the mean of the last hidden
         states.
         """
-        service.check_model_name(body.model)
+        service = models.find_service(body.model)
         return JSONResponse(await _cancel_on_disconnect(request, service.compute_embeddings(body)))
+
+    @app.post("/rerank", include_in_schema=False)
+    @app.post("/v2/rerank", include_in_schema=False)
+    @app.post("/v1/rerank")
+    async def rank_documents(body: RerankRequest, request: Request) -> Response:
+        """Order documents by the similarity of their embeddings to that of a query."""
+        service = models.find_service(body.model)
+        return JSONResponse(await _cancel_on_disconnect(request, service.rank_documents(body)))
 
 
 async def _send_answer(
@@ -133,13 +160,13 @@ async def _wait_for_disconnect(request: Request) -> None:
         pass
 
 
-def _add_tokenizer_routes(app: FastAPI, service: ModelService) -> None:
+def _add_tokenizer_routes(app: FastAPI, models: ServedModels) -> None:
     """Add the routes of the tokenizer."""
 
     @app.post("/tokenize")
     async def tokenize_text(body: TokenizeRequest) -> dict[str, Any]:
         """Return the tokens of a text or of a conversation."""
-        service.check_model_name(body.model)
+        service = models.find_service(body.model)
         if body.messages is not None:
             tokens = await service.encode_chat_prompt(body.messages, body)
         else:
@@ -150,19 +177,20 @@ def _add_tokenizer_routes(app: FastAPI, service: ModelService) -> None:
     @app.post("/detokenize")
     async def detokenize_tokens(body: DetokenizeRequest) -> dict[str, str]:
         """Return the text of tokens."""
-        service.check_model_name(body.model)
+        service = models.find_service(body.model)
         return {"prompt": await service.decode_tokens(body.tokens)}
 
     @app.get("/tokenizer_info")
     async def get_tokenizer_info() -> dict[str, str | None]:
         """Return the special tokens and the chat template of the tokenizer."""
-        return service.describe_tokenizer()
+        return models.main.describe_tokenizer()
 
 
-def _add_info_routes(app: FastAPI, service: ModelService, gate: RequestGate) -> None:
-    """Add the routes about the model and the state of the server."""
+def _add_model_routes(app: FastAPI, models: ServedModels) -> None:
+    """Add the routes about the models and their adapters."""
 
     def make_model_card(name: str) -> dict[str, Any]:
+        service = models.find_service(name)
         adapter = name in service.adapters
         return {
             "id": name, "object": "model", "created": service.created, "owned_by": "mega",
@@ -173,22 +201,38 @@ def _add_info_routes(app: FastAPI, service: ModelService, gate: RequestGate) -> 
     @app.get("/v1/models/", include_in_schema=False)
     @app.get("/v1/models")
     async def list_models() -> dict[str, Any]:
-        """List the model and its adapters, each as a model."""
-        return {"object": "list", "data": [make_model_card(name) for name in (service.name, *service.adapters)]}
+        """List the models and their adapters, each as a model."""
+        return {"object": "list", "data": [make_model_card(name) for name in models.list_names()]}
 
     @app.get("/v1/models/{name:path}")
     async def get_model_card(name: str) -> dict[str, Any]:
         """Return the model of that name."""
-        service.check_model_name(name)
         return make_model_card(name)
+
+    @app.post("/v1/load_lora_adapter", response_class=PlainTextResponse)
+    async def load_adapter(body: LoadAdapterRequest) -> str:
+        """Load a LoRA adapter as a model of its own."""
+        await models.load_adapter(body)
+        return f"Success: the adapter {body.lora_name!r} is loaded."
+
+    @app.post("/v1/unload_lora_adapter", response_class=PlainTextResponse)
+    async def unload_adapter(body: UnloadAdapterRequest) -> str:
+        """Remove a LoRA adapter."""
+        await models.unload_adapter(body)
+        return f"Success: the adapter {body.lora_name!r} is unloaded."
+
+
+def _add_info_routes(app: FastAPI, models: ServedModels, gate: RequestGate) -> None:
+    """Add the routes about the state of the server."""
 
     @app.get("/health")
     async def check_health() -> dict[str, str]:
         """Return status 200 if requests are answered, else 503."""
-        if service.driver.failure is not None:
-            raise ApiRequestError(503, "the engine has failed")
-        if (seconds := service.driver.busy_seconds()) > service.seconds:
-            raise ApiRequestError(503, f"the engine hangs: its step has not ended after {seconds:.0f} seconds")
+        for service in models.services:
+            if service.driver.failure is not None:
+                raise ApiRequestError(503, "the engine has failed")
+            if (seconds := service.driver.busy_seconds()) > service.seconds:
+                raise ApiRequestError(503, f"the engine hangs: its step has not ended after {seconds:.0f} seconds")
         if gate.draining:
             raise ApiRequestError(503, "the server is shutting down")
         return {"status": "ok"}
@@ -196,12 +240,12 @@ def _add_info_routes(app: FastAPI, service: ModelService, gate: RequestGate) -> 
     @app.get("/version")
     async def get_version() -> dict[str, str]:
         """Return the version of mega."""
-        return {"version": service.version}
+        return {"version": models.main.version}
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def get_metrics() -> Response:
         """Return counters for Prometheus."""
-        return Response(service.metrics.render_metrics(), media_type=CONTENT_TYPE_LATEST)
+        return Response(models.main.metrics.render_metrics(), media_type=CONTENT_TYPE_LATEST)
 
 
 def _add_web_page(app: FastAPI) -> None:

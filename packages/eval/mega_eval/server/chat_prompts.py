@@ -1,19 +1,30 @@
-"""Prompts of chats: messages and tools rendered by the chat template."""
+"""Prompts of chats, rendered by the chat template, and plans of their answers."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from mega_common.errors import DataError
 from mega_data.chat.chat_records import Conversation
 from mega_data.chat.chat_template import ChatTemplate
-from mega_eval.server.answer_parser import AnswerSyntax
+from mega_eval.server.answer_parser import AnswerParser, AnswerSyntax
 from mega_eval.server.api_errors import ApiRequestError
+from mega_eval.server.call_grammars import NO_ARGUMENTS, CallableTool, build_answer_grammar, build_call_grammar
 from mega_eval.server.chat_tools import describe_tools, write_call_arguments
 from mega_eval.server.request_schemas import ChatMessage, ChatRequest, ChatTemplateFields
 from mega_eval.server.worker_processes import WorkerProcesses
+
+
+@dataclass(frozen=True)
+class AnswerPlan:
+    """Grammar of an answer, and the parser and syntax that separate its reasoning and calls; None for plain text."""
+
+    grammar: str | None
+    make_parser: Callable[[], AnswerParser] | None = None
+    syntax: AnswerSyntax | None = None
 
 
 @dataclass(frozen=True)
@@ -54,6 +65,39 @@ class ChatPromptRenderer:
             except DataError:
                 pass
             raise
+
+    def plan_answer(self, body: ChatRequest, prompt: str, specials: Mapping[str, int]) -> AnswerPlan:
+        """Return the grammar and the parser of an answer in a chat with the rendered `prompt`; `specials` are the token ids
+        of special tokens.
+
+        Raises:
+            DataError: for tools whose schema the call format cannot express.
+        """
+        syntax, schema = self.syntax, body.resolve_constraint()
+        if body.separate_reasoning is False:
+            syntax = replace(syntax, reasoning=None)
+        opened = syntax.begins_in_reasoning(prompt)
+        tools = [tool.function for tool in body.list_callable_tools()]
+        end = syntax.reasoning[1] if opened and syntax.reasoning is not None else None
+        grammar = schema
+        if body.constrains_calls():
+            strict = body.requires_call()
+            callable_tools = [
+                CallableTool(tool.name, (tool.parameters or NO_ARGUMENTS) if strict or tool.strict else None)
+                for tool in tools
+            ]
+            grammar = build_call_grammar(syntax.format, callable_tools, specials, required=strict, reasoning_end=end)
+        elif schema is not None and schema.startswith("{") and (opened or syntax.has_channels):
+            grammar = build_answer_grammar(syntax.format, schema, specials, reasoning_end=end)
+        elif schema is not None:
+            opened = False  # the grammar holds from the first token
+        if not tools and syntax.reasoning is None and not syntax.has_channels:
+            return AnswerPlan(grammar)
+        make_parser = partial(
+            AnswerParser, syntax, {tool.name: tool.parameters or {} for tool in tools}, in_reasoning=opened,
+            keep_reasoning=body.include_reasoning is not False,
+        )  # fmt: skip
+        return AnswerPlan(grammar, make_parser, syntax)
 
     async def _render(
         self, template: ChatTemplate, turns: list[dict[str, Any]], tools: list[dict[str, Any]], body: ChatTemplateFields

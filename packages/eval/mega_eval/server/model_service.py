@@ -19,24 +19,39 @@ from mega_eval.sampling import Sampling
 from mega_eval.server.answer_formats import (
     AnswerBuilder,
     AnswerFormat,
+    AnswerWriter,
     ChatFormat,
     CompletionFormat,
     EchoedPrompt,
     TokenUsage,
     stream_answer_parts,
 )
-from mega_eval.server.answer_parser import AnswerParser, AnswerSyntax, parse_answer_parts
-from mega_eval.server.api_errors import ApiRequestError
-from mega_eval.server.call_grammars import NO_ARGUMENTS, CallableTool, build_answer_grammar, build_call_grammar
-from mega_eval.server.chat_prompts import ChatPromptRenderer
-from mega_eval.server.embeddings_api import EmbeddingRequest, ServedEmbedder, format_embeddings, split_into_batches
+from mega_eval.server.answer_parser import AnswerSyntax, parse_answer_parts
+from mega_eval.server.api_errors import ApiRequestError, check_unicode
+from mega_eval.server.chat_prompts import AnswerPlan, ChatPromptRenderer
+from mega_eval.server.embeddings_api import (
+    EmbeddingRequest,
+    ServedEmbedder,
+    Vectors,
+    encode_input,
+    format_embeddings,
+    split_into_batches,
+)
 from mega_eval.server.engine_driver import EngineDriver
+from mega_eval.server.messages_api import CountTokensRequest, MessagesAnswerBuilder, MessagesRequest
 from mega_eval.server.request_schemas import (
     ChatMessage,
     ChatRequest,
     ChatTemplateFields,
     CompletionRequest,
     GenerationRequestBody,
+)
+from mega_eval.server.rerank_api import (
+    DOCUMENT_PROMPTS,
+    QUERY_PROMPTS,
+    RerankRequest,
+    format_ranking,
+    select_prompt_name,
 )
 from mega_eval.server.responses_api import ResponsesAnswerBuilder, ResponsesRequest
 from mega_eval.server.running_answer import RunningAnswer
@@ -46,15 +61,6 @@ from mega_eval.server.worker_processes import WorkerProcesses
 from mega_eval.text_stream import GenerationLimits
 
 NO_EMBEDDINGS = "embeddings are supported for a decoder on one rank, without an adapter"
-
-
-@dataclass(frozen=True)
-class AnswerPlan:
-    """Grammar of an answer, and the parser and syntax that separate its reasoning and calls; None for plain text."""
-
-    grammar: str | None
-    make_parser: Callable[[], AnswerParser] | None = None
-    syntax: AnswerSyntax | None = None
 
 
 @dataclass
@@ -76,6 +82,7 @@ class ModelService:
         metrics: metrics of the server.
         adapters: source of each LoRA adapter, by the model name that selects it in the API.
         embedder: embedder of texts, or the reason that embeddings are not supported (None: the kind of model).
+        source: folder of the model, for adapters that are loaded later; None: `name`.
     """
 
     name: str
@@ -91,9 +98,12 @@ class ModelService:
     metrics: ServerMetrics
     adapters: Mapping[str, str] = field(default_factory=dict)
     embedder: ServedEmbedder | str | None = None
+    source: str | None = None
 
     def __post_init__(self) -> None:
         self.created = int(time.time())
+        self._adapter_keys: dict[str, str] = {}
+        self._loads = 1
         self.vocabulary = Vocabulary(self.tokenizer)
         # encoding takes a hundred times the memory of the text, so few texts at once; threads keep the event loop free
         self._encoders = CapacityLimiter(2)
@@ -102,12 +112,32 @@ class ModelService:
         syntax = AnswerSyntax() if self.template is None else AnswerSyntax.detect(self.template.source)
         self._chats = ChatPromptRenderer(self.template, syntax, self._workers)
 
-    def check_model_name(self, name: str | None) -> None:
-        """Raise ApiRequestError (404) if `name` is not the served model or one of its LoRA adapters; None is the served
-        model.
+    async def load_adapter(self, name: str, folder: str) -> None:
+        """Load a LoRA adapter between two steps of the engine, for requests that name it as their model.
+
+        Raises:
+            CheckpointError: when it is no adapter of the model.
+            ConfigError: when the engine cannot load adapters.
         """
-        if name not in (None, self.name, *self.adapters):
-            raise ApiRequestError(404, f"The model `{name}` does not exist.", param="model", code="model_not_found")
+        # a new key each time, since the cache shares keys and values of one key
+        key = f"{name}@{self._loads}"
+        self._loads += 1
+        await self.driver.run_in_engine_thread(
+            partial(self.driver.engine.load_adapter, key, self.source or self.name, folder)
+        )
+        self._adapter_keys[name] = key
+        self.adapters = {**self.adapters, name: folder}
+
+    async def unload_adapter(self, name: str) -> None:
+        """Remove a LoRA adapter between two steps of the engine.
+
+        Raises:
+            DataError: when requests use it.
+        """
+        key = self._adapter_keys.get(name, name)
+        await self.driver.run_in_engine_thread(partial(self.driver.engine.unload_adapter, key))
+        self._adapter_keys.pop(name, None)
+        self.adapters = {other: folder for other, folder in self.adapters.items() if other != name}
 
     async def encode_text(self, text: str, *, special: bool) -> list[int]:
         """Return the token ids of a text, with the special tokens that the tokenizer puts around it if `special`."""
@@ -117,7 +147,7 @@ class ModelService:
             ids: list[int] = self.tokenizer.backend.encode_batch([text], add_special_tokens=special)[0].ids
             return ids
 
-        _check_unicode(text)
+        check_unicode(text)
         return await to_thread.run_sync(encode_in_thread, limiter=self._encoders)
 
     async def decode_tokens(self, tokens: Sequence[int]) -> str:
@@ -173,43 +203,24 @@ class ModelService:
             body.to_chat_request(), partial(ResponsesAnswerBuilder, body, body.model or self.name)
         )
 
-    async def _start_chat(
-        self, body: ChatRequest, answer_for: Callable[[TokenUsage], AnswerBuilder | ResponsesAnswerBuilder]
-    ) -> RunningAnswer:
+    async def start_message(self, body: MessagesRequest) -> RunningAnswer:
+        """Start the generation for a request to /v1/messages and return the answer in progress."""
+        return await self._start_chat(body.to_chat_request(), partial(MessagesAnswerBuilder, body.model or self.name))
+
+    async def count_message_tokens(self, body: CountTokensRequest) -> int:
+        """Return the number of prompt tokens of a conversation."""
+        chat = body.to_chat_request()
+        return len(await self.encode_chat_prompt(chat.messages, chat))
+
+    async def _start_chat(self, body: ChatRequest, answer_for: Callable[[TokenUsage], AnswerWriter]) -> RunningAnswer:
         """Start the generation of an answer in a chat."""
         self.driver.check_capacity(body.n or 1)
         text = await self._chats.render_prompt(body.messages, body)
         self._check_text_size(text, body)
         prompt = self._truncate_prompt(await self.encode_text(text, special=False), body)
-        return await self._start_answer(body, answer_for, [prompt], [None], self._plan_chat_answer(body, text))
-
-    def _plan_chat_answer(self, body: ChatRequest, prompt: str) -> AnswerPlan:
-        """Return the grammar and the parser of an answer in a chat with the rendered `prompt`."""
-        syntax, specials, schema = self._chats.syntax, self.vocabulary.specials, body.resolve_constraint()
-        if body.separate_reasoning is False:
-            syntax = replace(syntax, reasoning=None)
-        opened = syntax.begins_in_reasoning(prompt)
-        tools = [tool.function for tool in body.list_callable_tools()]
-        end = syntax.reasoning[1] if opened and syntax.reasoning is not None else None
-        grammar = schema
-        if body.constrains_calls():
-            strict = body.requires_call()
-            callable_tools = [
-                CallableTool(tool.name, (tool.parameters or NO_ARGUMENTS) if strict or tool.strict else None)
-                for tool in tools
-            ]
-            grammar = build_call_grammar(syntax.format, callable_tools, specials, required=strict, reasoning_end=end)
-        elif schema is not None and schema.startswith("{") and (opened or syntax.has_channels):
-            grammar = build_answer_grammar(syntax.format, schema, specials, reasoning_end=end)
-        elif schema is not None:
-            opened = False  # the grammar holds from the first token
-        if not tools and syntax.reasoning is None and not syntax.has_channels:
-            return AnswerPlan(grammar)
-        make_parser = partial(
-            AnswerParser, syntax, {tool.name: tool.parameters or {} for tool in tools}, in_reasoning=opened,
-            keep_reasoning=body.include_reasoning is not False,
-        )  # fmt: skip
-        return AnswerPlan(grammar, make_parser, syntax)
+        return await self._start_answer(
+            body, answer_for, [prompt], [None], self._chats.plan_answer(body, text, self.vocabulary.specials)
+        )
 
     def _answer_builder(self, form: AnswerFormat, model: str | None) -> Callable[[TokenUsage], AnswerBuilder]:
         """Return a function that makes the answer builder for a token usage."""
@@ -217,50 +228,47 @@ class ModelService:
 
     async def compute_embeddings(self, body: EmbeddingRequest) -> dict[str, Any]:
         """Return the JSON body of the answer to a request to /v1/embeddings."""
-        embedder = self.embedder
-        if not isinstance(embedder, ServedEmbedder) or body.model in self.adapters:
-            message = embedder if isinstance(embedder, str) else NO_EMBEDDINGS
-            raise ApiRequestError(400, message, param="model")
+        embedder = self._find_embedder(body.model)
         if body.dimensions not in (None, embedder.width):
             message = f"dimensions must be {embedder.width}, the width of the model's vectors; found {body.dimensions}"
             raise ApiRequestError(400, message, param="dimensions")
+        vectors, tokens = await self._embed_texts(embedder, body.list_input_texts(), body.prompt_name)
+        return format_embeddings(vectors, body.model or self.name, tokens, body.encoding_format)
+
+    async def rank_documents(self, body: RerankRequest) -> dict[str, Any]:
+        """Return the JSON body of the answer to a request to /v1/rerank."""
+        embedder = self._find_embedder(body.model)
+        query, one = await self._embed_texts(embedder, [body.query], select_prompt_name(embedder, QUERY_PROMPTS))
+        name = select_prompt_name(embedder, DOCUMENT_PROMPTS)
+        documents, others = await self._embed_texts(embedder, body.list_texts(), name)
+        return format_ranking(body, query, documents, body.model or self.name, one + others)
+
+    def _find_embedder(self, model: str | None) -> ServedEmbedder:
+        """Return the embedder for the model name of a request."""
+        if isinstance(self.embedder, ServedEmbedder) and model not in self.adapters:
+            return self.embedder
+        message = self.embedder if isinstance(self.embedder, str) else NO_EMBEDDINGS
+        raise ApiRequestError(400, message, param="model")
+
+    async def _embed_texts(
+        self, embedder: ServedEmbedder, sources: Sequence[str | list[int]], prompt_name: str | None
+    ) -> tuple[Vectors, int]:
+        """Return the embeddings of texts [N, P] and their number of tokens."""
         try:
-            prompt = embedder.default_prompt(body.prompt_name)
+            prompt = embedder.default_prompt(prompt_name)
         except DataError as error:
             raise ApiRequestError(400, error.message, param="prompt_name") from None
-        texts = [await self._encode_for_embedding(embedder, text, prompt) for text in body.list_input_texts()]
-        vectors = [
-            await self.driver.run_in_engine_thread(partial(embedder, batch, prompt))
-            for batch in split_into_batches(texts)
+        texts = [
+            await to_thread.run_sync(encode_input, embedder, one, prompt, self.max_length, limiter=self._encoders)
+            for one in sources
         ]
+        for text in texts:
+            self._check_token_ids(text, "input")
+        batches = [partial(embedder, batch, prompt) for batch in split_into_batches(texts)]
+        vectors = [await self.driver.run_in_engine_thread(batch) for batch in batches]
         tokens_read = sum(map(len, texts))
         self.metrics.record_tokens(tokens_read, 0)
-        return format_embeddings(np.concatenate(vectors), body.model or self.name, tokens_read, body.encoding_format)
-
-    async def _encode_for_embedding(self, embedder: ServedEmbedder, text: str | list[int], prompt: str) -> list[int]:
-        """Return the tokens of a text to embed."""
-        if not text:
-            raise ApiRequestError(400, "input must not have an empty text", param="input")
-        if isinstance(text, list) and prompt:
-            message = f"input must be text, as the model's prompt {prompt!r} is put first; found token ids"
-            raise ApiRequestError(400, message, param="input")
-        if isinstance(text, str):
-            _check_unicode(text)
-            text = await to_thread.run_sync(embedder.encode_text, text, prompt, limiter=self._encoders)
-        self._check_token_ids(text, "input")
-        most = min(self.max_length, embedder.texts.model.config.max_position)
-        if embedder.declared:
-            most = min(most, embedder.texts.max_length)
-        if len(text) > most:
-            raise ApiRequestError(
-                400,
-                f"This model's maximum context length is {most} tokens; a text of input has {len(text)}.",
-                param="input",
-                code="context_length_exceeded",
-            )
-        if not text:
-            raise ApiRequestError(400, "input must not have an empty text: one has no tokens", param="input")
-        return text
+        return np.concatenate(vectors), tokens_read
 
     def describe_tokenizer(self) -> dict[str, str | None]:
         """Return the special tokens and the chat template of the model, under the field names of tokenizer_config.json."""
@@ -292,7 +300,7 @@ class ModelService:
     async def _start_answer(
         self,
         body: GenerationRequestBody,
-        answer_for: Callable[[TokenUsage], AnswerBuilder | ResponsesAnswerBuilder],
+        answer_for: Callable[[TokenUsage], AnswerWriter],
         prompts: Sequence[list[int]],
         echoes: Sequence[EchoedPrompt | None],
         plan: AnswerPlan,
@@ -301,7 +309,7 @@ class ModelService:
         choices, alternatives, limits = body.n or 1, body.count_alternatives(), self._make_limits(body)
         sampling = await self._make_sampling(body, limits)
         if plan.syntax is not None:
-            limits = self._show_marks(limits, plan.syntax)
+            limits = plan.syntax.show_marks(limits, self.vocabulary.specials)
         if plan.grammar is not None:
             await self._workers.prepare_grammar(plan.grammar, limits.ends)
         requests = [
@@ -313,7 +321,7 @@ class ModelService:
                 logprobs=alternatives,
                 prompt_logprobs=echo is not None and alternatives is not None,
                 grammar=plan.grammar,
-                adapter=body.model if body.model in self.adapters else None,
+                adapter=self._adapter_keys.get(body.model or "", body.model) if body.model in self.adapters else None,
             )
             for prompt, echo in zip(prompts, echoes, strict=True)
             for choice in range(choices)
@@ -327,13 +335,6 @@ class ModelService:
         if plan.make_parser is not None and plan.syntax is not None:
             parts = parse_answer_parts(parts, plan.make_parser, plan.syntax.format.make_call_id)
         return RunningAnswer(answer, group, parts, self.driver, self.metrics, self.seconds)
-
-    def _show_marks(self, limits: GenerationLimits, syntax: AnswerSyntax) -> GenerationLimits:
-        """Return the limits of an answer whose text has the special tokens that mark calls and reasoning."""
-        if not limits.skip_special_tokens:
-            return limits
-        hidden = frozenset(self.vocabulary.specials.values()) - syntax.list_special_marks(self.vocabulary.specials)
-        return replace(limits, skip_special_tokens=False, hidden_tokens=hidden)
 
     def _make_limits(self, body: GenerationRequestBody) -> GenerationLimits:
         """Return the generation limits of a request; a stop string that is a special token becomes a stop token."""
@@ -400,11 +401,3 @@ class ModelService:
                 code="context_length_exceeded",
             )
         return available if requested is None else requested
-
-
-def _check_unicode(text: str) -> None:
-    """Refuse a text with lone surrogates."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise ApiRequestError(400, "a text must not have lone surrogates, which are half characters") from None

@@ -93,7 +93,7 @@ class RequestGate:
             elif not isinstance(error, ApiRequestError):
                 logger.exception("request %s failed", answer.id)
             if answer.status == 0:
-                await error_to_response(error).make_response()(scope, receive, answer.send_message)
+                await error_to_response(error).make_response(scope["path"])(scope, receive, answer.send_message)
         finally:
             self._metrics.record_request(scope, answer.status, time.monotonic() - start)
 
@@ -105,9 +105,8 @@ class RequestGate:
         if path in PUBLIC:
             return
         scheme, _, given = headers.get("authorization", "").partition(" ")  # RFC 9110: a scheme has any case
-        if bounds.key is not None and not (
-            scheme.lower() == "bearer" and _equal_constant_time(given.strip(), bounds.key)
-        ):
+        keys = [headers.get("x-api-key", ""), given.strip() if scheme.lower() == "bearer" else ""]
+        if bounds.key is not None and not any(_equal_constant_time(one, bounds.key) for one in keys):
             raise ApiRequestError(401, "a valid API key is required; send the header 'Authorization: Bearer KEY'")
         if scope["method"] != "POST":
             return

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from mega_eval.server.answer_formats import AnswerPart, TokenUsage
+from mega_eval.server.api_errors import ApiRequestError
 from mega_eval.server.output_constraints import JsonObject
 from mega_eval.server.request_schemas import ChatMessage, ChatRequest, RequestBody, StreamOptions
 from mega_eval.server.request_validation import Many, StrictRequestModel, make_field_error
@@ -155,6 +156,10 @@ class ResponsesAnswerBuilder:
         yield self._format_event("response.output_item.done", output_index=0, item=self._format_message(text, finish))
         last = self._format_response(text, finish)
         yield self._format_event(f"response.{last['status']}", response=last)
+
+    def format_stream_error(self, error: ApiRequestError) -> bytes:
+        """Return the event of an error in a stream."""
+        return self._format_event("error", code=error.code, message=error.message, param=error.param)
 
     def _format_event(self, kind: str, **more: Any) -> bytes:
         """Return the next event of the stream."""

@@ -71,9 +71,9 @@ def _parse_bare_json(text: GrowingText, tools: Tools) -> Deltas:
     while not text.unread.lstrip() and not text.ended:
         yield None
     if text.unread.lstrip().startswith("["):
-        raw = str((yield from text.take_json()))
-        calls = list_json_calls(raw, tools)
-        yield from [Delta("content", raw)] if calls is None else calls
+        items = str((yield from text.take_json()))
+        calls = list_json_calls(items, tools)
+        yield from [Delta("content", items)] if calls is None else calls
         return
     while text.unread.lstrip().startswith("{"):
         raw = yield from _read_json_call(text, tools)
