@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import base64
-import hashlib
-import re
 from collections.abc import Awaitable, Callable
+from functools import partial
 from importlib import resources
 from typing import Any, TypeVar
 
 from fastapi import FastAPI
 from fastapi.requests import Request
-from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.types import Receive, Scope, Send
 
@@ -20,7 +18,7 @@ from mega_eval.server import api_errors
 from mega_eval.server.api_errors import ApiRequestError, ErrorBody
 from mega_eval.server.embeddings_api import EmbeddingRequest
 from mega_eval.server.messages_api import CountTokensRequest, MessagesRequest
-from mega_eval.server.request_gate import RequestGate, ServerLimits
+from mega_eval.server.request_gate import PAGE_FILES, RequestGate, ServerLimits
 from mega_eval.server.request_schemas import (
     ChatRequest,
     CompletionRequest,
@@ -249,21 +247,23 @@ def _add_info_routes(app: FastAPI, models: ServedModels, gate: RequestGate) -> N
 
 
 def _add_web_page(app: FastAPI) -> None:
-    """Add the route of the web page."""
-    page = (resources.files("mega_eval.server") / "page.html").read_text(encoding="utf-8")
-    allowed = {f"{kind}-src": _csp_hash(page, tag) for kind, tag in (("script", "script"), ("style", "style"))}
-    policy = {
-        "default-src": "'none'", **allowed, "connect-src": "'self'", "base-uri": "'none'", "form-action": "'none'",
-        "frame-ancestors": "'none'",
-    }  # fmt: skip
-    headers = {"content-security-policy": "; ".join(f"{name} {value}" for name, value in policy.items())}
+    """Add the routes of the web page and its files."""
+    folder = resources.files("mega_eval.server") / "page"
+    # data: images that the user adds
+    policy = (
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+    for path, (name, media_type) in PAGE_FILES.items():
+        headers = {"content-security-policy": policy, "x-content-type-options": "nosniff", "cache-control": "no-cache"}
+        response = partial(Response, (folder / name).read_bytes(), headers=headers, media_type=media_type)
+        app.add_api_route(path, _make_page_route(response), include_in_schema=False, response_class=Response)
 
-    @app.get("/", include_in_schema=False)
-    async def get_index_page() -> Response:
-        return HTMLResponse(page, headers=headers)
 
+def _make_page_route(make_response: Callable[[], Response]) -> Callable[[], Awaitable[Response]]:
+    """Return the route of one file of the page."""
 
-def _csp_hash(page: str, tag: str) -> str:
-    """Return the content-security-policy hash of the only script or style in the page."""
-    (inside,) = re.findall(f"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
-    return f"'sha256-{base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode()}'"
+    async def get_page_file() -> Response:
+        return make_response()
+
+    return get_page_file

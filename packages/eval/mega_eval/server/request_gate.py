@@ -22,7 +22,12 @@ from mega_eval.server.api_errors import ApiRequestError, error_to_response
 from mega_eval.server.connection_limits import ConnectionLimits
 from mega_eval.server.server_metrics import ServerMetrics
 
-PUBLIC = ("/", "/health")  # paths without API key; the page itself sends the key with its requests
+# files of the page by path: name in the folder `page` and media type
+PAGE_FILES = {
+    "/": ("index.html", "text/html"), "/page/page.css": ("page.css", "text/css"),
+    "/page/page.js": ("page.js", "text/javascript"), "/page/markdown.js": ("markdown.js", "text/javascript"),
+}  # fmt: skip
+PUBLIC = (*PAGE_FILES, "/health")  # paths without API key; the page itself sends the key with its requests
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 GRACE = 5.0  # seconds for an answer that ran out of time to report the timeout
 
