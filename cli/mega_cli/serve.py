@@ -27,6 +27,7 @@ from mega_common.errors import ConfigError, DataError, MegaError, MissingPackage
 from mega_common.progress_logging import logger
 
 if TYPE_CHECKING:
+    from mega_common.vision_config import VisionConfig
     from mega_data.chat.chat_template import ChatTemplate
     from mega_data.tokenizer import Tokenizer
     from mega_eval.inference_engine import InferenceEngine
@@ -197,6 +198,7 @@ def serve_command(
                 adapters=adapters if one is found[0] else {},
                 embedder=one.embedder,
                 source=source,
+                vision=one.vision,
             )
             for (title, source), one in zip(sources.items(), found, strict=True)
         ]
@@ -214,8 +216,8 @@ def serve_command(
 
 @dataclass(frozen=True)
 class ServedModel:
-    """Loaded model for generation: its inference engine, tokenizer, end tokens and limits, and its text embedder or the
-    reason for having none.
+    """Loaded model for generation: its inference engine, tokenizer, end tokens and limits, its text embedder or the reason
+    for having none, and the settings of its vision encoder if it takes images.
     """
 
     engine: InferenceEngine
@@ -224,6 +226,7 @@ class ServedModel:
     max_length: int
     vocab_size: int
     embedder: ServedEmbedder | str | None
+    vision: VisionConfig | None = None
 
 
 def load_served_model(
@@ -270,7 +273,8 @@ def load_served_model(
     embedder = None
     if sharing is not None and groups is None and config.encoder is None:
         embedder = _make_embedder(model, loaded.model, vocabulary, selection)
-    return ServedModel(engine, vocabulary, loaded.ends, longest, config.vocab_size, embedder)
+    vision = config.vision if groups is None else None  # ranks would each need the images
+    return ServedModel(engine, vocabulary, loaded.ends, longest, config.vocab_size, embedder, vision)
 
 
 def _make_embedder(

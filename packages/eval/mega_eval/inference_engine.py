@@ -24,12 +24,13 @@ from mega_common.progress_logging import logger
 from mega_eval.cpu_layers import flatten_layers
 from mega_eval.engine_requests import Drafter, EngineEvent, EngineRequest, RequestState, score_token
 from mega_eval.grammar_matcher import GrammarCache
-from mega_eval.image_prompts import find_image_ranges, gather_token_images
+from mega_eval.image_prompts import attach_image_features, find_image_ranges, gather_token_images
 from mega_eval.model_loading import add_lora_adapter, remove_lora_adapter
 from mega_eval.mtp_drafter import MtpDrafter
 from mega_eval.paged_cache import PAGE, PageAllocator, PagedCache, RowSpan, hash_full_pages
 from mega_eval.sampling import select_most_likely
 from mega_eval.text_stream import Continuation, TextTokenizer
+from mega_trainer.data.batch_images import BatchImages
 from mega_trainer.data.micro_batch import DocumentBounds
 from mega_trainer.model.decoder import Decoder
 from mega_trainer.model.encoder_decoder import EncoderDecoderModel
@@ -140,6 +141,10 @@ class InferenceEngine:
         for row in [row for row in (*self._waiting, *self._running) if row.number == request]:
             (self._waiting if row in self._waiting else self._running).remove(row)
             self._release_row(row)
+
+    def encode_images(self, images: BatchImages) -> BatchImages:
+        """Return the images of a prompt with features computed by the model's vision encoder."""
+        return attach_image_features(self._model, images)
 
     def load_adapter(self, name: str, base: str, folder: str) -> None:
         """Load the LoRA adapter in `folder`, of the model at `base`, which requests then select by `name`.

@@ -136,7 +136,7 @@ def test_anthropics_client_and_the_engine(anthropic_client: Any, url: str) -> No
     [
         ({"model": "other"}, "NotFoundError", "`other` does not exist"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "BadRequestError", "'web_search_20250305', which is not supported"),
-        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "BadRequestError", "'image', which is not supported"),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": "https://x.example/a.png"}}]}]}, "BadRequestError", "this server fetches no addresses"),
         ({"extra_body": {"temperature": 1000}}, "BadRequestError", "temperature must be less than or equal to 100"),
         ({"tool_choice": {"type": "tool"}}, "BadRequestError", "requires a 'name'"),
         ({"extra_body": {"max_token": 3}}, "BadRequestError", "'max_token' is not a known field"),

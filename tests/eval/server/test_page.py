@@ -247,3 +247,26 @@ def test_probabilities_of_tokens_in_a_browser(browser: Any, drawn_url: str) -> N
         page.get_by_role("button", name="New chat").click()
         page.locator("#open-settings").click()
     page.close()
+
+
+def test_an_image_in_a_browser(browser: Any, tmp_path: Path) -> None:
+    from vision_language_models import make_service, picture, save_model
+
+    (tmp_path / "model").mkdir()
+    save_model("llava", tmp_path / "model")
+    (tmp_path / "cat.png").write_bytes(picture(1))
+    with serving(make_service(tmp_path / "model", "llava")) as (url, _):
+        page = browser.new_page(viewport={"width": 390, "height": 700})
+        page.goto(url)
+        page.locator("#add-picture").wait_for()
+        page.set_input_files("#picture", tmp_path / "cat.png")
+        page.locator("#pictures img").wait_for()
+        page.locator("#open-settings").click()
+        page.fill("#max_tokens", "5")
+        page.locator("#open-settings").click()
+        say(page, "what is it?")
+        wait_for_answer(page, 2)
+        assert page.locator("article.user img").count() == 1
+        assert page.locator("#pictures img").count() == 0
+        assert re.search(r"llava · \d+ \+ 5 tokens", page.locator("article.assistant").inner_text())
+        page.close()

@@ -192,7 +192,7 @@ def _add_model_routes(app: FastAPI, models: ServedModels) -> None:
         adapter = name in service.adapters
         return {
             "id": name, "object": "model", "created": service.created, "owned_by": "mega",
-            "max_model_len": service.max_length, "root": service.adapters[name] if adapter else service.name,
+            "max_model_len": service.max_length, "images": service.vision is not None, "root": service.adapters[name] if adapter else service.name,
             "parent": service.name if adapter else None,
         }  # fmt: skip
 

@@ -16,15 +16,19 @@ from mega_eval.server.call_grammars import NO_ARGUMENTS, CallableTool, build_ans
 from mega_eval.server.chat_tools import describe_tools, write_call_arguments
 from mega_eval.server.request_schemas import ChatMessage, ChatRequest, ChatTemplateFields
 from mega_eval.server.worker_processes import WorkerProcesses
+from mega_trainer.data.batch_images import BatchImages
 
 
 @dataclass(frozen=True)
 class AnswerPlan:
-    """Grammar of an answer, and the parser and syntax that separate its reasoning and calls; None for plain text."""
+    """Grammar of an answer, the parser and syntax that separate its reasoning and calls (None for plain text), and the
+    images of its prompt, without features.
+    """
 
     grammar: str | None
     make_parser: Callable[[], AnswerParser] | None = None
     syntax: AnswerSyntax | None = None
+    images: BatchImages | None = None
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from mega_eval.server.output_constraints import JsonObject
 from mega_eval.server.request_schemas import ChatRequest, RequestBody, StopText, StreamOptions
 from mega_eval.server.request_validation import Many, StrictRequestModel, make_field_error
 
-BLOCK_TYPES = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
+BLOCK_TYPES = ("text", "image", "thinking", "redacted_thinking", "tool_use", "tool_result")
 STOP_REASONS: Mapping[str | None, str] = {"length": "max_tokens", "tool_calls": "tool_use"}
 
 
@@ -32,17 +32,28 @@ class MessageBlock(StrictRequestModel):
     input: JsonObject = {}
     tool_use_id: str = ""
     content: Any = None
+    source: Any = None
 
     @model_validator(mode="before")
     @classmethod
     def _check_type(cls, value: Any) -> Any:
         kind = value.get("type") if isinstance(value, dict) else None
         if kind not in BLOCK_TYPES:
-            raise make_field_error(f"has type {str(kind)[:50]!r}, which is not supported; send text, tool_use, tool_result or thinking")  # fmt: skip
+            raise make_field_error(f"has type {str(kind)[:50]!r}, which is not supported; send text, image, tool_use, tool_result or thinking")  # fmt: skip
         required = {"text": "text", "thinking": "thinking", "tool_use": "name", "tool_result": "tool_use_id"}.get(kind)
         if required is not None and not isinstance(value.get(required), str):
             raise make_field_error(f"of type {kind!r} must have a text in {required!r}")
+        source = value.get("source")
+        if kind == "image" and not (isinstance(source, dict) and source.get("type") == "base64"):
+            raise make_field_error("of type 'image' must have a 'source' of type 'base64'; this server fetches no addresses")  # fmt: skip
         return value
+
+    def to_content_part(self) -> dict[str, Any] | None:
+        """Return a block of text or an image as a part of a message of /v1/chat/completions; None for other blocks."""
+        if self.type == "image":
+            url = f"data:{self.source.get('media_type')};base64,{self.source.get('data')}"
+            return {"type": "image_url", "image_url": {"url": url}}
+        return {"type": "text", "text": self.text} if self.type == "text" else None
 
     def read_result(self) -> str:
         """Return the text of the result of a tool.
@@ -83,7 +94,7 @@ class MessageTurn(StrictRequestModel):
         for block in blocks:
             if block.type == "tool_result":
                 yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": block.read_result()}
-        text = "".join(block.text for block in blocks)
+        parts = [part for block in blocks if (part := block.to_content_part()) is not None]
         calls = [
             {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": json.dumps(block.input)}}
             for block in blocks if block.type == "tool_use"
@@ -91,8 +102,8 @@ class MessageTurn(StrictRequestModel):
         reasoning = "".join(block.thinking for block in blocks)
         more: dict[str, Any] = {"tool_calls": calls} if calls else {}
         more |= {"reasoning_content": reasoning} if reasoning else {}
-        if text or more or all(block.type != "tool_result" for block in blocks):
-            yield {"role": self.role, "content": text, **more}
+        if parts or more or all(block.type != "tool_result" for block in blocks):
+            yield {"role": self.role, "content": parts, **more}
 
 
 class MessageTool(StrictRequestModel):

@@ -12,9 +12,11 @@ import numpy as np
 from anyio import CapacityLimiter, to_thread
 
 from mega_common.errors import DataError
+from mega_common.vision_config import VisionConfig
 from mega_data.chat.chat_template import ChatTemplate
 from mega_data.tokenizer import Tokenizer
 from mega_eval.engine_requests import EngineRequest
+from mega_eval.image_prompts import assemble_image_prompt
 from mega_eval.sampling import Sampling
 from mega_eval.server.answer_formats import (
     AnswerBuilder,
@@ -59,6 +61,7 @@ from mega_eval.server.server_metrics import ServerMetrics
 from mega_eval.server.token_spelling import Vocabulary, find_max_token_bytes
 from mega_eval.server.worker_processes import WorkerProcesses
 from mega_eval.text_stream import GenerationLimits
+from mega_trainer.data.batch_images import BatchImages
 
 NO_EMBEDDINGS = "embeddings are supported for a decoder on one rank, without an adapter"
 
@@ -82,6 +85,7 @@ class ModelService:
         metrics: metrics of the server.
         adapters: source of each LoRA adapter, by the model name that selects it in the API.
         embedder: embedder of texts, or the reason that embeddings are not supported (None: the kind of model).
+        vision: settings of the vision encoder, if the model takes images.
         source: folder of the model, for adapters that are loaded later; None: `name`.
     """
 
@@ -99,6 +103,7 @@ class ModelService:
     adapters: Mapping[str, str] = field(default_factory=dict)
     embedder: ServedEmbedder | str | None = None
     source: str | None = None
+    vision: VisionConfig | None = None
 
     def __post_init__(self) -> None:
         self.created = int(time.time())
@@ -163,7 +168,25 @@ class ModelService:
 
     async def encode_chat_prompt(self, messages: Sequence[ChatMessage], body: ChatTemplateFields) -> list[int]:
         """Return the token ids of a conversation rendered by the chat template, up to the beginning of the answer."""
-        return await self.encode_text(await self._chats.render_prompt(messages, body), special=False)
+        pictures = self._list_images(messages)
+        text = await self._chats.render_prompt(messages, body)
+        return (await self._encode_chat_text(text, pictures))[0]
+
+    def _list_images(self, messages: Sequence[ChatMessage]) -> list[bytes]:
+        """Return the image files of a conversation; refuse them if the model takes none."""
+        pictures = [picture for message in messages for picture in message.list_images()]
+        if pictures and self.vision is None:
+            raise ApiRequestError(400, "this model takes no images; send text", param="messages")
+        return pictures
+
+    async def _encode_chat_text(self, text: str, pictures: Sequence[bytes]) -> tuple[list[int], BatchImages | None]:
+        """Return the token ids of a rendered conversation, and its images without features."""
+        if not pictures or self.vision is None:
+            return await self.encode_text(text, special=False), None
+        check_unicode(text)
+        prepared = await self._workers.prepare_images(pictures, self.vision)
+        assemble = partial(assemble_image_prompt, text, prepared, self.vision, self.tokenizer, special=False)
+        return await to_thread.run_sync(assemble, limiter=self._encoders)
 
     async def start_completion(self, body: CompletionRequest) -> RunningAnswer:
         """Start the generation for a request to /v1/completions and return the answer in progress."""
@@ -215,12 +238,12 @@ class ModelService:
     async def _start_chat(self, body: ChatRequest, answer_for: Callable[[TokenUsage], AnswerWriter]) -> RunningAnswer:
         """Start the generation of an answer in a chat."""
         self.driver.check_capacity(body.n or 1)
+        pictures = self._list_images(body.messages)
         text = await self._chats.render_prompt(body.messages, body)
         self._check_text_size(text, body)
-        prompt = self._truncate_prompt(await self.encode_text(text, special=False), body)
-        return await self._start_answer(
-            body, answer_for, [prompt], [None], self._chats.plan_answer(body, text, self.vocabulary.specials)
-        )
+        tokens, images = await self._encode_chat_text(text, pictures)
+        plan = replace(self._chats.plan_answer(body, text, self.vocabulary.specials), images=images)
+        return await self._start_answer(body, answer_for, [self._truncate_prompt(tokens, body)], [None], plan)
 
     def _answer_builder(self, form: AnswerFormat, model: str | None) -> Callable[[TokenUsage], AnswerBuilder]:
         """Return a function that makes the answer builder for a token usage."""
@@ -312,18 +335,23 @@ class ModelService:
             limits = plan.syntax.show_marks(limits, self.vocabulary.specials)
         if plan.grammar is not None:
             await self._workers.prepare_grammar(plan.grammar, limits.ends)
+        counts = [self._count_new_tokens(prompt, body.get_max_new_tokens()) or 1 for prompt in prompts]
+        images = plan.images
+        if images is not None:
+            images = await self.driver.run_in_engine_thread(partial(self.driver.engine.encode_images, images))
         requests = [
             EngineRequest(
                 prompt,
-                replace(limits, max_new_tokens=self._count_new_tokens(prompt, body.get_max_new_tokens()) or 1),
+                replace(limits, max_new_tokens=count),
                 sampling,
                 sample=choice,
                 logprobs=alternatives,
                 prompt_logprobs=echo is not None and alternatives is not None,
                 grammar=plan.grammar,
+                images=images,
                 adapter=self._adapter_keys.get(body.model or "", body.model) if body.model in self.adapters else None,
             )
-            for prompt, echo in zip(prompts, echoes, strict=True)
+            for prompt, echo, count in zip(prompts, echoes, counts, strict=True)
             for choice in range(choices)
         ]
         answer = answer_for(TokenUsage(sum(map(len, prompts))))

@@ -5,6 +5,7 @@ Fields of vLLM are extensions. `request_validation` ignores or refuses fields th
 
 from __future__ import annotations
 
+import base64
 import re
 import secrets
 from collections.abc import Mapping
@@ -33,6 +34,7 @@ RESERVED_OPTIONS = frozenset({
     "conversations", "messages", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message",
     "return_assistant_tokens_mask",
 })  # fmt: skip
+MAX_IMAGES = 16  # of one conversation
 MAX_ALTERNATIVES = 20  # `top_logprobs` of OpenAI's API
 
 
@@ -184,11 +186,12 @@ class CompletionRequest(GenerationRequestBody):
 
 
 class ContentPart(StrictRequestModel):
-    """Text part in the content of a chat message."""
+    """Part in the content of a chat message: text, or an image as a data: URL."""
 
     model_config = ConfigDict(extra="ignore", strict=True)  # ignores fields such as `cache_control` and `annotations`
     type: str
     text: str = ""
+    image: bytes | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -196,11 +199,30 @@ class ContentPart(StrictRequestModel):
         kind = value.get("type") if isinstance(value, dict) else None
         if not isinstance(kind, str):
             raise make_field_error("must be an object with 'type' and 'text'")
+        if kind == "image_url":
+            address = value.get("image_url")
+            return {
+                "type": kind,
+                "image": decode_data_url(address.get("url") if isinstance(address, dict) else address),
+            }
         if kind not in ("text", "input_text", "output_text"):
-            raise make_field_error(f"has type {kind[:50]!r}, which is not supported; send parts of type 'text'")
+            raise make_field_error(
+                f"has type {kind[:50]!r}, which is not supported; send parts of type 'text' or 'image_url'"
+            )
         if not isinstance(value.get("text"), str):
             raise make_field_error("must have its text in 'text'")
-        return value
+        return {"type": kind, "text": value["text"]}
+
+
+def decode_data_url(address: Any) -> bytes:
+    """Return the bytes of an image in a data: URL; other addresses are refused, as the server fetches nothing."""
+    found = re.match(r"data:image/[\w.+-]{1,50};base64,", address) if isinstance(address, str) else None
+    if found is None:
+        raise make_field_error("must have an image as 'data:image/...;base64,...'; this server fetches no addresses")
+    try:
+        return base64.b64decode(address[found.end() :], validate=True)
+    except ValueError:
+        raise make_field_error("has an image that is not base64") from None
 
 
 ContentField = Annotated[
@@ -208,7 +230,7 @@ ContentField = Annotated[
     Discriminator(
         lambda value: {str: "[text]", list: "[parts]"}.get(type(value)),
         custom_error_type="union",
-        custom_error_message="must be a text or a list of parts of type 'text'",
+        custom_error_message="must be a text or a list of parts of type 'text' or 'image_url'",
     ),
 ]
 
@@ -228,10 +250,21 @@ class ChatMessage(StrictRequestModel):
         return self
 
     def to_template_message(self) -> dict[str, Any]:
-        """Return the message as chat templates expect it, with the text parts of its content joined to one text."""
-        parts = self.content
-        text = parts if isinstance(parts, str) else "".join(part.text for part in parts or ())
-        return parse_call_arguments({**(self.model_extra or {}), "role": self.role, "content": text})
+        """Return the message as chat templates expect it, with the text parts of its content joined to one text unless
+        there are images.
+        """
+        parts = [] if self.content is None or isinstance(self.content, str) else self.content
+        content: Any = self.content if isinstance(self.content, str) else "".join(part.text for part in parts)
+        if self.list_images():
+            content = [
+                {"type": "text", "text": part.text} if part.image is None else {"type": "image"} for part in parts
+            ]
+        return parse_call_arguments({**(self.model_extra or {}), "role": self.role, "content": content})
+
+    def list_images(self) -> list[bytes]:
+        """Return the image files in the message's content."""
+        parts = [] if self.content is None or isinstance(self.content, str) else self.content
+        return [part.image for part in parts if part.image is not None]
 
 
 class ChatTemplateFields(StrictRequestModel):
@@ -275,6 +308,10 @@ class ChatRequest(GenerationRequestBody, ChatTemplateFields):
 
     @model_validator(mode="after")
     def _check_chat(self) -> Self:
+        if sum(len(message.list_images()) for message in self.messages) > MAX_IMAGES:
+            raise make_field_error(f"'messages' must have at most {MAX_IMAGES} images", "messages")
+        if self.truncate_prompt_tokens is not None and any(message.list_images() for message in self.messages):
+            raise make_field_error("'truncate_prompt_tokens' is not supported with images", "truncate_prompt_tokens")
         if self.top_logprobs and not self.logprobs:
             raise make_field_error("'top_logprobs' requires 'logprobs': true", "top_logprobs")
         return self
