@@ -11,7 +11,7 @@ from typing import Any
 import httpx2 as httpx
 import numpy as np
 import pytest
-from served_models import STORY, chat_model, engine_for, text_model
+from served_models import STORY, chat_model, engine_for, openai_client, text_model
 from serving import Playback, service_of, serving
 from tiny_adapters import save_adapter
 
@@ -137,6 +137,9 @@ def test_anthropics_client_and_the_engine(anthropic_client: Any, url: str) -> No
         ({"model": "other"}, "NotFoundError", "`other` does not exist"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "BadRequestError", "'web_search_20250305', which is not supported"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": "https://x.example/a.png"}}]}]}, "BadRequestError", "this server fetches no addresses"),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "!"}}]}]}, "BadRequestError", "is not base64"),
+        ({"tools": [{"name": "a b", "input_schema": {}}]}, "BadRequestError", "tools.0.function.name must match"),
+        ({"tool_choice": {"type": "any"}}, "BadRequestError", "requires 'tools'"),
         ({"extra_body": {"temperature": 1000}}, "BadRequestError", "temperature must be less than or equal to 100"),
         ({"tool_choice": {"type": "tool"}}, "BadRequestError", "requires a 'name'"),
         ({"extra_body": {"max_token": 3}}, "BadRequestError", "'max_token' is not a known field"),
@@ -155,6 +158,35 @@ def test_anthropics_key(url: str) -> None:
     refused = httpx.post(f"{url}/v1/messages", json=body, headers={"x-api-key": "sk-other"})
     assert (refused.status_code, refused.json()["error"]["type"]) == (401, "authentication_error")
     assert httpx.post(f"{url}/v1/messages", json=body, headers={"x-api-key": KEY}).status_code == 200
+
+
+def test_openais_responses_with_tools(url: str, playback: Playback) -> None:
+    tool: Any = {"type": "function", "name": "weather", "parameters": PLACE, "strict": False}
+    with openai_client(url, KEY) as client:
+        playback.answers += [CALL, CALL, "Sunny."]
+        whole = client.responses.create(model="said", input="Weather?", tools=[tool])
+        reasoning, message, call = whole.output
+        assert (reasoning.type, reasoning.content[0].text) == ("reasoning", "A place.")
+        assert (message.content[0].text, call.name, json.loads(call.arguments)) == (
+            "I look.",
+            "weather",
+            {"place": "Rome"},
+        )
+        with client.responses.stream(model="said", input="Weather?", tools=[tool]) as stream:
+            kinds = [event.type for event in stream]
+            streamed = stream.get_final_response()
+        assert [item.type for item in streamed.output] == ["reasoning", "message", "function_call"]
+        assert streamed.output[2].arguments == call.arguments
+        assert {"response.reasoning_text.delta", "response.function_call_arguments.delta"} <= set(kinds)
+        result = {"type": "function_call_output", "call_id": call.call_id, "output": "22 degrees"}
+        turns: Any = [
+            {"role": "user", "content": "Weather?"},
+            *(item.model_dump(exclude_none=True) for item in whole.output),
+            result,
+        ]
+        assert client.responses.create(model="said", input=turns, tools=[tool]).output_text == "Sunny."
+        assert '{"name": "weather", "arguments": {"place": "Rome"}}' in playback.prompts[-1]
+        assert "22 degrees" in playback.prompts[-1]
 
 
 def test_litellm(url: str, playback: Playback, monkeypatch: pytest.MonkeyPatch) -> None:

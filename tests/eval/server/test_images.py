@@ -96,6 +96,9 @@ def test_answers_about_images(url: str, models: dict[str, tuple[Path, Any]], nam
     }
     said = post(url, body, "messages").json()["content"]
     assert texts[0].startswith(said[0]["text"] if said else "")
+    parts = [{"type": "input_image", "image_url": as_url(picture(1))}, {"type": "input_text", "text": "what is it?"}]
+    body = {"model": name, "max_output_tokens": 10, "temperature": 0, "input": [{"role": "user", "content": parts}]}
+    assert texts[0].startswith(post(url, body, "responses").json()["output"][0]["content"][0]["text"])
 
 
 def bomb() -> bytes:

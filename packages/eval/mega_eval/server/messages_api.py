@@ -13,7 +13,7 @@ from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 from mega_eval.server.answer_formats import AnswerPart, TokenUsage
 from mega_eval.server.api_errors import ApiRequestError
 from mega_eval.server.output_constraints import JsonObject
-from mega_eval.server.request_schemas import ChatRequest, RequestBody, StopText, StreamOptions
+from mega_eval.server.request_schemas import ChatRequest, RequestBody, StopText, StreamOptions, make_chat_request
 from mega_eval.server.request_validation import Many, StrictRequestModel, make_field_error
 
 BLOCK_TYPES = ("text", "image", "thinking", "redacted_thinking", "tool_use", "tool_result")
@@ -181,7 +181,7 @@ class CountTokensRequest(RequestBody):
         turns = [*system, *(message for turn in self.messages for message in turn.to_chat_messages())]
         on = None if self.thinking is None else self.thinking.type != "disabled"
         form = None if self.output_config is None or self.output_config.format is None else self.output_config.format
-        return ChatRequest.model_validate({
+        return make_chat_request({
             "model": self.model, "messages": turns,
             "tools": [tool.to_chat_tool() for tool in self.tools or ()] or None,
             "tool_choice": self.tool_choice and self.tool_choice.to_chat_choice(),

@@ -11,7 +11,8 @@ import secrets
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
+from fastapi.exceptions import RequestValidationError
+from pydantic import ConfigDict, Discriminator, Field, Tag, ValidationError, field_validator, model_validator
 
 from mega_eval.sampling import Sampling
 from mega_eval.server.chat_tools import ChatTool, NamedToolChoice, ToolChoice, parse_call_arguments
@@ -199,7 +200,7 @@ class ContentPart(StrictRequestModel):
         kind = value.get("type") if isinstance(value, dict) else None
         if not isinstance(kind, str):
             raise make_field_error("must be an object with 'type' and 'text'")
-        if kind == "image_url":
+        if kind in ("image_url", "input_image"):
             address = value.get("image_url")
             return {
                 "type": kind,
@@ -358,6 +359,18 @@ class ChatRequest(GenerationRequestBody, ChatTemplateFields):
         else None.
         """
         return (self.top_logprobs or 0) if self.logprobs else None
+
+
+def make_chat_request(fields: Mapping[str, Any]) -> ChatRequest:
+    """Return the request to /v1/chat/completions that a request of another API is equivalent to.
+
+    Raises:
+        RequestValidationError: as for a request to /v1/chat/completions.
+    """
+    try:
+        return ChatRequest.model_validate(fields)
+    except ValidationError as error:
+        raise RequestValidationError(error.errors()) from None
 
 
 class TokenizeRequest(RequestBody, ChatTemplateFields):
