@@ -7,7 +7,7 @@ import signal
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, cast, get_args
 
 import typer
 
@@ -22,6 +22,7 @@ from mega_cli.model_options import (
     PrecisionOption,
     TokenizerOption,
 )
+from mega_cli.other_servers import OtherServerName, ServingOptions, run_other_server
 from mega_common.bounded_parsing import read_utf8_text
 from mega_common.errors import ConfigError, DataError, MegaError, MissingPackageError
 from mega_common.progress_logging import logger
@@ -56,9 +57,14 @@ EXAMPLES = """Examples:
 LONGEST_DEFAULT = 8192  # tokens
 FOREVER = 3600.0 * 24 * 365 * 10  # seconds: timeout of ranks that wait for a request
 KEY_VARIABLE = "MEGA_API_KEY"
+OWN_OPTIONS = (
+    "adapter_folder", "add_model", "cache_tokens", "max_requests", "max_body", "timeout", "drain", "ep", "pp", "draft", "device",
+)  # fmt: skip
+"""Options that only mega's own server has."""
 
 
 def serve_command(
+    ctx: typer.Context,
     model: Model,
     host: Annotated[
         str, typer.Option(help="Address to bind to. Addresses other than this machine's own require an API key.")
@@ -125,6 +131,13 @@ def serve_command(
     tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks to start on this machine.")] = 1,
     ep: Annotated[int, typer.Option(min=1, help="Expert-parallel ranks.")] = 1,
     pp: Annotated[int, typer.Option(min=1, help="Pipeline-parallel ranks.")] = 1,
+    engine: Annotated[
+        str,
+        typer.Option(
+            help="mega, or a server that is installed beside it, vllm or sglang, which serves the HuggingFace folder MODEL "
+            "with the same options."
+        ),
+    ] = "mega",
     draft: DraftOption = None,
     precision: PrecisionOption = EvalPrecision.FP32,
     device: Device = "auto",
@@ -134,7 +147,8 @@ def serve_command(
     """Serve a model with OpenAI's API, and a web page for chats at /.
 
     It runs one copy of the model, for evaluation and light use. For heavy load, convert the model with
-    `mega ckpt convert MODEL OUT --to hf` and serve the folder OUT with vLLM or SGLang, which load it unchanged.
+    `mega ckpt convert MODEL OUT --to hf` and serve the folder OUT with vLLM or SGLang, which load it unchanged
+    (--engine vllm or --engine sglang).
 
     Routes: /v1/completions, /v1/chat/completions, /v1/responses, /v1/messages, /v1/messages/count_tokens,
     /v1/embeddings, /v1/rerank, /v1/models, /v1/load_lora_adapter, /v1/unload_lora_adapter, /tokenize, /detokenize,
@@ -143,6 +157,12 @@ def serve_command(
     key = _read_api_key(api_key, api_key_file)
     adapters = _parse_named_folders(adapter or [], "--adapter", {name or model})
     others = _parse_named_folders(add_model or [], "--add-model", {name or model, *adapters})
+    if engine != "mega":
+        origins = allow_origin or ()
+        other = ServingOptions(
+            model, name or model, host, port, key, precision, max_length, batch_size, tp, adapters, tokenizer, chat_template, origins
+        )  # fmt: skip
+        _run_other_server(ctx, engine, other)
     _check_server_packages()
     from mega_cli.eval_ranks import join_model_ranks
     from mega_eval.multi_rank_inference import BroadcastingEngine, ReplicaLayout, follow_engine_calls
@@ -154,17 +174,7 @@ def serve_command(
     from mega_eval.server.server_metrics import ServerMetrics
 
     sharing = ReplicaLayout(tp, ep, pp)
-    if sharing.ranks_per_copy > 1 and draft not in (None, "ngrams", "none"):
-        raise ConfigError(
-            f"--draft {draft} is not supported on several ranks (--tp, --ep, --pp)",
-            hint="use --draft ngrams, or leave out --tp, --ep and --pp",
-        )
-    if sharing.ranks_per_copy > 1 and others:
-        raise ConfigError(
-            "--add-model is not supported on several ranks (--tp, --ep, --pp)", hint="start a server for each model"
-        )
-    if adapter_folder is not None and not adapter_folder.is_dir():
-        raise ConfigError(f"--adapter-folder {adapter_folder}: no such folder", hint="give a folder with adapters")
+    _check_options(sharing.ranks_per_copy, draft, others, adapter_folder)
     sources = {name or model: model, **others}
     with join_model_ranks(sharing, sharing.ranks_per_copy, device, FOREVER) as ranks:
         listener = bind_server_socket(host, port, key) if ranks.rank == 0 else None
@@ -175,43 +185,57 @@ def serve_command(
             )
             for number, source in enumerate(sources.values())
         ]  # fmt: skip
-        engine = found[0].engine
+        main = found[0].engine
         if listener is None:
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, signal.SIG_IGN)  # rank 0 stops the others after the running requests
-            follow_engine_calls(engine)
+            follow_engine_calls(main)
             return
         metrics = ServerMetrics(*(one.engine for one in found))
+        templates = [_find_template(model, tokenizer, chat_template), *(_find_template(one) for one in others.values())]
         services = [
             ModelService(
-                name=title,
-                version=__version__,
-                driver=EngineDriver(one.engine, max_requests=max_requests),
-                tokenizer=one.tokenizer,
-                template=_find_template(source, *((tokenizer, chat_template) if one is found[0] else (None, None))),
-                ends=one.ends,
-                default_sampling=load_default_sampling(source),
-                max_length=one.max_length,
-                vocab_size=one.vocab_size,
-                seconds=timeout,
-                metrics=metrics,
-                adapters=adapters if one is found[0] else {},
-                embedder=one.embedder,
-                source=source,
-                vision=one.vision,
+                title, __version__, EngineDriver(one.engine, max_requests=max_requests), one.tokenizer, template,
+                one.ends, load_default_sampling(source), one.max_length, one.vocab_size, timeout, metrics,
+                adapters=adapters if one is found[0] else {}, embedder=one.embedder, source=source, vision=one.vision,
             )
-            for (title, source), one in zip(sources.items(), found, strict=True)
-        ]
+            for (title, source), one, template in zip(sources.items(), found, templates, strict=True)
+        ]  # fmt: skip
         hosts = None if key else (host.lower(), "127.0.0.1", "localhost", "::1")
-        bounds = ServerLimits(
-            key, hosts, requests=max_requests, seconds=timeout, body=max_body, origins=allow_origin or ()
-        )
+        bounds = ServerLimits(key, hosts, max_requests, timeout, max_body, origins=allow_origin or ())
         server = InferenceServer(ServedModels(services, adapter_folder), bounds, drain=drain)
         server.run(sockets=[listener])
-        if isinstance(engine, BroadcastingEngine) and server.engine_ended:
-            engine.stop_followers()
+        if isinstance(main, BroadcastingEngine) and server.engine_ended:
+            main.stop_followers()
     if server.force_exit:
         raise KeyboardInterrupt
+
+
+def _run_other_server(ctx: typer.Context, engine: str, options: ServingOptions) -> NoReturn:
+    """Replace this process by another server, unless --engine is unknown or an option is mega's own."""
+    if engine not in get_args(OtherServerName):
+        raise ConfigError(f"--engine must be mega, vllm or sglang, found {engine!r}", hint="use --engine mega")
+    for name in OWN_OPTIONS:
+        source = ctx.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            option = name.replace("_", "-")
+            raise ConfigError(f"--{option} is not supported with --engine {engine}", hint=f"leave out --{option}")
+    run_other_server(cast("OtherServerName", engine), options)
+
+
+def _check_options(ranks: int, draft: str | None, others: Mapping[str, str], adapter_folder: Path | None) -> None:
+    """Check options of models that are not supported together."""
+    if ranks > 1 and draft not in (None, "ngrams", "none"):
+        raise ConfigError(
+            f"--draft {draft} is not supported on several ranks (--tp, --ep, --pp)",
+            hint="use --draft ngrams, or leave out --tp, --ep and --pp",
+        )
+    if ranks > 1 and others:
+        raise ConfigError(
+            "--add-model is not supported on several ranks (--tp, --ep, --pp)", hint="start a server for each model"
+        )
+    if adapter_folder is not None and not adapter_folder.is_dir():
+        raise ConfigError(f"--adapter-folder {adapter_folder}: no such folder", hint="give a folder with adapters")
 
 
 @dataclass(frozen=True)
@@ -342,7 +366,7 @@ def _check_server_packages() -> None:
         )
 
 
-def _find_template(model: str, tokenizer: Path | None, file: Path | None) -> ChatTemplate | None:
+def _find_template(model: str, tokenizer: Path | None = None, file: Path | None = None) -> ChatTemplate | None:
     """Return the chat template, or None for a model without one; a given file must be valid."""
     from mega_eval.chat_session import load_chat_template
 

@@ -325,7 +325,7 @@ class ResponsesAnswerBuilder:
                 yield self._format_event("response.content_part.added", **self._locate_item(), part=_text_part(""))
         self._items[-1].text += text
         if text:
-            more = {"logprobs": []} if kind == "message" else {}
+            more: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
             yield self._format_event(f"response.{EVENTS[kind]}.delta", **self._locate_item(), delta=text, **more)
 
     def _close_item(self, finish: str | None) -> Iterator[bytes]:
@@ -364,8 +364,8 @@ class ResponsesAnswerBuilder:
         """Return the response object; it is in progress while `finish` is None."""
         status = {None: "in_progress", "length": "incomplete"}.get(finish, "completed")
         form = None if self.body.text is None else self.body.text.format
-        choice = self.body.tool_choice
-        choice = choice.model_dump() if isinstance(choice, ResponsesToolChoice) else choice
+        given = self.body.tool_choice
+        choice = given.model_dump() if isinstance(given, ResponsesToolChoice) else given
         shown = {"type": "text"} if form is None else form.model_dump(by_alias=True, exclude_none=True)
         return {
             "id": self._id, "object": "response", "created_at": self._created, "status": status, "model": self.model,
