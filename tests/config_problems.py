@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from mega_common.strict_config import ConfigProblem, _find_all_problems, apply_overrides
+from mega_common.strict_config import ConfigProblem, apply_overrides, find_config_problems
 from mega_trainer.config.run_config import RunConfig
 
 RULE = re.compile(
@@ -18,7 +18,7 @@ REMOVAL = re.compile(r"remove ([a-z_0-9.]+)")
 
 
 def list_problems(raw: dict[str, Any]) -> list[ConfigProblem]:
-    return list(_find_all_problems(RunConfig, raw))
+    return list(find_config_problems(RunConfig, raw))
 
 
 def follow_hint(raw: dict[str, Any], hint: str) -> Iterator[dict[str, Any]]:

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from parity.worker import difference, make_groups
 from torch import Tensor
 
 from mega_data.batch_loader import BatchLoader
@@ -21,6 +20,8 @@ from mega_trainer.run.build_components import connect_parallel_groups, load_data
 from mega_trainer.run.objective_builder import build_objectives
 from mega_trainer.run.train_step import StepHooks, train_step
 from mega_trainer.run.training_run import assemble_training, initialize_state
+from mega_trainer.verify.case_comparison import largest_error
+from mega_trainer.verify.case_trainer import make_case_groups
 
 ALONE = RankInfo()
 
@@ -76,12 +77,12 @@ def in_layouts(raws: list[dict[str, Any]]) -> list[str]:
     """What differs from one process, which each of the ranks is for one of the runs."""
     rank, ranks, wrong = dist.get_rank(), dist.get_world_size(), []
     alone: list[Any] = [None] * ranks
-    maker = make_groups([SimpleNamespace(raw=resolve_run_config(raw), ranks=ranks) for raw in raws])  # type: ignore[misc]
+    maker = make_case_groups([SimpleNamespace(raw=resolve_run_config(raw), ranks=ranks) for raw in raws])  # type: ignore[misc]
     single = {**raws[rank], "parallel": {}, "output": f"{raws[rank]['output']}-alone"}
     dist.all_gather_object(alone, step(single)[:3])
     for raw, (result, figures, gradients) in zip(raws, alone, strict=True):
         ours = step(raw, RankInfo(rank, ranks, rank), maker)
         apart = [abs(ours[1][name] - value) for name, value in figures.items()]
-        errors = [abs(ours[0].loss / result.loss - 1), *apart, difference(ours[2], gradients)]
+        errors = [abs(ours[0].loss / result.loss - 1), *apart, largest_error(ours[2], gradients)]
         wrong += [] if max(errors) < 1e-10 else [f"{raw['objective']} {raw['parallel']}: {errors}"]
     return wrong

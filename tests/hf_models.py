@@ -37,6 +37,18 @@ _DEEPSEEK = {
     **_EXPERTS, "num_key_value_heads": 4, "n_routed_experts": 8,
     "q_lora_rank": 10, "kv_lora_rank": 14, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 8,
 }  # fmt: skip
+_LATENT_SIZES = {
+    **_SIZES, "num_key_value_heads": 4, "q_lora_rank": 10, "kv_lora_rank": 14, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+}  # fmt: skip
+_NEO = {
+    "vocab_size": 97,
+    "hidden_size": 24,
+    "num_layers": 3,
+    "num_heads": 4,
+    "max_position_embeddings": 64,
+    "window_size": 7,
+}
 _GPT2 = {
     "vocab_size": 97,
     "n_embd": 24,
@@ -90,7 +102,7 @@ _BERT = {
     "max_position_embeddings": 32, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
 }  # fmt: skip
 _MODERNBERT = {"local_attention": 10, "cls_token_id": 3, "sep_token_id": 4}
-ENCODERS = {"bert", "megatron-bert", "roberta", "modernbert"}
+ENCODERS = {"bert", "megatron-bert", "roberta", "modernbert", "xlm-roberta", "camembert", "data2vec-text"}
 _T5 = {
     "vocab_size": 97, "d_model": 24, "d_kv": 5, "d_ff": 40, "num_layers": 2, "num_decoder_layers": 3, "num_heads": 4,
     "relative_attention_num_buckets": 8, "relative_attention_max_distance": 12, "decoder_start_token_id": 0,
@@ -352,10 +364,27 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         "qwen3_5_text", {**_DELTA, "tie_word_embeddings": True, "attention_bias": True, "num_key_value_heads": 4,
                          "layer_types": ["full_attention", "linear_attention", "linear_attention"]},
     ),
+    "lfm2": ("lfm2", {**_SIZES, "layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 8}),
+    "lfm2-bias-indices": (
+        "lfm2", {**_SIZES, "full_attn_idxs": [0, 2], "conv_bias": True, "conv_L_cache": 4, "block_auto_adjust_ff_dim": False,
+                 "tie_word_embeddings": False, "num_key_value_heads": 4},
+    ),
+    "lfm2_moe": (
+        "lfm2_moe", {**_SIZES, "layer_types": ["conv", "full_attention", "conv"], "num_experts": 6, "num_experts_per_tok": 2,
+                     "moe_intermediate_size": 12, "num_dense_layers": 1},
+    ),
+    "lfm2_moe-no-bias": (
+        "lfm2_moe", {**_SIZES, "layer_types": ["full_attention", "conv", "conv"], "num_experts": 4, "num_experts_per_tok": 3,
+                     "moe_intermediate_size": 12, "num_dense_layers": 0, "use_expert_bias": False, "norm_topk_prob": False,
+                     "routed_scaling_factor": 2.5, "conv_bias": True, "tie_word_embeddings": False},
+    ),
     "bert": ("bert", _BERT),
     "bert-types": ("bert", {**_BERT, "type_vocab_size": 3, "hidden_act": "gelu_new", "layer_norm_eps": 1e-6}),
     "megatron-bert": ("megatron-bert", _BERT),
     "roberta": ("roberta", {**_BERT, "type_vocab_size": 1, "pad_token_id": 1}),
+    "xlm-roberta": ("xlm-roberta", {**_BERT, "type_vocab_size": 1, "pad_token_id": 1}),
+    "camembert": ("camembert", {**_BERT, "type_vocab_size": 1, "pad_token_id": 1}),
+    "data2vec-text": ("data2vec-text", {**_BERT, "type_vocab_size": 2, "pad_token_id": 2}),
     "modernbert": ("modernbert", {**_BERT, **_MODERNBERT}),
     "modernbert-biases": (
         "modernbert", {**_BERT, **_MODERNBERT, "norm_bias": True, "attention_bias": True, "mlp_bias": True,
@@ -467,12 +496,29 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     ),
     "phi": ("phi", {**_SIZES, "hidden_size": 32}),
     "phi-tied-gelu": ("phi", {**_SIZES, "tie_word_embeddings": True, "hidden_act": "gelu", "partial_rotary_factor": 1.0}),
+    "gpt_neo": ("gpt_neo", {**_NEO, "attention_types": [[["global", "local"], 1], [["global"], 1]]}),
+    "gpt_neo-width-untied": (
+        "gpt_neo", {**_NEO, "attention_types": [[["local"], 3]], "intermediate_size": 40, "tie_word_embeddings": False,
+                    "activation_function": "gelu"},
+    ),
+    "youtu": ("youtu", {**_LATENT_SIZES}),
+    "youtu-bias-no-query-latent": (
+        "youtu", {**_LATENT_SIZES, "q_lora_rank": None, "attention_bias": True, "initializer_range": 0.1,
+                  "tie_word_embeddings": False, "rope_parameters": YARN},
+    ),
     "gptj": ("gptj", {**_GPT2, "rotary_dim": 4}),
     "gptj-inner": ("gptj", {**_GPT2, "rotary_dim": 6, "n_inner": 50, "activation_function": "gelu"}),
     "bloom": ("bloom", {"vocab_size": 97, "hidden_size": 24, "n_layer": 3, "n_head": 4}),
     "bloom-six-heads-untied": (
         "bloom", {"vocab_size": 97, "hidden_size": 36, "n_layer": 2, "n_head": 6, "tie_word_embeddings": False, "hidden_dropout": 0.1},
     ),
+    "mpt": ("mpt", {"vocab_size": 97, "d_model": 24, "n_layers": 3, "n_heads": 4, "max_seq_len": 64}),
+    "mpt-six-heads-scale-untied": (
+        "mpt", {"vocab_size": 97, "d_model": 36, "n_layers": 2, "n_heads": 6, "max_seq_len": 64, "tie_word_embeddings": False,
+                "attn_config": {"softmax_scale": 0.3}},
+    ),
+    "codegen": ("codegen", {**_GPT2, "rotary_dim": 4}),
+    "codegen-eight-heads": ("codegen", {**_GPT2, "n_embd": 32, "n_head": 8, "rotary_dim": 2, "n_inner": 40}),
     "opt": ("opt", _OPT),
     "opt-untied-no-bias": ("opt", {**_OPT, "enable_bias": False, "tie_word_embeddings": False, "activation_function": "gelu"}),
     "qwen3_5_moe": ("qwen3_5_moe_text", {key: value for key, value in _DELTA_MOE.items() if key != "intermediate_size"}),

@@ -308,6 +308,14 @@ VARIANTS |= {
         "qk_norm": True, "qk_norm_after_rope": True, "moe": {**MOE, "ffn_hidden_size": 40, "shared_ffn_hidden_size": 40},
     },
     "phi": {**_SIDE_BY_SIDE, **_BIASES, "head_bias": True, "activation": "gelu_tanh", "hidden_size": 32, "rope": {"fraction": 0.5}},
+    "mpt": {
+        "norm": "layernorm", "norm_bias": False, "position": "alibi", "activation": "gelu", "tie_embeddings": True,
+        "ffn_hidden_size": 96,
+    },
+    "gpt-neo": {
+        "norm": "layernorm", "position": "learned", "activation": "gelu_tanh", "tie_embeddings": True, "attention_scale": 1.0,
+        "attention_out_bias": True, "mlp_bias": True, "sliding_window": 7, "full_attention_layers": [0],
+    },
     "gptj": {
         **_SIDE_BY_SIDE, "head_bias": True, "activation": "gelu_tanh", "mlp_bias": True,
         "rope": {"fraction": 4 / 6, "interleaved": True},
@@ -360,6 +368,16 @@ VARIANTS |= {
         "tie_embeddings": True, "qkv_bias": True, "attention_out_bias": True,
     },
     "qwen3.5": {**_DELTA, "layers": ["delta+mlp", "attention+mlp"], "num_kv_heads": 4, "rope": {"fraction": 0.5, "theta": 500.0}},
+    "lfm2": {
+        "layers": ["conv+mlp", "attention+mlp", "conv+mlp"], "num_layers": 3, "conv": {}, "qk_norm": True, "num_kv_heads": 2,
+    },
+    "lfm2-bias-tied": {
+        "layers": ["attention+mlp", "conv+mlp"], "conv": {"kernel": 4, "bias": True}, "qk_norm": True, "tie_embeddings": True,
+    },
+    "lfm2-moe": {
+        "layers": ["conv+mlp", "attention+moe", "conv+moe"], "num_layers": 3, "conv": {}, "qk_norm": True, "num_kv_heads": 2,
+        "moe": {**MOE, "score": "sigmoid", "selection_bias": True, "scaling": 1.5}, "tie_embeddings": True,
+    },
     "granite4-dense": {
         **_GRANITE, "layers": ["mamba+mlp", "attention+mlp"], "mamba": _MAMBA, "tie_embeddings": True, "rope": YARN,
         "qkv_bias": True, "attention_out_bias": True,

@@ -22,6 +22,7 @@ OURS = [ROOT / "packages", ROOT / "cli"]
 
 CLAUSE = re.compile(r"(what|whether|which|where|when|how|who)\b", re.IGNORECASE)
 NEEDS_NEIGHBOR = re.compile(r"(of|the same|such|those|these|its|their|so many|as|likewise|both)\b", re.IGNORECASE)
+INCOMPLETE = re.compile(r"""(?!.*[.?!][)"'`]*$)""", re.MULTILINE)  # the first line ends inside a sentence
 TELL = re.compile(r"(?<!\.)\b(?:tell|tells|told)\b(?!\()", re.IGNORECASE)  # `tell()` of a stream is an API
 
 # Words and phrases that plain technical English replaces; CONTRIBUTING.md has the rule. "no longer" and "no more" are fine.
@@ -55,13 +56,14 @@ class Limit:
 LIMITS = {
     "docstrings that open with a wh-clause, percent": Limit(at_most=0, goal="<= 0.5"),
     "docstrings that open with of/the same/such/those/its, percent": Limit(at_most=0, goal="0"),
+    "docstrings whose first line is no complete sentence, percent": Limit(at_most=0, goal="0"),
     "tell/tells/told per 1,000 lines": Limit(at_most=0.1, goal="<= 0.1"),
     "private words per 1,000 lines": Limit(at_most=1, goal="0"),
     "mean length of a public function or class name": Limit(at_least=14, goal=">= 13"),
     "type names defined in more than one module": Limit(at_most=0, goal="<= 5"),
     "longest function of the packages, lines": Limit(at_most=60, goal="<= 60"),
     "longest function body of the command line, lines": Limit(at_most=65, goal="<= 80"),
-    "code lines": Limit(at_most=64_100, goal="<= 46,000"),
+    "code lines": Limit(at_most=64_500, goal="<= 46,000"),
     "files": Limit(at_most=500, goal="<= 430"),
 }
 
@@ -149,12 +151,14 @@ def longest_function(nodes: list[tuple[Path, Definition]], *, body_only: bool = 
 def measure(files: list[Path], pages: list[Path]) -> dict[str, tuple[float, list[str]]]:
     """Return the value of each measure, and the places behind those that count places."""
     nodes = [(path, node) for path in files for node in definitions(ast.parse(path.read_text(encoding="utf-8")))]
-    lengths = [len(node.name) for _, node in nodes if not node.name.startswith("_")]
+    public = [(path, node) for path, node in nodes if not node.name.startswith("_")]
+    lengths = [len(node.name) for _, node in public]
     doubles = find_doubled_types(nodes)
     commands = [(path, node) for path, node in nodes if "mega_cli" in path.parts]
     values = [
         measure_docstrings(nodes, CLAUSE),
         measure_docstrings(nodes, NEEDS_NEIGHBOR),
+        measure_docstrings(public, INCOMPLETE),
         count_words([*files, *pages], TELL),
         count_words([*files, *pages], PRIVATE),
         (sum(lengths) / max(1, len(lengths)), []),

@@ -16,6 +16,7 @@ from mega_cli.model_options import (
     Device,
     DraftOption,
     EvalPrecision,
+    ExtensionOption,
     MaxLength,
     MinP,
     Model,
@@ -58,6 +59,7 @@ def chat_command(
     precision: PrecisionOption = EvalPrecision.FP32,
     device: Device = "auto",
     tokenizer: TokenizerOption = None,
+    extension: ExtensionOption = None,
     chat_template: ChatTemplateOption = None,
 ) -> None:
     """Chat with a model. /reset clears the conversation, /quit or Ctrl-D exits, Ctrl-C stops an answer.
@@ -78,7 +80,9 @@ def chat_command(
         {**load_default_sampling(model), **settings}, source="command line and generation_config.json"
     )
     template = load_chat_template(model, tokenizer, chat_template)
-    found = load_served_model(model, precision, device, tokenizer, max_length, None, 1, draft=draft)
+    found = load_served_model(
+        model, precision, device, tokenizer, max_length, None, 1, draft=draft, extensions=extension or []
+    )
     sampling = sampling.model_copy(update={"min_length_ends": sorted(found.ends)})
     chat = ChatSession(
         found.engine, found.tokenizer, template, sampling, found.ends, max_new_tokens, found.max_length, system=system

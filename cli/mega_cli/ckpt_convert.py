@@ -2,28 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from mega_cli.model_options import ExtensionOption
 from mega_common.bounded_parsing import read_utf8_text
 from mega_common.errors import ConfigError
 from mega_common.progress_logging import logger
 
 if TYPE_CHECKING:
+    from mega_ckpt.families import ModelFamily
     from mega_common.object_store import Location
 
 
 class ConversionTarget(StrEnum):
-    """Target formats of `mega ckpt convert --to`: HuggingFace, mega, Megatron-Core or a PEFT adapter."""
+    """Target formats of `mega ckpt convert --to`: HuggingFace, mega, Megatron-Core, a PEFT adapter, GGUF or MLX."""
 
     HF = "hf"
     MEGA = "mega"
     MEGATRON = "megatron"
     PEFT = "peft"
+    GGUF = "gguf"
+    MLX = "mlx"
+
+
+class WeightQuantization(StrEnum):
+    """Quantizations of `mega ckpt convert --quantize`; each format supports some of them."""
+
+    FP8 = "fp8"
+    FP8_BLOCK = "fp8-block"
+    INT8 = "int8"
+    INT4 = "int4"
+    MXFP4 = "mxfp4"
+    F16 = "f16"
+    Q8_0 = "q8_0"
+    Q4_0 = "q4_0"
+    Q4_K = "q4_k"
 
 
 class MegatronCheckpointFormat(StrEnum):
@@ -34,8 +52,8 @@ class MegatronCheckpointFormat(StrEnum):
 
 
 class MegatronLayerSpec(StrEnum):
-    """Values of Megatron's `--transformer-impl` in the run that will load a converted checkpoint: `local` or
-    Transformer Engine layers.
+    """Values of Megatron's `--transformer-impl` in the run that will load a converted checkpoint.
+    They are `local` or Transformer Engine layers.
     """
 
     TRANSFORMER_ENGINE = "transformer_engine"
@@ -66,7 +84,7 @@ Converted = Annotated[str, typer.Argument(help="Folder to create; with --to mega
 To = Annotated[
     ConversionTarget,
     typer.Option(
-        help="Target format. hf: HuggingFace folder (safetensors). mega: checkpoint to train from. megatron: Megatron-Core checkpoint. peft: LoRA adapter only."
+        help="Target format. hf: HuggingFace folder (safetensors). mega: checkpoint to train from. megatron: Megatron-Core checkpoint. peft: LoRA adapter only. gguf: folder with a file for llama.cpp. mlx: folder for mlx-lm."
     ),
 ]
 
@@ -133,6 +151,24 @@ VerifyData = Annotated[
 ]
 
 
+Quantize = Annotated[
+    WeightQuantization | None,
+    typer.Option(
+        help="Quantize the weights, rounded to the nearest. hf (compressed-tensors, for vLLM): fp8, fp8-block, int8, int4, "
+        "mxfp4. gguf: f16 (default), q8_0, q4_0, q4_k. mlx: int8, int4."
+    ),
+]
+
+
+Perplexity = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE|PREFIX",
+        help="Text file or token data set that was not trained on: print the perplexity of source and result.",
+    ),
+]
+
+
 Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Replace an existing destination, after the conversion is complete.")
 ]
@@ -164,13 +200,18 @@ def convert_command(
     ema: Annotated[
         bool, typer.Option("--ema", help="Convert the averaged weights (EMA) of a run with train.ema.")
     ] = False,
+    extension: ExtensionOption = None,
+    quantize: Quantize = None,
     verify: Verify = False,
     verify_data: VerifyData = None,
+    perplexity: Perplexity = None,
     overwrite: Overwrite = False,
 ) -> None:
     """Convert a model's weights, configuration and tokenizer. The destination appears when it is complete.
 
     From Megatron to mega the optimizer state is converted too, if its format does not depend on the ranks that wrote it.
+
+    With --perplexity the loss in quality is measured, by mega in fp32.
 
     After an interruption, the same command resumes with the next file.
     """
@@ -189,15 +230,20 @@ def convert_command(
         averaged=ema,
         vocab_size=vocab_size,
         tokens=_read_new_tokens(add_tokens) if add_tokens is not None else (),
+        families=_load_families(extension) if extension else (),
+        quantize=quantize.value if quantize else None,
     )
     verify = verify or verify_data is not None
-    check = (
-        _build_logits_check(source, verify_data)
-        if verify and not (options.settings or ema or vocab_size or add_tokens)
-        else None
-    )
+    checks = [_build_perplexity_check(source, perplexity)] if perplexity is not None else []
+    if verify and not (options.settings or ema or vocab_size or add_tokens):
+        checks.append(_build_logits_check(source, verify_data, extension or []))
+
+    def check_result(made: Location) -> None:
+        for check in filter(None, checks):
+            check(made)
+
     converting.convert_checkpoint(
-        source, destination, to.value, options=options, verify=verify, check=check, overwrite=overwrite
+        source, destination, to.value, options=options, verify=verify, check=check_result, overwrite=overwrite
     )
     print(destination)
 
@@ -233,7 +279,14 @@ def _read_new_tokens(given: str) -> tuple[str, ...]:
     return tokens
 
 
-def _build_logits_check(source: str, data: Path | None) -> Callable[[Location], None] | None:
+def _load_families(extensions: list[str]) -> tuple[ModelFamily, ...]:
+    """Return the families of HuggingFace folders that the extensions add."""
+    from mega_trainer.config.extensions import load_extensions
+
+    return tuple(load_extensions(extensions).families)
+
+
+def _build_logits_check(source: str, data: Path | None, extensions: Sequence[str]) -> Callable[[Location], None] | None:
     """Return a function that compares the logits of `source` and of the converted model, or None if that is not possible."""
     try:
         from mega_eval.logit_comparison import compare_logits
@@ -244,14 +297,30 @@ def _build_logits_check(source: str, data: Path | None) -> Callable[[Location], 
         return None
     from mega_ckpt.source import read_model_config
 
-    if read_model_config(source).retro is not None:
+    families = _load_families([*extensions]) if extensions else ()
+    if read_model_config(source, families=families).retro is not None:
         logger.warning("--verify compares tensors, but not logits: a retrieval model requires neighbors of each text")
         return None
 
     def check_logits(made: Location) -> None:
-        logger.info("%s", compare_logits(source, made, data))
+        logger.info("%s", compare_logits(source, made, data, extensions=extensions))
 
     return check_logits
+
+
+def _build_perplexity_check(source: str, data: Path) -> Callable[[Location], None]:
+    """Return a function that prints the perplexity of `source` and of the converted model."""
+    from mega_eval.perplexity_comparison import compare_perplexity
+
+    if not data.is_file() and not data.with_name(f"{data.name}.bin").is_file():
+        raise ConfigError(
+            f"--perplexity {data}: neither a text file nor a token data set", hint="--perplexity held-out.txt"
+        )
+
+    def print_perplexity(made: Location) -> None:
+        print(compare_perplexity(source, made, data))
+
+    return print_perplexity
 
 
 def _parse_bytes(text: str) -> int:

@@ -130,8 +130,8 @@ def clean_command(
     ] = "error",
     overwrite: Overwrite = False,
 ) -> None:
-    """Clean text before tokenization: filter by length, language, quality and repetition; remove personal data and
-    duplicates.
+    """Clean the text of a corpus before tokenization.
+    Filter by length, language, quality and repetition; remove personal data and duplicates.
 
     Inputs are named as for `mega data preprocess`. Kept documents are written to kept/ as JSON lines with all keys of the
     input record, dropped documents to dropped/ with the rule and the reason; summary.json has counts and samples.

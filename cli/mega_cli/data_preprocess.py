@@ -341,7 +341,7 @@ def _chat_options(
 
 
 def parse_columns(given: list[str]) -> dict[str, str]:
-    """Return the columns of --map by their key."""
+    """Return the record columns that `--map KEY=COLUMN` options name, by key."""
     from typing import get_args
 
     from mega_data.raw_data_config import RecordKey

@@ -92,7 +92,7 @@ def doctor_command(
 
 
 def render_results(results: Sequence[CheckResult]) -> Table:
-    """Return the table of all results; kernels of one family that agree are one row."""
+    """Return the results of `mega doctor` as a table, in which kernels of one family that agree are one row."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
     from rich.text import Text

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mega_cli.model_options import Device, EvalPrecision, Model, PrecisionOption, TokenizerOption
+from mega_cli.model_options import Device, EvalPrecision, ExtensionOption, Model, PrecisionOption, TokenizerOption
 from mega_common.errors import CheckpointError, ConfigError
 from mega_common.progress_logging import logger
 
@@ -65,6 +65,7 @@ def eval_command(
     precision: PrecisionOption = EvalPrecision.FP32,
     device: Device = "auto",
     tokenizer: TokenizerOption = None,
+    extension: ExtensionOption = None,
     check_tokenizer: Annotated[
         bool, typer.Option(help="Require that the data set was made with the model's tokenizer.")
     ] = True,
@@ -165,7 +166,9 @@ def eval_command(
         from mega_eval.harness_tasks import HarnessTaskOptions
         from mega_eval.multi_rank_inference import ReplicaLayout
 
-        asked = TaskEvalOptions(model, tokenizer, precision, device, batch_size, seq_length, output, csv_file)
+        asked = TaskEvalOptions(
+            model, tokenizer, precision, device, batch_size, seq_length, output, csv_file, extension or []
+        )
         options = HarnessTaskOptions(
             include_path, num_fewshot, limit, apply_chat_template or chat_template_name is not None, log_samples, cache,
             chat_template_name, system_instruction, fewshot_as_multiturn, gen_kwargs,
@@ -183,6 +186,7 @@ def eval_command(
         dtype=PRECISIONS[precision],
         device=select_device(device),
         kinds=("decoder", "encoder", "encoder-decoder", "reward model"),
+        extensions=extension or [],
     )
     length = seq_length or min(loaded.config.max_position, LONGEST_DEFAULT)
     masked = loaded.config.encoder is not None or not loaded.config.causal

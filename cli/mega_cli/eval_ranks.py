@@ -6,7 +6,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 @contextmanager
 def join_model_ranks(sharing: ReplicaLayout, nproc: int | None, device: str, wait_seconds: float) -> Iterator[RankInfo]:
-    """Join the process group of the ranks that share copies of a model, and yield this process's rank; the other ranks
-    wait up to `wait_seconds` for rank 0.
+    """Join the process group of the ranks that share copies of a model, and yield this process's rank.
+    The other ranks wait up to `wait_seconds` for rank 0.
 
     If this process is not a rank and several are needed, it starts the same command on them and exits with their status.
 
@@ -80,11 +80,12 @@ class TaskEvalOptions:
     seq_length: int | None
     output: Path | None
     csv_file: Path | None = None
+    extensions: Sequence[str] = ()
 
 
 def import_harness(*, offline: bool) -> None:
-    """Import lm-evaluation-harness; `offline` sets environment variables that forbid its HuggingFace libraries the
-    network.
+    """Import lm-evaluation-harness, online or offline.
+    `offline` sets environment variables that forbid its HuggingFace libraries the network.
 
     Raises:
         MissingPackageError: if it is not installed.
@@ -107,8 +108,8 @@ def evaluate_tasks(
     sharing: ReplicaLayout,
     nproc: int | None,
 ) -> None:
-    """Run lm-evaluation-harness tasks on a model and write the results file: in this process if it is a rank or the
-    only one, else on `nproc` ranks started here.
+    """Run lm-evaluation-harness tasks on a model and write the results file.
+    They run in this process if it is a rank or the only one, else on `nproc` ranks started here.
     """
 
     with join_model_ranks(sharing, nproc, model_settings.device, WAIT_SECONDS) as ranks:
@@ -175,6 +176,11 @@ def _load(model_settings: TaskEvalOptions, sharing: ReplicaLayout, rank: int, wo
     groups = build_replica_groups(read_model_config(model_settings.model), rank, world_size, sharing)
     dtype, device = PRECISIONS[model_settings.precision], select_device(model_settings.device)
     model = load_inference_model(
-        model_settings.model, dtype=dtype, device=device, groups=groups, kinds=("decoder", "encoder-decoder")
+        model_settings.model,
+        dtype=dtype,
+        device=device,
+        groups=groups,
+        kinds=("decoder", "encoder-decoder"),
+        extensions=model_settings.extensions,
     )
     return ModelReplicas(model, PromptTokenizer(tokenizer), model_settings.batch_size, rank, world_size, sharing)

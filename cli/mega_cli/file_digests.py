@@ -40,8 +40,8 @@ class FileRecord(StrictConfig):
 
 
 class FileDigests:
-    """SHA-256 digests of files with paths relative to `base`. Pass `records` of one run to the next as `known`, so that
-    unchanged files are not read again.
+    """SHA-256 digests of files with paths relative to `base`.
+    Pass `records` of one run to the next as `known`, so that unchanged files are not read again.
 
     A file with the size and modification time of a known record is not read again.
     """

@@ -13,6 +13,7 @@ from mega_cli.model_options import (
     Device,
     DraftOption,
     EvalPrecision,
+    ExtensionOption,
     MinP,
     Model,
     PrecisionOption,
@@ -24,6 +25,8 @@ from mega_cli.model_options import (
 from mega_common.bounded_parsing import explain_read_error, parse_json_text, read_file_start, read_utf8_text
 from mega_common.errors import ConfigError, DataError
 from mega_common.progress_logging import logger
+
+PROMPT_HINT = 'give --prompt "some text", --prompt-file FILE or standard input'
 
 if TYPE_CHECKING:
     from mega_eval.generate import Completion
@@ -100,6 +103,7 @@ def generate_command(
     precision: PrecisionOption = EvalPrecision.FP32,
     device: Device = "auto",
     tokenizer: TokenizerOption = None,
+    extension: ExtensionOption = None,
     as_json: Annotated[
         bool, typer.Option("--json", help='Print a JSON line {"prompt", "text", "tokens", "finish"} per prompt.')
     ] = False,
@@ -129,7 +133,13 @@ def generate_command(
 
         check_grammar_file(rule, grammar)
     loaded = LanguageModel.load(
-        model, precision=precision, device=device, tokenizer=tokenizer, draft=draft, adapter=adapter
+        model,
+        precision=precision,
+        device=device,
+        tokenizer=tokenizer,
+        draft=draft,
+        adapter=adapter,
+        extensions=extension or [],
     )
     own = {name: value for name, value in loaded.settings.items() if name not in settings}
     if own:
@@ -159,14 +169,13 @@ def _read_prompts(given: list[str], file: Path | None) -> list[str]:
     """Return the prompts of the command line and of the file; without both, standard input if it is not a terminal."""
     if file is None and not given:
         if sys.stdin.isatty():
-            raise DataError(
-                "mega generate requires a prompt",
-                hint='give --prompt "some text", --prompt-file FILE or standard input',
-            )
+            raise DataError("mega generate requires a prompt", hint=PROMPT_HINT)
         file = Path("-")
     if file is None:
         return given
     text = _read_text(file)
+    if file == Path("-") and not text and not given:
+        raise DataError("mega generate requires a prompt, and standard input is empty", hint=PROMPT_HINT)
     if file.suffix != ".jsonl":
         return [*given, text.removesuffix("\n")]
     if not text.strip():

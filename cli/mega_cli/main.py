@@ -26,12 +26,14 @@ from mega_cli import (
     embed,
     generate,
     launch,
+    new,
     plan,
     report,
     serve,
     top,
     train,
     tune,
+    verify,
     workflow,
 )
 from mega_cli import eval as evaluation
@@ -47,7 +49,7 @@ class CommandTree(TyperGroup):
     """Commands whose errors about values of options have the words of errors about settings."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command that the arguments name.
+        """Run the `mega` command that the arguments name.
 
         Raises:
             typer.BadParameter: for a value of an option that is not valid.
@@ -88,7 +90,9 @@ def build_typer_app() -> typer.Typer:
     app.command("report", epilog=report.EXAMPLES)(report.report_command)
     app.command("top", epilog=top.EXAMPLES)(top.top_command)
     app.command("demo", epilog=demo.EXAMPLES)(demo.demo_command)
+    app.command("new", epilog=new.EXAMPLES)(new.new_command)
     app.command("doctor", epilog=doctor.EXAMPLES)(doctor.doctor_command)
+    app.command("verify", epilog=verify.EXAMPLES)(verify.verify_command)
     app.add_typer(launch.app, name="launch")
     return app
 
@@ -109,8 +113,8 @@ def _root(
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run the `mega` command line and exit: 0 done, 2 user error, 1 internal error, 75 interrupted and saved, 130
-    interrupted.
+    """Run the `mega` command line and exit with its exit status.
+    The status is 0 for done, 2 user error, 1 internal error, 75 interrupted and saved, 130 interrupted.
     """
     given = list(sys.argv[1:] if args is None else args)
     debug = "--debug" in given

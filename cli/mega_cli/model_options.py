@@ -32,6 +32,17 @@ PrecisionOption = Annotated[EvalPrecision, typer.Option(help="Dtype of weights a
 Device = Annotated[str, typer.Option(help="Device: auto, cpu, cuda or cuda:N.")]
 
 
+ExtensionOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--extension",
+        metavar="FILE|PACKAGE",
+        help="Extension with the code of the model's own layers or family, e.g. ./my_layer.py; installed ones are found by "
+        "name. Repeatable.",
+    ),
+]
+
+
 TokenizerOption = Annotated[
     Path | None,
     typer.Option(

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 
 def describe_plan(config: RunConfig, ranks: int, draw: Path | None = None) -> dict[str, Any]:
-    """Return parameters, ranks, FLOPs, memory and pipeline bubble of a run as `mega plan --json` prints them, without
-    times; draw the pipeline schedule to the SVG file `draw`.
+    """Return parameters, ranks, FLOPs, memory and pipeline bubble of a run, without times.
+    The result is as `mega plan --json` prints it. The pipeline schedule is drawn to the SVG file `draw`.
     """
     from mega_trainer.pipeline.schedule_svg import draw_schedule_svg
     from mega_trainer.pipeline.schedules import bubble_formula, make_schedule, peak_activations, simulate_schedule
@@ -79,8 +79,9 @@ def predict_run(
     config: RunConfig, ranks: int, machine: MachineSpec, name: str, limits: BudgetLimits | None,
     memory: Sequence[Mapping[str, int]]
 ) -> dict[str, Any]:  # fmt: skip
-    """Predict the step time of a run on a machine with its error on published runs, MFU, cost, and faster or fitting settings;
-    times in seconds, memory in bytes, as `mega plan --json` prints them.
+    """Predict the step time, MFU and cost of a run on a machine, and faster or fitting settings.
+    The error of the prediction on published runs is included. Times are in seconds, memory in bytes, as `mega plan
+    --json` prints them.
     """
     from mega_trainer.plan.flops import model_flops, palm_flops
     from mega_trainer.plan.layout_changes import find_faster_changes, find_fitting_changes
@@ -165,15 +166,15 @@ def _format_fitting(prediction: Mapping[str, Any]) -> list[str]:
 
 
 def format_budget(budget: Mapping[str, Any]) -> str:
-    """Return hours, days, cost and energy of `estimate_budget` as text."""
+    """Return the hours, days, cost and energy of a training run from `estimate_budget` as text."""
     cost = f", costs {budget['cost']:,.0f}" if "cost" in budget else ""
     energy = f", {budget['energy_mwh']:,.1f} MWh at the GPUs' power limit" if "energy_mwh" in budget else ""
     return f"{budget['hours']:,.1f} hours, {budget['hours'] / 24:,.1f} days{cost}{energy}"
 
 
 def fit_machine(config: RunConfig, ranks: int, machine: MachineSpec, name: str, metrics: Path) -> str:
-    """Return machine `name` calibrated with the metrics file of a run, as YAML with predicted and measured times as
-    comments.
+    """Return a machine calibrated with the metrics file of a run, as YAML.
+    The machine is `name`; predicted and measured times are comments.
 
     Raises:
         ConfigError: for metrics without times, or a run that was faster than the machine's peak.
@@ -210,8 +211,8 @@ def write_plan_html(
     html: Path, run: Path, config: RunConfig, ranks: int, machine: MachineSpec | None, plan: dict[str, Any],
     found: Sequence[LayoutCandidate] = ()
 ) -> None:  # fmt: skip
-    """Write the HTML page of a run's plan, given as `mega plan --json` prints it, and of the predicted times if `plan`
-    has `time`.
+    """Write the HTML page of a run's plan, with predicted times if the plan has them.
+    The plan is as `mega plan --json` prints it; predicted times are its `time`.
 
     Raises:
         ConfigError: if the file cannot be written.

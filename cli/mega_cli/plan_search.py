@@ -48,8 +48,8 @@ def report_layouts(
 def search_layouts(
     config: RunConfig, ranks: int, machine: MachineSpec, keep: int = SHOWN, precisions: Sequence[str] = ()
 ) -> list[PlannedLayout]:
-    """Return up to `keep` parallel layouts of a run that fit in the machine's memory, the fastest first, also in other
-    `precisions`; print progress.
+    """Return the parallel layouts of a run that fit in the machine's memory, the fastest first.
+    At most `keep` layouts are returned, also in other `precisions`. Progress is printed.
 
     Raises:
         ConfigError: for an unknown precision, or if no layout fits.
@@ -75,8 +75,8 @@ def describe_layouts(
     config: RunConfig, ranks: int, machine: MachineSpec, name: str, layouts: Sequence[PlannedLayout],
     limits: BudgetLimits | None = None, why: str | None = None
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """Return the layouts that a search found as rows of `mega plan --search --json`, fastest first, with hours and cost for the
-    tokens of `limits`, and a last row for the layout `why`, as users write one.
+    """Return the layouts that a search found as rows of `mega plan --search --json`, fastest first.
+    Rows have hours and cost for the tokens of `limits`. A last row is for the layout `why`, as users write one.
 
     Raises:
         ConfigError: for a layout `why` with an unknown word.
@@ -127,8 +127,9 @@ def _explain_layout(
 
 
 def parse_layout(text: str) -> dict[str, Any]:
-    """Return the settings of a layout by path, written as `tp 8 pp 4 micro 2 recompute selective` or `tp=8,pp=4`; sequence
-    parallelism follows from tp unless it is written, and all other parallel settings are the defaults.
+    """Return the settings of a parallel layout by path, from text that users write.
+    The text is written as `tp 8 pp 4 micro 2 recompute selective` or `tp=8,pp=4`. Sequence parallelism follows from tp
+    unless it is written, and all other parallel settings are the defaults.
 
     Raises:
         ConfigError: for an unknown word, or a word without value.
@@ -144,7 +145,7 @@ def parse_layout(text: str) -> dict[str, Any]:
         flag = word == "sp" and (not words or words[0] in WORDS)
         value = "true" if flag else words.pop(0)
         settings[WORDS[word]] = {"true": True, "false": False}.get(value, int(value) if value.isdigit() else value)
-    settings.setdefault("parallel.sp", settings.get("parallel.tp", 1) > 1)
+    settings.setdefault("parallel.sp", settings.get("parallel.tp", 1) != 1)
     return settings
 
 

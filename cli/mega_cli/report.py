@@ -25,8 +25,8 @@ def report_command(
     ],
     out: Annotated[Path, typer.Option(help="HTML file to write.")] = Path("report.html"),
 ) -> None:
-    """Write an HTML page about one run, or about several side by side: losses, speed, memory, time per phase, restarts,
-    settings.
+    """Write an HTML page about one run, or about several side by side.
+    It shows losses, speed, memory, time per phase, restarts and settings.
 
     The page is self-contained and works offline. Values that a run has not logged are left out.
     """

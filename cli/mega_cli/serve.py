@@ -17,6 +17,7 @@ from mega_cli.model_options import (
     Device,
     DraftOption,
     EvalPrecision,
+    ExtensionOption,
     MaxLength,
     Model,
     PrecisionOption,
@@ -59,6 +60,7 @@ FOREVER = 3600.0 * 24 * 365 * 10  # seconds: timeout of ranks that wait for a re
 KEY_VARIABLE = "MEGA_API_KEY"
 OWN_OPTIONS = (
     "adapter_folder", "add_model", "cache_tokens", "max_requests", "max_body", "timeout", "drain", "ep", "pp", "draft", "device",
+    "extension",
 )  # fmt: skip
 """Options that only mega's own server has."""
 
@@ -142,6 +144,7 @@ def serve_command(
     precision: PrecisionOption = EvalPrecision.FP32,
     device: Device = "auto",
     tokenizer: TokenizerOption = None,
+    extension: ExtensionOption = None,
     chat_template: ChatTemplateOption = None,
 ) -> None:
     """Serve a model with OpenAI's API, and a web page for chats at /.
@@ -158,11 +161,10 @@ def serve_command(
     adapters = _parse_named_folders(adapter or [], "--adapter", {name or model})
     others = _parse_named_folders(add_model or [], "--add-model", {name or model, *adapters})
     if engine != "mega":
-        origins = allow_origin or ()
-        other = ServingOptions(
-            model, name or model, host, port, key, precision, max_length, batch_size, tp, adapters, tokenizer, chat_template, origins
-        )  # fmt: skip
-        _run_other_server(ctx, engine, other)
+        _run_other_server(ctx, engine, ServingOptions(
+            model, name or model, host, port, key, precision, max_length, batch_size, tp, adapters, tokenizer, chat_template,
+            allow_origin or (),
+        ))  # fmt: skip
     _check_server_packages()
     from mega_cli.eval_ranks import join_model_ranks
     from mega_eval.multi_rank_inference import BroadcastingEngine, ReplicaLayout, follow_engine_calls
@@ -182,6 +184,7 @@ def serve_command(
             load_served_model(
                 source, precision, device, None if number else tokenizer, max_length, cache_tokens, batch_size,
                 sharing, ranks, None if number else adapters, None if number else draft,
+                extension or [],
             )
             for number, source in enumerate(sources.values())
         ]  # fmt: skip
@@ -240,8 +243,9 @@ def _check_options(ranks: int, draft: str | None, others: Mapping[str, str], ada
 
 @dataclass(frozen=True)
 class ServedModel:
-    """Loaded model for generation: its inference engine, tokenizer, end tokens and limits, its text embedder or the reason
-    for having none, and the settings of its vision encoder if it takes images.
+    """Loaded model for generation.
+    It has its inference engine, tokenizer, end tokens and limits, its text embedder or the reason for having none, and
+    the settings of its vision encoder if it takes images.
     """
 
     engine: InferenceEngine
@@ -265,17 +269,20 @@ def load_served_model(
     ranks: RankInfo | None = None,
     adapters: Mapping[str, str] | None = None,
     draft: str | None = None,
+    extensions: Sequence[str] = (),
 ) -> ServedModel:
     """Load a model and tokenizer for generation, with an inference engine and, on a single rank, an embedder.
 
     Args:
         sharing, ranks: layout of the model and this process's rank; None for one process.
         adapters: folders of LoRA adapters by name.
+        extensions: extensions with the code of the model's own layers.
     """
     from mega_ckpt.source import read_model_config
     from mega_eval.drafters import make_drafter
     from mega_eval.inference_engine import InferenceEngine
     from mega_eval.language_model import LanguageModel
+    from mega_eval.model_loading import check_sequence_length
     from mega_eval.multi_rank_inference import BroadcastingEngine, build_replica_groups
     from mega_trainer.parallel.lora_layers import AdapterSelection
 
@@ -284,10 +291,12 @@ def load_served_model(
         groups = build_replica_groups(read_model_config(model), ranks.rank, ranks.world_size, sharing)
     broadcasts = groups is not None and ranks is not None and ranks.rank == 0
     loaded = LanguageModel.load(
-        model, precision=precision, device=device, tokenizer=tokenizer, draft=draft, groups=groups, adapters=adapters
-    )
+        model, precision=precision, device=device, tokenizer=tokenizer, draft=draft, groups=groups, adapters=adapters,
+        extensions=extensions,
+    )  # fmt: skip
     config, vocabulary = loaded.model.config, loaded.tokenizer
     longest = max_length or min(config.max_position, LONGEST_DEFAULT)
+    check_sequence_length(config, longest, f"--max-length {longest} tokens")
     cached = cache_tokens or 2 * longest
     selection = loaded.adapters or AdapterSelection([])  # one for the engine and the embedder: both run the model
     engine = (BroadcastingEngine if broadcasts else InferenceEngine)(

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from mega_cli.workflow_config import load_run_file
+
 if TYPE_CHECKING:
     from mega_trainer.config.run_config import RunConfig
     from mega_trainer.objectives.policy_objective import RolloutGenerator
@@ -179,7 +181,7 @@ def train_command(
         raise typer.Exit(again.reproduce_step(reproduce, set_ or [], nproc, train_or_start_ranks))
     run = _select_run(words or [])
     overrides: Sequence[str] = set_ or []
-    config = _load_run(run, overrides, warn_unread=check)  # a training run logs these warnings itself
+    config = load_run_file(run, overrides, warn_unread=check)  # a training run logs these warnings itself
     if nproc is not None:
         config, overrides = _resolve_layout(config, run, overrides, nproc)
         config.check_world_size(nproc)
@@ -262,21 +264,6 @@ def _select_run(words: list[str]) -> Path:
         extra = f"--set {words[1]} overrides a setting" if "=" in words[1] else f"mega train {words[0]}"
         raise ConfigError(f"mega train requires one run.yaml, found {len(words)}: {', '.join(words)}", hint=extra)
     return Path(words[0])
-
-
-def _load_run(run: Path, overrides: Sequence[str], *, warn_unread: bool) -> RunConfig:
-    """Read run.yaml; a workflow gives one error instead of one per unknown key."""
-    from mega_cli.workflow_config import reject_workflow_file
-    from mega_common.errors import ConfigError
-    from mega_common.strict_config import load_yaml_mapping
-    from mega_trainer.config.run_config import load_run_config
-
-    try:
-        return load_run_config(run, overrides, warn_unread=warn_unread)
-    except ConfigError:
-        if run.is_file():
-            reject_workflow_file(run, load_yaml_mapping(run), f"mega run {run}")
-        raise
 
 
 def _check_inputs(config: RunConfig, run: Path, *, data: bool) -> None:

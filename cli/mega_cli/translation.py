@@ -25,8 +25,8 @@ def translate_megatron_script(script: Path, define: list[str], arguments: list[s
 
 
 def translate_other_config(deepspeed: Path | None, hf_args: Path | None, ranks: int | None) -> str:
-    """Return the text of a run.yaml translated from a DeepSpeed configuration file, or from a settings file with
-    HuggingFace's names.
+    """Return the text of a run.yaml translated from another trainer's settings.
+    They are a DeepSpeed configuration file, or a settings file with HuggingFace's names.
 
     Raises:
         ConfigError: if both are given, or the file is invalid.

@@ -29,7 +29,7 @@ RATES: dict[Method, float] = {"lora": 2e-4, "qlora": 2e-4, "full": 2e-5}
 
 @dataclass(frozen=True)
 class TuningData:
-    """Facts about the tokenized training data that settings depend on.
+    """Facts about tokenized training data on which the settings of `mega tune` depend.
 
     Attributes:
         kind: dataset kind: `conversations`, `pairs` or `text`.
@@ -47,7 +47,7 @@ class TuningData:
 
     @classmethod
     def read(cls, prefixes: Sequence[Path], kind: str) -> TuningData:
-        """Return the facts about the token files at `prefixes`, together."""
+        """Return the facts about the token data sets at `prefixes`, together."""
         import numpy as np
 
         from mega_data.token_files.dataset_info import count_unpaired_answers
@@ -66,7 +66,9 @@ class TuningData:
 
 @dataclass(frozen=True)
 class TuningRequest:
-    """Choices of the user: the model's folder, raw data, method, output folder and keys of `data` and `train`."""
+    """Choices of the user of `mega tune`.
+    They are the model's folder, raw data, method, output folder and keys of `data` and `train`.
+    """
 
     base: str
     inputs: list[dict[str, Any]]
@@ -76,7 +78,9 @@ class TuningRequest:
 
 
 def choose_sequence_length(data: TuningData, max_position: int) -> int:
-    """Return the tokens of a packed sample: the longest document fits, unless it exceeds the model's context."""
+    """Return the tokens of a packed training sample, so that the longest document fits.
+    They are at most the model's context.
+    """
     if data.kind == "text":
         return min(TEXT_LENGTH, max_position)
     needed = 64 * math.ceil(data.longest / 64)
@@ -84,17 +88,19 @@ def choose_sequence_length(data: TuningData, max_position: int) -> int:
 
 
 def choose_epochs(documents: int) -> int:
-    """Return the number of passes over the data: fewer for larger data sets."""
+    """Return the number of passes of a tuning over the data, fewer for larger data sets."""
     return 3 if documents < 5_000 else 2 if documents < 50_000 else 1
 
 
 def choose_batch_size(rows: float, epochs: float) -> int:
-    """Return the samples of a step, a power of two: as many as leave `STEPS` steps in the run."""
+    """Return the samples of an optimizer step of a tuning, a power of two.
+    They are as many as leave `STEPS` steps in the run.
+    """
     return max(1, min(LARGEST_BATCH, 1 << int(math.log2(max(1.0, rows * epochs / STEPS)))))
 
 
 def choose_learning_rate(method: Method, hidden_size: int, kind: str) -> float:
-    """Return the highest learning rate, with two digits."""
+    """Return the peak learning rate of a tuning, with two digits."""
     rate = RATES[method] * math.sqrt(REFERENCE_WIDTH / hidden_size) * (0.1 if kind == "pairs" else 1.0)
     return float(f"{rate:.1e}")
 
@@ -107,7 +113,7 @@ def draft_run(request: TuningRequest, data: TuningData, method: Method, model: A
     """
     length = choose_sequence_length(data, model.max_position)
     rows = max(1.0, 0.9 * data.tokens / (0.9 * length))  # a tenth is held out, and rows are filled to about 90 %
-    epochs = request.epochs or choose_epochs(data.documents)
+    epochs = choose_epochs(data.documents) if request.epochs is None else request.epochs
     size = choose_batch_size(rows, epochs)
     steps = max(1, math.ceil(rows * epochs / size))
     rate = choose_learning_rate(method, model.hidden_size, data.kind)
@@ -140,7 +146,7 @@ def draft_run(request: TuningRequest, data: TuningData, method: Method, model: A
 
 
 def iterate_memory_settings(batch: int) -> Iterator[dict[str, Any]]:
-    """Yield settings of micro-batch and activation checkpointing, from the fastest to the smallest."""
+    """Yield settings of micro-batch size and activation checkpointing, from the fastest to the smallest in memory."""
     sizes = [size for size in (16, 8, 4, 2, 1) if size <= batch]
     for kind in ("none", "selective", "full"):
         for size in sizes if kind == "none" else sizes[-1:]:

@@ -30,13 +30,15 @@ class HeldOutPrompt:
 
     @property
     def question(self) -> str:
-        """Last turn of the prompt, as it is shown."""
+        """Last turn of a held-out prompt, as it is shown in the comparison of models."""
         return str(self.messages[-1].get("content")) if self.messages else self.text
 
 
 @dataclass(frozen=True)
 class TuningComparison:
-    """Held-out loss before and after, and per prompt the question, the data's answer, and those of both models."""
+    """Comparison of the base and the tuned model on held-out data.
+    It has the loss before and after, and per prompt the question, the data's answer, and those of both models.
+    """
 
     loss_before: float | None
     loss_after: float | None
@@ -44,7 +46,7 @@ class TuningComparison:
 
 
 def report_tuning(config: RunConfig, output: Path) -> None:
-    """Print the comparison of base and tuned model; it is kept in `output`/comparison.json."""
+    """Print the comparison of base and tuned model, and keep it in `output`/comparison.json."""
     from mega_common.atomic_files import write_json_atomically
     from mega_common.bounded_parsing import read_json_file
 

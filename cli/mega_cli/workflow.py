@@ -97,8 +97,8 @@ def run_command(
 
 
 def load_workflow(file: Path, overrides: list[str], root: Any, *, names: Collection[str] = ()) -> WorkflowConfig:
-    """Read and check a workflow file: its commands against the `mega` command tree `root`, and the stage names `names`
-    given as options.
+    """Read and check a workflow file.
+    Its commands are checked against the `mega` command tree `root`, and the stage names `names` given as options.
 
     Raises:
         ConfigError: with all problems.
@@ -118,8 +118,8 @@ def load_workflow(file: Path, overrides: list[str], root: Any, *, names: Collect
 
 @dataclass(frozen=True)
 class WorkflowStageForecast:
-    """Forecast of a workflow stage: True if it would run (None: depends on an earlier stage), the reason, and its
-    command.
+    """Forecast of a workflow stage before it runs.
+    `run` is True if the stage would run (None: depends on an earlier stage), and `why` is the reason.
     """
 
     name: str
@@ -129,8 +129,8 @@ class WorkflowStageForecast:
 
 
 def forecast_stages(runner: WorkflowRunner, order: list[str], forced: set[str]) -> list[WorkflowStageForecast]:
-    """Return the forecast of each workflow stage in `order`, without running any. A stage that needs an unfinished one
-    can only be judged after that one ran.
+    """Return the forecast of each workflow stage in `order`, without running any.
+    A stage that needs an unfinished one can only be judged after that one ran.
     """
     forecasts: list[WorkflowStageForecast] = []
     for name in order:
@@ -159,8 +159,8 @@ def _print_forecasts(forecasts: list[WorkflowStageForecast], *, as_json: bool, c
 
 
 def run_workflow_stages(runner: WorkflowRunner, order: list[str], forced: set[str], lock: int) -> int:
-    """Run the workflow stages in `order` that are not up to date, up to the first failure; return its exit status, else
-    0.
+    """Run the workflow stages in `order` that are not up to date, up to the first failure.
+    Returns its exit status, else 0.
     """
     for name in order:
         verdict = runner.judge_stage(name, force=name in forced)

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 from typer.core import TyperGroup
@@ -18,14 +18,17 @@ from mega_cli.file_digests import expand_patterns
 from mega_common.errors import ConfigError
 from mega_common.strict_config import ConfigProblem, StrictConfig, apply_overrides, load_yaml_mapping
 
+if TYPE_CHECKING:
+    from mega_trainer.config.run_config import RunConfig
+
 OptionScalar = str | int | float | bool
 
 RUN_COMMANDS = ("train", "plan", "launch slurm", "launch kubernetes")  # their first argument is a run.yaml
 
 
 class WorkflowStage(StrictConfig):
-    """Stage of a workflow: one `mega` command with its inputs and outputs. Paths are relative to the workflow file's
-    folder.
+    """Stage of a workflow: one `mega` command with its inputs and outputs.
+    Paths are relative to the workflow file's folder.
 
     Arguments and option values that name existing files, folders or token data sets are inputs automatically, as are the
     outputs of the stages in `needs`. A run.yaml is compared by its settings, not by its text; the files that it names for
@@ -54,8 +57,9 @@ class WorkflowStage(StrictConfig):
 
     @property
     def run_identity(self) -> list[str]:
-        """Words of the stage's command; if one of them changes, the stage starts over instead of resuming. Settings of
-        a run.yaml are not included: they are compared by value.
+        """Words of the command of a workflow stage that must be unchanged for the stage to resume.
+        If one of them changes, the stage starts over instead of resuming. Settings of a run.yaml are not included: they
+        are compared by value.
         """
         if self.run_config_path is None:
             return self.command_arguments
@@ -84,8 +88,8 @@ class WorkflowStage(StrictConfig):
         return words + [str(arg) for arg in args]
 
     def readable_arguments(self) -> Iterator[str]:
-        """Yield all arguments and option values of the stage that may name files: each unchanged (a path or glob), and
-        with .bin and .idx appended (a token data set's prefix).
+        """Yield all arguments and option values of the stage that may name files.
+        Each is yielded unchanged (a path or glob), and with .bin and .idx appended (a token data set's prefix).
         """
         for value in (*self.args, *self.options.values()):
             for item in value if isinstance(value, list) else [value]:
@@ -93,8 +97,8 @@ class WorkflowStage(StrictConfig):
                     yield from (item, f"{item}.bin", f"{item}.idx")
 
     def existing_read_arguments(self, base: Path) -> list[str]:
-        """Return the arguments and option values of the stage's command that name existing files, except its outputs
-        and its run.yaml; paths are relative to `base`.
+        """Return the arguments and option values of the stage's command that name existing files.
+        Its outputs and its run.yaml are left out. Paths are relative to `base`.
         """
         return self.existing_inputs(base, (path for path in self.readable_arguments() if path != self.run_config_path))
 
@@ -115,8 +119,9 @@ class WorkflowConfig(StrictConfig):
     stages: dict[str, WorkflowStage] = Field(min_length=1)
 
     def problems(self) -> Iterator[ConfigProblem]:
-        """Yield problems of the workflow: invalid stage names, stages that need an unknown one, cycles, and stages that
-        read or overwrite outputs of another stage.
+        """Yield the problems of the workflow.
+        They are invalid stage names, stages that need an unknown one, cycles, and stages that read or overwrite outputs
+        of another stage.
         """
         for name, stage in self.stages.items():
             if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", name):
@@ -156,8 +161,8 @@ class WorkflowConfig(StrictConfig):
                         )
 
     def ordered_stages(self, until: str | None = None) -> list[str]:
-        """Return the names of all stages, or of `until` and the stages it needs; each follows the stages that it needs,
-        otherwise in the file's order.
+        """Return the names of stages in an order in which each follows the stages that it needs.
+        They are all stages, or `until` and the stages it needs, otherwise in the file's order.
         """
         ordered: dict[str, None] = {}
 
@@ -182,6 +187,22 @@ def reject_workflow_file(file: Path, raw: Mapping[str, Any], hint: str) -> None:
         raise ConfigError(
             f"{file}: the file is a workflow (it has `stages`), not the configuration of a run", hint=hint
         )
+
+
+def load_run_file(run: Path, overrides: Sequence[str], *, warn_unread: bool = False) -> RunConfig:
+    """Read run.yaml with `--set` overrides; a workflow gives one error instead of one per unknown key.
+
+    Raises:
+        ConfigError: with every problem at once.
+    """
+    from mega_trainer.config.run_config import load_run_config
+
+    try:
+        return load_run_config(run, overrides, warn_unread=warn_unread)
+    except ConfigError:
+        if run.is_file():
+            reject_workflow_file(run, load_yaml_mapping(run), f"mega run {run}")
+        raise
 
 
 def reject_run_config(file: Path, raw: Mapping[str, Any]) -> None:
@@ -243,8 +264,8 @@ class StageVerdict:
 
 
 def stage_settings(stage: WorkflowStage, base: Path) -> FlatSettings | None:
-    """Return all settings of a workflow stage's run.yaml with its `--set` options applied, {dotted key: value}, or None
-    if the stage has no run.yaml.
+    """Return all settings of a workflow stage's run.yaml with its `--set` options applied.
+    The result is {dotted key: value}, or None if the stage has no run.yaml.
 
     Raises:
         ConfigError: with all problems.
@@ -265,8 +286,8 @@ def stage_settings(stage: WorkflowStage, base: Path) -> FlatSettings | None:
 
 
 def referenced_files(settings: FlatSettings) -> list[str]:
-    """Return the files that the settings of a run.yaml name: token data sets, local raw data, the tokenizer, and initial
-    weights or checkpoint.
+    """Return the files that the settings of a run.yaml name.
+    They are token data sets, local raw data, the tokenizer, and initial weights or checkpoint.
     """
     from mega_data.token_files.indexed_reader import get_bin_path, get_idx_path, list_companion_files  # here, as above
 
@@ -284,8 +305,8 @@ def referenced_files(settings: FlatSettings) -> list[str]:
 def judge_settings_change(
     stage: WorkflowStage, before: FlatSettings | None, now: FlatSettings | None, *, done: bool
 ) -> StageVerdict | None:
-    """Return why a workflow stage must run after its run.yaml settings changed, or None if no changed setting affects
-    its result.
+    """Return the reason why a workflow stage must run after its run.yaml settings changed.
+    Returns None if no changed setting affects its result.
 
     A training with remaining steps resumes from its checkpoints with the new settings, unless `model` changed. A finished
     training with other settings starts over.

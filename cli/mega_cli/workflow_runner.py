@@ -48,8 +48,8 @@ class WorkflowError(MegaError):
 
 
 class WorkflowStageAttempt(StrictConfig):
-    """Record of the last attempt at a workflow stage. `inputs` and `outputs` map the names of files read and written to
-    SHA-256; times in seconds.
+    """Record of the last attempt at a workflow stage.
+    `inputs` and `outputs` map the names of files read and written to SHA-256; times in seconds.
 
     `command` is the stage's `run_identity`, `settings` are all settings of its run.yaml, and `named` are the files that
     the run.yaml of a training names. None: saved by a version without that record.
@@ -97,7 +97,7 @@ class WorkflowRunner:
         self._settings = functools.cache(lambda name: stage_settings(workflow.stages[name], base))
 
     def save_state(self) -> None:
-        """Write the state file, which replaces the earlier one atomically."""
+        """Write the workflow's state file, which replaces the earlier one atomically."""
         stages = {name: attempt for name, attempt in self.attempts.items() if name in self.workflow.stages}
         write_json_atomically(self.state_path, WorkflowState(stages=stages, files=self.digests.records).model_dump())
 
@@ -162,16 +162,17 @@ class WorkflowRunner:
         return self.digests.digest_patterns([*stage.inputs, *stage.existing_read_arguments(self.base), *needed])
 
     def digest_referenced(self, name: str) -> dict[str, str]:
-        """Return {file name: SHA-256} of local files that the run.yaml of training stage `name` refers to; empty for
-        other stages.
+        """Return {file name: SHA-256} of local files that the run.yaml of a training stage refers to.
+        The stage is `name`; the result is empty for other stages.
         """
         stage, settings = self.workflow.stages[name], self._settings(name)
         files = referenced_files(settings) if stage.run == "train" and settings is not None else []
         return self.digests.digest_patterns(stage.existing_inputs(self.base, files))
 
     def attempt_stage(self, name: str, verdict: StageVerdict, lock: int) -> int:
-        """Run a stage's command, record the attempt in the workflow's state file, and return the exit status: 0 when
-        the stage is done. `lock` is a file descriptor that the process inherits.
+        """Run a workflow stage's command, record the attempt, and return the exit status.
+        The attempt is recorded in the workflow's state file. The status is 0 when the stage is done. `lock` is a file
+        descriptor that the process inherits.
 
         Raises:
             WorkflowError: if the command succeeded but an output is missing.
@@ -257,8 +258,8 @@ def rename_aside(path: Path) -> None:
 
 
 def resumable_files(settings: FlatSettings, base: Path) -> Iterator[Path]:
-    """Yield the paths that a new training run with these settings would resume from or overwrite: checkpoints and logs,
-    or the whole run folder if it has no other files.
+    """Yield the paths that a new training run with these settings would resume from or overwrite.
+    They are checkpoints and logs, or the whole run folder if it has no other files.
 
     Raises:
         WorkflowError: if the checkpoints are in an object store, which cannot rename.
@@ -303,8 +304,8 @@ def load_workflow_state(path: Path) -> WorkflowState:
 
 
 def describe_difference(what: str, before: Mapping[str, str], now: Mapping[str, str]) -> str | None:
-    """Return the first difference between two {file name: digest} mappings as text, with the number of others; None if
-    they are equal. `what` names the kind of file in the text.
+    """Return the first difference between two {file name: digest} mappings as text; None if they are equal.
+    The number of others is included. `what` names the kind of file in the text.
     """
     found = [f"{what} {name} is new" for name in now if name not in before]
     found += [f"{what} {name} is gone" for name in before if name not in now]
@@ -314,8 +315,8 @@ def describe_difference(what: str, before: Mapping[str, str], now: Mapping[str, 
 
 
 def hold_workflow_lock(path: Path) -> contextlib.AbstractContextManager[int]:
-    """Lock a workflow's lock file in the context, or raise WorkflowError if another process has it; yield the file
-    descriptor, which processes of stages inherit.
+    """Context manager that locks a workflow's lock file and yields the file descriptor.
+    Raises WorkflowError if another process has it. Processes of stages inherit the descriptor.
 
     Raises:
         WorkflowError: if another process holds it.
@@ -326,8 +327,8 @@ def hold_workflow_lock(path: Path) -> contextlib.AbstractContextManager[int]:
 
 
 def run_stage_process(command: list[str], folder: Path, lock: int) -> tuple[int, int | None]:
-    """Run the command of a workflow stage in `folder`; return its exit status, and the signal that stopped the
-    workflow, if any.
+    """Run the command of a workflow stage in `folder`; return its exit status.
+    The signal that stopped the workflow, if any, is returned, too.
 
     The child has its own process group and receives each signal once, forwarded from here: signals of a terminal go to
     the group, SIGTERM to the process. The child inherits the lock: if this process is killed, no other process can start

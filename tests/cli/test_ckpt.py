@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -70,6 +71,19 @@ def test_convert_compares_logits(run: Path, tmp_path: Path, monkeypatch: pytest.
     assert not (tmp_path / "other").exists()
     with pytest.raises(DataError, match="no-such"):
         call("convert", run, tmp_path / "other", "--to", "mega", "--verify-data", tmp_path / "no-such")
+
+
+def test_convert_prints_the_perplexity(run: Path, tmp_path: Path) -> None:
+    with IndexedWriter(tmp_path / "held-out", np.uint16) as writer:
+        writer.add_document(np.arange(1, 40))
+    options = ["--to", "hf", "--quantize", "int8", "--perplexity"]
+    lines = call("convert", run, tmp_path / "out", *options, tmp_path / "held-out").splitlines()
+    assert re.fullmatch(
+        r"perplexity [\d.]+ before, [\d.]+ after \([-+][\d.]+ %\), on 38 tokens in sequences .*", lines[0]
+    )
+    assert lines[1:] == [str(tmp_path / "out")]
+    with pytest.raises(ConfigError, match="neither a text file nor a token data set"):
+        call("convert", run, tmp_path / "other", *options, tmp_path / "no-such")
 
 
 def test_convert_names_a_family(run: Path, tmp_path: Path) -> None:

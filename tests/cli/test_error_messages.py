@@ -25,6 +25,11 @@ precision: fp32
 """
 PREPROCESS = "data preprocess -i text.jsonl --tokenizer hf --output out/x"
 TRAIN = "train run.yaml --check --set"
+GRPO = (
+    "train run.yaml --check --set data.train=three.jsonl --set data.kind=prompts --set data.tokenizer=hf"
+    " --set objective.kind=grpo --set objective.max_new_tokens=4 --set objective.rewards=rewards.py:score"
+    " --set objective.group_size=2 --set"
+)
 # Words of Python, of its libraries and of mega's code, which a stranger does not know.
 PRIVATE = re.compile(
     r"internal error|Traceback|Errno|NoneType|Value error|nput should|valid dictionary|unicode string|\bNone\b|object at 0x"
@@ -85,6 +90,29 @@ CASES: list[tuple[str, str, str, str]] = [
     ("demo --output text.jsonl", "text.jsonl", "it is a file", "a folder is required"),
     ("run wf.yaml", "stages.b.needs", "'aa'", "did you mean 'a'?"),
     ("trian run.yaml", "trian", "", "'train'"),
+    ("data preprocess -i d/c.bin --tokenizer hf --output out/x", "d/c.bin", "has tokens already", "prefix d/c"),
+    ("data preprocess -i plain.jsonl --tokenizer hf --output out/x", "plain.jsonl:1", "not JSON", "end in .txt"),
+    ("data show text.jsonl", "text.jsonl", "a file of records", "--input text.jsonl"),
+    ("data convert-tokenizer hf/tokenizer.json -i text.jsonl --output out/t", "hf/tokenizer.json", "already", "hf"),
+    ("eval hf --data text.jsonl", "text.jsonl", "a file of records", "then give text"),
+    ("ckpt convert d out/p --to hf", "d", "c.idx and .bin", "not a model"),
+    ("ckpt convert hf out/p --to hf --family gpt2", "gpt2", "not 'rope'", "leave out --family"),
+    ("generate hf --prompt x --grammar run.yaml", "run.yaml", "line 8, column 1", "a JSON schema, which"),
+    ("embed hf text.jsonl --output v.npy --prompt-name q", "--prompt-name 'q'", "has no prompts", "--prompt TEXT"),
+    ("plan run.yaml --machine run.yaml", "run.yaml", "model, data, batch, train", "such as gpu, generation"),
+    ("plan hf/model.safetensors", "hf/model.safetensors", "is binary", "its folder"),
+    ("train text.jsonl", "text.jsonl", "line 2: a second value", "KEY: VALUE"),
+    ("train --from-deepspeed run.yaml", "run.yaml", "a run.yaml of mega already", "mega train run.yaml"),
+    ("tune hf chats.jsonl --check", "hf", "no chat template", "data.raw.chat_template=FILE"),
+    ("tune hf text.jsonl --check --epochs 0", "epochs", "0", "must be greater than 0"),
+    (f"{TRAIN} objective.kind=ppo", "objective.kind", "'ppo'", "did you mean 'grpo'?"),
+    (f"{TRAIN} data.kind=chat", "data.kind", "'chat'", "did you mean 'conversations'?"),
+    (f"{TRAIN} data.kind=pairs --set objective.kind=simpo", "d/c", "has text", "--kind pairs"),
+    (f"{TRAIN} data.kind=fim --set data.tokenizer=hf", "data.fim.tokens", "are missing", "set data.fim.tokens"),
+    (f"{TRAIN} tokenizer=hf", "tokenizer", "unknown key", "did you mean data.tokenizer?"),
+    (f"{TRAIN} model.preset=null --set model.from=nope", "nope", "no such folder", "give a mega checkpoint"),
+    (f"{GRPO} objective.rewards=rewards.py:exact", "objective.rewards", "no 'exact'", "rewards.py:score"),
+    (f"{GRPO} objective.group_size=3", "batch.global", "4", "set batch.global=6"),
 ]
 
 
@@ -104,6 +132,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     files = {
         "text.jsonl": "".join(json.dumps({"text": text}) + "\n" for text in texts),
         "nokey.jsonl": '{"body": "abc"}\n',
+        "plain.jsonl": "just a text\n",
+        "rewards.py": "def score(prompt, answer, record): return 1.0\n",
+        "chats.jsonl": json.dumps({"messages": [{"role": "user", "content": "a"}]}) + "\n",
         "three.jsonl": '{"prompt": 3}\n',
         "empty.jsonl": "",
         "empty.yaml": "",

@@ -98,7 +98,7 @@ def test_a_configuration_survives_its_own_dump() -> None:
 
 def test_a_pattern_says_the_kind_of_every_layer() -> None:
     plain = {key: value for key, value in SMALL.items() if key != "num_layers"}
-    sections = {"moe": MOE, "mamba": MAMBA, "delta": DELTA}
+    sections = {"moe": MOE, "mamba": MAMBA, "delta": DELTA, "conv": {}}
     letters = ModelConfig.parse({**plain, **sections, "layers": "MG*-E"})
     halves = [("mamba", None), ("delta", None), ("attention", None), (None, "mlp"), (None, "moe")]
     assert (letters.num_layers, letters.layer_kinds) == (5, halves)
@@ -107,6 +107,9 @@ def test_a_pattern_says_the_kind_of_every_layer() -> None:
     assert [named.get_mixer_kind(layer) for layer in range(6)] == ["mamba", *["delta", "attention"] * 2, "attention"]
     assert [named.is_moe_layer(layer) for layer in range(6)] == [False, *[True] * 5]
     assert ModelConfig.parse(named.model_dump(mode="json")) == named
+    assert ModelConfig.parse({**plain, **sections, "layers": ["conv", "moe"]}).heads_by_mixer == {
+        "conv": (SMALL["hidden_size"],) * 2
+    }
     further = ModelConfig.parse({**SMALL, "mamba": MAMBA, "layers": "*-M", "mtp_layers": 1})
     assert (further.num_layers, further.get_mixer_kind(2)) == (2, "mamba")
     switched = ModelConfig.parse({**SMALL, "mtp_layers": 1, "moe": {**MOE, "layers": [1]}})

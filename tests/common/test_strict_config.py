@@ -78,6 +78,7 @@ def test_a_valid_configuration_is_built_and_frozen() -> None:
         ({"data": [{"path": "a", "wieght": 1}]}, "data.0.wieght: unknown key -> did you mean 'weight'?"),
         ({"extra": [{"path": "a", "wieght": 1}]}, "extra.0.wieght: unknown key -> did you mean 'weight'?"),
         ({"zzz": 1}, "zzz: unknown key -> known keys: data, extra, global, model, scale"),
+        ({"layers": 1}, "layers: unknown key -> did you mean model.layers?"),
     ],
 )
 def test_an_unknown_key_names_the_nearest(raw: dict[str, Any], line: str) -> None:

@@ -42,7 +42,7 @@ LATENT: dict[str, Any] = {
 }  # fmt: skip
 LATENTS = [LATENT, {**LATENT, "sliding_window": 5, "rope": {"interleaved": True, **YARN}}]
 HYBRID: dict[str, Any] = {
-    **BASE, "num_layers": 4, "layers": ["mamba+mlp", "delta", "attention+moe", "mamba"], "position": "none",
+    **BASE, "num_layers": 4, "layers": ["mamba+mlp", "delta", "attention+moe", "conv"], "conv": {"kernel": 4, "bias": True}, "position": "none",
     "mamba": {"num_heads": 4, "head_dim": 3, "state_size": 5, "num_groups": 2, "chunk_size": 4},
     "delta": {"num_key_heads": 2, "num_value_heads": 4, "key_head_dim": 3, "value_head_dim": 5, "chunk_size": 4},
     "moe": {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 12},

@@ -214,3 +214,40 @@ def test_chats_over_http_and_in_the_terminal_are_transformers_greedy_ones(
                 model="tiny", messages=given, temperature=0, max_tokens=24, stream=True
             )
             assert "".join(chunk.choices[0].delta.content for chunk in chunks) == answer
+
+
+def greedy_tokens(model: Any, tokenizer: Any, count: int = 8) -> tuple[list[int], list[int]]:
+    """The prompt of the chat, and what a model of transformers says."""
+    prompt = tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    length = prompt["input_ids"].shape[1]
+    said = model.generate(**prompt, max_new_tokens=count, do_sample=False)[0]
+    return said[:length].tolist(), said[length:].tolist()
+
+
+def test_exports_for_llama_cpp_and_vllm_answer_alike(
+    mega: Path, reference: Any, tokenizer: Any, tmp_path: Path
+) -> None:
+    """By transformers, and by llama.cpp where llama-cpp-python is installed (it compiles for ten minutes of a core)."""
+    prompt, expected = greedy_tokens(reference, tokenizer)
+    losses = {}
+    tokens = torch.tensor([tokenizer(PARAGRAPH * 4).input_ids])
+    for to, quantize in (("gguf", "f16"), ("gguf", "q8_0"), ("hf", "int8"), ("hf", "fp8")):
+        out = tmp_path / quantize
+        convert_checkpoint(mega, out, to, options=ConvertOptions(quantize=quantize))
+        file = {"gguf_file": f"model-{quantize}.gguf"} if to == "gguf" else {}
+        if not file:
+            pytest.importorskip("compressed_tensors", reason="with which transformers loads the folders")
+        model = transformers.AutoModelForCausalLM.from_pretrained(out, **file, dtype=torch.float32).eval()
+        with torch.no_grad():
+            losses[quantize] = float(model(tokens, labels=tokens).loss)
+        assert greedy_tokens(model, tokenizer)[1] == expected, quantize
+    with torch.no_grad():
+        exact = float(reference(tokens, labels=tokens).loss)
+    for quantize, bound in (("f16", 1e-4), ("q8_0", 0.005), ("int8", 0.02), ("fp8", 0.05)):
+        assert abs(losses[quantize] - exact) < bound, losses
+    llama_cpp = pytest.importorskip("llama_cpp", reason="Python's interface of llama.cpp")
+    model = llama_cpp.Llama(str(tmp_path / "q8_0" / "model-q8_0.gguf"), n_ctx=128, verbose=False)
+    text = tokenizer.decode(prompt)
+    assert model.tokenize(text.encode(), add_bos=False, special=True) == prompt
+    said = model.create_completion(text, max_tokens=len(expected), temperature=0)["choices"][0]["text"]
+    assert said == tokenizer.decode(expected, skip_special_tokens=True)

@@ -12,15 +12,17 @@ from pathlib import Path
 
 import torch
 from parity import eight_bits
-from parity.cases import MODELS, Case, case
-from parity.worker import Trainer
+from parity.cases import MODELS, case
+
+from mega_trainer.verify.case_trainer import CaseTrainer
+from mega_trainer.verify.layout_case import LayoutCase
 
 RECORDED = Path(__file__).with_name("counts.json")
 KINDS = ("launches", "host waits", "device allocations", "copies to the host")  # by number, as null_gpu.c counts them
 Counts = dict[str, dict[str, int]]
 
 
-def cases() -> dict[str, Case]:
+def cases() -> dict[str, LayoutCase]:
     """Every model in bf16, uncompiled, and a dense one in the other precisions and with recomputation."""
     dense = {"precision": "bf16", "micro": 4}
     found = {name: case(name, 1, **dense) for name in MODELS}
@@ -38,9 +40,9 @@ def cases() -> dict[str, Case]:
     return found
 
 
-def count(one: Case) -> dict[str, int]:
+def count(one: LayoutCase) -> dict[str, int]:
     """Count a step after the first two."""
-    trainer = Trainer.make(one, device=torch.device("cuda", 0))
+    trainer = CaseTrainer.build(one, device=torch.device("cuda", 0))
     trainer.run(2)
     read = ctypes.CDLL(None).null_gpu_count
     read.restype = ctypes.c_long

@@ -11,37 +11,39 @@ import pytest
 import torch
 import torch.distributed as dist
 from parity import eight_bits
-from parity.cases import Case, all_layouts, covering
-from parity.worker import Trainer, clone, make_groups
+from parity.cases import all_layouts, covering
 from ranks import run_ranks
 
+from mega_trainer.verify.case_trainer import CaseTrainer, clone_tensors, make_case_groups
+from mega_trainer.verify.layout_case import LayoutCase
 
-def train_all(cases: Sequence[Case], store: Path) -> list[str]:
+
+def train_all(cases: Sequence[LayoutCase], store: Path) -> list[str]:
     """A step of each case on this rank's device; what went wrong, by case."""
     rank, ranks, wrong = dist.get_rank(), dist.get_world_size(), []
     dist.destroy_process_group()
     torch.backends.cuda.enable_cudnn_sdp(False)
     torch.cuda.set_device(rank)
     dist.init_process_group("cpu:gloo,cuda:nccl", init_method=f"file://{store}", rank=rank, world_size=ranks)
-    maker = make_groups(cases)
+    maker = make_case_groups(cases)
     for case in cases:
         try:
-            trainer = Trainer.make(case, rank, maker, device=torch.device("cuda", rank))
+            trainer = CaseTrainer.build(case, rank, maker, device=torch.device("cuda", rank))
             trainer.run(case.steps)
-            clone(trainer.state.checkpoint_tensors())
+            clone_tensors(trainer.state.checkpoint_tensors())
         except Exception:  # noqa: BLE001 - whatever a case raises is reported with its name
             wrong.append(f"{case} on rank {rank}: {traceback.format_exc()[-800:]}")
             break  # ranks that go on would wait for this one
     return wrong
 
 
-def layouts(ranks: int, count: int) -> list[Case]:
+def layouts(ranks: int, count: int) -> list[LayoutCase]:
     """A covering of the layouts of so many ranks, in bf16."""
     found = [one for one in all_layouts() if one.ranks == ranks]
     return [replace(one, precision="bf16", steps=1) for one in covering(found, count)]
 
 
-def eight_bit_layouts(ranks: int) -> list[Case]:
+def eight_bit_layouts(ranks: int) -> list[LayoutCase]:
     """Of the recipes that a Hopper GPU has for experts."""
     found = [
         one for recipe in ("tensorwise", "rowwise") for one in eight_bits.all_layouts(recipe) if one.ranks == ranks

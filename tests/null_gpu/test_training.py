@@ -9,20 +9,21 @@ from typing import Any
 import pytest
 import torch
 from parity import eight_bits
-from parity.cases import MODELS, VARIANTS, Case, case
-from parity.worker import Trainer, clone
+from parity.cases import MODELS, VARIANTS, case
 
 from mega_common.errors import ConfigError
 from mega_trainer.config.fp8_config import MULTIPLES, check_fp8_device
 from mega_trainer.data.micro_batch import split_micro_batches
 from mega_trainer.objectives.training_objective import TrainingObjective
 from mega_trainer.run.train_step import evaluate_losses
+from mega_trainer.verify.case_trainer import CaseTrainer, clone_tensors
+from mega_trainer.verify.layout_case import LayoutCase
 
 CUDA = torch.device("cuda", 0)
 WIDE_HEADS = {"head_dim": 16}  # of which torch has flash kernels and FlexAttention
 
 
-def models() -> Iterator[tuple[str, Case]]:
+def models() -> Iterator[tuple[str, LayoutCase]]:
     """Every variant of every model in bf16, and some in the other precisions and with other options of a step."""
     for name in MODELS:
         for number, variant in enumerate(VARIANTS.get(name, [{}])):
@@ -40,7 +41,7 @@ def models() -> Iterator[tuple[str, Case]]:
             yield f"{name}, {option}", case(name, 1, precision="bf16", micro=4, **fields)
 
 
-def eight_bit_models() -> Iterator[tuple[str, Case]]:
+def eight_bit_models() -> Iterator[tuple[str, LayoutCase]]:
     """Each recipe with what it is refused with on this device left out: experts, widths of less than a block."""
     for recipe in MULTIPLES:
         whole = eight_bits.case(recipe, 1, {}, wide=False, micro=2)
@@ -52,16 +53,16 @@ def eight_bit_models() -> Iterator[tuple[str, Case]]:
 CASES = dict([*models(), *eight_bit_models()])
 
 
-def train(one: Case) -> Trainer:
+def train(one: LayoutCase) -> CaseTrainer:
     """Two steps, an evaluation, and the tensors of a checkpoint."""
-    trainer = Trainer.make(one, device=CUDA)
+    trainer = CaseTrainer.build(one, device=CUDA)
     trainer.run(2)
     batch = trainer.batches(trainer.config, 0, 0, 1, one.closed)
     micro = list(split_micro_batches(batch, trainer.config, CUDA, trainer.groups.cp))
     for stage in trainer.state.stages.values():
         stage.eval()
     evaluate_losses(trainer.executor, [micro], TrainingObjective(trainer.groups, 0).validation_totals)
-    clone(trainer.state.checkpoint_tensors())
+    clone_tensors(trainer.state.checkpoint_tensors())
     return trainer
 
 
@@ -75,7 +76,7 @@ def test_trains(name: str) -> None:
     assert {parameter.device for parameter in trainer.state.stages[0].parameters()} == {CUDA}
 
 
-def supported(capability: tuple[int, int], one: Case) -> None:
+def supported(capability: tuple[int, int], one: LayoutCase) -> None:
     """Skip what mega refuses on the device, in a sentence."""
     try:
         check_fp8_device(capability, one.fp8["recipe"], experts="moe" in one.model)

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
-from heapq import heapify, heappop, heappush
-from itertools import combinations, product
+from dataclasses import replace
 from typing import Any
 
-RANKS = 8
-STEPS = 3
-ZERO_LEVELS = (0, 1, 2, 3)
-SCHEDULES = [("1f1b", 1), ("1f1b", 2), ("1f1b", 4), ("zb-h1", 1), ("zbv", 2)]  # with virtual stages
-LARGE = 1 << 20  # a bucket that holds any of these models whole
+from mega_trainer.verify.layout_case import (
+    STEPS,
+    LayoutCase,
+    choose_covering,
+    draw_memory_settings,
+    draw_stages,
+    iterate_layouts,
+)
 
+RANKS = 8
 MODELS: dict[str, dict[str, Any]] = {
     "dense": {"num_attention_heads": 8, "vocab_size": 64},
     "tied": {
@@ -95,9 +96,7 @@ MODELS["retro"] = {
     "num_attention_heads": 8, "vocab_size": 61, "retro": {"chunk_length": 4, "neighbors": 2, "encoder_layers": 2},
 }  # fmt: skip
 LENGTHS = {"long": 32, "hybrid": 48, "t5": 32}
-TARGET = 16  # tokens of a decoder that has an encoder
 WITH_CONTEXT = ("mla", "long", "moe", "deepseek", "hybrid", "t5", "encoder", "vision")
-CONTEXT = ("ring", "allgather", "alltoall")
 # A choice that is balanced, and nothing else that would balance it.
 SINKHORN = {
     "sinkhorn": True, "normalize": False, "scaling": 1.0, "groups": 1, "selection_bias": False, "bias_rate": 0.0,
@@ -161,6 +160,7 @@ VARIANTS["hybrid"] = [
             "norm_eps": 1e-2,
         },
     },
+    {"layers": ["conv+mlp", "conv+moe", "attention", "conv"], "conv": {"kernel": 4, "bias": True}, "qk_norm": True},
 ]  # fmt: skip
 VARIANTS["vision"] = [
     {},
@@ -222,108 +222,6 @@ VARIANTS["retro"] = [
 COMMON = {"num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 48, "init_std": 0.2}
 
 
-@dataclass(frozen=True, eq=False)
-class Case:
-    """A model trained in one layout.
-
-    Attributes:
-        model: the fields of a `ModelConfig`.
-        ranks: ranks that take part.
-        parallel, recompute, offload, debug: the sections of a run.yaml.
-        micro, batch: samples of one forward pass on one rank, and of a step.
-        rampup: of the batch, whose increments `micro` divides.
-        bucket: elements of a gradient bucket.
-        closed: attention closed at document ends.
-        length: tokens of a sample.
-        fp8: the section of that name.
-        wide: what fp8 does not round is in fp64.
-        decoupled_lr: of the input embedding and the output layer; None: that of the others.
-        lr_factors: factors on rates, by patterns of names.
-        clip: largest gradient norm; 0: no clip.
-        steps: to train.
-        lora: the section of that name.
-        freeze: patterns of what is not trained.
-        compiled: leaf functions are compiled.
-    """
-
-    name: str
-    model: Mapping[str, Any]
-    ranks: int = 1
-    parallel: Mapping[str, Any] = field(default_factory=dict)
-    recompute: Mapping[str, Any] = field(default_factory=dict)
-    micro: int = 8
-    batch: int = 8
-    rampup: Mapping[str, int] | None = None
-    bucket: int = LARGE
-    closed: bool = True
-    length: int = 16
-    precision: str = "fp64"
-    fp8: Mapping[str, Any] = field(default_factory=dict)
-    wide: bool = False
-    optimizer: str = "adamw"
-    decoupled_lr: float | None = None
-    lr_factors: Mapping[str, float] = field(default_factory=dict)
-    clip: float = 0.1  # small enough that every step is clipped
-    steps: int = STEPS
-    debug: Mapping[str, Any] = field(default_factory=dict)
-    offload: Mapping[str, Any] = field(default_factory=dict)
-    lora: Mapping[str, Any] | None = None
-    freeze: Sequence[str] = ()
-    compiled: bool = False
-
-    @cached_property
-    def raw(self) -> dict[str, Any]:
-        """The run.yaml. AdamW's epsilon is large: with a usual one it blows a gradient that is zero but for rounding
-        (a key bias without rope, which no softmax sees) up to the size of the others."""
-        pairs = {"kind": "t5", "t5": {"decoder_seq_length": TARGET}} if "encoder" in self.model else {}
-        return {
-            "model": dict(self.model),
-            "data": {"train": ["none"], "seq_length": self.length, "kind": self.kind, **pairs},
-            "parallel": {"bucket_elements": self.bucket, **self.parallel},
-            "recompute": dict(self.recompute),
-            "offload": dict(self.offload),
-            "batch": {"micro": self.micro, "global": self.batch, "rampup": self.rampup},
-            "optimizer": {
-                "name": self.optimizer, "clip_grad": self.clip, "eps": 1e-4, "decoupled_lr": self.decoupled_lr,
-                "lr_factors": dict(self.lr_factors),
-            },
-            "train": {"steps": 10, "freeze": list(self.freeze)},
-            **({"lora": dict(self.lora), "init_from": "nowhere"} if self.lora is not None else {}),
-            "precision": self.precision,
-            "fp8": dict(self.fp8),
-            "debug": dict(self.debug),
-            "compile": self.compiled,
-        }  # fmt: skip
-
-    @property
-    def kind(self) -> str:
-        """What kind of data its model is for."""
-        if self.model.get("causal", True):
-            return "retro" if "retro" in self.model else "text"
-        return "bert" if self.model.get("sentence_pairs") else "masked"
-
-    @property
-    def single(self) -> Case:
-        """The same model and batches in one process, in one micro-batch: the mathematics of a step is the same."""
-        micro = self.micro if self.rampup else self.batch
-        return replace(self, ranks=1, parallel={}, recompute={}, offload={}, micro=micro, bucket=LARGE, debug={})
-
-    @property
-    def layout(self) -> dict[str, Any]:
-        """The layout's degrees, all of them."""
-        usual = {"tp": 1, "sp": False, "pp": 1, "virtual_stages": 1, "schedule": "1f1b", "cp": 1, "zero": 1}
-        degrees = {**usual, "ep": 1, "expert_tp": 1, **self.parallel}
-        dp = self.ranks // (degrees["tp"] * degrees["pp"] * degrees["cp"])
-        return degrees | {"dp": dp, "recompute": self.recompute.get("kind", "none"), "optimizer": self.optimizer}
-
-    def __str__(self) -> str:
-        usual = (0, 1, "none", "adamw", "1f1b")
-        used = {key: value for key, value in self.layout.items() if value is True or value not in usual}
-        used |= {"zero": self.layout["zero"]} if self.layout["dp"] * self.layout["cp"] > 1 else {}
-        used |= {"micro": self.micro, "batch": self.batch} | ({"bucket": self.bucket} if self.bucket != LARGE else {})
-        return f"{self.name}: " + " ".join(f"{key}={value}" for key, value in used.items())
-
-
 def model(name: str, layers: int = 2) -> dict[str, Any]:
     """The fields of one of the models, with so many layers."""
     fields = {**COMMON, **MODELS[name], "num_layers": layers}
@@ -332,7 +230,9 @@ def model(name: str, layers: int = 2) -> dict[str, Any]:
     return fields
 
 
-def case(name: str, ranks: int, *, layers: int = 2, variant: Mapping[str, Any] | None = None, **more: Any) -> Case:
+def case(
+    name: str, ranks: int, *, layers: int = 2, variant: Mapping[str, Any] | None = None, **more: Any
+) -> LayoutCase:
     """A case of the named model, but for the fields of `variant`; `more` are `Case`'s fields."""
     fields, chosen = {"length": LENGTHS.get(name, 16), **more}, {**model(name, layers), **(variant or {})}
     if "layers" in chosen:  # a pattern, again and again
@@ -342,44 +242,22 @@ def case(name: str, ranks: int, *, layers: int = 2, variant: Mapping[str, Any] |
     if "retro" in chosen:  # some of the later layers
         attending = list(range((layers - 1) // 3, layers, 1 + layers // 4))
         chosen["retro"] = {**chosen["retro"], "layers": attending}
-    return Case(name, chosen, ranks, **fields)
-
-
-def degrees(ranks: int, tps: Sequence[int], cp: int = 1) -> Iterator[dict[str, Any]]:
-    """Every combination of tp (of `tps`), sp, pp, schedule and zero on `ranks` ranks; at most eight stages."""
-    for tp, pp, (schedule, v) in product(tps, range(1, ranks + 1), SCHEDULES):
-        dp, rest = divmod(ranks, tp * pp * cp)
-        if rest or dp < 1 or pp * v > 8 or (pp == 1 and (schedule, v) != ("1f1b", 1)):
-            continue
-        data = dp * cp
-        levels = [{"zero": zero} for zero in ZERO_LEVELS] if data > 1 else [{"zero": 0}]
-        levels += [{"zero": 3, "zero3_shard": size} for size in range(2, data) if data % size == 0]
-        for sp, level in product([False, True] if tp > 1 else [False], levels):
-            shape = {"tp": tp, "sp": sp, "pp": pp, "virtual_stages": v, **level}
-            yield shape if schedule == "1f1b" else {**shape, "schedule": schedule}
+    return LayoutCase(name, chosen, ranks, **fields)
 
 
 def layouts(name: str, ranks: int) -> Iterator[dict[str, Any]]:
-    """Every layout of a model on `ranks` ranks: those of `degrees`, with context parallelism of each kind and with every
-    combination of ep and expert_tp, where the model has them."""
-    shapes = [] if name == "long" else list(degrees(ranks, (1, 2, 4, 8)))
-    if name in WITH_CONTEXT:
-        shapes += [{**shape, "cp": cp} for cp in (2, 4, 8) for shape in degrees(ranks, (1, 2, 4), cp)]
-    for shape in shapes:
-        kinds = [{"cp_kind": kind} for kind in CONTEXT] if "cp" in shape else [{}]
-        for experts, kind in product(list_expert_degrees(name, ranks // shape["pp"]), kinds):
-            yield shape | experts | kind
+    """Every layout of a model on `ranks` ranks, with context parallelism and experts where the model has them."""
+    experts = "moe" in MODELS[name]
+    return iterate_layouts(
+        ranks,
+        tps=() if name == "long" else (1, 2, 4, 8),
+        cps=dict.fromkeys((2, 4, 8), (1, 2, 4)) if name in WITH_CONTEXT else {},
+        eps=(1, 2, 4, 8) if experts else (),
+        expert_tps=(1, 2, 4) if experts else (),
+    )
 
 
-def list_expert_degrees(name: str, ranks: int) -> list[dict[str, Any]]:
-    """Every ep and expert_tp on the ranks of a stage, where the model has experts."""
-    if "moe" not in MODELS[name]:
-        return [{}]
-    pairs = product((1, 2, 4, 8), (1, 2, 4))
-    return [{"ep": ep, "expert_tp": parts} for ep, parts in pairs if ranks % (ep * parts) == 0]
-
-
-def all_layouts() -> list[Case]:
+def all_layouts() -> list[LayoutCase]:
     """Every layout of up to eight ranks, for each model; what else there is to choose is drawn, the same each time."""
     return [
         _with_choices(name, ranks, parallel)
@@ -389,99 +267,31 @@ def all_layouts() -> list[Case]:
     ]
 
 
-def _with_choices(name: str, ranks: int, parallel: dict[str, Any]) -> Case:
+def _with_choices(name: str, ranks: int, parallel: dict[str, Any]) -> LayoutCase:
     rng = random.Random(f"{name} {ranks} {parallel}")
-    stages = parallel["pp"] * parallel["virtual_stages"]
-    layers, chosen = max(2, stages), dict(parallel)
-    # more than half of all are such; the others show what goes wrong from step to step
+    layers, chosen = draw_stages(ranks, parallel, rng)
+    # more than half of all have both; the others show what goes wrong from step to step
     steps = 1 if {"cp", "ep"} <= parallel.keys() else STEPS
-    if stages > 1 and rng.random() < 0.3:
-        layers, chosen["pipeline_layout"] = uneven(stages, rng)
-    batch, micro = batch_of(ranks // (parallel["tp"] * parallel["pp"] * parallel.get("cp", 1)), parallel["pp"], rng)
-    if parallel["zero"] == 3:
-        chosen |= {"zero3_layers": 1 + ranks % 2, "zero3_gather": rng.choice(GATHERS)}
     variants = VARIANTS.get(name, [{}])
     if name == "t5" and parallel.get("cp_kind", "alltoall") != "alltoall":  # which add nothing to scores
         variants = [variant for variant in variants if variant.get("position") == "learned"]
     found = case(
-        name, ranks, layers=layers, variant=rng.choice(variants), parallel=chosen,
-        recompute=rng.choice(RECOMPUTES), offload=rng.choice(OFFLOADS),
-        micro=micro, batch=batch, bucket=rng.choice([LARGE, 1000]),
+        name, ranks, layers=layers, variant=rng.choice(variants), **draw_memory_settings(rng), **chosen,
         optimizer=rng.choice(OPTIMIZERS), steps=steps,
         freeze=rng.choice(FROZEN[name]) if name in FROZEN else (),
     )  # fmt: skip
     return replace(found, steps=min(steps, most_steps(found)))
 
 
-def most_steps(case: Case) -> int:
+def most_steps(case: LayoutCase) -> int:
     """Steps that can be told from rounding: many layers with delta nets move, in each, by forty times what it changed."""
     layers = case.model.get("layers", [])
     return 1 if len(layers) > 4 and any("delta" in layer for layer in layers) else STEPS
 
 
-GATHERS = ["micro_batch", "step"]
+def covering(cases: Sequence[LayoutCase], count: int) -> list[LayoutCase]:
+    """`count` of the cases, with as many steps as their rounding allows."""
+    return [replace(one, steps=most_steps(one)) for one in choose_covering(cases, count)]
+
+
 OPTIMIZERS = ["adamw", "adamw", "muon"]
-RECOMPUTES: list[dict[str, Any]] = [{}, {"kind": "selective"}, {"kind": "full"}, {"kind": "full", "layers": 1}]
-OFFLOADS: list[dict[str, Any]] = [{}, {}, {"activations": 1, "min_bytes": 0}]
-
-
-def uneven(stages: int, rng: random.Random) -> tuple[int, list[int]]:
-    """A number of layers and of each stage's; no more than one stage has two, the ends may have none."""
-    counts = [1] * stages
-    counts[rng.randrange(stages)] = 2
-    if stages > 2 and rng.random() < 0.5:
-        counts[rng.choice([0, -1])] = 0
-    return sum(counts), counts
-
-
-def batch_of(dp: int, pp: int, rng: random.Random) -> tuple[int, int]:
-    """(samples of a step, of a micro-batch): about eight samples; a pipeline gets several micro-batches."""
-    share = -(-8 // dp)
-    sizes = [size for size in range(1, share + 1) if share % size == 0 and (pp == 1 or size < share or share == 1)]
-    return share * dp, rng.choice([size for size in sizes if size >= share / 4] or sizes)
-
-
-def covering(cases: Sequence[Case], count: int) -> list[Case]:
-    """`count` of the cases, each chosen for holding the most triples of settings that those before it do not."""
-    triples = [set(combinations(sorted(_settings(case)), 3)) for case in cases]
-    left = set().union(*triples)
-    # what a case adds only shrinks, so that one which still adds the most after a second look is the best
-    queue = [(-len(held), index) for index, held in enumerate(triples)]
-    heapify(queue)
-    chosen: list[Case] = []
-    while queue and len(chosen) < count:
-        _, index = heappop(queue)
-        added = len(triples[index] & left)
-        if queue and -added > queue[0][0]:
-            heappush(queue, (-added, index))
-            continue
-        chosen.append(replace(cases[index], steps=most_steps(cases[index])))
-        left -= triples[index]
-    return chosen
-
-
-def _settings(case: Case) -> set[str]:
-    values = {**case.layout, "model": case.name, "small buckets": case.bucket != LARGE}
-    return {f"{key}={value is not None if key == 'pipeline_layout' else value}" for key, value in values.items()}
-
-
-@dataclass(frozen=True, eq=False)
-class Run(Case):
-    """A run.yaml as it is, on some ranks."""
-
-    settings: Mapping[str, Any] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, settings: Mapping[str, Any], ranks: int = 1) -> Run:
-        """A case that is nothing but these settings."""
-        return cls("run", settings["model"], ranks, settings=settings)
-
-    @cached_property
-    def raw(self) -> dict[str, Any]:
-        """The settings."""
-        return dict(self.settings)
-
-    @property
-    def single(self) -> Run:
-        """The same settings in one process."""
-        return Run.of({name: value for name, value in self.settings.items() if name != "parallel"})

@@ -9,13 +9,13 @@ from typing import Any
 from unittest import mock
 
 import torch
-from parity.cases import Case
 from parity.eight_bits import case
 
 from mega_trainer.kernels import fp8_kernels
 from mega_trainer.kernels.fp8_kernels import E4M3, E5M2, Fp8Kernels, QuantizedMatrix, QuantizedPair
 from mega_trainer.model.layer_builder import LayerBuilder
 from mega_trainer.parallel.parameter_info import PreparedWeight
+from mega_trainer.verify.layout_case import LayoutCase
 
 Patch = Callable[[], AbstractContextManager[Any]]
 swap = mock.patch.object
@@ -62,7 +62,7 @@ def _layers_counted_in_the_stage() -> AbstractContextManager[Any]:
     return swap(LayerBuilder, "builder_for_layer", lambda self, _: real(self, 0))
 
 
-EIGHT_BITS: list[tuple[str, Case, Patch]] = [
+EIGHT_BITS: list[tuple[str, LayoutCase, Patch]] = [
     ("fp8: scales left out", TP, _scales(torch.ones_like)),
     ("fp8: scales of other rows", DP, _scales(lambda scale: scale.roll(1, 0))),
     ("fp8: scales of a weight along the wrong axis", TP, _weight_by_its_rows),

@@ -12,12 +12,13 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from parity.cases import Case, layouts
-from parity.full import TOLERANCE, batches
-from parity.worker import sweep, verdicts
-from ranks import run_ranks
+from parity.cases import layouts
 
+from mega_common.progress_logging import ProgressBar
 from mega_trainer.config.fp8_config import MULTIPLES
+from mega_trainer.verify.case_comparison import TOLERANCE
+from mega_trainer.verify.layout_case import LayoutCase
+from mega_trainer.verify.local_examination import examine_cases
 
 RANKS = 4
 
@@ -49,7 +50,7 @@ def latent(unit: int) -> dict[str, Any]:
     return {**fields, **further, "mla": mla}
 
 
-def case(recipe: str, ranks: int, parallel: dict[str, Any], *, wide: bool = True, **more: Any) -> Case:
+def case(recipe: str, ranks: int, parallel: dict[str, Any], *, wide: bool = True, **more: Any) -> LayoutCase:
     """A step of four samples with the recipe."""
     unit = MULTIPLES[recipe]
     layers = max(2, parallel.get("pp", 1) * parallel.get("virtual_stages", 1))
@@ -62,10 +63,10 @@ def case(recipe: str, ranks: int, parallel: dict[str, Any], *, wide: bool = True
         "fp8": {"recipe": recipe},
         **more,
     }
-    return Case(recipe, model(unit, layers), ranks, parallel, precision="fp8", wide=wide, **fields)
+    return LayoutCase(recipe, model(unit, layers), ranks, parallel, precision="fp8", wide=wide, **fields)
 
 
-def all_layouts(recipe: str) -> Sequence[Case]:
+def all_layouts(recipe: str) -> Sequence[LayoutCase]:
     """Every layout of up to four ranks."""
     return [
         case(recipe, ranks, one) for ranks in range(1, RANKS + 1) for one in layouts("moe", ranks) if _fits(ranks, one)
@@ -79,12 +80,12 @@ def _fits(ranks: int, parallel: dict[str, Any]) -> bool:
 def main() -> int:
     """All of them; 1 when one disagrees."""
     cases, wrong, worst = all_layouts("mxfp8"), list[str](), 0.0
-    for part in batches(cases):
-        found = verdicts(part, run_ranks(sweep, part[0].ranks, part, timeout=3600))
-        wrong += [problem for one in found if (problem := one.problem(TOLERANCE))]
-        worst = max(worst, *(max(one.errors.values()) for one in found))
-        print(f"{len(part)} layouts on {part[0].ranks} ranks: errors up to {worst:.1e} so far", flush=True)
-    print("\n".join(wrong) or f"in fp8, {len(cases)} layouts agree with one process to {TOLERANCE:g}")
+    with ProgressBar("parity", total=len(cases), unit="layouts", every=5) as bar:
+        for one in examine_cases(cases):
+            wrong += [problem] if (problem := one.describe_problem(TOLERANCE)) else []
+            worst = max(worst, one.largest_error)
+            bar.advance(1)
+    print("\n".join(wrong) or f"in fp8, {len(cases)} layouts agree with one process to {TOLERANCE:g}: {worst:.1e}")
     return 1 if wrong else 0
 
 

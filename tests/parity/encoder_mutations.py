@@ -9,7 +9,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from parity.cases import VARIANTS, Case, case
+from parity.cases import VARIANTS, case
 from parity.recurrence_mutations import Patch
 from torch import Tensor
 
@@ -19,6 +19,7 @@ from mega_trainer.model.forward_context import SequenceMask
 from mega_trainer.model.layer_builder import LayerBuilder
 from mega_trainer.model.output_heads import SequencePooler
 from mega_trainer.run import train_step
+from mega_trainer.verify.layout_case import LayoutCase
 
 swap = mock.patch.object
 WINDOW = VARIANTS["encoder"][2]
@@ -91,7 +92,7 @@ def _output_bias_of_the_first_rank() -> AbstractContextManager[Any]:
     return swap(LayerBuilder, "build_vocab_bias", vocabulary_bias)
 
 
-ENCODERS: list[tuple[str, Case, Patch]] = [
+ENCODERS: list[tuple[str, LayoutCase, Patch]] = [
     ("encoder: a window one too short behind", RING_WINDOW, _short_behind),
     ("encoder: keys behind a chunk are not seen", RING, _parts(lambda it: replace(it, causal=True))),
     ("encoder: documents are open between chunks", RING, _parts(lambda it: replace(it, document_starts=None))),

@@ -9,7 +9,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from parity.cases import VARIANTS, Case, case
+from parity.cases import VARIANTS, case
 from torch import Tensor
 
 from mega_trainer.distributed.process_groups import ParallelGroups
@@ -22,6 +22,7 @@ from mega_trainer.parallel.gradient_buckets import GradientBucket
 from mega_trainer.parallel.token_rows import RowAssignment
 from mega_trainer.pipeline import executor as run
 from mega_trainer.run import build_components, train_step
+from mega_trainer.verify.layout_case import LayoutCase
 
 Patch = Callable[[], AbstractContextManager[Any]]
 swap = mock.patch.object
@@ -173,8 +174,8 @@ def _to_one_part(ranks: Tensor, parts: int) -> Tensor:
 
 
 def _all_weigh_the_same() -> AbstractContextManager[Any]:
-    real = expert_parallel.pick_choice_values
-    return swap(expert_parallel, "pick_choice_values", lambda values, slots: torch.ones_like(real(values, slots)))
+    real = expert_parallel.pick_row_values
+    return swap(expert_parallel, "pick_row_values", lambda values, slots: torch.ones_like(real(values, slots)))
 
 
 def _bias_weighs_one() -> AbstractContextManager[Any]:
@@ -184,7 +185,7 @@ def _bias_weighs_one() -> AbstractContextManager[Any]:
 
 def _weights_of_the_first_choices() -> AbstractContextManager[Any]:
     """Each row takes its token's first weight."""
-    return swap(expert_parallel, "pick_choice_values", lambda values, slots: values[slots.token_of_row, 0])
+    return swap(expert_parallel, "pick_row_values", lambda values, slots: values[slots.token_of_row, 0])
 
 
 def _gradient_of_weights_stays() -> AbstractContextManager[Any]:
@@ -230,7 +231,7 @@ def _norm_without(axis: str) -> Patch:
     return lambda: swap(gradient_clipping, "all_gather", lambda x, group: x if group.name == axis else real(x, group))
 
 
-EXPERTS: list[tuple[str, Case, Patch]] = [
+EXPERTS: list[tuple[str, LayoutCase, Patch]] = [
     ("experts: losses of routers scaled by ep", EP, _routings(sequence_weight=lambda w, data: w * data.size)),
     ("experts: losses of routers not divided among data ranks", DP, _routings(sequence_weight=lambda w, data: w * 2)),
     ("experts: router gradient not summed under sequence parallelism", SP, _router_without_sync),

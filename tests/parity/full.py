@@ -10,15 +10,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from parity.cases import MODELS, RANKS, WITH_CONTEXT, Case, all_layouts, covering
+from parity.cases import MODELS, RANKS, WITH_CONTEXT, all_layouts, covering
 from parity.journal import Journal
-from parity.worker import Verdict, sweep, verdicts
-from ranks import run_ranks
 
 from mega_common.atomic_files import open_atomic_file
+from mega_common.progress_logging import ProgressBar
+from mega_trainer.verify.case_comparison import TOLERANCE, CaseVerdict
+from mega_trainer.verify.layout_case import LayoutCase
+from mega_trainer.verify.local_examination import examine_cases
 
-TOLERANCE = 1e-10
-BATCH = 100
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "parity.md"
 SMALLEST = 1e-11  # errors below it are rounding, which differs from machine to machine
@@ -63,13 +63,14 @@ def main() -> int:
     cases, few = all_layouts(), sys.argv[1:]
     cases = covering(cases, int(few[0])) if few else cases
     journal = Journal(ROOT / "build" / "parity.jsonl", [ROOT / "packages", ROOT / "tests" / "parity"])
-    parts = batches([case for case in cases if case not in journal])
-    print(f"{len(cases)} layouts, of which {sum(case in journal for case in cases)} are known")
-    for number, part in enumerate(parts, start=1):
-        print(f"{len(part)} layouts, batch {number} of {len(parts)}")
-        journal.add(verdicts(part, run_ranks(sweep, part[0].ranks, part, timeout=3600)))
+    rest = [case for case in cases if case not in journal]
+    print(f"{len(cases)} layouts, of which {len(cases) - len(rest)} are known")
+    with ProgressBar("parity", total=len(rest), unit="layouts", every=5) as bar:
+        for verdict in examine_cases(rest):
+            journal.add([verdict])
+            bar.advance(1)
     results = [journal.verdict(case) for case in cases]
-    problems = [problem for result in results if (problem := result.problem(TOLERANCE))]
+    problems = [problem for result in results if (problem := result.describe_problem(TOLERANCE))]
     print("\n".join(problems) or f"{len(cases)} layouts agree with one process to {TOLERANCE:g}")
     if not problems and not few:
         with open_atomic_file(PAGE, text=True) as stream:
@@ -77,23 +78,9 @@ def main() -> int:
     return 1 if problems else 0
 
 
-def batches(cases: Sequence[Case]) -> list[list[Case]]:
-    """A hundred of as many ranks, so that none waits long for those that have more to do, and together those that need
-    the same process groups: for each one that it is in, a rank has threads that wake a hundred times a second."""
-    degrees = ("tp", "pp", "cp", "ep", "expert_tp")
-    parts = []
-    for ranks in range(1, RANKS + 1):
-        alike = sorted(
-            (case for case in cases if case.ranks == ranks),
-            key=lambda case: [case.layout[degree] for degree in degrees],
-        )
-        parts += [alike[start : start + BATCH] for start in range(0, len(alike), BATCH)]
-    return parts
-
-
-def page(results: Sequence[Verdict]) -> str:
+def page(results: Sequence[CaseVerdict]) -> str:
     """docs/parity.md."""
-    rows: dict[str, list[Verdict]] = {}
+    rows: dict[str, list[CaseVerdict]] = {}
     for result in results:
         rows.setdefault(dimensions(result.case), []).append(result)
     head = INTRODUCTION.format(
@@ -106,7 +93,7 @@ def page(results: Sequence[Verdict]) -> str:
     )
 
 
-def dimensions(case: Case) -> str:
+def dimensions(case: LayoutCase) -> str:
     """The dimensions in which a case is larger than one process: `tp + sp + dp + zero-1`."""
     layout = case.layout
     names = {

@@ -6,44 +6,43 @@ import argparse
 import random
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
-from parity.cases import CONTEXT, LARGE, OPTIMIZERS, RANKS, RECOMPUTES, SINKHORN, ZERO_LEVELS, Case, batch_of, uneven
-from parity.worker import sweep, verdicts
-from ranks import run_ranks
+from parity.cases import OPTIMIZERS, RANKS, SINKHORN
 
-from mega_common.errors import ConfigError
-from mega_trainer.config.run_config import RunConfig
+from mega_trainer.verify.case_comparison import TOLERANCE
+from mega_trainer.verify.layout_case import (
+    CONTEXT_KINDS,
+    LARGE_BUCKET,
+    RECOMPUTES,
+    ZERO_LEVELS,
+    LayoutCase,
+    draw_batch,
+    draw_uneven_layout,
+)
+from mega_trainer.verify.local_examination import examine_cases, find_bound
 
-TOLERANCE = 1e-10
-ILL_CONDITIONED = 1e-7  # no bug is as small as this
 
-
-def random_cases(seed: int, count: int) -> list[Case]:
+def random_cases(seed: int, count: int) -> list[LayoutCase]:
     """`count` legal cases, of the seeds from `seed` on: what a configuration refuses is drawn again."""
     return [next(_legal(number)) for number in range(seed, seed + count)]
 
 
-def _legal(seed: int) -> Iterator[Case]:
+def _legal(seed: int) -> Iterator[LayoutCase]:
     rng = random.Random(seed)
     while True:
         drawn = _case(seed, rng)
-        try:
-            RunConfig.parse(drawn.raw).check_world_size(drawn.ranks)
-        except ConfigError:
-            continue
-        if drawn.ranks <= RANKS:
+        if drawn.ranks <= RANKS and drawn.is_legal:
             yield drawn
 
 
-def _case(seed: int, rng: random.Random) -> Case:
+def _case(seed: int, rng: random.Random) -> LayoutCase:
     tp, pp, v = rng.choice([1, 1, 2, 3, 4, 6, 8]), rng.choice([1, 1, 2, 3, 4]), rng.choice([1, 1, 2, 3])
     cp = rng.choice([1, 1, 2, 2, 3, 4])
     dp = rng.randint(1, max(1, RANKS // (tp * pp * cp)))
     parallel: dict[str, Any] = {
         "tp": tp, "sp": rng.random() < 0.5, "pp": pp, "virtual_stages": v, "zero": rng.choice(ZERO_LEVELS),
-        "cp": cp, "cp_kind": rng.choice(CONTEXT),
+        "cp": cp, "cp_kind": rng.choice(CONTEXT_KINDS),
         "schedule": rng.choice(["1f1b", {1: "zb-h1", 2: "zbv"}.get(v, "gpipe")]),
     }  # fmt: skip
     layers = pp * v + rng.randint(0, 2)
@@ -51,12 +50,12 @@ def _case(seed: int, rng: random.Random) -> Case:
     if experts:
         parallel |= {"ep": rng.choice([1, 2, 2, 3, 4]), "expert_tp": rng.choice([1, 1, 2, 3])}
     if pp * v > 1 and rng.random() < 0.3:
-        layers, parallel["pipeline_layout"] = uneven(pp * v, rng)
-    batch, micro = batch_of(dp, pp, rng)
-    return Case(
+        layers, parallel["pipeline_layout"] = draw_uneven_layout(pp * v, rng)
+    batch, micro = draw_batch(dp, pp, rng)
+    return LayoutCase(
         f"seed {seed}", {**_model(rng), **experts, "num_layers": max(1, layers)}, tp * pp * cp * dp,
         parallel=parallel, recompute=rng.choice(RECOMPUTES), micro=micro, batch=batch,
-        bucket=rng.choice([LARGE, 3000, 500]), closed=rng.random() < 0.7, clip=rng.choice([0.0, 0.1, 1.0]),
+        bucket=rng.choice([LARGE_BUCKET, 3000, 500]), closed=rng.random() < 0.7, clip=rng.choice([0.0, 0.1, 1.0]),
         length=rng.choice([12, 16, 24, 48]), optimizer=rng.choice(OPTIMIZERS), decoupled_lr=rng.choice([None, 0.03]),
     )  # fmt: skip
 
@@ -131,26 +130,15 @@ def main() -> int:
     options = parser.parse_args()
     seed = random.SystemRandom().randrange(10**6) if options.seed is None else options.seed
     print(f"seeds {seed} to {seed + options.count - 1}")
-    problems = disagreements(random_cases(seed, options.count), timeout=60 + 10 * options.count)
+    problems = disagreements(random_cases(seed, options.count))
     print("\n".join(problems) or f"{options.count} cases agree with one process to {TOLERANCE:g}")
     return 1 if problems else 0
 
 
-def disagreements(cases: list[Case], timeout: float) -> list[str]:
-    """What is wrong with each case that does not agree with one process, with all it takes to see it again.
-
-    Some models make rounding large within three steps. What they make of that of other micro-batches in one process tells
-    how much: a layout, whose sums over ranks round more often, may be 200 times as far off, within reason.
-    """
-    found = verdicts(cases, run_ranks(sweep, RANKS, cases, timeout=timeout))
-    suspects = [one for one in found if one.problem(TOLERANCE)]
-    if not suspects:
-        return []
-    twins = [replace(one.case.single, micro=1) for one in suspects]
-    rounding = [max(twin.errors.values()) for twin in verdicts(twins, run_ranks(sweep, 1, twins, timeout=timeout))]
-    bounds = [min(max(TOLERANCE, 200 * error), ILL_CONDITIONED) for error in rounding]
-    problems = [one.problem(bound) for one, bound in zip(suspects, bounds, strict=True)]
-    return [f"{problem}\n  {one.case.raw}" for one, problem in zip(suspects, problems, strict=True) if problem]
+def disagreements(cases: list[LayoutCase]) -> list[str]:
+    """What is wrong with each case that does not agree with one process, with all it takes to see it again."""
+    found = [(one, one.describe_problem(find_bound(one))) for one in examine_cases(cases)]
+    return [f"{problem}\n  {one.case.raw}" for one, problem in found if problem]
 
 
 if __name__ == "__main__":

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from hashlib import sha256
 from pathlib import Path
 
-from parity.cases import Case
-from parity.worker import Verdict
+from mega_trainer.verify.case_comparison import CaseVerdict
+from mega_trainer.verify.layout_case import LayoutCase
 
 
 class Journal:
@@ -21,7 +21,7 @@ class Journal:
 
     def __init__(self, path: Path, sources: Sequence[Path]) -> None:
         self._path, state = path, _state(sources)
-        self._held: dict[str, tuple[dict[str, float], list[str]]] = {}
+        self._held: dict[str, tuple[dict[str, float], list[str], str]] = {}
         first, *lines = path.read_text().splitlines() if path.exists() else [""]
         if first != state:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -29,28 +29,28 @@ class Journal:
             return
         for line in lines:
             try:
-                key, errors, missing = json.loads(line)
+                key, *verdict = json.loads(line)
+                self._held[key] = tuple(verdict)
             except ValueError:
                 continue
-            self._held[key] = errors, missing
 
-    def __contains__(self, case: Case) -> bool:
+    def __contains__(self, case: LayoutCase) -> bool:
         return _key(case) in self._held
 
-    def verdict(self, case: Case) -> Verdict:
+    def verdict(self, case: LayoutCase) -> CaseVerdict:
         """What was found of it."""
-        return Verdict(case, *self._held[_key(case)])
+        return CaseVerdict(case, *self._held[_key(case)])
 
-    def add(self, verdicts: Iterable[Verdict]) -> None:
+    def add(self, verdicts: Iterable[CaseVerdict]) -> None:
         """Keep them."""
         with self._path.open("a") as stream:
             for one in verdicts:
                 key = _key(one.case)
-                self._held[key] = one.errors, one.missing
-                stream.write("\n" + json.dumps([key, one.errors, one.missing]))
+                self._held[key] = one.errors, one.missing, one.failure
+                stream.write("\n" + json.dumps([key, *self._held[key]]))
 
 
-def _key(case: Case) -> str:
+def _key(case: LayoutCase) -> str:
     return sha256(json.dumps([case.raw, case.ranks, case.steps, case.closed], sort_keys=True).encode()).hexdigest()
 
 

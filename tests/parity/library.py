@@ -19,9 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from parity.cases import MODELS, Case, all_layouts, covering
-from parity.full import batches
-from parity.worker import clone, difference, make_groups
+from parity.cases import MODELS, all_layouts, covering
 from ranks import run_ranks
 from safetensors.torch import load_file
 from torch import Tensor
@@ -31,6 +29,9 @@ from mega_trainer.config.run_config import RunConfig
 from mega_trainer.distributed.process_groups import RankInfo
 from mega_trainer.engine import TrainingEngine
 from mega_trainer.run.build_components import connect_parallel_groups
+from mega_trainer.verify.case_comparison import largest_error
+from mega_trainer.verify.case_trainer import clone_tensors, make_case_groups
+from mega_trainer.verify.layout_case import LayoutCase, group_by_processes
 
 # whose attention draws dropout, too; which the library refuses; which has a decoder of the others beside its tower; which reads neighbors
 SKIPPED = ("tied", "encoder", "t5", "vision", "retro")
@@ -75,7 +76,7 @@ def policy_loss(given: list[Tensor]) -> Tensor:
     ).mean()
 
 
-def quiet(case: Case) -> Case:
+def quiet(case: LayoutCase) -> LayoutCase:
     """The case without draws, and without what depends on which tokens stand in a row together: losses and biases of routers."""
     model, moe = {**case.model, "residual_dropout": 0.0, "embedding_dropout": 0.0}, case.model.get("moe")
     if moe:
@@ -83,18 +84,18 @@ def quiet(case: Case) -> Case:
     return replace(case, model=model, clip=1.0)
 
 
-def layouts(ranks: int) -> list[Case]:
+def layouts(ranks: int) -> list[LayoutCase]:
     found = [quiet(case) for case in all_layouts() if case.ranks == ranks and case.name not in SKIPPED]
     return [case for case in found if not (case.model.get("moe") or {}).get("sinkhorn")]
 
 
-def exportable(cases: Sequence[Case]) -> list[Case]:
+def exportable(cases: Sequence[LayoutCase]) -> list[LayoutCase]:
     """Those whose names are in `NAMED`, as models that HuggingFace has: none lacks the norms of latents."""
     had = [one for one in cases if one.name in NAMED and (one.model.get("mla") or {}).get("latent_norm", True)]
     return [quiet(replace(one, model={**one.model, **NAMED[one.name]})) for one in had]
 
 
-def engine_of(case: Case, ranks: RankInfo, maker: Any = None) -> TrainingEngine:
+def engine_of(case: LayoutCase, ranks: RankInfo, maker: Any = None) -> TrainingEngine:
     config = RunConfig.parse(case.raw, source=str(case))
     return TrainingEngine(config, connect_parallel_groups(config, ranks, maker))
 
@@ -107,18 +108,18 @@ def outcome(engine: TrainingEngine) -> tuple[list[Tensor], float, float, dict[st
         told += [each.double() for each in routes]
         told += engine.log_probs(work, routes=[(each + 1) % moe.num_experts for each in routes])
     result = engine.train_step(work, policy_loss, lr=1e-2)
-    return told, result.loss, result.grad_norm, clone(engine._state.checkpoint_tensors())
+    return told, result.loss, result.grad_norm, clone_tensors(engine._state.checkpoint_tensors())
 
 
-def against_one_process(cases: Sequence[Case]) -> list[str]:
-    rank, maker, wrong, alone = dist.get_rank(), make_groups(cases), [], {}
+def against_one_process(cases: Sequence[LayoutCase]) -> list[str]:
+    rank, maker, wrong, alone = dist.get_rank(), make_case_groups(cases), [], {}
     for case in cases:
         key = str(case.single.raw)
         alone[key] = alone.get(key) or outcome(engine_of(case.single, RankInfo()))
         told, loss, norm, tensors = outcome(engine_of(case, RankInfo(rank, case.ranks), maker))
         one_told, one_loss, one_norm, one_tensors = alone[key]
         errors = [((a - b).abs().max() / b.abs().max()).item() for a, b in zip(told, one_told, strict=True)]
-        errors += [abs(loss / one_loss - 1), abs(norm / one_norm - 1), difference(tensors, one_tensors)]
+        errors += [abs(loss / one_loss - 1), abs(norm / one_norm - 1), largest_error(tensors, one_tensors)]
         if not max(errors) < 1e-10:
             wrong.append(f"{case}: {max(errors):.1e}")
     return wrong
@@ -147,8 +148,8 @@ def streams_its_export(engine: TrainingEngine, folder: Path) -> bool:
     )
 
 
-def against_the_export(cases: Sequence[Case], folder: Path) -> list[str]:
-    rank, maker, wrong = dist.get_rank(), make_groups(cases), []
+def against_the_export(cases: Sequence[LayoutCase], folder: Path) -> list[str]:
+    rank, maker, wrong = dist.get_rank(), make_case_groups(cases), []
     for number, case in enumerate(cases):
         engine = engine_of(case, RankInfo(rank, case.ranks), maker)
         work = sequences(engine.config.model.vocab_size, engine.config.data.seq_length)
@@ -172,7 +173,7 @@ def main() -> int:
     if given.count:
         cases = covering(cases, given.count)
     wrong, done = [], 0
-    for part in batches(cases):
+    for part in group_by_processes(cases, 100):
         done += len(part)
         if done <= given.skip:
             continue

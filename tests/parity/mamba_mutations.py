@@ -7,7 +7,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from parity.cases import Case, case
+from parity.cases import case
 from parity.recurrence_mutations import Patch, _decay_across_documents, _without_sync, first_of_shared
 from torch import Tensor
 
@@ -15,6 +15,7 @@ from mega_trainer.kernels.sequence_chunks import SequenceChunks
 from mega_trainer.kernels.torch_kernels import TorchKernels
 from mega_trainer.model import mamba
 from mega_trainer.model.mamba import MambaMixer
+from mega_trainer.verify.layout_case import LayoutCase
 
 swap = mock.patch.object
 PLAIN: dict[str, Any] = {"layers": ["mamba+mlp", "attention"], "moe": None}
@@ -54,7 +55,7 @@ def _no_state_behind_a_chunk() -> AbstractContextManager[Any]:
     return swap(TorchKernels, "selective_scan", lambda self, steps, chunks, states: real(self, steps, chunks, nothing))
 
 
-MAMBAS: list[tuple[str, Case, Patch]] = [
+MAMBAS: list[tuple[str, LayoutCase, Patch]] = [
     ("mamba: gradient of a shared group's projections not summed", SHARED, _without_sync("in_proj.B")),
     ("mamba: gradient of a shared group's convolution not summed", SHARED, _without_sync("conv1d.B")),
     (

@@ -18,8 +18,7 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.distributed as dist
-from parity.bits import Moved, moved
-from parity.cases import CONTEXT, STEPS, VARIANTS, Case, case
+from parity.cases import VARIANTS, case
 from parity.eight_bit_mutations import EIGHT_BITS
 from parity.encoder_mutations import ENCODERS
 from parity.expert_mutations import EXPERTS
@@ -29,7 +28,6 @@ from parity.retro_mutations import RETROS
 from parity.sharding_mutations import SHARDINGS
 from parity.source_mutations import SOURCES
 from parity.vision_mutations import VISIONS
-from parity.worker import Found, References, Trainer, compare, make_groups, places
 from torch import Tensor
 
 from mega_common.errors import NumericalError
@@ -59,6 +57,10 @@ from mega_trainer.parallel.parameter_shards import ParamGroupKey
 from mega_trainer.parallel.zero_buffers import FlatBufferStage, FlatParameterBuffer
 from mega_trainer.pipeline.executor import PipelineExecutor
 from mega_trainer.run import train_step
+from mega_trainer.verify.case_comparison import RankFindings, compare_outcomes, list_boxes
+from mega_trainer.verify.case_trainer import CaseTrainer, SingleProcessOutcomes, make_case_groups
+from mega_trainer.verify.layout_case import CONTEXT_KINDS, STEPS, LayoutCase
+from mega_trainer.verify.restore_comparison import RestoreFindings, restore_in_other_layouts
 
 Patch = Callable[[], AbstractContextManager[Any]]
 swap = mock.patch.object
@@ -73,7 +75,7 @@ ZBV = case("tied", 2, layers=4, parallel={"pp": 2, "schedule": "zbv", "virtual_s
 DP = case("dense", 2, parallel={"zero": 0}, micro=2)
 ZERO = case("dense", 2, parallel={"zero": 1}, micro=4)
 ZERO2 = case("dense", 2, parallel={"zero": 2}, micro=2)
-RING, GATHER, EXCHANGE = (case("long", 2, parallel={"cp": 2, "cp_kind": kind}) for kind in CONTEXT)
+RING, GATHER, EXCHANGE = (case("long", 2, parallel={"cp": 2, "cp_kind": kind}) for kind in CONTEXT_KINDS)
 DROPPING = case("tied", 2, parallel={"cp": 2, "cp_kind": "alltoall"})
 AGAIN = case("gqa", 1, recompute={"kind": "selective"})
 AWAY = case("gqa", 1, offload={"activations": 1, "min_bytes": 0})
@@ -89,7 +91,7 @@ class Mutation:
     """A bug, and a layout in which it shows."""
 
     name: str
-    case: Case
+    case: LayoutCase
     patch: Patch
 
 
@@ -736,7 +738,7 @@ def _steps_left_out() -> AbstractContextManager[Any]:
 
 
 # Bugs of a restore: from the first layout to the second.
-RESTORES: list[tuple[str, tuple[Case, Case], Patch]] = [
+RESTORES: list[tuple[str, tuple[LayoutCase, LayoutCase], Patch]] = [
     ("wrong layers restored after a change of pp", (WHOLE, STAGES), _layers_counted_from_zero),
     ("optimizer moments left out", (STAGES, WHOLE), _state_left_out),
     ("Muon's momentum left out", (replace(MUON, ranks=1, parallel={}), MUON), _momentum_left_out),
@@ -745,22 +747,22 @@ RESTORES: list[tuple[str, tuple[Case, Case], Patch]] = [
 ]
 
 
-def restored(folder: Path) -> list[Moved | None]:
+def restored(folder: Path) -> list[RestoreFindings | None]:
     """On each rank, what it finds after each restore."""
-    return moved([cases for _, cases, _ in RESTORES], folder, [patch for *_, patch in RESTORES])
+    return restore_in_other_layouts([cases for _, cases, _ in RESTORES], folder, [patch for *_, patch in RESTORES])
 
 
-def mutated() -> list[tuple[Found | None, Found | None]]:
+def mutated() -> list[tuple[RankFindings | None, RankFindings | None]]:
     """On each rank, what it finds of each mutation's case without and with the bug."""
-    rank, references = dist.get_rank(), References((one.case, STEPS) for one in MUTATIONS)
-    maker = make_groups(one.case for one in MUTATIONS)
-    healthy: dict[Case, Found] = {}
-    out: list[tuple[Found | None, Found | None]] = []
+    rank, references = dist.get_rank(), SingleProcessOutcomes((one.case, STEPS) for one in MUTATIONS)
+    maker = make_case_groups(one.case for one in MUTATIONS)
+    healthy: dict[LayoutCase, RankFindings] = {}
+    out: list[tuple[RankFindings | None, RankFindings | None]] = []
     for one in MUTATIONS:
         if rank >= one.case.ranks:
             out.append((None, None))
             continue
-        find = partial(_find, one.case, rank, maker, references.of(one.case))
+        find = partial(_find, one.case, rank, maker, references.get_outcome(one.case))
         if one.case not in healthy:
             healthy[one.case] = find()
         with one.patch():
@@ -772,8 +774,8 @@ def mutated() -> list[tuple[Found | None, Found | None]]:
     return out
 
 
-def _find(one: Case, rank: int, maker: Any, reference: Any) -> Found:
-    mine = Trainer.make(one, rank, maker).run()
+def _find(one: LayoutCase, rank: int, maker: Any, reference: Any) -> RankFindings:
+    mine = CaseTrainer.build(one, rank, maker).run()
     shapes = {name: tuple(held.shape) for name, held in reference.tensors.items()}
-    held = {name: boxes for name, boxes in places(mine).items() if name in shapes}
-    return Found(compare(mine, reference), held, shapes)
+    held = {name: boxes for name, boxes in list_boxes(mine).items() if name in shapes}
+    return RankFindings(compare_outcomes(mine, reference), held, shapes)

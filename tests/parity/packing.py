@@ -14,9 +14,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-from parity.cases import Case, all_layouts
-from parity.full import TOLERANCE, batches
-from parity.worker import Found, References, sweep_against, verdicts
+from parity.cases import all_layouts
 from ranks import run_ranks
 
 from mega_data.batch_loader import BatchLoader, StepBatch
@@ -28,6 +26,9 @@ from mega_data.token_files.indexed_reader import IndexedReader, get_mask_prefix
 from mega_data.token_files.indexed_writer import IndexedWriter
 from mega_data.token_files.loss_mask import LossWeights
 from mega_trainer.config.run_config import RunConfig
+from mega_trainer.verify.case_comparison import TOLERANCE, RankFindings, join_all_findings, sweep_against
+from mega_trainer.verify.case_trainer import SingleProcessOutcomes
+from mega_trainer.verify.layout_case import LayoutCase, group_by_processes
 
 RANKS = 4
 TOKENS = 53  # ids that all of the models have
@@ -41,7 +42,7 @@ WITHOUT = {
 NOT_PACKED = ("tied", "t5", "vision", "retro")
 
 
-def plain_layouts() -> list[Case]:
+def plain_layouts() -> list[LayoutCase]:
     """Every layout of up to four ranks of the models whose loss is a sum over tokens."""
     found = []
     for case in all_layouts():
@@ -110,25 +111,27 @@ def one_by_one(
     )  # fmt: skip
 
 
-def sweep_packed(cases: Sequence[Case], folder: Path) -> list[Found | None]:
+def sweep_packed(cases: Sequence[LayoutCase], folder: Path) -> list[RankFindings | None]:
     """On each of the ranks: every case in turn, on packed documents; the reference on single ones."""
 
-    def single(case: Case) -> Case:
+    def single(case: LayoutCase) -> LayoutCase:
         documents = len(IndexedReader(folder / f"{case.length}-{case.batch}"))
         return replace(case.single, batch=documents, micro=documents)
 
     (count,) = {case.batch for case in cases}
-    references = References(((one, one.steps) for one in cases), single, partial(one_by_one, folder, count=count))
+    references = SingleProcessOutcomes(
+        ((one, one.steps) for one in cases), single, partial(one_by_one, folder, count=count)
+    )
     return sweep_against(cases, references, partial(packed, folder))
 
 
-def steps_of(case: Case) -> int:
+def steps_of(case: LayoutCase) -> int:
     """Two; of delta nets one: the gradient of nine layers of them moves by 600 times what is changed in the weights
     (measured), and a document that stands elsewhere in its row is rounded otherwise."""
     return 1 if any("delta" in layer for layer in case.model.get("layers") or ()) else 2
 
 
-def problems(cases: Sequence[Case], ranks: int) -> list[str]:
+def problems(cases: Sequence[LayoutCase], ranks: int) -> list[str]:
     """Of layouts on so many ranks, what is wrong."""
     cases = [replace(case, steps=steps_of(case)) for case in cases]
     found: list[str] = []
@@ -137,8 +140,8 @@ def problems(cases: Sequence[Case], ranks: int) -> list[str]:
             make_corpus(Path(scratch), length, count)
         for count in sorted({case.batch for case in cases}):
             part = [case for case in cases if case.batch == count]
-            results = verdicts(part, run_ranks(sweep_packed, ranks, part, Path(scratch), timeout=3600))
-            found += [problem for one in results if (problem := one.problem(TOLERANCE))]
+            results = join_all_findings(part, run_ranks(sweep_packed, ranks, part, Path(scratch), timeout=3600))
+            found += [problem for one in results if (problem := one.describe_problem(TOLERANCE))]
             worst = max(max(one.errors.values()) for one in results)
             print(
                 f"{len(part)} layouts on {ranks} ranks, steps of {count}: errors up to 1e{math.ceil(math.log10(worst))}"
@@ -149,7 +152,7 @@ def problems(cases: Sequence[Case], ranks: int) -> list[str]:
 def main() -> int:
     """All of them; 1 when one disagrees."""
     cases = plain_layouts()
-    wrong = [problem for part in batches(cases) for problem in problems(part, part[0].ranks)]
+    wrong = [problem for part in group_by_processes(cases, 100) for problem in problems(part, part[0].ranks)]
     print("\n".join(wrong) or f"packed, {len(cases)} layouts agree with the documents one by one to {TOLERANCE:g}")
     return 1 if wrong else 0
 

@@ -9,7 +9,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from parity.cases import VARIANTS, Case, case
+from parity.cases import VARIANTS, case
 from torch import Tensor
 
 from mega_trainer.distributed.comm import CommGroup
@@ -19,6 +19,7 @@ from mega_trainer.model.forward_context import SequenceMask
 from mega_trainer.model.gated_delta_net import GatedDeltaNet
 from mega_trainer.model.layer_builder import LayerBuilder
 from mega_trainer.parallel import recurrent_state
+from mega_trainer.verify.layout_case import LayoutCase
 
 Patch = Callable[[], AbstractContextManager[Any]]
 swap = mock.patch.object
@@ -26,6 +27,9 @@ swap = mock.patch.object
 GATED = VARIANTS["hybrid"][3] | {"layers": ["delta+mlp", "attention"], "moe": None}
 TP = case("hybrid", 4, parallel={"tp": 4, "sp": True}, variant=GATED, length=16)
 PASSED = case("hybrid", 2, parallel={"cp": 2}, variant=GATED)
+CONVOLVED = case(
+    "hybrid", 2, parallel={"cp": 2}, variant=VARIANTS["hybrid"][4] | {"layers": ["conv", "mlp"], "moe": None}
+)
 EXCHANGED = case("hybrid", 2, parallel={"cp": 2, "cp_kind": "alltoall"}, variant=GATED, length=16)
 
 
@@ -129,6 +133,11 @@ def _channels_of_the_first_rank() -> AbstractContextManager[Any]:
     return swap(recurrent_mixer.ShortConvolution, "convolve_channels", of_sequences)
 
 
+def _no_tokens_of_other_ranks() -> AbstractContextManager[Any]:
+    real = recurrent_mixer.gather_preceding_tokens
+    return swap(recurrent_mixer, "gather_preceding_tokens", lambda *given: torch.zeros_like(real(*given)))
+
+
 def _gate_of_another_head() -> AbstractContextManager[Any]:
     return swap(attention, "apply_sigmoid_gate", lambda y, gate: y * torch.sigmoid(gate.roll(1, -1)))
 
@@ -155,7 +164,7 @@ def _norms_centered() -> AbstractContextManager[Any]:
     return swap(LayerBuilder, "build_replicated", replicated)
 
 
-RECURRENCES: list[tuple[str, Case, Patch]] = [
+RECURRENCES: list[tuple[str, LayoutCase, Patch]] = [
     ("delta: key heads' gradients not summed over the ranks that share one", TP, _without_sync("in_proj.q")),
     ("delta: gradient of a shared convolution not summed", TP, _without_sync("conv1d.q")),
     ("delta: gradient of the heads' norm not summed", TP, _without_sync("linear_attn.norm")),
@@ -170,5 +179,6 @@ RECURRENCES: list[tuple[str, Case, Patch]] = [
     ("delta: a stretch of tokens has the map of its last chunk", PASSED, _maps_of_the_last_chunk),
     ("delta: exchanged heads decay as the first rank's", EXCHANGED, _decays_of_the_first_heads),
     ("convolution: exchanged heads have the first rank's weights", EXCHANGED, _channels_of_the_first_rank),
+    ("short convolution: no tokens of other context ranks", CONVOLVED, _no_tokens_of_other_ranks),
     ("attention: the gate of a neighboring channel", TP, _gate_of_another_head),
 ]

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
-from parity.cases import VARIANTS, Case, case
+from parity.cases import VARIANTS, case
 from parity.recurrence_mutations import Patch
 from torch import Tensor, nn
 
@@ -18,6 +18,7 @@ from mega_trainer.model import retro
 from mega_trainer.model.forward_context import CrossAttentionChunks, ForwardContext, SequenceMask
 from mega_trainer.model.layer_builder import LayerBuilder
 from mega_trainer.model.retro import NeighborEncoderBuilder, RetroDecoder
+from mega_trainer.verify.layout_case import LayoutCase
 
 swap = mock.patch.object
 TP = case("retro", 2, parallel={"tp": 2, "sp": True})
@@ -93,7 +94,7 @@ def _encoder_without_sync() -> AbstractContextManager[Any]:
     return swap(NeighborEncoderBuilder, "build_parameter", parameter)
 
 
-RETROS: list[tuple[str, Case, Patch]] = [
+RETROS: list[tuple[str, LayoutCase, Patch]] = [
     ("retro: neighbors of the next chunk seen", TP, _cut(_of_the_next)),
     ("retro: shifted by a chunk, not by one token less", TP, _cut(lambda own, k, v: (replace(own, shift=own.shift + 1), k, v))),
     ("retro: a chunk without neighbors adds something", TP, _cut(lambda own, k, v: (replace(own, some=None), k, v))),

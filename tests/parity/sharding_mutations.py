@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
 
-from parity.cases import Case, case
+from parity.cases import case
 from torch import Tensor
 
 from mega_trainer.distributed.comm import CommGroup, all_gather_into
@@ -15,6 +15,7 @@ from mega_trainer.optim import muon
 from mega_trainer.parallel import fsdp
 from mega_trainer.parallel.fsdp import FsdpUnitGradients
 from mega_trainer.pipeline import executor
+from mega_trainer.verify.layout_case import LayoutCase
 
 swap = mock.patch.object
 
@@ -63,7 +64,7 @@ def _rows_of_this_rank() -> AbstractContextManager[Any]:
     return swap(muon, "all_gather_into", gather)
 
 
-SHARDINGS: list[tuple[str, Case, Callable[[], AbstractContextManager[Any]]]] = [
+SHARDINGS: list[tuple[str, LayoutCase, Callable[[], AbstractContextManager[Any]]]] = [
     ("ZeRO-3: weights of the first step, gathered once for all steps", ONCE, _not_gathered_again),
     ("ZeRO-3: gradients summed twice over the copies of the weights", COPIES, _summed_twice),
     ("ZeRO-3: a rank keeps its own part of the gradient", ONCE, _own_part_alone),

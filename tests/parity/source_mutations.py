@@ -9,7 +9,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from parity.cases import VARIANTS, Case, case
+from parity.cases import VARIANTS, case
 from torch import Tensor
 
 from mega_trainer.data import micro_batch as batches
@@ -19,6 +19,7 @@ from mega_trainer.model.cross_attention import CrossAttention
 from mega_trainer.model.encoder_decoder import EncoderDecoderModel
 from mega_trainer.model.forward_context import SequenceMask
 from mega_trainer.model.layer_builder import LayerBuilder
+from mega_trainer.verify.layout_case import LayoutCase
 
 Patch = Callable[[], AbstractContextManager[Any]]
 swap = mock.patch.object
@@ -114,7 +115,7 @@ def _norm_without_sync() -> AbstractContextManager[Any]:
     return swap(parameter_builder, "make_parameter", make)
 
 
-SOURCES: list[tuple[str, Case, Patch]] = [
+SOURCES: list[tuple[str, LayoutCase, Patch]] = [
     (
         "encoder-decoder: gradient of the tables in the second stage lost",
         PP, _without_gradient("split_contexts"),

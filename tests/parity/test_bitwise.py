@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from parity.bits import moved, pairs, resumed, told
-from parity.cases import CONTEXT, GATHERS, LARGE, STEPS, VARIANTS, ZERO_LEVELS, Case, case
-from parity.worker import verdict
+from parity.bits import pairs, resumed, told
+from parity.cases import VARIANTS, case
 from ranks import run_ranks
+
+from mega_trainer.verify.case_comparison import join_findings
+from mega_trainer.verify.layout_case import CONTEXT_KINDS, GATHERS, LARGE_BUCKET, STEPS, ZERO_LEVELS, LayoutCase
+from mega_trainer.verify.restore_comparison import restore_in_other_layouts
 
 # ZeRO-2 must sum over the ranks after each micro-batch; the others are made to, so that all add in one order.
 ORDERED = {"ordered_reductions": True, "reduce_every_microbatch": True}
@@ -21,12 +24,12 @@ AWAY = {"activations": 1, "min_bytes": 0}
 FLAT = [zero for zero in ZERO_LEVELS if zero < 3]
 
 
-def serial(other: Case) -> tuple[Case, Case]:
+def serial(other: LayoutCase) -> tuple[LayoutCase, LayoutCase]:
     """A pipeline and one process with the same micro-batches."""
     return replace(other, ranks=1, parallel={}), other
 
 
-def pipelines(precision: str) -> list[Case]:
+def pipelines(precision: str) -> list[LayoutCase]:
     shapes = [
         {"pp": 2},
         {"pp": 2, "virtual_stages": 2},
@@ -52,7 +55,7 @@ def pipelines(precision: str) -> list[Case]:
 GROWING = {"start": 4, "increment": 2, "samples": 8}  # steps of 4, 6 and 8 samples
 
 
-def growing() -> list[Case]:
+def growing() -> list[LayoutCase]:
     """A batch that is another one in each step, also a number of micro-batches that the pipeline ranks do not divide."""
     shapes = [
         ("dense", {"pp": 2}), ("gqa", {"pp": 4, "virtual_stages": 2}), ("tied", {"pp": 2, "schedule": "zbv", "virtual_stages": 2}),
@@ -63,7 +66,7 @@ def growing() -> list[Case]:
     ]  # fmt: skip
 
 
-def bits(cases: list[tuple[Case, Case]], steps: int = STEPS) -> list[list[str] | None]:
+def bits(cases: list[tuple[LayoutCase, LayoutCase]], steps: int = STEPS) -> list[list[str] | None]:
     return pairs(cases, norms=True, steps=steps)
 
 
@@ -82,21 +85,21 @@ def test_a_tied_embedding_is_summed_over_two_stages_in_another_order() -> None:
     assert {name for names in found.values() for name in names if name.startswith("gradients/")} <= differs
 
 
-def zero_levels() -> list[tuple[Case, Case]]:
+def zero_levels() -> list[tuple[LayoutCase, LayoutCase]]:
     shapes = [
-        ("dense", 4, {}, LARGE, "adamw", "bf16"),
+        ("dense", 4, {}, LARGE_BUCKET, "adamw", "bf16"),
         ("tied", 3, {}, 1000, "muon", "fp64"),
-        ("gqa", 4, {"tp": 2, "sp": True}, LARGE, "adamw", "fp64"),
+        ("gqa", 4, {"tp": 2, "sp": True}, LARGE_BUCKET, "adamw", "fp64"),
         ("gqa", 4, {"tp": 2}, 700, "muon", "bf16"),
         ("tied", 4, {"pp": 2}, 1000, "adamw", "fp32"),
         ("tied", 3, {}, 1000, "adamw", "bf16"),
-        ("gqa", 4, {"pp": 2, "schedule": "zb-h1"}, LARGE, "adamw", "bf16"),
+        ("gqa", 4, {"pp": 2, "schedule": "zb-h1"}, LARGE_BUCKET, "adamw", "bf16"),
         ("mla", 4, {"tp": 2, "sp": True}, 1000, "muon", "bf16"),
-        ("mla", 4, {"pp": 2}, LARGE, "adamw", "fp64"),
+        ("mla", 4, {"pp": 2}, LARGE_BUCKET, "adamw", "fp64"),
         ("tied", 4, {"pp": 2, "schedule": "zbv", "virtual_stages": 2}, 1000, "muon", "fp64"),
         ("long", 4, {"cp": 2}, 1000, "adamw", "bf16"),
         ("moe", 4, {"ep": 2}, 1000, "adamw", "bf16"),
-        ("moe", 4, {"tp": 2, "sp": True}, LARGE, "muon", "fp64"),
+        ("moe", 4, {"tp": 2, "sp": True}, LARGE_BUCKET, "muon", "fp64"),
         ("dense", 4, HALVED, 1000, "adamw", "bf16"),
     ]
     plain = [
@@ -116,7 +119,7 @@ def test_zero_levels_compute_the_same() -> None:
     assert not told([b for _, b in cases], run_ranks(bits, 4, cases))
 
 
-def fully_sharded() -> list[tuple[Case, Case]]:
+def fully_sharded() -> list[tuple[LayoutCase, LayoutCase]]:
     """Shards end anywhere: those of norms and biases, and on three ranks those of matrices, in the middle of a vector."""
     shapes = [
         ("dense", 4, {}, 0.1, "adamw"), ("tied", 3, {}, 0.1, "muon"), ("gqa", 3, {}, 0.0, "adamw"),
@@ -164,7 +167,7 @@ def test_layers_that_are_gathered_together_change_no_bit() -> None:
     assert not told([b for _, b in cases], run_ranks(bits, 2, cases))
 
 
-def recomputed() -> list[tuple[Case, Case]]:
+def recomputed() -> list[tuple[LayoutCase, LayoutCase]]:
     plain = [
         case("tied", 1, micro=4),
         case("gqa", 2, parallel={"tp": 2}, micro=4),
@@ -172,7 +175,7 @@ def recomputed() -> list[tuple[Case, Case]]:
         case("tied", 2, parallel={"pp": 2}, layers=3, micro=2),
         case("tied", 2, parallel={"pp": 2, "schedule": "zb-h1"}, layers=3, micro=2, precision="bf16"),
         case("tied", 2, parallel={"pp": 2, "schedule": "zbv", "virtual_stages": 2}, layers=4, micro=1),
-        *(case("long", 2, parallel={"cp": 2, "cp_kind": kind}, micro=4, precision="bf16") for kind in CONTEXT),
+        *(case("long", 2, parallel={"cp": 2, "cp_kind": kind}, micro=4, precision="bf16") for kind in CONTEXT_KINDS),
         case("tied", 2, parallel={"cp": 2, "cp_kind": "alltoall"}, micro=4),
         case("moe", 2, parallel={"ep": 2}, micro=2, precision="bf16"),
         case("moe", 2, parallel={"tp": 2, "sp": True, "ep": 2}, micro=4),
@@ -245,7 +248,7 @@ def test_sharded_weights_and_whole_ones_resume_each_other_in_a_pipeline(tmp_path
     assert not told(before, run_ranks(resumed, 4, before, tmp_path, after))
 
 
-def moves() -> list[tuple[Case, Case]]:
+def moves() -> list[tuple[LayoutCase, LayoutCase]]:
     """From each layout to the next, with the models in turn."""
     shapes = [
         (1, {}), (2, {"tp": 2}), (4, {"tp": 4, "sp": True}), (4, {"pp": 4}), (4, {"pp": 2, "virtual_stages": 2, "schedule": "zbv", "zero": 1}),
@@ -273,10 +276,10 @@ def test_experts_move(tmp_path: Path) -> None:
         tuple(case("moe", ranks, layers=3, parallel=parallel, micro=2) for ranks, parallel in pair)
         for pair in pairwise(shapes)
     ]
-    for (before, after), *found in zip(cases, *run_ranks(moved, 4, cases, tmp_path), strict=True):
+    for (before, after), *found in zip(cases, *run_ranks(restore_in_other_layouts, 4, cases, tmp_path), strict=True):
         where, held = f"{before} -> {after}", [one for one in found if one is not None]
-        assert not [name for one in held for name in one.unlike], where
-        assert not verdict(after, [one.then for one in held]).problem(1e-10), where
+        assert not [name for one in held for name in one.differing], where
+        assert not join_findings(after, [one.steps for one in held]).describe_problem(1e-10), where
 
 
 def test_main_weights_and_moments_of_a_bf16_run_move_bit_for_bit(tmp_path: Path) -> None:
@@ -291,18 +294,18 @@ def test_main_weights_and_moments_of_a_bf16_run_move_bit_for_bit(tmp_path: Path)
         tuple(case("tied", ranks, parallel=p, micro=2, batch=24, precision="bf16") for ranks, p in pair)
         for pair in pairwise(shapes)
     ]
-    for pair, *found in zip(cases, *run_ranks(moved, 4, cases, tmp_path), strict=True):
+    for pair, *found in zip(cases, *run_ranks(restore_in_other_layouts, 4, cases, tmp_path), strict=True):
         held = [one for one in found if one is not None]
-        assert held[0].then.shapes.keys() >= {"optimizer/main/model.norm.weight"}
-        assert not [name for one in held for name in one.unlike], pair
+        assert held[0].steps.shapes.keys() >= {"optimizer/main/model.norm.weight"}
+        assert not [name for one in held for name in one.differing], pair
 
 
 @pytest.mark.long
 def test_a_checkpoint_of_one_layout_goes_on_in_another(tmp_path: Path) -> None:
     cases = moves()
-    results = run_ranks(moved, 8, cases, tmp_path, timeout=280)
+    results = run_ranks(restore_in_other_layouts, 8, cases, tmp_path, timeout=280)
     for (before, after), found in zip(cases, zip(*results, strict=True), strict=True):
         where = f"{before} -> {after}"
         held = [one for one in found if one is not None]
-        assert not [name for one in held for name in one.unlike], where
-        assert not verdict(after, [one.then for one in held]).problem(1e-10), where
+        assert not [name for one in held for name in one.differing], where
+        assert not join_findings(after, [one.steps for one in held]).describe_problem(1e-10), where

@@ -15,8 +15,7 @@ from unittest import mock
 
 import pytest
 import torch.distributed as dist
-from parity.cases import CONTEXT, TARGET, Case, case
-from parity.worker import Trainer, make_groups
+from parity.cases import case
 from ranks import run_ranks
 from torch import Tensor
 
@@ -25,6 +24,8 @@ from mega_trainer.job.step_result import StepScalars
 from mega_trainer.model.expert_router import ExpertRouter
 from mega_trainer.parallel.gradient_buckets import SLICE_ELEMENTS
 from mega_trainer.pipeline.schedules import place_pipeline_stages
+from mega_trainer.verify.case_trainer import CaseTrainer, make_case_groups
+from mega_trainer.verify.layout_case import CONTEXT_KINDS, DECODER_LENGTH, LayoutCase
 
 S, D, F, V, L = 16, 32, 48, 64, 2
 SCALAR = 8
@@ -34,7 +35,7 @@ BYTES = {"fp64": 8, "fp32": 4, "bf16": 2}
 GRADIENT = {"fp64": 8, "fp32": 4, "bf16": 4}
 
 
-def sent(one: Case) -> int:
+def sent(one: LayoutCase) -> int:
     """Bytes of an element of a gradient on its way between data ranks."""
     return BYTES[one.parallel.get("grad_reduce_dtype", "fp32")] if one.precision != "fp64" else 8
 
@@ -63,11 +64,11 @@ def padded(elements: int, ranks: int) -> int:
     return -(-elements // unit) * unit
 
 
-def microbatches(one: Case) -> int:
+def microbatches(one: LayoutCase) -> int:
     return one.batch // one.micro // one.layout["dp"]
 
 
-def numbers(one: Case) -> Theory:
+def numbers(one: LayoutCase) -> Theory:
     """Two sums of losses and four flags, once a step over all ranks; before, in host memory, the numbers of loss terms."""
     theory, further = Theory(), one.model.get("mtp_layers", 0)
     theory.expect("world", "all_reduce", 1, (2 + FLAGS) * SCALAR)
@@ -75,7 +76,7 @@ def numbers(one: Case) -> Theory:
     return theory
 
 
-def tensor_parallel(one: Case) -> Traffic:
+def tensor_parallel(one: LayoutCase) -> Traffic:
     """Two sums a layer forward and two backward, one for the embedding and one for the head's input.
 
     With sequence parallelism each sum is a reduce-scatter and its counterpart an all-gather, as many bytes; a column
@@ -99,7 +100,7 @@ def tensor_parallel(one: Case) -> Traffic:
     return theory.traffic()
 
 
-def latents(one: Case) -> Traffic:
+def latents(one: LayoutCase) -> Traffic:
     """Under sequence parallelism attention gathers latents, once, rather than the stream, and the MLP as ever.
 
     A layer that predicts further tokens adds a layer, a look-up and a use of the head.
@@ -123,7 +124,7 @@ def latents(one: Case) -> Traffic:
     return theory.traffic()
 
 
-def pipeline(one: Case, rank: int) -> Traffic:
+def pipeline(one: LayoutCase, rank: int) -> Traffic:
     """Each boundary between stages of different ranks is crossed once forward and once backward a micro-batch."""
     theory, m, layout = Theory(), microbatches(one), one.layout
     pp = layout["pp"]
@@ -134,7 +135,7 @@ def pipeline(one: Case, rank: int) -> Traffic:
     rows = S // share
     if "encoder" in one.model:  # its tokens, the decoder's, and two tables of relative positions
         table = one.model["relative"]["buckets"] * one.model["num_attention_heads"] // layout["tp"]
-        rows = (one.length + TARGET) // share + math.ceil(2 * table / D)
+        rows = (one.length + DECODER_LENGTH) // share + math.ceil(2 * table / D)
     if "retro" in one.model:  # of each chunk, neighbors of twice its length
         rows += 2 * one.model["retro"]["neighbors"] * S // share
     theory.expect("pp", "receive", arrivals, one.micro * rows * D * BYTES[one.precision])
@@ -142,7 +143,7 @@ def pipeline(one: Case, rank: int) -> Traffic:
     return theory.traffic()
 
 
-def data_parallel(one: Case) -> Traffic:
+def data_parallel(one: LayoutCase) -> Traffic:
     """Level 0 sums all gradients once a step; from level 1 on the sum is scattered and the new weights are gathered.
 
     Level 2 keeps no whole gradients, so it scatters those of every micro-batch.
@@ -160,7 +161,7 @@ def data_parallel(one: Case) -> Traffic:
     return theory.traffic()
 
 
-def context_parallel(one: Case) -> Traffic:
+def context_parallel(one: LayoutCase) -> Traffic:
     """What a layer's attention sends: of a rank's tokens q and y are [s, H d], k and v together [s, 2 K d].
 
     ring        forward k and v to N - 1 ranks in turn; backward again, and their gradients, which also come home
@@ -191,7 +192,7 @@ def context_parallel(one: Case) -> Traffic:
     return theory.traffic()
 
 
-def dispatched(one: Case, pairs: int) -> Traffic:
+def dispatched(one: LayoutCase, pairs: int) -> Traffic:
     """What all ranks together send to experts and back, of a model with one layer of them.
 
     Each token that matters goes once to every rank that holds a part of an expert of its, and comes back once; so do the
@@ -209,7 +210,7 @@ def dispatched(one: Case, pairs: int) -> Traffic:
     return theory.traffic()
 
 
-def expert_gradients(one: Case) -> Traffic:
+def expert_gradients(one: LayoutCase) -> Traffic:
     """As `data_parallel`, of this rank's experts over the ranks that hold the same."""
     theory, layout = Theory(), one.layout
     experts, width = one.model["moe"]["num_experts"] // layout["ep"], one.model["moe"]["ffn_hidden_size"]
@@ -225,7 +226,7 @@ def expert_gradients(one: Case) -> Traffic:
     return theory.traffic()
 
 
-def fully_sharded(one: Case) -> Traffic:
+def fully_sharded(one: LayoutCase) -> Traffic:
     """Level 3 gathers each unit of layers before its forward and before its backward and scatters its gradients after, in
     each micro-batch; the rest of the model stays from forward to backward. Copies are summed once a step, unit by unit.
     """
@@ -292,7 +293,7 @@ DATA = [
 CONTEXTS = [
     case("gqa", n * tp, parallel={"cp": n, "cp_kind": kind, "tp": tp}, micro=micro, precision=precision,
          recompute={"kind": recompute})
-    for kind in CONTEXT
+    for kind in CONTEXT_KINDS
     for n, tp, micro, precision, recompute in [
         (2, 1, 8, "fp64", "none"), (4, 1, 4, "bf16", "selective"), (2, 2, 8, "fp32", "full")
     ]
@@ -316,7 +317,7 @@ SHARDED = [
 ]  # fmt: skip
 
 
-def noted(log: CommLog, one: Case) -> Callable[..., Tensor]:
+def noted(log: CommLog, one: LayoutCase) -> Callable[..., Tensor]:
     """The router's own, which also counts pairs of a token and a rank that holds a part of an expert of its."""
     real = ExpertRouter._attach_losses
 
@@ -332,13 +333,13 @@ def noted(log: CommLog, one: Case) -> Callable[..., Tensor]:
     return with_losses
 
 
-def traffic(cases: Sequence[Case]) -> list[Traffic]:
+def traffic(cases: Sequence[LayoutCase]) -> list[Traffic]:
     """On each rank: what passed in one step of each case."""
-    rank, maker, out = dist.get_rank(), make_groups(cases), []
+    rank, maker, out = dist.get_rank(), make_case_groups(cases), []
     for one in cases:
         log = CommLog()
         if rank < one.ranks:
-            trainer = Trainer.make(one, rank, maker, log)
+            trainer = CaseTrainer.build(one, rank, maker, log)
             with mock.patch.object(ExpertRouter, "_attach_losses", noted(log, one)):
                 trainer.step()
             trainer.optimizer.wait_for_params()
@@ -347,7 +348,7 @@ def traffic(cases: Sequence[Case]) -> list[Traffic]:
 
 
 @pytest.fixture(scope="module")
-def counted() -> dict[Case, list[Traffic]]:
+def counted() -> dict[LayoutCase, list[Traffic]]:
     """By case, what each of its ranks counted."""
     cases = [*TENSOR, *LATENT, *PIPELINE, *DATA, *SHARDED, *CONTEXTS, *EXPERTS]
     results = zip(*run_ranks(traffic, 4, cases, timeout=100), strict=True)
@@ -359,19 +360,19 @@ def select_group(counts: Traffic, group: str) -> Traffic:
 
 
 @pytest.mark.parametrize("one", TENSOR, ids=str)
-def test_tensor_parallel(counted: Any, one: Case) -> None:
+def test_tensor_parallel(counted: Any, one: LayoutCase) -> None:
     for counts in counted[one]:
         assert counts == tensor_parallel(one)
 
 
 @pytest.mark.parametrize("one", LATENT, ids=str)
-def test_latents(counted: Any, one: Case) -> None:
+def test_latents(counted: Any, one: LayoutCase) -> None:
     for counts in counted[one]:
         assert counts == latents(one)
 
 
 @pytest.mark.parametrize("one", PIPELINE, ids=str)
-def test_pipeline(counted: Any, one: Case) -> None:
+def test_pipeline(counted: Any, one: LayoutCase) -> None:
     for rank, counts in enumerate(counted[one]):
         assert select_group(counts, "pp") == pipeline(one, rank)
 
@@ -388,19 +389,19 @@ def test_a_backward_in_two_halves_sends_what_a_whole_one_does(counted: Any, sp: 
 
 
 @pytest.mark.parametrize("one", DATA, ids=str)
-def test_data_parallel(counted: Any, one: Case) -> None:
+def test_data_parallel(counted: Any, one: LayoutCase) -> None:
     for counts in counted[one]:
         assert counts == data_parallel(one)
 
 
 @pytest.mark.parametrize("one", CONTEXTS, ids=str)
-def test_context_parallel(counted: Any, one: Case) -> None:
+def test_context_parallel(counted: Any, one: LayoutCase) -> None:
     for counts in counted[one]:
         assert select_group(counts, "cp") == context_parallel(one)
 
 
 @pytest.mark.parametrize("one", EXPERTS, ids=str)
-def test_experts(counted: Any, one: Case) -> None:
+def test_experts(counted: Any, one: LayoutCase) -> None:
     together: Counter[tuple[str, str, int]] = Counter()
     for counts in counted[one]:
         assert select_group(counts, "expert_data") == expert_gradients(one)
@@ -413,6 +414,6 @@ def test_experts(counted: Any, one: Case) -> None:
 
 
 @pytest.mark.parametrize("one", SHARDED, ids=str)
-def test_fully_sharded(counted: Any, one: Case) -> None:
+def test_fully_sharded(counted: Any, one: LayoutCase) -> None:
     for counts in counted[one]:
         assert {key: value for key, value in counts.items() if key[0] != "tp"} == fully_sharded(one)

@@ -11,15 +11,17 @@ from dataclasses import replace
 import pytest
 from parity import eight_bits
 from parity.bits import pairs, told
-from parity.cases import Case, covering
+from parity.cases import covering
 from parity.eight_bits import all_layouts
-from parity.worker import Verdict, sweep, verdicts
 from ranks import run_ranks
 
+from mega_trainer.verify.case_comparison import CaseVerdict, join_all_findings, sweep_cases
+from mega_trainer.verify.layout_case import LayoutCase
 
-def results(cases: Sequence[Case]) -> list[Verdict]:
+
+def results(cases: Sequence[LayoutCase]) -> list[CaseVerdict]:
     """Each case against one process."""
-    return verdicts(cases, run_ranks(sweep, eight_bits.RANKS, cases, timeout=3600))
+    return join_all_findings(cases, run_ranks(sweep_cases, eight_bits.RANKS, cases, timeout=3600))
 
 
 @pytest.mark.long
@@ -28,7 +30,7 @@ def test_with_scales_of_blocks_to_the_last_digits() -> None:
     shapes = [{"tp": 2, "sp": True, "zero": 1}, {"zero": 2}]
     cases += [eight_bits.case("blockwise", 2, shape, length=256, batch=2, micro=1) for shape in shapes]
     cases.append(replace(eight_bits.case("mxfp8", 2, {"tp": 2, "sp": True}, length=64), model=eight_bits.latent(32)))
-    assert not [problem for one in results(cases) if (problem := one.problem(1e-10))]
+    assert not [problem for one in results(cases) if (problem := one.describe_problem(1e-10))]
 
 
 def test_with_scales_of_tensors_and_rows_but_for_numbers_that_leave_their_range() -> None:
@@ -45,7 +47,7 @@ def test_with_scales_of_tensors_and_rows_but_for_numbers_that_leave_their_range(
         assert one.errors["norm"] < 1e-2, one
 
 
-def bits(cases: list[tuple[Case, Case]]) -> list[list[str] | None]:
+def bits(cases: list[tuple[LayoutCase, LayoutCase]]) -> list[list[str] | None]:
     return pairs(cases, norms=True)
 
 
@@ -58,4 +60,6 @@ def test_schedules_and_recomputation_change_no_bit() -> None:
 @pytest.mark.long
 def test_layouts_of_up_to_four_ranks() -> None:
     """A hundred of the 692, drawn so that every pair of settings is there."""
-    assert not [problem for one in results(covering(all_layouts("mxfp8"), 100)) if (problem := one.problem(1e-10))]
+    assert not [
+        problem for one in results(covering(all_layouts("mxfp8"), 100)) if (problem := one.describe_problem(1e-10))
+    ]

@@ -4,7 +4,8 @@ from pathlib import Path
 
 from parity.cases import case
 from parity.journal import Journal
-from parity.worker import Verdict
+
+from mega_trainer.verify.case_comparison import CaseVerdict
 
 
 def test_verdicts_are_kept_over_a_kill_and_forgotten_with_the_sources_they_are_of(tmp_path: Path) -> None:
@@ -12,7 +13,7 @@ def test_verdicts_are_kept_over_a_kill_and_forgotten_with_the_sources_they_are_o
     sources.mkdir()
     (sources / "one.py").write_text("1")
     one, other, third = (case("dense", 2, parallel={"tp": 2}, micro=micro) for micro in (2, 4, 8))
-    found = [Verdict(one, {"loss": 1e-14, "norm": float("inf")}, []), Verdict(other, {"loss": 0.5}, ["a", "b"])]
+    found = [CaseVerdict(one, {"loss": 1e-14, "norm": float("inf")}, []), CaseVerdict(other, {"loss": 0.5}, ["a", "b"])]
     journal = Journal(path, [sources])
     journal.add(found[:1])
     journal.add(found[1:])
@@ -20,7 +21,7 @@ def test_verdicts_are_kept_over_a_kill_and_forgotten_with_the_sources_they_are_o
     again = Journal(path, [sources])
     assert [one in again, other in again, third in again] == [True, True, False]
     assert [again.verdict(one), again.verdict(other)] == found
-    again.add([Verdict(third, {"loss": 0.0}, [])])
+    again.add([CaseVerdict(third, {"loss": 0.0}, [])])
     assert third in Journal(path, [sources])
     (sources / "one.py").write_text("2")
     assert one not in Journal(path, [sources])

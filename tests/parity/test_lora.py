@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 from parity.cases import case
-from parity.worker import sweep, verdicts
 from ranks import run_ranks
+
+from mega_trainer.verify.case_comparison import join_all_findings, sweep_cases
 
 FEW: dict[str, Any] = {"rank": 3, "alpha": 5, "modules": ["q_proj", "v_proj", "down_proj"], "ranks": {"v_proj": 2}}
 ALL: dict[str, Any] = {"rank": 4, "rslora": True}
@@ -43,7 +44,11 @@ def problems(layouts: list[Layout], **more: Any) -> list[str]:
         )
         for number, (name, shape, what) in enumerate(layouts)
     ]  # fmt: skip
-    return [text for one in verdicts(cases, run_ranks(sweep, 4, cases)) if (text := one.problem(1e-10))]
+    return [
+        text
+        for one in join_all_findings(cases, run_ranks(sweep_cases, 4, cases))
+        if (text := one.describe_problem(1e-10))
+    ]
 
 
 def test_an_adapter_and_a_part_of_the_model_in_some_layouts() -> None:

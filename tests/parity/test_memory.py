@@ -15,8 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from live import Live
-from parity.cases import CONTEXT, Case, case
-from parity.worker import Trainer, make_groups, synthetic
+from parity.cases import case
 from ranks import run_ranks
 
 from mega_ckpt.tensor_pieces import ShardedTensor
@@ -25,6 +24,9 @@ from mega_trainer.data.micro_batch import split_micro_batches
 from mega_trainer.distributed.rng import TOKENS
 from mega_trainer.plan.part_memory import count_model_parts
 from mega_trainer.plan.training_layout import TrainingLayout
+from mega_trainer.verify.case_trainer import CaseTrainer, make_case_groups
+from mega_trainer.verify.layout_case import CONTEXT_KINDS, LayoutCase
+from mega_trainer.verify.synthetic_batches import make_synthetic_batch
 
 S, F, RANKS = 256, 128, 8
 MODEL: dict[str, Any] = {
@@ -46,17 +48,17 @@ class Bytes:
     largest: int
 
 
-def measured(cases: list[Case]) -> list[Bytes | None]:
+def measured(cases: list[LayoutCase]) -> list[Bytes | None]:
     """On each rank, of each case."""
-    rank, maker, out = dist.get_rank(), make_groups(cases), []
+    rank, maker, out = dist.get_rank(), make_case_groups(cases), []
     for one in cases:
-        out.append(_measure(Trainer.make(one, rank, maker)) if rank < one.ranks else None)
+        out.append(_measure(CaseTrainer.build(one, rank, maker)) if rank < one.ranks else None)
     return out
 
 
-def _measure(trainer: Trainer) -> Bytes:
+def _measure(trainer: CaseTrainer) -> Bytes:
     (model,) = trainer.executor.stages.values()
-    batch = synthetic(trainer.config, 0, 0, 1, trainer.case.closed)
+    batch = make_synthetic_batch(trainer.config, 0, 0, 1, trainer.case.closed)
     (micro,) = split_micro_batches(batch, trainer.config, torch.device("cpu"), trainer.groups.cp)
     with Live() as live:
         context = trainer.executor._batch_context(0, micro)
@@ -75,8 +77,8 @@ def _settled(live: Live) -> int:
     return seen[-1]
 
 
-def of(kind: str, ranks: int, *, closed: bool = False, **fields: Any) -> Case:
-    return Case(
+def of(kind: str, ranks: int, *, closed: bool = False, **fields: Any) -> LayoutCase:
+    return LayoutCase(
         "long", MODEL | fields, ranks, {"cp": ranks, "cp_kind": kind, "zero": 0}, micro=1, batch=1, length=S, precision="fp32",
         closed=closed,
     )  # fmt: skip
@@ -85,7 +87,7 @@ def of(kind: str, ranks: int, *, closed: bool = False, **fields: Any) -> Case:
 @pytest.fixture(scope="module")
 def found() -> dict[str, Bytes]:
     """The largest of all ranks, by case."""
-    cases = {f"{kind} {n}": of(kind, n) for kind in CONTEXT for n in (1, 2, 4, 8)}
+    cases = {f"{kind} {n}": of(kind, n) for kind in CONTEXT_KINDS for n in (1, 2, 4, 8)}
     for n in (2, 4, 8):
         cases[f"ring {n}, documents"] = of("ring", n, closed=True)
         cases[f"ring {n}, dropout"] = of("ring", n, embedding_dropout=0.1, residual_dropout=0.1)
@@ -99,7 +101,7 @@ def found() -> dict[str, Bytes]:
     return out
 
 
-@pytest.mark.parametrize("kind", [*CONTEXT, "states, ring", "states, alltoall"])
+@pytest.mark.parametrize("kind", [*CONTEXT_KINDS, "states, ring", "states, alltoall"])
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_a_rank_keeps_its_share(found: dict[str, Bytes], kind: str, ranks: int) -> None:
     assert found[f"{kind} {ranks}"].kept * ranks < 1.1 * found[f"{kind} 1"].kept
@@ -131,12 +133,12 @@ def test_a_ring_makes_nothing_larger_than_its_tokens_share(found: dict[str, Byte
         assert found["allgather 8"].largest > widest
 
 
-def staged(cases: list[Case]) -> list[tuple[int, int] | None]:
+def staged(cases: list[LayoutCase]) -> list[tuple[int, int] | None]:
     """Of each case: bytes of what this rank brings to a checkpoint, and of all that it could."""
-    rank, maker, out = dist.get_rank(), make_groups(cases), []
+    rank, maker, out = dist.get_rank(), make_case_groups(cases), []
     for one in cases:
         if rank < one.ranks:
-            state = Trainer.make(one, rank, maker).state
+            state = CaseTrainer.build(one, rank, maker).state
             out.append(tuple(map(_bytes_of, (state.tensors_to_save(), state.checkpoint_tensors()))))
         else:
             out.append(None)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 from parity.cases import covering
-from parity.full import batches
 from parity.packing import RANKS, plain_layouts, problems
+
+from mega_trainer.verify.layout_case import group_by_processes
 
 
 def test_packed_documents_train_as_one_by_one_in_a_covering_of_layouts() -> None:
@@ -16,4 +17,8 @@ def test_packed_documents_train_as_one_by_one_in_a_covering_of_layouts() -> None
 @pytest.mark.long
 def test_packed_documents_train_as_one_by_one_in_layouts_of_four_ranks() -> None:
     """Sixty of the 2,502, drawn so that every pair of settings is there; tests/parity/packing.py runs all."""
-    assert not [problem for part in batches(covering(plain_layouts(), 60)) for problem in problems(part, part[0].ranks)]
+    assert not [
+        problem
+        for part in group_by_processes(covering(plain_layouts(), 60), 100)
+        for problem in problems(part, part[0].ranks)
+    ]

@@ -7,19 +7,21 @@ from itertools import product
 from typing import Any
 
 import pytest
-from parity.cases import MODELS, SINKHORN, VARIANTS, Case, all_layouts, case, covering
-from parity.worker import Verdict, sweep, verdicts
+from parity.cases import MODELS, SINKHORN, VARIANTS, all_layouts, case, covering
 from ranks import run_ranks
 
+from mega_trainer.verify.case_comparison import CaseVerdict, join_all_findings, sweep_cases
+from mega_trainer.verify.layout_case import LayoutCase
 
-def results(cases: list[Case], ranks: int) -> list[Verdict]:
+
+def results(cases: list[LayoutCase], ranks: int) -> list[CaseVerdict]:
     """Each case against one process."""
-    return verdicts(cases, run_ranks(sweep, ranks, cases, timeout=280))
+    return join_all_findings(cases, run_ranks(sweep_cases, ranks, cases, timeout=280))
 
 
-def problems(cases: list[Case], ranks: int) -> list[str]:
+def problems(cases: list[LayoutCase], ranks: int) -> list[str]:
     """What is wrong with any of them."""
-    return [problem for one in results(cases, ranks) if (problem := one.problem(1e-10))]
+    return [problem for one in results(cases, ranks) if (problem := one.describe_problem(1e-10))]
 
 
 def test_a_covering_of_all_layouts() -> None:
@@ -171,5 +173,5 @@ def test_in_fp32() -> None:
     for one in results([replace(it, precision="fp32", steps=1) for it in covering(small, 8)], 4):
         first = {kind: one.errors[kind] for kind in ("loss", "norm", "gradients")}
         amplified = one.case.name == "hybrid"  # delta nets multiply the rounding of what goes into them
-        assert not replace(one, errors=first).problem(1e-4 if amplified else 3e-5)
-        assert not one.problem(1e-4)
+        assert not replace(one, errors=first).describe_problem(1e-4 if amplified else 3e-5)
+        assert not one.describe_problem(1e-4)

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 from parity.cases import case
-from parity.worker import sweep, verdicts
 from ranks import run_ranks
+
+from mega_trainer.verify.case_comparison import join_all_findings, sweep_cases
 
 pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
 LORA: dict[str, Any] = {"rank": 3, "modules": ["q_proj", "v_proj", "down_proj"], "quantize": "nf4"}
@@ -32,7 +33,11 @@ def problems(layouts: list[Layout]) -> list[str]:
         )
         for name, shape, again in layouts
     ]  # fmt: skip
-    return [text for one in verdicts(cases, run_ranks(sweep, 4, cases)) if (text := one.problem(1e-10))]
+    return [
+        text
+        for one in join_all_findings(cases, run_ranks(sweep_cases, 4, cases))
+        if (text := one.describe_problem(1e-10))
+    ]
 
 
 def test_blocks_of_four_bits_are_the_same_in_some_layouts() -> None:

@@ -10,7 +10,7 @@ from unittest import mock
 
 import numpy as np
 import torch
-from parity.cases import VARIANTS, Case, case
+from parity.cases import VARIANTS, case
 from parity.recurrence_mutations import Patch
 from torch import Tensor
 
@@ -23,6 +23,7 @@ from mega_trainer.kernels.attention_masks import MaskPart
 from mega_trainer.model import forward_context
 from mega_trainer.model.vision import native_resolution, vision_builder, vision_encoder
 from mega_trainer.model.vision.native_resolution import ImagePartition, PatchGrid, PatchWindowMask
+from mega_trainer.verify.layout_case import LayoutCase
 
 swap = mock.patch.object
 TP = case("vision", 2, parallel={"tp": 2, "zero": 0})
@@ -114,7 +115,7 @@ def _columns_before_lines(self: BatchImages, places: Any) -> BatchImages:
 _part = BatchImages.select_positions
 
 
-VISIONS: list[tuple[str, Case, Patch]] = [
+VISIONS: list[tuple[str, LayoutCase, Patch]] = [
     ("vision: an image is dealt twice", TP, lambda: swap(BatchImages, "local_pixels", _one_dealt_twice)),
     (
         "vision: features one place off under sp",

@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from parity.cases import Case, covering
+from parity.cases import covering
 from parity.library import (
     against_one_process,
     engine_of,
@@ -25,7 +25,6 @@ from parity.library import (
     sequences,
     streams_its_export,
 )
-from parity.worker import make_groups
 from ranks import run_ranks
 
 import mega_trainer
@@ -34,6 +33,8 @@ from mega_ckpt.source import open_weight_source
 from mega_common.errors import ConfigError, DataError
 from mega_trainer.distributed.process_groups import RankInfo
 from mega_trainer.model.expert_router import ExpertRouter
+from mega_trainer.verify.case_trainer import make_case_groups
+from mega_trainer.verify.layout_case import LayoutCase
 
 EXAMPLE = Path(__file__).parents[2] / "examples/rl"
 
@@ -93,8 +94,8 @@ def equal_states(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(*boxes, strict=True))
 
 
-def hands_on(cases: Sequence[Case], folder: Path) -> list[str]:
-    rank, maker, wrong = dist.get_rank(), make_groups(cases), []
+def hands_on(cases: Sequence[LayoutCase], folder: Path) -> list[str]:
+    rank, maker, wrong = dist.get_rank(), make_case_groups(cases), []
     for number, case in enumerate(cases):
         engine = engine_of(case, RankInfo(rank, case.ranks), maker)
         outcome(engine)

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from parity.worker import synthetic, whole_tensor
 
 from mega_ckpt.convert import convert_checkpoint
 from mega_ckpt.derive_checkpoint import average_checkpoints, prune_checkpoint
@@ -29,6 +28,8 @@ from mega_trainer.optim.sharded_optimizer import ShardedOptimizer
 from mega_trainer.run.train_state import TrainState
 from mega_trainer.run.train_step import train_step
 from mega_trainer.run.training_run import assemble_training, initialize_state, run_training
+from mega_trainer.verify.case_comparison import assemble_tensor
+from mega_trainer.verify.synthetic_batches import make_synthetic_batch
 
 CONSTANT = {"name": "constant"}
 Settings = Callable[..., dict[str, Any]]
@@ -170,7 +171,7 @@ def first_step(raw: dict[str, Any]) -> tuple[StepBatch, StepResult, ShardedOptim
     config = RunConfig.parse({**raw, "batch": {"micro": 2, "global": 2}})
     state, executor = assemble_training(config, ParallelGroups(), torch.device("cpu"))
     initialize_state(state, None, ParallelGroups().world, None)
-    batch = synthetic(config, 0, 0, 1, closed=False)
+    batch = make_synthetic_batch(config, 0, 0, 1, closed=False)
     batch = replace(batch, position_ids=np.broadcast_to(np.arange(16), batch.tokens.shape))
     micro = list(split_micro_batches(batch, config, torch.device("cpu")))
     tokens = count_step_tokens(batch, 0, ParallelGroups())
@@ -196,7 +197,7 @@ def check_is_peft_s(step: tuple[StepBatch, StepResult, ShardedOptimizer], theirs
     found = optimizer.gradients_by_name()
     assert found.keys() == expected.keys()
     for name, gradient in expected.items():
-        torch.testing.assert_close(whole_tensor(found[name]), gradient, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(assemble_tensor(found[name]), gradient, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(("dropout", "dora"), [(0.0, False), (0.3, False), (0.0, True)])

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from parity.cases import Case
-from parity.worker import Batches, Trainer
 
 from mega_data.batch_loader import StepBatch
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.data.micro_batch import split_micro_batches
+from mega_trainer.verify.case_trainer import BatchFunction, CaseTrainer
+from mega_trainer.verify.layout_case import LayoutCase
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 M, S, SIZE, ROWS, STEPS = 8, 64, 32, 16, 60
@@ -49,7 +49,7 @@ def facts(step: int, *, neighbors: bool) -> StepBatch:
     )  # fmt: skip
 
 
-def batches(*, neighbors: bool) -> Batches:
+def batches(*, neighbors: bool) -> BatchFunction:
     def batch(config: RunConfig, step: int, rank: int, ranks: int, closed: bool) -> StepBatch:
         return facts(step, neighbors=neighbors)
 
@@ -58,8 +58,8 @@ def batches(*, neighbors: bool) -> Batches:
 
 def held_out(*, neighbors: bool) -> float:
     """The loss of the values of facts that were not trained on."""
-    one = Case("retro", MODEL, micro=ROWS, batch=ROWS, length=S, precision="fp32", steps=STEPS, clip=1.0)
-    trainer = Trainer.make(one, batches=batches(neighbors=neighbors))
+    one = LayoutCase("retro", MODEL, micro=ROWS, batch=ROWS, length=S, precision="fp32", steps=STEPS, clip=1.0)
+    trainer = CaseTrainer.build(one, batches=batches(neighbors=neighbors))
     for _ in range(STEPS):
         trainer.step()
     model = next(iter(trainer.state.stages.values())).eval()

@@ -29,8 +29,8 @@ class ArrayJobPlan:
     folder: Path
 
     def job_command(self, python: str, number: str) -> str:
-        """Return the shell command of one job of the array; `number` is shell code that expands to the job's number,
-        from 1.
+        """Return the shell command of one job of the array.
+        `number` is shell code that expands to the job's number, from 1.
         """
         enter = "" if self.folder == Path() else f"cd {shlex.quote(str(self.folder))}\n"
         command = shlex.join([python, "-m", "mega_cli.main", *self.words])
@@ -38,8 +38,8 @@ class ArrayJobPlan:
 
 
 def plan_array_job(workflow: Path, name: str, count: int) -> ArrayJobPlan:
-    """Return the plan to run stage `name` of a workflow file, which must be a `data preprocess`, as `count` parallel
-    jobs.
+    """Return the plan to run a stage of a workflow as `count` parallel jobs.
+    The stage `name` of the workflow file must be a `data preprocess`.
 
     Raises:
         ConfigError: if the workflow has no such stage, or it runs another command.
@@ -58,8 +58,8 @@ def plan_array_job(workflow: Path, name: str, count: int) -> ArrayJobPlan:
 
 
 def slurm_array_script(plan: SlurmJobPlan, parts: ArrayJobPlan) -> str:
-    """Return the Slurm batch script of an array of `data preprocess` jobs. A job near its time limit requeues itself
-    and resumes.
+    """Return the Slurm batch script of an array of `data preprocess` jobs.
+    A job near its time limit requeues itself and resumes.
     """
     directives = [f"#SBATCH --{key}={shlex.quote(value)}" for key, value in plan.options.items()]
     directives += [f"#SBATCH --{flag}" for flag in plan.flags]
@@ -89,8 +89,8 @@ exit "$status"
 
 
 def indexed_job_manifest(parts: ArrayJobPlan, job: str, image: str, volume: str, cpus: int) -> str:
-    """Return the manifest of a Kubernetes Indexed Job with one pod per shard of the data; if a shard's input is
-    invalid, only its pod fails.
+    """Return the manifest of a Kubernetes Indexed Job with one pod per shard of the data.
+    If a shard's input is invalid, only its pod fails.
     """
     words, folder = (
         [escape_kubernetes_references(word) for word in parts.words],

@@ -183,8 +183,8 @@ def kubernetes_command(
 
 
 def check_script_values(run: Path, overrides: list[str] | None) -> None:
-    """Check that the path of run.yaml and its `--set` overrides, which every launch script contains, have no control
-    characters.
+    """Check the values that every launch script contains for control characters.
+    They are the path of run.yaml and its `--set` overrides.
 
     Raises:
         ConfigError: if one has a control character.
@@ -194,8 +194,8 @@ def check_script_values(run: Path, overrides: list[str] | None) -> None:
 
 
 def check_launched_run(run: Path, overrides: list[str], ranks: int) -> None:
-    """Check that the settings in run.yaml are valid for `ranks` ranks. Data is not checked: it need not be on this
-    machine.
+    """Check that the settings in run.yaml are valid for `ranks` ranks.
+    Data is not checked: it need not be on this machine.
 
     Raises:
         ConfigError: with all problems.

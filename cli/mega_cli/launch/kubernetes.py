@@ -26,8 +26,8 @@ NODES = "nodes"  # of a JobSet
 
 @dataclass(frozen=True)
 class PodPlan:
-    """Kubernetes training job of `nodes` pods with `gpus` ranks each; `overrides` are the `--set` options of `mega
-    train`.
+    """Kubernetes training job of `nodes` pods with `gpus` ranks each.
+    `overrides` are the `--set` options of `mega train`.
     """
 
     job: str
@@ -46,8 +46,8 @@ class PodPlan:
 
 
 def run_manifests(plan: PodPlan, config: str) -> str:
-    """Return the manifests of a training job (ConfigMap, Service and Job, or JobSet) as YAML documents; `config` is the
-    text of run.yaml.
+    """Return the Kubernetes manifests of a training job as YAML documents.
+    They are a ConfigMap, a Service and a Job, or a JobSet. `config` is the text of run.yaml.
     """
     metadata = {"name": plan.job, "labels": {"app": plan.job}}
     config_map = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": {"run.yaml": config}}

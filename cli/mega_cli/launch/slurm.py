@@ -33,8 +33,8 @@ class ContainerImage:
     mounts: Sequence[str]
 
     def wrap_command(self) -> tuple[list[str], list[str]]:
-        """Return options for srun, and words to put before the command that runs in the container; parts are shell code
-        that the script expands.
+        """Return the options for srun, and words that run the command in the container.
+        The words are put before the command. Both parts are shell code that the script expands.
         """
         if Path(self.image).suffix == ".sif":
             bound = [f"--bind={shlex.quote(mount)}" for mount in self.mounts]
@@ -46,8 +46,8 @@ class ContainerImage:
 
 @dataclass(frozen=True)
 class SlurmJobPlan:
-    """Settings of a Slurm batch script: options of sbatch without `--`, commands to run first on each machine,
-    container and Python interpreter.
+    """Settings of a Slurm batch script.
+    They are options of sbatch without `--`, commands to run first on each machine, container and Python interpreter.
     """
 
     options: Mapping[str, str]
@@ -58,8 +58,8 @@ class SlurmJobPlan:
 
 
 def slurm_batch_script(plan: SlurmJobPlan, nodes: int, gpus: int, train: Sequence[str]) -> str:
-    """Return the Slurm batch script of a training job. The signal before its time limit is USR1, so that `scancel`
-    (TERM) ends a job without requeueing it.
+    """Return the Slurm batch script of a training job.
+    The signal before its time limit is USR1, so that `scancel` (TERM) ends a job without requeueing it.
     """
     directives = [f"#SBATCH --{key}={shlex.quote(value)}" for key, value in plan.options.items()]
     directives += [f"#SBATCH --{flag}" for flag in plan.flags]

@@ -58,8 +58,8 @@ KUBERNETES = {
 
 
 def check_option_value(option: str, value: str | None, grammar: ValueGrammar) -> None:
-    """Raise ConfigError if the value of an option does not match its grammar; None, an option that is not given,
-    passes.
+    """Check that the value of a launch option matches its grammar.
+    Raises ConfigError if not. None, an option that is not given, passes.
 
     Raises:
         ConfigError: if it does not match the grammar.
@@ -104,8 +104,8 @@ ENVIRONMENT = {
 def torchrun_agent_command(
     python: str, nodes: int, gpus: int, *, endpoint: str, job: str, index: str, train: Sequence[str]
 ) -> str:
-    """Return the shell command, with line breaks, that starts the torchrun agent of one machine; it starts `gpus` ranks
-    of `mega train`.
+    """Return the shell command, with line breaks, that starts the torchrun agent of one machine.
+    The agent starts `gpus` ranks of `mega train`.
 
     Args:
         python: the interpreter with mega.

@@ -50,8 +50,9 @@ class VariableScope(Protocol):
 
 
 def evaluate_arithmetic(expression: str, scope: VariableScope | None = None, depth: int = 0) -> int | None:
-    """Return the value of a bash arithmetic expression, whose variables `scope` reads and sets, or None for an unset
-    variable, a division by zero or text that is no expression.
+    """Return the value of a bash arithmetic expression, or None if it is unknown or invalid.
+    Its variables are read and set by `scope`. None stands for an unset variable, a division by zero or text that is not
+    an expression.
     """
     try:
         value = _ArithmeticParser(expression, scope, depth).value()
@@ -185,8 +186,8 @@ def _number(text: str) -> int:
 
 
 def parse_layer_pattern(text: str) -> int | list[int] | None:
-    """Parse the value of a Megatron flag for a layer pattern: a number n (every n-th layer), or a list such as
-    `[0]*3+[1]*58`; return None for anything else.
+    """Parse the value of a Megatron flag for a layer pattern.
+    It is a number n (every n-th layer), or a list such as `[0]*3+[1]*58`. Returns None for anything else.
     """
     try:
         return _items(ast.parse(text.strip(), mode="eval").body) if "[" in text else int(text)

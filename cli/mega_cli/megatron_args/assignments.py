@@ -15,8 +15,8 @@ from mega_cli.megatron_args.word_expansion import WordExpander
 
 
 def assign_variables(reader: ScriptReader, node: Node) -> KnownTruth:
-    """Interpret a shell line with several assignments, `A=1 B=2`: set these variables in the state of the interpreted
-    script. Returns True: assignments succeed.
+    """Interpret a shell line with several assignments, `A=1 B=2`.
+    The variables are set in the state of the interpreted script. Returns True: assignments succeed.
     """
     for child in node.named_children:
         assign_variable(reader, child)
@@ -24,8 +24,8 @@ def assign_variables(reader: ScriptReader, node: Node) -> KnownTruth:
 
 
 def assign_variable(reader: ScriptReader, node: Node) -> KnownTruth:
-    """Interpret one shell assignment, `A=1`, `A+=x`, `A=(1 2)` or `A[k]=1`: set the variable in the state of the
-    interpreted script. Returns True: an assignment succeeds.
+    """Interpret one shell assignment, `A=1`, `A+=x`, `A=(1 2)` or `A[k]=1`.
+    The variable is set in the state of the interpreted script. Returns True: an assignment succeeds.
     """
     target, value = node.child_by_field_name("name"), node.child_by_field_name("value")
     if target is None:
@@ -81,8 +81,8 @@ def _assign_array(reader: ScriptReader, node: Node, value: VariableValue) -> Var
 
 
 def declare_variables(reader: ScriptReader, node: Node) -> KnownTruth:
-    """Interpret the shell builtins `export`, `declare`, `local` and similar: set their variables in the state of the
-    interpreted script. Returns True: the builtin succeeds.
+    """Interpret the shell builtins `export`, `declare`, `local` and similar.
+    Their variables are set in the state of the interpreted script. Returns True: the builtin succeeds.
     """
     command, words = node.children[0].type, reader.words
     options = "".join(node_text(child) for child in node.named_children if node_text(child).startswith("-"))
@@ -104,8 +104,8 @@ def declare_variables(reader: ScriptReader, node: Node) -> KnownTruth:
 
 
 def unset_variables(reader: ScriptReader, node: Node) -> KnownTruth:
-    """Interpret the shell builtin `unset A B 'L[1]'`: forget these variables in the reader's state. Returns True: the
-    builtin succeeds.
+    """Interpret the shell builtin `unset A B 'L[1]'`.
+    These variables are removed from the reader's state. Returns True: the builtin succeeds.
     """
     words, names, end = reader.words, list[str](), -1
     for child in node.named_children:

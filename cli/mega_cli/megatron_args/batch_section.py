@@ -14,8 +14,8 @@ POWERS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
 def write_batch_section(draft: RunDraft) -> None:
-    """Add to `draft` the `batch` section of a run.yaml, from batch-size flags of Megatron-LM and DeepSpeed's
-    configuration file.
+    """Add the `batch` section of a run.yaml to `draft`.
+    It is translated from batch-size flags of Megatron-LM and DeepSpeed's configuration file.
     """
     _batch_size(draft, "batch.micro", "train_micro_batch_size_per_gpu", "micro_batch_size")
     micro, copies = draft.run["batch"]["micro"], ranks_per_model(draft)
@@ -125,16 +125,16 @@ def _last_step(draft: RunDraft) -> int | None:
 
 
 def tokens_to_samples(draft: RunDraft, dest: str) -> int | None:
-    """Convert the number of tokens in Megatron setting `dest` to samples of data.seq_length tokens, rounded up; return
-    None if the number or the length is unknown.
+    """Convert the number of tokens in a Megatron setting to samples of data.seq_length tokens, rounded up.
+    The setting is `dest`. Returns None if the number or the length is unknown.
     """
     tokens, length = draft[dest], draft.run["data"]["seq_length"]
     return -(-tokens // length) if tokens and length else None
 
 
 def samples_to_steps(draft: RunDraft, samples: int | None, *, up: bool = False) -> int | None:
-    """Return the number of whole steps in `samples` with the batch sizes translated so far, rounded up with `up`; None
-    if the samples or a batch size is unknown.
+    """Return the number of whole optimizer steps in a number of samples, rounded up with `up`.
+    The batch sizes are those translated so far. Returns None if `samples` or a batch size is unknown.
     """
     sizes = draft.run["batch"]
     if not samples or any(
@@ -149,8 +149,8 @@ def samples_to_steps(draft: RunDraft, samples: int | None, *, up: bool = False) 
 
 
 def describe_length(draft: RunDraft, *dests: str, steps: bool = True) -> str:
-    """Return a formula such as `$SAMPLES / batch.global` for a length that the launch script gives in samples or tokens
-    through an unset variable; empty if none of the flags `dests` is given.
+    """Return a formula such as `$SAMPLES / batch.global` for a training length through an unset variable.
+    The launch script gives the length in samples or tokens. The result is empty if none of the flags `dests` is given.
     """
     for dest in dests:
         given = draft.arguments.given.get(dest)

@@ -7,8 +7,8 @@ from mega_cli.megatron_args.training_command import BERT, T5
 
 
 def write_bert_section(draft: RunDraft) -> None:
-    """Add to `draft` the keys of `model` and `data` of a run.yaml that only an encoder has, if the launch script runs
-    `pretrain_bert.py`.
+    """Add the keys of a run.yaml that only an encoder has to `draft`, for `pretrain_bert.py`.
+    They are keys of `model` and `data`. Nothing is added for another script.
     """
     if draft.program != BERT:
         return
@@ -30,8 +30,8 @@ def is_t5_script(draft: RunDraft) -> bool:
 
 
 def count_t5_layers(draft: RunDraft) -> int | None:
-    """Return the total layers of T5's encoder and decoder by Megatron's flags: `--num-layers` each, unless one has its
-    own flag; None if a number is unknown.
+    """Return the total layers of T5's encoder and decoder by Megatron's flags; None if a number is unknown.
+    Each has `--num-layers` layers, unless one has its own flag.
     """
     encoder = draft["encoder_num_layers"] or draft["num_layers"]
     decoder = draft["decoder_num_layers"] or draft["num_layers"] or encoder

@@ -26,7 +26,7 @@ class _BraceGroup:
     choices: list[list[str | _BraceGroup]] = field(default_factory=lambda: [[]])
 
     def literal_parts(self) -> list[str | _BraceGroup]:
-        """Return the parts of unmatched braces as literal text, without the closing brace."""
+        """Return the parts of unmatched braces in a shell word as literal text, without the closing brace."""
         parts: list[str | _BraceGroup] = ["{"]
         for number, choice in enumerate(self.choices):
             parts += [",", *choice] if number else choice
@@ -34,8 +34,9 @@ class _BraceGroup:
 
 
 def expand_braces(pieces: Sequence[WordPiece | None], spend: Callable[[int], None]) -> list[list[WordPiece | None]]:
-    """Return the words that brace expansion, `a{b,c}{1..3}`, makes of one shell word, given as its quoted and unquoted
-    pieces; only unquoted text is expanded. `spend` is called with the number of characters before they are created.
+    """Return the words that brace expansion, `a{b,c}{1..3}`, makes of one shell word.
+    The word is given as its quoted and unquoted pieces; only unquoted text is expanded. `spend` is called with the
+    number of characters before they are created.
 
     `spend` is called with their total number of characters before they are created.
     """

@@ -21,8 +21,8 @@ LINE = 60  # digits that `bc` prints on one line
 
 
 def simulate_expr(arguments: Sequence[str], _: str | None) -> str | None:
-    """Return what the shell command `expr` with these arguments prints for an expression of whole numbers, or None if
-    it is not one.
+    """Return the output of the shell command `expr` with these arguments.
+    The result is None if they are not an expression of whole numbers.
     """
     text = " ".join(arguments)
     if any(not re.fullmatch(r"[-+*/%()]|-?\d+", argument) for argument in arguments):
@@ -31,8 +31,8 @@ def simulate_expr(arguments: Sequence[str], _: str | None) -> str | None:
 
 
 def simulate_bc(arguments: Sequence[str], entered: str | None) -> str | None:
-    """Return what the shell command `bc` prints for numeric expressions and assignments of `scale` on its standard
-    input `entered`, or None for other input.
+    """Return the output of the shell command `bc` for its standard input `entered`.
+    It is supported for numeric expressions and assignments of `scale`; the result is None for other input.
     """
     if entered is None or any(argument not in ("-l", "-q", "-lq", "-ql") for argument in arguments):
         return None
@@ -54,7 +54,7 @@ def _format_as_bc(value: Number) -> str:
 
 
 def simulate_seq(arguments: Sequence[str], _: str | None) -> str | None:
-    """Return what the shell command `seq` with these arguments prints for whole numbers, or None for other arguments."""
+    """Return the output of the shell command `seq` for whole numbers, or None for other arguments."""
     if not arguments or re.match(r"-\d", arguments[0]):
         options, words = list[tuple[str, str]](), list(arguments)
     else:

@@ -19,8 +19,9 @@ ROUNDS = 256  # most iterations of a loop
 
 
 def follow_for_loop(reader: ScriptReader, node: Node) -> KnownTruth:
-    """Interpret a shell loop `for NAME in ...`, whose body is interpreted once with NAME unknown if a word is unknown;
-    return True if its last command succeeds, None if unknown.
+    """Interpret a shell loop `for NAME in ...`, whose words may be unknown.
+    If a word is unknown, the body is interpreted once with NAME unknown. Returns True if its last command succeeds,
+    None if unknown.
     """
     variable, body = node.child_by_field_name("variable"), node.child_by_field_name("body")
     if variable is None or body is None:
@@ -109,8 +110,8 @@ def _follow_iterations(
 
 
 def follow_if_statement(reader: ScriptReader, node: Node) -> KnownTruth:
-    """Interpret a shell `if ...; then ...; elif ...; else ...; fi`, or every branch if the condition is unknown; return
-    True if its last command succeeds, None if unknown.
+    """Interpret a shell `if ...; then ...; elif ...; else ...; fi`.
+    Every branch is interpreted if the condition is unknown. Returns True if its last command succeeds, None if unknown.
     """
     return _follow_branches(reader, node, list(if_branches(node)))
 
@@ -133,8 +134,8 @@ def _follow_branches(reader: ScriptReader, node: Node, found: Sequence[tuple[lis
 
 
 def follow_case_statement(reader: ScriptReader, node: Node) -> KnownTruth:
-    """Interpret a shell `case ... in pattern) ...;; esac`, or every branch if the value is unknown; return True if its
-    last command succeeds, None if unknown.
+    """Interpret a shell `case ... in pattern) ...;; esac`.
+    Every branch is interpreted if the value is unknown. Returns True if its last command succeeds, None if unknown.
     """
     value = node.child_by_field_name("value")
     text = reader.words.expand_text(value) if value else ""

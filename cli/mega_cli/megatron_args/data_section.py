@@ -73,8 +73,8 @@ def _fim(draft: RunDraft) -> None:
 
 
 def parse_blend(words: Sequence[str]) -> list[dict[str, Any]]:
-    """Parse the words of Megatron's `--data-path`, weights and paths alternating or paths alone, to items of run.yaml's
-    `data.train`.
+    """Parse the words of Megatron's `--data-path` to items of run.yaml's `data.train`.
+    The words are weights and paths alternating, or paths alone.
     """
     weights = words[::2]
     if words and len(words) % 2 == 0 and all(_is_number(weight) for weight in weights):

@@ -20,8 +20,8 @@ def has_experts(draft: RunDraft) -> bool:
 
 
 def write_experts_section(draft: RunDraft, width: int | None) -> None:
-    """Add to `draft` the `model.moe` section of a run.yaml, from Megatron-LM flags; `width` is the dense layers'
-    feed-forward width, the default of an expert's.
+    """Add the `model.moe` section of a run.yaml to `draft`, from Megatron-LM flags.
+    `width` is the dense layers' feed-forward width, the default of an expert's.
     """
     put, counts = draft.set_key, set(draft["num_experts"])
     put(

@@ -24,8 +24,8 @@ MOST = 100_000
 
 @dataclass(frozen=True)
 class FlagSpec:
-    """Command-line flag of Megatron's `pretrain_gpt.py`: a row of mega's table of Megatron-LM's own flags (`flags.csv`)
-    or of those that forks add (`forks.csv`).
+    """Command-line flag of Megatron's `pretrain_gpt.py`.
+    It is a row of mega's table of Megatron-LM's own flags (`flags.csv`) or of those that forks add (`forks.csv`).
 
     Attributes:
         name, aliases: spellings.
@@ -51,17 +51,17 @@ class FlagSpec:
 
     @property
     def takes_list(self) -> bool:
-        """True if the flag's value is a list."""
+        """True if the value of the Megatron flag is a list."""
         return self.takes in ("3", "+", "*")
 
     @property
     def min_values(self) -> int:
-        """Smallest number of values after the flag."""
+        """Smallest number of values after the Megatron flag."""
         return {"1": 1, "3": 3, "+": 1}.get(self.takes, 0)
 
     @property
     def max_values(self) -> float:
-        """Largest number of values after the flag; infinity for `+` and `*`."""
+        """Largest number of values after the Megatron flag; infinity for `+` and `*`."""
         return {"1": 1, "3": 3, "+": float("inf"), "*": float("inf")}.get(self.takes, 0)
 
     def convert_value(self, text: str) -> Any:
@@ -133,8 +133,8 @@ class GivenFlag:
 
     @property
     def unset_parameters(self) -> list[str]:
-        """Names of shell variables in the flag's values that the launch script does not set, and placeholders such as
-        `<path>`.
+        """Names of shell variables in the flag's values that the launch script does not set.
+        Placeholders such as `<path>` are included.
         """
         return [name for value in self.values for name in MARK.findall(value) + PLACEHOLDER.findall(value)]
 
@@ -177,8 +177,8 @@ class GivenFlag:
 
 @dataclass
 class CommandSettings:
-    """Settings of a Megatron training command from its flags; `settings[dest]` is the given value, or Megatron's
-    default.
+    """Settings of a Megatron training command from its flags.
+    `settings[dest]` is the given value, or Megatron's default.
 
     Attributes:
         strict: report flags and values unknown to Megatron-LM as problems instead of remarks.
@@ -232,16 +232,16 @@ class CommandSettings:
         return None
 
     def add_flag_problem(self, given: GivenFlag, rule: str, hint: str = "") -> None:
-        """Record a problem, raised later by `raise_problems`, for a flag whose value cannot be used; `rule` is what it
-        violates.
+        """Record a problem for a flag whose value cannot be used.
+        It is raised later by `raise_problems`; `rule` is the rule that the value violates.
         """
         problem = ConfigProblem(f"line {given.line}: {given}", rule, hint=hint)
         if problem not in self.problems:
             self.problems.append(problem)
 
     def add_megatron_problem(self, line: int, text: str, rule: str, hint: str) -> None:
-        """Record settings on line `line` of the launch script that Megatron-LM would reject: a problem if `strict`,
-        else a remark. `rule` is what they violate.
+        """Record settings of the launch script that Megatron-LM would reject.
+        They are on line `line`, and are a problem if `strict`, else a remark. `rule` is the rule that they violate.
         """
         if self.strict:
             self.problems.append(ConfigProblem(f"line {line}: {text}", rule, hint=hint))
@@ -257,8 +257,8 @@ class CommandSettings:
 def parse_command_arguments(
     words: Sequence[ShellWord], table: Iterable[FlagSpec], *, strict: bool = False
 ) -> CommandSettings:
-    """Parse the arguments of a Megatron training command with the flags of `table`. Problems are not raised here, but
-    by `CommandSettings.raise_problems`.
+    """Parse the arguments of a Megatron training command with the flags of `table`.
+    Problems are not raised here, but by `CommandSettings.raise_problems`.
     """
     table, words = list(table), _join_placeholders(words)
     spellings = {name: flag for flag in table for name in (flag.name, *flag.aliases)}

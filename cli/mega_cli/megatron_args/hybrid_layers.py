@@ -15,8 +15,9 @@ from mega_common.layer_kinds import NORM_EPS, HybridLayerPattern, build_hybrid_p
 def select_pattern_layers(
     draft: RunDraft, key: str, dest: str, every: Callable[[int, int], bool], further: int = 0
 ) -> list[bool] | None:
-    """Return for each layer whether it has the kind that the layer pattern in Megatron setting `dest` selects;
-    `every(layer, n)` decides if the pattern is a number n. `key` is run.yaml's key, for notes.
+    """Return a list of booleans for layers, true if the layer has the kind that a Megatron pattern selects.
+    The pattern is in Megatron setting `dest`; `every(layer, n)` decides if the pattern is a number n. `key` is
+    run.yaml's key, for notes.
 
     The `further` layers after the last one are included. None if the kinds are unknown: an invalid pattern is a problem,
     and without a number of layers `key` is left to be filled in.
@@ -52,8 +53,8 @@ SIZES = {
 
 
 def has_hybrid_layers(draft: RunDraft) -> bool:
-    """Return whether a layer pattern or ratio among Megatron's flags makes the model a hybrid (such as Mamba with
-    attention).
+    """Return whether Megatron's flags describe a hybrid model, such as Mamba with attention.
+    A layer pattern or ratio among the flags makes the model a hybrid.
     """
     return any(draft.is_enabled(dest) for dest in (*PATTERNS, *SHARES, "is_hybrid_model"))
 
@@ -65,8 +66,8 @@ def pattern_lacks_experts(draft: RunDraft) -> bool:
 
 
 def hybrid_pattern(draft: RunDraft) -> HybridLayerPattern | None:
-    """Return the hybrid layer pattern that Megatron's flags give, or None if it is absent, unknown or invalid; an
-    invalid one is recorded as a problem in `draft`.
+    """Return the hybrid layer pattern that Megatron's flags give.
+    Returns None if it is absent, unknown or invalid; an invalid one is recorded as a problem in `draft`.
     """
     named = ("is_hybrid_model", *PATTERNS, *SHARES, "num_layers", "mtp_num_layers", "mtp_hybrid_override_pattern")
     if not has_hybrid_layers(draft) or any(draft.is_unknown(dest) or MARK.search(str(draft[dest])) for dest in named):
@@ -83,8 +84,8 @@ def hybrid_pattern(draft: RunDraft) -> HybridLayerPattern | None:
 
 
 def write_hybrid_section(draft: RunDraft) -> None:
-    """Add to `draft` the layers of a hybrid model, run.yaml's `model.layers` and `model.mamba` or `model.delta`, from
-    Megatron-LM flags.
+    """Add the layers of a hybrid model to `draft`, from Megatron-LM flags.
+    They are run.yaml's `model.layers` and `model.mamba` or `model.delta`.
     """
     pattern, put = hybrid_pattern(draft), draft.set_key
     flags = (*PATTERNS, *SHARES, "mtp_hybrid_override_pattern")
@@ -122,8 +123,9 @@ def _delta(draft: RunDraft) -> None:
 
 
 def write_attention_variant(draft: RunDraft) -> None:
-    """Add to `draft` run.yaml's `model.attention_gate`, and `model.layers` and `model.delta` if some layers are gated
-    delta nets, from Megatron-LM flags.
+    """Add the attention gate and gated delta net layers of a model to `draft`, from Megatron-LM flags.
+    They are run.yaml's `model.attention_gate`, and `model.layers` and `model.delta` if some layers are gated delta
+    nets.
     """
     if draft["attention_output_gate"]:
         draft.set_key("model.attention_gate", True, "attention_output_gate")
@@ -149,8 +151,8 @@ LAYOUT = "pipeline_model_parallel_layout"
 
 
 def write_pipeline_layout(draft: RunDraft) -> None:
-    """Add to `draft` run.yaml's `parallel.virtual_stages` and `parallel.pipeline_layout`, if Megatron-LM flags give
-    them.
+    """Add the layout of pipeline stages to `draft`, if Megatron-LM flags give it.
+    The keys of run.yaml are `parallel.virtual_stages` and `parallel.pipeline_layout`.
     """
     layers, pp = draft.run["model"]["num_layers"], draft["pipeline_model_parallel_size"]
     if pp == 1:
@@ -187,9 +189,9 @@ def _open(draft: RunDraft) -> None:
 def layers_per_stage(
     layers: int, pp: int, virtual: int, *, first: int | None, last: int | None, embedding: bool, loss: bool
 ) -> list[int]:
-    """Return the number of decoder layers of each of pp x virtual pipeline stages by Megatron's rules; stage s belongs
-    to rank s % pp. `first` and `last` are the layers of the outer ranks, if given; else `embedding` and `loss` count as
-    one layer each.
+    """Return the number of decoder layers of each of pp x virtual pipeline stages by Megatron's rules.
+    Stage s belongs to rank s % pp. `first` and `last` are the layers of the outer ranks, if given; else `embedding` and
+    `loss` count as one layer each.
 
     `first` and `last` are the layers of the first and the last rank; the others are distributed evenly. Without them, all
     stages are even, with `embedding` and `loss` counted as one layer each.
@@ -209,8 +211,8 @@ def layers_per_stage(
 
 
 def parse_layout_string(text: str) -> list[int]:
-    """Return the number of decoder layers of each stage in a Megatron layout such as `Ett|(tt|)*6t|L`: `t` is a layer,
-    `|` ends a stage, `*` repeats.
+    """Return the number of decoder layers of each pipeline stage in a Megatron layout such as `Ett|(tt|)*6t|L`.
+    In the layout, `t` is a layer, `|` ends a stage, and `*` repeats.
     """
     text = text.replace(",", "")
     for pattern in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):

@@ -114,8 +114,8 @@ def _is_gpt2(file: str) -> bool:
 
 
 def feed_forward_width(draft: RunDraft) -> int | None:
-    """Return the feed-forward width that Megatron-LM flags give: by default 4 times the hidden size, for SwiGLU two
-    thirds of that in multiples of 64.
+    """Return the feed-forward width that Megatron-LM flags give.
+    By default it is 4 times the hidden size, for SwiGLU two thirds of that in multiples of 64.
 
     FlagScale rounds those two thirds up to multiples of `--multiple-of`, after a factor.
     """
@@ -177,8 +177,8 @@ def _parts(draft: RunDraft) -> None:
 
 
 def has_linear_biases(draft: RunDraft) -> bool:
-    """Return whether Megatron's flags give linear layers biases. Megatron-LLM, whose flags have underscores, has its
-    own flags for biases.
+    """Return whether Megatron's flags give linear layers biases.
+    Megatron-LLM, whose flags have underscores, has its own flags for biases.
     """
     return bool(draft["add_bias_linear"] and (draft["use_bias"] or not draft.arguments.respelled))
 

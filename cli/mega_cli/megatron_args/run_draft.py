@@ -68,8 +68,8 @@ class DeepSpeedConfigFile:
 
 
 def read_deepspeed_file(name: str, text: str) -> DeepSpeedConfigFile | None:
-    """Parse the text of a DeepSpeed configuration file; return None if it is not a JSON object, such as a template that
-    a program fills.
+    """Parse the text of a DeepSpeed configuration file.
+    Returns None if it is not a JSON object, such as a template that a program fills.
     """
     try:
         values = parse_json_text(MARK.sub("null", text))
@@ -160,8 +160,8 @@ class RunDraft:
         return bool(self[dest]) or self.is_unknown(dest)
 
     def is_unknown(self, dest: str) -> bool:
-        """Return whether the Megatron command gives setting `dest` with an unknown value, such as an unset shell
-        variable.
+        """Return whether the Megatron command gives setting `dest` with an unknown value.
+        An example is an unset shell variable.
         """
         given = self.arguments.given.get(dest)
         return given is not None and bool(given.why_unknown_value)
@@ -186,9 +186,9 @@ class RunDraft:
     def set_key(
         self, key: str, value: Any, *dests: str, because: str = "", ask: str = "not in the script", instead: str = ""
     ) -> None:
-        """Set a dotted key of run.yaml to `value`, which comes from the Megatron settings `dests`; None leaves the key
-        for the user to fill in. `because` is the key's comment, `ask` the note for an unknown value, `instead` a text
-        in place of null.
+        """Set a dotted key of run.yaml to a value from Megatron settings.
+        The value is `value`, from the Megatron settings `dests`; None leaves the key for the user to fill in. `because`
+        is the key's comment, `ask` the note for an unknown value, `instead` a text in place of null.
 
         `None` is left for the user to fill in, with the note `ask` or the problem with the settings; `instead` is written
         for keys for which null is a valid value.
@@ -213,8 +213,8 @@ class RunDraft:
         node[last] = _plain(value)
 
     def set_key_from_file(self, key: str, path: str, value: Any, *dests: str, flags: Any = None) -> None:
-        """Set a dotted key of run.yaml to `value`, found in DeepSpeed's configuration file at `path`; a note is added
-        if the Megatron flags in `dests` give another value, `flags`.
+        """Set a dotted key of run.yaml to a value found in DeepSpeed's configuration file.
+        The file is at `path`; a note is added if the Megatron flags in `dests` give another value, `flags`.
         """
         self.set_key(key, value, *dests, because=f"{path} of {self.deepspeed_file.name}")
         if any(dest in self for dest in dests) and flags != value:
@@ -240,8 +240,8 @@ class RunDraft:
         return reason
 
     def add_note(self, kind: NoteKind, text: str, *dests: str, key: str | None = None) -> None:
-        """Add a note of `kind` on the flags of the settings `dests` that the command gives, or a general note without
-        `dests`.
+        """Add a note of `kind` on Megatron flags that the command gives, or a general note.
+        The flags are of the settings `dests`; without them, the note is general.
         """
         for given in filter(None, map(self.arguments.given.get, dests)):
             before = self._flags.get(given.flag.dest)
@@ -255,8 +255,8 @@ class RunDraft:
         self._general.append(FlagNote("open", f"line {line}: {text}", line=line))
 
     def add_problem(self, dest: str, rule: str) -> None:
-        """Record that the value of the Megatron flag of setting `dest` violates `rule`; the errors of all flags are
-        raised together later.
+        """Record that the value of a Megatron flag violates a rule.
+        The flag is of setting `dest`, the rule is `rule`. The errors of all flags are raised together later.
         """
         self.arguments.add_flag_problem(self.arguments.given[dest], rule)
 
@@ -270,8 +270,8 @@ class RunDraft:
 
 @cache
 def load_flag_handling() -> tuple[tuple[str, NoteKind, str], ...]:
-    """Return the notes on Megatron flags that set no key of run.yaml, from mega's table `handling.yaml`: (glob pattern
-    of the flag's name, kind of note, text).
+    """Return the notes on Megatron flags that set no key of run.yaml.
+    They are from mega's table `handling.yaml`: (glob pattern of the flag's name, kind of note, text).
     """
     text = (files("mega_cli.megatron_args") / "handling.yaml").read_text(encoding="utf-8")
     table: Mapping[NoteKind, Mapping[str, str]] = yaml.safe_load(text)

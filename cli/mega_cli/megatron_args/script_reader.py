@@ -175,8 +175,8 @@ def follow_script(
     define: Mapping[str, str] | None = None,
     arguments: Sequence[str] | None = None,
 ) -> ScriptResult:
-    """Interpret a shell script statically: return the variables it sets and the commands it would start. Nothing is
-    executed.
+    """Interpret a shell script statically, without running anything.
+    Returns the variables it sets and the commands it would start.
 
     Args:
         path: path of the script; files that it sources or starts are searched in its folder.

@@ -39,8 +39,8 @@ class ScriptExit(Exception):
 
 @dataclass
 class ScriptResult:
-    """Result of the static interpretation of a shell script: variables, commands it would start, files it would write,
-    and remarks.
+    """Result of the static interpretation of a shell script.
+    It has variables, commands that the script would start, files it would write, and remarks.
 
     Attributes:
         variables: values at the end of the script, by name and index.
@@ -62,8 +62,8 @@ class ScriptResult:
     budget: WorkBudget = field(default_factory=WorkBudget)
 
     def write_file(self, name: str, text: str, *, append: bool = False) -> None:
-        """Record in `files` the text that the interpreted shell script would write or append to `name`; nothing is
-        written to disk.
+        """Record the text that the interpreted shell script would write or append to a file.
+        It is recorded in `files` under `name`; nothing is written to disk.
         """
         name = name.removeprefix("./")
         before = self.files.get(name, "") if append else ""
@@ -113,8 +113,9 @@ class ScriptReader:
     def read_source(
         self, text: str, line: int, arguments: list[ShellWord] | None = None, *, flat: bool = True
     ) -> KnownTruth:
-        """Interpret the text of a script that begins at `line`; with `flat` all of it counts as this one line, as for
-        `eval`. Return True if its last command succeeds, None if unknown.
+        """Interpret the text of a shell script that begins at `line`.
+        With `flat`, all of it counts as this one line, as for `eval`. Returns True if its last command succeeds, None
+        if unknown.
         """
         text = text.replace("\r\n", "\n")
         if len(text) > LARGEST_SCRIPT:
@@ -137,7 +138,7 @@ class ScriptReader:
             self.script.remarks.append(remark)
 
     def follow_block(self, nodes: Sequence[Node]) -> KnownTruth:
-        """Interpret statements one after another; return whether the last one succeeds, or None if unknown."""
+        """Interpret shell statements one after another; return whether the last one succeeds, or None if unknown."""
         status: KnownTruth = True
         for node in nodes:
             if node.type != "comment":
@@ -145,7 +146,7 @@ class ScriptReader:
         return status
 
     def follow_statement(self, node: Node) -> KnownTruth:
-        """Interpret one statement; return whether it succeeds, or None if unknown."""
+        """Interpret one shell statement; return whether it succeeds, or None if unknown."""
         self.steps += 1
         if self.steps > STEPS:
             raise ScriptExit("exit")
@@ -156,8 +157,8 @@ class ScriptReader:
         return self.follow_block([child for child in node.named_children if child.type in self.statements])
 
     def evaluate_expression(self, text: str) -> int | None:
-        """Return the value of a shell arithmetic expression and carry out its assignments; None if the value is
-        unknown, and then every variable that it sets becomes unknown.
+        """Return the value of a shell arithmetic expression and carry out its assignments.
+        Returns None if the value is unknown, and then every variable that it sets becomes unknown.
         """
         if MARK.search(text):
             for name in re.findall(r"([A-Za-z_]\w*)\s*(?:[-+*/%]?=(?!=)|\+\+|--)", text):
@@ -166,8 +167,9 @@ class ScriptReader:
         return evaluate_arithmetic(text, self.words)
 
     def capture_output(self, follow: Callable[[], KnownTruth]) -> tuple[str | None, KnownTruth]:
-        """Return the output of the statements that `follow` interprets, None if unknown, and True if they succeed, None
-        if unknown.
+        """Return the output of interpreted shell statements, and whether they succeed.
+        The function `follow` interprets them. The output is None if unknown. The second value is True if they succeed,
+        None if unknown.
         """
         before, self.printed = self.printed, []
         try:
@@ -178,8 +180,8 @@ class ScriptReader:
             self.printed = before
 
     def follow_all_branches(self, node: Node, condition: str, *branches: Callable[[], object]) -> None:
-        """Interpret each branch, because it is unknown which one the script takes. Variables that differ afterwards
-        keep their common prefix and are unknown from there.
+        """Interpret each branch of a script, because it is unknown which one the script takes.
+        Variables that differ afterwards keep their common prefix and are unknown from there.
         """
         before, ends = self.words.variables, list[dict[str, VariableValue]]()
         for follow_branch in branches:
@@ -220,8 +222,8 @@ class ScriptReader:
 
     @contextmanager
     def enter_level(self) -> Iterator[None]:
-        """Enter one level of nested functions, substitutions or scripts; too deep a level raises
-        `ScriptExit("return")`.
+        """Enter one level of nested functions, substitutions or scripts.
+        Too deep a level raises `ScriptExit("return")`.
         """
         self.depth += 1
         try:
@@ -249,8 +251,8 @@ class ScriptReader:
         ).evaluate()
 
     def comparison_text(self, text: str, node: Node) -> str | None:
-        """Return a text as a shell condition compares it, or None if it has unknown values; unset variables count as
-        empty, with a remark on the line of `node`.
+        """Return a text as a shell condition compares it, or None if it has unknown values.
+        Unset variables count as empty, with a remark on the line of `node`.
         """
         for name in MARK.findall(text):
             if not name.isidentifier() or name in self.words.awaited or ALWAYS_SET.fullmatch(name):

@@ -60,8 +60,8 @@ class ScriptVariables:
         return first if flat else first + node.start_point[0]
 
     def encode_marks(self, text: str) -> str:
-        """Return a text in which the marks that stand for unknown values are replaced by numbered ones, because their
-        names may contain characters that the shell parser rejects.
+        """Return a text in which the marks that stand for unknown values are replaced by numbered ones.
+        They are replaced because their names may contain characters that the shell parser rejects.
         """
         self.marks = [*self.marks, *MARK.findall(text)]
         numbers = iter(range(len(self.marks) - len(MARK.findall(text)), len(self.marks)))
@@ -73,8 +73,9 @@ class ScriptVariables:
 
     @contextmanager
     def at_offset(self, place: tuple[int, bool], arguments: list[ShellWord] | None) -> Iterator[None]:
-        """Context manager in which line numbers count from `place`, (first line, True if all text counts as this line),
-        and `arguments` are `$1`, `$2`, ... unless None.
+        """Context manager in which line numbers and positional parameters are those of a nested script.
+        Line numbers count from `place`, (first line, True if all text counts as this line), and `arguments` are `$1`,
+        `$2`, ... unless None.
         """
         before = self.place, self.positional
         self.place = place
@@ -105,8 +106,8 @@ class ScriptVariables:
         self.set_variable(name, {"0": ShellWord(text, line)})
 
     def read_number(self, name: str) -> str | None:
-        """Return the text of a shell variable or array element for an arithmetic expression, or None if its value is
-        unknown.
+        """Return the text of a shell variable or array element for an arithmetic expression.
+        Returns None if its value is unknown.
         """
         self.budget.spend_characters(EXPRESSION)
         name, _, index = name.removesuffix("]").partition("[")
@@ -119,8 +120,8 @@ class ScriptVariables:
         self.set_text_variable(name, make_unknown_mark("{" + name + "}") if value is None else value, self.place[0])
 
     def element_index(self, text: str) -> str | None:
-        """Return the key of a shell array's element, given by an arithmetic expression, or None if its value is
-        unknown.
+        """Return the key of a shell array's element, given by an arithmetic expression.
+        Returns None if its value is unknown.
         """
         number = None if MARK.search(text) else evaluate_arithmetic(text, self)
         return None if number is None else str(number)
@@ -132,8 +133,8 @@ def word_texts(value: VariableValue | None) -> dict[str, str] | None:
 
 
 def merge_branch_values(name: str, values: Sequence[VariableValue | None], line: int) -> VariableValue:
-    """Merge the values that a shell variable has after several branches, when it is unknown which one the script takes:
-    their common prefix, with a mark for the unknown rest.
+    """Merge the values that a shell variable has after several branches.
+    The script may take any of them, so the result is their common prefix, with a mark for the unknown rest.
     """
     mark = make_unknown_mark("{" + name + "}")
     if any(value and set(value) != {"0"} for value in values):

@@ -26,8 +26,8 @@ HANDLING = frozenset(
 
 
 class NestedScript(NamedTuple):
-    """Script passed to a command such as `bash -c` or `sbatch`: the command's other words, and the script's text and
-    arguments.
+    """Script passed to a command such as `bash -c` or `sbatch`.
+    It has the command's other words, and the script's text and arguments.
     """
 
     launcher: list[ShellWord]
@@ -36,8 +36,8 @@ class NestedScript(NamedTuple):
 
 
 def follow_command(reader: ScriptReader, words: list[ShellWord], node: Node) -> KnownTruth:
-    """Interpret a command given as expanded words (a function, a builtin, a simulated tool or a nested script; others
-    are recorded as started); return True if it succeeds, None if unknown.
+    """Interpret a shell command given as expanded words; return True if it succeeds, None if unknown.
+    It is a function, a builtin, a simulated tool or a nested script; others are recorded as started.
     """
     words = list(words)
     while len(words) > 1 and words[0].text in TRANSPARENT and not words[1].text.startswith("-"):
@@ -238,8 +238,8 @@ BUILTINS: dict[str, Builtin] = {
 
 
 def follow_redirection(reader: ScriptReader, node: Node) -> KnownTruth:
-    """Interpret a command with redirected input or output, `command < file > file` or `command <<EOF`; known output to
-    a file is recorded, not written. Return True if it succeeds, None if unknown.
+    """Interpret a shell command with redirected input or output, `command < file > file` or `command <<EOF`.
+    Known output to a file is recorded, not written. Return True if it succeeds, None if unknown.
     """
     body, before = node.child_by_field_name("body"), reader.entered
     redirects = [child for child in node.named_children if child.type.endswith("_redirect")]
@@ -266,8 +266,8 @@ def follow_redirection(reader: ScriptReader, node: Node) -> KnownTruth:
 
 
 def read_redirected_input(reader: ScriptReader, redirect: Node) -> None:
-    """Set the interpreted script's standard input to the text of a redirection: `< file`, a here-document or a
-    here-string.
+    """Set the interpreted script's standard input to the text of a redirection.
+    The redirection is `< file`, a here-document or a here-string.
     """
     if redirect.type == "herestring_redirect":
         reader.entered = reader.words.expand_text(redirect.named_children[-1]) + "\n"

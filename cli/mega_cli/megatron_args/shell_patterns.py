@@ -27,8 +27,8 @@ class LinearMatch(Protocol):
 
 
 def search_extended_regex(pattern: str, text: str) -> bool | None:
-    """Return whether a POSIX extended regular expression matches anywhere in a text, or None if RE2 does not support
-    it.
+    """Return whether a POSIX extended regular expression matches anywhere in a text.
+    Returns None if RE2 does not support it.
     """
     try:
         return _compiled(pattern, posix=True, longest=True).search(text) is not None
@@ -45,8 +45,8 @@ def matches_whole_text(pattern: str, text: str) -> bool | None:
 
 
 def matching_prefix_length(pattern: str, text: str, *, longest: bool) -> int | None:
-    """Return the length of the prefix of a text that a regular expression matches, -1 if none does, None if RE2 does
-    not support the pattern.
+    """Return the length of the prefix of a text that a regular expression matches.
+    Returns -1 if it matches none, None if RE2 does not support the pattern.
 
     The shortest prefix is found if the pattern has lazy repetitions (`*?`).
     """
@@ -60,9 +60,9 @@ def matching_prefix_length(pattern: str, text: str, *, longest: bool) -> int | N
 def substitute_longest(
     pattern: str, instead: str, text: str, spend: Callable[[int], None], *, every: bool
 ) -> str | None:
-    """Replace the first match of a regular expression by `instead`, or every match, each as long as possible; empty
-    matches are not replaced. None if RE2 does not support the pattern. `spend` is called with the number of characters
-    before they are created.
+    """Replace the first match of a regular expression, or every match, each as long as possible.
+    Matches are replaced by `instead`; empty matches are not replaced. Returns None if RE2 does not support the pattern.
+    `spend` is called with the number of characters before they are created.
 
     `spend` is called with the length of the result before it is created.
     """
@@ -112,8 +112,8 @@ def quote_pattern(text: str) -> str:
 
 
 def pieces_to_pattern(pieces: Sequence[WordPiece | None]) -> str:
-    """Return a shell word, given as its quoted and unquoted pieces, as one shell pattern in which quoted text is
-    literal.
+    """Return a shell word as one shell pattern in which quoted text is literal.
+    The word is given as its quoted and unquoted pieces.
     """
     return "".join(quote_pattern(piece.text) if piece.kind == "quoted" else piece.text for piece in pieces if piece)
 
@@ -148,8 +148,8 @@ def matches_pattern(text: str, pattern: str) -> bool | None:
 def apply_parameter_operator(
     text: str, operator: str, pieces: Sequence[WordPiece | None], spend: Callable[[int], None]
 ) -> str | None:
-    """Return a shell variable's text after a parameter expansion such as `${NAME#pattern}`, `${NAME/pattern/text}` or
-    `${NAME^^}`, whose operand is `pieces`; None if the result is unknown.
+    """Return a shell variable's text after a parameter expansion such as `${NAME#pattern}`.
+    Others are `${NAME/pattern/text}` or `${NAME^^}`. The operand is `pieces`. Returns None if the result is unknown.
     """
     if operator in LETTERS and not pieces:
         return None if MARK.search(text) else LETTERS[operator](text)

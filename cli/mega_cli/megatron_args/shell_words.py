@@ -21,8 +21,8 @@ class ShellWord(NamedTuple):
 
 
 class WordPiece(NamedTuple):
-    """Quoted or unquoted section of a shell word under expansion: its text, its kind (`quoted`, `plain` or `value`) and
-    its line.
+    """Quoted or unquoted section of a shell word under expansion.
+    It has its text, its kind (`quoted`, `plain` or `value`) and its line.
 
     `kind` is `quoted`, `plain` for text of the script, in which braces and patterns are expanded, or `value` for the
     result of an expansion, which is split at blanks. In a list of pieces, `None` ends a word.
@@ -34,8 +34,8 @@ class WordPiece(NamedTuple):
 
 
 def make_unknown_mark(name: str) -> str:
-    """Return the mark that stands for an unknown value in expanded text; `name` is `NAME`, `(command)`,
-    `((expression))` or `{NAME}`.
+    """Return the mark that stands for an unknown value in expanded shell text.
+    `name` is `NAME`, `(command)`, `((expression))` or `{NAME}`.
     """
     return f"{OPEN}{format_unknown_marks(name)}{CLOSE}"
 
@@ -52,8 +52,8 @@ def is_unset_parameter(text: str) -> bool:
 
 
 def explain_unknown(text: str) -> str:
-    """Return a sentence on why a Megatron flag's value is unknown: the unset variable or unknown command in it, else a
-    placeholder such as `<path>`.
+    """Return a sentence on why a Megatron flag's value is unknown.
+    It names the unset variable or unknown command in the value, else a placeholder such as `<path>`.
     """
     match = MARK.search(text)
     name = match[1] if match else ""
@@ -67,15 +67,15 @@ def explain_unknown(text: str) -> str:
 
 
 def split_on_blanks(text: str) -> list[str]:
-    """Return the parts of a text between blanks, with empty parts for blanks at either end; blanks in marks of unknown
-    values do not split.
+    """Return the parts of a text between blanks, with empty parts for blanks at either end.
+    Blanks in marks of unknown values do not split.
     """
     return [part for part, _ in split_on_separators(text)]
 
 
 def split_on_separators(text: str, separators: str = " \t\n") -> list[tuple[str, bool]]:
-    """Return (part, flag) for the parts of a text between separators, ignoring separators in marks of unknown values,
-    with empty parts for separators at either end.
+    """Return (part, flag) for the parts of a text between separators.
+    Separators in marks of unknown values are ignored. Separators at either end give empty parts.
 
     The second value is True if the separator before the part ends an empty field, as all separators except blanks do.
     """

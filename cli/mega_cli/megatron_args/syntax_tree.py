@@ -116,8 +116,8 @@ def stdout_redirection(redirect: Node) -> Node | None:
 
 
 def group_adjacent(nodes: Sequence[Node], *, every: bool = False) -> list[list[Node]]:
-    """Group syntax nodes that have no blank between them into words: all nodes with `every`, else only nodes that are
-    not operators.
+    """Group syntax nodes that have no blank between them into words of a shell script.
+    All nodes are grouped with `every`, else only nodes that are not operators.
     """
     groups: list[list[Node]] = []
     for node in nodes:

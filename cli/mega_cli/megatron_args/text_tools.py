@@ -42,15 +42,15 @@ def _join_lines(lines: Sequence[str]) -> str:
 
 
 def simulate_cat(arguments: Arguments, entered: str | None) -> str | None:
-    """Return what the shell command `cat` prints: its standard input `entered`; None if that is unknown or files are
-    given.
+    """Return the output of the shell command `cat`, its standard input `entered`.
+    Returns None if that is unknown or files are given.
     """
     return entered if not arguments or arguments == ["-"] else None
 
 
 def simulate_tr(arguments: Arguments, entered: str | None) -> str | None:
-    """Return what the shell command `tr` prints, which translates, deletes or squeezes characters of its standard input
-    `entered`; None if the output is unknown.
+    """Return the output of the shell command `tr`, or None if it is unknown.
+    The command translates, deletes or squeezes characters of its standard input `entered`.
     """
     options, names = getopt.getopt(list(arguments), "cCds", ["complement", "delete", "squeeze-repeats"])
     given = {name.lstrip("-")[0].lower() for name, _ in options}
@@ -101,8 +101,8 @@ def _unescape(character: str) -> str:
 
 
 def simulate_cut(arguments: Arguments, entered: str | None) -> str | None:
-    """Return what the shell command `cut` prints for fields or characters of its standard input `entered`; None if the
-    output is unknown.
+    """Return the output of the shell command `cut`, or None if it is unknown.
+    The command prints fields or characters of its standard input `entered`.
     """
     parsed, files = getopt.gnu_getopt(
         list(arguments), "d:f:c:s", ["delimiter=", "fields=", "characters=", "only-delimited"]
@@ -146,8 +146,8 @@ def _select_parts(parts: Sequence[str], chosen: Sequence[tuple[int, int | None]]
 
 
 def simulate_sed(arguments: Arguments, entered: str | None) -> str | None:
-    """Return what `sed s/old/new/` prints for a literal `old` in its standard input `entered`; `new` may contain
-    unknown values. None if the output is unknown.
+    """Return the output of the shell command `sed s/old/new/` for a literal `old`.
+    The standard input is `entered`; `new` may contain unknown values. Returns None if the output is unknown.
     """
     program = arguments[1:] if arguments[0] == "-e" else arguments
     command = SUBSTITUTION.fullmatch(program[0]) if len(program[0]) <= LONGEST_COMMAND else None
@@ -166,8 +166,8 @@ def simulate_sed(arguments: Arguments, entered: str | None) -> str | None:
 
 
 def simulate_awk(arguments: Arguments, entered: str | None) -> str | None:
-    """Return what `awk` prints for a program that only prints fields, texts, or an expression in `BEGIN`; None for
-    other programs.
+    """Return the output of the shell command `awk` for a simple program, None for other programs.
+    A simple program only prints fields, texts, or an expression in `BEGIN`.
     """
     options, words = getopt.getopt(list(arguments), "F:")
     separator = options[-1][1] if options else " "
@@ -219,16 +219,16 @@ def _awk_field(number: int) -> AwkItem:
 
 
 def simulate_head(arguments: Arguments, entered: str | None) -> str | None:
-    """Return what the shell command `head` prints: the first lines of its standard input `entered`; None if the output
-    is unknown.
+    """Return the output of the shell command `head`, or None if it is unknown.
+    The output is the first lines of its standard input `entered`.
     """
     count = _line_count(arguments)
     return None if entered is None or count is None else "".join(entered.splitlines(keepends=True)[:count])
 
 
 def simulate_tail(arguments: Arguments, entered: str | None) -> str | None:
-    """Return what the shell command `tail` prints: the last lines of its standard input `entered`; None if the output
-    is unknown.
+    """Return the output of the shell command `tail`, or None if it is unknown.
+    The output is the last lines of its standard input `entered`.
     """
     count = _line_count(arguments)
     if entered is None or count is None:
@@ -242,7 +242,7 @@ def _line_count(arguments: Arguments) -> int | None:
 
 
 def simulate_paste(arguments: Arguments, entered: str | None) -> str | None:
-    """Return what `paste -s` prints: the joined lines of its standard input `entered`; None if the output is unknown."""
+    """Return the output of `paste -s`: the joined lines of its standard input `entered`; None if it is unknown."""
     parsed, files = getopt.gnu_getopt(list(arguments), "sd:", ["serial", "delimiters="])
     options = dict(parsed)
     delimiter = options.get("-d", options.get("--delimiters", "\t"))
@@ -253,15 +253,15 @@ def simulate_paste(arguments: Arguments, entered: str | None) -> str | None:
 
 
 def simulate_rev(arguments: Arguments, entered: str | None) -> str | None:
-    """Return what the shell command `rev` prints: each line of its standard input `entered` in reverse; None if the
-    output is unknown.
+    """Return the output of the shell command `rev`, or None if it is unknown.
+    The output is each line of its standard input `entered` in reverse.
     """
     return None if entered is None or arguments else "\n".join(line[::-1] for line in entered.split("\n"))
 
 
 def simulate_wc(arguments: Arguments, entered: str | None) -> str | None:
-    """Return what `wc` prints with one of -l, -w, -c, -m for its standard input `entered`; None if the output is
-    unknown.
+    """Return the output of the shell command `wc`, or None if it is unknown.
+    The command has one of -l, -w, -c, -m; its standard input is `entered`.
     """
     counts: dict[str, Callable[[str], int]] = {
         "-l": lambda text: text.count("\n"), "-w": lambda text: len(text.split()),
@@ -274,8 +274,8 @@ ESCAPED = re.compile(r"\\(.)", re.DOTALL)
 
 
 def simulate_output(name: str, arguments: Arguments, entered: str | None) -> str | None:
-    """Return what a small shell command such as `echo`, `basename` or `sed` prints for the standard input `entered`, or
-    None if the output is unknown; nothing is executed.
+    """Return the output of a small shell command such as `echo`, `basename` or `sed`, without running it.
+    The standard input is `entered`. Returns None if the output is unknown.
     """
     command = COMMANDS.get(name)
     if command is None:

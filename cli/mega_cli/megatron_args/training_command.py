@@ -60,8 +60,8 @@ class TrainingCommand:
 def find_training_command(
     text: str, *, path: Path | None = None, define: Mapping[str, str] = NOTHING, arguments: Sequence[str] = ()
 ) -> TrainingCommand:
-    """Return the training command that a launch script starts, or one from a bare list of Megatron arguments; the
-    script is interpreted, not executed.
+    """Return the training command that a launch script starts, or one from a bare list of Megatron arguments.
+    The script is interpreted, not executed.
 
     Args:
         path: path of the script; files that it sources are read from its folder.

@@ -106,8 +106,8 @@ def _copies(draft: RunDraft) -> None:
 
 
 def ranks_per_model(draft: RunDraft) -> int | None:
-    """Return the number of ranks that share one copy of the model by Megatron-LM flags, or None if a parallel size is
-    unknown.
+    """Return the number of ranks that share one copy of the model by Megatron-LM flags.
+    Returns None if a parallel size is unknown.
     """
     sizes = [draft[name] for name in COPY]
     return prod(sizes) if all(sizes) else None
@@ -116,12 +116,15 @@ def ranks_per_model(draft: RunDraft) -> int | None:
 def write_optimizer_section(draft: RunDraft) -> None:
     """Add to `draft` the `optimizer` section of a run.yaml, from Megatron-LM flags."""
     put, name = draft.set_key, draft["optimizer"]
-    ours = {"adam": "adamw", "muon": "muon", "dist_muon": "muon"}
+    ours = {"adam": "adamw", "muon": "muon", "dist_muon": "muon", "sgd": "sgd", "lion": "lion"}
     put("optimizer.name", ours.get(name), "optimizer", ask=f"the optimizer {name} is not supported")
+    if name == "sgd":
+        put("optimizer.sgd.momentum", draft["sgd_momentum"], "sgd_momentum")
     put("optimizer.lr", draft["lr"], "lr")
     if "decoupled_lr" in draft:
         put("optimizer.decoupled_lr", draft["decoupled_lr"], "decoupled_lr")
-    put("optimizer.betas", [draft["adam_beta1"], draft["adam_beta2"]], "adam_beta1", "adam_beta2")
+    betas = [f"{'lion' if name == 'lion' else 'adam'}_beta{i}" for i in (1, 2)]
+    put("optimizer.betas", [draft[flag] for flag in betas], *betas)
     put("optimizer.eps", draft["adam_eps"], "adam_eps")
     put("optimizer.weight_decay", draft["weight_decay"], "weight_decay")
     _clip(draft)
@@ -257,8 +260,8 @@ def _deepspeed_scale(draft: RunDraft) -> None:
 
 
 def note_deepspeed_file(draft: RunDraft) -> None:
-    """Add notes to `draft` on the translated settings of DeepSpeed's configuration file, and on enabled sections that
-    mega does not support.
+    """Add notes to `draft` on the sections of DeepSpeed's configuration file.
+    They are on the translated settings, and on enabled sections that mega does not support.
     """
     file = draft.deepspeed_file
     if file.name:

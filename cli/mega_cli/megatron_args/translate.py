@@ -36,8 +36,8 @@ SIZES = ("num_layers", "encoder_num_layers", "hidden_size", "num_attention_heads
 
 @dataclass(frozen=True)
 class ScriptTranslation:
-    """Translation of a launch script or another trainer's settings to the content of a run.yaml, with notes for its
-    header.
+    """Translation of a launch script or another trainer's settings to the content of a run.yaml.
+    It includes notes for the header of the run.yaml.
 
     Attributes:
         run: the content of run.yaml, with None for required values that the script does not set.
@@ -62,8 +62,8 @@ def translate_script(
     arguments: Sequence[str] = (),
     strict: bool = False,
 ) -> ScriptTranslation:
-    """Translate a launch script, or a bare list of arguments, of Megatron-LM's `pretrain_gpt.py`, `pretrain_bert.py` or
-    `pretrain_t5.py` to the content of a run.yaml.
+    """Translate a Megatron-LM launch script, or a bare list of arguments, to the content of a run.yaml.
+    The script runs `pretrain_gpt.py`, `pretrain_bert.py` or `pretrain_t5.py`.
 
     Megatron's defaults are written out, because mega's differ. Nothing of the script is executed.
 

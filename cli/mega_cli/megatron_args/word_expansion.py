@@ -40,15 +40,15 @@ class WordExpander(ScriptVariables):
     substitute: Callable[[Node], str | None] = field(kw_only=True)
 
     def expand_fields(self, *nodes: Node) -> list[ShellWord]:
-        """Return the words that a word of the shell script, given as adjacent syntax nodes, expands to: none, one or
-        several.
+        """Return the words that a word of the shell script expands to: none, one or several.
+        The word is given as adjacent syntax nodes.
         """
         pieces = [piece for node in nodes for piece in self.expand_pieces(node)]
         return [word for part in expand_braces(pieces, self.budget.spend_characters) for word in self._split(part)]
 
     def expand_text(self, *nodes: Node) -> str:
-        """Return the expansion of a shell word as one text, as in the value of an assignment; words of `$*` are joined
-        as in double quotes.
+        """Return the expansion of a shell word as one text, as in the value of an assignment.
+        Words of `$*` are joined as in double quotes.
         """
         starred = any(STARRED.search(node_text(node)) for node in nodes)
         joint = self.field_separators[:1] if starred else " "
@@ -59,8 +59,8 @@ class WordExpander(ScriptVariables):
         return pieces_to_pattern([piece for node in nodes for piece in self.expand_pieces(node)])
 
     def source_from(self, node: Node, start: int, cut: int = 0, quote: str = '"') -> str:
-        """Return the source of a syntax node from byte `start` on, without its last `cut` bytes, with variables
-        expanded.
+        """Return the source of a syntax node of a shell script, with variables expanded.
+        It is taken from byte `start` on, without its last `cut` bytes.
         """
         pieces = self.expand_mixed(node, quote, start, len(node.text or b"") - cut)
         return "".join(" " if piece is None else piece.text for piece in pieces)
@@ -77,15 +77,15 @@ class WordExpander(ScriptVariables):
         return self.decode_marks(node_text(node)) if literal else self.source_from(node, 0, quote="<<")
 
     def split_words(self, text: str) -> list[str]:
-        """Return the words of a text, such as the output of a command, split at the characters of the shell variable
-        IFS.
+        """Return the words of a text, split at the characters of the shell variable IFS.
+        The text is for example the output of a command.
         """
         return [word.text for word in self._split([WordPiece(text, "value", 0)])]
 
     @property
     def field_separators(self) -> str:
-        """Value of the shell variable IFS: the characters that separate words; the first one joins `"$*"` and
-        `"${NAME[*]}"`.
+        """Value of the shell variable IFS, the characters that separate words.
+        The first one joins `"$*"` and `"${NAME[*]}"`.
         """
         value = self.variables.get("IFS")
         return value["0"].text if value else " \t\n"
@@ -109,8 +109,8 @@ class WordExpander(ScriptVariables):
                     current = ShellWord(before.text + part, before.line if before.text else piece.line)
 
     def expand_pieces(self, node: Node, quote: str = "") -> list[WordPiece | None]:
-        """Return the expanded quoted and unquoted pieces of a shell word, or of the text between its double quotes;
-        None separates words.
+        """Return the expanded quoted and unquoted pieces of a shell word.
+        The word may also be the text between its double quotes. None separates words.
         """
         line, source = self.line_number(node), node_text(node)
         if node.type == "raw_string":
@@ -133,8 +133,8 @@ class WordExpander(ScriptVariables):
         return list(self.expand_mixed(node, quote, 0, len(source.encode())))
 
     def expand_mixed(self, node: Node, quote: str, start: int, end: int) -> Iterator[WordPiece | None]:
-        """Yield the expanded pieces of a shell word between two byte offsets of a syntax node: expansions, quotes and
-        text.
+        """Yield the expanded pieces of a shell word between two byte offsets of a syntax node.
+        They are expansions, quotes and text.
 
         Text is taken from the source between expansions, because the nodes of the parser omit blanks.
         """
@@ -239,7 +239,7 @@ class _ParameterExpansion:
     quote: str
 
     def expand_values(self) -> list[ShellWord] | tuple[WordPiece | None, ...]:
-        """Return the words of the expansion, or the pieces of a default."""
+        """Return the words that a shell parameter expansion yields, or the pieces of a default."""
         name, index, operator, operand = _split_parameter(self.node)
         if name is None:
             return self._unknown()

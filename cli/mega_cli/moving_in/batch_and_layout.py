@@ -28,8 +28,9 @@ class ModelParallelSplit:
 
 
 def set_parallel_sizes(given: SettingsFile, split: ModelParallelSplit, origins: dict[str, str]) -> None:
-    """Set `parallel.tp`, `pp` and `cp` of run.yaml to the sizes of `split` that are not 1; `origins` has the comment
-    for each key of run.yaml.
+    """Set the tensor, pipeline and context parallel sizes of run.yaml.
+    The keys `parallel.tp`, `pp` and `cp` are set to the sizes of `split` that are not 1; `origins` has the comment for
+    each key of run.yaml.
     """
     for key, origin in origins.items():
         size = getattr(split, key)
@@ -54,8 +55,8 @@ def count_data_ranks(given: SettingsFile, ranks: int | None, split: ModelParalle
 
 
 def set_batch_sizes(given: SettingsFile, micro: int | None, rows: int | None, data_ranks: int | None) -> None:
-    """Set `batch` of run.yaml from the samples of one data-parallel rank per forward pass (`micro`) and per optimizer
-    step (`rows`).
+    """Set `batch` of run.yaml from the batch sizes of one data-parallel rank.
+    They are its samples per forward pass (`micro`) and per optimizer step (`rows`).
 
     Args:
         micro: rows of a rank in one forward pass.
@@ -76,8 +77,8 @@ WEIGHTS_STAY = "weights and gradients stay on the device; the optimizer is kept 
 
 
 def set_optimizer_offload(given: SettingsFile, *keys: str) -> None:
-    """Set `optimizer.offload` of run.yaml from the given file's `keys`, which name the optimizer state's device (cpu,
-    nvme or true); disk becomes host memory, with a note.
+    """Set `optimizer.offload` of run.yaml from the device of the optimizer state in another settings file.
+    The given file's `keys` name the device (cpu, nvme or true); disk becomes host memory, with a note.
     """
     for key in keys:
         device = given.take_value(key)
@@ -88,8 +89,8 @@ def set_optimizer_offload(given: SettingsFile, *keys: str) -> None:
 
 
 def set_fsdp_offload(given: SettingsFile, *keys: str) -> None:
-    """Set `optimizer.offload` of run.yaml if one of FSDP's offload `keys` in the given file is true; a note says that
-    mega keeps weights and gradients on the device.
+    """Set `optimizer.offload` of run.yaml if an FSDP offload key in the given file is true.
+    One of `keys` must be true. A note says that mega keeps weights and gradients on the device.
     """
     for key in keys:
         value = given.take_value(key)

@@ -214,8 +214,8 @@ REASONS: Mapping[NoteKind, Reasons] = {
 
 
 def translate_deepspeed(path: Path, ranks: int | None = None) -> ScriptTranslation:
-    """Translate a DeepSpeed configuration file of a run on `ranks` ranks to a run.yaml; model, data and training
-    length, which it lacks, are left for the user to fill in.
+    """Translate a DeepSpeed configuration file of a run on `ranks` ranks to a run.yaml.
+    Model, data and training length, which it lacks, are left for the user to fill in.
 
     Raises:
         ConfigError: if it is not such a file, or its batch does not match the ranks.

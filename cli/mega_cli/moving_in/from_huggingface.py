@@ -47,8 +47,8 @@ def _parallel_size(given: SettingsFile, name: str, *others: str) -> int:
 
 
 def read_model_parallel_sizes(given: SettingsFile) -> ModelParallelSplit:
-    """Read the tensor, pipeline and context parallel sizes of a settings file, set `parallel` of run.yaml to them, and
-    return them.
+    """Read the tensor, pipeline and context parallel sizes of a settings file, and return them.
+    The section `parallel` of run.yaml is set to them.
     """
     tp = _parallel_size(
         given, "tp", "tensor_parallel_size", f"{MEGATRON}tp_degree", "deepspeed.tensor_parallel.autotp_size"
@@ -64,8 +64,9 @@ def read_model_parallel_sizes(given: SettingsFile) -> ModelParallelSplit:
 
 
 def read_world_size(given: SettingsFile, ranks: int | None, split: ModelParallelSplit) -> int | None:
-    """Return the number of ranks: `ranks` if given, else the file's `num_processes`, else by its data-parallel sizes,
-    or None; also set `parallel.zero` of run.yaml if the file shards.
+    """Return the number of ranks of a run from its settings file, or None if unknown.
+    It is `ranks` if given, else the file's `num_processes`, else the number by its data-parallel sizes. Also sets
+    `parallel.zero` of run.yaml if the file shards.
 
     Raises:
         ConfigError: if the sizes in the file are for another number of ranks.
@@ -184,8 +185,8 @@ REASONS: Mapping[NoteKind, Reasons] = {
 
 
 def translate_hf_args(path: Path, ranks: int | None = None) -> ScriptTranslation:
-    """Translate HuggingFace TrainingArguments, or another settings file with their names, of a run on `ranks` ranks to
-    a run.yaml.
+    """Translate HuggingFace TrainingArguments of a run on `ranks` ranks to a run.yaml.
+    The file may also be another settings file with their names.
 
     Raises:
         ConfigError: if it is not such a file, its sizes do not match the ranks, or its objective is not supported.

@@ -58,8 +58,8 @@ class ToolDefaults:
 
 
 def find_dialect(given: SettingsFile) -> ToolDefaults:
-    """Return the program that a settings file is for, with its defaults, by keys that only this program has; by default
-    transformers.
+    """Return the program that a settings file is for, with its defaults, by keys that only this program has.
+    The default is transformers.
     """
     if given.has_key(*AXOLOTL):
         return ToolDefaults("Axolotl", micro=1, epochs=1.0, lr=None, schedule="cosine", seq_length=512)
@@ -97,8 +97,8 @@ PLUGINS = re.compile(r"diffusion|\bkd\b|distill|grpo|nemo_gym|ebft|\brl\b", re.I
 
 
 def set_objective_section(given: SettingsFile, dialect: ToolDefaults) -> str:
-    """Set `objective` of run.yaml and its data settings from a settings file with HuggingFace's names, and return the
-    kind of the objective, such as dpo; `dialect` is the program of the file.
+    """Set `objective` and the data settings of run.yaml from a settings file with HuggingFace's names.
+    Returns the kind of the objective, such as dpo; `dialect` is the program of the file.
 
     Raises:
         ConfigError: for an unsupported objective.

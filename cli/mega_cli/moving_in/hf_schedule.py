@@ -41,7 +41,8 @@ class ScheduleDraft:
     warmup: WarmupLength
 
     def set_schedule(self, name: str, origin: str, **fields: float | int | str | None) -> None:
-        """Set `lr_schedule.name` of run.yaml, the `fields` that are not None or 0, and the warm-up unless `fields` has
+        """Set `lr_schedule` of run.yaml: its name, fields and warm-up.
+        The name is `lr_schedule.name`. The `fields` that are not None or 0 are set, and the warm-up unless `fields` has
         it; `origin` is the key's comment.
         """
         self.given.set_key("lr_schedule.name", name, origin)
@@ -58,8 +59,8 @@ class ScheduleDraft:
         return default if found is None else found
 
     def require_num_cycles(self, cycles: float = 0.5) -> bool:
-        """Return True if the schedule's num_cycles is `cycles`, so that the cosine falls once; else leave `lr_schedule`
-        of run.yaml for the user to fill in and return False.
+        """Return whether the schedule's num_cycles is `cycles`, so that the cosine falls once.
+        If not, `lr_schedule` of run.yaml is left for the user to fill in.
         """
         found = self.take_number("num_cycles", cycles)
         if found != cycles:
@@ -67,8 +68,8 @@ class ScheduleDraft:
         return found == cycles
 
     def minimum_rate(self) -> float | None:
-        """Return the minimum learning rate of a cosine schedule that requires one; without one, return None and leave
-        `lr_schedule` of run.yaml for the user to fill in.
+        """Return the minimum learning rate of a cosine schedule that requires one.
+        Without one, returns None and leaves `lr_schedule` of run.yaml for the user to fill in.
         """
         share, lowest = self.given.take_number(f"{KWARGS}min_lr_rate"), self.given.take_number(f"{KWARGS}min_lr")
         if lowest is None and share is None:
@@ -155,8 +156,8 @@ CURVES: Mapping[str, Callable[[ScheduleDraft, str], None]] = {
 
 
 def set_hf_schedule(given: SettingsFile, dialect: ToolDefaults, lr: float, steps: int | None) -> None:
-    """Set `lr_schedule` of run.yaml to the curve of a transformers or Axolotl scheduler, or leave it for the user to
-    fill in.
+    """Set `lr_schedule` of run.yaml to the curve of a transformers or Axolotl scheduler.
+    If that is not possible, it is left for the user to fill in.
     """
     found = given.take_value("lr_scheduler_type", "lr_scheduler")
     name = dialect.schedule if found is None else str(found)

@@ -59,8 +59,8 @@ class SettingsFile:
         return any(key in self._values for key in keys)
 
     def peek_value(self, key: str) -> Any:
-        """Return the value of a key of the settings file; unlike with `take_value`, the key still counts as
-        untranslated.
+        """Return the value of a key of the settings file, without marking it as translated.
+        The key still counts as untranslated, unlike with `take_value`.
         """
         return self._values.get(key)
 
@@ -88,16 +88,16 @@ class SettingsFile:
         return node
 
     def take_value(self, *keys: str) -> Any:
-        """Return the value of the first of the settings file's keys that is set and not `auto`; all of the keys then
-        count as translated.
+        """Return the value of the first of the settings file's keys that is set and not `auto`.
+        All of the keys then count as translated.
         """
         found = [key for key in keys if key in self._left]
         self._left.difference_update(found)
         return self._values[found[0]] if found else None
 
     def take_integer(self, *keys: str) -> int | None:
-        """Return the whole number of the first of the settings file's keys that is set, else None; the keys then count
-        as translated.
+        """Return the whole number of the first of the settings file's keys that is set, else None.
+        The keys then count as translated.
 
         Raises:
             ConfigError: for anything else.
@@ -108,8 +108,8 @@ class SettingsFile:
         return None if value is None else int(value)
 
     def take_number(self, *keys: str) -> float | None:
-        """Return the number of the first of the settings file's keys that is set, else None; the keys then count as
-        translated. A text such as 1e-4 in YAML is a number too.
+        """Return the number of the first of the settings file's keys that is set, else None.
+        The keys then count as translated. A text such as 1e-4 in YAML is a number too.
 
         Raises:
             ConfigError: for anything else.
@@ -143,16 +143,16 @@ class SettingsFile:
         self._notes.append(FlagNote(kind, text, name or None))
 
     def note_matching(self, kind: NoteKind, text: str, patterns: str) -> None:
-        """Add a note on each untranslated key of the settings file that matches one of the glob patterns; the keys then
-        count as translated.
+        """Add a note on each untranslated key of the settings file that matches one of the glob patterns.
+        The keys then count as translated.
         """
         for key in sorted(self._left):
             if any(fnmatchcase(key, pattern) for pattern in patterns.split()):
                 self.add_note(kind, text, f"{key}: {self.take_value(key)}")
 
     def copy_settings(self, table: Mapping[str, str]) -> None:
-        """Copy settings whose value stays the same into the new run.yaml; `table` is {key of run.yaml: keys of the
-        settings file, separated by blanks}.
+        """Copy settings whose value stays the same into the new run.yaml.
+        `table` is {key of run.yaml: keys of the settings file, separated by blanks}.
         """
         for key, names in table.items():
             there = [name for name in names.split() if name in self._left]
@@ -165,8 +165,8 @@ class SettingsFile:
         self.add_note("open", f"{known}, {others}; AdamW is set here: check it", key)
 
     def write_defaults(self, values: Mapping[str, Any], whose: str) -> None:
-        """Set keys of the new run.yaml that are not set yet to the defaults of program `whose`, where they differ from
-        mega's.
+        """Set keys of the new run.yaml that are not set yet to the defaults of another program.
+        They are set where the defaults of program `whose` differ from mega's.
         """
         for key, value in values.items():
             if key not in self._origins:
@@ -177,8 +177,8 @@ class SettingsFile:
         return any(self._values.get(key) == "auto" for key in keys)
 
     def finish_run(self, reasons: Mapping[NoteKind, Reasons], launch: str) -> ScriptTranslation:
-        """Return the translation, with a note for every key of the settings file that is left untranslated; `reasons`
-        has the texts.
+        """Return the translation, with a note for every key of the settings file that is left untranslated.
+        The argument `reasons` has the texts.
         """
         auto = sorted(key for key, value in self._values.items() if value == "auto")
         if auto:
@@ -204,6 +204,8 @@ def _read(path: Path, description: str) -> Mapping[str, Any]:
     values = parse_yaml_text(read_settings_file(path), str(path), BoundedYamlLoader)  # JSON is YAML
     if not isinstance(values, Mapping) or not values:
         raise ConfigError(f"{path}: the file has no settings", hint=f"give {description}: JSON or YAML")
+    if isinstance(values.get("model"), Mapping) and isinstance(values.get("data"), Mapping):
+        raise ConfigError(f"{path}: is a run.yaml of mega already", hint=f"give {description}, or mega train {path}")
     return values
 
 

@@ -18,8 +18,8 @@ EMBEDDING, HEAD, SCORE = "model.embed_tokens.weight", "lm_head.weight", "score.w
 
 
 def canonical_tensors(config: ModelConfig) -> TensorShapes:
-    """Return {canonical name: shape} of every tensor of a model by mega's own tensor names, in the order of the forward
-    pass.
+    """Return {canonical name: shape} of every tensor of a model, in the order of the forward pass.
+    Canonical names are mega's own tensor names.
 
     A layer's experts are one tensor stacked on axis 0. `lm_head.weight` is absent with tied embeddings, and replaced by
     `score.weight` in a reward model. A module of transformers has the names and the order of transformers.
@@ -137,13 +137,22 @@ def _layer(config: ModelConfig, index: int) -> TensorShapes:
 def _mixer(config: ModelConfig, kind: str | None) -> TensorShapes:
     if kind is None:
         return {}
-    mixers = {"mamba": _mamba, "delta": _delta, "attention": _latent_attention if config.mla else _attention}
+    if kind in config.mixers:
+        return dict(config.mixers[kind].declaration.tensors)
+    mixers = {
+        "mamba": _mamba,
+        "delta": _delta,
+        "conv": _short_convolution,
+        "attention": _latent_attention if config.mla else _attention,
+    }
     return mixers[kind](config)
 
 
 def _feed(config: ModelConfig, kind: str | None) -> TensorShapes:
     if kind is None:
         return {}
+    if kind in config.feed_forwards:
+        return dict(config.feed_forwards[kind].declaration.tensors)
     return _experts(config) if kind == "moe" else _mlp(config, config.ffn_hidden_size)
 
 
@@ -229,8 +238,8 @@ def _retro_encoder(config: ModelConfig, index: int) -> TensorShapes:
 
 
 def retro_encoder_prefix(layer: int) -> str:
-    """Return the name prefix of the tensors of Retro's neighbor encoder, which is stored in decoder layer `layer`; a
-    layer number of the encoder follows the prefix.
+    """Return the name prefix of the tensors of Retro's neighbor encoder in a checkpoint.
+    The encoder is stored in decoder layer `layer`; a layer number of the encoder follows the prefix.
     """
     return f"model.layers.{layer}.encoder."
 
@@ -290,6 +299,18 @@ def _delta(config: ModelConfig) -> TensorShapes:
         **{f"linear_attn.{name}": (delta.num_value_heads,) for name in ("dt_bias", "A_log")},
         "linear_attn.norm.weight": (delta.value_head_dim,),
         "linear_attn.out_proj.weight": (width, values),
+    }
+
+
+def _short_convolution(config: ModelConfig) -> TensorShapes:
+    """Return the tensors of a gated short convolution: projections of the gates b and c and of the input x."""
+    conv, width = config.conv, config.hidden_size
+    assert conv is not None
+    rows = [_linear(f"short_conv.in_proj.{part}", width, width, conv.bias) for part in "bcx"]
+    return {
+        **{name: shape for tensors in rows for name, shape in tensors.items()},
+        **_linear("short_conv.conv1d.x", width, conv.kernel, conv.bias),
+        **_linear("short_conv.out_proj", width, width, conv.bias),
     }
 
 

@@ -25,8 +25,8 @@ MAX_OPEN_SHARDS = 128
 
 
 class Checkpoint:
-    """An open mega checkpoint. Files are mapped when first accessed; reading a slice reads only the bytes of that
-    slice.
+    """An open mega checkpoint.
+    Files are mapped when first accessed; reading a slice reads only the bytes of that slice.
 
     With `verify`, each chunk that is accessed is read whole, once, and compared with its checksum.
 
@@ -51,8 +51,9 @@ class Checkpoint:
 
     @classmethod
     def open_folder(cls, folder: Location, *, verify: bool = True) -> Checkpoint:
-        """Open the checkpoint in `folder`: read and check the manifest, and check that every file exists with its full
-        length; with `verify`, chunks are checked against their checksums when they are read.
+        """Open the mega checkpoint in `folder`, with checks of its manifest and files.
+        Every file must exist with its full length. With `verify`, chunks are checked against their checksums when they
+        are read.
 
         Raises:
             CheckpointError: when `folder` is not a complete checkpoint.
@@ -107,15 +108,16 @@ class Checkpoint:
         return self.manifest.tensors[key]
 
     def tensor_shape(self, key: str) -> TensorShape:
-        """Return the global shape of a tensor."""
+        """Return the global (unsharded) shape of a tensor of the checkpoint."""
         return self.tensor_entry(key).shape
 
     def tensor_dtype(self, key: str) -> torch.dtype:
-        """Return the dtype of a tensor."""
+        """Return the dtype of a tensor of the checkpoint."""
         return DTYPES[self.tensor_entry(key).dtype]
 
     def read_tensor(self, key: str, offset: TensorShape | None = None, shape: TensorShape | None = None) -> Tensor:
-        """Read the slice [offset, offset + shape) of a tensor, by default all of it, into new host memory.
+        """Read the slice [offset, offset + shape) of a tensor of the checkpoint into new host memory.
+        By default the whole tensor is read.
 
         Raises:
             CheckpointError: when the tensor is missing, or the bytes are damaged.

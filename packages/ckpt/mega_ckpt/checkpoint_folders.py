@@ -30,8 +30,8 @@ P = TypeVar("P", Path, RemotePath, Location)
 
 
 class CheckpointCommitter(Protocol):
-    """Interface for committing and removing the checkpoints below one root. Each `begin_save` is followed by
-    `discard_save` or `commit_save`, not both.
+    """Interface for committing and removing the checkpoints below one root folder.
+    Each `begin_save` is followed by `discard_save` or `commit_save`, not both.
     """
 
     def list_candidates(self) -> Sequence[Location]:
@@ -51,11 +51,11 @@ class CheckpointCommitter(Protocol):
         """Remove the folder of an unfinished save, from `begin_save`, as far as possible; errors are ignored."""
 
     def remove_checkpoint(self, folder: Location) -> None:
-        """Remove a complete checkpoint."""
+        """Remove a complete checkpoint below the root folder."""
 
     def remove_leftovers(self) -> Sequence[Location]:
-        """Remove unfinished saves and half-deleted checkpoints of killed runs and return their paths. Call it only
-        while nothing is being saved.
+        """Remove unfinished saves and half-deleted checkpoints of killed runs.
+        Returns their paths. Call it only while nothing is being saved.
         """
 
 
@@ -74,8 +74,8 @@ class RenameCommitter:
         self._root = root
 
     def list_candidates(self) -> list[Path]:
-        """Return the folders below the root that are named like checkpoints, sorted by step; one that was being
-        replaced counts if its successor is missing.
+        """Return the folders below the root that are named like checkpoints, sorted by step.
+        A checkpoint that was being replaced counts if its successor is missing.
         """
         found: dict[int, Path] = {}
         # "." sorts before "s": the new checkpoint takes precedence over the one that it replaces.
@@ -93,8 +93,8 @@ class RenameCommitter:
         return folder
 
     def commit_save(self, folder: Location, manifest: Manifest) -> None:
-        """Write the manifest into the folder, then rename the folder to `step-<step>`; after an error the folder is
-        deleted.
+        """Write a checkpoint's manifest into its folder, then rename the folder to `step-<step>`.
+        After an error the folder is deleted.
         """
         try:
             put_manifest(folder, manifest)
@@ -116,8 +116,8 @@ class RenameCommitter:
             self.discard_save(replaced)
 
     def discard_save(self, folder: Location) -> None:
-        """Delete the folder of an unfinished save; files that cannot be deleted now (a network file system keeps open
-        ones) are left to `remove_leftovers`.
+        """Delete the folder of an unfinished checkpoint save.
+        Files that cannot be deleted now (a network file system keeps open ones) are left to `remove_leftovers`.
         """
         shutil.rmtree(self._root / folder.name, ignore_errors=True)
 
@@ -129,8 +129,8 @@ class RenameCommitter:
         self.discard_save(trash)
 
     def remove_leftovers(self) -> list[Path]:
-        """Remove unfinished saves and half-deleted checkpoints of killed runs; a replaced checkpoint without a
-        successor gets its name back.
+        """Remove unfinished saves and half-deleted checkpoints of killed runs.
+        A replaced checkpoint without a successor gets its name back.
         """
         complete = set(self.list_candidates())
         left = [self._root / name for name in self._list_names() if _LEFTOVER.fullmatch(name)]
@@ -155,8 +155,8 @@ class RenameCommitter:
 
 
 class ManifestCommitter:
-    """A `CheckpointCommitter` on an object store, which cannot rename: a checkpoint is complete once its manifest,
-    uploaded last, exists.
+    """`CheckpointCommitter` for an object store, which cannot rename folders.
+    A checkpoint is complete once its manifest, uploaded last, exists.
 
         <root>/step-00000100/manifest.json      committed: names the subfolder of its files
         <root>/step-00000100/1f9a.../           its files
@@ -169,8 +169,8 @@ class ManifestCommitter:
         self._root = root
 
     def list_candidates(self) -> list[RemotePath]:
-        """Return the folders below the root that are named like checkpoints, sorted by step, with or without a
-        manifest.
+        """Return the folders below the root that are named like checkpoints, sorted by step.
+        Folders without a manifest are included.
         """
         return sorted(self._folders(), key=step_from_path)
 
@@ -179,8 +179,8 @@ class ManifestCommitter:
         return step_folder(self._root, step) / secrets.token_hex(4)
 
     def commit_save(self, folder: Location, manifest: Manifest) -> None:
-        """Upload the manifest, which makes the checkpoint complete. If the reply is lost, the result is unknown, so the
-        files are kept.
+        """Upload the manifest, which makes the checkpoint on the object store complete.
+        If the reply is lost, the result is unknown, so the files are kept.
         """
         put_manifest(folder, manifest)
         with contextlib.suppress(ObjectStoreError):
@@ -199,8 +199,8 @@ class ManifestCommitter:
             path.delete_objects()
 
     def remove_leftovers(self) -> list[RemotePath]:
-        """Remove step folders without a manifest and files of superseded saves, and return their paths; a folder with a
-        damaged manifest is kept for inspection.
+        """Remove step folders without a manifest and files of superseded saves, and return their paths.
+        A folder with a damaged manifest is kept for inspection.
         """
         left: list[RemotePath] = []
         for folder in self._folders():
@@ -241,8 +241,8 @@ def wrap_disk_errors() -> Iterator[None]:
 
 
 def committer_for(root: Location) -> CheckpointCommitter:
-    """Return the object that commits and removes the checkpoints below `root`: a `ManifestCommitter` on an object
-    store, else a `RenameCommitter`.
+    """Return the object that commits and removes the checkpoints below `root`.
+    A `ManifestCommitter` on an object store, else a `RenameCommitter`.
     """
     return ManifestCommitter(root) if isinstance(root, RemotePath) else RenameCommitter(root)
 
@@ -297,8 +297,8 @@ def list_checkpoints(root: Location) -> list[Location]:
 
 
 def latest_checkpoint(root: Location) -> Location | None:
-    """Return the complete checkpoint of the highest step below `root`, or None if there is none; CheckpointError if it
-    is damaged.
+    """Return the complete checkpoint of the highest step below `root`, or None if there is none.
+    Raises CheckpointError if it is damaged.
 
     Raises:
         CheckpointError: when the latest one cannot be read or is damaged. An older one is never used instead, since that
@@ -322,8 +322,9 @@ def latest_checkpoint(root: Location) -> Location | None:
 def apply_retention(
     root: Location, *, keep: int | None, keep_every: int | None = None, best: int | None = None
 ) -> list[Location]:
-    """Delete old checkpoints below `root` and return their paths: keep the newest `keep` (at least one; None keeps
-    all), each whose step is a multiple of `keep_every`, and the one of step `best`.
+    """Delete old checkpoints below `root` and return their paths.
+    The newest `keep` (at least one; None keeps all), each whose step is a multiple of `keep_every`, and the one of step
+    `best` are kept.
 
     The latest complete one is always kept; `keep=None` keeps all. Call it on one rank.
     """
@@ -341,16 +342,16 @@ def apply_retention(
 
 
 def latest_checkpoint_until_step(root: Location, step: int) -> Location | None:
-    """Return the complete checkpoint below `root` of the highest step <= `step`, or None if there is none; damaged ones
-    are left out.
+    """Return the complete checkpoint below `root` of the highest step <= `step`, or None if there is none.
+    Damaged checkpoints are left out.
     """
     return next((path for path in reversed(list_checkpoints(root)) if step_from_path(path) <= step), None)
 
 
 @wrap_disk_errors()
 def delete_after_step(root: Location, step: int) -> list[Location]:
-    """Delete the checkpoints below `root` of steps greater than `step`, for a run that rolls back, and return their
-    paths. Call it on one rank.
+    """Delete the checkpoints below `root` of steps greater than `step`, for a run that rolls back.
+    Returns their paths. Call it on one rank.
     """
     deleted = [path for path in committer_for(root).list_candidates() if step_from_path(path) > step]
     for path in reversed(deleted):  # the latest first, so that the remaining ones are always consecutive
@@ -360,8 +361,8 @@ def delete_after_step(root: Location, step: int) -> list[Location]:
 
 @wrap_disk_errors()
 def remove_leftovers(root: Location) -> Sequence[Location]:
-    """Remove unfinished saves and half-deleted checkpoints of killed runs below `root`. Call it on one rank at start,
-    while nothing is being saved.
+    """Remove unfinished saves and half-deleted checkpoints of killed runs below `root`.
+    Call it on one rank at start, while nothing is being saved.
     """
     return committer_for(root).remove_leftovers()
 

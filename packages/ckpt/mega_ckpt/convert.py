@@ -21,9 +21,12 @@ from torch import Tensor
 from mega_ckpt.checkpoint import OPTIMIZER
 from mega_ckpt.checkpoint_folders import wrap_disk_errors
 from mega_ckpt.extend_vocabulary import ExtendedVocabularySource, add_tokens
+from mega_ckpt.families import ModelFamily
 from mega_ckpt.formats.disk_source import DiskSource
+from mega_ckpt.formats.gguf_file import SUFFIX
+from mega_ckpt.formats.gguf_write import plan_gguf_folder, write_gguf_folder
 from mega_ckpt.formats.hf_source import HfSource
-from mega_ckpt.formats.hf_write import plan_hf_folder, write_hf_folder
+from mega_ckpt.formats.hf_write import METADATA, plan_hf_folder, write_hf_folder
 from mega_ckpt.formats.megatron_dist_write import write_dist_checkpoint
 from mega_ckpt.formats.megatron_legacy_write import write_legacy_checkpoint
 from mega_ckpt.formats.megatron_source import TRACKER, MegatronSource
@@ -33,7 +36,7 @@ from mega_ckpt.formats.peft_adapter import write_peft_folder
 from mega_ckpt.formats.transformers_module import write_transformers_folder
 from mega_ckpt.lora_adapter import AdaptedWeightSource
 from mega_ckpt.manifest import MANIFEST
-from mega_ckpt.model_card import build_cards
+from mega_ckpt.model_card import MODEL_CARD, build_cards, describe_quantization
 from mega_ckpt.resumable_folder import WriteJournal, open_resumable
 from mega_ckpt.source import (
     Implementation,
@@ -52,7 +55,9 @@ from mega_common.object_store import Location, RemotePath, parse_location
 from mega_common.progress_logging import ProgressBar, logger
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-FORMATS = ("hf", "mega", "megatron", "peft")
+QUANTIZATIONS: Mapping[str, tuple[str, ...]] = {
+    "hf": ("fp8", "fp8-block", "int8", "int4", "mxfp4"), "gguf": ("f16", "q8_0", "q4_0", "q4_k"), "mlx": ("int4", "int8"),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -71,6 +76,8 @@ class ConvertOptions:
         vocab_size: size of the vocabulary; new rows are the mean of the old ones; None: unchanged.
         tokens: tokens to add to the tokenizer, with such rows.
         averaged: convert the exponential moving averages of the weights (`train.ema`).
+        families: families of HuggingFace folders that extensions add.
+        quantize: quantization of the weights, one of `QUANTIZATIONS`; None: unquantized, for GGUF f16.
     """
 
     dtype: torch.dtype | None = None
@@ -85,6 +92,8 @@ class ConvertOptions:
     averaged: bool = False
     vocab_size: int | None = None
     tokens: tuple[str, ...] = ()
+    families: tuple[ModelFamily, ...] = ()
+    quantize: str | None = None
 
 
 Options = ConvertOptions  # deprecated name
@@ -101,12 +110,13 @@ def convert_checkpoint(
     check: Callable[[Location], object] | None = None,
     overwrite: bool = False,
 ) -> None:
-    """Write the model at `source` to the folder `destination` in the format `to`: "hf", "mega", "megatron" or "peft".
+    """Write the model at `source` to the folder `destination` in the format `to`: "hf", "mega", "megatron", "peft", "gguf"
+    or "mlx".
 
     Args:
         source: a mega checkpoint, a run folder (its latest checkpoint), a HuggingFace or a Megatron folder.
         destination: the folder to create; a mega checkpoint may be a URL.
-        to: the format: "hf", "mega" or "megatron"; "peft" for the adapter of a LoRA run.
+        to: the format: "hf", "mega", "megatron", "gguf" or "mlx"; "peft" for the adapter of a LoRA run.
         options: changes to apply.
         verify: read the output back and compare every element before it is renamed to `destination`.
         check: called with the output folder before the rename; its error fails the conversion. (On an object store the
@@ -118,8 +128,7 @@ def convert_checkpoint(
             exists without `overwrite`. Nothing is written then.
         KeyboardInterrupt: the same call resumes with the unfinished file.
     """
-    if to not in FORMATS:
-        raise CheckpointError(f"format {to!r} is not supported", hint=f"use one of {', '.join(FORMATS)}")
+    _check_options(to, options, verify=verify)
     final = _absolute(parse_location(destination))
     _check_destination(final, _absolute(parse_location(source)), to, overwrite)
     weights = _open_input(source, to, options)
@@ -154,6 +163,25 @@ def convert_checkpoint(
 convert = convert_checkpoint  # deprecated name
 
 
+def _check_options(to: str, options: ConvertOptions, *, verify: bool) -> None:
+    """Reject a format that is not supported, and options that conflict with it."""
+    if to not in ("mega", *_WRITERS):
+        raise CheckpointError(f"format {to!r} is not supported", hint=f"use one of mega, {', '.join(_WRITERS)}")
+    supported = QUANTIZATIONS.get(to, ())
+    if options.quantize is not None and options.quantize not in supported:
+        by_format = "; ".join(f"--to {name}: {', '.join(kinds)}" for name, kinds in QUANTIZATIONS.items())
+        raise CheckpointError(f"--quantize {options.quantize} is not supported with --to {to}", hint=by_format)
+    if verify and (options.quantize is not None or to == "gguf"):
+        raise CheckpointError(
+            "--verify compares exact weights, but those of the output are rounded", hint="use --perplexity instead"
+        )
+    if to == "gguf" and (options.dtype is not None or options.family is not None):
+        given = "--dtype" if options.dtype is not None else "--family"
+        raise CheckpointError(
+            f"{given} is not supported with --to gguf", hint=f"use --quantize with one of {', '.join(supported)}"
+        )
+
+
 def _open_input(source: str | Location, to: str, options: ConvertOptions) -> WeightSource:
     """Open the weights to convert."""
     if to == "peft" and (options.tokens or options.vocab_size):
@@ -162,8 +190,10 @@ def _open_input(source: str | Location, to: str, options: ConvertOptions) -> Wei
             hint="add them to the base and train the adapter on that, or convert --to hf",
         )
     if options.adapter is not None:
-        return load_with_adapter(options.adapter, source)
-    weights = open_weight_source(source, settings=options.settings, averaged=options.averaged)
+        return load_with_adapter(options.adapter, source, families=options.families)
+    weights = open_weight_source(
+        source, settings=options.settings, averaged=options.averaged, families=options.families
+    )
     if to == "peft" and not isinstance(weights, AdaptedWeightSource):
         raise CheckpointError(
             f"{source}: --to peft requires a LoRA adapter, but this checkpoint has the weights of a whole model",
@@ -176,7 +206,8 @@ def _open_input(source: str | Location, to: str, options: ConvertOptions) -> Wei
 
 def _check_transformers_options(kind: str, to: str, options: ConvertOptions) -> None:
     """Refuse formats and changes that require mega's own tensor names, for a module of transformers."""
-    given = {"--to " + to: to in ("megatron", "peft"), "--family": bool(options.family)}
+    given = {"--to " + to: to not in ("hf", "mega"), "--family": bool(options.family)}
+    given |= {"--quantize": options.quantize is not None}
     given |= {"--adapter": options.adapter is not None, "--vocab-size": options.vocab_size is not None}
     for option in (name for name, used in given.items() if used):
         raise CheckpointError(
@@ -198,7 +229,11 @@ def _conversion_identity(source: str | Location, to: str, options: ConvertOption
         "files": _file_stamps(folder),
         "adapter": None if options.adapter is None else _file_stamps(resolve_checkpoint(options.adapter)),
         "to": to,
-        "options": {name: str(value) for name, value in dataclasses.asdict(options).items()},
+        "options": {
+            field.name: str(getattr(options, field.name))
+            for field in dataclasses.fields(options)
+            if field.name != "families"
+        },
     }
 
 
@@ -214,12 +249,22 @@ def _write_hf(source: WeightSource, folder: Path, options: ConvertOptions, journ
     if source.model.transformers is not None:
         write_transformers_folder(source, folder, dtype=options.dtype, max_shard=options.max_shard)
         return
-    plan = plan_hf_folder(source, family=options.family, dtype=options.dtype, max_shard=options.max_shard)
-    if isinstance(source, MegaWeightSource):
-        parameters = sum(math.prod(source.tensor_shape(name)) for name in source.tensor_names())
-        plan = dataclasses.replace(
-            plan, others={**plan.others, **build_cards(source.checkpoint, parameters, plan.others)}
-        )
+    _write_safetensors(source, folder, options, journal, METADATA)
+
+
+def _write_mlx(source: WeightSource, folder: Path, options: ConvertOptions, journal: WriteJournal) -> None:
+    mlx = options.quantize and f"mlx-{options.quantize}"
+    _write_safetensors(source, folder, dataclasses.replace(options, quantize=mlx), journal, {"format": "mlx"})
+
+
+def _write_safetensors(
+    source: WeightSource, folder: Path, options: ConvertOptions, journal: WriteJournal, metadata: Mapping[str, str]
+) -> None:
+    plan = plan_hf_folder(
+        source, family=options.family, dtype=options.dtype, max_shard=options.max_shard, quantize=options.quantize,
+        metadata=metadata, families=options.families,
+    )  # fmt: skip
+    plan = dataclasses.replace(plan, others=_add_cards(source, plan.others, plan.quantization))
     if source.model.moe and source.model.moe.sinkhorn:
         logger.warning(
             "model.moe.sinkhorn applies only in training: like validation and `mega eval`, the exported model selects "
@@ -228,6 +273,25 @@ def _write_hf(source: WeightSource, folder: Path, options: ConvertOptions, journ
     with ProgressBar("writing HuggingFace", total=plan.total_bytes, unit="bytes") as bar:
         journal.advance = bar.advance
         write_hf_folder(source, plan, folder, bar.advance, journal.write_once)
+
+
+def _write_gguf(source: WeightSource, folder: Path, options: ConvertOptions, journal: WriteJournal) -> None:
+    plan = plan_gguf_folder(source, options.quantize or "f16", options.max_shard)
+    logger.info("writing %s", plan.quantization)
+    cards = _add_cards(source, {}, plan.quantization)
+    with ProgressBar("writing GGUF", total=plan.total_bytes, unit="bytes") as bar:
+        journal.advance = bar.advance
+        write_gguf_folder(source, plan, folder, bar.advance, journal.write_once, cards)
+
+
+def _add_cards(
+    source: WeightSource, others: Mapping[str, Path | bytes], quantization: str | None
+) -> Mapping[str, Path | bytes]:
+    """Add the cards of a training run, and a section on the quantization."""
+    if isinstance(source, MegaWeightSource):
+        parameters = sum(math.prod(source.tensor_shape(name)) for name in source.tensor_names())
+        others = {**others, **build_cards(source.checkpoint, parameters, others)}
+    return others if quantization is None else {**others, MODEL_CARD: describe_quantization(others, quantization)}
 
 
 def _read_training_state(source: WeightSource, options: ConvertOptions) -> ConvertedTraining | None:
@@ -273,7 +337,8 @@ def _write_megatron(source: WeightSource, folder: Path, options: ConvertOptions,
 
 MEGATRON_FORMATS = {"torch_dist": write_dist_checkpoint, "torch": write_legacy_checkpoint}
 _WRITERS: Mapping[str, Callable[[WeightSource, Path, ConvertOptions, WriteJournal], None]] = {
-    "hf": _write_hf, "megatron": _write_megatron, "peft": _write_peft,
+    "hf": _write_hf, "megatron": _write_megatron, "peft": _write_peft, "mlx": _write_mlx,
+    "gguf": _write_gguf,
 }  # fmt: skip
 
 
@@ -282,7 +347,7 @@ def _verify_output(
 ) -> None:
     """Read the output back and check that it equals the input bit for bit."""
     kind: Implementation = "mega" if weights.model.transformers is None else "transformers"
-    output = open_weight_source(folder, settings=options.settings, implementation=kind)
+    output = open_weight_source(folder, settings=options.settings, implementation=kind, families=options.families)
     _compare_weights(weights, output, options.dtype)
     if training is not None:
         _compare_optimizer(training, Checkpoint.open_folder(folder))
@@ -352,6 +417,8 @@ def _check_destination(final: Location, source: Location, to: str, overwrite: bo
 
 def _is_replaceable(final: Path, source: Location) -> bool:
     """Return whether `final` is a model folder that neither is nor contains the source."""
-    has_model = any((final / name).is_file() for name in ("config.json", "manifest.json", PEFT_CONFIG, TRACKER))
+    has_model = any((final / name).is_file() for name in ("config.json", "manifest.json", PEFT_CONFIG, TRACKER)) or any(
+        final.glob(f"*{SUFFIX}")
+    )
     has_source = isinstance(source, Path) and final.resolve() in (source.resolve(), *source.resolve().parents)
     return has_model and not has_source

@@ -48,8 +48,8 @@ MAX_FILE_BYTES = 4 << 30
 
 
 class DcpTensor:
-    """The rectangular slices of one global tensor on this rank, in the checkpointable protocol of
-    torch.distributed.checkpoint (DCP).
+    """Rectangular slices of one global tensor on this rank, for torch.distributed.checkpoint (DCP).
+    The class implements DCP's checkpointable protocol.
     """
 
     def __init__(self, key: str, sharded: ShardedTensor, slab_bytes: int | None = None) -> None:
@@ -62,7 +62,7 @@ class DcpTensor:
         self._at = {torch.Size(box.offset): box.tensor for box in boxes}
 
     def size(self) -> torch.Size:
-        """Return the global shape of the tensor."""
+        """Return the global shape of the tensor, for torch.distributed.checkpoint (DCP)."""
         return self.shape
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
@@ -90,8 +90,8 @@ def _chunk_of(box: TensorBox) -> ChunkStorageMetadata:
 
 
 class BoxSavePlanner(DefaultSavePlanner):
-    """Save planner of torch.distributed.checkpoint (DCP); it rejects a save unless the rectangular slices of all ranks
-    tile each tensor exactly.
+    """Save planner of torch.distributed.checkpoint (DCP) for tensors that are split into rectangular slices.
+    It rejects a save unless the slices of all ranks tile each tensor exactly.
 
     `tensors` is called in the planner, where an error reaches every rank.
     """
@@ -103,8 +103,8 @@ class BoxSavePlanner(DefaultSavePlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
-        """Collect this rank's tensor slices to save, by calling the constructor argument `tensors`; `state_dict` is
-        ignored.
+        """Collect this rank's tensor slices to save, by calling the constructor argument `tensors`.
+        The argument `state_dict` is ignored.
         """
         self.state_dict = wrap_for_dcp(self.tensors(), MAX_SLAB_BYTES)
         self.is_coordinator = is_coordinator
@@ -134,8 +134,8 @@ class BoxSavePlanner(DefaultSavePlanner):
 
 
 class BoxLoadPlanner(DefaultLoadPlanner):
-    """Load planner of torch.distributed.checkpoint (DCP) that rejects a checkpoint whose tensors differ in name, shape
-    or dtype from the slices to fill.
+    """Load planner of torch.distributed.checkpoint (DCP) for tensors that are split into rectangular slices.
+    It rejects a checkpoint whose tensors differ in name, shape or dtype from the slices to fill.
     """
 
     def __init__(self, source: Location, tensors: Mapping[str, ShardedTensor]) -> None:
@@ -149,15 +149,21 @@ class BoxLoadPlanner(DefaultLoadPlanner):
         self.state_dict, self.metadata, self.is_coordinator = wrap_for_dcp(self.tensors), metadata, is_coordinator
 
     def create_local_plan(self) -> LoadPlan:
-        """Check names, shapes and dtypes of the slices to fill against the checkpoint, then let DCP find the overlaps
-        with saved chunks.
+        """Check the slices to fill against the checkpoint, then let DCP find the overlaps with saved chunks.
+        Names, shapes and dtypes are checked.
         """
         assert self.metadata is not None
         saved = self.metadata.state_dict_metadata
         missing = [key for key in self.state_dict if key not in saved]
         if missing:
             more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
-            raise CheckpointError(f"{self.source}: the tensor {missing[0]}{more} is missing")
+            hint = None
+            if missing[0].startswith("optimizer/"):
+                hint = (
+                    "the checkpoint was saved with another optimizer.name: resume with that one, or start from its weights"
+                    f" in another output folder: --set init_from={self.source} --set output=FOLDER"
+                )
+            raise CheckpointError(f"{self.source}: the tensor {missing[0]}{more} is missing", hint=hint)
         for key, tensor in self.state_dict.items():
             entry = saved[key]
             assert isinstance(entry, TensorStorageMetadata)
@@ -173,8 +179,8 @@ class BoxLoadPlanner(DefaultLoadPlanner):
         return super().create_local_plan()
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        """Return this rank's slice number `index.index` of tensor `index.fqn`; slices to fill may overlap, so their
-        offsets are not unique.
+        """Return this rank's slice number `index.index` of tensor `index.fqn`.
+        Slices to fill may overlap, so their offsets are not unique.
         """
         held: DcpTensor = self.state_dict[index.fqn]
         assert index.index is not None
@@ -194,15 +200,15 @@ class CheckpointSaveTarget(Protocol):
     """Interface of the checkpoint folder that a save fills; only the coordinator rank uses it."""
 
     def begin_save(self) -> Location:
-        """Create the folder of the new checkpoint and return it."""
+        """Create the folder of the new checkpoint and return it, on the coordinator rank."""
 
     def finish_save(self, written: list[WrittenChunk]) -> None:
-        """Write the manifest of the chunks that all ranks wrote, and commit the checkpoint."""
+        """Write the manifest of the tensor chunks that all ranks wrote, and commit the checkpoint."""
 
 
 class ShardStorageWriter(StorageWriter):
-    """Storage writer of torch.distributed.checkpoint (DCP) that writes a rank's tensor slices to safetensors shards. On
-    the coordinator it also creates and commits the checkpoint folder `target`.
+    """Storage writer of torch.distributed.checkpoint (DCP) that writes tensor slices to safetensors shards.
+    Each rank writes its own slices. The coordinator also creates and commits the checkpoint folder `target`.
 
     `advance` is called with the bytes of each slab.
     """
@@ -220,7 +226,7 @@ class ShardStorageWriter(StorageWriter):
             self.folder = self.target.begin_save()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Return the plan unchanged."""
+        """Return this rank's save plan of torch.distributed.checkpoint (DCP) unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -268,8 +274,8 @@ class ShardStorageReader(StorageReader):
         """Do nothing: a reader object serves one load only, so `checkpoint_id` has no effect."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Open the checkpoint and return DCP metadata of the requested tensors. An error is raised only in
-        `set_up_storage_reader`, because DCP logs a trace of one raised here.
+        """Open the checkpoint and return DCP metadata of the requested tensors.
+        An error is raised only in `set_up_storage_reader`, because DCP logs a trace of one raised here.
         """
         try:
             self._opened = Checkpoint.open_folder(self.folder, verify=self.verify)
@@ -297,11 +303,11 @@ class ShardStorageReader(StorageReader):
             raise self._opened
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Return the plan unchanged."""
+        """Return this rank's load plan of torch.distributed.checkpoint (DCP) unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Return the plans unchanged."""
+        """Return the load plans of all ranks of torch.distributed.checkpoint (DCP) unchanged."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -345,7 +351,7 @@ def _completed_future(value: T) -> Future[T]:
 
 
 def wrap_for_dcp(tensors: Mapping[str, ShardedTensor], slab_bytes: int | None = None) -> dict[str, DcpTensor]:
-    """Wrap sharded tensors in the protocol of torch.distributed.checkpoint (DCP). With `slab_bytes`, each rank's slices
-    are split into parts of at most that size.
+    """Wrap sharded tensors in the protocol of torch.distributed.checkpoint (DCP).
+    With `slab_bytes`, each rank's slices are split into parts of at most that size.
     """
     return {key: DcpTensor(key, sharded, slab_bytes) for key, sharded in tensors.items()}

@@ -61,8 +61,8 @@ def prune_checkpoint(source: str | Location, destination: str | Location) -> Non
 def average_checkpoints(
     sources: Sequence[str | Location], destination: str | Location, *, weights: Sequence[float] | None = None
 ) -> None:
-    """Write the weighted mean of the weights of several checkpoints of one model to `destination`, a new mega
-    checkpoint of step 0.
+    """Write the weighted mean of the weights of several checkpoints of one model.
+    The result is `destination`, a new mega checkpoint of step 0.
 
     Each tensor is summed in fp32, or in fp64 if a source has it in fp64, and written in the dtype of the first source
     (arXiv:2203.05482). Assets and buffers are those of the first source. The step of the result is 0. The provenance has
@@ -143,8 +143,8 @@ def _check_same_model(one: ModelConfig, other: ModelConfig, first: str | Locatio
 
 @contextlib.contextmanager
 def create_output_folder(destination: str | Location) -> Iterator[Location]:
-    """Context manager that yields a temporary folder to fill; it is renamed to `destination` on success and removed on
-    error.
+    """Context manager that yields a temporary folder to fill with a new checkpoint.
+    The folder is renamed to `destination` on success and removed on error.
     """
     location = parse_location(destination)
     if isinstance(location, RemotePath):

@@ -23,8 +23,8 @@ BLOCK = 1 << 22  # elements that are summed at once
 
 
 class ExtendedVocabularySource(DerivedWeightSource):
-    """A `WeightSource` of a base model whose vocabulary is extended to `size` tokens; rows of new tokens follow the old
-    ones and are their mean.
+    """Weights of a base model whose vocabulary is extended to `size` tokens, as a `WeightSource`.
+    Rows of new tokens follow the old ones and are their mean.
 
     Args:
         base: the original weights.
@@ -50,14 +50,16 @@ class ExtendedVocabularySource(DerivedWeightSource):
         self._mean = cache(self._compute_mean_row)
 
     def tensor_shape(self, name: str) -> TensorShape:
-        """Return the shape of a tensor: `size` rows for the embedding and the output layer, else the base model's
-        shape.
+        """Return the shape of a tensor of the model with the extended vocabulary.
+        The embedding and the output layer have `size` rows; other tensors have the base model's shape.
         """
         shape = self.base.tensor_shape(name)
         return (self.model.vocab_size, *shape[1:]) if name in (EMBEDDING, HEAD) else shape
 
     def read_tensor_slice(self, name: str, offset: TensorShape, shape: TensorShape) -> Tensor:
-        """Read `tensor[offset : offset + shape]` of the tensor `name` with the new rows."""
+        """Read `tensor[offset : offset + shape]` of a tensor of the model with the extended vocabulary.
+        The tensor is `name`, with the rows of new tokens.
+        """
         new = offset[0] + shape[0] - self._old if name in (EMBEDDING, HEAD) else 0
         if new <= 0:
             return self.base.read_tensor_slice(name, offset, shape)
@@ -74,18 +76,22 @@ class ExtendedVocabularySource(DerivedWeightSource):
         return (total / self._old).to(self.tensor_dtype(name))
 
     def asset_files(self) -> Mapping[str, Path | bytes]:
-        """Return the base model's files other than weights, replaced by the constructor argument `files` where given."""
+        """Return the files other than weights of the model with the extended vocabulary.
+        They are the base model's, replaced by the constructor argument `files` where given.
+        """
         return {**self.base.asset_files(), **self._files}
 
 
 def extend_to_size(base: WeightSource, size: int) -> WeightSource:
-    """Return `base` with its vocabulary extended to `size` tokens, or `base` itself if it has as many already."""
+    """Return a source of weights with its vocabulary extended to `size` tokens.
+    It is `base` itself if `base` has as many already.
+    """
     return base if base.model.vocab_size >= size else ExtendedVocabularySource(base, size)
 
 
 def add_tokens(base: WeightSource, tokens: Sequence[str], size: int | None = None) -> ExtendedVocabularySource:
-    """Return `base` with new `tokens` in its tokenizer (matched verbatim in text) and rows for them in the embedding
-    and output layer.
+    """Add tokens to a model: to its tokenizer and as rows of the embedding and the output layer.
+    Returns a source of weights like `base`. The new `tokens` are matched verbatim in text.
 
     They get the ids after those of the tokenizer; `size` is the size of the new vocabulary, by default the smallest.
 

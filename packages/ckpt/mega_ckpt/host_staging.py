@@ -13,16 +13,16 @@ ALIGNMENT = 64
 
 
 class HostStaging:
-    """Staging area of a checkpoint save: one host buffer, allocated at the first copy and reused; pinned if the tensors
-    are on a CUDA device.
+    """Staging area of a checkpoint save in host memory.
+    It is one host buffer, allocated at the first copy and reused, and pinned if the tensors are on a CUDA device.
     """
 
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def copy_boxes(self, tensors: Mapping[str, ShardedTensor]) -> dict[str, ShardedTensor]:
-        """Copy this rank's slices of sharded tensors to host memory and return the copies; the next call overwrites
-        them.
+        """Copy this rank's slices of sharded tensors to host memory and return the copies.
+        The next call overwrites them.
         """
         need = staging_bytes(tensors)
         if self._buffer.numel() < need:
@@ -32,8 +32,9 @@ class HostStaging:
 
 
 def copy_into_buffer(tensors: Mapping[str, ShardedTensor], buffer: torch.Tensor) -> dict[str, ShardedTensor]:
-    """Copy this rank's slices of sharded tensors into `buffer`, uint8 [at least `staging_bytes`] in host memory, and
-    return the copies; waits for the device once, after all copies have started.
+    """Copy this rank's slices of sharded tensors into `buffer` and return the copies.
+    The buffer is uint8 [at least `staging_bytes`] in host memory. The call waits for the device once, after all copies
+    have started.
     """
     out = {key: ShardedTensor(sharded.shape, []) for key, sharded in tensors.items()}
     devices = set[torch.device]()
@@ -60,8 +61,8 @@ def staging_bytes(tensors: Mapping[str, ShardedTensor]) -> int:
 def place_in_buffer(
     tensors: Mapping[str, ShardedTensor], buffer: torch.Tensor
 ) -> Iterator[tuple[str, TensorBox, torch.Tensor]]:
-    """Yield each slice of sharded tensors with its tensor's key and a view of `buffer`, uint8 [at least
-    `staging_bytes`], shaped like the slice; nothing is copied.
+    """Yield each slice of sharded tensors with its tensor's key and a view of `buffer` for it.
+    The buffer is uint8 [at least `staging_bytes`]; a view is shaped like the slice. Nothing is copied.
     """
     start = 0
     for key, sharded in tensors.items():
@@ -76,8 +77,9 @@ def _aligned_bytes(tensor: torch.Tensor) -> int:
 
 
 def allocate_host_memory(nbytes: int, *, pinned: bool) -> torch.Tensor:
-    """Allocate exactly `nbytes` of host memory, uint8 [nbytes], where torch would round pinned memory up to a power of
-    two. With `pinned`, the memory stays pinned until it is freed.
+    """Allocate exactly `nbytes` of host memory, uint8 [nbytes].
+    By itself, torch would round pinned memory up to a power of two. With `pinned`, the memory stays pinned until it is
+    freed.
     """
     memory = torch.empty(nbytes, dtype=torch.uint8)
     if pinned:
@@ -86,8 +88,8 @@ def allocate_host_memory(nbytes: int, *, pinned: bool) -> torch.Tensor:
 
 
 def pin_host_memory(memory: torch.Tensor) -> None:
-    """Pin a tensor in host memory, which may be a mapped file, until it is freed; copies between it and a CUDA device
-    then run at the speed of the bus and without the host.
+    """Pin a tensor in host memory, which may be a mapped file, until it is freed.
+    Copies between the tensor and a CUDA device then run at the speed of the bus and without the host.
 
     Raises:
         MemoryError: when CUDA refuses to pin it.

@@ -29,8 +29,8 @@ _LOG_IN = "log in: hf auth login"
 def push_to_hub(
     folder: Path, repo_id: str, *, private: bool = False, revision: str | None = None, message: str | None = None
 ) -> str:
-    """Upload a HuggingFace folder to the repository `repo_id` on the HuggingFace Hub as one commit; return the commit
-    URL.
+    """Upload a HuggingFace folder to the HuggingFace Hub as one commit; return the commit URL.
+    The target is the repository `repo_id`.
 
     Args:
         folder: config.json and safetensors, which are checked first and uploaded unchanged.

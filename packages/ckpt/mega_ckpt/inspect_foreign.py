@@ -32,8 +32,8 @@ def is_foreign_model(path: Location) -> bool:
 
 
 def inspect_foreign(path: Location) -> CheckpointSummary:
-    """Summarize a HuggingFace folder or a GGUF file: model, family, quantization, and tensors with their dtypes after
-    dequantization.
+    """Summarize a HuggingFace folder or a GGUF file.
+    The summary has model, family, quantization, and tensors with their dtypes after dequantization.
 
     Raises:
         CheckpointError: when it cannot be used.
@@ -54,8 +54,8 @@ def inspect_foreign(path: Location) -> CheckpointSummary:
 
 
 def verify_foreign(path: Location, *, finite: bool = False) -> VerifyReport:
-    """Read every tensor of a HuggingFace folder or a GGUF file, dequantized, and report each that cannot be read; with
-    `finite`, also look for NaN and infinities.
+    """Read every tensor of a HuggingFace folder or a GGUF file, and report each that cannot be read.
+    Tensors are dequantized. With `finite`, NaN and infinities are reported, too.
 
     These formats have no checksums, so only damage such as truncated files and invalid scales is found.
 

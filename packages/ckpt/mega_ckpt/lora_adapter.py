@@ -40,28 +40,36 @@ SAMPLE = 1024  # elements of each tensor in the digest of a base
 
 
 class UntiedWeightSource(DerivedWeightSource):
-    """A `WeightSource` of a base model with tied embeddings that presents them as untied: `lm_head.weight` is read from
-    the embedding.
+    """A `WeightSource` of a base model with tied embeddings that presents them as untied.
+    The tensor `lm_head.weight` is read from the embedding.
     """
 
     def __init__(self, base: WeightSource) -> None:
         super().__init__(base, base.model.model_copy(update={"tie_embeddings": False}))
 
     def tensor_names(self) -> Sequence[str]:
-        """Return the base model's tensor names and that of the output layer, in the order of the forward pass."""
+        """Return the tensor names of the model with untied embeddings, in the order of the forward pass.
+        They are the base model's, and the output layer's.
+        """
         names = {*self.base.tensor_names(), HEAD}
         return [name for name in canonical_tensors(self.model) if name in names]
 
     def tensor_shape(self, name: str) -> TensorShape:
-        """Return the global shape of a tensor; `lm_head.weight` has the shape of the embedding."""
+        """Return the global shape of a tensor of the model with untied embeddings.
+        The output layer `lm_head.weight` has the shape of the embedding.
+        """
         return self.base.tensor_shape(_stored_name(name))
 
     def tensor_dtype(self, name: str) -> torch.dtype:
-        """Return the stored dtype of a tensor; `lm_head.weight` has the dtype of the embedding."""
+        """Return the stored dtype of a tensor of the model with untied embeddings.
+        The output layer `lm_head.weight` has the dtype of the embedding.
+        """
         return self.base.tensor_dtype(_stored_name(name))
 
     def read_tensor_slice(self, name: str, offset: TensorShape, shape: TensorShape) -> Tensor:
-        """Read `tensor[offset : offset + shape]` of the tensor `name`."""
+        """Read `tensor[offset : offset + shape]` of a tensor of the model with untied embeddings.
+        The tensor is `name`.
+        """
         return self.base.read_tensor_slice(_stored_name(name), offset, shape)
 
 
@@ -71,8 +79,8 @@ def _stored_name(name: str) -> str:
 
 @dataclass(frozen=True)
 class SavedAdapter:
-    """A LoRA adapter read from disk: its configuration, its tensors and the identity of the base model it was trained
-    on.
+    """A LoRA adapter read from disk.
+    It has its configuration, its tensors and the identity of the base model it was trained on.
 
     Attributes:
         lora: configuration of the adapter.
@@ -94,8 +102,8 @@ class SavedAdapter:
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint, *, averaged: bool = False) -> SavedAdapter:
-        """Return the LoRA adapter in a mega checkpoint of a run with `lora`; with `averaged`, the exponential moving
-        average kept by `train.ema`.
+        """Return the LoRA adapter in a mega checkpoint of a run with `lora`.
+        With `averaged`, it is the exponential moving average kept by `train.ema`.
 
         Raises:
             CheckpointError: when its tensors conflict with its configuration.
@@ -108,15 +116,15 @@ class SavedAdapter:
         return cls(lora, modules, shapes, lambda name, *box: checkpoint.read_tensor(prefix + name, *box), base)
 
     def read_tensor(self, name: str) -> Tensor:
-        """Read a whole tensor of the adapter, or a base model's tensor that was trained in full along with it
-        (`modules_to_save`).
+        """Read a whole tensor of a LoRA adapter.
+        It may also be a base model's tensor that was trained in full along with the adapter (`modules_to_save`).
         """
         return self.read_tensor_slice(name, (0,) * len(self.shapes[name]), self.shapes[name])
 
 
 def averaged_weights(checkpoint: Checkpoint) -> frozenset[str]:
-    """Return the names of the weights that have an exponential moving average in the checkpoint; CheckpointError if
-    there are none.
+    """Return the names of the weights that have an exponential moving average in the checkpoint.
+    Raises CheckpointError if there are none.
 
     Raises:
         CheckpointError: when there are none.
@@ -137,8 +145,8 @@ def is_adapter_checkpoint(checkpoint: Checkpoint) -> bool:
 def check_adapter_modules(
     model: ModelConfig, lora: LoraConfig, shapes: Mapping[str, TensorShape], where: str
 ) -> dict[str, AdaptedModule]:
-    """Return {name: AdaptedModule} of the projections of `model` that `lora` adapts, after checking that the adapter
-    tensors in `shapes` match them exactly.
+    """Return {name: AdaptedModule} of the projections of `model` that `lora` adapts.
+    The adapter tensors in `shapes` must match them exactly.
 
     Raises:
         CheckpointError: naming one that is missing, unknown or of another shape.
@@ -161,8 +169,7 @@ def check_adapter_modules(
 def check_initial_adapter(
     adapter: SavedAdapter, modules: Mapping[str, AdaptedModule], trains: Callable[[str], bool], where: str
 ) -> None:
-    """Reject, with a CheckpointError, a training run that starts from `adapter` but would drop one of its tensors or
-    change its scale.
+    """Reject a training run whose LoRA settings would drop a tensor of its initial adapter or change its scale.
 
     Args:
         adapter: the initial adapter, saved at `where`.
@@ -197,8 +204,8 @@ def check_initial_adapter(
 
 
 class AdaptedWeightSource(DerivedWeightSource):
-    """A `WeightSource` of a base model with a LoRA adapter merged in, in the base's dtypes. The sum is computed in fp32
-    or wider.
+    """A `WeightSource` of a base model with a LoRA adapter merged in, in the base's dtypes.
+    The sum is computed in fp32 or wider.
 
     Raises:
         CheckpointError: from the constructor, when the adapter belongs to another model than the base.
@@ -223,8 +230,8 @@ class AdaptedWeightSource(DerivedWeightSource):
                 )
 
     def read_tensor_slice(self, name: str, offset: TensorShape, shape: TensorShape) -> Tensor:
-        """Read `tensor[offset : offset + shape]` of a base model's tensor with the adapter merged in; for stacked
-        experts, a slice of each expert.
+        """Read `tensor[offset : offset + shape]` of a base model's tensor with the LoRA adapter merged in.
+        For stacked experts, the result is a slice of each expert.
         """
         if name in self._replaced:
             return self.adapter.read_tensor_slice(name, offset, shape).to(self.tensor_dtype(name))
@@ -255,8 +262,8 @@ class AdaptedWeightSource(DerivedWeightSource):
         return base.to(wide) + self.adapter.modules[module].scale * (b @ a)
 
     def asset_files(self) -> Mapping[str, Path | bytes]:
-        """Return the base model's files other than weights, with the adapter's tokenizer in place of the base's if it
-        came with one.
+        """Return the files other than weights of a base model with a LoRA adapter.
+        They are the base model's, with the adapter's tokenizer in place of the base's if it came with one.
         """
         files = self.base.asset_files()
         if not self.adapter.tokenizer:
@@ -266,8 +273,8 @@ class AdaptedWeightSource(DerivedWeightSource):
 
 
 def compute_row_norms(base: WeightSource, name: str, first: int, rows: int) -> Tensor:
-    """Return the L2 norms, fp64 [rows], of rows `first` to `first + rows` of the base model's matrix `name`; DoRA
-    magnitudes are initialized with them.
+    """Return the L2 norms of rows of a base model's matrix, with which DoRA magnitudes are initialized.
+    The result is fp64 [rows], for rows `first` to `first + rows` of the matrix `name`.
     """
     matrix = base.read_tensor_slice(name, (first, 0), (rows, base.tensor_shape(name)[1]))
     norms: Tensor = torch.linalg.vector_norm(matrix.double(), dim=1)
@@ -275,8 +282,8 @@ def compute_row_norms(base: WeightSource, name: str, first: int, rows: int) -> T
 
 
 def fingerprint_base(path: str, source: WeightSource) -> dict[str, str]:
-    """Return the identity of an adapter's base model: its `path`, and a `digest` of the names, shapes, dtypes and first
-    elements of its tensors.
+    """Return the identity of a LoRA adapter's base model.
+    It has the model's `path`, and a `digest` of the names, shapes, dtypes and first elements of its tensors.
     """
     where, digest = parse_location(path), xxhash.xxh3_128()
     for name in source.tensor_names():

@@ -60,8 +60,8 @@ class AdaptedModule:
 
 
 def adapted_modules(model: ModelConfig, lora: LoraConfig) -> dict[str, AdaptedModule]:
-    """Return the projections of `model` that `lora` adapts, {canonical name without `.weight`: AdaptedModule}, in the
-    order of the forward pass.
+    """Return the projections of `model` that the LoRA settings `lora` adapt, in the order of the forward pass.
+    The result is {canonical name without `.weight`: AdaptedModule}.
 
     Raises:
         ConfigError: naming a pattern that matches no projection, or experts with dropout or DoRA.
@@ -94,8 +94,8 @@ def adapted_modules(model: ModelConfig, lora: LoraConfig) -> dict[str, AdaptedMo
 
 
 def adaptable_projections(model: ModelConfig) -> dict[str, TensorShapes]:
-    """Return the projections of `model` that can have a LoRA adapter: {canonical name without `.weight`: {tensor name:
-    shape}}.
+    """Return the projections of `model` that can have a LoRA adapter.
+    The result is {canonical name without `.weight`: {tensor name: shape}}.
     """
     out: dict[str, TensorShapes] = {}
     for name, shape in canonical_tensors(model).items():
@@ -110,8 +110,8 @@ def adaptable_projections(model: ModelConfig) -> dict[str, TensorShapes]:
 
 
 def quantized_tensors(model: ModelConfig, lora: LoraConfig | None, is_trained: Callable[[str], bool]) -> frozenset[str]:
-    """Return the names of the tensors that `lora.quantize` stores quantized: the weights of every projection that is
-    not fully trained.
+    """Return the names of the tensors that `lora.quantize` stores quantized.
+    They are the weights of every projection that is not fully trained.
     """
     if lora is None or lora.quantize is None:
         return frozenset()

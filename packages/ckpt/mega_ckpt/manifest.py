@@ -53,8 +53,9 @@ _HEAD, _TAIL = b'{\n "checksum": "', b'",\n'
 
 
 class TensorChunk(StrictConfig):
-    """A rectangular slice [offset, offset + shape) of a tensor, in row-major order, at bytes [begin, end) of a shard
-    file, with the XXH3-128 checksum of these bytes.
+    """Rectangular slice [offset, offset + shape) of a tensor, stored as a range of bytes of a shard file.
+    The slice is in row-major order at bytes [begin, end) of the file. The chunk has the XXH3-128 checksum of these
+    bytes.
     """
 
     offset: tuple[TensorBytes, ...]
@@ -66,8 +67,8 @@ class TensorChunk(StrictConfig):
 
 
 class TensorEntry(StrictConfig):
-    """Record of a global tensor in a checkpoint's manifest: its safetensors dtype name, its shape, and the chunks that
-    tile it.
+    """Record of a global tensor in a checkpoint's manifest.
+    It has the tensor's safetensors dtype name, its shape, and the chunks that tile it.
     """
 
     dtype: str
@@ -83,8 +84,8 @@ class FileEntry(StrictConfig):
 
 
 class Manifest(StrictConfig):
-    """Contents of a mega checkpoint, stored as `manifest.json`. `state` and `provenance` are JSON that only the trainer
-    interprets.
+    """Contents of a mega checkpoint, stored as `manifest.json`.
+    `state` and `provenance` are JSON that only the trainer interprets.
 
     Attributes:
         folder: folder of the files, relative to the manifest; "" is the folder of the manifest. On an object store each
@@ -101,8 +102,8 @@ class Manifest(StrictConfig):
     tensors: dict[str, TensorEntry]
 
     def problems(self) -> Iterator[ConfigProblem]:
-        """Yield the inconsistencies between the manifest's records of tensors and files; checked before any file that
-        it names is opened.
+        """Yield the inconsistencies between the manifest's records of tensors and files.
+        They are checked before any file that the manifest names is opened.
         """
         yield from self.model.problems()
         for name in [*self.files, *([self.folder] if self.folder else [])]:
@@ -222,8 +223,8 @@ def make_manifest(
 
 
 def is_exact_tiling(shape: TensorShape, boxes: Iterable[tuple[TensorShape, TensorShape]]) -> bool:
-    """Return whether rectangular slices (offset, shape) together contain every element of a tensor of `shape` exactly
-    once.
+    """Return whether rectangular slices together contain every element of a tensor exactly once.
+    The tensor has `shape`; slices are (offset, shape).
 
     The mixed derivative of a box's indicator function is a sum of signed points at its 2^axes corners, and determines a
     function that is zero far away. So the boxes tile iff their signed corners add up to those of the tensor. The cost is

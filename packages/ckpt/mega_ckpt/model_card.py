@@ -34,8 +34,8 @@ _SHAPE = (
 
 
 def build_cards(checkpoint: Checkpoint, num_parameters: int, existing_files: Mapping[str, object]) -> dict[str, bytes]:
-    """Return {file name: Markdown text} of the model card, and of cards on its data and training, for a checkpoint of a
-    training run; empty for a checkpoint without run settings.
+    """Return {file name: Markdown text} of the model card of a checkpoint of a training run.
+    Cards on its data and training are included. The result is empty for a checkpoint without run settings.
 
     Args:
         checkpoint: the checkpoint that is exported.
@@ -51,6 +51,14 @@ def build_cards(checkpoint: Checkpoint, num_parameters: int, existing_files: Map
     if DATA_CARD not in existing_files:
         found[DATA_CARD] = _data_card(checkpoint, settings)
     return {name: text.encode() for name, text in found.items()}
+
+
+def describe_quantization(existing_files: Mapping[str, Path | bytes], quantization: str) -> bytes:
+    """Return the README.md of an export, or a new one, with a section on the quantization of its weights."""
+    card = existing_files.get(MODEL_CARD, b"# Model\n")
+    text = card.read_bytes() if isinstance(card, Path) else card
+    section = f"\n## Quantization\n\nThe weights are quantized: {quantization}. Converted with mega.\n"
+    return text.rstrip() + b"\n" + section.encode()
 
 
 def _model_card(checkpoint: Checkpoint, settings: Mapping[str, Any], parameters: int) -> str:

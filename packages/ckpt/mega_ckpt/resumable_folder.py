@@ -50,8 +50,8 @@ RunOnce = Callable[[str, bytes, Callable[[], FinishedFile]], FinishedFile]
 
 
 def write_always(_name: str, _header: bytes, make: Callable[[], FinishedFile]) -> FinishedFile:
-    """Call `make` to write a file, and return its result: the variant of `WriteJournal.write_once` without a journal,
-    which never skips a file.
+    """Write a file without a journal, so that no file is skipped.
+    Calls `make` to write it, and returns its result. This is a variant of `WriteJournal.write_once`.
     """
     return make()
 
@@ -66,8 +66,8 @@ def hash_file(path: Path) -> FileEntry:
 
 
 class WriteJournal(Protocol):
-    """Interface of a record of the finished files in a folder that is being filled, so that an interrupted call can
-    resume.
+    """Interface of a record of the finished files in a folder that is being filled.
+    With it, an interrupted call can resume.
 
     Attributes:
         folder: the folder.
@@ -88,8 +88,8 @@ class WriteJournal(Protocol):
 
 
 class LocalJournal:
-    """`WriteJournal` on a file system: files of `folder` recorded in `stream` are finished. All other files are removed
-    by the constructor.
+    """`WriteJournal` on a file system.
+    Files of `folder` recorded in `stream` are finished. All other files are removed by the constructor.
     """
 
     def __init__(self, folder: Path, stream: IO[str], title: str) -> None:
@@ -168,8 +168,8 @@ class RemoteJournal:
         }
 
     def write_once(self, name: str, header: bytes, make: Callable[[], FinishedFile]) -> FinishedFile:
-        """Write the object `name` by calling `make`, unless it is finished; return its record either way. Objects are
-        atomic, so length and `header` suffice as a check.
+        """Write the object `name` by calling `make`, unless it is finished; return its record either way.
+        Objects are atomic, so length and `header` suffice as a check.
         """
         if name not in self.finished or not self._is_sound(name, header):
             self.finished[name] = make()
@@ -184,8 +184,8 @@ class RemoteJournal:
         return True
 
     def remove_notes(self) -> None:
-        """Remove the note objects, and the unfinished objects of conversions to the same destination from another
-        source or with other options.
+        """Remove the note objects of the conversion, and unfinished objects of other conversions.
+        The latter are conversions to the same destination from another source or with other options.
         """
         self._notes.delete_objects()
         for unfinished in [path for path in self._final.iterdir() if (path / NOTES).is_dir()]:
@@ -193,8 +193,9 @@ class RemoteJournal:
 
 
 def open_resumable(final: Location, identity: Mapping[str, Any]) -> contextlib.AbstractContextManager[WriteJournal]:
-    """Context manager that yields a journal of a folder to fill, which becomes `final` when the context exits without
-    an error; an interrupted call with the same `identity` resumes.
+    """Context manager that yields a journal of a folder to fill, which becomes `final` on success.
+    The folder is complete when the context exits without an error. An interrupted call with the same `identity`
+    resumes.
 
     After an error that would recur, no files are left. After another error, an interrupt or a kill, the finished files are
     kept, and the same call resumes with them.

@@ -31,8 +31,8 @@ BLOCK_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class ShardSlab:
-    """A rectangular slice [offset, offset + shape) of the global tensor `key`, to be written to a shard file as one
-    chunk.
+    """Rectangular slice of a global tensor, to be written to a shard file as one chunk.
+    It is [offset, offset + shape) of the tensor `key`.
     """
 
     key: str
@@ -48,15 +48,15 @@ class ShardSlab:
 
     @property
     def sort_key(self) -> tuple[int, str, TensorShape]:
-        """Sort key for the order of tensor slices in a file: wide elements first, so that each is aligned to its
-        element size and can be memory-mapped.
+        """Sort key for the order of tensor slices in a file, wide elements first.
+        With this order each slice is aligned to its element size and can be memory-mapped.
         """
         return -self.dtype.itemsize, self.key, self.offset
 
     @property
     def header_name(self) -> str:
-        """Name of this tensor slice in the safetensors header: the tensor's key, followed by the index range unless it
-        is the whole tensor.
+        """Name of this tensor slice in the safetensors header.
+        It is the tensor's key, followed by the index range unless the slice is the whole tensor.
         """
         if self.shape == self.global_shape:
             return self.key
@@ -78,8 +78,8 @@ def safetensors_header(slabs: Iterable[ShardSlab]) -> bytes:
 
 
 class HashedFile:
-    """A new file that is hashed (XXH3-128) while it is written; complete and durable when `close` returns. An existing
-    file is never overwritten.
+    """A new file that is hashed (XXH3-128) while it is written.
+    It is complete and durable when `close` returns. An existing file is never overwritten.
     """
 
     def __init__(self, path: Location) -> None:
@@ -124,8 +124,9 @@ def write_shards(
     max_bytes: int,
     once: RunOnce = write_always,
 ) -> Iterator[tuple[list[tuple[ShardSlab, TensorChunk]], FileEntry]]:
-    """Write tensor slices, whose content `resolve` returns, to files `<prefix>-000.safetensors`, ... of about
-    `max_bytes` at most; yield, per file, its slices with their chunks, and its length and checksum.
+    """Write tensor slices to shard files of about `max_bytes` at most.
+    The files are `<prefix>-000.safetensors`, ...; `resolve` returns the content of a slice. Yields, per file, its
+    slices with their chunks, and its length and checksum.
 
     `resolve` is called for one slab at a time, so tensors on a device need host memory for one slab only. `once` skips
     files that are already complete.
@@ -158,8 +159,8 @@ def _write_shard(
 
 
 def group_slabs_by_file(slabs: Sequence[ShardSlab], max_bytes: int) -> Iterator[list[ShardSlab]]:
-    """Split a sequence of tensor slices into groups, one per file: as many in order as fit in `max_bytes`, and at least
-    one.
+    """Split a sequence of tensor slices into groups that are written to one new file each.
+    A group has as many slices in order as fit in `max_bytes`, and at least one.
     """
     group: list[ShardSlab] = []
     size = 0
@@ -187,8 +188,8 @@ class ShardFile:
             )
 
     def read_chunk(self, key: str, dtype: torch.dtype, chunk: TensorChunk, *, verify: bool) -> Tensor:
-        """Return a chunk of the tensor `key` as a view of the file's bytes; with `verify`, CheckpointError if its
-        checksum does not match.
+        """Return a chunk of the tensor `key` as a view of the shard file's bytes.
+        With `verify`, raises CheckpointError if its checksum does not match.
 
         Raises:
             CheckpointError: when `verify` is set and the checksum does not match.
@@ -203,8 +204,9 @@ class ShardFile:
 
 
 def check_file_size(path: Location, size: Callable[[], int], entry: FileEntry, keys: Sequence[str]) -> None:
-    """Check that the file at `path`, which contains the tensors `keys`, exists, is a regular file, and has the length
-    recorded in the manifest (`entry`); `size` returns its actual length.
+    """Check that a shard file exists, is a regular file, and has the length recorded in the manifest.
+    The file at `path` contains the tensors `keys`; `entry` is its record in the manifest, and `size` returns its actual
+    length.
 
     `size` returns its length.
 

@@ -29,8 +29,8 @@ LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 
 @dataclass(frozen=True)
 class PartImportance:
-    """Importance scores (fp64) of a model's layers, MLP neurons, query heads and residual channels, by which
-    `shrink_model` chooses.
+    """Importance scores (fp64) of a model's layers, MLP neurons, query heads and residual channels.
+    They decide the parts that `shrink_model` keeps.
 
     Attributes:
         layers: scores [L].
@@ -47,8 +47,9 @@ class PartImportance:
 
 @dataclass(frozen=True)
 class KeptModelParts:
-    """Ascending int64 indices of what a shrunk model keeps: layers [layers], channels [hidden], and per kept layer
-    neurons [layers, ffn], query heads [layers, heads] and key/value heads [layers, kv_heads].
+    """Ascending int64 indices of the parts of a model that a shrunk model keeps.
+    They are layers [layers], channels [hidden], and per kept layer neurons [layers, ffn], query heads [layers, heads]
+    and key/value heads [layers, kv_heads].
     """
 
     layers: Tensor
@@ -59,8 +60,8 @@ class KeptModelParts:
 
 
 def check_shrinkable(model: ModelConfig) -> None:
-    """Reject a model that `shrink_model` does not support, such as one with experts, recurrent layers or a vision
-    encoder.
+    """Reject a model that `shrink_model` does not support.
+    Examples are models with experts, recurrent layers or a vision encoder.
 
     Raises:
         ConfigError: naming one.
@@ -78,8 +79,8 @@ def check_shrinkable(model: ModelConfig) -> None:
 
 @dataclass(frozen=True)
 class ShrinkSizes:
-    """Target sizes of a shrunk model: number of layers, MLP width, number of query heads, hidden size; None keeps the
-    current size.
+    """Target sizes of a shrunk model.
+    They are the number of layers, MLP width, number of query heads and hidden size; None keeps the current size.
     """
 
     layers: int | None = None
@@ -89,8 +90,8 @@ class ShrinkSizes:
 
 
 def shrunk_config(model: ModelConfig, sizes: ShrinkSizes, layers: Sequence[int] | None = None) -> ModelConfig:
-    """Return the configuration of `model` with the target `sizes`; `layers` are the indices of the kept layers, if
-    known.
+    """Return the configuration of a shrunk model with the target `sizes`.
+    The original is `model`; `layers` are the indices of the kept layers, if known.
 
     Raises:
         ConfigError: when the model does not support a size.
@@ -105,7 +106,7 @@ def shrunk_config(model: ModelConfig, sizes: ShrinkSizes, layers: Sequence[int] 
     if model.key_value_heads > 1 and heads % group:
         raise ConfigError(
             f"--heads {heads} must be a multiple of {group}, the number of query heads per key/value head",
-            hint=f"a multiple of {group}",
+            hint=f"--heads {max(group, heads // group * group)}",
         )
     if heads < model.num_attention_heads and model.qk_norm and model.qk_norm_span == "all":
         raise ConfigError(
@@ -129,8 +130,8 @@ def shrunk_config(model: ModelConfig, sizes: ShrinkSizes, layers: Sequence[int] 
 
 
 def choose_kept_parts(importance: PartImportance, model: ModelConfig, smaller: ModelConfig) -> KeptModelParts:
-    """Return the most important layers, neurons, heads and channels of `model`, as many as `smaller` has. Key/value
-    heads are kept with all of their query heads.
+    """Return the most important layers, neurons, heads and channels of a model, as many as a smaller one has.
+    The configurations are `model` and `smaller`. Key/value heads are kept with all of their query heads.
     """
     layers = _top_indices(importance.layers, smaller.num_layers)
     heads, group = importance.heads[layers], model.num_attention_heads // model.key_value_heads
@@ -147,8 +148,8 @@ def choose_kept_parts(importance: PartImportance, model: ModelConfig, smaller: M
 def shrink_model(
     source: WeightSource, destination: str | Location, importance: PartImportance, sizes: ShrinkSizes
 ) -> KeptModelParts:
-    """Write a mega checkpoint of the most important layers, neurons, heads and channels of the model in `source`, in
-    the target `sizes`, and return their indices.
+    """Write a mega checkpoint of the most important parts of a model, and return their indices.
+    The parts are layers, neurons, heads and channels of the model in `source`, in the target `sizes`.
 
     Raises:
         ConfigError: when the model does not support a size.

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mega_ckpt.canonical_tensors import abbreviate_names, canonical_tensors
 from mega_ckpt.checkpoint import AVERAGE, BUFFERS, WEIGHTS
+from mega_ckpt.families import ModelFamily
 from mega_ckpt.formats.gguf_file import SUFFIX, is_gguf_file
 from mega_ckpt.formats.gguf_source import GgufSource
 from mega_ckpt.formats.hf_source import CONFIG, HfSource, has_weight_files, load_hf_config, warn_of_unread_keys
@@ -57,8 +58,8 @@ Source = WeightSource  # deprecated name
 
 
 class MegaWeightSource:
-    """A `WeightSource` of a mega checkpoint; with `averaged`, weights are the exponential moving averages kept by
-    `train.ema`.
+    """A `WeightSource` of a mega checkpoint.
+    With `averaged`, weights are the exponential moving averages kept by `train.ema`.
     """
 
     def __init__(self, checkpoint: Checkpoint, *, averaged: bool = False) -> None:
@@ -69,25 +70,25 @@ class MegaWeightSource:
         self._names = _check_tensors(self.model, shapes, checkpoint.folder)
 
     def tensor_names(self) -> Sequence[str]:
-        """Return the canonical tensor names, in the order of the forward pass."""
+        """Return the canonical tensor names of the checkpoint's model, in the order of the forward pass."""
         return self._names
 
     def tensor_shape(self, name: str) -> TensorShape:
-        """Return the global shape of a tensor."""
+        """Return the global (unsharded) shape of a tensor of the mega checkpoint."""
         return self.checkpoint.tensor_shape(WEIGHTS + name)
 
     def tensor_dtype(self, name: str) -> torch.dtype:
-        """Return the stored dtype of a tensor."""
+        """Return the stored dtype of a tensor of the mega checkpoint."""
         return self.checkpoint.tensor_dtype(WEIGHTS + name)
 
     def read_tensor(self, name: str) -> Tensor:
-        """Read a whole tensor."""
+        """Read a whole tensor of the mega checkpoint, by its canonical name."""
         shape = self.tensor_shape(name)
         return self.read_tensor_slice(name, (0,) * len(shape), shape)
 
     def read_tensor_slice(self, name: str, offset: TensorShape, shape: TensorShape) -> Tensor:
-        """Read `tensor[offset : offset + shape]` of the canonical tensor `name`: a view of the file, unless it is
-        assembled from several chunks.
+        """Read `tensor[offset : offset + shape]` of the canonical tensor `name` of a mega checkpoint.
+        The result is a view of the file, unless it is assembled from several chunks.
         """
         if name in self._averaged:
             return self.checkpoint.read_tensor(AVERAGE + name, offset, shape).to(self.tensor_dtype(name))
@@ -107,8 +108,8 @@ class MegaWeightSource:
         return self.checkpoint.read_tensor(BUFFERS + name)
 
     def asset_files(self) -> Mapping[str, Path | bytes]:
-        """Return the files that accompany the weights (tokenizer, config.json and so on), {relative path: file or
-        content}.
+        """Return the files that accompany the weights of a mega checkpoint.
+        They are the tokenizer, config.json and so on, as {relative path: file or content}.
         """
         names = [name for name in self.checkpoint.manifest.files if name.startswith(f"{ASSETS}/")]
         return {name.removeprefix(f"{ASSETS}/"): read_if_remote(self.checkpoint.files / name) for name in names}
@@ -137,13 +138,15 @@ def open_weight_source(
     settings: Mapping[str, Any] | None = None,
     averaged: bool = False,
     implementation: Implementation = "mega",
+    families: Sequence[ModelFamily] = (),
 ) -> WeightSource:
-    """Open the weights at `path`: a mega checkpoint, a run folder (its latest checkpoint), a HuggingFace or a Megatron
-    folder, a GGUF file or a folder with one.
+    """Open the weights of a model at `path`, in any format that mega reads.
+    It is a mega checkpoint, a run folder (its latest checkpoint), a HuggingFace or a Megatron folder, a GGUF file or a
+    folder with one.
 
     `settings` are fields of `ModelConfig` that are missing in a Megatron checkpoint, or override it. `averaged` selects
     the exponential moving averages of the weights that a run keeps (`train.ema`). `implementation: transformers` opens a
-    HuggingFace folder as a module of transformers, with the tensor names of that module.
+    HuggingFace folder as a module of transformers, with the tensor names of that module. `families` come from extensions.
 
     Raises:
         CheckpointError: when it is none of these, damaged or not supported.
@@ -164,7 +167,7 @@ def open_weight_source(
         )
     if isinstance(folder, Path) and (inner := _find_transformer_folder(folder)) is not None:
         logger.info("%s: sentence-transformers folder, whose transformer is read from %s", folder, inner.name)
-        return open_weight_source(inner, settings=settings, averaged=averaged)
+        return open_weight_source(inner, settings=settings, averaged=averaged, families=families)
     if (folder / PEFT_CONFIG).is_file():
         if has_readable_weights(folder):  # transformers would ignore these weights and load the adapter's base
             raise CheckpointError(
@@ -180,8 +183,7 @@ def open_weight_source(
         return MegaWeightSource(checkpoint, averaged=averaged)
     if averaged:
         raise CheckpointError(f"{folder}: has no exponential moving average (EMA) of the weights", hint=AVERAGES_HINT)
-    is_run = any((folder / name).exists() for name in ("checkpoints", "run.yaml"))
-    if is_run and not (folder / CONFIG).exists():
+    if any((folder / name).exists() for name in ("checkpoints", "run.yaml")) and not (folder / CONFIG).exists():
         raise CheckpointError(f"{folder}: the run has no complete checkpoint", hint="train to its first checkpoint")
     if isinstance(folder, Path) and is_megatron_folder(folder):
         return MegatronSource(folder, settings)
@@ -189,7 +191,7 @@ def open_weight_source(
         return GgufSource(_single_gguf_model(folder, inside))
     if implementation == "transformers":
         return TransformersSource(folder)
-    return HfSource(folder)
+    return HfSource(folder, families)
 
 
 open_source = open_weight_source  # deprecated name
@@ -218,14 +220,17 @@ def _find_transformer_folder(folder: Path) -> Path | None:
     return inner
 
 
-def load_with_adapter(path: str | Location, base: str | Location, *, averaged: bool = False) -> AdaptedWeightSource:
-    """Open the weights at `base` merged with the LoRA adapter at `path`: a mega run or checkpoint, or a PEFT folder.
+def load_with_adapter(
+    path: str | Location, base: str | Location, *, averaged: bool = False, families: Sequence[ModelFamily] = ()
+) -> AdaptedWeightSource:
+    """Open the weights at `base` merged with the LoRA adapter at `path`.
+    The adapter is a mega run or checkpoint, or a PEFT folder; `families` come from extensions.
 
     Raises:
         CheckpointError: when there is no adapter, or it was trained on other weights.
     """
     folder = parse_location(path)
-    base_source = open_weight_source(base)
+    base_source = open_weight_source(base, families=families)
     if (folder / PEFT_CONFIG).is_file():
         return AdaptedWeightSource(base_source, read_peft_adapter(folder, base_source))
     found = _find_checkpoint(folder)
@@ -259,12 +264,17 @@ def _open_with_named_base(folder: Location, base: object, *, averaged: bool = Fa
 
 
 def read_model_config(
-    path: str | Location, *, warn: bool = False, implementation: Implementation = "mega"
+    path: str | Location,
+    *,
+    warn: bool = False,
+    implementation: Implementation = "mega",
+    families: Sequence[ModelFamily] = (),
 ) -> ModelConfig:
-    """Return the model configuration at `path`: of any weights that `open_weight_source` opens, of a HuggingFace folder
-    without weights, or of a config.json; with `warn`, log unsupported parts.
+    """Return the model configuration at `path`.
+    It may be that of any weights that `open_weight_source` opens, of a HuggingFace folder without weights, or of a
+    config.json. With `warn`, unsupported parts are logged.
 
-    With `warn`, call `warn_of_unsupported_parts`.
+    With `warn`, call `warn_of_unsupported_parts`. `families` come from extensions.
 
     Raises:
         CheckpointError: when there is no model, or an unsupported one.
@@ -276,19 +286,20 @@ def read_model_config(
     if config is not folder and not (
         _find_checkpoint(folder) is None and config.is_file() and not has_weight_files(folder)
     ):
-        source = open_weight_source(folder)
+        source = open_weight_source(folder, families=families)
         if warn:
             warn_of_unsupported_parts(source)
         return source.model
-    _, model, unread = load_hf_config(config)
+    _, model, unread = load_hf_config(config, families=families)
     if warn:
         warn_of_unread_keys(config, unread, model)
     return model
 
 
 def warn_of_unsupported_parts(source: WeightSource, *, training: bool = False) -> None:
-    """Log warnings of config.json keys of a HuggingFace folder that nothing reads, and of components of the model that
-    mega does not run.
+    """Log warnings of parts of a model that mega does not read or run.
+    They are config.json keys of a HuggingFace folder that nothing reads, and components of the model that mega does not
+    run.
 
     Args:
         source: the weights to convert, to run or, with `training`, to start a run from.
@@ -325,23 +336,26 @@ def _find_checkpoint(folder: Location) -> Location | None:
 
 
 def load_weights(source: WeightSource, tensors: Mapping[str, ShardedTensor]) -> None:
-    """Fill this rank's slices of canonical tensors in place from `source`, cast to each slice's dtype; reads only the
-    ranges that they contain.
+    """Fill this rank's slices of canonical tensors in place from the weights of `source`.
+    They are cast to each slice's dtype. Only the ranges that the slices contain are read.
 
     Raises:
         CheckpointError: when the source lacks a tensor or has it in another shape.
     """
-    names = set(source.tensor_names())
+    hint = (
+        "give weights of a model of the same size and settings, or take the settings from the folder of the weights:"
+        " model: {from: FOLDER}, without other keys"
+    )
+    if missing := tensors.keys() - set(source.tensor_names()):
+        raise CheckpointError(
+            f"the weights to load have no tensor {abbreviate_names(missing)}, which the model requires", hint=hint
+        )
     for name, sharded in tensors.items():
-        if name not in names:
-            raise CheckpointError(
-                f"the tensor {name} is missing in the weights to load", hint="give weights of the same model"
-            )
         if source.tensor_shape(name) != sharded.shape:
             raise CheckpointError(
                 f"{name} has shape {list(source.tensor_shape(name))} in the weights to load, but the model requires "
                 f"{list(sharded.shape)}",
-                hint="give weights of the same model",
+                hint=hint,
             )
         _fill_boxes(name, sharded, source.read_tensor_slice)
 
@@ -366,8 +380,8 @@ def load_adapter_weights(adapter: SavedAdapter, tensors: Mapping[str, ShardedTen
 def init_dora_magnitudes(
     base: WeightSource, modules: Mapping[str, AdaptedModule], tensors: Mapping[str, ShardedTensor]
 ) -> None:
-    """Fill this rank's slices of DoRA magnitudes in `tensors` in place with the row norms of the weights of `base`;
-    other tensors are left alone.
+    """Fill this rank's slices of DoRA magnitudes in `tensors` with the row norms of a base model's weights.
+    They are filled in place. Other tensors are left alone.
     """
     for name, sharded in tensors.items():
         if name.endswith(MAGNITUDE):
@@ -383,8 +397,8 @@ def _fill_boxes(name: str, sharded: ShardedTensor, read: Callable[[str, TensorSh
 
 
 def copy_assets(source: WeightSource, folder: Path) -> None:
-    """Write the files that accompany the weights (tokenizer, config.json and so on) into `folder`, for a training run
-    to copy into its checkpoints.
+    """Write the files that accompany the weights of a model into `folder`.
+    They are the tokenizer, config.json and so on, for a training run to copy into its checkpoints.
     """
     for name, content in source.asset_files().items():
         write_file_durably(folder / name, content)

@@ -243,8 +243,8 @@ def _is_visible(name: str) -> bool:
 
 
 def regular_file_size(folder: Path, name: str) -> int:
-    """Return the length in bytes of the regular file `name` inside `folder`. Links, pipes and so on are rejected, also
-    as parent folders.
+    """Return the length in bytes of the regular file `name` inside `folder`.
+    Links, pipes and so on are rejected, also as parent folders.
 
     Raises:
         CheckpointError: for a link, pipe or other special file; FileNotFoundError: for a missing file.
@@ -258,8 +258,8 @@ def regular_file_size(folder: Path, name: str) -> int:
 
 
 def map_file_range(file: IO[bytes], begin: int, end: int, *, whole: bool = False) -> Tensor:
-    """Return bytes [begin, end) of a file as a private memory map, uint8: bytes are read when used and released with
-    the tensor. `whole` is a hint that all of them will be used.
+    """Return bytes [begin, end) of a file as a private memory map, uint8.
+    Bytes are read when used and released with the tensor. `whole` is a hint that all of them will be used.
 
     With `whole`, exactly these bytes are requested from the disk at once; else the kernel's read-ahead decides.
     """

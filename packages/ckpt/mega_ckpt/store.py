@@ -73,8 +73,8 @@ def save_sharded_checkpoint(
     group: dist.ProcessGroup | None = None,
     provenance: Mapping[str, Any] | None = None,
 ) -> Location:
-    """Save a mega checkpoint of all ranks' tensor slices to `<root>/step-<step>` and return its folder; when it
-    returns, the checkpoint is durable and complete, on every rank.
+    """Save a mega checkpoint of all ranks' tensor slices to `<root>/step-<step>` and return its folder.
+    When the call returns, the checkpoint is durable and complete, on every rank.
 
     The boxes of all ranks must tile each tensor; a box that several ranks have is written once. A checkpoint of the same
     step is replaced. `state`, `assets` (a folder, copied whole) and `provenance` are those of the group's first rank.
@@ -101,7 +101,7 @@ class _CheckpointTarget:
     begun: float = field(default_factory=time.perf_counter)
 
     def begin_save(self) -> Location:
-        """Create the folder, after checking that the checkpoint can be described."""
+        """Create the folder of a new checkpoint, after checking that the checkpoint can be described."""
         make_manifest(self.step, self.model, self.state, self.provenance)
         if self.assets and not self.assets.is_dir():
             raise CheckpointError(f"{self.assets}: no such folder; it must have the asset files of the checkpoint")
@@ -109,7 +109,9 @@ class _CheckpointTarget:
         return self.folder
 
     def finish_save(self, written: list[WrittenChunk]) -> None:
-        """Add the asset files and the manifest, and commit. The shards of all ranks must be durable."""
+        """Add the asset files and the manifest to the checkpoint folder, and commit it.
+        The shards of all ranks must be durable.
+        """
         assert self.folder is not None
         files = _copy_assets(self.assets, self.folder) if self.assets else {}
         manifest = make_manifest(self.step, self.model, self.state, self.provenance)
@@ -123,7 +125,7 @@ class _CheckpointTarget:
         )
 
     def discard_save(self) -> None:
-        """Remove the folder, unless commit has started."""
+        """Remove the folder of the unfinished checkpoint, unless commit has started."""
         if self.folder is not None:
             committer_for(self.root).discard_save(self.folder)
 
@@ -152,8 +154,8 @@ def load_sharded_checkpoint(
     group: dist.ProcessGroup | None = None,
     verify: bool = True,
 ) -> None:
-    """Fill this rank's slices of `tensors` from a mega checkpoint, in place. Each rank passes its own slices; tensors
-    left out are not read.
+    """Fill this rank's slices of `tensors` from a mega checkpoint, in place.
+    Each rank passes its own slices; tensors left out are not read.
 
     With `verify`, every chunk that is read is compared with its checksum. Dtypes are not cast.
 
@@ -178,8 +180,8 @@ class SaveStallTime(NamedTuple):
 
 
 class AsyncSaver:
-    """Asynchronous checkpoint saver: copies this rank's tensor slices to host memory, then a thread writes them. One
-    save runs at a time.
+    """Asynchronous checkpoint saver.
+    It copies this rank's tensor slices to host memory, then a thread writes them. One save runs at a time.
 
     The thread's collectives use a separate process group (gloo), which the constructor creates with torch.distributed, so
     every rank must construct a saver. An error of the thread is raised on every rank by the next `start_save` or by
@@ -204,8 +206,8 @@ class AsyncSaver:
         assets: Path | None = None,
         provenance: Mapping[str, Any] | None = None,
     ) -> SaveStallTime:
-        """Begin to save a mega checkpoint of all ranks' tensor slices to `<root>/step-<step>` in the background, after
-        waiting for the previous save, and return the time spent; afterwards `tensors` and `state` may change.
+        """Begin to save a mega checkpoint of all ranks' tensor slices to `<root>/step-<step>` in the background.
+        The call waits for the previous save, and returns the time spent. Afterwards `tensors` and `state` may change.
 
         Raises:
             CheckpointError: when the previous save failed. The new one is not started then.
@@ -220,8 +222,8 @@ class AsyncSaver:
         return SaveStallTime(waited - started, time.perf_counter() - waited)
 
     def wait_for_save(self) -> Location | None:
-        """Wait for the save in flight; return its checkpoint folder, or None if there was none; CheckpointError if it
-        failed.
+        """Wait for the checkpoint save in flight; return its checkpoint folder, or None if there was none.
+        Raises CheckpointError if it failed.
 
         Raises:
             CheckpointError: when it failed.

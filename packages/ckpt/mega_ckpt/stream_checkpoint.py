@@ -50,8 +50,8 @@ def write_checkpoint(
     provenance: Mapping[str, Any] | None = None,
     once: RunOnce = write_always,
 ) -> None:
-    """Write the files of a mega checkpoint into an existing folder, in one process; `resolve` returns the content of
-    each tensor slice in `slabs`; durable when this returns.
+    """Write the files of a mega checkpoint into an existing folder, in one process.
+    The function `resolve` returns the content of each tensor slice in `slabs`. The files are durable when this returns.
 
     Args:
         folder: folder that the caller renames to become the checkpoint; on an object store, the checkpoint is its parent.
@@ -96,8 +96,8 @@ def write_weights(
     provenance: Mapping[str, Any] | None = None,
     journal: WriteJournal | None = None,
 ) -> None:
-    """Write the files of a mega checkpoint of the tensors of `source` into an existing folder, in one process, with a
-    progress bar labelled `title`; durable when this returns.
+    """Write the tensors of `source` as a mega checkpoint into an existing folder, in one process.
+    A progress bar is labelled `title`. The files are durable when this returns.
 
     Args:
         source: the model with its weights, buffers and assets.

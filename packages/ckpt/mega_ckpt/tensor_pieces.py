@@ -82,8 +82,8 @@ class ShardedTensor:
 
 
 def boxes_by_name(tensors: Iterable[tuple[Tensor, Sequence[TensorPiece]]]) -> dict[str, ShardedTensor]:
-    """Return {global name: ShardedTensor} for local tensors and their rectangles' positions in global tensors, as views
-    of the local tensors.
+    """Return {global name: ShardedTensor} for local tensors and their positions in global tensors.
+    Each local tensor has rectangles at positions in global tensors. The results are views of the local tensors.
     """
     out: dict[str, ShardedTensor] = {}
     for tensor, pieces in tensors:
@@ -96,8 +96,8 @@ def boxes_by_name(tensors: Iterable[tuple[Tensor, Sequence[TensorPiece]]]) -> di
 def boxes_of_flat_range(
     flat: Tensor, pieces: Sequence[TensorPiece], local_shape: TensorShape, start: int
 ) -> dict[str, ShardedTensor]:
-    """Return {global name: ShardedTensor} for a range of a flattened local tensor, as ZeRO shards it, from the
-    rectangles `pieces` of the unflattened tensor; all are views of `flat`.
+    """Return {global name: ShardedTensor} for a range of a flattened local tensor, as ZeRO shards it.
+    `pieces` are rectangles of the unflattened tensor. All results are views of `flat`.
 
     `flat` holds elements [start, start + len(flat)) of the local tensor in row-major order. The range is cut into at
     most 2 * axes - 1 rectangles, and each is intersected with each piece.
@@ -117,8 +117,8 @@ def boxes_of_flat_range(
 
 
 def split_flat_range(shape: TensorShape, start: int, stop: int) -> Iterator[tuple[TensorShape, TensorShape, int]]:
-    """Split elements [start, stop), in row-major order, of a tensor of `shape` into rectangles: (first index, extent,
-    first flat position).
+    """Split a range of elements of a tensor, in row-major order, into rectangles.
+    The elements are [start, stop) of a tensor of `shape`. A rectangle is (first index, extent, first flat position).
     """
     if start >= stop:
         return
@@ -145,8 +145,8 @@ def _row_part(shape: TensorShape, row: int, start: int, stop: int) -> Iterator[t
 
 
 def split_box(shape: TensorShape, max_elements: int) -> Iterator[tuple[TensorShape, TensorShape]]:
-    """Split a rectangle of `shape` into rectangles (offset, shape) of at most `max_elements`, each contiguous in
-    row-major order, and yield them in that order.
+    """Split a rectangle into rectangles of at most `max_elements`, each contiguous in row-major order.
+    The rectangle has `shape`. Its parts (offset, shape) are yielded in row-major order.
 
     The number of parts is a power of two and their sizes are equal where possible, so that they align with shards of most
     parallel layouts.
@@ -175,8 +175,8 @@ def split_into_slabs(box: TensorBox, max_bytes: int) -> Iterator[TensorBox]:
 def select_replica_share(
     tensors: Mapping[str, ShardedTensor], rank: int, size: int, max_bytes: int = MAX_SLAB_BYTES
 ) -> dict[str, ShardedTensor]:
-    """Return the share of tensors replicated on `size` ranks that rank `rank` saves: each element is saved by one rank,
-    and all ranks save about the same number of bytes.
+    """Return the share of tensors replicated on `size` ranks that rank `rank` saves.
+    Each element is saved by one rank, and all ranks save about the same number of bytes.
     """
     if size == 1:
         return dict(tensors)
@@ -210,8 +210,8 @@ def box_overlap(
 
 
 def copy_overlap(destination: TensorBox, source: TensorBox) -> int:
-    """Copy the overlap of two slices of one global tensor from `source` to `destination`; return the number of elements
-    copied.
+    """Copy the overlap of two slices of one global tensor from `source` to `destination`.
+    Returns the number of elements copied.
     """
     overlap = box_overlap(destination.offset, destination.tensor.shape, source.offset, source.tensor.shape)
     if overlap is None:

@@ -40,8 +40,8 @@ def upcycle_to_moe(
     aux_loss: float = 0.01,
     seed: int = 1234,
 ) -> None:
-    """Convert the dense model at `source` to a mixture of experts, whose experts start from its MLPs, and write it to
-    `destination`, a mega checkpoint of step 0.
+    """Convert a dense model to a mixture of experts (MoE), whose experts start from its MLPs.
+    The dense model is at `source`. The result is written to `destination`, a mega checkpoint of step 0.
 
     Args:
         source: a mega checkpoint, a run folder (its latest checkpoint) or a HuggingFace folder.
@@ -84,7 +84,8 @@ def upcycled_config(
     for name, number in (("--experts", experts), ("--top-k", top_k)):
         if number % slices:
             raise ConfigError(
-                f"{name} {number} must be a multiple of the {slices} slices of a block", hint=f"a multiple of {slices}"
+                f"{name} {number} must be a multiple of the {slices} slices of a block",
+                hint=f"{name} {-(-number // slices) * slices}",
             )
     moe = {
         "num_experts": experts, "top_k": top_k, "ffn_hidden_size": width, "scaling": float(slices), "aux_loss": aux_loss
@@ -114,8 +115,8 @@ class UpcycledSource(DerivedWeightSource):
         return self._shapes[name]
 
     def tensor_dtype(self, name: str) -> torch.dtype:
-        """Return the stored dtype of the dense model's tensor that a tensor is made from; a router has the dtype of the
-        layer's MLP weights.
+        """Return the stored dtype of the dense model's tensor that a tensor is made from.
+        A router has the dtype of the layer's MLP weights.
         """
         if found := ROUTER.fullmatch(name):
             return self.base.tensor_dtype(f"{found[1]}.up_proj.weight")

@@ -31,8 +31,8 @@ READ_BYTES = 1 << 22
 
 @dataclass
 class VerifyReport:
-    """Result of the verification of a checkpoint. `problems` are messages that name file and tensor; `extra` are files
-    that the manifest does not list.
+    """Result of the verification of a checkpoint.
+    `problems` are messages that name file and tensor; `extra` are files that the manifest does not list.
 
     Formats without `checksums` are only checked for tensors that can be read.
     """
@@ -65,8 +65,8 @@ class VerifyReport:
 
 
 def verify_checkpoint(folder: Location, *, finite: bool = False) -> VerifyReport:
-    """Read every byte of a mega checkpoint and compare it with the manifest's checksums; with `finite`, also look for
-    NaN and infinities.
+    """Read every byte of a mega checkpoint and compare it with the manifest's checksums.
+    With `finite`, NaN and infinities are looked for, too.
 
     All damaged files are reported.
 
@@ -126,8 +126,8 @@ def _iter_slabs(checkpoint: Checkpoint, key: str) -> Iterator[Tensor]:
 
 @dataclass(frozen=True)
 class TensorDiff:
-    """Difference of one tensor between checkpoints a and b: its shapes and dtypes in both and, for equal shapes, the
-    largest absolute and relative differences.
+    """Difference of one tensor between checkpoints a and b.
+    It has the tensor's shapes and dtypes in both and, for equal shapes, the largest absolute and relative differences.
 
     `max_rel` is |a - b| / max(|a|, |b|). A NaN on one side only counts as infinite.
     """
@@ -141,8 +141,8 @@ class TensorDiff:
 
 @dataclass
 class CheckpointDiff:
-    """Differences between checkpoints a and b. `settings` is {path: (value in a, value in b)}, with None for a value
-    that one side lacks.
+    """Differences between checkpoints a and b.
+    `settings` is {path: (value in a, value in b)}, with None for a value that one side lacks.
     """
 
     a: Location

@@ -29,34 +29,36 @@ class WeightSource(Protocol):
 
     @property
     def model(self) -> ModelConfig:
-        """Configuration of the model."""
+        """Configuration of the model whose weights are read."""
 
     def tensor_names(self) -> Sequence[str]:
-        """Return the canonical names, in the order of the forward pass."""
+        """Return the canonical names of the model's tensors, in the order of the forward pass."""
 
     def tensor_shape(self, name: str) -> TensorShape:
-        """Return the global shape of a tensor."""
+        """Return the global (unsharded) shape of a tensor of the model, by its canonical name."""
 
     def tensor_dtype(self, name: str) -> torch.dtype:
-        """Return the stored dtype of a tensor."""
+        """Return the stored dtype of a tensor of the model, by its canonical name."""
 
     def read_tensor(self, name: str) -> Tensor:
-        """Read a whole tensor. The result may be a view of the file: copy it before changing it."""
+        """Read a whole tensor of the model, by its canonical name.
+        The result may be a view of the file: copy it before changing it.
+        """
 
     def read_tensor_slice(self, name: str, offset: TensorShape, shape: TensorShape) -> Tensor:
-        """Read `tensor[offset : offset + shape]` of the canonical tensor `name`, and only the bytes it needs; may be a
-        view of the file.
+        """Read `tensor[offset : offset + shape]` of the canonical tensor `name`.
+        Only the bytes that are needed are read. The result may be a view of the file.
         """
 
     def buffer_names(self) -> Sequence[str]:
         """Return the names of the buffers: tensors of a HuggingFace folder that are not weights, such as masks."""
 
     def read_buffer(self, name: str) -> Tensor:
-        """Read one buffer (a tensor that is not a weight), unchanged."""
+        """Read one buffer of a HuggingFace folder (a tensor that is not a weight), unchanged."""
 
     def asset_files(self) -> Mapping[str, Path | bytes]:
-        """Return the files that accompany the weights (tokenizer, config.json and so on), {relative path: file or
-        content}.
+        """Return the files that accompany a model's weights.
+        They are the tokenizer, config.json and so on, as {relative path: file or content}.
         """
 
 
@@ -67,11 +69,11 @@ class DerivedWeightSource:
         self.base, self.model = base, model
 
     def tensor_names(self) -> Sequence[str]:
-        """Return the canonical names, in the order of the forward pass."""
+        """Return the canonical tensor names of the base source, in the order of the forward pass."""
         return self.base.tensor_names()
 
     def tensor_shape(self, name: str) -> TensorShape:
-        """Return the global shape of a tensor in the base source."""
+        """Return the global (unsharded) shape of a tensor in the base source."""
         return self.base.tensor_shape(name)
 
     def tensor_dtype(self, name: str) -> torch.dtype:
@@ -79,12 +81,12 @@ class DerivedWeightSource:
         return self.base.tensor_dtype(name)
 
     def read_tensor(self, name: str) -> Tensor:
-        """Read a whole tensor by its canonical name."""
+        """Read a whole tensor of the changed source by its canonical name."""
         shape = self.tensor_shape(name)
         return self.read_tensor_slice(name, (0,) * len(shape), shape)
 
     def read_tensor_slice(self, name: str, offset: TensorShape, shape: TensorShape) -> Tensor:
-        """Read `tensor[offset : offset + shape]` of the canonical tensor `name`."""
+        """Read `tensor[offset : offset + shape]` of a tensor of the changed source, by its canonical name."""
         return self.base.read_tensor_slice(name, offset, shape)
 
     def buffer_names(self) -> Sequence[str]:
@@ -101,8 +103,9 @@ class DerivedWeightSource:
 
 
 def cast_dtype(source: WeightSource, name: str, dtype: torch.dtype | None) -> torch.dtype:
-    """Return the dtype of a tensor after a cast to `dtype`. Integers are not cast, nor is a router's selection bias,
-    whose updates are small and which published folders have in fp32.
+    """Return the dtype of a tensor after a cast to `dtype`.
+    Integers are not cast, nor is a router's selection bias, whose updates are small and which published folders have in
+    fp32.
     """
     stored = source.tensor_dtype(name)
     fixed = not stored.is_floating_point or name.endswith("e_score_correction_bias")
@@ -142,13 +145,13 @@ class TensorReader(Protocol):
     """Interface for reading tensors by canonical name, without a model configuration (see `WeightSource`)."""
 
     def tensor_names(self) -> Sequence[str]:
-        """Return the canonical tensor names."""
+        """Return the canonical names of all tensors that can be read."""
 
     def tensor_shape(self, name: str) -> TensorShape:
-        """Return the global shape of a tensor."""
+        """Return the global (unsharded) shape of a tensor, by its canonical name."""
 
     def read_tensor_slice(self, name: str, offset: TensorShape, shape: TensorShape) -> Tensor:
-        """Read `tensor[offset : offset + shape]` of the tensor `name`."""
+        """Read `tensor[offset : offset + shape]` of a tensor, by its canonical name."""
 
 
 @dataclass(frozen=True)
@@ -169,8 +172,8 @@ class ConvertedTraining:
 def make_trainer_state(
     model: ModelConfig, *, samples: int, updates: int, loss_scale: list[float] | None = None
 ) -> dict[str, Any]:
-    """Return the JSON trainer state of a mega checkpoint for a run of `model` after `samples` samples and `updates`
-    optimizer updates.
+    """Return the JSON trainer state of a mega checkpoint for a training run of `model`.
+    The run has made `samples` samples and `updates` optimizer updates.
     """
     return {
         "consumed_samples": samples,

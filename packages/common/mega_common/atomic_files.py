@@ -44,8 +44,8 @@ def iterate_error_chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def convert_full_disk_error(error: BaseException, place: Path | str | None = None) -> DiskFullError | None:
-    """Return a `DiskFullError` that names the file (`place` if the error names none) if `error` was caused by a full
-    disk, else None.
+    """Return a `DiskFullError` that names the file if `error` was caused by a full disk, else None.
+    It names `place` if the error names no file.
 
     Args:
         error: the raised error.
@@ -64,8 +64,8 @@ def convert_full_disk_error(error: BaseException, place: Path | str | None = Non
 
 
 def describe_disk_error(error: OSError, full: str = HINT) -> tuple[str, str | None]:
-    """Return (message, hint) for a user about an OSError that names a file; the hint is `full` if the disk is full,
-    else None.
+    """Return (message, hint) for a user about an OSError that names a file.
+    The hint is `full` if the disk is full, else None.
     """
     hint = full if convert_full_disk_error(error) else None
     return f"{error.filename2 or error.filename}: {explain_read_error(error)}", hint
@@ -94,8 +94,8 @@ def fsync_directory(folder: Path) -> None:
 
 @contextlib.contextmanager
 def add_path_to_errors(path: Path) -> Iterator[None]:
-    """Set the file name of an OSError that has none to `path` and raise it again, as for writes to an open file on a
-    full disk.
+    """Context manager that sets the file name of an OSError that has none, and raises it again.
+    The file name is `path`, as for writes to an open file on a full disk.
     """
     try:
         yield
@@ -120,8 +120,8 @@ def lock_folder(folder: Path) -> contextlib.AbstractContextManager[int]:
 
 @contextlib.contextmanager
 def lock_file_exclusively(path: Path, make_error: Callable[[str], MegaError]) -> Iterator[int]:
-    """Hold an exclusive flock on file `path`, which names this process as the holder, while the block runs; yield the
-    file descriptor. Raise `make_error(holder)` if another process has the lock.
+    """Context manager that holds an exclusive flock on a file and yields its file descriptor.
+    The file `path` names this process as the holder. Raises `make_error(holder)` if another process has the lock.
 
     A child that inherits the descriptor keeps the lock; the system releases it when the last process ends. On NFS it
     works across machines. On a file system without locks, a warning is logged and the block runs.
@@ -153,8 +153,8 @@ def lock_file_exclusively(path: Path, make_error: Callable[[str], MegaError]) ->
 
 @contextlib.contextmanager
 def open_atomic_file(path: Path, *, text: bool = False) -> Iterator[IO[Any]]:
-    """Open a temporary file next to `path` for writing; on exit without an error rename it to `path`, replacing an
-    existing file.
+    """Context manager that yields a temporary file to write, which becomes `path` on success.
+    The file is next to `path`. On exit without an error it is renamed to `path`, replacing an existing file.
 
     After an error or a kill, `path` is unchanged. The temporary name begins with a dot and ends in `.tmp`, so that no
     reader matches it.
@@ -178,8 +178,8 @@ def open_atomic_file(path: Path, *, text: bool = False) -> Iterator[IO[Any]]:
 
 @contextlib.contextmanager
 def create_atomic_folder(path: Path) -> Iterator[Path]:
-    """Create a temporary folder next to `path` to fill; on exit without an error rename it to `path`, replacing an
-    existing folder.
+    """Context manager that yields a temporary folder to fill, which becomes `path` on success.
+    The folder is next to `path`. On exit without an error it is renamed to `path`, replacing an existing folder.
 
     An existing `path` is moved aside first and deleted last. After an error, or a kill in the block, `path` is
     unchanged. The caller must make the files in the temporary folder durable; the folder entries are made so here.
@@ -195,8 +195,8 @@ def create_atomic_folder(path: Path) -> Iterator[Path]:
 
 
 def rename_folder_into_place(temporary: Path, path: Path) -> None:
-    """Rename the folder `temporary`, whose files are already durable, to `path` on the same disk, replacing an existing
-    folder.
+    """Rename a temporary folder, whose files are already durable, to its final path.
+    The folder `temporary` is on the same disk as `path`. An existing folder at `path` is replaced.
 
     An existing `path` is moved aside first and deleted last; after an error it gets its name back.
     """
@@ -216,8 +216,8 @@ def rename_folder_into_place(temporary: Path, path: Path) -> None:
 
 
 def write_json_atomically(path: Path, value: object) -> None:
-    """Write `value` as indented JSON to file `path` by an atomic rename. NaN and infinities, which JSON lacks, raise
-    ValueError.
+    """Write `value` as indented JSON to file `path` by an atomic rename.
+    Raises ValueError for NaN and infinities, which JSON lacks.
     """
     with open_atomic_file(path, text=True) as stream:
         json.dump(value, stream, indent=1, allow_nan=False)
@@ -225,8 +225,8 @@ def write_json_atomically(path: Path, value: object) -> None:
 
 
 def compute_file_sha256(path: Path, *, chunk: int = 1 << 22, advance: Callable[[int], None] | None = None) -> str:
-    """Return the hex SHA-256 of a whole file, read in blocks of `chunk` bytes; `advance` is called with the number of
-    bytes of each block.
+    """Return the hex SHA-256 of a whole file.
+    It is read in blocks of `chunk` bytes; `advance` is called with the number of bytes of each block.
     """
     digest = hashlib.sha256()
     with open(path, "rb") as stream:

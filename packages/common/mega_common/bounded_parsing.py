@@ -18,6 +18,7 @@ import yaml
 from mega_common.errors import ConfigError, MegaError
 
 MAX_SETTINGS_BYTES = 2 * 1024 * 1024
+SETTINGS_FILE = "a settings file"  # in messages
 MAX_FILE_BYTES = 1 << 28  # of a text or JSON file that is read as a whole
 MAX_DEPTH = 64  # nesting levels of a settings file
 MAX_EXPANSION = 100_000  # nodes, or 16 characters each, that all aliases of a file expand to
@@ -127,8 +128,8 @@ StrictYamlLoader.add_constructor("tag:yaml.org,2002:int", _construct_core_intege
 
 
 def parse_yaml_text(text: str, source: str, loader: type[BoundedYamlLoader] = StrictYamlLoader) -> Any:
-    """Return the value of the YAML document `text`, read by the core schema of YAML 1.2 unless another `loader` is
-    given; error messages name `source`.
+    """Return the value of a YAML document, read by the core schema of YAML 1.2 by default.
+    The document is `text`; another schema is read by another `loader`. Error messages name `source`.
 
     Raises:
         ConfigError: if it is not YAML, repeats a key or exceeds a limit; the message begins with `source`.
@@ -148,14 +149,16 @@ def _explain_yaml_error(error: yaml.YAMLError) -> str:
     if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
         return str(error)
     mark, context = error.problem_mark, f" {error.context}" if error.context else ""
+    if "'<document start>'" in str(error.problem):
+        return f"line {mark.line + 1}: a second value begins, as in JSON lines; a file of settings has one, written as KEY: VALUE"
     return f"line {mark.line + 1}, column {mark.column + 1}:{context}: {error.problem}".replace("::", ":").replace(
         "'<stream end>'", "the end of the file"
     )
 
 
 def check_yaml_limits(path: Path) -> None:
-    """Check that a YAML file, which another library loads with its own tags, stays within the limits of
-    `BoundedYamlLoader`.
+    """Check that a YAML file, which another library loads with its own tags, is not too large to parse.
+    The limits are those in `BoundedYamlLoader`.
 
     Raises:
         ConfigError: if it cannot be read, is not YAML or exceeds a limit.
@@ -171,8 +174,8 @@ def check_yaml_limits(path: Path) -> None:
 
 
 def read_file_start(path: Path, length: int = -1) -> bytes:
-    """Return the first `length` bytes of a file, by default the whole file; a FIFO without a writer reads as empty
-    instead of blocking.
+    """Return the first `length` bytes of a file, by default the whole file.
+    A FIFO without a writer reads as empty instead of blocking.
 
     Raises:
         OSError: if it is missing or not a file.
@@ -184,8 +187,8 @@ def read_file_start(path: Path, length: int = -1) -> bytes:
 
 
 def explain_read_error(error: Exception) -> str:
-    """Return the reason why reading a file raised `error`, as text for a user without the file name and the error
-    number.
+    """Return the reason why reading a file raised `error`, as text for a user.
+    The text has neither the file name nor the error number.
     """
     if isinstance(error, IsADirectoryError):
         return "it is a folder, and a file is required"
@@ -208,7 +211,7 @@ def read_settings_file(path: Path, max_bytes: int = MAX_SETTINGS_BYTES) -> str:
     Raises:
         ConfigError: if it is missing, has more than `max_bytes` bytes or is not text.
     """
-    return _read_bounded_text(path, ConfigError, max_bytes, "a settings file", None).removeprefix("\ufeff")
+    return _read_bounded_text(path, ConfigError, max_bytes, SETTINGS_FILE, None).removeprefix("\ufeff")
 
 
 def read_utf8_text(path: Path, error_type: type[MegaError], *, hint: str | None = None) -> str:
@@ -227,6 +230,8 @@ def _read_bounded_text(path: Path, error_type: type[MegaError], max_bytes: int, 
             raise error_type(f"{path}: is larger than {max_bytes:,} bytes, the limit for {kind}", hint=hint)
         return content.decode("utf-8")
     except (OSError, ValueError) as error:
+        if isinstance(error, UnicodeDecodeError) and kind == SETTINGS_FILE:
+            hint = hint or "the file is binary; give a file of settings in YAML or JSON, and for a model its folder"
         raise error_type(f"{path}: cannot be read ({explain_read_error(error)})", hint=hint) from None
 
 

@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 # Fields that are not supported with an encoder, with the required value.
 _REQUIRED_VALUES = {
-    "moe": None, "mla": None, "mamba": None, "delta": None, "layers": None, "mtp_layers": 0, "sliding_window": None,
+    "moe": None, "mla": None, "mamba": None, "delta": None, "conv": None, "layers": None, "mtp_layers": 0, "sliding_window": None,
     "norm_position": "pre", "parallel_residual": False, "causal": True,
 }  # fmt: skip
 
 
 class EncoderDecoderConfig(StrictConfig):
-    """Split of a model into encoder and decoder: the number of first layers that form the encoder, the decoder's first
-    token, and the bias of the logits.
+    """Split of a model into encoder and decoder.
+    It has the number of first layers that form the encoder, the decoder's first token, and the bias of the logits.
 
     The first layers of the model, with bidirectional attention over a separate sequence. The other layers attend to its
     output by cross attention.
@@ -33,8 +33,8 @@ class EncoderDecoderConfig(StrictConfig):
 
 
 class MaskedLmConfig(StrictConfig):
-    """Masked-LM head of an encoder such as BERT: norm(act(W x)) of each hidden state x, then the output matrix and a
-    bias per vocabulary token.
+    """Masked-LM head of an encoder such as BERT.
+    It is norm(act(W x)) of each hidden state x, then the output matrix and a bias per vocabulary token.
     """
 
     activation: Literal["gelu", "gelu_tanh"] = "gelu"

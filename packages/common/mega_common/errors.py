@@ -62,20 +62,20 @@ class TrainingError(MegaError):
 
 
 class NumericalError(TrainingError):
-    """Training error raised by the run's own policy for non-finite losses or gradients and for loss spikes; a restart
-    would reproduce it.
+    """Training error raised by the run's own policy for non-finite losses or gradients and for loss spikes.
+    A restart would reproduce it.
     """
 
 
 class TrainingInterrupted(MegaError):
-    """Raised when training stopped before its last step (by a signal or a limit of time or steps) after it saved a
-    checkpoint.
+    """Error for training that stopped before its last step, after it saved a checkpoint.
+    It was stopped by a signal or a limit of time or steps.
     """
 
     exit_status: ClassVar[int] = INTERRUPTED_STATUS
 
 
 class TrainingTerminated(TrainingInterrupted):
-    """Raised when training was stopped by SIGTERM after it saved a checkpoint; launchers send SIGTERM to restart with
-    another number of ranks.
+    """Error for training that was stopped by SIGTERM after it saved a checkpoint.
+    Launchers send SIGTERM to restart with another number of ranks.
     """

@@ -1,7 +1,7 @@
 """Layer kinds of a model: their names and patterns, their configuration sections, and Megatron's hybrid layer patterns.
 
 A layer is a residual step by a token mixer, by a feed-forward block, or by both in this order: `attention+mlp`,
-`mamba`, `moe`. `MambaConfig`, `MlaConfig` and `GatedDeltaConfig` are the sections of the mixers.
+`mamba`, `moe`. `MambaConfig`, `MlaConfig`, `GatedDeltaConfig` and `ShortConvolutionConfig` are the sections of the mixers.
 
 A hybrid layer pattern of Megatron-LM has one letter (`LETTERS`) per half layer, `|` between pipeline stages, and after
 each `/` the layers of an MTP depth. Source: Megatron-LM, megatron/core/models/hybrid and megatron/core/ssm.
@@ -9,18 +9,18 @@ each `/` the layers of an MTP depth. Source: Megatron-LM, megatron/core/models/h
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from mega_common.strict_config import ConfigProblem, LayerCount, StrictConfig
 
-MixerKind = Literal["attention", "mamba", "delta"]
-FeedForwardKind = Literal["mlp", "moe"]
-MIXERS: tuple[MixerKind, ...] = get_args(MixerKind)
-FEEDS: tuple[FeedForwardKind, ...] = get_args(FeedForwardKind)
+MixerKind = str  # one of MIXERS, or the name of an extension's mixer
+FeedForwardKind = str  # one of FEEDS, or the name of an extension's feed-forward block
+MIXERS: tuple[MixerKind, ...] = ("attention", "mamba", "delta", "conv")
+FEEDS: tuple[FeedForwardKind, ...] = ("mlp", "moe")
 LETTERS = {"M": "mamba", "G": "delta", "*": "attention", "-": "mlp", "E": "moe"}  # Megatron's letters of half layers
 
 
@@ -31,15 +31,16 @@ class LayerKind(NamedTuple):
     feed_forward: FeedForwardKind | None
 
     @classmethod
-    def parse(cls, text: str) -> LayerKind:
-        """Parse the text "mixer", "feed" or "mixer+feed", such as `mamba`, `mlp` or `attention+moe`.
+    def parse(cls, text: str, mixers: Iterable[MixerKind] = (), feeds: Iterable[FeedForwardKind] = ()) -> LayerKind:
+        """Parse the text "mixer", "feed" or "mixer+feed", such as `mamba` or `attention+moe`.
+        `mixers` and `feeds` are the names that extensions add.
 
         Raises:
             ValueError: if it is none of these.
         """
         halves = text.split("+")
-        mixer = next((kind for kind in MIXERS if kind == halves[0]), None)
-        feed = next((kind for kind in FEEDS if kind == halves[-1]), None)
+        mixer = next((kind for kind in (*MIXERS, *mixers) if kind == halves[0]), None)
+        feed = next((kind for kind in (*FEEDS, *feeds) if kind == halves[-1]), None)
         if len(halves) != (mixer is not None) + (feed is not None):
             raise ValueError(text)
         return cls(mixer, feed)
@@ -56,36 +57,42 @@ LayerPatternSpec = list[str | RepeatedLayers] | str
 
 
 def expand_layer_pattern(pattern: LayerPatternSpec) -> list[str]:
-    """Return the name of each layer's kind, with repetitions expanded; in a string pattern each of Megatron's letters
-    is one layer, and unknown letters stay unchanged.
+    """Return the name of each layer's kind from a layer pattern, with repetitions expanded.
+    In a string pattern each of Megatron's letters is one layer, and unknown letters stay unchanged.
     """
     if isinstance(pattern, str):
         return [LETTERS.get(letter, letter) for letter in pattern]
     return [name for item in pattern for name in ([item] if isinstance(item, str) else item.of * item.times)]
 
 
-def validate_layer_pattern(pattern: LayerPatternSpec) -> LayerPatternSpec:
-    """Return `pattern` unchanged, after checking that every layer kind in it is known; ValueError if not.
+def validate_layer_pattern(
+    pattern: LayerPatternSpec, mixers: Iterable[MixerKind] = (), feeds: Iterable[FeedForwardKind] = ()
+) -> LayerPatternSpec:
+    """Return `pattern` unchanged, after checking that every layer kind in it is known.
+    `mixers` and `feeds` are the names that extensions add.
 
     Raises:
         ValueError: if it is empty or has an unknown layer kind.
     """
-    kinds = f"a mixer ({', '.join(MIXERS)}), a feed-forward block ({', '.join(FEEDS)}), or both, such as attention+mlp"
+    kinds = (
+        f"a mixer ({', '.join((*MIXERS, *mixers))}), a feed-forward block ({', '.join((*FEEDS, *feeds))}), or both, such as "
+        "attention+mlp"
+    )
     if isinstance(pattern, str):
         kinds = f"one of the letters {', '.join(f'{letter} ({kind})' for letter, kind in LETTERS.items())}"
     if not pattern:
         raise ValueError(f"must name at least one layer: {kinds}")
     for name in expand_layer_pattern(pattern):
         try:
-            LayerKind.parse(name)
+            LayerKind.parse(name, mixers, feeds)
         except ValueError:
             raise ValueError(f"{name!r} is not a layer kind; use {kinds}") from None
     return pattern
 
 
 class MambaConfig(StrictConfig):
-    """Configuration of Mamba-2 layers (arXiv:2405.21060): heads of `head_dim` x `state_size` states; the heads of a
-    group share B and C.
+    """Configuration of Mamba-2 layers (arXiv:2405.21060).
+    Each head has `head_dim` x `state_size` states. The heads of a group share B and C.
 
     The step size is softplus(dt + bias), clamped to `dt_limit`. The bias is initialised so that the step size is
     log-uniform in `dt_init`, at least `dt_init_floor`. The norm before the output projection is over each group's
@@ -113,8 +120,8 @@ class MambaConfig(StrictConfig):
         return self.num_heads * self.head_dim
 
     def problems(self) -> Iterator[ConfigProblem]:
-        """Yield violated rules of the Mamba-2 settings: head counts that the groups do not divide, and lower limits
-        above upper limits.
+        """Yield violated rules of the Mamba-2 settings.
+        The groups must divide the number of heads, and lower limits must not be above upper limits.
         """
         if self.num_heads % self.num_groups:
             yield ConfigProblem("num_groups", f"must divide num_heads = {self.num_heads}", self.num_groups)
@@ -124,8 +131,8 @@ class MambaConfig(StrictConfig):
 
 
 class MlaConfig(StrictConfig):
-    """Configuration of multi-head latent attention (arXiv:2405.04434): keys and values are projected from a narrow
-    latent.
+    """Configuration of multi-head latent attention (MLA, arXiv:2405.04434).
+    Keys and values are projected from a narrow latent.
 
     The KV cache has only the latent. A head's query and key have `qk_nope_head_dim` elements without rotation and
     `qk_rope_head_dim` with rotation; the rotated part of the key is shared by all heads.
@@ -141,8 +148,8 @@ class MlaConfig(StrictConfig):
 
 
 class GatedDeltaConfig(StrictConfig):
-    """Configuration of gated delta net layers (arXiv:2412.06464): a state of `key_head_dim` x `value_head_dim` for each
-    value head.
+    """Configuration of gated delta net layers (arXiv:2412.06464).
+    There is a state of `key_head_dim` x `value_head_dim` for each value head.
     """
 
     num_key_heads: PositiveInt
@@ -164,9 +171,20 @@ class GatedDeltaConfig(StrictConfig):
             yield ConfigProblem("num_key_heads", rule, self.num_key_heads)
 
 
+class ShortConvolutionConfig(StrictConfig):
+    """Configuration of gated short convolutions as token mixers, as in LFM2 (arXiv:2511.23404).
+
+    A mixer computes out(c * conv(b * x)) from three projections b, c and x of the stream, each as wide as the model; the
+    convolution is causal, over the last `kernel` tokens of each channel.
+    """
+
+    kernel: PositiveInt = Field(3, description="tokens that the convolution reads, its own included")
+    bias: bool = Field(False, description="bias of the projections and of the convolution")
+
+
 def find_missing_sections(layers: Sequence[LayerKind], given: dict[str, bool]) -> Iterator[ConfigProblem]:
-    """Yield a problem for each layer kind that `layers` use and whose section of the model configuration is missing;
-    `given` is {kind: True if the section is present}.
+    """Yield a problem for each layer kind in use whose section of the model configuration is missing.
+    Layer kinds are used by `layers`; `given` is {kind: True if the section is present}.
     """
     used = dict.fromkeys(half for layer in layers for half in layer)
     for kind, is_given in given.items():
@@ -180,8 +198,8 @@ MOST_LAYERS = 10_000  # layers of a model
 
 @dataclass(frozen=True)
 class HybridLayerPattern:
-    """Parsed `hybrid_layer_pattern` of Megatron-LM: one letter per layer, pipeline stages and multi-token prediction
-    (MTP) depths.
+    """Layers, pipeline stages and multi-token prediction (MTP) depths of a hybrid model.
+    They are parsed from `hybrid_layer_pattern` of Megatron-LM, which has one letter per layer.
 
     Attributes:
         letters: letters of all layers.
@@ -195,8 +213,9 @@ class HybridLayerPattern:
 
     @classmethod
     def parse(cls, text: str) -> HybridLayerPattern:
-        """Parse the text of Megatron-LM's `hybrid_layer_pattern` flag, such as `M*M-|M*M-/*-`: one letter per layer,
-        `|` between pipeline stages, `/` before each MTP depth.
+        """Parse the text of Megatron-LM's `hybrid_layer_pattern` flag, such as `M*M-|M*M-/*-`.
+        It has one letter per layer, `|` between pipeline stages, and `/` before each multi-token prediction (MTP)
+        depth.
 
         Raises:
             ValueError: for an unsupported letter, and for no or too many layers.
@@ -215,8 +234,9 @@ class HybridLayerPattern:
 
     @property
     def layer_kind_names(self) -> list[str]:
-        """Names of the kinds of all layers, such as `mamba` or `attention+mlp`; each MTP depth counts as one layer with
-        a mixer and a feed-forward block, as in DeepSeek-V3.
+        """Names of the kinds of all layers, such as `mamba` or `attention+mlp`.
+        Each multi-token prediction (MTP) depth counts as one layer with a mixer and a feed-forward block, as in
+        DeepSeek-V3.
         """
         return [LETTERS[letter] for letter in self.letters] + [
             _parse_mtp_depth(letters) for letters in self.mtp_letters
@@ -234,8 +254,8 @@ def _parse_mtp_depth(letters: str) -> str:
 
 
 def build_hybrid_pattern(raw: Mapping[str, Any]) -> HybridLayerPattern | None:
-    """Return the hybrid layer pattern that Megatron-LM arguments `raw` give, either directly or by the ratios of
-    attention and MLP layers; None if they give none.
+    """Return the hybrid layer pattern that Megatron-LM arguments give; None if they give none.
+    The arguments `raw` give it either directly or by the ratios of attention and MLP layers.
 
     Raises:
         ValueError: for an unsupported pattern.
@@ -252,8 +272,8 @@ def build_hybrid_pattern(raw: Mapping[str, Any]) -> HybridLayerPattern | None:
 
 
 def distribute_layer_kinds(layers: int, attention: float, mlp: float) -> str:
-    """Return one Megatron letter per layer for `layers` layers: the shares `attention` (*) and `mlp` (-), evenly
-    spaced, all others Mamba-2 (M).
+    """Return one Megatron letter per layer for given shares of attention and MLP layers.
+    The shares `attention` (*) and `mlp` (-) of `layers` layers are evenly spaced, all others Mamba-2 (M).
     """
     chosen = round(layers * attention)
     letters = _replace_evenly("M" * layers, "*", (layers - chosen) / (chosen + 1))
@@ -276,8 +296,8 @@ def _replace_evenly(letters: str, kind: str, between: float) -> str:
 
 
 def build_mamba_section(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the `mamba` section of a model configuration from Megatron-LM arguments `raw`; by default all Mamba-2
-    heads together are twice as wide as the model.
+    """Return the `mamba` section of a model configuration from Megatron-LM arguments.
+    By default all Mamba-2 heads together are twice as wide as the model.
     """
     width = raw.get("mamba_head_dim") or 64
     return {

@@ -64,8 +64,8 @@ class LoraConfig(StrictConfig):
                     yield ConfigProblem(key, f"must be regular expressions ({error})", pattern)
 
     def get_adapter_rank(self, module: str) -> int | None:
-        """Return the LoRA rank of a module, by its canonical name without `.weight`; None for a module without an
-        adapter.
+        """Return the LoRA rank of a module, None for a module without an adapter.
+        The module is given by its canonical name without `.weight`.
         """
         return _get_override(self.ranks, module, self.rank) if matches_module_pattern(module, self.modules) else None
 
@@ -75,8 +75,8 @@ class LoraConfig(StrictConfig):
         return _get_override(self.alphas, module, self.alpha) / (math.sqrt(rank) if self.rslora else rank)
 
     def is_fully_trained(self, name: str) -> bool:
-        """Return whether a tensor, by its canonical name, is trained in full in addition to the adapter
-        (`modules_to_save`).
+        """Return whether a tensor is trained in full in addition to the LoRA adapter (`modules_to_save`).
+        The tensor is given by its canonical name.
         """
         return matches_module_pattern(name.rpartition(".")[0], self.modules_to_save)
 
@@ -86,8 +86,8 @@ def _get_override(patterns: Mapping[str, N], module: str, default: N) -> N:
 
 
 def is_trainable_tensor(name: str, freeze: Sequence[str], lora: LoraConfig | None) -> bool:
-    """Return whether a run with `freeze` patterns (shell globs) and the adapter `lora` trains the tensor with canonical
-    name `name`.
+    """Return whether a training run trains a tensor, given its frozen tensors and LoRA settings.
+    The tensor has the canonical name `name`; `freeze` are patterns (shell globs), and `lora` is the adapter.
     """
     if any(fnmatchcase(name, pattern) for pattern in freeze):
         return False

@@ -7,11 +7,20 @@ back (`mega_ckpt.families`).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt, ValidationError, model_validator
+from pydantic import (
+    Field,
+    NonNegativeInt,
+    PositiveInt,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from mega_common.encoder_config import EncoderDecoderConfig, MaskedLmConfig, RelativePositionConfig
+from mega_common.extension_block import BlockDeclaration, ExtensionBlocks
 from mega_common.layer_kinds import (
     FeedForwardKind,
     GatedDeltaConfig,
@@ -21,6 +30,7 @@ from mega_common.layer_kinds import (
     MixerKind,
     MlaConfig,
     RepeatedLayers,
+    ShortConvolutionConfig,
     expand_layer_pattern,
     validate_layer_pattern,
 )
@@ -152,14 +162,18 @@ class ModelConfig(StrictConfig):
     """Architecture of a language model: a decoder, an encoder (`causal: false`) or, with `encoder`, both.
 
     Sizes are counts of elements; see the README for presets. `layers` gives the kind of each layer: a mixer
-    ("attention", "mamba" or "delta"), a feed-forward block ("mlp" or "moe"), or both, as "attention+mlp";
+    ("attention", "mamba", "delta" or "conv"), a feed-forward block ("mlp" or "moe"), or both, as "attention+mlp";
     `{times: 3, of: [mamba, mlp]}` repeats several. A string has one letter per layer: M mamba, G delta, * attention,
     - mlp, E moe. Without `layers`, all layers have attention, and experts in the layers of `moe.layers`. The same holds
     for MTP layers, unless `layers` names them after the others.
     """
 
     num_layers: LayerCount
-    layers: Annotated[LayerPatternSpec, AfterValidator(validate_layer_pattern)] | None = None
+    mixers: ExtensionBlocks = Field({}, description="mixers of extensions, by name, with the settings of each")
+    feed_forwards: ExtensionBlocks = Field(
+        {}, description="feed-forward blocks of extensions, by name, with the settings of each"
+    )
+    layers: LayerPatternSpec | None = None
     hidden_size: DimensionSize
     ffn_hidden_size: DimensionSize
     num_attention_heads: DimensionSize
@@ -233,6 +247,7 @@ class ModelConfig(StrictConfig):
     mla: MlaConfig | None = None
     mamba: MambaConfig | None = None
     delta: GatedDeltaConfig | None = None
+    conv: ShortConvolutionConfig | None = None
     vision: VisionConfig | None = None
     encoder: EncoderDecoderConfig | None = None
     retro: RetroConfig | None = None
@@ -258,36 +273,46 @@ class ModelConfig(StrictConfig):
 
     @property
     def heads_by_mixer(self) -> dict[MixerKind, tuple[int, int]]:
-        """Head counts of each mixer kind in use, as (heads, shared heads): shared are key/value heads of attention,
-        groups of Mamba-2, key heads of gated delta nets.
+        """Head counts of each mixer kind in use, as (heads, shared heads).
+        Shared heads are key/value heads of attention, groups of Mamba-2, and key heads of gated delta nets.
+        A channel of a short convolution counts as a head.
         """
         mamba, delta, used = self.mamba, self.delta, self._mixer_kinds
         every: dict[MixerKind, tuple[int, int]] = {
             "attention": (self.num_attention_heads, self.key_value_heads),
             **({"mamba": (mamba.num_heads, mamba.num_groups)} if mamba else {}),
             **({"delta": (delta.num_value_heads, delta.num_key_heads)} if delta else {}),
+            "conv": (self.hidden_size, self.hidden_size),
+            **{name: (block.heads, block.shared_heads) for name, block in self._declared_mixers.items()},
         }
         return {kind: counts for kind, counts in every.items() if kind in used}
 
     @property
     def is_recurrent(self) -> bool:
-        """True if any layer (Mamba-2 or gated delta net) carries a state from token to token."""
-        return not self._mixer_kinds.isdisjoint(("mamba", "delta"))
+        """True if any layer of mega or of an extension carries a state from token to token."""
+        added = {name for name, block in self._declared_mixers.items() if block.recurrent}
+        return not self._mixer_kinds.isdisjoint({"mamba", "delta", "conv"} | added)
+
+    @property
+    def _declared_mixers(self) -> dict[MixerKind, BlockDeclaration]:
+        """Declarations of the mixers of loaded extensions."""
+        return {name: block.declares for name, block in self.mixers.items() if block.declares is not None}
 
     @property
     def _mixer_kinds(self) -> set[MixerKind | None]:
         """Mixer kinds in use, from the pattern alone, because `num_layers` is not validated yet."""
         names = expand_layer_pattern(self.layers or [])
         rest: set[MixerKind | None] = {"attention"} if len(names) < self.num_layers + self.mtp_layers else set()
-        return {LayerKind.parse(name).mixer for name in set(names)} | rest
+        return {LayerKind.parse(name, self.mixers, self.feed_forwards).mixer for name in set(names)} | rest
 
     @property
     def shared_head_counts(self) -> set[int]:
-        """Numbers of shared heads or groups (key/value heads, Mamba-2 groups, delta net key heads) that several tensor-
-        parallel ranks may replicate.
+        """Numbers of shared heads or groups that several tensor-parallel ranks may replicate.
+        They are key/value heads, Mamba-2 groups and delta net key heads.
         """
         groups = {self.mamba.num_groups} if self.mamba else set()
-        return {self.key_value_heads} | groups | ({self.delta.num_key_heads} if self.delta else set())
+        added = {block.shared_heads for block in self._declared_mixers.values()}
+        return {self.key_value_heads} | groups | ({self.delta.num_key_heads} if self.delta else set()) | added
 
     @property
     def query_key_head_dim(self) -> int:
@@ -318,8 +343,8 @@ class ModelConfig(StrictConfig):
 
     @property
     def has_encoder(self) -> bool:
-        """True if an encoder reads a second input in addition to the decoder's text: a source sequence or retrieved
-        neighbors.
+        """True if an encoder reads a second input in addition to the decoder's text.
+        The second input is a source sequence or retrieved neighbors.
         """
         return self.encoder is not None or self.retro is not None
 
@@ -335,15 +360,15 @@ class ModelConfig(StrictConfig):
 
     @property
     def retrieval_layers(self) -> list[int]:
-        """Indices of the decoder layers that attend to retrieved neighbors; the neighbor encoder runs before the first
-        of them.
+        """Indices of the decoder layers that attend to retrieved neighbors.
+        The neighbor encoder runs before the first of them.
         """
         return [] if self.retro is None else self.retro.list_retrieval_layers(self.num_layers)
 
     @property
     def neighbor_encoder_config(self) -> ModelConfig | None:
-        """Configuration of the encoder of retrieved neighbors (Retro), whose first layer attends to the text chunk that
-        they were retrieved for; None without retrieval.
+        """Configuration of the encoder of retrieved neighbors (Retro); None without retrieval.
+        Its first layer attends to the text chunk that they were retrieved for.
         """
         retro = self.retro
         if retro is None:
@@ -370,12 +395,12 @@ class ModelConfig(StrictConfig):
         """Return the mixer and the feed-forward block of the layer with this index."""
         names = expand_layer_pattern(self.layers or [])
         if layer < len(names):
-            return LayerKind.parse(names[layer])
+            return LayerKind.parse(names[layer], self.mixers, self.feed_forwards)
         sparse = self.moe is not None and (self.moe.layers is None or layer in self.moe.layers)
         return LayerKind("attention", "moe" if sparse else "mlp")
 
     def get_mixer_kind(self, layer: int) -> MixerKind | None:
-        """Return the token mixer of the layer with this index (attention, mamba or delta); None if it has none."""
+        """Return the token mixer of the layer with this index (attention, mamba, delta or conv); None if it has none."""
         return self.get_layer_kind(layer).mixer
 
     def get_feed_forward_kind(self, layer: int) -> FeedForwardKind | None:
@@ -402,6 +427,13 @@ class ModelConfig(StrictConfig):
     def has_gated_mlp(self) -> bool:
         """True if the feed-forward block has a gate projection in addition to its up projection, as in SwiGLU."""
         return self.activation in GATED_ACTIVATIONS
+
+    @field_validator("layers")
+    @classmethod
+    def _check_layers(cls, pattern: LayerPatternSpec | None, info: ValidationInfo) -> LayerPatternSpec | None:
+        """Check that every layer kind is one of mega's or of an extension in `mixers` and `feed_forwards`."""
+        mixers, feeds = info.data.get("mixers", ()), info.data.get("feed_forwards", ())
+        return None if pattern is None else validate_layer_pattern(pattern, mixers, feeds)
 
     @model_validator(mode="before")
     @classmethod

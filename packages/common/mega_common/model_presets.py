@@ -263,8 +263,8 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def load_model_preset(name: str) -> dict[str, Any]:
-    """Return the fields of the preset architecture `name`, which the caller may change and then parse as a
-    `ModelConfig`.
+    """Return the fields of a preset model architecture.
+    The caller may change them and then parse them as a `ModelConfig`.
 
     Raises:
         ConfigError: for an unknown name, with the nearest one.

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from mega_common.encoder_config import find_encoder_problems
-from mega_common.layer_kinds import expand_layer_pattern, find_missing_sections
+from mega_common.layer_kinds import FEEDS, MIXERS, expand_layer_pattern, find_missing_sections
 from mega_common.retro_config import find_retro_problems
 from mega_common.strict_config import ConfigProblem
 
@@ -49,6 +49,7 @@ def find_model_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
     if model.attention_gate and model.mla:
         yield ConfigProblem("attention_gate", "is not supported with mla", hint="leave out mla")
     yield from _find_layer_problems(model) if model.layers is not None else ()
+    yield from _find_block_problems(model)
     yield from find_encoder_problems(model)
     yield from find_retro_problems(model)
 
@@ -75,7 +76,7 @@ def _find_vision_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
 def _find_bidirectional_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
     """Yield violated rules of bidirectional attention and of encoder models."""
     if not model.causal and (model.is_recurrent or model.mtp_layers):
-        rule = "is not supported with recurrent layers (mamba, delta) or mtp_layers"
+        rule = "is not supported with recurrent layers (mamba, delta, conv) or mtp_layers"
         yield ConfigProblem("causal", rule, model.causal, "use attention in all layers, and mtp_layers: 0")
     for name in ("masked_lm", "pooler", "sentence_pairs"):
         if model.causal and getattr(model, name):
@@ -135,11 +136,34 @@ def _find_layer_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
         yield ConfigProblem("moe.layers", "conflicts with layers", hint="leave out one of them")
     if model.moe and not any(kind.feed_forward == "moe" for kind in model.layer_kinds):
         yield ConfigProblem("moe", "requires a layer with experts in layers", hint="name one, or leave out moe")
-    given = {"mamba": model.mamba is not None, "delta": model.delta is not None, "moe": model.moe is not None}
+    given = {
+        "mamba": model.mamba is not None,
+        "delta": model.delta is not None,
+        "conv": model.conv is not None,
+        "moe": model.moe is not None,
+    }
     yield from find_missing_sections(model.layer_kinds, given)
     if model.parallel_residual and any(None in layer for layer in model.layer_kinds):
         rule = "requires a mixer and a feed-forward block in every layer"
         yield ConfigProblem("parallel_residual", rule, hint="use layers such as attention+mlp")
+
+
+def _find_block_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
+    """Yield blocks of extensions whose extension is not loaded, that no layer has, or that have a built-in name."""
+    used = {half for kind in model.layer_kinds for half in kind}
+    for section, known in (("mixers", MIXERS), ("feed_forwards", FEEDS)):
+        for name, block in getattr(model, section).items():
+            path = f"{section}.{name}"
+            if name in known:
+                yield ConfigProblem(path, f"must have another name than those of mega: {', '.join(known)}")
+            elif block.declares is None:
+                hint = "name it in extensions: [./FILE.py] or extensions: [PACKAGE]"
+                yield ConfigProblem(path, "requires the extension that has it", hint=hint)
+            if name not in used:
+                yield ConfigProblem(path, "requires a layer that names it in layers", hint=f"layers: [{name}+mlp, ...]")
+    if (model.mixers or model.feed_forwards) and (model.encoder or model.retro or model.vision):
+        rule = "are not supported in a model with encoder, retro or vision"
+        yield ConfigProblem("mixers", rule, hint="use a decoder-only text model")
 
 
 def _find_rope_problems(name: str, rope: RopeConfig, pairs: int) -> Iterator[ConfigProblem]:

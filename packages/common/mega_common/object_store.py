@@ -25,8 +25,8 @@ READ_AHEAD = 1 << 23  # bytes of one request
 
 
 class Stamp(NamedTuple):
-    """Version of an object in an object store: its size in bytes, and its ETag or modification time, empty if the store
-    reports neither.
+    """Version of an object in an object store.
+    It has the size in bytes, and the ETag or modification time, empty if the store reports neither.
     """
 
     size: int
@@ -38,8 +38,8 @@ class ObjectStoreError(MegaError):
 
 
 class RemotePath(str):
-    """Path on an object store, as a URL string, with the methods of `pathlib.Path` that readers of checkpoints and data
-    need.
+    """Path on an object store, as a URL string.
+    It has the methods of `pathlib.Path` that readers of checkpoints and data need.
 
     Raises:
         ObjectStoreError: from every method, if the store cannot be reached or refuses the request.
@@ -84,8 +84,8 @@ class RemotePath(str):
             yield self / name.rstrip("/").rpartition("/")[2]
 
     def glob(self, pattern: str) -> Iterator[RemotePath]:
-        """Yield the direct children of this remote folder whose names match the shell `pattern`; subfolders are not
-        searched.
+        """Yield the direct children of this remote folder whose names match the shell `pattern`.
+        Subfolders are not searched.
         """
         return (child for child in self.iterdir() if fnmatch(child.name, pattern))
 
@@ -117,8 +117,8 @@ class RemotePath(str):
         return {name: int(entry["size"]) for name, entry in self._list_entries_below().items()}
 
     def list_object_stamps(self) -> dict[str, str]:
-        """Return {name relative to this path: text with size and ETag or modification time} of all objects below this
-        path.
+        """Return the versions of all objects below this path, by name.
+        The result is {name relative to this path: text with size and ETag or modification time}.
         """
         return {
             name: f"{entry['size']} bytes {_get_entry_state(entry)}"
@@ -138,8 +138,8 @@ class RemotePath(str):
         return stream  # type: ignore[no-any-return]
 
     def match_objects(self) -> dict[str, Stamp]:
-        """Return {URL: size and version} of all objects that match this path as a glob, or are at or below it if it is
-        no glob, sorted by name.
+        """Return {URL: size and version} of all objects that match this path, sorted by name.
+        Objects match it as a glob, or are at or below it if it is not a glob.
         """
         with self._connect() as (files, path):
             entries = files.glob(path, detail=True) if glob.has_magic(path) else files.find(path, detail=True)
@@ -152,8 +152,8 @@ class RemotePath(str):
             }
 
     def upload_file(self, file: Path, advance: Callable[[int], object]) -> None:
-        """Upload a local file as this object, which appears only when complete; `advance` is called with the number of
-        bytes sent.
+        """Upload a local file as this object, which appears only when complete.
+        `advance` is called with the number of bytes sent.
         """
         callback = fsspec.Callback()
         callback.relative_update = advance
@@ -161,8 +161,8 @@ class RemotePath(str):
             files.put_file(str(file), path, callback=callback)
 
     def open_multipart_upload(self) -> IO[bytes]:
-        """Open this object for writing in parts; closing the stream makes the object appear, discarding the stream does
-        not.
+        """Open this object for writing in parts.
+        Closing the stream makes the object appear, discarding the stream does not.
         """
         with self._connect(writing=True) as (files, path):
             return files.open(path, "wb")  # type: ignore[no-any-return]
@@ -232,8 +232,8 @@ def _get_entry_state(entry: Mapping[str, Any]) -> str:
 
 @contextlib.contextmanager
 def translate_store_errors(path: RemotePath, *, writing: bool = False) -> Iterator[None]:
-    """Convert exceptions of the store's client in the block, which share no base class, to a one-sentence
-    ObjectStoreError that names `path`.
+    """Context manager that converts exceptions of an object store's client to an ObjectStoreError.
+    The client's exceptions share no base class. The error is one sentence that names `path`.
 
     A missing object remains a FileNotFoundError, except while `writing`.
     """

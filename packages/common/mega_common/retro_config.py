@@ -14,15 +14,15 @@ if TYPE_CHECKING:
 
 # Fields that are not supported with retrieval, with the required value.
 _REQUIRED_VALUES = {
-    "encoder": None, "vision": None, "moe": None, "mla": None, "mamba": None, "delta": None, "layers": None,
+    "encoder": None, "vision": None, "moe": None, "mla": None, "mamba": None, "delta": None, "conv": None, "layers": None,
     "mtp_layers": 0, "norm_position": "pre", "parallel_residual": False, "causal": True, "score": False,
     "attention_sinks": False,
 }  # fmt: skip
 
 
 class RetroConfig(StrictConfig):
-    """Configuration of retrieval (Retro, arXiv:2112.04426): chunks of text with retrieved neighbors, which decoder
-    layers attend to.
+    """Configuration of retrieval (Retro, arXiv:2112.04426).
+    Chunks of text have retrieved neighbors, to which decoder layers attend.
 
     Text is cut into chunks, each with retrieved neighbors (chunks with their continuation). An encoder reads the
     neighbors, and the decoder's tokens after a chunk attend to its output.

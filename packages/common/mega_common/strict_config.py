@@ -22,8 +22,8 @@ from mega_common.errors import ConfigError
 
 @dataclass(frozen=True)
 class ConfigProblem:
-    """One problem of a configuration: the key's path (`model.num_layers`), its value, the violated rule and a hint for
-    a fix.
+    """One problem of a configuration.
+    It has the key's path (`model.num_layers`), its value, the violated rule and a hint for a fix.
     """
 
     path: str
@@ -48,6 +48,12 @@ _PYDANTIC_RULES = {
     r"(?:\w+) should have at (least|most) (\d+) (\w+)(?: after validation)?, not .*": r"must have at \1 \2 \3",
 }
 
+_SYNONYMS = {  # common terms of other trainers, and the option of run.yaml of that meaning
+    "ppo": "grpo", "rl": "grpo", "rlhf": "grpo", "sft": "cross_entropy", "orpo": "simpo", "chat": "conversations",
+    "chats": "conversations", "instructions": "conversations", "preferences": "pairs", "mlm": "masked", "lm": "text",
+}  # fmt: skip
+MIN_FOREIGN_KEYS, SHOWN_KEYS, MAX_SUGGESTED_DEPTH = 3, 4, 2
+
 
 class StrictConfig(BaseModel):
     """Base of every configuration section: a frozen pydantic model in which unknown keys are errors.
@@ -64,12 +70,13 @@ class StrictConfig(BaseModel):
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any], *, source: str = "configuration") -> Self:
-        """Validate `raw` and build the configuration.
+        """Validate a raw mapping and build the configuration of this class.
+        The mapping is `raw`.
 
         Raises:
             ConfigError: with every problem, one per line.
         """
-        problems = list(_find_all_problems(cls, raw))
+        problems = list(find_config_problems(cls, raw))
         if problems:
             raise_config_error(problems, source)
         return cls.model_validate(raw)
@@ -81,7 +88,7 @@ def raise_config_error(problems: Sequence[ConfigProblem], source: str) -> None:
     raise ConfigError(f"{source}: {count}\n" + "\n".join(f"  {problem}" for problem in problems))
 
 
-def _find_all_problems(cls: type[StrictConfig], raw: Mapping[str, Any]) -> Iterator[ConfigProblem]:
+def find_config_problems(cls: type[StrictConfig], raw: Mapping[str, Any]) -> Iterator[ConfigProblem]:
     """Yield field errors of the whole tree, then violated rules of its valid parts.
 
     If only unknown keys are wrong, the rules are those of the whole tree.
@@ -91,6 +98,13 @@ def _find_all_problems(cls: type[StrictConfig], raw: Mapping[str, Any]) -> Itera
         return
     except ValidationError as error:
         details = error.errors(include_url=False)
+    known = _list_known_keys(cls, [])
+    if len(raw) >= MIN_FOREIGN_KEYS and not any(difflib.get_close_matches(str(key), known) for key in raw):
+        expected = [field.alias or name for name, field in cls.model_fields.items() if field.is_required()] or known
+        found = ", ".join(map(str, list(raw)[:SHOWN_KEYS]))
+        rule = f"must have keys such as {', '.join(expected[:SHOWN_KEYS])}, found only other keys ({found} ...)"
+        yield ConfigProblem("", rule, hint="give a file of the required kind")
+        return
     yield from _merge_by_path(_field_problem(cls, raw, detail) for detail in details)
     unknown = [detail["loc"] for detail in details if detail["type"] == "extra_forbidden"]
     yield from _rules_of_valid_parts(cls, _remove_keys(raw, unknown), "")
@@ -153,14 +167,36 @@ def _field_problem(cls: type[StrictConfig], raw: Mapping[str, Any], detail: Mapp
     path, value = ".".join(location), detail.get("input")
     if detail["type"] == "extra_forbidden":
         known = _list_known_keys(cls, location[:-1])
-        near = difflib.get_close_matches(location[-1], known, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(sorted(known))}"
+        near = [repr(name) for name in difflib.get_close_matches(location[-1], known, n=1)]
+        near += sorted(_find_key_paths(cls, location[-1]))[:2]
+        hint = f"did you mean {' or '.join(near)}?" if near else f"known keys: {', '.join(sorted(known))}"
         return ConfigProblem(path, "unknown key", hint=hint)
     rule, hint = describe_pydantic_rule(str(detail["msg"])), ""
     if detail["type"] == "literal_error" and isinstance(value, str):
-        near = difflib.get_close_matches(value, re.findall(r"'([^']*)'", rule), n=1)
-        hint = f"did you mean {near[0]!r}?" if near else ""
+        near = _find_near_option(value, re.findall(r"'([^']*)'", rule))
+        hint = f"did you mean {near!r}?" if near else ""
     return ConfigProblem(path, rule, value if not isinstance(value, Mapping) else None, hint)
+
+
+def _find_near_option(value: str, options: Sequence[str]) -> str | None:
+    """Return the option that a user most likely meant by an unknown `value`: the one of the same meaning, or a similar
+    spelling. Short values must be almost equal: 'ppo' is not a misspelled 'ipo'.
+    """
+    meant = _SYNONYMS.get(value.lower())
+    if meant in options:
+        return meant
+    return next(iter(difflib.get_close_matches(value, options, n=1, cutoff=0.6 if len(value) > 3 else 0.8)), None)
+
+
+def _find_key_paths(cls: type[StrictConfig], key: str, path: str = "") -> Iterator[str]:
+    """Yield the paths of the sections' keys that are called `key`, anywhere in a configuration."""
+    for name, field in cls.model_fields.items():
+        label = path + (field.alias or name)
+        if path and label == path + key:
+            yield label
+        section = _section_type(field.annotation)
+        if section is not None and path.count(".") < MAX_SUGGESTED_DEPTH:
+            yield from _find_key_paths(section, key, f"{label}.")
 
 
 def describe_pydantic_rule(message: str) -> str:
@@ -209,8 +245,8 @@ def load_yaml_mapping(path: Path) -> dict[str, Any]:
 
 
 def apply_overrides(raw: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
-    """Return a copy of the configuration `raw` with each override `a.b=value` applied; values are parsed as YAML, and
-    missing sections are created.
+    """Return a copy of the configuration `raw` with each override `a.b=value` applied.
+    Values are parsed as YAML, and missing sections are created.
 
     A number in the path is an index into a list: `data.train.0.weight=0.5`.
 
@@ -270,6 +306,7 @@ def build_json_schema(cls: type[StrictConfig]) -> dict[str, Any]:
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **cls.model_json_schema(by_alias=True)}
 
 
+ExtensionName = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_.-]*$")]  # of an entry that an extension adds
 LayerCount = Annotated[int, Field(gt=0, le=10_000)]
 ExpertCount = Annotated[int, Field(gt=0, le=100_000)]
 RankCount = Annotated[int, Field(gt=0, le=1_000_000)]

@@ -17,8 +17,8 @@ Resolution = tuple[PositiveInt, PositiveInt]
 
 
 class NativeResolutionConfig(StrictConfig):
-    """Settings for images at native resolution instead of squares, with sides rounded to multiples of a feature's side,
-    as in Qwen2.5-VL (arXiv:2502.13923).
+    """Settings for images at native resolution instead of squares, as in Qwen2.5-VL (arXiv:2502.13923).
+    Sides are rounded to multiples of a feature's side.
 
     The vision encoder has RMS norms, gated feed-forward blocks and 2D RoPE: half of a head is rotated by a patch's row,
     half by its column. Most layers have attention within windows.
@@ -33,8 +33,8 @@ class NativeResolutionConfig(StrictConfig):
 
 
 class VisionConfig(StrictConfig):
-    """Configuration of a vision transformer (arXiv:2010.11929), usually on square images, and of the projector that
-    turns its patches into tokens.
+    """Configuration of a vision transformer (arXiv:2010.11929) and its projector.
+    The transformer usually works on square images. The projector turns its patches into tokens.
 
     A CLIP encoder (arXiv:2103.00020) has a class token and a norm before the first layer; a SigLIP encoder
     (arXiv:2303.15343) has neither, and a bias of its patches. The projector `mlp` is LLaVA 1.5's (arXiv:2310.03744),
@@ -109,14 +109,14 @@ class VisionConfig(StrictConfig):
 
     @property
     def features_per_square(self) -> int:
-        """Number of projector output rows for one square image or tile: its features, and with tiles one more, the end-
-        of-row feature.
+        """Number of projector output rows for one square image or tile.
+        They are its features, and with tiles one more, the end-of-row feature.
         """
         return self.tokens_per_image + (self.pinpoints is not None)
 
     def wrap_image_tokens(self, begin: str, image: str, end: str) -> str:
-        """Return the text of an image in a prompt: `image` between the `begin` and `end` token texts, as the processors
-        of Gemma 3 and Qwen write it.
+        """Return the text of an image in a prompt.
+        It is `image` between the `begin` and `end` token texts, as the processors of Gemma 3 and Qwen write it.
         """
         return f"{begin}{image}{end}" if self.native else f"\n\n{begin}{image}{end}\n\n"
 
@@ -127,8 +127,9 @@ class VisionConfig(StrictConfig):
 
     @property
     def native_size_limits(self) -> tuple[int, int, int] | None:
-        """Side in pixels of the square of an image that one vision feature stands for, and minimum and maximum number
-        of pixels of an image, at native resolution; None without native resolution.
+        """Sizes of images at native resolution, in pixels; None without native resolution.
+        They are the side of the square of an image that one vision feature stands for, and the minimum and maximum
+        number of pixels of an image.
         """
         native = self.native
         return None if native is None else (self.patch_size * native.merge, native.min_pixels, native.max_pixels)
@@ -146,8 +147,8 @@ class VisionConfig(StrictConfig):
         return high * wide
 
     def count_total_features(self, shapes: Iterable[Sequence[int]]) -> int:
-        """Return the number of projector outputs for several images or tiles together, given their pixel array shapes
-        [3, height, width].
+        """Return the number of projector outputs for several images or tiles together.
+        They are given by their pixel array shapes [3, height, width].
         """
         return sum(self.count_features(*shape[1:]) for shape in shapes)
 

@@ -25,15 +25,15 @@ class LoadableDataset(Protocol):
     def __getitem__(self, k: int, /) -> TrainingSample | T5Sample: ...
 
     def estimate_attention_work(self, numbers: Sequence[int], /) -> npt.NDArray[np.int64]:
-        """Return the approximate number of attended (query, key) token pairs of each sample in `numbers`, int64
-        [len(numbers)].
+        """Return the approximate attention work of samples: their numbers of attended (query, key) token pairs.
+        The samples are `numbers`; the result is int64 [len(numbers)].
         """
 
 
 @dataclass(frozen=True)
 class EncoderInput:
-    """Encoder input of an encoder-decoder batch of n samples: token ids int64 [n, encoder length], and numbers of
-    tokens without padding, int64 [n].
+    """Encoder input of an encoder-decoder batch of n samples.
+    It has token ids, int64 [n, encoder length], and numbers of tokens without padding, int64 [n].
     """
 
     tokens: npt.NDArray[np.int64]
@@ -42,8 +42,8 @@ class EncoderInput:
 
 @dataclass(frozen=True)
 class StepBatch:
-    """All n samples that one data-parallel rank reads for one optimizer step: tokens, labels, loss weights, positions
-    and document ids, each [n, S] for sequence length S.
+    """All n samples that one data-parallel rank reads for one optimizer step.
+    They are tokens, labels, loss weights, positions and document ids, each [n, S] for sequence length S.
 
     Attributes:
         sample_ids: int64 [n], the samples' numbers in the data set.
@@ -195,8 +195,9 @@ def _stack_t5_samples(samples: Sequence[T5Sample], ids: npt.NDArray[np.int64]) -
 
 
 def balance_samples(work: npt.NDArray[np.int64], ranks: int) -> npt.NDArray[np.int64]:
-    """Assign the samples of a step, with attention work `work`, to `ranks` data-parallel ranks, equally many each and
-    with about equal work: sample numbers, int64 [ranks, samples / ranks].
+    """Assign the samples of a step to data-parallel ranks, equally many each and with about equal work.
+    The attention work of the samples is `work`; there are `ranks` ranks. Returns sample numbers, int64 [ranks, samples
+    / ranks].
 
     If all samples have equal work, they are assigned by number. Otherwise the largest come first, each to the rank with
     the least work so far that has fewer than its share (Graham 1969). So the n-th samples of the ranks, which wait for

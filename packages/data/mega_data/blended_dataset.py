@@ -17,7 +17,7 @@ from mega_common.errors import ConfigError, DataError
 from mega_common.vision_config import VisionConfig
 from mega_data.data_config import DataConfig
 from mega_data.kinds import get_dataset_builders
-from mega_data.kinds.dataset_kind import DatasetContext, DatasetSamples, TrainingSample
+from mega_data.kinds.dataset_kind import DatasetContext, DatasetFactory, DatasetSamples, TrainingSample
 from mega_data.kinds.retro_samples import RetroSamples
 from mega_data.kinds.running_text import DocumentRules
 from mega_data.retrieval.neighbor_files import open_dataset_neighbors
@@ -63,8 +63,8 @@ class BlendedDataset:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Fingerprint (32 hex digits) of everything that the samples depend on: order, seed, weights, data set contents
-        and document rules.
+        """Fingerprint (32 hex digits) of everything that the samples of a blend depend on.
+        It covers order, seed, weights, data set contents and document rules.
 
         A resumed run compares it with the one in its checkpoint to detect changed data.
         """
@@ -79,8 +79,8 @@ class BlendedDataset:
         return self._sources[source][number]
 
     def estimate_attention_work(self, numbers: Sequence[int]) -> npt.NDArray[np.int64]:
-        """Return the approximate number of attended (query, key) token pairs of each sample in `numbers`, int64
-        [len(numbers)].
+        """Return the approximate attention work of samples: their numbers of attended (query, key) token pairs.
+        The samples are `numbers`; the result is int64 [len(numbers)].
         """
         sources, positions = np.array([self._blend.locate_sample(k) for k in numbers]).T
         work = np.empty(len(numbers), np.int64)
@@ -101,8 +101,9 @@ class BlendedDataset:
         )
 
     def count_epochs_by_path(self, k: int) -> dict[str, float]:
-        """Return {path in the configuration: number of passes over its data within the blend's samples 0 to `k` - 1};
-        all data sets of a glob count as one path.
+        """Return the number of passes over each data set's tokens within the first samples of a blend.
+        The result is {path in the configuration: number of passes within samples 0 to `k` - 1}. All data sets of a glob
+        count as one path.
         """
         counts, passes = defaultdict[str, float](float), defaultdict[str, float](float)
         for part, source, count in zip(self._parts, self._sources, self._blend.count_samples(k), strict=True):
@@ -121,9 +122,10 @@ def build_blended_datasets(
     eod: int | None,
     tokenizer: Tokenizer | None = None,
     vision: VisionConfig | None = None,
+    added_kinds: Mapping[str, DatasetFactory] | None = None,
 ) -> tuple[BlendedDataset, BlendedDataset | None, BlendedDataset | None]:
-    """Return the train, valid and test sets of a run, by `config.split` or separate data sets; valid and test may be
-    None. `eod` is the end-of-document token.
+    """Return the train, valid and test sets of a run, by `config.split` or separate data sets.
+    The valid and the test set may be None. `eod` is the end-of-document token.
 
     Valid and test are None if no samples of them are requested or their share of `split` is zero.
 
@@ -133,12 +135,13 @@ def build_blended_datasets(
         eod: end-of-document token, or None.
         tokenizer: tokenizer of the data, for the kinds `fim`, `bert`, `masked` and `t5`; by default that of `config`.
         vision: vision encoder of the model, or None.
+        added_kinds: builders of the samples of further dataset kinds, by name.
 
     Raises:
         ConfigError: if a document rule is enabled and `eod` is None.
         DataError: if a data set cannot be used, or a requested split is empty.
     """
-    parts = DatasetPartitioner(config, eod)
+    parts, builders = DatasetPartitioner(config, eod), {**get_dataset_builders(), **(added_kinds or {})}
 
     def split(name: str) -> BlendedDataset | None:
         count = samples.get(name, 0)
@@ -147,7 +150,11 @@ def build_blended_datasets(
             return None
         cache = config.cache or chosen[0].reader.prefix.parent / ".cache"
         return _build_blended_dataset(
-            chosen, DatasetContext(config, seed, eod, cache, tokenizer, vision), count, training=name == "train"
+            chosen,
+            DatasetContext(config, seed, eod, cache, tokenizer, vision),
+            count,
+            builders,
+            training=name == "train",
         )
 
     train, valid, test = map(split, SPLITS)
@@ -157,9 +164,14 @@ def build_blended_datasets(
 
 
 def _build_blended_dataset(
-    parts: Sequence[DatasetPart], setting: DatasetContext, num_samples: int, *, training: bool
+    parts: Sequence[DatasetPart],
+    setting: DatasetContext,
+    num_samples: int,
+    builders: Mapping[str, DatasetFactory],
+    *,
+    training: bool,
 ) -> BlendedDataset:
-    config, builders = setting.config, get_dataset_builders()
+    config = setting.config
     if config.sample_order != "megatron":
         sources = [builders[part.kind](part, setting, num_samples) for part in parts]
         _check_neighbor_shapes(parts, sources)
@@ -199,9 +211,9 @@ class SequentialDataset:
     padded with token 0, with loss weight 0.
     """
 
-    def __init__(self, reader: IndexedReader, seq_length: int) -> None:
-        self._tokens, self._seq_length = reader.tokens, seq_length
-        self.num_labels = max(0, reader.num_tokens - 1)
+    def __init__(self, tokens: np.ndarray[Any, Any], seq_length: int) -> None:
+        self._tokens, self._seq_length = tokens, seq_length
+        self.num_labels = max(0, len(tokens) - 1)
 
     def __len__(self) -> int:
         return -(-self.num_labels // self._seq_length)
@@ -226,7 +238,7 @@ def open_sequential_dataset(prefix: Path, seq_length: int) -> SequentialDataset:
     """
     reader = IndexedReader(prefix)
     reject_images([reader], "evaluated here", "evaluate them during training: set data.valid and train.eval_every")
-    dataset = SequentialDataset(reader, seq_length)
+    dataset = SequentialDataset(reader.tokens, seq_length)
     if not len(dataset):
         raise DataError(f"{prefix}: evaluation requires at least two tokens, and it has {reader.num_tokens}")
     return dataset
@@ -234,8 +246,9 @@ def open_sequential_dataset(prefix: Path, seq_length: int) -> SequentialDataset:
 
 @dataclass(frozen=True)
 class DatasetUsage:
-    """Planned usage of a data set by a run: `samples` to read of one split (train, valid or test), equal to `epochs`
-    passes over the tokens that belong to the split.
+    """Planned usage of a data set by a run.
+    The run reads `samples` of one split (train, valid or test), equal to `epochs` passes over the tokens that belong to
+    the split.
     """
 
     split: str
@@ -247,8 +260,8 @@ class DatasetUsage:
 
 
 def plan_dataset_usage(config: DataConfig, samples: Mapping[str, int], eod: int | None) -> list[DatasetUsage]:
-    """Return the planned usage of each data set by a run that reads `samples[split]` samples of each split; no sample
-    index is built.
+    """Return the planned usage of each data set by a run, without building a sample index.
+    The run reads `samples[split]` samples of each split.
 
     Raises:
         ConfigError, DataError: as `build_blended_datasets`.

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BeforeValidator, Field, PositiveInt, model_validator
 
-from mega_common.strict_config import ConfigProblem, StrictConfig
+from mega_common.strict_config import ConfigProblem, ExtensionName, StrictConfig
 from mega_data.raw_data_config import (
     RawDataConfig,
     RecordKey,
@@ -36,16 +36,16 @@ class SpanCorruption:
 
     @classmethod
     def from_token_count(cls, tokens: int, share: float, mean: float) -> SpanCorruption:
-        """Return the span corruption of a text of `tokens` tokens (at least 2), with the share `share` masked in spans
-        of `mean` tokens on average.
+        """Return the span corruption of a text of `tokens` tokens (at least 2).
+        The share `share` of tokens is masked in spans of `mean` tokens on average.
         """
         hidden = min(max(round(tokens * share), 1), tokens - 1)
         return cls(tokens, hidden, min(max(round(hidden / mean), 1), tokens - hidden))
 
     @classmethod
     def from_encoder_length(cls, length: int, share: float, mean: float) -> SpanCorruption:
-        """Return the span corruption of the longest text whose encoder input has at most `length` tokens, with the
-        share `share` masked in spans of `mean` tokens on average.
+        """Return the span corruption of the longest text whose encoder input has at most `length` tokens.
+        The share `share` of tokens is masked in spans of `mean` tokens on average.
 
         The encoder input includes the sentinels and the end token.
         """
@@ -60,8 +60,8 @@ class SpanCorruption:
         return self.tokens - self.hidden + self.count + 1
 
     def draw_spans(self, random: np.random.RandomState) -> list[Ints]:
-        """Draw the token positions of each masked span: unmasked text and spans alternate, text first, all partitions
-        equally likely.
+        """Draw the token positions of each masked span of a text.
+        Unmasked text and spans alternate, text first, all partitions equally likely.
         """
         hidden, text = (
             _draw_partition(self.hidden, self.count, random),
@@ -86,8 +86,8 @@ ROOM = (
 
 
 class FimConfig(StrictConfig):
-    """Settings of fill-in-the-middle (Bavarian et al., 2022): a document is split into prefix, middle and suffix, and
-    the middle is moved to the end.
+    """Settings of fill-in-the-middle (Bavarian et al., 2022).
+    A document is split into prefix, middle and suffix, and the middle is moved to the end.
     """
 
     rate: Probability = Field(0.5, description="share of the documents that are rearranged")
@@ -103,8 +103,8 @@ class FimConfig(StrictConfig):
 
 
 class BertConfig(StrictConfig):
-    """Settings of BERT samples: masked words and sentence order prediction; dataset kind `masked` uses only
-    `mask_probability`.
+    """Settings of BERT samples: masked words and sentence order prediction.
+    Dataset kind `masked` uses only `mask_probability`.
     """
 
     mask_probability: Share = Field(0.15, description="share of the tokens that are predicted")
@@ -135,8 +135,8 @@ KindName = Literal["text", "documents", "conversations", "pairs", "fim", "bert",
 
 
 class DatasetSource(StrictConfig):
-    """Data set of a blend in the configuration: token files, by their path without `.bin` and `.idx` or a glob, or raw
-    data, with its weight and kind.
+    """Data set of a blend in the configuration, with its weight and kind.
+    It is token files, by their path without `.bin` and `.idx` or a glob, or raw data.
 
     A bare string is a path, and a URL is downloaded. A path with `*`, `?` or `[` is a glob: the matching data sets share
     its weight in proportion to their tokens, like one data set. Raw data is one data set: a file (JSON lines, JSON,
@@ -147,7 +147,7 @@ class DatasetSource(StrictConfig):
     weight: float | None = Field(
         None, gt=0, allow_inf_nan=False, description="share of the samples, relative to the others; default: 1"
     )
-    kind: KindName | None = Field(None, description="dataset kind; default: data.kind")
+    kind: KindName | ExtensionName | None = Field(None, description="dataset kind; default: data.kind")
     neighbors: Path | None = Field(
         None, description="for kind retro: output folder of mega data retrieve; default: PATH.neighbors"
     )
@@ -194,8 +194,8 @@ class DatasetSource(StrictConfig):
 
 
 class BlendStart(StrictConfig):
-    """Restart point of a blend that was changed at a resume: number of samples consumed by then, and samples read of
-    each data set, by path.
+    """Restart point of a blend that was changed at a resume.
+    It has the number of samples consumed by then, and samples read of each data set, by path.
     """
 
     samples: int = Field(ge=0)
@@ -217,8 +217,8 @@ Split = Annotated[list[Annotated[float, Field(ge=0, allow_inf_nan=False)]], Befo
 
 
 class DataConfig(StrictConfig):
-    """The `data` section of a run: training and validation data, the order of samples, and the treatment of document
-    boundaries.
+    """The `data` section of a run.
+    It has training and validation data, the order of samples, and the treatment of document boundaries.
     """
 
     train: Sources
@@ -228,13 +228,14 @@ class DataConfig(StrictConfig):
         [969.0, 30.0, 1.0], description="shares of train, valid and test in each of the train data sets, by sequences"
     )
     seq_length: PositiveInt = Field(1024, description="tokens of a training sample")
-    kind: KindName = Field(
+    kind: KindName | ExtensionName = Field(
         "text",
         description="text: windows of running text; documents: packed whole documents; conversations: packed conversations "
         "with a loss mask; pairs: preference pairs (chosen and rejected answer); fim: fill-in-the-middle; bert: masked "
         "words and sentence pairs; masked: running text with masked tokens; t5: span corruption; retro: chunks with the "
-        "neighbors of mega data retrieve; prompts: JSON lines with a prompt, for objective.kind: grpo",
+        "neighbors of mega data retrieve; prompts: JSON lines with a prompt, for objective.kind: grpo; or a kind of an extension",
     )
+    options: dict[str, Any] = Field({}, description="settings of an extension's kind of data")
     fim: FimConfig = FimConfig()
     bert: BertConfig = BertConfig()
     t5: T5Config = T5Config()
@@ -298,7 +299,7 @@ class DataConfig(StrictConfig):
         return [*self.train, *(self.valid or []), *(self.test or [])]
 
     @property
-    def dataset_kinds(self) -> set[KindName]:
+    def dataset_kinds(self) -> set[str]:
         """Kinds (text, documents, bert and so on) of all data sets of the run."""
         return {source.kind or self.kind for source in self.all_sources}
 
@@ -381,8 +382,8 @@ class DataConfig(StrictConfig):
 
 
 def lookup_curriculum_weight(weights: Mapping[int, float], tokens: int) -> float:
-    """Return the blend weight of a data set after `tokens` training tokens; `weights` maps each start token, beginning
-    with 0, to a weight.
+    """Return the blend weight of a data set after `tokens` training tokens.
+    The curriculum `weights` maps each start token, beginning with 0, to a weight.
     """
     return weights[max(begin for begin in weights if begin <= tokens)]
 

@@ -24,8 +24,7 @@ BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 
 
 class PlainTextBackend:
-    """Wrapper of `tokenizers.Tokenizer` that encodes the spelling of a special or byte token in a text as ordinary
-    text.
+    """Wrapper of `tokenizers.Tokenizer` that treats the spelling of special and byte tokens as ordinary text.
 
     Attributes:
         json: rewritten tokenizer.json, for encoders other than `tokenizers`.
@@ -42,8 +41,9 @@ class PlainTextBackend:
         self._backend.encode_special_tokens = True
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Return the token ids of a text; special tokens spelled in it become ordinary tokens, and `add_special_tokens`
-        adds those of the tokenizer's template, such as [CLS].
+        """Return the token ids of a text, in which special tokens are ordinary text.
+        Special tokens spelled in the text become ordinary tokens. With `add_special_tokens`, those of the tokenizer's
+        template, such as [CLS], are added.
         """
         encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
         ids: list[int] = encoding.ids
@@ -89,8 +89,8 @@ def list_token_spellings(backend: Backend) -> list[str]:
 
 
 def hide_special_tokens(spec: TokenizerSpec) -> TokenizerSpec:
-    """Return a tokenizer.json specification with special tokens renamed so that they cannot occur in a text; all ids
-    are kept.
+    """Return a tokenizer.json specification with special tokens renamed so that no text contains them.
+    All ids are kept.
     """
     model: TokenizerSpec = dict(spec["model"])
     special = {entry["content"] for entry in spec.get("added_tokens") or [] if entry["special"]} | _unknown_token(model)

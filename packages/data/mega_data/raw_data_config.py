@@ -77,8 +77,8 @@ def is_raw_path(path: Path) -> bool:
 
 
 def find_raw_source_problems(key: str, source: Any, kind: str) -> Iterator[ConfigProblem]:
-    """Yield problems of the raw-data keys of the data set `source` at `key`, such as `train.0`, with dataset kind
-    `kind`.
+    """Yield problems of the raw-data keys of a configured data set.
+    The data set `source` is at `key`, such as `train.0`, with dataset kind `kind`.
     """
     given = {name: getattr(source, name) for name in ("map", "subset", "split") if getattr(source, name)}
     if not source.is_raw:

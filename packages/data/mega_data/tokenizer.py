@@ -40,8 +40,8 @@ LEADS = ("", "\n")
 
 
 class TextPiece(NamedTuple):
-    """Segment of a long text that is encoded by itself. `exact`: the cut after it changes no token; `last`: no segment
-    follows.
+    """Segment of a long text that is encoded by itself.
+    `exact`: the cut after it changes no token; `last`: no segment follows.
 
     It is encoded with `lead` before it, whose tokens are removed.
     """
@@ -53,8 +53,8 @@ class TextPiece(NamedTuple):
 
 
 class TextCut(NamedTuple):
-    """Position where one segment of a long text ends and the next begins, and the preceding text (`lead`) to put before
-    the next segment so that it encodes as in the whole text.
+    """Position where one segment of a long text ends and the next begins, and the text before it.
+    The preceding text (`lead`) is put before the next segment so that it encodes as in the whole text.
     """
 
     end: int
@@ -105,8 +105,8 @@ class Tokenizer:
         self.fingerprint = compute_file_sha256(self.path)
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """Return the token ids of one text; `add_special_tokens` adds the special tokens of the tokenizer's template,
-        such as [CLS] and [SEP].
+        """Return the token ids of one text.
+        `add_special_tokens` adds the special tokens of the tokenizer's template, such as [CLS] and [SEP].
         """
         if self.plain is not None:
             return self.plain.encode(text, add_special_tokens=add_special_tokens)
@@ -114,8 +114,8 @@ class Tokenizer:
         return ids
 
     def encode_batch(self, texts: Sequence[str], dtype: npt.DTypeLike = np.int32) -> list[npt.NDArray[Any]]:
-        """Return the token ids of each text, as arrays of `dtype`, without the special tokens of the tokenizer's
-        template.
+        """Return the token ids of each text, as arrays of `dtype`.
+        The special tokens of the tokenizer's template are not included.
         """
         native = np.dtype(dtype).newbyteorder("=")
         if self.plain is not None:
@@ -131,8 +131,9 @@ class Tokenizer:
         return text
 
     def split_long_text(self, blocks: Iterable[str], size: int, leads: Sequence[str] = LEADS) -> Iterator[TextPiece]:
-        """Split a long text, given in blocks, into segments of `size` to 2 x `size` characters that together encode to
-        the tokens of the whole text; `leads` are texts to try before a segment.
+        """Split a long text into segments that together encode to the tokens of the whole text.
+        The text is given in blocks; segments have `size` to 2 x `size` characters. `leads` are texts to try before a
+        segment.
 
         The text comes in blocks; only one piece and a window around its end are kept in memory. Encoding takes over a
         hundred bytes of memory per byte of text, so half a gigabyte of text cannot be encoded in one call.
@@ -190,10 +191,10 @@ class Tokenizer:
 
 @contextlib.contextmanager
 def disable_encoder_threads() -> Iterator[None]:
-    """Prevent the encoding libraries from starting threads for each batch in the block, because the caller uses
-    threads.
+    """Context manager that prevents the encoding libraries from starting threads for each batch.
+    It is for callers that use threads themselves.
 
-    They read this setting only from the environment; it is restored on exit.
+    The libraries read this setting only from the environment; it is restored on exit.
     """
     settings = {"TOKENIZERS_PARALLELISM": "false", "FASTOKENS_BPE_THREADS": "1"}
     before = {name: os.environ.get(name) for name in settings}
@@ -251,8 +252,8 @@ def _read_special_token(folder: Path, key: str) -> tuple[Path, str] | None:
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path, *, overwrite: bool = False) -> Tokenizer:
-    """Train a byte-level BPE tokenizer (GPT-2's type) on `texts`, write it to `tokenizer.json` and
-    `tokenizer_config.json` in `folder`, and return it.
+    """Train a byte-level BPE tokenizer (GPT-2's type) on `texts`, and return it.
+    It is written to `tokenizer.json` and `tokenizer_config.json` in `folder`.
 
     Token 0 is `<|endoftext|>`, followed by the 256 bytes, so every text can be encoded. transformers loads the folder.
 
@@ -302,8 +303,8 @@ def _count_characters(texts: Iterable[str], bar: ProgressBar) -> Iterator[str]:
 
 
 def save_tokenizer(backend: Backend, file: Path, config: dict[str, Any]) -> None:
-    """Write a tokenizer to the tokenizer.json at `file`, and tokenizer_config.json next to it with `config` and
-    settings for transformers.
+    """Write a tokenizer to a tokenizer.json, and tokenizer_config.json next to it.
+    The file is `file`. The configuration has `config` and settings for transformers.
 
     Raises:
         DataError: if a file cannot be written.

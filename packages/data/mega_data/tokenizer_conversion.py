@@ -34,8 +34,9 @@ UNMATCHED = (UNKNOWN, CONTROL, BYTE)  # pieces that are not matched in a text
 
 
 class ConvertedTokenizer(NamedTuple):
-    """Result of a tokenizer conversion: the converted tokenizer, the encoder of the original format's library for
-    comparison, and the end token named by the file.
+    """Result of a tokenizer conversion.
+    It has the converted tokenizer, the encoder of the original format's library for comparison, and the end token named
+    by the file.
     """
 
     backend: Backend
@@ -52,8 +53,8 @@ def convert_tokenizer(
     special_tokens: Sequence[str] = (),
     overwrite: bool = False,
 ) -> Tokenizer:
-    """Convert a tokenizer file of another format (such as tiktoken) to `tokenizer.json` and `tokenizer_config.json` in
-    `folder`.
+    """Convert a tokenizer file of another format (such as tiktoken) to a HuggingFace tokenizer.
+    It is written to `tokenizer.json` and `tokenizer_config.json` in `folder`.
 
     A tiktoken file has only tokens. It also requires `pattern`, the regular expression that splits text before
     encoding, and `special_tokens`, which get the next ids; the first one is the end-of-text token.
@@ -97,6 +98,10 @@ def _convert_file(file: Path, pattern: str | None, special_tokens: Sequence[str]
         return _convert_tiktoken(file, pattern, special_tokens)
     if file.suffix == ".model":
         return _convert_sentencepiece(file)
+    if file.name == "tokenizer.json":
+        raise DataError(
+            f"{file}: is a tokenizer.json already and requires no conversion", hint=f"use --tokenizer {file.parent}"
+        )
     raise DataError(
         f"{file}: is not a supported tokenizer file", hint="give a *.model, *.tiktoken or tekken*.json file"
     )

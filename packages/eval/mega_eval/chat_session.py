@@ -21,8 +21,9 @@ from mega_eval.text_stream import GenerationLimits
 
 
 def load_chat_template(model: str | Location, tokenizer: Path | None = None, file: Path | None = None) -> ChatTemplate:
-    """Load the chat template stored with a `model`, or the one in the folder of another `tokenizer`; a template `file`
-    replaces both.
+    """Load the chat template of a model.
+    It is the template stored with `model`, or the one in the folder of another `tokenizer`; a template `file` replaces
+    both.
 
     Raises:
         DataError: when there is no chat template.
@@ -65,8 +66,9 @@ class ChatSession:
     messages: list[dict[str, Any]] = field(default_factory=list)
 
     def stream_answer(self, text: str, stopped: Callable[[], bool] = lambda: False) -> Iterator[str]:
-        """Add `text` as a user turn and yield the model's answer as text while it is generated; the answer ends early
-        once `stopped()` is True, and the text generated so far is kept in the conversation.
+        """Add a user turn to the conversation and yield the model's answer as text while it is generated.
+        `text` is the user turn. The answer ends early once `stopped()` is True, and the text generated so far is kept
+        in the conversation.
 
         Raises:
             DataError: when the turn is too long for the model; the conversation is unchanged then.

@@ -30,8 +30,8 @@ LayerFunction = Callable[[Tensor, ForwardContext], Tensor]  # hidden states [N, 
 
 
 def flatten_layers(model: Decoder) -> LayerFunction:
-    """Return a function that applies all layers of `model` to hidden states [N, 1, D] with a KV cache, faster on a CPU;
-    or `model` itself where that is as fast, such as on a GPU.
+    """Return a function that applies all layers of a decoder with a KV cache, faster on a CPU.
+    It maps hidden states [N, 1, D]. Where `model` itself is as fast, such as on a GPU, return `model`.
 
     The function keeps references to the current weights: call this again after replacing them.
     """

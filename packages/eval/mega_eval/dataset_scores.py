@@ -58,7 +58,7 @@ class DatasetScore:
         return math.exp(self.loss) if self.loss < 700 else math.inf
 
     def summary_lines(self) -> list[tuple[str, str]]:
-        """Return the score's (name, value) pairs as text for display."""
+        """Return the data set's score as (name, value) pairs of text for display."""
         lines = [("loss", f"{self.loss:.4f} nats per token"), ("perplexity", f"{self.perplexity:.3f}")]
         if self.bits_per_byte is not None:
             lines.append(("bits per byte", f"{self.bits_per_byte:.4f}"))
@@ -78,8 +78,8 @@ def evaluate_perplexity(
     model: Decoder, prefix: Path, seq_length: int, *, batch_size: int = 8, tokenizer: Tokenizer | None = None,
     per_sample: Path | None = None,
 ) -> DatasetScore:  # fmt: skip
-    """Return the loss and perplexity of a decoder on the token data set `prefix`, read in windows of `seq_length`
-    tokens.
+    """Return the loss and perplexity of a decoder on a token data set.
+    The data set `prefix` is read in windows of `seq_length` tokens.
 
     Args:
         model: decoder in eval mode.
@@ -107,8 +107,8 @@ def sum_window_losses(
     losses: Losses, windows: int, prefix: Path, model: Decoder, seq_length: int, per_sample: Path | None, *,
     text_bytes: int = 0,
 ) -> DatasetScore:  # fmt: skip
-    """Return the score of a data set from the loss and token count of each of its `windows` windows; each is also
-    written as a JSON line to the file `per_sample`, if given.
+    """Return the score of a data set from the loss and token count of each of its windows.
+    There are `windows` windows; each is also written as a JSON line to the file `per_sample`, if given.
 
     Raises:
         DataError: when none of its tokens is predicted.
@@ -136,8 +136,8 @@ def sum_window_losses(
 
 
 def compute_window_losses(model: Decoder, windows: SequentialDataset, batch_size: int) -> Losses:
-    """Yield for each window of a token data set the sum of its token losses in nats and the number of tokens that it
-    predicts.
+    """Yield the loss and the number of predicted tokens of each window of a token data set.
+    The loss is the sum of the window's token losses in nats.
     """
     for start in range(0, len(windows), batch_size):
         samples = [windows[number] for number in range(start, min(start + batch_size, len(windows)))]
@@ -163,8 +163,8 @@ def _batch_losses(model: Decoder, samples: Sequence[TrainingSample]) -> list[flo
 
 
 def check_vocabulary(prefix: Path, vocab_size: int) -> None:
-    """Raise DataError at the first token of the data set `prefix` that is not below `vocab_size`; the whole data set is
-    read once.
+    """Raise DataError at the first token of a data set that is outside the model's vocabulary.
+    Tokens of the data set `prefix` must be below `vocab_size`; the whole data set is read once.
 
     Raises:
         DataError: naming the first token outside a vocabulary of `vocab_size`.
@@ -182,8 +182,8 @@ def check_vocabulary(prefix: Path, vocab_size: int) -> None:
 
 
 def check_eval_data(prefix: Path, model: Decoder, seq_length: int, tokenizer: Tokenizer | None) -> DatasetInfo | None:
-    """Check that a data set has the vocabulary and tokenizer of `model` and return its info; `tokenizer` is the
-    model's, or None to skip that comparison.
+    """Check that a data set has the vocabulary and tokenizer of a model, and return the data set's info.
+    `tokenizer` is the model's, or None to skip that comparison.
 
     Raises:
         DataError: when its vocabulary or tokenizer differs from the model's, or the model has fewer positions.
@@ -197,8 +197,9 @@ def check_eval_data(prefix: Path, model: Decoder, seq_length: int, tokenizer: To
 
 
 def check_same_tokenizer(prefix: Path, made_by: TokenizerInfo, tokenizer: Tokenizer) -> None:
-    """Raise DataError unless `made_by`, the tokenizer that encoded the data set `prefix`, has the same fingerprint as
-    the model's `tokenizer`.
+    """Raise DataError unless a data set was encoded with the model's tokenizer.
+    `made_by`, the tokenizer that encoded the data set `prefix`, must have the same fingerprint as `tokenizer`, the
+    model's.
 
     Raises:
         DataError: when they differ.
@@ -213,8 +214,8 @@ def check_same_tokenizer(prefix: Path, made_by: TokenizerInfo, tokenizer: Tokeni
 
 @dataclass(frozen=True)
 class PreferenceAccuracy:
-    """Share of preference pairs in which a reward model scores the chosen answer above the rejected one, and the mean
-    margin.
+    """Share of preference pairs in which a reward model scores the chosen answer higher, and the mean margin.
+    In these pairs it scores the chosen answer above the rejected one.
 
     Attributes:
         accuracy: share of pairs whose chosen answer has the larger score.
@@ -227,18 +228,19 @@ class PreferenceAccuracy:
     pairs: int
 
     def summary_lines(self) -> list[tuple[str, str]]:
-        """Return the accuracy's (name, value) pairs as text for display."""
+        """Return the preference accuracy as (name, value) pairs of text for display."""
         return [("accuracy", f"{self.accuracy:.4f} of {self.pairs:,} pairs"), ("margin", f"{self.margin:.4f}")]
 
     def as_json(self) -> dict[str, Any]:
-        """Return accuracy, margin and number of pairs as JSON fields."""
+        """Return the preference accuracy, margin and number of pairs as JSON fields."""
         return asdict(self)
 
 
 @torch.inference_mode()
 def evaluate_preferences(model: Decoder, prefix: Path) -> PreferenceAccuracy:
-    """Return how often a reward model scores the chosen answer of a preference pair above the rejected one, over the
-    data set `prefix`; each answer is scored separately, at its last token.
+    """Return the accuracy of a reward model on the preference pairs of a data set.
+    It is how often the model scores the chosen answer above the rejected one, over the data set `prefix`; each answer
+    is scored separately, at its last token.
 
     Raises:
         DataError: when the data set does not hold pairs, or has tokens outside the model's vocabulary.

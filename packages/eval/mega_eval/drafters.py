@@ -24,8 +24,9 @@ DEFAULT_NGRAM_TEXTS = 4
 
 
 class NgramDrafter:
-    """Source of draft tokens for speculative decoding that looks up an earlier occurrence of a text's last n-gram and
-    proposes the tokens that followed it, which helps in quotations and code.
+    """Source of draft tokens for speculative decoding by n-gram lookup in the text itself.
+    It looks up an earlier occurrence of a text's last n-gram and proposes the tokens that followed it, which helps in
+    quotations and code.
 
     Args:
         texts: maximum number of texts to draft for; with more, none gets a draft. None: no maximum.
@@ -36,8 +37,8 @@ class NgramDrafter:
         self._texts, self._longest = texts, longest
 
     def propose_drafts(self, requests: Sequence[EngineRequest]) -> list[list[int]]:
-        """Return draft tokens for each request by n-gram lookup in its prompt; none for any request if there are more
-        requests than the configured maximum.
+        """Return draft tokens for each request by n-gram lookup in its prompt.
+        There are none for any request if there are more requests than the configured maximum.
         """
         if self._texts is not None and len(requests) > self._texts:
             return [[] for _ in requests]
@@ -68,8 +69,8 @@ class ModelDrafter:
         self._engine = engine
 
     def propose_drafts(self, requests: Sequence[EngineRequest]) -> list[list[int]]:
-        """Return the draft tokens with which the smaller model continues each request; its engine reuses the keys and
-        values of earlier steps through its paged KV cache.
+        """Return the draft tokens with which the smaller model continues each request.
+        Its engine reuses the keys and values of earlier steps through its paged KV cache.
 
         A row with images, or longer than the smaller model supports, gets no draft.
         """
@@ -92,9 +93,9 @@ class ModelDrafter:
 def make_drafter(
     draft: DraftSource | None, model: Decoder, tokenizer: TextTokenizer, cache_tokens: int, batch_size: int
 ) -> Drafter | Literal["mtp"] | None:
-    """Return the source of draft tokens that `draft` names for speculative decoding with `model`: the string `mtp`,
-    since the engine builds that one itself, or a draft model in an engine of its own with `cache_tokens` and
-    `batch_size`.
+    """Return the configured source of draft tokens for speculative decoding with a model.
+    `draft` names the source: the result is the string `mtp`, since the engine builds that one itself, or a draft model
+    in an engine of its own with `cache_tokens` and `batch_size`.
 
     Raises:
         ConfigError: when a draft model has another vocabulary.
@@ -114,8 +115,8 @@ def make_drafter(
 
 
 def choose_default_drafter(model: Decoder) -> Drafter | None:
-    """Return the default source of draft tokens for speculative decoding: n-gram lookup for fp32 or fp64 on a CPU,
-    where verifying the drafts of a few texts costs little; else None.
+    """Return the default source of draft tokens for speculative decoding, or None.
+    It is n-gram lookup for fp32 or fp64 on a CPU, where verifying the drafts of a few texts costs little.
 
     Half precision has none: its logits often tie, and the rounding of larger GEMMs would change which token wins.
     """

@@ -43,8 +43,9 @@ def evaluate_masked_lm(
     model: Decoder, prefix: Path, seq_length: int, tokenizer: Tokenizer, *, share: float = SHARE, batch_size: int = 8,
     same_tokenizer: bool = True, per_sample: Path | None = None,
 ) -> DatasetScore:  # fmt: skip
-    """Return the masked-LM loss of an encoder on the token data set `prefix`, read from its first token to its last;
-    every token but special ones is masked and predicted once.
+    """Return the masked-LM loss of an encoder on a token data set.
+    The data set `prefix` is read from its first token to its last; every token except special ones is masked and
+    predicted once.
 
     Args:
         model: encoder in eval mode.
@@ -68,8 +69,8 @@ def evaluate_masked_lm(
 
 
 class MaskedLmWindows:
-    """Windows of `seq_length` tokens of a data set, each between the begin and end tokens that the tokenizer adds, for
-    masked-LM evaluation.
+    """Windows of `seq_length` tokens of a data set for masked-LM evaluation.
+    Each window is between the begin and end tokens that the tokenizer adds.
 
     Attributes:
         mask: id of the mask token.
@@ -130,8 +131,8 @@ SEED: int = TrainConfig.model_fields["seed"].default
 def compute_decoder_states(
     model: Decoder, encoder_tokens: Sequence[Sequence[int]], decoder_tokens: Sequence[Sequence[int]]
 ) -> Tensor:
-    """Return the final hidden states [B, S, D] of the decoder of an encoder-decoder model for B pairs of encoder tokens
-    and decoder tokens.
+    """Return the final hidden states [B, S, D] of the decoder of an encoder-decoder model.
+    They are for B pairs of encoder tokens and decoder tokens.
 
     Both are padded on the right to the longest; padding is masked from all other tokens.
     """
@@ -155,8 +156,8 @@ def evaluate_span_corruption(
     model: Decoder, prefix: Path, seq_length: int, tokenizer: Tokenizer, *, share: float = SHARE, seed: int = SEED,
     batch_size: int = 8, same_tokenizer: bool = True, per_sample: Path | None = None,
 ) -> DatasetScore:  # fmt: skip
-    """Return the loss of a T5-style encoder-decoder on corrupted spans of the data set `prefix`: the samples of one
-    epoch of data kind `t5`, in the default order.
+    """Return the loss of a T5-style encoder-decoder on corrupted spans of a token data set.
+    The samples are one epoch of data kind `t5` of the data set `prefix`, in the default order.
 
     The result equals the validation loss of a run with this seed whose validation reads the whole data set.
 

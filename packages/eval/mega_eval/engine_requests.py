@@ -51,8 +51,9 @@ class EngineRequest:
     adapter: str | None = None
 
     def check_fits(self, config: ModelConfig, adapters: Collection[str], capacity: int) -> None:
-        """Refuse invalid tokens, an unknown adapter, or more tokens than the model or a KV cache of `capacity` tokens
-        holds.
+        """Raise DataError if the engine cannot process this request with the model and KV cache.
+        It cannot process invalid tokens, an unknown adapter, or more tokens than the model or a KV cache of `capacity`
+        tokens holds.
 
         Raises:
             DataError: with the reason.
@@ -83,8 +84,9 @@ class EngineRequest:
 
 @dataclass(frozen=True)
 class ScoredToken:
-    """Log-probability of a token and of the most likely alternatives (`top`), under the model's own distribution before
-    penalties and temperature.
+    """Log-probability of a token and of the most likely alternatives.
+    The alternatives are `top`; the log-probabilities are under the model's own distribution before penalties and
+    temperature.
     """
 
     token: int
@@ -118,8 +120,8 @@ class EngineEvent:
 
 
 def score_token(logits: Tensor, token: int, alternatives: int) -> ScoredToken:
-    """Return the log-probability of `token` under logits [V] over the vocabulary, and the `alternatives` most likely
-    tokens with their log-probabilities.
+    """Return the log-probability of a token, and the most likely tokens with their log-probabilities.
+    They are under logits [V] over the vocabulary; there are `alternatives` most likely tokens.
     """
     logprobs = logits.double().log_softmax(-1)
     values, tokens = logprobs.topk(min(alternatives, len(logprobs)))
@@ -130,15 +132,15 @@ class Drafter(Protocol):
     """Interface of a source of draft tokens for speculative decoding."""
 
     def propose_drafts(self, requests: Sequence[EngineRequest]) -> list[list[int]]:
-        """Return draft tokens for each request, at most as many as the request's `limits` allow; an empty list for a
-        request without a draft.
+        """Return draft tokens for each request, for speculative decoding.
+        They are at most as many as the request's `limits` allow; an empty list for a request without a draft.
         """
 
 
 @dataclass
 class AdaptiveDraftLength:
-    """Number of draft tokens for the next step of one text in speculative decoding, adapted to how many were accepted
-    before.
+    """Adaptive number of draft tokens of one text for speculative decoding.
+    It is the number for the next step, adapted to how many were accepted before.
 
     `SHORT_DRAFT` at first, `LONG_DRAFT` after a draft that was accepted whole. After the n-th rejected draft in a row
     there is none for n steps, so a text that repeats nothing pays for a draft in one of `LONGEST_PAUSE` steps.
@@ -149,15 +151,15 @@ class AdaptiveDraftLength:
     _left: int = 0
 
     def next_draft_length(self) -> int:
-        """Return the number of tokens to draft in this step, 0 during a pause after rejected drafts; call it once per
-        step.
+        """Return the number of tokens to draft in this step of speculative decoding.
+        It is 0 during a pause after rejected drafts; call it once per step.
         """
         self._left = max(0, self._left - 1)
         return 0 if self._left else self._count
 
     def record_acceptance(self, drafted: int, accepted: int) -> None:
-        """Record that the model accepted the first `accepted` of `drafted` tokens, which sets the length of later
-        drafts.
+        """Record how many draft tokens the model accepted, which sets the length of later drafts.
+        The model accepted the first `accepted` of `drafted` tokens.
         """
         if not drafted:
             return
@@ -207,14 +209,14 @@ class RequestState:
 
     @property
     def num_pending_tokens(self) -> int:
-        """Number of tokens of the request that the model has yet to compute, draft tokens of speculative decoding
-        included.
+        """Number of tokens of the request that the model has yet to compute.
+        Draft tokens of speculative decoding are included.
         """
         return len(self.tokens) + len(self.drafts) - self.num_computed
 
     def align_to_images(self, count: int) -> int:
-        """Return `count`, the number of tokens to compute next, raised to the end of an image with bidirectional
-        attention that it would cut.
+        """Return the number of tokens to compute next, raised to the end of an image that it would cut.
+        `count` is the number before; only images with bidirectional attention matter.
         """
         end = self.num_computed + count
         return (
@@ -222,7 +224,7 @@ class RequestState:
         )
 
     def count_logits(self, count: int) -> int:
-        """Return how many of the next `count` tokens to compute need logits; these are the last ones."""
+        """Return the number of the next `count` tokens to compute that need logits; they are the last ones."""
         if self.request.prompt_logprobs and self.num_computed < len(self.request.prompt):
             return count
         return 1 + len(self.drafts) if count == self.num_pending_tokens else 0
@@ -241,8 +243,8 @@ class RequestState:
         return draw_token(p, request.sampling, request.sample, request.drawn + len(new))
 
     def make_draft_request(self, count: int) -> EngineRequest:
-        """Return the request that makes a draft model continue this request's text by at most `count` tokens, without
-        grammar, adapter or log-probabilities.
+        """Return the request that makes a draft model continue this request's text by at most `count` tokens.
+        It has no grammar, adapter or log-probabilities.
         """
         request, new = self.request, len(self.text.tokens)
         return replace(

@@ -99,8 +99,8 @@ def stream_completion(
     grammar: str | None = None,
     draft: DraftSource | None = None,
 ) -> Iterator[str]:
-    """Continue one prompt and yield text as it becomes final; joined, it is the text that `generate_completions`
-    returns.
+    """Continue one prompt and yield text as it becomes final.
+    The joined text is the text that `generate_completions` returns.
 
     Raises:
         DataError, ConfigError: as `generate_completions`.

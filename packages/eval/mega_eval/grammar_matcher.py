@@ -53,8 +53,8 @@ class GrammarMatcher:
 
 
 class GrammarCache:
-    """Cache of compiled grammars for one tokenizer; the first compilation prepares the vocabulary, which takes about a
-    second.
+    """Cache of compiled grammars for one tokenizer.
+    The first compilation prepares the vocabulary, which takes about a second.
 
     The last `CACHED_GRAMMARS` are kept. Thread-safe: one thread may `compile_and_cache` a grammar that another one uses.
     """
@@ -81,8 +81,9 @@ class GrammarCache:
         return (grammar, frozenset(ends)) in self._matchers
 
     def compile_and_cache(self, grammar: str, ends: Collection[int]) -> None:
-        """Compile `grammar` for the end tokens `ends` and cache the result for `get_grammar_matcher`; beyond
-        `CACHED_GRAMMARS` grammars the least recently used is dropped.
+        """Compile a grammar and cache the result for `get_grammar_matcher`.
+        The grammar is compiled for the end tokens `ends`; beyond `CACHED_GRAMMARS` grammars the least recently used is
+        dropped.
         """
         matcher, key = compile_grammar(grammar, self._tokenizer_for(frozenset(ends))), (grammar, frozenset(ends))
         with self._lock:

@@ -86,20 +86,20 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         return self.text.tokenizer.fingerprint
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Return the token ids of a text, with the special tokens of the tokenizer's template unless
-        `add_special_tokens` is False.
+        """Return the token ids of a text, with the tokenizer's special tokens unless switched off.
+        The special tokens of the tokenizer's template are added unless `add_special_tokens` is False.
         """
         return self.text.encode(string, add_special_tokens=add_special_tokens is not False)
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """Return the fingerprint of the model's chat template, for the harness to record; None if there is no template
-        or `chat_template` is False.
+        """Return the fingerprint of the model's chat template, for the harness to record, or None.
+        It is None without a template or if `chat_template` is False.
         """
         return self.template.fingerprint if self.template and chat_template else None
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """Return the prompt text that the model's chat template renders for `chat_history`; a template that refuses
-        system messages is retried without them.
+        """Return the prompt text that the model's chat template renders for a chat history.
+        A template that refuses system messages is retried without them.
         """
         assert self.template is not None
         try:
@@ -195,8 +195,8 @@ def _make_conversation(messages: list[dict[str, str]]) -> Conversation:
 
 
 def fingerprint_model(model: HarnessModel) -> str:
-    """Return a hash of what determines a model's answers: a sample of each weight, the tokenizer, the chat template and
-    the maximum length.
+    """Return a hash of the parts of a model that determine its answers.
+    They are a sample of each weight, the tokenizer, the chat template and the maximum length.
     """
     template = model.template.fingerprint if model.template else ""
     digest = hashlib.sha256(f"{model.text.tokenizer.fingerprint} {template} {model.max_length}".encode())
@@ -240,8 +240,8 @@ class HarnessTaskOptions:
 
 
 def find_harness_tasks(names: Sequence[str], include_path: Path | None = None) -> TaskManager:
-    """Return an index of lm-evaluation-harness tasks that contains `names`: tasks or groups of the harness, patterns
-    such as `mmlu_*`, or YAML files.
+    """Return an index of lm-evaluation-harness tasks that contains the named ones.
+    `names` are tasks or groups of the harness, patterns such as `mmlu_*`, or YAML files.
 
     Raises:
         ConfigError: when a task, file or folder does not exist.
@@ -283,8 +283,8 @@ def run_harness_tasks(
     model_info: Mapping[str, Any] | None = None,
     manager: TaskManager | None = None,
 ) -> Results:
-    """Run tasks of the lm-evaluation-harness on a model and return its results; called on rank 0, while the other ranks
-    run `follow_first_rank`.
+    """Run tasks of the lm-evaluation-harness on a model and return its results.
+    It is called on rank 0, while the other ranks run `follow_first_rank`.
 
     Args:
         model: the model.

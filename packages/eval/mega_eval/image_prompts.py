@@ -30,8 +30,8 @@ class ImagePrompt:
     pictures: Sequence[bytes]
 
     def encode_prompt(self, model: Decoder, tokenizer: TextTokenizer) -> tuple[list[int], BatchImages]:
-        """Return the prompt's token ids, where each image has one placeholder token per image feature, and the prepared
-        images.
+        """Return the prompt's token ids and its prepared images.
+        Each image has one placeholder token per image feature.
 
         Raises:
             DataError: when the model has no vision encoder, an image cannot be read, or the numbers of images and
@@ -53,8 +53,9 @@ class ImagePrompt:
 def assemble_image_prompt(
     text: str, pictures: Sequence[PreparedImage], vision: VisionConfig, tokenizer: TextTokenizer, *, special: bool
 ) -> tuple[list[int], BatchImages]:
-    """Return the token ids of a prompt, where each image has one placeholder token per image feature, and its images
-    without features; `special` adds the special tokens that the tokenizer puts around a text.
+    """Return the token ids of a prompt and its images, without features.
+    Each image has one placeholder token per image feature; `special` adds the special tokens that the tokenizer puts
+    around a text.
 
     Raises:
         DataError: when the numbers of images and placeholders differ.
@@ -102,15 +103,15 @@ def _add_image_frames(text: str, vision: VisionConfig, tokenizer: TextTokenizer)
 
 @torch.inference_mode()
 def attach_image_features(model: Decoder, images: BatchImages) -> BatchImages:
-    """Return the images with features computed by the vision encoder, or unchanged on a pipeline rank without the
-    vision encoder.
+    """Return the images with features computed by the vision encoder.
+    On a pipeline rank without the vision encoder they are unchanged.
     """
     return images if model.vision is None else images.with_features(model.vision.encode_images(images, model.device))
 
 
 def find_image_ranges(tokens: Sequence[int], vision: VisionConfig) -> list[range]:
-    """Return the position range of each image in `tokens`, for models whose image tokens attend to each other in both
-    directions; else an empty list.
+    """Return the position ranges of images whose tokens attend to each other in both directions.
+    `tokens` are the prompt's; the list is empty for models without this attention.
     """
     is_image = np.array([tokens]) == vision.image_token
     return [block for _, block in find_image_blocks(is_image)] if vision.bidirectional else []
@@ -119,8 +120,8 @@ def find_image_ranges(tokens: Sequence[int], vision: VisionConfig) -> list[range
 def gather_token_images(
     parts: Sequence[tuple[BatchImages | None, int, int]], device: torch.device
 ) -> BatchImages | None:
-    """Return the images for a forward pass in which each token is a batch row of its own, or None without images; each
-    part is (images of a prompt, index of its first token, number of tokens).
+    """Return the images for a forward pass in which each token is a batch row of its own, or None.
+    None means without images; each part is (images of a prompt, index of its first token, number of tokens).
     """
     every = [images for images, _, _ in parts if images is not None]
     if not every:

@@ -23,8 +23,8 @@ from mega_trainer.pipeline.executor import PipelineExecutor
 
 @dataclass
 class TrainingTasks:
-    """Evaluation during training on the lm-evaluation-harness tasks listed under `eval` in run.yaml; all ranks of the
-    run take part.
+    """Evaluation during training on lm-evaluation-harness tasks.
+    The tasks are listed under `eval` in run.yaml; all ranks of the run take part.
 
     Raises:
         ConfigError: when a task or the tokenizer is missing.

@@ -135,8 +135,8 @@ class InferenceEngine:
         return [encoder.start_token] if encoder else list(request.prompt)
 
     def cancel_request(self, request: int) -> None:
-        """Drop the request of that number and free its cache pages at once; a number that has finished or is unknown is
-        ignored.
+        """Drop a request and free its KV cache pages at once.
+        `request` is its number; a number that has finished or is unknown is ignored.
         """
         for row in [row for row in (*self._waiting, *self._running) if row.number == request]:
             (self._waiting if row in self._waiting else self._running).remove(row)
@@ -170,8 +170,8 @@ class InferenceEngine:
         remove_lora_adapter(self._model, name, self._adapters)
 
     def step(self, *, isolate: bool = False) -> list[EngineEvent]:
-        """Run one forward pass over the scheduled requests and return the events with their new text; the list is empty
-        when the engine is idle or only computes prompts.
+        """Run one forward pass over the scheduled requests and return the events with their new text.
+        The list is empty when the engine is idle or only computes prompts.
 
         Args:
             isolate: report a failed request as an event with an error instead of raising that error. The request is

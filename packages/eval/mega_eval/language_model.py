@@ -78,9 +78,10 @@ class LanguageModel:
         groups: ParallelGroups | None = None,
         adapter: str | Location | None = None,
         adapters: Mapping[str, str] | None = None,
+        extensions: Sequence[str] = (),
     ) -> LanguageModel:
-        """Load a model for inference from a mega checkpoint, the latest checkpoint of a run folder, a HuggingFace
-        folder or a GGUF file.
+        """Load a model for inference from a checkpoint or a folder of another format.
+        The source is a mega checkpoint, the latest checkpoint of a run folder, a HuggingFace folder or a GGUF file.
 
         Args:
             path: file, folder or URL.
@@ -92,6 +93,7 @@ class LanguageModel:
             groups: process groups of the ranks that share the model, all of which load it.
             adapter: LoRA adapter, of a run or a PEFT folder, to merge into the weights.
             adapters: folders of LoRA adapters by name, kept separate from the weights; each request may select one.
+            extensions: extensions with the code of the model's own layers, or with the family of the folder.
 
         Raises:
             CheckpointError: when there is no complete model, or no tokenizer.
@@ -107,30 +109,25 @@ class LanguageModel:
                 hint="use draft = ngrams",
             )
         dtype, where = PRECISIONS[precision], select_device(device)
-        own_tokenizer = Tokenizer(tokenizer) if tokenizer else load_tokenizer(path, adapter)
+        own_tokenizer = Tokenizer(tokenizer) if tokenizer else load_tokenizer(path, adapter, extensions)
         named: dict[str | None, DraftSource | None] = {None: None, "ngrams": "ngrams", "mtp": "mtp", "none": "none"}
         source = named[draft] if draft in named else load_inference_model(str(draft), dtype=dtype, device=where)
         lora_adapters = LoraAdapterSet.open_adapters(path, adapters) if adapters else None
         kinds: tuple[ModelKind, ...] = ("decoder", "encoder-decoder")
         model = load_inference_model(
-            path,
-            dtype=dtype,
-            device=where,
-            groups=groups,
-            kinds=kinds,
-            adapter=adapter,
-            lora_adapters=lora_adapters,
-            mtp=draft == "mtp",
-        )
+            path, dtype=dtype, device=where, groups=groups, kinds=kinds, adapter=adapter, lora_adapters=lora_adapters,
+            mtp=draft == "mtp", extensions=extensions,
+        )  # fmt: skip
         selection = None if lora_adapters is None else lora_adapters.pool.selection
         if groups is None or groups.tp.rank == groups.pp.rank == 0:
-            warn_unsupported_settings(path)
-        ends, settings = find_end_tokens(path, own_tokenizer), load_sampling_settings(path)
+            warn_unsupported_settings(path, extensions)
+        ends = find_end_tokens(path, own_tokenizer, extensions)
+        settings = load_sampling_settings(path, extensions)
         return cls(path, model, own_tokenizer, ends, settings, source, selection)
 
     def sampling(self, **settings: Any) -> Sampling:
-        """Return a `Sampling` with the given settings; others default to the generation_config.json of the model's
-        folder.
+        """Return a `Sampling` with the given settings and the model's defaults for others.
+        The defaults are in the generation_config.json of the model's folder.
 
         Minimum lengths apply to every token that ends a text.
 
@@ -151,8 +148,9 @@ class LanguageModel:
         grammar: str | None = None,
         **settings: Any,
     ) -> list[Completion]:
-        """Return a continuation of each prompt of at most `max_new_tokens` tokens, ended by a text in `stop`;
-        `settings` are fields of `Sampling` such as temperature, and `grammar` is a JSON schema or Lark grammar.
+        """Return a continuation of each prompt of at most `max_new_tokens` tokens.
+        It ends at a text in `stop`. `settings` are fields of `Sampling` such as temperature, and `grammar` is a JSON
+        schema or Lark grammar.
 
         Raises:
             DataError: when a prompt cannot be continued.
@@ -172,8 +170,8 @@ class LanguageModel:
         grammar: str | None = None,
         **settings: Any,
     ) -> Iterator[str]:
-        """Continue one prompt and yield text as it becomes final; `settings` are fields of `Sampling` such as
-        temperature, and `grammar` is a JSON schema or Lark grammar.
+        """Continue one prompt and yield text as it becomes final.
+        `settings` are fields of `Sampling` such as temperature, and `grammar` is a JSON schema or Lark grammar.
         """
         limits = GenerationLimits(max_new_tokens, stop, self.ends)
         return stream_completion(
@@ -181,8 +179,8 @@ class LanguageModel:
         )
 
     def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Completion:
-        """Return the model's answer to a list of chat messages {"role", "content"}; `options` are arguments of
-        `generate`.
+        """Return the model's answer to a list of chat messages {"role", "content"}.
+        `options` are arguments of `generate`.
 
         Raises:
             DataError: when the model has no chat template, or its template rejects the messages.
@@ -197,8 +195,8 @@ class LanguageModel:
         return load_chat_template(self.path)
 
     def score(self, texts: Sequence[str], *, contexts: Sequence[str] | None = None) -> list[Score]:
-        """Return the log-likelihood of each text, given its context; without `contexts`, given the begin token or, if
-        the tokenizer adds none, the text's first token.
+        """Return the log-likelihood of each text, given its context.
+        Without `contexts`, it is given the begin token or, if the tokenizer adds none, the text's first token.
 
         Raises:
             DataError: when a text has too few tokens.

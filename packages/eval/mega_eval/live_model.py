@@ -109,14 +109,14 @@ def make_live_replicas(
 
 
 def build_inference_model(executor: PipelineExecutor, run: RunConfig) -> Decoder:
-    """Return an inference model that shares the weights of the model in training; context parallelism is off, so each
-    rank computes whole sequences.
+    """Return an inference model that shares the weights of the model in training.
+    Context parallelism is off, so each rank computes whole sequences.
     """
     groups, live = executor.parallel_groups, executor.first_local_stage
     config = live.config.model_copy(update={"mtp_layers": 0})
     build = LayerBuilder(
         config, replace(groups, cp=CommGroup("cp", (groups.world.rank,))), dtype=live.dtype, device=torch.device("meta"),
-        adapts={} if run.lora is None else adapted_modules(config, run.lora),
+        adapts={} if run.lora is None else adapted_modules(config, run.lora), blocks=run.registry.bind_blocks(config),
     )  # fmt: skip
     sharded = isinstance(live, FSDPModule)
     if groups.pp.size > 1:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +16,8 @@ from mega_common.object_store import Location
 from mega_data.token_files.indexed_reader import IndexedReader
 from mega_eval.dataset_scores import check_vocabulary
 from mega_eval.encoder_losses import compute_decoder_states
-from mega_eval.model_loading import load_inference_model, load_tokenizer
+from mega_eval.model_loading import ModelKind, load_inference_model, load_tokenizer
+from mega_trainer.config.extensions import load_extensions
 from mega_trainer.model.decoder import Decoder
 
 TOKENS = 256
@@ -53,9 +54,11 @@ class LogitComparison:
         )
 
 
-def compare_logits(one: str | Location, other: str | Location, data: Path | None = None) -> LogitComparison:
-    """Compare the logits of two models on the same tokens, and raise CheckpointError if they differ by more than
-    rounding; the models run one after the other, so memory for one suffices.
+def compare_logits(
+    one: str | Location, other: str | Location, data: Path | None = None, *, extensions: Sequence[str] = ()
+) -> LogitComparison:
+    """Compare the logits of two models on the same tokens, and raise CheckpointError if they differ.
+    Differences by rounding are allowed. The models run one after the other, so memory for one suffices.
 
     Both models compute in fp32 (fp64 if both are stored in fp64), so equal weights give equal logits; weights that were cast
     may differ by the rounding of the narrower dtype.
@@ -64,17 +67,19 @@ def compare_logits(one: str | Location, other: str | Location, data: Path | None
         one: folder or URL of a model; its tokenizer, if any, encodes the text to compare on.
         other: folder or URL of the second model.
         data: prefix of a token data set to take the first tokens from instead.
+        extensions: extensions with the code of the models' own layers or families.
 
     Raises:
         CheckpointError: when a logit differs by more than the tolerance, or is not a number in one model only.
         DataError: when `data` cannot be used, or has tokens outside the vocabulary.
     """
-    source = open_weight_source(one)
-    tokens, what = _choose_tokens(one, source, data)
-    stored = _coarsest_dtype(source), _coarsest_dtype(open_weight_source(other))
+    families = load_extensions(extensions).families
+    source = open_weight_source(one, families=families)
+    tokens, what = _choose_tokens(one, source, data, extensions)
+    stored = _coarsest_dtype(source), _coarsest_dtype(open_weight_source(other, families=families))
     width = torch.float64 if stored == (torch.float64, torch.float64) else torch.float32
     rounded = width if stored[0] == stored[1] else max(stored, key=_roundoff)
-    left, right = (_compute_outputs(path, tokens, width) for path in (one, other))
+    left, right = (_compute_outputs(path, tokens, width, extensions) for path in (one, other))
     difference = (left - right).abs()
     difference[left.isnan() & right.isnan()] = 0
     found = LogitComparison(
@@ -91,14 +96,16 @@ def compare_logits(one: str | Location, other: str | Location, data: Path | None
     return found
 
 
-def _choose_tokens(path: str | Location, source: WeightSource, data: Path | None) -> tuple[list[int], str]:
+def _choose_tokens(
+    path: str | Location, source: WeightSource, data: Path | None, extensions: Sequence[str]
+) -> tuple[list[int], str]:
     """Return the token ids to compare on, and a description of their source."""
     count = min(TOKENS, source.model.max_position)
     if data is not None:
         check_vocabulary(data, source.model.vocab_size)
         return [int(token) for token in IndexedReader(data).tokens[:count]], str(data)
     if "tokenizer.json" in source.asset_files():
-        ids = load_tokenizer(path).encode(TEXT)[:count]
+        ids = load_tokenizer(path, extensions=extensions).encode(TEXT)[:count]
         if max(ids, default=source.model.vocab_size) < source.model.vocab_size:
             return ids, "text"
     generator = torch.Generator().manual_seed(0)
@@ -106,13 +113,14 @@ def _choose_tokens(path: str | Location, source: WeightSource, data: Path | None
 
 
 @torch.inference_mode()
-def _compute_outputs(path: str | Location, tokens: list[int], dtype: torch.dtype) -> Tensor:
+def _compute_outputs(path: str | Location, tokens: list[int], dtype: torch.dtype, extensions: Sequence[str]) -> Tensor:
     """Return all outputs of a model for the tokens, as one vector on the host.
 
     These are the logits of a decoder or an encoder-decoder (which reads and predicts the same tokens), the scores of a reward
     model, or the last hidden states of an encoder and the outputs of its heads.
     """
-    model = load_inference_model(path, dtype=dtype, kinds=("decoder", "encoder", "encoder-decoder", "reward model"))
+    kinds: tuple[ModelKind, ...] = ("decoder", "encoder", "encoder-decoder", "reward model")
+    model = load_inference_model(path, dtype=dtype, kinds=kinds, extensions=extensions)
     ids, positions = torch.tensor([tokens]), torch.arange(len(tokens))[None]
     if model.config.encoder is not None:
         return model.compute_logits(

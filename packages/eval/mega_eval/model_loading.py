@@ -18,6 +18,7 @@ from mega_ckpt.canonical_tensors import canonical_tensors
 from mega_ckpt.formats.hf_weight_files import decode_json_mapping
 from mega_ckpt.lora_adapter import AdaptedWeightSource, SavedAdapter
 from mega_ckpt.source import (
+    WeightSource,
     copy_assets,
     load_adapter_weights,
     load_weights,
@@ -40,6 +41,7 @@ from mega_eval.sampling import (
     parse_token_ids,
 )
 from mega_eval.sharded_decoders import PipelineDecoder
+from mega_trainer.config.extensions import load_extensions, load_model_extensions
 from mega_trainer.data.data_check import read_token_ids
 from mega_trainer.distributed.process_groups import ParallelGroups
 from mega_trainer.model.decoder import Decoder
@@ -58,8 +60,8 @@ class LoraAdapterSet:
 
     @classmethod
     def open_adapters(cls, base: str | Location, folders: Mapping[str, str]) -> LoraAdapterSet:
-        """Open LoRA adapters trained on top of `base`; `folders` maps names to run folders, checkpoints with `lora`, or
-        PEFT folders.
+        """Open LoRA adapters trained on top of one base model.
+        `folders` maps names to run folders, checkpoints with `lora`, or PEFT folders.
 
         Raises:
             CheckpointError: when an adapter is of another model, or changes parts that texts with other adapters share.
@@ -81,8 +83,8 @@ class LoraAdapterSet:
 
 
 def add_lora_adapter(model: Decoder, base: str | Location, folder: str, name: str, selection: AdapterSelection) -> None:
-    """Load a LoRA adapter of the model at `base` into `model`, loaded from there on one rank, between two forward passes;
-    rows select it by `name` through `selection`.
+    """Load a LoRA adapter into a loaded model, between two forward passes.
+    `model` was loaded from `base` on one rank; rows select the adapter by `name` through `selection`.
 
     Raises:
         CheckpointError: as `LoraAdapterSet.open_adapters`.
@@ -131,8 +133,8 @@ def remove_lora_adapter(model: nn.Module, name: str, selection: AdapterSelection
 
 
 def list_parameter_pieces(model: nn.Module, *, adapters: bool) -> list[tuple[Tensor, Sequence[TensorPiece]]]:
-    """Return the LoRA parameters of a model (`adapters` True) or all other parameters, each with the positions of its
-    elements in the checkpoint's tensors.
+    """Return the LoRA parameters of a model or all others, with their positions in the checkpoint's tensors.
+    `adapters` True selects the LoRA parameters; each comes with the positions of its elements.
     """
     every = [(parameter.detach(), get_parameter_info(parameter).pieces) for parameter in model.parameters()]
     return [entry for entry in every if any(is_adapter_tensor(piece.name) for piece in entry[1]) == adapters]
@@ -220,9 +222,11 @@ def load_inference_model(
     adapter: str | Location | None = None,
     lora_adapters: LoraAdapterSet | None = None,
     mtp: bool = False,
+    extensions: Sequence[str] = (),
 ) -> Decoder:
-    """Load the model at `path` for inference only, in `dtype` on `device`: the whole model, or this rank's shards and
-    layers under the process groups `groups`.
+    """Load a model for inference only: the whole model, or this rank's shards and layers.
+    The model is at `path` and gets `dtype` and `device`; this rank's shards and layers are loaded under the process
+    groups `groups`.
 
     Weights are read one tensor at a time, so peak memory is the model plus one tensor.
 
@@ -235,18 +239,23 @@ def load_inference_model(
         adapter: LoRA adapter to merge into the weights.
         lora_adapters: LoRA adapters to keep separate; each row of a batch selects at most one.
         mtp: load the MTP layers, which are left out by default.
+        extensions: extensions with the code of the model's own blocks; installed ones are found by their names.
 
     Raises:
         CheckpointError: when there is no complete checkpoint, or its tensors do not match its configuration.
-        ConfigError: for a model of another kind than `kinds`, or without the MTP layers that `mtp` requires.
+        ConfigError: for a model of another kind than `kinds`, without the MTP layers that `mtp` requires, or of an
+            extension that is missing.
     """
-    source = open_weight_source(path) if adapter is None else load_with_adapter(adapter, path)
+    source = _open_source(path, adapter, extensions)
     stages, ranks = (1, 1) if groups is None else (groups.pp.size, groups.tp.size * groups.pp.size * groups.ep.size)
     _check_loadable(path, source.model, kinds, mtp=mtp, stages=stages, ranks=ranks)
     warn_of_unsupported_parts(source)
     config = source.model if mtp else source.model.model_copy(update={"mtp_layers": 0})
     pool = None if lora_adapters is None else lora_adapters.pool
-    build = LayerBuilder(config, groups or ParallelGroups(), dtype=dtype, device=torch.device(device), choice=pool)
+    build = LayerBuilder(
+        config, groups or ParallelGroups(), dtype=dtype, device=torch.device(device), choice=pool,
+        blocks=load_model_extensions(config, extensions, str(path)).bind_blocks(config),
+    )  # fmt: skip
     model = PipelineDecoder(build) if build.groups.pp.size > 1 else select_model_class(config)(build)
     boxes = boxes_by_name([*list_parameter_pieces(model, adapters=False), *non_trainable_buffers(model)])
     unused = sorted(set(source.tensor_names()) - canonical_tensors(source.model).keys())
@@ -259,6 +268,14 @@ def load_inference_model(
     if lora_adapters is not None:
         lora_adapters.load_adapter_weights(model)
     return model.eval().requires_grad_(False)
+
+
+def _open_source(path: str | Location, adapter: str | Location | None, extensions: Sequence[str]) -> WeightSource:
+    """Open weights, with a LoRA adapter merged into them if there is one, by the families of mega and of extensions."""
+    families = load_extensions(extensions).families
+    if adapter is None:
+        return open_weight_source(path, families=families)
+    return load_with_adapter(adapter, path, families=families)
 
 
 def _check_loadable(
@@ -291,14 +308,17 @@ def _check_loadable(
         )
 
 
-def load_tokenizer(path: str | Location, adapter: str | Location | None = None) -> Tokenizer:
-    """Load the tokenizer stored with the weights at `path`, or the one in a LoRA `adapter` folder if it has one.
+def load_tokenizer(
+    path: str | Location, adapter: str | Location | None = None, extensions: Sequence[str] = ()
+) -> Tokenizer:
+    """Load the tokenizer that is stored with the weights at `path`.
+    It is that of a LoRA `adapter` if its folder has one; `extensions` may have the family of the folder.
 
     Raises:
         CheckpointError: when there is no tokenizer.json.
         DataError: when the tokenizer cannot be used.
     """
-    source = open_weight_source(path) if adapter is None else load_with_adapter(adapter, path)
+    source = _open_source(path, adapter, extensions)
     file = source.asset_files().get("tokenizer.json")
     if file is None:
         raise CheckpointError(
@@ -312,36 +332,37 @@ def load_tokenizer(path: str | Location, adapter: str | Location | None = None) 
         return Tokenizer(Path(folder))
 
 
-def find_end_tokens(path: str | Location, tokenizer: Tokenizer) -> frozenset[int]:
-    """Return the ids of all tokens that end a text, from the tokenizer and the model's generation_config.json and
-    config.json.
+def find_end_tokens(path: str | Location, tokenizer: Tokenizer, extensions: Sequence[str] = ()) -> frozenset[int]:
+    """Return the ids of all tokens that end a text generated by the model.
+    They come from the tokenizer and the model's generation_config.json and config.json. `extensions` may have the
+    family of the folder.
     """
     found = {tokenizer.eos_id} if tokenizer.eos_id is not None else set()
-    assets = open_weight_source(path).asset_files()
+    assets = _open_source(path, None, extensions).asset_files()
     for name in ("generation_config.json", "config.json"):
         found.update(parse_token_ids(_parse_json_asset(assets.get(name), name).get("eos_token_id")))
     return frozenset(found)
 
 
-def load_sampling_settings(path: str | Location) -> dict[str, Any]:
-    """Return the sampling settings that the generation_config.json of the model gives, as arguments of `Sampling`, read
-    as transformers reads it.
+def load_sampling_settings(path: str | Location, extensions: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the sampling settings that the generation_config.json of a model gives.
+    They are arguments of `Sampling`, read as transformers reads them. `extensions` may have the family of the folder.
     """
-    return parse_sampling_settings(_load_generation_config(path))
+    return parse_sampling_settings(_load_generation_config(path, extensions))
 
 
-def warn_unsupported_settings(path: str | Location) -> None:
-    """Log a warning that lists the settings in the model's generation_config.json that are not supported but would
-    change the text.
+def warn_unsupported_settings(path: str | Location, extensions: Sequence[str] = ()) -> None:
+    """Log a warning that lists the unsupported settings in a model's generation_config.json.
+    Only settings that would change the text are listed. `extensions` may have the family of the folder.
     """
-    if unsupported := list_unsupported_generation_settings(_load_generation_config(path)):
+    if unsupported := list_unsupported_generation_settings(_load_generation_config(path, extensions)):
         message = "%s: the generation settings %s are not supported; texts differ from those of transformers"
         logger.warning(message, path, ", ".join(unsupported))
 
 
-def _load_generation_config(path: str | Location) -> Mapping[str, Any]:
+def _load_generation_config(path: str | Location, extensions: Sequence[str]) -> Mapping[str, Any]:
     """Return generation_config.json, or the generation settings of config.json if there is none, as transformers does."""
-    assets = open_weight_source(path).asset_files()
+    assets = _open_source(path, None, extensions).asset_files()
     if "generation_config.json" in assets:
         return _parse_json_asset(assets["generation_config.json"], "generation_config.json")
     raw = _parse_json_asset(assets.get("config.json"), "config.json")
@@ -357,8 +378,9 @@ def _parse_json_asset(asset: Path | bytes | None, name: str) -> Mapping[str, Any
 
 
 def check_sequence_length(config: ModelConfig, length: int, what: str) -> None:
-    """Raise DataError if `length` exceeds the model's learned position embeddings; with other positions only warn if
-    the model was trained for fewer. `what` names the sequences in the message.
+    """Raise DataError if sequences are too long for the model's learned position embeddings.
+    With other positions, only warn if the model was trained for fewer than `length` tokens. `what` names the sequences
+    in the message.
 
     Raises:
         DataError: naming `what`.

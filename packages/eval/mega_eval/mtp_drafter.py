@@ -23,8 +23,8 @@ from mega_trainer.parallel.tensor_parallel import embed_token_ids
 
 
 class MtpDrafter:
-    """Source of draft tokens for speculative decoding, one per multi-token-prediction (MTP) layer of the model; hidden
-    states that these layers have yet to read are kept in the request states.
+    """Source of draft tokens for speculative decoding by the model's multi-token prediction (MTP) layers.
+    There is one draft token per layer; hidden states that these layers have yet to read are kept in the request states.
 
     Args:
         model: decoder with MTP layers (`predictors`).
@@ -36,8 +36,9 @@ class MtpDrafter:
 
     @torch.inference_mode()
     def record_hidden_states(self, work: Sequence[tuple[RequestState, int]], done: Sequence[int], x: Tensor) -> None:
-        """Store a step's final hidden states x [N, 1, D] in the requests of `work`, for accepted tokens only; `done`
-        are the numbers of tokens that each request had computed before the step.
+        """Store the final hidden states of a step in its requests, for accepted tokens only.
+        The hidden states are x [N, 1, D], the requests are in `work`; `done` are the numbers of tokens that each
+        request had computed before the step.
         """
         hidden, first = self._model.head.norm(x), 0
         for (row, count), before in zip(work, done, strict=True):
@@ -47,8 +48,9 @@ class MtpDrafter:
             first += count
 
     def propose_drafts(self, rows: Sequence[RequestState]) -> list[list[int]]:
-        """Return draft tokens for each request, whose tokens are all computed but the last; an empty list if its hidden
-        states were not recorded.
+        """Return draft tokens for each request by the multi-token prediction (MTP) layers.
+        All tokens of a request except the last must be computed; the list is empty if its hidden states were not
+        recorded.
         """
         ready = [row for row in rows if row.mtp_inputs]
         found = iter(self._draft_tokens(ready) if ready else [])

@@ -42,8 +42,8 @@ def freeze_startup_objects() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class ReplicaLayout:
-    """Parallel degrees of one copy of a model: `tp` ranks share each weight, `ep` ranks share the experts, `pp` stages
-    share the layers.
+    """Parallel degrees of one copy of a model for inference.
+    `tp` ranks share each weight, `ep` ranks share the experts, `pp` stages share the layers.
     """
 
     tp: int = 1
@@ -64,8 +64,8 @@ class ReplicaLayout:
 def build_replica_groups(
     model: ModelConfig, rank: int, world_size: int, replica_layout: ReplicaLayout
 ) -> ParallelGroups:
-    """Build this rank's process groups (tensor, expert, pipeline) for copies of a model over `world_size` ranks; all
-    ranks must call it.
+    """Build this rank's process groups for copies of a model (replicas) over all ranks.
+    There are `world_size` ranks; the groups are for tensor, expert and pipeline parallelism. All ranks must call it.
 
     Raises:
         ConfigError: when the model does not support these parallel degrees.
@@ -99,8 +99,8 @@ class PromptTokenizer:
         return self.tokenizer.eos_id if self.tokenizer.bos_id is None else self.tokenizer.bos_id
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of a prompt; one that already starts with the begin token, as from chat templates, does
-        not get a second one.
+        """Return the token ids of a prompt, with at most one begin token.
+        A prompt that already starts with the begin token, as from chat templates, does not get a second one.
         """
         bos = self.tokenizer.bos_id
         has_bos = bos is not None and text.startswith(self.tokenizer.decode([bos]))
@@ -140,14 +140,14 @@ class ModelReplicas:
 
     @property
     def copy_index(self) -> int:
-        """Index of the model copy to which this rank belongs; the ranks of one pipeline stage of all copies are
-        adjacent.
+        """Index of the model copy to which this rank belongs.
+        The ranks of one pipeline stage of all copies are adjacent.
         """
         return self.rank % (self.world_size // self.replica_layout.pp) // self.replica_layout.ranks_per_stage
 
     def score_pairs(self, pairs: Sequence[ContextContinuation]) -> Iterator[tuple[int, Score]]:
-        """Yield (index, score) of each (context, continuation) pair as it is computed, in any order; called on rank 0
-        while the other ranks run `follow_first_rank`.
+        """Yield (index, score) of each (context, continuation) pair as it is computed, in any order.
+        It is called on rank 0 while the other ranks run `follow_first_rank`.
 
         Raises:
             DataError, CheckpointError: as `score.score_continuations`.
@@ -159,8 +159,8 @@ class ModelReplicas:
     def generate_completions(
         self, prompts: Sequence[str], longest: int, limits: GenerationLimits, sampling: Sampling
     ) -> list[Completion]:
-        """Return a continuation of each prompt, which is cut to its last `longest` tokens; called on rank 0 while the
-        other ranks run `follow_first_rank`.
+        """Return a continuation of each prompt, which is cut to its last `longest` tokens.
+        It is called on rank 0 while the other ranks run `follow_first_rank`.
 
         Raises:
             DataError: as `generate.generate_completions`.
@@ -169,8 +169,8 @@ class ModelReplicas:
         return self._generate_share(prompts, longest, limits, sampling)
 
     def follow_first_rank(self) -> None:
-        """Take part in the scoring and generation that rank 0 starts, until it calls `stop_followers`; called on all
-        other ranks.
+        """Take part in the scoring and generation that rank 0 starts, until rank 0 calls `stop_followers`.
+        It is called on all other ranks.
         """
         while (work := self._receive_work()) is not None:
             name, arguments = work
@@ -231,8 +231,8 @@ EngineCalls = list[Callable[[InferenceEngine], object]]  # calls of rank 0 since
 
 
 class BroadcastingEngine(InferenceEngine):
-    """Inference engine of rank 0 for a model shared by several ranks, which repeat its calls; it takes the arguments of
-    `InferenceEngine`, equal on all ranks.
+    """Inference engine of rank 0 for a model shared by several ranks, which repeat its calls.
+    It takes the arguments of `InferenceEngine`, equal on all ranks.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -240,8 +240,8 @@ class BroadcastingEngine(InferenceEngine):
         self._calls: EngineCalls = []
 
     def add_request(self, request: EngineRequest) -> int:
-        """Add a request to this engine and queue the call for the other ranks, which repeat it before the next step;
-        return the request's number.
+        """Add a request to this engine and queue the call for the other ranks.
+        They repeat it before the next step. Return the request's number.
         """
         number = super().add_request(request)
         self._calls.append(partial(InferenceEngine.add_request, request=request))
@@ -279,8 +279,8 @@ class BroadcastingEngine(InferenceEngine):
 
 
 def follow_engine_calls(engine: InferenceEngine) -> None:
-    """Repeat on this rank's engine the calls that rank 0 makes on its `BroadcastingEngine`, until rank 0 calls
-    `stop_followers`.
+    """Repeat on this rank's inference engine the calls that rank 0 makes, until rank 0 calls `stop_followers`.
+    Rank 0 makes the calls on its `BroadcastingEngine`.
     """
     with freeze_startup_objects():
         while (calls := _receive_calls()) is not None:

@@ -53,8 +53,8 @@ class PageAllocator:
         return int(np.count_nonzero(self._blank)) + len(self._cached)
 
     def allocate_pages(self, count: int, after: int | None) -> list[int]:
-        """Return the indices of `count` free KV cache pages for a request, directly after its last page `after` as long
-        as the following pages are free.
+        """Return the indices of `count` free KV cache pages for a request.
+        They are directly after its last page `after` as long as the following pages are free.
 
         Contiguous pages are read in place; others have to be copied together.
         """
@@ -70,8 +70,8 @@ class PageAllocator:
         return taken
 
     def share_cached_pages(self, hashes: Sequence[bytes]) -> list[int]:
-        """Return the cached KV pages of the longest registered prefix of `hashes`, the page hashes of a request in
-        order, and count them as used by that request.
+        """Return the cached KV pages of the longest registered prefix of a request, and count them as used.
+        `hashes` are the page hashes of the request in order, and the request uses the pages.
         """
         found = []
         for page_hash in hashes:
@@ -87,8 +87,8 @@ class PageAllocator:
             self._page_of_hash[page_hash], self._hash_of_page[page] = page, page_hash
 
     def release_pages(self, pages: Sequence[int]) -> None:
-        """Release a request's KV cache `pages`; the last of them are reused first, since later pages are useless
-        without earlier ones.
+        """Release a request's KV cache pages.
+        The last of the `pages` are reused first, since later pages are useless without earlier ones.
         """
         for page in reversed(pages):
             self._uses[page] -= 1
@@ -123,8 +123,9 @@ class PageAllocator:
 
 
 def hash_full_pages(tokens: Sequence[int], known: Sequence[bytes] = (), adapter: str | None = None) -> list[bytes]:
-    """Return the hashes of the full KV cache pages of a request that begins with `tokens`; `known` are hashes of its
-    first pages computed before, and `adapter` is the name of its LoRA adapter.
+    """Return the hashes of the full KV cache pages of a request's tokens.
+    The request begins with `tokens`; `known` are hashes of its first pages computed before, and `adapter` is the name
+    of its LoRA adapter.
 
     A hash covers the page's tokens and the hash of the page before it; for the first page, the name of the LoRA adapter
     that its keys depend on.
@@ -195,15 +196,15 @@ class RowSpan:
         return _page_slot_runs(self.pages, self.total)
 
     def visible_slot_runs(self, window: int | None) -> list[SlotRun]:
-        """Return the runs of cache slots whose keys at least one new token of the row attends to; `window` is the
-        sliding window in tokens, or None.
+        """Return the runs of cache slots whose keys at least one new token of the row attends to.
+        `window` is the sliding window in tokens, or None.
         """
         return self.slot_runs if window is None else _last_slots(self.slot_runs, window - 1 + self.new_token_count)
 
 
 class PagedCache:
-    """Paged KV cache of all layers: keys and values, or the latents that replace them, as tensors [slots, K, d] with
-    `PAGE` slots a page.
+    """Paged KV cache of all layers of a model.
+    It has keys and values, or the latents that replace them, as tensors [slots, K, d] with `PAGE` slots a page.
 
     Of a recurrent layer it holds the state of each row: tensors [rows, ..], whose size does not depend on the rows' length.
     """
@@ -218,8 +219,8 @@ class PagedCache:
         self._new = torch.empty(0)
 
     def begin_forward_pass(self, spans: list[RowSpan], device: torch.device) -> None:
-        """Set the rows (`spans`) of the next forward pass; rows with a single new token should come first, which saves
-        work.
+        """Set the rows (requests) that the next forward pass computes.
+        `spans` are the rows; rows with a single new token should come first, which saves work.
         """
         self._spans, self._visible_runs = spans, {}
         self._single = sum(1 for _ in takewhile(lambda span: span.new_token_count == 1, spans))
@@ -228,8 +229,8 @@ class PagedCache:
     def update_and_attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor | None, window: int | None, attend: CachedAttention
     ) -> Tensor:
-        """Store the keys and values of a layer's new tokens and return the attention output, as the `KVCache` interface
-        requires; each of the N tokens is a batch row of its own: [N, 1, H or K, d].
+        """Store the keys and values of a layer's new tokens and return the attention output.
+        It follows the `KVCache` interface; each of the N tokens is a batch row of its own: [N, 1, H or K, d].
         """
         by_head = self._store_tokens(layer, k) if v is None else self._store_tokens(layer, k, v)
         if window not in self._visible_runs:
@@ -250,8 +251,8 @@ class PagedCache:
         return rows[0] if len(rows) == 1 else torch.cat(rows)
 
     def cross_attend(self, layer: int, q: Tensor, attend: AttendFunction) -> Tensor:
-        """Return the cross attention of a layer's queries to each row's encoded text, as the `KVCache` interface
-        requires; each of the N tokens is a batch row of its own: [N, 1, H, d].
+        """Return the cross attention of a layer's queries to each row's encoded text.
+        It follows the `KVCache` interface; each of the N tokens is a batch row of its own: [N, 1, H, d].
         """
         y = torch.empty_like(q)
         for span in self._spans:
@@ -259,8 +260,9 @@ class PagedCache:
         return y
 
     def update_and_recur(self, layer: int, x: Tensor, step: RecurrenceFunction) -> Tensor:
-        """Advance the recurrent states of a layer by `step` and return its output, as the `KVCache` interface requires;
-        each of the N tokens is a batch row of its own: [N, 1, c].
+        """Advance the recurrent states of a layer by a step and return its output.
+        It follows the `KVCache` interface; `step` is the recurrence, and each of the N tokens is a batch row of its
+        own: [N, 1, c].
 
         Rows with equal numbers of new tokens are one batch; rows without a state yet are batched separately.
         """

@@ -23,8 +23,8 @@ SampleKey = tuple[str, str, str]  # task, metric, filter
 
 @dataclass(frozen=True)
 class PairedComparison:
-    """Comparison of two models on one metric of one task, over the samples that both result files contain, with the
-    p-value of the difference.
+    """Comparison of two models on one metric of one task, with the p-value of the difference.
+    It is over the samples that both result files contain.
 
     Attributes:
         task, metric, filter: names in the harness.
@@ -61,8 +61,8 @@ class PairedComparison:
 
 
 def compare_task_results(first: Path, second: Path) -> list[PairedComparison]:
-    """Compare the two result files of `mega eval --tasks` on every task and metric, over the samples that both files
-    contain.
+    """Compare two result files of `mega eval --tasks` on every task and metric.
+    The comparison is over the samples that both files contain.
 
     Raises:
         DataError: when a file has no samples, the files have no task or sample in common, or documents differ.
@@ -95,8 +95,8 @@ def _compare_metric(
 
 
 def run_paired_test(scores: list[tuple[float, float]]) -> tuple[float, str]:
-    """Return the p-value of the difference between paired scores and the name of the test: `mcnemar` if all scores are
-    0 or 1, else `t-test`.
+    """Return the p-value of the difference between paired scores and the name of the statistical test.
+    It is `mcnemar` if all scores are 0 or 1, else `t-test`.
     """
     lower, higher = (sum(sign * (b - a) > 0 for a, b in scores) for sign in (-1, 1))
     binary = {score for pair in scores for score in pair} <= {0.0, 1.0}

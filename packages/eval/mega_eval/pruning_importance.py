@@ -31,8 +31,8 @@ from mega_trainer.model.transformer_layer import TransformerLayer
 
 
 def measure_importance(model: Decoder, prefix: Path, seq_length: int, *, windows: int) -> PartImportance:
-    """Measure the importance of the layers, heads, MLP neurons and channels of `model`, in eval mode, on the first
-    `windows` windows of `seq_length` tokens of the data set `prefix`.
+    """Measure the importance of the layers, heads, MLP neurons and channels of a model, for pruning.
+    The model in eval mode reads the first `windows` windows of `seq_length` tokens of the data set `prefix`.
 
     Raises:
         ConfigError: when the model is not a plain dense decoder.

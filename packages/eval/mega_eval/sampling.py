@@ -26,8 +26,8 @@ SMALLEST = 1e-300  # lower bound of temperature and of top-p times the sum of pr
 
 
 class Sampling(StrictConfig):
-    """Settings that choose the next token from the logits: penalties, then temperature, `top_k`, `top_p` and `min_p`
-    are applied in this order.
+    """Settings that choose the next token from the logits.
+    Penalties, then temperature, `top_k`, `top_p` and `min_p` are applied in this order.
     """
 
     temperature: float = Field(0.0, ge=0, allow_inf_nan=False, description="0 is greedy decoding")
@@ -75,18 +75,20 @@ class Sampling(StrictConfig):
 
     @property
     def is_greedy(self) -> bool:
-        """True if these settings choose the most likely token from unmodified scores."""
+        """True if the sampling settings choose the most likely token from unmodified scores."""
         return self.temperature == 0 and not self.modifies_scores
 
     @property
     def modifies_scores(self) -> bool:
-        """True if these settings change the scores before temperature: by penalties, biases or restrictions."""
+        """True if the sampling settings change the scores before temperature.
+        They do by penalties, biases or restrictions.
+        """
         penalties = self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty
         return self.restricts_tokens or bool(penalties or self.logit_bias)
 
     @property
     def restricts_tokens(self) -> bool:
-        """True if these settings exclude some tokens at some positions."""
+        """True if the sampling settings exclude some tokens at some positions."""
         shorter = self.min_length_ends and (self.min_length or self.min_new_tokens)
         lists = self.bad_words_ids or self.suppress_tokens or self.begin_suppress_tokens
         single = self.forced_bos_token_id is not None or self.allowed_token_ids is not None
@@ -94,8 +96,9 @@ class Sampling(StrictConfig):
 
 
 def apply_penalties(logits: Tensor, sampling: Sampling, prompt: Sequence[int], generated: Sequence[int]) -> Tensor:
-    """Return the scores [V] of the next token after penalties, biases and restrictions, in fp64, where no penalty
-    within its bounds makes them infinite; the logits themselves if the settings have none.
+    """Return the scores [V] of the next token after penalties, biases and restrictions.
+    They are in fp64, where no penalty within its bounds makes them infinite; the logits themselves if the settings have
+    none.
 
     The repetition penalty counts prompt tokens, as in transformers (arXiv:1909.05858); presence and frequency penalties do
     not, as in OpenAI's API.
@@ -119,8 +122,9 @@ def apply_penalties(logits: Tensor, sampling: Sampling, prompt: Sequence[int], g
 def apply_token_restrictions(
     scores: Tensor, sampling: Sampling, prompt: Sequence[int], generated: Sequence[int]
 ) -> Tensor:
-    """Return the scores [V] in which tokens that the settings exclude have the least finite number (in transformers
-    -inf), and tokens outside `allowed_token_ids` have -inf.
+    """Return the scores [V] of the next token after the exclusion of tokens by the settings.
+    Tokens that the settings exclude have the least finite number (in transformers -inf), and tokens outside
+    `allowed_token_ids` have -inf.
 
     The lowest finite number, unlike -inf, leaves these tokens available if a grammar or `allowed_token_ids`, which set
     other scores to -inf, permit nothing else.
@@ -165,8 +169,8 @@ def select_most_likely(logits: Tensor) -> list[int]:
 
 
 def compute_probabilities(scores: Tensor, sampling: Sampling) -> Tensor:
-    """Return the probabilities of the next token, fp64 [V], from scores after penalties, by temperature, `top_k`,
-    `top_p` and `min_p`.
+    """Return the probabilities of the next token, fp64 [V], from scores after penalties.
+    They follow from the scores by temperature, `top_k`, `top_p` and `min_p`.
 
     Raises:
         DataError: when the largest of the scores [V] is infinite or not a number.
@@ -200,8 +204,8 @@ def _keep_top_p(p: Tensor, share: Tensor) -> Tensor:
 
 
 def draw_token(p: Tensor, sampling: Sampling, sample: int, step: int) -> int:
-    """Draw a token id with weights p, fp64 [V], which need not add up to 1; the draw depends only on the seed, `sample`
-    and `step`.
+    """Draw a token id at random with given weights, fp64 [V].
+    The weights p need not add up to 1; the draw depends only on the seed, `sample` and `step`.
 
     Args:
         p: not all zero.
@@ -214,8 +218,8 @@ def draw_token(p: Tensor, sampling: Sampling, sample: int, step: int) -> int:
 
 
 def draw_uniform(seed: int, sample: int, step: int, use: str = "sample") -> float:
-    """Return a pseudorandom number, uniform in (0, 1], that depends only on the arguments; different purposes `use`
-    give independent numbers.
+    """Return a pseudorandom number, uniform in (0, 1], that depends only on the arguments.
+    Different purposes `use` give independent numbers.
     """
     return 1 - float(torch.rand(1, generator=seeded_generator("cpu", seed, use, sample, step), dtype=torch.float64))
 
@@ -276,8 +280,8 @@ GENERATION_KEYS = frozenset({*_ALWAYS, *_DRAWN, *_UNSUPPORTED, *_UNSUPPORTED_DRA
 
 
 def parse_sampling_settings(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `Sampling` that a parsed generation_config.json gives; temperature, top_k and the like
-    only if it has `do_sample`.
+    """Return the sampling settings that a parsed generation_config.json gives, as arguments of `Sampling`.
+    Temperature, top_k and the like are included only if it has `do_sample`.
     """
     found = {name: raw[name] for name, off in _ALWAYS.items() if _is_set(raw, name, off)}
     if raw.get("min_new_tokens") is not None:  # takes precedence, as in transformers

@@ -69,8 +69,9 @@ class PrefixTreeRow:
     _path: list[int] = field(default_factory=list)  # its columns
 
     def try_add_pair(self, number: int, pair: ContextContinuation, extra_columns: int) -> bool:
-        """Add the (context, continuation) pair of index `number`; return False, and add nothing, if the row would have
-        more than `extra_columns` columns in addition to those of its first sequence.
+        """Add a (context, continuation) pair to the row, if it does not become too long.
+        `number` is the index of the pair. Return False, and add nothing, if the row would have more than
+        `extra_columns` columns in addition to those of its first sequence.
 
         A pair that shares most of its columns may exceed this limit by the length of the first sequence.
         """
@@ -91,8 +92,8 @@ class PrefixTreeRow:
         return True
 
     def make_ancestor_mask(self, length: int) -> Tensor:
-        """Return the attention mask bool [length, length] of the packed row: True for the tokens before a column in its
-        own sequence, itself included.
+        """Return the attention mask bool [length, length] of the packed row.
+        It is True for the tokens before a column in its own sequence, itself included.
         """
         # padding attends to itself: a softmax over nothing is not a number
         mask = torch.eye(length, dtype=torch.bool)
@@ -116,8 +117,8 @@ class TreeAttentionMask:
     _window_masks: dict[int, Tensor] = field(default_factory=dict)
 
     def mask_for_window(self, window: int | None) -> Tensor:
-        """Return the attention mask bool [B, 1, S, S]; with a sliding `window` each token attends to the last `window`
-        positions, itself included.
+        """Return the attention mask bool [B, 1, S, S] of the packed rows.
+        With a sliding `window` each token attends to the last `window` positions, itself included.
         """
         if window is None:
             return self.ancestors
@@ -130,8 +131,8 @@ class TreeAttentionMask:
 def score_continuations(
     model: Decoder, pairs: Sequence[ContextContinuation], *, batch_size: int = 1, extra_columns: int = EXTRA_COLUMNS
 ) -> list[Score]:
-    """Return the log-likelihood of each continuation given its context, for pairs (context, continuation) of token ids,
-    in the given order.
+    """Return the log-likelihood of each continuation given its context, in the given order.
+    `pairs` are (context, continuation) pairs of token ids.
 
     A score does not depend on the other pairs, their order, `batch_size` or `extra_columns`, up to rounding: 1e-5 in fp32.
 
@@ -155,8 +156,8 @@ def score_continuations(
 
 
 def split_into_windows(tokens: Sequence[int], prefix: int, length: int) -> list[ContextContinuation]:
-    """Split a text of any length into (context, continuation) pairs whose log-likelihoods add up to the text's: each
-    token is predicted once, with the longest possible context.
+    """Split a text of any length into (context, continuation) pairs whose log-likelihoods add up to the text's.
+    Each token is predicted once, with the longest possible context.
 
     Args:
         tokens: the text.
@@ -175,8 +176,8 @@ def split_into_windows(tokens: Sequence[int], prefix: int, length: int) -> list[
 def pack_pair_batches(
     model: Decoder, pairs: Sequence[ContextContinuation], batch_size: int, extra_columns: int = EXTRA_COLUMNS
 ) -> Iterator[list[PrefixTreeRow]]:
-    """Pack all (context, continuation) pairs into rows that share common prefixes, and yield batches of rows of similar
-    length.
+    """Pack (context, continuation) pairs into rows that share common prefixes, and yield batches of rows.
+    All pairs are packed; the rows of a batch have a similar length.
 
     Raises:
         DataError: as `score_continuations`.

@@ -45,8 +45,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @dataclass(frozen=True)
 class SentenceTransformersSettings:
-    """Settings that a model folder in the format of sentence-transformers declares: pooling, prompts, modules and
-    maximum length.
+    """Settings that a model folder in the format of sentence-transformers declares.
+    They are pooling, prompts, modules and maximum length.
 
     Attributes:
         model: folder of the transformer.
@@ -71,7 +71,8 @@ class SentenceTransformersSettings:
     lower_case: bool = False
 
     def select_prompt(self, name: str | None) -> str:
-        """Return the prompt text of that `name`, or of the folder's default name if None; empty without a default.
+        """Return the text of a prompt of the folder by its name, or of the folder's default prompt.
+        It is the default if `name` is None, and empty without a default.
 
         Raises:
             ConfigError: for a name that the folder does not have.
@@ -81,8 +82,9 @@ class SentenceTransformersSettings:
             return ""
         if name not in self.prompts:
             raise ConfigError(
-                f"--prompt-name {name!r} is not in {self.model}",
-                hint=f"use one of: {', '.join(self.prompts) or 'none, the folder has no prompts'}",
+                f"--prompt-name {name!r}: {self.model} has "
+                + ("no prompt of this name" if self.prompts else "no prompts"),
+                hint=f"use {' or '.join(self.prompts)}" if self.prompts else "give the text itself with --prompt TEXT",
             )
         return self.prompts[name]
 
@@ -129,8 +131,8 @@ def read_sentence_transformers_folder(folder: Path) -> SentenceTransformersSetti
 def pool_hidden_states(
     hidden: Tensor, attention_mask: Tensor, modes: Sequence[PoolingMode], skipped: int = 0
 ) -> Tensor:
-    """Return one vector per text, fp32 [B, P], from hidden states fp32 [B, S, D] padded on the right; the vectors of
-    several pooling modes are concatenated.
+    """Return one vector per text, fp32 [B, P], by pooling of hidden states.
+    The hidden states are fp32 [B, S, D], padded on the right; the vectors of several pooling modes are concatenated.
 
     Args:
         hidden: last hidden states.

@@ -24,8 +24,8 @@ from mega_trainer.pipeline.layer_partition import split_stage_layers
 
 
 class PipelineDecoder(Decoder):
-    """Decoder for inference whose layers are divided over the pipeline ranks of `build.groups.pp`; each rank has its
-    own stages.
+    """Decoder for inference whose layers are divided over pipeline ranks.
+    The ranks are in `build.groups.pp`; each has its own stages.
 
     Legend: B batch, S sequence, D model width, V vocabulary.
 
@@ -47,16 +47,16 @@ class PipelineDecoder(Decoder):
         )
 
     def embed_inputs(self, tokens: Tensor, positions: Tensor, *more: Any, **named: Any) -> Tensor:
-        """Return the embedded tokens, hidden states [B, S, D]; on ranks without the first pipeline stage an empty
-        buffer of that shape.
+        """Return the embedded tokens of the first pipeline stage, hidden states [B, S, D].
+        On ranks without the first pipeline stage it is an empty buffer of that shape.
         """
         if self.stage.embeds:
             return super().embed_inputs(tokens, positions, *more, **named)
         return torch.empty(*tokens.shape, self.config.hidden_size, dtype=self.dtype, device=tokens.device)
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
-        """Return the hidden states [B, S, D] after this rank's layers, received from the previous pipeline stage and
-        sent to the next.
+        """Return the hidden states [B, S, D] after this pipeline rank's layers.
+        They are received from the previous pipeline stage and sent to the next.
         """
         pp, layers = self.groups.pp, iter(self.layers)
         for stage, own in self._own.items():

@@ -57,8 +57,8 @@ class TextEmbedder:
         return min(self.settings.max_length or self.model.config.max_position, self.model.config.max_position)
 
     def encode_texts(self, texts: Sequence[str], prompt: str = "") -> list[list[int]]:
-        """Return the token ids of `prompt` + each text, truncated to `max_length` as the tokenizer truncates, which
-        keeps special tokens at the end.
+        """Return the token ids of each text to embed, after `prompt` and truncated to `max_length`.
+        The text is truncated as the tokenizer truncates, which keeps special tokens at the end.
         """
         found = [self.encode_untruncated(text, prompt) for text in texts]
         long = [row for row, tokens in enumerate(found) if len(tokens) > self.max_length]
@@ -87,8 +87,8 @@ class TextEmbedder:
         batch_tokens: int = BATCH_TOKENS,
         advance: Callable[[int], None] | None = None,
     ) -> npt.NDArray[np.float32]:
-        """Return the embedding of each text, fp32 [N, P]; `prompt` is put in front of each, and a text without tokens
-        gets zeros.
+        """Return the embedding of each text, fp32 [N, P].
+        `prompt` is put in front of each, and a text without tokens gets zeros.
         """
         return self.embed_token_ids(
             self.encode_texts(texts, prompt), prompt=prompt, batch_tokens=batch_tokens, advance=advance
@@ -102,8 +102,8 @@ class TextEmbedder:
         batch_tokens: int = BATCH_TOKENS,
         advance: Callable[[int], None] | None = None,
     ) -> npt.NDArray[np.float32]:
-        """Return the embedding of each text, fp32 [N, P], from token ids that `encode_texts` returned for the same
-        `prompt`.
+        """Return the embedding of each text, fp32 [N, P], from its token ids.
+        The token ids are returned by `encode_texts` for the same `prompt`.
         """
         rows = [row for row, text in enumerate(tokens) if text]
         if advance is not None:
@@ -144,8 +144,8 @@ def load_text_embedder(
     modes: Sequence[PoolingMode] | None = None,
     normalize: bool | None = None,
 ) -> TextEmbedder:
-    """Load a model folder for text embedding; pooling `modes` and `normalize` override the settings of a sentence-
-    transformers folder.
+    """Load a model folder for text embedding.
+    Pooling `modes` and `normalize` override the settings of a sentence-transformers folder.
 
     Raises:
         CheckpointError: when there is no model, or a declared module or setting is not supported.
@@ -181,8 +181,8 @@ def compute_embeddings(
     batch_tokens: int = BATCH_TOKENS,
     advance: Callable[[int], None] | None = None,
 ) -> npt.NDArray[np.float32]:
-    """Return the embedding of each text of token ids, fp32 [N, P], in the given order; it does not depend on the other
-    texts.
+    """Return the embedding of each text of token ids, fp32 [N, P], in the given order.
+    An embedding does not depend on the other texts.
 
     Args:
         model: encoder or decoder in eval mode.

@@ -81,8 +81,8 @@ class TextStream:
 
 @dataclass
 class Continuation:
-    """Text generated after a prompt so far: token ids, final text, and the cause of its end; `stop` is the stop string or
-    stop token that ended it.
+    """Text generated after a prompt so far.
+    It has token ids, final text, and the cause of its end; `stop` is the stop string or stop token that ended it.
     """
 
     tokenizer: TextTokenizer
@@ -98,8 +98,8 @@ class Continuation:
         self._held = ""  # end of the text so far that may be the start of a stop string
 
     def append_token(self, token: int) -> str:
-        """Append the next token id and return the text that became final; text that may begin a stop string is kept
-        back.
+        """Append the next token id to the continuation and return the text that became final.
+        Text that may begin a stop string is kept back.
         """
         self.tokens.append(token)
         stops = token in self.limits.stop_tokens and len(self.tokens) > self.limits.min_new_tokens
@@ -122,8 +122,8 @@ class Continuation:
         return self.limits.max_new_tokens - len(self.tokens)
 
     def finish_text(self) -> str:
-        """End the text without a stop condition and return the part kept back because it could begin a stop string;
-        empty if it has already ended.
+        """End the text without a stop condition and return the text that was kept back.
+        It was kept back because it could begin a stop string; empty if the text has already ended.
         """
         if self.finish is not None:
             return ""

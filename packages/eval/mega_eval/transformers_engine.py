@@ -17,8 +17,9 @@ from mega_trainer.model.transformers_decoder import TransformersDecoder
 
 
 class TransformersEngine:
-    """Engine with the requests and events of `InferenceEngine` for a module of transformers. It runs one request after
-    another; a module that returns no `past_key_values` reads the whole text again for each token.
+    """Inference engine for a module of transformers, with the requests and events of `InferenceEngine`.
+    It runs one request after another; a module that returns no `past_key_values` reads the whole text again for each
+    token.
     """
 
     def __init__(self, model: TransformersDecoder, tokenizer: TextTokenizer) -> None:

@@ -104,8 +104,8 @@ class TrainingEngine:
     # ------------------------------------------------------------------------------------------------------- computing
 
     def log_probs(self, sequences: Sequence[Sequence[int]], *, routes: Sequence[Tensor] | None = None) -> list[Tensor]:
-        """Return the log-probability that the model gives to every token of each sequence but the first, given the
-        tokens before it.
+        """Return the log-probability that the model gives to each token of each sequence but the first.
+        Each probability is conditional on the tokens before it.
 
         Args:
             sequences: token ids, each with 2 to `data.seq_length` + 1 tokens; packed into rows, without attention between
@@ -123,8 +123,8 @@ class TrainingEngine:
         return self._unpack_rows(rows, self._compute_log_probs(self._local_micro_batches(rows, routes=routes), rows))
 
     def routes(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
-        """Return the ids of the experts to which the routers send every token of each sequence but the last, for
-        rollout routing replay (R3, arXiv:2510.11370).
+        """Return the ids of the experts to which the routers send every token of each sequence but the last.
+        They are for rollout routing replay (R3, arXiv:2510.11370).
 
         Returns:
             For each sequence of L tokens one tensor int64 [L - 1, layers with experts, top_k] on `device`.
@@ -258,8 +258,8 @@ class TrainingEngine:
     def stream_weights(
         self, *, bucket_bytes: int = BUCKET_BYTES, family: str | None = None, dtype: torch.dtype | None = None
     ) -> Iterator[NamedTensors]:
-        """Yield all weights as (name, whole tensor) under HuggingFace names, in lists of about `bucket_bytes`, as vLLM
-        and SGLang load them; all ranks must iterate over all of them.
+        """Yield all weights as (name, whole tensor) under HuggingFace names, as vLLM and SGLang load them.
+        The weights come in lists of about `bucket_bytes`; all ranks must iterate over all of them.
 
         The weights are byte for byte equal to the folder that `mega ckpt convert --to hf` writes. At most two buckets are in
         memory, each in one allocation for one collective call. All ranks must iterate over all buckets.
@@ -277,8 +277,9 @@ class TrainingEngine:
         return stream_weight_buckets(source, bucket_bytes, family=family, dtype=dtype)
 
     def load_weights(self, path: str | Path) -> None:
-        """Load the weights of a mega checkpoint, a HuggingFace or Megatron folder or a GGUF file into the model;
-        optimizer moments stay unchanged.
+        """Load weights into the model from a checkpoint or a folder of another format.
+        The source is a mega checkpoint, a HuggingFace or Megatron folder or a GGUF file; optimizer moments stay
+        unchanged.
 
         If the engine's vocabulary is larger, the additional rows are the mean of the loaded ones.
 
@@ -293,8 +294,8 @@ class TrainingEngine:
         self._state.optimizer.load_main_from_model()
 
     def save(self, folder: str | Path) -> Location:
-        """Write a complete checkpoint to `folder`/step-..., independent of the parallel layout, with the tokenizer that
-        came with the weights; return its path once it is durable.
+        """Write a complete checkpoint to `folder`/step-..., and return its path once it is durable.
+        The checkpoint is independent of the parallel layout and has the tokenizer that came with the weights.
         """
         tensors, numbers = self._state.tensors_to_save(), self._state.checkpoint_state()
         with tempfile.TemporaryDirectory() as assets:
@@ -306,8 +307,8 @@ class TrainingEngine:
             )  # fmt: skip
 
     def resume(self, folder: str | Path) -> None:
-        """Restore weights, optimizer state and step from the newest checkpoint in `folder`, or from `folder` itself if
-        it is a checkpoint, whatever parallel layout wrote it.
+        """Restore weights, optimizer state and step from a checkpoint of any parallel layout.
+        It is the newest checkpoint in `folder`, or `folder` itself if that is a checkpoint.
 
         Raises:
             CheckpointError: when the folder holds no checkpoint.
@@ -329,8 +330,8 @@ class TrainingEngine:
             self._offloaded.append((storage, copy))
 
     def reload(self) -> None:
-        """Move the weights, gradients and optimizer state that `offload` moved to host memory back to the device, to
-        the same tensor addresses.
+        """Move the weights, gradients and optimizer state from host memory back to the device.
+        `offload` moved them to host memory; they return to the same tensor addresses.
         """
         for storage, copy in self._offloaded:
             storage.resize_(copy.nbytes())

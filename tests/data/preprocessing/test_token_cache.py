@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import ast
 import csv
 import json
 import logging
+import re
 import shutil
 import threading
 from collections.abc import Callable
@@ -14,6 +16,7 @@ import pytest
 from chat_templates import CONVERSATIONS, chat_tokenizer
 from pyarrow import parquet
 
+import mega_data
 import mega_data.preprocessing.content_digest as digest_module
 import mega_data.preprocessing.dataset_output as output_module
 import mega_data.preprocessing.text_batches as batches_module
@@ -21,7 +24,12 @@ from mega_common.errors import ConfigError, DataError
 from mega_data.chat.chat_preparation import ChatOptions
 from mega_data.data_config import DataConfig
 from mega_data.preprocessing.preprocess_corpus import PreprocessJob, preprocess_corpus
-from mega_data.preprocessing.token_cache import read_first_record, tokenize_raw_data, tokenize_raw_source
+from mega_data.preprocessing.token_cache import (
+    read_first_record,
+    tokenize_raw_data,
+    tokenize_raw_source,
+    translate_options,
+)
 from mega_data.reading.corpus_sources import find_corpus_sources
 from mega_data.tokenizer import Tokenizer
 
@@ -372,3 +380,24 @@ def test_the_tokenizer_must_exist(config: Config, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="tokenizer"):
         prefix(config(path, tokenizer=str(tmp_path / "none")))
     assert Tokenizer(tmp_path / "tok").eos_id is not None
+
+
+# Modules whose messages reach users of run.yaml, which has no options of the command line.
+MESSAGES = (
+    "chat/chat_template",
+    "chat/chat_preparation",
+    "chat/unrendered_parts",
+    "reading/documents",
+    "reading/corpus_sources",
+)
+
+
+@pytest.mark.parametrize("module", MESSAGES)
+def test_messages_name_settings_of_run_yaml(module: str) -> None:
+    tree = ast.parse((Path(mega_data.__file__).parent / f"{module}.py").read_text())
+    texts = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    options = [text for text in texts if re.search(r"(^| )--[a-z]", text)]
+    assert options
+    for text in options:
+        translated = translate_options(text).replace("mega data preprocess --", "")
+        assert "--" not in translated, translated

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mega_common.errors import DataError, MissingPackageError
-from mega_data.reading.corpus_sources import find_corpus_sources, get_content_suffix, split_hub_name
+from mega_data.reading.corpus_sources import find_corpus_sources, get_content_suffix, split_hub_dataset_name
 from mega_data.reading.documents import Document, RejectedItem
 from mega_data.reading.source_readers import iterate_document_texts, read_documents
 
@@ -254,11 +254,11 @@ class TestDatasets:
 
 def test_the_parts_of_a_hub_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert split_hub_name("hf:user/data") == ("user/data", "", "")
-    assert split_hub_name("hf:user/data:en@train[:10%]") == ("user/data", "en", "train[:10%]")
-    assert split_hub_name("hf:data:v1@dev") == ("data", "v1", "dev")
+    assert split_hub_dataset_name("hf:user/data") == ("user/data", "", "")
+    assert split_hub_dataset_name("hf:user/data:en@train[:10%]") == ("user/data", "en", "train[:10%]")
+    assert split_hub_dataset_name("hf:data:v1@dev") == ("data", "v1", "dev")
     (tmp_path / "data:v1").mkdir()
-    assert split_hub_name("hf:data:v1@dev") == ("data:v1", "", "dev")
+    assert split_hub_dataset_name("hf:data:v1@dev") == ("data:v1", "", "dev")
 
 
 @pytest.mark.parametrize(

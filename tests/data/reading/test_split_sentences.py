@@ -177,7 +177,7 @@ def raising(error: Exception) -> None:
 
 @needs_sentencex
 def test_a_language_is_a_code(corpus: Path, tokenizer_folder: Path) -> None:
-    with pytest.raises(DataError, match=r"^--sentences must be an ISO 639 language code, not .english."):
+    with pytest.raises(DataError, match=r"^--language must be an ISO 639 language code, not .english."):
         run(corpus, tokenizer_folder, "d", sentences="english")
 
 
@@ -185,5 +185,5 @@ def test_a_package_that_is_missing_is_named(
     corpus: Path, tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "sentencex", None)
-    with pytest.raises(MissingPackageError, match="--sentences requires the package sentencex"):
+    with pytest.raises(MissingPackageError, match="--split-sentences requires the package sentencex"):
         run(corpus, tokenizer_folder, "d", sentences="en")

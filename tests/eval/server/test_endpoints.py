@@ -228,3 +228,19 @@ def test_pages_of_the_named_origins_may_call(url: str, service: ModelService) ->
     with serving(service_of(service.driver.engine, service.tokenizer.path.parent)) as (closed, _):
         answer = httpx.get(f"{closed}/v1/models", headers={"origin": ORIGIN})
         assert "access-control-allow-origin" not in answer.headers
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "message"),
+    [
+        ("POST", "/v1/chat/completion", 404, "no path /v1/chat/completion; did you mean /v1/chat/completions?"),
+        ("POST", "/zzz", 404, "no path /zzz; use "),
+        ("GET", "/v1/completions", 405, "GET /v1/completions is not supported; use POST"),
+    ],
+)
+def test_unknown_paths_and_methods_name_the_supported_ones(
+    url: str, method: str, path: str, status: int, message: str
+) -> None:
+    answer = httpx.request(method, url.removesuffix("/v1") + path, json={}, headers={"Authorization": f"Bearer {KEY}"})
+    assert answer.status_code == status
+    assert message in answer.json()["error"]["message"]

@@ -270,7 +270,7 @@ def test_settings_reach_the_engine(client: OpenAI) -> None:
         ({"prompt": []}, 400, "prompt"),
         ({"prompt": [1, 100_000]}, 400, "token 100000 of the prompt is outside the model's vocabulary"),
         ({"prompt": "the " * 2000}, 400, "maximum context length is 256 tokens"),
-        ({"max_tokens": 255}, 400, "maximum context length is 256 tokens"),
+        ({"max_tokens": 255}, 400, "max_tokens is 255; set max_tokens to at most "),
         ({"max_tokens": 0}, 400, "max_tokens"),
         ({"max_tokens": "9"}, 400, 'max_tokens must be a valid integer; found "9"'),
         ({"logprobs": 21}, 400, "logprobs must be less than or equal to 20; found 21"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,13 @@ from mega_trainer.doctor import training_checks
 from mega_trainer.doctor.check_result import CheckResult, CheckVerdict, judge_bound, judge_speed
 from mega_trainer.doctor.examination import Examination
 from mega_trainer.doctor.machine_fit import fit_machine_spec
-from mega_trainer.doctor.training_checks import list_parity_layouts
+from mega_trainer.doctor.training_checks import list_parity_cases
 from mega_trainer.plan.layout_search import make_planned_run
 from mega_trainer.plan.machine import load_machine
 from mega_trainer.plan.memory_advice import make_training_layout
 from mega_trainer.plan.memory_prediction import predict_memory
+from mega_trainer.verify.case_comparison import RankFindings
+from mega_trainer.verify.layout_case import LayoutCase
 
 CPU = torch.device("cpu")
 # In place of the worker: each part writes a result and is done, but for those that crash or hang.
@@ -33,7 +35,7 @@ parts, processes, folder = sys.argv[1].split(","), sys.argv[2], sys.argv[3]
 for part in parts:
     line = dict(part=part, name="one", verdict="ok", measured=processes)
     open(f"{folder}/{part}.json", "a").write(json.dumps(line) + "\\n")
-    if part == "speed":
+    if part == "kernels":
         print("an illegal memory access", file=sys.stderr, flush=True)
         os.abort()
     if part == "parity":
@@ -59,14 +61,16 @@ def test_parts_after_one_that_crashes_run_and_one_that_hangs_ends_in_time(
     assert time.monotonic() - began < 60
     found = [(result.part, result.name, result.verdict) for result in results]
     assert found == [
-        ("kernels", "one", "ok"), ("speed", "one", "ok"), ("speed", "runs to its end", "failed"), ("reference", "one", "ok"),
+        ("kernels", "one", "ok"), ("kernels", "runs to its end", "failed"), ("speed", "one", "ok"),
         ("collectives", "one", "ok"), ("checkpoint", "one", "ok"), ("parity", "one", "ok"),
         ("parity", "runs to its end", "failed"), ("plan", "all", "skipped"), ("failures", "all", "skipped"),
     ]  # fmt: skip
     words = {result.part: result.measured for result in results if result.name == "runs to its end"}
-    assert "an illegal memory access" in words["speed"]
+    assert "an illegal memory access" in words["kernels"]
     assert "--minutes" in words["parity"]
-    assert {result.measured for result in results if result.part in ("kernels", "reference")} == {"1"}
+    assert {result.measured for result in results if result.name == "one" and result.part in ("kernels", "speed")} == {
+        "1"
+    }
     assert next(result for result in results if result.part == "collectives").measured == "2"
     assert "parity" in seen
 
@@ -146,28 +150,23 @@ def test_an_unknown_machine_without_its_speeds_is_refused() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 8])
 def test_layouts_fit_their_ranks(ranks: int) -> None:
-    for sections in list_parity_layouts(ranks).values():
-        parallel = sections.get("parallel", {})
-        degree = parallel.get("tp", 1) * parallel.get("pp", 1) * parallel.get("cp", 1)
-        assert ranks % degree == 0
-        assert ranks // degree % parallel.get("ep", 1) == 0
+    assert [name for name, case in list_parity_cases(ranks).items() if not case.is_legal or case.ranks != ranks] == []
 
 
-@pytest.mark.parametrize(("factor", "verdict"), [(1 + 1e-12, "ok"), (1 + 1e-9, "failed"), (float("nan"), "failed")])
-def test_a_layout_with_other_losses_fails(
-    factor: float, verdict: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    losses, wrong = [(3.0, 1.5), (2.0, 1.0)], "tp 2, sequence parallel"
+@pytest.mark.parametrize(("error", "verdict"), [(1e-12, "ok"), (1e-9, "failed"), (float("nan"), "failed")])
+def test_a_layout_with_other_gradients_fails(error: float, verdict: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def sweep(cases: list[LayoutCase], device: torch.device) -> Iterator[RankFindings]:
+        for case in cases:
+            yield RankFindings({"loss": 0.0, "gradients": error if case.recompute else 0.0}, {}, {})
 
-    def train(raw: dict[str, Any], ranks: RankInfo) -> list[tuple[float, float]]:
-        differs = raw.get("parallel", {}).get("tp") == 2 and not raw["parallel"].get("pp")
-        return [(loss, norm * factor if differs else norm) for loss, norm in losses]
+    monkeypatch.setattr(training_checks, "sweep_cases", sweep)
+    (result,) = training_checks.check_parity(CPU, RankInfo())
+    assert (result.name, result.verdict) == ("recompute", verdict)
 
-    monkeypatch.setattr(training_checks, "_train_run", train)
-    training_checks.write_reference(tmp_path, "cpu", 2)
-    results = {result.name: result for result in training_checks.check_parity(tmp_path, "cpu", RankInfo(0, 2, 0))}
-    assert results[wrong].verdict == verdict
-    assert {result.verdict for name, result in results.items() if name != wrong} == {"ok"}
+
+def test_a_layout_of_one_process_agrees() -> None:
+    (result,) = training_checks.check_parity(CPU, RankInfo())
+    assert result.verdict == "ok"
 
 
 MEMORY: list[tuple[float, float, tuple[str, str]]] = [  # share of the predicted time and memory

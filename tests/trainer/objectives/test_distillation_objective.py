@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from first_steps import in_layouts, step
-from parity.worker import whole_tensor
 from preference_pairs import VOCABULARY, write_model
 from ranks import run_ranks
 
@@ -19,6 +18,7 @@ from mega_data.token_files.indexed_writer import IndexedWriter
 from mega_trainer.config.run_config import RunConfig, resolve_run_config
 from mega_trainer.distributed.process_groups import RankInfo
 from mega_trainer.run.training_run import run_training
+from mega_trainer.verify.case_comparison import assemble_tensor
 
 transformers = pytest.importorskip("transformers", reason="whose logits are the truth here")
 
@@ -63,7 +63,7 @@ def test_loss_and_gradients_are_those_of_the_divergence_of_transformers_logits(
     loss.backward()
     assert result.loss == pytest.approx(loss.item(), rel=1e-5)
     for name, parameter in student.named_parameters():
-        error = (whole_tensor(gradients[name]) - parameter.grad).abs().max() / parameter.grad.abs().max()
+        error = (assemble_tensor(gradients[name]) - parameter.grad).abs().max() / parameter.grad.abs().max()
         assert error < 1e-5
 
 

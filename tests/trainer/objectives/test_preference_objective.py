@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from first_steps import in_layouts, step
-from parity.worker import whole_tensor
 from preference_pairs import LENGTH, Answer, pairs, rated, write_model, write_pairs
 from ranks import run_ranks
 from torch import Tensor
@@ -23,6 +22,7 @@ from mega_trainer.data.data_check import check_datasets
 from mega_trainer.distributed.process_groups import RankInfo
 from mega_trainer.objectives.sample_cache import SampleCache
 from mega_trainer.run.training_run import run_training
+from mega_trainer.verify.case_comparison import assemble_tensor
 
 transformers = pytest.importorskip("transformers", reason="whose logits are the truth here")
 
@@ -159,7 +159,7 @@ def test_kto_of_answers_that_are_rated_alone(folder: Path, tmp_path: Path, refer
     assert {name: told[name] for name in means} == pytest.approx(means, rel=1e-5, abs=1e-5)
     assert told["rewards/margins"] == pytest.approx(means["rewards/chosen"] - means["rewards/rejected"], abs=1e-5)
     for name, parameter in policy.named_parameters():
-        error = (whole_tensor(gradients[name]) - parameter.grad).abs().max() / parameter.grad.abs().max()
+        error = (assemble_tensor(gradients[name]) - parameter.grad).abs().max() / parameter.grad.abs().max()
         assert error < 1e-5
 
 
@@ -187,7 +187,7 @@ def test_losses_and_gradients_are_those_of_the_published_formulas_on_transformer
     assert result.loss == pytest.approx(loss.item(), rel=1e-6)  # norms of transformers are in fp32
     assert told["pairs"] == sum(map(len, answers_in(batch))) / 2
     for name, parameter in policy.named_parameters():
-        error = (whole_tensor(gradients[name]) - parameter.grad).abs().max() / parameter.grad.abs().max()
+        error = (assemble_tensor(gradients[name]) - parameter.grad).abs().max() / parameter.grad.abs().max()
         assert error < 1e-5
 
 

@@ -6,14 +6,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from parity.cases import Run
-from parity.worker import Trainer, difference, sweep, verdicts
 from ranks import run_ranks
 
 from mega_ckpt.store import save_sharded_checkpoint
 from mega_ckpt.tensor_pieces import TensorBox, copy_overlap
 from mega_trainer.distributed.process_groups import ProcessGroupCache
 from mega_trainer.optim.muon import muon_update_scale, orthogonalize
+from mega_trainer.verify.case_comparison import join_all_findings, largest_error, sweep_cases
+from mega_trainer.verify.case_trainer import CaseTrainer
+from mega_trainer.verify.layout_case import ConfigCase
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -87,7 +88,7 @@ def settings(**changes: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def whole_tensors(trainer: Trainer, prefix: str) -> dict[str, torch.Tensor]:
+def whole_tensors(trainer: CaseTrainer, prefix: str) -> dict[str, torch.Tensor]:
     """Tensors by canonical name, of a trainer in one process."""
     held = (
         trainer.state.checkpoint_tensors()
@@ -103,8 +104,8 @@ def whole_tensors(trainer: Trainer, prefix: str) -> dict[str, torch.Tensor]:
 
 
 def test_each_canonical_matrix_of_the_layers_moves_by_its_own_orthogonal_one() -> None:
-    muon = Trainer.make(Run.of(settings()))
-    adamw = Trainer.make(Run.of(settings(optimizer={"clip_grad": 0.0})))
+    muon = CaseTrainer.build(ConfigCase.from_settings(settings()))
+    adamw = CaseTrainer.build(ConfigCase.from_settings(settings(optimizer={"clip_grad": 0.0})))
     weights, momentum, lr = whole_tensors(muon, "weights/"), {}, 1e-2
     for number in range(2):
         for trainer in (muon, adamw):
@@ -141,14 +142,16 @@ LAYOUTS = [
 
 
 def test_the_update_does_not_depend_on_the_layout() -> None:
-    cases = [Run.of(settings(parallel=parallel), 4) for parallel in LAYOUTS]
-    results = verdicts(cases, run_ranks(sweep, 4, cases, timeout=120))
-    problems = [result.problem(1e-10) for result in results]
+    cases = [ConfigCase.from_settings(settings(parallel=parallel), 4) for parallel in LAYOUTS]
+    results = join_all_findings(cases, run_ranks(sweep_cases, 4, cases, timeout=120))
+    problems = [result.describe_problem(1e-10) for result in results]
     assert not any(problems), problems
 
 
 def save_two_steps(folder: Path) -> None:
-    trainer = Trainer.make(Run.of(settings(parallel={"tp": 2}), 2), dist.get_rank(), ProcessGroupCache())
+    trainer = CaseTrainer.build(
+        ConfigCase.from_settings(settings(parallel={"tp": 2}), 2), dist.get_rank(), ProcessGroupCache()
+    )
     trainer.run(2)
     save_sharded_checkpoint(
         folder,
@@ -161,10 +164,13 @@ def save_two_steps(folder: Path) -> None:
 
 def test_the_momentum_goes_into_checkpoints_by_name(tmp_path: Path) -> None:
     run_ranks(save_two_steps, 2, tmp_path, timeout=60)
-    straight, resumed = Trainer.make(Run.of(settings())), Trainer.make(Run.of(settings()))
+    straight, resumed = (
+        CaseTrainer.build(ConfigCase.from_settings(settings())),
+        CaseTrainer.build(ConfigCase.from_settings(settings())),
+    )
     straight.run(2)
     (folder,) = tmp_path.glob("step-*")
     resumed.state.restore_checkpoint(folder, None)
     for trainer in (straight, resumed):
         trainer.step(2)
-    assert difference(resumed.state.checkpoint_tensors(), straight.state.checkpoint_tensors()) < 1e-10
+    assert largest_error(resumed.state.checkpoint_tensors(), straight.state.checkpoint_tensors()) < 1e-10

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from parity.cases import Run
-from parity.worker import Trainer
 from ranks import run_ranks
 
 from mega_ckpt.store import save_sharded_checkpoint
 from mega_ckpt.tensor_pieces import ShardedTensor
 from mega_trainer.distributed.process_groups import ProcessGroupCache
+from mega_trainer.verify.case_trainer import CaseTrainer
+from mega_trainer.verify.layout_case import ConfigCase
 
 
 def settings(precision: str, *, offload: bool, **changes: Any) -> dict[str, Any]:
@@ -36,8 +36,10 @@ def values(tensors: dict[str, ShardedTensor]) -> dict[str, Any]:
     return {name: [(b.offset, b.tensor.double().tolist()) for b in held.boxes] for name, held in tensors.items()}
 
 
-def trained(case: Run, rank: int = 0, maker: ProcessGroupCache | None = None) -> tuple[list[float], dict[str, Any]]:
-    it = Trainer.make(case, rank, maker)
+def trained(
+    case: ConfigCase, rank: int = 0, maker: ProcessGroupCache | None = None
+) -> tuple[list[float], dict[str, Any]]:
+    it = CaseTrainer.build(case, rank, maker)
     losses = [it.step().loss for _ in range(3)]
     return losses, values(it.state.checkpoint_tensors())
 
@@ -46,7 +48,8 @@ def trained(case: Run, rank: int = 0, maker: ProcessGroupCache | None = None) ->
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_offloaded_state_changes_no_bits(precision: str, name: str) -> None:
     here, there = (
-        trained(Run.of(settings(precision, offload=offload, optimizer={"name": name}))) for offload in (False, True)
+        trained(ConfigCase.from_settings(settings(precision, offload=offload, optimizer={"name": name})))
+        for offload in (False, True)
     )
     assert here == there
 
@@ -55,7 +58,11 @@ def offloaded_on_two_ranks() -> list[bool]:
     maker, same = ProcessGroupCache(), []
     for zero in (1, 2, 3):
         plain, offloaded = (
-            trained(Run.of(settings("bf16", offload=offload, parallel={"zero": zero}), 2), dist.get_rank(), maker)
+            trained(
+                ConfigCase.from_settings(settings("bf16", offload=offload, parallel={"zero": zero}), 2),
+                dist.get_rank(),
+                maker,
+            )
             for offload in (False, True)
         )
         same.append(plain == offloaded)
@@ -67,8 +74,8 @@ def test_offloaded_state_changes_no_bits_at_any_level() -> None:
 
 
 def test_offloaded_state_is_apart_from_the_model_and_comes_back_from_a_checkpoint(tmp_path: Path) -> None:
-    case = Run.of(settings("fp32", offload=True))
-    straight, resumed = Trainer.make(case), Trainer.make(case)
+    case = ConfigCase.from_settings(settings("fp32", offload=True))
+    straight, resumed = CaseTrainer.build(case), CaseTrainer.build(case)
     straight.step()
     for slot in straight.optimizer.slots:
         assert slot.main.data_ptr() != slot.shard.weights.data_ptr()
@@ -85,7 +92,9 @@ def test_offloaded_state_is_apart_from_the_model_and_comes_back_from_a_checkpoin
 def test_main_weights_are_saved_where_they_are_more_precise() -> None:
     for precision, kept in (("fp32", False), ("bf16", True)):
         for offload in (False, True):
-            held = Trainer.make(Run.of(settings(precision, offload=offload))).state.checkpoint_tensors()
+            held = CaseTrainer.build(
+                ConfigCase.from_settings(settings(precision, offload=offload))
+            ).state.checkpoint_tensors()
             assert any(name.startswith("optimizer/main/") for name in held) is kept
             weights = {name.removeprefix("weights/") for name in held if name.startswith("weights/")}
             assert {name.removeprefix("optimizer/exp_avg/") for name in held if "/exp_avg/" in name} == weights

@@ -12,9 +12,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from parity.bits import spoil, unlike
-from parity.cases import Case, Run, case
-from parity.worker import Held, Outcome, Trainer, compare, sweep, synthetic, verdicts
+from parity.cases import case
 from ranks import run_ranks
 
 from mega_ckpt.checkpoint import Checkpoint
@@ -29,6 +27,11 @@ from mega_trainer.objectives.training_objective import TrainingObjective
 from mega_trainer.parallel import fsdp
 from mega_trainer.parallel.fsdp import slice_piece_rows
 from mega_trainer.run.train_step import evaluate_losses
+from mega_trainer.verify.case_comparison import compare_outcomes, join_all_findings, sweep_cases
+from mega_trainer.verify.case_trainer import CaseOutcome, CaseTrainer, NamedTensors
+from mega_trainer.verify.layout_case import ConfigCase, LayoutCase
+from mega_trainer.verify.restore_comparison import find_differing_tensors, spoil_tensors
+from mega_trainer.verify.synthetic_batches import make_synthetic_batch
 
 MODEL = {
     "num_layers": 2, "hidden_size": 16, "ffn_hidden_size": 24, "num_attention_heads": 4, "num_kv_heads": 2,
@@ -50,7 +53,7 @@ def settings(zero: int, *, precision: str, parallel: dict[str, Any] | None = Non
 
 TIED = {**MODEL, "tie_embeddings": True, "num_kv_heads": 1, "vocab_size": 9}
 CASES = [
-    Run.of(settings(3, precision="fp64", parallel=parallel, model=model, recompute=recompute), 4)
+    ConfigCase.from_settings(settings(3, precision="fp64", parallel=parallel, model=model, recompute=recompute), 4)
     for model in (MODEL, TIED)
     for parallel, recompute in [
         ({}, {}),  # of the 37 or 9 rows of the vocabulary the last rank has fewer, or none
@@ -61,15 +64,17 @@ CASES = [
 
 
 HYBRID = [
-    Run.of(settings(3, precision="fp64", parallel=parallel, model=model, optimizer={"clip_grad": 0.1}), 4)
+    ConfigCase.from_settings(
+        settings(3, precision="fp64", parallel=parallel, model=model, optimizer={"clip_grad": 0.1}), 4
+    )
     for model, parallel in [(MODEL, {"zero3_shard": 2}), (TIED, {"zero3_shard": 2}), (MODEL, {"zero3_shard": 4})]
 ]
 
 
 @pytest.mark.parametrize("cases", [CASES, HYBRID], ids=["one copy", "several copies"])
-def test_it_computes_what_one_process_computes(cases: list[Run]) -> None:
-    results = verdicts(cases, run_ranks(sweep, 4, cases, timeout=200))
-    problems = [result.problem(1e-10) for result in results]
+def test_it_computes_what_one_process_computes(cases: list[ConfigCase]) -> None:
+    results = join_all_findings(cases, run_ranks(sweep_cases, 4, cases, timeout=200))
+    problems = [result.describe_problem(1e-10) for result in results]
     assert not any(problems), problems
 
 
@@ -80,15 +85,17 @@ def saved_by_levels(folder: Path) -> dict[str, Any]:
     for precision, parallel in (("fp32", {}), ("bf16", {}), ("bf16", {"tp": 2})):
         name = f"{precision} {parallel}"
 
-        def case(level: int, precision: str = precision, parallel: dict[str, Any] = parallel) -> Run:
-            return Run.of(settings(level, precision=precision, parallel=parallel), 4)
+        def case(level: int, precision: str = precision, parallel: dict[str, Any] = parallel) -> ConfigCase:
+            return ConfigCase.from_settings(settings(level, precision=precision, parallel=parallel), 4)
 
         for level in (2, 3):
-            it = Trainer.make(case(level), dist.get_rank(), maker)
+            it = CaseTrainer.build(case(level), dist.get_rank(), maker)
             losses = [it.step().loss for _ in range(2)]
             batch = list(
                 split_micro_batches(
-                    synthetic(it.config, 9, it.groups.dp.rank, it.groups.dp.size, True), it.config, torch.device("cpu")
+                    make_synthetic_batch(it.config, 9, it.groups.dp.rank, it.groups.dp.size, True),
+                    it.config,
+                    torch.device("cpu"),
                 )
             )
             losses += evaluate_losses(it.executor, [batch], TrainingObjective(it.groups, 0).validation_totals)
@@ -102,7 +109,7 @@ def saved_by_levels(folder: Path) -> dict[str, Any]:
             losses.append(it.step().loss)
             out[f"{name} {level}"] = losses
         for level, other in ((2, 3), (3, 2)):
-            it = Trainer.make(case(level), dist.get_rank(), maker)
+            it = CaseTrainer.build(case(level), dist.get_rank(), maker)
             it.state.restore_checkpoint(next((folder / name / str(other)).glob("step-*")), None)
             out[f"{name} {level} resumed"] = it.step().loss
     return out
@@ -121,7 +128,9 @@ def test_levels_2_and_3_save_alike_and_resume_each_other(tmp_path: Path) -> None
 
 
 def shares() -> tuple[int, int]:
-    it = Trainer.make(Run.of(settings(3, precision="bf16"), 2), dist.get_rank(), ProcessGroupCache())
+    it = CaseTrainer.build(
+        ConfigCase.from_settings(settings(3, precision="bf16"), 2), dist.get_rank(), ProcessGroupCache()
+    )
     held = sum(shard.weights.numel() for buffer in it.optimizer.buffers for shard in buffer.shards)
     return held, sum(parameter.numel() for parameter in it.state.stages[0].parameters())
 
@@ -136,7 +145,7 @@ HALVES = {"zero3_shard": 2}
 
 
 def held_after_a_step(settings: dict[str, Any]) -> dict[str, Any]:
-    it = Trainer.make(Run.of(settings, 4), dist.get_rank(), ProcessGroupCache())
+    it = CaseTrainer.build(ConfigCase.from_settings(settings, 4), dist.get_rank(), ProcessGroupCache())
     it.step()
     tensors = it.state.checkpoint_tensors().items()
     return {name: [(box.offset, box.tensor.tolist()) for box in sharded.boxes] for name, sharded in tensors}
@@ -150,11 +159,11 @@ def test_copies_stay_alike() -> None:
     assert zero != one
 
 
-def gone_on(cases: Sequence[tuple[Run, Run]], folder: Path) -> list[tuple[list[str], dict[str, float]]]:
+def gone_on(cases: Sequence[tuple[ConfigCase, ConfigCase]], folder: Path) -> list[tuple[list[str], dict[str, float]]]:
     """Of each pair: what is not, bit for bit, what the first saved; errors of going on, against the first going on."""
     out, maker = [], ProcessGroupCache()
     for number, (before, after) in enumerate(cases):
-        first, second = (Trainer.make(case, dist.get_rank(), maker) for case in (before, after))
+        first, second = (CaseTrainer.build(case, dist.get_rank(), maker) for case in (before, after))
         saved = everywhere(first.run(2).tensors)
         state = first.state
         path = save_sharded_checkpoint(
@@ -164,17 +173,17 @@ def gone_on(cases: Sequence[tuple[Run, Run]], folder: Path) -> list[tuple[list[s
             model=first.config.model,
             state=state.checkpoint_state(),
         )
-        spoil(second)
+        spoil_tensors(second)
         second.state.restore_checkpoint(path, None)
-        broken = unlike(second.state.checkpoint_tensors(), saved)
+        broken = find_differing_tensors(second.state.checkpoint_tensors(), saved)
         straight, mine = first.run(2), second.run(2)
-        reference = Outcome(straight.losses, straight.norms, {}, everywhere(straight.tensors))
+        reference = CaseOutcome(straight.losses, straight.norms, {}, everywhere(straight.tensors))
         mine.gradients = {}
-        out.append((broken, compare(mine, reference)))
+        out.append((broken, compare_outcomes(mine, reference)))
     return out
 
 
-def everywhere(mine: Held) -> Held:
+def everywhere(mine: NamedTensors) -> NamedTensors:
     """What all ranks hold."""
     parts = [mine] * dist.get_world_size()
     dist.all_gather_object(parts, mine)
@@ -183,7 +192,7 @@ def everywhere(mine: Held) -> Held:
 
 def test_copies_go_on_from_level_1_and_level_1_from_copies(tmp_path: Path) -> None:
     several, flat = (
-        Run.of(settings(level, precision="fp64", parallel=parallel, optimizer={"clip_grad": 0.1}), 4)
+        ConfigCase.from_settings(settings(level, precision="fp64", parallel=parallel, optimizer={"clip_grad": 0.1}), 4)
         for level, parallel in ((3, HALVES), (1, {}))
     )
     for found in run_ranks(gone_on, 4, [(several, flat), (flat, several)], tmp_path, timeout=60):
@@ -234,9 +243,9 @@ def test_a_size_means_nothing_where_weights_are_whole(zero: int) -> None:
             RunConfig.parse(settings(zero, precision="bf16", parallel={key: value}))
 
 
-def most_units_with_matrices(one: Case) -> int:
+def most_units_with_matrices(one: LayoutCase) -> int:
     """Most units that have gradients of layers' matrices at a time in the weight halves of a step."""
-    trainer, most = Trainer.make(one, dist.get_rank(), ProcessGroupCache()), 0
+    trainer, most = CaseTrainer.build(one, dist.get_rank(), ProcessGroupCache()), 0
     real = fsdp._SplitBackwardReduction._reduce_completed
 
     def count(self: fsdp._SplitBackwardReduction, parameter: torch.Tensor) -> None:
@@ -307,6 +316,6 @@ def test_a_pipeline_of_sharded_stages_computes_what_one_process_computes(copies:
              **more)
         for name, parallel, more in chosen
     ]  # fmt: skip
-    results = verdicts(cases, run_ranks(sweep, 4 * copies, cases, timeout=280))
-    problems = [problem for result in results if (problem := result.problem(1e-10))]
+    results = join_all_findings(cases, run_ranks(sweep_cases, 4 * copies, cases, timeout=280))
+    problems = [problem for result in results if (problem := result.describe_problem(1e-10))]
     assert not problems, problems

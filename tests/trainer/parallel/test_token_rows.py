@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mega_trainer.parallel.token_rows import RowAssignment, gather_token_rows, pick_choice_values, sum_token_rows
+from mega_trainer.parallel.token_rows import RowAssignment, gather_token_rows, pick_row_values, sum_token_rows
 
 GROUPS = 3
 choices = st.lists(st.lists(st.integers(-1, GROUPS - 1), min_size=2, max_size=2), min_size=1, max_size=6)
@@ -61,7 +61,7 @@ def test_gradients(chosen: list[list[int]]) -> None:
 
     def round_trip(x: Tensor, weights: Tensor) -> Tensor:
         return sum_token_rows(
-            gather_token_rows(x, slots) * pick_choice_values(weights, slots).unsqueeze(-1) * there, slots
+            gather_token_rows(x, slots) * pick_row_values(weights, slots).unsqueeze(-1) * there, slots
         )
 
     assert torch.autograd.gradcheck(round_trip, (x, weights))

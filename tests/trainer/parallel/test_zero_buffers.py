@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from parity.cases import Case
-from parity.worker import Trainer
 from ranks import run_ranks
 from torch import nn
 
@@ -22,6 +20,8 @@ from mega_trainer.parallel import zero_buffers
 from mega_trainer.parallel.gradient_buckets import SLICE_ELEMENTS, MicroBatchGradientBucket
 from mega_trainer.parallel.parameter_info import make_parameter
 from mega_trainer.parallel.zero_buffers import FlatBufferStage, ZeroConfig, flatten_parameters
+from mega_trainer.verify.case_trainer import CaseTrainer
+from mega_trainer.verify.layout_case import LayoutCase
 
 WIDTHS = [3, 5, 4, 7]  # no multiple of the ranks: buckets are padded
 
@@ -177,11 +177,11 @@ MODEL = {
 }  # fmt: skip
 
 
-def results(cases: list[Case]) -> list[Any]:
+def results(cases: list[LayoutCase]) -> list[Any]:
     """What each case computes on its ranks, as bits."""
     maker, out = ProcessGroupCache(), []
     for case in cases:
-        done = Trainer.make(case, dist.get_rank(), maker).run(2)
+        done = CaseTrainer.build(case, dist.get_rank(), maker).run(2)
         out.append((done.losses, done.norms, weights_of(done.tensors)))
     return out
 
@@ -198,9 +198,9 @@ ONE_MICROBATCH: list[Any] = [(0, {}, 1), (1, {}, 1), (2, {}, 1)]
 TWO_MICROBATCHES: list[Any] = [(0, TWIN, 2), (1, TWIN, 2), (2, {}, 2)]
 
 
-def case_of(parallel: dict[str, Any], zero: int, debug: dict[str, Any], microbatches: int) -> Case:
+def case_of(parallel: dict[str, Any], zero: int, debug: dict[str, Any], microbatches: int) -> LayoutCase:
     ranks = parallel["dp"] * parallel.get("tp", 1) * parallel.get("pp", 1)
-    return Case(
+    return LayoutCase(
         "grads", MODEL, ranks, parallel={**parallel, "zero": zero}, micro=1, batch=parallel["dp"] * microbatches,
         length=12, precision="fp32", debug={"ordered_reductions": True, **debug},
     )  # fmt: skip
@@ -250,7 +250,7 @@ def late_gathers() -> dict[str, Any]:
             patch.setattr(
                 zero_buffers, "all_gather_into", lambda *given, async_op, events=events: Deferred(events, *given)
             )
-            trainer = Trainer.make(replace(case_of({"dp": 2}, level, {}, 2), bucket=300), rank, maker)
+            trainer = CaseTrainer.build(replace(case_of({"dp": 2}, level, {}, 2), bucket=300), rank, maker)
             for index, layer in enumerate(trainer.state.stages[0].layers):
                 layer.register_forward_hook(lambda *_, index=index, events=events: events.append(f"layer {index}"))
             losses = [trainer.step().loss for _ in range(2)]

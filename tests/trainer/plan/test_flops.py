@@ -239,11 +239,11 @@ HYBRID = {
     "hidden_size": 24, "ffn_hidden_size": 40, "num_attention_heads": 4, "num_kv_heads": 2, "vocab_size": 61,
     "mamba": {"num_heads": 4, "head_dim": 6, "state_size": 10, "num_groups": 2, "chunk_size": 8},
     "delta": {"num_key_heads": 2, "num_value_heads": 4, "key_head_dim": 6, "value_head_dim": 10, "chunk_size": 8},
-    "moe": {**MOE}, "attention_gate": True, "layers": ["mamba", "delta", "attention", "mlp", "moe"],
+    "conv": {"kernel": 3}, "moe": {**MOE}, "attention_gate": True, "layers": ["mamba", "delta", "attention", "mlp", "moe"],
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("layers", [["mamba"], ["delta"], ["attention", "mlp"], HYBRID["layers"]])
+@pytest.mark.parametrize("layers", [["mamba"], ["delta"], ["conv"], ["attention", "mlp"], HYBRID["layers"]])
 def test_each_kind_of_layer_is_counted_as_it_multiplies(layers: list[str]) -> None:
     """Torch counts the products of 16 tokens in a real forward, but attention's scores and a delta rule's triangular solve."""
     small = ModelConfig.parse({**HYBRID, "layers": layers, "moe": HYBRID["moe"] if "moe" in layers else None})

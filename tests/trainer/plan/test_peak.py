@@ -18,14 +18,14 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from parity.cases import Case
-from parity.worker import Trainer, make_groups
 from ranks import run_ranks
 from torch.profiler import ProfilerActivity, profile
 
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.plan.memory_advice import make_training_layout
 from mega_trainer.plan.memory_prediction import RankMemory, predict_peak_memory
+from mega_trainer.verify.case_trainer import CaseTrainer, make_case_groups
+from mega_trainer.verify.layout_case import LayoutCase
 
 MODEL = {
     "num_layers": 4, "hidden_size": 128, "ffn_hidden_size": 256, "num_attention_heads": 8, "vocab_size": 512, "init_std": 0.02,
@@ -45,7 +45,7 @@ ALLOCATOR = "c10::alloc_cpu(unsigned long)"
 SELECTIVE, FULL = {"kind": "selective"}, {"kind": "full"}
 
 
-def layout(ranks: int, parallel: Mapping[str, Any], *, model: Mapping[str, Any] = {}, **how: Any) -> Case:
+def layout(ranks: int, parallel: Mapping[str, Any], *, model: Mapping[str, Any] = {}, **how: Any) -> LayoutCase:
     """Two samples of 256 tokens a micro-batch, two micro-batches a step of each data rank and four in a pipeline, one large bucket."""
     dp = ranks // (parallel.get("tp", 1) * parallel.get("pp", 1) * parallel.get("cp", 1))
     how = {
@@ -56,7 +56,7 @@ def layout(ranks: int, parallel: Mapping[str, Any], *, model: Mapping[str, Any] 
         "closed": False,
         "bucket": 1 << 22,
     } | how
-    return Case("peak", {**MODEL, **model}, ranks, parallel, **how)
+    return LayoutCase("peak", {**MODEL, **model}, ranks, parallel, **how)
 
 
 ONE = {
@@ -124,12 +124,12 @@ SEVERAL = {
 CASES = {**ONE, **SEVERAL}
 
 
-def held_bytes(cases: list[Case], counted: Callable[[Callable[[], object]], int]) -> list[int]:
+def held_bytes(cases: list[LayoutCase], counted: Callable[[Callable[[], object]], int]) -> list[int]:
     """Most bytes of this rank in two steps of each case."""
-    maker = make_groups(cases)
+    maker = make_case_groups(cases)
 
-    def steps(case: Case) -> None:
-        trainer = Trainer.make(case, dist.get_rank(), maker)
+    def steps(case: LayoutCase) -> None:
+        trainer = CaseTrainer.build(case, dist.get_rank(), maker)
         for _ in range(2):
             trainer.step()
 
@@ -164,13 +164,13 @@ def traced(work: Callable[[], object]) -> int:
     return most
 
 
-def planned(case: Case) -> list[RankMemory]:
+def planned(case: LayoutCase) -> list[RankMemory]:
     """Of each pipeline rank."""
     config = RunConfig.parse(case.raw)
     return predict_peak_memory(config.model, replace(make_training_layout(config, case.ranks), device="cpu"))
 
 
-def measured(cases: Mapping[str, Case], counted: Callable[[Callable[[], object]], int]) -> dict[str, list[int]]:
+def measured(cases: Mapping[str, LayoutCase], counted: Callable[[Callable[[], object]], int]) -> dict[str, list[int]]:
     """Of each case the bytes of each rank."""
     out = {}
     for count in {case.ranks for case in cases.values()}:
@@ -180,7 +180,7 @@ def measured(cases: Mapping[str, Case], counted: Callable[[Callable[[], object]]
     return out
 
 
-def wrong(cases: Mapping[str, Case], counted: Callable[[Callable[[], object]], int]) -> dict[str, str]:
+def wrong(cases: Mapping[str, LayoutCase], counted: Callable[[Callable[[], object]], int]) -> dict[str, str]:
     """Of each case of which a rank does not hold what was planned for it, within a tenth: by how much."""
     found = {}
     for name, ranks in measured(cases, counted).items():

@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from parity.cases import Run
-from parity.worker import Outcome, Trainer, synthetic
 from ranks import run_ranks
 
 from mega_ckpt.store import save_sharded_checkpoint
@@ -22,6 +20,9 @@ from mega_trainer.job.step_result import StepScalars
 from mega_trainer.objectives.training_objective import count_local_tokens, count_step_tokens
 from mega_trainer.optim.gradient_clipping import LossScale
 from mega_trainer.run.train_step import StepHooks, train_step
+from mega_trainer.verify.case_trainer import CaseOutcome, CaseTrainer
+from mega_trainer.verify.layout_case import ConfigCase
+from mega_trainer.verify.synthetic_batches import make_synthetic_batch
 
 MODEL = {
     "model": {
@@ -33,12 +34,14 @@ MODEL = {
 }  # fmt: skip
 
 
-def trainer(precision: str, **settings: Any) -> Trainer:
-    return Trainer.make(Run.of({**MODEL, "precision": precision, **settings}))
+def trainer(precision: str, **settings: Any) -> CaseTrainer:
+    return CaseTrainer.build(ConfigCase.from_settings({**MODEL, "precision": precision, **settings}))
 
 
-def bits(outcome: Outcome) -> dict[str, Any]:
-    weights = {name: [box.tensor.tolist() for box in held.boxes] for name, held in outcome.kinds()["weights"].items()}
+def bits(outcome: CaseOutcome) -> dict[str, Any]:
+    weights = {
+        name: [box.tensor.tolist() for box in held.boxes] for name, held in outcome.tensors_by_kind()["weights"].items()
+    }
     return {"losses": outcome.losses, "norms": outcome.norms, "weights": weights}
 
 
@@ -60,7 +63,7 @@ def test_fp16_learns_what_fp32_learns() -> None:
     assert expected.loss_scale is None
 
 
-def weights_of(it: Trainer) -> list[torch.Tensor]:
+def weights_of(it: CaseTrainer) -> list[torch.Tensor]:
     return [parameter.detach().clone() for parameter in it.state.stages[0].parameters()]
 
 
@@ -118,7 +121,7 @@ def overflows() -> list[tuple[bool, float | None]]:
     out, maker = [], ProcessGroupCache()
     for parallel in ({"pp": 2}, {"tp": 2}, {"zero": 2}):
         raw = {**MODEL, "precision": "fp16", "fp16": {"initial_scale": 2.0**19}, "parallel": parallel}
-        it = Trainer.make(Run.of(raw, 2), dist.get_rank(), maker)
+        it = CaseTrainer.build(ConfigCase.from_settings(raw, 2), dist.get_rank(), maker)
         out += [(it.step(number).overflowed, it.state.loss_scale and it.state.loss_scale.value) for number in range(6)]
     return out
 
@@ -143,8 +146,10 @@ def ridden() -> list[tuple[StepScalars, list[float]]]:
     """Return the summed scalars of a step, and the tokens of the next step as all ranks count them, in several layouts."""
     out, maker = [], ProcessGroupCache()
     for parallel in ({"tp": 2, "pp": 2}, {"cp": 2, "tp": 2}, {"zero": 3}):
-        it = Trainer.make(Run.of({**MODEL, "parallel": parallel}, 4), dist.get_rank(), maker)
-        now, following = (synthetic(it.config, number, it.groups.dp.rank, it.groups.dp.size, True) for number in (0, 1))
+        it = CaseTrainer.build(ConfigCase.from_settings({**MODEL, "parallel": parallel}, 4), dist.get_rank(), maker)
+        now, following = (
+            make_synthetic_batch(it.config, number, it.groups.dp.rank, it.groups.dp.size, True) for number in (0, 1)
+        )
         result = train_step(
             it.executor, it.optimizer, list(split_micro_batches(now, it.config, torch.device("cpu"), it.groups.cp)),
             tokens=count_step_tokens(now, 0, it.groups), lr=0.0, clip=1.0,

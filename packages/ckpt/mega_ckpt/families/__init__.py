@@ -6,12 +6,21 @@ import difflib
 from collections.abc import Sequence
 from dataclasses import replace
 
-from mega_ckpt.families.bert_encoders import BERT, MEGATRON_BERT, MODERNBERT, ROBERTA
+from mega_ckpt.families.alibi_decoders import BLOOM, MPT
+from mega_ckpt.families.bert_encoders import (
+    BERT,
+    CAMEMBERT,
+    DATA2VEC_TEXT,
+    MEGATRON_BERT,
+    MODERNBERT,
+    ROBERTA,
+    XLM_ROBERTA,
+)
 from mega_ckpt.families.config_entries import ConfigDict
-from mega_ckpt.families.deepseek_glm import DEEPSEEK_V2, DEEPSEEK_V3, GLM, GLM4, GLM4_MOE
+from mega_ckpt.families.deepseek_glm import DEEPSEEK_V2, DEEPSEEK_V3, GLM, GLM4, GLM4_MOE, YOUTU
 from mega_ckpt.families.family import ModelFamily
 from mega_ckpt.families.gemma import GEMMA, GEMMA2, GEMMA3, VAULT_GEMMA
-from mega_ckpt.families.gpt2_decoders import BLOOM, GPT2, GPT_BIGCODE, GPTJ, OPT
+from mega_ckpt.families.gpt2_decoders import CODEGEN, GPT2, GPT_BIGCODE, GPT_NEO, GPTJ
 from mega_ckpt.families.granite import (
     GRANITE,
     GRANITE_MOE,
@@ -32,6 +41,7 @@ from mega_ckpt.families.layernorm_decoders import (
     STABLELM,
     STARCODER2,
 )
+from mega_ckpt.families.lfm2_decoders import LFM2, LFM2_MOE
 from mega_ckpt.families.llama_decoders import (
     ARCEE,
     CWM,
@@ -65,6 +75,7 @@ from mega_ckpt.families.moe_decoders import (
     QWEN3_MOE,
 )
 from mega_ckpt.families.nemotron_h import NEMOTRON_H
+from mega_ckpt.families.opt import OPT
 from mega_ckpt.families.qwen_hybrids import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from mega_ckpt.families.sigmoid_moe_decoders import (
     AFMOE,
@@ -91,7 +102,8 @@ FAMILIES: tuple[ModelFamily, ...] = (
     NEMOTRON_H, MAMBA2, BAMBA, GRANITE_MOE_HYBRID, QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, T5, MT5, UMT5, BERT, ROBERTA,
     MODERNBERT, MEGATRON_BERT, MINIMAX_M2, GLM4_MOE_LITE, DOTS1, EXAONE_MOE, SOLAR_OPEN, HY_V3, AFMOE, CWM, INTERNLM3,
     IQUESTCODER, VAULT_GEMMA, FLEX_OLMO, MELLUM, ERNIE4_5_MOE, GRANITE_MOE_SHARED, GRANITE_SWA, GRANITE_MOE_SWA, HYPERCLOVAX,
-    OPT, MINISTRAL3, HUNYUAN_V1_DENSE, HUNYUAN_V1_MOE, PHI, GPTJ, BLOOM,
+    OPT, MINISTRAL3, HUNYUAN_V1_DENSE, HUNYUAN_V1_MOE, PHI, GPTJ, BLOOM, LFM2, LFM2_MOE, XLM_ROBERTA,
+    CAMEMBERT, DATA2VEC_TEXT, GPT_NEO, YOUTU, MPT, CODEGEN,
 )  # fmt: skip
 
 VISION_FAMILIES: tuple[VisionLanguageFamily, ...] = (LLAVA, LLAVA_NEXT, GEMMA3_VISION, QWEN2_5_VL)
@@ -99,13 +111,20 @@ VISION_FAMILIES: tuple[VisionLanguageFamily, ...] = (LLAVA, LLAVA_NEXT, GEMMA3_V
 _NEAREST = 8  # families named in the error if none fits
 
 
-def family_by_name(name: object, source: str = "family") -> ModelFamily:
-    """Return the HuggingFace model family with this `model_type`; CheckpointError if it is not supported.
+def family_by_name(name: object, source: str = "family", added: Sequence[ModelFamily] = ()) -> ModelFamily:
+    """Return the HuggingFace model family with this `model_type`.
+    It is one of mega, or one that extensions `added`.
 
     Raises:
         CheckpointError: for an unsupported name, with the nearest supported one.
     """
-    families = {name: family for family in FAMILIES for name in (family.name, *family.aliases)}
+    known = {name: family for family in FAMILIES for name in (family.name, *family.aliases)}
+    if clash := known.keys() & {family.name for family in added}:
+        raise CheckpointError(
+            f"{source}: an extension declares the family {min(clash)}, which mega has",
+            hint="leave out the extension, or give its family another name",
+        )
+    families = {**known, **{name: family for family in added for name in (family.name, *family.aliases)}}
     if isinstance(name, str) and name in families:
         return families[name]
     nearest = difflib.get_close_matches(str(name), families, n=1)
@@ -115,9 +134,10 @@ def family_by_name(name: object, source: str = "family") -> ModelFamily:
     )
 
 
-def family_of_config(raw: ConfigDict, source: str = "config.json") -> ModelFamily:
-    """Return the model family that a config.json belongs to, by its `model_type`; CheckpointError if it is not
-    supported.
+def family_of_config(raw: ConfigDict, source: str = "config.json", added: Sequence[ModelFamily] = ()) -> ModelFamily:
+    """Return the model family that a HuggingFace config.json belongs to, by its `model_type`.
+    `added` are families of extensions.
+    Raises CheckpointError if the type is not supported.
 
     Raises:
         CheckpointError: when it has no model type, or an unsupported one.
@@ -129,7 +149,7 @@ def family_of_config(raw: ConfigDict, source: str = "config.json") -> ModelFamil
         return MINISTRAL
     vision = next((family for family in VISION_FAMILIES if family.name == kind), None)
     if vision is not None:
-        text = vision.text or family_of_config(vision.text_config_of(raw), f"{source}: text_config")
+        text = vision.text or family_of_config(vision.text_config_of(raw), f"{source}: text_config", added)
         return replace(vision, text=text)
     outer = next((family for family in FAMILIES if family.outer_model_type and family.outer_model_type == kind), None)
     if outer is None and "vision_config" in raw:
@@ -137,12 +157,13 @@ def family_of_config(raw: ConfigDict, source: str = "config.json") -> ModelFamil
         raise CheckpointError(
             f"{source}: vision-language model type {kind!r} is not supported", hint=f"supported: {supported}"
         )
-    return outer or family_by_name(kind, source)
+    return outer or family_by_name(kind, source, added)
 
 
-def family_for_model(model: ModelConfig) -> ModelFamily:
-    """Return the first HuggingFace model family whose config.json can express `model`; CheckpointError if there is
-    none.
+def family_for_model(model: ModelConfig, added: Sequence[ModelFamily] = ()) -> ModelFamily:
+    """Return the first HuggingFace model family whose config.json can express `model`.
+    The families of mega come first, then those that extensions `added`.
+    Raises CheckpointError if there is none.
 
     Raises:
         CheckpointError: when none can, with the settings that prevent the nearest ones.
@@ -151,7 +172,7 @@ def family_for_model(model: ModelConfig) -> ModelFamily:
         raise CheckpointError(
             "retro is not supported by any HuggingFace family", hint="keep the model in mega's own format"
         )
-    candidates: Sequence[ModelFamily] = FAMILIES if model.vision is None else _vision_candidates(model)
+    candidates: Sequence[ModelFamily] = (*FAMILIES, *added) if model.vision is None else _vision_candidates(model)
     found = [(family, family.unsupported_settings(model)) for family in candidates]
     for family, problems in found:
         if not problems:

@@ -1,6 +1,7 @@
 """Encoders. BERT (arXiv:1810.04805), and Megatron's with pre-norms and no embedding norm (arXiv:1909.08053). RoBERTa
-(arXiv:1907.11692): BERT without sentence pairs, positions after the padding position. ModernBERT (arXiv:2412.13663):
-pre-norms except before the first attention, bidirectional windows in two of three layers.
+(arXiv:1907.11692): BERT without sentence pairs, positions after the padding position; XLM-RoBERTa (arXiv:1911.02116),
+CamemBERT (arXiv:1911.03894) and data2vec's text encoder (arXiv:2202.03555) have its architecture. ModernBERT
+(arXiv:2412.13663): pre-norms except before the first attention, bidirectional windows in two of three layers.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ class EncoderFamily(ModelFamily):
     bias_copy: str = ""
 
     def restrict_to_stored(self, model: ModelConfig, names: Iterable[str]) -> ModelConfig:
-        """Return `model` with only the heads whose tensors are in `names`, whatever class config.json names; unchanged
-        without names.
+        """Return the configuration `model` with only the encoder heads whose tensors are in `names`.
+        The class that config.json names is not considered. Without names, the model is unchanged.
         """
         if not (names := set(names)):
             return model
@@ -66,8 +67,8 @@ class EncoderFamily(ModelFamily):
         )
 
     def disk_tensor_table(self, model: ModelConfig, names: Iterable[str] | None = None) -> dict[str, DiskTensor]:
-        """Return {name on disk: DiskTensor} of the tensors of `model`; if `names` are those of the oldest folders,
-        norms are named gamma and beta as in TensorFlow.
+        """Return {name on disk: DiskTensor} of the tensors of an encoder model.
+        If `names` come from the oldest folders, norms are named gamma and beta as in TensorFlow.
         """
         names = None if names is None else set(names)
         table = super().disk_tensor_table(model, names)
@@ -78,8 +79,8 @@ class EncoderFamily(ModelFamily):
         return table
 
     def duplicate_tensors(self, model: ModelConfig) -> dict[str, str]:
-        """Return {disk name: canonical name} of the disk tensors that repeat another one, including the second copy of
-        the output bias.
+        """Return {disk name: canonical name} of the disk tensors that repeat another one.
+        The second copy of the output bias is included.
         """
         biased = self.bias_copy and model.masked_lm and model.masked_lm.bias
         return super().duplicate_tensors(model) | ({self.bias_copy: OUTPUT_BIAS} if biased else {})
@@ -92,8 +93,8 @@ def _with_tensorflow_name(disk: DiskTensor) -> DiskTensor:
 
 @dataclass(frozen=True)
 class EncoderHeadsEntry:
-    """Config entry for the heads of an encoder (masked language model, pooler, sentence pairs), which follow from the
-    class name in config.json.
+    """Config entry for the heads of an encoder (masked language model, pooler, sentence pairs).
+    The heads follow from the class name in config.json.
 
     Attributes:
         name: prefix of the names of the family's classes.
@@ -106,8 +107,8 @@ class EncoderHeadsEntry:
     handled_model_fields: frozenset[str] = frozenset({"masked_lm", "pooler", "sentence_pairs"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return, from config.json, the `ModelConfig` fields `masked_lm`, `pooler` and `sentence_pairs` that the class
-        in `architectures` implies.
+        """Return the `ModelConfig` fields of an encoder's heads from config.json.
+        The fields `masked_lm`, `pooler` and `sentence_pairs` follow from the class in `architectures`.
         """
         (kind, *_) = raw.get("architectures") or [f"{self.name}ForMaskedLM"]
         pairs = str(kind).endswith("ForPreTraining")
@@ -123,8 +124,8 @@ class EncoderHeadsEntry:
 
 
 def encoder_class_name(name: str, model: ModelConfig) -> str:
-    """Return the transformers class that has the heads of `model`: `name` followed by Model, ForMaskedLM or
-    ForPreTraining.
+    """Return the name of the transformers class that has the heads of the encoder `model`.
+    It is `name` followed by Model, ForMaskedLM or ForPreTraining.
     """
     if model.masked_lm is None:
         return f"{name}Model"
@@ -133,16 +134,17 @@ def encoder_class_name(name: str, model: ModelConfig) -> str:
 
 @dataclass(frozen=True)
 class OffsetPositionsEntry:
-    """Config entry for RoBERTa's learned positions, which start at pad_token_id + 1: the position table has that number
-    of unused rows.
+    """Config entry for RoBERTa's learned positions, which start at pad_token_id + 1.
+    The position table has pad_token_id + 1 unused rows.
     """
 
     handled_config_keys: frozenset[str] = frozenset({"max_position_embeddings", "pad_token_id"})
     handled_model_fields: frozenset[str] = frozenset({"max_position", "position_offset"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return, from config.json, the `ModelConfig` fields `max_position`, the number of usable position rows, and
-        `position_offset`, the number of unused ones before them.
+        """Return the `ModelConfig` fields of RoBERTa's learned positions from config.json.
+        `max_position` is the number of usable position rows; `position_offset` is the number of unused rows before
+        them.
         """
         pad, rows = raw.get("pad_token_id", 1), raw.get("max_position_embeddings", 512)
         if not isinstance(pad, int) or not isinstance(rows, int) or rows <= pad + 1:
@@ -163,16 +165,16 @@ class OffsetPositionsEntry:
 
 @dataclass(frozen=True)
 class LocalAttentionEntry:
-    """Config entry for ModernBERT's sliding windows: half of `local_attention` keys on each side, except in every n-th
-    layer, which has full attention.
+    """Config entry for ModernBERT's sliding windows, which span `local_attention` keys.
+    Half of them are on each side of the query. Every n-th layer has full attention instead.
     """
 
     handled_config_keys: frozenset[str] = frozenset({"local_attention", "layer_types", "global_attn_every_n_layers"})
     handled_model_fields: frozenset[str] = frozenset({"sliding_window", "full_attention_layers"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return, from config.json, the `ModelConfig` fields `sliding_window`, which counts the query's own position,
-        and `full_attention_layers`.
+        """Return the `ModelConfig` fields of ModernBERT's sliding windows from config.json.
+        They are `sliding_window`, which counts the query's own position, and `full_attention_layers`.
         """
         layers, every = layer_indices(raw), raw.get("global_attn_every_n_layers", 3)
         kinds = raw.get("layer_types") or window_layer_types([layer % every == 0 for layer in layers])
@@ -187,8 +189,8 @@ class LocalAttentionEntry:
 def bert_config_entries(
     name: str, *, norm_position: str, positions: ConfigEntry | None = None, activation: str = ""
 ) -> tuple[ConfigEntry, ...]:
-    """Return the config entries of BERT and models like it; `activation` is the masked-language-model head's, if it
-    differs from the model's.
+    """Return the config entries of BERT and models like it.
+    `activation` belongs to the masked-language-model head, if it differs from the model's.
     """
     return (
         *CORE_SIZES,
@@ -212,8 +214,9 @@ def bert_config_entries(
 
 
 def bert_tensor_rules(body: str, norms: Mapping[str, str], head: Mapping[str, str]) -> tuple[TensorRule, ...]:
-    """Return the tensor rules that BERT-like models share: `body` is the prefix of their disk names, `norms` maps disk
-    names of the norms to canonical ones, `head` has the disk names in the masked-language-model head.
+    """Return the rules between disk names and canonical names of tensors that BERT-like models share.
+    `body` is the prefix of their disk names, `norms` maps disk names of the norms to canonical ones, `head` has the
+    disk names in the masked-language-model head.
     """
     layer = f"{body}.encoder.layer.{{i}}"
     return (
@@ -291,17 +294,26 @@ _HEAD = {
     "matrix": "lm_head.decoder.weight",
 }
 
-ROBERTA = EncoderFamily(
-    name="roberta",
-    architecture="RobertaForMaskedLM",
-    prefix="roberta.",
-    head=_HEAD["matrix"],
-    bias_copy="lm_head.decoder.bias",
-    buffers=r"(roberta\.)?embeddings\.position_ids",
-    entries=bert_config_entries("Roberta", norm_position="sum", positions=OffsetPositionsEntry(), activation="gelu"),
-    rules=bert_tensor_rules("roberta", POST_NORMS, _HEAD),
-    carried=CARRIED_BERT,
-)
+
+def _roberta(name: str, classes: str, body: str = "roberta") -> EncoderFamily:
+    """Return a family of RoBERTa's architecture: `classes` is the start of its class names, `body` of its disk names."""
+    return EncoderFamily(
+        name=name,
+        architecture=f"{classes}ForMaskedLM",
+        prefix=f"{body}.",
+        head=_HEAD["matrix"],
+        bias_copy="lm_head.decoder.bias",
+        buffers=rf"({body}\.)?embeddings\.position_ids",
+        entries=bert_config_entries(classes, norm_position="sum", positions=OffsetPositionsEntry(), activation="gelu"),
+        rules=bert_tensor_rules(body, POST_NORMS, _HEAD),
+        carried=CARRIED_BERT,
+    )
+
+
+ROBERTA = _roberta("roberta", "Roberta")
+XLM_ROBERTA = _roberta("xlm-roberta", "XLMRoberta")
+CAMEMBERT = _roberta("camembert", "Camembert")
+DATA2VEC_TEXT = _roberta("data2vec-text", "Data2VecText", "data2vec_text")
 
 
 @dataclass(frozen=True)
@@ -312,7 +324,9 @@ class _ModernBertHeadEntry:
     handled_model_fields: frozenset[str] = frozenset({"masked_lm", "pooler", "sentence_pairs"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the head, independent of the class: `restrict_to_stored` checks the tensors."""
+        """Return the `ModelConfig` field `masked_lm` of ModernBERT from config.json.
+        It is independent of the class in config.json: `restrict_to_stored` checks the tensors.
+        """
         activation = raw.get("classifier_activation", "gelu")
         if activation not in GELUS:
             raise ConfigMismatchError(
@@ -322,7 +336,7 @@ class _ModernBertHeadEntry:
         return {"masked_lm": {"activation": GELUS[activation], **biases}}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the keys and the class."""
+        """Return the config.json keys of ModernBERT's masked-language-model head, and `architectures`."""
         if model.pooler:
             raise ConfigMismatchError("pooler must be False")
         head = model.masked_lm or MaskedLmConfig(dense_bias=False)

@@ -25,43 +25,41 @@ def split_words(text: str) -> frozenset[str]:
 
 
 class ConfigMismatchError(ValueError):
-    """Error for a setting of config.json or of mega's `ModelConfig` that the other one cannot express; the message
-    names the setting.
+    """Error for a setting of config.json or of mega's `ModelConfig` that the other one cannot express.
+    The message names the setting.
     """
 
 
 class ConfigEntry(Protocol):
-    """Interface of a mapping between some keys of a model's config.json and fields of mega's `ModelConfig`, in both
-    directions.
-    """
+    """Interface of a two-way mapping between keys of a model's config.json and fields of mega's `ModelConfig`."""
 
     @property
     def handled_config_keys(self) -> frozenset[str]:
-        """Keys of config.json that this mapping translates or checks; a key that no mapping handles is reported as
-        unread.
+        """Keys of a model's config.json that this mapping translates or checks.
+        A key that no mapping handles is reported as unread.
         """
 
     @property
     def handled_model_fields(self) -> frozenset[str]:
-        """Fields of `ModelConfig` that this mapping translates or checks; a field that no mapping handles must have its
-        default.
+        """Fields of mega's `ModelConfig` that this mapping translates or checks.
+        A field that no mapping handles must have its default.
         """
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return {field: value} of `ModelConfig` from the keys of `raw`, a config.json; ConfigMismatchError if a value
-        has no counterpart.
+        """Return {field: value} of `ModelConfig` from the keys of `raw`, a config.json.
+        Raises ConfigMismatchError if a value has no counterpart.
         """
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return {key: value} of config.json from the fields of `model`; ConfigMismatchError if a value has no
-        counterpart.
+        """Return {key: value} of config.json from the fields of `model`.
+        Raises ConfigMismatchError if a value has no counterpart.
         """
 
 
 @dataclass(frozen=True)
 class KeyEntry:
-    """Config entry that maps one key of config.json to one field of `ModelConfig`, or to several fields that must be
-    equal.
+    """Config entry that maps one key of config.json to one or more fields of `ModelConfig`.
+    Several fields must be equal.
 
     Attributes:
         key: the key's name, and after spaces its aliases.
@@ -90,8 +88,8 @@ class KeyEntry:
         return frozenset(self.field_names.split())
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return {field: value} of `ModelConfig` with the value of this entry's key in config.json, or the default, for
-        each of its fields.
+        """Return {field: value} of `ModelConfig` for each field that this entry's key of config.json sets.
+        The value is the key's, or the default.
         """
         written, *_ = self.key.split()
         present = [key for key in self.key.split() if key in raw]
@@ -110,8 +108,8 @@ class KeyEntry:
         return dict.fromkeys(self.field_names.split(), value)
 
     def config_from_fields(self, model: StrictConfig) -> dict[str, Any]:
-        """Return {key: value} of config.json with the common value of this entry's fields of `model`;
-        ConfigMismatchError if they differ.
+        """Return {key: value} of config.json with the common value of this entry's fields of `model`.
+        Raises ConfigMismatchError if they differ.
         """
         first, *others = self.field_names.split()
         value = getattr(model, first)
@@ -130,8 +128,8 @@ class KeyEntry:
 
 @dataclass(frozen=True)
 class KeyValueHeadsEntry:
-    """Config entry for the number of key/value heads and the head dimension, whose keys in config.json may be absent or
-    null.
+    """Config entry for the number of key/value heads and the head dimension.
+    The keys of both in config.json may be absent or null.
 
     Attributes:
         kv_default: number of key/value heads if the key is absent; None: as many as attention heads.
@@ -156,8 +154,8 @@ class KeyValueHeadsEntry:
         return frozenset({"num_key_value_heads", *self.dim_key.split()})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return, from config.json, the `ModelConfig` fields `num_kv_heads` and `head_dim`; None for a key that is
-        absent or null.
+        """Return the `ModelConfig` fields `num_kv_heads` and `head_dim` from config.json.
+        A field is None if its key is absent or null.
         """
         return {
             "num_kv_heads": raw.get("num_key_value_heads", self.kv_default),
@@ -165,8 +163,8 @@ class KeyValueHeadsEntry:
         }
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the config.json keys of the number of key/value heads and the head dimension, as numbers; the latter
-        is left out if the family's class has no such key and the default applies.
+        """Return the config.json keys of the number of key/value heads and the head dimension, as numbers.
+        The head dimension is left out if the family's class has no such key and the default applies.
         """
         if self.divisible and model.hidden_size % model.num_attention_heads:
             raise ConfigMismatchError(
@@ -181,8 +179,8 @@ class KeyValueHeadsEntry:
 
 @dataclass(frozen=True)
 class FixedFieldsEntry:
-    """Config entry for fields of `ModelConfig` that have one value in every model of the family, without a key in
-    config.json.
+    """Config entry for fields of `ModelConfig` that have one value in every model of the family.
+    They have no key in config.json.
     """
 
     values: Mapping[str, Any]
@@ -194,14 +192,14 @@ class FixedFieldsEntry:
         return frozenset(self.values)
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return {field: value} of the `ModelConfig` fields that are constant in the model family; `raw`, the
-        config.json, is ignored.
+        """Return {field: value} of the `ModelConfig` fields that are constant in the model family.
+        The argument `raw`, the config.json, is ignored.
         """
         return dict(self.values)
 
     def config_from_fields(self, model: StrictConfig) -> dict[str, Any]:
-        """Return no config.json keys, after checking that `model` has the values that are constant in the family;
-        ConfigMismatchError if not.
+        """Check that `model` has the values that are constant in the model family; return no config.json keys.
+        Raises ConfigMismatchError if it has other values.
         """
         wrong = [
             f"{name} must be {value!r}, not {getattr(model, name)!r}"
@@ -215,8 +213,8 @@ class FixedFieldsEntry:
 
 @dataclass(frozen=True)
 class AllowedValuesEntry:
-    """Config entry for keys of config.json that have no field in `ModelConfig` and are accepted only with values that
-    change nothing.
+    """Config entry for keys of config.json without a field in `ModelConfig`.
+    They are accepted only with values that change nothing.
     """
 
     values: Mapping[str, tuple[Any, ...]]
@@ -228,8 +226,8 @@ class AllowedValuesEntry:
         return frozenset(self.values)
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return no `ModelConfig` fields, after checking that each key of config.json is absent or has an allowed
-        value; ConfigMismatchError if not.
+        """Check that each key of config.json is absent or has an allowed value; return no `ModelConfig` fields.
+        Raises ConfigMismatchError for another value.
         """
         wrong = [
             f"{key} = {raw[key]!r} is not supported (only {_join_values(allowed)})"
@@ -247,8 +245,8 @@ class AllowedValuesEntry:
 
 @dataclass(frozen=True)
 class PerHeadNormEntry:
-    """Config entry for a boolean key of config.json that gives each head of queries and keys its own LayerNorm, without
-    bias.
+    """Config entry for a boolean key of config.json that gives each head of queries and keys its own LayerNorm.
+    These norms have no bias.
     """
 
     key: str
@@ -264,14 +262,14 @@ class PerHeadNormEntry:
         return frozenset({"qk_norm", "qk_norm_span"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return, from config.json, the `ModelConfig` fields `qk_norm` and `qk_norm_span` if the boolean key is true;
-        no fields if it is absent, null or false.
+        """Return the `ModelConfig` fields of per-head query/key norms from config.json.
+        They are `qk_norm` and `qk_norm_span` if the boolean key is true, and no fields if it is absent, null or false.
         """
         return {"qk_norm": True, "qk_norm_span": "each"} if raw.get(self.key) else {}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the boolean config.json key from the `ModelConfig` field `qk_norm`; ConfigMismatchError for norms that
-        span more or less than a head (`qk_norm_span`).
+        """Return the boolean config.json key of per-head query/key norms from the `ModelConfig` field `qk_norm`.
+        Raises ConfigMismatchError for norms that span more or less than a head (`qk_norm_span`).
         """
         if model.qk_norm and model.qk_norm_span != "each":
             raise ConfigMismatchError(f"qk_norm_span must be 'each', not {model.qk_norm_span!r}")
@@ -279,8 +277,8 @@ class PerHeadNormEntry:
 
 
 def check_head_dim(raw: ConfigDict) -> None:
-    """Check that `head_dim` in `raw`, a config.json, if given, is hidden_size / num_attention_heads;
-    ConfigMismatchError if not.
+    """Check that `head_dim` in a config.json, if given, is hidden_size / num_attention_heads.
+    Raises ConfigMismatchError if not.
 
     Raises:
         ConfigMismatchError: when it is not.
@@ -301,8 +299,8 @@ def check_head_size(model: ModelConfig) -> None:
 
 
 def layer_indices(raw: ConfigDict, mtp_layers: int = 0) -> range:
-    """Return the indices of a model's layers: `num_hidden_layers` in `raw`, a config.json, followed by `mtp_layers`
-    multi-token prediction (MTP) layers.
+    """Return the indices of a model's layers, multi-token prediction (MTP) layers included.
+    The `num_hidden_layers` in `raw`, a config.json, are followed by `mtp_layers` MTP layers.
 
     Raises:
         ConfigMismatchError: when there are more than `MOST_LAYERS`.
@@ -314,7 +312,7 @@ def layer_indices(raw: ConfigDict, mtp_layers: int = 0) -> range:
 
 
 def _join_values(values: Any) -> str:
-    return " or ".join(repr(value) for value in values)
+    return " or ".join(dict.fromkeys(map(repr, values)))
 
 
 # Keys of nearly every model, and of nearly every decoder.
@@ -355,23 +353,23 @@ DECODER = llama_config_entries()
 
 @dataclass(frozen=True)
 class MultiHeadEntry:
-    """Config entry that requires attention without grouped queries: each head has its own key and value, and all heads
-    together are as wide as the model.
+    """Config entry that requires multi-head attention without grouped queries.
+    Each head has its own key and value, and all heads together are as wide as the model.
     """
 
     handled_config_keys: frozenset[str] = frozenset({"head_dim"})
     handled_model_fields: frozenset[str] = frozenset({"num_kv_heads", "head_dim"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return no `ModelConfig` fields: multi-head attention is `ModelConfig`'s default; ConfigMismatchError for
-        another `head_dim`.
+        """Check the head dimension of multi-head attention in config.json; return no `ModelConfig` fields.
+        Multi-head attention is the default of `ModelConfig`. Raises ConfigMismatchError for another `head_dim`.
         """
         check_head_dim(raw)
         return {}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return no config.json keys; ConfigMismatchError if the model has fewer key/value heads or another head
-        dimension.
+        """Check that a model has multi-head attention; return no config.json keys.
+        Raises ConfigMismatchError if the model has fewer key/value heads or another head dimension.
         """
         if model.key_value_heads != model.num_attention_heads:
             raise ConfigMismatchError(f"num_kv_heads must be num_attention_heads, not {model.key_value_heads}")

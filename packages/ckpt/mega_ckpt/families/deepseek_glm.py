@@ -46,16 +46,16 @@ _LATENT = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim"
 
 @dataclass(frozen=True)
 class LatentAttentionEntry:
-    """Config entry for DeepSeek's multi-head latent attention (section `mla` of `ModelConfig`). The norms of the
-    latents always have transformers' default epsilon.
+    """Config entry for DeepSeek's multi-head latent attention (MLA), section `mla` of `ModelConfig`.
+    The norms of the latents always have transformers' default epsilon.
     """
 
     handled_config_keys: frozenset[str] = frozenset({*_LATENT, "head_dim", "qk_head_dim", "num_key_value_heads"})
     handled_model_fields: frozenset[str] = frozenset({"mla", "num_kv_heads", "head_dim"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return, from config.json, the `ModelConfig` section `mla` with the ranks and head dimensions;
-        ConfigMismatchError if one is missing or `head_dim`, `qk_head_dim` or `num_key_value_heads` conflicts.
+        """Return the `ModelConfig` section `mla` with the ranks and head dimensions, from config.json.
+        Raises ConfigMismatchError if one is missing or `head_dim`, `qk_head_dim` or `num_key_value_heads` conflicts.
         """
         absent = [key for key in _LATENT if key not in raw]
         if absent:
@@ -68,8 +68,8 @@ class LatentAttentionEntry:
         return {"mla": {key: raw[key] for key in _LATENT}}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the config.json keys for the ranks and head dimensions in `ModelConfig`'s section `mla`, and
-        `num_key_value_heads`.
+        """Return the config.json keys of multi-head latent attention (MLA).
+        They are the ranks and head dimensions of `ModelConfig`'s section `mla`, and `num_key_value_heads`.
         """
         if model.mla is None:
             raise ConfigMismatchError("mla is missing (all models of this family have latent attention)")
@@ -84,8 +84,8 @@ class LatentAttentionEntry:
 
 @dataclass(frozen=True)
 class ExpertGroupsEntry:
-    """Config entry for group-limited routing: a token uses experts of some groups only. In DeepSeek-V2 groups apply
-    only with one routing method.
+    """Config entry for group-limited expert routing, where a token uses experts of some groups only.
+    In DeepSeek-V2 groups apply only with one routing method.
 
     Attributes:
         methods: names of the routing methods without and with groups; equal if there is one method.
@@ -100,8 +100,9 @@ class ExpertGroupsEntry:
     handled_model_fields: frozenset[str] = frozenset({"groups", "top_groups", "group_score"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return, from config.json, the `MoeConfig` fields `groups`, `top_groups` and `group_score`; one group if
-        `topk_method` is the method without groups.
+        """Return the `MoeConfig` fields of group-limited expert routing from config.json.
+        They are `groups`, `top_groups` and `group_score`. There is one group if `topk_method` is the method without
+        groups.
         """
         method = raw.get("topk_method") or self.methods[0]
         if method not in self.methods:
@@ -126,8 +127,9 @@ class ExpertGroupsEntry:
 def deepseek_family(
     version: str, moe: tuple[MoeFieldEntry, ...], layers: DenseFirstEntry, *more: ConfigEntry
 ) -> ModelFamily:
-    """Return the model family of DeepSeek `version` ("V2" or "V3"): `moe` are the config entries of its router,
-    `layers` the one that selects layers with experts, `more` further ones.
+    """Return the model family of DeepSeek `version` ("V2" or "V3").
+    `moe` are the config entries of its router, `layers` is the one that selects layers with experts, and `more` are
+    further ones.
     """
     return ModelFamily(
         name=f"deepseek_{version.lower()}",
@@ -188,6 +190,42 @@ _V3 = deepseek_family(
     AllowedValuesEntry({"rope_interleave": (True,)}),
     FixedFieldsEntry({"mlp_bias": False}),
 )
+
+
+@dataclass(frozen=True)
+class DerivedInitEntry:
+    """Config entry for Youtu's `initializer_range`, by default 2 / sqrt(5 hidden_size)."""
+
+    handled_config_keys: frozenset[str] = frozenset({"initializer_range"})
+    handled_model_fields: frozenset[str] = frozenset({"init_std"})
+
+    def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
+        """Return, from config.json, the `ModelConfig` field `init_std`."""
+        return {"init_std": raw.get("initializer_range") or 2.0 / (5.0 * raw["hidden_size"]) ** 0.5}
+
+    def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
+        """Return the config.json key `initializer_range`."""
+        return {"initializer_range": model.init_std}
+
+
+YOUTU = ModelFamily(
+    name="youtu",
+    architecture="YoutuForCausalLM",
+    entries=(
+        *(entry for entry in DECODER if not entry.handled_model_fields & {"init_std", "tie_embeddings"}),
+        DerivedInitEntry(),
+        KeyEntry("tie_word_embeddings", "tie_embeddings", True),
+        RopeEntry(scalings=frozenset({"none", "yarn"}), interleaved=True),
+        LatentAttentionEntry(),
+        KeyEntry("attention_bias", "qkv_bias attention_out_bias", False),
+        UniformWindowEntry(supports_windows=False),
+        AllowedValuesEntry({"rope_interleave": (True,)}),
+        FixedFieldsEntry({"qk_norm": False, "mlp_bias": False}),
+    ),
+    carried=frozenset({"embedding_initializer_range"}),
+)  # Youtu-LLM (Tencent): DeepSeek-V3's latent attention without experts
+
+
 DEEPSEEK_V3 = replace(_V3, aliases=("kimi_k2",))  # Kimi K2 (arXiv:2507.20534)
 
 

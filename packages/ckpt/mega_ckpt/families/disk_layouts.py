@@ -27,8 +27,8 @@ class DiskLayout(Protocol):
 
     @property
     def splits_on_first_axis(self) -> bool:
-        """True if the disk tensor and the canonical tensors in it share their first axis (experts), so that they can be
-        split along it.
+        """True if a disk tensor and the canonical tensors in it share their first axis, the experts.
+        If so, the tensors can be split along that axis.
         """
 
 
@@ -40,15 +40,15 @@ class ConcatLayout:
     splits_on_first_axis: bool = False
 
     def disk_shape(self, parts: Sequence[TensorShape]) -> TensorShape:
-        """Return the disk shape: the rows of all concatenated tensors (`parts`) added up, other axes unchanged;
-        reversed if `transposed`.
+        """Return the shape of the disk tensor that concatenates canonical tensors of shapes `parts`.
+        The rows of all tensors are added up; other axes are unchanged. The shape is reversed if `transposed`.
         """
         joined = (sum(part[0] for part in parts), *parts[0][1:])
         return joined[::-1] if self.transposed else joined
 
     def canonical_views(self, disk: Tensor, parts: Sequence[TensorShape]) -> list[Tensor]:
-        """Return a view of each concatenated tensor: a block of the disk tensor's rows, or of its columns if
-        `transposed`.
+        """Return a view of each canonical tensor in the disk tensor that concatenates them.
+        A view is a block of the disk tensor's rows, or of its columns if `transposed`.
         """
         rows = disk.t() if self.transposed else disk
         return list(torch.split(rows, [part[0] for part in parts]))
@@ -72,8 +72,8 @@ class UnstackedLayout:
 
 @dataclass(frozen=True)
 class ConvLayout:
-    """Layout of depthwise convolution weights [channels, k] concatenated on axis 0, stored with an axis of length one
-    in the middle.
+    """Disk layout of depthwise convolution weights [channels, k] concatenated on axis 0.
+    They are stored with an axis of length one in the middle.
     """
 
     splits_on_first_axis: bool = False
@@ -105,37 +105,38 @@ class RowLayout:
 
 @dataclass(frozen=True)
 class InterleavedExpertsLayout:
-    """Layout of GPT-OSS: several tensors of stacked experts [experts, rows, columns] or biases [experts, rows] with
-    their rows interleaved, each expert's matrix stored as (in, out).
+    """Disk layout of GPT-OSS, where several tensors of stacked experts have their rows interleaved.
+    The tensors are [experts, rows, columns], or [experts, rows] for biases. Each expert's matrix is stored as (in,
+    out).
     """
 
     splits_on_first_axis: bool = True
 
     def disk_shape(self, parts: Sequence[TensorShape]) -> TensorShape:
-        """Return the disk shape [experts, columns, rows * n] for n interleaved tensors (`parts`) [experts, rows,
-        columns]; without columns for biases.
+        """Return the shape of the disk tensor that interleaves n canonical tensors of shapes `parts`.
+        It is [experts, columns, rows * n] for parts [experts, rows, columns], and has no columns for biases.
         """
         (experts, rows, *rest), *_ = parts
         return (experts, *rest, rows * len(parts))
 
     def canonical_views(self, disk: Tensor, parts: Sequence[TensorShape]) -> list[Tensor]:
-        """Return a strided view of each interleaved tensor: tensor i of n is every n-th column of the disk tensor from
-        i on, moved to axis 1.
+        """Return a strided view of each canonical tensor in the disk tensor that interleaves them.
+        Tensor i of n is every n-th column of the disk tensor from i on, moved to axis 1.
         """
         return [disk[..., index :: len(parts)].movedim(-1, 1) for index in range(len(parts))]
 
 
 @dataclass(frozen=True)
 class ConcatExpertsLayout:
-    """Layout of Granite: stacked experts [experts, rows, columns] concatenated on axis 1, each matrix stored as (out,
-    in).
+    """Disk layout of Granite, where stacked experts are concatenated on axis 1.
+    Experts are [experts, rows, columns]; each matrix is stored as (out, in).
     """
 
     splits_on_first_axis: bool = True
 
     def disk_shape(self, parts: Sequence[TensorShape]) -> TensorShape:
-        """Return the disk shape [experts, rows of all tensors, columns] for concatenated tensors (`parts`) [experts,
-        rows, columns].
+        """Return the shape of the disk tensor that concatenates stacked experts of shapes `parts`.
+        It is [experts, rows of all tensors, columns] for parts [experts, rows, columns].
         """
         return (parts[0][0], sum(part[1] for part in parts), parts[0][2])
 
@@ -152,8 +153,8 @@ QKV = tuple(f"{LAYER}.self_attn.{name}_proj" for name in "qkv")
 
 @dataclass(frozen=True)
 class TensorRule:
-    """Rule for the disk name and layout of some canonical tensors. `{i}` in the names runs over layer numbers, `{e}` in
-    `disk` over the first axis of a stack, usually of experts.
+    """Rule for the disk name and disk layout of some canonical tensors of a model.
+    `{i}` in the names runs over layer numbers, `{e}` in `disk` over the first axis of a stack, usually of experts.
 
     A rule applies only to models that have all of its canonical tensors (some models lack biases).
 
@@ -161,7 +162,7 @@ class TensorRule:
         disk: name on disk.
         parts: canonical names of the tensors in it.
         layout: their layout.
-        per_head: kind of heads ("kv", "query", "delta") by which the rows of the parts are interleaved: all parts of the
+        per_head: kind of heads ("kv", "query", "delta", or "quarter" for four groups of heads) by which the rows of the parts are interleaved: all parts of the
             first head, then all of the second. Empty: the parts are not interleaved.
         requires: a canonical tensor that the model must have.
         unless: a canonical tensor that the model must not have.
@@ -185,7 +186,8 @@ class TensorRule:
 def weight_bias_rules(
     disk: str, *modules: str, layout: DiskLayout = PLAIN, per_head: str = "", requires: str = "", unless: str = ""
 ) -> tuple[TensorRule, TensorRule]:
-    """Return two tensor rules, for the weights and the biases of canonical `modules`, which are stored as one module
+    """Return the tensor rules for weights and biases of modules that are stored as one module.
+    The first rule is for the weights, the second for the biases, of the canonical `modules` that are stored as module
     `disk`.
 
     `requires` and `unless` are modules, which a model has if it has their weights.
@@ -223,8 +225,8 @@ class DiskTensor:
         )
 
     def split_portions(self) -> Iterator[DiskTensor]:
-        """Yield the disk tensor in contiguous portions that need little memory: one per expert if the layout allows it,
-        else the whole.
+        """Yield the disk tensor in contiguous portions that need little memory.
+        Portions are one per expert if the layout allows it, else the whole tensor.
         """
         if not self.layout.splits_on_first_axis:
             yield self
@@ -237,8 +239,8 @@ class DiskTensor:
 def expand_tensor_rules(
     rules: Sequence[TensorRule], tensors: Mapping[str, TensorShape], layers: int, heads: Mapping[str, int] | None = None
 ) -> dict[str, DiskTensor]:
-    """Apply `rules` to a model with these canonical `tensors` and return {disk name: DiskTensor}; a tensor without a
-    rule keeps its canonical name.
+    """Return {disk name: DiskTensor} of a model with these canonical `tensors`, by applying `rules`.
+    A tensor without a rule keeps its canonical name.
 
     `heads` is the number of heads of each kind that rules refer to (`TensorRule.per_head`). The result is in the order
     of `tensors`, which is the order of the forward pass.

@@ -60,8 +60,8 @@ _COMMON = AllowedValuesEntry(
 
 @dataclass(frozen=True)
 class ModelFamily:
-    """Declaration of a HuggingFace model family: the mappings of config.json and of tensor names and layouts, used both
-    to read and to write.
+    """Declaration of a HuggingFace model family: mappings of config.json, tensor names and layouts.
+    The mappings are used both to read and to write.
 
     Attributes:
         name: `model_type` in config.json.
@@ -132,8 +132,8 @@ class ModelFamily:
             raise CheckpointError(error.message, hint=error.hint) from None
 
     def unread_keys(self, raw: ConfigDict) -> list[str]:
-        """Return the keys of a config.json that neither the family's published transformers class nor its modelling
-        code reads, keys with null left out.
+        """Return the keys of a config.json that no code of the model family reads.
+        That code is the family's published transformers class and its modelling code. Keys with null are left out.
 
         They do not affect what the family's model computes; they are carried, and reported.
         """
@@ -142,8 +142,8 @@ class ModelFamily:
         return unread + [key for key in unread_rope_keys(raw) if key.partition(".")[2] not in read]
 
     def select_text_config(self, raw: ConfigDict) -> ConfigDict:
-        """Return the part of a config.json that describes a model of this family: `text_config` if the config.json is a
-        vision-language model's, else the whole.
+        """Return the part of a config.json that describes a text model of this family.
+        It is `text_config` if the config.json is a vision-language model's, else the whole.
         """
         inner = raw.get("text_config") if raw.get("model_type") == self.outer_model_type else None
         if not isinstance(inner, Mapping):
@@ -152,16 +152,16 @@ class ModelFamily:
 
     @property
     def known_keys(self) -> frozenset[str]:
-        """Keys of config.json that are translated or change nothing: all that transformers' class or code of the family
-        reads.
+        """Keys of config.json that are translated or change nothing.
+        They are all keys that transformers' class or code of the family reads.
         """
         return CARRIED.union(
             self.carried, _COMMON.handled_config_keys, *(entry.handled_config_keys for entry in self.entries)
         )
 
     def unsupported_settings(self, model: ModelConfig) -> list[str]:
-        """Return descriptions of the settings of `model` that this family's config.json cannot express; empty if it can
-        express the model.
+        """Return descriptions of the settings of `model` that this family's config.json cannot express.
+        The result is empty if it can express the model.
         """
         found, model = [], self.normalize_model(model)
         for entry in self.entries:
@@ -178,8 +178,8 @@ class ModelFamily:
         return found
 
     def write_config_json(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the content of config.json for `model`, which the family must be able to express
-        (`unsupported_settings` is empty).
+        """Return the content of a HuggingFace config.json for `model`.
+        The family must be able to express the model (`unsupported_settings` is empty).
         """
         out: dict[str, Any] = {"architectures": [self.architecture], "model_type": self.name}
         if model.score:
@@ -190,8 +190,8 @@ class ModelFamily:
         return out
 
     def normalize_model(self, model: ModelConfig) -> ModelConfig:
-        """Return `model` without redundant settings; attention settings of a model without attention get the family's
-        fixed values.
+        """Return the configuration `model` without redundant settings.
+        Attention settings of a model without attention get the family's fixed values.
         """
         model = normalize_config(model)
         if any(kind.mixer == "attention" for kind in model.layer_kinds):
@@ -237,8 +237,8 @@ class ModelFamily:
         return {name, bare, _INNER + bare}
 
     def duplicate_tensors(self, model: ModelConfig) -> dict[str, str]:
-        """Return {disk name: canonical name} of disk tensors that repeat another one: a stored tied head, and embedding
-        and head of multi-token prediction (MTP) layers.
+        """Return {disk name: canonical name} of disk tensors that repeat another one.
+        They are a stored tied head, and the embedding and head of multi-token prediction (MTP) layers.
         """
         head = EMBEDDING if model.tie_embeddings else HEAD
         found = {self.head: EMBEDDING} if model.tie_embeddings else {}
@@ -248,8 +248,8 @@ class ModelFamily:
         return found
 
     def restrict_to_stored(self, model: ModelConfig, names: Iterable[str]) -> ModelConfig:
-        """Return `model` without its multi-token prediction (MTP) layers if none of their tensors is in `names`, the
-        tensor names of a folder.
+        """Return `model` without its multi-token prediction (MTP) layers if a folder stores none of them.
+        `names` are the tensor names of the folder.
         """
         first = f"{self.prefix}layers.{model.num_layers}."
         if not model.mtp_layers or any(name.startswith(first) for name in names):
@@ -271,7 +271,7 @@ class ModelFamily:
 def _head_counts(model: ModelConfig) -> dict[str, int]:
     """Return the number of heads of each kind that rules refer to."""
     delta = model.delta.num_key_heads if model.delta else 0
-    return {"kv": model.key_value_heads, "query": model.num_attention_heads, "delta": delta}
+    return {"kv": model.key_value_heads, "query": model.num_attention_heads, "delta": delta, "quarter": 4}
 
 
 def _layers_below(bound: int, layers: list[int] | None) -> list[int] | None:

@@ -57,8 +57,8 @@ class QueryScaleEntry:
     handled_model_fields: frozenset[str] = frozenset({"attention_scale"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return, from config.json, the `ModelConfig` field `attention_scale`: None if `query_pre_attn_scalar` equals
-        the head dimension, else its inverse square root.
+        """Return the `ModelConfig` field `attention_scale` from config.json.
+        It is None if `query_pre_attn_scalar` equals the head dimension, else the inverse square root of that key.
         """
         scalar = raw.get("query_pre_attn_scalar", self.default)
         if not scalar > 0:
@@ -67,8 +67,8 @@ class QueryScaleEntry:
         return {"attention_scale": None if usual else scalar**-0.5}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the config.json key `query_pre_attn_scalar`, an integer; ConfigMismatchError if `attention_scale` is
-        not 1 / sqrt(an integer).
+        """Return the config.json key `query_pre_attn_scalar`, an integer, from the attention scale.
+        Raises ConfigMismatchError if `attention_scale` is not 1 / sqrt(an integer).
         """
         if model.attention_scale is None:
             return {"query_pre_attn_scalar": model.query_key_head_dim}

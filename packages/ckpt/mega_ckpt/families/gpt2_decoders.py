@@ -1,14 +1,13 @@
-"""Decoders of GPT-2's line, with layer norms and biases: GPT-2, GPT-BigCode, GPT-J, BLOOM and OPT.
+"""Decoders of GPT-2's line, with layer norms and biases: GPT-2, GPT-BigCode, GPT-Neo, GPT-J and CodeGen.
 
 GPT-2 (Radford et al. 2019): linear layers stored (in, out), fused query-key-value. GPT-BigCode: SantaCoder and StarCoder
-(arXiv:2305.06161), with multi-query attention. GPT-J: partial interleaved rotation, one norm for attention and MLP in
-parallel. BLOOM (arXiv:2211.05100): ALiBi and a norm of the embeddings. OPT (arXiv:2205.01068): ReLU, learned positions
-with an offset of 2.
+(arXiv:2305.06161), with multi-query attention. GPT-Neo: unscaled scores, a window in every second layer. GPT-J: partial interleaved rotation, one norm for attention and MLP in
+parallel. CodeGen (arXiv:2203.13474): GPT-J with queries, values and keys fused in four parts.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mega_ckpt.families.config_entries import (
@@ -25,7 +24,7 @@ from mega_ckpt.families.config_entries import (
 from mega_ckpt.families.disk_layouts import LAYER, PLAIN, QKV, TRANSPOSED, DiskLayout, TensorRule, weight_bias_rules
 from mega_ckpt.families.family import ModelFamily
 from mega_ckpt.families.rope_entries import RopeEntry, RotaryDimEntry
-from mega_ckpt.families.window_entries import UniformWindowEntry
+from mega_ckpt.families.window_entries import UniformWindowEntry, model_layer_types, window_fields
 from mega_common.model_config import ModelConfig
 
 _BLOCK = "transformer.h.{i}"
@@ -33,18 +32,19 @@ _BLOCK = "transformer.h.{i}"
 
 @dataclass(frozen=True)
 class Gpt2SizesEntry:
-    """Config entry for GPT-2's MLP width `n_inner`, four times the hidden size by default, and for `n_ctx`, a second
-    key for the maximum sequence length.
+    """Config entry for GPT-2's MLP width and its second key for the maximum sequence length.
+    The MLP width `n_inner` is four times the hidden size by default; the second key is `n_ctx`.
     """
 
+    has_length: bool = True
     handled_config_keys: frozenset[str] = frozenset({"n_inner", "n_ctx"})
     handled_model_fields: frozenset[str] = frozenset({"ffn_hidden_size"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return, from config.json, the `ModelConfig` field `ffn_hidden_size`; ConfigMismatchError if `n_ctx`, an older
-        name of `n_positions`, differs from it.
+        """Return the `ModelConfig` field `ffn_hidden_size` from GPT-2's config.json.
+        Raises ConfigMismatchError if `n_ctx`, an older name of `n_positions`, differs from it.
         """
-        if raw.get("n_ctx", raw.get("n_positions")) != raw.get("n_positions"):
+        if self.has_length and raw.get("n_ctx", raw.get("n_positions")) != raw.get("n_positions"):
             raise ConfigMismatchError(f"n_ctx = {raw['n_ctx']!r} differs from n_positions = {raw.get('n_positions')!r}")
         return {"ffn_hidden_size": raw.get("n_inner") or 4 * raw.get("n_embd", 0)}
 
@@ -54,8 +54,8 @@ class Gpt2SizesEntry:
 
 
 def gpt2_config_entries(activation: str) -> tuple[ConfigEntry, ...]:
-    """Return the config entries that GPT-2 and GPT-BigCode share; `activation` is transformers' default activation
-    function.
+    """Return the config entries that GPT-2 and GPT-BigCode share.
+    `activation` is transformers' default activation function.
     """
     return (
         KeyEntry("vocab_size", "vocab_size"),
@@ -91,8 +91,9 @@ def gpt2_config_entries(activation: str) -> tuple[ConfigEntry, ...]:
 
 
 def gpt2_tensor_rules(layout: DiskLayout, *, per_head: str = "") -> tuple[TensorRule, ...]:
-    """Return the tensor rules that GPT-2 and GPT-BigCode share: `layout` is the layout of linear layers, `per_head` the
-    kind of heads by which queries, keys and values are interleaved.
+    """Return the tensor rules that GPT-2 and GPT-BigCode share.
+    `layout` is the layout of linear layers, `per_head` the kind of heads by which queries, keys and values are
+    interleaved.
     """
     return (
         TensorRule("transformer.wte.weight", ("model.embed_tokens.weight",)),
@@ -112,17 +113,30 @@ _DROPOUTS = {"embd": "embedding", "attn": "attention", "resid": "residual"}
 
 @dataclass(frozen=True)
 class FourfoldWidthEntry:
-    """Config entry for a feed-forward width of four times the model's, which has no key."""
+    """Config entry for a feed-forward width of four times the model's.
 
-    handled_config_keys: frozenset[str] = frozenset()
+    Attributes:
+        key: key of another width, which may be absent or null; empty: the family has none.
+    """
+
+    key: str = ""
     handled_model_fields: frozenset[str] = frozenset({"ffn_hidden_size"})
 
+    @property
+    def handled_config_keys(self) -> frozenset[str]:
+        """Keys of config.json that this config entry translates or checks."""
+        return frozenset({self.key} if self.key else ())
+
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the field `ffn_hidden_size`."""
-        return {"ffn_hidden_size": 4 * raw.get("hidden_size", raw.get("n_embed", 0))}
+        """Return, from config.json, the `ModelConfig` field `ffn_hidden_size`."""
+        width = 4 * next((raw[key] for key in ("hidden_size", "n_embed", "d_model") if key in raw), 0)
+        return {"ffn_hidden_size": (self.key and raw.get(self.key)) or width}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return no keys; ConfigMismatchError for another width."""
+        """Return the config.json key of the width, if there is one; else ConfigMismatchError for another width."""
+        if self.key:
+            fourfold = model.ffn_hidden_size == 4 * model.hidden_size
+            return {self.key: None if fourfold else model.ffn_hidden_size}
         if model.ffn_hidden_size != 4 * model.hidden_size:
             raise ConfigMismatchError(f"ffn_hidden_size must be {4 * model.hidden_size}, not {model.ffn_hidden_size}")
         return {}
@@ -155,8 +169,8 @@ class MultiQueryEntry:
     handled_model_fields: frozenset[str] = frozenset({"num_kv_heads", "head_dim"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return, from config.json, the `ModelConfig` field `num_kv_heads`: 1 for multi-query attention, else None (as
-        many as query heads).
+        """Return the `ModelConfig` field `num_kv_heads` from config.json.
+        It is 1 for multi-query attention, else None (as many as query heads).
         """
         check_head_dim(raw)
         return {"num_kv_heads": 1 if raw.get("multi_query", True) else None}
@@ -184,6 +198,88 @@ GPT_BIGCODE = ModelFamily(
         {"attention_softmax_in_fp32", "scale_attention_softmax_in_fp32", "classifier_dropout", "hidden_dropout"}
     ),
 )
+
+
+@dataclass(frozen=True)
+class AttentionTypesEntry:
+    """Config entry for GPT-Neo's `attention_types`, lists of "global" and "local" layers with a number of repetitions.
+    `window_size` is the window of local layers.
+    """
+
+    handled_config_keys: frozenset[str] = frozenset({"attention_types", "attention_layers", "window_size"})
+    handled_model_fields: frozenset[str] = frozenset({"sliding_window", "full_attention_layers"})
+
+    def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
+        """Return, from config.json, the `ModelConfig` fields `sliding_window` and `full_attention_layers`.
+
+        Raises:
+            ConfigMismatchError: for unknown kinds of layers, and for more or fewer kinds than layers.
+        """
+        layers = range(raw.get("num_layers", 24))
+        try:
+            types = raw.get("attention_types") or [[["global", "local"], 12]]
+            kinds = [_LAYER_TYPES[kind] for names, times in types for kind in list(names) * min(times, len(layers))]
+        except (KeyError, TypeError, ValueError):
+            raise ConfigMismatchError(
+                f"attention_types = {raw.get('attention_types')!r:.80} is not supported (only lists of global and local)"
+            ) from None
+        return window_fields(kinds, raw.get("window_size", 256), layers)
+
+    def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
+        """Return the config.json keys `attention_types`, `attention_layers` and `window_size`."""
+        names = {kind: name for name, kind in _LAYER_TYPES.items()}
+        kinds = [names[kind] for kind in model_layer_types(model)]
+        return {
+            "attention_types": [[kinds, 1]], "attention_layers": kinds, "window_size": model.sliding_window or 256,
+        }  # fmt: skip
+
+
+_LAYER_TYPES = {"global": "full_attention", "local": "sliding_attention"}
+_NEO_ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "relu": "relu"}
+
+GPT_NEO = ModelFamily(
+    name="gpt_neo",
+    architecture="GPTNeoForCausalLM",
+    prefix="transformer.",
+    buffers=r"(transformer\.)?h\.\d+\.attn\.attention\.(bias|masked_bias)",
+    entries=(
+        KeyEntry("vocab_size", "vocab_size"),
+        KeyEntry("hidden_size", "hidden_size"),
+        KeyEntry("num_layers num_hidden_layers", "num_layers"),
+        KeyEntry("num_heads num_attention_heads", "num_attention_heads"),
+        KeyEntry("max_position_embeddings", "max_position", 2048),
+        KeyEntry("layer_norm_epsilon", "norm_eps", 1e-5),
+        KeyEntry("activation_function", "activation", "gelu_new", _NEO_ACTIVATIONS),
+        KeyEntry("tie_word_embeddings", "tie_embeddings", True),
+        KeyEntry("embed_dropout", "embedding_dropout", 0.0),
+        KeyEntry("attention_dropout", "attention_dropout", 0.0),
+        KeyEntry("resid_dropout", "residual_dropout", 0.0),
+        KeyEntry("initializer_range", "init_std", 0.02),
+        FourfoldWidthEntry(key="intermediate_size"),
+        MultiHeadEntry(),
+        AttentionTypesEntry(),
+        AllowedValuesEntry({"sliding_window": (None,), "layer_types": (None,)}),
+        FixedFieldsEntry(
+            {"norm": "layernorm", "position": "learned", "attention_scale": 1.0, "qkv_bias": False, "attention_out_bias": True,
+             "mlp_bias": True, "qk_norm": False}
+        ),
+    ),
+    rules=(
+        TensorRule("transformer.wte.weight", ("model.embed_tokens.weight",)),
+        TensorRule("transformer.wpe.weight", ("model.embed_positions.weight",)),
+        *weight_bias_rules(f"{_BLOCK}.ln_1", f"{LAYER}.input_layernorm"),
+        *(TensorRule(f"{_BLOCK}.attn.attention.{x}_proj.weight", (f"{LAYER}.self_attn.{x}_proj.weight",)) for x in "qkv"),
+        *weight_bias_rules(f"{_BLOCK}.attn.attention.out_proj", f"{LAYER}.self_attn.o_proj"),
+        *weight_bias_rules(f"{_BLOCK}.ln_2", f"{LAYER}.post_attention_layernorm"),
+        *weight_bias_rules(f"{_BLOCK}.mlp.c_fc", f"{LAYER}.mlp.up_proj"),
+        *weight_bias_rules(f"{_BLOCK}.mlp.c_proj", f"{LAYER}.mlp.down_proj"),
+        *weight_bias_rules("transformer.ln_f", "model.norm"),
+    ),
+    carried=frozenset(
+        {"classifier_dropout", "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type",
+         "summary_use_proj", "gradient_checkpointing"}
+    ),
+)  # fmt: skip
 
 
 GPTJ = ModelFamily(
@@ -229,115 +325,16 @@ GPTJ = ModelFamily(
 )  # fmt: skip
 
 
-BLOOM = ModelFamily(
-    name="bloom",
-    architecture="BloomForCausalLM",
-    prefix="transformer.",
-    entries=(
-        KeyEntry("vocab_size", "vocab_size"),
-        KeyEntry("hidden_size n_embed", "hidden_size"),
-        KeyEntry("n_layer num_hidden_layers", "num_layers"),
-        KeyEntry("n_head num_attention_heads", "num_attention_heads"),
-        KeyEntry("layer_norm_epsilon", "norm_eps", 1e-5),
-        KeyEntry("initializer_range", "init_std", 0.02),
-        KeyEntry("hidden_dropout", "residual_dropout", 0.0),
-        KeyEntry("attention_dropout", "attention_dropout", 0.0),
-        KeyEntry("tie_word_embeddings", "tie_embeddings", True),
-        KeyEntry("seq_length max_position_embeddings", "max_position", 2048),
-        FourfoldWidthEntry(),
-        MultiHeadEntry(),
-        UniformWindowEntry(supports_windows=False),
-        AllowedValuesEntry({"apply_residual_connection_post_layernorm": (False,)}),
-        FixedFieldsEntry(
-            {"norm": "layernorm", "position": "alibi", "embedding_norm": True, "activation": "gelu_tanh", "qkv_bias": True,
-             "attention_out_bias": True, "mlp_bias": True, "qk_norm": False}
-        ),
-    ),
+# Each of four parts has queries, values and keys of a quarter of the heads.
+_CODEGEN_QKV = tuple(f"{LAYER}.self_attn.{x}_proj.weight" for x in "qvk")
+CODEGEN = replace(
+    GPTJ,
+    name="codegen",
+    architecture="CodeGenForCausalLM",
+    entries=tuple(Gpt2SizesEntry(has_length=False) if isinstance(e, Gpt2SizesEntry) else e for e in GPTJ.entries),
     rules=(
-        TensorRule("transformer.word_embeddings.weight", ("model.embed_tokens.weight",)),
-        *weight_bias_rules("transformer.word_embeddings_layernorm", "model.embed_norm"),
-        *weight_bias_rules(f"{_BLOCK}.input_layernorm", f"{LAYER}.input_layernorm"),
-        *weight_bias_rules(f"{_BLOCK}.self_attention.query_key_value", *QKV, per_head="kv"),
-        *weight_bias_rules(f"{_BLOCK}.self_attention.dense", f"{LAYER}.self_attn.o_proj"),
-        *weight_bias_rules(f"{_BLOCK}.post_attention_layernorm", f"{LAYER}.post_attention_layernorm"),
-        *weight_bias_rules(f"{_BLOCK}.mlp.dense_h_to_4h", f"{LAYER}.mlp.up_proj"),
-        *weight_bias_rules(f"{_BLOCK}.mlp.dense_4h_to_h", f"{LAYER}.mlp.down_proj"),
-        *weight_bias_rules("transformer.ln_f", "model.norm"),
+        *(rule for rule in GPTJ.rules if rule.parts[0] not in _CODEGEN_QKV),
+        TensorRule(f"{_BLOCK}.attn.qkv_proj.weight", _CODEGEN_QKV, per_head="quarter"),
     ),
-    carried=frozenset({"classifier_dropout", "slow_but_exact", "masked_softmax_fusion", "attention_softmax_in_fp32", "bias_dropout_fusion"}),
-)  # fmt: skip
-
-
-@dataclass(frozen=True)
-class OptSizesEntry:
-    """Config entry for OPT's keys of the embedding width and of the biases; models with projections around the decoder
-    (OPT-350M) are not supported.
-    """
-
-    handled_config_keys: frozenset[str] = frozenset({"word_embed_proj_dim", "enable_bias"})
-    handled_model_fields: frozenset[str] = frozenset({"qkv_bias", "attention_out_bias", "mlp_bias"})
-
-    def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the bias fields; ConfigMismatchError if the embedding is not as wide as the model."""
-        if raw.get("word_embed_proj_dim") not in (None, raw.get("hidden_size")):
-            raise ConfigMismatchError(f"word_embed_proj_dim = {raw['word_embed_proj_dim']!r} must be hidden_size")
-        return dict.fromkeys(self.handled_model_fields, raw.get("enable_bias", True))
-
-    def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the key `enable_bias`; ConfigMismatchError if only some linear layers have biases."""
-        biases = {name: getattr(model, name) for name in sorted(self.handled_model_fields)}
-        if len(set(biases.values())) > 1:
-            raise ConfigMismatchError(f"{', '.join(biases)} must be equal")
-        return {"enable_bias": model.mlp_bias, "word_embed_proj_dim": model.hidden_size}
-
-
-_OPT = "model.decoder.layers.{i}"
-_OPT_ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "gelu_new": "gelu_tanh"}
-
-OPT = ModelFamily(
-    name="opt",
-    architecture="OPTForCausalLM",
-    prefix="model.",
-    entries=(
-        KeyEntry("vocab_size", "vocab_size"),
-        KeyEntry("hidden_size", "hidden_size"),
-        KeyEntry("ffn_dim", "ffn_hidden_size", 3072),
-        KeyEntry("num_hidden_layers", "num_layers"),
-        KeyEntry("num_attention_heads", "num_attention_heads"),
-        KeyEntry("max_position_embeddings", "max_position", 2048),
-        KeyEntry("activation_function", "activation", "relu", _OPT_ACTIVATIONS),
-        KeyEntry("dropout", "embedding_dropout residual_dropout", 0.1),
-        KeyEntry("attention_dropout", "attention_dropout", 0.0),
-        KeyEntry("init_std", "init_std", 0.02),
-        KeyEntry("tie_word_embeddings", "tie_embeddings", True),
-        MultiHeadEntry(),
-        OptSizesEntry(),
-        UniformWindowEntry(supports_windows=False),
-        AllowedValuesEntry(
-            {
-                "do_layer_norm_before": (True,),
-                "_remove_final_layer_norm": (False,),
-                "layer_norm_elementwise_affine": (True,),
-            }
-        ),
-        FixedFieldsEntry(
-            {"norm": "layernorm", "norm_eps": 1e-5, "position": "learned", "position_offset": 2, "qk_norm": False}
-        ),
-    ),
-    rules=(
-        TensorRule("model.decoder.embed_tokens.weight", ("model.embed_tokens.weight",)),
-        TensorRule("model.decoder.embed_positions.weight", ("model.embed_positions.weight",)),
-        *(
-            rule
-            for x in "qkv"
-            for rule in weight_bias_rules(f"{_OPT}.self_attn.{x}_proj", f"{LAYER}.self_attn.{x}_proj")
-        ),
-        *weight_bias_rules(f"{_OPT}.self_attn.out_proj", f"{LAYER}.self_attn.o_proj"),
-        *weight_bias_rules(f"{_OPT}.self_attn_layer_norm", f"{LAYER}.input_layernorm"),
-        *weight_bias_rules(f"{_OPT}.fc1", f"{LAYER}.mlp.up_proj"),
-        *weight_bias_rules(f"{_OPT}.fc2", f"{LAYER}.mlp.down_proj"),
-        *weight_bias_rules(f"{_OPT}.final_layer_norm", f"{LAYER}.post_attention_layernorm"),
-        *weight_bias_rules("model.decoder.final_layer_norm", "model.norm"),
-    ),
-    carried=frozenset({"layerdrop", "activation_dropout"}),
+    buffers=r"(transformer\.)?h\.\d+\.attn\.(causal_mask|bias|masked_bias|embed_positions)",
 )

@@ -64,8 +64,8 @@ class AttentionMultiplierEntry:
         return {"attention_scale": raw.get("attention_multiplier", 1.0)}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the config.json key `attention_multiplier`; mega's default scale, head_dim^-0.5, is written as a
-        number.
+        """Return the config.json key `attention_multiplier`, the scale of attention logits.
+        Mega's default scale, head_dim^-0.5, is written as a number.
         """
         return {"attention_multiplier": model.attention_scale or model.query_key_head_dim**-0.5}
 
@@ -121,8 +121,8 @@ GRANITE_MOE = ModelFamily(
 
 @dataclass(frozen=True)
 class LayerThetaEntry:
-    """Config entry for `layer_rope_theta`, a base frequency for each layer, 0 for none: mega has one for the layers with
-    and one for those without a window.
+    """Config entry for `layer_rope_theta`, a RoPE base frequency for each layer, 0 for none.
+    The `ModelConfig` has one frequency for the layers with and one for those without a window.
     """
 
     rope: RopeEntry
@@ -134,7 +134,9 @@ class LayerThetaEntry:
         return self.rope.handled_config_keys | {"layer_rope_theta"}
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the fields `rope`, `local_rope` and `no_rope_layers`; ConfigMismatchError if layers of one kind differ."""
+        """Return the `ModelConfig` fields `rope`, `local_rope` and `no_rope_layers` from config.json.
+        Raises ConfigMismatchError if layers of one kind differ.
+        """
         rope = self.rope.fields_from_config(raw)["rope"]
         windows = WINDOWS.fields_from_config(raw)
         full = windows.get("full_attention_layers") or [] if windows["sliding_window"] else layer_indices(raw)
@@ -154,7 +156,7 @@ class LayerThetaEntry:
         return {"rope": own["full"], "local_rope": own["local"], "no_rope_layers": unrotated or None}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the rotary keys and `layer_rope_theta`."""
+        """Return the config.json keys of rotary positions, and `layer_rope_theta`."""
         local = model.local_rope or model.rope
         if local.model_copy(update={"theta": model.rope.theta}) != model.rope:
             raise ConfigMismatchError("local_rope may differ from rope in theta only")
@@ -190,8 +192,8 @@ GRANITE_SWA = ModelFamily(
 
 
 def granite_shared_mlp_rules(module: str) -> tuple[TensorRule, ...]:
-    """Return the tensor rules of Granite's `shared_mlp`, with gate and up projection fused; `module` is its canonical
-    name in a layer.
+    """Return the tensor rules of Granite's `shared_mlp`, with gate and up projection fused.
+    `module` is its canonical name in a layer.
     """
     shared, own = f"{LAYER}.shared_mlp", f"{LAYER}.{module}"
     return (
@@ -241,12 +243,12 @@ class PeriNormEntry:
     handled_model_fields: frozenset[str] = frozenset({"attention_scale", "norm_position"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the fields `attention_scale` and `norm_position`."""
+        """Return the `ModelConfig` fields `attention_scale` and `norm_position` from config.json."""
         position = "both" if raw.get("use_post_norm", True) else "pre"
         return {"attention_scale": raw.get("attention_multiplier"), "norm_position": position}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return both keys."""
+        """Return the config.json keys `attention_multiplier` and `use_post_norm` of HyperCLOVA X."""
         if model.norm_position not in ("pre", "both"):
             raise ConfigMismatchError(f"norm_position must be pre or both, not {model.norm_position}")
         scale = model.attention_scale or model.query_key_head_dim**-0.5

@@ -48,8 +48,8 @@ HUNYUAN_V1_DENSE = ModelFamily(
 
 @dataclass(frozen=True)
 class HunyuanExpertsEntry:
-    """Config entry for Hunyuan's experts in every layer and its shared MLP, all of width `intermediate_size`. Numbers that
-    may differ by layer must be equal.
+    """Config entry for Hunyuan's experts in every layer and its shared MLP.
+    All have the width `intermediate_size`. Numbers that may differ by layer must be equal.
     """
 
     handled_config_keys: frozenset[str] = frozenset(
@@ -58,7 +58,7 @@ class HunyuanExpertsEntry:
     handled_model_fields: frozenset[str] = frozenset({"moe"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the section `moe`."""
+        """Return the `ModelConfig` section `moe` of a Hunyuan model from config.json."""
         numbers = {}
         for key, aliases in (("num_experts", ("num_local_experts",)), ("moe_topk", ("num_experts_per_tok",))):
             given = next((raw[name] for name in (key, *aliases) if name in raw), 1)
@@ -71,7 +71,9 @@ class HunyuanExpertsEntry:
         return {"moe": {**experts, "ffn_hidden_size": width, "shared_ffn_hidden_size": width}}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the keys of the numbers of experts; ConfigMismatchError for a router or widths of another kind."""
+        """Return the config.json keys of the numbers of experts of a Hunyuan model.
+        Raises ConfigMismatchError for a router or widths of another kind.
+        """
         moe, width = model.moe, model.ffn_hidden_size
         if moe is None:
             raise ConfigMismatchError("moe is missing (all models of this family have experts)")

@@ -33,25 +33,27 @@ NO_WINDOW: tuple[ConfigEntry, ...] = (
 )
 
 
-def parse_mixer_names(kinds: Any, recurrent: str, layers: Sequence[int]) -> list[str]:
+def parse_mixer_names(kinds: Any, recurrent: str, layers: Sequence[int], names: Sequence[str] = RECURRENT) -> list[str]:
     """Return the mixer of each layer, "attention" or `recurrent`, from `kinds`, a config.json's list of layer types.
+
+    `names` are those of the other mixer in config.json.
 
     Raises:
         ConfigMismatchError: for another type, or another number of layers.
     """
-    names = ATTENTION | dict.fromkeys(RECURRENT, recurrent)
-    if not isinstance(kinds, list) or not set(map(str, kinds)) <= names.keys():
+    mixers = ATTENTION | dict.fromkeys(names, recurrent)
+    if not isinstance(kinds, list) or not set(map(str, kinds)) <= mixers.keys():
         raise ConfigMismatchError(
-            f"layer_types = {kinds!r:.80} is not supported (only a list of {' and '.join(names)})"
+            f"layer_types = {kinds!r:.80} is not supported (only a list of {' and '.join(mixers)})"
         )
     if len(kinds) != len(layers):
         raise ConfigMismatchError(f"layer_types has {len(kinds)} layers, but num_hidden_layers = {len(layers)}")
-    return [names[kind] for kind in kinds]
+    return [mixers[kind] for kind in kinds]
 
 
 def check_layer_mixers(model: ModelConfig, recurrent: str) -> list[str]:
-    """Return the mixer of each layer of `model`; ConfigMismatchError unless each layer has attention or `recurrent` and
-    a feed-forward block.
+    """Return the mixer of each layer of `model`, checked for a hybrid of attention and `recurrent`.
+    Raises ConfigMismatchError unless each layer has attention or `recurrent` and a feed-forward block.
 
     Raises:
         ConfigMismatchError: for a layer without either, or with another mixer than attention or `recurrent`.
@@ -63,16 +65,16 @@ def check_layer_mixers(model: ModelConfig, recurrent: str) -> list[str]:
 
 
 def mixer_names(mixers: Sequence[str], attention: str = "full_attention", other: str = RECURRENT[0]) -> list[str]:
-    """Return transformers' layer types for mega's mixer names: `attention` for attention layers, `other` for all
-    others.
+    """Return transformers' layer types for mega's mixer names.
+    The result has `attention` for attention layers and `other` for all others.
     """
     return [attention if mixer == "attention" else other for mixer in mixers]
 
 
 @dataclass(frozen=True)
 class UnusedFieldsEntry:
-    """Config entry for fields of `ModelConfig` that no layer of the family uses but that need a value: a number, or the
-    value of a config.json key.
+    """Config entry for fields of `ModelConfig` that no layer of the family uses but that need a value.
+    The value is a number, or that of a config.json key.
     """
 
     values: Mapping[str, int | str]
@@ -94,8 +96,8 @@ class UnusedFieldsEntry:
 
 @dataclass(frozen=True)
 class OptionalRopeEntry:
-    """Config entry for rotary positions or no positions, selected by config.json's `position_embedding_type` (Granite
-    4).
+    """Config entry for rotary positions or no positions (Granite 4).
+    Config.json selects them by `position_embedding_type`.
     """
 
     rope: RopeEntry
@@ -117,8 +119,8 @@ class OptionalRopeEntry:
         return {"position": "rope", **self.rope.fields_from_config(raw)}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the config.json key `position_embedding_type` ("nope" for no positions, as in published folders), and
-        the rotary keys if there are rotary positions.
+        """Return the config.json key `position_embedding_type` and, with rotary positions, their keys.
+        The key is "nope" for no positions, as in published folders.
         """
         if model.position == "learned":
             raise ConfigMismatchError("position must be rope or none, not learned")
@@ -128,8 +130,8 @@ class OptionalRopeEntry:
 
 @dataclass(frozen=True)
 class MambaSectionEntry:
-    """Config entry for the section `mamba` of `ModelConfig`, the sizes of Mamba-2 layers; a model without Mamba layers
-    may lack it.
+    """Config entry for the section `mamba` of `ModelConfig`, the sizes of Mamba-2 layers.
+    A model without Mamba layers may lack it.
 
     Attributes:
         entries: mapping between the keys and the section's fields.
@@ -153,8 +155,8 @@ class MambaSectionEntry:
         )
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return, from config.json, the `ModelConfig` section `mamba`; ConfigMismatchError if heads times head width is
-        not the width that `expand` implies.
+        """Return the `ModelConfig` section `mamba`, the sizes of Mamba-2 layers, from config.json.
+        Raises ConfigMismatchError if heads times head width is not the width that `expand` implies.
         """
         raw, section = dict(raw), dict[str, Any]()
         width = raw.get("hidden_size", 0) * raw.get(self.expand, self.expand_default) if self.expand else None
@@ -173,8 +175,8 @@ class MambaSectionEntry:
         return {"mamba": section}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the config.json keys of Mamba-2 sizes; for a model without Mamba layers, those of a valid placeholder:
-        one head, twice as wide as the model.
+        """Return the config.json keys of Mamba-2 sizes.
+        A model without Mamba layers gets the keys of a valid placeholder: one head, twice as wide as the model.
         """
         section = model.mamba or MambaConfig(num_heads=1, head_dim=2 * model.hidden_size)
         out: dict[str, Any] = {}
@@ -193,8 +195,8 @@ class MambaSectionEntry:
 
 @dataclass(frozen=True)
 class TimeStepLimitEntry:
-    """Config entry for the limits of Mamba-2's time step. The upper limit may be infinite, which config.json spells in
-    one of three ways.
+    """Config entry for the limits of Mamba-2's time step.
+    The upper limit may be infinite, which config.json spells in one of three ways.
     """
 
     key: str = "time_step_limit"
@@ -206,8 +208,8 @@ class TimeStepLimitEntry:
         return frozenset(self.key.split())
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return, from config.json, the `MambaConfig` field `dt_limit`, (lower, upper), with None for an infinite upper
-        limit; no field if the key is absent.
+        """Return the `MambaConfig` field `dt_limit`, the (lower, upper) limits of the time step, from config.json.
+        An infinite upper limit is None. The result is empty if the key is absent.
         """
         given = next((raw[key] for key in self.key.split() if raw.get(key) is not None), None)
         if given is None:
@@ -218,8 +220,8 @@ class TimeStepLimitEntry:
         return {"dt_limit": (low, None if math.isinf(high) else high)}
 
     def config_from_fields(self, model: StrictConfig) -> dict[str, Any]:
-        """Return the config.json key of the time step limits; no key for the default (0, infinite), so that no program
-        needs to parse infinity.
+        """Return the config.json key of the limits of Mamba-2's time step.
+        The default (0, infinite) is not written, so that no program needs to parse infinity.
         """
         assert isinstance(model, MambaConfig)
         low, high = model.dt_limit
@@ -257,8 +259,9 @@ MAMBA = MambaSectionEntry(
 
 
 def mamba_tensor_rules(module: str) -> tuple[TensorRule, ...]:
-    """Return the tensor rules of Mamba-2 layers with one projection z|x|B|C|dt and one convolution over x|B|C; `module`
-    is the Mamba module's disk name, with `{i}` for the layer number.
+    """Return the tensor rules of Mamba-2 layers with fused projection and convolution.
+    One projection yields z|x|B|C|dt, and one convolution covers x|B|C. `module` is the Mamba module's disk name, with
+    `{i}` for the layer number.
     """
     mamba = f"{LAYER}.mamba"
     channels = [f"{mamba}.conv1d.{part}" for part in ("x", "B", "C")]

@@ -19,16 +19,16 @@ _FILTERS = {2: "bilinear", 3: "bicubic"}  # Pillow's numbers
 
 
 def image_processor_section(read: Callable[[str], ConfigDict]) -> ConfigDict:
-    """Return the image processor settings of a HuggingFace folder; `read` returns the content of the JSON file of a
-    given name, empty if the file is missing.
+    """Return the image processor settings of a HuggingFace folder.
+    `read` returns the content of the JSON file of a given name, empty if the file is missing.
     """
     section = read(PROCESSOR_FILE).get(SECTION)
     return section if isinstance(section, Mapping) else read(FILE)
 
 
 def apply_image_processor(vision: VisionConfig, raw: ConfigDict) -> VisionConfig:
-    """Return the vision configuration updated with the preprocessing settings of `raw`, an image processor's
-    configuration.
+    """Return the vision configuration updated with preprocessing settings of an image processor.
+    `raw` is the content of the image processor's configuration.
 
     Raises:
         CheckpointError: for invalid values.
@@ -50,8 +50,8 @@ def apply_image_processor(vision: VisionConfig, raw: ConfigDict) -> VisionConfig
 
 
 def unsupported_image_settings(vision: VisionConfig, raw: ConfigDict) -> Iterator[str]:
-    """Yield the settings of `raw`, an image processor's configuration, that mega does not support, each as "key =
-    value".
+    """Yield the settings of an image processor that mega does not support, each as "key = value".
+    `raw` is the content of the image processor's configuration.
     """
     supported: dict[str, tuple[Any, ...]] = {
         "do_resize": (True,), "do_rescale": (True,), "do_normalize": (True,), "do_pan_and_scan": (False,),

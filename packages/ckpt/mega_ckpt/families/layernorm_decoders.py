@@ -243,8 +243,8 @@ _MLP_NORM = f"{LAYER}.post_attention_layernorm"
 
 @dataclass(frozen=True)
 class FalconArchitectureEntry:
-    """Config entry for key/value heads and norms of Falcon, from the config.json keys of its old (7B) and new (40B)
-    architecture.
+    """Config entry for key/value heads and norms of Falcon.
+    It covers the config.json keys of Falcon's old (7B) and new (40B) architecture.
     """
 
     handled_config_keys: frozenset[str] = frozenset(
@@ -260,8 +260,8 @@ class FalconArchitectureEntry:
     handled_model_fields: frozenset[str] = frozenset({"num_kv_heads", "head_dim", "parallel_residual", "shared_norm"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return, from config.json, the `ModelConfig` fields `num_kv_heads`, `parallel_residual` and `shared_norm` (one
-        norm before attention and MLP).
+        """Return the `ModelConfig` fields of Falcon's key/value heads and norms from config.json.
+        They are `num_kv_heads`, `parallel_residual` and `shared_norm` (one norm before attention and MLP).
         """
         new, norms = bool(raw.get("new_decoder_architecture")), raw.get("num_ln_in_parallel_attn")
         if not raw.get("parallel_attn", True):

@@ -303,8 +303,9 @@ SEED_OSS = ModelFamily(
 
 @dataclass(frozen=True)
 class NoRopeLayersEntry:
-    """Config entry for SmolLM 3's `no_rope_layers`: a flag per layer, 1 with and 0 without rotary positions; with
-    sliding windows switched on, only layers without rotary positions have one.
+    """Config entry for SmolLM 3's `no_rope_layers`, a flag per layer for rotary positions.
+    The flag is 1 with and 0 without rotary positions. With sliding windows switched on, only layers without rotary
+    positions have one.
     """
 
     every: int = 4
@@ -314,8 +315,8 @@ class NoRopeLayersEntry:
     handled_model_fields: frozenset[str] = frozenset({"no_rope_layers", "sliding_window", "full_attention_layers"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return, from config.json, the `ModelConfig` fields `no_rope_layers`, `sliding_window` and
-        `full_attention_layers`.
+        """Return the `ModelConfig` fields of layers without rotary positions from config.json.
+        They are `no_rope_layers`, `sliding_window` and `full_attention_layers`.
         """
         layers, every = layer_indices(raw), raw.get("no_rope_layer_interval", self.every)
         rotated = raw.get("no_rope_layers") or [int((layer + 1) % every != 0) for layer in layers]

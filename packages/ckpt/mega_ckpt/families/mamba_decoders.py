@@ -53,8 +53,9 @@ _EXPERTS = MoeSectionEntry(
 
 @dataclass(frozen=True)
 class GraniteLayersEntry:
-    """Config entry for Granite 4's layers: token mixers from a list of layer types (Mamba-2 in all if it is absent),
-    and experts in all layers or in none.
+    """Config entry for the token mixers and experts of Granite 4's layers.
+    The mixers are read from a list of layer types (Mamba-2 in all if it is absent). Experts are in all layers or in
+    none.
     """
 
     handled_config_keys: frozenset[str] = _EXPERTS.handled_config_keys | {"layer_types", "layers_block_type"}
@@ -72,8 +73,8 @@ class GraniteLayersEntry:
         return {"layers": [f"{mixer}+moe" for mixer in mixers], **width, **_EXPERTS.fields_from_config(raw)}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the config.json keys of layer types, experts and widths; without experts, `intermediate_size` is a
-        placeholder that nothing reads.
+        """Return the config.json keys of layer types, experts and widths of a Granite 4 model.
+        Without experts, `intermediate_size` is a placeholder that nothing reads.
         """
         out: dict[str, Any] = {"layer_types": mixer_names(check_layer_mixers(model, "mamba"))}
         feeds = {kind.feed_forward for kind in model.layer_kinds}
@@ -121,8 +122,8 @@ class AttentionLayersEntry:
     handled_model_fields: frozenset[str] = frozenset({"layers"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return, from config.json, the `ModelConfig` field `layers`, the kind of each layer; ConfigMismatchError if a
-        list of layer types disagrees.
+        """Return the `ModelConfig` field `layers`, the kind of each layer, from config.json.
+        Raises ConfigMismatchError if a list of layer types disagrees.
         """
         layers, at = layer_indices(raw), raw.get("attn_layer_indices") or ()
         mixers = ["attention" if layer in at else "mamba" for layer in layers]

@@ -25,8 +25,8 @@ MOE_TRAINING_FIELDS = frozenset({"aux_loss", "aux_loss_scope", "bias_rate", "cap
 
 
 def is_same_model(one: ModelConfig, other: ModelConfig) -> bool:
-    """Return whether two model configurations compute the same function from the same weights; training settings are
-    ignored.
+    """Return whether two model configurations compute the same function from the same weights.
+    Training settings are ignored.
     """
     return one.num_layers == other.num_layers and resolve_config(one) == resolve_config(other)
 
@@ -52,8 +52,8 @@ def normalize_config(model: ModelConfig) -> ModelConfig:
 
 
 def resolve_config(model: ModelConfig) -> ModelConfig:
-    """Return `model` with defaults filled in, and with settings reset that do not affect its output for given weights,
-    so that equivalent models compare equal.
+    """Return a model configuration in a normal form in which equivalent models compare equal.
+    Defaults are filled in, and settings that do not affect the output for given weights are reset.
     """
     training = {name: ModelConfig.model_fields[name].default for name in TRAINING_FIELDS}
     kinds = model.layer_kinds
@@ -111,7 +111,7 @@ def _normalize_layers(model: ModelConfig) -> dict[str, Any]:
 def _reset_unused_mixers(model: ModelConfig) -> dict[str, Any]:
     """Return default settings for the mixers that no layer has."""
     used = {kind.mixer for kind in model.layer_kinds}
-    unused: dict[str, Any] = dict.fromkeys({"mamba", "delta"} - used)
+    unused: dict[str, Any] = dict.fromkeys({"mamba", "delta", "conv"} - used)
     if "attention" not in used:
         unused |= {
             name: ModelConfig.model_fields[name].get_default(call_default_factory=True) for name in ATTENTION_FIELDS

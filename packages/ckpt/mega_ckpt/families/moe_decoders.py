@@ -199,7 +199,7 @@ class LayerIntervalEntry:
     )
 
     def fields_from_config(self, raw: ConfigDict) -> list[int] | None:
-        """Return the indices of the layers with experts."""
+        """Return the indices of the layers with experts, from the first, last and interval in config.json."""
         layers = layer_indices(raw)
         first, last = raw.get("moe_layer_start_index", 1), raw.get("moe_layer_end_index", -1)
         step, last = raw.get("moe_layer_interval", 1), len(layers) - 1 if last == -1 else last
@@ -208,8 +208,8 @@ class LayerIntervalEntry:
         return [layer for layer in layers if first <= layer <= last and (layer + 1) % step == 0]
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the keys of the first and last layer with experts; ConfigMismatchError unless they are consecutive or
-        at even distances that an interval expresses.
+        """Return the config.json keys that give the first and last layer with experts and their interval.
+        Raises ConfigMismatchError unless the layers are consecutive or at even distances that an interval expresses.
         """
         sparse = moe_layer_indices(model)
         for step, last in itertools.product(range(1, model.num_layers + 1), (model.num_layers - 1, sparse[-1])):

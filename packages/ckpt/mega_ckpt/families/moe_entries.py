@@ -21,33 +21,31 @@ _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
 class MoeFieldEntry(Protocol):
-    """Interface of a mapping between some keys of config.json and fields of `MoeConfig` (the section `moe`), in both
-    directions.
+    """Interface of a two-way mapping between keys of config.json and fields of `MoeConfig`.
+    `MoeConfig` is the section `moe` of `ModelConfig`.
     """
 
     @property
     def handled_config_keys(self) -> frozenset[str]:
-        """Keys of config.json that this mapping translates or checks."""
+        """Keys of config.json that a mapping of mixture-of-experts settings translates or checks."""
 
     @property
     def handled_model_fields(self) -> frozenset[str]:
-        """Fields of `MoeConfig` that this mapping translates or checks."""
+        """Fields of `MoeConfig` that a mapping of mixture-of-experts settings translates or checks."""
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return {field: value} of `MoeConfig` from the keys of `raw`, a config.json; ConfigMismatchError if a value
-        has no counterpart.
+        """Return {field: value} of `MoeConfig` from the keys of `raw`, a config.json.
+        Raises ConfigMismatchError if a value has no counterpart.
         """
 
     def config_from_fields(self, model: Any) -> dict[str, Any]:
-        """Return {key: value} of config.json from the fields of `model`, a `MoeConfig`; ConfigMismatchError if a value
-        has no counterpart.
+        """Return {key: value} of config.json from the fields of `model`, a `MoeConfig`.
+        Raises ConfigMismatchError if a value has no counterpart.
         """
 
 
 class MoeLayersEntry(Protocol):
-    """Interface of a mapping between the keys of config.json that select the layers with experts and
-    `MoeConfig.layers`.
-    """
+    """Interface of a mapping between `MoeConfig.layers` and the config.json keys of layers with experts."""
 
     @property
     def handled_config_keys(self) -> frozenset[str]:
@@ -57,8 +55,8 @@ class MoeLayersEntry(Protocol):
         """Return `MoeConfig.layers` from config.json: the indices of the layers with experts, or None for all layers."""
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the config.json keys that select the layers of `model` with experts; ConfigMismatchError if they
-        cannot express that selection.
+        """Return the config.json keys that select the layers of `model` with experts.
+        Raises ConfigMismatchError if they cannot express that selection.
         """
 
 
@@ -94,8 +92,8 @@ class MoeSectionEntry:
         return {"moe": section}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the config.json keys of experts, router and the layers with experts; ConfigMismatchError for a model
-        without experts.
+        """Return the config.json keys of experts, router and the layers with experts.
+        Raises ConfigMismatchError for a model without experts.
         """
         if model.moe is None:
             raise ConfigMismatchError("moe is missing (all models of this family have experts)")
@@ -119,8 +117,8 @@ class MoeInAllLayersEntry:
         """Return None for `MoeConfig.layers`, without reading config.json: all layers have experts."""
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return no config.json keys, after checking that every layer of `model` has experts; ConfigMismatchError if
-        not.
+        """Check that every layer of `model` has experts; return no config.json keys.
+        Raises ConfigMismatchError if not.
         """
         if len(moe_layer_indices(model)) < model.num_layers:
             raise ConfigMismatchError("moe.layers must be all layers")
@@ -129,28 +127,28 @@ class MoeInAllLayersEntry:
 
 @dataclass(frozen=True)
 class MoeInLayerPatternEntry:
-    """`MoeLayersEntry` for experts in the layers of a pattern of layer kinds, which another config entry reads and
-    writes.
+    """`MoeLayersEntry` for experts in the layers of a pattern of layer kinds.
+    Another config entry reads and writes the pattern.
     """
 
     handled_config_keys: frozenset[str] = frozenset()
 
     def fields_from_config(self, raw: ConfigDict) -> None:
-        """Return None for `MoeConfig.layers`: the pattern of layer kinds, which another config entry reads, selects the
-        layers.
+        """Return None for `MoeConfig.layers`, because the pattern of layer kinds selects the layers with experts.
+        Another config entry reads the pattern.
         """
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return no config.json keys: another config entry writes the pattern of layer kinds, which selects the layers
-        with experts.
+        """Return no config.json keys, because the pattern of layer kinds selects the layers with experts.
+        Another config entry writes the pattern.
         """
         return {}
 
 
 @dataclass(frozen=True)
 class SparseStepEntry:
-    """`MoeLayersEntry` of Qwen: experts in every n-th layer (`decoder_sparse_step`) except the layers in
-    `mlp_only_layers`.
+    """`MoeLayersEntry` of Qwen, with experts in every n-th layer.
+    The key `decoder_sparse_step` is n. The layers in `mlp_only_layers` have no experts.
     """
 
     handled_config_keys: frozenset[str] = frozenset({"decoder_sparse_step", "mlp_only_layers"})
@@ -172,8 +170,8 @@ class SparseStepEntry:
 
 @dataclass(frozen=True)
 class DenseFirstEntry:
-    """`MoeLayersEntry` of DeepSeek: the first `first_k_dense_replace` layers are dense; all others have experts, multi-
-    token prediction (MTP) layers included.
+    """`MoeLayersEntry` of DeepSeek, whose first `first_k_dense_replace` layers are dense.
+    All others have experts, multi-token prediction (MTP) layers included.
 
     Attributes:
         default: number of dense layers if the key is absent.
@@ -191,8 +189,8 @@ class DenseFirstEntry:
         return frozenset({self.key, "moe_layer_freq"})
 
     def fields_from_config(self, raw: ConfigDict) -> list[int] | None:
-        """Return, from config.json, the indices of the layers with experts: all except the first dense ones; None if no
-        layer is dense.
+        """Return the indices of the layers with experts, all except the first dense ones, from config.json.
+        Returns None if no layer is dense.
         """
         if raw.get("moe_layer_freq", 1) != 1:
             raise ConfigMismatchError(f"moe_layer_freq = {raw['moe_layer_freq']!r} is not supported (only 1)")
@@ -201,8 +199,8 @@ class DenseFirstEntry:
         return list(layer_indices(raw, mtp_layers)[dense:]) if dense else None
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the config.json key of the number of dense layers (`first_k_dense_replace`); ConfigMismatchError if a
-        later layer is dense.
+        """Return the config.json key of the number of dense layers (`first_k_dense_replace`).
+        Raises ConfigMismatchError if a later layer is dense.
         """
         layers = model.num_layers + model.mtp_layers
         dense = next((layer for layer in range(layers) if model.is_moe_layer(layer)), layers)
@@ -213,8 +211,8 @@ class DenseFirstEntry:
 
 @dataclass(frozen=True)
 class MlpLayerTypesEntry:
-    """`MoeLayersEntry` of a list `mlp_layer_types`, with "dense" or "sparse" for each layer; multi-token prediction (MTP)
-    layers, which the list leaves out, have experts.
+    """`MoeLayersEntry` of a list `mlp_layer_types`, with "dense" or "sparse" for each layer.
+    Multi-token prediction (MTP) layers, which the list leaves out, have experts.
 
     Attributes:
         dense: number of dense layers at the start if there is no list.
@@ -232,7 +230,9 @@ class MlpLayerTypesEntry:
         return frozenset({"mlp_layer_types", *self.dense_key.split()})
 
     def fields_from_config(self, raw: ConfigDict) -> list[int] | None:
-        """Return the indices of the layers with experts; None if all layers have them."""
+        """Return the indices of the layers with experts, from `mlp_layer_types` in config.json.
+        Returns None if all layers have experts.
+        """
         layers = layer_indices(raw)
         first = raw.get(self.dense_key, self.dense) if self.dense_key else self.dense
         kinds = raw.get("mlp_layer_types") or ["dense" if layer < first else "sparse" for layer in layers]
@@ -245,7 +245,7 @@ class MlpLayerTypesEntry:
         return [*sparse, *range(len(layers), len(layers) + mtp_layers)]
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the key `mlp_layer_types`."""
+        """Return the config.json key `mlp_layer_types`, with "dense" or "sparse" for each layer."""
         sparse = [model.is_moe_layer(layer) for layer in range(model.num_layers)]
         return {"mlp_layer_types": ["sparse" if each else "dense" for each in sparse]}
 
@@ -272,8 +272,8 @@ def router_entries(
 
 
 def per_expert_rules(module: str, names: tuple[str, str, str] = _PROJECTIONS) -> tuple[TensorRule, ...]:
-    """Return the tensor rules for experts with separate tensors on disk, `module`.{e}.`name`.weight for expert e and
-    each of the three projection `names`.
+    """Return the tensor rules for experts with separate tensors on disk.
+    The disk tensors are `module`.{e}.`name`.weight for expert e and each of the three projection `names`.
     """
     return tuple(
         TensorRule(
@@ -313,8 +313,8 @@ class SharedExpertsEntry:
         return frozenset({self.key})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return, from config.json, the `MoeConfig` field `shared_ffn_hidden_size`, the total width of the shared
-        experts.
+        """Return the `MoeConfig` field `shared_ffn_hidden_size` from config.json.
+        It is the total width of the shared experts.
         """
         count = raw.get(self.key, self.default) or 0
         if count is ...:
@@ -322,8 +322,8 @@ class SharedExpertsEntry:
         return {"shared_ffn_hidden_size": count * raw.get(self.width_key, 0)}
 
     def config_from_fields(self, model: StrictConfig) -> dict[str, Any]:
-        """Return the config.json key of the number of shared experts; ConfigMismatchError if the shared width is not a
-        multiple of an expert's, or 0.
+        """Return the config.json key of the number of shared experts.
+        Raises ConfigMismatchError if the shared width is not a multiple of an expert's, or 0.
         """
         assert isinstance(model, MoeConfig)
         count, rest = divmod(model.shared_ffn_hidden_size, model.ffn_hidden_size)

@@ -42,8 +42,8 @@ _DISK_KINDS = {"attention": "full_attention", "mamba": "linear_attention", "mlp"
 
 @dataclass(frozen=True)
 class NemotronLayersEntry:
-    """Config entry for the kind of each layer, in config.json a list of names or a string of Megatron's letters; the
-    number of layers follows from it.
+    """Config entry for the kind of each layer of a Nemotron-H model and the number of layers.
+    In config.json it is a list of names or a string of Megatron's letters; the number of layers follows from it.
     """
 
     handled_config_keys: frozenset[str] = frozenset(
@@ -52,8 +52,8 @@ class NemotronLayersEntry:
     handled_model_fields: frozenset[str] = frozenset({"num_layers", "layers"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return, from config.json, the `ModelConfig` fields `layers` and `num_layers`; the key `num_hidden_layers` is
-        ignored.
+        """Return the `ModelConfig` fields `layers` and `num_layers` of a Nemotron-H model from config.json.
+        The key `num_hidden_layers` is ignored.
         """
         kinds = raw.get("layers_block_type") or raw.get("layer_types")
         pattern = raw.get("hybrid_override_pattern")
@@ -70,8 +70,8 @@ class NemotronLayersEntry:
         return {"num_layers": len(layers), "layers": layers}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the config.json keys of layer kinds both as names (for new software) and as letters (for old), and
-        `num_hidden_layers`.
+        """Return the config.json keys of a Nemotron-H model's layer kinds, and `num_hidden_layers`.
+        Layer kinds are written both as names (for new software) and as letters (for old).
         """
         halves = [[half for half in kind if half] for kind in model.layer_kinds]
         if not all(len(half) == 1 and half[0] in _DISK_KINDS for half in halves):
@@ -86,8 +86,8 @@ class NemotronLayersEntry:
 
 @dataclass(frozen=True)
 class OptionalMoeEntry:
-    """Config entry for `ModelConfig`'s section `moe`, if some layer has experts, and for `mlp_bias`, which must be
-    false with experts.
+    """Config entry for `ModelConfig`'s section `moe`, if some layer has experts, and for `mlp_bias`.
+    With experts, `mlp_bias` must be false.
     """
 
     experts: MoeSectionEntry

@@ -56,8 +56,8 @@ _SIZES = (
 
 @dataclass(frozen=True)
 class GatedDeltaNetEntry:
-    """Config entry for the sizes of gated delta nets (section `delta` of `ModelConfig`), whose norm has the model's
-    epsilon; a model without delta nets may lack it.
+    """Config entry for the sizes of gated delta nets (section `delta` of `ModelConfig`).
+    Their norm has the model's epsilon. A model without delta nets may lack the section.
     """
 
     handled_config_keys: frozenset[str] = frozenset().union(*(entry.handled_config_keys for entry in _SIZES))
@@ -77,8 +77,9 @@ class GatedDeltaNetEntry:
 
 @dataclass(frozen=True)
 class QwenLayersEntry:
-    """Config entry for the kind of each layer: a list of token mixers in config.json (by default attention in every
-    n-th layer, else gated delta nets) and the keys that select layers with experts.
+    """Config entry for the token mixer and the feed-forward kind of each layer of Qwen's hybrids.
+    Config.json has a list of token mixers (by default attention in every n-th layer, else gated delta nets) and the
+    keys that select layers with experts.
 
     `feed` is the feed-forward block of every layer; empty: keys of config.json select it.
     """
@@ -94,8 +95,8 @@ class QwenLayersEntry:
         )
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return, from config.json, the `ModelConfig` field `layers`, with the mixer and the feed-forward kind of each
-        layer as "mixer+feed".
+        """Return the `ModelConfig` field `layers` of a Qwen hybrid from config.json.
+        The field has the mixer and the feed-forward kind of each layer as "mixer+feed".
         """
         layers, every = layer_indices(raw), raw.get("full_attention_interval", 4)
         default = ["full_attention" if every and (layer + 1) % every == 0 else "linear_attention" for layer in layers]
@@ -110,8 +111,9 @@ class QwenLayersEntry:
         return ["moe" if sparse is None or layer in sparse else "mlp" for layer in layers]
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the config.json key `layer_types` and, unless all layers have one kind of feed-forward block, the keys
-        that select the layers with experts.
+        """Return the config.json keys of the layer types of a Qwen hybrid.
+        They are `layer_types` and, unless all layers have one kind of feed-forward block, the keys that select the
+        layers with experts.
         """
         out = {"layer_types": mixer_names(check_layer_mixers(model, "delta"))}
         if not self.feed:
@@ -122,8 +124,8 @@ class QwenLayersEntry:
 
 
 def qwen_hybrid_entries(kv_heads: int) -> tuple[ConfigEntry, ...]:
-    """Return the config entries that Qwen3-Next and Qwen3.5 share; `kv_heads` is transformers' default number of
-    key/value heads.
+    """Return the config entries that Qwen3-Next and Qwen3.5 share.
+    `kv_heads` is transformers' default number of key/value heads.
     """
     return (
         KeyValueHeadsEntry(kv_default=kv_heads, dim_default=256),
@@ -137,8 +139,8 @@ def qwen_hybrid_entries(kv_heads: int) -> tuple[ConfigEntry, ...]:
 
 
 def qwen_hybrid_experts(top_k: int, experts: int, normalize: MoeFieldEntry) -> MoeSectionEntry:
-    """Return the config entry for the experts of Qwen3-Next and Qwen3.5; `top_k` and `experts` are transformers'
-    defaults for absent keys.
+    """Return the config entry for the experts of Qwen3-Next and Qwen3.5.
+    `top_k` and `experts` are transformers' defaults for absent keys.
     """
     return MoeSectionEntry(
         (

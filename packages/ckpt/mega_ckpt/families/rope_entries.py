@@ -70,8 +70,9 @@ class RopeEntry:
         return frozenset({*usual, self.theta_key, self.fraction_key})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return, from config.json, the `ModelConfig` field `rope` (theta, rotary fraction, scaling) from
-        `rope_scaling` if given, as in transformers, else from `rope_parameters`, with defaults of the family.
+        """Return the `ModelConfig` field `rope` (theta, rotary fraction, scaling) from config.json.
+        It is read from `rope_scaling` if given, as in transformers, else from `rope_parameters`, with defaults of the
+        family.
         """
         given = raw.get("rope_scaling") or raw.get("rope_parameters") or self.absent
         if not isinstance(given, Mapping) or any(isinstance(value, Mapping) for value in given.values()):
@@ -106,8 +107,8 @@ class RopeEntry:
         return {"rope": out}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return both config.json's `rope_parameters`, for new versions of transformers, and `rope_scaling` and
-        `rope_theta`, for old ones.
+        """Return the config.json keys of the rotary positions, for new and old versions of transformers.
+        They are `rope_parameters` for new versions, and `rope_scaling` and `rope_theta` for old ones.
         """
         rope = model.rope
         self._check_fraction(rope.fraction)
@@ -158,8 +159,8 @@ def _read_parameters(scaling: str, given: ConfigDict, raw: ConfigDict) -> dict[s
 
 
 def unread_rope_keys(raw: ConfigDict) -> list[str]:
-    """Return the keys of config.json's `rope_scaling` and `rope_parameters` that their rope_type does not use, as
-    `rope_scaling.key`.
+    """Return the RoPE keys of a config.json that their rope_type does not use.
+    They are keys of `rope_scaling` and `rope_parameters`, returned as `rope_scaling.key` or `rope_parameters.key`.
     """
     found = []
     for name in ("rope_scaling", "rope_parameters"):
@@ -182,8 +183,8 @@ def _write_parameters(rope: RopeConfig) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class RotaryDimEntry:
-    """Config entry for rotary positions with a key for the number of rotated elements of a head, instead of or in
-    addition to `partial_rotary_factor`.
+    """Config entry for rotary positions with a key for the number of rotated elements of a head.
+    The key is used instead of or in addition to `partial_rotary_factor`.
 
     Attributes:
         rope: entry of all other keys.
@@ -204,7 +205,9 @@ class RotaryDimEntry:
         return self.rope.handled_config_keys | {self.key}
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the field `rope`, whose fraction follows from the number of rotated elements if that key is given."""
+        """Return the `ModelConfig` field `rope` from config.json, with the number of rotated elements of a head.
+        The rotary fraction follows from that number if its key is given.
+        """
         size, width, heads = (raw.get(key) for key in self.sizes)
         size = size or (width // heads if width and heads else None)
         rotated = raw.get(self.key, self.default)
@@ -216,14 +219,14 @@ class RotaryDimEntry:
         return self.rope.fields_from_config({**raw, "partial_rotary_factor": rotated / size})
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the rotary keys and the number of rotated elements."""
+        """Return the config.json keys of rotary positions, and the number of rotated elements of a head."""
         return {**self.rope.config_from_fields(model), self.key: model.rotary_dim}
 
 
 @dataclass(frozen=True)
 class GlobalLocalRopeEntry:
-    """Config entry for two sets of rotary parameters, one for full-attention and one for sliding-window layers, as in
-    Gemma 3.
+    """Config entry for two sets of rotary parameters, as in Gemma 3.
+    One is for full-attention layers, the other for sliding-window layers.
 
     Attributes:
         rope, local: entries of the two sets.
@@ -244,8 +247,9 @@ class GlobalLocalRopeEntry:
         return self.rope.handled_config_keys | ({self.local_key} if self.local_key else set())
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return, from config.json, the `ModelConfig` fields `rope` (full-attention layers) and `local_rope`
-        (sliding-window layers); the key `rope_scaling` applies to `rope` only.
+        """Return the `ModelConfig` fields of two sets of rotary parameters from config.json.
+        They are `rope` (full-attention layers) and `local_rope` (sliding-window layers). The key `rope_scaling` applies
+        to `rope` only.
         """
         given = raw.get("rope_parameters") or {}
         if not isinstance(given, Mapping) or not given.keys() <= set(_SETS):
@@ -258,8 +262,8 @@ class GlobalLocalRopeEntry:
         return {**rope, "local_rope": windowed["rope"]}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return config.json's keys of both sets of rotary parameters, for new versions of transformers
-        (`rope_parameters`) and for old ones.
+        """Return config.json's keys of two sets of rotary parameters.
+        They are written for new versions of transformers (`rope_parameters`) and for old ones.
         """
         full = self.rope.config_from_fields(model)
         local = self.local.config_from_fields(model.model_copy(update={"rope": model.local_rope or model.rope}))

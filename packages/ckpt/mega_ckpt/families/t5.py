@@ -39,8 +39,8 @@ class StackLayersEntry:
     handled_model_fields: frozenset[str] = frozenset({"num_layers", "encoder"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return, from config.json, the `ModelConfig` fields `num_layers`, the sum over encoder and decoder, and
-        `encoder`, with the encoder's layers and the start token.
+        """Return the `ModelConfig` fields `num_layers` and `encoder` of an encoder-decoder from config.json.
+        `num_layers` is the sum over encoder and decoder; `encoder` has the encoder's layers and the start token.
         """
         if not raw.get("is_encoder_decoder", True):
             raise ConfigMismatchError("is_encoder_decoder = False is not supported")
@@ -50,8 +50,8 @@ class StackLayersEntry:
         return {"num_layers": encoder + (encoder if decoder is None else decoder), "encoder": section}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the config.json keys `num_layers` (encoder), `num_decoder_layers`, `decoder_start_token_id` and
-        `is_encoder_decoder`.
+        """Return the config.json keys of the layers of an encoder-decoder and its start token.
+        They are `num_layers` (encoder), `num_decoder_layers`, `decoder_start_token_id` and `is_encoder_decoder`.
         """
         if model.encoder is None:
             raise ConfigMismatchError("encoder is missing")
@@ -66,8 +66,8 @@ class StackLayersEntry:
 
 @dataclass(frozen=True)
 class RelativePositionsEntry:
-    """Config entry for T5's buckets of relative positions, with one bias table for the encoder and one for the decoder
-    or, with `every_layer`, one per layer.
+    """Config entry for T5's buckets of relative positions.
+    The encoder and the decoder have one bias table each or, with `every_layer`, one per layer.
     """
 
     every_layer: bool
@@ -94,8 +94,8 @@ class RelativePositionsEntry:
 
 @dataclass(frozen=True)
 class OutputScaleEntry:
-    """Config entry for T5's output projection, and the scale hidden_size^-0.5 of its input: T5 1.0 uses it and ties the
-    projection to the embedding, 1.1 does neither.
+    """Config entry for T5's output projection, and the scale hidden_size^-0.5 of its input.
+    T5 1.0 uses the scale and ties the projection to the embedding; 1.1 does neither.
 
     Older versions of transformers derive both from `tie_word_embeddings`. Version 5 always writes true there, and adds
     `scale_decoder_outputs`; whether the matrices are tied follows from the tensors (`T5Family.restrict_to_stored`). mT5
@@ -120,8 +120,8 @@ class OutputScaleEntry:
         return {"tie_embeddings": tied, "logit_scale": width**-0.5 if scaled else 1.0}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the config.json keys `tie_word_embeddings` and `scale_decoder_outputs`, or only `tie_word_embeddings`
-        with `by_tie`.
+        """Return the config.json keys of T5's output projection and its input scale.
+        They are `tie_word_embeddings` and `scale_decoder_outputs`, or only `tie_word_embeddings` with `by_tie`.
         """
         factors = {1.0: False, model.hidden_size**-0.5: True}
         if model.logit_scale not in factors or (factors[model.logit_scale] and not self.scaled):
@@ -142,8 +142,8 @@ class T5HeadSizeEntry:
     handled_model_fields: frozenset[str] = frozenset({"head_dim", "num_kv_heads"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return, from config.json, the `ModelConfig` fields `head_dim` and `num_kv_heads`, which is None: every head
-        has its own key and value.
+        """Return the `ModelConfig` fields `head_dim` and `num_kv_heads` of a T5 from config.json.
+        `num_kv_heads` is None: every head has its own key and value.
         """
         return {"head_dim": raw.get("d_kv", raw.get("head_dim", 64)), "num_kv_heads": None}
 
@@ -162,26 +162,27 @@ class DropoutRateEntry:
     handled_model_fields: frozenset[str] = frozenset({"embedding_dropout", "attention_dropout", "residual_dropout"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return, from config.json, the `ModelConfig` fields of embedding, attention and residual dropout, each with
-        the value of `dropout_rate`.
+        """Return the `ModelConfig` fields of embedding, attention and residual dropout from config.json.
+        Each has the value of `dropout_rate`.
         """
         return dict.fromkeys(sorted(self.handled_model_fields), raw.get("dropout_rate", 0.1))
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the config.json key `dropout_rate` from `residual_dropout`; embedding and attention dropout are not
-        written.
+        """Return the config.json key `dropout_rate` from `residual_dropout`.
+        Embedding and attention dropout are not written.
         """
         return {"dropout_rate": model.residual_dropout}
 
 
 class T5Family(ModelFamily):
-    """HuggingFace family of T5 models: `block.{i}` in its tensor rules is a layer of the encoder or the decoder, each
-    counted from 0; the feed-forward block is the last part of a layer.
+    """HuggingFace family of T5 models.
+    In its tensor rules `block.{i}` is a layer of the encoder or the decoder, each counted from 0. The feed-forward
+    block is the last part of a layer.
     """
 
     def disk_tensor_table(self, model: ModelConfig, names: Iterable[str] | None = None) -> dict[str, DiskTensor]:
-        """Return {name on disk: DiskTensor} of the tensors of `model`. The embedding is written once; older versions of
-        transformers repeat it in encoder and decoder.
+        """Return {name on disk: DiskTensor} of the tensors of a T5 model.
+        The embedding is written once; older versions of transformers repeat it in encoder and decoder.
         """
         first = model.encoder.num_layers if model.encoder else 0
 
@@ -198,14 +199,14 @@ class T5Family(ModelFamily):
         return {disk.name: disk for disk in found}
 
     def duplicate_tensors(self, model: ModelConfig) -> dict[str, str]:
-        """Return {disk name: canonical name} of the disk tensors that repeat another one, including the copy of the
-        embedding in encoder and decoder.
+        """Return {disk name: canonical name} of the disk tensors of a T5 that repeat another one.
+        The copy of the embedding in encoder and decoder is included.
         """
         return super().duplicate_tensors(model) | {f"{stack}.embed_tokens.weight": EMBEDDING for stack in _STACKS}
 
     def restrict_to_stored(self, model: ModelConfig, names: Iterable[str]) -> ModelConfig:
-        """Return `model` with untied embeddings if `names` has both embedding and output projection, except for T5 1.0,
-        which always ties them.
+        """Return the T5 configuration `model` with untied embeddings if a folder stores an output projection.
+        The folder's tensor `names` must have both embedding and output projection. T5 1.0 always ties them.
         """
         names = set(names)
         embedded = names & {"shared.weight", *(f"{stack}.embed_tokens.weight" for stack in _STACKS)}

@@ -22,8 +22,8 @@ _META_HEAD = "output.weight"
 
 @dataclass(frozen=True)
 class RotaryPairsLayout:
-    """Layout of query or key rows with adjacent rotary pairs, as in Meta's Llama code; in canonical tensors the rows of
-    a pair are half a head apart.
+    """Disk layout of query or key rows with adjacent rotary pairs, as in Meta's Llama code.
+    In canonical tensors the rows of a pair are half a head apart.
     """
 
     splits_on_first_axis: bool = False
@@ -127,8 +127,8 @@ TRAINER_NAMINGS = (
 
 
 def adapt_to_naming(family: ModelFamily, names: Iterable[str]) -> ModelFamily:
-    """Return `family` with the tensor names of another trainer (LitGPT or torchtitan) if `names`, a folder's tensor
-    names, follow its naming; else unchanged.
+    """Return `family` with the tensor names of another trainer (LitGPT or torchtitan), if a folder has them.
+    The folder's tensor names are `names`. The family is unchanged if they do not follow such a naming.
     """
     names = list(names)
     naming = next((naming for naming in TRAINER_NAMINGS if naming.matches_names(family, names)), None)

@@ -60,8 +60,8 @@ _NATIVE_SIZES = (
 
 @dataclass(frozen=True)
 class NativeResolutionEntry:
-    """Config entry for the section `native` of `VisionConfig`: preprocessing and windows of a vision encoder for images
-    of any shape.
+    """Config entry for the section `native` of `VisionConfig`, for images of any shape.
+    The section has the preprocessing and windows of a vision encoder for such images.
     """
 
     handled_config_keys: frozenset[str] = frozenset({"rope_parameters"}).union(
@@ -70,8 +70,9 @@ class NativeResolutionEntry:
     handled_model_fields: frozenset[str] = frozenset({"native"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return, from config.json, the `VisionConfig` section `native` (preprocessing and windows for images of any
-        shape); ConfigMismatchError for other rotary positions than axial ones of base 10000.
+        """Return the `VisionConfig` section `native`, for images of any shape, from config.json.
+        The section has preprocessing and windows. Raises ConfigMismatchError for other rotary positions than axial ones
+        of base 10000.
         """
         rope = raw.get("rope_parameters") or {}
         if rope.get("rope_type", "axial") != "axial" or rope.get("rope_theta", 10_000) != 10_000:
@@ -81,8 +82,8 @@ class NativeResolutionEntry:
         }
 
     def config_from_fields(self, model: Any) -> dict[str, Any]:
-        """Return the config.json keys of preprocessing and windows for images of any shape, from the section `native`
-        of `model`, a `VisionConfig`.
+        """Return the config.json keys of preprocessing and windows for images of any shape.
+        They are taken from the section `native` of `model`, a `VisionConfig`.
         """
         if model.native is None:
             raise ConfigMismatchError("vision.native is missing")
@@ -146,8 +147,9 @@ _TIED = "tie_word_embeddings"
 
 @dataclass(frozen=True)
 class PatchConvLayout:
-    """Layout of the patch embedding weight [width, 3 * frames * size * size], stored as a convolution: [width, 3, size,
-    size], or [width, 3, frames, size, size] if patches have several frames.
+    """Disk layout of the patch embedding weight, stored as the weight of a convolution.
+    The weight is [width, 3 * frames * size * size]. It is stored as [width, 3, size, size], or [width, 3, frames, size,
+    size] if patches have several frames.
     """
 
     splits_on_first_axis: bool = False
@@ -183,8 +185,8 @@ def clip_encoder_rules(vision: VisionConfig) -> tuple[TensorRule, ...]:
 
 @dataclass(frozen=True)
 class VisionLanguageFamily(ModelFamily):
-    """A family of vision-language models with a `text` model of another family; `entries` map config.json to fields of
-    a `VisionConfig`.
+    """Declaration of a HuggingFace family of vision-language models.
+    Its `text` model belongs to another family; `entries` map config.json to fields of a `VisionConfig`.
 
     Attributes:
         text: family of the text model; None until a config.json selects it.
@@ -218,8 +220,8 @@ class VisionLanguageFamily(ModelFamily):
         return self.text_family.has_per_expert_tensors
 
     def read_config_json(self, raw: ConfigDict, source: str = "config.json") -> ModelConfig:
-        """Return the model configuration, of text model and vision encoder, that a vision-language model's config.json
-        describes; errors name `source`.
+        """Return the model configuration that a vision-language model's config.json describes.
+        It has the text model and the vision encoder. Errors name `source`.
         """
         text = self.text_family.read_config_json(self.text_config_of(raw), f"{source}: text_config")
         inner = raw.get("vision_config") or {}
@@ -245,8 +247,9 @@ class VisionLanguageFamily(ModelFamily):
             raise CheckpointError(error.message, hint=error.hint) from None
 
     def text_config_of(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the text model's config.json: `text_config`, with transformers' defaults for absent keys and with tied
-        embeddings if the whole model has them.
+        """Return the text model's section of a vision-language model's config.json.
+        The section is `text_config`, with transformers' defaults for absent keys and with tied embeddings if the whole
+        model has them.
         """
         inner = dict(raw.get("text_config") or {})
         if not inner and self.flat:
@@ -259,8 +262,8 @@ class VisionLanguageFamily(ModelFamily):
         return _TEXTS.get(inner.get("model_type"), {}) | inner | tied
 
     def unread_keys(self, raw: ConfigDict) -> list[str]:
-        """Return the keys of a vision-language model's config.json that neither transformers nor mega reads, keys with
-        null left out.
+        """Return the keys of a vision-language model's config.json that neither transformers nor mega reads.
+        Keys with null are left out.
         """
         inner = raw.get("vision_config") or {}
         tower = VISION_ENCODERS.get(inner.get("model_type", self.towers[0]), ())
@@ -278,8 +281,8 @@ class VisionLanguageFamily(ModelFamily):
         return sorted(unread) + self.text_family.unread_keys(self.text_config_of(raw))
 
     def unsupported_settings(self, model: ModelConfig) -> list[str]:
-        """Return descriptions of the settings of `model` that this family's config.json cannot express; empty if it can
-        express the model.
+        """Return descriptions of the settings of `model` that this family's config.json cannot express.
+        The result is empty if it can express the model.
         """
         if model.vision is None:
             return ["vision is missing"]
@@ -317,8 +320,8 @@ class VisionLanguageFamily(ModelFamily):
         raise ConfigMismatchError("; ".join(reasons))
 
     def disk_tensor_table(self, model: ModelConfig, names: Iterable[str] | None = None) -> dict[str, DiskTensor]:
-        """Return {name on disk: DiskTensor} of the tensors of `model`, with the name prefixes of the folder that has
-        the tensors `names`.
+        """Return {name on disk: DiskTensor} of the tensors of a vision-language model.
+        The names have the prefixes of the folder that has the tensors `names`.
         """
         names = None if names is None else set(names)
         style = TensorNameStyle.detect_style(names, self.styles)
@@ -334,15 +337,15 @@ class VisionLanguageFamily(ModelFamily):
         return vision | named
 
     def duplicate_tensors(self, model: ModelConfig) -> dict[str, str]:
-        """Return {disk name: canonical name} of disk tensors that repeat another one, such as the stored copy of a tied
-        output layer.
+        """Return {disk name: canonical name} of disk tensors that repeat another one.
+        An example is the stored copy of a tied output layer.
         """
         text = self.text_family.duplicate_tensors(text_only_config(model))
         return {style.to_disk_name(copy): name for style in self.styles for copy, name in text.items()}
 
     def is_buffer_tensor(self, name: str) -> bool:
-        """Return whether a disk tensor is a buffer and not a weight; the unused pooling head of a vision encoder counts
-        as a buffer.
+        """Return whether a disk tensor of a vision-language model is a buffer and not a weight.
+        The unused pooling head of a vision encoder counts as a buffer.
         """
         text = next((inner for style in self.styles if (inner := style.to_text_name(name)) is not None), "")
         return super().is_buffer_tensor(name) or self.text_family.is_buffer_tensor(text)
@@ -350,8 +353,8 @@ class VisionLanguageFamily(ModelFamily):
 
 @dataclass(frozen=True)
 class TensorNameStyle:
-    """Name prefixes of the tensors in a vision-language folder: of vision encoder, projector, and the text model's body
-    and head.
+    """Name prefixes of the tensors in a folder of a vision-language model.
+    There is one each for the vision encoder, the projector, and the text model's body and head.
 
     Attributes:
         marker: continuation of the vision encoder's prefix, which distinguishes this style from others.
@@ -365,7 +368,8 @@ class TensorNameStyle:
 
     @staticmethod
     def detect_style(names: set[str] | None, styles: Sequence[TensorNameStyle]) -> TensorNameStyle:
-        """Return the one of `styles` that a folder with tensors `names` uses; the first style for a new folder, as most
+        """Return the style of tensor names that a vision-language folder uses.
+        The style is one of `styles`, for a folder with tensors `names`. For a new folder it is the first style, as most
         software reads it.
         """
         matches = (

@@ -33,8 +33,8 @@ TOWER_BUFFERS = r"(.*\.)?(rotary_emb\.inv_freq|embeddings\.position_ids|vision_t
 
 @dataclass(frozen=True)
 class FeatureSelectEntry:
-    """Config entry for LLaVA's selection of the vision encoder's outputs: `default` drops the first one, the class
-    token of CLIP.
+    """Config entry for LLaVA's selection of the vision encoder's outputs.
+    The value `default` drops the first one, the class token of CLIP.
 
     Without a class token it would drop a patch, which is not supported.
     """
@@ -43,8 +43,8 @@ class FeatureSelectEntry:
     handled_model_fields: frozenset[str] = frozenset({"feature_class"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return, from config.json, the `VisionConfig` field `feature_class`, true if the class token is kept;
-        ConfigMismatchError if a patch would be dropped.
+        """Return the `VisionConfig` field `feature_class`, true if the class token is kept, from config.json.
+        Raises ConfigMismatchError if a patch would be dropped.
         """
         siglip = (raw.get("vision_config") or {}).get("model_type") == "siglip_vision_model"
         strategy = raw.get("vision_feature_select_strategy", "default")
@@ -55,8 +55,8 @@ class FeatureSelectEntry:
         return {"feature_class": strategy == "full" and not siglip}
 
     def config_from_fields(self, model: Any) -> dict[str, Any]:
-        """Return the config.json keys `vision_feature_select_strategy` and `image_seq_length` from the fields of a
-        `VisionConfig`.
+        """Return the config.json keys of LLaVA's selection of the vision encoder's outputs.
+        They are `vision_feature_select_strategy` and `image_seq_length`, from the fields of a `VisionConfig`.
         """
         full = model.feature_class or not model.class_token
         return {
@@ -134,16 +134,16 @@ LLAVA_NEXT = replace(
 
 @dataclass(frozen=True)
 class TokensPerImageEntry:
-    """Config entry for Gemma 3's `mm_tokens_per_image`: the number of tokens that the patches of an image are average-
-    pooled to.
+    """Config entry for Gemma 3's `mm_tokens_per_image`, the number of tokens per image.
+    The patches of an image are average-pooled to that number of tokens.
     """
 
     handled_config_keys: frozenset[str] = frozenset({"mm_tokens_per_image"})
     handled_model_fields: frozenset[str] = frozenset({"pool"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return, from config.json, the `VisionConfig` field `pool`, the pooling factor per side; ConfigMismatchError
-        if square pools of patches do not give that number of tokens.
+        """Return the `VisionConfig` field `pool`, the pooling factor per side, from config.json.
+        Raises ConfigMismatchError if square pools of patches do not give the number of tokens per image.
         """
         tokens, tower = raw.get("mm_tokens_per_image", 256), raw.get("vision_config") or {}
         patches, side = tower.get("image_size", 224) // tower.get("patch_size", 16), isqrt(tokens)
@@ -160,8 +160,8 @@ class TokensPerImageEntry:
 
 @dataclass(frozen=True)
 class NoLogitCapEntry:
-    """Config entry that rejects a logit soft cap of the text model, which transformers ignores in a vision-language
-    model.
+    """Config entry that rejects a logit soft cap of a vision-language model's text model.
+    Transformers ignores the cap in such a model.
     """
 
     handled_config_keys: frozenset[str] = frozenset()
@@ -218,8 +218,8 @@ _SECTIONS = "mrope_section"
 
 @dataclass(frozen=True)
 class MultimodalRopeEntry(RopeEntry):
-    """A `RopeEntry` for Qwen2.5-VL, with `mrope_section` in the rotary parameters; before transformers 5 rope_type is
-    mrope.
+    """`RopeEntry` for the multimodal rotary positions of Qwen2.5-VL.
+    The rotary parameters have `mrope_section`. Before transformers 5, rope_type is mrope.
     """
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
@@ -229,8 +229,8 @@ class MultimodalRopeEntry(RopeEntry):
         return {"rope": out["rope"] | {"sections": given.get(_SECTIONS, [16, 24, 24])}}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return config.json's rotary keys for new and for old versions of transformers, each with `mrope_section`;
-        ConfigMismatchError if the model's RoPE has no sections.
+        """Return config.json's keys of multimodal rotary positions, for new and old versions of transformers.
+        Each version's keys have `mrope_section`. Raises ConfigMismatchError if the model's RoPE has no sections.
         """
         if model.rope.sections is None:
             raise ConfigMismatchError("rope.sections is missing")
@@ -285,8 +285,8 @@ class OutHiddenSizeEntry:
     handled_model_fields: frozenset[str] = frozenset()
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return no `VisionConfig` fields; ConfigMismatchError if `out_hidden_size` differs from the text model's
-        `hidden_size`.
+        """Check that `out_hidden_size` is the text model's `hidden_size`; return no `VisionConfig` fields.
+        Raises ConfigMismatchError if they differ.
         """
         out, text = (raw.get("vision_config") or {}).get("out_hidden_size"), raw.get("text_config") or raw
         if out is not None and out != text.get("hidden_size", out):

@@ -14,8 +14,8 @@ _FULL, _LOCAL = "full_attention", "sliding_attention"
 
 @dataclass(frozen=True)
 class UniformWindowEntry:
-    """Config entry for one sliding window in every layer, or none. A list of layer types, which transformers' caches
-    use, must agree.
+    """Config entry for one sliding window in every layer, or none.
+    A list of layer types, which transformers' caches use, must agree.
 
     Attributes:
         size: the window if the key is absent.
@@ -28,8 +28,8 @@ class UniformWindowEntry:
     handled_model_fields: frozenset[str] = frozenset({"sliding_window"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return, from config.json, the `ModelConfig` field `sliding_window`; ConfigMismatchError if the family does
-        not support windows or a list of layer types disagrees.
+        """Return the `ModelConfig` field `sliding_window`, one for all layers, from config.json.
+        Raises ConfigMismatchError if the family does not support windows or a list of layer types disagrees.
         """
         size = raw.get("sliding_window", self.size)
         if size is not None and not self.supports_windows:
@@ -79,16 +79,16 @@ class LayerTypesEntry:
         return window_fields(raw.get("layer_types") or window_layer_types(full), size, layers)
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the config.json keys `layer_types` and `sliding_window`, a size even if no layer uses it, since some
-        transformers classes require one.
+        """Return the config.json keys `layer_types` and `sliding_window`.
+        The window has a size even if no layer uses it, since some transformers classes require one.
         """
         return {"sliding_window": model.sliding_window or self.size, "layer_types": model_layer_types(model)}
 
 
 @dataclass(frozen=True)
 class QwenWindowEntry:
-    """Config entry for Qwen's sliding window: in config.json a switch, a size, the first layer that has it, and the
-    redundant list of layer types.
+    """Config entry for Qwen's sliding window, which some of the layers have.
+    In config.json it is a switch, a size, the first layer that has the window, and the redundant list of layer types.
 
     Attributes:
         size, first: transformers' defaults for absent keys.
@@ -116,8 +116,9 @@ class QwenWindowEntry:
         )
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the config.json keys `use_sliding_window`, `sliding_window`, `max_window_layers` (the first layer with
-        a window) and `layer_types`.
+        """Return the config.json keys of Qwen's sliding window.
+        They are `use_sliding_window`, `sliding_window`, `max_window_layers` (the first layer with a window) and
+        `layer_types`.
         """
         kinds = model_layer_types(model)
         used = _LOCAL in kinds
@@ -140,8 +141,8 @@ class SwitchedWindowEntry:
     handled_model_fields: frozenset[str] = frozenset({"sliding_window"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return, from config.json, the `ModelConfig` field `sliding_window`, None unless `use_sliding_window` is true;
-        `max_window_layers` is ignored as in transformers.
+        """Return the `ModelConfig` field `sliding_window` from config.json, None if windows are switched off.
+        Windows are on if `use_sliding_window` is true. The key `max_window_layers` is ignored as in transformers.
         """
         size = raw.get("sliding_window", self.size) if raw.get("use_sliding_window") else None
         check_layer_types(raw, size)
@@ -154,8 +155,8 @@ class SwitchedWindowEntry:
 
 @dataclass(frozen=True)
 class RopeInWindowsEntry:
-    """Config entry for sliding windows with rotary positions in most layers; every n-th layer has full attention
-    without positions (Command R7B).
+    """Config entry for sliding windows with rotary positions in most layers (Command R7B).
+    Every n-th layer has full attention without positions.
 
     Attributes:
         every_key: the key of `every`, read without a list of layer types.
@@ -174,8 +175,8 @@ class RopeInWindowsEntry:
         return frozenset({"sliding_window", "layer_types", self.every_key})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return, from config.json, the `ModelConfig` fields `sliding_window`, `full_attention_layers` and
-        `no_rope_layers`; the latter two list the same layers.
+        """Return the `ModelConfig` fields of sliding-window layers with rotary positions from config.json.
+        They are `sliding_window`, `full_attention_layers` and `no_rope_layers`; the latter two list the same layers.
         """
         layers, size = layer_indices(raw), raw.get("sliding_window", self.size)
         if size is None and self.none_rotates_all:
@@ -189,8 +190,8 @@ class RopeInWindowsEntry:
         return {**fields, "no_rope_layers": [layer for layer, kind in enumerate(kinds) if kind == _FULL] or None}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the config.json keys `layer_types` and `sliding_window`; ConfigMismatchError unless exactly the
-        full-attention layers lack rotary positions.
+        """Return the config.json keys `layer_types` and `sliding_window` of sliding-window layers with RoPE.
+        Raises ConfigMismatchError unless exactly the full-attention layers lack rotary positions.
         """
         layers = range(model.num_layers)
         full = [layer for layer in layers if model.get_attention_window(layer) is None]
@@ -203,8 +204,8 @@ class RopeInWindowsEntry:
 
 
 def check_layer_types(raw: ConfigDict, size: int | None) -> None:
-    """Check that the list `layer_types` in `raw`, if given, agrees with a family that has a window of `size`, or none,
-    in every layer.
+    """Check that the list `layer_types` of a config.json agrees with the same window in every layer.
+    The family has a window of `size`, or none, in every layer. The list may be absent from `raw`, the config.json.
 
     Raises:
         ConfigMismatchError: when it does not.
@@ -225,8 +226,8 @@ def window_layer_types(full: Sequence[bool]) -> list[str]:
 
 
 def window_fields(kinds: Any, size: int | None, layers: Sequence[int]) -> dict[str, Any]:
-    """Return the fields `sliding_window` and `full_attention_layers` of `ModelConfig` for `kinds`, a list of
-    transformers' layer types.
+    """Return the `ModelConfig` fields of sliding windows for a list of transformers' layer types.
+    The fields are `sliding_window` and `full_attention_layers`; the list is `kinds`.
     """
     if not isinstance(kinds, list) or not set(kinds) <= {_FULL, _LOCAL}:
         unsupported = sorted(set(map(str, kinds)) - {_FULL, _LOCAL}) if isinstance(kinds, list) else kinds

@@ -67,8 +67,8 @@ def to_lazy_tensor(path: Path, one: StoredTensor) -> LazyTensor:
 
 
 def parse_integer(value: Any) -> int | None:
-    """Return an integer that may be stored as a tensor with one element, or as the value of an enumeration; None for
-    anything else.
+    """Return an integer that may be stored as a one-element tensor or an enumeration's value.
+    Returns None for anything else.
     """
     if isinstance(value, InertObject) and len(value.args) == 1:
         (value,) = value.args
@@ -83,8 +83,8 @@ BY_NUMBER = "the moments are stored by parameter number"
 
 
 def attach_moments(path: Path, weights: Mapping[str, StoredTensor], optimizer: Mapping[Any, Any]) -> NamedAdamState:
-    """Return `weights` with the Adam moments of `optimizer`, a state dict whose numbered parameters are in the order of
-    `weights`.
+    """Return `weights` with the Adam moments of a torch optimizer's state dict.
+    The numbered parameters of the state dict, `optimizer`, are in the order of `weights`.
     """
     held = {name: to_lazy_tensor(one.path, one) for name, one in weights.items()}
     return assign_moment_names(path, held, optimizer, [[_distinct_names(weights)]])
@@ -93,8 +93,9 @@ def attach_moments(path: Path, weights: Mapping[str, StoredTensor], optimizer: M
 def assign_moment_names(
     path: Path, held: Mapping[str, LazyTensor], optimizer: Mapping[Any, Any], orders: Sequence[Sequence[Sequence[str]]]
 ) -> NamedAdamState:
-    """Return the weights `held` with the Adam moments of `optimizer` by weight name; without moments, and with the
-    reason, if the order of its numbered parameters is unknown.
+    """Return weights with the Adam moments of a torch optimizer's state dict, by weight name.
+    The weights are `held`, the state dict is `optimizer`. If the order of its numbered parameters is unknown, the
+    result has no moments but the reason.
 
     Args:
         path: the file of the moments, for messages.
@@ -134,8 +135,9 @@ def assign_moment_names(
 
 
 def read_colossalai_state(folder: Path, files: Mapping[str, Mapping[str, StoredTensor]]) -> NamedAdamState | None:
-    """Return the weights that Colossal-AI saved in `folder`, file by file in order, with the Adam moments in the
-    sibling folder `optimizer`; None without moments.
+    """Return the weights and Adam moments of a Colossal-AI checkpoint.
+    The weights are in `folder`, file by file in order; the moments are in the sibling folder `optimizer`. Returns None
+    without moments.
 
     Raises:
         CheckpointError: when files are missing or damaged.
@@ -170,8 +172,9 @@ _UNDECAYED = re.compile(r"bias|layernorm|rmsnorm|(^|\.|_)norm(\.|$)")
 
 
 def read_trainer_state(folder: Path, weights: Mapping[str, LazyTensor]) -> NamedAdamState | None:
-    """Return `weights` with the Adam moments in optimizer.pt (transformers) or optimizer.bin (Accelerate) in `folder`,
-    or with the reason why they cannot be read; None without either file.
+    """Return `weights` with the Adam moments that transformers or Accelerate saved in `folder`.
+    The moments are in optimizer.pt (transformers) or optimizer.bin (Accelerate). If they cannot be read, the result has
+    the reason. Returns None without either file.
 
     An unreadable optimizer file is not an error, since the weights are in other files.
     """

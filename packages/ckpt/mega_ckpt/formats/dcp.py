@@ -32,8 +32,8 @@ METADATA = ".metadata"
 
 @dataclass(frozen=True)
 class StoredBox:
-    """A rectangle of a tensor stored in some file: its offset and shape within the tensor, and a function that reads
-    it.
+    """A rectangle of a tensor stored in some file.
+    It has the offset and shape within the tensor, and a function that reads it.
     """
 
     offset: TensorShape
@@ -43,8 +43,8 @@ class StoredBox:
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """A tensor in a folder of torch.distributed.checkpoint: its dtype and global shape, and the rectangles that it is
-    stored as.
+    """A tensor in a folder of torch.distributed.checkpoint (DCP).
+    It has a dtype and global shape, and the rectangles that it is stored as.
     """
 
     dtype: torch.dtype
@@ -52,8 +52,9 @@ class SavedTensor:
     chunks: Sequence[StoredBox]
 
     def read(self) -> Tensor:
-        """Read the whole tensor from the folder: memory-mapped if it is stored as one rectangle, else assembled;
-        CheckpointError if elements are missing.
+        """Read the whole tensor from the folder of torch.distributed.checkpoint (DCP).
+        The tensor is memory-mapped if it is stored as one rectangle, else assembled. Raises CheckpointError if elements
+        are missing.
         """
         held = sum(math.prod(chunk.shape) for chunk in self.chunks)
         if held < math.prod(self.shape):
@@ -126,8 +127,8 @@ def read_dcp_folder(folder: Path) -> DcpFolder:
 
 @contextmanager
 def malformed_as_error(message: str) -> Iterator[None]:
-    """Context manager that converts the exceptions of code that parses untrusted data into a CheckpointError with
-    `message`.
+    """Context manager that converts exceptions of code that parses untrusted data into a CheckpointError.
+    The error has the given `message`.
 
     Raises:
         CheckpointError: with the message and the exception.
@@ -139,8 +140,8 @@ def malformed_as_error(message: str) -> Iterator[None]:
 
 
 def bad_metadata_as_error(folder: Path) -> AbstractContextManager[None]:
-    """Context manager that converts the exceptions of code that parses DCP's `.metadata` in `folder` into a
-    CheckpointError.
+    """Context manager that converts exceptions of code that parses DCP's `.metadata` into a CheckpointError.
+    The metadata is in `folder`. DCP is torch.distributed.checkpoint.
     """
     return malformed_as_error(f"{folder / METADATA}: not the metadata of a checkpoint of torch.distributed")
 
@@ -152,7 +153,7 @@ class _Chunk:
     shape: TensorShape
 
     def read(self) -> Tensor:
-        """Return the chunk, mapped.
+        """Return the tensor chunk, memory-mapped from its file.
 
         Raises:
             CheckpointError: when the tensor in the file conflicts with the metadata.

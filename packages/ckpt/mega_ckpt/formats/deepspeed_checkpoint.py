@@ -32,8 +32,8 @@ FlatPartitions = Sequence[StoredTensor]  # partitions of one rank, one per param
 
 
 def read_universal_checkpoint(folder: Path) -> NamedAdamState:
-    """Read a DeepSpeed universal checkpoint: `zero/` in `folder` has one folder per parameter with fp32 weights and
-    Adam moments, flattened if they come from ZeRO-3.
+    """Read fp32 weights and Adam moments from a DeepSpeed universal checkpoint.
+    The folder `zero/` in `folder` has one folder per parameter. Parameters are flattened if they come from ZeRO-3.
 
     Raises:
         CheckpointError: when a file has no tensor.
@@ -70,8 +70,8 @@ def _count_updates(model: Mapping[str, Any]) -> int | None:
 
 
 def read_zero_checkpoint(folder: Path) -> NamedAdamState:
-    """Read a DeepSpeed checkpoint folder of one step: fp32 weights and Adam moments from the optimizer files, buffers
-    and frozen weights from the model files.
+    """Read the weights and Adam moments of one step from a DeepSpeed checkpoint folder.
+    Fp32 weights and Adam moments are in the optimizer files, buffers and frozen weights in the model files.
 
     Raises:
         CheckpointError: when files are missing, or do not have DeepSpeed's format.

@@ -37,8 +37,8 @@ class LazyTensor:
 
 
 class DiskSource:
-    """A `WeightSource` of weights in files with a model family's own tensor names and layouts. At most one tensor that
-    is costly to read is kept in memory.
+    """A `WeightSource` of weights in files with a model family's own tensor names and layouts.
+    At most one tensor that is costly to read is kept in memory.
 
     `quantization` describes the stored weights if they are dequantized when read; else it is None.
 
@@ -72,21 +72,25 @@ class DiskSource:
         return list(self._shapes)
 
     def tensor_shape(self, name: str) -> TensorShape:
-        """Return the global shape of a canonical tensor."""
+        """Return the global (unsharded) shape of a canonical tensor."""
         return self._shapes[name]
 
     def tensor_dtype(self, name: str) -> torch.dtype:
-        """Return the stored dtype of a tensor; for a quantized one, the dtype after dequantization."""
+        """Return the stored dtype of a canonical tensor; for a quantized one, the dtype after dequantization."""
         disk, _ = self._locations[name][0]
         return self._disk[disk.name].dtype
 
     def read_tensor(self, name: str) -> Tensor:
-        """Read a whole tensor: a view of the file, unless it is assembled from several disk tensors."""
+        """Read a whole canonical tensor from the weight files.
+        It is a view of the file, unless it is assembled from several disk tensors.
+        """
         shape = self.tensor_shape(name)
         return self.read_tensor_slice(name, (0,) * len(shape), shape)
 
     def read_tensor_slice(self, name: str, offset: TensorShape, shape: TensorShape) -> Tensor:
-        """Read `tensor[offset : offset + shape]`: a view of the file, unless it is assembled from several disk tensors."""
+        """Read `tensor[offset : offset + shape]` of a canonical tensor from the weight files.
+        It is a view of the file, unless it is assembled from several disk tensors.
+        """
         locations = self._locations[name]
         if len(locations) == 1:
             return crop_tensor(self._view(*locations[0]), offset, shape)
@@ -101,7 +105,7 @@ class DiskSource:
         return self._buffers
 
     def read_buffer(self, name: str) -> Tensor:
-        """Read one buffer, by its name on disk."""
+        """Read one buffer (a tensor that is not a weight), by its name on disk."""
         return self._disk[name].read()
 
     def _view(self, disk: DiskTensor, slab: TensorSlice) -> Tensor:

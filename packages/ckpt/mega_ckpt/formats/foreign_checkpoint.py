@@ -30,8 +30,9 @@ _MOMENT = re.compile(_OPTIMIZER.pattern + r"(?:state\.)?(?P<weight>.+)\.(?P<kind
 
 
 def read_foreign_checkpoint(folder: Path) -> NamedAdamState | None:
-    """Read the weights and Adam moments that another trainer saved in `folder` (torch.distributed.checkpoint,
-    DeepSpeed, a .ckpt or .pth file), by names without module wrappers; return None for any other folder.
+    """Read the weights and Adam moments that another trainer saved in `folder`.
+    Supported are torch.distributed.checkpoint, DeepSpeed, and .ckpt or .pth files. Names have no module wrappers.
+    Returns None for any other folder.
 
     Raises:
         CheckpointError: when files are missing, damaged or ambiguous.

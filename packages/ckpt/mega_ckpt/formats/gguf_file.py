@@ -55,7 +55,7 @@ class _HeaderCursor:
         self._data, self._size, self._at, self._elements = data, len(data), 0, 0
 
     def check_all(self) -> None:
-        """Walk the whole header.
+        """Check the counts, lengths and dimensions in the whole header of a GGUF file.
 
         Raises:
             ValueError: at the first count that does not fit the file.

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 _CONTROL, _USER_DEFINED = 3, 4  # kinds of tokens
-_SPACE = "▁"
+SPACE = "▁"
 _WORDS, _CONTRACTIONS = r"[^\r\n\p{L}\p{N}]?\p{L}+", r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
@@ -52,8 +52,8 @@ _BEGIN_BY_DEFAULT = ("llama-bpe", "llama3", "llama-v3")
 
 
 def build_tokenizer_files(file: GgufModel) -> Mapping[str, bytes]:
-    """Build tokenizer.json and tokenizer_config.json, with the chat template, from a GGUF file's metadata; for an
-    unsupported tokenizer warn and return an empty mapping.
+    """Build tokenizer.json and tokenizer_config.json from a GGUF file's metadata.
+    The chat template is included. For an unsupported tokenizer, log a warning and return an empty mapping.
 
     Raises:
         CheckpointError: when the metadata lacks a part of the tokenizer, or a part has the wrong type.
@@ -108,7 +108,7 @@ def _sentencepiece(metadata: Mapping[str, Any]) -> Tokenizer:
     gemma = metadata["general.architecture"].startswith("gemma")
     tokens: Sequence[str] = metadata["tokenizer.ggml.tokens"]
     if gemma:  # its tokens of several spaces are stored as plain spaces
-        tokens = [_SPACE * len(token) if token and not token.strip(" ") else token for token in tokens]
+        tokens = [SPACE * len(token) if token and not token.strip(" ") else token for token in tokens]
     # The order of Gemma's merges is that of its tokens, independent of the scores.
     scores = [-n for n in range(len(tokens))] if gemma else metadata["tokenizer.ggml.scores"]
     unknown = tokens[metadata.get("tokenizer.ggml.unknown_token_id", 0)]
@@ -119,11 +119,11 @@ def _sentencepiece(metadata: Mapping[str, Any]) -> Tokenizer:
     tokenizer = Tokenizer(model)
     prefix = metadata.get("tokenizer.ggml.add_space_prefix", True) and not gemma
     tokenizer.normalizer = normalizers.Sequence(
-        [*([normalizers.Prepend(_SPACE)] if prefix else []), normalizers.Replace(" ", _SPACE)]
+        [*([normalizers.Prepend(SPACE)] if prefix else []), normalizers.Replace(" ", SPACE)]
     )
     tokenizer.decoder = decoders.Sequence(
         [
-            decoders.Replace(_SPACE, " "),
+            decoders.Replace(SPACE, " "),
             decoders.ByteFallback(),
             decoders.Fuse(),
             *([decoders.Strip(" ", 1, 0)] if prefix else []),

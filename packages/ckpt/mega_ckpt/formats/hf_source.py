@@ -67,17 +67,17 @@ _TEMPLATES = "additional_chat_templates"
 
 
 class HfSource(DiskSource):
-    """A `WeightSource` of a HuggingFace folder, dequantized. The attribute `unread` lists the keys of config.json that
-    neither transformers nor mega reads.
+    """A `WeightSource` of a HuggingFace folder, dequantized.
+    The attribute `unread` lists the keys of config.json that neither transformers nor mega reads. `families` come from extensions.
 
     Raises:
         CheckpointError: from the constructor, naming file, key or tensor, for a folder that cannot be used.
     """
 
-    def __init__(self, folder: Location) -> None:
+    def __init__(self, folder: Location, families: Sequence[ModelFamily] = ()) -> None:
         self.folder = folder
         self._raw = read_hf_config(folder)
-        self.family, described, self.unread = load_hf_config(folder / CONFIG, self._raw)
+        self.family, described, self.unread = load_hf_config(folder / CONFIG, self._raw, families)
         files = open_weight_files(folder)
         self._read_adam_state, tensors = files.read_adam_state, files.tensors
         self._naming = adapt_to_naming(self.family, tensors) if files.has_foreign_names else self.family
@@ -98,8 +98,9 @@ class HfSource(DiskSource):
         self._check_duplicates(table)
 
     def asset_files(self) -> Mapping[str, Path | bytes]:
-        """Return all files of the folder other than weights, and, if the weights are read unchanged, `hf_layout.json`,
-        which keeps the weight files' headers so that they can be written again byte for byte.
+        """Return all files of the HuggingFace folder other than weights.
+        If the weights are read unchanged, `hf_layout.json` is included; it keeps the weight files' headers so that they
+        can be written again byte for byte.
         """
         found = read_asset_files(self.folder)
         if self.quantization:
@@ -112,8 +113,8 @@ class HfSource(DiskSource):
         return {**found, LAYOUT: encode_hf_layout({name: header.text for name, header in self._headers.items()})}
 
     def read_training_state(self, dtype: torch.dtype) -> ConvertedTraining | None:
-        """Return the optimizer state that another trainer saved in the folder, for a run with weights of type `dtype`;
-        None if only a model was saved.
+        """Return the optimizer state that another trainer saved in the HuggingFace folder.
+        The state is for a run with weights of type `dtype`. Returns None if only a model was saved.
 
         Raises:
             OptimizerNotConverted: with the reason, if another trainer's state cannot be converted.
@@ -164,8 +165,8 @@ class HfSource(DiskSource):
 def build_checked_tensor_table(
     family: ModelFamily, model: ModelConfig, held: Mapping[str, TensorShape], source: object
 ) -> Mapping[str, DiskTensor]:
-    """Return {disk name: DiskTensor} of `model` in the family's files, after checking that `held` (disk names with
-    shapes) are exactly these and buffers.
+    """Return {disk name: DiskTensor} of `model` in the family's files, checked against a folder's tensors.
+    The tensors `held` (disk names with shapes) must be exactly those of the model and buffers.
 
     Raises:
         CheckpointError: naming a tensor that is missing, unknown or of another shape.
@@ -178,8 +179,8 @@ def build_checked_tensor_table(
 
 
 def check_tensor_counts(family: ModelFamily, model: ModelConfig, held: int, source: object) -> None:
-    """Check that a folder's number of tensors, `held`, is at least the model's number of layers and of experts, before
-    a tensor table is built.
+    """Check that a folder has enough tensors for a model, before a tensor table is built.
+    The number of tensors, `held`, must be at least the model's number of layers and of experts.
 
     Raises:
         CheckpointError: with the counts.
@@ -196,8 +197,9 @@ def check_tensor_counts(family: ModelFamily, model: ModelConfig, held: int, sour
 def check_tensor_table(
     table: Mapping[str, DiskTensor], held: Mapping[str, TensorShape], source: object, kind: str, config: str = CONFIG
 ) -> None:
-    """Check that `held` (disk names with shapes) are exactly the tensors of `table`; `kind` and `config` name the model
-    family and its settings file in errors.
+    """Check that a folder's tensors are exactly the expected ones.
+    The folder's tensors are `held` (disk names with shapes), the expected ones `table`. `kind` and `config` name the
+    model family and its settings file in errors.
 
     Raises:
         CheckpointError: naming a tensor that is missing, unknown or of another shape.
@@ -224,22 +226,25 @@ def check_tensor_table(
             )
 
 
-def load_hf_config(path: Location, raw: Mapping[str, Any] | None = None) -> tuple[ModelFamily, ModelConfig, list[str]]:
-    """Return the family, the model configuration, and the keys that nothing reads, of the config.json at `path`; `raw`
-    is its content, if already read.
+def load_hf_config(
+    path: Location, raw: Mapping[str, Any] | None = None, families: Sequence[ModelFamily] = ()
+) -> tuple[ModelFamily, ModelConfig, list[str]]:
+    """Return the model family, the model configuration, and the unread keys of a config.json.
+    The file is at `path`; `raw` is its content, if already read. Unread keys are those that nothing reads.
+    `families` come from extensions.
 
     Raises:
         CheckpointError: when it is no JSON mapping, or describes an unsupported model.
     """
     raw = read_json_mapping(path) if raw is None else raw
-    family = family_of_config(raw, str(path))
+    family = family_of_config(raw, str(path), families)
     model, unread = family.read_config_json(raw, str(path)), family.unread_keys(raw)
     return family, add_image_settings(model, partial(_read_sibling, path.parent)), unread
 
 
 def add_image_settings(model: ModelConfig, read: Callable[[str], Mapping[str, Any]]) -> ModelConfig:
-    """Return `model` with the image preprocessing settings of its folder; `read` returns the content of the JSON file
-    of a given name, empty if the file is missing.
+    """Return `model` with the image preprocessing settings of its HuggingFace folder.
+    `read` returns the content of the JSON file of a given name, empty if the file is missing.
 
     Raises:
         CheckpointError: when a settings file is damaged.
@@ -251,8 +256,8 @@ def add_image_settings(model: ModelConfig, read: Callable[[str], Mapping[str, An
 
 
 def warn_of_unread_keys(path: Location, keys: Sequence[str], model: ModelConfig) -> None:
-    """Log warnings of `keys` of a config.json that nothing reads, and of image preprocessing settings that mega does
-    not apply.
+    """Log warnings of config.json keys that nothing reads.
+    The keys are `keys`. Image preprocessing settings that mega does not apply are warned of, too.
     """
     if keys:
         logger.warning("%s: neither transformers nor mega reads %s; kept unchanged", path, ", ".join(keys))
@@ -288,23 +293,25 @@ def read_hf_config(folder: Location) -> dict[str, Any]:
     if not path.is_file():
         hint = "expected a mega checkpoint, a run folder, or a HuggingFace folder with config.json and safetensors"
         weights = [found.name for pattern in _WEIGHT_PATTERNS for found in folder.glob(pattern)]
-        if weights:
+        if tokens := sorted(found.stem for found in folder.glob("*.idx")):
+            hint = f"the folder has token files ({tokens[0]}.idx and .bin), not a model; " + hint
+        elif weights:
             hint = f"the folder has weights ({weights[0]}): add the model's config.json"
         raise CheckpointError(f"{folder}: {CONFIG} is missing", hint=hint)
     return read_json_mapping(path)
 
 
 def encode_hf_layout(headers: Mapping[str, bytes]) -> bytes:
-    """Return the bytes of `hf_layout.json`, in which a mega checkpoint keeps the headers of the safetensors files it
-    was converted from; `headers` is {file name: header}.
+    """Return the bytes of `hf_layout.json`, which has the headers of HuggingFace safetensors files.
+    A mega checkpoint keeps in it the headers of the files that it was converted from. `headers` is {file name: header}.
     """
     files = {name: text.decode() for name, text in headers.items()}
     return json.dumps({"files": files}, indent=1, ensure_ascii=False).encode()
 
 
 def decode_hf_headers(content: bytes) -> dict[str, SafetensorsHeader]:
-    """Return {file name: header} from `hf_layout.json`, in which a mega checkpoint keeps the headers of the safetensors
-    files it was converted from.
+    """Return {file name: header} from `hf_layout.json`, the headers of HuggingFace safetensors files.
+    A mega checkpoint keeps in it the headers of the files that it was converted from.
 
     Raises:
         CheckpointError: when it is damaged, or names a file outside its folder.
@@ -323,8 +330,8 @@ def _sorted(paths: Iterable[Location]) -> list[Location]:
 
 
 def check_settings_files(paths: Iterable[Location]) -> None:
-    """Check that the .json and .jinja paths of a folder are readable files; CheckpointError for a dangling link, a
-    folder or a FIFO, which is not the same as an absent file.
+    """Check that the .json and .jinja paths of a folder are readable files.
+    Raises CheckpointError for a dangling link, a folder or a FIFO, which is not the same as an absent file.
 
     Raises:
         CheckpointError: naming a dangling link, or a folder or FIFO of such a name.
@@ -338,8 +345,8 @@ def check_settings_files(paths: Iterable[Location]) -> None:
 
 
 def read_asset_files(folder: Location) -> dict[str, Path | bytes]:
-    """Return the files of a HuggingFace folder that accompany the weights, such as tokenizer files and chat templates,
-    {relative path: file or content}.
+    """Return the files of a HuggingFace folder that accompany the weights.
+    Examples are tokenizer files and chat templates. The result is {relative path: file or content}.
 
     Raises:
         CheckpointError: as `check_settings_files`.

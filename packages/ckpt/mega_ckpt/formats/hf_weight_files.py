@@ -45,15 +45,15 @@ class WeightFiles:
 
 
 def has_readable_weights(folder: Location) -> bool:
-    """Return whether a folder has weight files in a HuggingFace format that mega reads: safetensors or torch pickles
-    (pytorch_model.bin).
+    """Return whether a folder has weight files in a HuggingFace format that mega reads.
+    The formats are safetensors and torch pickles (pytorch_model.bin).
     """
     return any((folder / name).is_file() for name in (SINGLE, INDEX, TORCH_SINGLE, TORCH_INDEX))
 
 
 def open_weight_files(folder: Location) -> WeightFiles:
-    """Open the weights of a folder, by tensor names without module wrappers; safetensors are preferred to torch pickles
-    and other formats.
+    """Open the weights of a HuggingFace folder, by tensor names without module wrappers.
+    Safetensors are preferred to torch pickles and other formats.
 
     Raises:
         CheckpointError: when files are missing, damaged, or disagree with the index, or when two names differ only by
@@ -152,8 +152,8 @@ def _weight_map(index: Location) -> Mapping[str, str]:
 
 
 def check_file_name(name: object, source: str, suffix: str = ".safetensors") -> None:
-    """Check that `name` is the plain name of a file that ends with `suffix`, not a path; CheckpointError naming
-    `source` if not.
+    """Check that `name` is the plain name of a file that ends with `suffix`, not a path.
+    Raises CheckpointError naming `source` if not.
 
     Raises:
         CheckpointError: naming `source`.

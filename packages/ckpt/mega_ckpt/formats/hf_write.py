@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,14 @@ from mega_ckpt.formats.hf_source import (
     decode_hf_headers,
 )
 from mega_ckpt.formats.hf_weight_files import INDEX, SINGLE, decode_json_mapping, encode_json_mapping, set_config_dtype
+from mega_ckpt.formats.quantized_parts import (
+    QuantizedPart,
+    TensorTypes,
+    find_ignored_layers,
+    list_quantized_parts,
+    replace_quantized,
+    select_quantizer,
+)
 from mega_ckpt.formats.safetensors_file import SafetensorsHeader, write_safetensors
 from mega_ckpt.resumable_folder import FinishedFile, RunOnce, write_always
 from mega_ckpt.stream_checkpoint import split_blocks
@@ -46,7 +54,8 @@ from mega_common.model_config import ModelConfig
 from mega_common.progress_logging import logger
 
 MAX_SHARD = 5 * 10**9  # bytes
-_METADATA = {"format": "pt"}
+_CACHED = 1 << 18  # elements that are quantized at once
+METADATA = {"format": "pt"}
 _IMAGE_FILES = frozenset(
     {"preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json", "image_processor.json"}
 )
@@ -55,8 +64,8 @@ _OWN_KEYS = frozenset({"architectures", "auto_map", "dtype", "model_type", "torc
 
 @dataclass(frozen=True)
 class HfOrigin:
-    """Settings and weight-file headers of the HuggingFace folder that a weight source was converted from, taken from
-    the files that accompany its weights; empty for other sources.
+    """Settings and weight-file headers of the HuggingFace folder that a weight source was converted from.
+    They are taken from the files that accompany the source's weights, and empty for other sources.
     """
 
     config: bytes | None
@@ -66,8 +75,8 @@ class HfOrigin:
 
     @classmethod
     def from_source(cls, source: WeightSource) -> HfOrigin:
-        """Return the original HuggingFace folder's settings and weight-file headers, from the files that accompany the
-        weights of `source`.
+        """Return settings and weight-file headers of the HuggingFace folder that weights were converted from.
+        They are taken from the files that accompany the weights of `source`.
         """
         others = dict(source.asset_files())
         config, index, layout = (_read_content(others.pop(name, None)) for name in (CONFIG, INDEX, LAYOUT))
@@ -92,21 +101,23 @@ class HfOrigin:
         return raw if isinstance(raw, dict) else {}
 
     def without_vision(self, family: ModelFamily) -> HfOrigin:
-        """Return these settings reduced to the language model: config.json cut to the text model's section, weight-file
-        headers and image files dropped.
+        """Return settings of a vision-language folder reduced to the language model.
+        Config.json is cut to the text model's section; weight-file headers and image files are dropped.
         """
         others = {name: content for name, content in self.others.items() if name not in _IMAGE_FILES}
         return HfOrigin(encode_json_mapping(family.select_text_config(self.config_json)), None, {}, others)
 
-    def describe_model(self, model: ModelConfig) -> tuple[ModelFamily, ModelConfig] | None:
-        """Return the family and the model configuration that the original folder's config.json describes; None if it
-        describes no supported model.
+    def describe_model(
+        self, model: ModelConfig, families: Sequence[ModelFamily] = ()
+    ) -> tuple[ModelFamily, ModelConfig] | None:
+        """Return the family and the model configuration that the original HuggingFace folder describes.
+        They are read from its config.json. Returns None if it describes no supported model.
 
         An unsupported one is not an error: the file may have come with a tokenizer. MTP layers are kept if the files or
-        `model` have them.
+        `model` have them. `families` come from extensions.
         """
         try:
-            family = family_of_config(self.config_json)
+            family = family_of_config(self.config_json, added=families)
             names = [name for header in self.headers.values() for name in header.entries]
             read = add_image_settings(family.read_config_json(self.config_json), self.read_other_json)
             return family, family.restrict_to_stored(read, names) if names or not model.mtp_layers else read
@@ -119,14 +130,18 @@ class HfFolderPlan:
     """Contents of a HuggingFace folder to write, except the bytes of the tensors.
 
     Attributes:
-        table: {disk name: canonical tensors in it}; disk tensors that are not in it are buffers.
+        table: {disk name: canonical tensors in it}; disk tensors that are in neither mapping are buffers.
         files: {file name: header}; the headers have names, dtypes and the order of bytes.
         others: {path inside the folder: file or its content}, including config.json and index.
+        quantized: {disk name: part of a quantized weight}; the weight itself is in `table` only.
+        quantization: description of the quantization; None without it.
     """
 
     table: Mapping[str, DiskTensor]
     files: Mapping[str, SafetensorsHeader]
     others: Mapping[str, Path | bytes]
+    quantized: Mapping[str, QuantizedPart] = field(default_factory=dict)
+    quantization: str | None = None
 
     @property
     def total_bytes(self) -> int:
@@ -135,7 +150,14 @@ class HfFolderPlan:
 
 
 def plan_hf_folder(
-    source: WeightSource, *, family: str | None = None, dtype: torch.dtype | None = None, max_shard: int | None = None
+    source: WeightSource,
+    *,
+    family: str | None = None,
+    dtype: torch.dtype | None = None,
+    max_shard: int | None = None,
+    families: Sequence[ModelFamily] = (),
+    quantize: str | None = None,
+    metadata: Mapping[str, str] = METADATA,
 ) -> HfFolderPlan:
     """Plan the HuggingFace folder to write for `source`: family, tensor names, files and dtypes; nothing is written.
 
@@ -144,13 +166,17 @@ def plan_hf_folder(
         family: `model_type` to write; by default that of the origin, or the first family that fits.
         dtype: dtype to cast floating-point weights to; None: unchanged.
         max_shard: maximum bytes of tensors per file; by default the files of the origin, or `MAX_SHARD`.
+        families: families that extensions add.
+        quantize: quantization of the linear layers, by its name in `weight_quantization`; None: unquantized.
+        metadata: metadata of new safetensors files.
 
     Raises:
-        CheckpointError: when the family, or every family, cannot express settings of the model.
+        CheckpointError: when the family, or every family, cannot express settings of the model, or the quantization
+            does not support its layers.
     """
     origin = HfOrigin.from_source(source)
-    described = origin.describe_model(source.model)
-    chosen = _choose_family(source.model, family, described)
+    described = origin.describe_model(source.model, families)
+    chosen = _choose_family(source.model, family, described, families)
     if described is not None and described[0] == chosen and _lacks_vision(source, origin.config_json, chosen):
         logger.warning(
             "the original model (%s) has a vision encoder whose weights are not in this checkpoint; only the language model "
@@ -168,20 +194,22 @@ def plan_hf_folder(
     )
     tensors = {name: (cast_dtype(source, disk.slabs[0].name, dtype), disk.shape) for name, disk in table.items()}
     buffers = {name: (source.read_buffer(name).dtype, shapes[name]) for name in source.buffer_names() if name in shapes}
-    if headers and max_shard is None:
-        files = _keep_files(headers, tensors | buffers)
-    else:
-        files = _split_into_files(tensors, max_shard or MAX_SHARD)
+    quantizer = select_quantizer(quantize, table) if quantize else None
+    quantized = list_quantized_parts(quantizer, table, tensors) if quantizer else {}
+    kept = headers if max_shard is None and not quantized and metadata == METADATA else {}
+    written = replace_quantized(tensors, table, quantized) | buffers
+    files = _keep_files(kept, written) if kept else _split_into_files(written, max_shard or MAX_SHARD, metadata)
     others = {name: content for name, content in origin.others.items() if not name.endswith(".safetensors")}
     if files == headers:
         config, index = origin.config, origin.index
     else:
-        raw = _with_dtype(
-            origin.config_json if same else _new_config(origin.config_json, chosen, source.model), tensors
-        )
+        raw = origin.config_json if same else _new_config(origin.config_json, chosen, source.model)
+        settings = quantizer.settings(find_ignored_layers(table, {**tensors, **buffers})) if quantizer else {}
+        raw = _with_dtype(raw, tensors) | settings
         config, index = origin.config if raw == origin.config_json else encode_json_mapping(raw), _encode_index(files)
-    written = {name: content for name, content in ((CONFIG, config), (INDEX, index)) if content is not None}
-    return HfFolderPlan(table, files, {**others, **({} if same else _image_files(origin, source.model)), **written})
+    others |= {} if same else _image_files(origin, source.model)
+    others |= {name: content for name, content in ((CONFIG, config), (INDEX, index)) if content is not None}
+    return HfFolderPlan(table, files, others, quantized, quantizer and quantizer.description)
 
 
 def write_hf_folder(
@@ -208,8 +236,15 @@ def _write_safetensors(
 
 
 def _iter_tensors(source: WeightSource, plan: HfFolderPlan, header: SafetensorsHeader) -> Iterator[Tensor]:
+    scales: dict[str, Tensor] = {}  # of the codes that are written already
     for name, entry in header.entries.items():
-        if name in plan.table:
+        if name in scales:
+            yield scales.pop(name)
+        elif name in plan.quantized:
+            part = plan.quantized[name]
+            disk = plan.table[part.weight]
+            yield from part.iter_blocks(disk.shape, _iter_rows(source, disk, part.quantizer.rows), scales)
+        elif name in plan.table:
             yield from _iter_blocks(source, plan.table[name], entry.dtype)
         else:
             yield source.read_buffer(name)
@@ -218,8 +253,8 @@ def _iter_tensors(source: WeightSource, plan: HfFolderPlan, header: SafetensorsH
 def tensor_fillers(
     plan: HfFolderPlan, copy: Callable[[TensorSlice, Tensor], None]
 ) -> Iterator[tuple[str, torch.dtype, TensorShape, Callable[[Tensor], None]]]:
-    """Yield the name, dtype and shape of each tensor of a planned HuggingFace folder, in file order, and a function
-    that fills a tensor of that shape.
+    """Yield each tensor of a planned HuggingFace folder, in file order, with a function that fills it.
+    Items are the tensor's name, dtype and shape, and a function that fills a tensor of that shape.
 
     `copy` copies a slice of a canonical tensor into a tensor of its shape, which may have another dtype.
     """
@@ -250,19 +285,39 @@ def _iter_blocks(source: WeightSource, disk: DiskTensor, dtype: torch.dtype) -> 
         yield out
 
 
+def _iter_rows(source: WeightSource, disk: DiskTensor, together: int) -> Iterator[Tensor]:
+    """Yield the rows of a matrix in fp32, in blocks of a multiple of `together` rows that fit the processor's cache."""
+    single = disk.layout == PLAIN and len(disk.slabs) == 1
+    whole = None if single else next(_iter_blocks(source, disk, torch.float32))
+    rows, columns = disk.shape
+    step = max(1, _CACHED // columns // together) * together
+    for begin in range(0, rows, step):
+        count = min(step, rows - begin)
+        if whole is None:
+            yield source.read_tensor_slice(disk.slabs[0].name, (begin, 0), (count, columns)).float()
+        else:
+            yield whole[begin : begin + count]
+
+
 def _choose_family(
-    model: ModelConfig, family: str | None, described: tuple[ModelFamily, ModelConfig] | None
+    model: ModelConfig,
+    family: str | None,
+    described: tuple[ModelFamily, ModelConfig] | None,
+    families: Sequence[ModelFamily],
 ) -> ModelFamily:
     """Return the requested family, else that of the origin if it still fits, else the first that fits."""
     if family is not None:
-        chosen = family_by_name(family)
+        chosen = family_by_name(family, added=families)
         problems = chosen.unsupported_settings(model)
         if problems:
-            raise CheckpointError(f"a {chosen.name} config.json cannot express this model: {'; '.join(problems)}")
+            raise CheckpointError(
+                f"a {chosen.name} config.json cannot express this model: {'; '.join(problems)}",
+                hint=f"leave out --family, which writes {family_for_model(model).name}, or name a family with these settings",
+            )
         return chosen
     if described is not None and not described[0].unsupported_settings(model):
         return described[0]
-    return family_for_model(model)
+    return family_for_model(model, families)
 
 
 def _lacks_vision(source: WeightSource, raw: Mapping[str, Any], family: ModelFamily) -> bool:
@@ -285,7 +340,7 @@ def _keep_files(
 
 
 def _split_into_files(
-    tensors: Mapping[str, tuple[torch.dtype, TensorShape]], max_shard: int
+    tensors: TensorTypes, max_shard: int, metadata: Mapping[str, str]
 ) -> dict[str, SafetensorsHeader]:
     """Return headers that fill files in the order of the forward pass, each with up to `max_shard` bytes of tensors and
     at least one tensor.
@@ -301,7 +356,7 @@ def _split_into_files(
         left -= size
     count = len(groups)
     names = [SINGLE] if count == 1 else [f"model-{n + 1:05d}-of-{count:05d}.safetensors" for n in range(count)]
-    return {name: SafetensorsHeader.make_header(group, _METADATA) for name, group in zip(names, groups, strict=True)}
+    return {name: SafetensorsHeader.make_header(group, metadata) for name, group in zip(names, groups, strict=True)}
 
 
 def _encode_index(files: Mapping[str, SafetensorsHeader]) -> bytes | None:

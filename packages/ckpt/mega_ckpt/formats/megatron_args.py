@@ -46,8 +46,9 @@ class MegatronBertEntry(MegatronMultiKeyEntry):
     handled_model_fields: frozenset[str] = frozenset({"causal", "token_types", "masked_lm", "pooler", "sentence_pairs"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return, from Megatron's arguments, the `ModelConfig` fields of a BERT (`causal`, `token_types`, `masked_lm`,
-        `pooler`, `sentence_pairs`), none for other models; the sentence-order head implies two segment types.
+        """Return the `ModelConfig` fields of a BERT from Megatron's arguments.
+        They are `causal`, `token_types`, `masked_lm`, `pooler` and `sentence_pairs`; other models have none. The
+        sentence-order head implies two segment types.
         """
         if not raw.get("is_encoder"):
             return {}
@@ -62,8 +63,9 @@ class MegatronBertEntry(MegatronMultiKeyEntry):
 
 @dataclass(frozen=True)
 class MegatronT5Entry(MegatronMultiKeyEntry):
-    """Mapping between Megatron's arguments of a T5 (`is_encoder_decoder`, layers of encoder and decoder) and
-    `ModelConfig`. Megatron has no setting for the decoder start token; files written by mega store it.
+    """Mapping between Megatron's arguments of a T5 and `ModelConfig`.
+    The arguments are `is_encoder_decoder` and the layers of encoder and decoder. Megatron has no setting for the
+    decoder start token; files written by mega store it.
     """
 
     handled_config_keys: frozenset[str] = split_words(
@@ -73,8 +75,9 @@ class MegatronT5Entry(MegatronMultiKeyEntry):
     handled_model_fields: frozenset[str] = frozenset({"num_layers", "encoder", "relative"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return, from Megatron's arguments, the `ModelConfig` fields `num_layers`, `encoder` and, for relative
-        positions, `position` and `relative`; no fields unless `is_encoder_decoder` is set.
+        """Return the `ModelConfig` fields of a T5 from Megatron's arguments.
+        They are `num_layers`, `encoder` and, for relative positions, `position` and `relative`. There are none unless
+        `is_encoder_decoder` is set.
         """
         if not raw.get("is_encoder_decoder"):
             return {}
@@ -90,8 +93,8 @@ class MegatronT5Entry(MegatronMultiKeyEntry):
         return {**out, "position": "relative", "relative": {"buckets": buckets, "max_distance": most}}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return Megatron's arguments of a T5, none for other models; Megatron's `num_layers` counts the decoder's
-        layers only.
+        """Return Megatron's arguments of a T5, none for other models.
+        Megatron's `num_layers` counts the decoder's layers only.
         """
         encoder = model.encoder
         if encoder is None:
@@ -126,8 +129,8 @@ class MegatronHybridLayersEntry(MegatronMultiKeyEntry):
     handled_model_fields: frozenset[str] = frozenset({"layers", "mamba"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return, from Megatron's arguments, the `ModelConfig` fields `num_layers`, `layers` and `mamba`; no fields for
-        a model of transformer layers.
+        """Return the `ModelConfig` fields of a hybrid model from Megatron's arguments.
+        They are `num_layers`, `layers` and `mamba`. A model of transformer layers has none.
         """
         try:
             pattern = build_hybrid_pattern(raw)
@@ -149,7 +152,7 @@ class MegatronHybridLayersEntry(MegatronMultiKeyEntry):
         if model.layers is None:
             return {"is_hybrid_model": False}
         halves = [[half for half in kind if half] for kind in model.layer_kinds[: model.num_layers]]
-        if not all(len(half) == 1 for half in halves) or model.delta is not None:
+        if not all(len(half) == 1 for half in halves) or model.delta is not None or model.conv is not None:
             raise ConfigMismatchError(f"layers must each be one of mamba, attention, mlp and moe in {_CORE}")
         if model.mtp_layers:
             raise ConfigMismatchError(f"mtp_layers must be 0 in a hybrid model of {_CORE}")
@@ -216,8 +219,8 @@ SETTINGS: tuple[ConfigEntry, ...] = (
 
 
 def read_megatron_args(args: ConfigDict, source: object, extra: ConfigDict | None = None) -> ModelConfig:
-    """Return the model configuration that Megatron's arguments `args` describe; fields of `ModelConfig` in `extra`
-    override them, and errors name `source`.
+    """Return the model configuration that Megatron's arguments describe.
+    The arguments are `args`; fields of `ModelConfig` in `extra` override them, and errors name `source`.
 
     Raises:
         CheckpointError: naming what is missing, and what `ModelConfig` cannot express.
@@ -261,8 +264,8 @@ def _read_fields(args: ConfigDict, given: Set[str] = frozenset()) -> tuple[dict[
 
 
 def write_megatron_args(model: ModelConfig, tp: int = 1, pp: int = 1) -> dict[str, Any]:
-    """Return Megatron's arguments (`args` of its checkpoints) for `model`, as in a run with tensor parallel size `tp`
-    and pipeline parallel size `pp`.
+    """Return Megatron's arguments (`args` of its checkpoints) for a model.
+    They are those of a run of `model` with tensor parallel size `tp` and pipeline parallel size `pp`.
 
     Raises:
         CheckpointError: naming every setting that Megatron cannot express.
@@ -316,7 +319,7 @@ def _list_differences(one: ConfigDict, other: ConfigDict) -> list[str]:
 
 
 def padded_vocab_size(size: int, tp: int) -> int:
-    """Return the rows of the embedding that Megatron allocates for a vocabulary of `size`: the next multiple of 128
-    times `tp`.
+    """Return the rows of the embedding that Megatron allocates for a vocabulary of `size`.
+    They are the next multiple of 128 times `tp`.
     """
     return -(-size // (DIVISOR * tp)) * DIVISOR * tp

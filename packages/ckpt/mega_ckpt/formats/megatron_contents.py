@@ -33,7 +33,7 @@ from mega_common.model_config import ModelConfig
 
 @dataclass
 class MegatronTensor:
-    """A tensor by its name in Megatron, with the rectangular slices of it that are stored in the checkpoint folder."""
+    """Dtype and shape of a tensor of a Megatron checkpoint, with the rectangular slices of it that are stored."""
 
     dtype: torch.dtype
     shape: TensorShape
@@ -79,8 +79,8 @@ class MegatronContents:
 
 
 class MegatronTensorReader:
-    """Reader of canonical tensors from Megatron's `tensors`, whose names must be exactly those that the list `parts`
-    (the model's tensors in Megatron) names.
+    """Reader of canonical tensors from the tensors of a Megatron checkpoint.
+    The names of `tensors` must be exactly those that the list `parts` (the model's tensors in Megatron) names.
 
     Raises:
         CheckpointError: naming a missing, unknown or incomplete tensor, and the folder.
@@ -104,8 +104,8 @@ class MegatronTensorReader:
         return stored.dtype
 
     def read_tensor_slice(self, name: str, offset: TensorShape, shape: TensorShape) -> Tensor:
-        """Read `tensor[offset : offset + shape]`: a view of the file if it is stored contiguously in one chunk, else
-        assembled.
+        """Read `tensor[offset : offset + shape]` from a Megatron checkpoint.
+        The result is a view of the file if the slice is stored contiguously in one chunk, else assembled.
         """
         found = [
             (target, stored, local)
@@ -170,8 +170,8 @@ _MAIN = ("fp32_param", "param")
 def read_optimizer_state(
     contents: MegatronContents, parts: Sequence[MegatronPart], folder: Path, model: ModelConfig, dtype: torch.dtype
 ) -> ConvertedTraining:
-    """Return the optimizer state in the contents of a Megatron checkpoint, for weights of type `dtype`; `parts` are the
-    model's tensors in Megatron.
+    """Return the optimizer state in the contents of a Megatron checkpoint.
+    The state is for weights of type `dtype`; `parts` are the model's tensors in Megatron.
 
     Raises:
         OptimizerNotConverted: when there is no optimizer state, or it cannot be converted.

@@ -38,8 +38,8 @@ _EXPERT = re.compile(r"(.*mlp\.experts\.experts\.)(\d+)\.(linear_fc[12]\.(?:weig
 
 
 def join_local_shards(tensors: Mapping[str, SavedTensor]) -> dict[str, SavedTensor]:
-    """Return the tensors of a `torch_dist` checkpoint with separately saved halves of gated MLPs and single experts
-    (`singleton_local_shards`) joined; other tensors are unchanged.
+    """Return the tensors of a Megatron `torch_dist` checkpoint with separately saved parts joined.
+    The parts are halves of gated MLPs and single experts (`singleton_local_shards`). Other tensors are unchanged.
 
     Raises:
         CheckpointError: naming a tensor whose counterpart is missing or has another shape or dtype.

@@ -52,8 +52,8 @@ ALIGNMENT = 64  # of storages in an archive
 def write_dist_checkpoint(
     writing: MegatronWriter, folder: Path, advance: Callable[[int], object], once: RunOnce
 ) -> None:
-    """Write a Megatron checkpoint of the format `torch_dist` (tensors, settings and metadata) into an existing folder;
-    durable when this returns.
+    """Write a Megatron checkpoint of the format `torch_dist` into an existing folder.
+    Tensors, settings and metadata are written. The files are durable when this returns.
     """
     slabs = [
         slab
@@ -153,7 +153,7 @@ class _LayerStack:
         return numbers if self.layer is None else (layer, *numbers)
 
     def extra_state_keys(self, key: str, part: MegatronPart) -> Iterator[str]:
-        """Yield the keys of Transformer Engine's extra state of the module, one per expert."""
+        """Yield the keys of Transformer Engine's extra state of a module, one per expert."""
         module, _, rest = key.partition(".weight")
         norm = key.endswith(("norm.weight", ".softmax_offset")) and not key.endswith(".mixer.norm.weight")
         if not is_projection_weight(f"{module}.weight") and not norm:

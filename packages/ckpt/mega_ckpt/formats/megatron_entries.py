@@ -22,8 +22,8 @@ class MegatronMultiKeyEntry:
 
 @dataclass(frozen=True)
 class MegatronSizesEntry(MegatronMultiKeyEntry):
-    """Mapping of Megatron's sizes that have defaults computed at startup: MLP width, key/value heads, head dimension,
-    vocabulary.
+    """Mapping of Megatron's sizes that have defaults computed at startup.
+    They are MLP width, key/value heads, head dimension and vocabulary.
     """
 
     handled_config_keys: frozenset[str] = split_words(
@@ -32,8 +32,9 @@ class MegatronSizesEntry(MegatronMultiKeyEntry):
     handled_model_fields: frozenset[str] = frozenset({"ffn_hidden_size", "num_kv_heads", "head_dim", "vocab_size"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return, from Megatron's arguments, the `ModelConfig` fields of MLP width, key/value heads, head dimension and
-        vocabulary; `vocab_size` is the padded one if only that is given.
+        """Return the `ModelConfig` fields of sizes from Megatron's arguments.
+        They are MLP width, key/value heads, head dimension and vocabulary; `vocab_size` is the padded one if only that
+        is given.
         """
         vocab = raw.get("vocab_size") or raw.get("padded_vocab_size")
         grouped = raw.get("num_query_groups") if raw.get("group_query_attention") else None
@@ -41,8 +42,8 @@ class MegatronSizesEntry(MegatronMultiKeyEntry):
         return {"num_kv_heads": grouped} | {field: value for field, value in found.items() if value is not None}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return Megatron's arguments of MLP width, key/value heads, head dimension and vocabulary as numbers, defaults
-        filled in.
+        """Return Megatron's arguments of sizes as numbers, with defaults filled in.
+        They are MLP width, key/value heads, head dimension and vocabulary.
         """
         return {
             "ffn_hidden_size": model.ffn_hidden_size,
@@ -54,8 +55,8 @@ class MegatronSizesEntry(MegatronMultiKeyEntry):
 
 
 def feed_forward_size(raw: ConfigDict) -> int | None:
-    """Return the feed-forward width of Megatron's arguments: by default 4 times the hidden size, for SwiGLU two thirds
-    of that in multiples of 64; None if neither size is given.
+    """Return the feed-forward width of Megatron's arguments, None if they have neither it nor the hidden size.
+    The default is 4 times the hidden size, for SwiGLU two thirds of that in multiples of 64.
     """
     given, hidden = raw.get("ffn_hidden_size"), raw.get("hidden_size")
     if given or not hidden:
@@ -73,8 +74,8 @@ class MegatronActivationEntry(MegatronMultiKeyEntry):
     handled_model_fields: frozenset[str] = frozenset({"activation", "activation_limit"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return, from Megatron's arguments, the `ModelConfig` fields `activation` and `activation_limit`: GELU has the
-        tanh form if fused with a bias, and the sigmoid form as a gate (GPT-OSS).
+        """Return the `ModelConfig` fields `activation` and `activation_limit` from Megatron's arguments.
+        GELU has the tanh form if fused with a bias, and the sigmoid form as a gate (GPT-OSS).
         """
         limit, offset = raw.get("activation_func_clamp_value"), raw.get("glu_linear_offset") or 0.0
         quick = raw.get("quick_geglu") and not (raw.get("swiglu") or raw.get("squared_relu"))
@@ -107,16 +108,17 @@ class MegatronActivationEntry(MegatronMultiKeyEntry):
 
 @dataclass(frozen=True)
 class MegatronBiasesEntry(MegatronMultiKeyEntry):
-    """Mapping of Megatron's `add_bias_linear`, for the biases of all projections, and `add_qkv_bias`, for queries, keys
-    and values only.
+    """Mapping of Megatron's arguments of biases in linear layers.
+    They are `add_bias_linear`, for the biases of all projections, and `add_qkv_bias`, for queries, keys and values
+    only.
     """
 
     handled_config_keys: frozenset[str] = frozenset({"add_bias_linear", "add_qkv_bias"})
     handled_model_fields: frozenset[str] = frozenset({"qkv_bias", "attention_out_bias", "mlp_bias"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return, from Megatron's arguments, the `ModelConfig` fields `qkv_bias`, `attention_out_bias` and `mlp_bias`;
-        Megatron's default is biases everywhere.
+        """Return the `ModelConfig` fields of biases in linear layers from Megatron's arguments.
+        They are `qkv_bias`, `attention_out_bias` and `mlp_bias`. Megatron's default is biases everywhere.
         """
         every = bool(raw.get("add_bias_linear", True))
         return {"qkv_bias": every or bool(raw.get("add_qkv_bias")), "attention_out_bias": every, "mlp_bias": every}
@@ -128,17 +130,17 @@ class MegatronBiasesEntry(MegatronMultiKeyEntry):
 
 @dataclass(frozen=True)
 class MegatronAttentionWindowEntry(MegatronMultiKeyEntry):
-    """Mapping of Megatron's `window_size`, (tokens before the query, tokens after it), and of the layers with full
-    attention.
+    """Mapping of Megatron's attention window, and of the layers with full attention.
+    Megatron's argument `window_size` is (tokens before the query, tokens after it).
     """
 
     handled_config_keys: frozenset[str] = frozenset({"window_size", "window_attn_skip_freq"})
     handled_model_fields: frozenset[str] = frozenset({"sliding_window", "full_attention_layers"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return the `ModelConfig` fields `sliding_window` (None: unlimited) from Megatron's `window_size`, and
-        `full_attention_layers` from `window_attn_skip_freq`: flags per layer, or n for full attention in every n-th
-        layer.
+        """Return the `ModelConfig` fields of attention windows from Megatron's arguments.
+        They are `sliding_window` (None: unlimited) from `window_size`, and `full_attention_layers` from
+        `window_attn_skip_freq`: flags per layer, or n for full attention in every n-th layer.
         """
         given = raw.get("window_size")
         sizes = [int(number) for number in re.findall(r"-?\d+", str(given or ""))]
@@ -152,8 +154,8 @@ class MegatronAttentionWindowEntry(MegatronMultiKeyEntry):
         return {"sliding_window": sizes[0] + 1, "full_attention_layers": full or None}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return Megatron's arguments `window_size`, and `window_attn_skip_freq` as a list: 1 for layers with a window,
-        0 for full attention.
+        """Return Megatron's arguments of attention windows.
+        They are `window_size`, and `window_attn_skip_freq` as a list: 1 for layers with a window, 0 for full attention.
         """
         pattern = [
             int(model.get_attention_window(layer) is not None) for layer in range(model.num_layers + model.mtp_layers)
@@ -165,8 +167,8 @@ class MegatronAttentionWindowEntry(MegatronMultiKeyEntry):
 
 
 def count_mtp_layers(raw: ConfigDict) -> int:
-    """Return the number of multi-token prediction (MTP) layers in Megatron's arguments; they follow the last decoder
-    layer.
+    """Return the number of multi-token prediction (MTP) layers in Megatron's arguments.
+    MTP layers follow the last decoder layer.
     """
     count: int = raw.get("mtp_num_layers") or 0
     if not 0 <= count <= MOST_LAYERS:
@@ -189,8 +191,8 @@ SCOPES = {"batch": "aux_loss", "sequence": "seq_aux_loss"}
 
 @dataclass(frozen=True)
 class MegatronMoeEntry(MegatronMultiKeyEntry):
-    """Mapping of Megatron's mixture-of-experts arguments. Scores are a softmax over the selected experts, unless
-    `moe_router_pre_softmax` is set.
+    """Mapping of Megatron's mixture-of-experts (MoE) arguments.
+    Scores are a softmax over the selected experts, unless `moe_router_pre_softmax` is set.
 
     Multi-token prediction (MTP) layers have experts if the last layer has.
     """
@@ -204,8 +206,8 @@ class MegatronMoeEntry(MegatronMultiKeyEntry):
     handled_model_fields: frozenset[str] = frozenset({"moe"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return, from Megatron's arguments, the `ModelConfig` section `moe`, None without experts. In a hybrid model
-        the layer pattern selects the layers with experts.
+        """Return the `ModelConfig` section `moe` from Megatron's arguments, None without experts.
+        In a hybrid model the layer pattern selects the layers with experts.
         """
         if not raw.get("num_experts"):
             return {"moe": None}
@@ -323,8 +325,8 @@ class MegatronMtpEntry(MegatronMultiKeyEntry):
     handled_model_fields: frozenset[str] = frozenset({"mtp_layers", "mtp_loss"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return, from Megatron's arguments, the `ModelConfig` fields `mtp_layers` and `mtp_loss`; none without MTP
-        layers, since the loss weight then has no effect.
+        """Return the `ModelConfig` fields `mtp_layers` and `mtp_loss` from Megatron's arguments.
+        There are none without multi-token prediction (MTP) layers, since the loss weight then has no effect.
         """
         if not (count := count_mtp_layers(raw)):
             return {}

@@ -54,8 +54,8 @@ class _RankTensor:
 def write_legacy_checkpoint(
     writing: MegatronWriter, folder: Path, advance: Callable[[int], object], once: RunOnce
 ) -> None:
-    """Write a Megatron checkpoint of the legacy format `torch`, one file per rank, into an existing folder; durable
-    when this returns.
+    """Write a Megatron checkpoint of the legacy format `torch` into an existing folder.
+    There is one file per rank. The files are durable when this returns.
     """
     for tp, pp in itertools.product(range(writing.tp), range(writing.pp)):
         rank_folder = folder / (f"mp_rank_{tp:02d}" + (f"_{pp:03d}" if writing.pp > 1 else ""))

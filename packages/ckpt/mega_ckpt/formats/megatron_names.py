@@ -287,8 +287,9 @@ def _grouped_part(name: str, sources: Sequence[str], shapes: Mapping[str, Tensor
 
 
 def layer_prefix(model: ModelConfig, index: int) -> str:
-    """Return Megatron's name prefix of layer `index`: `decoder.layers.{i}.` or `encoder.layers.{i}.`, with i counted
-    within encoder or decoder.
+    """Return Megatron's name prefix of the tensors of a layer.
+    The prefix of layer `index` is `decoder.layers.{i}.` or `encoder.layers.{i}.`, with i counted within encoder or
+    decoder.
     """
     first = model.encoder.num_layers if model.encoder else 0
     encodes = not model.causal or index < first
@@ -303,8 +304,8 @@ def count_stack_layers(model: ModelConfig, stack: str) -> int:
 
 
 def infer_args_from_names(names: Iterable[str]) -> dict[str, Any]:
-    """Return the Megatron arguments that a checkpoint's tensor names imply, for checkpoints that lack them: of a BERT,
-    or of a T5 with its numbers of layers.
+    """Return the Megatron arguments that a checkpoint's tensor names imply.
+    They are for checkpoints that lack arguments: of a BERT, or of a T5 with its numbers of layers.
     """
     names = set(names)
     if "lm_head.dense.weight" in names:
@@ -317,8 +318,8 @@ def infer_args_from_names(names: Iterable[str]) -> dict[str, Any]:
 
 
 def normalize_tensor_name(name: str) -> str:
-    """Return the name that `megatron_parts` uses for a tensor, from its name in any version of Megatron and kind of
-    layer.
+    """Return the name that `megatron_parts` uses for a tensor of a Megatron checkpoint.
+    The tensor's name may be from any version of Megatron and kind of layer.
     """
     head, tail = split_layer_prefix(name)
     for pattern, replacement in _ALIASES:
@@ -354,8 +355,9 @@ def is_hybrid_model(model: ModelConfig) -> bool:
 
 
 def split_layer_prefix(name: str) -> tuple[str, str]:
-    """Split a Megatron tensor name into its layer prefix and the rest: ('decoder.layers.3.', rest), without a number
-    ('decoder.layers.', rest), for encoders accordingly, or ('', name) outside layers.
+    """Split a Megatron tensor name into its layer prefix and the rest.
+    The result is ('decoder.layers.3.', rest), without a number ('decoder.layers.', rest), for encoders accordingly, or
+    ('', name) outside layers.
 
     In the transformer layer of an MTP layer it is ('mtp.layers.0.transformer_layer.', rest), also in versions that call
     it `mtp_model_layer`.

@@ -34,7 +34,7 @@ class MegatronPositionsEntry(MegatronMultiKeyEntry):
     handled_model_fields: frozenset[str] = frozenset({"position", "rope"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return, from Megatron's arguments, the `ModelConfig` fields `position` and, for rotary positions, `rope`;
+        """Return the `ModelConfig` fields `position` and, if rotary, `rope` from Megatron's arguments.
         YaRN never interleaves, and rotates whole heads.
         """
         kind = _position_kind(raw)
@@ -128,8 +128,8 @@ class MegatronMlaEntry(MegatronMultiKeyEntry):
     handled_model_fields: frozenset[str] = frozenset({"mla"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return, from Megatron's arguments, the `ModelConfig` section `mla`, and the attention and rotary fields it
-        implies; no fields without MLA.
+        """Return the `ModelConfig` fields of multi-head latent attention (MLA) from Megatron's arguments.
+        They are the section `mla`, and the attention and rotary fields that it implies. There are none without MLA.
         """
         if not raw.get("multi_latent_attention"):
             return {}

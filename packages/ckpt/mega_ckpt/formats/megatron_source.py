@@ -43,8 +43,8 @@ _PLAIN: Mapping[str, Mapping[str, Any]] = {
 
 
 def read_provider_args(folder: Path) -> dict[str, Any]:
-    """Return Megatron's `args` from the model settings that NeMo or Megatron-Bridge saved with the checkpoint, whose
-    iteration folder is `folder`; empty without such files.
+    """Return Megatron's `args` from the model settings that NeMo or Megatron-Bridge saved with a checkpoint.
+    The checkpoint's iteration folder is `folder`. The result is empty without such files.
 
     Raises:
         CheckpointError: when Megatron's arguments cannot express the activation.
@@ -96,8 +96,8 @@ def is_megatron_folder(folder: Path) -> bool:
 
 
 def iteration_folder(folder: Path) -> Path:
-    """Return the folder of one iteration of a Megatron checkpoint: `folder` itself, the one that its tracker file
-    names, or NeMo's weights folder.
+    """Return the folder of one iteration of a Megatron checkpoint.
+    It is `folder` itself, the one that its tracker file names, or NeMo's weights folder.
 
     Raises:
         CheckpointError: when the tracker is missing, empty or names a missing folder.
@@ -179,27 +179,27 @@ class MegatronSource:
         return list(self._shapes)
 
     def tensor_shape(self, name: str) -> TensorShape:
-        """Return the global shape of a tensor."""
+        """Return the global (unsharded) shape of a canonical tensor."""
         return self._shapes[name]
 
     def tensor_dtype(self, name: str) -> torch.dtype:
-        """Return the stored dtype of a tensor."""
+        """Return the stored dtype of a tensor of the Megatron checkpoint."""
         return self._weights.tensor_dtype(name)
 
     def read_tensor(self, name: str) -> Tensor:
-        """Read a whole tensor."""
+        """Read a whole canonical tensor from the Megatron checkpoint."""
         shape = self.tensor_shape(name)
         return self.read_tensor_slice(name, (0,) * len(shape), shape)
 
     def read_tensor_slice(self, name: str, offset: TensorShape, shape: TensorShape) -> Tensor:
-        """Read `tensor[offset : offset + shape]`: a view of the file if it is stored contiguously in one chunk, else
-        assembled.
+        """Read `tensor[offset : offset + shape]` of a model's weight from a Megatron checkpoint.
+        The result is a view of the file if the slice is stored contiguously in one chunk, else assembled.
         """
         return self._weights.read_tensor_slice(name, offset, shape)
 
     def read_training_state(self) -> ConvertedTraining:
-        """Return the optimizer and trainer state in the Megatron checkpoint, to resume from; OptimizerNotConverted,
-        with the reason, if it cannot be converted.
+        """Return the optimizer and trainer state in the Megatron checkpoint, to resume from.
+        Raises OptimizerNotConverted, with the reason, if it cannot be converted.
 
         Raises:
             OptimizerNotConverted: with the reason, if the state cannot be converted.

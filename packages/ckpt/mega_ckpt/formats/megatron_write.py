@@ -29,8 +29,8 @@ RELEASE = "release"
 
 
 class MegatronWriter:
-    """Input of the writers of Megatron's `torch_dist` and `torch` formats: the weights of a source as Megatron's
-    tensors, cast, readable by rectangle.
+    """Input of the writers of Megatron's checkpoint formats `torch_dist` and `torch`.
+    It has the weights of a source as Megatron's tensors, cast, readable by rectangle.
 
     Attributes:
         model: configuration of the model.
@@ -59,12 +59,12 @@ class MegatronWriter:
         return sum(self.part_dtype(part).itemsize * torch.Size(part.shape).numel() for part in self.parts)
 
     def part_dtype(self, part: MegatronPart) -> torch.dtype:
-        """Return the dtype that the tensor `part` is written in."""
+        """Return the dtype that a Megatron tensor is written in."""
         return cast_dtype(self._source, part.pieces[0].name, self._dtype)
 
     def read_block(self, part: MegatronPart, offset: TensorShape, shape: TensorShape) -> Tensor:
-        """Return `tensor[offset : offset + shape]` of the Megatron tensor `part`; padding rows of the vocabulary are
-        zeros.
+        """Return `tensor[offset : offset + shape]` of the Megatron tensor `part`.
+        Padding rows of the vocabulary are zeros.
         """
         out = (
             torch.zeros(shape, dtype=self.part_dtype(part))
@@ -90,8 +90,8 @@ def write_release_folder(
     advance: Callable[[int], object] = lambda _: None,
     once: RunOnce = write_always,
 ) -> None:
-    """Write a Megatron checkpoint, with tracker file and subfolder `release`, into an existing folder; durable when
-    this returns.
+    """Write a Megatron checkpoint, with tracker file and subfolder `release`, into an existing folder.
+    The files are durable when this returns.
 
     Args:
         writing: weights and settings to write.
@@ -107,8 +107,8 @@ def write_release_folder(
 
 @contextlib.contextmanager
 def open_durable(path: Path) -> Iterator[IO[bytes]]:
-    """Context manager that yields a new binary file to write, which is flushed to disk on exit; an existing file is an
-    error.
+    """Context manager that yields a new binary file to write, which is flushed to disk on exit.
+    An existing file is an error.
     """
     with add_path_to_errors(path), open(path, "xb") as stream:
         yield stream

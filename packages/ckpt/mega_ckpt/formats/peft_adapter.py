@@ -63,8 +63,8 @@ _STACKED = frozenset(
 
 @dataclass(frozen=True)
 class PeftModule:
-    """A linear module of transformers that can have a PEFT adapter: its name in transformers, and the canonical
-    projections that its rows consist of.
+    """A linear module of transformers that can have a PEFT adapter.
+    It has its name in transformers, and the canonical projections that its rows consist of.
     """
 
     name: str
@@ -76,8 +76,8 @@ class PeftModule:
         return list(dict.fromkeys(slab.name.removesuffix(".weight") for slab in self.disk.slabs))
 
     def join_adapters(self, adapter: SavedAdapter) -> tuple[Tensor, Tensor, float]:
-        """Return the factors A [rank, inputs] and B [outputs, rank] and the scale of one LoRA adapter of the module,
-        joined from the adapters of its projections.
+        """Return the factors and the scale of one LoRA adapter of the module, joined from its projections.
+        The factors are A [rank, inputs] and B [outputs, rank]. Each projection has its own adapter in `adapter`.
         """
         adapted = [part for part in self.projection_names if part in adapter.modules]
         a = {part: adapter.read_tensor(part + A) for part in adapted}
@@ -93,8 +93,8 @@ class PeftModule:
         return torch.cat(list(a.values())), b, scale
 
     def join_magnitudes(self, adapter: SavedAdapter, base: WeightSource) -> Tensor:
-        """Return the DoRA magnitudes [outputs] of the module's rows, joined from its projections; a projection without
-        an adapter keeps its row norms.
+        """Return the DoRA magnitudes [outputs] of the module's rows, joined from its projections.
+        A projection without an adapter keeps its row norms.
         """
         out = []
         for slab in self.disk.slabs:
@@ -106,8 +106,8 @@ class PeftModule:
         return torch.cat(out)
 
     def split_adapter(self, a: Tensor, b: Tensor, magnitude: Tensor | None) -> dict[str, Tensor]:
-        """Split the module's adapter (A, B and DoRA magnitude) into tensors of the module's projections, {canonical
-        name: tensor}.
+        """Split the adapter of a transformers module into tensors of the module's projections.
+        The adapter is A, B and the DoRA magnitude. The result is {canonical name: tensor}.
         """
         rows = torch.split(b, [slab.shape[0] for slab in self.disk.slabs])
         out: dict[str, Tensor] = {}
@@ -121,7 +121,8 @@ class PeftModule:
 
 
 def write_peft_folder(adapter: SavedAdapter, base: WeightSource, folder: Path) -> None:
-    """Write `adapter`, trained on `base`, as a PEFT folder; durable when this returns.
+    """Write a LoRA adapter as a PEFT folder, which is durable when this returns.
+    The adapter, `adapter`, was trained on `base`.
 
     Raises:
         CheckpointError: when PEFT cannot express the adapter.
@@ -176,7 +177,8 @@ def _check_saved_modules(
 
 
 def read_peft_adapter(folder: Location, base: WeightSource) -> SavedAdapter:
-    """Return the adapter in a PEFT folder, which was trained on `base`.
+    """Return the LoRA adapter in a PEFT folder.
+    The adapter was trained on `base`.
 
     Raises:
         CheckpointError: naming an unsupported option or tensor, or one of another model.
@@ -262,7 +264,7 @@ def _reject_unused(left: Mapping[str, str], folder: Location, family: ModelFamil
 
 
 def peft_modules(model: ModelConfig, family: ModelFamily) -> Iterator[PeftModule]:
-    """Yield the modules of transformers that can have an adapter, experts excluded."""
+    """Yield the modules of transformers that can have a LoRA adapter, experts excluded."""
     adaptable = {
         name for weights in adaptable_projections(model).values() for name, shape in weights.items() if len(shape) == 2
     }

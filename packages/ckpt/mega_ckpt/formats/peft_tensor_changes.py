@@ -54,8 +54,9 @@ _BIASES = ("none", "all", "lora_only", None)
 
 
 def check_peft_options(config: Mapping[str, Any], where: object) -> None:
-    """Reject an adapter_config.json (`config`) with options that change the adapter's result in a way that mega does
-    not support.
+    """Reject an adapter_config.json of PEFT with options that mega does not support.
+    These are options that change the adapter's result in a way that mega does not implement; `config` is the file's
+    content.
 
     Raises:
         CheckpointError: naming the option and its value.
@@ -83,8 +84,9 @@ def check_peft_options(config: Mapping[str, Any], where: object) -> None:
 
 
 def alpha_of_module(config: Mapping[str, Any], module: str) -> float:
-    """Return the LoRA alpha of a module, by its name in transformers: from the first pattern in `alpha_pattern` that
-    matches, else `lora_alpha`. For a weight in `target_parameters`, PEFT matches the name of the parameter.
+    """Return the LoRA alpha of a module, by its name in transformers.
+    The alpha is from the first pattern in `alpha_pattern` that matches, else `lora_alpha`. For a weight in
+    `target_parameters`, PEFT matches the name of the parameter.
     """
     patterns, parameter = config.get("alpha_pattern") or {}, f"{module}.weight"
     if any(f".{parameter}".endswith(f".{target}") for target in config.get("target_parameters") or ()):
@@ -125,8 +127,8 @@ def open_adapter_weights(folder: Location) -> AdapterWeightsFile:
 
 
 def check_lora_factors(shapes: Mapping[str, TensorShape], folder: Location) -> None:
-    """Check that the LoRA factors A and B in a PEFT file are matrices; CheckpointError for one that is flattened or
-    empty.
+    """Check that the LoRA factors A and B in a PEFT file are matrices.
+    Raises CheckpointError for one that is flattened or empty.
 
     Raises:
         CheckpointError: naming one that is flattened or empty.
@@ -141,8 +143,8 @@ def check_lora_factors(shapes: Mapping[str, TensorShape], folder: Location) -> N
 
 @dataclass(frozen=True)
 class TensorChange:
-    """Changes that a PEFT adapter makes to one tensor W as stored by transformers; keys are names of tensors in the
-    adapter's file.
+    """Changes that a PEFT adapter makes to one tensor W as stored by transformers.
+    Keys are names of tensors in the adapter's file.
 
     Attributes:
         saved: replacement of W.
@@ -164,8 +166,9 @@ class TensorChange:
     bias: str | None = None
 
     def apply_change(self, base: Tensor, read: ReadTensor) -> Tensor:
-        """Return the changed tensor W; `base` is the original W with outputs as rows, whose dtype is kept, and `read`
-        reads a tensor of the adapter's file.
+        """Return the tensor W with the changes of a PEFT adapter.
+        The argument `base` is the original W with outputs as rows, whose dtype is kept, and `read` reads a tensor of
+        the adapter's file.
         """
         out = base if self.saved is None else read(self.saved).to(base.dtype)
         if self.rows is not None:
@@ -232,8 +235,8 @@ def take_tensor_changes(
     config: Mapping[str, Any], left: MutableMapping[str, str], shapes: Mapping[str, TensorShape], read: ReadTensor,
     base: WeightSource, family: ModelFamily, where: str,
 ) -> ChangedTensors:  # fmt: skip
-    """Remove from `left` ({tensor name: key in the file}) the tensors of a PEFT file that replace or change tensors of
-    `base`, and return these changes.
+    """Take the tensors of a PEFT file that replace or change tensors of `base`.
+    They are removed from `left` ({tensor name: key in the file}) and returned as changes.
 
     Args:
         config: adapter_config.json.

@@ -11,7 +11,10 @@ bitwise equal to that of the methods' own libraries. Methods differ in codes, te
     mxfp4 (OCP Microscaling; GPT-OSS)  W_blocks [E, O, I / 32, 16]: two e2m1 a byte, the low one first; W_scales: the
                                        exponent of a power of two, plus 127; the whole stored as [E, I, O]
     compressed-tensors                 W.weight e4m3 or int8, or W.weight_packed: 32 / bits codes in an int32, the lowest
-                                       first, each plus 2^(bits - 1); W.weight_scale, W.weight_zero_point, W.weight_g_idx
+                                       first, each plus 2^(bits - 1); W.weight_scale, W.weight_zero_point, W.weight_g_idx;
+                                       or mxfp4: W.weight_packed, two e2m1 in a byte, W.weight_scale, exponent plus 127
+    MLX                                W.weight: 32 / bits unsigned codes in a uint32, the lowest first; W.scales, W.biases
+                                       (added after scaling)
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ from mega_ckpt.tensor_pieces import TensorShape
 from mega_common.errors import CheckpointError
 from mega_common.object_store import Location
 
-SCHEME_KEYS = ("quantization_config", "compression_config")  # the second is the older key of compressed-tensors
+SCHEME_KEYS = ("quantization_config", "compression_config", "quantization")  # older compressed-tensors, MLX
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _CODES = (*_FP8, torch.int8)
 _DECLARED = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -52,8 +55,8 @@ class _UnsupportedSchemeError(ValueError):
 def dequantize_tensors(
     tensors: Mapping[str, LazyTensor], config: Mapping[str, Any], folder: Location
 ) -> tuple[Mapping[str, LazyTensor], str | None]:
-    """Return the tensors of a HuggingFace folder, dequantized when read, and a description of the quantization, None
-    without quantization.
+    """Return the tensors of a HuggingFace folder, dequantized when read.
+    The second value is a description of the quantization, None without quantization.
 
     Tensors are decoded when read, a few rows at a time. Scales of activations are left out: weights do not depend on them.
 
@@ -68,7 +71,7 @@ def dequantize_tensors(
     scheme = next((config[key] for key in SCHEME_KEYS if config.get(key)), None)
     if scheme is None:
         return tensors, None
-    method = scheme.get("quant_method", "compressed-tensors") if isinstance(scheme, Mapping) else scheme
+    method = _find_method(scheme) if isinstance(scheme, Mapping) else scheme
     if method not in _METHODS:
         raise CheckpointError(
             f"{folder}: weights quantized with {method!r} are not supported (only {', '.join(_METHODS)}, and GGUF)",
@@ -86,6 +89,11 @@ def dequantize_tensors(
         ) from None
     description += ", scales of activations left out" if len(left) < len(tensors) else ""
     return decoded, f"{description}; read as {str(dtype).removeprefix('torch.')}"
+
+
+def _find_method(scheme: Mapping[str, Any]) -> Any:
+    """Return the method's name; older compressed-tensors and MLX do not state it."""
+    return scheme.get("quant_method", "compressed-tensors" if "config_groups" in scheme else "mlx")
 
 
 def _dequantize_fp8(tensors: dict[str, LazyTensor], scheme: Mapping[str, Any], dtype: torch.dtype) -> _Dequantized:
@@ -160,7 +168,10 @@ def _dequantize_module(
     decode: Callable[[Tensor], Tensor] = Tensor.float
     scale = _take_part(out, f"{name}_scale", name, codes)
     zero, index = (out.pop(f"{name}_{part}", None) for part in ("zero_point", "g_idx"))
-    if packed:
+    if packed and weights["type"] == "float":
+        shape, decode = (codes.shape[0], 2 * codes.shape[1]), _unpack_e2m1
+        _check_part(f"{name}_packed", codes, codes.shape, torch.uint8)
+    elif packed:
         height, width = shape = tuple(_take_part(out, f"{name}_shape", name, codes).read().tolist())
         _check_part(f"{name}_packed", codes, (height, math.ceil(width * bits / 32)), torch.int32)
         decode = partial(_unpack_integers, bits=bits, count=width)
@@ -185,6 +196,7 @@ def _check_scheme(scheme: Mapping[str, Any]) -> None:
         "pack-quantized",
         "int-quantized",
         "float-quantized",
+        "mxfp4-pack-quantized",
         "naive-quantized",
         "mixed-precision",
         "dense",
@@ -213,8 +225,28 @@ def _config_group_of(groups: Mapping[str, Any], module: str) -> Mapping[str, Any
     return found[0]  # type: ignore[no-any-return]
 
 
+def _dequantize_mlx(tensors: dict[str, LazyTensor], scheme: Mapping[str, Any], dtype: torch.dtype) -> _Dequantized:
+    out, mode = dict(tensors), scheme.get("mode", "affine")
+    if mode != "affine" or any(isinstance(value, Mapping) for value in scheme.values()):
+        raise _UnsupportedSchemeError("MLX in another mode than affine" if mode != "affine" else "several MLX schemes")
+    bits, group = scheme["bits"], scheme["group_size"]
+    if bits not in (2, 4, 8):
+        raise _UnsupportedSchemeError(f"{bits} bits per weight by MLX")
+    for scales in [name for name in tensors if name.endswith(".scales")]:
+        module = scales.removesuffix(".scales")
+        name, codes = f"{module}.weight", _take_part(out, f"{module}.weight", module, tensors[scales])
+        _check_part(name, codes, codes.shape, torch.uint32)
+        shape = (codes.shape[0], codes.shape[1] * 32 // bits)
+        decode = partial(_unpack_unsigned, bits=bits)
+        bias = _take_part(out, f"{module}.biases", name, codes)
+        grid = _ScaleGrid(name, shape, (1, group), _take_part(out, scales, name, codes), bias=bias)
+        out[name] = grid.dequantize(codes, dtype, decode)
+    return out, f"MLX, {bits} bits by groups of {group}"
+
+
 _METHODS: Mapping[str, Callable[[dict[str, LazyTensor], Mapping[str, Any], torch.dtype], _Dequantized]] = {
     "fp8": _dequantize_fp8, "mxfp4": _dequantize_mxfp4, "compressed-tensors": _dequantize_compressed,
+    "mlx": _dequantize_mlx,
 }  # fmt: skip
 
 
@@ -226,6 +258,7 @@ class _ScaleGrid:
         name: name of the weight.
         zero: zero points, one per scale.
         index: column of scales for each column of the weight, if the order is not the default one.
+        bias: offsets that are added after scaling, one per scale.
     """
 
     name: str
@@ -234,11 +267,12 @@ class _ScaleGrid:
     scale: LazyTensor
     zero: LazyTensor | None = None
     index: LazyTensor | None = None
+    bias: LazyTensor | None = None
 
     def dequantize(
         self, codes: LazyTensor, dtype: torch.dtype, decode: Callable[[Tensor], Tensor] = Tensor.float
     ) -> LazyTensor:
-        """Return the weight of these codes; `decode` converts rows of codes to fp32.
+        """Return the weight that quantization codes stand for; `decode` converts rows of codes to fp32.
 
         Raises:
             CheckpointError: when the number of scales differs from that of blocks.
@@ -246,7 +280,7 @@ class _ScaleGrid:
         if len(self.shape) != 2 or len(self.block) != 2:
             raise CheckpointError(f"{codes.path}: quantized {self.name} must be a matrix, not {list(self.shape)}")
         (height, width), grid = self.block, self._blocks
-        for part in filter(None, (self.scale, self.zero)):
+        for part in filter(None, (self.scale, self.zero, self.bias)):
             if [n for n in part.shape if n > 1] != [n for n in grid if n > 1]:
                 raise CheckpointError(
                     f"{part.path}: the scales of {self.name} {list(self.shape)} have shape {list(part.shape)}, but blocks of "
@@ -262,6 +296,7 @@ class _ScaleGrid:
         """Dequantize a few rows at a time, to limit memory beyond the result."""
         scale, stored = _finite_scales(self.name, self.scale).view(self._blocks), codes.read()
         zero = self.zero.read().float().view(self._blocks) if self.zero else None
+        bias = self.bias.read().float().view(self._blocks) if self.bias else None
         columns = self._scale_columns()
         out = torch.empty(self.shape, dtype=dtype)
         step = max(1, _CHUNK // max(self.shape[1], 1))
@@ -270,7 +305,8 @@ class _ScaleGrid:
             blocks = torch.arange(begin, begin + len(numbers)) // self.block[0]
             if zero is not None:
                 numbers = numbers - zero[blocks][:, columns]
-            out[begin : begin + step] = numbers * scale[blocks][:, columns]
+            scaled = numbers * scale[blocks][:, columns]
+            out[begin : begin + step] = scaled if bias is None else scaled + bias[blocks][:, columns]
         return out
 
     def _scale_columns(self) -> Tensor:
@@ -296,6 +332,12 @@ def _unpack_integers(words: Tensor, bits: int, count: int) -> Tensor:
     shifts = torch.arange(0, 32, bits, dtype=torch.int32)
     codes = (words.unsqueeze(-1) >> shifts) & (1 << bits) - 1
     return (codes.flatten(1)[:, :count] - (1 << bits - 1)).float()
+
+
+def _unpack_unsigned(words: Tensor, bits: int) -> Tensor:
+    """Return numbers [N, I] in fp32 from uint32 [N, I * bits / 32]."""
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
+    return ((words.view(torch.int32).unsqueeze(-1) >> shifts) & (1 << bits) - 1).flatten(1).float()
 
 
 def _unpack_columns(words: LazyTensor, bits: int, count: int) -> Tensor:

@@ -20,8 +20,8 @@ MAX_PICKLE_BYTES = 1 << 30
 
 
 class InertObject:
-    """Placeholder for a pickled object, whose class is not imported: `name` is the class, `args` and `state` are its
-    pickled data.
+    """Placeholder for a pickled object, whose class is not imported.
+    `name` is the class, `args` and `state` are its pickled data.
     """
 
     name = ""
@@ -136,8 +136,9 @@ def load_untrusted_pickle(
     replace: dict[str, Callable[..., Any]] | None = None,
     stored: Callable[[Any], Any] = _reject_persistent_id,
 ) -> Any:
-    """Load a pickle without running code in it, as builtin containers and `InertObject` placeholders; CheckpointError
-    for functions and classes that are not allowed.
+    """Load a pickle without running code in it.
+    The result has builtin containers and `InertObject` placeholders. Raises CheckpointError for functions and classes
+    that are not allowed.
 
     Args:
         data: the pickle, or a stream positioned at its start; the stream is left at its end.

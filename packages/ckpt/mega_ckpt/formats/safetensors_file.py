@@ -81,8 +81,8 @@ class SafetensorsHeader:
 
     @classmethod
     def make_header(cls, tensors: Mapping[str, tuple[torch.dtype, TensorShape]], metadata: Mapping[str, str]) -> Self:
-        """Return the header of a file with `tensors`, in the order of the safetensors library: wide dtypes first, then
-        by name.
+        """Return the header of a safetensors file with `tensors`.
+        The tensors are in the order of the safetensors library: wide dtypes first, then by name.
         """
         entries: dict[str, SafetensorsEntry] = {}
         position = 0
@@ -151,8 +151,8 @@ class SafetensorsFile:
         return cls(path, header)
 
     def read_tensor(self, name: str) -> Tensor:
-        """Read a tensor: from a local file as a private memory map, whose bytes are read when used and released with
-        the tensor.
+        """Read a tensor of a safetensors file.
+        From a local file it is a private memory map, whose bytes are read when used and released with the tensor.
         """
         entry = self.header.entries[name]
         begin = 8 + len(self.header.text)

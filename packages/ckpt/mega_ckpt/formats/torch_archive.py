@@ -39,8 +39,8 @@ _LOCAL_HEADER = 30  # bytes before the name
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a `torch.save` archive: `path[begin:end]` is its storage; the tensor starts at element `start`, with
-    strides.
+    """A tensor in a `torch.save` archive, not yet read.
+    `path[begin:end]` is its storage; the tensor starts at element `start`, with strides.
     """
 
     path: Path
@@ -117,8 +117,9 @@ def open_file_range(file: IO[bytes], begin: int, end: int) -> IO[bytes]:
 
 
 def load_torch_archive(path: Path, begin: int = 0, end: int | None = None) -> Any:
-    """Load the content of `path[begin:end]` written by `torch.save` without running code in it: containers,
-    `InertObject` placeholders, and `StoredTensor`s for tensors.
+    """Load the content of a `torch.save` archive without running code in it.
+    The archive is `path[begin:end]`. The result has containers, `InertObject` placeholders, and `StoredTensor`s for
+    tensors.
 
     Raises:
         CheckpointError: when it is no such archive, is damaged, has a function or class that is not allowed, or a tensor
@@ -158,8 +159,8 @@ def _load_zip(path: Path, file: IO[bytes], begin: int, end: int) -> Any:
 
 
 def tensor_rebuilders(path: Path) -> dict[str, Any]:
-    """Return the functions for the argument `replace` of `load_untrusted_pickle` that rebuild tensors as
-    `StoredTensor`s in `path`.
+    """Return the functions that rebuild the tensors of a pickle as `StoredTensor`s in `path`.
+    They are for the argument `replace` of `load_untrusted_pickle`.
     """
 
     def rebuild_tensor(
@@ -235,8 +236,8 @@ _COUNT = 8  # bytes before a storage's elements
 
 
 def load_state_tensors(path: Path) -> Mapping[str, StoredTensor]:
-    """Return the tensors of a `torch.save`d state dict ({name: tensor}, such as `pytorch_model.bin`), in file order,
-    without reading their data.
+    """Return the tensors of a `torch.save`d state dict, in file order, without reading their data.
+    The state dict is {name: tensor}, such as `pytorch_model.bin`.
 
     Raises:
         CheckpointError: when the file is damaged, is no state dict, or has a function or class that is not allowed.

@@ -55,8 +55,8 @@ def import_transformers() -> Any:
 
 @contextmanager
 def explain_module_errors(kind: str, doing: str) -> Iterator[None]:
-    """Turn any error that transformers raises in the `with` block into a `CheckpointError` that names the model type
-    `kind` and the operation `doing`.
+    """Context manager that turns any error that transformers raises into a `CheckpointError`.
+    The error names the model type `kind` and the operation `doing`.
     """
     try:
         yield
@@ -109,8 +109,8 @@ def parse_module_config(raw: Mapping[str, Any]) -> Any:
 
 
 def build_empty_module(described: TransformersModuleConfig, dtype: torch.dtype) -> Any:
-    """Return the module in host memory with uninitialised parameters of `dtype`; memory is used only once they are
-    written.
+    """Return a transformers module in host memory with uninitialised parameters of `dtype`.
+    Memory is used only once the parameters are written.
 
     Buffers have the values that transformers computes.
     """
@@ -202,35 +202,37 @@ class TransformersSource:
         self._loaded: dict[str, Tensor] = {}
 
     def tensor_names(self) -> Sequence[str]:
-        """Return the names of the module's tensors."""
+        """Return the tensor names of the transformers module."""
         return list(self._tensors)
 
     def tensor_shape(self, name: str) -> TensorShape:
-        """Return the shape of a tensor."""
+        """Return the shape of a tensor of the transformers module."""
         return tuple(self._tensors[name].shape)
 
     def tensor_dtype(self, name: str) -> torch.dtype:
-        """Return the dtype of a tensor."""
+        """Return the dtype of a tensor of the transformers module."""
         return self._tensors[name].dtype
 
     def read_tensor(self, name: str) -> Tensor:
-        """Return a whole tensor."""
+        """Return a whole tensor of the transformers module."""
         return self._tensors[name]
 
     def read_tensor_slice(self, name: str, offset: TensorShape, shape: TensorShape) -> Tensor:
-        """Return `tensor[offset : offset + shape]` of the tensor `name`."""
+        """Return `tensor[offset : offset + shape]` of a tensor of the transformers module.
+        The tensor is `name`.
+        """
         return crop_tensor(self._tensors[name], offset, shape)
 
     def buffer_names(self) -> Sequence[str]:
-        """Return no names: persistent buffers are among the tensors."""
+        """Return no names: persistent buffers of a transformers module are among its tensors."""
         return []
 
     def read_buffer(self, name: str) -> Tensor:
-        """Raise KeyError: there are no other buffers."""
+        """Raise KeyError: a transformers module has no buffers other than its tensors."""
         raise KeyError(name)
 
     def asset_files(self) -> Mapping[str, Path | bytes]:
-        """Return the files of the folder other than weights, such as those of the tokenizer."""
+        """Return the files of a HuggingFace folder other than weights, such as those of the tokenizer."""
         return read_asset_files(self.folder)
 
     @property
@@ -264,8 +266,8 @@ class TransformersSource:
 def write_transformers_folder(
     source: WeightSource, folder: Path, *, dtype: torch.dtype | None = None, max_shard: int | None = None
 ) -> None:
-    """Write the weights of a module of transformers into `folder` as transformers itself stores them, with the files
-    that accompany them.
+    """Write the weights of a module of transformers into `folder` as transformers itself stores them.
+    The files that accompany the weights are written, too.
 
     Args:
         dtype: dtype of the output; None: as stored.

@@ -37,15 +37,15 @@ Offsets = list[tuple[int, int]]
 
 
 def masked_token_dtype(dtype: npt.DTypeLike) -> np.dtype[Any]:
-    """Return the structured numpy dtype of a token id, stored as `dtype`, with its loss mask byte: numpy fields `token`
-    and `mask`.
+    """Return the structured numpy dtype of a token id with its loss mask byte.
+    The numpy fields are `token`, the id stored as `dtype`, and `mask`.
     """
     return np.dtype([("token", dtype), ("mask", np.uint8)])
 
 
 class EncodedText(NamedTuple):
-    """Token ids of a rendered conversation, the character offsets of each token, and a note if an answer merges with
-    the end of its prompt.
+    """Token ids of a rendered conversation, with the character offsets of each token.
+    A note is included if an answer merges with the end of its prompt.
     """
 
     ids: list[int]
@@ -54,8 +54,9 @@ class EncodedText(NamedTuple):
 
 
 class EncodedChats(NamedTuple):
-    """Result of encoding chats: token arrays of each chat's texts, number of answers cut by the length limit, and
-    number of chats per note for the log.
+    """Result of encoding chats to token ids.
+    It has token arrays of each chat's texts, the number of answers cut by the length limit, and the number of chats per
+    note for the log.
     """
 
     texts: list[list[npt.NDArray[Any]]]
@@ -81,8 +82,8 @@ class ChatEncoder:
         self._leads = (*LEADS, *UNMERGED, *(token.content for token in added if token.special))
 
     def encode_chats(self, chats: Sequence[tuple[RenderedChat, ...]], dtype: npt.DTypeLike) -> EncodedChats:
-        """Encode each chat (one text, or the chosen and rejected texts of a pair) to token arrays with loss mask bytes;
-        ids are stored as `dtype`.
+        """Encode each chat to token arrays with loss mask bytes.
+        A chat is one text, or the chosen and rejected texts of a pair. Ids are stored as `dtype`.
 
         If one text of a chat has no token left that counts in the loss, the chat is empty.
         """
@@ -237,8 +238,8 @@ class ChatPreparation:
             )
 
     def prepare_record(self, item: Document | RejectedItem) -> Document | RejectedItem:
-        """Return a record as a document with its rendered conversations in `chats`, for `build_text_batches`, or as a
-        `RejectedItem` if it has no valid conversation.
+        """Return a record as a document with its rendered conversations in `chats`, for `build_text_batches`.
+        Returns a `RejectedItem` if the record has no valid conversation.
         """
         if isinstance(item, RejectedItem):
             return item

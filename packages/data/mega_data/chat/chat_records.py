@@ -46,8 +46,8 @@ FORMS = (
 
 @dataclass(frozen=True)
 class Conversation:
-    """Chat messages with the loss weight of each (0 for all but answers), tool definitions, and `options` for the chat
-    template.
+    """Chat messages with the loss weight of each, tool definitions, and options for the chat template.
+    The loss weight is 0 for all messages that are not answers; the template gets `options`.
 
     `missing` marks a pair without this answer; the messages are then only the prompt.
     """
@@ -113,8 +113,9 @@ def select_record_columns(record: dict[str, Any], columns: Mapping[str, str]) ->
 
 
 def name_record_form(record: Any) -> tuple[str, str | None]:
-    """Return the form of a JSON record by its keys, such as `messages (OpenAI)`, and the dataset kind that reads it:
-    `conversations`, `pairs`, `text`, or None for a form without a training objective.
+    """Return the form of a JSON record by its keys, and the dataset kind that reads it.
+    A form is for example `messages (OpenAI)`. The kind is `conversations`, `pairs`, `text`, or None for a form without
+    a training objective.
     """
     keys = {key for key, value in record.items() if value is not None} if isinstance(record, dict) else set()
     answer = next((key for key in ANSWERS if key in keys), None)

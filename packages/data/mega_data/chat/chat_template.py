@@ -93,8 +93,8 @@ class ChatTemplate:
         return any("strftime_now" in template for template in self._templates.values())
 
     def render_chat(self, conversation: Conversation, loss_on: LossOn) -> RenderedChat:
-        """Return the text of a conversation with the spans that count in the loss, chosen by `loss_on`: all answers,
-        the last one or the whole text.
+        """Return the text of a conversation with the spans that count in the loss.
+        The spans are chosen by `loss_on`: all answers, the last one or the whole text.
 
         Raises:
             DataError: if the template fails, answers cannot be separated from the rest, or no token or every token
@@ -158,8 +158,8 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool | None = None,
     ) -> str:
-        """Return the text of a conversation up to the start of the next answer, or ending inside its last message with
-        `continue_final_message`.
+        """Return the text of a conversation up to the start of the next answer.
+        With `continue_final_message`, the text ends inside the last message.
 
         Args:
             conversation: the conversation; its weights are not used.
@@ -266,8 +266,9 @@ class ChatTemplate:
 def read_chat_template(
     tokenizer: Path, file: Path | None = None, options: Mapping[str, Any] | None = None
 ) -> ChatTemplate:
-    """Return the chat template of `file`, by default the one in the folder of the `tokenizer.json` at `tokenizer`;
-    `options` are passed to each rendering.
+    """Return the chat template of a file, or of a tokenizer's folder.
+    Without `file`, the template is the one in the folder of the `tokenizer.json` at `tokenizer`. `options` are passed to
+    each rendering.
 
     Raises:
         DataError: if there is none, or it cannot be read.
@@ -293,8 +294,8 @@ def read_chat_template(
 
 @contextlib.contextmanager
 def limit_time(seconds: float) -> Iterator[None]:
-    """Raise `ChatTemplateTimeout` in the block after `seconds` seconds, in the main thread only, because other threads
-    get no signals.
+    """Context manager that raises `ChatTemplateTimeout` in its block after `seconds` seconds.
+    It works in the main thread only, because other threads get no signals.
 
     Raises:
         ChatTemplateTimeout: if the block exceeds the limit.
@@ -327,8 +328,9 @@ def limit_time(seconds: float) -> Iterator[None]:
 
 @contextlib.contextmanager
 def limit_memory(size: int) -> Iterator[None]:
-    """Raise `ChatTemplateMemoryError` in the block when the process allocates `size` bytes more than before, in the main
-    thread on Linux only, because the limit is that of the process's address space.
+    """Context manager that raises `ChatTemplateMemoryError` when its block allocates more than `size` bytes.
+    The bytes are counted from the start of the block. It works in the main thread on Linux only, because the limit
+    applies to the process's address space.
 
     Raises:
         ChatTemplateMemoryError: if the block exceeds the limit.

@@ -30,8 +30,8 @@ from mega_data.reading.decompression import import_optional
 
 
 class AppendJournal:
-    """Append-only files in a folder. Everything appended before the last `commit_state` survives a crash; the rest is
-    truncated at a resume.
+    """Append-only files in a folder, with a state that is committed with them.
+    Everything appended before the last `commit_state` survives a crash; the rest is truncated at a resume.
 
     Attributes:
         sizes: bytes of each file, by its path in the folder.
@@ -63,8 +63,8 @@ class AppendJournal:
         self.sizes[name] = self.sizes.get(name, 0) + len(data)
 
     def commit_state(self, state: dict[str, Any]) -> None:
-        """Flush all appended data to disk, then write `state` and the file sizes atomically to `progress.json`, from
-        which an interrupted run resumes.
+        """Flush all appended data to disk, then save the state from which an interrupted run resumes.
+        The `state` and the file sizes are written atomically to `progress.json`.
         """
         for name in self._open:
             self._sync_file(name)
@@ -100,8 +100,8 @@ SUFFIXES = {"gz": ".jsonl.gz", "zst": ".jsonl.zst", "none": ".jsonl"}
 
 
 def encode_json_line(record: Mapping[str, Any]) -> bytes:
-    """Return a record as one line of UTF-8 JSON; values without a JSON type, such as dates of a Parquet file, become
-    text.
+    """Return a record as one line of UTF-8 JSON.
+    Values without a JSON type, such as dates of a Parquet file, become text.
     """
     return json.dumps(record, ensure_ascii=False, default=str).encode() + b"\n"
 
@@ -128,8 +128,8 @@ CHUNK = 1 << 16  # documents read at once
 
 
 def describe_fingerprints(rule: DuplicatesRule) -> dict[str, Any]:
-    """Return the parameters of the document fingerprints; fingerprints of two cleaning runs are comparable if these are
-    equal.
+    """Return the parameters of the fingerprints by which documents are compared.
+    Fingerprints of two cleaning runs are comparable if these are equal.
 
     Raises:
         MissingPackageError: if rensa is required and not installed.
@@ -144,16 +144,17 @@ def load_text_hashes(folder: Path) -> Hashes:
 
 
 def load_signatures(folder: Path, rule: DuplicatesRule) -> Signatures:
-    """Return the documents' MinHash signatures that a cleaning run wrote to `folder/minhash.bin`, uint32 [N, bands *
-    rows], memory-mapped.
+    """Load the documents' MinHash signatures that a cleaning run wrote to `folder/minhash.bin`.
+    The result is uint32 [N, bands * rows], memory-mapped.
     """
     assert rule.minhash is not None
     return _map_file(folder / "minhash.bin", np.dtype("<u4"), rule.minhash.bands * rule.minhash.rows)
 
 
 def load_document_positions(folder: Path) -> DocumentPositions:
-    """Return the source position of each document (`places.bin` of a cleaning run's `folder`), structured dtype
-    `POSITION` [N], memory-mapped.
+    """Return the source position of each document of a cleaning run.
+    The positions are in `places.bin` of the run's `folder`. The result is memory-mapped, [N] of the structured dtype
+    `POSITION`.
     """
     return _map_file(folder / "places.bin", POSITION, 1)[:, 0]
 
@@ -165,8 +166,8 @@ def _map_file(path: Path, dtype: np.dtype[Any], width: int) -> npt.NDArray[Any]:
 
 
 def import_fingerprints(rule: DuplicatesRule, journal: AppendJournal) -> int:
-    """Append the fingerprints of the earlier cleaning runs in `rule.against` to this run's files; return the number of
-    their documents.
+    """Append the fingerprints of the earlier cleaning runs in `rule.against` to this run's files.
+    Returns the number of their documents.
 
     Raises:
         DataError: if a folder has no fingerprints, or their parameters differ.
@@ -209,8 +210,9 @@ def _read_fingerprint_kinds(folder: Path) -> dict[str, Any]:
 
 
 def write_kept_fingerprints(work: Path, rule: DuplicatesRule, first: int) -> dict[str, Any]:
-    """Write the fingerprints of the kept documents, from document number `first` on, to `work/result/fingerprints`, for
-    comparison by later cleaning runs; return the fingerprint parameters.
+    """Write the fingerprints of the kept documents, for comparison by later cleaning runs.
+    Documents are those from number `first` on; the folder is `work/result/fingerprints`. Returns the fingerprint
+    parameters.
     """
     kept = first + np.flatnonzero(np.load(work / "rules.npy", mmap_mode="r")[first:] == 0)
     folder = work / "result" / "fingerprints"

@@ -23,8 +23,8 @@ Shares = dict[PositiveInt, Share]
 
 
 class RuleSection(StrictConfig):
-    """Base of the cleaning rules' configuration sections: `rule:` and `rule: true` enable the defaults, `rule: {key:
-    value}` changes some.
+    """Base of the configuration sections of data cleaning rules.
+    In the file, `rule:` and `rule: true` enable the defaults, and `rule: {key: value}` changes some.
     """
 
     @model_validator(mode="before")
@@ -51,8 +51,8 @@ class LanguageRule(RuleSection):
     min_confidence: Share = Field(0.65, description="drop documents with a lower confidence; 0.65 as in FineWeb")
 
     def problems(self) -> Iterator[ConfigProblem]:
-        """Yield a problem if a model file is given for a detector other than fasttext, and for codes that are not ISO
-        639.
+        """Yield the problems in the settings of language detection.
+        They are a missing model file for fasttext, one for another detector, and codes that are not ISO 639.
         """
         if (self.detector == "fasttext") != (self.model is not None):
             if self.model is None:
@@ -65,8 +65,8 @@ class LanguageRule(RuleSection):
 
 
 class GopherQualityRule(RuleSection):
-    """Cleaning rule: quality filter for English of Gopher (Rae et al. 2021, arXiv:2112.11446, A1.1), with the paper's
-    limits as defaults.
+    """Cleaning rule: quality filter for English of Gopher, with the paper's limits as defaults.
+    The paper is Rae et al. 2021, arXiv:2112.11446, A1.1.
     """
 
     min_words: NonNegativeInt = 50
@@ -82,8 +82,8 @@ class GopherQualityRule(RuleSection):
 
 
 class GopherRepetitionRule(RuleSection):
-    """Cleaning rule: repetition filter of Gopher (Rae et al. 2021, arXiv:2112.11446, table A1), with limits on the
-    shares of a document that repeat earlier text.
+    """Cleaning rule: repetition filter of Gopher, with limits on repeated text in a document.
+    The limits apply to the shares of a document that repeat earlier text (Rae et al. 2021, arXiv:2112.11446, table A1).
     """
 
     max_duplicate_lines: Share = 0.30
@@ -95,8 +95,8 @@ class GopherRepetitionRule(RuleSection):
 
 
 class C4Rule(RuleSection):
-    """Cleaning rule: line and document filter of C4 (Raffel et al. 2020, arXiv:1910.10683, section 2.2), with the
-    paper's limits as defaults.
+    """Cleaning rule: line and document filter of C4, with the paper's limits as defaults.
+    The paper is Raffel et al. 2020, arXiv:1910.10683, section 2.2.
 
     `bad_words` is a file with one word per line; documents with one of them are dropped. The list of the paper is not
     part of mega.
@@ -115,8 +115,8 @@ class C4Rule(RuleSection):
 
 
 class PiiRule(RuleSection):
-    """Cleaning rule for personal data found by patterns: replace it by its kind in angle brackets (`<EMAIL>`), or drop
-    the document.
+    """Cleaning rule for personal data found by patterns.
+    The data is replaced by its kind in angle brackets (`<EMAIL>`), or the document is dropped.
     """
 
     kinds: Annotated[list[Literal["email", "ip", "phone", "card", "iban"]], AsList] = Field(
@@ -135,8 +135,8 @@ class PiiRule(RuleSection):
 
 
 class DecontaminationRule(RuleSection):
-    """Cleaning rule that drops documents which share `ngram` words in a row with an evaluation set, as in GPT-3
-    (arXiv:2005.14165, appendix C).
+    """Cleaning rule that drops documents which share a run of words with an evaluation set.
+    The run has `ngram` words, as in GPT-3 (arXiv:2005.14165, appendix C).
     """
 
     against: Strings = Field(description="evaluation sets: files, globs, folders, hf:NAME", min_length=1)
@@ -164,8 +164,8 @@ def _false_to_none(raw: Any) -> Any:
 
 
 class DuplicatesRule(RuleSection):
-    """Deduplication rule: of documents with equal or nearly equal texts only the first is kept. Similarity is
-    transitive.
+    """Deduplication rule: of documents with equal or nearly equal texts only the first is kept.
+    Similarity is transitive.
     """
 
     exact: bool = True
@@ -181,7 +181,8 @@ class DuplicatesRule(RuleSection):
         return _enable_bare_keys(raw, ("minhash",))
 
     def problems(self) -> Iterator[ConfigProblem]:
-        """Yield a problem if neither exact nor near duplicates are searched, or if `against` is set without comparison
+        """Yield the problems in the settings of deduplication.
+        They are that neither exact nor near duplicates are searched, and that `against` is set without comparison
         between inputs.
         """
         if not self.exact and self.minhash is None:
@@ -211,8 +212,8 @@ RULES = (
 
 
 class CleanConfig(StrictConfig):
-    """Configuration of `mega data clean`: rules applied in this order; a document is counted under the first rule that
-    drops it.
+    """Configuration of `mega data clean`, the cleaning of a text corpus.
+    Rules are applied in the order of the fields; a document is counted under the first rule that drops it.
     """
 
     length: Annotated[LengthRule | None, BeforeValidator(_false_to_none)] = None

@@ -59,8 +59,8 @@ Result = TypeVar("Result")
 def map_in_order(
     call: Callable[[Item], Result], items: Iterable[Item], workers: int
 ) -> Generator[tuple[Item, Result], None, None]:
-    """Yield each item with the result of `call` on it, in input order, computed by `workers` processes, or by this
-    process for one worker.
+    """Yield each item with the result of `call` on it, in input order.
+    Results are computed by `workers` processes, or by this process for one worker.
 
     Raises:
         DataError: if a process was killed; and any error of `call`.
@@ -112,8 +112,8 @@ RECORD_INTERVAL = 5.0  # seconds between two progress records of the first pass
 
 @dataclass
 class CleaningState:
-    """Saved state of a cleaning run's first pass: position (`items` items of source number `source`, after all earlier
-    sources) and the resulting counts.
+    """Saved state of a cleaning run's first pass: position in the input and the resulting counts.
+    The position is `items` items of source number `source`, after all earlier sources.
 
     Attributes:
         starts: number of the first document of each part; kept documents are numbered in order.
@@ -142,8 +142,8 @@ def clean_corpus(
     on_bad_line: Literal["error", "skip"] = "error",
     overwrite: bool = False,
 ) -> dict[str, Any]:
-    """Clean the corpus files, folders and globs `inputs` by the rules of `config` into the folder `output`, and return
-    the counts that it also writes to `summary.json`.
+    """Clean the text corpus `inputs` by the rules of `config` into the folder `output`.
+    Inputs are corpus files, folders and globs. Returns the counts that are also written to `summary.json`.
 
     As JSON lines, `kept/` has the kept documents, `dropped/` the dropped ones with rule and reason, and `changed/` the
     originals of changed ones; `fingerprints/` is read by later runs (`duplicates.against`). `folder` may have the
@@ -209,8 +209,8 @@ def _compute_run_identity(config: CleanConfig, key: str, folder: Path, sources: 
 
 
 class CleaningRun:
-    """One cleaning run in the temporary folder `work`: a first pass that applies the rules and a second one that
-    removes duplicates.
+    """One cleaning run of a text corpus in the temporary folder `work`.
+    A first pass applies the rules and a second one removes duplicates.
     """
 
     def __init__(
@@ -231,8 +231,8 @@ class CleaningRun:
         self.journal = AppendJournal(work)
 
     def resume_or_start(self) -> None:
-        """Resume an interrupted cleaning run with equal inputs and settings from its recorded state, or start a new
-        one.
+        """Resume an interrupted cleaning run with equal inputs and settings, or start a new one.
+        It is resumed from its recorded state.
 
         Raises:
             MegaError: if a rule cannot be built; raised here, before any work.
@@ -350,8 +350,8 @@ class CleaningRun:
                 bar.advance(part.end - part.start)
 
     def write_summary(self) -> dict[str, Any]:
-        """Write the results of the cleaning run to `summary.json`, and the fingerprints of the kept documents; return
-        the results.
+        """Write the results of the cleaning run to `summary.json`, and the fingerprints of the kept documents.
+        Returns the results.
         """
         tally, rule = self.state.tally, self.config.duplicates
         dropped = [rule.dropped for rule in tally.rules.values()]

@@ -75,16 +75,17 @@ class RuleTally:
     samples: list[RuleExample] = field(default_factory=list)
 
     def add_sample(self, sample: RuleExample, count: int) -> None:
-        """Keep `sample` as an example if its random rank is among the `count` lowest, which makes the kept ones a
-        uniform draw.
+        """Keep `sample` as an example if its random rank is among the `count` lowest.
+        The kept examples are therefore a uniform draw.
         """
         self.samples = sorted([*self.samples, sample], key=lambda s: (s.rank, s.file, s.line))[:count]
 
 
 @dataclass
 class CleaningTally:
-    """Counts of a cleaning run: documents `read` and `kept` per input as named by the user, counts per cleaning rule,
-    and documents per detected language.
+    """Counts of a cleaning run.
+    They are documents `read` and `kept` per input as named by the user, counts per cleaning rule, and documents per
+    detected language.
     """
 
     read: dict[str, DocumentAmount] = field(default_factory=dict)
@@ -119,8 +120,8 @@ def add_counts(counts: dict[str, int], more: dict[str, int]) -> None:
 
 
 class CleaningWorkerSettings(NamedTuple):
-    """Settings of a cleaning worker process: the configuration as JSON, the text's key in a JSON record, folders, and
-    the digest of the run's inputs.
+    """Settings of a worker process that cleans documents.
+    They are the configuration as JSON, the text's key in a JSON record, folders, and the digest of the run's inputs.
     """
 
     config: str
@@ -132,8 +133,8 @@ class CleaningWorkerSettings(NamedTuple):
 
 @dataclass
 class CleaningBatch:
-    """Documents and rejected items of one input to clean together, and the input position after them: (source number,
-    items).
+    """Documents and rejected items of one input to clean together.
+    The input position after them is (source number, items).
     """
 
     input: str
@@ -145,8 +146,8 @@ class CleaningBatch:
 
 @dataclass
 class CleanedBatch:
-    """Result of cleaning a batch: compressed JSON lines per output folder, fingerprints and source positions of the
-    kept documents, and counts.
+    """Result of cleaning a batch of documents.
+    It has compressed JSON lines per output folder, fingerprints and source positions of the kept documents, and counts.
     """
 
     lines: dict[str, bytes]

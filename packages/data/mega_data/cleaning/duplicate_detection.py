@@ -41,8 +41,8 @@ def compute_text_signatures(texts: Sequence[AnalyzedText], settings: MinHashConf
 
 
 def hash_shingles(hashes: Hashes, settings: MinHashConfig) -> Hashes:
-    """Return the hash of each run of `settings.ngram` items (words or tokens) of a document, given the hash of each
-    item; one hash of all items if there are fewer.
+    """Return the hash of each run of consecutive items (words or tokens) of a document, given item hashes.
+    A run has `settings.ngram` items. If there are fewer, the result is one hash of all items.
     """
     return hash_ngrams(hashes, min(settings.ngram, max(1, len(hashes))))
 
@@ -92,8 +92,8 @@ def find_exact_leaders(hashes: Hashes, dataset_numbers: Numbers | None = None) -
 def find_near_leaders(
     signatures: Signatures, settings: MinHashConfig, leaders: Numbers, dataset_numbers: Numbers | None = None
 ) -> Numbers:
-    """Return for each of N documents the index of the first document of its near-duplicate cluster, int64 [N];
-    `leaders` are clusters to begin with, such as of exact duplicates.
+    """Return for each of N documents the index of the first document of its near-duplicate cluster.
+    The result is int64 [N]. `leaders` are clusters to begin with, such as of exact duplicates.
 
     A document joins the first one that shares a band with it, if the share of equal hashes is at least `threshold`.
 
@@ -117,8 +117,8 @@ def find_near_leaders(
 
 
 def estimate_similarity(signatures: Signatures, a: Numbers, b: Numbers) -> npt.NDArray[np.float64]:
-    """Return the share of equal MinHash values of each document pair (`a[i]`, `b[i]`), an estimate of their Jaccard
-    similarity.
+    """Return an estimate of the Jaccard similarity of each document pair (`a[i]`, `b[i]`).
+    It is the share of equal MinHash values.
 
     It is 0 for documents without words.
     """

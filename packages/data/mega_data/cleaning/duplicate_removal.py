@@ -40,8 +40,8 @@ class FirstPassPart(NamedTuple):
 
 
 class SourceNameTables(NamedTuple):
-    """Names of sources, inputs and earlier cleaning runs' folders, by the numbers in document positions, and the text's
-    key in a JSON record.
+    """Names of sources, inputs and earlier cleaning runs' folders, by the numbers in document positions.
+    The text's key in a JSON record is included.
     """
 
     sources: list[str]
@@ -51,8 +51,9 @@ class SourceNameTables(NamedTuple):
 
 
 def find_duplicates(work: Path, rule: DuplicatesRule) -> None:
-    """Find duplicate documents in the first-pass output of a cleaning run in folder `work`; write each document's first
-    equal one and the rule to `leaders.npy` and `rules.npy` there.
+    """Find duplicate documents in the first-pass output of a cleaning run.
+    The run's folder is `work`. Each document's first equal one and the rule are written to `leaders.npy` and
+    `rules.npy` there.
 
     leaders: the original of each document, int64 [N]. rules: 0 for a kept document, else `EXACT` or `NEAR`, uint8 [N].
     """
@@ -78,8 +79,8 @@ def find_duplicates(work: Path, rule: DuplicatesRule) -> None:
 def remove_part_duplicates(
     part: FirstPassPart, *, work: Path, config: CleanConfig, names: SourceNameTables
 ) -> CleaningTally:
-    """Write the kept documents of a first-pass file to `result/kept` and its duplicates to `result/dropped`; return the
-    counts.
+    """Write the kept documents and the duplicates of a first-pass file to their folders; return the counts.
+    Kept documents go to `result/kept` and duplicates to `result/dropped`.
 
     What an interrupted run has done is not done again.
     """
@@ -111,8 +112,8 @@ class FirstPassDeduplication:
         self.tally = CleaningTally()
 
     def write_files(self) -> CleaningTally:
-        """Write the kept and the dropped documents of one first-pass file to the cleaning run's result folder; return
-        the counts.
+        """Write the kept and the dropped documents of one first-pass file to the cleaning run's result folder.
+        Returns the counts.
         """
         positions = self.positions[self.part.start : self.part.end]
         for number, name in enumerate(self.names.inputs):

@@ -59,8 +59,8 @@ def load_lingua_detector() -> Detector:
 
 
 def load_fasttext_detector(model: Path) -> Detector:
-    """Return a function that detects a text's language by a fastText model file, whose labels must be `__label__CODE`:
-    (code, confidence).
+    """Return a function that detects a text's language by a fastText model file.
+    The labels of the model must be `__label__CODE`. The function returns (code, confidence).
 
     Raises:
         MissingPackageError: if fasttext is not installed.

@@ -34,8 +34,8 @@ TextRecord = dict[str, Any]
 
 
 class DropDocument(NamedTuple):
-    """Verdict of a cleaning rule to drop the document: `why` is one of the rule's few reasons, `detail` the finding in
-    this document.
+    """Verdict of a cleaning rule to drop the document.
+    `why` is one of the rule's few reasons, `detail` the finding in this document.
     """
 
     why: str
@@ -62,8 +62,8 @@ class BoundedMeasure(NamedTuple):
 
 
 def check_measure_bounds(measures: Iterable[BoundedMeasure]) -> DropDocument | None:
-    """Return a verdict to drop the document for the first measure outside its limits, or None; later measures are not
-    evaluated.
+    """Return a verdict to drop the document for the first measure outside its limits, or None.
+    Later measures are not evaluated.
     """
     for name, value, low, high in measures:
         if value < low:
@@ -81,8 +81,9 @@ SENTENCE = re.compile(r"[.!?]+[\"'”’)\]]*(?=\s|$)|[。！？]")
 
 
 def apply_c4_rule(text: AnalyzedText, limits: C4Rule) -> DropDocument | ChangeDocument | None:
-    """Apply the C4 line and document filter: return a `ChangeDocument` with the text of the remaining lines, a
-    `DropDocument` with the reason, or None if nothing changes.
+    """Apply the line and document filter of C4 to a document.
+    Returns a `ChangeDocument` with the text of the remaining lines, a `DropDocument` with the reason, or None if
+    nothing changes.
     """
     lower = text.text.lower()
     if limits.lorem_ipsum and "lorem ipsum" in lower:
@@ -135,15 +136,15 @@ PARAGRAPHS = re.compile(r"\n\s*\n")
 
 
 def apply_quality_rule(text: AnalyzedText, limits: GopherQualityRule) -> DropDocument | None:
-    """Apply the Gopher quality filter to a document's words, symbols, lines and stop words: return a `DropDocument`
-    with the reason, or None to keep it.
+    """Apply the Gopher quality filter to a document's words, symbols, lines and stop words.
+    Returns a `DropDocument` with the reason, or None to keep it.
     """
     return check_measure_bounds(_measure_quality(text, limits))
 
 
 def apply_repetition_rule(text: AnalyzedText, limits: GopherRepetitionRule) -> DropDocument | None:
-    """Apply the Gopher repetition filter to the shares of a document that repeat its earlier text: return a
-    `DropDocument` with the reason, or None to keep it.
+    """Apply the Gopher repetition filter to the shares of a document that repeat its earlier text.
+    Returns a `DropDocument` with the reason, or None to keep it.
     """
     return check_measure_bounds(_measure_repetition(text, limits))
 
@@ -251,8 +252,9 @@ KINDS: dict[str, tuple[str, Callable[[str], bool]]] = {
 
 
 def apply_pii_rule(text: AnalyzedText, limits: PiiRule) -> DropDocument | ChangeDocument | None:
-    """Search a document for personal data: return a `ChangeDocument` with each item replaced by its kind (`<EMAIL>`), a
-    `DropDocument` with the reason, or None if there is none.
+    """Search a document for personal data.
+    Returns a `ChangeDocument` with each item replaced by its kind (`<EMAIL>`), a `DropDocument` with the reason, or
+    None without personal data.
     """
     found: Counter[str] = Counter()
     result = text.text

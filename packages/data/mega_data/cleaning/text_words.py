@@ -52,8 +52,8 @@ class AnalyzedText:
 
 
 def hash_ngrams(hashes: Hashes, n: int) -> Hashes:
-    """Return a 64-bit hash of each run of `n` consecutive items, given the item `hashes`: [max(0, len(hashes) - n +
-    1)].
+    """Return a 64-bit hash of each run of `n` consecutive items, given the item `hashes`.
+    The result has shape [max(0, len(hashes) - n + 1)].
     """
     count = max(0, len(hashes) - n + 1)
     result = np.zeros(count, np.uint64)

@@ -30,8 +30,8 @@ MAX_ASPECT_RATIO = 200
 
 
 def compute_native_size(vision: VisionConfig, height: int, width: int) -> tuple[int, int]:
-    """Return the (height, width) in pixels to which an image of `height` x `width` pixels is resized at native
-    resolution.
+    """Return the size in pixels to which an image is resized for a native-resolution vision encoder.
+    The image has `height` x `width` pixels; the result is (height, width).
 
     Both are whole features within the pixel limits, with about the aspect ratio of the image.
 
@@ -61,8 +61,8 @@ def compute_mrope_positions(
     features: npt.NDArray[np.int64],
     grids: Sequence[tuple[int, int]],
 ) -> npt.NDArray[np.int64]:
-    """Return the time, row and column positions of the S tokens of a sample for multimodal RoPE (Qwen2.5-VL): int64 [3,
-    S].
+    """Return the time, row and column positions of a sample's tokens for multimodal RoPE (Qwen2.5-VL).
+    The result is int64 [3, S] for S tokens.
 
     For text, all three are the token's position. In an image, the row and column of the feature are added to the
     position of the image's first feature. The text after an image continues after the longer side of its grid, not
@@ -92,8 +92,9 @@ def _find_document_end(positions: npt.NDArray[np.int64], token: int) -> int:
 
 
 def select_tile_resolution(vision: VisionConfig, height: int, width: int) -> tuple[int, int]:
-    """Return the (height, width) in `vision.pinpoints` that keeps the most pixels of an image of `height` x `width`; on
-    ties the one with the least padding.
+    """Return the tile resolution in `vision.pinpoints` that keeps the most pixels of an image.
+    The image has `height` x `width` pixels; the result is (height, width). On ties it is the one with the least
+    padding.
     """
     assert vision.pinpoints is not None
 
@@ -106,8 +107,8 @@ def select_tile_resolution(vision: VisionConfig, height: int, width: int) -> tup
 
 
 def fit_to_resolution(resolution: tuple[int, int], height: int, width: int) -> tuple[int, int]:
-    """Return the (height, width) of an image of `height` x `width` scaled with its aspect ratio to fit into
-    `resolution` (height, width).
+    """Return the size of an image scaled with its aspect ratio to fit into `resolution`.
+    The image has `height` x `width` pixels. Both `resolution` and the result are (height, width).
     """
     max_height, max_width = resolution
     x_scale, y_scale = max_width / width, max_height / height
@@ -117,8 +118,8 @@ def fit_to_resolution(resolution: tuple[int, int], height: int, width: int) -> t
 
 
 def list_placeholder_features(vision: VisionConfig, height: int, width: int) -> npt.NDArray[np.int64]:
-    """Return which feature of the vision projector replaces each placeholder token of an image of `height` x `width`
-    pixels, as row indices over the features of all its tiles: int64 [placeholders].
+    """Return the feature of the vision projector that replaces each placeholder token of an image.
+    The image has `height` x `width` pixels. Features are row indices over all its tiles: int64 [placeholders].
 
     A square has `vision.features_per_square` features: P, and with tiles the end-of-row feature.
     """
@@ -168,8 +169,8 @@ UNREADABLE = (
 
 @dataclass(frozen=True)
 class PreparedImage:
-    """Decoded, resized and normalized image as input of a vision encoder, and the feature index of each of its
-    placeholder tokens.
+    """Decoded, resized and normalized image as input of a vision encoder.
+    It includes the feature index of each of its placeholder tokens.
 
     Attributes:
         pixels: fp32 [n, 3, H, W], of the whole image, followed by its tiles with `vision.pinpoints`.
@@ -183,8 +184,8 @@ class PreparedImage:
 
 
 def prepare_image(content: bytes, vision: VisionConfig) -> PreparedImage:
-    """Decode the image file bytes `content` to RGB, resize the image and normalize it to (x / 255 - mean) / std, with
-    tiles if `vision` has them.
+    """Decode an image file to RGB, resize the image and normalize it to (x / 255 - mean) / std.
+    The file's bytes are `content`. The image is split into tiles if `vision` has them.
 
     Raises:
         DataError: if Pillow cannot read it, or it has more than `MAX_PIXELS`.
@@ -205,8 +206,8 @@ def prepare_image(content: bytes, vision: VisionConfig) -> PreparedImage:
 
 
 def count_placeholders(content: bytes, vision: VisionConfig) -> int:
-    """Return the number of placeholder tokens that an image takes in a text, from the size in the header of its file
-    bytes `content`.
+    """Return the number of placeholder tokens that an image takes in a text.
+    It is computed from the size in the header of the file bytes `content`.
 
     Raises:
         DataError: if Pillow cannot read it.

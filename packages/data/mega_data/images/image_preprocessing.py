@@ -51,8 +51,8 @@ BATCH = 256  # conversations that are encoded at once
 
 @dataclass(frozen=True)
 class ImageOptions:
-    """Options for tokenizing images in conversations: the base folder of image paths, and the placeholder text and
-    count per image.
+    """Options for tokenizing images in conversations.
+    They are the base folder of image paths, and the placeholder text and count per image.
 
     Attributes:
         folder: base folder of image paths.
@@ -80,8 +80,9 @@ def preprocess_image_chats(
     on_bad_line: Literal["error", "skip"] = "error",
     overwrite: bool = False,
 ) -> DatasetInfo:
-    """Tokenize conversations with images into a data set (`PREFIX.bin`, `.idx`, `.info` and loss mask), and write the
-    references to the images to `PREFIX.images`.
+    """Tokenize conversations with images into a data set.
+    The data set is `PREFIX.bin`, `.idx`, `.info` and loss mask; the references to the images are written to
+    `PREFIX.images`.
 
     Each placeholder of a text is repeated for each feature of its image. A missing image, and a text with another
     number of placeholders than images, are bad lines. Truncation to `max_length` may cut an image.
@@ -167,7 +168,7 @@ class _ImageDatasetWriter:
         self.writer.abort()
 
     def add_records(self, batch: Sequence[ImageChatRecord | RejectedItem], folder: Path) -> Iterator[RejectedItem]:
-        """Write the valid records of a batch, and yield the rejected ones."""
+        """Write the valid conversation records of a batch, and yield the rejected ones."""
         good: list[tuple[ImageChatRecord, Document]] = []
         for item in batch:
             rendered = item if isinstance(item, RejectedItem) else self._render_record(item, folder)
@@ -266,7 +267,7 @@ class _ImageDatasetWriter:
         return str(path.resolve()), offset, len(content)
 
     def commit_files(self, images: ImagesInfo) -> DatasetInfo:
-        """Commit all files of the data set together."""
+        """Commit all files of the image data set together."""
         if not self.documents:
             raise DataError(
                 f"{self.prefix}: no conversation with an answer in the inputs",

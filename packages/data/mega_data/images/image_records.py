@@ -38,8 +38,8 @@ class ImageChatRecord:
 def iterate_image_records(
     inputs: Sequence[str | Path], skipped_files: SkippedFiles
 ) -> Iterator[ImageChatRecord | RejectedItem]:
-    """Yield the conversation records with images of all inputs, in order: webdataset shards (.tar) and the formats of
-    `find_corpus_sources`.
+    """Yield the conversation records with images of all inputs, in order.
+    Inputs are webdataset shards (.tar) and the formats of `find_corpus_sources`.
     """
     for name in inputs:
         if str(name).endswith(".tar"):

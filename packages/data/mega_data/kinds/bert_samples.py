@@ -20,8 +20,8 @@ MAX_NGRAM = 3  # maximum number of consecutive masked words
 
 @dataclass(frozen=True, kw_only=True)
 class BertSample(TrainingSample):
-    """BERT training sequence of S tokens: [CLS] A [SEP] B [SEP] and padding with token 0; without sentence pairs [CLS]
-    A [SEP].
+    """BERT training sequence of S tokens, padded with token 0.
+    It is [CLS] A [SEP] B [SEP]; without sentence pairs [CLS] A [SEP].
 
     Labels are the original ids of tokens to predict, -1 elsewhere, with loss weight 1 at labels; token types are 1 in B
     and its [SEP], else 0. Padding is a separate document.
@@ -122,8 +122,8 @@ class BertSamples:
 
 
 def trim_segments(a: Tokens, b: Tokens, length: int, random: Random) -> tuple[Tokens, Tokens]:
-    """Trim both segments to at most `length` tokens in total: the longer one repeatedly loses its first or last token,
-    drawn at random.
+    """Trim two text segments to at most `length` tokens in total.
+    The longer one repeatedly loses its first or last token, drawn at random.
 
     The longer one (`b` on a tie) repeatedly loses its first or last token, drawn at random.
     """
@@ -138,7 +138,7 @@ def trim_segments(a: Tokens, b: Tokens, length: int, random: Random) -> tuple[To
 
 
 def build_bert_samples(part: DatasetPart, setting: DatasetContext, num_samples: int) -> BertSamples:
-    """Return the BERT samples of one data set's share of a split (dataset kind `bert`), in the run's sample order;
-    `num_samples` matters only for order `megatron`.
+    """Return the BERT samples of one data set's share of a split (dataset kind `bert`).
+    They are in the run's sample order; `num_samples` matters only for order `megatron`.
     """
     return BertSamples(part, setting, num_samples)

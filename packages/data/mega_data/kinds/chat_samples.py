@@ -163,8 +163,8 @@ def _check_vision(prefix: Path, images: ImagesInfo, vision: VisionConfig) -> Non
 
 
 def build_conversation_samples(part: DatasetPart, setting: DatasetContext, num_samples: int) -> PackedSamples:
-    """Return the packed samples of conversations in one data set's share of a split (dataset kind `conversations`),
-    with images if the data set has them.
+    """Return the packed samples of conversations in one data set's share of a split.
+    The dataset kind is `conversations`. Samples have images if the data set has them.
 
     Raises:
         ConfigError: in order `megatron`, which does not support packing.
@@ -178,8 +178,8 @@ def build_conversation_samples(part: DatasetPart, setting: DatasetContext, num_s
 
 
 class PreferencePairSamples(PackedSamples):
-    """Packed samples of whole preference pairs (chosen and rejected answer). Pairs that do not fit a sample are skipped
-    and counted.
+    """Packed samples of whole preference pairs (chosen and rejected answer).
+    Pairs that do not fit a sample are skipped and counted.
     """
 
     @property

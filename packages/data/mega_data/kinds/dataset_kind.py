@@ -64,8 +64,8 @@ class TrainingSample:
 
 
 class DatasetSamples(Protocol[Sample_co]):
-    """Interface of the samples of one data set: `TrainingSample`, or the sample type of its dataset kind. Files are
-    read lazily.
+    """Interface of the samples of one data set, whose files are read lazily.
+    Samples are `TrainingSample`s, or of the sample type of the data set's kind.
     """
 
     @property
@@ -77,8 +77,8 @@ class DatasetSamples(Protocol[Sample_co]):
         """Number of samples in one pass over the data set."""
 
     def estimate_attention_work(self, numbers: npt.NDArray[np.int64], /) -> npt.NDArray[np.int64]:
-        """Return the approximate number of attended (query, key) token pairs of each sample in `numbers`, int64
-        [len(numbers)], without reading tokens.
+        """Return the approximate attention work of samples: their numbers of attended (query, key) token pairs.
+        The samples are `numbers`; the result is int64 [len(numbers)], computed without reading tokens.
 
         S squared, unless attention is limited to documents. Used to balance the samples of a step over the data ranks.
         """
@@ -106,8 +106,8 @@ class DatasetContext:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """Tokenizer of the data, for dataset kinds that need one: `known_tokenizer`, else the one at the
-        configuration's `tokenizer` path.
+        """Tokenizer of the data, for dataset kinds that need one.
+        It is `known_tokenizer`, else the one at the configuration's `tokenizer` path.
 
         Raises:
             ConfigError: if there is neither.

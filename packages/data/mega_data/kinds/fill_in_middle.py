@@ -80,8 +80,9 @@ class FillInTheMiddle:
         return f"fim rate={config.rate} spm={config.spm_rate} cut={config.cut} tokens={self.tokens} tokenizer={self._tokenizer.fingerprint}"
 
     def rearrange_document(self, ids: Ints, random: Random) -> Ints:
-        """Return the token ids of a document, or of the part of it in a window, reordered as prefix, suffix, middle (or
-        suffix first) with probability `rate`, else unchanged.
+        """Return a document's token ids, reordered for fill-in-the-middle (FIM) with probability `rate`.
+        The order is prefix, suffix, middle (or suffix first). The ids may be those of the part of a document in a
+        window.
         """
         if not random.binomial(1, self._config.rate):
             return ids
@@ -105,8 +106,8 @@ class FillInTheMiddle:
 
 
 class FimContextSamples(TextSamples):
-    """Fill-in-the-middle samples of one data set at context level: the parts of documents within each window of running
-    text are rearranged.
+    """Fill-in-the-middle samples of one data set at context level.
+    The parts of documents within each window of running text are rearranged.
     """
 
     def __init__(self, part: DatasetPart, setting: DatasetContext, num_samples: int) -> None:
@@ -174,8 +175,8 @@ class FimDocumentSamples(PackedSamples):
 def build_fim_samples(
     part: DatasetPart, setting: DatasetContext, num_samples: int
 ) -> FimContextSamples | FimDocumentSamples:
-    """Return the fill-in-the-middle samples of one data set's share of a split (dataset kind `fim`), at context or
-    document level as configured.
+    """Return the fill-in-the-middle samples of one data set's share of a split (dataset kind `fim`).
+    They are at context or document level as configured.
 
     Raises:
         ConfigError: if the tokenizer lacks the required tokens; at document level as `reject_megatron_order`.

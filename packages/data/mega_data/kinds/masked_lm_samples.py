@@ -38,8 +38,8 @@ def create_sample_stream(content_key: str, k: int) -> Random:
 
 
 def inverse_ngram_sampler(longest: int) -> Callable[[Random], int]:
-    """Return a function that draws a number of words N from 1 to `longest` with probability proportional to 1/N, as
-    Megatron does for BERT.
+    """Return a function that draws a number of words N with probability proportional to 1/N.
+    N is from 1 to `longest`, as Megatron does for BERT.
     """
     weights = 1.0 / np.arange(1, longest + 1)
     sums = (weights / weights.sum()).cumsum()
@@ -48,8 +48,8 @@ def inverse_ngram_sampler(longest: int) -> Callable[[Random], int]:
 
 
 def geometric_ngram_sampler(longest: int) -> Callable[[Random], int]:
-    """Return a function that draws a number of words for T5: geometric with p = 0.2, clipped to `longest` (SpanBERT,
-    Joshi et al., 2020).
+    """Return a function that draws a number of words from a clipped geometric distribution, for T5.
+    It has p = 0.2 and is clipped to `longest` (SpanBERT, Joshi et al., 2020).
     """
     return lambda random: min(random.geometric(0.2), longest)
 
@@ -71,8 +71,8 @@ class WholeWordMasker:
         self._probability, self._ngram = probability, ngram
 
     def draw_word_runs(self, tokens: Ints, length: int, random: Random) -> Iterator[Ints]:
-        """Yield runs of positions in `tokens` to mask, in the order they are drawn, int64 each; `length` bounds the
-        number of masked tokens.
+        """Yield runs of positions in `tokens` to mask, in the order they are drawn, int64 each.
+        The number of masked tokens is bounded by `length`.
 
         `length` is the target length of the sample, which bounds the number of masked tokens. The generator draws
         lazily, so draws of the caller between two runs come between its own.
@@ -136,8 +136,8 @@ def find_unmaskable_tokens(tokenizer: Tokenizer, eod: int | None, size: int) -> 
 
 
 class MaskedLmSamples(TextSamples):
-    """Masked-LM samples of running text: each token of a window is selected for prediction with probability
-    `data.bert.mask_probability`.
+    """Masked-LM samples of running text.
+    Each token of a window is selected for prediction with probability `data.bert.mask_probability`.
 
     80 % of the selected tokens become the mask token, 10 % a random token, 10 % stay unchanged. Labels are the original
     tokens.
@@ -175,7 +175,7 @@ class MaskedLmSamples(TextSamples):
 
 
 def build_masked_lm_samples(part: DatasetPart, setting: DatasetContext, num_samples: int) -> MaskedLmSamples:
-    """Return the masked-LM samples of one data set's share of a split (dataset kind `masked`), in the run's sample
-    order.
+    """Return the masked-LM samples of one data set's share of a split (dataset kind `masked`).
+    They are in the run's sample order.
     """
     return MaskedLmSamples(part, setting, num_samples)

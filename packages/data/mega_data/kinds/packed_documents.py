@@ -55,7 +55,7 @@ class _BinsBySpace:
         self._spaces = 0  # bit s is set if a bin has free space s
 
     def add_items(self, size: int, count: int) -> Ints:
-        """Return the bins of `count` items of one size, int64 [count]."""
+        """Return the bin numbers of `count` items of one size, int64 [count]."""
         parts = []
         while count:
             fitting = self._spaces >> size
@@ -93,8 +93,8 @@ GROUP = 1 << 20  # documents that are packed together: enough for a close fit
 
 @dataclass(frozen=True)
 class DocumentPieces:
-    """Token ranges to pack into samples, in n rows: a document or a segment of one (w = 1), or w sequences that belong
-    together.
+    """Token ranges to pack into samples, in n rows.
+    A row is a document or a segment of one (w = 1), or w sequences that belong together.
 
     Attributes:
         starts: int64 [n, w], position of the first token of each sequence in the data set.
@@ -108,8 +108,8 @@ class DocumentPieces:
 
 
 def split_documents(reader: IndexedReader, begins: Ints, ends: Ints, seq_length: int, *, split: bool) -> DocumentPieces:
-    """Return segments of the documents with the token ranges [begins, ends), each of which fits a sample of
-    `seq_length`: longer documents are split, or left out without `split`.
+    """Return segments of documents, each of which fits a sample of `seq_length`.
+    Documents have the token ranges [begins, ends). Longer documents are split, or left out without `split`.
 
     Raises:
         DataError: if no document fits.
@@ -134,8 +134,8 @@ def split_documents(reader: IndexedReader, begins: Ints, ends: Ints, seq_length:
 
 
 def pack_pieces(pieces: DocumentPieces, seq_length: int, key: int) -> Arrays:
-    """Pack documents and segments of documents into samples of `seq_length` positions by best fit, in groups of `GROUP`
-    (1 Mi) drawn by the 64-bit `key`.
+    """Pack documents and segments of documents into samples of `seq_length` positions by best fit.
+    They are packed in groups of `GROUP` (1 Mi) drawn by the 64-bit `key`.
 
     Returns:
         starts: int64 [n w], sizes: int32 [n w], of the pieces in the order of their samples. Within a sample small rows
@@ -160,8 +160,8 @@ def pack_pieces(pieces: DocumentPieces, seq_length: int, key: int) -> Arrays:
 
 
 class PackedSamples:
-    """Samples of whole documents of one data set's share of a split, packed without attention across documents; the
-    seed draws which documents share a sample.
+    """Samples of whole documents, packed without attention across documents.
+    They are of one data set's share of a split. The seed draws which documents share a sample.
 
     An epoch reads every sample once, in an order drawn for it: a pure function of (seed, content, k), independent of
     the total. The index is built when the first sample is read, and kept in the run's cache: 12 bytes per document and
@@ -224,8 +224,8 @@ class PackedSamples:
         return np.add.reduceat(index["sizes"].astype(np.int64) ** 2, index["bins"][:-1])
 
     def estimate_attention_work(self, numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return the number of attended (query, key) token pairs of each sample in `numbers`, int64 [len(numbers)]:
-        squared document lengths, added up.
+        """Return the attention work of samples: their numbers of attended (query, key) token pairs.
+        The samples are `numbers`; the result is int64 [len(numbers)], squared document lengths, added up.
         """
         count = self._index["bins"].size - 1
         epochs, positions = np.divmod(numbers, count)
@@ -290,8 +290,8 @@ class PackedSamples:
 
 
 def find_document_bounds(reader: IndexedReader, first: int, last: int) -> tuple[Ints, Ints]:
-    """Return the token positions (begins, ends) of the documents that begin in the sequences [first, last) of a data
-    set: int64 [documents] each.
+    """Return the token positions (begins, ends) of the documents of some sequences of a data set.
+    The documents begin in the sequences [first, last). The results are int64 [documents] each.
     """
     bounds = reader.document_index
     documents = np.searchsorted(bounds[:-1], [first, last])
@@ -304,8 +304,8 @@ def find_document_bounds(reader: IndexedReader, first: int, last: int) -> tuple[
 def build_packed_samples(
     part: DatasetPart, setting: DatasetContext, _: int, *, weights: LossWeights | None = None
 ) -> PackedSamples:
-    """Return the packed samples of whole documents of one data set's share of a split (dataset kind `documents`), or
-    with loss `weights` of conversations.
+    """Return the packed samples of whole documents of one data set's share of a split.
+    The dataset kind is `documents`, or conversations with loss `weights`.
 
     Raises:
         ConfigError: as `reject_megatron_order`.

@@ -22,8 +22,8 @@ from mega_data.sampling.token_windows import compute_window_start
 
 
 class RetroSamples:
-    """Samples for retrieval models (Retro): token windows of whole chunks, each chunk with its retrieved neighbors;
-    `data.order` must be `shuffled` or `stable`.
+    """Samples for retrieval models (Retro): token windows of whole chunks, each with its retrieved neighbors.
+    The setting `data.order` must be `shuffled` or `stable`.
 
     A label is the next token of the document: every token except the first of each document is a label once per epoch,
     apart from the last chunks of an epoch if S / m does not divide their number.
@@ -125,7 +125,7 @@ class RetroSamples:
 
 
 def build_retro_samples(part: DatasetPart, setting: DatasetContext, _: int) -> RetroSamples:
-    """Return the samples with retrieved neighbors of one data set's share of a split (dataset kind `retro`), in the
-    run's sample order.
+    """Return the samples with retrieved neighbors of one data set's share of a split (dataset kind `retro`).
+    They are in the run's sample order.
     """
     return RetroSamples(part, setting)

@@ -29,8 +29,8 @@ class TokenWindows(Protocol):
 
 @dataclass(frozen=True)
 class DocumentRules:
-    """Effects of the end-of-document token `eod` on a sample's positions, attention and loss; the flags are named as in
-    `DataConfig`.
+    """Effects of the end-of-document token `eod` on a sample's positions, attention and loss.
+    The flags are named as in `DataConfig`.
     """
 
     eod: int | None = None
@@ -45,8 +45,8 @@ class DocumentRules:
         return cls(setting.eod, config.reset_position_ids, config.reset_attention_mask, config.eod_mask_loss)
 
     def build_sample(self, window: npt.NDArray[np.int64]) -> TrainingSample:
-        """Build a training sample from a window of sequence length + 1 tokens: inputs are all but the last token,
-        labels all but the first.
+        """Build a training sample from a window of sequence length + 1 tokens.
+        Inputs are all but the last token, labels all but the first.
         """
         tokens, labels = window[:-1], window[1:]
         ends = np.zeros(tokens.size, np.bool_) if self.eod is None else tokens == self.eod
@@ -61,8 +61,8 @@ class DocumentRules:
 
 
 class TextSamples:
-    """Samples of running text: token windows that cross document boundaries; positions, attention and loss at
-    boundaries follow the run's configuration.
+    """Samples of running text: token windows that cross document boundaries.
+    Positions, attention and loss at boundaries follow the run's configuration.
     """
 
     def __init__(self, windows: TokenWindows, rules: DocumentRules, seq_length: int) -> None:
@@ -79,8 +79,9 @@ class TextSamples:
         return self._windows.samples_per_epoch
 
     def estimate_attention_work(self, numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return the squared sequence length for each sample in `numbers`, int64 [len(numbers)]: document boundaries
-        are unknown without reading tokens.
+        """Return the attention work of samples as their squared sequence length.
+        The samples are `numbers`; the result is int64 [len(numbers)]. Document boundaries are unknown without reading
+        tokens.
         """
         return np.full(numbers.size, self._seq_length**2)
 
@@ -100,8 +101,8 @@ def build_token_windows(part: DatasetPart, setting: DatasetContext, num_samples:
 
 
 def build_text_samples(part: DatasetPart, setting: DatasetContext, num_samples: int) -> TextSamples:
-    """Return the running-text samples of one data set's share of a split (dataset kind `text`), in the run's sample
-    order.
+    """Return the running-text samples of one data set's share of a split (dataset kind `text`).
+    They are in the run's sample order.
     """
     seq_length = setting.config.seq_length
     return TextSamples(

@@ -77,8 +77,8 @@ Ints = npt.NDArray[np.int64]
 
 
 class SentenceDocuments:
-    """Documents, whose sequences are sentences, of one data set's share of a split, with at least `least` sentences
-    each, from which samples are cut.
+    """Documents of one data set's share of a split, whose sequences are sentences, to cut samples from.
+    Documents have at least `least` sentences each.
 
     With `longest`, documents of several sentences with a sentence of more tokens than that are left out as well.
 
@@ -109,8 +109,8 @@ class SentenceDocuments:
         self.sums = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
 
     def find_sample_ends(self, tokens: int) -> Ints:
-        """Return, for a sample of about `tokens` tokens that begins at each sentence, its end (one past its last
-        sentence): int64 [sentences].
+        """Return, for each sentence, the end of a sample of about `tokens` tokens that begins at it.
+        An end is one past the sample's last sentence. The result is int64 [sentences].
 
         A sample ends when it has `tokens` tokens and enough sentences, if it leaves at least two sentences; else with
         its document. Entries of sentences outside of the documents are undefined.
@@ -124,8 +124,8 @@ class SentenceDocuments:
         return np.where(closes > ends - 2, ends, closes)
 
     def cut_full_samples(self, tokens: int) -> Ints:
-        """Cut all documents into samples of about `tokens` tokens: (first sentence, one past the last) of each sample
-        of one epoch, int64 [samples, 2], in file order.
+        """Cut all documents into samples of about `tokens` tokens, in file order.
+        The result is (first sentence, one past the last) of each sample of one epoch, int64 [samples, 2].
         """
         closes, rows = self.find_sample_ends(tokens), []
         begins, ends = self.starts, self.ends
@@ -137,8 +137,8 @@ class SentenceDocuments:
         return samples[np.argsort(samples[:, 0])]
 
     def cut_megatron_samples(self, tokens: int, short_probability: float, seed: int, num_samples: int) -> Ints:
-        """Return the samples that Megatron's `build_mapping` cuts: whole epochs, at least `num_samples`, in reading
-        order.
+        """Return the samples that Megatron's `build_mapping` cuts, in reading order.
+        They are whole epochs, at least `num_samples` samples.
 
         Returns:
             int64 [N, 3]: first sentence, one past the last, and the number of tokens to reach, `tokens` or fewer.
@@ -185,8 +185,8 @@ def _draw_lengths(tokens: int, short_probability: float, seed: int) -> Iterator[
 
 
 class SentenceRange(NamedTuple):
-    """Sentences [first, last) of a data set that make a sample, the number of tokens to trim them to, and the sample's
-    random stream.
+    """Sentences [first, last) of a data set that make a sample.
+    The number of tokens to trim them to and the sample's random stream are included.
     """
 
     first: int
@@ -211,8 +211,8 @@ class SentenceRanges(Protocol):
 
 @dataclass(frozen=True)
 class MegatronSentenceRanges:
-    """Sentence ranges bit-identical to Megatron's masked-word data sets (BERT, T5); the order depends on the number of
-    samples.
+    """Sentence ranges bit-identical to Megatron's masked-word data sets (BERT, T5).
+    The order depends on the number of samples.
 
     `tokens` is the length of a sample without special tokens, `least` its minimum number of sentences.
 
@@ -237,8 +237,8 @@ class MegatronSentenceRanges:
 
     @property
     def samples_per_epoch(self) -> float:
-        """Approximate number of sentence ranges in one pass over the data set; approximate because samples end with
-        sentences.
+        """Approximate number of sentence ranges in one pass over the data set.
+        It is approximate because samples end with sentences.
         """
         return self.part.num_tokens / self.tokens
 
@@ -264,8 +264,8 @@ class MegatronSentenceRanges:
 
 @dataclass(frozen=True)
 class SeededSentenceRanges:
-    """Sentence ranges as a pure function of seed, content and sample number, unlike Megatron's. Every epoch has each
-    range once, in a drawn order.
+    """Sentence ranges as a pure function of seed, content and sample number.
+    Megatron's depend on the number of samples instead. Every epoch has each range once, in a drawn order.
 
     The cuts of a document are equal in all epochs, for samples of the full length; whether a sample is then trimmed to
     a shorter length is drawn for each sample.

@@ -35,8 +35,8 @@ SENTINEL = re.compile(r"<extra_id_(\d+)>")
 
 @dataclass(frozen=True)
 class T5Sample:
-    """T5 training sample: S encoder tokens and D decoder tokens, both padded with token 0, with labels, loss weights
-    and masks.
+    """T5 training sample: S encoder tokens and D decoder tokens, both padded with token 0.
+    Labels, loss weights and masks are included.
 
     Attributes:
         encoder_tokens: int64 [S], the text with a sentinel for each masked span.
@@ -58,8 +58,8 @@ class T5Sample:
 
 
 class SentinelReplacement:
-    """Replacement of masked spans by sentinel tokens, with padding; the last step of building T5 samples in every
-    sample order.
+    """Replacement of masked spans by sentinel tokens, with padding.
+    It is the last step of building T5 samples in every sample order.
 
     Raises:
         DataError: if the tokenizer has no sentinels; if a sample needs more sentinels or decoder tokens than available.
@@ -80,8 +80,9 @@ class SentinelReplacement:
         self._path, self._start, self._eos, self._sizes = tokenizer.path, start, eos, sizes
 
     def build_sample(self, tokens: Ints, runs: Iterable[Ints], *, end: bool, truncated: bool = False) -> T5Sample:
-        """Build a T5 sample from the text `tokens`: each span of positions in `runs` is replaced by a sentinel in the
-        encoder and predicted by the decoder; `end` adds the end token.
+        """Build a T5 sample from the text `tokens` by replacing masked spans.
+        Each span of positions in `runs` is replaced by a sentinel in the encoder and predicted by the decoder. `end`
+        adds the end token.
 
         `runs` are the positions of each span; `end` appends the end token to the encoder's text.
         """
@@ -172,8 +173,8 @@ class MegatronT5Samples:
 
 
 class T5Samples:
-    """T5 samples of running text with random masked spans; each text window fits the encoder length exactly after
-    corruption.
+    """T5 samples of running text with random masked spans.
+    Each text window fits the encoder length exactly after corruption.
 
     Raises:
         DataError: if the tokenizer lacks a special token, or the part is empty.
@@ -212,8 +213,8 @@ class T5Samples:
 
 
 def build_t5_samples(part: DatasetPart, setting: DatasetContext, num_samples: int) -> MegatronT5Samples | T5Samples:
-    """Return the T5 samples of one data set's share of a split (dataset kind `t5`): Megatron's in order `megatron`,
-    else of running text.
+    """Return the T5 samples of one data set's share of a split (dataset kind `t5`).
+    They are Megatron's in order `megatron`, else of running text.
     """
     samples = MegatronT5Samples if setting.config.sample_order == "megatron" else T5Samples
     return samples(part, setting, num_samples)

@@ -12,7 +12,7 @@ from mega_common.atomic_files import compute_file_sha256, write_json_atomically
 from mega_common.bounded_parsing import explain_read_error, read_json_file
 from mega_common.errors import DataError
 from mega_common.progress_logging import ProgressBar, logger
-from mega_data.reading.corpus_sources import CorpusSource, split_hub_name
+from mega_data.reading.corpus_sources import CorpusSource, split_hub_dataset_name
 from mega_data.reading.decompression import STDIN, import_optional
 from mega_data.token_files.partial_folder import translate_write_errors
 from mega_data.tokenizer import Tokenizer
@@ -62,7 +62,7 @@ def read_content_digest(sources: Sequence[CorpusSource], cache: Path) -> str:
     local: list[Path] = []
     for source in sources:
         files = _list_local_files(source)
-        hub = split_hub_name(source.name) if source.kind == "datasets" else None
+        hub = split_hub_dataset_name(source.name) if source.kind == "datasets" else None
         parts.append([source.kind, hub.split if hub else "", len(files)])
         if files and hub and hub.config:
             parts.append(hub.config)
@@ -80,7 +80,7 @@ def _list_local_files(source: CorpusSource) -> list[Path]:
         return []
     if source.kind != "datasets":
         return [Path(source.name)]
-    folder = Path(split_hub_name(source.name).repository)
+    folder = Path(split_hub_dataset_name(source.name).repository)
     return sorted(path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("."))
 
 
@@ -108,7 +108,7 @@ def _keep_json(path: Path, value: object) -> None:
 def _identify_hub_dataset(name: str, cache: Path) -> list[str]:
     """Return the name of a data set and its newest commit on the HuggingFace Hub; offline, that of the last use."""
     hub = import_optional("huggingface_hub", "reading hf: inputs")
-    repository = split_hub_name(name).repository
+    repository = split_hub_dataset_name(name).repository
     kept = cache / "digests" / f"hub-{hashlib.sha256(repository.encode()).hexdigest()[:32]}.json"
     try:
         commit = str(hub.HfApi().dataset_info(repository).sha)

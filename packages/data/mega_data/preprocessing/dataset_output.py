@@ -49,8 +49,8 @@ RECORD_INTERVAL = 5.0  # seconds between two progress records
 
 
 class DatasetOutput:
-    """Writer of a preprocessing run's data set: long documents are assembled from their segments, ended with the end
-    token and counted, in the order of the inputs.
+    """Writer of a preprocessing run's token data set.
+    Long documents are assembled from their segments, ended with the end token and counted, in the order of the inputs.
 
     As a context manager: on exit without an error the data set is committed, and `info` is its description. With
     `lasting`, the state of the last `record_progress` survives an error, and `resume_or_start` resumes from it. For a
@@ -90,8 +90,8 @@ class DatasetOutput:
         self._recorded = time.monotonic()
 
     def resume_or_start(self) -> PreprocessProgress:
-        """Resume an interrupted preprocessing run with equal inputs and settings and return its progress; otherwise
-        start from zero.
+        """Resume an interrupted preprocessing run with equal inputs and settings and return its progress.
+        Otherwise the run starts from zero.
 
         Raises:
             DataError: if its partial files are damaged.
@@ -125,8 +125,8 @@ class DatasetOutput:
         return progress
 
     def add_batch(self, batch: TextBatch, documents: Sequence[Sequences]) -> None:
-        """Write a batch of documents, given the token sequences of each, and its bad lines; record the progress every
-        few seconds.
+        """Write a batch of documents, given the token sequences of each, and its bad lines.
+        Progress is recorded every few seconds.
         """
         for item in batch.rejected:
             self._quarantine_item(item)

@@ -30,8 +30,8 @@ SUFFIXES = (
 
 
 def resolve_upload_target(prefix: Path, *, overwrite: bool) -> RemotePath | None:
-    """Return the object store path of an output data set whose prefix is a URL; None for a local path. Raise DataError
-    if it exists without `overwrite`.
+    """Return the object store path of an output data set whose prefix is a URL, None for a local path.
+    Raises DataError if the data set exists without `overwrite`.
 
     Raises:
         DataError: if the data set exists and `overwrite` is not set.
@@ -46,8 +46,8 @@ def resolve_upload_target(prefix: Path, *, overwrite: bool) -> RemotePath | None
 
 
 def create_upload_prefix(remote: RemotePath) -> Path:
-    """Return the local prefix in the cache folder at which a data set is built before its upload to `remote`; the
-    folder is created.
+    """Return the local prefix at which a data set is built before its upload to an object store.
+    The prefix is in the cache folder, which is created. The upload is to `remote`.
     """
     key = hashlib.sha256(remote.encode()).hexdigest()[:12]
     prefix = default_cache_folder() / "made" / f"{remote.name}-{key}" / remote.name

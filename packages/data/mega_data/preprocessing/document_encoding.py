@@ -23,8 +23,8 @@ from mega_data.tokenizer import Tokenizer
 
 
 class SentenceEncoder:
-    """Encoder of documents that splits them by the package sentencex into sentences and encodes each sentence by
-    itself.
+    """Encoder of documents that encodes each sentence by itself.
+    Documents are split into sentences by the package sentencex.
 
     White space between two sentences belongs to the second if both then encode to the tokens of the joined text; else
     it is dropped, for example for a tokenizer that puts a space before each text.
@@ -37,10 +37,10 @@ class SentenceEncoder:
     def __init__(self, tokenizer: Tokenizer, language: str) -> None:
         if not re.fullmatch("[a-z]{2,3}", language):
             raise DataError(
-                f"--sentences must be an ISO 639 language code, not {language!r}",
+                f"--language must be an ISO 639 language code, not {language!r}",
                 hint="use a code such as en, de or zh",
             )
-        self._segment = import_optional("sentencex", "--sentences").segment
+        self._segment = import_optional("sentencex", "--split-sentences").segment
         self.language = language
         self._keep_space = tokenizer.encode("a. a") == tokenizer.encode("a.") + tokenizer.encode(" a")
 
@@ -82,8 +82,8 @@ class DocumentEncoder:
     by_sentence: SentenceEncoder | None
 
     def encode_documents(self, documents: Sequence[Document], dtype: np.dtype[Any]) -> EncodedChats:
-        """Return the token sequences of each document; for conversations also the number of answers cut by the length
-        limit, and notes for the log.
+        """Return the token sequences of each document.
+        For conversations, the number of answers cut by the length limit, and notes for the log, are returned, too.
         """
         if self.chats:
             encoded = self.chats.encoder.encode_chats([document.chats for document in documents], dtype)
@@ -98,8 +98,8 @@ class DocumentEncoder:
 def encode_batches(
     batches: Iterable[TextBatch], encoding: DocumentEncoder, dtype: np.dtype[Any], workers: int
 ) -> Generator[tuple[TextBatch, list[Sequences]], None, None]:
-    """Yield each batch with the token sequences of its documents, in order, encoded by `workers` threads, which run at
-    most `READ_AHEAD` (4 MiB of text) per worker, or one batch, ahead.
+    """Yield each batch of documents with their token sequences, in order, encoded by several threads.
+    There are `workers` threads, which run at most `READ_AHEAD` (4 MiB of text) per worker, or one batch, ahead.
     """
     if workers == 1:  # a single worker thread costs more, in memory arenas, than it saves
         yield from ((batch, _encode_batch(batch, encoding, dtype)) for batch in batches)

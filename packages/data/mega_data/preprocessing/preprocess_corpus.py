@@ -73,8 +73,9 @@ def preprocess_corpus(
     shards: int | None = None,
     sentences: str | None = None,
 ) -> DatasetInfo:
-    """Tokenize files, folders and globs `inputs` into a token data set: `PREFIX.bin` (tokens), `PREFIX.idx` (index) and
-    `PREFIX.info` (description), for the prefix `output_prefix`.
+    """Tokenize files, folders and globs `inputs` into a token data set.
+    The data set is `PREFIX.bin` (tokens), `PREFIX.idx` (index) and `PREFIX.info` (description), for the prefix
+    `output_prefix`.
 
     No file has its final name before all are written. An interrupted run resumes when it is started again, if its
     inputs are files and unchanged, and yields the same data set.
@@ -162,8 +163,8 @@ class PreprocessJob:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """Tokenizer of the job, loaded on first access; raises DataError if `append_eod` is set and it has no end
-        token.
+        """Tokenizer of the preprocessing job, loaded on first access.
+        Raises DataError if `append_eod` is set and it has no end token.
         """
         tokenizer = Tokenizer(self.tokenizer_path, specials_as_text=not self.parse_special_tokens)
         if self.append_eod and tokenizer.eos_id is None:
@@ -175,8 +176,8 @@ class PreprocessJob:
 
     @cached_property
     def chat_preparation(self) -> ChatPreparation | None:
-        """Converter of JSON records to conversations rendered by the chat template, if the job reads conversations,
-        else None.
+        """Converter of JSON records to conversations rendered by the chat template.
+        It is None if the job does not read conversations.
         """
         return ChatPreparation(self.chat, self.tokenizer) if self.chat else None
 
@@ -192,8 +193,8 @@ class PreprocessJob:
 
     @cached_property
     def made_from(self) -> str:
-        """Digest of the tokenizer, settings and input files, on which all tokens depend; it identifies the run for a
-        resume.
+        """Digest of the tokenizer, settings and input files, on which all tokens depend.
+        It identifies the run for a resume.
         """
         if self.content_key is not None:
             return self.content_key
@@ -208,8 +209,8 @@ class PreprocessJob:
         return hashlib.sha256(json.dumps([settings, files]).encode()).hexdigest()
 
     def check_output(self, *, accept_finished: bool) -> DatasetInfo | None:
-        """Check that the output data set may be built, else raise DataError; return its description if an earlier run
-        of this job had completed it, else None.
+        """Check that the output data set may be built, else raise DataError.
+        Returns its description if an earlier run of this job had completed it, else None.
 
         With `accept_finished`, a complete data set of the same job is accepted as well: a shard's process is restarted
         without knowing that another one has joined all shards, or that only the upload is missing.
@@ -234,8 +235,8 @@ class PreprocessJob:
         workers: int,
         shard: DatasetShardInfo | None = None,
     ) -> DatasetInfo:
-        """Read and encode all of `sources` and write the data set at `prefix`, continuing where an interrupted run
-        stopped; return its description.
+        """Read and encode all of `sources` and write the token data set at `prefix`; return its description.
+        An interrupted run continues where it stopped.
         """
         choice = self.encoder
         if self.chat_preparation:
@@ -316,8 +317,8 @@ class PreprocessJob:
         return SentenceEncoder(self.tokenizer, self.sentences) if self.sentences else None
 
     def build_shard(self, shard: InputShard, workers: int) -> DatasetInfo:
-        """Build the data set of one shard, unless it is finished, and return its description; the message of a failure
-        is written to `PREFIX.failed`.
+        """Build the token data set of one shard, unless it is finished, and return its description.
+        The message of a failure is written to `PREFIX.failed`.
         """
         if any(source.name == STDIN for source in self.sources):
             raise DataError("standard input is not supported with --shard", hint="give files, globs or folders")
@@ -338,8 +339,8 @@ class PreprocessJob:
         return None
 
     def join_shards(self, shard: InputShard) -> DatasetInfo | None:
-        """Join the data sets of all shards to the whole data set and return its description, or None while a shard is
-        unfinished.
+        """Join the data sets of all shards to the whole data set and return its description.
+        Returns None while a shard is unfinished.
         """
         return join_shards(self.whole, self.sources, shard, self.json_key, self.made_from)
 

@@ -40,8 +40,8 @@ from mega_data.token_files.partial_folder import translate_write_errors
 
 @dataclass(frozen=True)
 class InputShard:
-    """One of `of` shards, with the number `number` from 1, into which the input of a preprocessing run is divided by
-    bytes.
+    """One of the shards into which the input of a preprocessing run is divided by bytes.
+    There are `of` shards; this is number `number`, counted from 1.
     """
 
     number: int
@@ -124,8 +124,8 @@ def _find_line_start(stream: io.BufferedReader, at: int) -> int:
 
 @contextlib.contextmanager
 def record_failure(prefix: Path) -> Iterator[None]:
-    """Context manager for code that builds a shard: it writes an error to `PREFIX.failed` and raises it again, and
-    removes that file after success.
+    """Context manager for code that builds a shard, which records an error of that code.
+    It writes the error to `PREFIX.failed` and raises it again, and removes that file after success.
     """
     try:
         yield
@@ -141,8 +141,8 @@ def _get_failure_path(prefix: Path) -> Path:
 
 
 def read_finished_shard(prefix: Path, made_from: str) -> DatasetInfo | None:
-    """Return the description of the shard's data set at `prefix` if it is complete and was built from the inputs and
-    settings with digest `made_from`, else None.
+    """Return the description of the shard's data set at `prefix` if it is complete and current, else None.
+    Current means built from the inputs and settings with digest `made_from`.
     """
     info = read_dataset_info(prefix) if finish_commit(prefix) or get_idx_path(prefix).exists() else None
     return info if info and info.shard and info.shard.made_from == made_from else None
@@ -151,8 +151,8 @@ def read_finished_shard(prefix: Path, made_from: str) -> DatasetInfo | None:
 def join_shards(
     whole: Path, sources: Sequence[CorpusSource], shard: InputShard, key: str, made_from: str
 ) -> DatasetInfo | None:
-    """Join the data sets of all shards, in order, to the data set `whole` and remove them; return its description, or
-    None while one is missing.
+    """Join the data sets of all shards, in order, to the data set `whole` and remove them.
+    Returns its description, or None while one is missing.
 
     Raises:
         DataError: if a shard is damaged, or no document has text.
@@ -217,8 +217,8 @@ ShardResults = Generator[tuple[InputShard, str | None], None, None]
 
 
 def build_shards_in_processes(build: ShardFunction, shards: Sequence[InputShard], workers: int) -> ShardResults:
-    """Build shards on this machine in `workers` processes; yield each shard with the error message of a failure, else
-    None.
+    """Build shards of a data set on this machine in `workers` processes.
+    Yields each shard with the error message of a failure, else None.
     """
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(workers, context, initializer=_initialize_worker)
@@ -245,8 +245,9 @@ def _initialize_worker() -> None:
 
 
 def build_shards_on_ray(build: ShardFunction, shards: Sequence[InputShard], workers: int | None) -> ShardResults:
-    """Build shards on the Ray cluster of RAY_ADDRESS or of this machine, else on a new local one, with one CPU per
-    shard; yield each shard with its error message or None.
+    """Build shards of a data set on a Ray cluster, with one CPU per shard.
+    The cluster is that of RAY_ADDRESS or of this machine, else a new local one. Yields each shard with its error
+    message or None.
 
     All machines of the cluster need `mega_data`, and the inputs, tokenizer and output under the same paths.
 

@@ -25,8 +25,8 @@ SourcePosition = tuple[int, int]  # index of a source, and number of its items t
 
 @dataclass
 class TextBatch:
-    """Documents to encode in one call, or one segment of a long document; `has_more` if more segments of that document
-    follow.
+    """Documents to encode in one call, or one segment of a long document.
+    The field `has_more` is set if more segments of that document follow.
 
     Attributes:
         rejected: bad lines and skipped files before or between the documents.
@@ -53,8 +53,8 @@ class TextBatch:
 
 @dataclass
 class PreprocessProgress:
-    """Progress of a preprocessing run: `items` items of source number `source` are done, after all earlier sources,
-    with the resulting counts.
+    """Progress of a preprocessing run and the resulting counts.
+    `items` items of source number `source` are done, after all earlier sources.
 
     `made_from` is a digest of inputs and settings; `quarantined` counts bytes, and `encoder` is the chosen one, or
     `tokenizers` after a mismatch.
@@ -76,8 +76,8 @@ class PreprocessProgress:
 
 
 class ResumableReader:
-    """Reader of the documents of all corpus sources in order, starting where an interrupted run stopped, with a
-    progress bar in bytes.
+    """Reader of the documents of all corpus sources in order, starting where an interrupted run stopped.
+    It shows a progress bar in bytes.
     """
 
     def __init__(
@@ -100,8 +100,8 @@ class ResumableReader:
         self._shown = 0.0
 
     def read_items(self) -> Iterator[tuple[SourcePosition, Document | RejectedItem]]:
-        """Yield each document or rejected item after the resume point, with the input position after it: (source
-        number, item count).
+        """Yield each document or rejected item after the resume point, with the input position after it.
+        A position is (source number, item count).
         """
         for number, source in enumerate(self.sources[self.start[0] :], self.start[0]):
             for count, item in enumerate(self._read_source(source), 1):
@@ -150,8 +150,8 @@ def build_text_batches(
     prepare: PrepareDocument | None = None,
     leads: Sequence[str] = LEADS,
 ) -> Iterator[TextBatch]:
-    """Yield the documents of `reading` in batches of about `BATCH` (256 KiB) bytes; a long document is split into
-    segments, each a batch of its own.
+    """Yield the documents of `reading` in batches of about `BATCH` (256 KiB) bytes.
+    A long document is split into segments, each a batch of its own.
 
     Args:
         refuse: None to accept bad lines; else they end the run, and this path of the quarantine file is part of the
@@ -189,11 +189,25 @@ def build_text_batches(
         yield batch
 
 
+def _suggest_for_bad_line(item: RejectedItem, quarantine: Path) -> str:
+    """Return how to go on after a bad line; the first one may mean that the whole file has another format."""
+    skip = f"pass --on-bad-line skip to move bad lines to {quarantine}"
+    if item.line != 1:
+        return skip
+    if item.file.endswith(".bin") and Path(item.file).with_suffix(".idx").is_file():
+        return f"the file has tokens already; use the data set by its prefix {Path(item.file).with_suffix('')}"
+    if item.reason.startswith("not JSON"):
+        return f"if the file is plain text, rename it to end in .txt; for single bad lines, {skip}"
+    if item.reason.startswith("not UTF-8"):
+        return f"if the whole file is binary or in another encoding, leave it out or convert it to UTF-8; else {skip}"
+    return skip
+
+
 def _check_rejected(item: RejectedItem, refuse: Path | None) -> None:
     if refuse is not None and not item.skipped:
         raise DataError(
             f"{item.file}:{item.line}: {item.reason}",
-            hint=item.hint or f"pass --on-bad-line skip to move bad lines to {refuse}",
+            hint=item.hint or _suggest_for_bad_line(item, refuse),
         )
 
 

@@ -38,8 +38,8 @@ WORTHWHILE = 1 << 24  # bytes of input from which the load time of about a secon
 
 
 class BatchEncoder(Protocol):
-    """Interface of encoders of many texts by the tokenizer.json at `path`: a `Tokenizer`, or a faster library whose
-    results are compared with it.
+    """Interface of encoders of many texts by a tokenizer.json.
+    The encoder of the file at `path` is a `Tokenizer`, or a faster library whose results are compared with it.
     """
 
     path: Path
@@ -49,8 +49,8 @@ class BatchEncoder(Protocol):
 
 
 class EncoderMismatch(Exception):
-    """Raised when the faster encoder fails on text number `index` of a batch, or returns other tokens than the library
-    `tokenizers`.
+    """Error for a faster text encoder whose results cannot be used.
+    It failed on text number `index` of a batch, or returned other tokens than the library `tokenizers`.
 
     The caller sets `where`, the file and line of the text.
     """
@@ -61,8 +61,8 @@ class EncoderMismatch(Exception):
 
 
 def choose_text_encoder(choice: EncoderChoice, tokenizer: Tokenizer, size: int, *, rereadable: bool) -> BatchEncoder:
-    """Return the batch encoder for an input of `size` bytes: `tokenizer` itself, or fastokens if chosen, or if `auto`
-    finds it installed, suitable and worthwhile.
+    """Return the batch encoder for an input of `size` bytes.
+    It is `tokenizer` itself, or fastokens if chosen, or if `auto` finds it installed, suitable and worthwhile.
 
     `auto` selects fastokens if it is installed and supports this tokenizer, and if the input is `rereadable`, so that
     a mismatch can fall back to `tokenizers`.
@@ -129,8 +129,8 @@ def _compare_spellings(encoder: ComparedFastEncoder, tokenizer: Tokenizer) -> No
 
 
 class ComparedFastEncoder:
-    """Batch encoder by `fast` (a `fastokens.Tokenizer`), with a sample of results compared with `tokenizer`. Thread-
-    safe.
+    """Batch encoder by `fast` (a `fastokens.Tokenizer`), with some results compared with `tokenizer`.
+    A sample of the results is compared. The encoder is thread-safe.
     """
 
     def __init__(self, tokenizer: Tokenizer, fast: Any) -> None:

@@ -42,10 +42,19 @@ from mega_data.token_files.remote_copies import default_cache_folder, resolve_lo
 SETTING_OF_OPTION = (
     ("pass --on-bad-line skip", "set data.raw.on_bad_line: skip"),
     ("pass --parse-special-tokens", "set data.raw.parse_special_tokens: true"),
+    (
+        "--json-key KEY selects the key that has the text",
+        "map: {text: KEY} beside the path reads the text from another key",
+    ),
+    ("and --json-key the key or column of their text", "and that their records have the key text"),
+    ("--input names", "data.train names"),
     ("--append-eod", "data.raw.append_eod: true"),
     ("pass --turn-weights", "set data.raw.turn_weights: true"),
     ("pass --loss-on", "set data.raw.loss_on:"),
+    ("--loss-on", "data.raw.loss_on:"),
+    ("--language", "data.raw.language"),
     ("pass it as --chat-template FILE", "set data.raw.chat_template to its file"),
+    ("pass --chat-template FILE", "set data.raw.chat_template=FILE"),
     ("--template-option", "data.raw.template_options"),
     ("pass --kind pairs", "set data.kind: pairs"),
     ("--kind", "data.kind:"),
@@ -54,8 +63,8 @@ SETTING_OF_OPTION = (
 
 
 class RawRecord(NamedTuple):
-    """First record of raw data: its form, such as `messages (OpenAI)` or `plain text`, and the dataset kind that reads
-    it, or None.
+    """First record of raw data.
+    It has its form, such as `messages (OpenAI)` or `plain text`, and the dataset kind that reads it, or None.
     """
 
     form: str
@@ -64,8 +73,8 @@ class RawRecord(NamedTuple):
 
 
 def resolve_source_prefix(source: DatasetSource, path: Path, config: DataConfig) -> Path:
-    """Return the local prefix of the token files of a configured data set: for raw data those in the cache, which are
-    made if needed; for a URL those of the local copy.
+    """Return the local prefix of the token files of a configured data set.
+    For raw data it is that of the files in the cache, which are made if needed; for a URL that of the local copy.
 
     Args:
         path: one of the paths that `source` names.
@@ -78,8 +87,8 @@ def resolve_source_prefix(source: DatasetSource, path: Path, config: DataConfig)
 
 
 def tokenize_raw_data(config: DataConfig) -> None:
-    """Tokenize the raw data of a run that is not in the cache yet, with progress; raises DataError as
-    `resolve_source_prefix`.
+    """Tokenize the raw data of a run that is not in the cache yet, with progress.
+    Raises DataError as `resolve_source_prefix` does.
     """
     for source in config.raw_sources:
         tokenize_raw_source(source, config)
@@ -177,14 +186,14 @@ def _in_terms_of_settings(source: DatasetSource, config: DataConfig) -> Iterator
         found = _read_first_or_none(source)
         if found and not source.map and _reads_other_kind(kind, found):
             hint = (
-                f"set data.kind: {found.kind}"
+                f"give records of {kind}, or set data.kind: {found.kind}"
                 if found.kind
                 else "name their columns, such as map: {prompt: text, completion: label}"
             )
             raise DataError(
                 f"{source.input_name}: data.kind = {kind} does not read records of the form {found.form}", hint=hint
             ) from error
-        raise DataError(_translate(error.message), hint=_translate(error.hint or "") or None) from error
+        raise DataError(translate_options(error.message), hint=translate_options(error.hint or "") or None) from error
 
 
 def _reads_other_kind(kind: str, found: RawRecord) -> bool:
@@ -192,7 +201,8 @@ def _reads_other_kind(kind: str, found: RawRecord) -> bool:
     return found.kind != needed
 
 
-def _translate(text: str) -> str:
+def translate_options(text: str) -> str:
+    """Return a message of preprocessing with settings of run.yaml in place of options of `mega data preprocess`."""
     for term, setting in SETTING_OF_OPTION:
         text = text.replace(term, setting)
     return text

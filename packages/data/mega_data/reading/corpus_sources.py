@@ -50,8 +50,8 @@ CONFIGS = re.compile(rb"\A---\n(?:(?!---\n).*\n)*?configs:")
 
 @dataclass(frozen=True)
 class CorpusSource:
-    """Input of a corpus: one file or byte range of a file, one stream, or one split of a HuggingFace `datasets` data
-    set.
+    """Input of a corpus.
+    It is one file or byte range of a file, one stream, or one split of a HuggingFace `datasets` data set.
 
     Attributes:
         kind: file format; None if it is detected from the content on opening.
@@ -77,8 +77,8 @@ class CorpusSource:
 
     @property
     def display_name(self) -> str:
-        """Name of this source for messages with line numbers; with `[begin:]` for a byte range, in which lines are
-        counted from `begin`.
+        """Name of this corpus source for messages with line numbers.
+        It has `[begin:]` for a byte range, in which lines are counted from `begin`.
         """
         return f"{self.name}[{self.begin}:]" if self.begin else self.name
 
@@ -117,8 +117,8 @@ class SkippedFiles:
 def find_corpus_sources(
     inputs: Sequence[str | Path], json_key: str = "text", skipped_files: SkippedFiles | None = None
 ) -> list[CorpusSource]:
-    """Return the sources of a corpus to read, in order: inputs as given, and the files of a glob or folder sorted by
-    name; skipped files are added to `skipped_files`.
+    """Return the sources of a corpus to read, in order.
+    Inputs are as given, and the files of a glob or folder sorted by name. Skipped files are added to `skipped_files`.
 
     A file of a folder or glob is read once, even if several links lead to it. All files of a folder are read except
     hidden ones, those in hidden folders, and those recorded in `skipped_files`. `hf:NAME[:CONFIG][@SPLIT]` is a data set of
@@ -133,7 +133,7 @@ def find_corpus_sources(
     return [source for item in inputs for source in _expand_input(str(item), json_key, skipped_files)]
 
 
-def split_hub_name(name: str) -> HubName:
+def split_hub_dataset_name(name: str) -> HubName:
     """Return the parts of `hf:NAME[:CONFIG][@SPLIT]`; a folder's name may contain a colon."""
     whole, _, split = name.removeprefix(HUB).partition("@")
     if Path(whole).is_dir() or ":" not in whole:
@@ -342,8 +342,8 @@ def _read_start(path: Path | str) -> bytes:
 
 
 def detect_format(begin: bytes, key: str, path: Path, *, named: bool = False) -> FileFormat:
-    """Return the format (Parquet, JSON lines, JSON or text) of a file whose first bytes are `begin`; with `named` the
-    file's name marks it as JSON.
+    """Return the format (Parquet, JSON lines, JSON or text) of a file whose first bytes are `begin`.
+    With `named`, the file's name marks it as JSON.
 
     JSON lines are detected by a first line that is an object with `key`, or, for a name without a known suffix, by two
     lines that are objects. A JSON array, or objects over many lines, are detected by a first object with `key`.
@@ -386,8 +386,8 @@ def _has_text(record: Any, key: str) -> bool:
 
 
 def lookup_record_value(record: dict[str, Any], key: str) -> Any:
-    """Return the value of a JSON record under `key`, or for `a.b` the value of `b` in the object under `a`; the marker
-    ABSENT if missing.
+    """Return the value of a JSON record under `key`, or the marker ABSENT if it is missing.
+    For a key `a.b` it is the value of `b` in the object under `a`.
     """
     if key == WHOLE:
         return json.dumps(record, ensure_ascii=False, default=str)

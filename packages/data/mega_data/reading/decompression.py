@@ -33,8 +33,9 @@ class DecompressionMemoryError(OSError):
 
 
 def open_decompressed(name: str, advance: ReportBytes) -> io.BufferedReader[Any]:
-    """Open a file or URL, or standard input for `-`, and decompress it (gzip, bzip2, xz, lzma, zstd by content);
-    `advance` is called with the number of compressed bytes read.
+    """Open a file or URL, or standard input for `-`, and decompress it.
+    Formats are gzip, bzip2, xz, lzma and zstd, by content. `advance` is called with the number of compressed bytes
+    read.
 
     Raises:
         DataError: if it cannot be opened.
@@ -144,8 +145,8 @@ def _memory_error(limit: str, command: str) -> DecompressionMemoryError:
 
 
 def import_optional(module: str, purpose: str) -> Any:
-    """Import and return an optional package; if it is missing, raise MissingPackageError with the subject `purpose`:
-    "reading Parquet files".
+    """Import and return an optional package.
+    If it is missing, raises MissingPackageError with the subject `purpose`: "reading Parquet files".
 
     Raises:
         MissingPackageError: naming the package.

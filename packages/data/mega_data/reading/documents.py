@@ -69,7 +69,7 @@ class LongText:
         return text
 
     def append_text(self, text: str) -> None:
-        """Append `text` to the stored text."""
+        """Append `text` to a long text that is stored in a temporary file."""
         try:
             raw = text.encode()
         except UnicodeEncodeError as error:
@@ -82,8 +82,8 @@ class LongText:
         self._characters += len(text)
 
     def append_json_string(self, text: str, blocks: Iterator[str]) -> str:
-        """Append the value of a JSON string that begins with `text` (after the quotation mark) and continues in
-        `blocks`.
+        """Append the value of a JSON string whose text may continue in later blocks.
+        The string begins with `text` (after the quotation mark) and continues in `blocks`.
 
         Returns:
             The text after the end of the string.
@@ -103,7 +103,7 @@ class LongText:
             text += more
 
     def read_blocks(self) -> Iterator[str]:
-        """Yield the stored text from its beginning, in blocks."""
+        """Yield a long text in a temporary file from its beginning, in blocks."""
         with translate_write_errors(self._folder):
             self._file.seek(0)  # also flushes
         return decode_blocks(iterate_blocks(self._file))
@@ -126,8 +126,8 @@ class LongText:
 
 
 def extract_long_strings(blocks: Iterator[str], folder: Path, strings: dict[str, LongText]) -> Iterator[str]:
-    """Yield JSON text, in blocks, with each long string moved to `strings` as a `LongText` and replaced in the JSON by
-    its key in that dictionary.
+    """Yield JSON text, in blocks, with each long string moved to `strings` as a `LongText`.
+    The string is replaced in the JSON by its key in that dictionary.
 
     Raises:
         ValueError: at an invalid long string.
@@ -182,8 +182,8 @@ class AnswerSpan(NamedTuple):
 
 
 class RenderedChat(NamedTuple):
-    """Text of a conversation by the chat template, the spans that count in the loss, and notes about parts that the
-    template left out.
+    """Text of a conversation by the chat template, with the spans that count in the loss.
+    Notes about parts that the template left out are included.
     """
 
     text: str
@@ -241,8 +241,8 @@ def explain_too_large(limit: int) -> str:
 
 
 def document_from_text(value: object, key: str, file: str, line: int) -> Document | RejectedItem:
-    """Return the document with the text `value`, found under `key` of a record, or a rejected item if it is not a
-    string, is too large or has lone surrogates, which JSON can encode.
+    """Return the document with the text `value`, found under `key` of a record, or a rejected item.
+    The text is rejected if it is not a string, is too large or has lone surrogates, which JSON can encode.
     """
     if isinstance(value, LongText):
         return _document_from_long_text(value, key, file, line)
@@ -284,8 +284,8 @@ def reject_damaged_rest(error: Exception, file: str, line: int) -> RejectedItem:
 def document_from_record(
     record: object, key: str, file: str, line: int, whole: bool, strings: dict[str, LongText]
 ) -> Document | RejectedItem:
-    """Return the document of a record's text under `key`, or a rejected item; `strings` maps placeholder names in the
-    record to long strings.
+    """Return the document of a record's text under `key`, or a rejected item.
+    `strings` maps placeholder names in the record to long strings.
     """
     if not isinstance(record, dict):
         return RejectedItem(f"the record is {_describe_type(record)}, not an object", "", file, line)

@@ -46,8 +46,8 @@ MAX_GROUP_BYTES = 1 << 30  # decompressed size of a row group with a higher comp
 
 
 def read_parquet(source: CorpusSource, key: str, advance: ReportBytes, whole: bool) -> DocumentStream:
-    """Yield the documents of a Parquet file, with the text in column `key`; `whole` attaches all columns of the row as
-    the document's record.
+    """Yield the documents of a Parquet file, with the text in column `key`.
+    `whole` attaches all columns of the row as the document's record.
 
     Raises:
         DataError: if the file cannot be opened, or the column is missing.
@@ -141,8 +141,8 @@ def read_json_lines(
     whole: bool,
     folder: Path | None,
 ) -> DocumentStream:
-    """Yield one document per non-blank line of a JSON lines file, with the text under `key`; `on_lines` is called at
-    the end with the number of lines.
+    """Yield one document per non-blank line of a JSON lines file, with the text under `key`.
+    `on_lines` is called at the end with the number of lines.
     """
     line, longest = 0, LONG if folder else MAX_RECORD_BYTES
     try:
@@ -255,8 +255,8 @@ def _join_blocks(parts: Iterator[str]) -> str:
 def read_json_values(
     stream: io.BufferedReader, source: CorpusSource, key: str, whole: bool, folder: Path | None
 ) -> DocumentStream:
-    """Yield one document per JSON object of a file, with the text under `key`: objects one after another or in an
-    array, in any layout; `line` counts the objects.
+    """Yield one document per JSON object of a file, with the text under `key`.
+    Objects are one after another or in an array, in any layout; `line` counts the objects.
     """
     line, strings = 0, dict[str, LongText]()
     blocks = decode_blocks(iterate_blocks(stream))

@@ -29,7 +29,7 @@ from mega_data.reading.corpus_sources import (
     find_corpus_sources,
     log_file_formats,
     lookup_record_value,
-    split_hub_name,
+    split_hub_dataset_name,
 )
 from mega_data.reading.decompression import DAMAGE, ReportBytes, import_optional, open_decompressed, peek_first_bytes
 from mega_data.reading.documents import (
@@ -61,8 +61,8 @@ def read_documents(
     whole: bool = False,
     folder: Path | None = None,
 ) -> DocumentStream:
-    """Yield the documents and rejected items of a corpus source in any supported format, with the text under
-    `json_key`.
+    """Yield the documents and rejected items of a corpus source in any supported format.
+    The text is under `json_key`.
 
     A damaged file is read up to the damage, which is a `RejectedItem`.
 
@@ -187,7 +187,7 @@ def _read_text(stream: io.BufferedReader, source: CorpusSource, folder: Path | N
 
 def _read_datasets(source: CorpusSource, key: str, whole: bool) -> DocumentStream:
     datasets = import_optional("datasets", "reading hf: inputs")
-    name = split_hub_name(source.name)
+    name = split_hub_dataset_name(source.name)
     try:
         for line, row in enumerate(_load_datasets(datasets, name), 1):
             value = lookup_record_value(row, key)

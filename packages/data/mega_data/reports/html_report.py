@@ -46,8 +46,8 @@ SHINGLE = 8  # tokens
 
 @dataclass(frozen=True)
 class DuplicateCounts:
-    """Numbers of sequences of a data set, out of `of`, that repeat an earlier one: exactly, and nearly (None if not
-    measured) among `sampled` ones.
+    """Numbers of sequences of a data set that repeat an earlier one.
+    They are out of `of` sequences: exact repetitions, and near ones (None if not measured) among `sampled` ones.
     """
 
     of: int
@@ -59,8 +59,8 @@ class DuplicateCounts:
 
 @dataclass(frozen=True)
 class FrequentNgram:
-    """Frequent run of tokens in a sample of a data set: ids, number of occurrences, and text if a tokenizer is
-    available.
+    """Frequent run of tokens in a sample of a data set.
+    It has ids, number of occurrences, and text if a tokenizer is available.
     """
 
     ids: list[int]
@@ -69,8 +69,8 @@ class FrequentNgram:
 
 
 def sample_sequences(reader: IndexedReader) -> list[Tokens]:
-    """Return the beginnings of sequences spread evenly over a data set, about `SAMPLE` (4 Mi) tokens in all, or of all
-    sequences of a smaller data set.
+    """Return the beginnings of sequences spread evenly over a data set.
+    They are about `SAMPLE` (4 Mi) tokens in all, or those of all sequences of a smaller data set.
     """
     count = len(reader)
     if reader.num_tokens > SAMPLE:
@@ -82,8 +82,8 @@ def sample_sequences(reader: IndexedReader) -> list[Tokens]:
 
 
 def count_duplicates(reader: IndexedReader, sampled: Sequence[Tokens]) -> DuplicateCounts:
-    """Count the sequences of a data set that exactly repeat an earlier one, and the sequences in `sampled` that nearly
-    repeat one, by MinHash if rensa is installed.
+    """Count the sequences of a data set that repeat an earlier one.
+    Exact repetitions are counted in the whole data set, near ones in `sampled`, by MinHash if rensa is installed.
     """
     hashes = np.zeros((len(reader), 2), np.uint64)
     with ProgressBar("searching duplicates", total=len(reader) or None, unit="sequences") as bar:
@@ -99,8 +99,8 @@ def count_duplicates(reader: IndexedReader, sampled: Sequence[Tokens]) -> Duplic
 
 
 def count_near_duplicates(sequences: Sequence[Tokens]) -> int | None:
-    """Return the number of sequences similar or equal to an earlier one by MinHash; None if the package rensa is not
-    installed.
+    """Return the number of sequences similar or equal to an earlier one by MinHash.
+    Returns None if the package rensa is not installed.
     """
     settings = MinHashConfig(ngram=SHINGLE)
     sets = [hash_shingles(hash_numbers(tokens), settings) for tokens in sequences]
@@ -114,8 +114,8 @@ def count_near_duplicates(sequences: Sequence[Tokens]) -> int | None:
 
 
 def find_frequent_ngrams(sequences: Sequence[Tokens], n: int, count: int) -> list[tuple[list[int], int]]:
-    """Return the `count` most frequent runs of `n` tokens within sequences, as (ids, number of occurrences); runs that
-    occur only once are left out.
+    """Return the `count` most frequent runs of `n` tokens within sequences.
+    They are (ids, number of occurrences). Runs that occur only once are left out.
 
     Of runs that overlap at their first occurrence only the most frequent is returned, so that a phrase is shown once.
     """
@@ -137,8 +137,8 @@ def find_frequent_ngrams(sequences: Sequence[Tokens], n: int, count: int) -> lis
 
 
 def count_languages(texts: Iterable[str]) -> dict[str, int] | None:
-    """Return the number of texts per language, by ISO 639-1 code, the most frequent first; None if the package lingua
-    is not installed.
+    """Return the number of texts per language, by ISO 639-1 code, the most frequent first.
+    Returns None if the package lingua is not installed.
     """
     try:
         detect = load_lingua_detector()
@@ -183,8 +183,8 @@ class DatasetReport:
 def write_html_report(
     paths: Sequence[Path], output: Path, *, tokenizer: Tokenizer | None = None, samples: int = 4
 ) -> dict[str, Any]:
-    """Write an HTML report on data sets (or `mega data clean` folders) to `output`, and its data as JSON to a file with
-    the suffix `.json`; return the data.
+    """Write an HTML report on data sets (or `mega data clean` folders) to `output`.
+    Its data is written as JSON to a file with the suffix `.json`, and returned.
 
     A path is the prefix of a data set, or an output folder of `mega data clean`.
 
@@ -210,8 +210,8 @@ def write_html_report(
 
 
 def describe_dataset(prefix: Path, tokenizer: Tokenizer | None, samples: int) -> DatasetReport:
-    """Measure one token data set for a report: lengths, duplicates, frequent n-grams and languages; `samples` sequences
-    are shown.
+    """Measure one token data set for a report: lengths, duplicates, frequent n-grams and languages.
+    The report shows `samples` sequences.
 
     Raises:
         DataError: if it is damaged, or the tokenizer differs.

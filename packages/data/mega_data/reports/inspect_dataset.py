@@ -60,8 +60,8 @@ class DatasetInspection:
 def inspect_dataset(
     prefix: Path, tokenizer: Tokenizer | None = None, *, samples: int = 3, frequent: int = 10, head: int = 64
 ) -> DatasetInspection:
-    """Return counts, lengths, frequent tokens and sample sequences of a data set; texts are decoded by `tokenizer`, or
-    by the original one if it still exists.
+    """Return counts, lengths, frequent tokens and sample sequences of a data set.
+    Texts are decoded by `tokenizer`, or by the original one if it still exists.
 
     `samples` evenly spaced sequences are shown by their first `head` tokens.
 
@@ -97,8 +97,8 @@ def inspect_dataset(
 
 
 def load_original_tokenizer(info: DatasetInfo | None) -> Tokenizer | None:
-    """Return the tokenizer that made a data set, by the path in its description, if that file still exists and is
-    unchanged, else None.
+    """Return the tokenizer that made a data set, or None if its file has been changed or removed.
+    It is found by the path in the data set's description, if that file still exists and is unchanged.
     """
     if info is None or info.tokenizer is None or not Path(info.tokenizer.path).is_file():
         return None

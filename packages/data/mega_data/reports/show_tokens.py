@@ -23,8 +23,9 @@ BEFORE = 4  # preceding tokens that are decoded together with a token, for conte
 
 @dataclass(frozen=True)
 class DisplayedToken:
-    """Token of a displayed sample: id, text (the token's name if it is not a whole character; None without a
-    tokenizer), loss weight as a label, and position.
+    """Token of a displayed sample.
+    It has an id, text (the token's name if it is not a whole character; None without a tokenizer), loss weight as a
+    label, and position.
     """
 
     id: int
@@ -42,8 +43,8 @@ class DisplayedPart:
 
 
 def show_document(prefix: Path, number: int, tokenizer: Tokenizer | None) -> list[DisplayedPart]:
-    """Return the sequences of document `number` of a data set for display: usually one, for a preference pair the
-    chosen and the rejected one.
+    """Return the sequences of document `number` of a data set for display.
+    There is usually one, for a preference pair the chosen and the rejected one.
 
     Raises:
         DataError: if there is no such document, or the data set cannot be used.
@@ -67,8 +68,8 @@ def show_document(prefix: Path, number: int, tokenizer: Tokenizer | None) -> lis
 def show_training_sample(
     sample: TrainingSample | BertSample | T5Sample, tokenizer: Tokenizer | None
 ) -> list[DisplayedPart]:
-    """Return a training sample for display as sections, one per document, each followed by its last label, which is not
-    an input.
+    """Return a training sample for display as sections, one per document.
+    Each section is followed by its last label, which is not an input.
 
     Neighbors of chunks follow as parts. For BERT the parts are the segments and the labels, for T5 the inputs of encoder
     and decoder and the labels.

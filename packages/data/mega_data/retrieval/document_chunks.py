@@ -76,8 +76,8 @@ class DocumentChunks:
         return np.searchsorted(self.starts, numbers, "right") - 1
 
     def read_tokens(self, numbers: Ints, width: int) -> Ints:
-        """Return the `width` tokens from the start of each chunk on, int64 [..., width]; -1 past the end of the
-        document and for chunk -1.
+        """Return the `width` tokens from the start of each chunk on, int64 [..., width].
+        They are -1 past the end of the document and for chunk -1.
 
         Args:
             numbers: int64 [...].
@@ -97,8 +97,8 @@ class DocumentChunks:
         return tokens
 
     def compute_hashes(self, first: int, last: int) -> Hashes:
-        """Return a content hash of each chunk in [first, last), uint64 [last - first]; 0 for chunks shorter than a
-        quarter of the chunk length.
+        """Return a content hash of each chunk in [first, last), uint64 [last - first].
+        The hash is 0 for chunks shorter than a quarter of the chunk length.
         """
         rows = self.read_tokens(np.arange(first, last), self.length)
         hashes = np.array([xxhash.xxh3_64_intdigest(row.data) for row in rows], np.uint64)
@@ -112,8 +112,9 @@ BLOCK = 1 << 16  # chunks that are hashed at a time
 
 
 class NeighborLeakFilter:
-    """Filter of retrieval candidates that would leak labels: it rejects chunks from the queried chunk's own document,
-    copies of that document's chunks, and copies of the chunk's continuation.
+    """Filter of retrieval candidates that would leak labels.
+    It rejects chunks from the queried chunk's own document, copies of that document's chunks, and copies of the chunk's
+    continuation.
 
     Memory: 16 bytes per chunk.
 
@@ -129,8 +130,8 @@ class NeighborLeakFilter:
         self._keys = np.sort(_document_content_keys(documents, hashes)[hashes > 0])
 
     def select_allowed(self, numbers: Ints, candidates: Ints) -> Bools:
-        """Return which candidates in the database may be neighbors of the data chunks `numbers` without leaking labels:
-        bool [n, c].
+        """Return a mask of the retrieval candidates that may be neighbors of chunks without leaking labels.
+        The candidates are in the database, the chunks are the data chunks `numbers`; the result is bool [n, c].
 
         Args:
             numbers: chunks, int64 [n].
@@ -165,8 +166,8 @@ class NeighborLeakFilter:
 
 
 def contains_continuation(chunks: Ints, neighbors: Ints) -> Bools:
-    """Return for each row whether the tokens `neighbors` contain a part of the second half (the continuation) of the
-    tokens `chunks`: bool [n].
+    """Return for each row whether a neighbor contains a part of the chunk's continuation, bool [n].
+    The tokens `neighbors` are searched for a part of the second half (the continuation) of the tokens `chunks`.
 
     Args:
         chunks: int64 [n, 2m], the tokens of a chunk and of its continuation, -1 past the end of the document.

@@ -28,8 +28,8 @@ Ints = npt.NDArray[np.int64]
 
 
 class ChunksInfo(StrictConfig):
-    """Description of the chunks of a data set, in the file `info.json` of a folder of retrieved neighbors: path at that
-    time, fingerprint that identifies the data set, and chunk range.
+    """Description of the chunks of a data set, in the file `info.json` of a folder of retrieved neighbors.
+    It has the data set's path at that time, the fingerprint that identifies it, and the chunk range.
 
     Attributes:
         first, last: range [first, last) of the chunks.
@@ -125,8 +125,8 @@ class DatasetNeighbors:
         return self.info.database.fingerprint == self.info.data.fingerprint
 
     def check_split_disjoint(self, split: range) -> None:
-        """Raise DataError if the range `split` of chunks overlaps the searched chunks of this data set only partly, so
-        that retrieval would leak text between splits.
+        """Check that retrieval does not leak text between splits.
+        Raises DataError if the range `split` of chunks overlaps the searched chunks of this data set only partly.
 
         Raises:
             DataError: if the database is this data set, and only partly in the split.
@@ -143,8 +143,8 @@ class DatasetNeighbors:
         )
 
     def read_neighbor_tokens(self, numbers: Ints) -> Ints:
-        """Return the tokens of the neighbors of the chunks `numbers`, int64 [n, neighbors, 2 x chunk length], -1 for
-        missing tokens.
+        """Return the tokens of the retrieved neighbors of the chunks `numbers`.
+        The result is int64 [n, neighbors, 2 x chunk length], with -1 for missing tokens.
         """
         return self._database.read_tokens(self._neighbor_numbers[numbers], 2 * self.info.chunk_length)
 
@@ -181,8 +181,8 @@ class DatasetNeighbors:
 
 
 def open_dataset_neighbors(path: Path | None, reader: IndexedReader, cache: Path | None = None) -> DatasetNeighbors:
-    """Return the retrieved neighbors of the data set of `reader`, from the folder `path`, by default
-    `PREFIX.neighbors`.
+    """Return the retrieved neighbors of the data set of `reader`.
+    They are read from the folder `path`, by default `PREFIX.neighbors`.
 
     Raises:
         DataError: as `DatasetNeighbors`.

@@ -82,8 +82,8 @@ PAIRS = 1 << 18  # candidate distances in memory at a time
 
 
 def select_index_type(vectors: int, width: int) -> str:
-    """Return the faiss `index_factory` string for `vectors` vectors of `width` values: Flat (exact), IVF lists, or for
-    many vectors IVF lists with at most 64 bytes per vector.
+    """Return the faiss `index_factory` string for `vectors` vectors of `width` values.
+    The index is Flat (exact), IVF lists, or for many vectors IVF lists with at most 64 bytes per vector.
     """
     if vectors <= MAX_FLAT:
         return "Flat"
@@ -133,8 +133,8 @@ class NearestVectors:
     def search_nearest(
         self, vectors: Floats, count: int, allowed: Callable[[Ints, Ints], npt.NDArray[np.bool_]]
     ) -> Ints:
-        """Return the row numbers of the `count` nearest allowed rows for each of n query vectors, the nearest first:
-        int64 [n, count], -1 if there are fewer.
+        """Return the row numbers of the nearest allowed rows for each of n query vectors, the nearest first.
+        The result is int64 [n, count] for the `count` nearest, with -1 if there are fewer.
 
         Args:
             vectors: fp32 [n, D].
@@ -165,8 +165,8 @@ EmbedTexts: TypeAlias = Callable[[list[str], Callable[[int], None]], npt.NDArray
 
 @dataclass(frozen=True)
 class ChunkEncoder:
-    """Encoder that embeds the texts of chunks as vectors: its name, its identity with version, and the function that
-    embeds.
+    """Encoder that embeds the texts of chunks as vectors.
+    It has a name, an identity with version, and the function that embeds.
     """
 
     name: str
@@ -176,8 +176,8 @@ class ChunkEncoder:
 
 @dataclass(frozen=True)
 class RetrievalSettings:
-    """Settings of a nearest-neighbor search for retrieval: chunk length, number of neighbors, faiss index, and the
-    share of the database to search.
+    """Settings of a nearest-neighbor search for retrieval.
+    They are the chunk length, the number of neighbors, the faiss index, and the share of the database to search.
 
     Attributes:
         index: faiss index factory string; None selects it by the number of vectors.
@@ -202,8 +202,8 @@ def retrieve_neighbors(
     *,
     overwrite: bool,
 ) -> NeighborsInfo:
-    """Find the nearest neighbors of each chunk of `data` in `database`, by default in `data` itself, and write their
-    chunk numbers to the folder `output`.
+    """Find the nearest neighbors of each chunk of `data` in a database.
+    It is `database`, by default `data` itself. The chunk numbers of the neighbors are written to the folder `output`.
 
     Vectors and results are stored in `.OUTPUT.partial` until all are complete.
 
@@ -281,7 +281,7 @@ class _RetrievalRun:
         self._found = VectorShards(folder, "found", len(chunks))
 
     def embed_chunks(self, tokenizer: Tokenizer) -> None:
-        """Compute the missing vectors."""
+        """Compute the embedding vectors of chunks that are missing on disk."""
         todo = [(self.chunks, self._queries)] + ([] if self._same else [(self.database, self._keys)])
         missing = [(chunks, rows, span) for chunks, rows in todo for span in rows.iterate_missing_ranges()]
         with ProgressBar("embedding", total=sum(len(span) for *_, span in missing), unit="chunks") as bar:
@@ -291,7 +291,9 @@ class _RetrievalRun:
                 rows.write_shard(span.start, self.encoder.embed(texts, bar.advance))
 
     def search_neighbors(self) -> tuple[str, VectorShards]:
-        """Find the missing neighbors, and return the index type and the neighbors."""
+        """Find the nearest neighbors of chunks that are missing on disk.
+        Returns the index type and the neighbors.
+        """
         width = next(self._keys.iterate_blocks(0, 1)).shape[1]
         factory = self.search.index or select_index_type(len(self.train), width)
         missing = list(self._found.iterate_missing_ranges())

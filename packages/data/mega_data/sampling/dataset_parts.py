@@ -38,8 +38,8 @@ ReaderKey = tuple[Path, str]  # path in the configuration, and what else the tok
 
 @dataclass(frozen=True)
 class DatasetPart:
-    """Share of a data set that belongs to one split (train, valid or test): sequences [first, last), with the weight in
-    the blend and the dataset kind.
+    """Share of a data set that belongs to one split (train, valid or test).
+    It is the sequences [first, last), with the weight in the blend and the dataset kind.
 
     Attributes:
         source: its entry in the configuration.
@@ -68,8 +68,8 @@ class DatasetPart:
         return {tokens: weight * self.share for tokens, weight in weights.items()}
 
     def get_sample_limit(self, samples_per_epoch: Callable[[], float]) -> int | None:
-        """Return the maximum number of samples that a run may read of this data set (`max_epochs` times the samples per
-        epoch), or None for no limit.
+        """Return the maximum number of samples that a run may read of this data set, or None for no limit.
+        It is `max_epochs` times the samples per epoch.
         """
         epochs = None if self.source is None else self.source.max_epochs
         return None if epochs is None else max(1, int(epochs * samples_per_epoch()))
@@ -104,8 +104,8 @@ class DatasetPartitioner:
         self._files = OpenReaderPool(raise_open_files_limit(2 * MAX_OPEN_DATASETS) // 2)
 
     def build_split_parts(self, name: str) -> list[DatasetPart]:
-        """Return the share of each data set that belongs to the split `name` (train, valid or test); an empty list if
-        the split is configured as zero.
+        """Return the share of each data set that belongs to a split.
+        The split is `name` (train, valid or test). The result is an empty list if the split is configured as zero.
 
         Raises:
             DataError: naming every data set that cannot be used; or if no data set has a sequence in this split.
@@ -194,8 +194,8 @@ class DatasetPartitioner:
 
 
 def find_matching_prefixes(source: DatasetSource) -> list[Path]:
-    """Return the sorted prefixes of the data sets that a configured source names, by path or by glob; for raw data, its
-    name.
+    """Return the sorted prefixes of the data sets that a configured source names, by path or by glob.
+    For raw data it is its name.
 
     Raises:
         DataError: if no data set matches the glob.
@@ -223,8 +223,8 @@ def _find_split_sequence(bound: float, reader: IndexedReader, kind: str) -> int:
 
 
 def validate_dataset_kind(reader: IndexedReader, kind: str) -> None:
-    """Raise DataError if a data set of conversations is configured as text, which would count their questions in the
-    loss, or one of text as conversations.
+    """Check that a data set of conversations is not configured as text, and text not as conversations.
+    Conversations as text would count their questions in the loss. Raises DataError if so.
 
     Raises:
         DataError: if the kinds differ.
@@ -233,13 +233,14 @@ def validate_dataset_kind(reader: IndexedReader, kind: str) -> None:
     if expected != actual:
         raise DataError(
             f"{reader.prefix}: has {actual}, which conflicts with data.kind = {kind}",
-            hint=f"set data.kind: {actual}, or kind: {actual} next to its path in data.train",
+            hint=f"make a data set of {expected} with mega data preprocess{'' if expected == 'text' else f' --kind {expected}'},"
+            f" or set data.kind={actual} (of this data set alone: kind: {actual} next to its path in data.train)",
         )
 
 
 def compute_split_bounds(shares: Sequence[float]) -> list[SplitBounds | None]:
-    """Return the interval of [0, 1] that each split takes, by normalized `shares` as in Megatron; None for a share of
-    zero.
+    """Return the interval of [0, 1] that each split takes, None for a share of zero.
+    Intervals follow from normalized `shares` as in Megatron.
     """
     values = np.array(shares, np.float64)
     edges = [0.0]
@@ -249,8 +250,9 @@ def compute_split_bounds(shares: Sequence[float]) -> list[SplitBounds | None]:
 
 
 def check_document_ends(reader: IndexedReader, eod: int | None, rules: Sequence[str]) -> None:
-    """Raise DataError if documents are not separated by the end-of-document token `eod` and `rules` (names of
-    configuration flags that need it) is not empty.
+    """Check that documents are separated by the end-of-document token, if a setting needs it.
+    Raises DataError if documents are not separated by `eod` and `rules` (names of configuration flags that need it) is
+    not empty.
 
     Checks a sample of the documents, or only the data set's description if it has `append_eod`. A document that begins
     with the token counts as separated.

@@ -19,8 +19,8 @@ ROUNDS = 6
 
 
 def permute_index(i: int, n: int, key: int) -> int:
-    """Return the image of `i` under a pseudorandom permutation of range(n) drawn by the 64-bit `key`, without storing
-    the permutation.
+    """Return the image of `i` under a pseudorandom permutation of range(n), without storing it.
+    The permutation is drawn by the 64-bit `key`.
 
     A Feistel network permutes the smallest power of four that is at least n; a value of n or more is permuted again
     (cycle walking: Black and Rogaway, "Ciphers with arbitrary finite domains", 2002), less than four times on average.
@@ -75,8 +75,8 @@ Ints = npt.NDArray[np.int64]
 
 
 class DocumentOrder:
-    """Order of the documents in the sequences [first, last) of a data set, drawn by seed, content and range, and the
-    tokens in that order.
+    """Order of the documents in the sequences [first, last) of a data set, and the tokens in that order.
+    The order is drawn by seed, content and range.
 
     A document that these bounds cut contributes the part within. See `ShuffledTokenWindows` for memory and reads.
 
@@ -116,8 +116,8 @@ class DocumentOrder:
         return self._from + (permute_indices(positions, self.count, self._key) if self._drawn else positions)
 
     def find_token_bounds(self, first: int, last: int) -> tuple[Ints, Ints]:
-        """Return the token positions in the file (begins, ends) of the documents at the positions [first, last) of the
-        order, int64 [last - first] each.
+        """Return the token positions in the file (begins, ends) of documents in the drawn order.
+        The documents are at the positions [first, last) of the order; the results are int64 [last - first] each.
         """
         documents, index = self.list_document_numbers(first, last), self._reader.document_index
         sequences = np.clip(np.stack([index[documents], index[documents + 1]]), self._first, self._last)
@@ -125,8 +125,9 @@ class DocumentOrder:
         return begins, ends
 
     def find_documents(self, start: int, count: int) -> Iterator[tuple[int, range, range]]:
-        """Yield the documents that contain the tokens, or multiples of `unit` tokens, [start, start + count) of the
-        order, which must exist: (document number, token range, unit range).
+        """Yield the documents that contain a range of the tokens in the drawn order.
+        The range is the tokens, or multiples of `unit` tokens, [start, start + count) of the order, which must exist.
+        An item is (document number, token range, unit range).
 
         Yields:
             For each document in order: its number in the file, its token range, and the range of its units.
@@ -147,16 +148,16 @@ class DocumentOrder:
             block += 1
 
     def read_tokens(self, start: int, count: int) -> Iterator[Tokens]:
-        """Yield the tokens [start, start + count) in the order of the documents, one array per document; requires
-        `unit` 1, and all of them must exist.
+        """Yield the tokens [start, start + count) in the order of the documents, one array per document.
+        This requires `unit` 1, and all of the tokens must exist.
         """
         for _, tokens, own in self.find_documents(start, count):
             yield self._reader.tokens[tokens.start + own.start : tokens.start + own.stop]
 
 
 def find_token_positions(reader: IndexedReader, sequences: Ints) -> Ints:
-    """Return the position in the data set of each sequence's first token; for the number after the last sequence, the
-    number of tokens.
+    """Return the position in the data set of each sequence's first token.
+    For the number after the last sequence it is the number of tokens.
     """
     inside = sequences < len(reader)
     begins = reader.pointers[np.where(inside, sequences, 0)] // reader.dtype.itemsize

@@ -32,8 +32,8 @@ MMAP_MIN_BYTES = 1 << 18  # a smaller file is read, because a memory map keeps i
 
 
 def load_or_build_arrays(folder: Path, key: str, build: Callable[[], Arrays]) -> Arrays:
-    """Return the arrays identified by `key`: from a valid cache file in `folder`, else from `build()`, which are then
-    stored there.
+    """Return the arrays identified by `key` from a valid cache file, or build and store them.
+    The cache file is in `folder`; the arrays are built by `build()`.
 
     `key` must name everything that the arrays depend on, including contents of files; names and times are not enough.
     """

@@ -36,8 +36,8 @@ POSITION_DTYPE = np.dtype([("position", "<i8"), ("length", "<i4")])
 
 
 def shuffle_documents(prefix: Path, output: Path, *, seed: int, overwrite: bool = False) -> DatasetInfo:
-    """Write the documents of the data set at `prefix` to `output` in a pseudorandom order drawn by (seed, number of
-    documents); return its description.
+    """Write the documents of a data set to another one in a pseudorandom order; return its description.
+    The data set at `prefix` is written to `output`. The order is drawn by (seed, number of documents).
 
     All data is read and written twice, sequentially: documents are first distributed to buckets by their new position
     (files next to the output, as large as the data), then each bucket is sorted. Memory: one bucket (256 MB, or 1/1024
@@ -126,8 +126,8 @@ def _write_bucket(writer: IndexedWriter, bucket: Path, bar: ProgressBar) -> None
 
 
 def iterate_document_ranges(lengths: npt.NDArray[Any]) -> Iterator[tuple[int, int]]:
-    """Yield consecutive ranges (first, last) of documents with at most `CHUNK` (4 Mi) tokens in total each; a longer
-    document is a range by itself.
+    """Yield consecutive ranges (first, last) of documents with at most `CHUNK` (4 Mi) tokens in total each.
+    A longer document is a range by itself.
     """
     ends = np.cumsum(lengths, dtype=np.int64)
     first = 0

@@ -42,8 +42,8 @@ class BlendStage:
     read: Sequence[int]
 
     def count_samples(self, k: int) -> list[int]:
-        """Return, for each data set of the run, the number of its samples among the blend's samples 0 to `k` - 1; `k`
-        is in this stage.
+        """Return, for each data set of the run, the number of its samples among the first samples of the blend.
+        They are the blend's samples 0 to `k` - 1; `k` is in this stage.
         """
         counts = list(self.read)
         for source, count in zip(self.chosen, self.blend.count_samples(k - self.first), strict=True):
@@ -52,8 +52,8 @@ class BlendStage:
 
 
 class StagedBlend:
-    """Blend whose weights change between stages and whose data sets may have limits, as a pure function of its
-    arguments and sample number.
+    """Blend of data sets whose weights change between stages and which may have limits.
+    The blend is a pure function of its arguments and sample number.
 
     Each data set continues with its next sample from stage to stage.
 
@@ -85,8 +85,8 @@ class StagedBlend:
         return stage.chosen[source], stage.read[stage.chosen[source]] + number
 
     def count_samples(self, k: int) -> list[int]:
-        """Return, for each data set, the number of its samples among the blend's samples 0 to `k` - 1; `k` may be the
-        end of the blend.
+        """Return, for each data set, the number of its samples among the first samples of the blend.
+        They are the blend's samples 0 to `k` - 1; `k` may be the end of the blend.
         """
         if k <= self._weights[0][0]:
             return list(self._read)
@@ -143,8 +143,8 @@ class StagedBlend:
 def build_training_blend(
     parts: Sequence[DatasetPart], config: DataConfig, limits: Sequence[int | None]
 ) -> StableBlend | StagedBlend:
-    """Return the blend of the training split for orders other than `megatron`; `limits` are maximum numbers of samples
-    per data set, None for no limit.
+    """Return the blend of the training split for sample orders other than `megatron`.
+    `limits` are maximum numbers of samples per data set, None for no limit.
     """
     begun = config.begun or BlendStart(samples=0, read={})
     weights = compute_blend_stage_weights([part.weights_by_tokens for part in parts], config.seq_length, begun.samples)
@@ -173,8 +173,8 @@ def number_repeated_paths(paths: Iterable[Path | str]) -> list[str]:
 def compute_blend_stage_weights(
     curricula: Sequence[Mapping[int, float]], seq_length: int, first: int
 ) -> list[tuple[int, list[float]]]:
-    """Return (first sample, weight of each data set) of each stage of a blend, for `curricula` that map training tokens
-    to weights; the first stage begins at sample `first`.
+    """Return (first sample, weight of each data set) of each stage of a blend.
+    The `curricula` map training tokens to weights; the first stage begins at sample `first`.
 
     The first stage begins at `first`. A change at n tokens takes effect at the first sample with at least n tokens
     before it.
@@ -187,8 +187,8 @@ def compute_blend_stage_weights(
 def resume_data_config(
     config: DataConfig, saved: Mapping[str, Any], consumed: int, read: Mapping[str, int] | None
 ) -> DataConfig:
-    """Return the data configuration with which a run resumes after `consumed` samples: with the saved sample order
-    unless one is set, and the blend restarted there if data sets or weights changed.
+    """Return the data configuration with which a run resumes after `consumed` samples.
+    It has the saved sample order unless one is set. The blend is restarted there if data sets or weights changed.
 
     Args:
         config: configuration of the resumed run.

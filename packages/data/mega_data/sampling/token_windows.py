@@ -24,8 +24,8 @@ from mega_data.token_files.indexed_reader import IndexedReader, Tokens
 
 
 class StableTokenWindows:
-    """Token windows of S + 1 tokens (sequence length S) over the T tokens of the sequences [first, last) of a data set,
-    in file order, cut anew in each epoch.
+    """Token windows of S + 1 tokens (sequence length S) of a data set, in file order.
+    They cover the T tokens of the sequences [first, last). The cuts differ from epoch to epoch.
 
     The tokens form a circle. An epoch draws a starting point, lays T // S windows of S + 1 tokens end to end from there
     (neighbors share one token, the label of one and the first input of the next), and visits them in a drawn order. So
@@ -60,8 +60,8 @@ class StableTokenWindows:
         return f"{self.order} seed={self._seed} seq={self._seq_length} {content}"
 
     def locate_window(self, k: int) -> int:
-        """Return the position of the first token of window `k`; positions are in the circle that the data set's tokens
-        form.
+        """Return the position of the first token of window `k`.
+        Positions are in the circle that the data set's tokens form.
         """
         return compute_window_start(k, self._count, self._seq_length, self.content_key)
 
@@ -80,8 +80,8 @@ class StableTokenWindows:
 
 
 class ShuffledTokenWindows(StableTokenWindows):
-    """Token windows of S + 1 tokens (sequence length S) over documents in an order drawn by seed, content and range,
-    cut anew in each epoch.
+    """Token windows of S + 1 tokens (sequence length S) over documents in a drawn order.
+    The order is drawn by seed, content and range. The cuts differ from epoch to epoch.
 
     The order is a permutation by `permute_index`, equal in all epochs, whose windows and their order differ. The
     positions of documents follow from the permutation and their lengths. The index stores the start of every 16th
@@ -108,8 +108,8 @@ class ShuffledTokenWindows(StableTokenWindows):
 
 
 class MegatronTokenWindows:
-    """Token windows of the sequences [first, last) of a data set in the order that Megatron draws for `num_samples`
-    samples.
+    """Token windows of a data set in the order that Megatron draws for `num_samples` samples.
+    They cover the sequences [first, last).
 
     Raises:
         DataError: if the range has no token; if a sample past the end is read.
@@ -153,8 +153,8 @@ class MegatronTokenWindows:
 
 
 def compute_window_start(k: int, count: int, width: int, content_key: str) -> int:
-    """Return the start of window `k` of `width` positions in a circle of `count` positions, by pseudorandom draws keyed
-    by `content_key`.
+    """Return the start of a token window of `width` positions in a circle of `count` positions.
+    The start of window `k` follows from pseudorandom draws keyed by `content_key`.
 
     `content_key` is the key of the draws.
     """
@@ -167,8 +167,8 @@ def compute_window_start(k: int, count: int, width: int, content_key: str) -> in
 def build_megatron_indices(
     lengths: npt.NDArray[np.int32], first: int, last: int, seq_length: int, num_samples: int, seed: int
 ) -> Arrays:
-    """Return Megatron's document, sample and shuffle indices over the sequences [first, last) of a data set with these
-    sequence `lengths`.
+    """Return Megatron's document, sample and shuffle indices over sequences of a data set.
+    They are the sequences [first, last), with these sequence `lengths`.
 
     Returns:
         document: int32 [E * (last - first)], sequence numbers of E epochs.

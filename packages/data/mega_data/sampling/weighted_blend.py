@@ -18,8 +18,8 @@ BlendTree: TypeAlias = "int | tuple[int, BlendTree, BlendTree]"
 
 
 class StableBlend:
-    """Weighted blend of data sets as a pure function of weights and sample number, without a fixed total and without an
-    index to build.
+    """Weighted blend of data sets as a pure function of weights and sample number.
+    It needs no fixed total and no index to build.
 
     The data sets are the leaves of a binary tree. At a node with a share r of its weight on the left, the first k
     samples contain floor(r k + 1/2) samples of the left branch, in integers. Sample k goes left if that number rises at
@@ -67,8 +67,8 @@ def _build_tree(weights: Sequence[float], first: int) -> BlendTree:
 
 
 class MegatronBlend:
-    """Weighted blend of `num_samples` samples (or a few more) of data sets in Megatron's greedy order, bit-identical to
-    Megatron's.
+    """Weighted blend of data sets in Megatron's greedy order, bit-identical to Megatron's.
+    It has `num_samples` samples or a few more.
 
     Attributes:
         sizes: number of samples to draw per data set: Megatron requests 0.5 % more than it reads.
@@ -107,8 +107,8 @@ class MegatronBlend:
 
 
 def build_megatron_blend(shares: npt.NDArray[np.float64], size: int) -> Arrays:
-    """Return Megatron's blending indices for `size` samples: sample i comes from the data set d with the largest
-    shares[d] * max(i, 1) - (samples of d so far).
+    """Return Megatron's blending indices for `size` samples.
+    Sample i comes from the data set d with the largest shares[d] * max(i, 1) - (samples of d so far).
 
     Returns:
         dataset: int16 [size]; ties go to the lowest.

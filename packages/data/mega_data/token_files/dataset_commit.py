@@ -30,10 +30,9 @@ READY = "ready.json"
 
 
 def commit_dataset(writer: IndexedWriter, made_from: str, obsolete: Iterable[Path] = ()) -> None:
-    """Rename all durable files that `writer` wrote to their final names, and release the writer; after a kill,
-    `finish_commit` completes this. `made_from` is a digest of the inputs.
-
-    After a kill, `finish_commit` returns `made_from`. `obsolete` files are removed after the renames.
+    """Commit a written data set: rename its complete files to their final names, and release the writer.
+    After a kill, `finish_commit` completes this and returns `made_from`, a digest of the inputs. `obsolete` files are
+    removed after the renames.
 
     Raises:
         DataError: if a file cannot be written or renamed; nothing is lost, and `finish_commit` completes the commit.
@@ -49,8 +48,8 @@ def commit_dataset(writer: IndexedWriter, made_from: str, obsolete: Iterable[Pat
 
 
 def finish_commit(prefix: Path) -> str | None:
-    """Finish the renames of a run that was killed during `commit_dataset`; return the digest of that run's inputs
-    (`made_from`), or None if there was none to finish.
+    """Finish the renames of a run that was killed during `commit_dataset`.
+    Returns the digest of that run's inputs (`made_from`), or None if there was none to finish.
 
     Raises:
         DataError: if a file cannot be renamed.

@@ -22,8 +22,8 @@ MAX_INFO_BYTES = 1 << 16  # of a description; avoids reading a whole corpus of t
 
 
 class TokenizerInfo(StrictConfig):
-    """Tokenizer that made a data set, in its description: `path` at that time, and the `fingerprint` that identifies
-    it.
+    """Tokenizer that made a data set, as recorded in the data set's description.
+    It has its `path` at that time, and the `fingerprint` that identifies it.
     """
 
     path: str
@@ -51,8 +51,8 @@ class SkippedCounts(StrictConfig):
 
 
 class ChatInfo(StrictConfig):
-    """Description of how a data set's conversations became tokens and `PREFIX.mask`, the bytes that weight tokens in
-    the loss.
+    """Description of the tokenization of a data set's conversations and of their loss mask.
+    The loss mask is `PREFIX.mask`, the bytes that weight tokens in the loss.
 
     Attributes:
         kind: conversations are a sequence each; pairs are two in a document, the chosen one first.
@@ -110,8 +110,8 @@ class DatasetShardInfo(StrictConfig):
 
 
 class DatasetInfo(StrictConfig):
-    """Description of a token data set (`PREFIX.info`). `tokenizer` and `append_eod` are None if differing data sets
-    were merged.
+    """Description of a token data set (`PREFIX.info`).
+    `tokenizer` and `append_eod` are None if differing data sets were merged.
 
     `text_bytes` counts the UTF-8 bytes of all documents kept; checksums are SHA-256, hex. `made_from` is a digest of
     all inputs and settings of preprocessing; a restarted shard uses it to find that the whole exists. `license` is
@@ -136,8 +136,8 @@ class DatasetInfo(StrictConfig):
 
 
 def get_info_path(prefix: Path) -> Path:
-    """Return the path of a data set's description: `PREFIX.info`, or `PREFIX.json` of earlier versions if only that
-    exists.
+    """Return the path of a data set's description.
+    It is `PREFIX.info`, or `PREFIX.json` of earlier versions if only that exists.
 
     The suffix differs from those of corpora, so that `wiki.json` can become the data set `wiki`.
     """
@@ -181,8 +181,8 @@ def read_dataset_info(prefix: Path) -> DatasetInfo | None:
 
 
 def write_dataset_info(prefix: Path, *, folder: Path | None = None, **fields: Any) -> DatasetInfo:
-    """Write the description of a data set whose `.bin` and `.idx` are finished, with `fields` and the computed checksum
-    of the index, and return it.
+    """Write the description of a data set whose `.bin` and `.idx` are finished, and return it.
+    It has `fields` and the computed checksum of the index.
 
     Before a commit, `folder` is the partial folder with the file `idx`, and the description becomes its file `info`.
 
@@ -200,8 +200,9 @@ def write_dataset_info(prefix: Path, *, folder: Path | None = None, **fields: An
 
 
 def check_output_prefix(prefix: Path, overwrite: bool) -> None:
-    """Raise DataError if the data set at `prefix` exists (unless `overwrite` is set), or if a description file there is
-    not from mega.
+    """Check that an output data set may be written at `prefix`.
+    Raises DataError if the data set exists (unless `overwrite` is set), or if a description file there is not from
+    mega.
 
     A description without a data set is accepted.
 
@@ -268,8 +269,8 @@ def get_dtype_name(dtype: np.dtype[Any]) -> str:
 
 
 def count_unpaired_answers(prefix: Path) -> int:
-    """Return the number of preference pairs of a data set with only one rated answer, from its description; 0 without
-    one.
+    """Return the number of preference pairs of a data set with only one rated answer.
+    It is read from the data set's description; 0 without one.
     """
     info = read_dataset_info(prefix)
     return info.chat.notes.get(UNPAIRED, 0) if info and info.chat else 0

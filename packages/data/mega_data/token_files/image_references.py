@@ -42,16 +42,16 @@ def reject_images(readers: Iterable[IndexedReader], verb: str, hint: str) -> Non
 
 
 def encode_references(references: Sequence[ImageReference], tokens: Sequence[int] | None = None) -> np.ndarray:
-    """Return the image references of one document as `PREFIX.images` stores them: JSON bytes, uint8 [bytes]; `tokens`
-    are the numbers of placeholders per image if they differ.
+    """Return the image references of one document as `PREFIX.images` stores them.
+    They are JSON bytes, uint8 [bytes]; `tokens` are the numbers of placeholders per image if they differ.
     """
     whole = list(references) if tokens is None else {"images": list(references), "tokens": list(tokens)}
     return np.frombuffer(json.dumps(whole).encode(), np.uint8)
 
 
 class ImageReferences:
-    """References (file path, or path, offset and size in a shard) to the images of a data set's documents, from
-    `PREFIX.images`, opened on first access.
+    """References to the images of a data set's documents, from `PREFIX.images`, opened on first access.
+    A reference is a file path, or path, offset and size in a shard.
 
     Raises:
         DataError: on opening, if they belong to another data set.
@@ -76,8 +76,8 @@ class ImageReferences:
         return self._open_reader.fingerprint
 
     def get_references(self, document: int) -> tuple[list[ImageReference], list[int] | None]:
-        """Return the image references of document number `document`, and the number of placeholders of each image if
-        they differ, else None.
+        """Return the image references of a document and the number of placeholders of each image.
+        The document has the number `document`. The numbers of placeholders are None if they do not differ.
         """
         value = json.loads(self._open_reader.read_sequence(document).tobytes())
         entries, tokens = (value["images"], value["tokens"]) if isinstance(value, dict) else (value, None)
@@ -108,8 +108,9 @@ def read_image_bytes(reference: ImageReference, folder: Path) -> bytes:
 
 
 def iterate_shard_samples(path: Path) -> Iterator[tuple[str, dict[str, bytes], dict[str, ImageReference]]]:
-    """Yield the samples of a webdataset shard (adjacent tar members that share a name up to its first dot): name,
-    content of json and txt members by ending, and references to the other members.
+    """Yield the samples of a webdataset shard.
+    A sample is adjacent tar members that share a name up to its first dot. An item is the name, content of json and txt
+    members by ending, and references to the other members.
 
     Yields for each: its name, the content of its text files (json, txt) and the positions of the others, by extension.
 

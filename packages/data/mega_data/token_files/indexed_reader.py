@@ -36,15 +36,15 @@ CHUNK = 1 << 22
 
 
 def select_token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """Return the narrowest type that Megatron uses for token ids of a vocabulary: uint16 below 65,500 entries, else
-    int32.
+    """Return the narrowest type that Megatron uses for token ids of a vocabulary.
+    It is uint16 below 65,500 entries, else int32.
     """
     return np.dtype("<u2" if vocab_size < 65_500 else "<i4")
 
 
 def strip_data_suffix(path: Path) -> Path:
-    """Return a data set's prefix for the path of its `.bin` or `.idx`: `wiki` for `wiki.bin`, unless `wiki.bin.idx`
-    exists; other paths unchanged.
+    """Return a data set's prefix for the path of its `.bin` or `.idx`; other paths unchanged.
+    The prefix of `wiki.bin` is `wiki`, unless `wiki.bin.idx` exists.
     """
     meant = path.suffix in (".bin", ".idx") and not path.with_name(path.name + ".idx").exists()
     return path.with_suffix("") if meant else path
@@ -63,16 +63,16 @@ def get_idx_path(prefix: Path) -> Path:
 
 
 def get_mask_prefix(prefix: Path) -> Path:
-    """Return `PREFIX.mask`, the prefix of the data set that stores one byte per token of the data set at `prefix`: the
-    token's weight in the loss.
+    """Return `PREFIX.mask`, the prefix of the data set that stores the loss mask of another data set.
+    It has one byte per token of the data set at `prefix`: the token's weight in the loss.
     """
     prefix = strip_data_suffix(prefix)
     return prefix.with_name(prefix.name + ".mask")
 
 
 def get_images_prefix(prefix: Path) -> Path:
-    """Return `PREFIX.images`, the prefix of the data set that stores the image references of each document of the data
-    set at `prefix`.
+    """Return `PREFIX.images`, the prefix of the data set that stores image references of another data set.
+    It stores the image references of each document of the data set at `prefix`.
     """
     prefix = strip_data_suffix(prefix)
     return prefix.with_name(prefix.name + ".images")
@@ -104,8 +104,8 @@ class OpenReaderPool:
         self._readers: deque[IndexedReader] = deque()
 
     def register_reader(self, reader: IndexedReader) -> None:
-        """Register a data set reader that was just opened, and close the one opened first if there are more than
-        `limit`.
+        """Register a data set reader that was just opened.
+        If there are more than `limit`, the one opened first is closed.
         """
         self._readers.append(reader)
         while len(self._readers) > self._limit:
@@ -122,8 +122,8 @@ class _MappedArrays(NamedTuple):
 
 
 class IndexedReader:
-    """Memory-mapped reader of a token data set of S sequences (Megatron's `.bin` and `.idx`); the whole index is
-    checked against the files on opening.
+    """Memory-mapped reader of a token data set of S sequences (Megatron's `.bin` and `.idx`).
+    The whole index is checked against the files on opening.
 
     With `files`, opening reads only the header, the sizes and the ends of the index, in a few small reads; the files
     are mapped, and checked once, on the first access, and closed again when `files` opens others. A URL is downloaded
@@ -189,8 +189,8 @@ class IndexedReader:
         self._get_arrays()
 
     def find_token_position(self, i: int) -> int:
-        """Return the number of tokens before sequence `i` (all tokens for i = number of sequences), by one small read
-        if the files are not mapped.
+        """Return the number of tokens before sequence `i` (all tokens for i = number of sequences).
+        If the files are not mapped, it takes one small read.
         """
         if i in (0, self._sequences):
             return self.num_tokens if i else 0
@@ -261,13 +261,20 @@ class IndexedReader:
         """Return a hint with data sets nearby, because Megatron's tools append `_text_document` to the given name."""
         if inside := sorted(str(path.with_suffix("")) for path in self.prefix.glob("*.idx")):
             return f"{self.prefix} is a folder; give the prefix of a data set in it: {', '.join(inside[:8])}"
+        if self.prefix.is_file():
+            output = self.prefix.with_suffix("")
+            return (
+                f"{self.prefix} is a file of records, not token files; tokenize it with mega data preprocess --input"
+                f" {self.prefix} --tokenizer FOLDER --output {output}, then give {output}"
+            )
         names = sorted(path.name.removesuffix(".idx") for path in self.prefix.parent.glob("*.idx"))
+        names = [name for name in names if not name.endswith(".mask")]
         near = [name for name in names if name.startswith(self.prefix.name)] or names
         if near:
             return f"data sets in {self.prefix.parent}: {', '.join(near[:8])}"
         if self.prefix.is_dir():
             return f"{self.prefix} is a folder without data sets; create one with mega data preprocess --output PREFIX"
-        return f"create it with mega data preprocess --output {self.prefix}"
+        return f"create it with mega data preprocess --input FILE --tokenizer FOLDER --output {self.prefix}"
 
     def _read_header(self) -> tuple[int, int, int]:
         """Return dtype code, sequence count and length of the document index."""
@@ -321,8 +328,8 @@ class IndexedReader:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Fingerprint (32 hex digits) of the data set's content: the whole index, and 64 blocks of 4 KiB spread over
-        the tokens.
+        """Fingerprint (32 hex digits) of the data set's content.
+        It covers the whole index, and 64 blocks of 4 KiB spread over the tokens.
 
         It does not depend on names, folders or times. Regenerated tokens almost always change it, at the cost of
         reading the index once; an edit of a few tokens between the blocks is not detected.
@@ -348,8 +355,8 @@ RESERVED_FILES = 512  # for the rest of the process: libraries, sockets, logs
 
 
 def raise_open_files_limit(count: int) -> int:
-    """Raise this process's limit so that it can open `count` more files, as far as the system allows without extra
-    rights; return the number it may open.
+    """Raise this process's limit of open files so that it can open `count` more.
+    It is raised as far as the system allows without extra rights. Returns the number that the process may open.
 
     Returns:
         Number of files that it may open, at least 16.

@@ -38,8 +38,8 @@ from mega_data.token_files.partial_folder import (
 
 
 def remove_earlier_index(prefix: Path) -> None:
-    """Remove the `.idx` of an earlier data set at `prefix`, which would not match a new `.bin`, then its mask and image
-    files.
+    """Remove the `.idx`, the mask and the images of an earlier data set at `prefix`.
+    The `.idx`, which would not match a new `.bin`, is removed first, then the mask and image files.
     """
     for path in (get_idx_path(prefix), *list_companion_files(prefix).values()):
         path.unlink(missing_ok=True)
@@ -47,8 +47,8 @@ def remove_earlier_index(prefix: Path) -> None:
 
 
 class IndexedWriter:
-    """Writer of one token data set (Megatron's `.bin` and `.idx`) in the folder `.NAME.partial` next to it. No file has
-    its final name until `close`.
+    """Writer of one token data set (Megatron's `.bin` and `.idx`).
+    It writes in the folder `.NAME.partial` next to the data set. No file has its final name until `close`.
 
     >>> with IndexedWriter(Path("data/wiki"), select_token_dtype(50_257)) as writer:   # doctest: +SKIP
     ...     writer.add_document(np.array([5, 7, 11]))
@@ -124,8 +124,8 @@ class IndexedWriter:
         self._durable = True
 
     def resume_after(self, documents: int) -> Tokens:
-        """Continue the partial files of an interrupted run after its first `documents` documents, cutting off the rest;
-        return the tokens of these documents.
+        """Continue the partial files of an interrupted run after its first `documents` documents.
+        The rest is cut off. Returns the tokens of these documents.
 
         Raises:
             DataError: if the partial files have fewer documents.
@@ -160,8 +160,9 @@ class IndexedWriter:
         mask: Tokens | None = None,
         sequences: npt.ArrayLike | None = None,
     ) -> None:
-        """Add many documents: the concatenated `tokens` of all sequences, the `lengths` of the sequences, and with a
-        mask one byte per token.
+        """Add many documents to a token data set.
+        The arguments are the concatenated `tokens` of all sequences, the `lengths` of the sequences, and with a mask
+        one byte per token.
 
         `sequences` is the number of sequences of each document, by default one.
         """
@@ -176,8 +177,8 @@ class IndexedWriter:
         self._write_checked(self._cast_tokens(tokens), mask)
 
     def end_documents(self, lengths: npt.ArrayLike, sequences: npt.ArrayLike) -> None:
-        """Divide the tokens written since the last call into sequences of these `lengths`, and the sequences into
-        documents with `sequences[i]` sequences each.
+        """Divide the tokens written since the last call into sequences and documents.
+        Sequences have these `lengths`, and document i has `sequences[i]` sequences.
 
         `sequences` is the number of sequences of each document.
         """
@@ -216,8 +217,8 @@ class IndexedWriter:
             self._flush()
 
     def close(self) -> None:
-        """Finish the files and rename them to their final names, `.idx` last, replacing an earlier data set. No effect
-        after `release_lock`.
+        """Finish the files of a data set and rename them to their final names, replacing an earlier data set.
+        The `.idx` is renamed last. No effect after `release_lock`.
 
         No effect after `release_lock`.
         """
@@ -242,8 +243,8 @@ class IndexedWriter:
         self.abort()
 
     def abort(self) -> None:
-        """Release the lock and discard everything written since the last `sync_to_disk` (all partial files without
-        one). No effect after `release_lock`.
+        """Release the lock and discard everything written since the last `sync_to_disk`.
+        Without one, all partial files are discarded. No effect after `release_lock`.
         """
         if self._lock is not None and not self._durable:
             remove_partial_folder(self.folder)

@@ -13,8 +13,8 @@ from mega_data.token_files.indexed_reader import CHUNK, IndexedReader, get_bin_p
 
 
 def open_loss_mask(reader: IndexedReader) -> IndexedReader:
-    """Open the loss mask `PREFIX.mask` of a data set; the mask's `tokens` are one byte per token of the data set, uint8
-    [num_tokens].
+    """Open the loss mask `PREFIX.mask` of a data set.
+    The mask's `tokens` are one byte per token of the data set, uint8 [num_tokens].
 
     Raises:
         DataError: if the mask is missing, or has other sequence lengths.

@@ -37,8 +37,8 @@ from mega_data.token_files.loss_mask import open_loss_mask
 def merge_datasets(
     prefixes: Sequence[Path], output: Path, *, mixed: bool = False, overwrite: bool = False
 ) -> DatasetInfo:
-    """Write the documents of the data sets `prefixes`, in that order, as one data set `output`, and return its
-    description.
+    """Write the documents of several data sets, in that order, as one data set, and return its description.
+    The data sets are `prefixes`, the result is `output`.
 
     Without `mixed`, all must have the same tokenizer and `append_eod`. Data sets without a `PREFIX.info` merge only
     with each other, and count as 0 text bytes.
@@ -83,8 +83,8 @@ def append_datasets(
     *,
     chat: ChatInfo | None = None,
 ) -> DatasetInfo:
-    """Append the data sets of `readers`, with `size` bytes of tokens, to a writer, rename its files to their final
-    names, and return the new description with the counts of `infos` added up.
+    """Append data sets to a writer, rename its files to their final names, and return the new description.
+    The data sets of `readers` have `size` bytes of tokens. The description has the counts of `infos` added up.
 
     The counts of `infos` are added up in the new description.
     """

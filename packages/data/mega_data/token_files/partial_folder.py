@@ -16,8 +16,8 @@ LOCK = "lock"
 
 @contextlib.contextmanager
 def translate_write_errors(path: Path) -> Iterator[None]:
-    """Context manager that converts OS errors of code that writes `path` to a one-sentence DataError, with a hint if
-    the disk is full.
+    """Context manager that converts OS errors of code that writes `path` to a one-sentence DataError.
+    The error has a hint if the disk is full.
     """
     try:
         yield
@@ -32,8 +32,8 @@ def get_partial_folder(prefix: Path) -> Path:
 
 
 def lock_partial_folder(folder: Path, *, wait: bool) -> int | None:
-    """Create a partial folder and lock it for this process, which may then remove it; return the lock's file
-    descriptor.
+    """Create a partial folder and lock it for this process, which may then remove it.
+    Returns the lock's file descriptor.
 
     Return None if another process has the lock and `wait` is false.
     """
@@ -53,8 +53,8 @@ def lock_partial_folder(folder: Path, *, wait: bool) -> int | None:
 
 
 def remove_partial_folder(folder: Path, last: Sequence[str] = ()) -> None:
-    """Remove a folder of unfinished files that this process has locked: first most files, then those named in `last`,
-    finally the lock; OS errors are ignored.
+    """Remove a folder of unfinished files that this process has locked.
+    First most files are removed, then those named in `last`, finally the lock. OS errors are ignored.
     """
     with contextlib.suppress(OSError):
         names = sorted((path.name for path in folder.iterdir()), key=lambda name: (name == LOCK, name in last))
@@ -64,8 +64,8 @@ def remove_partial_folder(folder: Path, last: Sequence[str] = ()) -> None:
 
 
 def rename_files(folder: Path, names: Mapping[str, Path]) -> None:
-    """Move files of `folder` to their final paths in the order of `names` (name in the folder to final path), each
-    durably before the next; missing files are skipped.
+    """Move files of `folder` to their final paths in the order of `names`, each durably before the next.
+    `names` maps a name in the folder to its final path. Missing files are skipped.
     """
     for name, final in names.items():
         with contextlib.suppress(FileNotFoundError):

@@ -38,8 +38,9 @@ SUFFIXES = (
 
 
 def resolve_local_prefix(prefix: Path, cache: Path | None = None) -> Path:
-    """Return a local data set prefix unchanged; for a URL, download the data set if needed and return the prefix of the
-    copy in `cache`, by default `~/.cache/mega/data`.
+    """Return a local prefix of a data set, after downloading the data set if the prefix is a URL.
+    A local prefix is returned unchanged. For a URL, the data set is downloaded if needed, and the result is the prefix
+    of the copy in `cache`, by default `~/.cache/mega/data`.
 
     A `Path` made from a URL, which drops one of its slashes, is accepted as that URL.
 

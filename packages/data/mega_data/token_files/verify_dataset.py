@@ -17,8 +17,8 @@ from mega_data.tokenizer import Tokenizer
 
 
 def verify_dataset(prefix: Path, tokenizer: Tokenizer | None = None) -> DatasetInfo | None:
-    """Check a data set's structure, checksums and token ids against `PREFIX.info`, and that `tokenizer` is the one that
-    produced it.
+    """Check a data set's structure, checksums and token ids against `PREFIX.info`.
+    It is also checked that `tokenizer` is the one that produced it.
 
     Returns:
         The description. None without a `PREFIX.info`; only the structure was checked then, and token ids against the

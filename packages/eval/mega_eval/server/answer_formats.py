@@ -34,8 +34,8 @@ class EchoedPrompt(NamedTuple):
 
 @dataclass
 class CallDelta:
-    """New piece of function call number `index` of a choice: its name and id in the first piece, and JSON text of its
-    arguments.
+    """New piece of one function call of a choice.
+    `index` is the number of the call; the first piece has its name and id, and all have JSON text of its arguments.
     """
 
     index: int
@@ -152,8 +152,8 @@ class TokenTextOffsets:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def next_offsets(self, tokens: Sequence[TokenText], text: str) -> list[int]:
-        """Return the character offset of each of the next `tokens` of the choice in its text; `text` is the text that
-        these tokens add.
+        """Return the character offset of each of the next tokens of a choice in its text.
+        `tokens` are the next tokens, and `text` is the text that they add.
         """
         self._text += text
         found = []
@@ -226,8 +226,8 @@ class ChatFormat:
         return {"index": part.choice, "message": message, **self._common_fields(part)}
 
     def format_delta(self, part: AnswerPart) -> dict[str, Any]:
-        """Return an item of the JSON list `choices` with a `delta`, for a streamed chat chunk; the first delta of a
-        choice has the role.
+        """Return an item of the JSON list `choices` with a `delta`, for a streamed chat chunk.
+        The first delta of a choice has the role.
         """
         role = {"role": "assistant"} if part.begins else {}
         calls = {"tool_calls": [{"index": call.index, **call.format_call()} for call in part.calls]}
@@ -261,8 +261,8 @@ async def stream_answer_parts(
     *,
     echo_only: bool = False,
 ) -> AsyncIterator[AnswerPart]:
-    """Convert events of the inference engine to new content of an answer's choices, yielded as it is generated; each
-    choice begins with its echoed prompt, if any.
+    """Convert events of the inference engine to new content of an answer's choices, as it is generated.
+    The content is yielded; each choice begins with its echoed prompt, if any.
 
     Args:
         events: events of the engine with the index of the choice.
@@ -337,8 +337,8 @@ class AnswerBuilder:
 
 
 def clip_logprob(logprob: float) -> float:
-    """Return the log-probability, raised to -9999 if it is lower: JSON has no infinity, and OpenAI's clients expect
-    this number.
+    """Return the log-probability, raised to -9999 if it is lower, for JSON answers.
+    JSON has no infinity, and OpenAI's clients expect this number.
     """
     return max(logprob, -9999.0)
 

@@ -56,8 +56,8 @@ class AnswerSyntax:
         return self.format.list_special_marks(specials) | reasoning
 
     def show_marks(self, limits: GenerationLimits, specials: Mapping[str, int]) -> GenerationLimits:
-        """Return limits with which the text has the special tokens that mark calls and reasoning, and no others, if
-        `limits` leave out special tokens.
+        """Return limits with which the text has the special tokens that mark calls and reasoning.
+        Other special tokens stay hidden; `limits` that show all special tokens are returned unchanged.
         """
         if not limits.skip_special_tokens:
             return limits
@@ -136,8 +136,8 @@ class AnswerParser:
 async def parse_answer_parts(
     parts: AsyncIterator[AnswerPart], make_parser: Callable[[], AnswerParser], make_call_id: Callable[[str, int], str]
 ) -> AsyncIterator[AnswerPart]:
-    """Yield the parts of an answer with its reasoning and tool calls separated from the text; a choice that ends after
-    calls has the finish reason `tool_calls`.
+    """Yield the parts of an answer with reasoning and tool calls separated from the text.
+    A choice that ends after calls has the finish reason `tool_calls`.
     """
     parsers: dict[int, AnswerParser] = {}
     counts: dict[int, int] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -12,6 +13,7 @@ from fastapi import FastAPI, HTTPException
 from fastapi.exceptions import RequestValidationError
 from fastapi.requests import Request
 from fastapi.responses import Response
+from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
@@ -95,8 +97,8 @@ class ErrorBody(BaseModel):
 
 
 def error_to_response(error: Exception) -> ApiRequestError:
-    """Return any exception as an error response with an HTTP status; internal errors get status 500 and reveal no
-    details.
+    """Return any exception as an error response with an HTTP status.
+    Internal errors get status 500 and reveal no details.
     """
     if isinstance(error, ApiRequestError):
         return error
@@ -146,10 +148,26 @@ def _field_path(location: Sequence[Any]) -> str:
     return ".".join(step for step in steps if not step.startswith("["))[:200]
 
 
+def _explain_route(request: Request, paths: Mapping[str, Sequence[str]]) -> str:
+    """Return a sentence about a request to an unknown path, or with a method that its path does not have.
+    `paths` has the methods of each path of the server.
+    """
+    path = request.url.path[:200]
+    if path in paths:
+        return f"{request.method} {path} is not supported; use {' or '.join(paths[path])}"
+    near = difflib.get_close_matches(path, paths, n=1)
+    return f"the server has no path {path}; " + (
+        f"did you mean {near[0]}?" if near else f"use {', '.join(sorted(paths))}"
+    )
+
+
 def install_error_handlers(app: FastAPI) -> None:
     """Register handlers that turn every exception in a route of `app` into an error response of OpenAI's format."""
 
     async def send_error_response(request: Request, error: Exception) -> Response:
+        if isinstance(error, StarletteHTTPException) and error.status_code in (404, 405):
+            paths = {route.path: sorted(route.methods or ()) for route in app.routes if isinstance(route, APIRoute)}
+            error = StarletteHTTPException(error.status_code, _explain_route(request, paths), error.headers)
         return error_to_response(error).make_response(request.url.path)
 
     for kind in (ApiRequestError, MegaError, RequestValidationError, StarletteHTTPException, HTTPException, Exception):

@@ -35,8 +35,8 @@ T = TypeVar("T")
 
 
 def create_application(models: ServedModels, bounds: ServerLimits) -> RequestGate:
-    """Return the ASGI application of the OpenAI-compatible server, behind its request checks; start the engine drivers
-    of `models` before the first request.
+    """Return the ASGI application of the server, behind its request checks.
+    Start the engine drivers of `models` before the first request.
     """
     app = FastAPI(
         title="mega",
@@ -95,8 +95,8 @@ def _add_embedding_routes(app: FastAPI, models: ServedModels) -> None:
 
     @app.post("/v1/embeddings")
     async def create_embeddings(body: EmbeddingRequest, request: Request) -> Response:
-        """Compute vectors of texts, as the sentence-transformers folder declares, else the mean of the last hidden
-        states.
+        """Compute embedding vectors of texts for /v1/embeddings.
+        They are computed as the sentence-transformers folder declares, else as the mean of the last hidden states.
         """
         service = models.find_service(body.model)
         return JSONResponse(await _cancel_on_disconnect(request, service.compute_embeddings(body)))

@@ -21,8 +21,8 @@ from mega_trainer.data.batch_images import BatchImages
 
 @dataclass(frozen=True)
 class AnswerPlan:
-    """Grammar of an answer, the parser and syntax that separate its reasoning and calls (None for plain text), and the
-    images of its prompt, without features.
+    """Grammar and parser of an answer, and the images of its prompt.
+    `make_parser` and `syntax` separate reasoning and calls, and are None for plain text; `images` have no features yet.
     """
 
     grammar: str | None
@@ -71,8 +71,8 @@ class ChatPromptRenderer:
             raise
 
     def plan_answer(self, body: ChatRequest, prompt: str, specials: Mapping[str, int]) -> AnswerPlan:
-        """Return the grammar and the parser of an answer in a chat with the rendered `prompt`; `specials` are the token ids
-        of special tokens.
+        """Return the grammar and the parser of an answer in a chat.
+        `prompt` is the rendered chat, and `specials` are the token ids of special tokens.
 
         Raises:
             DataError: for tools whose schema the call format cannot express.

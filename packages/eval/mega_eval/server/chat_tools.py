@@ -61,8 +61,8 @@ ToolChoice = Annotated[
 
 
 def describe_tools(messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the chat messages for a chat template that does not render tools: with a description of `tools` appended to
-    the system message, and calls and their results as text.
+    """Return the messages of a chat for a chat template that does not render tools.
+    A description of `tools` is appended to the system message, and calls and their results become text.
     """
     turns = [_write_calls(message) for message in messages]
     if not tools:

@@ -65,8 +65,8 @@ class LimitedProtocol(H11Protocol):
         return self.client[0] if self.client else ""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Accept a new connection; if there are too many, close another one that waits for its client, or else this
-        one.
+        """Accept a new connection, and close one if there are too many.
+        The closed connection is another one that waits for its client, or else this one.
         """
         super().connection_made(transport)
         open_ones = [one for one in self.connections if isinstance(one, LimitedProtocol) and not one._closed]
@@ -102,8 +102,8 @@ class LimitedProtocol(H11Protocol):
 
 
 def select_connection_to_close(connections: Iterable[LimitedProtocol]) -> LimitedProtocol:
-    """Return the connection to close to make room for a new one: the oldest waiting connection of the client with the
-    most waiting connections.
+    """Return the connection to close to make room for a new one.
+    It is the oldest waiting connection of the client with the most waiting connections.
 
     If none is waiting, return the newest.
     """
@@ -116,13 +116,13 @@ def select_connection_to_close(connections: Iterable[LimitedProtocol]) -> Limite
 
 
 def make_protocol_class(bounds: ConnectionLimits) -> type[LimitedProtocol]:
-    """Return a subclass of `LimitedProtocol` with these limits, for uvicorn's `http` option."""
+    """Return a subclass of `LimitedProtocol` with given connection limits, for uvicorn's `http` option."""
     return type("BoundedProtocol", (LimitedProtocol,), {"bounds": bounds})
 
 
 def count_available_connections(requested: int) -> int:
-    """Return the number of connections that this process can have open at once by its limit of file descriptors, at
-    most `requested`.
+    """Return the number of connections that this process can have open at once, at most `requested`.
+    Its limit of file descriptors determines the number.
 
     The soft limit of file descriptors is raised first, as far as the system allows.
     """

@@ -74,8 +74,8 @@ class ServedEmbedder:
     width: int
 
     def default_prompt(self, name: str | None = None) -> str:
-        """Return the prompt called `name`, or the folder's default prompt if None, which is put in front of every text
-        to embed.
+        """Return the prompt that is put in front of every text to embed.
+        It is the prompt called `name`, or the folder's default prompt if None.
 
         Raises:
             DataError: for a name that the folder does not have.
@@ -87,8 +87,9 @@ class ServedEmbedder:
         return self.texts.settings.select_prompt(name)
 
     def encode_text(self, text: str, prompt: str) -> list[int]:
-        """Return the token ids of a text to embed: after `prompt` and truncated if the model's folder is of sentence-
-        transformers, else the whole text without a prompt.
+        """Return the token ids of a text to embed.
+        The text comes after `prompt` and is truncated if the model's folder is of sentence-transformers, else it is the
+        whole text without a prompt.
         """
         if self.declared:
             return self.texts.encode_texts([text], prompt)[0]
@@ -105,8 +106,9 @@ class ServedEmbedder:
 def make_served_embedder(
     folder: str, model: Decoder, tokenizer: Tokenizer, adapters: AdapterSelection
 ) -> ServedEmbedder:
-    """Return the embedder of a served model, with the settings of its sentence-transformers folder; for other folders
-    it takes the mean hidden state, scaled to length 1.
+    """Return the embedder of a served model, for /v1/embeddings.
+    It has the settings of the model's sentence-transformers folder; for other folders it takes the mean hidden state,
+    scaled to length 1.
 
     Raises:
         CheckpointError: when a declared module or setting is not supported.
@@ -165,8 +167,8 @@ def split_into_batches(texts: Sequence[Sequence[int]]) -> Iterator[list[Sequence
 
 
 def format_embeddings(vectors: Vectors, model: str, tokens: int, encoding: str | None) -> dict[str, Any]:
-    """Return the JSON body of an answer of /v1/embeddings; with `encoding` base64 each vector is little-endian fp32 in
-    base64.
+    """Return the JSON body of an answer of /v1/embeddings.
+    With `encoding` base64 each vector is little-endian fp32 in base64.
     """
 
     def encode_vector(vector: Vectors) -> str | list[float]:

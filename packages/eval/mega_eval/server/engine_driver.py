@@ -59,14 +59,14 @@ class RequestGroup:
                 unfinished -= event[1].finish is not None
 
     def publish_events(self, events: list[RowEvent] | Exception) -> None:
-        """Queue engine events for the coroutine that reads this group, or the error that ends them; callable from any
-        thread.
+        """Queue engine events, or the error that ends them, for the coroutine that reads this group of requests.
+        It is callable from any thread.
         """
         self._call_in_loop(lambda: self._events.put_nowait(events))
 
     def report_acceptance(self, error: Exception | None = None) -> None:
-        """Resolve the future `accepted`: the engine has accepted the group's requests, or refused them with `error`;
-        callable from any thread.
+        """Report that the engine has accepted the group's requests, or refused them with an error.
+        Resolve the future `accepted`, with `error` if they are refused; callable from any thread.
         """
         self._call_in_loop(lambda: self._set_accepted(error))
 
@@ -86,8 +86,8 @@ class RequestGroup:
 
 
 class EngineDriver:
-    """Driver that runs an inference engine in a thread of its own and passes requests and events between it and
-    asyncio.
+    """Driver that runs an inference engine in a thread of its own.
+    It passes requests and events between the engine and asyncio.
 
     Attributes:
         engine: inference engine; other threads may only read its counts.
@@ -106,12 +106,12 @@ class EngineDriver:
         self._thread = threading.Thread(target=self._run_engine, name="engine", daemon=True)
 
     def start_thread(self) -> None:
-        """Start the engine's thread."""
+        """Start the thread that runs the inference engine."""
         self._thread.start()
 
     def stop_thread(self, seconds: float = LAST_STEP) -> bool:
-        """Stop the engine's thread after the current step and drop open requests; return False if that step has not
-        ended after `seconds`.
+        """Stop the engine's thread after the current step and drop open requests.
+        Return False if that step has not ended after `seconds`.
         """
         self._commands.put(None)
         if self._thread.is_alive():
@@ -141,8 +141,8 @@ class EngineDriver:
             raise ApiRequestError(429, f"the server is busy with {self.open_requests} requests", retry_after=1)
 
     async def submit_requests(self, requests: Sequence[EngineRequest]) -> RequestGroup:
-        """Submit requests to the engine and return their group once it has accepted them; the caller must release the
-        group with `release_group`.
+        """Submit requests to the engine and return their group once it has accepted them.
+        The caller must release the group with `release_group`.
 
         Raises:
             ApiRequestError: when the engine has failed or is full.
@@ -160,7 +160,9 @@ class EngineDriver:
         return group
 
     async def run_in_engine_thread(self, work: Callable[[], T]) -> T:
-        """Return the result of `work`, which runs in the engine's thread between two steps."""
+        """Run a function in the engine's thread between two steps, and return its result.
+        `work` is the function.
+        """
         self.check_capacity(0)
         done: Future[T] = Future()
 

@@ -17,8 +17,9 @@ DeltaKind = Literal["content", "reasoning", "call", "arguments"]
 
 
 class Delta(NamedTuple):
-    """New piece of an answer: text of its content or reasoning, the name of a function to call, or JSON text of the
-    arguments of the last call; `call_id` is the id that the model gave the call, if any.
+    """New piece of a parsed answer.
+    It is text of the content or of the reasoning, the name of a function to call, or JSON text of the arguments of the
+    last call; `call_id` is the id that the model gave the call, if any.
     """
 
     kind: DeltaKind
@@ -38,8 +39,8 @@ class JsonScanner:
         self._quoted = self._escaped = False
 
     def find_end(self, text: str, begin: int = 0) -> int | None:
-        """Return the index after the bracket that closes the first one, looking at `text[begin:]` only, which continues
-        the text of the last call; None if it is not in the text.
+        """Return the index after the bracket that closes the first one; None if it is not in the text.
+        Only `text[begin:]`, which continues the text of the last call, is searched.
         """
         for at in range(begin, len(text)):
             letter = text[at]
@@ -82,8 +83,8 @@ class GrowingText:
         return bool(text)
 
     def skip_mark(self, *marks: str) -> Waits:
-        """Wait until the unread text starts with one of `marks` or cannot do so any more; drop the mark, and return
-        whether it was there.
+        """Drop one of `marks` at the start of the unread text, and return whether it was there.
+        Waits until the text starts with a mark or cannot do so any more.
         """
         while not self.ended and any(mark.startswith(self.unread) and mark != self.unread for mark in marks):
             yield None
@@ -92,8 +93,8 @@ class GrowingText:
         return bool(found)
 
     def stream_until(self, kind: DeltaKind, *marks: str) -> Generator[Delta | None, None, str | None]:
-        """Yield the text before the first of `marks` as it arrives, drop the mark and return it; None if the text ends
-        without one.
+        """Yield the text before the first of `marks` as it arrives, drop the mark and return it.
+        Returns None if the text ends without a mark.
         """
         while (found := self._find_first(marks)) is None and not self.ended:
             held = max((measure_stop_overlap(self.unread, mark) for mark in marks), default=0)
@@ -116,8 +117,8 @@ class GrowingText:
         return text, self.read(len(found[1]))
 
     def wait_for_match(self, pattern: re.Pattern[str]) -> Generator[None, None, re.Match[str] | None]:
-        """Wait until `pattern` matches at the start of the unread text, and leave the text unread; return None if it
-        does not within `LONGEST_MATCH` characters or before the end of the text.
+        """Wait until `pattern` matches at the start of the unread text, and leave the text unread.
+        Returns None if it does not within `LONGEST_MATCH` characters or before the end of the text.
         """
         while (found := pattern.match(self.unread)) is None and not self.ended and len(self.unread) < LONGEST_MATCH:
             yield None
@@ -126,8 +127,9 @@ class GrowingText:
     def take_json(
         self, accept: Callable[[str], re.Match[str] | None] = lambda _: None
     ) -> Generator[None, None, re.Match[str] | str]:
-        """Wait for the end of the object or list that the unread text starts with, and return it, or the rest of the text
-        if it does not end; as soon as `accept` of the unread text is a match, return the match and leave the text unread.
+        """Wait for the end of the object or list at the start of the unread text, and return it.
+        Returns the rest of the text if it does not end. As soon as `accept` of the unread text is a match, returns the
+        match and leaves the text unread.
         """
         scanner, scanned = JsonScanner(), 0
         while True:

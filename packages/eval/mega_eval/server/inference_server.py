@@ -35,8 +35,8 @@ STALLED = 120  # seconds after which the kernel drops a client that acknowledges
 
 
 def bind_server_socket(host: str, port: int, key: str | None) -> socket.socket:
-    """Return a socket bound to `host` and `port` for the HTTP server, which does not listen yet; port 0 is any free
-    port, and without an API `key` only loopback addresses are allowed.
+    """Return a socket bound to `host` and `port` for the HTTP server, which does not listen yet.
+    Port 0 is any free port, and without an API `key` only loopback addresses are allowed.
 
     Raises:
         ConfigError: when the address is invalid, not on this machine, in use, or public without an API key.
@@ -71,8 +71,8 @@ def _with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
 
 
 class InferenceServer(uvicorn.Server):
-    """HTTP server that runs until SIGTERM or SIGINT, then finishes open requests and refuses new ones; a second signal
-    ends it at once.
+    """HTTP server that runs until SIGTERM or SIGINT, then finishes open requests and refuses new ones.
+    A second signal ends it at once.
 
     Plain uvicorn would close its socket first. Call `run(sockets=[...])`; afterwards `force_exit` is True if there was a
     second signal.
@@ -107,8 +107,8 @@ class InferenceServer(uvicorn.Server):
         self.engine_ended = False
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start the engines and serve HTTP on the bound `sockets` until shutdown; `engine_ended` is then True if the
-        engines' threads have ended too.
+        """Start the engines and serve HTTP on the bound `sockets` until shutdown.
+        `engine_ended` is then True if the engines' threads have ended too.
         """
         for service in self._services:
             service.driver.start_thread()
@@ -131,8 +131,8 @@ class InferenceServer(uvicorn.Server):
         logger.info("serving %s at http://%s:%d (Ctrl-C ends)", names, shown, port)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Start the shutdown of the server; uvicorn calls it for SIGTERM and SIGINT, and a second signal ends the
-        server at once.
+        """Start the shutdown of the server after a signal.
+        The uvicorn server calls it for SIGTERM and SIGINT, and a second signal ends the server at once.
         """
         if self.gate.draining:
             self.should_exit = self.force_exit = True
@@ -143,8 +143,8 @@ class InferenceServer(uvicorn.Server):
             logger.info(message, self.gate.active, self._drain)
 
     async def on_tick(self, counter: int) -> bool:
-        """Close connections that timed out and return whether the server should exit; uvicorn calls it ten times a
-        second.
+        """Close connections that timed out and return whether the server should exit.
+        The uvicorn server calls it ten times a second.
         """
         now = asyncio.get_running_loop().time()
         for connection in list(self.server_state.connections):

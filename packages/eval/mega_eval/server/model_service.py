@@ -68,8 +68,8 @@ NO_EMBEDDINGS = "embeddings are supported for a decoder on one rank, without an 
 
 @dataclass
 class ModelService:
-    """Model that the HTTP server offers, with its tokenizer, chat template and inference engine; it answers the API's
-    requests.
+    """Model that the HTTP server offers, with its tokenizer, chat template and inference engine.
+    It answers the API's requests.
 
     Attributes:
         name: name of the model in the API.
@@ -334,7 +334,12 @@ class ModelService:
         if plan.syntax is not None:
             limits = plan.syntax.show_marks(limits, self.vocabulary.specials)
         if plan.grammar is not None:
-            await self._workers.prepare_grammar(plan.grammar, limits.ends)
+            try:
+                await self._workers.prepare_grammar(plan.grammar, limits.ends)
+            except DataError as error:
+                field = body.constraint_field
+                message = error.message.replace("the grammar", field or "the grammar", 1)
+                raise ApiRequestError(400, message, param=field) from None
         counts = [self._count_new_tokens(prompt, body.get_max_new_tokens()) or 1 for prompt in prompts]
         images = plan.images
         if images is not None:
@@ -422,10 +427,14 @@ class ModelService:
         """Return the maximum number of tokens that may follow a prompt; 0 if 0 were requested."""
         available = self.max_length - len(prompt)
         if available < (requested != 0) or (requested or 0) > available:
-            more = f" and {requested} new ones" if requested and available > 0 else ""
+            found = f"the prompt has {len(prompt)} tokens"
+            if requested and available > 0:
+                found += f" and max_tokens is {requested}; set max_tokens to at most {available}"
+            else:
+                found += f"; shorten it to at most {self.max_length - (requested != 0)}"
             raise ApiRequestError(
                 400,
-                f"This model's maximum context length is {self.max_length} tokens; the prompt has {len(prompt)}{more}.",
+                f"This model's maximum context length is {self.max_length} tokens; {found}.",
                 code="context_length_exceeded",
             )
         return available if requested is None else requested

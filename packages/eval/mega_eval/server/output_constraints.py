@@ -76,8 +76,8 @@ class ResponseFormat(StrictRequestModel):
         return self
 
     def to_engine_grammar(self) -> str | None:
-        """Return the response format as the JSON schema or Lark grammar that the inference engine takes; None for free
-        text.
+        """Return the response format as the grammar that the inference engine takes, or None for free text.
+        The grammar is a JSON schema or Lark grammar.
         """
         if self.json_schema is not None:
             return json.dumps(self.json_schema.json_schema)
@@ -87,8 +87,8 @@ class ResponseFormat(StrictRequestModel):
 
 
 class ConstrainedRequest(StrictRequestModel):
-    """Request fields that constrain the text of the answer (JSON schema, regex, choice, grammar); at most one may be
-    given.
+    """Request fields that constrain the text of the answer: JSON schema, regex, choice or grammar.
+    At most one may be given.
     """
 
     response_format: ResponseFormat | None = None
@@ -100,6 +100,11 @@ class ConstrainedRequest(StrictRequestModel):
     grammar: Annotated[str | None, Field(max_length=20_000, description="a JSON schema, a Lark or a GBNF grammar")] = (
         None
     )
+
+    @property
+    def constraint_field(self) -> str | None:
+        """Name of the field of this request that constrains the text of the answer, or None."""
+        return next((name for name in ConstrainedRequest.model_fields if getattr(self, name) not in (None, "")), None)
 
     @model_validator(mode="after")
     def _check_constraints(self) -> Self:
@@ -122,8 +127,8 @@ class ConstrainedRequest(StrictRequestModel):
 def build_engine_grammar(
     schema: JsonObject | str | None, regex: str | None, choice: list[str] | None, grammar: str | None
 ) -> str:
-    """Return the one constraint that is not None as the JSON schema or Lark grammar that the inference engine takes; a
-    GBNF `grammar` is converted to Lark.
+    """Return the one constraint that is not None as the grammar that the inference engine takes.
+    The result is a JSON schema or Lark grammar; a GBNF `grammar` is converted to Lark.
     """
     if schema is not None:
         return _schema_text(schema)

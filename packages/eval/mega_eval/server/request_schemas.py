@@ -126,8 +126,8 @@ class GenerationRequestBody(RequestBody, ConstrainedRequest):
         return self.resolve_constraint() is not None
 
     def resolve_sampling(self, own: Mapping[str, Any]) -> Sampling:
-        """Return the sampling settings of the request; absent fields default to `own`, the model's settings, and an
-        absent seed is random.
+        """Return the sampling settings of the request, with the model's settings for absent fields.
+        `own` are the model's settings; an absent seed is random.
         """
         names = Sampling.model_fields.keys() & self.model_fields_set
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
@@ -142,14 +142,14 @@ class GenerationRequestBody(RequestBody, ConstrainedRequest):
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     def get_max_new_tokens(self) -> int | None:
-        """Return the maximum number of tokens that the request lets the model generate; None for the rest of the
-        context.
+        """Return the maximum number of tokens that the request lets the model generate, or None.
+        None means the rest of the context.
         """
         raise NotImplementedError
 
     def count_alternatives(self) -> int | None:
-        """Return the number of likely alternatives to report with each token's log-probability; None for no log-
-        probabilities.
+        """Return the number of likely alternatives to report with each token's log-probability, or None.
+        None means no log-probabilities.
         """
         raise NotImplementedError
 
@@ -180,8 +180,8 @@ class CompletionRequest(GenerationRequestBody):
         return self.max_tokens
 
     def count_alternatives(self) -> int | None:
-        """Return the request's `logprobs`: the number of likely alternatives to report with each token; None for no
-        log-probabilities.
+        """Return the number of likely alternatives to report with each token's log-probability, or None.
+        It is the request's `logprobs`; None means no log-probabilities.
         """
         return self.logprobs
 
@@ -251,8 +251,8 @@ class ChatMessage(StrictRequestModel):
         return self
 
     def to_template_message(self) -> dict[str, Any]:
-        """Return the message as chat templates expect it, with the text parts of its content joined to one text unless
-        there are images.
+        """Return the message as chat templates expect it.
+        The text parts of its content are joined to one text unless there are images.
         """
         parts = [] if self.content is None or isinstance(self.content, str) else self.content
         content: Any = self.content if isinstance(self.content, str) else "".join(part.text for part in parts)
@@ -355,8 +355,8 @@ class ChatRequest(GenerationRequestBody, ChatTemplateFields):
         return self.max_completion_tokens or self.max_tokens
 
     def count_alternatives(self) -> int | None:
-        """Return the number of likely alternatives to report with each token: `top_logprobs` if `logprobs` is true,
-        else None.
+        """Return the number of likely alternatives to report with each token's log-probability, or None.
+        It is `top_logprobs` if `logprobs` is true, else None.
         """
         return (self.top_logprobs or 0) if self.logprobs else None
 

@@ -32,8 +32,8 @@ HARMLESS = frozenset({
 
 
 class RefusedField(NamedTuple):
-    """Request field that the server refuses unless its value is one of the `neutral` values; `fix` is the instruction
-    in the error message.
+    """Request field that the server refuses unless its value is harmless.
+    The value must be one of the `neutral` values; `fix` is the instruction in the error message.
     """
 
     neutral: tuple[Any, ...] = ()
@@ -151,8 +151,8 @@ class UnsupportedFieldError(ValueError):
 
 
 def refuse_extra_fields(extra: Mapping[str, Any], known: Iterable[str]) -> None:
-    """Raise `UnsupportedFieldError` for the first undeclared request field that may change the answer; its one-sentence
-    message suggests a fix.
+    """Raise `UnsupportedFieldError` for the first undeclared request field that may change the answer.
+    Its one-sentence message suggests a fix.
 
     Args:
         extra: fields that the schema does not declare; a null stands for an absent field.
@@ -181,15 +181,15 @@ TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 
 def make_field_error(message: str, field: str | None = None) -> PydanticCustomError:
-    """Return a pydantic validation error whose message is a whole sentence; `field` names the wrong field if pydantic's
-    location does not.
+    """Return a pydantic validation error whose message is a whole sentence.
+    `field` names the wrong field if pydantic's location does not.
     """
     return PydanticCustomError("sentence", "{message}", {"message": message, "field": field})
 
 
 def expect_union(expected: str) -> WrapValidator:
-    """Return a pydantic validator for a union type that replaces the errors of all its members with one: "must be
-    `expected`; found ...".
+    """Return a pydantic validator that reports one error for a union type.
+    It replaces the errors of all members of the union with one: "must be `expected`; found ...".
     """
 
     def validate_union(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
@@ -226,8 +226,8 @@ def _describe_type(value: Any) -> str:
 
 
 class StrictRequestModel(BaseModel):
-    """Base class of request bodies and their parts: values must have exact types, and unknown fields are refused unless
-    they are harmless.
+    """Base class of request bodies and their parts, with strict types.
+    Values must have exact types, and unknown fields are refused unless they are harmless.
     """
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False, strict=True)
@@ -239,8 +239,8 @@ class StrictRequestModel(BaseModel):
 
 
 def check_at_most_one(given: Collection[str], names: str) -> None:
-    """Raise a validation error if `given`, the names of the fields that a request has set, are more than one; `names`
-    lists all of them for the message.
+    """Raise a validation error if a request has set more than one of several fields.
+    `given` are the names of the fields that it has set; `names` lists all of them for the message.
     """
     if len(given) > 1:
         raise make_field_error(f"at most one of {names} is supported in a request; found {' and '.join(sorted(given))}")

@@ -230,8 +230,9 @@ PREFIXES: Mapping[ItemKind, str] = {"message": "msg", "reasoning": "rs", "functi
 
 @dataclass
 class OutputItem:
-    """Item of the field `output` of an answer: text, reasoning, or the JSON arguments of a call of function `name`;
-    `closed` is its status once it is complete.
+    """Item of the field `output` of an answer of /v1/responses.
+    It is text, reasoning, or the JSON arguments of a call of function `name`; `closed` is its status once it is
+    complete.
     """
 
     kind: ItemKind

@@ -13,8 +13,8 @@ SECONDS = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
 
 class ServerMetrics:
-    """Prometheus metrics of the server: counters of requests and tokens, and gauges of the inference engines,
-    summed over the models.
+    """Prometheus metrics of the server.
+    They are counters of requests and tokens, and gauges of the inference engines, summed over the models.
     """
 
     def __init__(self, *engines: InferenceEngine) -> None:
@@ -42,8 +42,8 @@ class ServerMetrics:
             Gauge(name, text, registry=self._registry).set_function(count)
 
     def record_request(self, scope: Scope, status: int, seconds: float) -> None:
-        """Count an answered HTTP request and its duration; unknown paths share one label, so that clients cannot create
-        new series.
+        """Count an answered HTTP request and its duration in the metrics.
+        Unknown paths share one label, so that clients cannot create new series.
         """
         route = getattr(scope.get("route"), "path", "other")
         self._requests.labels(route, str(status or "gone")).inc()

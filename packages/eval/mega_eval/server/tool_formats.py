@@ -25,8 +25,8 @@ JSON_HEAD = re.compile(rf'\s{{0,99}}\{{\s{{0,99}}"name"\s{{0,99}}:\s{{0,99}}"({N
 
 
 def list_json_calls(text: str, tools: Tools) -> list[Delta] | None:
-    """Return the deltas of the calls in JSON text: one call or a list of calls, each with a name and arguments; None if
-    it is anything else, or one of them names no tool.
+    """Return the deltas of the tool calls in JSON text; None if it is anything else.
+    The text is one call or a list of calls, each with a name and arguments; None also if one of them names no tool.
     """
     try:
         read = json.loads(text)
@@ -130,8 +130,8 @@ def parse_mistral(text: GrowingText, tools: Tools) -> Deltas:
 
 
 def parse_deepseek(text: GrowingText, tools: Tools) -> Deltas:
-    """Parse `<｜tool▁call▁begin｜>` with `NAME<｜tool▁sep｜>{...}` (DeepSeek V3.1), or with `function<｜tool▁sep｜>NAME`
-    and JSON in a code block (V3, R1).
+    """Parse calls between `<｜tool▁call▁begin｜>` and `<｜tool▁call▁end｜>` (DeepSeek).
+    They are `NAME<｜tool▁sep｜>{...}` (V3.1), or `function<｜tool▁sep｜>NAME` and JSON in a code block (V3, R1).
     """
     begins = "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"
     while mark := (yield from text.stream_until("content", *begins)):

@@ -52,8 +52,8 @@ class WorkerProcesses:
     async def render_chat(
         self, template: ChatTemplate, conversation: Conversation, begins: bool, continues: bool
     ) -> str:
-        """Return the prompt text of a conversation, rendered by a chat template in a worker process; `begins` appends
-        the start of an answer, and `continues` leaves the last message open.
+        """Return the prompt text of a conversation, rendered by a chat template in a worker process.
+        `begins` appends the start of an answer, and `continues` leaves the last message open.
 
         Raises:
             DataError: when the template rejects it, or takes too long or too much memory.
@@ -87,8 +87,8 @@ class WorkerProcesses:
             ) from None
 
     async def prepare_grammar(self, grammar: str, ends: Collection[int]) -> None:
-        """Check a grammar in a worker process and compile it for the engine, once for all requests that use it; `ends`
-        are the tokens that may end the text.
+        """Check a grammar in a worker process and compile it for the engine.
+        It is compiled once for all requests that use it; `ends` are the tokens that may end the text.
 
         Raises:
             DataError: when the grammar cannot be used, or takes too long or too much memory.

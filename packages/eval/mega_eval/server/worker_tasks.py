@@ -30,8 +30,8 @@ sys.modules.setdefault("__main__", ModuleType("__main__"))
 
 
 def run_within_limits(seconds: float, work: Callable[[], T]) -> T:
-    """Return the result of `work`, with limits of memory and priority for this worker process, which the operating
-    system kills after `seconds` of CPU time.
+    """Return the result of `work`, with limits of CPU time, memory and priority for this worker process.
+    The operating system kills the process after `seconds` of CPU time.
     """
     if os.getpriority(os.PRIO_PROCESS, 0) < NICE:
         os.setpriority(os.PRIO_PROCESS, 0, NICE)
@@ -49,8 +49,8 @@ def run_within_limits(seconds: float, work: Callable[[], T]) -> T:
 def render_with_limits(
     seconds: float, template: ChatTemplate, conversation: Conversation, begins: bool, continues: bool
 ) -> str:
-    """Return the prompt text that a chat template renders for a conversation; called in a worker process, which is
-    killed after `seconds` of CPU time.
+    """Return the prompt text that a chat template renders for a conversation, within limits.
+    It is called in a worker process, which is killed after `seconds` of CPU time.
     """
     return run_within_limits(
         seconds,
@@ -59,8 +59,8 @@ def render_with_limits(
 
 
 def prepare_images_with_limits(seconds: float, pictures: Sequence[bytes], vision: VisionConfig) -> list[PreparedImage]:
-    """Return image files decoded, resized and normalized for a vision encoder; called in a worker process, which is
-    killed after `seconds` of CPU time.
+    """Return image files decoded, resized and normalized for a vision encoder.
+    Called in a worker process, which is killed after `seconds` of CPU time.
     """
 
     def prepare_all() -> list[PreparedImage]:
@@ -72,8 +72,8 @@ def prepare_images_with_limits(seconds: float, pictures: Sequence[bytes], vision
 
 
 def check_grammar_with_limits(seconds: float, grammar: str, tokenizer_json: str, ends: frozenset[int]) -> None:
-    """Raise DataError unless the grammar compiles and generates; called in a worker process, which is killed after
-    `seconds` of CPU time.
+    """Raise DataError unless a grammar compiles and generates text, within limits.
+    It is called in a worker process, which is killed after `seconds` of CPU time.
     """
 
     def run_check() -> None:

@@ -26,8 +26,8 @@ def find_architecture_problems(
     tasks: Sequence[str],
     lora: LoraConfig | None,
 ) -> Iterator[ConfigProblem]:
-    """Yield data, parallel and LoRA settings that conflict with the architecture of the model; `tasks` are the lm-
-    evaluation-harness tasks that run during training.
+    """Yield data, parallel and LoRA settings that conflict with the architecture of the model.
+    `tasks` are the lm-evaluation-harness tasks that run during training.
     """
     yield from _position_problems(model, data)
     if parallel.cp > 1 and model.position == "alibi" and parallel.cp_kind != "alltoall":

@@ -15,8 +15,9 @@ from mega_common.strict_config import MOST_BATCH_SIZES, ConfigProblem, SampleCou
 
 
 class BatchRampupConfig(StrictConfig):
-    """Ramp-up of the global batch: it begins at `start` samples and grows by `increment` at a time until `samples`
-    samples have been consumed.
+    """Linear ramp-up of the global batch size over the first samples of a run.
+    The global batch begins at `start` samples and grows by `increment` at a time until `samples` samples have been
+    consumed.
     """
 
     start: PositiveInt = Field(description="samples of the first step")
@@ -25,8 +26,8 @@ class BatchRampupConfig(StrictConfig):
 
 
 class BatchStageConfig(StrictConfig):
-    """One stage of a staged global batch: `size` samples per step for the steps that begin before `until` consumed
-    samples.
+    """One stage of a staged global batch size.
+    A step has `size` samples if it begins before `until` consumed samples.
     """
 
     until: PositiveInt = Field(description="number of consumed samples at which the next stage begins")
@@ -34,8 +35,9 @@ class BatchStageConfig(StrictConfig):
 
 
 class BatchConfig(StrictConfig):
-    """Batch sizes in samples: `micro` of one forward pass on one rank, and `global` of one optimizer step over all
-    ranks, with its growth over the first steps.
+    """Batch sizes of a run in samples: `micro` of a micro-batch, and `global` of an optimizer step.
+    `micro` is the batch of one forward pass on one rank; `global` is the batch of one optimizer step over all ranks,
+    with its growth over the first steps.
     """
 
     micro: SampleCount = 1
@@ -58,8 +60,8 @@ class BatchConfig(StrictConfig):
         return min(ramp.start + grown * ramp.increment, self.global_)
 
     def growth_plateaus(self, consumed: int = 0) -> Iterator[tuple[int, int]]:
-        """Yield (batch size, number of steps) for each global batch size smaller than the final one, in order, from
-        `consumed` samples on.
+        """Yield (batch size, number of steps) for each global batch size smaller than the final one.
+        The sizes come in order, from `consumed` samples on.
         """
         ramp = self.rampup
         while ramp is not None and (size := self.batch_size_at(consumed)) < self.global_:
@@ -74,8 +76,8 @@ class BatchConfig(StrictConfig):
                 consumed += steps * stage.size
 
     def samples_after_steps(self, steps: int, samples: int = 0) -> int:
-        """Return the total of consumed samples after `steps` further steps, given that `samples` were consumed before
-        them.
+        """Return the total of consumed samples after `steps` further optimizer steps.
+        `samples` samples were consumed before them.
         """
         for size, count in self.growth_plateaus(samples):
             taken = min(count, steps)
@@ -133,8 +135,8 @@ class BatchConfig(StrictConfig):
             before = stage.until
 
     def find_uneven_sizes(self, unit: int, description: str) -> Iterator[ConfigProblem]:
-        """Yield a problem for each configured batch size that is not a multiple of `unit` samples; `description` says
-        in the message where that number comes from.
+        """Yield a problem for each configured batch size that is not a multiple of `unit` samples.
+        `description` says in the message where that number comes from.
         """
         sizes = {"global": self.global_}
         if self.rampup is not None:

@@ -21,8 +21,8 @@ OTHER_RECIPE = "set fp8.recipe=tensorwise"
 
 
 class Fp8Config(StrictConfig):
-    """FP8 settings of linear layers under `precision: fp8`; embedding, output head, norms, router and attention stay in
-    bf16.
+    """FP8 settings of linear layers under `precision: fp8`.
+    Embedding, output head, norms, router and attention stay in bf16.
     """
 
     recipe: Literal["tensorwise", "rowwise", "blockwise", "mxfp8", "delayed"] = Field(
@@ -53,8 +53,8 @@ class Fp8Config(StrictConfig):
         return self.format == "hybrid" if self.format else self.recipe in ("tensorwise", "delayed")
 
     def fp8_layer_range(self, num_layers: int) -> range:
-        """Return the indices of the layers whose linear layers run in FP8: all but the first `bf16_first` and the last
-        `bf16_last`.
+        """Return the indices of the layers whose linear layers run in FP8.
+        These are all layers but the first `bf16_first` and the last `bf16_last`.
         """
         return range(self.bf16_first, num_layers - self.bf16_last)
 
@@ -62,8 +62,8 @@ class Fp8Config(StrictConfig):
 def find_fp8_problems(
     fp8: Fp8Config, model: ModelConfig, parallel: ParallelConfig, seq_length: int, *, linear: str
 ) -> Iterator[ConfigProblem]:
-    """Yield settings that conflict with `precision: fp8`; `linear` is the configured library of linear layers (`te` or
-    `torch`).
+    """Yield settings that conflict with `precision: fp8`.
+    `linear` is the configured library of linear layers (`te` or `torch`).
     """
     if not fp8.fp8_layer_range(model.num_layers):
         rule = f"must leave layers in FP8: with fp8.bf16_last = {fp8.bf16_last} it covers all {model.num_layers} layers"

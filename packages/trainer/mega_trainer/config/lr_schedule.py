@@ -9,15 +9,16 @@ Axolotl.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
-from mega_common.strict_config import ConfigProblem, StrictConfig
+from mega_common.strict_config import ConfigProblem, ExtensionName, StrictConfig
 from mega_trainer.config.batch_size import BatchConfig
 
+ScheduleName = Literal["cosine", "linear", "constant", "wsd", "inverse-sqrt"]
 DecayShape = Literal["linear", "cosine", "exponential", "minus-sqrt"]
 WarmupShape = Literal["linear", "cosine", "minus-sqrt", "quadratic", "log"]
 
@@ -29,7 +30,10 @@ class LRSchedule(StrictConfig):
     at the same step as the decay of the other schedules.
     """
 
-    name: Literal["cosine", "linear", "constant", "wsd", "inverse-sqrt"] = "cosine"
+    name: ScheduleName | ExtensionName = Field(
+        "cosine", description="shape of the decay: cosine, linear, constant, wsd, inverse-sqrt, or one of an extension"
+    )
+    options: dict[str, Any] = Field({}, description="settings of an extension's schedule")
     warmup_steps: NonNegativeInt = Field(0, description="steps over which the rate rises from warmup_init")
     warmup_samples: NonNegativeInt | None = Field(
         None, description="length of the warmup in samples, instead of warmup_steps"
@@ -64,8 +68,8 @@ class LRSchedule(StrictConfig):
     )
 
     def problems(self) -> Iterator[ConfigProblem]:
-        """Yield fields of the schedule that conflict with each other, such as two lengths of the warmup, or have no
-        effect.
+        """Yield fields of the learning-rate schedule that conflict with each other or have no effect.
+        Two different lengths of the warmup are an example of a conflict.
         """
         if self.warmup_steps and self.warmup_samples is not None:
             yield self._conflict("warmup_samples", "warmup_steps")
@@ -84,8 +88,8 @@ class LRSchedule(StrictConfig):
         return ConfigProblem(key, rule, getattr(self, key), f"remove lr_schedule.{key}, or remove lr_schedule.{other}")
 
     def find_run_problems(self, *, lr: float, steps: int, batch: BatchConfig) -> Iterator[ConfigProblem]:
-        """Yield schedule settings that do not fit a run of `steps` steps with the batch sizes `batch` and the highest
-        learning rate `lr`.
+        """Yield settings of the learning-rate schedule that do not fit the length or batch sizes of a run.
+        The run has `steps` steps with the batch sizes `batch` and the highest learning rate `lr`.
         """
         for key in ("min_lr", "warmup_init"):
             if (rate := getattr(self, key)) > lr:
@@ -118,8 +122,8 @@ class LRSchedule(StrictConfig):
         return "shorten the warmup"
 
     def make_curve(self, *, lr: float, steps: int, batch: BatchConfig) -> LearningRateCurve:
-        """Return the learning-rate curve for a run of `steps` steps with the batch sizes `batch` and the highest
-        learning rate `lr`.
+        """Return the learning-rate curve for a run of `steps` steps with the highest learning rate `lr`.
+        `batch` gives the batch sizes of the run.
         """
         last = self.decay_steps or steps
         warmup_steps = math.ceil(self.warmup_share * last) if self.warmup_share else self.warmup_steps
@@ -134,7 +138,7 @@ class LRSchedule(StrictConfig):
                 else end - max(1, round(share * end))
             )
         elif self.name in ("cosine", "linear"):
-            shape = self.name
+            shape = "cosine" if self.name == "cosine" else "linear"
         return LearningRateCurve(
             self.name, shape, self.warmup_init, lr, self.min_lr, warmup, start, end, rise=self.warmup_shape,
             rise_steps=warmup / batch.batch_size_at(0), delay=batch.samples_after_steps(self.warmup_delay_steps),
@@ -157,6 +161,7 @@ class LearningRateCurve:
         shift: samples at which `inverse-sqrt` starts to fall; None: at `root`.
         rise, rise_steps: shape of the warmup, and its length in steps of the first batch.
         delay: samples before the warmup starts.
+        share: decay of an extension: remaining share after a share of the decay; None: that of `shape`.
     """
 
     name: str
@@ -172,6 +177,7 @@ class LearningRateCurve:
     rise: WarmupShape = "linear"
     rise_steps: float = 0.0
     delay: int = 0
+    share: Callable[[float], float] | None = None
 
     def __call__(self, samples: int) -> float:
         """Return the learning rate of the step that starts when `samples` samples have been consumed."""
@@ -186,7 +192,8 @@ class LearningRateCurve:
             since = samples if self.shift is None else samples - self.shift + self.root
             return max(self.lowest, self.highest * math.sqrt(self.root / max(since, self.root)))
         done = min(max(0.0, (samples - self.start) / (self.end - self.start)), 1.0)
-        return self.lowest + (self.highest - self.lowest) * _decay_share(self.shape, done)
+        share = _decay_share(self.shape, done) if self.share is None else self.share(done)
+        return self.lowest + (self.highest - self.lowest) * share
 
 
 def _warmup_share(shape: WarmupShape, done: float, steps: float) -> float:

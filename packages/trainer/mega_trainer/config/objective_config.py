@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from math import lcm
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt
 
 from mega_common.model_config import ModelConfig
-from mega_common.strict_config import ConfigProblem, StrictConfig
+from mega_common.strict_config import ConfigProblem, ExtensionName, StrictConfig
 from mega_data.data_config import DataConfig
 from mega_trainer.config.batch_size import BatchConfig
 from mega_trainer.config.sections import TrainConfig
@@ -16,6 +17,7 @@ from mega_trainer.config.sections import TrainConfig
 PolicyVariant = Literal["grpo", "dr_grpo", "dapo", "gspo", "rloo"]
 LossNormalization = Literal["sequence", "token", "constant", "sum"]
 
+ObjectiveKind = Literal["cross_entropy", "dpo", "ipo", "kto", "simpo", "reward", "distill", "grpo"]
 REFERENCE = ("reference", "reference_model", "ask_only")
 # Settings that each kind uses.
 USED: dict[str, tuple[str, ...]] = {
@@ -43,17 +45,20 @@ VARIANTS: dict[PolicyVariant, tuple[tuple[float, float], LossNormalization]] = {
 
 
 class ObjectiveConfig(StrictConfig):
-    """Training objective of a run: mean cross entropy of next tokens, a loss on preference pairs, distillation from a
-    teacher, or reinforcement learning on sampled answers.
+    """Training objective of a run and its settings.
+    The objective is the mean cross entropy of next tokens, a loss on preference pairs, distillation from a teacher, or
+    reinforcement learning on sampled answers.
     """
 
-    kind: Literal["cross_entropy", "dpo", "ipo", "kto", "simpo", "reward", "distill", "grpo"] = Field(
+    kind: ObjectiveKind | ExtensionName = Field(
         "cross_entropy",
         description="cross_entropy: of the next tokens; on preference pairs (data.kind: pairs): dpo (arXiv:2305.18290), ipo "
         "(arXiv:2310.12036, of means over tokens), kto (arXiv:2402.01306), simpo (arXiv:2405.14734); and, for model.score: true, "
         "reward (Bradley and Terry 1952, arXiv:2203.02155); distill: the divergence from a teacher's next tokens "
-        "(arXiv:1503.02531); grpo: policy gradient on groups of sampled answers (data.kind: prompts)",
+        "(arXiv:1503.02531); grpo: policy gradient on groups of sampled answers (data.kind: prompts); or an objective of an "
+        "extension",
     )
+    options: dict[str, Any] = Field({}, description="settings of an extension's objective")
     beta: float | None = Field(
         None, gt=0, description="strength of the penalty for leaving the reference; default: 0.1, for simpo 2"
     )
@@ -147,34 +152,34 @@ class ObjectiveConfig(StrictConfig):
 
     @property
     def effective_clip(self) -> tuple[float, float]:
-        """Value of `clip`, or the default of the variant if it is not set."""
+        """Clip range of the policy loss: `clip`, or the default of the loss variant if `clip` is not set."""
         return self.clip or VARIANTS[self.variant][0]
 
     @property
     def effective_normalization(self) -> LossNormalization:
-        """Value of `normalization`, or the default of the variant if it is not set."""
+        """Normalization of the policy loss: `normalization`, or the default of the loss variant if not set."""
         return self.normalization or VARIANTS[self.variant][1]
 
     @property
     def is_pairwise(self) -> bool:
         """True if the objective compares the chosen and the rejected answer of preference pairs."""
-        return self.kind not in ("cross_entropy", "distill", "grpo")
+        return self.kind in USED and self.kind not in ("cross_entropy", "distill", "grpo")
 
     @property
     def needs_reference(self) -> bool:
         """True if the objective compares the trained model with a frozen reference model."""
-        return "reference" in USED[self.kind] or self.kl > 0
+        return "reference" in USED.get(self.kind, ()) or self.kl > 0
 
     @property
     def effective_beta(self) -> float:
-        """Value of `beta`, or the default for this kind of objective if `beta` is not set."""
+        """Factor beta of the preference loss: `beta`, or the default of the objective's kind if `beta` is not set."""
         return self.beta or BETAS.get(self.kind, 0.1)
 
     def problems(self) -> Iterator[ConfigProblem]:
         """Yield settings of run.yaml's `objective` section that its kind of objective does not use."""
         for name, field in type(self).model_fields.items():
             value = getattr(self, name)
-            if name != "kind" and name not in USED[self.kind] and value != field.default:
+            if name not in ("kind", "options", *USED.get(self.kind, ())) and value != field.default:
                 readers = " and ".join(kind for kind, used in USED.items() if name in used)
                 rule = f"has no effect with objective.kind = {self.kind} (used by {readers})"
                 yield ConfigProblem(name, rule, value, f"remove objective.{name}")
@@ -186,8 +191,8 @@ class ObjectiveConfig(StrictConfig):
     def find_run_problems(
         self, *, model: ModelConfig, data: DataConfig, train: TrainConfig, batch: BatchConfig, init_from: str | None
     ) -> Iterator[ConfigProblem]:
-        """Yield conflicts of the objective with the model, the data, the `train` section and the initial weights of a
-        run.
+        """Yield conflicts of the training objective with other settings of a run.
+        These are the model, the data, the `train` section and the initial weights.
         """
         kinds = " and ".join(sorted(data.dataset_kinds))
         if self.is_pairwise and data.dataset_kinds != {"pairs"}:
@@ -195,7 +200,8 @@ class ObjectiveConfig(StrictConfig):
             yield ConfigProblem("objective.kind", rule, self.kind, "set data.kind=pairs")
         if not self.is_pairwise and "pairs" in data.dataset_kinds:
             rule = f"requires an objective on preference pairs, found objective.kind = {self.kind}"
-            hint = f"set objective.kind={'reward' if model.score else 'dpo' if init_from else 'simpo'}"
+            pairwise = "reward" if model.score else "dpo" if init_from else "simpo"
+            hint = f"set objective.kind={pairwise}, or give texts and set data.kind=text"
             yield ConfigProblem("data.kind", rule, "pairs", hint)
         if self.kind != "grpo" and "prompts" in data.dataset_kinds:
             hint = "set objective.kind=grpo, or set data.kind=text"
@@ -242,7 +248,10 @@ class ObjectiveConfig(StrictConfig):
             rule = "must be FILE.py:FUNCTION with objective.kind = grpo"
             yield ConfigProblem("objective.rewards", rule, self.rewards, "set objective.rewards=rewards.py:exact")
         if batch.global_ % self.group_size:
-            rule, size = f"must be a multiple of objective.group_size = {self.group_size}", self.group_size
+            rule, size = (
+                f"must be a multiple of objective.group_size = {self.group_size}",
+                lcm(self.group_size, batch.micro),
+            )
             yield ConfigProblem(
                 "batch.global", rule, batch.global_, f"set batch.global={-(-batch.global_ // size) * size}"
             )
@@ -288,7 +297,7 @@ class ObjectiveConfig(StrictConfig):
     def _rollback_problems(self, train: TrainConfig) -> Iterator[ConfigProblem]:
         """Yield caches of a run's samples under a policy that replaces samples."""
         policies = [key for key in ("on_nan", "on_spike") if getattr(train, key) == "rollback"]
-        used = {"reference": "reference" in USED[self.kind], "teacher_logits": self.kind == "distill"}
+        used = {"reference": "reference" in USED.get(self.kind, ()), "teacher_logits": self.kind == "distill"}
         for key in (key for key in used if policies and used[key] and getattr(self, key) == "cached"):
             rule = f"is not supported with train.{policies[0]} = rollback, which reads samples outside of the cache"
             skip = " and ".join(f"train.{policy}=skip" for policy in policies)

@@ -48,8 +48,8 @@ class ParallelLayout:
 
 
 def can_split_model(model: ModelConfig, tp: int) -> bool:
-    """Return whether `tp` tensor ranks can split the attention (or recurrent) heads and the feed-forward width of a
-    model.
+    """Return whether tensor parallelism of degree `tp` can split a model.
+    The tensor ranks must divide the attention (or recurrent) heads and the feed-forward width evenly.
     """
     counts = model.heads_by_mixer.values()
     return all(width % tp == 0 for width in tensor_split_widths(model)) and all(
@@ -58,8 +58,8 @@ def can_split_model(model: ModelConfig, tp: int) -> bool:
 
 
 def can_split_heads(model: ModelConfig, tp: int, cp: int) -> bool:
-    """Return whether `cp` context ranks can split the heads of one of `tp` tensor ranks evenly: its query heads, and
-    its key/value heads too, or each key/value head shared by equally many ranks.
+    """Return whether `cp` context ranks can split the attention heads of one of `tp` tensor ranks evenly.
+    They split its query heads, and either its key/value heads too, or equally many ranks share each key/value head.
     """
     counts = [(heads // tp, max(1, shared // tp)) for heads, shared in model.heads_by_mixer.values()]
     return all(heads % cp == 0 and (shared % cp == 0 or cp % shared == 0) for heads, shared in counts)
@@ -77,8 +77,8 @@ def list_expert_degrees(model: ModelConfig) -> list[int]:
 
 
 def max_head_count(model: ModelConfig) -> int:
-    """Return the largest number of heads of any mixer kind (attention, Mamba, delta rule) in the model; 1 without
-    heads.
+    """Return the largest number of heads of any mixer kind (attention, Mamba, delta rule) in the model.
+    It is 1 for a model without heads.
     """
     return max((heads for heads, _ in model.heads_by_mixer.values()), default=1)
 
@@ -99,26 +99,30 @@ def tensor_degree_rule(model: ModelConfig) -> str:
 
 
 def format_head_counts(model: ModelConfig, tp: int) -> tuple[str, str]:
-    """Return two texts for error messages, such as '8 attention heads' and '2 key/value heads', with the counts on one
-    of `tp` tensor ranks for each mixer kind.
+    """Return two texts for error messages with the head counts, such as '8 attention heads' and '2 key/value heads'.
+    The counts are those on one of `tp` tensor ranks, for each mixer kind.
     """
-    names = {"attention": "key/value heads", "mamba": "mamba groups", "delta": "delta key heads"}
+    names = {"attention": "key/value heads", "mamba": "mamba groups", "delta": "delta key heads", "conv": "channels"}
     heads = [f"{count // tp} {kind} heads" for kind, (count, _) in model.heads_by_mixer.items()]
-    groups = [f"{max(1, count // tp)} {names[kind]}" for kind, (_, count) in model.heads_by_mixer.items()]
+    groups = [
+        f"{max(1, count // tp)} {names.get(kind, f'shared {kind} heads')}"
+        for kind, (_, count) in model.heads_by_mixer.items()
+    ]
     return " and ".join(heads), " and ".join(groups)
 
 
 def suggest_parallel_degree(key: str, asked: int, degrees: Sequence[int]) -> str:
-    """Return a hint for an error message: set `key` to the largest possible degree up to the requested one, with a list
-    of all possible `degrees`.
+    """Return a hint for an error message that suggests the largest possible degree of parallelism.
+    The hint says to set `key` to the largest possible degree up to the requested one, `asked`, and lists all possible
+    `degrees`.
     """
     nearest = max((degree for degree in degrees if degree <= asked), default=min(degrees))
     return f"set {key}={nearest} (one of {list(degrees)})"
 
 
 def check_parallel_degrees(model: ModelConfig, *, tp: int, ep: int) -> None:
-    """Raise `ConfigError` for tensor and expert degrees that cannot split a model; for callers without a run
-    configuration.
+    """Raise `ConfigError` for tensor-parallel and expert-parallel degrees that cannot split a model.
+    This check is for callers without a run configuration.
 
     Raises:
         ConfigError: naming the degree, with those that are possible.

@@ -78,16 +78,16 @@ class ParallelRules:
 
     @property
     def minimum_ranks(self) -> int:
-        """Smallest number of ranks for the degrees of parallelism; the ranks of a pipeline stage must divide into
-        blocks that hold all experts.
+        """Smallest number of ranks that the configured degrees of parallelism allow.
+        The ranks of a pipeline stage must divide into blocks that hold all experts.
         """
         parallel = self.parallel
         ranks, block = parallel.tp * parallel.cp * (parallel.dp or 1), parallel.ep * parallel.expert_tp
         return parallel.pp * (ranks if parallel.dp else math.lcm(ranks, block))
 
     def with_degrees(self, degrees: Mapping[str, int | str]) -> ParallelRules:
-        """Return a copy of the rules with `degrees`, {field of run.yaml's `parallel` section: value}, in place of the
-        present values.
+        """Return a copy of the parallelism rules with other degrees of parallelism.
+        `degrees`, {field of run.yaml's `parallel` section: value}, replace the present values.
         """
         return replace(self, parallel=self.parallel.model_copy(update=dict(degrees)))
 
@@ -157,6 +157,10 @@ class ParallelRules:
             )
         if cp == 1:
             return
+        for name, block in model.mixers.items():
+            if block.declares is not None and not block.declares.context_parallel:
+                rule = f"requires mixers that exchange tokens between context ranks; {name} declares none"
+                yield ConfigProblem("parallel.cp", rule, cp, "set parallel.cp=1, or context_parallel in its traits")
         fits = not can_split_model(model, tp) or can_split_heads(model, tp, cp)
         if model.attention_dropout and parallel.cp_kind != "alltoall":
             rule = f"is not supported with attention dropout (model.attention_dropout = {model.attention_dropout:g})"

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,6 +27,7 @@ from mega_common.strict_config import (
 from mega_data.data_config import DataConfig, list_raw_paths
 from mega_trainer.config.architecture_rules import find_architecture_problems
 from mega_trainer.config.batch_size import BatchConfig
+from mega_trainer.config.extensions import ExtensionRegistry, declare_blocks, find_name_problems, load_extensions
 from mega_trainer.config.fp8_config import Fp8Config, find_fp8_problems
 from mega_trainer.config.lr_schedule import LearningRateCurve, LRSchedule
 from mega_trainer.config.objective_config import ObjectiveConfig
@@ -53,6 +55,9 @@ UNFINISHED = re.compile(r"\$[A-Za-z_{(\d]|<[^<>]+>")
 class RunConfig(StrictConfig):
     """Complete configuration of a training run: the content of run.yaml."""
 
+    extensions: list[str] = Field(
+        [], description="extensions to load: files and folders of Python code, installed extensions, or modules"
+    )
     model: ModelConfig
     data: DataConfig
     lora: LoraConfig | None = Field(
@@ -86,6 +91,9 @@ class RunConfig(StrictConfig):
     eval: InTrainingEvalConfig = InTrainingEvalConfig()
     fault: CorruptionCheckConfig = CorruptionCheckConfig()
     log: TrackingConfig = TrackingConfig()
+    callbacks: dict[str, dict[str, Any]] = Field(
+        {}, description="callbacks of extensions that are called after each step, by name, with the settings of each"
+    )
     profile: ProfileConfig | None = None
     debug: DebugConfig = DebugConfig()
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -96,6 +104,21 @@ class RunConfig(StrictConfig):
     )
     timeout_seconds: float = Field(600, gt=0, description="longest time that a rank may keep the others waiting")
     output: str = "runs/default"
+
+    @property
+    def registry(self) -> ExtensionRegistry:
+        """All that the extensions of this run add to mega; their modules are imported once in a process."""
+        return load_extensions(self.extensions)
+
+    @property
+    def added_data_kinds(self) -> dict[str, Callable[..., Any]]:
+        """Builders of the samples of the extensions' kinds of data that the run has, by name, with their options bound."""
+        entries, options = self.registry.entries("data_kinds"), self.data.options
+        return {
+            name: partial(entry.build, options=entry.options.parse(options))
+            for name, entry in entries.items()
+            if name in self.data.dataset_kinds
+        }
 
     @property
     def checkpoint_root(self) -> Location:
@@ -114,16 +137,16 @@ class RunConfig(StrictConfig):
             raise_config_error(found, f"{world_size} rank(s)")
 
     def data_parallel_size(self, world_size: int) -> int:
-        """Return the number of data-parallel ranks among `world_size` ranks, a number that must have passed
-        `check_world_size`.
+        """Return the number of data-parallel ranks among `world_size` ranks.
+        `world_size` must have passed `check_world_size`.
         """
         parallel = self.parallel
         return world_size // (parallel.tp * parallel.pp * parallel.cp)
 
     @property
     def minimum_world_size(self) -> int:
-        """Smallest number of ranks by the configured degrees tp, pp, cp and dp (their product, dp = 1 if unset),
-        without regard to expert parallelism.
+        """Smallest number of ranks by the configured degrees tp, pp, cp and dp, without expert parallelism.
+        It is the product of the degrees, with dp = 1 if unset.
         """
         parallel = self.parallel
         return parallel.tp * parallel.pp * parallel.cp * (parallel.dp or 1)
@@ -144,11 +167,15 @@ class RunConfig(StrictConfig):
 
     def build_lr_curve(self) -> LearningRateCurve:
         """Return the run's learning rate as a function of consumed samples."""
-        return self.lr_schedule.make_curve(lr=self.optimizer.lr, steps=self.train.steps, batch=self.batch)
+        curve = self.lr_schedule.make_curve(lr=self.optimizer.lr, steps=self.train.steps, batch=self.batch)
+        added = self.registry.entries("schedules").get(self.lr_schedule.name)
+        if added is None:
+            return curve
+        return replace(curve, share=partial(added.share, options=added.options.parse(self.lr_schedule.options)))
 
     def build_decoupled_lr_curve(self) -> LearningRateCurve | None:
-        """Return the separate learning rate of the input embedding and the output layer as a function of consumed
-        samples, or None if it is not configured.
+        """Return the separate learning-rate curve of the input embedding and the output layer, or None.
+        The curve is a function of consumed samples; None means that it is not configured.
         """
         highest, lowest = self.optimizer.decoupled_lr, self.lr_schedule.decoupled_min_lr
         if highest is None:
@@ -159,23 +186,23 @@ class RunConfig(StrictConfig):
 
     @property
     def cached_fp8_layers(self) -> range:
-        """Indices of the layers whose FP8 weights are kept from one micro-batch of a step to the next; empty without
-        FP8.
+        """Indices of the layers whose FP8 weights are kept from one micro-batch of a step to the next.
+        The range is empty without FP8.
         """
         keeps = self.precision == "fp8" and self.fp8.keep_weights
         return self.fp8.fp8_layer_range(self.model.num_layers) if keeps else range(0)
 
     @property
     def target_length(self) -> int:
-        """Number of target tokens of a sample: `data.seq_length`, or for an encoder-decoder the length of the decoder
-        sequence.
+        """Number of target tokens of a sample, from which the loss is computed.
+        It is `data.seq_length`, or for an encoder-decoder the length of the decoder sequence.
         """
         return self.data.t5.get_decoder_length(self.data.seq_length) if self.model.encoder else self.data.seq_length
 
     @property
     def sequence_lengths(self) -> tuple[int, int | None]:
-        """Pair of tokens per sample: (`data.seq_length`, None), or for an encoder-decoder the lengths of the encoder
-        and the decoder sequence.
+        """Pair of tokens per sample: (`data.seq_length`, None), or (encoder tokens, decoder tokens).
+        The second form is for an encoder-decoder.
         """
         return self.data.seq_length, self.target_length if self.model.encoder else None
 
@@ -186,17 +213,17 @@ class RunConfig(StrictConfig):
         return first + (second or 0)
 
     def is_trainable(self, name: str) -> bool:
-        """Return whether the tensor of this canonical name is trained, not frozen."""
+        """Return whether the tensor with a given canonical name is trained, not frozen."""
         return self.model.uses_tensor(name) and is_trainable_tensor(name, self.train.freeze, self.lora)
 
     def lr_factor_of(self, name: str) -> float:
-        """Return the factor by which the learning rate of the tensor of this canonical name is multiplied."""
+        """Return the factor on the learning rate of the tensor with a given canonical name."""
         found = [value for pattern, value in self.optimizer.lr_factors.items() if fnmatchcase(name, pattern)]
         return found[-1] if found else 1.0
 
     def is_due(self, step: int, every: int) -> bool:
-        """Return whether an action done every `every` steps and after the last step is due after `step`; `every` = 0
-        means only after the last.
+        """Return whether an action done every `every` steps and after the last step is due after `step`.
+        `every` = 0 means that it is due only after the last step.
         """
         return step == self.train.steps or bool(every and step % every == 0)
 
@@ -226,10 +253,11 @@ class RunConfig(StrictConfig):
             )
 
     def problems(self) -> Iterator[ConfigProblem]:
-        """Yield violations of the rules between sections of run.yaml; the rules of a section get only the settings that
-        they read.
+        """Yield violations of the rules between sections of run.yaml.
+        The rules of a section get only the settings that they read.
         """
         model, data, parallel, lora, train = self.model, self.data, self.parallel, self.lora, self.train
+        yield from self._extension_problems()
         yield from find_architecture_problems(
             model, data, parallel, precision=self.precision, tasks=self.eval.tasks, lora=lora
         )
@@ -257,6 +285,20 @@ class RunConfig(StrictConfig):
             yield ConfigProblem("output", rule, self.output, hint)
         yield from find_placeholder_problems(self.model_dump(mode="json", by_alias=True))
 
+    def _extension_problems(self) -> Iterator[ConfigProblem]:
+        """Yield settings that name an entry of no loaded extension, and options that the entry does not accept."""
+        objective, optimizer, schedule, data = self.objective, self.optimizer, self.lr_schedule, self.data
+        find = partial(find_name_problems, self.registry)
+        yield from find("objectives", "objective.kind", objective.kind, objective.options, "objective.options")
+        yield from find("optimizers", "optimizer.name", optimizer.name, optimizer.options, "optimizer.options")
+        yield from find("schedules", "lr_schedule.name", schedule.name, schedule.options, "lr_schedule.options")
+        added = data.dataset_kinds & self.registry.entries("data_kinds").keys()
+        for kind in sorted(data.dataset_kinds):
+            options = data.options if kind in added or not added else {}
+            yield from find("data_kinds", "data.kind", kind, options, "data.options")
+        for name, options in self.callbacks.items():
+            yield from find("callbacks", "callbacks", name, options, f"callbacks.{name}")
+
     @property
     def parallel_rules(self) -> ParallelRules:
         """Rules of the parallel degrees for this run's model, batch, sequence length and precision."""
@@ -278,8 +320,8 @@ class RunConfig(StrictConfig):
 
 
 def find_lora_problems(lora: LoraConfig, init_from: str | None, precision: str) -> Iterator[ConfigProblem]:
-    """Yield a problem for a LoRA adapter without pretrained base weights, and for quantised base weights that the
-    precision does not support.
+    """Yield problems of the LoRA settings with the run's initial weights and precision.
+    A LoRA adapter needs pretrained base weights, and the precision must support quantised base weights.
     """
     if init_from is None:
         yield ConfigProblem("lora", "requires pretrained weights", hint="set init_from=FOLDER")
@@ -289,8 +331,8 @@ def find_lora_problems(lora: LoraConfig, init_from: str | None, precision: str) 
 
 
 def find_placeholder_problems(settings: Mapping[str, Any]) -> Iterator[ConfigProblem]:
-    """Yield settings that still contain a shell variable or a placeholder, as run.yaml may after translation from a
-    launch script.
+    """Yield settings that still contain a shell variable or a placeholder.
+    A run.yaml may contain them after its translation from a launch script.
     """
     rule = "must not contain a shell variable or a placeholder"
     for path, value in flatten_settings(settings).items():
@@ -318,8 +360,8 @@ def _iterate_texts(value: object) -> Iterator[str]:
 
 
 def resolve_run_config(raw: Mapping[str, Any], *, base: Path = Path(), warn_unread: bool = False) -> dict[str, Any]:
-    """Expand the abbreviations of a parsed run.yaml, such as `model: {preset: name}`, so that the result needs no other
-    file and can be parsed as `RunConfig`.
+    """Expand the abbreviations of a parsed run.yaml, such as `model: {preset: name}`.
+    The result needs no other file and can be parsed as `RunConfig`.
 
     `model: {preset: name, ...}` and `model: {from: path, ...}` become the model's own fields, with further fields on
     top. `from` a folder also starts from that folder's weights; from a config.json itself it is the shape alone. With
@@ -331,9 +373,15 @@ def resolve_run_config(raw: Mapping[str, Any], *, base: Path = Path(), warn_unre
         ConfigError: for an unknown preset, or a path that holds no model.
     """
     out = dict(raw)
+    named = raw.get("extensions")
+    registry = load_extensions(map(str, named) if isinstance(named, list) else ())
     model = dict(raw["model"]) if isinstance(raw.get("model"), Mapping) else {}
+    model = {key: value for key, value in model.items() if value is not None or key not in ("preset", "from")}
     if "preset" in model and "from" in model:
-        raise ConfigError("model.preset conflicts with model.from", hint="remove one of them")
+        raise ConfigError(
+            "model.preset conflicts with model.from",
+            hint="remove one of them; on the command line: --set model.preset=null",
+        )
     if "preset" in model:
         out["model"] = load_model_preset(str(model.pop("preset"))) | model
     elif "from" in model:
@@ -342,10 +390,12 @@ def resolve_run_config(raw: Mapping[str, Any], *, base: Path = Path(), warn_unre
         given, implementation = str(model.pop("from")), pop_implementation(model)
         found = parse_location(given)
         where = base / found if isinstance(found, Path) else found
-        there = read_model_config(where, warn=warn_unread, implementation=implementation)
+        there = read_model_config(where, warn=warn_unread, implementation=implementation, families=registry.families)
         out["model"] = there.model_dump(mode="json", exclude_unset=True) | model
         if not given.endswith(".json"):
             out.setdefault("init_from", given)
+    if isinstance(out.get("model"), Mapping):
+        out["model"] = declare_blocks(out["model"], registry)
     if isinstance(raw.get("recompute"), str):
         out["recompute"] = {"kind": raw["recompute"]}
     if isinstance(out.get("model"), Mapping) and out["model"].get("encoder") and isinstance(out.get("data"), Mapping):
@@ -362,8 +412,8 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def load_run_config(path: Path, overrides: Sequence[str] = (), *, warn_unread: bool = False) -> RunConfig:
-    """Read run.yaml with `--set` overrides on top; with `warn_unread`, log a warning about unused keys of a config.json
-    that `model: {from: path}` names.
+    """Read and check a run.yaml with `--set` overrides on top of its settings.
+    With `warn_unread`, log a warning about unused keys of a config.json that `model: {from: path}` names.
 
     Raises:
         ConfigError: with every problem at once.
@@ -373,8 +423,8 @@ def load_run_config(path: Path, overrides: Sequence[str] = (), *, warn_unread: b
 
 
 def load_plan_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read a run.yaml, or a model alone (a folder of weights or a HuggingFace config.json), which becomes a run without
-    data; for planning.
+    """Read the configuration to plan for: a run.yaml, or a model alone.
+    A model is a folder of weights or a HuggingFace config.json; it becomes a run without data.
 
     Raises:
         ConfigError: with every problem at once.

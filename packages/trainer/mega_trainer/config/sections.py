@@ -9,7 +9,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt
 
-from mega_common.strict_config import ConfigProblem, DimensionSize, RankCount, StageCount, StrictConfig
+from mega_common.strict_config import (
+    ConfigProblem,
+    DimensionSize,
+    ExtensionName,
+    RankCount,
+    StageCount,
+    StrictConfig,
+)
 
 
 def validation_required_problem(key: str, value: object) -> ConfigProblem:
@@ -133,9 +140,7 @@ class TrainConfig(StrictConfig):
     )
 
     def find_run_problems(self, sample_order: str) -> Iterator[ConfigProblem]:
-        """Yield `train` settings that conflict with the order of the data, or that need validation in a run without
-        validation.
-        """
+        """Yield `train` settings that conflict with the data order or require validation in a run without it."""
         if self.early_stop is not None and not self.eval_every:
             yield validation_required_problem("train.early_stop", self.early_stop)
         if self.eval_first and not self.eval_every:
@@ -154,8 +159,8 @@ class TrainConfig(StrictConfig):
 
 
 class MuonConfig(StrictConfig):
-    """Settings of the Muon optimizer for hidden matrices; other parameters use AdamW. Updates are scaled to the size of
-    AdamW's, so that both can use one lr.
+    """Settings of the Muon optimizer, which updates hidden matrices; other parameters use AdamW.
+    Updates are scaled to the size of AdamW's, so that both can use one lr.
     """
 
     momentum: float = Field(0.95, ge=0, lt=1)
@@ -165,10 +170,28 @@ class MuonConfig(StrictConfig):
     rounds: PositiveInt = Field(5, description="steps of the Newton-Schulz iteration")
 
 
-class OptimizerConfig(StrictConfig):
-    """Optimizer settings: AdamW, optionally with Muon for hidden matrices, and the clip of the global gradient norm."""
+class SgdConfig(StrictConfig):
+    """Settings of stochastic gradient descent with momentum, as in torch.optim.SGD."""
 
-    name: Literal["adamw", "muon"] = "adamw"
+    momentum: float = Field(0.9, ge=0, lt=1)
+    nesterov: bool = False
+
+    def problems(self) -> Iterator[ConfigProblem]:
+        """Yield a problem for Nesterov's update without momentum."""
+        if self.nesterov and not self.momentum:
+            yield ConfigProblem("nesterov", "requires momentum above 0", True, "set optimizer.sgd.momentum=0.9")
+
+
+OptimizerName = Literal["adamw", "muon", "lion", "sgd"]
+
+
+class OptimizerConfig(StrictConfig):
+    """Optimizer settings: AdamW, Muon for hidden matrices, Lion or SGD, and the clip of the global gradient norm."""
+
+    name: OptimizerName | ExtensionName = Field(
+        "adamw", description="adamw, muon, lion, sgd, or an optimizer of an extension"
+    )
+    options: dict[str, Any] = Field({}, description="settings of an extension's optimizer")
     lr: float = Field(3e-4, gt=0)
     decoupled_lr: float | None = Field(
         None, gt=0, description="learning rate of the input embedding and the output layer; default: lr"
@@ -178,12 +201,18 @@ class OptimizerConfig(StrictConfig):
         description="factors on the learning rate of tensors, by patterns of their names such as model.vision_tower.*; the last "
         "matching pattern applies",
     )
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[float, float] = Field((0.9, 0.95), description="of AdamW and Lion, whose authors use 0.9 and 0.99")
     eps: float = Field(1e-8, gt=0)
     weight_decay: float = Field(0.1, ge=0)
     clip_grad: float = Field(1.0, ge=0, description="largest gradient norm; 0: no clipping")
     offload: bool = Field(False, description="keep and update main weights and moments in host memory")
     muon: MuonConfig = MuonConfig()
+    sgd: SgdConfig = SgdConfig()
+
+    @property
+    def moments(self) -> int:
+        """Number of state values of the optimizer for each weight; an extension's optimizer is taken to have two."""
+        return {"lion": 1, "sgd": int(self.sgd.momentum > 0)}.get(self.name, 2)
 
     def problems(self) -> Iterator[ConfigProblem]:
         """Yield a problem for Adam betas outside [0, 1)."""
@@ -248,8 +277,8 @@ class ActivationOffloadConfig(StrictConfig):
 
 
 class KernelsConfig(StrictConfig):
-    """Choice of kernel libraries. `auto` selects the best that is installed; a run logs the choice and its reason at
-    the start.
+    """Choice of the kernel library for each operation, such as attention and linear layers.
+    `auto` selects the best that is installed; a run logs the choice and its reason at the start.
     """
 
     linear: Literal["auto", "torch", "te"] = Field("auto", description="GEMMs of linear layers; te: Transformer Engine")
@@ -355,8 +384,8 @@ class CorruptionCheckConfig(StrictConfig):
 
 
 class TrackingConfig(StrictConfig):
-    """Destinations of metrics in addition to the screen and metrics.jsonl: TensorBoard, Weights & Biases, MLflow,
-    Trackio and Prometheus.
+    """Destinations of a run's metrics in addition to the screen and metrics.jsonl.
+    They are TensorBoard, Weights & Biases, MLflow, Trackio and Prometheus.
     """
 
     every: PositiveInt = 1

@@ -42,19 +42,21 @@ class BatchImages:
     positions: Tensor | None = None
 
     def with_features(self, features: Tensor) -> BatchImages:
-        """Return a copy with image features that are already computed, so that the model does not encode the images
-        again.
+        """Return a copy of the image batch with precomputed image features.
+        The model does not encode the images again.
         """
         return replace(self, features=features)
 
     def select_positions(self, indices: Any) -> BatchImages:
-        """Return a copy for only the tokens at `indices` of the sequences; all images stay."""
+        """Return a copy of the image batch for only the tokens at `indices` of the sequences.
+        All images stay.
+        """
         positions = None if self.positions is None else self.positions[:, :, indices]
         return replace(self, rows=self.rows[:, indices], positions=positions)
 
     def local_pixels(self, rank: int, ranks: int) -> Tensor:
-        """Return the images that rank `rank` of the `ranks` ranks that share the encoding encodes: equally many on each
-        rank, padded with black images.
+        """Return the images that one of the ranks which share the image encoding encodes.
+        Rank `rank` of `ranks` ranks gets as many images as each other rank, padded with black images.
 
         At least one, because all ranks must have a gradient of the vision encoder if one has.
         """
@@ -65,8 +67,8 @@ class BatchImages:
 
 
 def combined_group_rank(groups: Sequence[CommGroup]) -> tuple[int, int]:
-    """Return this rank's index and the number of ranks in the product of `groups`, in row-major order (the last group
-    varies fastest).
+    """Return this rank's index in, and the size of, the product of several communication groups.
+    The order is row-major: the last of the `groups` varies fastest.
     """
     rank, ranks = 0, 1
     for group in groups:
@@ -75,8 +77,9 @@ def combined_group_rank(groups: Sequence[CommGroup]) -> tuple[int, int]:
 
 
 def find_image_blocks(images: np.ndarray, starts: np.ndarray | None = None) -> list[ImageBlock]:
-    """Return the runs of at least two adjacent image tokens, marked True in `images`, bool [B, S]; `starts` gives the
-    start of each token's document, which no run crosses.
+    """Return the blocks of at least two adjacent image tokens in token rows.
+    `images`, bool [B, S], marks image tokens with True; `starts` gives the start of each token's document, which no
+    block crosses.
     """
     found: list[ImageBlock] = []
     for row, own in enumerate(np.where(images, 0 if starts is None else starts, -1)):
@@ -86,8 +89,9 @@ def find_image_blocks(images: np.ndarray, starts: np.ndarray | None = None) -> l
 
 
 def mask_later_in_block(blocks: Sequence[ImageBlock], queries: range, keys: range) -> list[MaskPart]:
-    """Return masks of rectangles of queries and keys that let each query attend to the later keys of its own
-    bidirectional image block, also outside attention windows; `queries` must equal `keys` or all precede them.
+    """Return attention masks that let each query attend to the later keys of its own image block.
+    The blocks are bidirectional. Each mask is for a rectangle of queries and keys and applies also outside attention
+    windows; `queries` must equal `keys` or all precede them.
     """
     found = []
     for row, block in blocks:
@@ -103,15 +107,16 @@ def mask_later_in_block(blocks: Sequence[ImageBlock], queries: range, keys: rang
 
 
 def insert_image_features(x: Tensor, features: Tensor, rows: Tensor) -> Tensor:
-    """Return embeddings x [B, S, D] with image placeholders overwritten by `features` [images x patches, D]; `rows` [B,
-    S] is the feature row of each token, negative for text.
+    """Return token embeddings [B, S, D] with image placeholders overwritten by image features.
+    `x` are the embeddings, `features` the features [images x patches, D]; `rows` [B, S] is the feature row of each
+    token, negative for text.
     """
     return torch.where((rows < 0).unsqueeze(-1), x, features[rows.clamp(min=0)].to(x.dtype))
 
 
 def all_gather_features(features: Tensor, group: CommGroup, *, partial: bool) -> Tensor:
-    """All-gather the image features that the R ranks of `group` encoded, P features per image and n images in all:
-    [n/R, P, D] -> [n, P, D].
+    """All-gather the image features that the ranks of a group encoded: [n/R, P, D] -> [n, P, D].
+    R is the number of ranks of `group`, P the number of features per image, and n the number of images in all.
 
     Args:
         partial: each rank has the gradient of its own tokens only, to be reduced; else all ranks have the same gradient.

@@ -33,8 +33,8 @@ TOKENIZER_FILES = (
 
 
 def find_run_tokenizer(data: DataConfig, vocab_size: int) -> Tokenizer | None:
-    """Return the run's tokenizer: the configured one, else the one its data sets were made with, if its files still
-    exist; None if there is none.
+    """Return the tokenizer of a run, or None if there is none.
+    It is the configured tokenizer, else the one that the run's data sets were made with, if its files still exist.
 
     Raises:
         DataError: when data sets were made with different tokenizers, with another than `data.tokenizer`, or have more
@@ -65,21 +65,22 @@ def find_run_tokenizer(data: DataConfig, vocab_size: int) -> Tokenizer | None:
 def open_initial_weights(
     config: RunConfig, path: str, tokenizer: Tokenizer | None = None
 ) -> tuple[WeightSource, WeightSource]:
-    """Open the weights at `path` that a run starts from: as stored, and with rows for new tokens (`extend_vocabulary`),
-    which a module of transformers does not get.
+    """Open the pretrained weights at `path` that a run starts from.
+    The weights are as stored, with additional rows for new tokens (`extend_vocabulary`), except for a module of
+    transformers, which gets none.
     """
     from mega_ckpt.source import open_weight_source  # imports torch
 
     if config.model.transformers is not None:
         source = open_weight_source(path, implementation="transformers")
         return source, source
-    source = open_weight_source(path)
+    source = open_weight_source(path, families=config.registry.families)
     return source, extend_vocabulary(config, source, tokenizer)
 
 
 def extend_vocabulary(config: RunConfig, source: WeightSource, tokenizer: Tokenizer | None = None) -> WeightSource:
-    """Return the initial weights `source` with embedding and output rows appended for tokens that only the data's
-    tokenizer has, and up to `model.vocab_size`.
+    """Return initial weights with embedding and output rows appended for additional tokens.
+    `source` gets rows for tokens that only the data's tokenizer has, and for padding up to `model.vocab_size`.
 
     Args:
         source: weights of `init_from`.
@@ -171,8 +172,8 @@ def _existing_tokenizer(made: dict[Path, DatasetInfo]) -> Tokenizer | None:
 
 
 def find_tokenizer_files(tokenizer: Tokenizer) -> dict[str, Path]:
-    """Return the files of a tokenizer's folder that are copied along with a model, such as `tokenizer.json`, by their
-    paths in it.
+    """Return the tokenizer files that are copied along with a model, such as `tokenizer.json`.
+    The keys are their paths in the tokenizer's folder.
     """
     folder = tokenizer.path.parent
     paths = [path for glob in TOKENIZER_FILES for path in sorted(folder.glob(glob)) if path.is_file()]
@@ -207,7 +208,7 @@ def check_datasets(config: RunConfig) -> list[DatasetUsage]:
 
 
 def open_prompts(config: RunConfig, tokenizer: Tokenizer) -> PromptDataset:
-    """Open the prompts of a run with `objective.kind: grpo`.
+    """Open the prompts of a reinforcement-learning run (`objective.kind: grpo`).
 
     Raises:
         DataError: for a file without usable prompts.

@@ -22,12 +22,13 @@ from mega_trainer.parallel.context_parallel import rank_token_indices
 from mega_trainer.parallel.expert_routing import RoutingReplay
 
 LabelWeighting = Callable[[Tensor], Tensor]
+TokenLossFunction = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class DocumentBounds:
-    """Bounds of documents and bidirectional blocks in a batch of token rows, in host memory, so that no attention
-    kernel waits for the device.
+    """Bounds of documents and bidirectional blocks in a batch of token rows.
+    They are in host memory, so that no attention kernel waits for the device.
 
     Attributes:
         lengths: of each sequence, one more than its largest position.
@@ -43,8 +44,9 @@ class DocumentBounds:
     def from_positions(
         cls, positions: np.ndarray, documents: np.ndarray | None, bidirectional: np.ndarray | None = None
     ) -> DocumentBounds:
-        """Return the sequences' lengths, the start of each token's document, and the bidirectional blocks, from
-        positions and document ids, int [B, S]; `bidirectional` bool [B, S] marks tokens of such blocks.
+        """Return the document bounds of token rows from position and document ids, int [B, S].
+        The bounds have the sequences' lengths, the start of each token's document, and the bidirectional blocks;
+        `bidirectional`, bool [B, S], marks tokens of such blocks.
         """
         starts = None
         if documents is not None:
@@ -55,8 +57,8 @@ class DocumentBounds:
 
     @classmethod
     def from_padded_rows(cls, lengths: np.ndarray, width: int) -> DocumentBounds:
-        """Return the document bounds of rows of `width` tokens, of which the first `lengths` (int [B]) are real; the
-        padding after them becomes a separate document.
+        """Return the document bounds of padded rows of `width` tokens.
+        The first `lengths` (int [B]) tokens of a row are real; the padding after them becomes a separate document.
         """
         positions = np.broadcast_to(np.arange(width), (len(lengths), width))
         padding = positions >= lengths[:, None]
@@ -65,8 +67,8 @@ class DocumentBounds:
 
 @dataclass(frozen=True)
 class MtpTargets:
-    """Inputs and targets of one multi-token prediction (MTP) layer, which predicts the token k positions after the
-    next.
+    """Inputs and targets of one multi-token prediction (MTP) layer.
+    The layer predicts the token k positions after the next.
 
     Attributes:
         tokens, labels: int64 [B, S], shifted by k positions.
@@ -81,8 +83,8 @@ class MtpTargets:
 
 @dataclass(frozen=True)
 class TeacherSoftLabels:
-    """Soft labels of a distillation teacher: its K most likely next tokens at each position, with their log-
-    probabilities.
+    """Soft labels of a distillation teacher.
+    They are its K most likely next tokens at each position, with their log-probabilities.
 
     Attributes:
         ids: int64 [B, S, K].
@@ -97,14 +99,15 @@ class TeacherSoftLabels:
 
 @dataclass(frozen=True)
 class HeadTargets:
-    """Targets of the output head for a batch of tokens: labels and loss weights, and optionally a function that
-    computes weights from log-probabilities, and soft labels of a teacher.
+    """Targets of the output head for a batch of tokens: labels, loss weights and soft labels.
+    A function that computes loss weights from log-probabilities, and the soft labels of a teacher, are optional.
     """
 
     labels: Tensor
     weights: Tensor
     weight_fn: LabelWeighting | None = None
     soft_labels: TeacherSoftLabels | None = None
+    token_loss: TokenLossFunction | None = None
 
 
 @dataclass(frozen=True)
@@ -125,8 +128,8 @@ class EncoderBatch:
 
 @dataclass(frozen=True)
 class RetrievedNeighbors:
-    """Retrieved neighbors (RETRO) of each of the L chunks of a sample: K neighbors of 2 m tokens, where m is the
-    chunk length.
+    """Retrieved neighbors (RETRO) of each of the L chunks of a sample.
+    A chunk has K neighbors of 2 m tokens, where m is the chunk length.
 
     Attributes:
         tokens: int64 [B, L, K, 2 m], 0 at padding.
@@ -141,8 +144,8 @@ class RetrievedNeighbors:
 
 @dataclass(frozen=True)
 class SegmentOrderTargets:
-    """Labels and loss weights of BERT-style segment order prediction, one per sample of two segments; 1 if they are
-    swapped.
+    """Labels and loss weights of BERT-style segment order prediction, one per sample of two segments.
+    The label is 1 if the segments are swapped.
 
     Attributes:
         labels: int64 [B], 1 for swapped segments.
@@ -169,6 +172,8 @@ class MicroBatch:
         weight_fn: returns, for the labels' log-probabilities [B, S], the weights of their losses, in place of `weights`: with
             these the gradient of the weighted losses equals that of another function of the log-probabilities.
         soft_labels: of a teacher, in place of labels.
+        token_loss: loss of each token from the log-probability of its label and the log-sum-exp of its logits, in place of
+            the cross entropy.
         routes: expert ids of rollout routing replay (R3), given or to record.
         images: of a vision-language model, possibly none.
         source: encoder input of an encoder-decoder; the other fields are of the decoder.
@@ -188,6 +193,7 @@ class MicroBatch:
     token_indices: Tensor | None = None
     weight_fn: LabelWeighting | None = None
     soft_labels: TeacherSoftLabels | None = None
+    token_loss: TokenLossFunction | None = None
     routes: RoutingReplay | None = None
     images: BatchImages | None = None
     source: EncoderBatch | None = None
@@ -198,7 +204,7 @@ class MicroBatch:
     @property
     def head_targets(self) -> HeadTargets:
         """Labels and loss weights of this micro-batch for the output head."""
-        return HeadTargets(self.labels, self.weights, self.weight_fn, self.soft_labels)
+        return HeadTargets(self.labels, self.weights, self.weight_fn, self.soft_labels, self.token_loss)
 
     def select_tokens(self, indices: Tensor) -> MicroBatch:
         """Return the micro-batch with only the tokens at `indices` into the whole samples."""
@@ -217,8 +223,9 @@ class MicroBatch:
 def split_micro_batches(
     batch: StepBatch, config: RunConfig, device: torch.device, context: CommGroup | None = None
 ) -> Iterator[MicroBatch]:
-    """Cut a step's samples into micro-batches of `config.batch.micro`, in order, each on `device` and with only the
-    tokens of this rank of the `context` group.
+    """Cut the samples of an optimizer step into micro-batches on the device.
+    The micro-batches have `config.batch.micro` samples, in order, each on `device` and with only the tokens of this
+    rank of the `context` group.
 
     Raises:
         DataError: for a token that the model's vocabulary does not have.
@@ -308,8 +315,8 @@ def _collect_images(batch: StepBatch, part: slice, vision: VisionConfig, device:
 def build_encoder_batch(
     token_ids: np.ndarray, lengths: np.ndarray, device: torch.device, context: CommGroup
 ) -> EncoderBatch:
-    """Return the encoder tokens of this rank of `context`, from padded samples int64 [n, E] of which the first
-    `lengths` (int64 [n]) tokens are real.
+    """Return the encoder tokens of this rank of the context-parallel group, from padded samples.
+    `token_ids` are int64 [n, E], of which the first `lengths` (int64 [n]) tokens are real; `context` is the group.
     """
     tokens, width = torch.from_numpy(token_ids), token_ids.shape[1]
     own, bounds, mask = rank_token_indices(width, context), DocumentBounds.from_padded_rows(lengths, width), None
@@ -322,8 +329,8 @@ def build_encoder_batch(
 
 
 def build_neighbor_batch(neighbors: np.ndarray, device: torch.device) -> RetrievedNeighbors:
-    """Return retrieved neighbors int64 [samples, chunks, neighbors, tokens] as a batch on `device`; -1 marks
-    positions without a token.
+    """Return retrieved neighbors (RETRO), int64 [samples, chunks, neighbors, tokens], as a batch on `device`.
+    The value -1 marks positions without a token.
     """
     rows, mask = neighbors.reshape(-1, neighbors.shape[-1]), neighbors >= 0
     documents = np.cumsum(np.diff(rows >= 0, axis=1, prepend=rows[:, :1] >= 0), axis=1, dtype=np.int32)
@@ -375,8 +382,9 @@ def _mtp_arrays(batch: StepBatch, offset: int) -> tuple[np.ndarray, np.ndarray, 
 
 
 def mtp_label_weights(batch: StepBatch, offset: int) -> np.ndarray:
-    """Return the loss weight, fp32 [n, S], of the label `offset` positions after each next-token label; 0 where it is
-    past the sample's end or in another document.
+    """Return the loss weights, fp32 [n, S], of multi-token prediction (MTP) labels.
+    The label is the one `offset` positions after each next-token label; its weight is 0 where it is past the sample's
+    end or in another document.
     """
     weights = _shift_left(batch.loss_weights, offset)
     if batch.document_ids is not None:

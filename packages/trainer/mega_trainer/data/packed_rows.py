@@ -17,8 +17,8 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class PackedRows:
-    """Sequences packed into rows of S positions. A sequence of L tokens takes L - 1 positions, as its last token is
-    only a label.
+    """Sequences packed into rows of S positions.
+    A sequence of L tokens takes L - 1 positions, as its last token is only a label.
 
     Attributes:
         tokens, labels: int64 [R, S]; 0 at padding.
@@ -35,8 +35,8 @@ class PackedRows:
 
     @classmethod
     def pack_sequences(cls, sequences: Sequence[Sequence[int]], length: int, multiple: int) -> PackedRows:
-        """Pack sequences into rows of `length` positions, as few rows as best-fit packing needs, rounded up to a
-        multiple of `multiple` with empty rows.
+        """Pack sequences into rows of `length` positions, as few rows as best-fit packing needs.
+        The number of rows is rounded up to a multiple of `multiple` with empty rows.
 
         Raises:
             DataError: when a sequence is longer than a row, or has fewer than two tokens.
@@ -63,16 +63,16 @@ class PackedRows:
         return cls(tokens, labels, positions, documents, positions_of_sequences)
 
     def rows_of_rank(self, rank: int, ranks: int) -> Ints:
-        """Return the indices, int64 [R / ranks], of the rows that data rank `rank` of `ranks` computes: equally many on
-        each rank, with balanced attention work.
+        """Return the indices, int64 [R / ranks], of the packed rows that one data-parallel rank computes.
+        Data rank `rank` of `ranks` gets as many rows as each other rank, with balanced attention work.
         """
         work = np.array([(np.bincount(row) ** 2).sum() for row in self.documents])
         own: Ints = balance_samples(work, ranks)[rank]
         return own
 
     def make_step_batch(self, rows: Ints, weights: npt.NDArray[np.floating]) -> StepBatch:
-        """Return the rows with indices `rows` as a batch, with the loss weights of their labels taken from `weights`
-        [all R rows, S].
+        """Return selected packed rows as a batch of an optimizer step.
+        `rows` are the indices of the rows; the loss weights of their labels are taken from `weights` [all R rows, S].
         """
         return StepBatch(
             self.tokens[rows], self.labels[rows], weights[rows], self.positions[rows], self.documents[rows], rows

@@ -41,8 +41,8 @@ class CompletedWork:
 
 @dataclass
 class CommLog:
-    """Traffic counter of the communication groups that share it: (group, operation) -> [calls, bytes sent or received
-    by a rank].
+    """Traffic counter of the communication groups that share it.
+    It maps (group, operation) to [calls, bytes sent or received by a rank].
 
     Bytes are of the tensor on one rank: the input of a reduction, the output of a gather.
     """
@@ -58,8 +58,8 @@ class CommLog:
 
 @dataclass(eq=False)
 class CommGroup:
-    """Group of ranks along one axis of the parallel layout, as one member uses it: argument of all collectives in this
-    module.
+    """Group of ranks along one axis of the parallel layout, as one member uses it.
+    It is the argument of all collectives in this module.
 
     Attributes:
         name: the axis: tp, cp, dp, pp, ...
@@ -83,13 +83,13 @@ class CommGroup:
 
     @property
     def size(self) -> int:
-        """Number of ranks in the group."""
+        """Number of ranks in this communication group."""
         return len(self.ranks)
 
     @property
     def is_planned(self) -> bool:
-        """True if the group has several ranks but no process group: a planned layout, in which collectives communicate
-        nothing.
+        """True if the communication group has several ranks but no process group.
+        Such a group belongs to a planned layout, in which collectives communicate nothing.
         """
         return self.process_group is None and self.size > 1
 
@@ -97,8 +97,9 @@ class CommGroup:
         return f"{self.name} of ranks {', '.join(map(str, self.ranks[:8]))}" + (", ..." if self.size > 8 else "")
 
     def record_call(self, operation: str, tensor: Tensor) -> None:
-        """Record the start of an `operation` on `tensor`: make this group `CommGroup.latest`, which the hang watchdog
-        reports, and count the call in the traffic log, if there is one.
+        """Record the start of a collective operation on `tensor`.
+        This group becomes `CommGroup.latest`, which the hang watchdog reports, and the call is counted in the traffic
+        log, if there is one.
         """
         CommGroup.latest = self
         if self.log is not None:
@@ -107,16 +108,16 @@ class CommGroup:
 
 @dataclass(frozen=True)
 class PendingWork:
-    """Handle of a collective in progress on a group; `wait` first makes the group `CommGroup.latest`, which the hang
-    watchdog reports.
+    """Handle of a collective operation in progress on a communication group.
+    `wait` first makes the group `CommGroup.latest`, which the hang watchdog reports.
     """
 
     work: CollectiveWork
     group: CommGroup
 
     def wait(self) -> None:
-        """Block until the collective has finished; first make its group `CommGroup.latest`, which the hang watchdog
-        reports.
+        """Block until the collective operation has finished.
+        Its group first becomes `CommGroup.latest`, which the hang watchdog reports.
         """
         CommGroup.latest = self.group
         self.work.wait()
@@ -146,8 +147,8 @@ def all_reduce(
 
 @contextlib.contextmanager
 def raise_on_all_ranks(group: CommGroup) -> Iterator[None]:
-    """Raise an error of any rank in the `with` block on all ranks of the group, the first rank's if there are several,
-    so that no rank waits for ever.
+    """Raise an error of any rank in the `with` block on all ranks of the group, so that none waits forever.
+    If several ranks have an error, all raise the first rank's.
 
     Raises:
         MegaError: of any rank.
@@ -173,8 +174,8 @@ def all_gather(tensor: Tensor, group: CommGroup, dim: int = 0) -> Tensor:
 
 
 def start_all_gather(tensor: Tensor, group: CommGroup, dim: int = 0) -> tuple[Tensor, CollectiveWork | None]:
-    """Start an all-gather along `dim`, without a gradient, and return (output, work) at once: the output is complete
-    when the work is done, or at once if the work is None.
+    """Start an all-gather along `dim`, without a gradient, and return (output, work) at once.
+    The output is complete when the work is done, or at once if the work is None.
     """
     if group.size == 1:
         return tensor, None
@@ -200,8 +201,8 @@ def all_gather_into(out: Tensor, tensor: Tensor, group: CommGroup, *, async_op: 
 
 
 def reduce_scatter(tensor: Tensor, group: CommGroup, dim: int = 0) -> Tensor:
-    """Sum a tensor over the group and keep this rank's slice along `dim`: [.., n * size, ..] -> [.., n, ..]; without a
-    gradient.
+    """Sum a tensor over the group and keep this rank's slice along `dim`: [.., n * size, ..] -> [.., n, ..].
+    This reduce-scatter has no gradient.
     """
     part, work = start_reduce_scatter(tensor, group, dim)
     if work is not None:
@@ -210,8 +211,8 @@ def reduce_scatter(tensor: Tensor, group: CommGroup, dim: int = 0) -> Tensor:
 
 
 def start_reduce_scatter(tensor: Tensor, group: CommGroup, dim: int = 0) -> tuple[Tensor, CollectiveWork | None]:
-    """Start a reduce-scatter along `dim`, without a gradient, and return (this rank's slice of the sum, work) at once:
-    the slice is complete when the work is done, or at once if the work is None.
+    """Start a reduce-scatter along `dim`, without a gradient, and return (slice, work) at once.
+    The slice is this rank's slice of the sum; it is complete when the work is done, or at once if the work is None.
     """
     if group.size == 1:
         return tensor, None
@@ -224,8 +225,8 @@ def start_reduce_scatter(tensor: Tensor, group: CommGroup, dim: int = 0) -> tupl
 def reduce_scatter_into(
     out: Tensor, tensor: Tensor, group: CommGroup, *, async_op: bool = False
 ) -> CollectiveWork | None:
-    """Sum contiguous `tensor` [n * size, ..] over the group, without a gradient; this rank's slice goes to contiguous
-    `out` [n, ..]. Returns the work to wait for when `async_op`.
+    """Sum a tensor over the group and write this rank's slice to `out` (reduce-scatter), without a gradient.
+    `tensor` [n * size, ..] and `out` [n, ..] are contiguous. Returns the work to wait for when `async_op`.
     """
     if group.size == 1:
         if out.data_ptr() != tensor.data_ptr():
@@ -244,8 +245,9 @@ def reduce_scatter_into(
 
 
 def all_to_all(tensor: Tensor, group: CommGroup, out_splits: Sequence[int], in_splits: Sequence[int]) -> Tensor:
-    """Send `in_splits[r]` rows of `tensor` to each rank r of the group and return the rows received, `out_splits[r]`
-    from each rank r; with a gradient.
+    """Exchange rows of a tensor between all ranks of a group (all-to-all), with a gradient.
+    Send `in_splits[r]` rows of `tensor` to each rank r of the group and return the rows received, `out_splits[r]` from
+    each rank r.
 
     The one collective here with a gradient: it goes back the way the rows came.
     """
@@ -280,9 +282,9 @@ def all_to_all_into(
     *,
     async_op: bool = False,
 ) -> CollectiveWork | None:
-    """Send `in_splits[r]` rows of contiguous `tensor` to each rank r and receive `out_splits[r]` rows from it into
-    contiguous `out`, without a gradient; only in a group of several ranks. Returns the work to wait for when
-    `async_op`.
+    """Exchange rows of contiguous tensors between all ranks of a group (all-to-all), without a gradient.
+    Send `in_splits[r]` rows of `tensor` to each rank r and receive `out_splits[r]` rows from it into `out`; only in a
+    group of several ranks. Returns the work to wait for when `async_op`.
     """
     group.record_call("all_to_all", tensor)
     if group.is_planned:
@@ -295,8 +297,8 @@ def all_to_all_into(
 
 @dataclass(frozen=True)
 class RingTransfer:
-    """Transfer around a ring of ranks in progress: `sent` goes to the next rank, the previous rank's tensor arrives in
-    `arriving`.
+    """Transfer around a ring of ranks in progress.
+    `sent` goes to the next rank; the previous rank's tensor arrives in `arriving`.
     """
 
     sent: Tensor
@@ -304,15 +306,17 @@ class RingTransfer:
     works: Sequence[CollectiveWork]
 
     def wait(self) -> Tensor:
-        """Block until this rank has sent and received; return the previous rank's tensor."""
+        """Wait for the ring transfer and return the tensor of the previous rank.
+        The call blocks until this rank has sent and received.
+        """
         for work in self.works:
             work.wait()
         return self.arriving
 
 
 def start_ring_transfer(tensor: Tensor, group: CommGroup) -> RingTransfer:
-    """Start to send contiguous `tensor` to the next rank of the group and to receive the previous rank's tensor, which
-    has an equal size.
+    """Start to send a tensor to the next rank of the group and to receive the previous rank's tensor.
+    `tensor` must be contiguous; the received tensor has an equal size.
     """
     arriving = torch.empty_like(tensor)
     group.record_call("pass", tensor)
@@ -346,7 +350,7 @@ def is_lost_connection(error: RuntimeError) -> bool:
 
 
 def connection_error_reason(error: RuntimeError) -> str:
-    """Return the first sentence of a torch error's message, without the source location and the stack that torch
-    appends.
+    """Return the first sentence of the message of a torch error about a lost connection.
+    The source location and the stack that torch appends are removed.
     """
     return _SOURCE_LINE.sub("", str(error)).strip().splitlines()[0].split(". ")[0]

@@ -27,8 +27,8 @@ def select_rank_device(name: str, local_rank: int) -> torch.device:
 
 @contextmanager
 def deterministic_mode(enabled: bool) -> Iterator[None]:
-    """Make torch bitwise reproducible while the `with` block runs; operations without a reproducible implementation
-    raise an error.
+    """Make torch bitwise reproducible while the `with` block runs.
+    Operations without a reproducible implementation raise an error.
     """
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(enabled)
@@ -39,8 +39,8 @@ def deterministic_mode(enabled: bool) -> Iterator[None]:
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """Copy a tensor to host memory and wait for the copy; a rank whose device waits for other ranks blocks here, as
-    `job.hang_watchdog` reports.
+    """Copy a tensor to host memory and wait for the copy.
+    A rank whose device waits for other ranks blocks here, as `job.hang_watchdog` reports.
     """
     return tensor.cpu()
 

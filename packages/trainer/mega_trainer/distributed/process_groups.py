@@ -56,8 +56,8 @@ class ProcessGroupCache:
 
 
 def device_only_backend() -> str | None:
-    """Return the backend of process groups for device tensors only: "nccl" where ranks have GPUs, so that no host
-    sockets are opened; else None, torch's default.
+    """Return the backend of process groups for device tensors only, or None for torch's default.
+    It is "nccl" where ranks have GPUs, so that no host sockets are opened.
     """
     return "nccl" if "cuda:nccl" in dist.get_backend_config() else None
 
@@ -93,8 +93,9 @@ class ParallelGroups:
     head_sharing: Mapping[int, CommGroup] = field(default_factory=dict)
 
     def head_sharing_group(self, heads: int) -> CommGroup:
-        """Return the group of tensor ranks that share a head with this rank, for a kind of heads (such as key/value
-        heads) of which the model has `heads`; this rank alone if no head is shared.
+        """Return the group of tensor-parallel ranks that share an attention head with this rank.
+        This is for a kind of heads (such as key/value heads) of which the model has `heads`; the group is this rank
+        alone if no head is shared.
         """
         ranks = self.tp.size // heads
         return self.head_sharing[ranks] if ranks > 1 else CommGroup("shared", (self.tp.ranks[self.tp.rank],))
@@ -106,8 +107,9 @@ class ParallelGroups:
 
 
 def list_communicating_groups(groups: ParallelGroups, config: RunConfig) -> list[CommGroup]:
-    """Return the groups of several ranks on which a run as configured calls collectives, each set of ranks once: each
-    has a communicator of NCCL of its own, 0.1 to 0.4 GB of device memory outside of torch's pool.
+    """Return the groups of several ranks on which a run as configured calls collectives.
+    Each set of ranks is returned once. Each has its own NCCL communicator, which takes 0.1 to 0.4 GB of device memory
+    outside of torch's pool.
     """
     model, unused = config.model, set[CommGroup]()
     if not (model.tie_embeddings or model.mtp_layers):
@@ -121,8 +123,8 @@ def list_communicating_groups(groups: ParallelGroups, config: RunConfig) -> list
 
 
 def list_pipeline_pairs(groups: ParallelGroups) -> list[tuple[int, int]]:
-    """Return the pairs of pipeline neighbors with this rank, the lower first: NCCL makes one more communicator for each
-    pair that sends and receives.
+    """Return the pairs of pipeline-parallel neighbors that include this rank, the lower rank first.
+    NCCL makes one more communicator for each pair that sends and receives.
     """
     ring, own = groups.pp, groups.pp.ranks[groups.pp.rank]
     others = [ring.ranks[(ring.rank + step) % ring.size] for step in (1, -1)]
@@ -130,8 +132,8 @@ def list_pipeline_pairs(groups: ParallelGroups) -> list[tuple[int, int]]:
 
 
 def warm_up_groups(groups: ParallelGroups, used: Sequence[CommGroup], device: torch.device) -> None:
-    """Create the NCCL communicators of the `used` groups, and of each pipeline rank with its neighbors, by a first
-    message, before the model fills device memory.
+    """Create the NCCL communicators of a run by a first message before the model fills device memory.
+    The communicators connect the `used` groups, and each pipeline rank with its neighbors.
 
     A communicator is created by the first message, in memory outside of torch's pool, so it must exist before the model
     fills the device. All ranks visit the axes in the same order, which avoids deadlocks.
@@ -161,8 +163,8 @@ def build_parallel_groups(
     ordered: bool = False,
     log: CommLog | None = None,
 ) -> ParallelGroups:
-    """Return the communication groups of `rank` in the parallel layout. A collective call: all ranks of the layout must
-    call it.
+    """Return the communication groups of `rank` in the parallel layout.
+    A collective call: all ranks of the layout must call it.
 
     Args:
         layout: degrees of parallelism.

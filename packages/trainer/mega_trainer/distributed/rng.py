@@ -43,8 +43,8 @@ class SeededDropout:
     gathered_ranges: Sequence[range] | None = None
 
     def drop_residual(self, x: Tensor, p: float, layer: int, site: str) -> Tensor:
-        """Return x [batch, this rank's tokens, D] of the residual stream with elements dropped with probability `p`;
-        masks are drawn only for blocks of tokens that overlap this rank's.
+        """Apply dropout with probability `p` to this rank's tokens of the residual stream, and return the result.
+        x is [batch, this rank's tokens, D]; masks are drawn only for blocks of tokens that overlap this rank's.
         """
         if p == 0.0:
             return x
@@ -53,8 +53,9 @@ class SeededDropout:
     def drop_projection_inputs(
         self, x: Tensor, p: float, site: str, width: int, *, first: int = 0, whole: bool = False
     ) -> Tensor:
-        """Return x [B, tokens, columns], a slice of the `width` columns of a projection's input from column `first` on,
-        with elements dropped with probability `p`; `site` names the projection.
+        """Apply dropout with probability `p` to a slice of a projection's input, and return the result.
+        x [B, tokens, columns] is the slice of the `width` columns of the input from column `first` on; `site` names the
+        projection.
 
         Its tokens are the residual stream's, or with `whole` the gathered ones of all tensor ranks.
         """
@@ -66,8 +67,8 @@ class SeededDropout:
         )
 
     def drop_attention_probs(self, x: Tensor, p: float, layer: int, first_head: int) -> Tensor:
-        """Return attention probabilities x [B, H, S, S] of the heads from `first_head` on with elements dropped with
-        probability `p`; each head's mask is drawn whole.
+        """Apply dropout with probability `p` to attention probabilities, and return the result.
+        x [B, H, S, S] are the probabilities of the heads from `first_head` on; each head's mask is drawn whole.
         """
         if p == 0.0:
             return x

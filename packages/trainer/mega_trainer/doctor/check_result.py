@@ -12,7 +12,7 @@ SLOWEST = 0.8  # of the expected speed, above which a measured one is ok
 
 @dataclass(frozen=True)
 class CheckResult:
-    """Result of one check.
+    """Result of one check of `mega doctor`.
 
     Attributes:
         part: of the examination, such as `kernels`.
@@ -32,12 +32,12 @@ class CheckResult:
     unit: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields as JSON values."""
+        """Return the fields of the check result as JSON values."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> CheckResult:
-        """Return the result with the fields of `to_json`."""
+        """Return the check result with the fields that `to_json` returned."""
         return cls(**fields)
 
 

@@ -38,7 +38,9 @@ def detect_machine_name(device: torch.device) -> str | None:
 
 
 def check_environment(device_name: str) -> Iterator[CheckResult]:
-    """Yield what is installed and chosen on this machine; failures are what makes a run slow or impossible."""
+    """Yield check results about the software and settings of this machine.
+    They show what is installed and chosen; failures are what makes a run slow or impossible.
+    """
     device = select_rank_device(device_name, 0)
     found, machine = describe_environment(), detect_machine_name(device)
     yield CheckResult(PART, "machine", "ok", f"{found['machine']}, {found['cpus']} CPUs", machine or "not in the table")

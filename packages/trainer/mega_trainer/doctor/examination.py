@@ -20,7 +20,7 @@ from mega_trainer.doctor.environment_checks import check_environment, detect_mac
 from mega_trainer.doctor.training_checks import SMALL_MODEL, write_tokens
 from mega_trainer.doctor.worker import COMMAND, ExaminationPlan
 
-ALONE = ("kernels", "speed", "reference")  # parts of one process
+ALONE = ("kernels", "speed")  # parts of one process
 TOGETHER = ("collectives", "checkpoint", "parity", "plan")  # parts of all ranks
 POLL_SECONDS, KILL_SECONDS = 0.2, 5.0
 SEQUENCE = 4096  # tokens of the longest sequence that a part trains on
@@ -28,7 +28,8 @@ LAST_LINES = 3  # of a failed part's output
 
 
 class Examination:
-    """Examination of this machine by `ranks` ranks in at most `minutes`.
+    """Examination of this machine by `mega doctor`.
+    It uses `ranks` ranks and takes at most `minutes` minutes.
 
     Args:
         folder: empty, for the results and logs of the parts.
@@ -45,7 +46,7 @@ class Examination:
         self._end = time.monotonic() + 60 * minutes
 
     def run_checks(self) -> Iterator[CheckResult]:
-        """Yield the results of all parts as each part ends.
+        """Yield the results of all parts of the examination, as each part ends.
 
         Raises:
             KeyboardInterrupt: by Ctrl-C, after the processes of the present part have ended.

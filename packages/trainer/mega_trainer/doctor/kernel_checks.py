@@ -56,7 +56,9 @@ class KernelCheck:
     measure: Callable[[torch.device], float]
 
     def run_check(self, device: torch.device) -> CheckResult:
-        """Return the result on `device`; a kernel that raises has failed."""
+        """Return the result of the kernel's check on a device.
+        A kernel that raises an error has failed.
+        """
         try:
             # a product of bf16 operands on a CPU is rounded to bf16 before it is added
             bound = self.bound if device.type == "cuda" else max(self.bound, BF16_BOUND)
@@ -85,7 +87,7 @@ def iterate_kernel_checks() -> Iterator[KernelCheck]:
         yield KernelCheck(f"linear te, {recipe or 'bf16'}", bound, partial(measure_te_linear, recipe))
     for counts in COUNTS:
         words = "+".join(map(str, counts))
-        yield KernelCheck(f"grouped GEMM, {words} rows", BF16_BOUND, partial(measure_grouped_gemm, counts))
+        yield KernelCheck(f"grouped GEMM, {words} rows", BF16_BOUND, partial(measure_grouped_gemm_error, counts))
     for add in (False, True):
         words = "added to" if add else "written into"
         yield KernelCheck(f"weight gradients {words} fp32", FP32_BOUND, partial(measure_gradients_into, add))
@@ -103,8 +105,9 @@ def make_kernels(device: torch.device, **asked: str) -> Kernels:
 
 
 def relative_error(mine: Tensor, exact: Tensor) -> float:
-    """Return |mine - exact| / |exact| in the norm or, if larger, a fifth of that in the maximum norm: no element may be far
-    off. The norm of the difference if `exact` is zero.
+    """Return the relative error of a kernel's result against the exact result.
+    It is |mine - exact| / |exact| in the norm or, if larger, a fifth of that in the maximum norm: no element may be far
+    off. If `exact` is zero, it is the norm of the difference.
     """
     exact = exact.detach().double().flatten()
     difference = mine.detach().double().flatten() - exact
@@ -159,8 +162,8 @@ def measure_blocks(name: str, device: torch.device) -> float:
 
 
 def measure_te_linear(recipe: Recipe | None, device: torch.device) -> float:
-    """Return the largest relative difference of Transformer Engine's linear kernels to torch's, with an FP8 recipe or
-    in bf16.
+    """Return the largest relative difference of Transformer Engine's linear kernels to torch's.
+    The kernels run with the FP8 `recipe`, or in bf16 if it is None.
     """
     make_kernels(device, linear="te")
     if recipe is not None:
@@ -183,7 +186,7 @@ def measure_te_linear(recipe: Recipe | None, device: torch.device) -> float:
     return largest_error(relative_error(mine, theirs) for mine, theirs in pairs)
 
 
-def measure_grouped_gemm(counts: list[int], device: torch.device) -> float:
+def measure_grouped_gemm_error(counts: list[int], device: torch.device) -> float:
     """Return the error of a grouped GEMM in bf16, forward and weight gradient, against one GEMM per group in fp32."""
     generator = torch.Generator(device).manual_seed(0)
     shapes = [(sum(counts), 32), (sum(counts), 48), (len(counts), 48, 32)]
@@ -198,8 +201,8 @@ def measure_grouped_gemm(counts: list[int], device: torch.device) -> float:
 
 
 def measure_gradients_into(add: bool, device: torch.device) -> float:
-    """Return the error of weight and embedding gradients of bf16 operands that are written into, or added to, fp32
-    buffers: they may not be rounded to bf16 first.
+    """Return the error of weight and embedding gradients that are written into, or added to, fp32 buffers.
+    The operands are bf16; the gradients may not be rounded to bf16 first.
     """
     generator = torch.Generator(device).manual_seed(0)
     shapes = [(48, 64), (64, 32), (40, 32), (48, 32)]

@@ -17,8 +17,9 @@ MAX_SHARE = 1.0
 
 
 def fit_machine_spec(results: Sequence[CheckResult], device: torch.device, machine: str | None) -> MachineSpec:
-    """Return the machine with the measured speeds: a machine of the planner's table with measured efficiencies, or, for
-    an unknown one, figures that are the measured speeds themselves, which it achieves in full.
+    """Return the specification of this machine with its measured speeds, for the planner.
+    It is a machine of the planner's table with measured efficiencies, or, for an unknown one, figures that are the
+    measured speeds themselves, which it achieves in full.
 
     Figures that were not measured, such as links of one GPU, keep the values of the table, or of its generation.
 

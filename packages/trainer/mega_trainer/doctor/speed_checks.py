@@ -58,7 +58,9 @@ def fastest_seconds(call: Callable[[], object], device: torch.device, repeats: i
 
 
 def wait_for_device(device: torch.device) -> None:
-    """Wait until all work of a CUDA device is done; on a CPU it is."""
+    """Wait until all work of a CUDA device is done.
+    On a CPU there is nothing to wait for.
+    """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

@@ -30,10 +30,10 @@ from mega_trainer.plan.machine import MachineSpec
 from mega_trainer.plan.memory_advice import make_training_layout
 from mega_trainer.plan.memory_prediction import predict_memory
 from mega_trainer.run.training_run import run_training
+from mega_trainer.verify.case_comparison import TOLERANCE, join_findings, sweep_cases
+from mega_trainer.verify.layout_case import LayoutCase
 
-PARITY_BOUND = 1e-10  # relative, in fp64
-PARITY_STEPS, PLAN_STEPS = 3, 8
-REFERENCE = "losses.json"  # losses of one process
+PLAN_STEPS = 8
 TIME_BOUND, MEMORY_BOUND = 0.2, 0.1  # relative errors of the plan
 CHECKPOINT_BYTES, CHECKPOINT_BYTES_CPU = 1 << 30, 1 << 25  # of a rank
 SMALL_MODEL = {
@@ -58,53 +58,39 @@ def write_tokens(folder: Path, vocab_size: int, sequence: int) -> Path:
     return folder / "tokens"
 
 
-def list_parity_layouts(ranks: int) -> dict[str, dict[str, Any]]:
-    """Return sections of run.yaml by name: layouts of `ranks` ranks whose results must be those of one process."""
-    found: dict[str, dict[str, Any]] = {
-        f"dp {ranks}, ZeRO-{level}": {"parallel": {"zero": level}} for level in (1, 2, 3)
-    }
+def list_parity_cases(ranks: int) -> dict[str, LayoutCase]:
+    """Return layouts of `ranks` ranks by name, in which a small model must train as in one process."""
+    model = {**SMALL_MODEL, "init_std": 0.2}  # attention that is not uniform
+    common: dict[str, Any] = {"batch": 4 * ranks, "micro": 1, "length": 64}
+    if ranks == 1:
+        return {"recompute": LayoutCase("small", model, **common, recompute={"kind": "full"})}
+    found: dict[str, dict[str, Any]] = {f"dp {ranks}, ZeRO-{level}": {"zero": level} for level in (1, 2, 3)}
     if ranks % 2 == 0:
         found |= {
-            "tp 2, sequence parallel": {"parallel": {"tp": 2, "sp": True}},
-            "pp 2": {"parallel": {"pp": 2}},
-            "cp 2, ring": {"parallel": {"cp": 2, "cp_kind": "ring"}},
-            "cp 2, all-to-all": {"parallel": {"cp": 2, "cp_kind": "alltoall"}},
-            "ep 2": {"parallel": {"ep": 2}, "model": EXPERTS},
-        }
+            "tp 2, sequence parallel": {"tp": 2, "sp": True}, "pp 2": {"pp": 2}, "cp 2, ring": {"cp": 2, "cp_kind": "ring"},
+            "cp 2, all-to-all": {"cp": 2, "cp_kind": "alltoall"}, "ep 2": {"ep": 2},
+        }  # fmt: skip
     if ranks % 4 == 0:
-        found |= {
-            "tp 2, pp 2": {"parallel": {"tp": 2, "pp": 2, "zero": 1}},
-            "tp 2, cp 2": {"parallel": {"tp": 2, "cp": 2, "zero": 1}},
-        }
-    return found if ranks > 1 else {"recompute": {"recompute": {"kind": "full"}}}
-
-
-def write_reference(folder: Path, device: str, ranks: int) -> None:
-    """Train the models of `list_parity_layouts` on this process alone, in fp64, and write their losses for
-    `check_parity`; to be called outside of a job.
-    """
-    kinds = {_model_key(sections): sections.get("model", {}) for sections in list_parity_layouts(ranks).values()}
-    found = {
-        key: _train_run(_small_run(folder, device, ranks, f"alone-{number}", {"model": model}), RankInfo())
-        for number, (key, model) in enumerate(kinds.items())
+        found |= {"tp 2, pp 2": {"tp": 2, "pp": 2, "zero": 1}, "tp 2, cp 2": {"tp": 2, "cp": 2, "zero": 1}}
+    return {
+        name: LayoutCase("small", model | EXPERTS if "ep" in parallel else model, ranks, parallel=parallel, **common)
+        for name, parallel in found.items()
     }
-    (folder / REFERENCE).write_text(json.dumps(found))
 
 
-def check_parity(folder: Path, device: str, ranks: RankInfo) -> Iterator[CheckResult]:
-    """Yield the largest relative difference of losses and gradient norms between each layout and one process, in fp64."""
-    expected = json.loads((folder / REFERENCE).read_text())
-    for name, sections in list_parity_layouts(ranks.world_size).items():
-        found = _train_run(
-            _small_run(folder, device, ranks.world_size, f"parity-{name.replace(' ', '-')}", sections), ranks
-        )
+def check_parity(device: torch.device, ranks: RankInfo) -> Iterator[CheckResult]:
+    """Yield the largest relative difference between each layout and one process, in fp64.
+
+    Losses, gradients, weights and optimizer state are compared.
+    """
+    cases = list_parity_cases(ranks.world_size)
+    for (name, case), found in zip(cases.items(), sweep_cases([*cases.values()], device=device), strict=True):
+        everyone = [found]
+        if ranks.world_size > 1:
+            everyone = [None] * ranks.world_size
+            dist.all_gather_object(everyone, found)
         if ranks.rank == 0:
-            wanted = np.array(expected[_model_key(sections)])
-            yield judge_bound("parity", name, float(np.abs(np.array(found) / wanted - 1).max()), PARITY_BOUND)
-
-
-def _model_key(sections: Mapping[str, Any]) -> str:
-    return json.dumps(sections.get("model", {}))
+            yield judge_bound("parity", name, join_findings(case, everyone).largest_error, TOLERANCE)
 
 
 def check_plan(folder: Path, device: str, ranks: RankInfo, machine: MachineSpec | None) -> Iterator[CheckResult]:
@@ -120,7 +106,7 @@ def check_plan(folder: Path, device: str, ranks: RankInfo, machine: MachineSpec 
         )  # fmt: skip
         if gpu:
             torch.cuda.reset_peak_memory_stats()
-        _train_run(raw, ranks)
+        run_training(RunConfig.parse(raw), ranks)
         if ranks.rank == 0:
             lines = _read_metrics(raw)[3:]
             config = RunConfig.parse(raw)
@@ -187,7 +173,7 @@ def _small_run(folder: Path, device: str, ranks: int, name: str, sections: Mappi
     """Return run.yaml of a run of the small model, with `sections` merged into it."""
     base: dict[str, Any] = {
         "model": SMALL_MODEL, "data": {"train": str(folder / "tokens"), "seq_length": 64, "split": [1, 0, 0]},
-        "batch": {"micro": 1, "global": 4 * ranks}, "train": {"steps": PARITY_STEPS}, "optimizer": {"lr": 1e-3},
+        "batch": {"micro": 1, "global": 4 * ranks}, "train": {"steps": PLAN_STEPS}, "optimizer": {"lr": 1e-3},
         "precision": "fp64", "compile": False, "checkpoint": {"save": False}, "log": {"tensorboard": False, "every": 1},
         "device": device, "output": str(folder / name),
     }  # fmt: skip
@@ -195,12 +181,6 @@ def _small_run(folder: Path, device: str, ranks: int, name: str, sections: Mappi
         key: {**base[key], **value} if isinstance(base.get(key), dict) else value for key, value in sections.items()
     }
     return {**base, **merged, **({"model": sections["model"]} if "preset" in sections.get("model", {}) else {})}
-
-
-def _train_run(raw: Mapping[str, Any], ranks: RankInfo) -> list[tuple[float, float]]:
-    """Train and return loss and gradient norm of each step, as rank 0 has logged them."""
-    run_training(RunConfig.parse(dict(raw)), ranks)
-    return [(line["loss"], line["grad_norm"]) for line in _read_metrics(raw)] if ranks.rank == 0 else []
 
 
 def _read_metrics(raw: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -31,7 +31,7 @@ from mega_trainer.doctor.check_result import CheckResult, judge_bound
 from mega_trainer.doctor.collective_checks import measure_collectives
 from mega_trainer.doctor.kernel_checks import iterate_kernel_checks
 from mega_trainer.doctor.speed_checks import measure_speeds
-from mega_trainer.doctor.training_checks import check_checkpoints, check_parity, check_plan, write_reference
+from mega_trainer.doctor.training_checks import check_checkpoints, check_parity, check_plan
 from mega_trainer.launch.local_ranks import join_process_group, rank_from_environment, run_local_ranks
 from mega_trainer.plan.machine import load_machine
 
@@ -46,7 +46,7 @@ BAD_RANK = 1
 
 @dataclass(frozen=True)
 class ExaminationPlan:
-    """Machine that the parts of an examination run on.
+    """Machine, device and number of ranks of an examination by `mega doctor`, for its parts.
 
     Attributes:
         device: as in run.yaml: auto, cpu or cuda.
@@ -98,14 +98,12 @@ def run_part(part: str, folder: Path, plan: ExaminationPlan, ranks: RankInfo) ->
             yield from (check.run_check(place) for check in iterate_kernel_checks())
         case "speed":
             yield from measure_speeds(place, table)
-        case "reference":
-            write_reference(folder, place.type, plan.ranks)
         case "collectives":
             yield from measure_collectives(place, table)
         case "plan":
             yield from check_plan(folder, place.type, ranks, table)
         case "parity":
-            yield from check_parity(folder, place.type, ranks)
+            yield from check_parity(place, ranks)
         case "checkpoint":
             yield from check_checkpoints(folder, place.type, ranks)
         case _:
@@ -113,8 +111,8 @@ def run_part(part: str, folder: Path, plan: ExaminationPlan, ranks: RankInfo) ->
 
 
 def check_failure(kind: str, processes: int, folder: Path) -> Iterator[CheckResult]:
-    """Yield the results of a job of which one rank fails: the seconds until all ranks have ended, and whether the
-    launcher's error names the rank and the cause.
+    """Yield the results of a job of which one rank fails.
+    They are the seconds until all ranks have ended, and whether the launcher's error names the rank and the cause.
     """
     message = "no error"
     try:
@@ -130,7 +128,7 @@ def check_failure(kind: str, processes: int, folder: Path) -> Iterator[CheckResu
 
 
 def fail_on_purpose(kind: str, folder: Path, device: torch.device) -> None:
-    """Sum over all ranks for ever, until rank `BAD_RANK` fails."""
+    """Run all-reduces over all ranks without end, until rank `BAD_RANK` fails."""
     value = torch.zeros(1, device=device)
     dist.all_reduce(value)
     if dist.get_rank() == BAD_RANK:

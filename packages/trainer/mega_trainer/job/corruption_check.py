@@ -53,8 +53,8 @@ WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 
 def hash_tensor_bits(tensors: Sequence[Tensor]) -> Tensor:
-    """Return a hash of the bits of each tensor, int64 [number of tensors], on the device of the first tensor; the host
-    does not wait for the device.
+    """Return a hash of the bits of each tensor, int64 [number of tensors].
+    The hashes are on the device of the first tensor; the host does not wait for the device.
     """
     words = [_words(tensor) for tensor in tensors]
     scratch: dict[torch.device, tuple[Tensor, Tensor]] = {}
@@ -113,8 +113,8 @@ HashedTensor = tuple[tuple[CommGroup, ...], str, Tensor]  # groups that replicat
 
 @dataclass
 class CorruptionCheck:
-    """Checks of a run for silent data corruption (bits that devices or memory change without an error), as the `fault`
-    section of run.yaml configures them.
+    """Checks of a run for silent data corruption, as the `fault` section of run.yaml configures them.
+    Silent data corruption is bits that devices or memory change without an error.
     """
 
     config: CorruptionCheckConfig
@@ -123,8 +123,9 @@ class CorruptionCheck:
     _rest: Tensor | None = None  # hashes of all tensors of this rank since the last update
 
     def check_recomputed_gradients(self, step: int, batches: Callable[[], Sequence[MicroBatch]]) -> None:
-        """If a check is due at this step, let all data ranks compute the micro-batches of data rank 0, and compare
-        their losses and gradients bit by bit; TrainingError if some differ.
+        """Let all data-parallel ranks recompute the gradients of data rank 0, and compare them bit by bit.
+        This is done if a check is due at this step: all ranks compute the micro-batches of data rank 0 and compare
+        their losses and gradients. TrainingError if some differ.
 
         Raises:
             TrainingError: on every rank, when some differ.
@@ -134,8 +135,8 @@ class CorruptionCheck:
             self._compare_computation(step, batches())
 
     def check_after_step(self, step: int, *, saves: bool) -> None:
-        """If a check is due, or if the step `saves` a checkpoint, compare the weights and optimizer state that ranks
-        replicate, bit by bit; TrainingError if some differ.
+        """Compare the replicated weights and optimizer state of ranks bit by bit after a step.
+        This is done if a check is due, or if the step `saves` a checkpoint. TrainingError if some differ.
 
         Raises:
             TrainingError: on every rank, when some differ.
@@ -160,8 +161,8 @@ class CorruptionCheck:
         )
 
     def check_before_update(self, step: int) -> None:
-        """Check just before an update that no weight or optimizer state has changed since hashes were taken after the
-        previous update, if they were; TrainingError if one has.
+        """Check just before an update that no weight or optimizer state has changed since the previous update.
+        The check needs hashes that were taken after the previous update. TrainingError if one has changed.
 
         Raises:
             TrainingError: on every rank, when something has on some.
@@ -245,8 +246,8 @@ class CorruptionCheck:
 
 
 def find_corrupt_tensors(named: dict[str, Tensor], groups: Sequence[CommGroup], device: torch.device) -> Iterator[str]:
-    """Yield a line of text for each named tensor whose bits on this rank differ from the majority of the ranks of
-    `groups`; without a majority, every rank yields one.
+    """Yield a line of text for each tensor whose bits on this rank differ from the majority of the ranks.
+    The majority is among the ranks of `groups`; without a majority, every rank yields one. `named` has the tensors by name.
 
     Hashes are gathered on `device`, wherever the tensors are: groups of GPUs (NCCL) take no tensors in host memory.
     """

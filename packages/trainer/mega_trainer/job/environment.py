@@ -38,8 +38,9 @@ def library_settings(config: RunConfig) -> dict[str, str]:
 
 
 def format_environment(config: RunConfig, environment: Mapping[str, str]) -> str:
-    """Return one line with the values in `environment` of the variables of `library_settings`, with a note where the
-    user has set another value.
+    """Return one line of text with the environment variables that set the behavior of libraries.
+    It has the values in `environment` of the variables of `library_settings`, with a note where the user has set
+    another value.
     """
     chosen = library_settings(config)
     return ", ".join(
@@ -49,8 +50,8 @@ def format_environment(config: RunConfig, environment: Mapping[str, str]) -> str
 
 
 def describe_environment() -> dict[str, Any]:
-    """Return a description of this machine and its software: `host`, `machine`, `cpus`, and `versions` by package, CUDA
-    and NCCL included.
+    """Return a description of this machine and its software.
+    Its keys are `host`, `machine`, `cpus`, and `versions` by package, CUDA and NCCL included.
     """
     import torch
 

@@ -21,8 +21,8 @@ DEEPEST = 12  # lines of a stack
 
 
 def record_error(output: Path, rank: int | None, error: str, stack: Sequence[str] = ()) -> None:
-    """Append an error of a rank, or of a launcher (`rank` None), to errors.jsonl in the run's folder `output`; errors
-    of the disk are ignored.
+    """Append an error of a rank or of the launcher to errors.jsonl in the run's folder.
+    `output` is the folder; `rank` is None for a launcher. Errors of the disk are ignored.
     """
     line = {"time": time.time(), "rank": rank, "host": socket.gethostname(), "error": error, "stack": list(stack)}
     with contextlib.suppress(OSError), open(output / ERRORS, "a", encoding="utf-8") as stream:
@@ -31,8 +31,8 @@ def record_error(output: Path, rank: int | None, error: str, stack: Sequence[str
 
 @contextlib.contextmanager
 def record_rank_errors(output: Path, rank: int) -> Iterator[None]:
-    """Record the error that ends this rank in the `with` block in errors.jsonl, except for requested interruptions;
-    errors that are not mega's are recorded with the stack.
+    """Record the error that ends this rank in the `with` block in errors.jsonl of the run's folder.
+    Requested interruptions are not recorded; errors that are not mega's are recorded with the stack.
     """
     try:
         yield

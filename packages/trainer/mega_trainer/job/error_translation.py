@@ -25,8 +25,8 @@ LOST_HINT = "see the output of the rank that ended first for the cause; run the 
 
 @contextlib.contextmanager
 def translate_errors(rank: int, step: Callable[[], str], needs: Callable[[], PredictedMemoryNeeds]) -> Iterator[None]:
-    """Translate torch's errors of exhausted memory or lost ranks in the `with` block into a `TrainingError` with the
-    rank, the step and a remedy.
+    """Translate torch's errors of exhausted memory or lost ranks in the `with` block into a `TrainingError`.
+    The error has the rank, the step and a remedy.
 
     Args:
         rank: of this process.

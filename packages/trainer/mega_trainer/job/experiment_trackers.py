@@ -25,8 +25,8 @@ ScalarMetrics = dict[str, float]
 
 @dataclass(frozen=True)
 class ExperimentTracker:
-    """Connection to one experiment tracker (such as TensorBoard or Weights & Biases), as two functions: `put` takes the
-    step and the metrics of each logged step, `close` ends it.
+    """Connection to one experiment tracker, such as TensorBoard or Weights & Biases.
+    It has two functions: `put` takes the step and the metrics of each logged step, `close` ends it.
     """
 
     put: Callable[[int, ScalarMetrics], object]
@@ -34,8 +34,8 @@ class ExperimentTracker:
 
 
 def open_trackers(config: RunConfig, start: int) -> Iterator[ExperimentTracker]:
-    """Yield the experiment trackers that a run configures, open for the `with` block; the run continues after step
-    `start`.
+    """Open the experiment trackers that a run configures for the `with` block, and yield them.
+    The run continues after step `start`.
 
     Raises:
         MissingPackageError: when one is not installed, except TensorBoard, which is on by default and then skipped.
@@ -55,8 +55,9 @@ def open_trackers(config: RunConfig, start: int) -> Iterator[ExperimentTracker]:
 
 
 def persistent_run_id(path: Path, make: Callable[[], str] = lambda: uuid4().hex) -> str:
-    """Return the tracker's run id in the file `path`, created by `make` if missing, so that a resumed run continues as
-    one run in the tracking service.
+    """Return the id of this run in the service of an experiment tracker.
+    It is in the file `path`, created by `make` if missing, so that a resumed run continues as one run in the tracking
+    service.
     """
     if not path.exists():
         with open_atomic_file(path, text=True) as stream:

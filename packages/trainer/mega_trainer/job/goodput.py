@@ -26,8 +26,9 @@ class GoodputCounter:
     def resume_counter(
         cls, first: Mapping[str, float], kept: Mapping[str, float], last: Mapping[str, float], now: float
     ) -> GoodputCounter:
-        """Return the counter of a run that resumes at time `now`, from three lines of metrics.jsonl: the first, the
-        line `kept` after which it resumes, and the last; the steps after `kept` count as redone.
+        """Return the goodput counter of a run that resumes at time `now`, from three lines of metrics.jsonl.
+        The lines are the first, the line `kept` after which the run resumes, and the last; the steps after `kept` count
+        as redone.
 
         With an empty `kept` all steps are redone. Lines without `time`, of earlier versions, start a new counter.
         """
@@ -46,8 +47,8 @@ class GoodputCounter:
         self.lost["evaluation"] += phases.get("evaluate", 0.0)
 
     def metrics_fields(self, now: float) -> dict[str, float]:
-        """Return the goodput fields of a line of metrics.jsonl: lost seconds by reason, and `goodput`, the share of the
-        time that was not lost.
+        """Return the goodput fields of a line of metrics.jsonl.
+        They are lost seconds by reason, and `goodput`, the share of the time that was not lost.
 
         `now` must not jump: use the Unix time at the start of this process plus the monotonic time since.
         """

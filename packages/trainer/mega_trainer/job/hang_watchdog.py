@@ -76,8 +76,8 @@ class RankHeartbeat(BaseModel):
         return "\n".join([*lines, *(f"    | {line}" for line in self.stack)])
 
     def busy_share(self, phase: str | None = None) -> float:
-        """Return the share of observations, 0 to 1, in which the rank was at work in `phase`, or in any phase, and not
-        waiting for other ranks.
+        """Return the share of observations, 0 to 1, in which the rank was at work and not waiting for other ranks.
+        With `phase`, count only work in that phase of the step; without it, work in any phase.
         """
         work = sum(count for name, count in self.looks.items() if (name if phase is None else name == phase))
         return work / max(1, self.observation_count)
@@ -89,16 +89,16 @@ class RankHeartbeat(BaseModel):
 
 
 class HeartbeatChanges:
-    """Record of when each rank's heartbeat last changed, by the monotonic clock of this process, since clocks of
-    machines may differ.
+    """Record of when each rank's heartbeat last changed.
+    Times are by the monotonic clock of this process, since clocks of machines may differ.
     """
 
     def __init__(self) -> None:
         self._seen: dict[int, tuple[float, float]] = {}  # by rank: `written`, and the time of its first reading
 
     def record_heartbeats(self, ranks: Sequence[int], signs: Sequence[RankHeartbeat], now: float) -> None:
-        """Record the heartbeats `signs` read from `ranks` at time `now`, and forget ranks without a heartbeat, which
-        have not begun or have left.
+        """Record the heartbeats `signs` read from `ranks` at time `now`.
+        Ranks without a heartbeat, which have not begun or have left, are forgotten.
         """
         written = {sign.rank: sign.written for sign in signs}
         for rank in ranks:
@@ -113,8 +113,8 @@ class HeartbeatChanges:
 
 
 class HangWatchdog:
-    """Context manager whose thread watches the ranks of a job and ends the job when a rank is silent or all ranks stand
-    still for too long.
+    """Context manager whose thread watches the ranks of a job and ends a job that hangs.
+    A job hangs when a rank is silent, or all ranks stand still, for too long.
 
     Args:
         store: a separate connection to the job's key-value store, used only by the watchdog's thread.
@@ -305,8 +305,8 @@ def _blocking_ranks(signs: Sequence[RankHeartbeat], seconds: float, world_size: 
 
 
 def find_stragglers(signs: Sequence[RankHeartbeat]) -> dict[int, str]:
-    """Return {rank: line of text} for the ranks that work while most others wait; the line names the phase with the
-    largest difference.
+    """Return {rank: line of text} for the straggler ranks, which work while most others wait.
+    The line names the phase with the largest difference.
     """
     if len(signs) < 2 or any(sign.observation_count < MIN_OBSERVATIONS for sign in signs):
         return {}

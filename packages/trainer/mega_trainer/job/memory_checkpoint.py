@@ -87,8 +87,8 @@ class MemoryCopy:
 
 
 class MemoryCopyFolder:
-    """Memory copies of training states in the private folder of one launcher: two of each rank, of which one may be
-    incomplete.
+    """Private folder of one launcher with copies of training states in memory.
+    It has two copies of each rank, of which one may be incomplete.
 
     Args:
         path: the folder, private to this user.
@@ -100,8 +100,8 @@ class MemoryCopyFolder:
         self.path, self._run, self._key = path, run, key
 
     def list_copies(self) -> dict[SnapshotKey, int]:
-        """Return the complete memory copies in the folder, {(step, number of ranks, rank): slot}; each rank has two
-        slots, 0 and 1.
+        """Return the complete memory copies of training states in the folder, {(step, number of ranks, rank): slot}.
+        Each rank has two slots, 0 and 1.
         """
         found = {}
         for path in sorted(self.path.glob("[0-9]*.[01].json")):
@@ -141,8 +141,8 @@ class MemoryCopyFolder:
         return copied
 
     def map_copy_file(self, rank: int, slot: int, size: int | None = None) -> Tensor:
-        """Map the file of the memory copy of `rank` in `slot` as a uint8 tensor: a new file of `size` bytes, or without
-        a size the existing one.
+        """Memory-map the file of a rank's in-memory checkpoint copy as a uint8 tensor.
+        The file belongs to `rank` and `slot`: a new file of `size` bytes, or without a size the existing one.
 
         Raises:
             ConfigError: when there is not enough free memory.
@@ -181,8 +181,8 @@ class MemoryCopyFolder:
 
 
 class MemoryCheckpoint:
-    """Memory copies of a run's state as one rank accesses them, in its own and, with several machines, another
-    machine's host memory; a restart resumes from them. Every rank creates one.
+    """Copies of a run's state in host memory, from which a restart resumes, as one rank accesses them.
+    They are in the host memory of its own machine and, with several machines, of another. Every rank creates one.
 
     Args:
         output: the run's folder.
@@ -219,8 +219,8 @@ class MemoryCheckpoint:
         return self._world.size
 
     def newest_complete_step(self) -> CompleteStep | None:
-        """Return the newest step from whose memory copies all ranks can resume; None when no step has every rank's
-        copy.
+        """Return the newest step from whose memory copies all ranks can resume, or None.
+        It is None when no step has every rank's copy.
         """
         existing = {copy for copies in self._copies for copy in copies}
         complete = {
@@ -236,8 +236,8 @@ class MemoryCheckpoint:
         return CompleteStep(step, ranks, next(state for state in self._gather_objects(state) if state is not None))
 
     def fetch_local_copy(self, complete_step: CompleteStep) -> MemoryCopy:
-        """Return this rank's memory copy of `complete_step`; only for a run whose number of ranks has not changed
-        since.
+        """Return this rank's memory copy of the training state of `complete_step`.
+        The number of ranks of the run may not have changed since.
         """
         for rank in range(complete_step.ranks):
             if (complete_step.step, complete_step.ranks, rank) not in self._copies[rank]:
@@ -250,8 +250,8 @@ class MemoryCheckpoint:
         return MemoryCopy(complete_step.step, complete_step.state, self._folder.map_copy_file(self._world.rank, slot))
 
     def checkpoint_shares(self, complete_step: CompleteStep) -> dict[str, ShardedTensor]:
-        """Return the tensors that this rank contributes to a checkpoint made of the memory copies of `complete_step`,
-        for any present number of ranks.
+        """Return the tensors that this rank contributes to a checkpoint made of memory copies.
+        The copies have the state after `complete_step`; the present number of ranks may be any.
         """
         slots, tensors = self._folder.list_copies(), dict[str, ShardedTensor]()
         for rank in range(complete_step.ranks):
@@ -287,8 +287,9 @@ class MemoryCheckpoint:
             self._folder.write_manifest(rank, 0, received[1])
 
     def save_copies(self, step: int, tensors: Mapping[str, ShardedTensor], state: Mapping[str, Any]) -> None:
-        """Write a memory copy of this rank's `tensors` and `state` after `step`, and receive the copies of other ranks
-        that this rank keeps. A collective call.
+        """Write a memory copy of this rank's training state after `step`, and receive copies of other ranks.
+        The copy has this rank's `tensors` and `state`; the received copies are those that this rank keeps. A collective
+        call.
 
         Raises:
             ConfigError: on every rank, when some rank has not enough free memory.
@@ -343,8 +344,8 @@ class MemoryCheckpoint:
 
 
 def describe_boxes(tensors: Mapping[str, ShardedTensor]) -> Tensor:
-    """Return a description of all slices of `tensors` in the order in which a memory copy stores them: key, global
-    shape, offset, shape and dtype of each, as JSON in a uint8 tensor.
+    """Return a description of all slices of sharded tensors, in the order in which a memory copy stores them.
+    It has the key, global shape, offset, shape and dtype of each slice of `tensors`, as JSON in a uint8 tensor.
     """
     boxes = [
         [key, list(sharded.shape), list(box.offset), list(box.tensor.shape), DTYPE_NAMES[box.tensor.dtype]]
@@ -355,8 +356,8 @@ def describe_boxes(tensors: Mapping[str, ShardedTensor]) -> Tensor:
 
 
 def should_keep_copies(config: RunConfig, environment: Mapping[str, str]) -> bool:
-    """Return whether a run keeps memory copies of its state: if configured, and if the launcher of its ranks restarts
-    them.
+    """Return whether a run keeps copies of its training state in host memory.
+    It does if configured, and if the launcher of its ranks restarts them.
     """
     if not config.checkpoint.memory_every:
         return False

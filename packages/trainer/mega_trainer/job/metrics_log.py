@@ -42,8 +42,8 @@ SHOWN_SHARE = 0.01  # of a step: shorter phases are not on the screen
 
 @dataclass(frozen=True)
 class UtilizationModel:
-    """FLOPs of one token and peak FLOP/s of all devices, for the model FLOPs utilisation (MFU) by two definitions:
-    exact GEMM counts, and the PaLM formula.
+    """FLOPs of one token and peak FLOP/s of all devices, for the model FLOPs utilisation (MFU).
+    The MFU has two definitions: by exact GEMM counts, and by the PaLM formula.
 
     Attributes:
         exact: FLOPs per token, forward and backward, of each GEMM, with half of causal attention; without the gradients
@@ -62,8 +62,8 @@ class UtilizationModel:
 
     @classmethod
     def for_run(cls, config: RunConfig, device: torch.device, dtype: torch.dtype, world_size: int) -> UtilizationModel:
-        """Return the utilisation model for a run on `world_size` devices like `device`; measures the peak FLOP/s of a
-        device without a known data sheet.
+        """Return the model FLOPs utilisation (MFU) model for a run on `world_size` devices like `device`.
+        The peak FLOP/s of a device without a known data sheet is measured.
         """
         model, lengths = config.model, config.sequence_lengths
         known = datasheet_peak_flops(device, config.precision)
@@ -84,8 +84,8 @@ def datasheet_peak_flops(device: torch.device, precision: str) -> float | None:
 
 
 def measure_peak_flops(device: torch.device, dtype: torch.dtype, enough: float = 0.02, repeat: int = 3) -> float:
-    """Return the FLOP/s of a square GEMM as measured on `device`, the best of `repeat`: the reference for devices
-    without a known data sheet.
+    """Return the FLOP/s of a square GEMM as measured on `device`, the best of `repeat` measurements.
+    It is the reference for devices without a known data sheet.
 
     Larger GEMMs come nearer to the peak, but one in fp16 can take seconds on a CPU: sizes grow until one takes `enough`
     seconds.
@@ -147,9 +147,9 @@ class MetricsLogger:
         epochs: Callable[[int], Mapping[str, float]] | None = None,
         **more: float | None,
     ) -> None:
-        """Log a finished step. `phases` are seconds by phase of the step, logged as `phases/NAME`; `epochs` returns the
-        passes over each data set before a sample, logged as `epochs/NAME`; `more` are further metrics, of which None
-        values are left out.
+        """Log the metrics of a finished optimizer step.
+        `phases` are seconds by phase of the step, logged as `phases/NAME`; `epochs` returns the passes over each data
+        set before a sample, logged as `epochs/NAME`; `more` are further metrics, of which None values are left out.
         """
         self._goodput.add_lost_phases(phases)
         now = time.monotonic()
@@ -220,8 +220,8 @@ def _format_phases(n: Mapping[str, float]) -> str:
 
 
 def memory_in_use() -> int:
-    """Return the peak bytes that torch has allocated on the GPU, or without a GPU the bytes of RAM that this process
-    occupies.
+    """Return the peak bytes that torch has allocated on the GPU.
+    Without a GPU, return the bytes of RAM that this process occupies.
     """
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
@@ -266,8 +266,9 @@ def _write_finite(stream: IO[str], numbers: dict[str, Any]) -> None:
 def compute_layer_norms(
     optimizer: ShardedOptimizer, model: ModelConfig, world: CommGroup, clip_factor: float
 ) -> dict[str, float]:
-    """Return the metrics `layer_grad_norm/NAME`, before gradient clipping, and `layer_weight_norm/NAME` of trainable
-    parameters, equal on all ranks.
+    """Return the gradient norm and weight norm of each layer as metrics, equal on all ranks.
+    The metrics are `layer_grad_norm/NAME`, before gradient clipping, and `layer_weight_norm/NAME` of trainable
+    parameters.
 
     NAME is the number of a layer, or the name of another module, such as `embed_tokens`.
 

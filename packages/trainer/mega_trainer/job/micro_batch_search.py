@@ -23,8 +23,8 @@ OUT_OF_MEMORY = ("out of memory", "signal 9")
 
 @dataclass(frozen=True)
 class MicroBatchTrial:
-    """Result of a trial run with a micro-batch size that fits: peak memory in bytes, and tokens per second of the last
-    step.
+    """Result of a trial run with a micro-batch size that fits the memory.
+    It has the peak memory in bytes, and the tokens per second of the last step.
     """
 
     memory: int
@@ -41,8 +41,8 @@ def candidate_micro_batch_sizes(config: RunConfig, world_size: int) -> list[int]
 
 
 def search_largest_fit(sizes: Sequence[int], fits: Callable[[int], bool]) -> int | None:
-    """Return the largest of the ascending `sizes` that fits, given that all smaller sizes also fit, by doubling and
-    then bisection; None if none fits.
+    """Return the largest of the ascending `sizes` that fits, by doubling and then bisection; None if none fits.
+    If a size fits, all smaller sizes must also fit.
     """
     best, end = -1, len(sizes)
     index = 0
@@ -61,8 +61,8 @@ def search_largest_fit(sizes: Sequence[int], fits: Callable[[int], bool]) -> int
 def find_micro_batch(
     config: RunConfig, run: Path, overrides: Sequence[str], command: Sequence[str], world_size: int
 ) -> int:
-    """Return the largest `batch.micro` with which trial runs of `STEPS` steps, started as processes by `command`, train
-    without running out of memory.
+    """Return the largest `batch.micro` with which trial runs train without running out of memory.
+    The trial runs have `STEPS` steps and are started as processes by `command`.
 
     Args:
         config: configuration of `run` with `overrides`.

@@ -66,8 +66,8 @@ class PhaseTimer:
             self._begin_phase(outer)
 
     def take_durations(self) -> dict[str, float]:
-        """Return {phase: seconds} since the last call. Phases that the device has not finished are returned by a later
-        call.
+        """Return the durations of the phases of training steps since the last call, {phase: seconds}.
+        Phases that the device has not finished are returned by a later call.
         """
         self._begin_phase(self.current)
         seconds: defaultdict[str, float] = defaultdict(float)

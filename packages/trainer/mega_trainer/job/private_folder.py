@@ -33,8 +33,8 @@ UNUSED_SECONDS = 3600.0  # before the folder of an unknown launcher is removed; 
 
 
 def load_secret_key(output: Path) -> bytes:
-    """Return the run's secret key, which signs its memory copies, from `<output>/.memory-key` (mode 0600); create it
-    when there is none.
+    """Return the run's secret key, which signs its memory copies of the training state.
+    The key is in `<output>/.memory-key` (mode 0600), created when there is none.
 
     Raises:
         ConfigError: when the file can be neither read nor written.
@@ -85,16 +85,16 @@ def sign_file_text(key: bytes, name: str, text: bytes) -> str:
 
 
 def launcher_folder_path(root: Path, key: bytes, launcher: int) -> Path:
-    """Return the path of the folder in which a launcher's ranks keep memory copies: unchanged by a restart of the
-    ranks, and unpredictable without the secret `key`.
+    """Return the path of the folder in which a launcher's ranks keep memory copies of their training state.
+    The path is unchanged by a restart of the ranks, and unpredictable without the secret `key`.
     """
     identity = json.dumps([launcher, _start_time(launcher), _pid_namespace()]).encode()
     return root / f"mega-{os.geteuid()}-{sign_file_text(key, 'folder', identity)[:32]}"
 
 
 def claim_private_folder(path: Path, launcher: int) -> int:
-    """Create the folder `path`, or check that it is private, and lock it for this process; return the descriptor of the
-    lock file.
+    """Create a private folder, or check that an existing one is private, and lock it for this process.
+    Return the descriptor of the lock file in the folder `path`.
 
     Raises:
         ConfigError: when it belongs to another user, or others may use it.

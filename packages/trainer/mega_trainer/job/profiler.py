@@ -20,8 +20,8 @@ MEMORY_EVENTS = 1_000_000  # allocations in a snapshot, about 100 bytes each
 
 
 class StepProfiler:
-    """Profiler of this rank's steps, configured by `config.profile`, into `<output>/profile/`; without that section it
-    only times phases.
+    """Profiler of this rank's training steps, which writes traces into `<output>/profile/`.
+    `config.profile` configures it; without that section it only times phases.
     """
 
     def __init__(self, config: RunConfig, device: torch.device, rank: int, phases: PhaseTimer) -> None:
@@ -31,7 +31,9 @@ class StepProfiler:
         self._own: PhaseTimer | None = None  # of the step, if it is profiled
 
     def profile_steps(self, items: Iterable[T], first: int) -> Iterator[T]:
-        """Yield the items, one for each step from step `first` on; the time between two items is profiled as that step."""
+        """Yield one item per training step from step `first` on, and profile the configured steps among them.
+        The time between two items is profiled as the step of the first of them.
+        """
         if self._settings is None:
             yield from items
             return

@@ -87,8 +87,9 @@ def _memory_file() -> IO[bytes]:
 
 
 def main_thread_position(stacks: Mapping[int, Sequence[StackLine]], main: int, phase: str) -> RankPosition:
-    """Return the position of thread `main` in the step's phase, from the stacks of all threads; if another thread, such
-    as autograd's, waits for ranks on its behalf, the position of that thread.
+    """Return the position of a rank's main thread in the step's phase, from the stacks of all threads.
+    `main` is the thread; if another thread, such as autograd's, waits for ranks on its behalf, return the position of
+    that thread.
     """
     own = _thread_position(stacks.get(main, ()), phase)
     if own.waits:
@@ -103,8 +104,8 @@ def format_stack(lines: Sequence[StackLine]) -> list[str]:
 
 
 def describe_wait(position: RankPosition) -> str:
-    """Return text that names the function in which a rank waits, and the group whose ranks it waits for, if the host
-    waits for a group.
+    """Return text that names the function in which a rank waits, and the group that it waits for.
+    The group, whose ranks it waits for, is named if the host waits for a group.
     """
     group = CommGroup.latest
     for_device = position.where.startswith(DEVICE) or position.waits == "synchronize"
@@ -112,8 +113,8 @@ def describe_wait(position: RankPosition) -> str:
 
 
 def read_flight_record() -> str | None:
-    """Return the records of torch's flight recorder about this process's collectives, as JSON; None if there are none
-    or this torch version has no recorder.
+    """Return the records of torch's flight recorder about this process's collectives, as JSON, or None.
+    It is None if there are none or this torch version has no recorder.
     """
     distributed = getattr(torch._C, "_distributed_c10d", None)
     for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):

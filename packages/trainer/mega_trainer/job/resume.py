@@ -35,8 +35,9 @@ JUMP = 0.1  # share of the highest rate: smaller changes are accepted
 
 
 def check_resume_settings(state: Mapping[str, Any], step: int, config: RunConfig, where: str) -> list[str]:
-    """Check that a run with `config` may resume from the checkpoint `where` of `step` with the saved `state`; return
-    log lines about changed settings and their effects.
+    """Check that a run may resume from a checkpoint, and return log lines about changed settings.
+    `config` is the run's configuration, `where` the checkpoint of `step`, and `state` its saved state; a log line has a
+    changed setting and its effects.
 
     Raises:
         ConfigError: when a setting of the model or the precision differs, or the learning rate would jump.
@@ -76,8 +77,8 @@ def check_setting_changes(saved: Mapping[str, Any], config: RunConfig, where: st
 
 
 def diff_run_settings(saved: Mapping[str, Any], config: RunConfig) -> tuple[list[str], list[str]]:
-    """Return the differences between a saved run's settings and `config`, as two lists of `path: old -> new`: changes
-    of the model itself, and other changes.
+    """Return the differences between a saved run's settings and the present configuration.
+    They are two lists of `path: old -> new`: changes of the model itself, and other changes.
 
     Each is a line `path: old -> new`. Sections that were not saved, as in a converted checkpoint, are not compared, and
     settings that did not exist yet had their defaults.
@@ -100,7 +101,9 @@ def diff_run_settings(saved: Mapping[str, Any], config: RunConfig) -> tuple[list
 
 
 def _parse_saved(saved: Mapping[str, Any], config: RunConfig) -> RunConfig:
-    return RunConfig.model_validate({**config.model_dump(mode="json", by_alias=True), **saved})
+    own = config.model_dump(mode="json", by_alias=True)
+    # a saved list of extensions is never loaded
+    return RunConfig.model_validate({**own, **saved, "extensions": config.extensions})
 
 
 def _lr_change_lines(saved: Mapping[str, Any], consumed: int, config: RunConfig, where: str) -> Iterator[str]:
@@ -169,8 +172,9 @@ def _absolute_path(path: Location) -> Location:
 def find_newer_memory_copy(
     config: RunConfig, checkpoint: Location | None, memory: MemoryCheckpoint | None
 ) -> MemoryCopy | Location | None:
-    """Return the start of a run from copies of its state in host memory newer than `checkpoint`: this rank's copy if
-    the number of ranks and the settings are equal, else a checkpoint written from the copies; None if no copy is newer.
+    """Return the start of a run from copies of its state in host memory that are newer than its checkpoint.
+    It is this rank's copy if the number of ranks and the settings are equal, else a checkpoint written from the copies;
+    None if no copy is newer than `checkpoint`.
     """
     found = None if memory is None else memory.newest_complete_step()
     if (
@@ -208,8 +212,8 @@ def read_saved_state(start: Location | MemoryCopy | None) -> Mapping[str, Any]:
 
 
 def inherit_data_order(config: RunConfig, saved: Mapping[str, Any]) -> RunConfig:
-    """Return the configuration with the data order and read positions in `saved`, the state of the checkpoint from
-    which the run resumes; unchanged for an empty state, a new run.
+    """Return the configuration with the data order and read positions of the checkpoint that the run resumes from.
+    `saved` is the state of the checkpoint; the configuration is unchanged for an empty state, a new run.
 
     Raises:
         DataError: when a glob of data sets matches no file.

@@ -28,8 +28,8 @@ from mega_trainer.job.memory_checkpoint import MemoryCopy
 
 @contextlib.contextmanager
 def claim_run_folders(config: RunConfig, ranks: RankInfo, world: CommGroup) -> Iterator[None]:
-    """Lock the run's output and checkpoint folders for the `with` block, after checking on every machine that they are
-    writable.
+    """Lock the run's output and checkpoint folders for the `with` block.
+    Before that, check on every machine that they are writable.
 
     Raises:
         ConfigError: the same on every rank, when another run holds a folder or one cannot be written to.
@@ -82,8 +82,9 @@ def _check_unused(output: Path, checkpoints: Location) -> None:
 
 
 def make_run_folder(config: RunConfig, tokenizer: Tokenizer | None) -> None:
-    """Write `<output>/run.yaml` with every setting, and the files that are copied along with a model, such as its
-    tokenizer, into `<output>/assets/`.
+    """Write the files of a new run's output folder: `run.yaml` and `assets/`.
+    `<output>/run.yaml` has every setting; `<output>/assets/` has the files that are copied along with a model, such as
+    its tokenizer.
     """
     folder = Path(config.output)
     with open_atomic_file(folder / "run.yaml", text=True) as stream:
@@ -103,8 +104,8 @@ def make_run_folder(config: RunConfig, tokenizer: Tokenizer | None) -> None:
 
 
 def record_run_start(config: RunConfig, ranks: RankInfo, step: int, start: object, state_seconds: float) -> None:
-    """Append a line to `<output>/starts.jsonl`, on rank 0: the step after which the run starts or resumes, time,
-    machine and parallel layout.
+    """Append a line about the start of a run to `<output>/starts.jsonl`, on rank 0.
+    The line has the step after which the run starts or resumes, time, machine and parallel layout.
 
     The duration of a start is recorded in parts, to find the cost of a fault: `process_seconds` since this rank's process
     began, of which `state_seconds` to load the state `from` disk, memory or nowhere. The time between the last line of

@@ -17,6 +17,7 @@ from mega_ckpt.store import Checkpoint, Location
 from mega_common.atomic_files import write_json_atomically
 from mega_common.errors import CheckpointError, ConfigError
 from mega_common.strict_config import apply_overrides
+from mega_trainer.config.extensions import is_extension_path
 from mega_trainer.config.run_config import RunConfig, flatten_settings
 from mega_trainer.job.environment import describe_environment
 
@@ -33,15 +34,16 @@ COMPARED = (
 
 
 def collect_provenance(ranks: int, data: str) -> dict[str, Any]:
-    """Return the provenance of a run: machine and package versions, git commit of the source, number of `ranks`, and
-    `data`, the fingerprint of the training data.
+    """Return the provenance of a run: the machine, software and data that its results depend on.
+    It has machine and package versions, the git commit of the source, the number of `ranks`, and `data`, the
+    fingerprint of the training data.
     """
     return {**describe_environment(), "commit": source_commit(), "ranks": ranks, "data": data}
 
 
 def source_commit() -> str | None:
-    """Return the git commit of mega's source tree that is running, with `+` if it has changes; None for an installed
-    package.
+    """Return the git commit of mega's source tree that is running, with `+` if it has changes.
+    It is None for an installed package.
     """
 
     def run_git(*words: str) -> str:
@@ -67,8 +69,8 @@ def diff_setting_values(saved: Mapping[str, Any], now: Mapping[str, Any]) -> lis
 
 
 def make_replay_run(config: RunConfig, step: int) -> tuple[RunConfig, Location | None]:
-    """Return the configuration that trains again up to the recorded `step` of a run, and the checkpoint to start from,
-    None if that is before the first step.
+    """Return the configuration that repeats a run up to a recorded step, and the checkpoint to start from.
+    The checkpoint is None if the run is repeated from its beginning.
 
     Raises:
         ConfigError: when the run has not recorded that step.
@@ -93,7 +95,10 @@ def make_reproduction_run(checkpoint: Location, overrides: list[str]) -> RunConf
     saved = Checkpoint.open_folder(checkpoint)
     if "settings" not in saved.trainer_state:
         raise CheckpointError(f"{checkpoint} holds weights without settings, and cannot be replayed")
-    raw = apply_overrides(saved.trainer_state["settings"], overrides)
+    settings = saved.trainer_state["settings"]
+    installed = [name for name in settings.get("extensions", ()) if not is_extension_path(name)]
+    # a file is loaded only if an override names it
+    raw = apply_overrides({**settings, "extensions": installed}, overrides)
     config = RunConfig.parse(raw, source=str(checkpoint))
     if saved.step >= config.train.steps:
         raise CheckpointError(
@@ -113,8 +118,8 @@ def _single_step_run(config: RunConfig, checkpoint: Location | None, step: int) 
 
 
 def write_replay_yaml(config: RunConfig) -> Path:
-    """Write replay.yaml, the settings of the replay run (as JSON, which is YAML), into its output folder, remove
-    earlier metrics there, and return its path.
+    """Write replay.yaml, the settings of the replay run, into its output folder, and return its path.
+    The settings are JSON, which is YAML. Earlier metrics in the folder are removed.
     """
     folder = Path(config.output)
     folder.mkdir(parents=True, exist_ok=True)
@@ -125,8 +130,8 @@ def write_replay_yaml(config: RunConfig) -> Path:
 
 
 def read_recorded_steps(output: Path) -> dict[int, dict[str, Any]]:
-    """Return the lines of `metrics.jsonl` in the run's folder `output` by step, without a line that a kill has cut
-    short; empty when there are none.
+    """Return the lines of `metrics.jsonl` in a run's folder by step.
+    A line that a kill has cut short is left out; the result is empty when there are none.
     """
     try:
         text = (output / "metrics.jsonl").read_text(encoding="utf-8")
@@ -139,8 +144,8 @@ def read_recorded_steps(output: Path) -> dict[int, dict[str, Any]]:
 def compare_steps(
     recorded: Mapping[int, dict[str, Any]], again: Mapping[int, dict[str, Any]]
 ) -> Iterator[tuple[str, bool]]:
-    """Yield, for each replayed step in `again`, a line of text about it, and whether its metrics equal the recorded
-    ones bit by bit.
+    """Yield, for each replayed step, a line of text and whether its metrics equal the recorded ones bit by bit.
+    `again` has the replayed steps and `recorded` the recorded ones.
     """
     for step, line in again.items():
         if step not in recorded:

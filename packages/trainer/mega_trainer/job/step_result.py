@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class StepScalars:
-    """Scalars that the all-reduce of a step's loss also sums over all ranks: stop requests, failed saves, images, and
-    tokens of the next step; one rank's share or the sum.
+    """Scalars that the all-reduce of a step's loss also sums over all ranks.
+    They are stop requests, failed saves, images, and tokens of the next step; one rank's share or the sum.
 
     Attributes:
         stop_requested: 1 on a rank that wants to end the run after this step.
@@ -27,12 +27,12 @@ class StepScalars:
     next_tokens: Sequence[float] = ()
 
     def to_list(self) -> list[float]:
-        """Return all scalars in one list, for the all-reduce."""
+        """Return all scalars of the step in one list, for the all-reduce."""
         return [self.stop_requested, self.terminated, self.save_failed, self.images, *self.next_tokens]
 
     @classmethod
     def from_list(cls, values: Sequence[float]) -> StepScalars:
-        """Return the scalars from a list made by `to_list`."""
+        """Return the scalars of a step from a list made by `to_list`."""
         stop_requested, terminated, save_failed, images, *next_tokens = values
         return cls(stop_requested, terminated, save_failed, images, next_tokens)
 
@@ -69,5 +69,5 @@ class StepResult:
 
     @property
     def is_finite(self) -> bool:
-        """True if the loss and the gradient norm are finite."""
+        """True if the loss and the gradient norm of the step are finite."""
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)

@@ -43,8 +43,8 @@ class RollbackRequested(Exception):
 
 @dataclass(frozen=True)
 class SkippedRanges:
-    """Ranges of samples that a run skips after rollbacks: for each range, the samples consumed before it, and the
-    number of samples skipped.
+    """Ranges of samples that a run skips after rollbacks.
+    For each range, it has the samples consumed before it, and the number of samples skipped.
 
     >>> [SkippedRanges(((4, 2),)).data_position(k) for k in (0, 3, 4, 5)]
     [0, 3, 6, 7]
@@ -58,20 +58,20 @@ class SkippedRanges:
         return cls(tuple((at, count) for at, count in saved.get("left_out", ())))
 
     def data_position(self, consumed: int) -> int:
-        """Return the position in the data order of the sample that is read after `consumed` samples, skipped ones
-        included in the position.
+        """Return the position in the data order of the sample that is read after `consumed` samples.
+        The position includes skipped samples.
         """
         return consumed + sum(count for at, count in self.ranges if at <= consumed)
 
     def skip_to_position(self, position: int, consumed: int) -> SkippedRanges:
-        """Return the ranges extended by one that skips all samples from the position after `consumed` samples up to
-        `position`.
+        """Return the skipped ranges extended by one that reaches up to a position in the data order.
+        The new range skips all samples from the position after `consumed` samples up to `position`.
         """
         return SkippedRanges((*self.ranges, (consumed, position - self.data_position(consumed))))
 
     def format_samples(self, consumed: int, count: int) -> str:
-        """Return a text that names the positions, in the order of the data, of the next `count` samples after
-        `consumed` samples.
+        """Return a text that names the positions in the data order of the next `count` samples.
+        They are the samples after `consumed` samples.
         """
         return f"samples {self.data_position(consumed)} to {self.data_position(consumed + count - 1)}"
 
@@ -87,8 +87,8 @@ class UnskippedSamples(LoadableDataset):
         return self.dataset[self.skipped_ranges.data_position(k)]
 
     def estimate_attention_work(self, numbers: Sequence[int], /) -> npt.NDArray[np.int64]:
-        """Return the approximate number of attended (query, key) token pairs of each of the samples `numbers`, counted
-        without skipped samples, int64 [len(numbers)].
+        """Return the approximate number of attended (query, key) token pairs of each sample, int64 [len(numbers)].
+        `numbers` are the numbers of the samples, counted without skipped samples.
         """
         return self.dataset.estimate_attention_work([self.skipped_ranges.data_position(k) for k in numbers])
 
@@ -102,8 +102,8 @@ AGAIN_SECONDS = 2.0  # an earlier Ctrl-C is the first one, passed on by a launch
 
 @dataclass
 class LossGuard:
-    """Guard that applies the run's policies for non-finite losses and loss spikes to each step. Checkpoints save its
-    running average of the loss (`average`) and the number of steps in it (`seen`).
+    """Guard that applies the run's policies for non-finite losses and loss spikes to each step.
+    Checkpoints save its running average of the loss (`average`) and the number of steps in it (`seen`).
     """
 
     config: TrainConfig
@@ -112,21 +112,21 @@ class LossGuard:
     skips: int = 0
 
     def is_loss_spike(self, loss: float) -> bool:
-        """Return whether a loss is a spike: over `spike_factor` times the running average of the loss, once that
-        includes `WARM` steps.
+        """Return whether a loss is a spike compared to the running average of the loss.
+        A spike is over `spike_factor` times the average, once that includes `WARM` steps.
         """
         factor = self.config.spike_factor
         return bool(factor) and self.seen >= WARM and loss > factor * self.average
 
     def accepts_loss(self, loss: float) -> bool:
-        """Return whether the weights may be updated by a step with this loss: always under the policy `warn`, else
-        unless the loss is a spike. Loss and result are equal on all ranks.
+        """Return whether a step with this loss may update the weights.
+        It may always under the policy `warn`, else unless the loss is a spike. Loss and result are equal on all ranks.
         """
         return self.config.on_spike == "warn" or not self.is_loss_spike(loss)
 
     def check_step(self, step: int, result: StepResult, samples: str = "no samples") -> None:
-        """Check the loss and the gradient norm of a finished step, and log, skip, stop or request a rollback by the
-        run's policies; `samples` names the samples that the step read.
+        """Check the loss and the gradient norm of a finished step by the run's policies.
+        By policy, log a problem, skip, stop or request a rollback; `samples` names the samples that the step read.
 
         Raises:
             NumericalError: when the policy is to stop. The weights are those of the last good step.
@@ -173,16 +173,16 @@ class LossGuard:
 
 
 def exit_immediately() -> None:
-    """End this process without waiting for anything, such as a background save; unfinished files are removed by a later
-    start.
+    """End this process without waiting for anything, such as a background save.
+    A later start removes unfinished files.
     """
     print("interrupted: the steps since the last save are lost", file=sys.stderr, flush=True)
     os._exit(KEYBOARD_STATUS)
 
 
 class StopSignalHandler:
-    """Context manager that catches the signals which ask a run to end (SIGTERM, Ctrl-C and the like), so that the run
-    saves once and then ends.
+    """Context manager that catches the signals which ask a run to end, so that the run saves once and then ends.
+    The signals are SIGTERM, Ctrl-C and the like.
 
     Only the first signal counts, because schedulers signal both the launcher and its ranks, and launchers pass signals on.
     Ctrl-C ends the process at once from `AGAIN_SECONDS` after the first signal. Signals that are ignored from the start, such
@@ -221,8 +221,8 @@ class StopSignalHandler:
 
 
 class RunLimits:
-    """Limits after which a run stops early: `train.exit_after_minutes`, counted from construction, and
-    `train.exit_interval`, in steps.
+    """Limits in minutes and steps after which a run stops early.
+    They are `train.exit_after_minutes`, counted from construction, and `train.exit_interval`, in steps.
     """
 
     def __init__(self, config: TrainConfig, clock: Callable[[], float] = time.monotonic) -> None:

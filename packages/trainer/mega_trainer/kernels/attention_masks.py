@@ -16,8 +16,8 @@ from mega_trainer.distributed.device import to_device
 
 @dataclass(frozen=True)
 class BandMask:
-    """Attention mask of a band along the diagonal that ends in the last query and the last key: a query attends to at
-    most `left` keys before its position and `right` after it, as in flash-attn's `window_size`.
+    """Attention mask of a band along the diagonal that ends in the last query and the last key.
+    A query attends to at most `left` keys before its position and `right` after it, as in flash-attn's `window_size`.
 
     Query i of S attends to key j of T if d - left <= j <= d + right, where d = i + T - S. None means unbounded.
     """
@@ -26,16 +26,16 @@ class BandMask:
     right: int | None = None
 
     def visible_keys(self, rows: range, queries: int, keys: int) -> range:
-        """Return the range of keys that any query in the range `rows` attends to, for `queries` queries that end at the
-        last of `keys` keys.
+        """Return the range of keys that at least one query of a range of queries attends to.
+        `rows` is the range, among `queries` queries that end at the last of `keys` keys.
         """
         ahead = keys - queries
         first = 0 if self.left is None else max(0, rows[0] + ahead - self.left)
         return range(first, keys if self.right is None else min(keys, rows[-1] + ahead + self.right + 1))
 
     def materialize_mask(self, rows: range, columns: range, ahead: int, device: torch.device) -> Tensor | None:
-        """Return the mask as bool [rows, columns] for a range of queries and a range of keys, True where attended; None
-        if all is. `ahead` is keys minus queries in total.
+        """Return the attention mask of a range of queries and a range of keys, bool [rows, columns], or None.
+        True marks attended keys; None means that all are attended. `ahead` is keys minus queries in total.
         """
         sees_all = (self.left is None or columns[0] >= rows[-1] + ahead - self.left) and (
             self.right is None or columns[-1] <= rows[0] + ahead + self.right
@@ -71,7 +71,9 @@ class PackedMask:
 
     @classmethod
     def from_lengths(cls, lengths: Sequence[int], band: BandMask, device: torch.device) -> PackedMask:
-        """Return the mask for documents with these numbers of tokens, without waiting for the device."""
+        """Return the attention mask of packed documents with given numbers of tokens.
+        The host does not wait for the device.
+        """
         starts = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
         return cls(tuple(lengths), band, to_device(starts, device))
 
@@ -94,8 +96,8 @@ def materialize_dense_mask(mask: AttentionMaskSpec, shape: Sequence[int], keys: 
 
 @dataclass(frozen=True)
 class MaskPart:
-    """Attention mask for a range of queries and a range of keys in some batch rows; the ranges are equal or do not
-    overlap.
+    """Attention mask for a range of queries and a range of keys in some batch rows.
+    The ranges are equal or do not overlap.
 
     Attributes:
         rows: rows of the batch.
@@ -110,8 +112,8 @@ class MaskPart:
 
 
 def rectangle_mask_part(rows: slice, queries: range, keys: range, band: BandMask) -> MaskPart | None:
-    """Return the mask for two ranges of queries and keys that do not overlap, cut to the visible part of the band; None
-    if no query attends to a key.
+    """Return the attention mask for two ranges of queries and keys that do not overlap, or None.
+    The mask is cut to the visible part of the band; None means that no query attends to a key.
 
     A query at position i attends to i - left to i + right. The ranges are cut to attending queries and attended keys.
     """

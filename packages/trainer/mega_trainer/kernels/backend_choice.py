@@ -76,8 +76,8 @@ class BackendFacts:
         return f"requires a head size of at least {NARROWEST_FLEX_HEAD}, not {min(self.head)}" if narrow else None
 
     def recurrent_problem(self, kind: str) -> str | None:
-        """Return the error message if the library for that part of recurrent mixers (`conv`, `scan` or `delta`) cannot
-        be used, else None.
+        """Return the error message if the library for a part of recurrent mixers cannot be used, else None.
+        The parts are `conv`, `scan` and `delta`.
         """
         if self.gpu_problem or not self.half:
             return self.gpu_problem or "requires precision = bf16, fp16 or fp8"
@@ -119,8 +119,8 @@ class BackendChoice:
 def choose_backends(
     linear: str, attention: str, facts: BackendFacts, recurrent: Mapping[str, str] | None = None
 ) -> BackendChoice:
-    """Return the requested kernel back ends, or for `auto` the best available ones; `recurrent` are the requests for
-    parts of recurrent mixers (`conv`, `scan`, `delta`).
+    """Return the requested kernel back ends, or for `auto` the best available ones.
+    `recurrent` are the requests for parts of recurrent mixers (`conv`, `scan`, `delta`).
 
     Raises:
         ConfigError: when a requested back end cannot be used here, with the reason.

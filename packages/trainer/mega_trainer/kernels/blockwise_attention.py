@@ -32,8 +32,8 @@ TILE_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 26}
 def blockwise_attention(
     flash: FlashKernel, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMaskSpec, how: ScoreTransform
 ) -> Tensor:
-    """Compute attention as `Kernels.attention` does, over all keys as one block, by `flash` or, where it does not
-    support the call, in tiles.
+    """Compute attention over all keys as one block, by a flash-attention kernel or in tiles.
+    Arguments and result are as in `Kernels.attention`; tiles are used where `flash` does not support the call.
     """
     values = None if how.bias is None else how.bias.values
     y: Tensor = apply_autograd_function(_Attention, q, k, v, how.sinks, values, mask, how, flash)
@@ -73,16 +73,16 @@ class _Attention(Function):
 
 
 def apply_attention_sinks(y: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the attention output y and log-sum-exp `lse` after each head's sink has taken its share of the
-    probability.
+    """Return the attention output and log-sum-exp after each head's attention sink has taken its share.
+    The share is of the probability; `y` is the attention output and `lse` the log-sum-exp without sinks.
     """
     total = torch.logaddexp(lse, sinks.to(lse.dtype))
     return y * (lse - total).exp_().unsqueeze(-1), total
 
 
 def attention_sinks_grad(sinks: Tensor, dy: Tensor, y: Tensor, lse: Tensor) -> Tensor:
-    """Return the gradient of the attention sinks [heads]; a sink has the probability exp(sink - lse) in each query's
-    softmax, and no value.
+    """Return the gradient of the attention sinks [heads].
+    A sink has the probability exp(sink - lse) in each query's softmax, and no value.
     """
     delta = (y.to(lse.dtype) * dy).sum(-1)
     return -((sinks.to(lse.dtype) - lse).exp() * delta).sum((0, 1)).to(sinks.dtype)
@@ -118,8 +118,8 @@ def attend_block_backward(
     how: ScoreTransform,
     d_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v from one block of keys, and add the bias's gradient to `d_bias`; see
-    `Kernels.attend_block_backward`.
+    """Return the gradients of q, k and v from one block of keys in block-by-block attention.
+    See `Kernels.attend_block_backward`.
 
     The gradient of the bias values is added to `d_bias` [H, n], in at least fp32.
     """

@@ -53,8 +53,8 @@ class FlashAttentionCall:
 
     @property
     def window_size(self) -> tuple[int, int]:
-        """Number of keys to the left and to the right of its position that a query attends to, in flash-attn's
-        convention, where -1 is unbounded.
+        """Number of keys to the left and to the right of its position that a query attends to.
+        It is in flash-attn's convention, where -1 is unbounded.
         """
         left, right = (-1 if side is None else side for side in (self.band.left, self.band.right))
         return left, right
@@ -67,21 +67,23 @@ class FlashKernel(Protocol):
     """
 
     def supports_call(self, q: Tensor, v: Tensor, mask: AttentionMaskSpec, how: ScoreTransform) -> bool:
-        """Return whether the kernel supports these operands, mask and scores; attention sinks are the caller's work."""
+        """Return whether the kernel supports attention with given operands, mask and scores.
+        Attention sinks are the caller's work.
+        """
 
     def supports_uneven_heads(self, d: int, e: int) -> bool:
         """Return whether the kernel supports value heads of size e with key heads of size d."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: FlashAttentionCall) -> tuple[Tensor, Tensor]:
-        """Return the attention output [B, S, H, e] and the log-sum-exp of the scores, fp32 [B, H, S]; for packed
-        documents [N, H, e] and [H, N].
+        """Return the attention output [B, S, H, e] and the log-sum-exp of the scores, fp32 [B, H, S].
+        For packed documents they are [N, H, e] and [H, N].
         """
 
     def backward(
         self, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, call: FlashAttentionCall
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of q, k and v from these keys alone; y and lse, shaped as in `forward`, are over all
-        keys.
+        """Return the part of the gradients of q, k and v that comes from one block of keys.
+        The tensors y and lse, shaped as in `forward`, are over all keys.
         """
 
 
@@ -163,8 +165,8 @@ class FlashAttention2:
         return fits_gpu_kernels(q, v)
 
     def supports_uneven_heads(self, d: int, e: int) -> bool:
-        """Return False, since flash-attn 2 needs equal sizes of key and value heads; see
-        `FlashKernel.supports_uneven_heads`.
+        """Return False, since flash-attn 2 requires equal sizes of key and value heads.
+        See `FlashKernel.supports_uneven_heads`.
         """
         return False
 
@@ -208,8 +210,8 @@ class FlashAttention2:
 
 
 class FlashAttention3:
-    """`FlashKernel` by the flash-attn 3 package, on Hopper GPUs; calls its operators, whose arguments are stable, not
-    their Python wrappers.
+    """`FlashKernel` by the flash-attn 3 package, on Hopper GPUs.
+    It calls the package's operators, whose arguments are stable, not their Python wrappers.
     """
 
     def __init__(self) -> None:

@@ -38,8 +38,8 @@ class FlexAttentionKernel:
         return q.is_cuda == self.on_gpu
 
     def supports_uneven_heads(self, d: int, e: int) -> bool:
-        """Return True, since FlexAttention supports different sizes of key and value heads; see
-        `FlashKernel.supports_uneven_heads`.
+        """Return True, since FlexAttention supports different sizes of key and value heads.
+        See `FlashKernel.supports_uneven_heads`.
         """
         return True
 

@@ -75,16 +75,16 @@ class QuantizedPair(NamedTuple):
 def quantize_matrix(
     x: Tensor, kind: ScalingType, dtype: torch.dtype = E4M3, leaves: LeafCompiler | None = None
 ) -> QuantizedMatrix:
-    """Quantise a matrix [.., M, K], which may be a transposed view, to fp8 with a scale per block; M and K must be
-    multiples of the block's sizes.
+    """Quantise a matrix [.., M, K], which may be a transposed view, to fp8 with a scale per block.
+    M and K must be multiples of the block's sizes.
     """
     values, scale = (leaves or LeafCompiler())(quantize_leaf, x, *BLOCKS[kind], dtype)
     return QuantizedMatrix(values, scale, kind)
 
 
 def quantize_leaf(x: Tensor, rows: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return fp8 values and scales of x in blocks of `rows` x `columns` (0: all); one kernel, or two for a scale of the
-    whole tensor.
+    """Return fp8 values and scales of x in blocks of `rows` x `columns` (0: all).
+    It compiles to one kernel, or two for a scale of the whole tensor.
     """
     blocks = _view_blocks(x, rows, columns)
     largest = blocks.abs().amax((-3, -1), keepdim=True).float()
@@ -96,16 +96,16 @@ def quantize_leaf(x: Tensor, rows: int, columns: int, dtype: torch.dtype) -> tup
 def quantize_pair(
     x: Tensor, kind: ScalingType, dtype: torch.dtype = E4M3, leaves: LeafCompiler | None = None
 ) -> QuantizedPair:
-    """Quantise a matrix [.., M, K] and its transpose to fp8 with `quantize_matrix`, for GEMMs that sum over different
-    axes.
+    """Quantise a matrix [.., M, K] and its transpose to fp8, for GEMMs that sum over different axes.
+    Each is quantised by `quantize_matrix`.
     """
     values, scale, turned, turned_scale = (leaves or LeafCompiler())(quantize_pair_leaf, x, *BLOCKS[kind], dtype)
     return QuantizedPair(QuantizedMatrix(values, scale, kind), QuantizedMatrix(turned, turned_scale, kind))
 
 
 def quantize_pair_leaf(x: Tensor, rows: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return fp8 values and scales of a matrix and of its transpose, as `quantize_leaf` does; compiled, the matrix is
-    read once for both.
+    """Return fp8 values and scales of a matrix and of its transpose, in blocks of `rows` x `columns`.
+    Each is quantised as by `quantize_leaf`; compiled, the matrix is read once for both.
 
     Finding the scales takes another read.
     """
@@ -133,8 +133,9 @@ def dequantize_matrix(q: QuantizedMatrix, dtype: torch.dtype) -> Tensor:
 
 
 def scaled_gemm(a: QuantizedMatrix, b: QuantizedMatrix, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
-    """Multiply fp8 matrices a b^T, [M, K] x [N, K] -> [M, N] in `dtype`, summed in fp32, or with `fast` in the less
-    exact accumulator of Hopper's tensor cores, which torch has for scales of tensors and rows only.
+    """Multiply fp8 matrices a b^T, [M, K] x [N, K] -> [M, N] in `dtype`.
+    Products are summed in fp32, or with `fast` in the less exact accumulator of Hopper's tensor cores, which torch has
+    for scales of tensors and rows only.
 
     On a CPU, block-scaled operands and fp64 outputs are dequantised first.
     """
@@ -185,8 +186,8 @@ KINDS = {  # by recipe: (of activations and gradients, of weights)
 
 
 class QuantizedGradient(NamedTuple):
-    """Output gradient dY quantised to fp8 for the dgrad and wgrad GEMMs (`forms` of [M, N]), with its unquantised
-    `shape` [.., N] and `dtype`.
+    """Output gradient dY quantised to fp8 for the dgrad and wgrad GEMMs.
+    `forms` are the quantised forms of dY as [M, N]; `shape` [.., N] and `dtype` describe the unquantised dY.
     """
 
     forms: QuantizedPair
@@ -195,8 +196,8 @@ class QuantizedGradient(NamedTuple):
 
 
 class Fp8Kernels(TorchKernels):
-    """`Kernels` whose linear layers multiply in fp8; M tokens and the D and N of a weight [N, D] must be multiples of
-    the recipe's block sizes.
+    """`Kernels` whose linear layers multiply in fp8.
+    M tokens and the D and N of a weight [N, D] must be multiples of the recipe's block sizes.
 
     Args:
         recipe: key of `KINDS`.
@@ -254,8 +255,8 @@ class Fp8Kernels(TorchKernels):
         return self._grouped(x, weight.plain if isinstance(weight, QuantizedPair) else weight, rows)
 
     def grouped_dgrad(self, dy: Tensor, weight: GemmOperand, rows: GroupedRows) -> Tensor:
-        """Return the input gradient of `grouped_linear`, see `Kernels.grouped_dgrad`; dY is in e4m3, the one format of
-        torch's grouped GEMM.
+        """Return the input gradient of a grouped GEMM, with dY in e4m3.
+        This is the one format of torch's grouped GEMM. See `Kernels.grouped_dgrad`.
         """
         return self._grouped(dy, weight.turned if isinstance(weight, QuantizedPair) else weight.mT, rows)
 

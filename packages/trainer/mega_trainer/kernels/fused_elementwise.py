@@ -88,8 +88,8 @@ class _GatedActivation(Function):
 def gated_activation(
     gate_up: Tensor, weights: Tensor | None, activation: str, limit: float | None, leaves: LeafCompiler
 ) -> Tensor:
-    """Apply a gated activation, differentiable, with forward and backward as one kernel each if `leaves` compiles; see
-    `Kernels.gated_activation`.
+    """Apply a gated activation, differentiable, with forward and backward as one kernel each if possible.
+    They are one kernel if `leaves` compiles; see `Kernels.gated_activation`.
     """
     y: Tensor = apply_autograd_function(_GatedActivation, gate_up, weights, activation, limit, leaves)
     return y
@@ -104,8 +104,8 @@ def upcast_to_fp32(x: Tensor) -> Tensor:
 
 
 def inverse_rms(x: Tensor, count: int | Tensor, eps: float | Tensor) -> Tensor:
-    """Return 1 / sqrt(mean square + eps) of each row of x [N, D] as [N, 1]; `count` is D, the number that the sum of
-    squares is divided by.
+    """Return 1 / sqrt(mean square + eps) of each row of x [N, D] as [N, 1].
+    `count` is D, the number that the sum of squares is divided by.
 
     For few rows pass tensors: torch makes a tensor of a number at each call, which takes as long as the operation.
     """
@@ -182,8 +182,8 @@ def add_rms_norm(
 
 
 def rotary_leaf(cos: Tensor, sin: Tensor, interleaved: bool, back: bool, turning: int, *parts: Tensor) -> Tensor:
-    """Concatenate heads [B, S, H_i, d] to [B, S, sum H_i, d] with the first `turning` heads rotated by the rotary
-    angles, or with `back` by their negatives, for the gradient.
+    """Concatenate heads [B, S, H_i, d] to [B, S, sum H_i, d] with the first `turning` heads rotated.
+    They are rotated by the rotary angles, or with `back` by their negatives, for the gradient.
 
     Interleaved, rotation maps pairs of neighbors to halves, and rotating back maps halves to pairs.
     """
@@ -260,8 +260,8 @@ class _ApplyRotary(Function):
 def apply_rotary(
     x: Tensor, rotation: RotaryAngles, heads: Sequence[int], turning: int, leaves: LeafCompiler
 ) -> tuple[Tensor, ...]:
-    """Split x [B, S, H, d] into parts of `heads` heads each, with the first `turning` heads of x rotated by the rotary
-    angles.
+    """Split x [B, S, H, d] into parts of `heads` heads each, with some heads rotated by the rotary angles.
+    The first `turning` heads of x are rotated.
 
     In training all parts are copies, so that x is not kept alive by a part that is not rotated.
     """

@@ -50,8 +50,8 @@ class DeltaRuleInputs:
 
 
 def gated_delta_rule(updates: DeltaRuleInputs, chunks: SequenceChunks, pass_states: DeltaRulePass) -> Tensor:
-    """Return the outputs [B, S, H value heads, V] of the gated delta rule, computed chunk by chunk in the dtype of g;
-    no state crosses documents.
+    """Return the outputs [B, S, H value heads, V] of the gated delta rule, computed chunk by chunk.
+    The computation is in the dtype of g; no state crosses documents.
     """
     dtype, groups = updates.g.dtype, updates.k.shape[2]
     parts = (updates.q, updates.k, updates.v, updates.g, updates.beta)

@@ -44,8 +44,8 @@ def write_scaled_values(values: Tensor, scale: Tensor, dtype: torch.dtype, out: 
 
 
 def write_embedding_grad(values: Tensor, row_indices: Tensor, out: Tensor, *, add: bool) -> Tensor:
-    """Write an embedding's gradient: sum values [.., D] into the rows `row_indices` [..] of `out` [R, D]; with `add`
-    keep what `out` has.
+    """Write an embedding's gradient into `out` [R, D].
+    Sum values [.., D] into the rows `row_indices` [..] of `out`; with `add` keep what `out` has.
 
     Values of the same row are added in a fixed order.
     """
@@ -59,7 +59,7 @@ def write_embedding_grad(values: Tensor, row_indices: Tensor, out: Tensor, *, ad
 
 
 def write_values(out: Tensor, values: Tensor, *, add: bool) -> Tensor:
-    """Write values into `out`, or with `add` add them to it."""
+    """Write values into a tensor, or with `add` add them to the tensor."""
     if not add:
         return out.copy_(values)
     if _is_gpu(out) or out.dtype == values.dtype:

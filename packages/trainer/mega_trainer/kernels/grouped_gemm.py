@@ -20,8 +20,8 @@ from mega_trainer.kernels import gemm_accumulation
 
 @dataclass(frozen=True)
 class GroupedRows:
-    """Assignment of M rows to groups (experts) for a grouped GEMM: the first rows to group 0, and so on; a group may be
-    empty.
+    """Assignment of M rows to groups (experts) for a grouped GEMM.
+    The first rows belong to group 0, the next to group 1, and so on; a group may be empty.
 
     Rows after those of the last group belong to no group: GEMMs skip them, and their outputs are arbitrary.
 
@@ -33,7 +33,7 @@ class GroupedRows:
 
     @classmethod
     def from_counts(cls, counts: Sequence[int], device: torch.device) -> GroupedRows:
-        """Return the assignment for groups with these numbers of rows."""
+        """Return the assignment of rows to groups (experts) with given numbers of rows."""
         return cls(torch.tensor(list(accumulate(counts)), dtype=torch.int32, device=device))
 
     @cached_property
@@ -61,8 +61,8 @@ def grouped_gemm(x: Tensor, weight: Tensor, rows: GroupedRows) -> Tensor:
 def grouped_outer_gemm(
     y: Tensor, x: Tensor, rows: GroupedRows, out: Tensor | None = None, *, add: bool = False
 ) -> Tensor:
-    """Return the weight gradient of a grouped GEMM, y^T x over each group's rows, zero for an empty group: [M, N] x [M,
-    D] -> [G, N, D].
+    """Return the weight gradient of a grouped GEMM, y^T x over each group's rows.
+    Shapes are [M, N] x [M, D] -> [G, N, D]; the gradient of an empty group is zero.
 
     `out` and `add` as for `gemm_accumulation.gemm_into`.
     """

@@ -33,18 +33,20 @@ class RelativePositionBias:
     zero: int
 
     def value_indices(self, queries: range, keys: range, ahead: int) -> Tensor:
-        """Return the index into `values` for each pair of a range of queries and a range of keys: int64 [queries,
-        keys]. `ahead` is the total keys minus the total queries.
+        """Return the index into `values` for each pair of a query and a key: int64 [queries, keys].
+        The arguments are ranges of queries and keys; `ahead` is the total keys minus the total queries.
         """
         at = torch.arange(queries.start, queries.stop, device=self.values.device) + (ahead - self.zero)
         return torch.arange(keys.start, keys.stop, device=self.values.device) - at[:, None]
 
     def materialize_bias(self, queries: int, keys: int) -> Tensor:
-        """Return the whole bias, [heads, queries, keys], for queries that end at the last key."""
+        """Return the whole relative position bias, [heads, queries, keys].
+        It is for queries that end at the last key.
+        """
         return self.values[:, self.value_indices(range(queries), range(keys), keys - queries)]
 
     def select_heads(self, heads: slice) -> RelativePositionBias:
-        """Return the bias of a slice of the heads."""
+        """Return the relative position bias of a slice of the heads."""
         return RelativePositionBias(self.values[heads], self.zero)
 
 
@@ -90,8 +92,8 @@ class RotaryAngles:
 
     @cached_property
     def duplicated_halves(self) -> tuple[Tensor, Tensor]:
-        """Cosine, and sine negated for the first half, each repeated for both halves of the r rotated elements: [B or
-        1, S, 1, r] each.
+        """Cosine and sine of the rotary angles for the r rotated elements, as two tensors [B or 1, S, 1, r].
+        The sine is negated for the first half; both are repeated for both halves of the r elements.
         """
         return torch.cat([self.cos, self.cos], -1), torch.cat([-self.sin, self.sin], -1)
 
@@ -104,8 +106,8 @@ class Kernels(Protocol):
     """Interface of kernel back ends: the operations that transformer layers consist of."""
 
     def prepare_weight(self, weight: Tensor) -> GemmOperand:
-        """Prepare a weight W [N, D] (for example quantise it) for `linear_forward` and `linear_dgrad`, which also
-        accept W itself; valid until W changes.
+        """Prepare a weight W [N, D] (for example quantise it) for the GEMMs of a linear layer.
+        The result is for `linear_forward` and `linear_dgrad`, which also accept W itself; it is valid until W changes.
         """
 
     def prepare_grouped_weight(self, weight: Tensor) -> GemmOperand:
@@ -115,16 +117,16 @@ class Kernels(Protocol):
         """Prepare an output gradient dY [.., N] (for example quantise it) for `linear_dgrad` and `linear_wgrad`."""
 
     def linear_forward(self, x: Tensor, weight: GemmOperand, bias: Tensor | None = None) -> Tensor:
-        """Return Y = X W^T + b: [.., D] x [N, D] -> [.., N]; not differentiable by itself, see
-        `parallel.parallel_linear`.
+        """Return the output Y = X W^T + b of a linear layer: [.., D] x [N, D] -> [.., N].
+        It is not differentiable by itself; see `parallel.parallel_linear`.
         """
 
     def linear_dgrad(self, dy: GemmOperand, weight: GemmOperand) -> Tensor:
         """Return a linear layer's input gradient dX = dY W: [.., N] x [N, D] -> [.., D]; dY from `prepare_gradient`."""
 
     def linear_wgrad(self, dy: GemmOperand, x: Tensor, out: Tensor | None = None, *, add: bool = False) -> Tensor:
-        """Return a linear layer's weight gradient dW = dY^T X, summed over tokens: [.., N] x [.., D] -> [N, D]; dY from
-        `prepare_gradient`.
+        """Return a linear layer's weight gradient dW = dY^T X, summed over tokens: [.., N] x [.., D] -> [N, D].
+        dY may be from `prepare_gradient`.
 
         With `out`, which may have a wider dtype, the result is written there, or added to it with `add`; returns `out`.
         """
@@ -138,8 +140,9 @@ class Kernels(Protocol):
     def grouped_wgrad(
         self, dy: Tensor, x: Tensor, rows: GroupedRows, out: Tensor | None = None, *, add: bool = False
     ) -> Tensor:
-        """Return the gradient of the weight in `grouped_linear`, dY^T X of each group's rows, zero for a group without
-        rows: [M, N] x [M, D] -> [G, N, D].
+        """Return the weight gradient of a grouped linear layer, dY^T X over each group's rows.
+        The layer is `grouped_linear`; shapes are [M, N] x [M, D] -> [G, N, D], and the gradient of a group without rows
+        is zero.
 
         `out` and `add` as for `linear_wgrad`.
         """
@@ -166,8 +169,8 @@ class Kernels(Protocol):
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | AttentionMaskSpec, how: ScoreTransform
     ) -> Tensor:
-        """Compute scaled dot-product attention with grouped queries (GQA) under `mask`, with scores transformed by
-        `how`.
+        """Compute scaled dot-product attention with grouped queries (GQA).
+        The mask is `mask`; scores are transformed by `how`.
 
         q [B, S, H, d], k [B, T, K, d] and v [B, T, K, e] with H a multiple of K -> [B, S, H, e]. A `mask` tensor is
         boolean, broadcastable to [B, H, S, T], True where a query attends to a key.
@@ -182,8 +185,8 @@ class Kernels(Protocol):
     def attend_block(
         self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMaskSpec, how: ScoreTransform
     ) -> tuple[Tensor, Tensor]:
-        """Compute attention to some of the keys and the log-sum-exp, for a caller that merges the blocks and applies
-        attention sinks.
+        """Compute attention to some of the keys and the log-sum-exp of the scores.
+        The caller merges the blocks and applies attention sinks.
 
         Shapes as for `attention`. Returns y [B, S, H, e], in at least the precision of q, and the log-sum-exp of the
         scores [B, S, H], in at least fp32. Every query must attend to a key. Not differentiable.
@@ -216,10 +219,17 @@ class Kernels(Protocol):
         """
 
     def short_convolution(
-        self, x: Tensor, before: Tensor | None, weight: Tensor, bias: Tensor | None, preceding_tokens: Tensor | None
+        self,
+        x: Tensor,
+        before: Tensor | None,
+        weight: Tensor,
+        bias: Tensor | None,
+        preceding_tokens: Tensor | None,
+        *,
+        silu: bool = True,
     ) -> Tensor:
-        """Return the causal depthwise convolution silu(b + sum_j w[j] x[t - k + 1 + j]) of each channel at each token
-        t, with k taps.
+        """Return the causal depthwise convolution with k taps of each channel at each token, and its SiLU if `silu`.
+        The convolution is b + sum_j w[j] x[t - k + 1 + j] at token t.
 
         x [B, S, c], weight [c, k], bias [c] -> [B, S, c]. `before` are the k - 1 tokens before x [B, k - 1, c], zeros by
         default. `preceding_tokens` int64 [B, S] is the number of earlier tokens in each token's document; other tokens
@@ -229,27 +239,27 @@ class Kernels(Protocol):
     def selective_scan(
         self, steps: ScanInputs, chunks: SequenceChunks, states: Callable[[Tensor, Tensor], Tensor]
     ) -> Tensor:
-        """Return the outputs of Mamba-2's recurrence, [B, S, heads, channels], in at least the precision of x; `states`
-        passes states between chunks (a `ScanPass`).
+        """Return the outputs of Mamba-2's recurrence, [B, S, heads, channels].
+        They have at least the precision of x; `states` passes states between chunks (a `ScanPass`).
         """
 
     def gated_delta_rule(
         self, updates: DeltaRuleInputs, chunks: SequenceChunks, states: Callable[[Tensor, Tensor], Tensor]
     ) -> Tensor:
-        """Return the outputs of the gated delta rule, [B, S, heads, channels], in at least the precision of v; `states`
-        passes states between chunks (a `DeltaRulePass`).
+        """Return the outputs of the gated delta rule, [B, S, heads, channels].
+        They have at least the precision of v; `states` passes states between chunks (a `DeltaRulePass`).
         """
 
     def apply_rotary(self, x: Tensor, rotation: RotaryAngles) -> Tensor:
-        """Rotate the first r elements of each head of x [B, S, H, d] by the rotary angles, which have r/2 values per
-        token.
+        """Rotate the first r elements of each head of x [B, S, H, d] by the rotary angles.
+        The angles have r/2 values per token.
         """
 
     def apply_rotary_qkv(
         self, qkv: Tensor, rotation: RotaryAngles, heads: int, kv_heads: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Split a fused projection [B, S, H + 2K, d] of `heads` H and `kv_heads` K into rotated queries, rotated keys,
-        and values.
+        """Split a fused projection [B, S, H + 2K, d] into rotated queries, rotated keys, and values.
+        H is `heads` and K is `kv_heads`.
 
         The fused tensor is not saved for the backward.
         """

@@ -23,8 +23,8 @@ MOST_SHAPES = 32  # compilations of one variant; sizes that change become dynami
 
 
 class LeafCompiler:
-    """Caller of leaf functions (small elementwise functions that torch.compile fuses): eager or, with `compiled`, by
-    torch.compile.
+    """Caller of leaf functions, small elementwise functions that torch.compile fuses.
+    It calls them eagerly or, with `compiled`, by torch.compile.
 
     A leaf is compiled once for each variant of its arguments, and again for dynamic shapes at the second number of rows.
     Compiled and eager results differ only by rounding.
@@ -48,7 +48,7 @@ class LeafCompiler:
 
 
 def compile_variant(function: Callable[P, R]) -> Callable[P, R]:
-    """Return `function` by torch.compile, with compilations and a limit of its own.
+    """Return a function compiled by torch.compile, with compilations and a limit of its own.
 
     By default torch keeps eight compilations of a function for all its callers, and beyond them runs it uncompiled for the
     rest of the process, with only a warning.
@@ -66,8 +66,8 @@ def _argument_variant(arg: object) -> Hashable:
 
 
 def apply_autograd_function(function: type[Function], *args: Any) -> Any:
-    """Call `function.apply` of an autograd function; with gradients disabled call only its forward, which takes at most
-    half of the host time.
+    """Call `function.apply` of an autograd function, with less host time where gradients are disabled.
+    With gradients disabled only its forward is called, which takes at most half of the host time.
     """
     if torch.is_grad_enabled():
         return function.apply(*args)  # type: ignore[no-untyped-call]
@@ -85,8 +85,8 @@ class _NoContext:
 
 
 def should_compile(setting: bool | Literal["auto"], device: torch.device) -> bool:
-    """Return whether a run on `device` compiles its leaf functions with torch.compile; `auto` does on a GPU with a
-    working compiler.
+    """Return whether a run on `device` compiles its leaf functions with torch.compile.
+    The setting `auto` compiles on a GPU with a working compiler.
 
     Raises:
         ConfigError: when `setting` is true and the compiler does not work.

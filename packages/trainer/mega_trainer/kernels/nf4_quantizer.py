@@ -22,8 +22,8 @@ class WeightQuantizer(Protocol):
     """Interface of weight-only 4-bit quantisation for frozen weights (QLoRA)."""
 
     def pack_weight(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Quantise a weight [.., D] to 4 bits, uint8 [.., D/2], and scales fp32 [.., D/64]; D must be a multiple of
-        `BLOCK`.
+        """Quantise a weight [.., D] to 4 bits, uint8 [.., D/2], and scales fp32 [.., D/64].
+        D must be a multiple of `BLOCK`.
         """
 
     def unpack_weight(self, packed: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:

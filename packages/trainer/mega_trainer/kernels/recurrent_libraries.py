@@ -29,14 +29,22 @@ class CausalConvKernel:
         self.convolve = causal_conv1d_fn
 
     def __call__(
-        self, x: Tensor, before: Tensor | None, weight: Tensor, bias: Tensor | None, preceding_tokens: Tensor | None
+        self,
+        x: Tensor,
+        before: Tensor | None,
+        weight: Tensor,
+        bias: Tensor | None,
+        preceding_tokens: Tensor | None,
+        *,
+        silu: bool = True,
     ) -> Tensor:
         """Compute the short causal convolution; see `Kernels.short_convolution`."""
         taps = 0 if before is None else before.shape[1]
         numbers = None if preceding_tokens is None else _document_numbers(preceding_tokens, taps)
         # `before` is passed as tokens: which document an initial state belongs to depends on the library's version
         tokens = x.contiguous() if before is None else torch.cat([before, x], 1)
-        y: Tensor = self.convolve(tokens.transpose(1, 2), weight, bias, seq_idx=numbers, activation="silu")
+        activation = "silu" if silu else None
+        y: Tensor = self.convolve(tokens.transpose(1, 2), weight, bias, seq_idx=numbers, activation=activation)
         return y.transpose(1, 2)[:, taps:]
 
 
@@ -66,8 +74,8 @@ class MambaScanKernel:
 
 
 class FlaDeltaRuleKernel:
-    """`Kernels.gated_delta_rule` of whole sequences by flash-linear-attention; several documents must be in one batch
-    row.
+    """Gated delta rule of whole sequences by the flash-linear-attention library.
+    It is a `Kernels.gated_delta_rule`; several documents must be in one batch row.
     """
 
     def __init__(self) -> None:
@@ -89,8 +97,8 @@ class FlaDeltaRuleKernel:
 
 @dataclass(frozen=True)
 class RecurrentLibraries:
-    """Kernels of optional packages that replace the torch implementations of a recurrent mixer's convolution, scan and
-    delta rule.
+    """Kernels of optional packages that replace torch implementations in recurrent mixers.
+    They replace the convolution, the scan and the delta rule.
     """
 
     conv: CausalConvKernel | None = None

@@ -47,8 +47,8 @@ class ScanInputs:
 
 
 def selective_scan(steps: ScanInputs, chunks: SequenceChunks, pass_states: ScanPass) -> Tensor:
-    """Return the outputs [B, S, H heads, P channels] of Mamba-2's recurrence, computed chunk by chunk in the dtype of
-    d; no state crosses documents.
+    """Return the outputs [B, S, H heads, P channels] of Mamba-2's recurrence, computed chunk by chunk.
+    The computation is in the dtype of d; no state crosses documents.
     """
     dtype, groups = steps.d.dtype, steps.b.shape[2]
     x, d, b, c = (chunks.split_chunks(part.to(dtype)) for part in (steps.x, steps.d, steps.b, steps.c))

@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 @dataclass(frozen=True)
 class SequenceChunks:
-    """Division of a rank's tokens into chunks of `size` for recurrences; no chunk crosses two spans of the sequence,
-    and the last chunk of each span is padded.
+    """Division of a rank's tokens into chunks of `size` for recurrences.
+    No chunk crosses two spans of the sequence, and the last chunk of each span is padded.
 
     Attributes:
         spans: number of contiguous spans of the sequence that the rank holds, all of the same length.
@@ -47,8 +47,8 @@ class SequenceChunks:
 
     @cached_property
     def chunk_document_starts(self) -> Tensor | None:
-        """Start of each token's document relative to its chunk, negative if before the chunk: int64 [batch, n, size];
-        None if every document began earlier.
+        """Start of each token's document relative to its chunk, int64 [batch, n, size], or None.
+        It is negative if the document starts before the chunk; None means that every document began earlier.
 
         Padding belongs to the last document of its span, so that the state passes through it.
         """

@@ -1,6 +1,6 @@
 """Short causal depthwise convolution before a recurrence, as one leaf forward and one backward.
 
-    z[t] = b + sum_{j<k} w[j] x[t - k + 1 + j]        y = silu(z)
+    z[t] = b + sum_{j<k} w[j] x[t - k + 1 + j]        y = silu(z), or z
 
 Tokens of other documents than t's, and tokens before the first one given, count as zero.
 
@@ -22,21 +22,35 @@ from mega_trainer.kernels.leaf_compiler import LeafCompiler, apply_autograd_func
 
 
 def convolution_leaf(
-    x: Tensor, before: Tensor | None, weight: Tensor, bias: Tensor | None, preceding_tokens: Tensor | None
+    x: Tensor,
+    before: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    preceding_tokens: Tensor | None,
+    silu: bool = True,
 ) -> Tensor:
     """Return the causal convolution of x, without autograd; see `Kernels.short_convolution`."""
     taps, seen = _padded_taps(x, before, weight.shape[1], preceding_tokens)
-    return F.silu(_convolve(taps, weight, bias, seen)).to(x.dtype)
+    z = _convolve(taps, weight, bias, seen)
+    return (F.silu(z) if silu else z).to(x.dtype)
 
 
 def convolution_backward_leaf(
-    dy: Tensor, x: Tensor, before: Tensor | None, weight: Tensor, bias: Tensor | None, preceding_tokens: Tensor | None
+    dy: Tensor,
+    x: Tensor,
+    before: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    preceding_tokens: Tensor | None,
+    silu: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the convolution's gradients of x, of the k - 1 tokens before it, of the weight and of the bias; the pre-
-    activation is recomputed.
+    """Return the gradients of a causal convolution: of x, of preceding tokens, of the weight and of the bias.
+    The preceding tokens are the k - 1 tokens before x; the pre-activation is recomputed.
     """
     taps, seen = _padded_taps(x, before, weight.shape[1], preceding_tokens)
-    dz = torch.ops.aten.silu_backward(upcast_to_fp32(dy), _convolve(taps, weight, bias, seen))
+    dz = upcast_to_fp32(dy)
+    if silu:
+        dz = torch.ops.aten.silu_backward(dz, _convolve(taps, weight, bias, seen))
     dpadded, factors = torch.zeros_like(taps), upcast_to_fp32(weight)
     dweight = torch.empty_like(factors)
     for j, mask in enumerate(seen):
@@ -79,18 +93,21 @@ class _ShortConvolution(Function):
         weight: Tensor,
         bias: Tensor | None,
         preceding_tokens: Tensor | None,
+        silu: bool,
         leaves: LeafCompiler,
     ) -> Tensor:
         ctx.save_for_backward(x, before, weight, bias, preceding_tokens)
-        ctx.leaves = leaves
-        return leaves(convolution_leaf, x, before, weight, bias, preceding_tokens)
+        ctx.silu, ctx.leaves = silu, leaves
+        return leaves(convolution_leaf, x, before, weight, bias, preceding_tokens, silu)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, before, weight, bias, reach = ctx.saved_tensors
-        dx, dbefore, dweight, dbias = ctx.leaves(convolution_backward_leaf, dy, x, before, weight, bias, reach)
-        return dx, None if before is None else dbefore, dweight, None if bias is None else dbias, None, None
+        dx, dbefore, dweight, dbias = ctx.leaves(
+            convolution_backward_leaf, dy, x, before, weight, bias, reach, ctx.silu
+        )
+        return dx, None if before is None else dbefore, dweight, None if bias is None else dbias, None, None, None
 
 
 def short_convolution(
@@ -99,8 +116,9 @@ def short_convolution(
     weight: Tensor,
     bias: Tensor | None,
     preceding_tokens: Tensor | None,
+    silu: bool,
     leaves: LeafCompiler,
 ) -> Tensor:
-    """Compute the causal depthwise convolution with silu, differentiable; see `Kernels.short_convolution`."""
-    y: Tensor = apply_autograd_function(_ShortConvolution, x, before, weight, bias, preceding_tokens, leaves)
+    """Compute the causal depthwise convolution, differentiable; see `Kernels.short_convolution`."""
+    y: Tensor = apply_autograd_function(_ShortConvolution, x, before, weight, bias, preceding_tokens, silu, leaves)
     return y

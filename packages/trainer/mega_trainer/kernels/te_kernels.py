@@ -86,8 +86,8 @@ class TeLinearKernels(TorchKernels):
 
 
 class PreparedOperand(NamedTuple):
-    """Operand of Transformer Engine's GEMMs, quantised once for two of them: `matrix` [M, K] in fp8, rowwise and
-    columnwise, with the original `shape` [.., K] and `dtype`.
+    """Operand of Transformer Engine's GEMMs, quantised once for two of them.
+    It has `matrix` [M, K] in fp8, rowwise and columnwise, and the original `shape` [.., K] and `dtype`.
     """
 
     matrix: Any
@@ -136,8 +136,8 @@ class TeAttention:
         self.modules: dict[tuple[object, ...], Any] = {}
 
     def supports_call(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMaskSpec, how: ScoreTransform) -> bool:
-        """Return whether Transformer Engine supports attention with these operands; see
-        `FullAttentionKernel.supports_call`.
+        """Return whether Transformer Engine supports attention with these operands.
+        See `FullAttentionKernel.supports_call`.
         """
         band = mask.band if isinstance(mask, PackedMask) else mask
         return fits_gpu_kernels(q, v) and band.right == 0 and q.shape[1] == k.shape[1] and not how.has_unfused_terms

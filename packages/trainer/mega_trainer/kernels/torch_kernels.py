@@ -112,8 +112,8 @@ class TorchKernels:
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | AttentionMaskSpec, how: ScoreTransform
     ) -> Tensor:
-        """Compute scaled dot-product attention by the whole-sequence kernel if it supports the call, else block by
-        block; see `Kernels.attention`.
+        """Compute scaled dot-product attention by the whole-sequence kernel, else block by block.
+        The whole-sequence kernel is used if it supports the call; see `Kernels.attention`.
         """
         if isinstance(mask, Tensor):
             return reference_attention(q, k, v, mask, how) if how.has_unfused_terms else _sdpa(q, k, v, mask, how.scale)
@@ -159,12 +159,19 @@ class TorchKernels:
         return fused_elementwise.gated_activation(gate_up, weights, activation, limit, self.leaves)
 
     def short_convolution(
-        self, x: Tensor, before: Tensor | None, weight: Tensor, bias: Tensor | None, preceding_tokens: Tensor | None
+        self,
+        x: Tensor,
+        before: Tensor | None,
+        weight: Tensor,
+        bias: Tensor | None,
+        preceding_tokens: Tensor | None,
+        *,
+        silu: bool = True,
     ) -> Tensor:
         """Compute the short causal convolution; see `Kernels.short_convolution`."""
         if self.recurrent.conv is not None:
-            return self.recurrent.conv(x, before, weight, bias, preceding_tokens)
-        return short_convolution.short_convolution(x, before, weight, bias, preceding_tokens, self.leaves)
+            return self.recurrent.conv(x, before, weight, bias, preceding_tokens, silu=silu)
+        return short_convolution.short_convolution(x, before, weight, bias, preceding_tokens, silu, self.leaves)
 
     def selective_scan(
         self, steps: ScanInputs, chunks: SequenceChunks, states: Callable[[Tensor, Tensor], Tensor]
@@ -252,8 +259,8 @@ def reference_attention(
     how: ScoreTransform,
     drop: Callable[[Tensor], Tensor] = lambda probabilities: probabilities,
 ) -> Tensor:
-    """Compute attention as `Kernels.attention` does, unfused, for cases that fused kernels do not support, such as
-    dropout by `drop`.
+    """Compute attention unfused, for cases that fused kernels do not support, such as dropout.
+    Arguments and result are as in `Kernels.attention`; `drop` applies dropout to the probabilities.
 
     `drop` is applied to the probabilities [B, H, S, T].
     """

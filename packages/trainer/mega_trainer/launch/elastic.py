@@ -32,8 +32,8 @@ UNSEEN_SECONDS = 30.0  # until an agent, which polls ten times a second, must ha
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run torchrun with `arguments` and return an exit status that follows the ranks' (torchrun itself exits with 1 for
-    all failures).
+    """Run torchrun and return an exit status that follows the exit statuses of the ranks.
+    `arguments` are torchrun's; torchrun itself exits with 1 for all failures.
     """
     with tempfile.TemporaryDirectory(prefix="mega-") as folder:
         note = Path(folder) / "status"
@@ -93,8 +93,8 @@ def _exit_when_stuck(done: threading.Event) -> None:
 
 
 def exit_status_of(exit_codes: Iterable[int]) -> int:
-    """Return the exit status of a job whose ranks ended with these exit codes, in order of failure; negative codes are
-    signals.
+    """Return the exit status of a job from the exit codes of its ranks.
+    The codes are in order of failure; negative codes are signals.
 
     >>> exit_status_of([75, -15, 75]), exit_status_of([75, 2, 1]), exit_status_of([-9, 75])
     (75, 2, 137)

@@ -55,8 +55,8 @@ def rank_from_environment(environment: Mapping[str, str]) -> RankInfo | None:
 
 
 def warn_unsafe_restarts(environment: Mapping[str, str]) -> None:
-    """Log a warning when torchrun's settings in `environment` may keep restarted ranks of several machines from finding
-    each other.
+    """Log a warning when restarted ranks of several machines may not find each other.
+    Settings of torchrun in `environment` may cause this.
 
     With a store that torchrun shares with its ranks, attempts are separated by torchrun's restart count
     (`select_attempt_store`), which may differ between machines.
@@ -73,8 +73,9 @@ def warn_unsafe_restarts(environment: Mapping[str, str]) -> None:
 
 
 def select_attempt_store(store: Store, environment: Mapping[str, str]) -> Store:
-    """Return the key-value store for this restart attempt: `store`, or a prefix of it if torchrun shares it between
-    attempts, since it then still has the keys of earlier ones.
+    """Return the key-value store of the job for this restart attempt.
+    It is `store`, or a prefix of it if torchrun shares it between attempts, since it then still has the keys of earlier
+    ones.
     """
     if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return store
@@ -82,16 +83,16 @@ def select_attempt_store(store: Store, environment: Mapping[str, str]) -> Store:
 
 
 def write_exit_status_note(environment: Mapping[str, str], status: int) -> None:
-    """Write the exit status that the launcher returns if a signal ends torchrun, into the file from which
-    `launch.elastic` reads it.
+    """Write the exit status that the launcher returns if a signal ends torchrun.
+    It is written into the file from which `launch.elastic` reads it.
     """
     if (note := environment.get(STATUS_NOTE)) and environment.get("LOCAL_RANK") == "0":
         Path(note).write_text(str(status))
 
 
 def terminate_torchrun(environment: Mapping[str, str], status: int) -> None:
-    """Terminate torchrun with exit status `status`, if it would otherwise restart a rank that was stopped or has a
-    permanent error.
+    """Terminate torchrun with exit status `status` to prevent a useless restart of ranks.
+    It would otherwise restart a rank that was stopped or has a permanent error.
     """
     write_exit_status_note(environment, status)
     if environment.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and environment.get("LOCAL_RANK") == "0":
@@ -101,8 +102,8 @@ def terminate_torchrun(environment: Mapping[str, str], status: int) -> None:
 
 @contextlib.contextmanager
 def name_missing_ranks(ranks: RankInfo) -> Iterator[None]:
-    """Convert torch's errors in the `with` block about ranks, or a job's store, that do not answer into one
-    `TrainingError`.
+    """Convert torch's errors in the `with` block about unreachable ranks into one `TrainingError`.
+    The errors are about ranks, or a job's store, that do not answer.
 
     Communicators are made by their first message: a rank that does not come is noticed there.
 
@@ -123,8 +124,8 @@ def name_missing_ranks(ranks: RankInfo) -> Iterator[None]:
 
 @contextlib.contextmanager
 def join_process_group(ranks: RankInfo, device: str, timeout_seconds: float) -> Iterator[Store | None]:
-    """Join the job's torch process group while the `with` block runs, and yield the job's key-value store; a single
-    rank needs neither and gets None.
+    """Join the job's torch process group while the `with` block runs, and yield the job's key-value store.
+    A single rank needs neither and gets None.
 
     Args:
         ranks: of this process.
@@ -173,16 +174,16 @@ def _leave_process_group(watch: PeerFailureWatch) -> Iterator[None]:
 
 
 def default_rank_count(layout_ranks: int, device: str) -> int:
-    """Return the default number of ranks on this machine: one per GPU, or on CPU `layout_ranks`, the number that the
-    parallel layout needs.
+    """Return the default number of ranks on this machine.
+    It is one per GPU, or on CPU `layout_ranks`, the number that the parallel layout needs.
     """
     on_gpu = device != "cpu" and torch.cuda.is_available()
     return torch.cuda.device_count() if on_gpu else layout_ranks
 
 
 def run_local_ranks(command: Sequence[str], count: int, output: Path) -> int:
-    """Run `command` on `count` ranks of this machine and wait for them, passing on signals to end; return 0, or
-    `INTERRUPTED_STATUS` if they saved and stopped early.
+    """Run a command as `count` ranks on this machine, and wait for them.
+    Signals to end are passed on to the ranks. Return 0, or `INTERRUPTED_STATUS` if they saved and stopped early.
 
     Returns:
         0, or `INTERRUPTED_STATUS` when they have saved before their end.

@@ -30,8 +30,8 @@ def find_failed_rank(store: Store) -> int | None:
 
 
 class PeerFailureWatch:
-    """Context manager whose thread ends this rank after another rank of the job has failed; an error in the `with`
-    block is announced to the other ranks.
+    """Context manager whose thread ends this rank after another rank of the job has failed.
+    An error in the `with` block is announced to the other ranks.
 
     Args:
         store: a connection to the job's key-value store, used only by this object.

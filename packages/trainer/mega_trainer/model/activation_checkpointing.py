@@ -28,8 +28,8 @@ from mega_ckpt.host_staging import allocate_host_memory
 
 
 class ActivationOffload:
-    """Pool of host memory for the activations of the first `layers` layers of a pipeline stage, reused after each
-    backward.
+    """Pool of host memory for offloaded activations of the first layers of a pipeline stage.
+    It is for the first `layers` layers and reused after each backward.
 
     Args:
         layers: number of offloaded layers of a stage.
@@ -42,8 +42,8 @@ class ActivationOffload:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def begin_layer(self, index: int, before: OffloadedLayer | None) -> OffloadedLayer:
-        """Return the offload state for one forward of layer `index` of the stage; `before` is the state of the
-        preceding layer.
+        """Return the activation offload state for one forward of a layer.
+        `index` is the number of the layer in the stage; `before` is the state of the preceding layer.
         """
         return OffloadedLayer(self, before, keep=index >= self.layers)
 
@@ -67,8 +67,8 @@ class ActivationOffload:
 
 
 class OffloadedLayer:
-    """Tensors that one forward of a layer offloads to host memory; with `keep` it offloads none, but its backward
-    prefetches the tensors of the preceding layer.
+    """Activation tensors that one forward of a layer offloads to host memory.
+    With `keep` it offloads none, but its backward prefetches the tensors of the preceding layer.
     """
 
     def __init__(self, offload: ActivationOffload, before: OffloadedLayer | None, *, keep: bool) -> None:
@@ -76,8 +76,8 @@ class OffloadedLayer:
         self._copies: weakref.WeakValueDictionary[int, _HostCopy] = weakref.WeakValueDictionary()
 
     def pack_saved_tensor(self, tensor: Tensor) -> Any:
-        """Copy a saved tensor to host memory and return the object that autograd keeps in its place; weights and small
-        tensors stay on the device.
+        """Copy a tensor saved for the backward to host memory, and return the object that autograd keeps instead.
+        Weights and small tensors stay on the device.
         """
         storage = tensor.untyped_storage()
         weight = isinstance(tensor if tensor._base is None else tensor._base, nn.Parameter)
@@ -89,8 +89,8 @@ class OffloadedLayer:
         return _View(copy, tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride())
 
     def unpack_saved_tensor(self, packed: _Kept | _View) -> Tensor:
-        """Return the saved tensor on the device, and start to prefetch the offloaded tensors of the layer before, whose
-        backward is next.
+        """Return a tensor saved for the backward on the device.
+        Start to prefetch the offloaded tensors of the layer before, whose backward is next.
         """
         if self._before is not None:
             self._before.prefetch_copies()
@@ -170,8 +170,8 @@ CHEAP: tuple[RecomputedModule, ...] = (
 
 @dataclass(frozen=True)
 class RecomputePolicy:
-    """Policy of activation checkpointing: recompute nothing, the `modules` of each layer (selective), or whole layers
-    (full).
+    """Policy of activation checkpointing: which activations the backward recomputes.
+    It recomputes nothing, the `modules` of each layer (selective), or whole layers (full).
 
     `layers` limits `full` to the first layers of each stage.
     """
@@ -190,8 +190,8 @@ class RecomputePolicy:
 
 
 class SavedActivations:
-    """Handling of the activations that a pipeline stage's layers save for the backward: kept, recomputed (`recompute`)
-    or moved to host memory (`offload`).
+    """Handling of the activations that a pipeline stage's layers save for the backward.
+    They are kept, recomputed (`recompute`) or moved to host memory (`offload`).
     """
 
     def __init__(self, recompute: RecomputePolicy | None = None, offload: ActivationOffload | None = None) -> None:
@@ -226,15 +226,15 @@ class SavedActivations:
                 self._open = None
 
     def checkpoint_module(self, module: RecomputedModule, function: Callable[..., Tensor], *inputs: Any) -> Tensor:
-        """Return `function(*inputs)`; if the policy recomputes `module`, keep only the inputs for the backward, which
-        calls the function again.
+        """Return `function(*inputs)`, with activation checkpointing if the policy recomputes `module`.
+        Then only the inputs are kept for the backward, which calls the function again.
         """
         recompute = torch.is_grad_enabled() and self.recompute.recomputes_module(module)
         return checkpoint_function(function, *inputs) if recompute else function(*inputs)
 
     def recompute_output(self, module: RecomputedModule, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-        """Return `function(*inputs)`, whose inputs stay in memory anyway; if the policy recomputes `module`, operations
-        that use the output do not keep it for the backward.
+        """Return `function(*inputs)`, whose output is recomputed for the backward if the policy recomputes `module`.
+        The inputs stay in memory anyway; operations that use the output then do not keep it for the backward.
         """
         y = function(*inputs)
         self.drop_output(module, y, function, *inputs)
@@ -249,8 +249,8 @@ class SavedActivations:
 
 
 def checkpoint_function(function: Callable[..., Result], *inputs: Any) -> Result:
-    """Return `function(*inputs)` and keep only its inputs for the backward, which calls the function again (activation
-    checkpointing).
+    """Return `function(*inputs)` with activation checkpointing.
+    Only the inputs are kept for the backward, which calls the function again.
     """
     y: Result = checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
     return y

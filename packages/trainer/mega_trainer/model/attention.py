@@ -50,8 +50,8 @@ class AttentionCore(nn.Module):
         self.context_parallel = make_context_parallel(build.cp_kind, build.groups.cp, build.kernels)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, context: ForwardContext) -> Tensor:
-        """Compute attention of q [batch, S, H, d] to k [batch, T, K, d] and v [batch, T, K, e]: [batch, S, H, e], with
-        H query heads and K key/value heads.
+        """Compute attention of queries to keys and values, [batch, S, H, e], with H query and K key/value heads.
+        Shapes are q [batch, S, H, d], k [batch, T, K, d] and v [batch, T, K, e].
         """
         if context.cache is not None:
             return self.attend_with_cache(q, k, v, context.cache, context.relative)
@@ -72,8 +72,8 @@ class AttentionCore(nn.Module):
     def attend_with_cache(
         self, q: Tensor, k: Tensor, v: Tensor | None, cache: KVCache, relative: PositionBias | None = None
     ) -> Tensor:
-        """Append this call's keys and values to the KV cache, and return the attention of this call's queries to all
-        cached keys.
+        """Append keys and values to the KV cache, and return the attention of the queries to all cached keys.
+        Queries, keys and values come from the tokens of this call.
         """
         return cache.update_and_attend(
             self.layer, q, k, v, self.window, CachedAttention(self.kernels, self.score_transform, relative)
@@ -136,7 +136,9 @@ class SelfAttention(nn.Module):
         self.k_norm = build.build_qk_norm(f"{name}.k_norm", config.key_value_heads) if config.qk_norm else None
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
-        """Map hidden states [B, S or S/T, D] to the same shape; S/T under sequence parallelism."""
+        """Map hidden states [B, S or S/T, D] to the output of self-attention, of an equal shape.
+        S/T is the length under sequence parallelism.
+        """
         gate, qkv = None, self.qkv(x, context.dropout)
         if self.gated:
             gate, qkv = torch.tensor_split(qkv, [self.heads * self.size], -1)

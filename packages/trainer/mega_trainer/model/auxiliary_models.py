@@ -20,15 +20,16 @@ from mega_trainer.parallel.tensor_parallel import local_sequence_slice
 
 
 class RewardModel(Decoder):
-    """Decoder with a scalar head: its scores replace the log-probabilities in an objective, and its token losses are
-    minus the scores.
+    """Decoder with a scalar head, which scores sequences (reward model).
+    The scores replace the log-probabilities in an objective; the token losses are minus the scores.
     """
 
     def compute_objective(
         self, x: Tensor, batch: MicroBatch, context: ForwardContext, tied_weight: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the objective from the final hidden states [B, S or S/T, D] (S/T under sequence parallelism over T
-        ranks), with reward scores for log-probabilities; see `Decoder.compute_objective`.
+        """Return the training objective from the final hidden states, with reward scores for log-probabilities.
+        The hidden states are [B, S or S/T, D] (S/T under sequence parallelism over T ranks); see
+        `Decoder.compute_objective`.
 
         It is zero without a `weight_fn`.
         """
@@ -46,8 +47,8 @@ class RewardModel(Decoder):
 
 
 class DistillationTeacher(Decoder):
-    """Teacher model that returns, in place of each token's loss, its K most likely next tokens: [B, S, 2 K], log-
-    probabilities and then ids.
+    """Teacher model for distillation, which returns its K most likely next tokens in place of each token's loss.
+    They are [B, S, 2 K], log-probabilities and then ids.
 
     fp32 represents ids exactly up to 2^24.
 
@@ -60,8 +61,9 @@ class DistillationTeacher(Decoder):
     def compute_objective(
         self, x: Tensor, batch: MicroBatch, context: ForwardContext, tied_weight: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return a zero objective and the K most likely next tokens of each token, from the final hidden states [B, S
-        or S/T, D] (S/T under sequence parallelism over T ranks); see `Decoder.compute_objective`.
+        """Return a zero objective and the K most likely next tokens of each token, from the final hidden states.
+        The hidden states are [B, S or S/T, D] (S/T under sequence parallelism over T ranks); see
+        `Decoder.compute_objective`.
         """
         hidden = self.head.prepare_hidden(self.head.norm(x)).flatten(0, 1)
         output = self.get_output_projection(tied_weight)

@@ -44,8 +44,9 @@ class CrossAttention(nn.Module):
         )
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
-        """Map decoder hidden states [B, S or S/T, D] (S/T under sequence parallelism over T ranks) to the same shape;
-        `context.source` has the encoder's outputs, or in generation the KV cache has their keys and values.
+        """Map decoder hidden states to hidden states of an equal shape by attention to an encoder's outputs.
+        They are [B, S or S/T, D] (S/T under sequence parallelism over T ranks); `context.source` has the encoder's
+        outputs, or in generation the KV cache has their keys and values.
         """
         q = torch.unflatten(self.q(x), -1, (-1, self.size))
         if context.cache is not None:
@@ -61,8 +62,9 @@ class CrossAttention(nn.Module):
         return out
 
     def project_keys_values(self, memory: Tensor) -> tuple[Tensor, Tensor]:
-        """Project this rank's encoder outputs [B, its encoder tokens, D] to keys and values [B, all E encoder tokens, K
-        heads, d], gathered from the context ranks in order.
+        """Project encoder outputs to the keys and values of cross attention, [B, all E encoder tokens, K heads, d].
+        The outputs are this rank's, [B, its encoder tokens, D]; keys and values are gathered from the context ranks in
+        order.
         """
         pair = self.kv(memory)
         if self.groups.cp.size > 1:

@@ -33,8 +33,8 @@ from mega_trainer.parallel.zero_buffers import ForwardUnit
 
 
 class MultiTokenPredictor(nn.Module):
-    """Multi-token prediction (MTP) layer, which predicts one more token ahead; its number `layer` follows the numbers
-    of the model's layers.
+    """Multi-token prediction (MTP) layer, which predicts one more token ahead.
+    Its number `layer` follows the numbers of the model's layers.
 
     The k-th layer (arXiv:2412.19437, section 2.2) predicts token i + 1 + k from the previous MTP layer's output for token i (the
     first: from the model's normalised output) and the embedding of token i + k, with the model's embedding and head:
@@ -57,8 +57,9 @@ class MultiTokenPredictor(nn.Module):
         self.norm = build.build_residual_norm(f"{name}.shared_head.norm")
 
     def forward(self, embedded: Tensor, hidden: Tensor, context: ForwardContext) -> Tensor:
-        """Map the embeddings of tokens k positions ahead and the previous layer's hidden states, [B, S or S/T, D] (S/T
-        under sequence parallelism over T ranks), to this layer's hidden states.
+        """Map embeddings of later tokens and hidden states to the hidden states of a multi-token prediction layer.
+        The embeddings belong to tokens k positions ahead; the hidden states are the previous layer's. All are [B, S
+        or S/T, D] (S/T under sequence parallelism over T ranks).
         """
         joined = torch.cat([self.embedding_norm(embedded), self.hidden_norm(hidden)], -1)
         y: Tensor = self.norm(self.block(self.linear(joined, self.join), context))
@@ -67,8 +68,8 @@ class MultiTokenPredictor(nn.Module):
 
 @dataclass(frozen=True)
 class StageLayers:
-    """Share of a model in one pipeline stage: layers [first, last), with the embedding (`embeds`) and the output head
-    (`heads`) where the stage has them.
+    """Share of a model in one pipeline stage: a range of layers, and the embedding and output head, if any.
+    The layers are [first, last); `embeds` and `heads` say whether the stage has the embedding and the output head.
 
     MTP layers are in the stage of the head. `has_embedding_and_head`: one rank has the stages of both embedding and head.
     """
@@ -80,7 +81,9 @@ class StageLayers:
     has_embedding_and_head: bool = False
 
     def lends_embedding(self, config: ModelConfig) -> bool:
-        """Return whether the output head's stage, on the same rank, gets the embedding of this stage."""
+        """Return whether the output head's stage gets the embedding of this stage.
+        The two stages are on the same rank.
+        """
         return self.separates_tied_embedding(config) and self.has_embedding_and_head and self.embeds
 
     @classmethod
@@ -89,27 +92,27 @@ class StageLayers:
         return cls(0, config.num_layers)
 
     def separates_tied_embedding(self, config: ModelConfig) -> bool:
-        """Return whether the output head needs the embedding matrix (tied weights or MTP layers) and this stage does
-        not have both.
+        """Return whether the output head needs the embedding matrix and this pipeline stage does not have both.
+        The head needs it with tied weights or MTP layers.
         """
         return (config.tie_embeddings or config.mtp_layers > 0) and not (self.embeds and self.heads)
 
     def has_embedding_copy(self, config: ModelConfig) -> bool:
-        """Return whether the first and the last stage each keep a copy of the embedding, because they are on different
-        ranks.
+        """Return whether the first and the last pipeline stage each keep a copy of the embedding.
+        They do if they are on different ranks.
         """
         return self.separates_tied_embedding(config) and not self.has_embedding_and_head
 
     def borrows_embedding(self, config: ModelConfig) -> bool:
-        """Return whether this is the output head's stage and gets the embedding with each micro-batch from another
-        stage of the same rank.
+        """Return whether the output head on this pipeline stage gets the embedding from another stage of this rank.
+        It then gets it with each micro-batch.
         """
         return self.separates_tied_embedding(config) and self.has_embedding_and_head and self.heads
 
 
 class PositionTypeEmbeddings(nn.Module):
-    """Learned position and segment-type embeddings and their norm: norm(x + position + type), with the terms that the
-    model has; weights are whole on every tensor rank.
+    """Learned position and segment-type embeddings and their norm: norm(x + position + type).
+    The sum has the terms that the model has; weights are whole on every tensor rank.
     """
 
     def __init__(self, build: LayerBuilder) -> None:
@@ -126,8 +129,9 @@ class PositionTypeEmbeddings(nn.Module):
         self.norm = build.build_residual_norm("model.embed_norm") if config.embedding_norm else None
 
     def forward(self, x: Tensor, positions: Tensor, types: Tensor | None) -> Tensor:
-        """Add position and type embeddings to token embeddings x [B, S or S/T, D] (S/T under sequence parallelism over
-        T ranks), and normalise; positions int64 [B or 1, S], types int64 [B, S] (None: all are 0).
+        """Add position and type embeddings to token embeddings, and normalise.
+        x is [B, S or S/T, D] (S/T under sequence parallelism over T ranks), positions int64 [B or 1, S], types int64
+        [B, S] (None: all are 0).
         """
         part = local_sequence_slice(positions.shape[-1], self.tp, sp=self.sp)
         if self.positions is not None:
@@ -138,8 +142,8 @@ class PositionTypeEmbeddings(nn.Module):
 
 
 def apply_embedding_scale(x: Tensor, config: ModelConfig) -> Tensor:
-    """Multiply token embeddings [.., D] by the configuration's factors; Gemma's sqrt(D) is rounded to their dtype, as
-    in training.
+    """Multiply token embeddings [.., D] by the model configuration's factors.
+    Gemma's sqrt(D) is rounded to their dtype, as in training.
     """
     if config.scale_embeddings:
         x = x * torch.tensor(math.sqrt(config.hidden_size), dtype=x.dtype)  # stays on the host: a copy would wait
@@ -202,8 +206,8 @@ class Decoder(nn.Module):
         return build_transformer_layer(build, index)
 
     def list_parameter_units(self) -> list[ForwardUnit]:
-        """Return the model's modules (such as layers) in forward order, each with the parameters that it is the first
-        to use; ZeRO waits for gathered weights module by module.
+        """Return the model's modules (such as layers) in forward order, with their parameters.
+        Each comes with the parameters that it is the first to use; ZeRO waits for gathered weights module by module.
         """
         units = [ForwardUnit(layer, list(layer.parameters())) for layer in self.layers]
         if self.stage.embeds:
@@ -227,14 +231,14 @@ class Decoder(nn.Module):
 
     @property
     def output_weight(self) -> Tensor:
-        """Output matrix [V/T, D] over the vocabulary rows of this rank, one of T tensor ranks; the embedding matrix if
-        weights are tied.
+        """Output matrix [V/T, D] over the vocabulary rows of this rank, one of T tensor ranks.
+        It is the embedding matrix if weights are tied.
         """
         return self.embedding.weight if self.matrix is None else self.matrix
 
     def get_output_projection(self, tied_weight: Tensor | None = None) -> OutputProjection:
-        """Return the output projection (weight and bias); `tied_weight` [V/T, D] (T tensor ranks) is the embedding that
-        this stage gets from another stage, if it does.
+        """Return the output projection (weight and bias) from hidden states to logits.
+        `tied_weight` [V/T, D] (T tensor ranks) is the embedding that this stage gets from another stage, if it does.
         """
         borrowed = tied_weight if self.config.tie_embeddings else None
         return OutputProjection(self.output_weight if borrowed is None else borrowed, self.head_bias)
@@ -249,8 +253,8 @@ class Decoder(nn.Module):
         sequence_bounds: DocumentBounds | None = None,
         routing: MicroBatchRouting | None = None,
     ) -> ForwardContext:
-        """Return the forward context for tokens at `positions`, int64 [B or 1, S], or [3, B, S] for multimodal rotary
-        positions.
+        """Return the forward context for tokens at given positions.
+        `positions` are int64 [B or 1, S], or [3, B, S] for multimodal rotary positions.
 
         Args:
             positions: int64 [B or 1, S], or [3, B, S] as for `RotaryEmbedding.compute_rotation`.
@@ -294,14 +298,14 @@ class Decoder(nn.Module):
         )
 
     def embed_micro_batch(self, batch: MicroBatch, context: ForwardContext) -> Tensor:
-        """Embed a micro-batch's tokens (and images) and return the input of the first layer, [B, S or S/T, D] (S/T
-        under sequence parallelism over T ranks).
+        """Embed a micro-batch's tokens (and images) and return the input of the first layer.
+        It is [B, S or S/T, D] (S/T under sequence parallelism over T ranks).
         """
         return self.embed_inputs(batch.tokens, batch.positions, context.dropout, batch.token_types, batch.images)
 
     def pipeline_message_shape(self, batch: MicroBatch) -> tuple[int, int, int]:
-        """Return the shape of a micro-batch's activations between two pipeline stages: [B, S or S/T, D] (S/T under
-        sequence parallelism over T ranks).
+        """Return the shape of a micro-batch's activations between two pipeline stages.
+        It is [B, S or S/T, D] (S/T under sequence parallelism over T ranks).
         """
         rows, length = batch.tokens.shape
         local_length = len(range(length)[local_sequence_slice(length, self.groups.tp, sp=self.sp)])
@@ -315,8 +319,9 @@ class Decoder(nn.Module):
         types: Tensor | None = None,
         images: BatchImages | None = None,
     ) -> Tensor:
-        """Embed tokens, positions and segment types, int64 [B, S], and optional images, and return the input of the
-        first layer, [B, S or S/T, D] (S/T under sequence parallelism over T ranks).
+        """Embed tokens, positions, segment types and images, and return the input of the first layer.
+        Tokens, positions and types are int64 [B, S], and images are optional; the result is [B, S or S/T, D] (S/T under
+        sequence parallelism over T ranks).
         """
         x = apply_embedding_scale(self.embedding(tokens), self.config)
         if self.vision is not None and images is not None:
@@ -328,16 +333,16 @@ class Decoder(nn.Module):
         return x if dropout is None else dropout.drop_residual(x, self.config.embedding_dropout, layer, "embedding")
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
-        """Pass hidden states [B, S or S/T, D] (S/T under sequence parallelism over T ranks) through this stage's
-        layers, without embedding and output head.
+        """Pass hidden states through this stage's layers, without embedding and output head.
+        They are [B, S or S/T, D] (S/T under sequence parallelism over T ranks).
         """
         for index, layer in enumerate(self.layers):
             x = self.saved.run_layer(index, layer, x, context)
         return x
 
     def compute_token_loss(self, x: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the sum of the cross entropies of labels int64 [B, S], weighted by fp32 [B, S], and each token's
-        unweighted cross entropy [B, S].
+        """Return the weighted sum of the tokens' cross entropies, and each token's unweighted cross entropy [B, S].
+        Labels are int64 [B, S], weights fp32 [B, S].
         """
         return self.head.compute_token_loss(
             self.head.norm(x), self.get_output_projection(), HeadTargets(labels, weights)
@@ -346,8 +351,9 @@ class Decoder(nn.Module):
     def compute_objective(
         self, x: Tensor, batch: MicroBatch, context: ForwardContext, tied_weight: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the training loss from the final hidden states [B, S or S/T, D] (S/T under sequence parallelism over T
-        ranks), the weighted sums of the next-token and further losses [2], and each token's loss [B, S].
+        """Return the training loss, its parts and each token's loss [B, S] from the final hidden states.
+        The hidden states are [B, S or S/T, D] (S/T under sequence parallelism over T ranks); the parts are the weighted
+        sums of the next-token and further losses [2].
 
         Args:
             tied_weight: the tied embedding [V/T, D], for a stage that `borrows` it.
@@ -387,7 +393,7 @@ class Decoder(nn.Module):
     def run_stage(
         self, x: Tensor | None, batch: MicroBatch, context: ForwardContext, tied_weight: Tensor | None = None
     ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
-        """Run this stage on a micro-batch as one forward, so that ZeRO-3 gathers weights around it.
+        """Run this pipeline stage on a micro-batch as one forward, so that ZeRO-3 gathers weights around it.
 
         Args:
             x: hidden states from the previous stage, of `pipeline_message_shape`; None: this stage embeds the tokens.
@@ -407,7 +413,7 @@ class Decoder(nn.Module):
         return result
 
     def compute_logits(self, x: Tensor) -> Tensor:
-        """Return logits [B, S, V] of the final hidden states, over the whole vocabulary on every tensor rank. Not for
-        training.
+        """Return logits [B, S, V] of the final hidden states. Not for training.
+        They are over the whole vocabulary on every tensor rank.
         """
         return self.head.compute_logits(self.head.norm(x), self.get_output_projection())

@@ -38,8 +38,8 @@ from mega_trainer.parallel.zero_buffers import ForwardUnit
 
 
 class EncoderDecoderModel(Decoder):
-    """Encoder-decoder model (T5), or the layers of it in one pipeline stage; after the last layer the hidden states are
-    the decoder's tokens alone.
+    """Encoder-decoder model (T5), or the layers of it in one pipeline stage.
+    After the last layer the hidden states are the decoder's tokens alone.
     """
 
     def __init__(
@@ -62,8 +62,8 @@ class EncoderDecoderModel(Decoder):
         self.tables = nn.ParameterList(build_bias_table(build, f"model.{name}_relative_bias") for name in names)
 
     def list_parameter_units(self) -> list[ForwardUnit]:
-        """Return the model's modules in forward order, each with the parameters that it is the first to use; ZeRO waits
-        for gathered weights module by module.
+        """Return the model's modules in forward order, with their parameters.
+        Each comes with the parameters that it is the first to use; ZeRO waits for gathered weights module by module.
         """
         first, *others = super().list_parameter_units()
         if self.stage.embeds:
@@ -75,8 +75,8 @@ class EncoderDecoderModel(Decoder):
 
     @property
     def bias_table_rows(self) -> int:
-        """Number of extra rows along the sequence axis of a pipeline message that carry the relative position bias
-        tables.
+        """Number of extra rows of a pipeline message that carry the relative position bias tables.
+        The rows are along the sequence axis.
         """
         if self.table_shape is None:
             return 0
@@ -84,16 +84,16 @@ class EncoderDecoderModel(Decoder):
         return -(-2 * rows * heads // self.config.hidden_size)
 
     def pipeline_message_shape(self, batch: MicroBatch) -> tuple[int, int, int]:
-        """Return the shape [batch, rows, D] of a micro-batch's activations between two pipeline stages; rows are
-        encoder tokens, decoder tokens and relative position bias tables.
+        """Return the shape [batch, rows, D] of a micro-batch's activations between two pipeline stages.
+        Rows are encoder tokens, decoder tokens and relative position bias tables.
         """
         assert batch.source is not None
         rows, length, width = super().pipeline_message_shape(batch)
         return rows, self._local_length(batch.source.tokens.shape[1]) + length + self.bias_table_rows, width
 
     def embed_micro_batch(self, batch: MicroBatch, context: ForwardContext) -> Tensor:
-        """Return the embedded encoder and decoder tokens of a micro-batch, concatenated along the sequence, with the
-        relative position bias tables appended.
+        """Return the embedded encoder and decoder tokens of a micro-batch, concatenated along the sequence.
+        The relative position bias tables are appended.
         """
         assert batch.source is not None
         assert context.source is not None
@@ -103,8 +103,8 @@ class EncoderDecoderModel(Decoder):
     def make_batch_context(
         self, batch: MicroBatch, dropout: DropoutFactory, routing: MicroBatchRouting | None = None
     ) -> ForwardContext:
-        """Return the forward context of the decoder's layers for a micro-batch (positions, mask, dropout, routing),
-        which includes that of the encoder's layers.
+        """Return the forward context of the decoder's layers for a micro-batch.
+        It has positions, mask, dropout and routing, and includes the context of the encoder's layers.
         """
         context, source = super().make_batch_context(batch, dropout, routing), batch.source
         assert source is not None
@@ -116,8 +116,8 @@ class EncoderDecoderModel(Decoder):
         return replace(context, source=EncoderContext(own, self._local_length(length), source.attention_mask))
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
-        """Pass encoder and decoder hidden states through this stage's layers; with a KV cache, through the decoder's
-        alone, since the cache has the encoder's keys and values.
+        """Pass encoder and decoder hidden states through this stage's layers.
+        With a KV cache, pass them through the decoder's alone, since the cache has the encoder's keys and values.
         """
         if context.cache is not None:
             own = replace(context, relative=self._position_bias(causal=True))
@@ -138,8 +138,8 @@ class EncoderDecoderModel(Decoder):
 
     @torch.inference_mode()
     def encode_keys_values(self, tokens: Tensor) -> dict[int, tuple[Tensor, Tensor]]:
-        """Encode a text, int64 [1, E], and return the cross-attention keys and values [1, E, K, d] of each decoder
-        layer by layer number.
+        """Encode a text, and return the cross-attention keys and values of each decoder layer by layer number.
+        The text is int64 [1, E]; keys and values are [1, E, K, d].
 
         For inference only.
         """
@@ -169,8 +169,8 @@ class EncoderDecoderModel(Decoder):
         return rows.expand(len(x), -1, -1)
 
     def split_contexts(self, context: ForwardContext, rows: Tensor) -> tuple[ForwardContext, ForwardContext]:
-        """Return the contexts of the encoder's and the decoder's layers, with the relative position bias tables read
-        from rows [B, R, D] of a pipeline message.
+        """Return the forward contexts of the encoder's and the decoder's layers.
+        The relative position bias tables are read from rows [B, R, D] of a pipeline message.
         """
         assert context.source is not None
         if self.table_shape is None:

@@ -45,8 +45,8 @@ EPSILON = 1e-8
 
 
 def sinkhorn_choice_scores(logits: Tensor, tokens: RoutedTokens, groups: Sequence[CommGroup]) -> Tensor:
-    """Return the Sinkhorn-normalised router scores [N, E] of this rank's tokens from their logits; zero for masked
-    tokens.
+    """Return the Sinkhorn-normalised router scores [N, E] of this rank's tokens from their logits.
+    The scores of masked tokens are zero.
 
     `groups` are the ranks that share the sequence's tokens, which are gathered.
     """
@@ -63,8 +63,8 @@ def sinkhorn_choice_scores(logits: Tensor, tokens: RoutedTokens, groups: Sequenc
 
 
 def sinkhorn_normalize(logits: Tensor) -> Tensor:
-    """Scale exp(logits) [B, S, E] of each sequence by rows and columns until all experts have equal sums (Sinkhorn); a
-    row of -inf is not a token.
+    """Scale the exponentials of router logits [B, S, E] until all experts have equal sums (Sinkhorn).
+    The exponentials of each sequence are scaled by rows and columns; a row of -inf does not belong to a token.
     """
     top = logits.amax(-1, keepdim=True)
     valid = top > float("-inf")
@@ -84,8 +84,8 @@ def sinkhorn_normalize(logits: Tensor) -> Tensor:
 
 
 class ExpertRouter(nn.Module):
-    """Router of a mixture-of-experts layer: scores the experts, selects K for each token and weights them; see
-    `MoeConfig` for the kinds.
+    """Router of a mixture-of-experts layer: scores the experts, selects K for each token and weights them.
+    See `MoeConfig` for the kinds of routers.
 
     Logits are in at least fp32. Every tensor rank has different tokens, so the gradients of the weights are partial.
     """
@@ -111,8 +111,8 @@ class ExpertRouter(nn.Module):
     def forward(
         self, x: Tensor, tokens: RoutedTokens, routing: MicroBatchRouting | None, routes: RoutingReplay | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Route tokens x [N, D]: return each token's experts int64 [N, K], -1 for none, their weights [N, K], and x for
-        the experts.
+        """Route tokens x [N, D] to K experts each in a mixture-of-experts layer.
+        Return each token's experts int64 [N, K], -1 for none, their weights [N, K], and x for the experts.
 
         With replayed experts (`routes`) the weights are still computed from this router's scores. The gradients of the
         auxiliary losses are attached to the weights.
@@ -204,8 +204,8 @@ class _Logits(Function):
 
 
 def compute_router_logits(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return router logits x W^T, [N, D] x [E, D] -> [N, E], in at least fp32 without a copy of x in fp32; and x for
-    its other users.
+    """Return router logits x W^T, [N, D] x [E, D] -> [N, E], and x for its other users.
+    The logits are in at least fp32, without a copy of x in fp32.
 
     The backward adds the gradient of the returned x in the GEMM. For bf16, the logits' gradient is split into the sum of
     two bf16 numbers, which keeps 16 bits.
@@ -227,8 +227,8 @@ class _AttachLoss(Function):
 
 
 def update_selection_bias(routers: Sequence[ExpertRouter], loads: Tensor, layers: Sequence[int]) -> None:
-    """Update the routers' selection biases towards an even load (arXiv:2408.15664): experts below the mean load get a
-    higher bias.
+    """Update the routers' selection biases towards an even expert load (arXiv:2408.15664).
+    Experts below the mean load get a higher bias.
 
     `loads` are the choices of each expert in a step, [layers, E].
     """
@@ -253,8 +253,8 @@ def select_experts(scores: Tensor, moe: MoeConfig, bias: Tensor | None) -> Tenso
 
 
 def count_expert_choices(expert_ids: Tensor, tokens: RoutedTokens, num_experts: int) -> Tensor:
-    """Count, for each of B sequences, how often this rank's tokens chose every expert and, last, its unmasked tokens:
-    int64 [B, E + 1].
+    """Count, for each of B sequences, how often this rank's tokens chose every expert: int64 [B, E + 1].
+    The last column counts the unmasked tokens.
     """
     width = num_experts + 1
     cell = torch.where(expert_ids < 0, tokens.sequences * width, tokens.row.unsqueeze(-1) * width + expert_ids)

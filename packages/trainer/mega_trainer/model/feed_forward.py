@@ -19,8 +19,9 @@ from mega_trainer.parallel.tensor_parallel import SplitHeads
 
 
 def apply_activation(x: Tensor, weights: Tensor | None = None, *, config: ModelConfig, kernels: Kernels) -> Tensor:
-    """Apply the model's feed-forward activation: gated [.., 2F] (gate, then up) -> [.., F], others [.., F] -> [.., F];
-    `weights` multiply each row.
+    """Apply the model's feed-forward activation to hidden values, which halves their width if it is gated.
+    A gated activation maps [.., 2F] (gate, then up) to [.., F], others map [.., F] to [.., F]; `weights` multiply each
+    row.
 
     Rows are multiplied by `weights` [..], if given.
     """
@@ -31,7 +32,9 @@ def apply_activation(x: Tensor, weights: Tensor | None = None, *, config: ModelC
 
 
 def apply_ungated_activation(x: Tensor, activation: str) -> Tensor:
-    """Apply the activation of that name (such as gelu or relu2), without a gate, element by element."""
+    """Apply an activation function (such as gelu or relu2), without a gate, element by element.
+    `activation` is its name.
+    """
     if activation == "relu2":  # arXiv:2109.08668
         return F.relu(x).square()
     if activation == "quick_gelu":  # CLIP's
@@ -67,8 +70,9 @@ class FeedForward(nn.Module):
         self.down = build.build_row_linear(f"{name}.down_proj", width, bias=config.mlp_bias)
 
     def forward(self, x: Tensor, context: ForwardContext | None = None) -> Tensor:
-        """Map hidden states [B, S or S/T, D] (S/T under sequence parallelism over T ranks) to the same shape; of the
-        context only the dropout is used, for LoRA adapters.
+        """Map hidden states to the feed-forward block's output of an equal shape.
+        The shape is [B, S or S/T, D] (S/T under sequence parallelism over T ranks). Of the context only the dropout is
+        used, for LoRA adapters.
         """
         dropout = None if context is None else context.dropout
         h = self.saved.recompute_output("activation", self.activate, self.up(x, dropout))

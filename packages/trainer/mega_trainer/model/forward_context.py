@@ -40,8 +40,8 @@ RecurrenceFunction = Callable[[Tensor, Sequence[Tensor] | None], tuple[Tensor, S
 
 @dataclass(frozen=True)
 class CachedAttention:
-    """Attention function that a layer passes to the KV cache, with the layer's score transform and relative position
-    bias.
+    """Attention function that a layer passes to the KV cache.
+    It has the layer's score transform and relative position bias.
     """
 
     kernels: Kernels
@@ -62,15 +62,15 @@ class CachedAttention:
 
 
 class KVCache(Protocol):
-    """Interface of a cache of earlier tokens for generation: keys and values, MLA latents, or recurrent states of each
-    layer.
+    """Interface of a cache of earlier tokens for generation.
+    The cache has keys and values, MLA latents, or recurrent states of each layer.
     """
 
     def update_and_attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor | None, window: int | None, attend: CachedAttention
     ) -> Tensor:
-        """Append this call's k and v to the cache and attend from q to all cached keys; a query attends to at most the
-        last `window` keys.
+        """Append keys and values to the KV cache, and attend from the queries to all cached keys.
+        k, v and q belong to the tokens of this call; a query attends to at most the last `window` keys.
 
         q [B, S, H, d], k [B, S, K, d] and v [B, S, K, e] -> [B, S, H, e]; without v the keys are also the values.
         """
@@ -79,8 +79,9 @@ class KVCache(Protocol):
         """Attend from this call's queries [B, S, H, d] to the cached encoder keys and values: [B, S, H, d]."""
 
     def update_and_recur(self, layer: int, x: Tensor, step: RecurrenceFunction) -> Tensor:
-        """Call `step` with this call's tokens x [B, S, c] and the layer's cached recurrent states, store the new
-        states, and return the outputs [B, S, e].
+        """Advance a layer's cached recurrent states by the next tokens, and return the outputs [B, S, e].
+        Call `step` with this call's tokens x [B, S, c] and the layer's cached recurrent states, and store the new
+        states.
         """
 
 
@@ -88,7 +89,7 @@ class AttentionMask(Protocol):
     """Interface of attention masks over the tokens of a forward pass."""
 
     def mask_for_window(self, window: int | None) -> Tensor | AttentionMaskSpec:
-        """Return the mask of a layer whose queries attend to at most `window` keys.
+        """Return the attention mask of a layer whose queries attend to at most `window` keys.
 
         A tensor is boolean, [B or 1, 1, S, T].
         """
@@ -115,12 +116,14 @@ class SequenceMask:
     _preceding: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
     def mask_for_window(self, window: int | None) -> AttentionMaskSpec:
-        """Return the mask over all queries and keys of a layer whose queries attend to at most `window` keys each."""
+        """Return the attention mask over all queries and keys of a layer with a sliding window.
+        Queries attend to at most `window` keys each.
+        """
         return self._square(range(self.length), window)
 
     def mask_between(self, queries: range, keys: range, window: int | None) -> list[MaskPart]:
-        """Return the mask for a range of queries and a range of keys as a list of masked rectangles; the ranges are
-        equal or do not overlap.
+        """Return the attention mask for a range of queries and a range of keys as a list of masked rectangles.
+        The ranges are equal or do not overlap.
         """
         if queries == keys:
             return [
@@ -150,8 +153,8 @@ class SequenceMask:
         return BandMask(left, 0 if self.causal else left)
 
     def count_preceding_tokens(self, group: CommGroup) -> Tensor | None:
-        """Return, for each token of this rank in the context-parallel `group`, the number of earlier tokens in its
-        document: int64 [B, s].
+        """Return the number of earlier tokens in its document for each token of this rank, int64 [B, s].
+        The rank is a context-parallel rank of `group`.
 
         None without document bounds: all earlier tokens.
         """
@@ -166,8 +169,8 @@ class SequenceMask:
 
     @cached_property
     def cu_seqlens(self) -> tuple[Tensor, Tensor] | None:
-        """Starts of all documents, in the batch rows one after another, and the end: int64 [documents + 1], on device
-        and host; None without documents.
+        """Starts of all documents, in the batch rows one after another, and the end of the last (cu_seqlens).
+        They are int64 [documents + 1], on device and host; None without documents.
 
         None without document bounds.
         """
@@ -193,8 +196,8 @@ class SequenceMask:
 
 @dataclass(frozen=True)
 class ForwardContext:
-    """State shared by all layers of one forward pass: attention mask, rotary angles, KV cache, dropout and expert
-    routing.
+    """State shared by all layers of one forward pass.
+    It has the attention mask, rotary angles, KV cache, dropout and expert routing.
 
     Attributes:
         attention_mask: attention mask over the tokens.
@@ -226,8 +229,8 @@ class ForwardContext:
 
 @dataclass(frozen=True)
 class EncoderContext:
-    """Encoder side of one forward pass: the data that a decoder layer's cross attention needs about the encoder's
-    outputs.
+    """Encoder side of one forward pass, for cross attention.
+    It has the data that a decoder layer's cross attention needs about the encoder's outputs.
 
     Attributes:
         context: forward context of the encoder's layers.
@@ -245,8 +248,8 @@ class EncoderContext:
 
 
 def with_encoder_memory(context: ForwardContext, memory: Tensor) -> ForwardContext:
-    """Return a copy of the forward context in which cross attention attends to `memory`, an encoder's outputs [batch,
-    encoder tokens, D].
+    """Return a copy of the forward context in which cross attention attends to given encoder outputs.
+    `memory` are the outputs, [batch, encoder tokens, D].
     """
     assert context.source is not None
     return replace(context, source=replace(context.source, memory=memory))
@@ -254,8 +257,8 @@ def with_encoder_memory(context: ForwardContext, memory: Tensor) -> ForwardConte
 
 @dataclass(frozen=True)
 class CrossAttentionChunks:
-    """Chunked cross attention, as in Retro: queries are cut into chunks, and each chunk attends to its own equal part
-    of the keys.
+    """Chunked cross attention, as in Retro.
+    Queries are cut into chunks, and each chunk attends to its own equal part of the keys.
 
     Attributes:
         count: number of chunks of all rows together.
@@ -273,8 +276,9 @@ class CrossAttentionChunks:
     def attend_chunks(
         self, attend: Callable[[Tensor, Tensor, Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor
     ) -> Tensor:
-        """Call `attend` on all chunks at once: q [.., S, H, d], k and v [.., T, K, d], cut into `count` chunks in
-        order; return the shape of q, 0 for queries without keys.
+        """Call the attention function `attend` on all chunks of queries and keys at once.
+        The tensors q [.., S, H, d], k and v [.., T, K, d] are cut into `count` chunks in order. Return a tensor of the
+        shape of q, 0 for queries without keys.
 
         The rows and tokens of k and v are `count` chunks in order.
         """

@@ -31,8 +31,8 @@ from mega_trainer.parallel.tensor_parallel import SplitHeads
 
 
 class GatedDeltaNet(nn.Module):
-    """Gated DeltaNet layer, a linear-attention token mixer: projections, short convolution, gated delta rule, gated
-    norm and output projection.
+    """Gated DeltaNet layer, a linear-attention token mixer.
+    It has projections, a short convolution, the gated delta rule, a gated norm and an output projection.
     """
 
     def __init__(self, build: LayerBuilder, layer: int) -> None:
@@ -63,7 +63,9 @@ class GatedDeltaNet(nn.Module):
         self.out = build.build_row_linear(f"{name}.out_proj", delta.num_value_heads * delta.value_head_dim, bias=False)
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
-        """Map hidden states [B, S or S/T, D] to the same shape; S/T under sequence parallelism."""
+        """Map hidden states [B, S or S/T, D] to the output of the Gated DeltaNet layer, of an equal shape.
+        S/T is the length under sequence parallelism.
+        """
         conv_input, z, b, a = torch.split(self.projection(x), self.widths, -1)
         normed = self.norm(self.recurrence(self._apply_delta_rule, conv_input, (b, a), context)).flatten(-2)
         out: Tensor = self.out((upcast_to_fp32(normed) * F.silu(upcast_to_fp32(z))).to(z.dtype))

@@ -39,8 +39,8 @@ from mega_trainer.parallel.tensor_parallel import SplitHeads, gather_sequence
 
 
 class MultiLatentAttention(nn.Module):
-    """Multi-head latent attention (MLA, DeepSeek): low-rank projections of queries and of keys and values, attention
-    and output projection.
+    """Multi-head latent attention (MLA, DeepSeek).
+    It has low-rank projections of queries and of keys and values, attention and an output projection.
     """
 
     def __init__(self, build: LayerBuilder, layer: int) -> None:
@@ -68,7 +68,9 @@ class MultiLatentAttention(nn.Module):
         self.out = build.build_row_linear(f"{name}.o_proj", heads * mla.v_head_dim, bias=config.attention_out_bias)
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
-        """Map hidden states [B, S or S/T, D] to the same shape; S/T under sequence parallelism."""
+        """Map hidden states [B, S or S/T, D] to the output of multi-head latent attention, of an equal shape.
+        S/T is the length under sequence parallelism.
+        """
         rotation = context.rotation_for_window(self.core.window)
         assert rotation is not None
         q, latent, k_rot = self._project_latents(x, context.dropout)
@@ -120,8 +122,8 @@ class MultiLatentAttention(nn.Module):
 
 
 class LatentProjection(nn.Module):
-    """Down-projection x A to MLA's latent: `width` columns, normalised if `mla.latent_norm`, and then `extra` columns
-    without norm, whole on every tensor rank.
+    """Down-projection x A to the latent of multi-head latent attention (MLA), whole on every tensor rank.
+    Its output has `width` columns, normalised if `mla.latent_norm`, and then `extra` columns without norm.
     """
 
     def __init__(self, build: LayerBuilder, projection: str, width: int, norm: str, extra: int = 0) -> None:
@@ -140,8 +142,8 @@ class LatentProjection(nn.Module):
             self.norm = Norm(build.kernels, weight, None, mla.norm_eps)
 
     def forward(self, x: Tensor, dropout: SeededDropout | None = None) -> Tensor:
-        """Map hidden states [B, S or S/T, D] (S/T under sequence parallelism over T ranks) to [B, S or S/T, width +
-        extra].
+        """Map hidden states to the latent of multi-head latent attention, [B, S or S/T, width + extra].
+        The hidden states are [B, S or S/T, D] (S/T under sequence parallelism over T ranks).
         """
         y = self.linear(x, self.weight, self.bias)
         y = y if self.adapter is None else self.adapter(x, y, self.weight, self.bias, dropout)
@@ -152,8 +154,8 @@ class LatentProjection(nn.Module):
 
 
 def mla_score_scale(config: ModelConfig) -> float:
-    """Return MLA's factor on attention scores: 1 / sqrt(query size), times YaRN's squared mscale if
-    `rope.mscale_all_dim` is set.
+    """Return the factor on attention scores of multi-head latent attention (MLA).
+    It is 1 / sqrt(query size), times YaRN's squared mscale if `rope.mscale_all_dim` is set.
     """
     scale = config.attention_scale or 1 / math.sqrt(config.query_key_head_dim)
     if config.rope.scaling == "yarn" and config.rope.mscale_all_dim:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import nn
@@ -40,6 +40,7 @@ class LayerBuilder(ParameterBuilder):
         dispatcher: dispatcher of tokens to experts; None: `AllToAllDispatcher`.
         dispatch_bound: most rows of each rank's experts, as a multiple of an even load; None: unbounded.
         saved: policy of saved activations.
+        blocks: mixers and feed-forward blocks of extensions, by name.
     """
 
     leaves: LeafCompiler = field(default_factory=LeafCompiler)
@@ -49,6 +50,7 @@ class LayerBuilder(ParameterBuilder):
     dispatcher: ExpertDispatcher | None = None
     dispatch_bound: float | None = None
     saved: SavedActivations = field(default_factory=SavedActivations)
+    blocks: Mapping[str, LayerFactory] = field(default_factory=dict)
 
     @property
     def unsharded_linear(self) -> ParallelLinearFunction:
@@ -66,8 +68,8 @@ class LayerBuilder(ParameterBuilder):
         return replace(self, products=None)
 
     def builder_for_layer(self, layer: int) -> LayerBuilder:
-        """Return this builder with the linear back end of layer number `layer`, since some layers may be kept out of
-        fp8.
+        """Return a copy of this layer builder with the linear back end of one layer.
+        `layer` is the layer's number; some layers may be kept out of fp8.
         """
         return replace(self, products=self.by_layer.get(layer))
 
@@ -80,8 +82,8 @@ class LayerBuilder(ParameterBuilder):
         return config.init_std / (math.sqrt(branches) if config.scale_residual_init else 1.0)
 
     def build_column_linear(self, blocks: Sequence[SplitHeads], *, bias: bool) -> ColumnParallelLinear:
-        """Build a fused column-parallel layer of several [count * size, D] projections, one for each of `blocks`, split
-        by heads over tensor ranks.
+        """Build a fused column-parallel linear layer of several projections, split by heads over tensor ranks.
+        The projections are [count * size, D], one for each of `blocks`.
         """
         config = self.config
         weights = self.build_head_parameters(_suffixed(blocks, "weight"), (config.hidden_size,), std=config.init_std)
@@ -93,8 +95,8 @@ class LayerBuilder(ParameterBuilder):
         return layer
 
     def build_column_weight(self, name: str, rows: int, width: int) -> nn.Parameter:
-        """Build a weight [rows/T, width] split by rows over T tensor ranks, for an input that every tensor rank already
-        has unsplit.
+        """Build a weight [rows/T, width] split by rows over T tensor ranks.
+        Its input is one that every tensor rank already has unsplit.
         """
         return self.build_head_parameters([SplitHeads(f"{name}.weight", rows)], (width,), std=self.config.init_std)[0]
 
@@ -130,8 +132,8 @@ class LayerBuilder(ParameterBuilder):
         return out[0], out[1] if bias else None
 
     def build_expert_columns(self, name: str, *, bias: bool) -> tuple[nn.Parameter, nn.Parameter | None]:
-        """Build the output projection of this rank's experts, split by columns, [local experts, D, local columns], and
-        its unsplit bias [local experts, D].
+        """Build the output projection of this rank's experts, split by columns, and its unsplit bias.
+        The weight is [local experts, D, local columns], the bias [local experts, D].
         """
         own, width, out = self._expert_widths()
         piece = self.make_expert_piece(f"{name}.weight", (out, width), axis=1)
@@ -188,8 +190,8 @@ class LayerBuilder(ParameterBuilder):
         )[0]
 
     def build_output_matrix(self) -> nn.Parameter:
-        """Build the output matrix [V/T, D], split by vocabulary rows over T tensor ranks; for a reward model [1, D],
-        whole on every rank.
+        """Build the output matrix [V/T, D], split by vocabulary rows over T tensor ranks.
+        For a reward model it is [1, D], whole on every rank.
         """
         if not self.config.score:
             return self.build_vocab_parameter(HEAD)
@@ -198,6 +200,9 @@ class LayerBuilder(ParameterBuilder):
     def build_token_embedding(self, weight: nn.Parameter) -> VocabParallelEmbedding:
         """Build the token embedding module that looks up rows of `weight`, split by vocabulary rows over tensor ranks."""
         return VocabParallelEmbedding(weight, self.groups.tp, sp=self.sp)
+
+
+LayerFactory = Callable[[LayerBuilder, int], nn.Module]
 
 
 def _suffixed(blocks: Sequence[SplitHeads], suffix: str) -> list[SplitHeads]:

@@ -115,8 +115,8 @@ def _whole_adapter(build: ParameterBuilder, name: str) -> LoraAdapterLayer | Non
 def build_expert_adapter(
     build: ParameterBuilder, name: str, *, parts: int = 1, columns: bool = False
 ) -> ExpertLoraAdapter | None:
-    """Build the LoRA adapter of an expert projection: of `parts` stacked projections split by rows, or of one split by
-    columns; None if it is not adapted.
+    """Build the LoRA adapter of an expert projection, or return None if the projection is not adapted.
+    The adapter is for `parts` stacked projections split by rows, or for one split by columns.
     """
     module = build.adapts.get(name)
     if module is None:
@@ -136,8 +136,8 @@ def build_expert_adapter(
 
 
 def lora_init_std(width: int) -> float:
-    """Return the initial standard deviation of LoRA's matrix A for an input of `width`, as of PEFT's uniform
-    distribution; B starts at zero.
+    """Return the initial standard deviation of LoRA's matrix A for an input of `width` elements.
+    It equals the one of PEFT's uniform distribution; B starts at zero.
     """
     return 1 / math.sqrt(3 * width)
 

@@ -32,8 +32,8 @@ from mega_trainer.parallel.tensor_parallel import SplitHeads, sum_input_gradient
 
 
 class MambaMixer(nn.Module):
-    """Mamba-2 layer, a state-space token mixer: projections, short convolution, selective scan, gated norm and output
-    projection.
+    """Mamba-2 layer, a state-space token mixer.
+    It has projections, a short convolution, the selective scan, a gated norm and an output projection.
     """
 
     def __init__(self, build: LayerBuilder, layer: int) -> None:
@@ -69,7 +69,9 @@ class MambaMixer(nn.Module):
         return steps + torch.log(-torch.expm1(-steps))
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
-        """Map hidden states [B, S or S/T, D] to the same shape; S/T under sequence parallelism."""
+        """Map hidden states [B, S or S/T, D] to the output of the Mamba-2 layer, of an equal shape.
+        S/T is the length under sequence parallelism.
+        """
         z, dt, conv_input = torch.split(self.projection(x), self.widths, -1)
         y = self.recurrence(self._apply_scan, conv_input, (dt,), context)
         out: Tensor = self.out(self.norm(y.flatten(-2), z))
@@ -88,8 +90,8 @@ class MambaMixer(nn.Module):
 
 
 class GatedGroupNorm(nn.Module):
-    """Gated RMSNorm of Mamba-2: normalises y silu(z) over the channels of each group, across all ranks that share a
-    group.
+    """Gated RMSNorm of Mamba-2: normalises y silu(z) over the channels of each group.
+    The statistics include all ranks that share a group.
     """
 
     def __init__(self, build: LayerBuilder, name: str) -> None:
@@ -102,8 +104,8 @@ class GatedGroupNorm(nn.Module):
         self.weight = build.build_head_parameters([SplitHeads(name, mamba.num_heads, mamba.head_dim)], fill=1.0)[0]
 
     def forward(self, y: Tensor, z: Tensor) -> Tensor:
-        """Map y and gate z [B, S, H P], with H heads of P channels, to the same shape, in the dtype of z; statistics in
-        at least fp32.
+        """Apply the gated RMSNorm to y with gate z, both [B, S, H P], and return an equal shape.
+        There are H heads of P channels. The result has the dtype of z; statistics are in at least fp32.
         """
         gated = torch.unflatten(upcast_to_fp32(y) * F.silu(upcast_to_fp32(z)), -1, (self.groups, -1))
         mean = gated.square().mean(-1, keepdim=True) / self.sharing.size

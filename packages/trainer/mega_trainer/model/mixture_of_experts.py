@@ -29,8 +29,8 @@ from mega_trainer.parallel.parallel_linear import apply_grouped_linear
 
 
 class MixtureOfExperts(nn.Module):
-    """Mixture-of-experts layer: weighted sum of each token's experts, plus the shared expert of all tokens, if the
-    model has one.
+    """Mixture-of-experts layer: weighted sum of the outputs of each token's experts.
+    The shared expert of all tokens is added, if the model has one.
 
     With `latent_size` L, tokens are projected to [N, L] before the dispatch, and back to [N, D] after the combine.
     """
@@ -65,7 +65,9 @@ class MixtureOfExperts(nn.Module):
             )
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
-        """Map hidden states [B, S or S/T, D] to the same shape; S/T under sequence parallelism."""
+        """Map hidden states [B, S or S/T, D] to the mixture-of-experts output, of an equal shape.
+        S/T is the length under sequence parallelism.
+        """
         flat = x.flatten(0, 1)
         # tensor ranks split the tokens, so that no expert computes a token twice
         own = flat if self.sp else take_token_share(flat, self.tp)
@@ -104,8 +106,8 @@ class MixtureOfExperts(nn.Module):
 
 
 class GroupedExperts(nn.Module):
-    """This rank's experts, each with its slice of the expert's hidden width (`expert_tp`): outputs must be summed over
-    the ranks that share an expert.
+    """Routed experts of this rank, each with its slice of the expert's hidden width (`expert_tp`).
+    Outputs must be summed over the ranks that share an expert.
 
     Gradients are summed over the ranks that hold the same experts.
     """

@@ -37,8 +37,8 @@ class Norm(nn.Module):
         return self.add_and_norm(x)[1]
 
     def add_and_norm(self, x: Tensor, y: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return the sum x + y (x without y) and its norm, all [.., D]; forward and backward are one kernel each if the
-        back end has it.
+        """Return the sum x + y (x without y) and its norm, all [.., D].
+        Forward and backward are one kernel each if the back end has it.
         """
         if not self.layer:
             return self.kernels.add_rms_norm(x, y, self.weight, self.eps, zero_centered=self.zero_centered)
@@ -58,8 +58,8 @@ class AllHeadsRMSNorm(nn.Module):
         self.weight, self.eps, self.group, self.zero_centered = weight, eps, group, zero_centered
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise this rank's heads [B, S, H/T, d] over all H heads, which are split over T ranks; statistics in at
-        least fp32.
+        """Normalise this rank's query or key heads [B, S, H/T, d] over all H heads, which T ranks split.
+        Statistics are in at least fp32.
         """
         wide = upcast_to_fp32(x.flatten(-2))
         mean = wide.square().mean(-1, keepdim=True) / self.group.size
@@ -69,8 +69,8 @@ class AllHeadsRMSNorm(nn.Module):
 
 
 class PerHeadLayerNorm(nn.Module):
-    """LayerNorm of queries or keys without bias over each head, with a weight [H/T, d] that differs by head (H heads
-    over T tensor ranks).
+    """LayerNorm of queries or keys without bias over each head, with a weight that differs by head.
+    The weight is [H/T, d] (H heads over T tensor ranks).
     """
 
     def __init__(self, weight: nn.Parameter, eps: float, *, zero_centered: bool) -> None:

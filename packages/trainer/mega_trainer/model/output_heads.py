@@ -17,7 +17,12 @@ from mega_trainer.data.micro_batch import HeadTargets, SegmentOrderTargets
 from mega_trainer.distributed.comm import all_gather
 from mega_trainer.kernels.fused_elementwise import upcast_to_fp32
 from mega_trainer.model.layer_builder import LayerBuilder
-from mega_trainer.model.vocab_parallel_loss import TeacherTargets, fused_linear_cross_entropy
+from mega_trainer.model.vocab_parallel_loss import (
+    LossTargets,
+    TeacherTargets,
+    TokenLossTargets,
+    fused_linear_cross_entropy,
+)
 from mega_trainer.parallel.tensor_parallel import gather_sequence
 
 
@@ -33,7 +38,9 @@ class MaskedLanguageHead(nn.Module):
         self.linear, self.norm = build.unsharded_linear, build.build_residual_norm("lm_head.norm")
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map hidden states [B, S or S/T, D] (S/T under sequence parallelism over T ranks) to the same shape."""
+        """Apply BERT's transform of hidden states before the output matrix, which keeps their shape.
+        They are [B, S or S/T, D] (S/T under sequence parallelism over T ranks).
+        """
         y: Tensor = self.norm(F.gelu(self.linear(x, self.weight, self.bias), approximate=self.approximate))
         return y
 
@@ -53,21 +60,22 @@ class SequencePooler(nn.Module):
         self.has_first = groups.cp.rank == 0 and (groups.tp.rank == 0 or not build.sp)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map hidden states [B, S or S/T, D] (S/T under sequence parallelism over T ranks) to the pooled first token
-        [B, D]; only meaningful on a rank that has the first token.
+        """Map hidden states to the pooled first token [B, D].
+        The hidden states are [B, S or S/T, D] (S/T under sequence parallelism over T ranks). The result is only
+        meaningful on a rank that has the first token.
         """
         return self.linear(x[:, :1], self.weight, self.bias).tanh()[:, 0]
 
     def segment_order_logits(self, x: Tensor) -> Tensor:
-        """Map hidden states [B, S or S/T, D] (S/T under sequence parallelism over T ranks) to logits [B, 2]: segments
-        in order, and segments swapped.
+        """Map hidden states to segment-order logits [B, 2]: segments in order, and segments swapped.
+        The hidden states are [B, S or S/T, D] (S/T under sequence parallelism over T ranks).
         """
         assert self.classes is not None
         return self.linear(self(x), self.classes, self.offset)
 
     def segment_order_loss(self, x: Tensor, pairs: SegmentOrderTargets) -> Tensor:
-        """Return the weighted sum of the cross entropies of the segment-order classifier, from hidden states [B, S or
-        S/T, D] (S/T under sequence parallelism over T ranks).
+        """Return the weighted sum of the cross entropies of the segment-order classifier.
+        It is computed from hidden states [B, S or S/T, D] (S/T under sequence parallelism over T ranks).
 
         A rank without the first token computes it from another token, times zero: all ranks run the same operations.
         """
@@ -78,8 +86,8 @@ class SequencePooler(nn.Module):
 def build_dense_layer(
     build: LayerBuilder, name: str, rows: int, *, bias: bool
 ) -> tuple[nn.Parameter, nn.Parameter | None]:
-    """Build the weight [rows, D] and, with `bias`, the bias [rows] of a linear layer that every tensor rank holds
-    whole.
+    """Build the weight [rows, D] and bias [rows] of a linear layer that every tensor rank holds whole.
+    The layer has a bias only with `bias`.
     """
     config = build.config
     weight = build.build_replicated(f"{name}.weight", (rows, config.hidden_size), std=config.init_std)
@@ -87,8 +95,8 @@ def build_dense_layer(
 
 
 class OutputProjection(NamedTuple):
-    """Weight [V/T, D] and bias [V/T] that map hidden states to the logits of this rank's vocabulary rows, V rows split
-    over T tensor ranks.
+    """Weight [V/T, D] and bias [V/T] that map hidden states to the logits of this rank's vocabulary rows.
+    The V rows are split over T tensor ranks.
     """
 
     weight: Tensor
@@ -96,8 +104,8 @@ class OutputProjection(NamedTuple):
 
 
 class OutputHead(nn.Module):
-    """Output head: final norm, and logits and losses by an output matrix, which may be the tied embedding or another
-    stage's.
+    """Output head of a language model: final norm, and logits and losses by an output matrix.
+    The matrix may be the tied embedding or belong to another stage.
     """
 
     def __init__(self, build: LayerBuilder) -> None:
@@ -109,8 +117,8 @@ class OutputHead(nn.Module):
         self.pooler = SequencePooler(build) if config.pooler else None
 
     def prepare_hidden(self, hidden: Tensor) -> Tensor:
-        """Return the hidden states [B, S, D] that multiply the output matrix, gathered and scaled, from normalised
-        hidden states [B, S or S/T, D] (S/T under sequence parallelism over T ranks).
+        """Return the hidden states [B, S, D] that multiply the output matrix, gathered and scaled.
+        They are computed from normalised hidden states [B, S or S/T, D] (S/T under sequence parallelism over T ranks).
 
         `logit_scale` is applied here, where there are fewer elements than in the logits.
         """
@@ -119,8 +127,8 @@ class OutputHead(nn.Module):
         return gather_sequence(x, self.tp, sp=self.sp)
 
     def compute_logits(self, hidden: Tensor, output: OutputProjection) -> Tensor:
-        """Return logits [B, S, V] of normalised hidden states, over the whole vocabulary on every tensor rank. Not for
-        training.
+        """Return logits [B, S, V] of normalised hidden states. Not for training.
+        They are over the whole vocabulary on every tensor rank.
         """
         local = F.linear(self.prepare_hidden(hidden), *output)
         logits, cap = all_gather(local, self.tp, -1)[..., : self.config.vocab_size], self.config.logit_softcap
@@ -129,15 +137,18 @@ class OutputHead(nn.Module):
     def compute_token_loss(
         self, hidden: Tensor, output: OutputProjection, targets: HeadTargets
     ) -> tuple[Tensor, Tensor]:
-        """Return the weighted sum of the losses and each token's loss [B, S], from normalised states [B, S or S/T, D]
-        (S/T under sequence parallelism over T ranks).
+        """Return the weighted sum of the losses and each token's loss [B, S], from normalised hidden states.
+        The hidden states are [B, S or S/T, D] (S/T under sequence parallelism over T ranks).
         """
         shape, cap, weight_fn = targets.labels.shape, self.config.logit_softcap, targets.weight_fn
         flat_weight_fn = None if weight_fn is None else (lambda log_probs: weight_fn(log_probs.view(shape)).flatten())
         soft = targets.soft_labels
-        teacher = None if soft is None else TeacherTargets(soft, output.weight.shape[0], self.tp, cap)
+        rows = output.weight.shape[0]
+        other: LossTargets | None = None if soft is None else TeacherTargets(soft, rows, self.tp, cap)
+        if targets.token_loss is not None:
+            other = TokenLossTargets(targets.token_loss, targets.labels.flatten(), rows, self.tp, cap, self.leaves)
         total, losses = fused_linear_cross_entropy(
             self.prepare_hidden(hidden).flatten(0, 1), output.weight, targets.labels.flatten(), targets.weights.flatten(),
-            self.tp, self.config.vocab_size, cap, self.leaves, output.bias, flat_weight_fn, teacher,
+            self.tp, self.config.vocab_size, cap, self.leaves, output.bias, flat_weight_fn, other,
         )  # fmt: skip
         return total, losses.view(shape)

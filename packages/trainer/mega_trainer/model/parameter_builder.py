@@ -59,7 +59,7 @@ class ParameterBuilder:
 
     @property
     def parameter_dtype(self) -> torch.dtype:
-        """Dtype in which parameters are stored."""
+        """Dtype in which the model's parameters are stored."""
         return self.stored_dtype or self.dtype
 
     def build_head_parameters(
@@ -88,8 +88,8 @@ class ParameterBuilder:
     def make_expert_piece(
         self, name: str, shape: Sequence[int], *, axis: int | None, place: int = 0, among: int = 1
     ) -> TensorPiece:
-        """Return the position of this rank's slice in the canonical tensor `name`, a stack of experts of `shape`; each
-        expert is split over `expert_tp` along `axis`.
+        """Return the position of this rank's slice in a canonical tensor that stacks experts.
+        `name` is the tensor, a stack of experts of `shape`; each expert is split over `expert_tp` along `axis`.
 
         In the local parameter it is part number `place` of several, concatenated on the first axis; so it is in the
         canonical tensor `name`, if that has `among` > 1 parts.
@@ -114,8 +114,9 @@ class ParameterBuilder:
         std: float | None = None,
         replicas: Sequence[CommGroup] = (),
     ) -> nn.Parameter:
-        """Build a parameter that stacks this rank's experts, each of `shape`; `pieces` locate them in canonical
-        tensors, `std` is for their initial values, and `replicas` are groups that hold copies.
+        """Build a parameter that stacks this rank's experts, each of `shape`.
+        `pieces` locate the experts in canonical tensors, `std` is for their initial values, and `replicas` are groups
+        that hold copies.
         """
         groups = self.groups
         return make_parameter(
@@ -151,8 +152,8 @@ class ParameterBuilder:
         return self.build_parameter(shape, pieces, fill=fill, std=std, grad_sync=sync, replicas=(tp,))
 
     def build_vocab_parameter(self, name: str, *, shared: Sequence[CommGroup] = ()) -> nn.Parameter:
-        """Build a [vocabulary, D] parameter split by rows over tensor ranks; `shared` groups hold copies of it (a tied
-        embedding on two stages).
+        """Build a [vocabulary, D] parameter split by rows over tensor ranks.
+        The `shared` groups hold copies of it (a tied embedding on two stages).
         """
         # not in place if used twice per micro-batch, or if a split backward computes it before the weight half
         config = self.config
@@ -181,8 +182,9 @@ class ParameterBuilder:
         grad_sync: Sequence[CommGroup] = (),
         replicas: Sequence[CommGroup] = (),
     ) -> nn.Parameter:
-        """Build a parameter whose gradient is summed over all data and context ranks; `pieces` locate it in canonical
-        tensors, and the other arguments set initial values and further groups to sum over.
+        """Build a parameter whose gradient is summed over all data and context ranks.
+        `pieces` locate it in canonical tensors, and the other arguments set initial values and further groups to sum
+        over.
         """
         return make_parameter(
             shape, pieces, data=self.groups.dp_cp, dtype=self.parameter_dtype, device=self.device,

@@ -29,8 +29,8 @@ from mega_trainer.parallel.tensor_parallel import SplitHeads, concat_parameters
 
 
 class ShortConvolution(nn.Module):
-    """Depthwise causal convolution with k taps: silu(b + weighted sum over the last k tokens of each channel), within
-    documents.
+    """Depthwise causal convolution with k taps, with or without SiLU, within documents.
+    It is b + weighted sum over the last k tokens of each channel.
 
     Args:
         build: builder of the model.
@@ -38,11 +38,21 @@ class ShortConvolution(nn.Module):
         blocks: channels in order, each block split by heads, or shared if it has fewer heads than there are ranks.
         taps: k.
         bias: add a bias.
+        silu: return the silu of the sum.
     """
 
-    def __init__(self, build: LayerBuilder, name: str, blocks: Sequence[SplitHeads], taps: int, *, bias: bool) -> None:
+    def __init__(
+        self,
+        build: LayerBuilder,
+        name: str,
+        blocks: Sequence[SplitHeads],
+        taps: int,
+        *,
+        bias: bool,
+        silu: bool = True,
+    ) -> None:
         super().__init__()
-        self.cp, self.kernels, self.taps = build.groups.cp, build.kernels, taps
+        self.cp, self.kernels, self.taps, self.silu = build.groups.cp, build.kernels, taps, silu
         uniform = UniformInit(-(taps**-0.5), taps**-0.5)
 
         def build_parameters(suffix: str, tail: tuple[int, ...]) -> nn.ParameterList:
@@ -53,8 +63,8 @@ class ShortConvolution(nn.Module):
         self.biases = build_parameters("bias", ()) if bias else nn.ParameterList()
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
-        """Convolve this context rank's tokens [B, s, c]; the tokens before its range of the sequence come from other
-        ranks.
+        """Convolve this context rank's tokens [B, s, c] causally with k taps.
+        The tokens before its range of the sequence come from other ranks.
         """
         assert isinstance(context.attention_mask, SequenceMask)
         preceding = context.attention_mask.count_preceding_tokens(self.cp)
@@ -66,20 +76,20 @@ class ShortConvolution(nn.Module):
         return self._convolve(chunks, before, preceding).view_as(x)
 
     def convolve_channels(self, x: Tensor, context: ForwardContext, channels: Tensor) -> Tensor:
-        """Convolve all tokens of some of this rank's channels, whose numbers are `channels`, int64 [c']: x [B, S, c']
-        to the same shape.
+        """Convolve all tokens of some of this rank's channels, [B, S, c'], causally with k taps.
+        `channels` are the numbers of the channels, int64 [c']; the result has the shape of x.
         """
         assert isinstance(context.attention_mask, SequenceMask)
         weight, bias = concat_parameters(self.weights), concat_parameters(self.biases)
         assert weight is not None
         preceding = context.attention_mask.count_preceding_tokens(ALONE)
         return self.kernels.short_convolution(
-            x, None, weight[channels], None if bias is None else bias[channels], preceding
+            x, None, weight[channels], None if bias is None else bias[channels], preceding, silu=self.silu
         )
 
     def convolve_step(self, x: Tensor, tail: Tensor) -> tuple[Tensor, Tensor]:
-        """Convolve the next tokens x [B, S, c] after `tail`, the k - 1 tokens before them (zeros at first), in
-        generation; each batch row is one document.
+        """Convolve the next tokens x [B, S, c] in generation, after the k - 1 tokens before them.
+        `tail` are these tokens (zeros at first); each batch row is one document.
 
         Returns the result and the new tail.
         """
@@ -88,12 +98,13 @@ class ShortConvolution(nn.Module):
     def _convolve(self, x: Tensor, before: Tensor | None, preceding_tokens: Tensor | None) -> Tensor:
         weight = concat_parameters(self.weights)
         assert weight is not None
-        return self.kernels.short_convolution(x, before, weight, concat_parameters(self.biases), preceding_tokens)
+        biases = concat_parameters(self.biases)
+        return self.kernels.short_convolution(x, before, weight, biases, preceding_tokens, silu=self.silu)
 
 
 class RecurrenceRule(Protocol):
-    """Interface of a recurrence over the sequence, computed for some of a tensor rank's heads: Mamba-2's scan or the
-    gated delta rule.
+    """Interface of a recurrence over the sequence: Mamba-2's scan or the gated delta rule.
+    It is computed for some of a tensor rank's heads.
     """
 
     def __call__(
@@ -105,8 +116,8 @@ class RecurrenceRule(Protocol):
 
 
 class RecurrentMixer(nn.Module):
-    """Short convolution of blocks of channels, and then a recurrence of their heads over whole sequences, also under
-    context parallelism.
+    """Token mixer of a short convolution and a recurrence over whole sequences, also under context parallelism.
+    The convolution is of blocks of channels, and the recurrence is of their heads.
 
     Args:
         build, layer: builder of the model, and number of the layer.
@@ -147,8 +158,8 @@ class RecurrentMixer(nn.Module):
     def forward(
         self, rule: RecurrenceRule, conv_input: Tensor, steps: Sequence[Tensor], context: ForwardContext
     ) -> Tensor:
-        """Convolve this rank's channels [B, s, c] and apply the recurrence `rule` with per-token numbers for each head,
-        `steps` [B, s, H]: [B, s, H, P].
+        """Convolve this rank's channels [B, s, c] and apply a recurrence: [B, s, H, P].
+        `rule` is the recurrence, and `steps` [B, s, H] are its per-token numbers for each head.
         """
         if context.cache is not None:
             return context.cache.update_and_recur(
@@ -171,15 +182,15 @@ class RecurrentMixer(nn.Module):
         )
 
     def state_passing_bytes(self, conv_input: Tensor) -> int:
-        """Return the bytes that a forward gathers over context ranks to pass states: those of the two chunks of each
-        rank, and the convolution's preceding tokens.
+        """Return the bytes that a forward gathers over context-parallel ranks to pass recurrent states.
+        They are the states of the two chunks of each rank, and the convolution's preceding tokens.
         """
         halo = (self.conv.taps - 1) * conv_input.shape[-1] * conv_input.itemsize
         return conv_input.shape[0] * 2 * self.cp.size * (self.heads * self.state * max(4, conv_input.itemsize) + halo)
 
     def head_exchange_bytes(self, conv_input: Tensor, steps: int) -> int:
-        """Return the bytes that a forward sends between context ranks to exchange tokens for heads: channels, numbers
-        per head, and the outputs back.
+        """Return the bytes that a forward sends between context-parallel ranks to exchange tokens for heads.
+        They are channels, numbers per head, and the outputs back.
         """
         channels = sum(max(n, self.cp.size) * size for n, size in zip(self.counts, self.sizes, strict=True))
         return (

@@ -57,7 +57,7 @@ class LinearPositionBias:
     def for_rank(
         cls, heads: int, rank: int, ranks: int, *, dtype: torch.dtype, device: torch.device
     ) -> LinearPositionBias:
-        """Return the bias of the heads of one of `ranks` tensor ranks."""
+        """Return the ALiBi position bias of the heads of one of `ranks` tensor ranks."""
         own = alibi_slopes(heads)[rank * heads // ranks : (rank + 1) * heads // ranks]
         return cls(to_device(torch.tensor(own, dtype=dtype), device))
 
@@ -72,8 +72,8 @@ class LinearPositionBias:
 
 
 def alibi_slopes(heads: int) -> list[float]:
-    """Return ALiBi's slope of each head: 2^(-8 i / n) for i = 1 .. n, n a power of two; further heads have those halfway
-    between the first ones.
+    """Return the slope of each attention head for ALiBi: 2^(-8 i / n) for i = 1 .. n, n a power of two.
+    Further heads have slopes halfway between the first ones.
     """
     base = 2 ** int(math.log2(heads))
     between = [2.0 ** (-4 * (2 * index + 1) / base) for index in range(heads - base)]
@@ -85,8 +85,8 @@ PositionBias = BucketedPositionBias | LinearPositionBias
 
 
 def bucket_distances(distances: Tensor, count: int, max_distance: int, *, causal: bool) -> Tensor:
-    """Return the relative position bucket of each distance key - query, int64 of any shape, among `count` buckets;
-    logarithms are in fp32, as in transformers and Megatron.
+    """Return the relative position bucket of each distance key - query, int64 of any shape.
+    There are `count` buckets; logarithms are in fp32, as in transformers and Megatron.
     """
     base = torch.zeros_like(distances)
     if causal:

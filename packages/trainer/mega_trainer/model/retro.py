@@ -67,8 +67,8 @@ class NeighborEncoderBuilder(LayerBuilder):
         return cls(**fields | {"config": config, "by_layer": {}, "adapts": {}}, prefix=retro_encoder_prefix(layer))
 
     def build_parameter(self, shape: Sequence[int], pieces: Sequence[TensorPiece], **start: Any) -> nn.Parameter:
-        """Build a parameter whose name in the checkpoint begins with the neighbor encoder's prefix; otherwise like the
-        parameters of the decoder's layers.
+        """Build a parameter of the neighbor encoder (RETRO) like the parameters of the decoder's layers.
+        Its name in the checkpoint begins with the neighbor encoder's prefix.
         """
         own = [replace(piece, name=piece.name.replace("model.layers.", self.prefix, 1)) for piece in pieces]
         return super().build_parameter(shape, own, **start)
@@ -84,8 +84,9 @@ class NeighborEncodingLayer(nn.Module):
         self.encoder = nn.ModuleList(build_transformer_layer(own, index) for index in range(own.config.num_layers))
 
     def forward(self, x: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor]:
-        """Return the hidden states [B, S or S/T, D] (S/T under sequence parallelism over T ranks) after this layer, and
-        the encoded neighbors (shaped as `context.source.memory`).
+        """Return the hidden states after this layer, and the encoded neighbors (RETRO).
+        The hidden states are [B, S or S/T, D] (S/T under sequence parallelism over T ranks); the neighbors are shaped
+        as `context.source.memory`.
         """
         mixer, cross, feed, source = self.block.mixer, self.block.cross, self.block.feed, context.source
         assert mixer is not None
@@ -103,8 +104,8 @@ class NeighborEncodingLayer(nn.Module):
 
 
 class RetroDecoder(Decoder):
-    """Retro model, or the layers of it in one pipeline stage; after the last layer the hidden states are the text's
-    tokens alone, without neighbors.
+    """Decoder with retrieval (RETRO), or the layers of it in one pipeline stage.
+    After the last layer the hidden states are the text's tokens alone, without neighbors.
     """
 
     def _build_layer(self, build: LayerBuilder, index: int) -> nn.Module:
@@ -113,8 +114,8 @@ class RetroDecoder(Decoder):
         )
 
     def pipeline_message_shape(self, batch: MicroBatch) -> tuple[int, int, int]:
-        """Return the shape [batch, rows, D] of a micro-batch's activations between two pipeline stages; rows are the
-        text's tokens and those of its retrieved neighbors.
+        """Return the shape [batch, rows, D] of a micro-batch's activations between two pipeline stages.
+        The rows are the text's tokens and the tokens of its retrieved neighbors.
         """
         rows, length, width = super().pipeline_message_shape(batch)
         return rows, length + self._neighbor_length(batch), width
@@ -126,8 +127,8 @@ class RetroDecoder(Decoder):
         return chunks * count * len(range(length)[local_sequence_slice(length, self.groups.tp, sp=self.sp)])
 
     def embed_micro_batch(self, batch: MicroBatch, context: ForwardContext) -> Tensor:
-        """Return the embedded tokens of a micro-batch's text with those of the retrieved neighbors appended along the
-        sequence.
+        """Return the embedded tokens of a micro-batch's text and of its retrieved neighbors.
+        The neighbors are appended along the sequence.
         """
         assert batch.neighbors is not None
         assert context.source is not None
@@ -140,8 +141,8 @@ class RetroDecoder(Decoder):
     def make_batch_context(
         self, batch: MicroBatch, dropout: DropoutFactory, routing: MicroBatchRouting | None = None
     ) -> ForwardContext:
-        """Return the forward context of a micro-batch (positions, mask, dropout, routing), which includes the neighbor
-        encoder's forward context.
+        """Return the forward context of a micro-batch, which includes the neighbor encoder's forward context.
+        It has positions, mask, dropout and routing.
         """
         context, neighbors = super().make_batch_context(batch, dropout, routing), batch.neighbors
         assert neighbors is not None
@@ -180,8 +181,8 @@ class RetroDecoder(Decoder):
         return x if self.stage.heads else torch.cat([x, memory.reshape(neighbors.shape)], 1)
 
     def unpack_neighbors(self, neighbors: Tensor) -> Tensor:
-        """Reshape the neighbors of a pipeline message, [B, L chunks * K neighbors * 2 m tokens (/T), D], for the
-        layers: [B L K, 2 m or 2 m/T, D].
+        """Reshape the retrieved neighbors of a pipeline message for the layers: [B L K, 2 m or 2 m/T, D].
+        The message has them as [B, L chunks * K neighbors * 2 m tokens (/T), D].
         """
         assert self.config.retro is not None
         length = self.config.retro.neighbor_length

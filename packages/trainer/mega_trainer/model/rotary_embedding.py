@@ -43,8 +43,9 @@ class RotaryEmbedding:
     def compute_rotation(
         self, positions: Tensor, dtype: torch.dtype, lengths: Sequence[int] | None = None
     ) -> RotaryAngles:
-        """Return cosine and sine, cast to `dtype`, of the rotary angles (computed in fp32) at integer `positions` [B or
-        1, S]; `lengths` are whole sequence lengths for length-dependent scaling.
+        """Return cosine and sine of the rotary angles at integer `positions` [B or 1, S].
+        The angles are computed in fp32, and cosine and sine cast to `dtype`; `lengths` are whole sequence lengths for
+        length-dependent scaling.
 
         With `sections` (M-RoPE, arXiv:2409.12191) a token may have three positions, [3, B, S]; each rotates its section
         of the pairs.
@@ -74,8 +75,9 @@ class RotaryEmbedding:
 
 
 def query_scale_by_position(rope: RopeConfig, positions: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """Return the factor of each token's query, 1 + b ln(1 + floor(position / original length)), [B or 1, S, 1, 1] (scalable
-    softmax, arXiv:2501.19399, in Llama 4's form), from int64 `positions` [B or 1, S]; None without `rope.query_scaling`.
+    """Return the factor of each token's query by its position (scalable softmax), [B or 1, S, 1, 1], or None.
+    The factor is 1 + b ln(1 + floor(position / original length)) (arXiv:2501.19399, in Llama 4's form), from int64
+    `positions` [B or 1, S]; None without `rope.query_scaling`.
     """
     if rope.query_scaling is None:
         return None
@@ -85,8 +87,9 @@ def query_scale_by_position(rope: RopeConfig, positions: Tensor, dtype: torch.dt
 
 
 def rotary_frequencies(rope: RopeConfig, head_size: int, max_position: int, length: int) -> tuple[Tensor, float]:
-    """Return the rotary frequencies in fp32 (angles per position, one for each pair of elements), and the factor on cos
-    and sin (1 except for YaRN and LongRoPE).
+    """Return the rotary frequencies in fp32, and the factor on cos and sin.
+    The frequencies are angles per position, one for each pair of elements; the factor is 1 except for YaRN and
+    LongRoPE.
 
     Args:
         rope: kind and parameters of the embedding.

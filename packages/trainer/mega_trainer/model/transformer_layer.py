@@ -6,18 +6,21 @@ Mixers and feed-forwards are built from a `LayerBuilder` and the layer's number.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from typing import Literal
 
 from torch import Tensor, nn
 
+from mega_common.errors import ConfigError
 from mega_common.layer_kinds import FeedForwardKind, MixerKind
 from mega_trainer.model.attention import SelfAttention
 from mega_trainer.model.cross_attention import CrossAttention
 from mega_trainer.model.feed_forward import FeedForward
 from mega_trainer.model.forward_context import ForwardContext
+from mega_trainer.model.gated_convolution import GatedConvolution
 from mega_trainer.model.gated_delta_net import GatedDeltaNet
 from mega_trainer.model.latent_attention import MultiLatentAttention
-from mega_trainer.model.layer_builder import LayerBuilder
+from mega_trainer.model.layer_builder import LayerBuilder, LayerFactory
 from mega_trainer.model.mamba import MambaMixer
 from mega_trainer.model.mixture_of_experts import MixtureOfExperts
 from mega_trainer.model.norms import Norm
@@ -31,28 +34,48 @@ def _build_feed_forward(build: LayerBuilder, layer: int) -> nn.Module:
     return FeedForward(build, f"model.layers.{layer}.mlp", build.config.ffn_hidden_size)
 
 
-LayerFactory = Callable[[LayerBuilder, int], nn.Module]
-MIXERS: Mapping[MixerKind, LayerFactory] = {"attention": _build_attention, "mamba": MambaMixer, "delta": GatedDeltaNet}
+MIXERS: Mapping[MixerKind, LayerFactory] = {
+    "attention": _build_attention,
+    "mamba": MambaMixer,
+    "delta": GatedDeltaNet,
+    "conv": GatedConvolution,
+}
 FEEDS: Mapping[FeedForwardKind, LayerFactory] = {"mlp": _build_feed_forward, "moe": MixtureOfExperts}
 
 
+def find_layer_factory(build: LayerBuilder, kind: MixerKind | FeedForwardKind) -> LayerFactory:
+    """Return the constructor of a mixer or feed-forward block of mega or of an extension.
+
+    Raises:
+        ConfigError: if its extension is not loaded.
+    """
+    factories: dict[str, LayerFactory] = {**MIXERS, **FEEDS, **build.blocks}
+    if kind not in factories:
+        raise ConfigError(
+            f"the layer kind {kind} requires the code of its extension",
+            hint="name it in extensions of run.yaml, or with --extension",
+        )
+    return factories[kind]
+
+
 class ResidualBranch(nn.Module):
-    """Residual branch norm(work(norm x)), where the module `work` is a token mixer, a cross attention or a feed-forward
-    block; either norm may be missing.
+    """Residual branch norm(work(norm x)) of a transformer layer.
+    The module `work` is a token mixer, a cross attention or a feed-forward block; either norm may be missing.
     """
 
     def __init__(self, build: LayerBuilder, layer: int, name: str, kind: LayerFactory, before: str, after: str) -> None:
         super().__init__()
         self.layer, self.saved, self.name = layer, build.saved, name
-        self.feed = next((feed for feed in FEEDS if feed == name), None)
+        recomputed: tuple[Literal["mlp", "moe"], ...] = ("mlp", "moe")
+        self.feed = next((feed for feed in recomputed if feed == name), None)
         self.dropout, self.multiplier = build.config.residual_dropout, build.config.residual_multiplier
         self.before = build.build_residual_norm(f"model.layers.{layer}.{before}_layernorm") if before else None
         self.work = kind(build, layer)
         self.after = build.build_residual_norm(f"model.layers.{layer}.{after}_layernorm") if after else None
 
     def add_and_norm(self, x: Tensor, y: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return the residual stream, x or x + y, and the branch's input: the stream, normalised if the branch has a
-        pre-norm.
+        """Return the residual stream, x or x + y, and the input of the residual branch.
+        The input is the stream, normalised if the branch has a pre-norm.
         """
         if self.before is None:
             x = x if y is None else x + y
@@ -62,8 +85,8 @@ class ResidualBranch(nn.Module):
         return x, normed
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
-        """Return the output that is added to the residual stream, from the normalised stream x [B, S or S/T, D] (S/T
-        under sequence parallelism over T ranks).
+        """Return the output of the residual branch, which is added to the residual stream.
+        x is the normalised stream [B, S or S/T, D] (S/T under sequence parallelism over T ranks).
         """
         y: Tensor = (
             self.saved.checkpoint_module(self.feed, self.work, x, context) if self.feed else self.work(x, context)
@@ -92,11 +115,19 @@ class TransformerLayer(nn.Module):
         if mixer:
             first = "input" if before and (layer > 0 or config.first_norm) else ""
             self.mixer = ResidualBranch(
-                build, layer, "attention", MIXERS[mixer], first, "post_attention" if after else ""
+                build,
+                layer,
+                "attention",
+                find_layer_factory(build, mixer),
+                first,
+                "post_attention" if after else "",
             )
         if feed:
             second = ("pre_feedforward" if after else "post_attention") if before and not config.shared_norm else ""
-            self.feed = ResidualBranch(build, layer, feed, FEEDS[feed], second, "post_feedforward" if after else "")
+            name = feed if feed in FEEDS else "mlp"  # an extension's block is recomputed as the one it replaces
+            self.feed = ResidualBranch(
+                build, layer, name, find_layer_factory(build, feed), second, "post_feedforward" if after else ""
+            )
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
         """Return the residual stream [B, S or S/T, D] (S/T under sequence parallelism over T ranks) after this layer."""
@@ -129,8 +160,8 @@ class PostNormLayer(TransformerLayer):
 
 
 def build_transformer_layer(build: LayerBuilder, layer: int) -> TransformerLayer:
-    """Build layer number `layer` of the model, pre-norm or post-norm, with the mixer and feed-forward that the
-    configuration gives it.
+    """Build one pre-norm or post-norm transformer layer as configured.
+    `layer` is its number in the model; the configuration gives it its mixer and feed-forward.
     """
     post_norm = build.config.norm_position == "sum"
     block = (PostNormLayer if post_norm else TransformerLayer)(build, layer)

@@ -113,8 +113,8 @@ class TransformersDecoder(Decoder):
             _move_buffers(self.module, build.device)
 
     def materialize(self, device: torch.device) -> None:
-        """Give parameters on the meta device, which FSDP may have sharded, uninitialised memory on `device`; buffers
-        keep their values, and tied parameters stay tied.
+        """Give parameters on the meta device uninitialised memory on `device`.
+        FSDP may have sharded the parameters; buffers keep their values, and tied parameters stay tied.
         """
         _replace_parameters(
             self.module,
@@ -123,7 +123,7 @@ class TransformersDecoder(Decoder):
         _move_buffers(self.module, device)
 
     def saved_buffers(self) -> Iterator[tuple[Tensor, tuple[TensorPiece, ...]]]:
-        """Yield the persistent buffers, which checkpoints contain, with their pieces."""
+        """Yield the module's persistent buffers, which checkpoints contain, with their `TensorPiece` positions."""
         own = {name for name, _ in self.module.named_parameters(remove_duplicate=False)}
         for name, value in list_module_tensors(self.module).items():
             if name not in own:
@@ -131,8 +131,8 @@ class TransformersDecoder(Decoder):
 
     @torch.no_grad()
     def initialize_from_seed(self, seed: int) -> None:
-        """Fill parameters and persistent buffers with the random weights of transformers, equal in every layout: each
-        rank draws the whole model in host memory.
+        """Fill parameters and persistent buffers with the random weights of transformers, equal in every layout.
+        Each rank draws the whole model in host memory.
         """
         fresh = list_module_tensors(
             build_fresh_module(self.described, torch.promote_types(self.dtype, torch.float32), seed)
@@ -169,8 +169,8 @@ class TransformersDecoder(Decoder):
     def make_batch_context(
         self, batch: MicroBatch, dropout: DropoutFactory, routing: MicroBatchRouting | None = None
     ) -> ForwardContext:
-        """Return the forward context of a micro-batch, after verifying once that the module attends as the data
-        requires.
+        """Return the forward context of a micro-batch.
+        At the first call, verify that the module attends as the data requires.
         """
         packed = batch.sequence_bounds.document_starts is not None
         if not self._verified[packed]:
@@ -187,7 +187,7 @@ class TransformersDecoder(Decoder):
         types: Tensor | None = None,
         images: BatchImages | None = None,
     ) -> Tensor:
-        """Return the tokens, int64 [B, S]: the module embeds them itself."""
+        """Return the token ids unchanged, int64 [B, S], since the module of transformers embeds them itself."""
         return tokens
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
@@ -196,14 +196,14 @@ class TransformersDecoder(Decoder):
         return logits
 
     def run_module(self, tokens: Tensor, positions: Tensor | None = None) -> Any:
-        """Run the module on tokens int64 [B, S] and return its output; `positions` int64 [B, S] that restart at each
-        document separate documents.
+        """Run the module of transformers on tokens int64 [B, S] and return its output.
+        `positions` int64 [B, S] that restart at each document separate documents.
         """
         return self._call_module(tokens, {"use_cache": False, "return_dict": True, "position_ids": positions})
 
     def run_cached(self, tokens: Tensor, cache: Any) -> Any:
-        """Run the module on the next tokens int64 [1, S] of a text, after those in its own KV cache `cache` (None: the
-        text begins), and return its output.
+        """Run the module of transformers with its own KV cache on the next tokens of a text, and return its output.
+        The tokens are int64 [1, S] and follow those in `cache` (None: the text begins).
         """
         return self._call_module(tokens, {"use_cache": True, "return_dict": True, "past_key_values": cache})
 
@@ -217,8 +217,8 @@ class TransformersDecoder(Decoder):
         return x
 
     def compute_token_loss(self, x: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the sum of the cross entropies of labels int64 [B, S] under logits x [B, S, V], weighted by fp32
-        [B, S], and each token's unweighted cross entropy [B, S].
+        """Return the weighted sum of the tokens' cross entropies, and each token's unweighted cross entropy [B, S].
+        Labels are int64 [B, S], logits x [B, S, V], weights fp32 [B, S].
         """
         losses = F.cross_entropy(upcast_to_fp32(x).flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape)
         return (losses * weights).sum(), losses.detach()
@@ -226,7 +226,8 @@ class TransformersDecoder(Decoder):
     def run_stage(
         self, x: Tensor | None, batch: MicroBatch, context: ForwardContext, tied_weight: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Run the module from a micro-batch's tokens to the training loss; returns as `Decoder.compute_objective`.
+        """Run the module of transformers from a micro-batch's tokens to the training loss.
+        The results are as from `Decoder.compute_objective`.
 
         An auxiliary loss of the module (`aux_loss`, of its experts) joins the gradient with the weight of config.json,
         times the micro-batch's share of the step's loss weights.

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from mega_trainer.data.micro_batch import TeacherSoftLabels
+from mega_trainer.data.micro_batch import TeacherSoftLabels, TokenLossFunction
 from mega_trainer.distributed.comm import CommGroup, all_gather, all_reduce
 from mega_trainer.kernels import gemm_accumulation
 from mega_trainer.kernels.fused_elementwise import upcast_to_fp32
@@ -97,13 +97,14 @@ class LossTargets(Protocol):
     """Interface of the targets of a loss that is computed from logits over a vocabulary split among ranks."""
 
     def compute_losses(self, logits: Tensor, part: slice) -> tuple[SavedTensors, Tensor]:
-        """Return the tensors that `logits_to_gradient` needs, and the losses [n] in at least fp32, of the tokens in the
-        slice `part`, from their logits [n, R] over this rank's vocabulary rows.
+        """Return the losses [n] of some tokens from their logits, after the tensors that their gradient needs.
+        The tokens are in the slice `part`, the logits are [n, R] over this rank's vocabulary rows, and the losses have
+        at least fp32. The tensors are for `logits_to_gradient`.
         """
 
     def logits_to_gradient(self, logits: Tensor, saved: SavedTensors, weights: Tensor, part: slice) -> None:
-        """Overwrite the logits [n, R] of the tokens in the slice `part` over this rank's vocabulary rows with the
-        gradient of the losses, weighted by `weights` [n].
+        """Overwrite the logits [n, R] of some tokens over this rank's vocabulary rows with the losses' gradient.
+        The tokens are in the slice `part`; the losses are weighted by `weights` [n].
         """
 
 
@@ -118,8 +119,9 @@ class LabelTargets:
         self.rows = torch.arange(len(labels), device=labels.device)
 
     def compute_losses(self, logits: Tensor, part: slice) -> tuple[SavedTensors, Tensor]:
-        """Return the cross entropies [n] of the labels of the tokens in the slice `part`, from logits [n, R] over this
-        rank's vocabulary rows, and the tensors that `logits_to_gradient` needs.
+        """Return the cross entropies [n] of some tokens' labels, after the tensors that their gradient needs.
+        The tokens are in the slice `part`, and the logits are [n, R] over this rank's vocabulary rows. The tensors are
+        for `logits_to_gradient`.
         """
         save = not self.leaves.compiled  # a compiled kernel recomputes exponentials faster than it reads them
         sums, label, *exponentials = self.leaves(
@@ -129,8 +131,8 @@ class LabelTargets:
         return (lse, *exponentials), lse - label
 
     def logits_to_gradient(self, logits: Tensor, saved: SavedTensors, weights: Tensor, part: slice) -> None:
-        """Overwrite the logits [n, R] of the tokens in the slice `part` with the gradient of their cross entropies,
-        weighted by `weights` [n].
+        """Overwrite the logits [n, R] of some tokens with the gradient of their cross entropies.
+        The tokens are in the slice `part`; the cross entropies are weighted by `weights` [n].
         """
         is_local, target = self.is_local[part], self.target[part]
         label_grad = self.leaves(loss_gradient_leaf, logits, is_local, target, weights, self.softcap, *saved)
@@ -139,8 +141,8 @@ class LabelTargets:
 
 
 def locate_local_rows(ids: Tensor, rows: int, group: CommGroup) -> tuple[Tensor, Tensor]:
-    """Return a mask of the token ids that are among this rank's vocabulary rows, and their local row numbers; arbitrary
-    numbers for other ids.
+    """Return a mask of the token ids that are among this rank's vocabulary rows, and their local row numbers.
+    The row numbers of other ids are arbitrary.
     """
     local = ids - group.rank * rows
     return (local >= 0) & (local < rows), local.clamp(0, rows - 1)
@@ -159,8 +161,8 @@ def fused_linear_cross_entropy(
     weigh: Callable[[Tensor], Tensor] | None = None,
     soft: LossTargets | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the weighted sum of the cross entropies of `labels` and each token's cross entropy [N], from `hidden` and
-    the output matrix `head`, split over `group`, without keeping the logits.
+    """Return the weighted sum of the cross entropies of labels, and each token's cross entropy [N].
+    They are computed from `hidden` and the output matrix `head`, split over `group`, without keeping the logits.
 
     Args:
         hidden: [N, D], equal on all ranks of `group`. Its gradient is partial, to be summed over the ranks.
@@ -196,8 +198,8 @@ def fused_linear_cross_entropy(
 
 
 def logit_tokens_per_chunk(hidden: Tensor, rows: int) -> int:
-    """Return the number of tokens whose logits over `rows` local vocabulary rows are computed at a time, to limit
-    memory.
+    """Return the number of tokens whose logits are computed at a time, to limit memory.
+    The logits are over `rows` local vocabulary rows.
     """
     return max(16, CHUNK_ELEMENTS.get(hidden.device.type, CHUNK_ELEMENTS["cuda"]) // rows)
 
@@ -205,8 +207,8 @@ def logit_tokens_per_chunk(hidden: Tensor, rows: int) -> int:
 def compute_local_logits(
     hidden: Tensor, head: Tensor, bias: Tensor | None, group: CommGroup, vocab_size: int, out: Tensor | None = None
 ) -> Tensor:
-    """Return this rank's logits [n tokens, R local vocabulary rows], in `out` [n or more, R] if given; minus infinity
-    for padding rows.
+    """Return this rank's logits [n tokens, R local vocabulary rows] of hidden states.
+    They are written into `out` [n or more, R] if given; the logits of padding rows are minus infinity.
     """
     logits = torch.mm(hidden, head.t(), out=None if out is None else out[: len(hidden)])
     own = vocab_size - group.rank * head.shape[0]
@@ -246,8 +248,8 @@ def loss_gradient_leaf(
     exponentials: Tensor | None = None,
     top: Tensor | None = None,
 ) -> Tensor:
-    """Overwrite logits [n, R] with the cross entropy's gradient as if no label were local, and return the gradient at
-    the labels [n, 1].
+    """Overwrite logits [n, R] with the gradient of the cross entropy as if no label were local.
+    Return the gradient at the labels [n, 1].
 
     The gradient is weight (softmax over all ranks' rows - 1 at the label); `lse` [n] is over all ranks. Exponentials
     saved by `row_logsumexp_leaf` are overwritten.
@@ -267,8 +269,8 @@ def loss_gradient_leaf(
 
 
 def apply_softcap(logits: Tensor, softcap: float | None) -> Tensor:
-    """Return softcap * tanh(logits / softcap), or the logits if `softcap` is None; both in at least fp32; minus
-    infinity stays.
+    """Return softcap * tanh(logits / softcap), or the logits if `softcap` is None.
+    The result is in at least fp32; minus infinity stays.
     """
     values = upcast_to_fp32(logits)
     if softcap is None:
@@ -282,8 +284,8 @@ def softcap_derivative(logits: Tensor, softcap: float) -> Tensor:
 
 
 def combine_logsumexp_over_ranks(lse: Tensor, label: Tensor, group: CommGroup) -> tuple[Tensor, Tensor]:
-    """Return log-sum-exp and label logits over the whole vocabulary from every rank's values over its own vocabulary
-    rows.
+    """Return log-sum-exp and label logits over the whole vocabulary, combined from all ranks.
+    Every rank has the values over its own vocabulary rows.
     """
     if group.size == 1:
         return lse, label
@@ -292,6 +294,55 @@ def combine_logsumexp_over_ranks(lse: Tensor, label: Tensor, group: CommGroup) -
     sums = torch.stack([(lse - top).exp_(), label])
     all_reduce(sums, group)
     return sums[0].log() + top, sums[1]
+
+
+class TokenLossTargets(LabelTargets):
+    """Targets of a loss f(log p, log Z) of each token; implements `LossTargets`.
+    p is the probability of its label, and Z the sum of the exponentials of its logits.
+
+    The gradient in the logits is (df/dlog Z - df/dlog p) softmax + df/dlog p at the label.
+    """
+
+    def __init__(
+        self,
+        function: TokenLossFunction,
+        labels: Tensor,
+        rows: int,
+        group: CommGroup,
+        softcap: float | None,
+        leaves: LeafCompiler,
+    ) -> None:
+        super().__init__(labels, rows, group, softcap, leaves)
+        self.function = function
+
+    def compute_losses(self, logits: Tensor, part: slice) -> tuple[SavedTensors, Tensor]:
+        """Return the tensors that `logits_to_gradient` needs, and the losses [n] of some tokens.
+        The tokens are those in the slice `part`, with logits [n, R] over this rank's vocabulary rows.
+        """
+        saved, cross_entropy = super().compute_losses(logits, part)
+        with torch.enable_grad():
+            log_probs, log_normalizers = (value.detach().requires_grad_() for value in (-cross_entropy, saved[0]))
+            losses = self.function(log_probs, log_normalizers)
+            gradients = torch.autograd.grad(
+                losses.sum(), (log_probs, log_normalizers), allow_unused=True, materialize_grads=True
+            )
+        return (*saved, *gradients), losses.detach()
+
+    def logits_to_gradient(self, logits: Tensor, saved: SavedTensors, weights: Tensor, part: slice) -> None:
+        """Overwrite the logits [n, R] of some tokens with the gradient of their losses.
+        The tokens are those in the slice `part`; their losses are weighted by `weights` [n].
+        """
+        *saved_softmax, d_label, d_normalizer = saved
+        is_local, target, weights = self.is_local[part], self.target[part], weights.to(d_label.dtype)
+        at_label = (d_label * weights * is_local)[:, None]
+        if self.softcap is not None:
+            at_label = at_label * softcap_derivative(logits.gather(1, target), self.softcap)
+        of_softmax = self.leaves(
+            loss_gradient_leaf, logits, torch.zeros_like(is_local), target, (d_normalizer - d_label) * weights,
+            self.softcap, *saved_softmax,
+        )  # fmt: skip
+        label_grad = (of_softmax + at_label).to(logits.dtype)
+        logits[self.rows[: len(logits)], target.squeeze(1)] = label_grad.squeeze(1)
 
 
 class TeacherTargets:
@@ -303,8 +354,9 @@ class TeacherTargets:
         self.group, self.softcap, self.temperature = group, softcap, soft.temperature
 
     def compute_losses(self, logits: Tensor, part: slice) -> tuple[SavedTensors, Tensor]:
-        """Return the distillation losses [n] (divergence from the teacher) of the tokens in the slice `part`, from
-        logits [n, R] over this rank's vocabulary rows, and the tensors that `logits_to_gradient` needs.
+        """Return the distillation losses [n] of some tokens, after the tensors that their gradient needs.
+        A loss is a divergence from the teacher. The tokens are in the slice `part`, and the logits are [n, R] over this
+        rank's vocabulary rows. The tensors are for `logits_to_gradient`.
         """
         scaled, log_probs = apply_softcap(logits, self.softcap) / self.temperature, self.log_probs[part]
         probs = log_probs.exp()
@@ -313,8 +365,9 @@ class TeacherTargets:
         return (lse,), self.temperature**2 * ((probs * log_probs).sum(-1) - mean + lse)
 
     def logits_to_gradient(self, logits: Tensor, saved: SavedTensors, weights: Tensor, part: slice) -> None:
-        """Overwrite the logits [n, R] of the tokens in the slice `part` with the gradient of their losses, t (student -
-        teacher) at temperature t, weighted by `weights` [n].
+        """Overwrite the logits [n, R] of some tokens with the gradient of their distillation losses.
+        The tokens are in the slice `part`; the gradient is t (student - teacher) at temperature t, weighted by
+        `weights` [n].
         """
         (lse,) = saved
         out = (apply_softcap(logits, self.softcap) / self.temperature - lse[:, None]).exp_()
@@ -334,8 +387,8 @@ def topk_log_probs(
     softcap: float | None,
     count: int,
 ) -> tuple[Tensor, Tensor]:
-    """Return the `count` most likely next tokens over all ranks' vocabulary rows in descending order: ids int64 [N, K]
-    and log-probabilities [N, K].
+    """Return the `count` most likely next tokens over all ranks' vocabulary rows in descending order.
+    They are ids int64 [N, K] and log-probabilities [N, K].
 
     Log-probabilities are in at least fp32.
 

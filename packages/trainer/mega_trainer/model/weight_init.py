@@ -31,15 +31,15 @@ TILE_ELEMENTS = 1 << 17  # few enough for one pass of a GPU's threads; the order
 
 @runtime_checkable
 class InitializesItself(Protocol):
-    """Interface of a model with an initialisation of its own."""
+    """Interface of a model that initialises its weights by a method of its own."""
 
     def initialize_from_seed(self, seed: int) -> None:
         """Fill all weights with values that depend only on `seed`."""
 
 
 def initialize_weights(model: nn.Module, seed: int) -> None:
-    """Initialise every parameter with values that depend only on `seed` and its canonical name, not on the sharding;
-    padding becomes zero.
+    """Initialise every parameter with random values that do not depend on the sharding.
+    They depend only on `seed` and the canonical name of the parameter; padding becomes zero.
     """
     if isinstance(model, InitializesItself):
         model.initialize_from_seed(seed)
@@ -81,8 +81,8 @@ def _draw_tiles(view: Tensor, piece: TensorPiece, seed: int, start: NormalInit |
 
 
 def init_tile_shape(shape: TensorShape) -> TensorShape:
-    """Return the shape of the tiles in which a tensor of that global shape is drawn at random; it is cut along the last
-    two axes, which layouts split.
+    """Return the shape of the tiles in which a tensor of a given global shape is drawn at random.
+    The tensor is cut along the last two axes, which layouts split.
     """
     if len(shape) < 2:
         return (TILE_ELEMENTS,) * len(shape)

@@ -31,8 +31,8 @@ class TeacherSource(Protocol):
     """Interface of sources of a teacher model's K most likely next tokens."""
 
     def get_top_k(self, micro: Sequence[MicroBatch]) -> list[tuple[Tensor, Tensor]]:
-        """Return, for each micro-batch, the teacher's K most likely next tokens, ids int64 [B, s, K] and log-
-        probabilities [B, s, K]; arbitrary except on the last pipeline stage.
+        """Return the teacher's K most likely next tokens for each micro-batch.
+        They are ids int64 [B, s, K] and log-probabilities [B, s, K]; arbitrary except on the last pipeline stage.
         """
 
 
@@ -44,8 +44,8 @@ class LiveTeacher:
 
     @torch.no_grad()
     def get_top_k(self, micro: Sequence[MicroBatch]) -> list[tuple[Tensor, Tensor]]:
-        """Run the teacher and return its K most likely next tokens for each micro-batch, ids int64 [B, s, K] and
-        log-probabilities [B, s, K]; arbitrary except on the last pipeline stage.
+        """Run the teacher model and return its K most likely next tokens for each micro-batch.
+        They are ids int64 [B, s, K] and log-probabilities [B, s, K]; arbitrary except on the last pipeline stage.
         """
         with self.executor.evaluation_mode():
             self.executor.run_operations(micro, 1.0)
@@ -62,8 +62,8 @@ class CachedTeacher:
         self._files = files
 
     def get_top_k(self, micro: Sequence[MicroBatch]) -> list[tuple[Tensor, Tensor]]:
-        """Read from the cache files the teacher's K most likely next tokens for each micro-batch: ids int64 [B, s, K]
-        and log-probabilities [B, s, K].
+        """Read the teacher's K most likely next tokens for each micro-batch from the cache files.
+        They are ids int64 [B, s, K] and log-probabilities [B, s, K].
 
         Raises:
             DataError: for a sample that is not in the cache.
@@ -77,8 +77,8 @@ class CachedTeacher:
 
 
 class DistillationObjective(TrainingObjective):
-    """Distillation objective: mean divergence of the model's next-token distribution from a teacher's, over the
-    unmasked tokens.
+    """Distillation objective: mean divergence of next-token distributions from a teacher's.
+    The mean of the model's divergences is over the unmasked tokens.
     """
 
     def __init__(self, config: RunConfig, executor: PipelineExecutor, source: TeacherSource) -> None:
@@ -96,8 +96,8 @@ class DistillationObjective(TrainingObjective):
 def collect_teacher_top_k(
     teacher: LiveTeacher, config: RunConfig, device: torch.device, batch: StepBatch, samples: range
 ) -> dict[str, list[np.ndarray]]:
-    """Return the teacher's K most likely next tokens for each sample of a step, to be written to the cache; equal on
-    every rank.
+    """Return the teacher's K most likely next tokens for each sample of a step, equal on every rank.
+    They are to be written to the cache.
 
     A collective call of all ranks.
     """

@@ -39,8 +39,8 @@ class PolicySamples:
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """Value of a policy loss, with its metrics: each a sum over tokens, with the answer's scale where it is part of the
-    loss.
+    """Value of a policy loss (reinforcement learning), with its metrics.
+    Each is a sum over tokens, with the answer's scale where it is part of the loss.
 
     Attributes:
         loss: scalar, of which the gradient is taken.
@@ -70,8 +70,8 @@ def compute_group_advantages(rewards: Tensor, group_size: int, variant: PolicyVa
 
 
 def compute_loss_scale(lengths: Tensor, normalization: LossNormalization, longest: int) -> Tensor:
-    """Return the factors [N, 1] on the sums of the token losses of answers of `lengths` [N] tokens; answers of no token
-    do not count.
+    """Return the factors [N, 1] on the sums of the token losses of sampled answers.
+    `lengths` [N] are the answers' numbers of tokens; answers of no token do not count.
 
     sequence: 1 / (n length), n the number of answers; token: 1 / sum of lengths; constant: 1 / (n `longest`); sum: 1 / n.
     """
@@ -89,8 +89,8 @@ def compute_loss_scale(lengths: Tensor, normalization: LossNormalization, longes
 def compute_policy_loss(
     log_probs: Tensor, samples: PolicySamples, variant: PolicyVariant, clip: tuple[float, float], kl: float = 0.0
 ) -> PolicyLoss:
-    """Return the policy loss of answers whose tokens have the log-probabilities `log_probs` [N, T] under the trained
-    model.
+    """Return the policy loss (reinforcement learning) of sampled answers under the trained model.
+    `log_probs` [N, T] are the log-probabilities of the answers' tokens under the model.
 
     With the ratio r = exp(new - old) of a token, for gspo of the mean over the answer's tokens, and the advantage A, a
     token's loss is -min(r A, clamp(r, 1 - clip[0], 1 + clip[1]) A); for rloo it is -A log_prob. `kl` times the estimate

@@ -143,17 +143,22 @@ class PolicyObjective(TrainingObjective):
         self._step_metrics: dict[str, float] = {}
 
     def count_step_terms(self, batch: StepBatch) -> list[float]:
-        """Return 1, as the loss is normalized over the step's answers, followed by infinity for each MTP layer."""
+        """Return the number of terms of the step's loss: 1, as the loss is normalized over the answers.
+        It is followed by infinity for each MTP layer.
+        """
         return [1.0, *[float("inf")] * self.mtp_layers]
 
     def count_local_terms(self, batch: StepBatch | None) -> list[float]:
-        """Return this rank's share of `count_step_terms`, all of which is on the first rank."""
+        """Return this rank's share of the number of the step's loss terms, all of which is on the first rank.
+        `count_step_terms` returns the number.
+        """
         counts = batch is not None and self.groups.world.rank == 0
         return [float(counts), *[float("inf")] * self.mtp_layers]
 
     def prepare_micro_batches(self, batch: StepBatch, micro: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
-        """Return micro-batches of the sampled answers to this rank's prompts in `batch`, with a function that computes
-        the weights of their tokens. A collective call of all ranks.
+        """Return micro-batches of the sampled answers to this rank's prompts.
+        They have a function that computes the weights of their tokens; `batch` has the prompts. A collective call of
+        all ranks.
 
         Raises:
             DataError: when the reward function fails for all answers, or answers to resume with are missing.
@@ -300,8 +305,8 @@ class PolicyObjective(TrainingObjective):
         return rank_token_indices(self.config.data.seq_length, self.groups.cp).to(self.device)
 
     def compute_token_weights(self, log_probs: Tensor, samples: PolicySamples) -> Tensor:
-        """Return a weight for each label's log-probability in a micro-batch [B, s], minus the policy loss's gradient,
-        and add the loss and metrics to this objective's sums.
+        """Return a weight for each label's log-probability in a micro-batch [B, s], and sum the policy loss.
+        The weight is minus the policy loss's gradient. The loss and metrics are added to this objective's sums.
         """
         settings = self.config.objective
         with torch.enable_grad():
@@ -339,8 +344,8 @@ class _PolicyTokenWeights:
 def pack_texts(
     texts: Sequence[Sequence[int]], prompts: Sequence[int], length: int, samples: Sequence[int]
 ) -> StepBatch:
-    """Return one row of `length` positions for each text of at most `length` + 1 tokens, with loss behind its prompt of
-    `prompts` tokens; padding is a separate document.
+    """Return one padded row of `length` positions for each text of at most `length` + 1 tokens.
+    A row has loss behind its prompt of `prompts` tokens; padding is a separate document.
     """
     tokens, labels, positions = (np.zeros((len(texts), length), np.int64) for _ in range(3))
     weights, documents = np.zeros(tokens.shape, np.float32), np.zeros(tokens.shape, np.int32)
@@ -358,14 +363,14 @@ def has_equal_rewards(group: Sequence[Rollout]) -> bool:
 
 
 def write_rollouts(path: Path, rollouts: Sequence[Rollout]) -> None:
-    """Write answers as JSON lines, whole or not at all."""
+    """Write sampled answers to a file as JSON lines, whole or not at all."""
     path.parent.mkdir(exist_ok=True)
     with open_atomic_file(path, text=True) as file:
         file.writelines(json.dumps(asdict(one)) + "\n" for one in rollouts)
 
 
 def read_rollouts(path: Path) -> list[Rollout]:
-    """Read the answers that `write_rollouts` wrote.
+    """Read sampled answers from a file that `write_rollouts` wrote.
 
     Raises:
         DataError: when the file does not exist.

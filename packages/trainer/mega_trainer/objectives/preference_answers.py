@@ -24,8 +24,8 @@ from mega_trainer.pipeline.executor import PipelineExecutor
 
 @dataclass(frozen=True)
 class PreferenceAnswers:
-    """Chosen and rejected answers in n batch rows: documents 2 i and 2 i + 1 of each row are a pair, and an odd last
-    document is padding.
+    """Chosen and rejected answers of preference pairs in n batch rows.
+    The documents 2 i and 2 i + 1 of each row are a pair, and an odd last document is padding.
 
     Attributes:
         documents: int64 [n, s], document of each token; row i has the numbers from i W on.
@@ -54,8 +54,8 @@ class PreferenceAnswers:
         *,
         scored: bool = False,
     ) -> PreferenceAnswers:
-        """Return the answers in some rows of this data rank's batch; a context rank gets only its own tokens. `width`
-        is an even number, at least the number of documents in any row.
+        """Return the chosen and rejected answers in some rows of this data rank's batch.
+        A context rank gets only its own tokens. `width` is an even number, at least the number of documents in any row.
 
         With `scored`, as for reward models, only the last token of each document has a weight.
         """
@@ -82,8 +82,8 @@ class PreferenceAnswers:
         )
 
     def sum_log_probs(self, log_probs: Tensor) -> Tensor:
-        """Sum this rank's token log-probabilities [n, s] over each answer of P pairs: fp64 [P, 2]. A collective call of
-        the context ranks.
+        """Sum this rank's token log-probabilities [n, s] over each answer of P preference pairs: fp64 [P, 2].
+        A collective call of the context ranks.
         """
         out = log_probs.new_zeros(len(log_probs) * self.width, dtype=torch.float64)
         out.index_add_(0, self.documents.flatten(), (log_probs.double() * self.weights).flatten())
@@ -91,8 +91,8 @@ class PreferenceAnswers:
         return out.view(-1, 2)[self.pairs]
 
     def spread_gradient(self, gradient: Tensor) -> Tensor:
-        """Map the gradient of the answers' summed log-probabilities [P, 2] to the gradient of each token's log-
-        probability [n, s].
+        """Map the gradient of the answers' summed log-probabilities [P, 2] to each token's gradient [n, s].
+        The result is the gradient of each token's log-probability.
         """
         out = gradient.new_zeros(len(self.weights) * self.width // 2, 2)
         out[self.pairs] = gradient
@@ -123,8 +123,8 @@ def row_document_bound(batch: StepBatch) -> int:
 
 
 def pair_mismatched_answers(batch: StepBatch) -> StepBatch:
-    """Return the batch with each answer moved to the question of the next document in its row, cyclically, for KTO's KL
-    estimate.
+    """Return the batch with each answer moved to another question, for KTO's KL estimate.
+    An answer moves to the question of the next document in its row, cyclically.
 
     A document without an answer is unchanged. Rows keep their lengths: their questions and answers are only rearranged.
     """
@@ -163,8 +163,8 @@ def _cycle_row(batch: StepBatch, row: int) -> tuple[npt.NDArray[np.generic], ...
 def split_answers(
     batch: StepBatch, micro: Sequence[MicroBatch], context: CommGroup, *, scored: bool = False
 ) -> list[PreferenceAnswers]:
-    """Return the preference answers of each micro-batch of `batch`; with `scored`, as for reward models, only each
-    document's last token has a weight.
+    """Return the preference answers of each micro-batch of a step.
+    `batch` has the step's samples; with `scored`, as for reward models, only each document's last token has a weight.
     """
     width, found, start = row_document_bound(batch), [], 0
     for one in micro:
@@ -177,8 +177,8 @@ def split_answers(
 def score_answers(
     executor: PipelineExecutor, micro: Sequence[MicroBatch], answers: Sequence[PreferenceAnswers]
 ) -> list[Tensor]:
-    """Run a model and return the summed log-probabilities of each micro-batch's answers, fp64 [P, 2]; zero except on
-    the last pipeline stage.
+    """Run a model and return the summed log-probabilities of each micro-batch's answers, fp64 [P, 2].
+    They are zero except on the last pipeline stage.
     """
     with executor.evaluation_mode():
         executor.run_operations(micro, 1.0)
@@ -188,8 +188,8 @@ def score_answers(
 
 
 def is_reporting_rank(executor: PipelineExecutor) -> bool:
-    """Return whether this rank is the only one, among the ranks with equal answer sums, that contributes them to a sum
-    over all ranks.
+    """Return whether this rank contributes its answer sums to a sum over all ranks.
+    It is the only such rank among the ranks with equal answer sums.
     """
     groups = executor.parallel_groups
     return groups.tp.rank == 0 and groups.cp.rank == 0 and executor.last_stage_index in executor.stages

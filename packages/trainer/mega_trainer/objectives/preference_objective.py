@@ -41,8 +41,8 @@ from mega_trainer.pipeline.executor import PipelineExecutor
 
 @dataclass(frozen=True)
 class PairLogProbs:
-    """Log-probabilities of the chosen and the rejected answers of P pairs, each summed over the answer's unmasked
-    tokens.
+    """Log-probabilities of the chosen and the rejected answers of P preference pairs.
+    Each is summed over the answer's unmasked tokens.
 
     Attributes:
         policy: [P, 2], under the trained model.
@@ -63,16 +63,16 @@ PreferenceLoss = Callable[[PairLogProbs], tuple[Tensor, Tensor]]
 
 
 def dpo_loss(pairs: PairLogProbs, beta: float, label_smoothing: float = 0.0) -> tuple[Tensor, Tensor]:
-    """Return DPO losses -log sigmoid(r_chosen - r_rejected) [P] and rewards r = beta log(policy / reference) [P, 2]
-    (arXiv:2305.18290).
+    """Return DPO losses [P] and rewards [P, 2] of preference pairs (arXiv:2305.18290).
+    The losses are -log sigmoid(r_chosen - r_rejected), the rewards r = beta log(policy / reference).
     """
     rewards = beta * (pairs.policy - pairs.reference)
     return _logistic_loss(rewards[:, 0] - rewards[:, 1], label_smoothing), rewards
 
 
 def ipo_loss(pairs: PairLogProbs, beta: float) -> tuple[Tensor, Tensor]:
-    """Return IPO losses (h_chosen - h_rejected - 1 / (2 beta))^2 [P], h the mean log ratio of a token, and rewards [P,
-    2] (arXiv:2310.12036, equation 17).
+    """Return IPO losses [P] and rewards [P, 2] of preference pairs (arXiv:2310.12036, equation 17).
+    The losses are (h_chosen - h_rejected - 1 / (2 beta))^2, with h the mean log ratio of a token.
     """
     ratios = pairs.policy - pairs.reference
     means = ratios / pairs.tokens.clamp(min=1)
@@ -80,8 +80,9 @@ def ipo_loss(pairs: PairLogProbs, beta: float) -> tuple[Tensor, Tensor]:
 
 
 def simpo_loss(pairs: PairLogProbs, beta: float, gamma: float, label_smoothing: float = 0.0) -> tuple[Tensor, Tensor]:
-    """Return SimPO losses -log sigmoid(r_chosen - r_rejected - gamma) [P] and rewards r [P, 2], beta times the mean
-    log-probability of a token (arXiv:2405.14734).
+    """Return SimPO losses [P] and rewards [P, 2] of preference pairs (arXiv:2405.14734).
+    The losses are -log sigmoid(r_chosen - r_rejected - gamma); the rewards r are beta times the mean log-probability of
+    a token.
     """
     rewards = beta * pairs.policy / pairs.tokens.clamp(min=1)
     return _logistic_loss(rewards[:, 0] - rewards[:, 1] - gamma, label_smoothing), rewards
@@ -90,8 +91,9 @@ def simpo_loss(pairs: PairLogProbs, beta: float, gamma: float, label_smoothing: 
 def kto_loss(
     pairs: PairLogProbs, beta: float, desirable: float = 1.0, undesirable: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Return KTO losses and rewards r [P, 2]: half of w (1 - sigmoid(r - beta kl)) for the chosen plus w' (1 -
-    sigmoid(beta kl - r)) for the rejected answer, w = `desirable`, w' = `undesirable`.
+    """Return KTO losses and rewards r [P, 2] of preference pairs.
+    The losses are half of w (1 - sigmoid(r - beta kl)) for the chosen plus w' (1 - sigmoid(beta kl - r)) for the
+    rejected answer, w = `desirable`, w' = `undesirable`.
 
     The mean over pairs equals the mean over answers (arXiv:2402.01306). An answer without tokens is missing: its loss and
     reward are zero.
@@ -104,8 +106,8 @@ def kto_loss(
 
 
 def reward_model_loss(pairs: PairLogProbs, margin: float = 0.0, center: float = 0.0) -> tuple[Tensor, Tensor]:
-    """Return reward-model losses -log sigmoid(r_chosen - r_rejected - margin) + center (r_chosen + r_rejected)^2 [P],
-    and the scores r [P, 2].
+    """Return reward-model losses [P] of preference pairs, and the scores r [P, 2] of their answers.
+    The losses are -log sigmoid(r_chosen - r_rejected - margin) + center (r_chosen + r_rejected)^2.
 
     Bradley and Terry 1952.
     """
@@ -119,8 +121,8 @@ def _logistic_loss(margin: Tensor, smoothing: float) -> Tensor:
 
 
 def select_pair_loss(config: ObjectiveConfig) -> PreferenceLoss:
-    """Return the loss function that the configuration's objective names (DPO, IPO, SimPO, KTO or reward model), with
-    its settings bound.
+    """Return the loss function on preference pairs that the configuration's objective names.
+    It is DPO, IPO, SimPO, KTO or the reward model's, with its settings bound.
     """
     smoothing = config.label_smoothing
     losses: Mapping[str, PreferenceLoss] = {
@@ -145,8 +147,8 @@ ANSWER_SHARES = ("chosen", "rejected", "paired")  # share of pairs that have the
 
 
 def compute_pair_metrics(pairs: PairLogProbs, rewards: Tensor) -> Tensor:
-    """Return the metrics of each of P answer pairs, one row per metric in the order of `PAIR_METRICS` (TRL's names) and
-    then `ANSWER_SHARES`: [10, P].
+    """Return the metrics of each of P preference pairs, [10, P].
+    There is one row per metric in the order of `PAIR_METRICS` (TRL's names) and then `ANSWER_SHARES`.
 
     Missing answers have zeros.
     """
@@ -183,16 +185,16 @@ class PreferenceObjective(TrainingObjective):
         self._sums = torch.zeros(1 + len(self.metric_names), dtype=torch.float64, device=device)
 
     def count_step_terms(self, batch: StepBatch) -> list[float]:
-        """Return the number of answer pairs over all data ranks, of which the step's loss is a mean, followed by
-        infinity for each MTP layer.
+        """Return the number of preference pairs over all data ranks, of which the step's loss is a mean.
+        It is followed by infinity for each MTP layer.
         """
         counts = torch.tensor(self.count_local_terms(batch), dtype=torch.float64)
         all_reduce(counts, self.groups.world)
         return counts.tolist()
 
     def count_local_terms(self, batch: StepBatch | None) -> list[float]:
-        """Return this rank's share of the step's number of answer pairs, followed by infinity for each MTP layer; the
-        sum over all ranks is the total.
+        """Return this rank's share of the step's number of preference pairs.
+        It is followed by infinity for each MTP layer; the sum over all ranks is the total.
         """
         mtp_terms = [float("inf")] * self.mtp_layers
         if batch is None or any(group.rank for group in (self.groups.tp, self.groups.cp, self.groups.pp)):
@@ -203,8 +205,9 @@ class PreferenceObjective(TrainingObjective):
         return [float(count_row_pairs(batch.document_ids).sum()), *mtp_terms]
 
     def prepare_micro_batches(self, batch: StepBatch, micro: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
-        """Return this rank's micro-batches with a function `weight_fn` that computes token weights from the model's
-        log-probabilities, so that weighted token losses have the gradient of the preference loss.
+        """Return this rank's micro-batches with a function that computes token weights from log-probabilities.
+        The function is their `weight_fn`; with its weights, weighted token losses have the gradient of the preference
+        loss.
         """
         self._sums.zero_()
         answers = split_answers(batch, micro, self.groups.cp, scored=self.config.model.score)
@@ -237,8 +240,8 @@ class PreferenceObjective(TrainingObjective):
     def compute_token_weights(
         self, log_probs: Tensor, answers: PreferenceAnswers, reference: Tensor, kl: Tensor
     ) -> Tensor:
-        """Return a weight for each label's log-probability in a micro-batch [B, s], minus the preference loss's
-        gradient, and add the losses and metrics to this objective's sums.
+        """Return a weight for each label's log-probability in a micro-batch [B, s], and sum the preference loss.
+        The weight is minus the preference loss's gradient. The losses and metrics are added to this objective's sums.
         """
         with torch.enable_grad():
             policy = answers.sum_log_probs(log_probs).requires_grad_()
@@ -255,16 +258,16 @@ class PreferenceObjective(TrainingObjective):
         return torch.cat([self._sums[:1], sums[1:], self._sums[1:]])
 
     def validation_totals(self, executor: PipelineExecutor, sums: Tensor, micro: Sequence[MicroBatch]) -> Tensor:
-        """Return this rank's sums of a validation's preference losses and metrics over answer pairs, and the number of
-        pairs.
+        """Return this rank's sums of a validation's preference losses and metrics, and the number of pairs.
+        The sums are over answer pairs.
         """
         answers = [one.weight_fn.answers for one in micro if isinstance(one.weight_fn, _TokenWeights)]
         pairs = sum(int((each.tokens > 0).sum()) / 2 for each in answers)
         return torch.cat([self._sums, self._sums.new_tensor([pairs * self._reports])])
 
     def metrics(self, figures: Sequence[float], count: float | None = None) -> Mapping[str, float]:
-        """Return the means over answer pairs to write to metrics.jsonl and, for a step, the number of pairs and of
-        answer tokens.
+        """Return the means over preference pairs to write to metrics.jsonl.
+        For a step, the number of pairs and of answer tokens is included.
         """
         means = dict(super().metrics(figures, count))
         _divide_by_shares(means)

@@ -26,8 +26,9 @@ START_SECONDS = 60.0  # time limit of loading the file
 
 
 class RewardProcess:
-    """Process that computes rewards by the function `spec`, such as `rewards.py:exact`; it is started again after a
-    call that exceeds `timeout` seconds.
+    """Process that computes rewards of answers by a Python function of the user.
+    `spec` names the function, such as `rewards.py:exact`; the process is started again after a call that exceeds
+    `timeout` seconds.
 
     Raises:
         ConfigError: when the file cannot be loaded or does not have the function.
@@ -38,7 +39,7 @@ class RewardProcess:
         self._start_worker()
 
     def close(self) -> None:
-        """End the process."""
+        """End the process that computes rewards."""
         self._worker.kill()
         self._worker.wait()
         for stream in (self._worker.stdin, self._worker.stdout):
@@ -46,8 +47,8 @@ class RewardProcess:
                 stream.close()
 
     def compute_reward(self, prompt: str, answer: str, record: Mapping[str, Any]) -> float | None:
-        """Return the reward of an answer; None, with a warning, if the function raises an error, returns no finite
-        number or exceeds the time limit.
+        """Return the reward of an answer to a prompt, or None, with a warning, if the reward function fails.
+        It fails if it raises an error, returns no finite number or exceeds the time limit.
         """
         request = json.dumps({"prompt": prompt, "answer": answer, "record": record})
         assert self._worker.stdin is not None
@@ -104,7 +105,9 @@ class RewardPool:
         self._processes = [RewardProcess(spec, timeout) for _ in range(workers)]
 
     def compute_rewards(self, calls: Sequence[tuple[str, str, Mapping[str, Any]]]) -> list[float | None]:
-        """Return the reward of each (prompt, answer, record), as `RewardProcess.compute_reward`."""
+        """Return the reward of each (prompt, answer, record) of a step.
+        Each reward is computed by `RewardProcess.compute_reward`.
+        """
         free = SimpleQueue[RewardProcess]()
         for process in self._processes:
             free.put(process)
@@ -120,7 +123,7 @@ class RewardPool:
             return list(threads.map(compute, calls))
 
     def close(self) -> None:
-        """End the processes."""
+        """End the processes that compute rewards."""
         for process in self._processes:
             process.close()
 
@@ -143,7 +146,9 @@ def _load_function(file: str, name: str) -> Any:
 
 
 def run_reward_worker(file: str, name: str, requests: IO[str], replies: IO[str]) -> None:
-    """Answer each line of `requests` with a line of `replies`, after a first line about the loaded function."""
+    """Compute rewards: answer each line of `requests` with a line of `replies`.
+    The first line of `replies` is about the loaded function.
+    """
 
     def send(reply: Mapping[str, Any]) -> None:
         replies.write(json.dumps(reply) + "\n")

@@ -41,8 +41,8 @@ from mega_trainer.pipeline.executor import PipelineExecutor
 
 
 class SampleCache:
-    """Folder of safetensors files with the precomputed outputs of one model (teacher or reference) for the samples of
-    one data set.
+    """Folder of safetensors files with one model's precomputed outputs for the samples of one data set.
+    The model is a teacher or a reference model.
 
     Args:
         folder: folder for the outputs of one model for one data set, and nothing else.
@@ -59,8 +59,8 @@ class SampleCache:
         return start
 
     def write_samples(self, first: int, arrays: Mapping[str, Sequence[np.ndarray]]) -> None:
-        """Write one safetensors file with the arrays of consecutive samples from number `first` on, by array name;
-        durable when this returns.
+        """Write one safetensors file with the precomputed outputs of consecutive samples.
+        `arrays` has them by array name, from sample number `first` on; the file is durable when this returns.
         """
         tensors: dict[str, Tensor] = {}
         for name, each in arrays.items():
@@ -75,7 +75,7 @@ class SampleCache:
                 stream.write(tensor_bytes(tensors[name].contiguous()))
 
     def read_array(self, name: str, sample: int) -> np.ndarray:
-        """Return the array `name` of a sample from the cache files.
+        """Return a precomputed output of a sample, the array `name`, from the cache files.
 
         Raises:
             DataError: when no file contains the sample.
@@ -160,8 +160,8 @@ class ReferenceModel(Protocol):
         answers: Sequence[PreferenceAnswers],
         what: SampleHalf = "answers",
     ) -> list[Tensor]:
-        """Return the reference model's summed log-probabilities of each micro-batch's answers, fp64 [P, 2] for P pairs,
-        or (`what` "mismatched", for KTO) of answers moved to another question.
+        """Return the reference model's summed log-probabilities of each micro-batch's answers, fp64 [P, 2].
+        There are P pairs; with `what` "mismatched" (for KTO) the answers are moved to another question.
 
         A collective call of the ranks of a model; the result is arbitrary except on the last stage.
         """
@@ -180,8 +180,8 @@ class LiveReferenceModel:
         answers: Sequence[PreferenceAnswers],
         what: SampleHalf = "answers",
     ) -> list[Tensor]:
-        """Run the reference model and return the summed log-probabilities of each micro-batch's answers, fp64 [P, 2]
-        for P pairs; with `what` "mismatched" of answers moved to another question (KTO).
+        """Run the reference model and return the summed log-probabilities of each micro-batch's answers, fp64 [P, 2].
+        There are P pairs; with `what` "mismatched" (for KTO) the answers are moved to another question.
         """
         return score_answers(self._executor, micro, answers)
 
@@ -199,8 +199,8 @@ class CachedReferenceModel:
         answers: Sequence[PreferenceAnswers],
         what: SampleHalf = "answers",
     ) -> list[Tensor]:
-        """Read from the cache files the reference model's summed log-probabilities of each micro-batch's answers, fp64
-        [P, 2] for P pairs; with `what` "mismatched" of answers moved to another question (KTO).
+        """Read the reference model's summed log-probabilities of each micro-batch's answers from the cache files.
+        They are fp64 [P, 2] for P pairs; with `what` "mismatched" (for KTO) the answers are moved to another question.
 
         Raises:
             DataError: for a sample that is not in the cache.
@@ -215,8 +215,8 @@ class CachedReferenceModel:
 def collect_reference_sums(
     executor: PipelineExecutor, config: RunConfig, device: torch.device, batch: StepBatch, samples: range
 ) -> dict[str, list[np.ndarray]]:
-    """Return the reference model's summed answer log-probabilities of each sample, to be written to the cache, also of
-    answers moved to another question if the loss (KTO) needs them.
+    """Return the reference model's summed answer log-probabilities of each sample, for the cache.
+    If the loss (KTO) needs them, the log-probabilities of answers moved to another question are included.
 
     Each is fp64 [2 P], on every rank. A collective call of all ranks.
     """

@@ -18,8 +18,8 @@ from mega_trainer.pipeline.executor import PipelineExecutor
 
 
 class TrainingObjective:
-    """Objective of ordinary training, the mean cross entropy over unmasked tokens, and base class of the other
-    objectives.
+    """Objective of ordinary training, and base class of the other objectives.
+    The objective is the mean cross entropy over unmasked tokens.
 
     Another objective is a function of the log-probabilities of a micro-batch's tokens: it sets the micro-batches'
     `weight_fn`, which gives the gradient in the log-probabilities, and sums its metrics.
@@ -35,14 +35,14 @@ class TrainingObjective:
         self.groups, self.mtp_layers = groups, mtp_layers
 
     def count_step_terms(self, batch: StepBatch) -> list[float]:
-        """Return the number of terms (tokens) that the step's loss and each multi-token prediction (MTP) layer's loss
-        are means of, over all data ranks.
+        """Return the number of terms (tokens) that the step's loss is a mean of, over all data ranks.
+        The numbers of terms of each multi-token prediction (MTP) layer's loss follow.
         """
         return count_step_tokens(batch, self.mtp_layers, self.groups)
 
     def count_local_terms(self, batch: StepBatch | None) -> list[float]:
-        """Return this rank's share of the step's number of terms (tokens) for its loss and each MTP layer's loss; the
-        sum over all ranks is the total.
+        """Return this rank's share of the step's number of terms (tokens) for its loss and each MTP layer's loss.
+        The sum over all ranks is the total.
         """
         return count_local_tokens(batch, self.mtp_layers, self.groups)
 
@@ -51,8 +51,8 @@ class TrainingObjective:
         return micro
 
     def append_metric_sums(self, sums: Tensor) -> Tensor:
-        """Return this rank's loss sums of a step, `sums`, with the sums of the objective's further metrics appended;
-        ordinary training has none.
+        """Append the sums of the objective's further metrics to this rank's loss sums of a step.
+        Return the loss sums `sums` with the appended sums; ordinary training has none.
         """
         return sums
 
@@ -62,15 +62,16 @@ class TrainingObjective:
         return torch.stack([sums[0], count])
 
     def metrics(self, figures: Sequence[float], count: float | None = None) -> Mapping[str, float]:
-        """Return the metrics to write to metrics.jsonl, from `figures`, the means of a step over `count` terms or of a
-        validation (`count` None).
+        """Return the metrics to write to metrics.jsonl for a step or a validation.
+        `figures` are the means of a step over `count` terms or of a validation (`count` None).
         """
         return dict(zip(self.metric_names, figures, strict=True))
 
 
 def count_step_tokens(batch: StepBatch, mtp_layers: int, groups: ParallelGroups) -> list[float]:
-    """Return the counts of a step over all data ranks: unmasked tokens, then unmasked tokens for each of `mtp_layers`
-    MTP layers, then, for samples of two segments, the samples.
+    """Return the counts of a step's tokens and samples over all data ranks, which its losses are means of.
+    The counts are unmasked tokens, then unmasked tokens for each of `mtp_layers` MTP layers, then, for samples of two
+    segments, the samples.
 
     Summed in host memory, for a first step; later steps get their counts with the scalars of the step before.
     """
@@ -80,8 +81,9 @@ def count_step_tokens(batch: StepBatch, mtp_layers: int, groups: ParallelGroups)
 
 
 def count_local_tokens(batch: StepBatch | None, mtp_layers: int, groups: ParallelGroups) -> list[float]:
-    """Return this rank's share of a step's counts of unmasked tokens (also for each MTP layer) and samples; of the
-    ranks that read the same samples only the first returns nonzero counts.
+    """Return this rank's share of the counts of a step's tokens and samples.
+    The counts are unmasked tokens (also for each MTP layer) and samples; of the ranks that read the same samples only
+    the first returns nonzero counts.
     """
     pairs = [] if batch is None or batch.pair_labels is None else [float(len(batch.pair_labels))]
     if batch is None or any(group.rank for group in (groups.tp, groups.cp, groups.pp)):

@@ -44,8 +44,8 @@ class AdamWUpdateRule:
             }
 
     def update_slots(self, transfers: SlotTransfers, lr: float, decoupled_lr: float | None = None) -> None:
-        """Update the main weights of all parameter shards (slots) by AdamW at learning rate `lr`, or `decoupled_lr` for
-        decoupled param groups (embedding and output).
+        """Update the main weights of all parameter shards (slots) by AdamW at learning rate `lr`.
+        Decoupled param groups (embedding and output) use `decoupled_lr`.
         """
         for group in self._adamw.param_groups:
             rate = decoupled_lr if group["decoupled"] and decoupled_lr is not None else lr
@@ -64,12 +64,12 @@ class AdamWUpdateRule:
 
     @property
     def update_count(self) -> int:
-        """Number of updates so far, which the bias correction uses."""
+        """Number of optimizer updates so far, which the bias correction uses."""
         return int(self._adamw.state[self.slots[0].main]["step"].item())
 
     @update_count.setter
     def update_count(self, value: int) -> None:
-        """Number of updates so far, which the bias correction uses."""
+        """Number of optimizer updates so far, which the bias correction uses."""
         for slot in self.slots:
             self._adamw.state[slot.main]["step"].fill_(value)
 

@@ -28,8 +28,8 @@ WIDTHS = {"cpu": (1 << 10, 1 << 15), "cuda": (1, 1 << 22)}
 def compute_grad_norm(
     buffers: Sequence[ParameterBuffer], model_groups: Sequence[CommGroup], leaves: LeafCompiler
 ) -> Tensor:
-    """Return the L2 norm of the gradients over the whole model, each element of a canonical tensor counted once; fp64
-    scalar, equal on all ranks.
+    """Return the L2 norm of the gradients over the whole model, an fp64 scalar equal on all ranks.
+    Each element of a canonical tensor is counted once.
 
     Args:
         buffers: this rank's buffers, with their reduced gradients.
@@ -126,16 +126,16 @@ def _two_sum(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def gradient_clip_factor(norm: float, limit: float) -> float:
-    """Return the factor for the gradients, at most 1, that limits their norm from `norm` to `limit`; a limit of 0
-    disables clipping.
+    """Return the factor for the gradients, at most 1, that limits their norm from `norm` to `limit`.
+    A limit of 0 disables clipping.
     """
     return min(1.0, limit / (norm + 1e-6)) if limit else 1.0
 
 
 @dataclass
 class LossScale:
-    """Dynamic loss scale for fp16: factor on the loss before it is differentiated, chosen as large as the gradients
-    allow.
+    """Dynamic loss scale for fp16 training.
+    It is a factor on the loss before it is differentiated, chosen as large as the gradients allow.
 
     The scale halves when a gradient overflows and doubles after `growth_interval` consecutive steps without overflow. A
     power of two changes no bits except those that fp16 would lose.
@@ -153,13 +153,13 @@ class LossScale:
     good_steps: int = 0
 
     def can_fix_overflow(self, *, loss_finite: bool, norm_finite: bool) -> bool:
-        """Return whether a smaller loss scale may help: the loss is finite, the gradient norm is not, and the scale is
-        above its minimum.
+        """Return whether a smaller loss scale may prevent an overflow of the gradients.
+        It may if the loss is finite, the gradient norm is not, and the scale is above its minimum.
         """
         return loss_finite and not norm_finite and self.value > self.minimum
 
     def update_scale(self, *, overflowed: bool) -> None:
-        """Halve the scale after a step with overflow; double it after `growth_interval` steps without."""
+        """Halve the loss scale after a step with overflow; double it after `growth_interval` steps without."""
         self.good_steps = 0 if overflowed else self.good_steps + 1
         if overflowed:
             self.value = max(self.minimum, self.value / 2)

@@ -34,8 +34,9 @@ _A, _B, _C = 3.4445, -4.7750, 2.0315
 
 
 def orthogonalize(matrix: Tensor, *, steps: int = 5, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Return approximately U V^T of the singular value decomposition `matrix` = U S V^T (Newton-Schulz): every singular
-    value that is not tiny comes near 1.
+    """Orthogonalize a matrix approximately by Newton-Schulz iterations.
+    Return approximately U V^T of the singular value decomposition `matrix` = U S V^T: every singular value that is not
+    tiny comes near 1.
 
     Newton-Schulz iteration, X <- a X + b (X X^T) X + c (X X^T)^2 X, on the matrix divided by its Frobenius norm.
 
@@ -59,8 +60,8 @@ def orthogonalize(matrix: Tensor, *, steps: int = 5, dtype: torch.dtype = torch.
 
 
 def muon_update_scale(rows: int, columns: int) -> float:
-    """Return Muon's factor 0.2 sqrt(max(rows, columns)) on an orthogonal update, which gives it the RMS of AdamW's
-    updates, 0.2.
+    """Return Muon's factor 0.2 sqrt(max(rows, columns)) on an orthogonal update.
+    The factor gives the update the RMS of AdamW's updates, 0.2.
 
     Muon can then use AdamW's learning rate and weight decay (arXiv:2502.16982, equation 4).
     """
@@ -68,10 +69,9 @@ def muon_update_scale(rows: int, columns: int) -> float:
 
 
 def is_hidden_matrix(parameter: nn.Parameter) -> bool:
-    """Return whether Muon updates this parameter: True for matrices and stacks of matrices in layers, not for
-    embeddings, heads, convolutions, norms and biases.
-
-    False for embeddings, tables, heads, convolutions, norms and biases.
+    """Return whether a parameter is one that Muon updates, where it is the optimizer, rather than AdamW.
+    It is True for matrices and stacks of matrices in layers; False for embeddings, tables, heads, convolutions, norms and
+    biases.
     """
     names = [piece.name for piece in get_parameter_info(parameter).gathered_pieces]
     inside = all(
@@ -110,8 +110,8 @@ class MuonUpdateRule:
         self.momenta = [torch.zeros_like(slot.main) for slot in slots]
 
     def update_slots(self, transfers: SlotTransfers, lr: float, decoupled_lr: float | None = None) -> None:
-        """Update the main weights of all parameter shards (slots) by Muon at learning rate `lr`, or `decoupled_lr` for
-        decoupled param groups.
+        """Update the main weights of all parameter shards (slots) by Muon at learning rate `lr`.
+        Decoupled param groups use `decoupled_lr`.
         """
         for number, (slot, momentum) in enumerate(zip(self.slots, self.momenta, strict=True)):
             with transfers.update_context([slot]):

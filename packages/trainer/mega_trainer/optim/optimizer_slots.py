@@ -44,8 +44,8 @@ class OptimizerSlot:
 
     @classmethod
     def from_shard(cls, buffer: ParameterBuffer, shard: ParameterShard, *, offload: bool = False) -> OptimizerSlot:
-        """Return the slot of a parameter shard: low-precision weights get fp32 main weights, with `offload` in host
-        memory.
+        """Return the optimizer slot of a parameter shard.
+        Low-precision weights get fp32 main weights, with `offload` in host memory.
 
         A shard whose length needs padding is copied too, on its device: rows of ZeRO-3, usually only norms and biases.
         """
@@ -66,8 +66,8 @@ class OptimizerSlot:
         return self.main.data_ptr() != self.shard.weights.data_ptr()
 
     def copy_grad_to_main(self) -> None:
-        """Copy the gradient to the device of the main weights (such as host memory), if the slot has a separate copy of
-        it.
+        """Copy the gradient to the device of the main weights (such as host memory).
+        This is done if the slot has a separate copy of the gradient.
         """
         if self.grads is not self.shard.grads:
             self._own(self.grads).copy_(self.shard.grads, non_blocking=True)
@@ -97,8 +97,8 @@ def _padded_copy(tensor: Tensor, *, to_host: bool) -> Tensor:
 
 
 class SlotTransfers:
-    """Copies of gradients to the main weights' device, and of updated weights back to the model, overlapped if main
-    weights are offloaded to host memory.
+    """Copies of gradients to the main weights' device, and of updated weights back to the model.
+    They are overlapped if main weights are offloaded to host memory.
 
     Main weights that are `offloaded` from a device are updated slot by slot. On a GPU the copies run on a second stream:
     an update waits only for its own gradient, and its weights are sent while the next update is computed.
@@ -122,8 +122,8 @@ class SlotTransfers:
 
     @contextmanager
     def update_context(self, slots: Sequence[OptimizerSlot]) -> Iterator[None]:
-        """Return a context around the update of some slots: entering waits for their gradients, leaving starts to copy
-        their weights to the model.
+        """Return a context around the optimizer update of some slots, which overlaps copies with it.
+        Entering waits for the slots' gradients; leaving starts to copy their weights to the model.
         """
         for slot in slots:
             if slot in self._arrivals:
@@ -145,19 +145,25 @@ class UpdateRule(Protocol):
     slots: list[OptimizerSlot]
 
     def update_slots(self, transfers: SlotTransfers, lr: float, decoupled_lr: float | None = None) -> None:
-        """Update the main weights of all `slots` from their gradients at learning rate `lr`, or `decoupled_lr` for
-        param groups that are decoupled (embedding and output).
+        """Update the main weights of all `slots` from their gradients at learning rate `lr`.
+        Param groups that are decoupled (embedding and output) use `decoupled_lr`.
         """
 
     def state_tensors(self) -> dict[str, list[tuple[OptimizerSlot, Tensor]]]:
-        """Return the optimizer state by kind (such as `exp_avg`): a tensor for each parameter shard (slot), as long as
-        its main weights.
+        """Return the optimizer state by kind (such as `exp_avg`).
+        Each kind has a tensor for each parameter shard (slot), as long as its main weights.
         """
 
 
+class CountedUpdateRule(UpdateRule, Protocol):
+    """Interface of the update of all ordinary slots, which counts its updates."""
+
+    update_count: int
+
+
 def boxes_by_name(pairs: Iterable[tuple[OptimizerSlot, Tensor]]) -> dict[str, ShardedTensor]:
-    """Return the values of the tensors of parameter shards (slots) as sharded tensors by canonical parameter name; each
-    tensor is at least as long as its shard.
+    """Return the values of tensors of parameter shards (slots) as sharded tensors by canonical parameter name.
+    Each tensor is at least as long as its shard.
     """
     return merge_sharded_tensors(
         boxes_of_flat_range(values[part.shard_slice], part.pieces, part.shape, part.start)
@@ -167,8 +173,8 @@ def boxes_by_name(pairs: Iterable[tuple[OptimizerSlot, Tensor]]) -> dict[str, Sh
 
 
 def checkpoint_boxes_by_name(pairs: Iterable[tuple[OptimizerSlot, Tensor]]) -> dict[str, ShardedTensor]:
-    """Return the values of the tensors of parameter shards (slots) by canonical parameter name; of replicated tensors
-    only the share that this rank saves to a checkpoint.
+    """Return the values of tensors of parameter shards (slots) to save, by canonical parameter name.
+    Of replicated tensors, only the share that this rank saves to a checkpoint is included.
     """
     by_replicas: dict[tuple[CommGroup, ...], list[tuple[OptimizerSlot, Tensor]]] = defaultdict(list)
     for slot, values in pairs:

@@ -1,7 +1,7 @@
 """ZeRO optimizer over this rank's weight shards: gradient norm, update, all-gather (arXiv:1910.02054).
 
 In low precision every shard has fp32 main weights; otherwise the weights are updated in place. An `UpdateRule` updates
-the shards: AdamW for all, or Muon for hidden matrices and AdamW for the rest.
+the shards: AdamW for all, or Muon for hidden matrices and AdamW for the rest, or an optimizer of an extension.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from torch import Tensor
 from mega_ckpt.tensor_pieces import ShardedTensor
 from mega_trainer.distributed.comm import CommGroup
 from mega_trainer.kernels.leaf_compiler import LeafCompiler
-from mega_trainer.optim.adamw import AdamWUpdateRule
 from mega_trainer.optim.gradient_clipping import compute_grad_norm
 from mega_trainer.optim.optimizer_slots import (
+    CountedUpdateRule,
     OptimizerSlot,
     SlotTransfers,
     UpdateRule,
@@ -31,7 +31,7 @@ class ShardedOptimizer:
 
     Args:
         stages: all stages of this rank.
-        adamw: makes the update rule of ordinary slots.
+        adamw: makes the update rule of ordinary slots, AdamW or an extension's.
         separate: makes the update rule of slots in `separate` buffers; None: all slots are ordinary.
         model_groups: the groups whose ranks hold different layers, for the norm.
         offload: keep main weights and the rules' state in host memory (arXiv:2101.06840).
@@ -43,7 +43,7 @@ class ShardedOptimizer:
         self,
         stages: Sequence[ShardedStage],
         *,
-        adamw: Callable[[list[OptimizerSlot]], AdamWUpdateRule],
+        adamw: Callable[[list[OptimizerSlot]], CountedUpdateRule],
         separate: Callable[[list[OptimizerSlot]], UpdateRule] | None = None,
         model_groups: Sequence[CommGroup] = (),
         offload: bool = False,
@@ -72,8 +72,8 @@ class ShardedOptimizer:
         return compute_grad_norm(self.buffers, self.model_groups, self._leaves)
 
     def apply_update(self, lr: float, scale: float, decoupled_lr: float | None = None) -> None:
-        """Run one update with the gradients multiplied by `scale` in place, and start to all-gather the new weights;
-        `wait_for_params` waits for them.
+        """Run one optimizer update with scaled gradients, and start to all-gather the new weights.
+        The gradients are multiplied by `scale` in place; `wait_for_params` waits for the weights.
 
         `decoupled_lr` is the rate of the input embedding and the output layer, if they have separate param groups.
         """
@@ -90,15 +90,15 @@ class ShardedOptimizer:
             stage.all_gather_params()
 
     def wait_for_params(self) -> None:
-        """Wait until the weights of the last update are gathered; needed before any access to them other than a
-        forward.
+        """Wait until the weights of the last optimizer update are gathered.
+        This is needed before any access to them other than a forward.
         """
         for stage in self.stages:
             stage.wait_for_params()
 
     def persistent_tensors(self) -> Iterator[Tensor]:
-        """Yield all flat tensors kept between steps: weights, gradients, main weights, moving averages and optimizer
-        state.
+        """Yield all flat tensors of the model and the optimizer that are kept between steps.
+        They are weights, gradients, main weights, moving averages and optimizer state.
         """
         for slot in self.slots:
             yield from (slot.shard.weights.detach(), slot.shard.grads, slot.main, slot.grads)
@@ -107,24 +107,24 @@ class ShardedOptimizer:
             yield from (tensor for pairs in rule.state_tensors().values() for _, tensor in pairs)
 
     def gradients_by_name(self) -> dict[str, ShardedTensor]:
-        """Return views of the reduced gradients by canonical parameter name; after `apply_update` they are multiplied
-        by its `scale`.
+        """Return views of the reduced gradients by canonical parameter name.
+        After `apply_update` the gradients are multiplied by its `scale`.
         """
         return boxes_by_name((slot, slot.shard.grads) for slot in self.slots)
 
     @property
     def update_count(self) -> int:
-        """Number of updates so far."""
+        """Number of optimizer updates so far."""
         return self._adamw.update_count
 
     @update_count.setter
     def update_count(self, value: int) -> None:
-        """Number of updates so far."""
+        """Number of optimizer updates so far."""
         self._adamw.update_count = value
 
     def checkpoint_tensors(self, *, to_save: bool = False) -> dict[str, ShardedTensor]:
-        """Return views of the optimizer state by checkpoint name; with `to_save` only this rank's share of replicated
-        tensors.
+        """Return views of the optimizer state by checkpoint name.
+        With `to_save`, only this rank's share of replicated tensors is included.
 
         Names are `optimizer/<kind>/<name>` for each kind of the rules' state, `optimizer/main/<name>` for main weights
         that are more precise than the model's, and `optimizer/ema/<name>` for averages.
@@ -137,8 +137,8 @@ class ShardedOptimizer:
         }
 
     def state_tensors(self) -> list[tuple[str, list[tuple[OptimizerSlot, Tensor]]]]:
-        """Return, for each kind of optimizer state, the flat tensor of each parameter shard (slot), `main` (main
-        weights) last; each is at least as long as the shard.
+        """Return the flat tensors of the optimizer state by kind, `main` (main weights) last.
+        Each kind has the tensor of each parameter shard (slot), at least as long as the shard.
         """
         kinds = [kind for rule in self._rules for kind in rule.state_tensors().items()]
         if self._averages:

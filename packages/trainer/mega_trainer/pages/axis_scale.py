@@ -11,8 +11,8 @@ from mega_common.progress_logging import format_number
 
 @dataclass(frozen=True)
 class AxisScale:
-    """Scale of a figure's axis: maps values from `low` to `high` to positions from `start` to `start` + `length` in
-    picture units; logarithmic with `log`.
+    """Scale of an axis of a figure, which maps values to positions in picture units.
+    It maps values from `low` to `high` to positions from `start` to `start` + `length`; it is logarithmic with `log`.
     """
 
     low: float
@@ -25,8 +25,8 @@ class AxisScale:
     def from_values(
         cls, values: Iterable[float], start: float, length: float, *, zero: bool = False, log_from: float = math.inf
     ) -> AxisScale:
-        """Return an axis scale that contains all values, and 0 with `zero`; logarithmic if the largest value is at
-        least `log_from` times the smallest.
+        """Return the scale of a figure's axis that contains all values, and 0 with `zero`.
+        It is logarithmic if the largest value is at least `log_from` times the smallest.
         """
         found = [*values] or [0.0, 1.0]
         low, high = min(found), max(found)
@@ -73,8 +73,8 @@ def format_compact(value: float) -> str:
 
 
 def format_bytes(value: float) -> str:
-    """Return a number of bytes as text with a binary unit and three digits, such as 12.3 GiB; 1000 of a unit or more
-    use the next unit.
+    """Return a number of bytes as text with a binary unit and three digits, such as 12.3 GiB.
+    A value of 1000 of a unit or more uses the next unit.
     """
     power = min(4, int(math.log(max(abs(value) * 1.024, 1.0), 1024)))
     return f"{value / 1024**power:.3g} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"

@@ -68,8 +68,8 @@ def draw_line_figure(
     log_from: float = math.inf,
     events: Sequence[FigureEvent] = (),
 ) -> str:
-    """Return an HTML figure with lines over a common x axis; events are dashed vertical lines. "" if no series has a
-    point.
+    """Return an HTML figure with lines over a common x axis, or "" if no series has a point.
+    Events are dashed vertical lines.
     """
     kept = [(line, drawn) for line in series if (drawn := _finite_points(line.points))]
     if not kept:
@@ -96,8 +96,8 @@ def draw_area_figure(
     write: FormatNumber = format_compact,
     events: Sequence[FigureEvent] = (),
 ) -> str:
-    """Return an HTML figure with stacked areas of series with equal x, as means over intervals of the axis. "" if the
-    series have no points.
+    """Return an HTML figure with stacked areas of series with equal x, or "" if the series have no points.
+    The values are means over intervals of the axis.
     """
     if not series or not series[0].points:
         return ""
@@ -136,8 +136,8 @@ def draw_bar_figure(
     limit: float | None = None,
     limit_name: str = "limit",
 ) -> str:
-    """Return an HTML figure with horizontal bars of stacked segments, one colour for each kind, and a dashed line at
-    `limit`.
+    """Return an HTML figure with horizontal bars of stacked segments, one colour for each kind.
+    A dashed line marks `limit`.
     """
     kinds = list(dict.fromkeys(kind for row in rows for kind, _ in row.parts))
     totals = [sum(size for _, size in row.parts) for row in rows]
@@ -215,8 +215,8 @@ def format_figure(title: str, picture: str, below: str = "") -> str:
 
 
 def format_svg(title: str, body: Iterable[str], height: float = HEIGHT, axes: Sequence[AxisScale] = ()) -> str:
-    """Return an SVG picture with the elements `body`; with its `axes`, the page shows the values of its lines at the
-    mouse pointer.
+    """Return an SVG picture with a title and the elements `body`.
+    With its `axes`, the page shows the values of its lines at the mouse pointer.
     """
     numbers = " ".join(f"{n:.9g}" for axis in axes for n in (axis.low, axis.high, axis.start, axis.length))
     data = f' data-axes="{numbers} {axes[-1].log:d}"' if axes else ""
@@ -236,8 +236,8 @@ def format_legend(names: Iterable[tuple[str, int, bool]]) -> str:
 
 
 def downsample_extremes(points: Sequence[AxisLimits], pieces: int) -> Sequence[AxisLimits]:
-    """Return the lowest and the highest point of each of `pieces` equal intervals of the sequence, in order; all points
-    if they are few.
+    """Return the lowest and the highest point of each of `pieces` equal intervals of a sequence, in order.
+    If the points are few, return all.
     """
     if len(points) <= 2 * pieces:
         return points
@@ -386,8 +386,8 @@ def render_page(title: str, subtitle: str, tiles: Iterable[tuple[str, str]], sec
 
 
 def render_table(head: Sequence[str], rows: Iterable[Sequence[str]], numbers: Sequence[int] = ()) -> str:
-    """Return a table as HTML from the column names `head` and the rows, with the columns `numbers` (by index) right-
-    aligned; "" without a row.
+    """Return an HTML table from the column names `head` and the rows, or "" without a row.
+    The columns `numbers` (by index) are right-aligned.
     """
 
     def render_row(cells: Sequence[str], tag: str) -> str:

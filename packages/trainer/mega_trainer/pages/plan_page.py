@@ -38,8 +38,8 @@ class PipelineShape(NamedTuple):
 
 @dataclass(frozen=True)
 class LayoutCandidate:
-    """Layout found by `mega plan --search`, as shown on the plan's HTML page: step time, tokens per second and GPU,
-    memory in bytes, settings in words, and why it takes that time.
+    """Layout found by `mega plan --search`, as shown on the plan's HTML page.
+    It has the step time, tokens per second and GPU, memory in bytes, settings in words, and why it takes that time.
     """
 
     seconds: float
@@ -83,8 +83,8 @@ def render_plan_page(
 
 
 def draw_schedule(pipeline: PipelineShape, costs: PipelineOpCosts | None = None) -> tuple[str, str]:
-    """Return an SVG picture of a pipeline's schedule over time, with as many micro-batches as are readable, and its
-    caption.
+    """Return an SVG picture of a pipeline's schedule over time, and its caption.
+    The picture has as many micro-batches as are readable.
     """
     each = pipeline.ranks * pipeline.stages * (3 if pipeline.schedule.startswith("zb") else 2)
     most = min(MAX_OPERATIONS // each, max(pipeline.ranks, MAX_RANK_OPERATIONS * pipeline.ranks // each))

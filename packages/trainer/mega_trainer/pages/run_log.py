@@ -34,7 +34,9 @@ class MetricColumn:
         return list(zip(self.steps, self.values, strict=True))
 
     def iterate_deltas(self) -> Iterator[tuple[float, float]]:
-        """Yield (step, difference of the metric from its value on the previous line of metrics.jsonl)."""
+        """Yield (step, difference of the metric from its value on the previous line of metrics.jsonl).
+        The first difference is from 0.
+        """
         before = 0.0
         for step, value in zip(self.steps, self.values, strict=True):
             yield step, value - before
@@ -63,8 +65,8 @@ class RunLog:
     def read_folder(
         cls, path: Path, *, tail: int | None = None, advance: Callable[[int], object] = lambda size: None
     ) -> RunLog:
-        """Read the log in a run's folder `path`, or in the folder of a metrics.jsonl; with `tail` only the last `tail`
-        bytes of the metrics lines.
+        """Read the log of a training run from the run's folder or the folder of a metrics.jsonl.
+        `path` is the folder; with `tail` only the last `tail` bytes of the metrics lines are read.
 
         `advance` is called with the number of bytes that were read.
 
@@ -109,7 +111,7 @@ class RunLog:
 
     @property
     def is_finished(self) -> bool:
-        """True if the last planned step is done."""
+        """True if the last planned step of the run is done."""
         return self.planned_steps is not None and self.last["step"] >= self.planned_steps
 
     @cached_property
@@ -130,8 +132,8 @@ class RunLog:
         return found
 
     def list_rank_errors(self) -> list[tuple[float, str, str]]:
-        """Return (time, ranks, message) of each error that ended ranks, oldest first; consecutive equal errors of
-        several ranks are merged into one.
+        """Return (time, ranks, message) of each error that ended ranks of the run, oldest first.
+        Consecutive equal errors of several ranks are merged into one.
         """
         errors = sorted(read_complete_lines(self.folder / ERRORS, "time"), key=lambda line: float(line["time"]))
         groups = [list(lines) for _, lines in itertools.groupby(errors, key=lambda line: str(line["error"]))]
@@ -169,8 +171,8 @@ class SavedCheckpoint:
 def read_complete_lines(
     path: Path, key: str = "step", *, tail: int | None = None, advance: Callable[[int], object] = lambda size: None
 ) -> Iterator[dict[str, Any]]:
-    """Yield the JSON mappings of a .jsonl file that have a number under `key`, one per line; truncated lines are left
-    out.
+    """Yield the JSON mappings of a .jsonl file that have a number under `key`, one per line.
+    Truncated lines are left out.
     """
     if not path.exists():
         return

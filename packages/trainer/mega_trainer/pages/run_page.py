@@ -39,8 +39,8 @@ PredictedMetrics = Mapping[str, float]  # by key of metrics.jsonl
 
 
 def render_run_page(runs: Sequence[RunLog]) -> str:
-    """Return the HTML page with figures and tables of one run, or of several runs in comparison: learning, speed, time,
-    data, settings and environment.
+    """Return the HTML page with figures and tables of one run, or of several runs in comparison.
+    They show learning, speed, time, data, settings and environment.
     """
     names = _unique_names(runs)
     title = f"Run {names[0]}" if len(runs) == 1 else f"{len(runs)} runs: {', '.join(names)}"

@@ -61,15 +61,15 @@ class AsyncAllToAll:
     _pending: tuple[Tensor, CollectiveWork] | None = None  # set between the two nodes of a pass
 
     def start_forward(self, rows: Tensor) -> Tensor:
-        """Start to send the first of `rows` to the other ranks; the returned tensor of received rows is complete after
-        `wait_for_table`.
+        """Start to send rows to the other ranks of an all-to-all.
+        The first of `rows` are sent; the returned tensor of received rows is complete after `wait_for_table`.
         """
         self._pending = self.wire(rows, self.sent, self.received, self.length)
         return self._pending[0]
 
     def start_backward(self, rows: Tensor, length: int) -> None:
-        """Start the reverse all-to-all, which sends gradient `rows` back to their ranks, into a tensor of `length`
-        rows.
+        """Start the reverse all-to-all, which sends gradient rows back to their ranks.
+        The received rows go into a tensor of `length` rows.
         """
         self._pending = self.wire(rows, self.received, self.sent, length)
 
@@ -108,8 +108,8 @@ class _WaitForExchange(Function):
 
 
 def start_host_copy(table: Tensor) -> Callable[[], Any]:
-    """Start to copy a tensor to the host; the returned function waits for the copy and returns the numbers as `tolist`
-    does.
+    """Start to copy an integer tensor to the host, and return a function that waits for the copy.
+    The returned function returns the numbers as `tolist` does.
     """
     host = table.to("cpu", non_blocking=True)
     if not table.is_cuda:
@@ -125,8 +125,8 @@ def start_host_copy(table: Tensor) -> Callable[[], Any]:
 
 
 def start_exchange(rows: Tensor, exchange: AsyncAllToAll) -> Callable[[], Tensor]:
-    """Start the all-to-all `exchange` of the first of `rows`, differentiable; the returned function waits for the
-    received rows and returns them, [length, ..].
+    """Start a differentiable all-to-all of rows, and return a function that waits for the received rows.
+    The all-to-all `exchange` sends the first of `rows`; the returned function returns the received rows, [length, ..].
     """
     out: Tensor = _StartExchange.apply(rows, exchange)  # type: ignore[no-untyped-call]
 

@@ -58,8 +58,8 @@ class ContextParallelAttention(Protocol):
         visible_parts: MaskPartsFunction,
         attend_whole: FullAttention,
     ) -> Tensor:
-        """Compute attention of this rank's s tokens to the whole sequence: q [B, s, H, d], k [B, s, K, d], v [B, s, K,
-        e] -> [B, s, H, e].
+        """Compute attention of this rank's s tokens to the whole sequence under context parallelism.
+        Shapes are q [B, s, H, d], k [B, s, K, d], v [B, s, K, e] -> [B, s, H, e].
 
         Blockwise kinds use `visible_parts`; the kind that exchanges heads has whole sequences, and uses `attend_whole`.
         """
@@ -68,8 +68,8 @@ class ContextParallelAttention(Protocol):
 def make_context_parallel(
     kind: ContextParallelKind, group: CommGroup, kernels: Kernels
 ) -> ContextParallelAttention | None:
-    """Return the context-parallel attention of that kind (ring, allgather or alltoall) over `group`; None if the group
-    has one rank.
+    """Return the context-parallel attention over a group: ring, allgather or alltoall.
+    `kind` names it; the result is None if `group` has one rank.
     """
     if group.size == 1:
         return None
@@ -79,8 +79,8 @@ def make_context_parallel(
 
 
 def rank_chunks(rank: int, length: int, ranks: int) -> tuple[range, range]:
-    """Return the index ranges of the two chunks of a sequence of `length` tokens that a context rank has: chunk `rank`,
-    and its mirror from the end.
+    """Return the index ranges of the two chunks of a sequence that a context-parallel rank has.
+    Of a sequence of `length` tokens, they are chunk `rank`, and its mirror from the end.
     """
     chunk = length // (2 * ranks)
     first, second = rank * chunk, (2 * ranks - 1 - rank) * chunk
@@ -93,8 +93,8 @@ def rank_token_indices(length: int, group: CommGroup) -> Tensor:
 
 
 def residual_token_ranges(length: int, cp: CommGroup, tp: CommGroup, *, sp: bool) -> list[range]:
-    """Return the index ranges of the tokens in this rank's residual stream: the context rank's tokens, or under
-    sequence parallelism (`sp`) the tensor rank's slice of them.
+    """Return the index ranges of the tokens in this rank's residual stream.
+    They are the context rank's tokens, or under sequence parallelism (`sp`) the tensor rank's slice of them.
     """
     part, before, out = range(length // cp.size)[local_sequence_slice(length // cp.size, tp, sp=sp)], 0, []
     for chunk in _rank_ranges(length, cp):
@@ -108,8 +108,8 @@ def _rank_ranges(length: int, group: CommGroup) -> tuple[range, ...]:
 
 
 def gather_preceding_tokens(x: Tensor, count: int, group: CommGroup) -> Tensor:
-    """Return the `count` tokens before each of this context rank's two chunks, zeros before the sequence's start: [B,
-    s, w] -> [B, 2, count, w].
+    """Return the `count` tokens before each of this context rank's two chunks: [B, s, w] -> [B, 2, count, w].
+    Tokens before the sequence's start are zeros.
 
     The ends of all chunks are gathered, since a chunk may be shorter than `count`; the backward sums their gradients.
     """
@@ -121,18 +121,18 @@ def gather_preceding_tokens(x: Tensor, count: int, group: CommGroup) -> Tensor:
 
 
 class KeyValueExchange(Protocol):
-    """Interface of an exchange of keys and values, packed in one flat tensor, between context ranks, so that every
-    rank's queries can attend to all of them.
+    """Interface of an exchange of keys and values between context-parallel ranks.
+    Keys and values are packed in one flat tensor; with the exchange, every rank's queries can attend to all of them.
     """
 
     def visit_all_ranks(self, mine: Tensor, work: Callable[[int, Tensor], None]) -> None:
-        """Call `work` with every context rank's number and packed keys and values, this rank's first; `mine` are this
-        rank's.
+        """Call a function with every context-parallel rank's number and packed keys and values.
+        `work` is the function, called with this rank's keys and values, `mine`, first.
         """
 
     def collect_gradients(self, mine: Tensor, work: Callable[[int, Tensor], Tensor]) -> Tensor:
-        """Call `work` with every context rank's keys and values, and return the gradient of this rank's, summed over
-        what `work` returned on all ranks.
+        """Call a function with every context-parallel rank's keys and values, and sum the gradients that it returns.
+        Return the gradient of this rank's keys and values, `mine`, summed over what `work` returned on all ranks.
 
         Calls `work` as `visit_all_ranks` does; it returns partial gradients in at least fp32.
         """
@@ -140,15 +140,15 @@ class KeyValueExchange(Protocol):
 
 @dataclass(frozen=True)
 class RingExchange:
-    """Exchange of keys and values around a ring of context ranks (`KeyValueExchange`): the next rank's share is sent
-    while `work` runs on this one, and no rank has more than two shares in memory.
+    """Exchange of keys and values around a ring of context-parallel ranks (`KeyValueExchange`).
+    The next rank's share is sent while `work` runs on the present one, and no rank has more than two shares in memory.
     """
 
     group: CommGroup
 
     def visit_all_ranks(self, mine: Tensor, work: Callable[[int, Tensor], None]) -> None:
-        """Call `work` with the number and the packed keys and values of every context rank, passed around the ring,
-        this rank's (`mine`) first.
+        """Call a function with every context-parallel rank's keys and values, passed around a ring.
+        `work` is called with the number and the packed keys and values of each rank, this rank's (`mine`) first.
         """
         for rank, coming in self._ring_steps():
             passing = start_ring_transfer(mine, self.group) if coming else None
@@ -156,8 +156,9 @@ class RingExchange:
             mine = passing.wait() if passing is not None else mine
 
     def collect_gradients(self, mine: Tensor, work: Callable[[int, Tensor], Tensor]) -> Tensor:
-        """Call `work` with every rank's keys and values, passed around the ring; the sum of the gradients that it
-        returns follows one step behind, and a last step brings it to its rank.
+        """Sum the gradients of every rank's keys and values, which are passed around a ring.
+        Call `work` with each rank's keys and values; the sum of the gradients that it returns follows one step behind,
+        and a last step brings it to its rank.
         """
         following: RingTransfer | None = None
         for rank, coming in self._ring_steps():
@@ -179,8 +180,8 @@ class RingExchange:
 
 @dataclass(frozen=True)
 class AllGatherExchange:
-    """Exchange of keys and values by all-gather (`KeyValueExchange`), overlapped with the caller's work on this rank's
-    own ones.
+    """Exchange of keys and values between context-parallel ranks by all-gather (`KeyValueExchange`).
+    It overlaps with the caller's work on this rank's own keys and values.
 
     The backward gathers again, so that only a rank's own keys and values are saved.
     """
@@ -188,15 +189,15 @@ class AllGatherExchange:
     group: CommGroup
 
     def visit_all_ranks(self, mine: Tensor, work: Callable[[int, Tensor], None]) -> None:
-        """Call `work` with the number and the packed keys and values of every context rank, from an all-gather, this
-        rank's (`mine`) first.
+        """Call a function with every context-parallel rank's keys and values, from an all-gather.
+        `work` is called with the number and the packed keys and values of each rank, this rank's (`mine`) first.
         """
         for rank, part in self._gather_parts(mine):
             work(rank, part)
 
     def collect_gradients(self, mine: Tensor, work: Callable[[int, Tensor], Tensor]) -> Tensor:
-        """Call `work` with every rank's keys and values, from an all-gather, and return the gradient of this rank's,
-        summed over all ranks by reduce-scatter.
+        """Sum the gradients of every rank's keys and values, which come from an all-gather, by reduce-scatter.
+        Call `work` with each rank's keys and values, and return the gradient of this rank's, summed over all ranks.
         """
         wide = torch.promote_types(mine.dtype, torch.float32)
         gradients = mine.new_empty(self.group.size, mine.numel(), dtype=wide)
@@ -217,8 +218,8 @@ class AllGatherExchange:
 
 @dataclass(frozen=True)
 class BlockwiseAttention:
-    """`ContextParallelAttention` block by block, one chunk of queries and one chunk of keys each; blocks that the mask
-    hides are skipped.
+    """Context-parallel attention block by block (`ContextParallelAttention`).
+    A block has one chunk of queries and one chunk of keys; blocks that the mask hides are skipped.
     """
 
     exchange: KeyValueExchange
@@ -234,8 +235,8 @@ class BlockwiseAttention:
         visible_parts: MaskPartsFunction,
         attend_whole: FullAttention | None = None,
     ) -> Tensor:
-        """Compute attention of this rank's s tokens to the whole sequence, block by block over the exchanged keys: q
-        [B, s, H, d], k [B, s, K, d], v [B, s, K, e] -> [B, s, H, e].
+        """Compute attention of this rank's s tokens to the whole sequence, block by block over exchanged keys.
+        Shapes are q [B, s, H, d], k [B, s, K, d], v [B, s, K, e] -> [B, s, H, e].
         """
         y: Tensor = _BlockwiseFunction.apply(q, k, v, how.sinks, how, visible_parts, self)  # type: ignore[no-untyped-call]
         return y
@@ -276,16 +277,16 @@ class LocalExchange:
         work(0, mine)
 
     def collect_gradients(self, mine: Tensor, work: Callable[[int, Tensor], Tensor]) -> Tensor:
-        """Call `work` once, with rank number and packed keys and values of this rank (`mine`), and return the gradient
-        that it returns.
+        """Call a function once, with this rank's keys and values, and return the gradient that it returns.
+        `work` gets the rank number and packed keys and values of this rank (`mine`).
         """
         return work(0, mine)
 
 
 @dataclass(frozen=True)
 class PartwiseAttention(BlockwiseAttention):
-    """Blockwise attention of whole sequences on one rank, for a mask given as several rectangles that no single
-    `AttentionMaskSpec` describes.
+    """Blockwise attention of whole sequences on one rank, for a mask of several rectangles.
+    No single `AttentionMaskSpec` describes such a mask.
     """
 
     @classmethod
@@ -302,8 +303,8 @@ class PartwiseAttention(BlockwiseAttention):
 
 @dataclass(frozen=True)
 class AttentionBlock:
-    """Block of an attention computation: a slice of the batch rows, of the queries and of the keys, and the mask
-    between them.
+    """Block of an attention computation: a range of queries and of keys in some batch rows.
+    It has a slice of the batch rows, of the queries and of the keys, and the mask between them.
 
     `first`: queries and keys are the same tokens, none of which has attended to a key before.
     """
@@ -417,8 +418,8 @@ class _KeyValuePacking:
 
 @dataclass(frozen=True)
 class AllToAllAttention:
-    """`ContextParallelAttention` by all-to-all (Ulysses): between two exchanges each of N ranks has all S tokens of H/N
-    heads.
+    """Context-parallel attention by all-to-all (Ulysses, `ContextParallelAttention`).
+    Between two exchanges each of N ranks has all S tokens of H/N heads.
 
     If K < N, every key/value head is sent to the N/K ranks that have its query heads.
     """
@@ -434,8 +435,9 @@ class AllToAllAttention:
         visible_parts: MaskPartsFunction,
         attend_whole: FullAttention,
     ) -> Tensor:
-        """Compute attention of this rank's s tokens to the whole sequence: exchange tokens for heads, attend over whole
-        sequences, and exchange back: q [B, s, H, d], k [B, s, K, d], v [B, s, K, e] -> [B, s, H, e].
+        """Compute attention of this rank's s tokens to the whole sequence by all-to-all.
+        Exchange tokens for heads, attend over whole sequences, and exchange back: q [B, s, H, d], k [B, s, K, d], v [B,
+        s, K, e] -> [B, s, H, e].
         """
         own = self.local_head_slice(q.shape[2])
         if how.sinks is not None:
@@ -451,8 +453,9 @@ class AllToAllAttention:
         return slice(first, first + max(1, heads // self.group.size))
 
     def exchange_to_heads(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """Exchange tensors [B, s, H_i, d_i] of this rank's tokens for [B, S, H_i/N (at least 1), d_i] of all tokens in
-        order, with N ranks.
+        """Exchange this rank's tokens for heads of all tokens by all-to-all.
+        Tensors [B, s, H_i, d_i] of this rank's tokens become [B, S, H_i/N (at least 1), d_i] of all tokens in order,
+        with N ranks.
         """
         size, (rows, tokens) = self.group.size, parts[0].shape[:2]
         parts = [t.repeat_interleave(size // t.shape[2], dim=2) if t.shape[2] < size else t for t in parts]

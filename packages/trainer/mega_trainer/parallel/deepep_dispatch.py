@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DeepEpDispatcher:
-    """`ExpertDispatcher` by the DeepEP library for all layers of a model, in bf16; its communication buffer is made at
-    the first dispatch.
+    """Expert-parallel dispatcher for all layers of a model by the DeepEP library, in bf16.
+    It is an `ExpertDispatcher`; its communication buffer is made at the first dispatch.
 
     The host reads the number of received tokens once per layer. With a `bound` it reads nothing, and buffers hold every
     token of every rank.
@@ -86,8 +86,8 @@ class DeepEpDispatcher:
 
 @dataclass
 class DeepEpDispatchState:
-    """State of one DeepEP dispatch, for its combine and its backward: the communication buffer and the library's
-    results.
+    """State of one DeepEP dispatch, for its combine and its backward.
+    It has the communication buffer and the library's results.
 
     Attributes:
         buffer: buffer of the dispatch.

@@ -31,7 +31,7 @@ from mega_trainer.parallel.async_all_to_all import AsyncAllToAll, HostSplitWire,
 from mega_trainer.parallel.token_rows import (
     RowAssignment,
     gather_token_rows,
-    pick_choice_values,
+    pick_row_values,
     sum_choice_rows,
     sum_token_rows,
 )
@@ -80,7 +80,7 @@ def sort_rows_by_expert(
     slots = replace(RowAssignment.assign_rows(chosen, experts, rows), sum_rows=sum_rows)
     return SortedExpertRows(
         gather_token_rows(x, slots),
-        pick_choice_values(weights, slots),
+        pick_row_values(weights, slots),
         GroupedRows(slots.ends),
         lambda y: sum_token_rows(y, slots),
         slots.dropped,
@@ -89,8 +89,8 @@ def sort_rows_by_expert(
 
 @dataclass(frozen=True)
 class TokenDispatch:
-    """Expert-parallel dispatch in progress, with the functions that wait for the received tokens and that send their
-    outputs back.
+    """Expert-parallel dispatch of tokens in progress.
+    It has the functions that wait for the received tokens and that send their outputs back.
 
     Attributes:
         wait_for_rows: waits for the received tokens.
@@ -104,8 +104,8 @@ class TokenDispatch:
 
 
 class ExpertDispatcher(Protocol):
-    """Interface of expert-parallel dispatch and combine of tokens. The order of the collectives must not depend on the
-    tokens.
+    """Interface of expert-parallel dispatch and combine of tokens.
+    The order of the collectives must not depend on the tokens.
     """
 
     def dispatch_tokens(self, x: Tensor, chosen: Tensor, weights: Tensor) -> TokenDispatch:
@@ -119,8 +119,8 @@ class ExpertDispatcher(Protocol):
 
 
 def run_through_experts(dispatch: TokenDispatch, experts: ExpertFunction) -> tuple[Tensor, Tensor]:
-    """Apply `experts` to a dispatch's tokens and return the weighted sums of their outputs [N, D], zero for tokens
-    without experts, and the number of dropped choices.
+    """Apply experts to dispatched tokens and return the weighted sums of their outputs [N, D].
+    They are zero for tokens without experts. Also return the number of dropped choices.
     """
     received = dispatch.wait_for_rows()
     y = experts(received.x, received.weights, received.rows)
@@ -148,8 +148,8 @@ class AllToAllDispatcher:
     bound: float | None = None
 
     def dispatch_tokens(self, x: Tensor, chosen: Tensor, weights: Tensor) -> TokenDispatch:
-        """Start to send tokens x to the ranks of their `chosen` experts by all-to-all, and return the dispatch in
-        progress.
+        """Start to send tokens to the ranks of their chosen experts by all-to-all.
+        Return the dispatch in progress. `x` are the tokens, `chosen` their experts.
         """
         if self.group.size == 1:
             rows = sort_rows_by_expert(x, chosen, weights, self.experts_per_rank, chosen.numel())
@@ -216,8 +216,8 @@ class AllToAllDispatcher:
 
 
 def expert_ranks_of_tokens(chosen: Tensor, experts_per_rank: int, parts: int) -> Tensor:
-    """Return the ranks that have the chosen experts of each token, each rank once: int64 [N, K parts], -1 for none; an
-    expert is split over `parts` ranks.
+    """Return the ranks that have the chosen experts of each token, each rank once: int64 [N, K parts].
+    The value -1 stands for none; an expert is split over `parts` ranks.
 
     A rank has `experts_per_rank` experts.
     """
@@ -229,16 +229,16 @@ def expert_ranks_of_tokens(chosen: Tensor, experts_per_rank: int, parts: int) ->
 
 
 def local_expert_ids(chosen: Tensor, holder: int, experts_per_rank: int) -> Tensor:
-    """Return the chosen expert ids as local ids among this rank's `experts_per_rank` experts, -1 for experts of other
-    ranks; `holder` is the rank's index along ep.
+    """Return chosen expert ids as local ids among this rank's experts, -1 for experts of other ranks.
+    The rank has `experts_per_rank` experts; `holder` is its index along ep.
     """
     local = chosen - holder * experts_per_rank
     return local.masked_fill((local < 0) | (local >= experts_per_rank), -1)
 
 
 def pack_routing(chosen: Tensor, weights: Tensor, slots: RowAssignment) -> Tensor:
-    """Pack the routing weights and chosen experts of each row's token in one tensor [M + 1, 2 K], to be sent together;
-    expert ids are bit-cast, -1 for unused rows.
+    """Pack the routing weights and chosen experts of each row's token in one tensor [M + 1, 2 K].
+    They are sent together; expert ids are bit-cast, -1 for unused rows.
     """
     row_choices = chosen[slots.token_of_row].masked_fill(slots.choice.unsqueeze(-1) < 0, -1)
     bits = row_choices.to(torch.int64 if weights.dtype == torch.float64 else torch.int32)
@@ -246,8 +246,8 @@ def pack_routing(chosen: Tensor, weights: Tensor, slots: RowAssignment) -> Tenso
 
 
 def unpack_routing(packed: Tensor, choices: int, received_rows: Tensor | int = -1) -> tuple[Tensor, Tensor]:
-    """Return the routing weights and expert ids of each row from the tensor `packed` [M + 1, 2 K]; rows from
-    `received_rows` on were not received and get expert id -1.
+    """Return the routing weights and expert ids of each row from a packed tensor [M + 1, 2 K].
+    Rows from `received_rows` on were not received and get expert id -1.
     """
     weights, bits = packed[:, :choices], packed[:, choices:].detach().clone(memory_format=torch.contiguous_format)
     chosen = bits.view(torch.int64 if packed.dtype == torch.float64 else torch.int32).long()
@@ -283,8 +283,8 @@ class _GroupedBias(Function):
 
 
 def add_grouped_bias(x: Tensor, bias: Tensor, rows: GroupedRows, weights: Tensor | None = None) -> Tensor:
-    """Add to each row of x the bias of its group (expert), times the row's weight [M] if weights are given: [M, N] +
-    [G, N] -> [M, N].
+    """Add to each row of x the bias of its group (expert): [M, N] + [G, N] -> [M, N].
+    The bias is multiplied by the row's weight [M] if weights are given.
     """
     y: Tensor = _GroupedBias.apply(x, bias, weights, rows)  # type: ignore[no-untyped-call]
     return y
@@ -321,8 +321,8 @@ def _padded_share(x: Tensor, group: CommGroup) -> Tensor:
 
 
 def take_token_share(x: Tensor, group: CommGroup) -> Tensor:
-    """Return this rank's share of tokens x [N, ..] that all ranks of `group` have: [ceil(N / ranks), ..], padded with
-    zeros.
+    """Return this rank's share of tokens that all ranks of a group have, padded with zeros.
+    The tokens are x [N, ..], the share is [ceil(N / ranks), ..].
 
     The backward gathers the gradients of all ranks, so that each has the whole gradient.
     """
@@ -330,7 +330,7 @@ def take_token_share(x: Tensor, group: CommGroup) -> Tensor:
 
 
 def gather_token_shares(x: Tensor, group: CommGroup, tokens: int) -> Tensor:
-    """Gather the shares [ceil(N / ranks), ..] of all ranks, made by `take_token_share`, to [tokens, ..]; the backward
-    takes this rank's share.
+    """Gather shares of tokens [ceil(N / ranks), ..] from all ranks to [tokens, ..].
+    The shares are made by `take_token_share`; the backward takes this rank's share.
     """
     return x if group.size == 1 else _GatherShares.apply(x, group, tokens)  # type: ignore[no-untyped-call]

@@ -21,8 +21,8 @@ SUMS = 6  # numbers of a layer before the loads of its experts
 
 @dataclass(frozen=True)
 class MicroBatchRouting:
-    """Routing state of one micro-batch in a training step: the routers' inputs (masks, loss weights) and load counters
-    of all layers.
+    """Expert routing state of one micro-batch in a training step.
+    It has the routers' inputs (masks, loss weights) and load counters of all layers.
 
     Attributes:
         affects_loss_mask: bool [B, S], tokens that can affect the loss; None: all.
@@ -47,8 +47,8 @@ class MicroBatchRouting:
 
 @dataclass(frozen=True)
 class RoutingReplay:
-    """Experts of a micro-batch's tokens for rollout routing replay (R3): given ones replace the router's choices, and
-    all are recorded.
+    """Experts of a micro-batch's tokens for rollout routing replay (R3).
+    Given experts replace the router's choices, and all are recorded.
 
     Legend: L layers with experts, K experts per token.
 
@@ -65,8 +65,8 @@ class RoutingReplay:
     recorded: Tensor
 
     def apply_replay(self, layer: int, expert_ids: Tensor, tokens: RoutedTokens) -> Tensor:
-        """Record and return the experts of this rank's tokens in a layer, int64 [N, K]: the given ones, or else the
-        router's `expert_ids`.
+        """Record and return the experts of this rank's tokens in a layer, int64 [N, K].
+        They are the given ones of rollout routing replay (R3), or else the router's `expert_ids`.
         """
         if layer not in self.layers:  # an MTP layer
             return expert_ids
@@ -130,8 +130,9 @@ def sum_expert_loads(routings: Sequence[MicroBatchRouting]) -> dict[int, Tensor]
 
 
 def tabulate_expert_loads(loads: Mapping[int, Tensor], config: ModelConfig, device: torch.device) -> Tensor:
-    """Return this rank's routing statistics as fp64 [layers, 6 + experts], zeros for layers of other ranks: six sums of
-    a layer (tokens, dropped choices, losses and so on), then the choices of each expert.
+    """Return this rank's expert routing statistics as fp64 [layers, 6 + experts].
+    Layers of other ranks are zeros. A layer has six sums (tokens, dropped choices, losses and so on), then the choices
+    of each expert.
     """
     if config.moe is None:
         return torch.zeros(0, SUMS, dtype=torch.float64, device=device)
@@ -145,8 +146,8 @@ def list_expert_layers(config: ModelConfig) -> list[int]:
 
 
 def compute_routing_metrics(moe: MoeConfig | None, table: Tensor, loss_scale: float) -> dict[str, float]:
-    """Return a step's routing metrics (such as load balance and dropped choices) from `table`, the routing statistics
-    by layer summed over all ranks; empty without experts.
+    """Return a step's expert routing metrics, such as load balance and dropped choices.
+    `table` has the routing statistics by layer summed over all ranks. The result is empty without experts.
 
     `aux_loss` and `z_loss` are weighted as in the training loss. `expert_load_max` and `expert_load_min` are the most and
     fewest choices of an expert, relative to the mean of its layer. `drop_rate` is the share of dropped choices.

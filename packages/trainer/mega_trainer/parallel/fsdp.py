@@ -68,8 +68,8 @@ def fully_shard_stage(
     layers: int = 1,
     gather: Literal["micro_batch", "step"] = "micro_batch",
 ) -> None:
-    """Shard a pipeline stage over its `shard` group by torch's FSDP2, in place: each parameter becomes a `DTensor` of
-    which a rank has some rows; the weights of `layers` layers are gathered together.
+    """Shard a pipeline stage over its `shard` group by torch's FSDP2, in place.
+    Each parameter becomes a `DTensor` of which a rank has some rows; `layers` layers' weights are gathered together.
 
     Args:
         model: parameters are in the dtype of the main weights, fp32 or fp64, and may be on the meta device, since no rank
@@ -132,8 +132,8 @@ def _pad_uneven_shards(model: nn.Module) -> None:
 
 
 def list_fsdp_units(model: Decoder, layers: int) -> list[list[nn.Module]]:
-    """Return lists of modules that FSDP gathers together, inner ones first; each list has the parameters of its modules
-    that no earlier one has.
+    """Return lists of modules that FSDP gathers together, inner ones first.
+    Each list has the parameters of its modules that no earlier one has.
 
     Recomputed and other layers are in different units: FSDP waits until the forward of all modules of a unit has run.
     """
@@ -176,8 +176,8 @@ def _process_group(group: CommGroup) -> dist.ProcessGroup:
 
 
 def slice_piece_rows(pieces: Sequence[TensorPiece], first: int, stop: int) -> Iterator[TensorPiece]:
-    """Yield the positions in global tensors (`TensorPiece`) of rows [first, stop) of a local tensor, from those of the
-    whole local tensor.
+    """Yield the positions in global tensors of rows [first, stop) of a local tensor.
+    `pieces` are the positions (`TensorPiece`) of the whole local tensor.
     """
     for piece in pieces:
         low, high = max(first, piece.local_start[0]), min(stop, piece.local_start[0] + piece.shape[0])
@@ -324,14 +324,14 @@ class FullyShardedStage:
         self.buffers = [RowShardBuffer(parameters, kind) for kind, parameters in kinds.items()]
 
     def begin_step(self) -> None:
-        """Zero the gradients of the previous step."""
+        """Zero this pipeline stage's gradients of the previous step."""
         if self._gradients:  # none in a frozen stage
             torch._foreach_zero_([gradients.values for gradients in self._gradients])
 
     @contextmanager
     def backward_context(self, last: bool) -> Iterator[None]:
-        """Wrap one micro-batch's backward: FSDP reduces gradients over the shard group, and in the last backward of the
-        step this class reduces them over copies.
+        """Wrap one micro-batch's backward, in which FSDP reduces gradients over the shard group.
+        In the last backward of the step, this class also reduces them over copies.
 
         With a split backward it is the weight half alone that this wraps.
         """
@@ -345,8 +345,9 @@ class FullyShardedStage:
             self._split.finish()
 
     def finish_gradients(self) -> None:
-        """Complete this stage's gradients: wait for the HSDP all-reduces between weight replicas, then all-reduce over
-        the other groups of ranks that hold the same parameter. Free the weights that were gathered for the whole step.
+        """Complete this pipeline stage's gradients over all ranks that hold the same parameter.
+        Wait for the HSDP all-reduces between weight replicas, then all-reduce over the other groups of such ranks. Free
+        the weights that were gathered for the whole step.
         """
         self._free_gathered_params()
         for gradients in self._gradients:

@@ -71,8 +71,8 @@ class GradientBucket(ABC):
 
     @abstractmethod
     def should_reduce(self, last: bool) -> bool:
-        """Return whether the next backward ends with a reduction over the data ranks; `last` says that it is the step's
-        last.
+        """Return whether the next backward ends with a reduction of gradients over the data ranks.
+        `last` says that it is the step's last backward.
         """
 
     def begin_backward(self) -> None:
@@ -80,16 +80,16 @@ class GradientBucket(ABC):
         self._missing = set(self.param_slices)
 
     def grad_destination(self, parameter: nn.Parameter) -> tuple[Tensor, bool]:
-        """Return the view of the bucket into which to write a parameter's next gradient, and True to add to it or False
-        to overwrite it.
+        """Return the view of the bucket into which to write a parameter's next gradient, and whether to add it.
+        True adds the gradient to the view, False overwrites the view.
         """
         add = parameter in self._filled
         self._filled.add(parameter)
         return self._grad_view(parameter), add
 
     def accumulate_grad(self, parameter: nn.Parameter) -> None:
-        """Move a parameter's gradient from `parameter.grad` to the bucket, and mark it as complete for this micro-
-        batch.
+        """Move a parameter's gradient from `parameter.grad` to the bucket, and mark it as complete.
+        It is complete for this micro-batch.
         """
         if parameter.grad is not None:
             out, add = self.grad_destination(parameter)
@@ -133,8 +133,8 @@ class GradientBucket(ABC):
 
 
 class StepGradientBucket(GradientBucket):
-    """Gradient bucket that accumulates local gradients over a step's micro-batches and reduces them over the data ranks
-    in the last backward (ZeRO-0 and ZeRO-1).
+    """Gradient bucket that reduces over the data ranks once per step (ZeRO-0 and ZeRO-1).
+    It accumulates local gradients over a step's micro-batches and reduces them in the last backward.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class StepGradientBucket(GradientBucket):
         self._flight: tuple[CollectiveWork | None, Tensor, Tensor] | None = None  # from `_start_sum`
 
     def begin_step(self) -> None:
-        """Let the next gradient of each parameter overwrite the previous step's."""
+        """Let the next gradient of each parameter overwrite the gradient of the previous step."""
         self._filled.clear()
 
     def should_reduce(self, last: bool) -> bool:
@@ -174,8 +174,8 @@ class StepGradientBucket(GradientBucket):
         return self._views[parameter]
 
     def start_reduce(self) -> None:
-        """Start the reduction of the step's accumulated gradients over the data ranks; a missing gradient counts as
-        zero.
+        """Start the reduction of the step's accumulated gradients over the data ranks.
+        A missing gradient counts as zero.
         """
         self._zero_missing(self._whole)
         self._flight = self._start_sum(self._whole, self.grads)
@@ -193,8 +193,8 @@ class StepGradientBucket(GradientBucket):
 
 
 class MicroBatchGradientBucket(GradientBucket):
-    """Gradient bucket that reduces after every micro-batch (ZeRO-2): whole gradients exist only from a backward's first
-    gradient to the end of its reduction.
+    """Gradient bucket that reduces over the data ranks after every micro-batch (ZeRO-2).
+    Whole gradients exist only from a backward's first gradient to the end of its reduction.
     """
 
     _whole: Tensor | None = None

@@ -33,8 +33,8 @@ from mega_trainer.parallel.parallel_linear import ParallelLinearFunction
 
 @dataclass(frozen=True)
 class LoraUpdate:
-    """Columns [first, first + rows) of a linear layer's output that one LoRA adapter changes, by adding an update of
-    `rank`, times `scale`.
+    """Columns of a linear layer's output that one LoRA adapter changes.
+    They are [first, first + rows); the adapter adds an update of `rank`, times `scale`.
     """
 
     first: int
@@ -83,8 +83,8 @@ class LoraAdapterLayer(nn.Module):
         dropout: SeededDropout | None = None,
         factors: Sequence[Tensor] | None = None,
     ) -> Tensor:
-        """Return the layer's output `y`, computed from input `x` by `weight` and `bias`, with the adapters' updates
-        added.
+        """Return a linear layer's output with the updates of its LoRA adapters added.
+        `y` is the output, computed from input `x` by `weight` and `bias`.
 
         `factors` are cached `magnitude_factors` of this weight.
         """
@@ -104,8 +104,8 @@ class LoraAdapterLayer(nn.Module):
         return torch.cat([*parts, y[..., done:]], -1)
 
     def magnitude_factors(self, weight: Tensor) -> list[Tensor]:
-        """Return DoRA's factor m / |W + s B A| on the output rows of each adapter [rows], in at least fp32; empty if
-        the adapters have no magnitudes m.
+        """Return DoRA's factor on the output rows of each adapter [rows], the magnitude over the weight norm.
+        It is m / |W + s B A|, in at least fp32; the result is empty if the adapters have no magnitudes m.
 
         Only m gets a gradient.
         """
@@ -132,8 +132,8 @@ class ExpertLoraAdapter(nn.Module):
         self.a, self.b = a, b
 
     def forward(self, x: Tensor, y: Tensor, rows: GroupedRows) -> Tensor:
-        """Return the expert layer's output `y` [M, N] for rows x [M, D] sorted by expert, with the adapters' updates
-        added.
+        """Return an expert layer's output [M, N] with the updates of its LoRA adapters added.
+        `y` is the output for rows x [M, D] sorted by expert.
         """
         return y + self.linear(self.linear(x, self.a, rows) * self.scale, self.b, rows)
 
@@ -169,8 +169,8 @@ class AdapterSelection:
 
 
 class PerRowAdapters(nn.Module):
-    """Several LoRA adapters of one layer, chosen per batch row, for inference; an adapter that is not in `adapters`
-    does not change this layer.
+    """Several LoRA adapters of one layer, chosen per batch row, for inference.
+    An adapter that is not in `adapters` does not change this layer.
 
     The weights of adapters and of the layer must not change after the first pass, which caches the magnitude factors.
     """
@@ -182,7 +182,9 @@ class PerRowAdapters(nn.Module):
         self.adapters = nn.ModuleList(adapters.values())
 
     def find_adapter(self, name: str) -> LoraAdapterLayer | None:
-        """Return the adapter of that name for this layer, or None if the adapter does not change the layer."""
+        """Return this layer's LoRA adapter of a given name, or None.
+        None means that the adapter does not change the layer.
+        """
         index = self.names.get(name)
         if index is None:
             return None
@@ -206,7 +208,9 @@ class PerRowAdapters(nn.Module):
     def forward(
         self, x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None = None, dropout: SeededDropout | None = None
     ) -> Tensor:
-        """Return the layer's output with the update of each batch row's adapter; rows without an adapter are unchanged."""
+        """Return the layer's output with the LoRA update of each batch row's adapter.
+        Rows without an adapter are unchanged.
+        """
         assert dropout is None
         for name, rows in self.selection.rows.items():
             adapter = self.find_adapter(name)

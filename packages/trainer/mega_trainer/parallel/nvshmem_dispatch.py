@@ -46,8 +46,8 @@ ALIGNMENT, SMALLEST = 64, 4 << 20
 
 @dataclass(frozen=True)
 class NvshmemDispatcher:
-    """`ExpertDispatcher` over NVSHMEM for all layers of a model, with row counts on the device only. All ranks must
-    have the same number of tokens.
+    """Expert-parallel dispatcher for all layers of a model over NVSHMEM, with row counts on the device only.
+    It is an `ExpertDispatcher`. All ranks must have the same number of tokens.
 
     Attributes:
         num_experts: E.
@@ -65,8 +65,8 @@ class NvshmemDispatcher:
     _wires: dict[int, SymmetricWire] = field(default_factory=dict, compare=False)
 
     def dispatch_tokens(self, x: Tensor, chosen: Tensor, weights: Tensor) -> TokenDispatch:
-        """Start to send tokens x to the ranks of their `chosen` experts over NVSHMEM, and return the dispatch in
-        progress.
+        """Start to send tokens to the ranks of their chosen experts over NVSHMEM.
+        Return the dispatch in progress. `x` are the tokens, `chosen` their experts.
         """
         (tokens, choices), size = chosen.shape, self.group.size
         own, targets = self.num_experts * self.parts // size, min(choices, size // self.parts) * self.parts  # per token
@@ -122,8 +122,8 @@ class SymmetricMemoryTables:
 
 @dataclass(eq=False)
 class SymmetricWire:
-    """`AllToAllFunction` over symmetric memory: row counts are tensors, int64 [ranks], and rows are built in the memory
-    from which they are sent.
+    """Transport of an all-to-all over symmetric memory, an `AllToAllFunction`.
+    Row counts are tensors, int64 [ranks], and rows are built in the memory from which they are sent.
 
     Attributes:
         group: the ranks of the exchange.
@@ -197,8 +197,8 @@ def launch_all_to_all(tables: SymmetricMemoryTables, group: CommGroup) -> None:
 
 
 def exchange_by_gloo(tables: SymmetricMemoryTables, group: CommGroup, received: Tensor) -> CollectiveWork:
-    """Exchange the tables' rows on a CPU by gloo, as the NVSHMEM kernel does on a GPU; `received` are the row counts
-    from each rank.
+    """Exchange rows of symmetric-memory tables on a CPU by gloo, as the NVSHMEM kernel does on a GPU.
+    `received` are the row counts from each rank.
     """
     to_ranks, from_ranks = tables.sent.tolist(), received.tolist()
     own, out = tables.leaving[: sum(to_ranks)], tables.arriving[: sum(from_ranks)]
@@ -216,8 +216,8 @@ class _LaunchedWork:
 
 
 def allocate_tables(group: CommGroup, length: int, width: int, like: Tensor) -> SymmetricMemoryTables:
-    """Allocate tensors of at least `length` rows of this width and `like`'s dtype, to send and to receive, in symmetric
-    memory of `like`'s device. A collective call of the group.
+    """Allocate tensors to send and to receive in symmetric memory.
+    They have at least `length` rows of this width, and `like`'s dtype and device. A collective call of the group.
 
     Raises:
         ConfigError: when NVSHMEM is not available.
@@ -248,8 +248,9 @@ def spread_rows_kernel(x: Tensor, rows: Tensor, out: Tensor) -> Tensor:
 
 
 def sum_rows_kernel(rows: Tensor, numbers: Tensor, out: Tensor) -> Tensor:
-    """Sum for each token the rows [M + 1, D] with its `numbers`, int64 [N, K], into `out` [N, D]; the last row counts
-    as zero.
+    """Sum the rows of an expert-sorted buffer that belong to each token into `out` [N, D].
+    The rows are [M + 1, D], and `numbers` int64 [N, K] are the numbers of each token's rows; the last row counts as
+    zero.
     """
     total = upcast_to_fp32(out.new_zeros(()))
     for number in numbers.unbind(1):

@@ -74,8 +74,8 @@ class DeferredWgradQueue:
         self._wgrads: list[DeferredWgrad] = []
 
     def defer_wgrad(self, weight: Tensor, gradient: Callable[[], Tensor | None]) -> None:
-        """Queue the function `gradient` that computes the gradient of `weight`, a parameter or a tensor made from
-        parameters; called in a backward.
+        """Queue a function that computes a weight gradient, in a backward.
+        `gradient` is the function; `weight` is a parameter or a tensor made from parameters.
         """
         self._wgrads.append(DeferredWgrad(weight, get_gradient_edge(weight), gradient))
 
@@ -86,8 +86,8 @@ class DeferredWgradQueue:
 
 
 def run_deferred_wgrads(deferred: list[DeferredWgrad], computed: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Compute deferred weight gradients and pass them to their parameters, the last layer's first, as a backward would;
-    empties `deferred`.
+    """Compute deferred weight gradients and pass them to their parameters.
+    The last layer's come first, as in a backward; `deferred` is emptied.
 
     Args:
         deferred: gradients queued by a backward; emptied, so that each is freed once it is computed.
@@ -134,15 +134,15 @@ class LinearGemms(Protocol):
         """Return the input gradient dX = dY W: [.., N] x [N, D] -> [.., D]; dY from `prepare_gradient`."""
 
     def linear_wgrad(self, dy: GemmOperand, x: Tensor, out: Tensor | None = None, *, add: bool = False) -> Tensor:
-        """Return the weight gradient dW = dY^T X, summed over tokens: [.., N] x [.., D] -> [N, D]; into `out` if given,
-        with `add` added to it.
+        """Return the weight gradient dW = dY^T X, summed over tokens: [.., N] x [.., D] -> [N, D].
+        It is written into `out` if given, with `add` added to it.
         """
 
 
 @dataclass(frozen=True)
 class ParallelLinearFunction:
-    """Callable that computes a differentiable linear layer Y = X W^T + b, with X gathered over the tensor-parallel
-    group under sequence parallelism.
+    """Callable that computes a differentiable linear layer Y = X W^T + b.
+    X is gathered over the tensor-parallel group under sequence parallelism.
 
     Attributes:
         gemms: GEMMs of the back end.
@@ -168,8 +168,8 @@ class ParallelLinearFunction:
         return y
 
     def weight_operand(self, weight: Tensor, preparer: PreparedWeight | PackedWeight | None) -> GemmOperand:
-        """Return the weight as GEMM operand: prepared by `preparer` (such as quantised or unpacked), or unchanged
-        without one.
+        """Return a weight as GEMM operand: prepared by `preparer`, or unchanged without one.
+        Prepared means, for example, quantised or unpacked.
 
         Called in each pass, so that the unpacked values of a packed weight are not kept between passes.
         """
@@ -180,8 +180,9 @@ class ParallelLinearFunction:
         return all_gather(x, self.group, SEQUENCE) if self.sp else x
 
     def compute_wgrad(self, x: Tensor, dy: GemmOperand, main: MainGrad | None) -> Tensor | None:
-        """Return the weight gradient dW from the gathered input x and the prepared dY; with `main` write it to the flat
-        gradient buffer and return None.
+        """Return the weight gradient dW of a linear layer, or write it to the flat gradient buffer.
+        It is computed from the gathered input x and the prepared dY; with `main`, it is written to the buffer and the
+        result is None.
         """
         if main is None:
             return self.gemms.linear_wgrad(dy, x)
@@ -190,8 +191,8 @@ class ParallelLinearFunction:
         return None
 
     def defer_wgrad(self, weight: Tensor, x: Tensor, dy: GemmOperand, main: MainGrad | None) -> None:
-        """Queue the computation of the weight gradient for later, keeping only this rank's slice of the input x, which
-        is gathered again then.
+        """Queue the computation of a linear layer's weight gradient for later.
+        Only this rank's slice of the input x is kept; the input is gathered again then.
         """
         assert self.deferred is not None
         self.deferred.defer_wgrad(weight, lambda: self.compute_wgrad(self.gather_input(x), dy, main))
@@ -241,24 +242,32 @@ class _GroupedGemms:
     rows: GroupedRows
 
     def prepare_weight(self, weight: Tensor) -> GemmOperand:
-        """See `Kernels.prepare_grouped_weight`."""
+        """Prepare a stack of expert weights W [G, N, D] for grouped GEMMs.
+        See `Kernels.prepare_grouped_weight`.
+        """
         return self.kernels.prepare_grouped_weight(weight)
 
     def prepare_gradient(self, dy: Tensor) -> GemmOperand:
-        """Return the gradient unchanged."""
+        """Return the output gradient dY unchanged, as grouped GEMMs need no preparation of it."""
         return dy
 
     def linear_forward(self, x: Tensor, weight: GemmOperand, bias: Tensor | None = None) -> Tensor:
-        """See `Kernels.grouped_linear`."""
+        """Multiply each row of X by its group's (expert's) matrix.
+        See `Kernels.grouped_linear`.
+        """
         assert bias is None
         return self.kernels.grouped_linear(x, weight, self.rows)
 
     def linear_dgrad(self, dy: Tensor, weight: GemmOperand) -> Tensor:
-        """See `Kernels.grouped_dgrad`."""
+        """Return the input gradient of a grouped linear layer.
+        See `Kernels.grouped_dgrad`.
+        """
         return self.kernels.grouped_dgrad(dy, weight, self.rows)
 
     def linear_wgrad(self, dy: Tensor, x: Tensor, out: Tensor | None = None, *, add: bool = False) -> Tensor:
-        """See `Kernels.grouped_wgrad`."""
+        """Return the weight gradient of a grouped linear layer.
+        See `Kernels.grouped_wgrad`.
+        """
         return self.kernels.grouped_wgrad(dy, x, self.rows, out, add=add)
 
 

@@ -35,8 +35,8 @@ class NormalInit:
 
 @dataclass(frozen=True)
 class UniformInit:
-    """Initialisation from a uniform distribution between `low` and `high`, with an optional function `then` that is
-    applied to the drawn values.
+    """Initialisation of a parameter from a uniform distribution between `low` and `high`.
+    An optional function `then` is applied to the drawn values.
     """
 
     low: float
@@ -51,8 +51,8 @@ class UniformInit:
 
 @dataclass(frozen=True)
 class ParameterInfo:
-    """Description of a parameter for initialisation, gradient reduction, norms and checkpoints: its place in canonical
-    tensors, its groups and initial values.
+    """Description of a parameter for initialisation, gradient reduction, norms and checkpoints.
+    It has the parameter's place in canonical tensors, its groups and initial values.
 
     Attributes:
         pieces: location of the elements in the canonical tensors; padding belongs to no piece.
@@ -88,7 +88,7 @@ class ParameterInfo:
 
     @property
     def initializer(self) -> NormalInit | UniformInit | None:
-        """Random initialisation, or None if all elements are `fill`."""
+        """Random initialisation of the parameter, or None if all elements are `fill`."""
         return self.uniform or (None if self.std is None else NormalInit(self.std))
 
 
@@ -109,8 +109,8 @@ def make_parameter(
     uniform: UniformInit | None = None,
     packing: WeightQuantizer | None = None,
 ) -> nn.Parameter:
-    """Return an uninitialised parameter of the local `shape`, with its `ParameterInfo` attached: `pieces` locate it in
-    canonical tensors, `data` is its data-parallel group.
+    """Return an uninitialised parameter of the local `shape`, with its `ParameterInfo` attached.
+    `pieces` locate it in canonical tensors, `data` is its data-parallel group.
 
     With `packing` the values are in a `PackedWeight`; the parameter has the shape and dtype, and one zero in memory.
 
@@ -131,8 +131,8 @@ def make_parameter(
 
 
 def get_local_values(parameter: Tensor) -> Tensor:
-    """Return a view of the elements of a parameter that this rank has: under ZeRO-3 its rows, for a packed weight its
-    packed bytes.
+    """Return a view of the elements of a parameter that this rank has.
+    Under ZeRO-3 they are its rows, for a packed weight its packed bytes.
     """
     packed = get_packed_weight(parameter)
     values = parameter.detach() if packed is None else packed.packed
@@ -146,7 +146,7 @@ def get_parameter_info(parameter: Tensor) -> ParameterInfo:
 
 
 def is_trainable(parameter: Tensor) -> bool:
-    """Return whether the parameter is trainable, which is not so for frozen ones."""
+    """Return whether a parameter is trainable, that is, not frozen."""
     return parameter.requires_grad
 
 
@@ -175,29 +175,29 @@ def is_weight_matrix(parameter: Tensor) -> bool:
 
 
 def get_main_grad(weight: Tensor) -> MainGrad | None:
-    """Return the function by which a backward writes a weight's gradient directly to a flat buffer (`MainGrad`); None
-    if autograd accumulates it.
+    """Return the function by which a backward writes a weight's gradient directly to a flat buffer, or None.
+    The function is a `MainGrad`; None means that autograd accumulates the gradient.
     """
     main: MainGrad | None = getattr(weight, "main_grad", None)
     return main
 
 
 class PreparedWeight:
-    """Cache of the GEMM operand that a back end prepares from a parameter (such as its fp8 copy), valid until the
-    weight changes.
+    """Cache of the GEMM operand that a back end prepares from a parameter, such as its fp8 copy.
+    It is valid until the weight changes.
     """
 
     def __init__(self) -> None:
         self._operand: GemmOperand | None = None
 
     def gemm_operand(self, weight: Tensor, prepare: Callable[[Tensor], GemmOperand]) -> GemmOperand:
-        """Return the operand that `prepare` makes from the weight, from the cache if it is there."""
+        """Return the GEMM operand that `prepare` makes from the weight, from the cache if it is there."""
         if self._operand is None:
             self._operand = prepare(weight.detach())
         return self._operand
 
     def invalidate(self) -> None:
-        """Discard the cached operand, after the weight has changed."""
+        """Discard the cached GEMM operand, after the weight has changed."""
         self._operand = None
 
 
@@ -228,7 +228,7 @@ class PackedWeight:
         self.scales = torch.zeros(*rows, width // BLOCK, dtype=torch.float32, device=device)
 
     def gemm_operand(self, weight: Tensor, prepare: Callable[[Tensor], GemmOperand]) -> GemmOperand:
-        """Return the operand that `prepare` makes from the unpacked weight; nothing is cached."""
+        """Return the GEMM operand that `prepare` makes from the unpacked weight; nothing is cached."""
         return prepare(self.unpack_values())
 
     def unpack_values(self) -> Tensor:
@@ -257,16 +257,16 @@ def get_packed_weight(parameter: Tensor) -> PackedWeight | None:
 
 
 def get_weight_preparer(weight: Tensor) -> PreparedWeight | PackedWeight | None:
-    """Return the `PreparedWeight` or `PackedWeight` that supplies a parameter's GEMM operand, or None if the parameter
-    itself is the operand.
+    """Return the object that supplies a parameter's GEMM operand, or None if the parameter itself is the operand.
+    The object is a `PreparedWeight` or a `PackedWeight`.
     """
     prepared: PreparedWeight | PackedWeight | None = getattr(weight, "prepared", None)
     return prepared
 
 
 class NonTrainableBuffer(nn.Module):
-    """Non-trainable tensor of the model that checkpoints contain, whole on every rank of its pipeline stage, zero until
-    loaded.
+    """Non-trainable tensor of the model that checkpoints contain.
+    It is whole on every rank of its pipeline stage, and zero until loaded.
 
     Args:
         name: canonical name.
@@ -286,7 +286,7 @@ class HasSavedBuffers(Protocol):
     """Interface of a module with buffers of its own that checkpoints contain."""
 
     def saved_buffers(self) -> Iterator[tuple[Tensor, Sequence[TensorPiece]]]:
-        """Yield the buffers with their pieces."""
+        """Yield the module's buffers that checkpoints contain, with their positions in canonical tensors."""
 
 
 def non_trainable_buffers(model: nn.Module) -> Iterator[tuple[Tensor, Sequence[TensorPiece]]]:

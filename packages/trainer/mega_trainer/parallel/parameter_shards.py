@@ -21,8 +21,8 @@ EMBEDDING_AND_OUTPUT = frozenset({"model.embed_tokens.weight", "lm_head.weight"}
 
 @dataclass(frozen=True)
 class ParamGroupKey:
-    """Key of a param group: the attributes that all of its parameters share, such as weight decay, dtype and reduction
-    groups.
+    """Key of a param group: the attributes that all of its parameters share.
+    Examples are weight decay, dtype and reduction groups.
 
     Attributes:
         data, grad_sync, replicas, parts: as in `ParameterInfo`.
@@ -45,23 +45,23 @@ class ParamGroupKey:
 
     @property
     def counts_in_norms(self) -> bool:
-        """True if this rank is the first of the ranks that replicate the parameters, the only one that counts them in a
-        norm over the model.
+        """True if this rank counts the parameters in a norm over the model.
+        Only the first of the ranks that replicate the parameters counts them.
         """
         return all(group.rank == 0 for group in self.replicas)
 
 
 def replica_groups(group: ParamGroupKey | ParameterInfo, *, sharded: bool) -> tuple[CommGroup, ...]:
-    """Return the groups over whose ranks a parameter's values are replicated; with `sharded` (optimizer state split
-    over data ranks) without the data group.
+    """Return the groups over whose ranks a parameter's values are replicated.
+    With `sharded` (optimizer state split over data ranks), the data group is left out.
     """
     groups = (*group.replicas, *group.grad_sync, *(() if sharded else (group.data,)))
     return tuple(dict.fromkeys(groups))
 
 
 def split_replicas(tensors: Mapping[str, ShardedTensor], groups: Sequence[CommGroup]) -> dict[str, ShardedTensor]:
-    """Return the share of each replicated tensor that this rank saves to a checkpoint, when the ranks of `groups` split
-    the work.
+    """Return the share of each replicated tensor that this rank saves to a checkpoint.
+    The ranks of `groups` split the work.
     """
     rank, size = 0, 1
     for group in groups:
@@ -130,7 +130,7 @@ class ShardPart:
 
 @dataclass(frozen=True)
 class GatheredShards:
-    """Layout of the shards of all data ranks, one after another.
+    """Layout of the parameter shards of all data ranks, one after another.
 
     Attributes:
         rank_elements: elements of each rank's part, of which the last ranks' shards may use fewer.
@@ -186,8 +186,9 @@ class ShardedStage(Protocol):
         """Wrap one micro-batch's backward through the stage; `last` marks the last backward of the step."""
 
     def finish_gradients(self) -> None:
-        """Wait for the step's gradient reductions over data ranks, and sum gradients over the other groups that share
-        them (`grad_sync`).
+        """Complete the gradients of a training step over all ranks that share them.
+        Wait for the step's gradient reductions over data ranks, and sum gradients over the other groups that share them
+        (`grad_sync`).
         """
 
     def all_gather_params(self) -> None:

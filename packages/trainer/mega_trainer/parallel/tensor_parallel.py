@@ -79,15 +79,15 @@ class _SumBackward(Function):
 
 
 def sum_partial_results(x: Tensor, group: CommGroup, *, sp: bool) -> Tensor:
-    """Sum partial results x [B, S, D] over the T tensor ranks: to [B, S, D], or under sequence parallelism (`sp`)
-    reduce-scattered to this rank's slice [B, S/T, D].
+    """Sum partial results x [B, S, D] over the T tensor-parallel ranks.
+    The sum is [B, S, D], or under sequence parallelism (`sp`) reduce-scattered to this rank's slice [B, S/T, D].
     """
     return x if group.size == 1 else _SumForward.apply(x, group, sp)  # type: ignore[no-untyped-call]
 
 
 def gather_sequence(x: Tensor, group: CommGroup, *, sp: bool) -> Tensor:
-    """Under sequence parallelism (`sp`) gather x [B, S/T, D] along the sequence over T ranks to [B, S, D], else return
-    x; the backward sums the gradients of all ranks.
+    """Gather x [B, S/T, D] along the sequence over T ranks to [B, S, D] under sequence parallelism (`sp`).
+    Without sequence parallelism, return x. The backward sums the gradients of all ranks.
     """
     if group.size == 1 or not sp:
         return sum_input_gradient(x, group)
@@ -101,8 +101,8 @@ def sum_input_gradient(x: Tensor, group: CommGroup) -> Tensor:
 
 
 def local_sequence_slice(length: int, group: CommGroup, *, sp: bool) -> slice:
-    """Return the slice of a sequence of `length` tokens in this rank's residual stream: its share under sequence
-    parallelism (`sp`), else all.
+    """Return the slice of a sequence of `length` tokens in this rank's residual stream.
+    It is the rank's share under sequence parallelism (`sp`), else all.
     """
     share = length // group.size
     return slice(group.rank * share, (group.rank + 1) * share) if sp else slice(None)
@@ -137,8 +137,8 @@ class ColumnParallelLinear(nn.Module):
         self.adapter: LoraAdapterLayer | PerRowAdapters | None = None
 
     def forward(self, x: Tensor, dropout: SeededDropout | None = None) -> Tensor:
-        """Map [B, S or S/T, D] (S/T under sequence parallelism over T ranks) to this rank's columns of Y, [B, S, N/T];
-        `dropout` is for the LoRA adapter.
+        """Map an input to this rank's columns of the linear layer's output Y, [B, S, N/T].
+        The input is [B, S or S/T, D] (S/T under sequence parallelism over T ranks); `dropout` is for the LoRA adapter.
         """
         weight, bias = concat_parameters(self.weights), concat_parameters(self.biases)
         assert weight is not None
@@ -154,8 +154,8 @@ def concat_parameters(parts: nn.ParameterList) -> Tensor | None:
 
 
 class RowParallelLinear(nn.Module):
-    """Row-parallel linear layer Y = X W^T + b: the columns of W and X are split over `group`, results are summed, and
-    the bias is added after the sum.
+    """Row-parallel linear layer Y = X W^T + b.
+    The columns of W and X are split over `group`, results are summed, and the bias is added after the sum.
 
     Args as for `ColumnParallelLinear`; the local weight is [D, N/T], and the bias [D] is whole on every rank.
     """
@@ -176,8 +176,8 @@ class RowParallelLinear(nn.Module):
         self.adapter: LoraAdapterLayer | PerRowAdapters | None = None
 
     def forward(self, x: Tensor, dropout: SeededDropout | None = None) -> Tensor:
-        """Map this rank's columns of X, [B, S, N/T], to Y [B, S or S/T, D] (S/T under sequence parallelism over T
-        ranks), summed over ranks; `dropout` is for the LoRA adapter.
+        """Map this rank's columns of X, [B, S, N/T], to the linear layer's output Y, summed over ranks.
+        Y is [B, S or S/T, D] (S/T under sequence parallelism over T ranks); `dropout` is for the LoRA adapter.
         """
         y = self._summed_output(x)
         return y if self.adapter is None else self.adapter(x, y, self.weight, self.bias, dropout)
@@ -190,8 +190,8 @@ class RowParallelLinear(nn.Module):
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Token embedding with the vocabulary rows split over `group`: each rank looks up its own rows, zeros for others,
-    and the results are summed over ranks.
+    """Token embedding with the vocabulary rows split over a tensor-parallel group.
+    Each rank of `group` looks up its own rows, zeros for others, and the results are summed over ranks.
 
     The vocabulary is padded so that every rank holds the same number of rows; padding is in no piece.
     """
@@ -206,8 +206,8 @@ class VocabParallelEmbedding(nn.Module):
 
 
 def embed_token_ids(tokens: Tensor, weight: Tensor, group: CommGroup, *, sp: bool) -> Tensor:
-    """Map token ids int64 [B, S] to rows of an embedding matrix whose rows are split over `group`: [B, S, D], or under
-    sequence parallelism (`sp`, T ranks) this rank's slice [B, S/T, D].
+    """Map token ids int64 [B, S] to rows of an embedding matrix that a group of ranks splits by rows.
+    The result is [B, S, D], or under sequence parallelism (`sp`, T ranks of `group`) this rank's slice [B, S/T, D].
     """
     if group.size == 1:
         return _lookup_rows(tokens, weight)
@@ -249,8 +249,8 @@ def vocab_rows_per_rank(vocab_size: int, group: CommGroup) -> int:
 
 
 def make_vocab_parameter(name: str, vocab_size: int, *tail: int, group: CommGroup, **kwargs: Any) -> nn.Parameter:
-    """Return this rank's share of a parameter [vocab_size, *tail] split by rows over `group`, all shares of equal size;
-    padding rows at the end are not part of the global tensor.
+    """Return this rank's share of a parameter [vocab_size, *tail] split by rows over a group of ranks.
+    All shares in `group` have an equal size; padding rows at the end are not part of the global tensor.
     """
     rows = vocab_rows_per_rank(vocab_size, group)
     first = min(group.rank * rows, vocab_size)
@@ -262,8 +262,8 @@ def make_vocab_parameter(name: str, vocab_size: int, *tail: int, group: CommGrou
 
 @dataclass(frozen=True)
 class SplitHeads:
-    """Tensor `name` whose first axis is `count` heads (or rows, or groups) of `size` rows each, split by heads among
-    tensor ranks.
+    """Tensor whose first axis is split by heads among tensor-parallel ranks.
+    The axis of the tensor `name` is `count` heads (or rows, or groups) of `size` rows each.
     """
 
     name: str
@@ -274,8 +274,9 @@ class SplitHeads:
 def split_fused_heads(
     blocks: Sequence[SplitHeads], tail: tuple[int, ...], group: CommGroup
 ) -> tuple[list[int], list[TensorPiece]]:
-    """Return the local shape of a parameter that concatenates this tensor rank's heads of several tensors [count *
-    size, *tail], and the position of each head in its global tensor.
+    """Return the local shape and head positions of a parameter that fuses several tensors split by heads.
+    The parameter concatenates this tensor rank's heads of several tensors [count * size, *tail]; a position is the one
+    of a head in its global tensor.
 
     So the output of a fused gate-up or query-key-value GEMM has whole heads, and matching gate and up columns, on each
     rank. If there are fewer heads than ranks, consecutive ranks hold the same head.

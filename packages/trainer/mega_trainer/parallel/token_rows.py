@@ -25,8 +25,8 @@ from torch.nn import functional as F
 
 
 def pick_token_rows(x: Tensor, slots: RowAssignment) -> Tensor:
-    """Return the token of each row of an expert-sorted buffer: x [N tokens, ..] -> [M rows + 1, ..]; a row without a
-    token has an arbitrary one.
+    """Return the token of each row of an expert-sorted buffer: x [N tokens, ..] -> [M rows + 1, ..].
+    A row without a token has an arbitrary one.
     """
     return x[slots.token_of_row]
 
@@ -38,8 +38,8 @@ def sum_choice_rows(rows: Tensor, numbers: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class RowAssignment:
-    """MoE permutation: the row of each (token, chosen expert or rank) pair in a buffer sorted by expert or rank, and
-    its inverse.
+    """Permutation of tokens to expert-sorted rows in a mixture-of-experts layer, and its inverse.
+    It has the row of each (token, chosen expert or rank) pair in a buffer sorted by expert or rank.
 
     Attributes:
         row: int64 [N, K], the row of each choice; M for a choice without a row.
@@ -58,8 +58,9 @@ class RowAssignment:
 
     @classmethod
     def assign_rows(cls, groups: Tensor, count: int, rows: int, capacity: int | Tensor | None = None) -> RowAssignment:
-        """Assign rows to the choices in `groups`, int64 [N tokens, K], each a group number below `count` or -1 for
-        none; choices that exceed `capacity` or `rows` are dropped.
+        """Assign rows of an expert-sorted buffer to the tokens' choices of experts or ranks.
+        The choices in `groups`, int64 [N tokens, K], are each a group number below `count` or -1 for none; choices that
+        exceed `capacity` or `rows` are dropped.
 
         Rows are sorted by group, then by token and choice. With a `capacity` every group has a range of that many rows;
         choices beyond it, or beyond `rows`, are dropped.
@@ -87,7 +88,9 @@ class RowAssignment:
         return cls(row.view_as(groups), choice, ends.int(), dropped)
 
     def truncate_rows(self, rows: int) -> RowAssignment:
-        """Return the assignment with only the first `rows` rows; the removed rows must not be assigned to a choice."""
+        """Return the row assignment with only the first `rows` rows.
+        The removed rows must not be assigned to a choice.
+        """
         return replace(self, row=self.row.clamp(max=rows), choice=self.choice[: rows + 1])
 
     @property
@@ -145,14 +148,17 @@ def gather_token_rows(x: Tensor, slots: RowAssignment) -> Tensor:
 
 
 def sum_token_rows(y: Tensor, slots: RowAssignment) -> Tensor:
-    """Return for each token the sum of its rows, differentiable: y [M rows + 1, D] -> [N tokens, D], zero for a token
-    without rows.
+    """Return the sum of each token's rows, differentiable: y [M rows + 1, D] -> [N tokens, D].
+    The sum is zero for a token without rows.
     """
     x: Tensor = _SumTokenRows.apply(y, slots)  # type: ignore[no-untyped-call]
     return x
 
 
-def pick_choice_values(values: Tensor, slots: RowAssignment) -> Tensor:
-    """Return for each row the value of the choice that it is assigned to: values [N tokens, K] -> [M rows + 1]."""
+def pick_row_values(values: Tensor, slots: RowAssignment) -> Tensor:
+    """Return the value, such as the router weight, of the token and expert choice of each expert-sorted row.
+
+    values [N tokens, K] -> [M rows + 1], differentiable; the last row is unassigned.
+    """
     y: Tensor = _PickChoiceValues.apply(values, slots)  # type: ignore[no-untyped-call]
     return y

@@ -78,8 +78,8 @@ class ZeroConfig:
 
 @dataclass(frozen=True)
 class ForwardUnit:
-    """Module with the parameters (not only its own) that its forward is the first to use, whose weights are waited for
-    just before it.
+    """Module with the parameters that its forward is the first to use.
+    They are not only its own; their gathered weights are waited for just before the forward.
     """
 
     module: nn.Module
@@ -87,8 +87,8 @@ class ForwardUnit:
 
 
 class FlatParameterBuffer(ParameterBuffer):
-    """Flat buffer of the parameters of one param group, laid out one after another in the order of the backward, with
-    the last parameter first.
+    """Flat buffer of the parameters of one param group.
+    They are laid out one after another in the order of the backward, with the last parameter first.
 
     Args:
         parameters: parameters in the order of the forward; they become views of `weights`.
@@ -144,8 +144,8 @@ class FlatParameterBuffer(ParameterBuffer):
 
 
 class FlatBufferStage:
-    """Pipeline stage with flat parameter and gradient buffers (`ShardedStage` for ZeRO-0 to ZeRO-2): accumulates
-    gradients as they arrive and starts their reductions over the data ranks.
+    """Pipeline stage with flat parameter and gradient buffers for ZeRO-0 to ZeRO-2.
+    This `ShardedStage` accumulates gradients as they arrive and starts their reductions over the data ranks.
 
     All ranks must reduce their buckets in the same order, or they would deadlock: a bucket that is complete on one rank may
     lack a gradient on another (an expert without tokens). The order is the expected order of completion in a backward. A
@@ -220,8 +220,9 @@ class FlatBufferStage:
             self._in_flight.popleft().wait_for_reduce()
 
     def finish_gradients(self) -> None:
-        """Wait for the step's gradient reductions over data ranks, and sum gradients over the other groups that share
-        them (`grad_sync`).
+        """Complete the gradients of a training step over all ranks that share them.
+        Wait for the step's gradient reductions over data ranks, and sum gradients over the other groups that share them
+        (`grad_sync`).
         """
         while self._in_flight:
             self._in_flight.popleft().wait_for_reduce()
@@ -231,8 +232,8 @@ class FlatBufferStage:
                     all_reduce(shard.grads, group)
 
     def local_gradients(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Yield each parameter with its gradient on this rank, over the micro-batches so far and before any reduction;
-        only for ZeRO-0 and ZeRO-1.
+        """Yield each parameter with its gradient on this rank, before any reduction.
+        The gradient is over the micro-batches so far; only for ZeRO-0 and ZeRO-1.
         """
         for bucket in self._buckets:
             assert isinstance(bucket, StepGradientBucket)

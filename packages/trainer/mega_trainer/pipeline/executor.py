@@ -37,8 +37,8 @@ FORWARD_ONLY = frozenset({"F", "SEND_F", "RECV_F"})
 
 @dataclass
 class PipelineExecutor:
-    """Executor of one pipeline rank: runs its forwards, backwards and messages for each step, in the order of the
-    schedule.
+    """Executor of the operations of one pipeline rank.
+    It runs the rank's forwards, backwards and messages for each step, in the order of the schedule.
 
     Attributes:
         schedule: operations of all ranks for one number of micro-batches; it is made again for another number.
@@ -72,8 +72,8 @@ class PipelineExecutor:
     _contexts: dict[int, ForwardContext] = field(default_factory=dict)
 
     def run_operations(self, batches: Sequence[MicroBatch], scale: float, loss_scale: float = 1.0) -> Tensor:
-        """Run all of this rank's operations of a step and return the loss sums; gradients are collected by the
-        parameters' hooks. With gradients disabled only forwards run.
+        """Run all of this pipeline rank's operations of a step and return the loss sums.
+        The parameters' hooks collect gradients. With gradients disabled only forwards run.
 
         With gradients disabled only the forward operations run. A subsequence of the common order of all ranks that
         leaves out whole messages (send and receive) is as free of deadlock as the whole order.
@@ -127,12 +127,12 @@ class PipelineExecutor:
 
     @property
     def model_config(self) -> ModelConfig:
-        """Configuration of the model."""
+        """Configuration of the model that the pipeline runs."""
         return self.first_local_stage.config
 
     @property
     def parallel_groups(self) -> ParallelGroups:
-        """Process groups of this rank."""
+        """Communication groups of this rank for all axes of parallelism."""
         return self.first_local_stage.groups
 
     @contextmanager

@@ -18,8 +18,8 @@ def split_stage_layers(
     head_cost: float = 0.0,
     layer_costs: Sequence[float] | None = None,
 ) -> list[range]:
-    """Return each pipeline stage's half-open range of layer numbers, in stage order: by `layout` if given, else
-    balanced by the costs.
+    """Return each pipeline stage's half-open range of layer numbers, in stage order.
+    The split is by `layout` if given, else balanced by the costs.
 
     Without `layout` the layers are split to minimise the work of the busiest stage. With `layout` the first and the last
     stage may have no layers.

@@ -32,8 +32,9 @@ _TOOLTIP_WIDTH = 3.0  # least width of a box with a tooltip
 
 
 def draw_schedule_svg(schedule: PipelineSchedule, timeline: PipelineTimeline) -> str:
-    """Return an SVG drawing of `schedule` with the times of `timeline`: each rectangle is one operation, with its
-    micro-batch as number and its stage on the rank as shade.
+    """Return an SVG drawing of a pipeline schedule over time.
+    Times are from `timeline`; each rectangle is one operation, with its micro-batch as number and its stage on the rank
+    as shade.
 
     The right margin shows the share of idle time of each rank, and the most activations it holds at once (in
     micro-batches, counted once per chunk).

@@ -36,8 +36,8 @@ COMPUTE: frozenset[PipelineOpKind] = frozenset({"F", "B", "I", "W"})
 
 
 class PipelineOp(NamedTuple):
-    """One operation of a pipeline rank: a forward, a backward or half of one, or a message, for one stage and micro-
-    batch.
+    """One operation of a pipeline rank for one stage and micro-batch.
+    It is a forward, a backward or half of one, or a message.
 
     Attributes:
         kind: `F` forward; `B` whole backward; `I` and `W` its two halves, gradient of the input and of the weights;
@@ -82,13 +82,13 @@ class PipelineSchedule:
 
     @property
     def splits_backward(self) -> bool:
-        """True if each backward is two operations: `I`, the gradient of the input, and `W`, the gradient of the
-        weights.
+        """True if the pipeline schedule splits each backward into two operations.
+        They are `I`, the gradient of the input, and `W`, the gradient of the weights.
         """
         return self.ranks[0][-1].kind == "W"
 
     def with_microbatches(self, microbatches: int) -> PipelineSchedule:
-        """Return the schedule of the same kind for another number of micro-batches."""
+        """Return the pipeline schedule of this kind for another number of micro-batches."""
         return make_schedule(self.name, pp=self.pp, microbatches=microbatches, virtual_stages=self.virtual_stages)
 
     def compute_ops(self, rank: int) -> list[PipelineOp]:
@@ -97,8 +97,8 @@ class PipelineSchedule:
 
 
 def make_schedule(name: str, *, pp: int, microbatches: int, virtual_stages: int = 1) -> PipelineSchedule:
-    """Return the pipeline schedule `name` (`gpipe`, `1f1b`, `zb-h1` or `zbv`) for `pp` ranks with `virtual_stages`
-    stages each and any number of micro-batches.
+    """Return a pipeline schedule by name: `gpipe`, `1f1b`, `zb-h1` or `zbv`.
+    It is for `pp` ranks with `virtual_stages` stages each and any number of micro-batches.
 
     Raises:
         ConfigError: for an unknown name, or a number of virtual stages that the schedule does not support.
@@ -123,8 +123,8 @@ def make_schedule(name: str, *, pp: int, microbatches: int, virtual_stages: int 
 
 
 def place_pipeline_stages(name: str, pp: int, virtual_stages: int) -> tuple[int, ...]:
-    """Return the rank of each stage in stage order. `zbv` goes down the ranks and up again, like a V; other schedules
-    are round-robin.
+    """Return the pipeline rank of each stage in stage order.
+    `zbv` goes down the ranks and up again, like a V; other schedules are round-robin.
     """
     if name == "zbv":
         return (*range(pp), *reversed(range(pp)))
@@ -271,8 +271,8 @@ class PipelineTimeline:
 
 
 def simulate_schedule(schedule: PipelineSchedule, costs: PipelineOpCosts | None = None) -> PipelineTimeline:
-    """Simulate a pipeline schedule and return its timeline; by default a forward, an input gradient and a weight
-    gradient take one unit each.
+    """Simulate a pipeline schedule and return its timeline.
+    By default a forward, an input gradient and a weight gradient take one unit each.
 
     Every rank computes one operation at a time; messages overlap with computation. The default costs, forward : input
     gradient : weight gradient = 1 : 1 : 1, are those of a GEMM.
@@ -286,8 +286,8 @@ def simulate_schedule(schedule: PipelineSchedule, costs: PipelineOpCosts | None 
 
 
 def bubble_formula(schedule: PipelineSchedule, costs: PipelineOpCosts | None = None) -> float | None:
-    """Return the idle fraction (bubble) of a schedule in closed form, for equal stages and messages that take no time;
-    None if no form is known.
+    """Return the idle fraction (bubble) of a pipeline schedule in closed form, or None if no form is known.
+    The formula assumes equal stages and messages that take no time.
 
     `gpipe` and `1f1b`: (p-1) / (v m + p-1), from p microbatches on. `zb-h1`: (p-1)(F+I-W) / (m (F+I+W) + (p-1)(F+I-W))
     where F = I >= W. `zbv`, where F = I = W: (p-1) / (6 m + p-1), only because ranks start one after another.
@@ -306,8 +306,8 @@ def bubble_formula(schedule: PipelineSchedule, costs: PipelineOpCosts | None = N
 
 
 def peak_activations(schedule: PipelineSchedule) -> list[int]:
-    """Return for each rank the most micro-batches whose activations it has in memory at once, counted once for each of
-    its stages.
+    """Return, for each pipeline rank, the most micro-batches whose activations it has in memory at once.
+    A micro-batch is counted once for each of the rank's stages.
 
     The activations of a micro-batch are freed after its whole backward, or the weight half of it.
     """
@@ -318,8 +318,8 @@ def peak_activations(schedule: PipelineSchedule) -> list[int]:
 def peak_held_memory(
     schedule: PipelineSchedule, rank: int, activations: Sequence[float], deferred: Sequence[float]
 ) -> float:
-    """Return the peak memory that `rank` keeps for backwards, in the unit of `activations` and `deferred` (memory of
-    one micro-batch in each stage).
+    """Return the peak memory that a pipeline rank keeps for backwards.
+    It is in the unit of `activations` and `deferred` (memory of one micro-batch in each stage).
 
     Args:
         schedule: operations of all ranks.

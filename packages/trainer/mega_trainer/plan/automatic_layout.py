@@ -19,8 +19,8 @@ CHOSEN = ("batch.micro", "recompute", "offload.activations", "optimizer.offload"
 def choose_layout(
     config: RunConfig, ranks: int, machine: str, saved: Mapping[str, Any] | None
 ) -> tuple[LayoutSettings, str]:
-    """Return layout settings by path for a run whose run.yaml has no `parallel` section, on `ranks` ranks of a machine,
-    and a line of text that describes them.
+    """Return layout settings by path for a run without `parallel` section, and a line that describes them.
+    The layout is for `ranks` ranks of a machine.
 
     A resumed run keeps the layout of its `saved` configuration if that is legal on its ranks. Otherwise the layout is the best
     result of `mega plan --search`, which is deterministic and equal on all ranks. If no layout fits by prediction, nothing is

@@ -12,8 +12,8 @@ SLACK = 1.04  # reserved memory of torch's allocator / peak of tensors: fitted b
 
 
 def count_communicators(run: TrainingLayout) -> int:
-    """Return how many communicators of several ranks a rank of the run belongs to: the world's, one of each degree of
-    parallelism, and that of its experts' replicas.
+    """Return the number of communicators of several ranks that a rank of the run belongs to.
+    They are the world's, one of each degree of parallelism, and one for the replicas of its experts.
     """
     data = run.dp * run.cp
     block = run.ep * run.expert_tp
@@ -23,8 +23,9 @@ def count_communicators(run: TrainingLayout) -> int:
 
 
 def add_device_memory(run: TrainingLayout, tensors: Mapping[str, int]) -> dict[str, int]:
-    """Return the bytes of a rank by kind: those of `tensors`, and on a GPU also `allocator` (reserved by torch beyond
-    tensors), `communicators` and `context`. Their sum is what the GPU's memory must hold.
+    """Return the bytes of device memory of a rank by kind, including memory outside of tensors.
+    The kinds are the ones in `tensors`, and on a GPU also `allocator` (reserved by torch beyond tensors),
+    `communicators` and `context`. Their sum is what the GPU's memory must hold.
     """
     if run.device == "cpu":
         return dict(tensors)

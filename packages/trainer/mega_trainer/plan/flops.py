@@ -35,7 +35,7 @@ CONVENTIONS: dict[FlopsConvention, str] = {
 
 @dataclass(frozen=True)
 class LayerParameterCounts:
-    """Parameter counts of one layer, by part.
+    """Parameter counts of one layer: split by tensor parallelism, whole on every tensor rank, and routed experts.
 
     Attributes:
         split: parameters that tensor parallelism splits.
@@ -87,15 +87,15 @@ class ParameterCounts:
 
     @property
     def active_parameters(self) -> int:
-        """Number of parameters used for one token: without the routed experts that it is not sent to, and without the
-        vision encoder.
+        """Number of parameters used for one token.
+        It excludes the routed experts that the token is not sent to, and the vision encoder.
         """
         return self.total - self.vision - self.routed_experts * (self.num_experts - self.top_k) // self.num_experts
 
 
 def count_parameters_by_layer(model: ModelConfig, tensors: TensorShapes | None = None) -> ParameterCounts:
-    """Return the parameter counts of `model`, counted tensor by tensor; if `tensors` (canonical name -> shape) are
-    given, count only these.
+    """Return the parameter counts of a model, counted tensor by tensor.
+    If `tensors` (canonical name -> shape) are given, count only these.
     """
     ends: Counter[str] = Counter()
     layers = [Counter[str]() for _ in range(model.num_layers + model.mtp_layers)]
@@ -158,8 +158,9 @@ def forward_flops(
 def stack_layer_flops(
     model: ModelConfig, source: int, target: int, *, encodes: bool, causal: bool = True
 ) -> dict[str, float]:
-    """Return the forward FLOPs per sample of one encoder layer if `encodes`, else of one decoder layer, by part of the
-    layer; the encoder reads `source` tokens, the decoder `target` tokens.
+    """Return the forward FLOPs per sample of one encoder or decoder layer, by part of the layer.
+    The layer is an encoder layer if `encodes`, else a decoder layer; the encoder reads `source` tokens, the decoder
+    `target` tokens.
     """
     feed, every = model.get_feed_forward_kind(0), list(itertools.chain(*projection_shapes(model, "attention")))
     own, length = sum(map(math.prod, every)), source if encodes else target
@@ -178,8 +179,8 @@ def stack_layer_flops(
 
 
 def retrieval_flops(model: ModelConfig, layer: int) -> dict[str, float]:
-    """Return the additional forward FLOPs per text token, by part, of layer number `layer`, which attends to retrieved
-    neighbors (RETRO).
+    """Return the additional forward FLOPs per text token of a layer with retrieved neighbors (RETRO), by part.
+    The layer number `layer` attends to the neighbors.
 
     Each text token has 2 K tokens of neighbors, which the encoder reads in the first such layer. In the encoder and in the
     decoder a query attends to all neighbors of its chunk.
@@ -226,7 +227,7 @@ def _layer_flops(
     """Return the forward FLOPs per token of one layer, by part."""
     parts = {"feed-forward": 2.0 * active_ffn_elements(model, feed)}
     if mixer is not None:
-        first, second = MIXING[mixer]
+        first, second = MIXING.get(mixer, (f"{mixer} projections", f"{mixer} mixing"))
         parts[first] = 2.0 * sum(map(math.prod, itertools.chain(*projection_shapes(model, mixer))))
         parts[second] = mixing_flops(model, mixer, window, seq_length, causal=causal)
     return parts
@@ -236,6 +237,7 @@ MIXING: dict[MixerKind, tuple[str, str]] = {
     "attention": ("attention projections", "attention scores"),
     "mamba": ("mamba projections", "mamba scan"),
     "delta": ("delta projections", "delta rule"),
+    "conv": ("convolution projections", "short convolution"),
 }
 
 
@@ -245,15 +247,15 @@ def _count_layer_kinds(model: ModelConfig) -> Counter[tuple[MixerKind | None, Fe
 
 
 def model_flops(model: ModelConfig, seq_length: int, *, causal: bool = True, target: int | None = None) -> float:
-    """Return the FLOPs of forward and backward per token, as model FLOPs utilisation (MFU) counts them: three times the
-    forward, without recomputation.
+    """Return the FLOPs of forward and backward per token, as model FLOPs utilisation (MFU) counts them.
+    They are three times the forward, without recomputation.
     """
     return 3 * sum(forward_flops(model, seq_length, causal=causal, target=target).values())
 
 
 def hardware_flops(model: ModelConfig, seq_length: int, *, recompute: RecomputeKind, causal: bool = True) -> float:
-    """Return `model_flops` plus the FLOPs of recomputed GEMMs: none for `recompute` = `selective`, the forward of all
-    layers for `full`.
+    """Return the FLOPs of forward and backward per token, including recomputed GEMMs.
+    They are `model_flops` plus nothing for `recompute` = `selective`, the forward of all layers for `full`.
     """
     forward = forward_flops(model, seq_length, causal=causal)
     recomputed = sum(forward.values()) - forward["head"] if recompute == "full" else 0.0
@@ -261,8 +263,9 @@ def hardware_flops(model: ModelConfig, seq_length: int, *, recompute: RecomputeK
 
 
 def palm_flops(model: ModelConfig, seq_length: int, target: int | None = None) -> float:
-    """Return 6 N + 12 L H Q S FLOPs per token, forward and backward (arXiv:2204.02311, appendix B), for N active
-    parameters without embedding tables, L attention layers, H heads of size Q, and sequence length S.
+    """Return the FLOPs per token, forward and backward, by PaLM's formula 6 N + 12 L H Q S.
+    The formula (arXiv:2204.02311, appendix B) is for N active parameters without embedding tables, L attention layers,
+    H heads of size Q, and sequence length S.
 
     N is the number of active parameters without embedding tables; a tied table counts once, as the head. In models with an
     encoder or retrieval no token uses all N parameters; for these, count all GEMMs, and attention over the full square.
@@ -280,8 +283,8 @@ def palm_flops(model: ModelConfig, seq_length: int, target: int | None = None) -
 def published_flops(
     model: ModelConfig, seq_length: int, convention: FlopsConvention, target: int | None = None
 ) -> float:
-    """Return the FLOPs per token, forward and backward, by the convention of a source of published throughput figures;
-    see `CONVENTIONS`.
+    """Return the FLOPs per token, forward and backward, by the convention of published throughput figures.
+    See `CONVENTIONS`.
 
     The conventions were identified by published pairs of FLOP/s and tokens per second (benchmarks/plan_flops.py).
     """
@@ -316,8 +319,8 @@ def _megatron_flops(model: ModelConfig, seq_length: int) -> float:
 
 
 def head_cost_in_layers(model: ModelConfig, seq_length: int, target: int | None = None) -> float:
-    """Return the FLOPs of the output head and multi-token-prediction layers in units of an average layer, by which
-    `split_stage_layers` balances pipeline stages.
+    """Return the FLOPs of the output head and MTP layers in units of an average layer.
+    By this number `split_stage_layers` balances pipeline stages. MTP is multi-token prediction.
     """
     forward = forward_flops(model, seq_length, target=target)
     last = forward["head"] + forward.get("further tokens", 0.0)
@@ -326,8 +329,8 @@ def head_cost_in_layers(model: ModelConfig, seq_length: int, target: int | None 
 
 
 def relative_layer_costs(model: ModelConfig, seq_length: int, target: int | None = None) -> list[float] | None:
-    """Return the FLOPs of each layer in units of an average layer, if the `layers` setting, an encoder or retrieval
-    make layers differ; None if all are equal.
+    """Return the FLOPs of each layer in units of an average layer, or None if all are equal.
+    Layers differ by the `layers` setting, an encoder or retrieval.
     """
     if model.encoder is not None:
         sizes = seq_length, target or seq_length
@@ -373,8 +376,9 @@ _PEAKS: dict[str, dict[str, float]] = {
 
 
 def find_peak_flops(device: str, precision: str) -> float | None:
-    """Return the data sheet's peak FLOP/s of GPU `device` (a name as from `torch.cuda.get_device_name`) in `precision`;
-    None for an unknown device or a precision that it lacks.
+    """Return the data sheet's peak FLOP/s of a GPU in one precision, or None if unknown.
+    `device` is a name as from `torch.cuda.get_device_name`; None is returned for an unknown device or a precision that
+    it lacks.
 
     `precision` is one of fp64, fp32, tf32, bf16, fp16, fp8 and nvfp4.
     """

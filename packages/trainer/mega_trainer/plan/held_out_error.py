@@ -22,9 +22,10 @@ def classify_model(model: ModelConfig) -> str:
 
 
 def describe_held_out_error(model: ModelConfig, machine: MachineSpec, precision: str) -> dict[str, object]:
-    """Return the error of the narrowest class with published runs as `mega plan --json` prints it: `class`, `runs`, and the
-    `median` and 90th percentile `p90` of the absolute relative error; only `class` and `runs` = 0 if no run of this kind of
-    model on this generation of GPUs was published.
+    """Return the error of step-time predictions for published runs of this kind, for `mega plan --json`.
+    The runs form the narrowest class with published runs. The keys are `class`, `runs`, and the `median` and 90th
+    percentile `p90` of the absolute relative error; only `class` and `runs` = 0 if no run of this kind of model on this
+    generation of GPUs was published.
     """
     raw = load_yaml_mapping(Path(str(files(__package__ or "mega_trainer.plan") / "held_out_errors.yaml")))
     kind = classify_model(model)
@@ -36,7 +37,9 @@ def describe_held_out_error(model: ModelConfig, machine: MachineSpec, precision:
 
 
 def format_held_out_error(error: Mapping[str, Any]) -> str:
-    """Return the error of `describe_held_out_error` as a line of text."""
+    """Return the error of step-time predictions as a line of text.
+    `error` is the result of `describe_held_out_error`.
+    """
     if not error["runs"]:
         return f"unknown: no run of this class ({error['class']}) was published"
     return (

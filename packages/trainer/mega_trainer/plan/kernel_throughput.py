@@ -62,8 +62,8 @@ class GpuThroughput:
     def from_machine(
         cls, machine: MachineSpec, efficiency: MachineEfficiency, attention: AttentionKernel
     ) -> GpuThroughput:
-        """Return the throughput of a machine's GPU under these efficiencies and its power limit, with a trainer's
-        attention kernel.
+        """Return the throughput of a machine's GPU with a trainer's attention kernel.
+        It includes these efficiencies and the GPU's power limit.
         """
         power = machine.relative_power**efficiency.power
         peak, eager = machine.get_peak_flops("bf16"), machine.get_peak_flops("fp32")
@@ -86,8 +86,8 @@ class GpuThroughput:
         )
 
     def product_seconds(self, shape: tuple[float, float, float], precision: str, count: float = 1) -> float:
-        """Return the seconds of a GEMM of rows, columns and inner dimension `shape`, or of `count` in one kernel, without the
-        time to read its operands.
+        """Return the seconds of a GEMM, without the time to read its operands.
+        `shape` has its rows, columns and inner dimension; `count` GEMMs run in one kernel.
         """
         rows, columns, inner = shape
         flops = 2.0 * rows * columns * inner * count * self._wave_loss(rows, columns, count)
@@ -111,8 +111,9 @@ class GpuThroughput:
         return flops / self.attention * (1 - self.exponentials + softmax)
 
     def exposed_seconds(self, communication: float, work: float) -> float:
-        """Return the seconds that `communication` seconds cost when overlapped with `work` seconds of computation: the
-        exposed part, plus the slowdown of the computation.
+        """Return the seconds that communication adds to computation with which it overlaps.
+        The result is for `communication` seconds overlapped with `work` seconds of computation: the exposed part, plus
+        the slowdown of the computation.
         """
         exposed = max(0.0, communication - work)
         return exposed + self.contention * (communication - exposed)

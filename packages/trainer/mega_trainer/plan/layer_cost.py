@@ -44,8 +44,8 @@ EXPERT_KERNELS = 20  # kernels that route, sort and pack the rows of experts, in
 
 @dataclass(frozen=True)
 class TrainerProfile:
-    """Properties of a training program, for step-time prediction, that its layout leaves open. The defaults describe
-    mega; others describe published runs.
+    """Properties of a training program that step-time prediction needs and that the layout leaves open.
+    The defaults describe mega; others describe published runs.
 
     Attributes:
         attention: attention kernel; `unfused` writes and reads all scores.
@@ -83,12 +83,12 @@ class PassSeconds(NamedTuple):
     weights: float = 0.0
 
     def add_seconds(self, other: PassSeconds) -> PassSeconds:
-        """Return the sum of these seconds and `other`, separately for forward, input gradients and weight gradients."""
+        """Return the sum of two passes' seconds, separately for forward, input gradients and weight gradients."""
         return PassSeconds(self.forward + other.forward, self.inputs + other.inputs, self.weights + other.weights)
 
     @property
     def total(self) -> float:
-        """Total seconds of forward and backward."""
+        """Total seconds of a forward and its backward."""
         return self.forward + self.inputs + self.weights
 
 
@@ -96,8 +96,8 @@ PassWork = dict[str, PassSeconds]  # seconds by kind of work
 
 
 def sum_pass_work(works: Iterator[PassWork] | list[PassWork]) -> PassWork:
-    """Return the sum of several works: the seconds of forward and backward by kind of work, such as GEMMs or
-    communication.
+    """Return the sum of several works in seconds of forward and backward by kind of work.
+    Kinds are, for example, GEMMs or communication.
     """
     out: PassWork = {}
     for work in works:
@@ -269,7 +269,11 @@ class LayerCostModel:
             return normed + gated, normed + gated * 5 // 3
         if mixer is None:
             return 0, 0
-        (rows, _), (_, inner) = projection_shapes(model, mixer)[0]
+        shapes = projection_shapes(model, mixer)[0]
+        if mixer in model.mixers:  # its inputs and outputs, read and written once
+            moved = 2 * sum(out for out, _ in shapes)
+            return moved, 2 * moved
+        (rows, _), (_, inner) = shapes
         convolved = rows - inner  # plus a few elements per head, which are ignored
         return 3 * convolved + 4 * inner, 5 * convolved + 7 * inner  # convolution and recurrence, gated norm
 
@@ -412,7 +416,7 @@ class LayerCostModel:
         chooses.
         """
         model, run = self.model, self.run
-        (rows, _), _ = projection_shapes(model, mixer)[0]
+        rows = sum(out for out, _ in projection_shapes(model, mixer)[0][:-1])
         passed = (
             run.micro_batch
             * 2
@@ -427,8 +431,8 @@ class LayerCostModel:
         return self.interconnect.all_gather_seconds(passed, ranks)
 
     def compute_offload_wait(self, layers: int, work: PassWork) -> PassWork:
-        """Return the exposed seconds of copying the activations of `layers` layers to host memory and back, overlapped
-        with their computation `work`.
+        """Return the exposed seconds of copying activations of some layers to host memory and back.
+        The copies of `layers` layers overlap with their computation `work`.
         """
         if not layers:
             return {}
@@ -438,8 +442,8 @@ class LayerCostModel:
         return {"offload": PassSeconds(max(0.0, way - forward), max(0.0, way - backward))}
 
     def compute_embedding_work(self) -> PassWork:
-        """Return the seconds of the token embedding for one micro-batch: rows read and written, and their gradients
-        added to the table.
+        """Return the seconds of the token embedding for one micro-batch.
+        They are for rows read and written, and their gradients added to the table.
         """
         moved = (
             self.micro_batch_tokens * self.model.hidden_size / (self.run.tp if self.run.sp else 1) / self.rates.memory
@@ -447,8 +451,8 @@ class LayerCostModel:
         return {"elementwise": PassSeconds(4 * moved, 18 * moved)}
 
     def compute_head_work(self) -> PassWork:
-        """Return the seconds of the output head for one micro-batch: norm, logits and loss; its forward also computes
-        the gradients.
+        """Return the seconds of the output head for one micro-batch.
+        They are for norm, logits and loss; its forward also computes the gradients.
         """
         rows = self.model.vocab_size / self.run.tp
         forward, inputs, weights = self._gemm(self.micro_batch_tokens, rows, self.model.hidden_size, precision="bf16")

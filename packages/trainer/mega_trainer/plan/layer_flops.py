@@ -9,6 +9,7 @@ import math
 from functools import partial
 
 from mega_ckpt.canonical_tensors import canonical_tensors
+from mega_common.extension_block import ExtensionBlock
 from mega_common.layer_kinds import FeedForwardKind, MixerKind
 from mega_common.lora_config import LoraConfig, is_trainable_tensor
 from mega_common.model_config import ModelConfig
@@ -19,10 +20,14 @@ MatrixShape = tuple[int, int]  # (out, in)
 
 
 def projection_shapes(model: ModelConfig, mixer: MixerKind | None) -> tuple[list[MatrixShape], list[MatrixShape]]:
-    """Return the shapes [out, in] of a mixer's projection matrices as two lists: the ones that tensor ranks split by
-    heads, with the output projection last, and the ones that project into latents (MLA).
+    """Return the shapes [out, in] of a token mixer's projection matrices as two lists.
+    One list has the matrices that tensor ranks split by heads, with the output projection last; the other has the ones
+    that project into latents (MLA).
     """
     width = model.hidden_size
+    if mixer in model.mixers:
+        matrices = _declared_matrices(model.mixers[mixer])
+        return [*(each for each in matrices if each[0] != width), *(each for each in matrices if each[0] == width)], []
     if mixer == "mamba" and (mamba := model.mamba):
         rows = 2 * mamba.inner_size + 2 * mamba.num_groups * mamba.state_size + mamba.num_heads
         return [(rows, width), (width, mamba.inner_size)], []
@@ -30,7 +35,14 @@ def projection_shapes(model: ModelConfig, mixer: MixerKind | None) -> tuple[list
         values = delta.num_value_heads * delta.value_head_dim
         rows = 2 * delta.num_key_heads * delta.key_head_dim + 2 * values + 2 * delta.num_value_heads
         return [(rows, width), (width, values)], []
+    if mixer == "conv":
+        return [(3 * width, width), (width, width)], []
     return _attention_shapes(model) if mixer else ([], [])
+
+
+def _declared_matrices(block: ExtensionBlock) -> list[MatrixShape]:
+    """Return the shapes of the matrices of an extension's block."""
+    return [(shape[0], shape[1]) for shape in block.declaration.tensors.values() if len(shape) == 2]
 
 
 def _attention_shapes(model: ModelConfig) -> tuple[list[MatrixShape], list[MatrixShape]]:
@@ -50,8 +62,8 @@ def _attention_shapes(model: ModelConfig) -> tuple[list[MatrixShape], list[Matri
 
 
 def mean_visible_keys(window: int | None, seq_length: int, *, causal: bool = True) -> float:
-    """Return the mean number of keys that a query attends to, within a sliding window of `window` tokens or, for None,
-    in the whole sequence.
+    """Return the mean number of keys that a query attends to.
+    It attends within a sliding window of `window` tokens or, for None, in the whole sequence.
 
     `causal` counts only keys that are not masked; without it, all that a dense product computes.
     """
@@ -62,12 +74,16 @@ def mean_visible_keys(window: int | None, seq_length: int, *, causal: bool = Tru
 def mixing_flops(
     model: ModelConfig, mixer: MixerKind, window: int | None, seq_length: int, *, causal: bool = True
 ) -> float:
-    """Return the forward FLOPs per token of a mixer (attention or recurrence) between its projections; `causal` leaves
-    out the masked half of token pairs.
+    """Return the forward FLOPs per token of a token mixer between its projections.
+    The mixer is attention or a recurrence; `causal` leaves out the masked half of token pairs.
 
     Recurrences are counted in their chunked form: scores and states (arXiv:2405.21060), and for the delta rule the triangular
     solve (arXiv:2412.06464).
     """
+    if mixer in model.mixers:
+        declared = model.mixers[mixer].declaration
+        pairs = mean_visible_keys(declared.keys or window, seq_length, causal=causal and model.causal)
+        return declared.flops_per_token + declared.flops_per_key * pairs
     if mixer == "mamba" and (mamba := model.mamba):
         pairs = mean_visible_keys(mamba.chunk_size, min(mamba.chunk_size, seq_length), causal=causal)
         scores = mamba.num_groups * mamba.state_size + mamba.inner_size
@@ -77,6 +93,8 @@ def mixing_flops(
         key, value, heads = delta.key_head_dim, delta.value_head_dim, delta.num_value_heads
         scores = 2 * key * delta.num_key_heads + heads * (key + 2 * value)
         return 2 * pairs * scores + 6.0 * heads * key * value
+    if mixer == "conv":
+        return 0.0  # no GEMM
     pairs = mean_visible_keys(window, seq_length, causal=causal)
     if not model.causal:  # as many keys after a query as before it
         pairs = min(2 * pairs - 1, seq_length)
@@ -84,8 +102,8 @@ def mixing_flops(
 
 
 def recurrent_state_elements(model: ModelConfig, mixer: MixerKind) -> int:
-    """Return the number of elements of the recurrent states of a mixer's heads and of their transition over a chunk; 0
-    for attention.
+    """Return the number of elements of a mixer's recurrent states and their transition over a chunk.
+    It includes all heads of the mixer; 0 for attention.
     """
     if mixer == "mamba" and (mamba := model.mamba):
         return mamba.num_heads * (mamba.head_dim * mamba.state_size + 1)
@@ -95,26 +113,30 @@ def recurrent_state_elements(model: ModelConfig, mixer: MixerKind) -> int:
 
 
 def active_ffn_width(model: ModelConfig, feed: FeedForwardKind | None) -> int:
-    """Return the feed-forward width used for one token, summed over shared experts and the experts that it is routed
-    to; 0 without a feed-forward.
+    """Return the feed-forward width used for one token, or 0 without a feed-forward.
+    It is summed over shared experts and the experts that the token is routed to.
     """
+    if feed in model.feed_forwards:
+        return max((shape[0] for shape in _declared_matrices(model.feed_forwards[feed])), default=0)
     if feed == "moe" and (moe := model.moe):
         return moe.shared_ffn_hidden_size + moe.top_k * moe.ffn_hidden_size
     return model.ffn_hidden_size if feed else 0
 
 
 def expert_row_width(model: ModelConfig) -> int:
-    """Return the elements of a routed row, which enters and leaves an expert: the latent width if there is one, else the
-    model's; 0 without experts.
+    """Return the elements of a routed row, which enters and leaves an expert, or 0 without experts.
+    It is the latent width if there is one, else the model's.
     """
     return (model.moe.latent_size or model.hidden_size) if model.moe else 0
 
 
 def active_ffn_elements(model: ModelConfig, feed: FeedForwardKind | None) -> int:
-    """Return the number of elements of all feed-forward matrices, router included, that are used for one token in a
-    layer.
+    """Return the number of elements of all feed-forward matrices that are used for one token in a layer.
+    The router is included.
     """
     width, matrices = model.hidden_size, 3 if model.has_gated_mlp else 2
+    if feed in model.feed_forwards:
+        return sum(map(math.prod, _declared_matrices(model.feed_forwards[feed])))
     moe = model.moe if feed == "moe" else None
     if moe is None:
         return matrices * width * active_ffn_width(model, feed)
@@ -129,8 +151,8 @@ def max_active_ffn_width(model: ModelConfig) -> int:
 
 
 def saved_activation_elements(model: ModelConfig, run: TrainingLayout, wide: int) -> float:
-    """Return the approximate number of elements per token that a layer of feed-forward width `wide` saves on one rank
-    for its backward: the inputs of its GEMMs.
+    """Return the approximate number of activation elements per token that a layer saves for its backward.
+    The layer has the feed-forward width `wide`; the elements are the inputs of its GEMMs on one rank.
     """
     width = model.hidden_size
     residual = width / (run.tp if run.sp else 1)
@@ -143,8 +165,8 @@ def saved_activation_elements(model: ModelConfig, run: TrainingLayout, wide: int
 
 
 def image_flops(model: ModelConfig, freeze: tuple[str, ...] = (), lora: LoraConfig | None = None) -> dict[str, float]:
-    """Return the FLOPs of the vision encoder and projector for one image, forward and backward, by part: GEMMs with
-    weights, and attention scores.
+    """Return the FLOPs of the vision encoder and projector for one image, forward and backward, by part.
+    The parts are GEMMs with weights, and attention scores.
 
     A GEMM with a weight has 2 rows K N operations in the forward, as many for the weight gradient if the weight is trained, and
     as many for the input gradient if any parameter before it is trained. For models with images of any shape, the image is

@@ -27,8 +27,8 @@ RECOMPUTE: tuple[RecomputeKind, ...] = ("none", "selective", "full")
 def generate_layout_candidates(
     config: RunConfig, ranks: int, machine: MachineSpec
 ) -> Iterator[tuple[LayoutSettings, TrainingLayout]]:
-    """Yield (run.yaml settings, training layout) of all candidate layouts of a run that divide the ranks, layers and
-    batch evenly and keep tensor ranks on one node.
+    """Yield (run.yaml settings, training layout) of all candidate layouts of a run.
+    They divide the ranks, layers and batch evenly and keep tensor ranks on one node.
     """
     model, batch, length = config.model, config.batch.global_, config.data.seq_length
     base = make_training_layout(config.model_copy(update={"parallel": type(config.parallel)()}), 1)
@@ -84,8 +84,9 @@ def _divisors(number: int) -> list[int]:
 
 
 def list_pipeline_schedules(layers: int, pp: int) -> list[tuple[str, int]]:
-    """Return (pipeline schedule, number of virtual stages) pairs that fit `layers` layers on `pp` pipeline ranks, down
-    to one layer per stage (1f1b) or two virtual stages (zbv).
+    """Return the (pipeline schedule, number of virtual stages) pairs that fit a number of layers.
+    There are `layers` layers on `pp` pipeline ranks; pairs go down to one layer per stage (1f1b) or two virtual stages
+    (zbv).
     """
     if pp == 1:
         return [("1f1b", 1)]
@@ -96,8 +97,8 @@ def list_pipeline_schedules(layers: int, pp: int) -> list[tuple[str, int]]:
 
 @dataclass(frozen=True)
 class RoughMemoryEstimate:
-    """Rough memory estimate of the first pipeline rank, to exclude layouts before `predict_memory` counts all saved
-    tensors.
+    """Rough memory estimate of the first pipeline rank.
+    It excludes layouts before `predict_memory` counts all saved tensors.
 
     Attributes:
         model: configuration of the model.

@@ -18,8 +18,8 @@ MIN_GAIN = 0.01  # smallest relative gain of a change that is reported
 
 
 def find_faster_changes(config: RunConfig, ranks: int, machine: MachineSpec, *, keep: int = 3) -> list[PlannedLayout]:
-    """Return layouts that differ from the run's by a single change, would be faster and still fit, largest gains first,
-    at most `keep`.
+    """Return layouts that differ from the run's by a single change, are faster by prediction and still fit.
+    The largest gains come first, at most `keep`.
     """
     count, now = count_parameters_by_layer(config.model), make_planned_run(config, ranks, machine)
     seconds, limit = now.predict_step_time().seconds, now.estimate_minimum_seconds()
@@ -38,8 +38,9 @@ def find_faster_changes(config: RunConfig, ranks: int, machine: MachineSpec, *, 
 
 
 def find_fitting_changes(config: RunConfig, ranks: int, machine: MachineSpec, *, keep: int = 3) -> list[PlannedLayout]:
-    """Return layouts that differ from the run's by the recompute setting or by another way to free memory, and fit, fastest
-    first, at most `keep`; none if no such change is enough.
+    """Return layouts that fit the memory and differ from the run's by a change that frees memory.
+    The change is the recompute setting or another way to free memory. The fastest layouts come first, at most `keep`;
+    none if no such change is enough.
     """
     count = count_parameters_by_layer(config.model)
     found = (plan_if_fitting(config, settings, ranks, machine, count) for settings in _iterate_memory_changes(config))

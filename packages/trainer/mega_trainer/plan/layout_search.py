@@ -61,8 +61,9 @@ class PlannedLayout:
 
 
 def explain_layout_time(layout: PlannedLayout, best: PlannedLayout) -> str:
-    """Return a text with the largest parts of the step time if `layout` is `best`, else with the largest differences of
-    `layout` from `best`.
+    """Return a text that explains the predicted step time of a layout.
+    It has the largest parts of the step time if `layout` is `best`, else the largest differences of `layout` from
+    `best`.
     """
     whole, parts = layout.time.seconds, layout.time.parts
     if layout is best:
@@ -177,8 +178,8 @@ def find_best_layouts(
     fixed: Collection[str] = (),
     precisions: Collection[str] = (),
 ) -> list[PlannedLayout]:
-    """Return the layouts of the run that fit by prediction, fastest first, at most `keep`; `report` is called with
-    progress messages.
+    """Return the layouts of a run that fit the memory by prediction, fastest first, at most `keep`.
+    `report` is called with progress messages.
 
     Settings whose paths are in `fixed` are unchanged. `precisions` are searched in addition to the run's own.
 
@@ -286,7 +287,7 @@ def plan_layout(
     config: RunConfig, settings: LayoutSettings, ranks: int, machine: MachineSpec,
     count: ParameterCounts | None = None
 ) -> PlannedLayout | None:  # fmt: skip
-    """Return the planned layout with these settings, or None if it is not legal."""
+    """Return the planned layout with given settings, or None if it is not legal."""
     try:
         changed = apply_settings(config, settings)
         changed.check_world_size(ranks)
@@ -300,8 +301,8 @@ def plan_layout(
 def plan_if_fitting(
     config: RunConfig, settings: LayoutSettings, ranks: int, machine: MachineSpec, count: ParameterCounts | None = None
 ) -> PlannedLayout | None:
-    """Return the planned layout with these settings, or None if it is invalid for the run or does not fit the machine's
-    memory.
+    """Return the planned layout with given settings, or None if it is invalid or does not fit.
+    It must be valid for the run and fit the machine's memory.
     """
     layout = plan_layout(config, settings, ranks, machine, count)
     return layout if layout is not None and layout.memory <= machine.usable_memory_bytes else None

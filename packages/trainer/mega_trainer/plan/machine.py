@@ -34,8 +34,8 @@ _HERE = files(__package__ or "mega_trainer.plan")
 
 
 class MachineEfficiency(StrictConfig):
-    """Achieved fractions of data sheet figures; for GEMMs and attention, fractions of the dense peak FLOP/s of their
-    data type.
+    """Achieved fractions of a machine's data sheet figures.
+    For GEMMs and attention, they are fractions of the dense peak FLOP/s of their data type.
 
     Attributes:
         bf16, fp8: GEMMs, without the time to read their operands, which is added.
@@ -76,8 +76,8 @@ class MachineEfficiency(StrictConfig):
 
 
 class MachineSpec(StrictConfig):
-    """Specification of a machine: its GPUs and their interconnect. Rates in GB/s are of one GPU, one way; GB are 1e9
-    bytes.
+    """Specification of a machine: its GPUs and their interconnect.
+    Rates in GB/s are for one GPU, one way; GB are 1e9 bytes.
     """
 
     gpu: str = Field(description="name as in torch.cuda.get_device_name, which determines peak rates")
@@ -137,8 +137,8 @@ class MachineSpec(StrictConfig):
 
     @property
     def achieved_efficiency(self) -> MachineEfficiency:
-        """Achieved fractions of the data sheet's peak FLOPS and bandwidths: the machine's own if set, else the defaults
-        of its GPU generation.
+        """Achieved fractions of the data sheet's peak FLOPS and bandwidths on this machine.
+        They are the machine's own if set, else the defaults of its GPU generation.
         """
         return self.efficiency or load_efficiency()[self.generation]
 
@@ -154,8 +154,8 @@ def list_machine_names() -> list[str]:
 
 
 def find_machine_name(device: str, memory_bytes: int) -> str | None:
-    """Return the name of the built-in machine with this GPU (a name as from `torch.cuda.get_device_name`) and about
-    `memory_bytes` of GPU memory, or None.
+    """Return the name of the built-in machine with a given GPU and GPU memory, or None.
+    `device` is a name as from `torch.cuda.get_device_name`; the memory is about `memory_bytes`.
     """
     words = set(re.split(r"[\s-]+", device.upper()))
     machines = {name: load_machine(name) for name in list_machine_names()}
@@ -201,8 +201,8 @@ def load_machine(name: str) -> MachineSpec:
 
 
 def load_efficiency() -> dict[str, MachineEfficiency]:
-    """Return the default efficiency of each GPU generation, {generation: efficiency}, from the packaged
-    efficiency.yaml.
+    """Return the default efficiency of each GPU generation, {generation: efficiency}.
+    It is read from the packaged efficiency.yaml.
     """
     raw = load_yaml_mapping(Path(str(_HERE / "efficiency.yaml")))
     return {
@@ -252,8 +252,8 @@ class Interconnect:
         return cls(link * 1e9, network * 1e9, exchange * 1e9, efficiency.hop, machine.ranks_per_node, host * 1e9)
 
     def make_rank_group(self, size: int, stride: int) -> RankPlacement:
-        """Return the placement of a group of `size` ranks that are `stride` ranks apart, in a job whose ranks fill node
-        by node.
+        """Return the placement of a group of ranks in a job whose ranks fill node by node.
+        The group has `size` ranks that are `stride` ranks apart.
         """
         return RankPlacement(size, min(size, max(1, self.node // stride)))
 
@@ -265,14 +265,14 @@ class Interconnect:
         return total * (ranks.size - 1) / ranks.size / rate + self.hop * ranks.size
 
     def all_reduce_seconds(self, total: float, ranks: RankPlacement) -> float:
-        """Return the seconds of an all-reduce of `total` bytes over the group `ranks`: a reduce-scatter and an all-
-        gather.
+        """Return the seconds of an all-reduce of `total` bytes over a group of ranks.
+        It is a reduce-scatter and an all-gather.
         """
         return 2 * self.all_gather_seconds(total, ranks)
 
     def all_to_all_seconds(self, sent: float, ranks: RankPlacement) -> float:
-        """Return the seconds of an even all-to-all over the group `ranks` in which each rank sends `sent` bytes, its
-        own share included.
+        """Return the seconds of an even all-to-all over a group of ranks.
+        Each of the `ranks` sends `sent` bytes, its own share included.
         """
         if ranks.size == 1:
             return 0.0

@@ -42,8 +42,8 @@ class MeasuredTimes:
 
 
 def read_measured_times(path: Path) -> MeasuredTimes:
-    """Return the median step and phase times from a run's metrics.jsonl; steps that evaluate or save are left out if
-    phases are logged.
+    """Return the median step and phase times from a run's metrics.jsonl.
+    Steps that evaluate or save are left out if phases are logged.
 
     Raises:
         ConfigError: when the file cannot be read or has too few steps.
@@ -71,8 +71,8 @@ def _is_interrupted(line: Mapping[str, object]) -> bool:
 
 
 def calibrate_machine(planned: PlannedRun, machine: MachineSpec, measured: MeasuredTimes) -> MachineSpec:
-    """Return the machine with efficiencies under which the predicted time of the planned run equals the measured time,
-    as far as possible.
+    """Return the machine with efficiencies that make the predicted time of a run equal the measured time.
+    The times are equal as far as possible.
 
     Raises:
         ConfigError: when the measured time is shorter than at the machine's peak, as of another machine or number of ranks.
@@ -126,8 +126,8 @@ def _scale_efficiency(
 
 
 def compare_predictions(before: PlannedRun, after: PlannedRun, measured: MeasuredTimes) -> Iterator[str]:
-    """Yield lines of text that compare the predicted with the measured times, before and after calibration of the
-    machine.
+    """Yield lines of text that compare predicted with measured times before and after calibration.
+    The calibration is of the machine.
     """
     old, new = before.predict_step_time().seconds, after.predict_step_time().seconds
     yield f"step time: measured {measured.seconds:.4g} s, predicted {old:.4g} s before and {new:.4g} s after the fit"

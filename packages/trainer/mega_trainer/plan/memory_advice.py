@@ -15,8 +15,8 @@ from mega_trainer.plan.training_layout import TrainingLayout
 
 
 def make_training_layout(config: RunConfig, world_size: int) -> TrainingLayout:
-    """Return the layout of a configured run on `world_size` ranks (parallel degrees, batch sizes, memory options), the
-    input of all predictions.
+    """Return the layout of a configured run on `world_size` ranks, the input of all predictions.
+    It has the parallel degrees, batch sizes and memory options.
     """
     parallel, dp = config.parallel, config.data_parallel_size(world_size)
     return TrainingLayout(
@@ -31,7 +31,7 @@ def make_training_layout(config: RunConfig, world_size: int) -> TrainingLayout:
         precision=config.precision, recompute=config.recompute.kind,
         modules=tuple(config.recompute.modules), recompute_layers=config.recompute.layers,
         offload=config.offload.activations, offload_min_bytes=config.offload.min_bytes,
-        offload_optimizer=config.optimizer.offload, muon=config.optimizer.name == "muon", fp8_layers=config.cached_fp8_layers,
+        offload_optimizer=config.optimizer.offload, moments=config.optimizer.moments, muon=config.optimizer.name == "muon", extensions=tuple(config.extensions), fp8_layers=config.cached_fp8_layers,
         freeze=tuple(config.train.freeze), lora=None if config.lora is None else config.lora.model_dump_json(),
         ema=config.train.ema is not None, device="cpu" if config.device == "cpu" else "gpu",
     )  # fmt: skip
@@ -54,8 +54,8 @@ def format_overrides(settings: Mapping[str, object]) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class MemoryAdvice:
-    """Change of settings, as an argument of `--set`, and the bytes that it frees on the rank with the highest peak
-    memory.
+    """Change of settings that frees memory, as an argument of `--set`.
+    It has the bytes that the change frees on the rank with the highest peak memory.
     """
 
     settings: tuple[str, ...]
@@ -71,8 +71,8 @@ class PredictedMemoryNeeds:
 
     @classmethod
     def predict_for_rank(cls, config: RunConfig, world_size: int, pipeline_rank: int) -> PredictedMemoryNeeds:
-        """Return the predicted memory of a rank in pipeline rank `pipeline_rank`, with advice on freeing memory; both
-        empty for a module of transformers.
+        """Return the predicted memory of a rank, with advice on freeing memory.
+        The rank is in pipeline rank `pipeline_rank`; both are empty for a module of transformers.
         """
         if config.model.transformers is not None:
             return cls({}, [])

@@ -55,8 +55,8 @@ def split_layers_into_stages(model: ModelConfig, run: TrainingLayout) -> list[ra
 
 
 def predict_memory(model: ModelConfig, run: TrainingLayout) -> list[dict[str, int]]:
-    """Return the predicted peak bytes by kind (such as weights or activations) of one rank in each pipeline rank, in
-    pipeline order.
+    """Return the predicted peak bytes by kind of one rank in each pipeline rank, in pipeline order.
+    Kinds are, for example, weights or activations.
 
     Kinds: `weights`, `gradients`, `optimizer` (moments and, under a 16-bit precision, fp32 weights), `activations` (saved
     tensors, micro-batches and pipeline messages), `work` (temporary tensors of the running operation, including gathered
@@ -69,8 +69,8 @@ def predict_memory(model: ModelConfig, run: TrainingLayout) -> list[dict[str, in
 
 
 def predict_peak_memory(model: ModelConfig, run: TrainingLayout) -> list[RankMemory]:
-    """Return the predicted peak memory of one rank in each pipeline rank, as `predict_memory`, with the operation at
-    which the peak occurs.
+    """Return the predicted peak memory of one rank in each pipeline rank, and the operation at the peak.
+    The memory is as from `predict_memory`; the peak occurs at the operation.
     """
     from mega_trainer.plan.part_memory import count_model_parts  # imports torch
 
@@ -255,7 +255,7 @@ def _state_bytes(run: TrainingLayout, stages: Sequence[WeightCounts]) -> dict[st
     copy = 4 if run.weight_bytes == 2 and not run.is_zero3_sharded else 0
     trainable = sum(w.trainable for w in stages), sum(w.trainable_experts for w in stages)
     matrices = sum(w.dense_matrices for w in stages), sum(w.expert_matrices for w in stages)
-    moments = sharded_bytes((2 + run.ema) * run.gradient_bytes, *trainable, 1) - run.muon * sharded_bytes(
+    moments = sharded_bytes((run.moments + run.ema) * run.gradient_bytes, *trainable, 1) - run.muon * sharded_bytes(
         run.gradient_bytes, *matrices, 1
     )
     gradients = sharded_bytes(run.gradient_bytes, *trainable, 2)

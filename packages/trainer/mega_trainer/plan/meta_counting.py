@@ -43,7 +43,7 @@ class MetaKernels(TorchKernels):
     def grouped_wgrad(
         self, dy: Tensor, x: Tensor, rows: GroupedRows, out: Tensor | None = None, *, add: bool = False
     ) -> Tensor:
-        """Return an uninitialised weight gradient of a grouped linear layer."""
+        """Return an empty tensor in place of a grouped linear layer's weight gradient, for memory prediction."""
         sums = dy.new_empty(len(rows.ends), dy.shape[1], x.shape[1])
         return sums if out is None else gemm_accumulation.write_values(out, sums, add=add)
 
@@ -89,8 +89,8 @@ class MetaFusedAttention:
 
 
 class BalancedAllToAll(AllToAllDispatcher):
-    """All-to-all expert dispatcher for memory prediction, which assumes an equal load on every expert and independent
-    choices of experts.
+    """All-to-all expert dispatcher for memory prediction.
+    It assumes an equal load on every expert and independent choices of experts.
     """
 
     def _rank_capacity(self, tokens: int, choices: int) -> int:
@@ -115,8 +115,8 @@ class FakeGroups(ProcessGroupCache):
 
 
 class MetaActivation(Function):
-    """Autograd function for memory prediction that creates an activation of a given shape, which is freed with its last
-    reference.
+    """Autograd function for memory prediction that creates an activation of a given shape.
+    The activation is freed with its last reference.
     """
 
     @staticmethod
@@ -135,8 +135,8 @@ R = TypeVar("R")
 
 
 class LiveTensorCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Torch dispatch mode that counts the bytes of tensor storages from their creation until they are freed, and the
-    peak.
+    """Torch dispatch mode that counts the bytes of live tensor storages, and the peak.
+    A storage counts from its creation until it is freed.
 
     Attributes:
         now, peak: current bytes, and peak bytes since `reset_peak`.

@@ -49,8 +49,9 @@ def make_memory_options(run: TrainingLayout) -> TrainerMemoryOptions:
 def predict_other_trainer_memory(
     model: ModelConfig, run: TrainingLayout, like: TrainerName, options: TrainerMemoryOptions | None = None
 ) -> list[dict[str, int]]:
-    """Return the peak bytes by kind that the trainer `like` needs on a rank of each pipeline stage: `weights`,
-    `gradients`, `optimizer`, `activations` and `work`, which is the loss and, under FSDP2, gathered weights.
+    """Return the peak bytes by kind that another trainer needs on a rank of each pipeline stage.
+    `like` is the trainer. The kinds are `weights`, `gradients`, `optimizer`, `activations` and `work`, which is the
+    loss and, under FSDP2, gathered weights.
 
     Raises:
         ConfigError: when the layers do not fit the stages; for a model with an encoder.

@@ -28,6 +28,7 @@ from mega_ckpt.canonical_tensors import canonical_tensors
 from mega_ckpt.lora_tensors import AdaptedModule, adapted_modules, quantized_tensors
 from mega_common.lora_config import is_trainable_tensor
 from mega_common.model_config import ModelConfig
+from mega_trainer.config.extensions import load_extensions
 from mega_trainer.config.parallel_layout import ParallelLayout
 from mega_trainer.data.batch_images import BatchImages
 from mega_trainer.data.micro_batch import (
@@ -93,7 +94,7 @@ class WeightCounts:
 
     @classmethod
     def from_parameters(cls, parameters: Sequence[nn.Parameter], build: LayerBuilder) -> WeightCounts:
-        """Return the numbers of elements of these parameters, by group."""
+        """Count the elements of given parameters: dense and expert, trainable, and updated by Muon."""
         packed = [each for each in map(get_packed_weight, parameters) if each is not None]
         parameters = [parameter for parameter in parameters if get_packed_weight(parameter) is None]
         is_expert = [
@@ -167,7 +168,7 @@ class PartMemoryCounter:
             dispatcher=self._make_dispatcher(), dtype=DTYPES.get(run.precision, torch.bfloat16), device=self.device,
             deferred=DeferredWgradQueue() if run.defers_wgrads else None, adapts={} if self.lora is None else adapted_modules(model, self.lora),
             packed=quantized_tensors(model, self.lora, partial(is_trainable_tensor, freeze=run.freeze, lora=self.lora)),
-            packing=MetaWeightQuantizer(),
+            packing=MetaWeightQuantizer(), blocks=load_extensions(run.extensions).bind_blocks(model),
         )  # fmt: skip
 
     def _make_dispatcher(self) -> ExpertDispatcher | None:
@@ -187,8 +188,8 @@ class PartMemoryCounter:
         return stack
 
     def count_layer(self, index: int, *, whole: bool) -> PartMemory:
-        """Return the memory of the model's layer `index`, recomputed as a `whole` or else by the run's recompute
-        setting.
+        """Return the memory of one layer of the model.
+        `index` is the layer's number; it is recomputed as a `whole` or else by the run's recompute setting.
         """
         with self.fake_tensor_context():
             kind: RecomputeKind = "full" if whole else "none" if self.run.recompute == "full" else self.run.recompute
@@ -226,8 +227,8 @@ class PartMemoryCounter:
         return replace(part, kept=part.kept + more, forward=part.forward + more, backward=part.backward + more)
 
     def count_embedding(self, *, alone: bool) -> PartMemory:
-        """Return the memory of the first stage's embedding (the stage also has the head if `alone`), and of the vision
-        encoder with as many images as fit in a sequence.
+        """Return the memory of the first stage's embedding and of the vision encoder.
+        The stage also has the head if `alone`; the vision encoder gets as many images as fit in a sequence.
         """
         with self.fake_tensor_context():
             model = self._make_decoder(StageLayers(0, 0, True, alone))
@@ -238,8 +239,8 @@ class PartMemoryCounter:
             return self._count_part(model, lambda x: begin(), None, parameters)
 
     def count_head(self, *, alone: bool, has_embedding_and_head: bool) -> PartMemory:
-        """Return the memory of the last norm, the output head and its loss, and the multi-token-prediction (MTP)
-        layers; `alone` if the stage also has the embedding.
+        """Return the memory of the last norm, the output head and its loss, and the MTP layers.
+        `alone` means that the stage also has the embedding. MTP is multi-token prediction.
         """
         with self.fake_tensor_context():
             kind = self.run.recompute if self.run.recompute_layers is None else "none"
@@ -268,8 +269,8 @@ class PartMemoryCounter:
 
     @property
     def rank_tokens(self) -> int:
-        """Tokens of one sample on one context-parallel rank, before sequence parallelism; of the decoder in an encoder-
-        decoder model.
+        """Tokens of one sample on one context-parallel rank, before sequence parallelism.
+        In an encoder-decoder model, they are the decoder's tokens.
         """
         return (self.run.target_length or self.run.seq_length) // self.run.cp
 
@@ -429,8 +430,8 @@ class ModelPartMemory:
 
 
 def count_model_parts(model: ModelConfig, run: TrainingLayout) -> ModelPartMemory:
-    """Return the memory of all parts of a model; the result is cached and shared by all layouts whose ranks hold equal
-    parts.
+    """Return the memory of all parts of a model.
+    The result is cached and shared by all layouts whose ranks hold equal parts.
     """
     alone, has_embedding_and_head = run.pp * run.virtual_stages == 1, run.schedule == "zbv"
     bare = replace(

@@ -14,8 +14,9 @@ MAX_OPERATIONS = 1_200_000  # operations of a schedule for planning memory
 
 
 def make_planning_schedule(name: str, *, pp: int, microbatches: int, virtual_stages: int) -> PipelineSchedule:
-    """Return the pipeline schedule `name` with enough micro-batches to fill the pipeline but at most `microbatches`;
-    gpipe, which holds all micro-batches in memory, gets all.
+    """Return a pipeline schedule with few micro-batches, but enough to fill the pipeline.
+    `name` is the schedule, and `microbatches` the upper limit; gpipe, which holds all micro-batches in memory, gets
+    all.
 
     Raises:
         ConfigError: for more operations than a plan can list, or as `make_schedule`.
@@ -27,8 +28,8 @@ def make_planning_schedule(name: str, *, pp: int, microbatches: int, virtual_sta
 
 
 def check_operation_count(microbatches: int, stages: int, subject: str) -> None:
-    """Raise `ConfigError` for a schedule of more operations than can be listed in reasonable time; `subject` begins the
-    message.
+    """Raise `ConfigError` for a pipeline schedule of more operations than can be listed in reasonable time.
+    `subject` begins the message.
 
     Raises:
         ConfigError: with the number of micro-batches and stages.
@@ -58,8 +59,8 @@ def estimate_makespan(
 
 
 def estimate_bubble(name: str, *, pp: int, microbatches: int, virtual_stages: int) -> float:
-    """Return the pipeline bubble: the mean idle share of the ranks, 0 to 1, for equal stages; exact if a step has few
-    operations.
+    """Return the pipeline bubble: the mean idle share of the ranks, 0 to 1, for equal stages.
+    It is exact if a step has few operations.
     """
     if 3 * microbatches * pp * virtual_stages <= MAX_SIMULATED:
         schedule = make_schedule(name, pp=pp, microbatches=microbatches, virtual_stages=virtual_stages)

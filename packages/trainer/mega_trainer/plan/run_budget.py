@@ -16,7 +16,7 @@ _NUMBER = r"([\d.]+(?:e\d+)?)\s*"
 
 @dataclass(frozen=True)
 class BudgetLimits:
-    """Limits of a run.
+    """Limits of a run's tokens, hours and cost.
 
     Attributes:
         tokens: tokens to train on.
@@ -30,7 +30,7 @@ class BudgetLimits:
 
     @classmethod
     def parse(cls, tokens: str, within: str | None, under: str | None) -> BudgetLimits:
-        """Parse `--tokens`, `--within` and `--under`.
+        """Parse the command-line options `--tokens`, `--within` and `--under` to the limits of a run.
 
         Raises:
             ConfigError: for anything else than a number with its unit.

@@ -89,8 +89,8 @@ class PlannedRun:
         profile: TrainerProfile,
         count: ParameterCounts | None = None,
     ) -> PlannedRun:
-        """Return the planned run for a model, training layout, machine, efficiency and trainer profile; `count` is the
-        model's parameters, if already counted.
+        """Return the planned run for a model, training layout, machine, efficiency and trainer profile.
+        `count` is the model's parameters, if already counted.
 
         Raises:
             ConfigError: for a model with an encoder.
@@ -107,7 +107,9 @@ class PlannedRun:
         return cls(model, run, LayerCostModel(model, run, interconnect, rates, profile, trained), count, trained, unit)
 
     def change_shape(self, run: TrainingLayout) -> PlannedRun:
-        """Return the same model on the same machine in another layout, with the same trainable parameters."""
+        """Return this planned run in another training layout.
+        Model, machine and trainable parameters are unchanged.
+        """
         unit = zero3_unit_layers(self.model, run, self.count) if run.zero == 3 else 1
         return replace(self, run=run, cost_model=replace(self.cost_model, run=run), unit=unit)
 
@@ -180,8 +182,9 @@ class PlannedRun:
         )
 
     def estimate_minimum_seconds(self, work: PassWork | None = None) -> float:
-        """Estimate the minimum seconds of a step as if all stages and ranks were equal, fast enough for a search over
-        thousands of layouts; `work` is `compute_model_work`, if already computed for a layout with equal micro-batches.
+        """Estimate the minimum seconds of a step as if all stages and ranks were equal.
+        The estimate is fast enough for a search over thousands of layouts; `work` is `compute_model_work`, if already
+        computed for a layout with equal micro-batches.
         """
         work = work or self.compute_model_work()
         once = self._per_step_seconds(0, multiply_pass_work(work, 1 / self.run.pp))
@@ -208,8 +211,8 @@ class PlannedRun:
         return max(through, (run.microbatches + (run.pp - 1) * share) * total / run.pp)
 
     def make_stage_costs(self, works: Sequence[PassWork]) -> StageCosts:
-        """Return the costs of the pipeline operations of each stage, from `works`, the seconds by kind of work of each
-        stage for one micro-batch.
+        """Return the costs of the pipeline operations of each stage.
+        They come from `works`, the seconds by kind of work of each stage for one micro-batch.
         """
         passes = tuple(
             PassSeconds(*(sum(costs) for costs in zip(*work.values(), strict=True))) if work else PassSeconds()

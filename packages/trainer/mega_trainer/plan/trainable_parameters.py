@@ -51,8 +51,8 @@ class TrainableParameters:
         return cls(count_parameters_by_layer(model, moving), shares, head in moving, adapters)
 
     def extra_flops(self, model: ModelConfig, whole: ParameterCounts) -> float:
-        """Return the additional FLOPs per token compared to full training: GEMMs of adapters, minus weight gradients of
-        frozen weights; may be negative.
+        """Return the additional FLOPs per token of partial training compared to full training.
+        They are GEMMs of adapters, minus weight gradients of frozen weights; the number may be negative.
         """
         active = [layer.total - layer.experts * (1 - whole.top_k / whole.num_experts) for layer in whole.layers]
         frozen = sum((1 - share) * each for share, each in zip(self.shares, active, strict=True))

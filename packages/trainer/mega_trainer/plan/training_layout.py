@@ -11,8 +11,8 @@ _ELEMENT = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2, "nvfp4": 2}
 
 @dataclass(frozen=True)
 class TrainingLayout:
-    """Layout of a training run for predictions: parallel degrees, batch sizes, and memory options such as ZeRO and
-    recomputation.
+    """Layout of a training run for predictions of time and memory.
+    It has parallel degrees, batch sizes, and memory options such as ZeRO and recomputation.
 
     Attributes:
         seq_length: tokens of a sample, before context parallelism splits them; of the encoder in an encoder-decoder model.
@@ -28,6 +28,7 @@ class TrainingLayout:
         offload: number of layers of each stage, from its first, whose activations are offloaded to host memory.
         offload_min_bytes: size of the smallest tensor that is offloaded.
         offload_optimizer: keep optimizer states and main weights in host memory.
+        moments: number of state values of the optimizer for each weight.
         muon: Muon optimizer, with one moment instead of two for hidden matrices.
         fp8_layers: layers whose linear weights are also kept quantised during a step, in two layouts.
         freeze: patterns of tensors that are not trained.
@@ -35,6 +36,7 @@ class TrainingLayout:
         ema: keep an exponential moving average (EMA) of the weights.
         device: device to plan for. A GPU fuses operations that a CPU runs as several kernels.
         target_length: tokens of the decoder in an encoder-decoder model.
+        extensions: extensions with the code of the model's own blocks.
     """
 
     seq_length: int
@@ -64,6 +66,7 @@ class TrainingLayout:
     offload: int = 0
     offload_min_bytes: int = 1 << 20
     offload_optimizer: bool = False
+    moments: int = 2
     muon: bool = False
     fp8_layers: range = range(0)
     freeze: tuple[str, ...] = ()
@@ -71,6 +74,7 @@ class TrainingLayout:
     ema: bool = False
     device: Literal["gpu", "cpu"] = "gpu"
     target_length: int | None = None
+    extensions: tuple[str, ...] = ()
 
     @property
     def sample_tokens(self) -> int:

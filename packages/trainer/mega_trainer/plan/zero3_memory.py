@@ -20,8 +20,8 @@ UNIT_ELEMENTS = 350_000
 
 
 def zero3_unit_layers(model: ModelConfig, run: TrainingLayout, count: ParameterCounts | None = None) -> int:
-    """Return how many layers' weights (experts excluded) ZeRO-3 gathers as one unit: configured, or enough that a
-    rank's share has `UNIT_ELEMENTS` elements.
+    """Return the number of layers whose weights (experts excluded) ZeRO-3 gathers as one unit.
+    The number is configured, or enough that a rank's share has `UNIT_ELEMENTS` elements.
     """
     layers = (count or count_parameters_by_layer(model)).layers
     mean = sum(layer.split / run.tp + layer.whole for layer in layers) / len(layers)

@@ -41,8 +41,10 @@ from mega_trainer.model.decoder import Decoder, StageLayers
 from mega_trainer.model.encoder_decoder import select_model_class
 from mega_trainer.model.layer_builder import LayerBuilder
 from mega_trainer.optim.adamw import AdamWUpdateRule
+from mega_trainer.optim.elementwise import ElementwiseUpdate, ElementwiseUpdateRule, LionUpdate, SgdUpdate
 from mega_trainer.optim.gradient_clipping import LossScale
 from mega_trainer.optim.muon import MuonUpdateRule, is_hidden_matrix
+from mega_trainer.optim.optimizer_slots import CountedUpdateRule, OptimizerSlot
 from mega_trainer.optim.sharded_optimizer import ShardedOptimizer
 from mega_trainer.parallel.deepep_dispatch import DeepEpDispatcher
 from mega_trainer.parallel.expert_parallel import ExpertDispatcher
@@ -63,8 +65,8 @@ from mega_trainer.plan.zero3_memory import zero3_unit_layers
 def connect_parallel_groups(
     config: RunConfig, ranks: RankInfo, maker: ProcessGroupCache | None = None, log: CommLog | None = None
 ) -> ParallelGroups:
-    """Return this rank's communication groups for the configured degrees of parallelism; `maker` caches process groups,
-    `log` counts traffic. A collective call of all ranks.
+    """Return this rank's communication groups for the configured degrees of parallelism.
+    `maker` caches process groups, `log` counts traffic. A collective call of all ranks.
 
     Raises:
         ConfigError: when they do not fit the number of ranks.
@@ -88,8 +90,8 @@ def connect_parallel_groups(
 
 
 def build_expert_dispatcher(config: RunConfig, groups: ParallelGroups, leaves: LeafCompiler) -> ExpertDispatcher | None:
-    """Return the expert-parallel dispatcher of the configured library (DeepEP, TransformerEngine and others); None for
-    the default all-to-all, or without expert parallelism.
+    """Return the expert-parallel dispatcher of the configured library, such as DeepEP, or None.
+    Other libraries are TransformerEngine and more; None means the default all-to-all, or no expert parallelism.
     """
     moe, parallel = config.model.moe, config.parallel
     if moe is None or groups.ep.size == 1 or parallel.dispatch == "alltoall":
@@ -118,10 +120,11 @@ def choose_kernels(config: RunConfig, device: torch.device) -> BackendChoice:
         head=(model.query_key_head_dim, model.attention_value_dim),
         softcap=model.attention_softcap is not None,
         biased=model.position in ("relative", "alibi"),
-        taps=frozenset(recurrence.conv_kernel for recurrence in (model.mamba, model.delta) if recurrence),
+        taps=frozenset(recurrence.conv_kernel for recurrence in (model.mamba, model.delta) if recurrence)
+        | ({model.conv.kernel} if model.conv else frozenset()),
         compiler_problem=find_compiler_problem(device) if gpu else None,
     )
-    parts = {"mamba": ("conv", "scan"), "delta": ("conv", "delta")}
+    parts = {"mamba": ("conv", "scan"), "delta": ("conv", "delta"), "conv": ("conv",)}
     used = {part: getattr(config.kernels, part) for kind in model.heads_by_mixer for part in parts.get(kind, ())}
     return choose_backends(config.kernels.linear, config.kernels.attention, facts, used)
 
@@ -146,7 +149,7 @@ def create_kernels(choice: BackendChoice, leaves: LeafCompiler) -> Kernels:
 def make_layer_builder(
     config: RunConfig, groups: ParallelGroups, device: torch.device, choice: BackendChoice, leaves: LeafCompiler
 ) -> LayerBuilder:
-    """Return the `LayerBuilder` by which every layer of the run's model is made."""
+    """Return the factory of all layers of a run's model, with its kernels, parallel groups, LoRA and quantization."""
     return LayerBuilder(
         config.model, groups, create_kernels(choice, leaves), leaves=leaves,
         sp=config.parallel.sp, cp_kind=config.parallel.cp_kind, dispatcher=build_expert_dispatcher(config, groups, leaves),
@@ -154,6 +157,7 @@ def make_layer_builder(
         adapts={} if config.lora is None else adapted_modules(config.model, config.lora),
         packed=quantized_tensors(config.model, config.lora, config.is_trainable),
         packing=Nf4Quantizer() if config.lora is not None and config.lora.quantize else None,
+        blocks=config.registry.bind_blocks(config.model),
     )  # fmt: skip
 
 
@@ -169,8 +173,8 @@ def build_schedule(config: RunConfig, groups: ParallelGroups) -> PipelineSchedul
 def build_stages(
     config: RunConfig, build: LayerBuilder, schedule: PipelineSchedule, stage_class: type[Decoder] | None = None
 ) -> dict[int, Decoder]:
-    """Return this rank's pipeline stages of the model by stage number, with uninitialised weights, which are sharded
-    under ZeRO-3.
+    """Return this rank's pipeline stages of the model by stage number, with uninitialised weights.
+    The weights are sharded under ZeRO-3.
 
     Args:
         stage_class: class of the stages; None: by the model.
@@ -248,8 +252,12 @@ def build_optimizer(
 ) -> ShardedOptimizer:
     """Return the configured optimizer over the trainable weights of all of this rank's stages."""
     settings, muon = config.optimizer, config.optimizer.muon
-    decay = settings.weight_decay
-    adamw = partial(AdamWUpdateRule, betas=settings.betas, eps=settings.eps, weight_decay=decay)
+    decay, elementwise = settings.weight_decay, build_elementwise_update(config)
+    adamw: Callable[[list[OptimizerSlot]], CountedUpdateRule] = partial(
+        AdamWUpdateRule, betas=settings.betas, eps=settings.eps, weight_decay=decay
+    )
+    if elementwise is not None:
+        adamw = partial(ElementwiseUpdateRule, rule=elementwise, weight_decay=decay)
     own_decay = decay if muon.weight_decay is None else muon.weight_decay
     muon_rule = partial(
         MuonUpdateRule, tensor_group=groups.tp, momentum=muon.momentum, nesterov=muon.nesterov, lr_factor=muon.lr_factor,
@@ -264,6 +272,20 @@ def build_optimizer(
         leaves=leaves,
         ema=config.train.ema,
     )
+
+
+def build_elementwise_update(config: RunConfig) -> ElementwiseUpdate | None:
+    """Return the elementwise optimizer of a run, Lion, SGD or an extension's; None for AdamW and Muon."""
+    settings = config.optimizer
+    if settings.name == "lion":
+        return LionUpdate(settings.betas)
+    if settings.name == "sgd":
+        return SgdUpdate(settings.sgd.momentum, nesterov=settings.sgd.nesterov)
+    added = config.registry.entries("optimizers").get(settings.name)
+    if added is None:
+        return None
+    rule: ElementwiseUpdate = added.build(settings, added.options.parse(settings.options))
+    return rule
 
 
 def shard_stages(config: RunConfig, stages: Mapping[int, Decoder]) -> dict[int, ShardedStage]:
@@ -297,8 +319,8 @@ def _shard_stage(config: RunConfig, stage: Decoder, zero_config: ZeroConfig) -> 
 
 
 def load_datasets(config: RunConfig, tokenizer: Tokenizer | None) -> tuple[BlendedDataset, BlendedDataset | None]:
-    """Return the training data set, and the validation data set if the run validates, else None; `tokenizer` is the
-    data's tokenizer.
+    """Return the training data set and, if the run validates, the validation data set, else None.
+    `tokenizer` is the data's tokenizer.
     """
     if config.objective.kind == "grpo":
         assert tokenizer is not None  # the rules of the configuration require data.tokenizer
@@ -311,21 +333,22 @@ def load_datasets(config: RunConfig, tokenizer: Tokenizer | None) -> tuple[Blend
         eod=eod,
         tokenizer=tokenizer,
         vision=config.model.vision,
+        added_kinds=config.added_data_kinds,
     )
     return training, valid
 
 
 def compute_dtype(config: RunConfig) -> torch.dtype:
-    """Return the dtype of weights and activations in forward and backward; gradients and main weights are fp32, or fp64
-    in an fp64 run.
+    """Return the dtype of weights and activations in forward and backward.
+    Gradients and main weights are fp32, or fp64 in an fp64 run.
     """
     names = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16}
     return names.get(config.precision, torch.bfloat16)
 
 
 def gradient_reduce_dtype(config: RunConfig) -> torch.dtype | None:
-    """Return the dtype in which gradients are reduced over data ranks, or None to reduce them in the dtype in which
-    they are kept.
+    """Return the dtype in which gradients are reduced over data ranks, or None.
+    None means to reduce them in the dtype in which they are kept.
     """
     return torch.bfloat16 if config.parallel.grad_reduce_dtype == "bf16" else None
 

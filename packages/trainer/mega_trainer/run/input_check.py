@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 from mega_ckpt.canonical_tensors import canonical_tensors
 from mega_ckpt.lora_tensors import adaptable_projections, adapted_modules, adapter_tensor_shapes
-from mega_common.errors import ConfigError, DataError
+from mega_common.errors import ConfigError, DataError, MegaError
 from mega_common.lora_config import LoraConfig, matches_module_pattern
 from mega_common.model_config import ModelConfig
 from mega_common.object_store import RemotePath, parse_location
 from mega_common.strict_config import ConfigProblem
 from mega_data.data_config import DatasetSource
+from mega_data.kinds.fill_in_middle import FillInTheMiddle
 from mega_data.reading.corpus_sources import find_corpus_sources
 from mega_data.sampling.dataset_parts import find_matching_prefixes
 from mega_data.token_files.indexed_reader import get_bin_path, get_idx_path, strip_data_suffix
 from mega_data.token_files.remote_copies import restore_url_slashes
+from mega_data.tokenizer import Tokenizer
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.plan.machine import load_machine
 
@@ -26,8 +29,8 @@ HINT_NAMES = 12  # names of modules in a hint
 
 
 def find_input_problems(config: RunConfig, *, data: bool) -> list[ConfigProblem]:
-    """Return a problem for each input of a run that does not exist: files, folders, data sets, the named machine,
-    modules of the model.
+    """Return a problem for each input of a run that does not exist.
+    Inputs are files, folders, data sets, the named machine, and modules of the model.
 
     Args:
         config: a valid configuration.
@@ -38,8 +41,8 @@ def find_input_problems(config: RunConfig, *, data: bool) -> list[ConfigProblem]
 
 
 def find_pattern_problems(config: RunConfig) -> list[ConfigProblem]:
-    """Return a problem for each name pattern in the `lora`, `train` and `optimizer` sections that matches nothing in
-    the model.
+    """Return a problem for each name pattern in run.yaml that matches nothing in the model.
+    The patterns are in the `lora`, `train` and `optimizer` sections.
     """
     found = [] if config.lora is None else list(_lora_problems(config.model, config.lora))
     patterns_by_key = {"train.freeze": config.train.freeze, "optimizer.lr_factors": list(config.optimizer.lr_factors)}
@@ -96,11 +99,29 @@ def _path_problems(config: RunConfig) -> Iterator[ConfigProblem]:
     }
     for key, path in paths.items():
         yield from _existence_problem(key, path)
+    yield from _reward_problems(objective.rewards)
     tasks = [Path(task) for task in config.eval.tasks if task.endswith(TASK_FILES)]
     for task in tasks:
         if not task.is_file():
             yield ConfigProblem("eval.tasks", "must be an existing file", str(task), "correct the path")
     yield from _folder_problem("eval.include_path", config.eval.include_path)
+
+
+def _reward_problems(rewards: str | None) -> Iterator[ConfigProblem]:
+    """Yield a problem if the file of a reward function can be parsed and defines or imports no such name; the file is not
+    run.
+    """
+    file, _, name = (rewards or "").rpartition(":")
+    try:
+        tree = ast.parse(Path(file).read_bytes()) if file else ast.Module([], [])
+    except (OSError, SyntaxError, ValueError):
+        return  # a missing file is another problem; the run reports an error of the file
+    functions = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
+    others = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    others |= {(node.asname or node.name).partition(".")[0] for node in ast.walk(tree) if isinstance(node, ast.alias)}
+    if functions and name not in functions and not others & {name, "*"}:
+        rule = f"must name a function of {file}, found no {name!r}"
+        yield ConfigProblem("objective.rewards", rule, rewards, f"set objective.rewards={file}:{functions[-1]}")
 
 
 def _machine_problems(config: RunConfig) -> Iterator[ConfigProblem]:
@@ -115,6 +136,11 @@ def _data_problems(config: RunConfig) -> Iterator[ConfigProblem]:
     data = config.data
     yield from _existence_problem("data.tokenizer", data.tokenizer)
     yield from _folder_problem("data.image_folder", data.image_folder)
+    if "fim" in data.dataset_kinds and data.tokenizer is not None and data.tokenizer.exists():
+        try:
+            FillInTheMiddle(data.fim, Tokenizer(data.tokenizer), None)
+        except MegaError as error:
+            yield ConfigProblem("data.fim.tokens", error.message, None, error.hint or "")
     for name in (name for name, count in config.samples_per_split.items() if name == "train" or count):
         for number, source in enumerate(getattr(data, name) or []):
             yield from _source_problems(f"data.{name}.{number}", source)

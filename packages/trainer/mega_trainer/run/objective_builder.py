@@ -39,6 +39,7 @@ from mega_trainer.objectives.sample_cache import (
     collect_reference_sums,
     precompute_samples,
 )
+from mega_trainer.objectives.token_loss_objective import TokenLossObjective
 from mega_trainer.objectives.training_objective import TrainingObjective
 from mega_trainer.pipeline.executor import PipelineExecutor
 from mega_trainer.run.build_components import build_schedule, build_stages, choose_kernels, make_layer_builder
@@ -57,8 +58,8 @@ def build_objectives(
     valid: BlendedDataset | None,
     generate: RolloutGenerator | None = None,
 ) -> tuple[TrainingObjective, TrainingObjective]:
-    """Build the training and the validation objective, with the reference or teacher model that they need. A collective
-    call of all ranks.
+    """Build the training and the validation objective of a run.
+    They include the reference or teacher model that they need. A collective call of all ranks.
 
     A reference model with cached log-probabilities is loaded only if some are missing, and freed before this returns.
 
@@ -73,6 +74,10 @@ def build_objectives(
     kind, default = config.objective.kind, TrainingObjective(executor.parallel_groups, config.model.mtp_layers)
     if kind == "cross_entropy":
         return default, default
+    added = config.registry.entries("objectives").get(kind)
+    if added is not None:
+        token_loss = partial(added.token_loss, options=added.options.parse(config.objective.options))
+        return TokenLossObjective(executor.parallel_groups, config.model.mtp_layers, token_loss), default
     if kind == "distill":
         teacher = _build_teacher(config, executor.parallel_groups, device, training, consumed)
         return DistillationObjective(config, executor, teacher), default
@@ -115,7 +120,7 @@ def _build_policy_objective(
     reference = load_reference_model(config, groups, device) if config.objective.needs_reference else None
     path, reward_model = config.objective.reward_model, None
     if path is not None:
-        model = read_model_config(parse_location(path))
+        model = read_model_config(parse_location(path), families=config.registry.families)
         if model.vocab_size != config.model.vocab_size or not model.score:
             raise ConfigError(
                 f"objective.reward_model = {path} must be a reward model with the vocabulary of the model, "
@@ -146,7 +151,7 @@ def _build_teacher(
     """Return the live teacher, or its cached top-k of the run's samples, after computing the missing ones."""
     objective, samples = config.objective, range(consumed, config.samples_per_split["train"])
     assert objective.teacher is not None
-    model = read_model_config(parse_location(objective.teacher))
+    model = read_model_config(parse_location(objective.teacher), families=config.registry.families)
     if model.vocab_size != config.model.vocab_size:
         raise ConfigError(
             f"objective.teacher = {objective.teacher} must have the model's vocabulary size: it has {model.vocab_size} "
@@ -218,7 +223,7 @@ def _load_frozen_model(
     stages = build_stages(plain, builder, schedule, kind)
     for stage in stages.values():
         stage.requires_grad_(False).eval()
-    source = open_weight_source(path)
+    source = open_weight_source(path, families=config.registry.families)
     if path == config.init_from:  # the run may have extended its vocabulary
         source = extend_vocabulary(plain, source, find_run_tokenizer(config.data, config.model.vocab_size))
     load_weights(source, collect_weights(stages))

@@ -19,8 +19,8 @@ from mega_trainer.run.train_state import TrainState
 
 
 def log_run_size(state: TrainState, world_size: int) -> None:
-    """Log warnings about the configuration, then the number of parameters, the remaining steps of the run and the
-    tokens of a step.
+    """Log warnings about the configuration, then the size of the model and of the run.
+    The size is the number of parameters, the remaining steps of the run and the tokens of a step.
     """
     config = state.config
     for warning in config.find_warnings():
@@ -53,8 +53,8 @@ def format_trained_share(config: RunConfig) -> str:
 
 
 def predict_step_seconds(config: RunConfig, world_size: int) -> float | None:
-    """Return the seconds of a step that `mega plan` predicts for the run's machine; None for an unknown machine or a
-    growing batch.
+    """Return the seconds of a step that `mega plan` predicts for the run's machine, or None.
+    It is None for an unknown machine or a growing batch.
     """
     name = detect_machine(config)
     if name is None or config.batch.rampup is not None or config.batch.stages:
@@ -67,8 +67,8 @@ def predict_step_seconds(config: RunConfig, world_size: int) -> float | None:
 
 
 def detect_machine(config: RunConfig) -> str | None:
-    """Return the name of the machine that a run configures, or that its GPU identifies; None if neither is known or no
-    time is predicted for the model.
+    """Return the name of the machine that a run configures, or that its GPU identifies, or None.
+    It is None if neither is known or no time is predicted for the model.
     """
     if config.model.has_encoder or config.model.transformers is not None:
         return None

@@ -92,8 +92,8 @@ class TrainState:
         )
 
     def advance_step(self, result: StepResult) -> None:
-        """Count a finished step and its samples, and apply the run's policies for non-finite losses and loss spikes to
-        its loss and gradient norm.
+        """Count a finished step and its samples, and apply the run's policies for bad losses.
+        The policies are for non-finite losses and loss spikes; they apply to the step's loss and gradient norm.
 
         Raises:
             NumericalError: when the run's policy is to stop.
@@ -106,8 +106,9 @@ class TrainState:
         self.guard.check_step(self.step, result, samples)
 
     def roll_back(self, request: RollbackRequested, world: CommGroup) -> None:
-        """Return to the newest checkpoint at least `train.rollback_steps` steps before a bad step, and skip all samples
-        read since then. Later checkpoints are deleted.
+        """Return to an earlier checkpoint after a bad step, and skip all samples read since then.
+        It is the newest checkpoint at least `train.rollback_steps` steps before the bad step. Later checkpoints are
+        deleted.
 
         Raises:
             NumericalError: without such a checkpoint, or after `train.max_skips` consecutive rollbacks to it.
@@ -143,8 +144,8 @@ class TrainState:
         return weights | self.optimizer.checkpoint_tensors()
 
     def tensors_to_save(self) -> dict[str, ShardedTensor]:
-        """Return the tensors that this rank writes of a checkpoint: replicated tensors are split among the ranks that
-        hold them.
+        """Return the tensors of the training state that this rank writes into a checkpoint.
+        Replicated tensors are split among the ranks that hold them.
         """
         self.optimizer.wait_for_params()
         weights = collect_weights(
@@ -164,12 +165,13 @@ class TrainState:
             "best": asdict(self.best),
             "loss_scale": self.loss_scale and [self.loss_scale.value, self.loss_scale.good_steps],
             "settings": self.config.model_dump(mode="json", by_alias=True),
+            "extensions": self.config.registry.versions,
             **({} if self.adapter_base is None else {"base": dict(self.adapter_base)}),
         }
 
     def restore_checkpoint(self, folder: Location, group: dist.ProcessGroup | None) -> list[str]:
-        """Resume from the checkpoint `folder`, of any parallel layout; return the settings that differ from the saved
-        ones.
+        """Resume from a checkpoint of any parallel layout, and return the settings that differ from the saved ones.
+        `folder` is the checkpoint.
 
         Raises:
             ConfigError: when it is of another model, or the learning rate would jump.
@@ -226,8 +228,8 @@ def collect_weights(
     trainable_only: bool = False,
     packed: bool = True,
 ) -> dict[str, ShardedTensor]:
-    """Return the weights of these pipeline stages by canonical name, as this rank's slices, which are views of the
-    parameters.
+    """Return the weights of some pipeline stages by canonical name, as this rank's slices.
+    The slices are views of the parameters.
 
     Args:
         prefix: of the names.
@@ -269,8 +271,9 @@ def _unpacked_values(parameter: nn.Parameter) -> Tensor:
 def load_stage_weights(
     source: WeightSource, stages: Mapping[int, Decoder], wanted: Callable[[str], bool] = lambda name: True
 ) -> None:
-    """Load the weights of these pipeline stages whose canonical names are `wanted` from `source`; packed (quantised)
-    weights are always loaded, one parameter at a time.
+    """Load the weights of some pipeline stages from a source of weights.
+    Only weights whose canonical names are `wanted` are loaded; packed (quantised) weights are always loaded, one parameter
+    at a time.
 
     Raises:
         CheckpointError: when the source lacks a tensor or has it in another shape.

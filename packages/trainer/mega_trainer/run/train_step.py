@@ -33,8 +33,8 @@ class StepHooks:
     """Hooks by which a training loop extends `train_step`; the defaults do nothing."""
 
     def append_metric_sums(self, sums: Tensor) -> Tensor:
-        """Return this rank's loss sums `sums` [2] of a step with the sums of the objective's k further metrics
-        appended: [2 + k].
+        """Append the sums of the objective's k further metrics to this rank's loss sums of a step: [2 + k].
+        `sums` are the loss sums [2].
         """
         return sums
 
@@ -120,8 +120,8 @@ def _update_loss_scale(loss_scale: LossScale, result: StepResult) -> StepResult:
 
 
 def sum_step_scalars(executor: PipelineExecutor, scalars: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum the step's scalars (losses, metrics, token counts) and the routers' expert loads over all ranks by one
-    all-reduce; return both.
+    """Sum a step's scalars and the routers' expert loads over all ranks by one all-reduce.
+    The scalars are losses, metrics and token counts; return both sums.
 
     Args:
         scalars: fp64 [2 + n]: two sums of losses, which tensor ranks have in common, and n numbers of each rank alone.
@@ -139,8 +139,8 @@ def sum_step_scalars(executor: PipelineExecutor, scalars: Tensor) -> tuple[Tenso
 
 
 def update_router_biases(executor: PipelineExecutor, loads: Tensor) -> None:
-    """Update the selection biases of trainable routers by the step's expert loads over all ranks, [layers with experts,
-    6 + number of experts], to balance the experts.
+    """Update the selection biases of trainable routers to balance the experts.
+    `loads` are the step's expert loads over all ranks, [layers with experts, 6 + number of experts].
     """
     if executor.model_config.moe is not None:
         modules = (module for stage in executor.stages.values() for module in stage.modules())
@@ -149,8 +149,8 @@ def update_router_biases(executor: PipelineExecutor, loads: Tensor) -> None:
 
 
 def normalize_mtp_weights(batches: Sequence[MicroBatch], tokens: Sequence[float]) -> Sequence[MicroBatch]:
-    """Return micro-batches with their auxiliary loss weights (MTP layers or segment order) scaled, so that each
-    auxiliary loss is a mean over its own labels, and the MTP loss the mean over layers.
+    """Return micro-batches with scaled weights of their auxiliary losses (MTP layers or segment order).
+    The scale makes each auxiliary loss a mean over its own labels, and the MTP loss the mean over layers.
 
     With D MTP layers, the weights of layer d are multiplied by `tokens[0]` / (D `tokens[d]`). The sum of all, divided by
     `tokens[0]` as the next-token loss is, is then the mean over the layers of their mean losses.
@@ -176,8 +176,8 @@ def evaluate_losses(
     steps: Iterable[Sequence[MicroBatch]],
     totals: Callable[[PipelineExecutor, Tensor, Sequence[MicroBatch]], Tensor],
 ) -> list[float]:
-    """Return the mean loss over the micro-batches of all steps, forward only, followed by the means of the objective's
-    further metrics; the host waits for the device once, at the end.
+    """Return the mean loss over the micro-batches of all steps, and the means of further metrics, forward only.
+    The metrics are the objective's; the host waits for the device once, at the end.
 
     Args:
         totals: of the objective: returns, for a step's sums of losses [2], the sums to report and, last, their count.
@@ -193,8 +193,9 @@ def evaluate_losses(
 
 @torch.no_grad()
 def run_validation(context: TrainingContext, data: BlendedDataset) -> dict[str, float]:
-    """Return the validation metrics under their metrics.jsonl names: mean loss and objective metrics over the first
-    `eval_steps` global batches of `data`, the same batches at every call.
+    """Return the validation metrics under their metrics.jsonl names.
+    They are mean loss and objective metrics over the first `eval_steps` global batches of `data`, the same batches at
+    every call.
     """
     config, executor, objective = context.state.config, context.executor, context.valid_objective
     batches = islice(context.loader_factory(data, global_batch=config.batch.global_), config.train.eval_steps)

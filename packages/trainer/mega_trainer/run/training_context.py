@@ -27,8 +27,8 @@ TaskScorer = Callable[[PipelineExecutor], Mapping[str, float]]  # returns scores
 
 @dataclass(frozen=True)
 class TrainingContext:
-    """Everything that the training loop needs on this rank: state, executor, data, objectives, device, timers and run
-    limits.
+    """Everything that the training loop needs on this rank.
+    It has the state, executor, data, objectives, device, timers and run limits.
 
     Attributes:
         phases, profiler: timers of the phases of a step, and the profiler that times them.

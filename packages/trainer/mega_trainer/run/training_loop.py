@@ -27,14 +27,15 @@ from mega_trainer.job.step_result import StepResult, StepScalars
 from mega_trainer.job.training_guard import StopSignalHandler, UnskippedSamples
 from mega_trainer.optim.gradient_clipping import gradient_clip_factor
 from mega_trainer.run.build_components import compute_dtype
+from mega_trainer.run.step_callbacks import FinishedStep, build_callbacks, run_callbacks
 from mega_trainer.run.train_state import CheckpointSaver
 from mega_trainer.run.train_step import StepHooks, run_validation, train_step
 from mega_trainer.run.training_context import TrainingContext
 
 
 class GarbageCollectionSchedule:
-    """Context manager that restricts Python's garbage collection to the end of every `every`-th step; 0 leaves it to
-    Python.
+    """Context manager that restricts Python's garbage collection to the end of every `every`-th step.
+    0 leaves it to Python.
 
     Objects that exist at the start are frozen: later collections skip them.
     """
@@ -105,6 +106,7 @@ class TrainingLoop:
         self._integrity = CorruptionCheck(self._config.fault, context.executor, context.state.optimizer)
         self._lr_curve = self._config.build_lr_curve()
         self._decoupled_lr_curve = self._config.build_decoupled_lr_curve()
+        self._callbacks = build_callbacks(self._config)
         self._samples = UnskippedSamples(context.train_data, context.state.skipped_ranges)
         self._next_tokens: Sequence[float] = ()  # of the next step, from the scalars of the step before
 
@@ -123,7 +125,7 @@ class TrainingLoop:
             result = self._run_step(batch, following)
             state.advance_step(result)
             self._garbage.collect_after_step(state.step)
-            scores = initial | self._layer_norms(result) | self._evaluate()
+            scores = initial | self._layer_norms(result) | self._evaluate() | self._call_callbacks(result)
             initial = {}
             self._log_step(before, result, scores)
             improves = "valid_loss" in scores and state.best.record_validation(state.step, scores["valid_loss"])
@@ -221,6 +223,12 @@ class TrainingLoop:
         world = self._executor.parallel_groups.world
         return compute_layer_norms(self._state.optimizer, self._config.model, world, clip_factor)
 
+    def _call_callbacks(self, result: StepResult) -> dict[str, float]:
+        """Return the numbers of the extensions' callbacks after this step."""
+        state = self._state
+        finished = FinishedStep(state.step, state.consumed_samples, result, self._executor, state.optimizer)
+        return run_callbacks(self._callbacks, finished)
+
     def _finish_step(self, result: StepResult, improves: bool) -> bool:
         """Check integrity and save if due; return whether this was the last step."""
         state, settings, stopping = self._state, self._config.checkpoint, bool(result.scalars.stop_requested)
@@ -259,8 +267,8 @@ class TrainingLoop:
 
 @dataclass(frozen=True)
 class LoopStepHooks(StepHooks):
-    """Hooks by which the training loop extends `train_step`: objective metrics, the scalars of this rank, and the
-    checks before an update.
+    """Hooks by which the training loop extends `train_step`.
+    They add objective metrics, the scalars of this rank, and the checks before an update.
     """
 
     context: TrainingContext
@@ -279,8 +287,8 @@ class LoopStepHooks(StepHooks):
         return self.context.objective.append_metric_sums(sums)
 
     def local_scalars(self) -> StepScalars:
-        """Return this rank's scalars that are summed over all ranks together with the loss: stop requests, a failed
-        save, images of this step and token counts of the next.
+        """Return this rank's scalars that are summed over all ranks together with the loss.
+        They are stop requests, a failed save, images of this step and token counts of the next.
         """
         stops = self.stop_signal.name or self.context.limits.reached_limit(self._step)
         return StepScalars(
@@ -292,8 +300,8 @@ class LoopStepHooks(StepHooks):
         )
 
     def accepts_loss(self, loss: float) -> bool:
-        """Check tensors for silent corruption just before an update, and return True if the run's policies for
-        non-finite losses and loss spikes allow an update with this loss.
+        """Check tensors for silent corruption, and return whether the run's policies allow an update.
+        The check is just before the update; the policies for non-finite losses and loss spikes apply to this loss.
         """
         self.integrity.check_before_update(self._step)
         return self.context.state.guard.accepts_loss(loss)

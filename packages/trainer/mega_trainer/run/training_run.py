@@ -192,8 +192,8 @@ def generate_with_params(
 
 
 def train_with_rollbacks(context: TrainingContext) -> str | None:
-    """Run the training loop, and again after each rollback to a checkpoint; return the reason for an early stop, else
-    None.
+    """Run the training loop, and again after each rollback to a checkpoint.
+    Return the reason for an early stop, else None.
     """
     while True:
         try:
@@ -226,8 +226,8 @@ def assemble_training(
     device: torch.device,
     phase: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext(),
 ) -> tuple[TrainState, PipelineExecutor]:
-    """Return the run's training state (model with gradients, and optimizer), uninitialised, and the executor that runs
-    batches through the model.
+    """Return the run's training state, uninitialised, and the executor that runs batches through the model.
+    The state has the model with gradients, and the optimizer.
     """
     schedule = build_schedule(config, groups)
     choice, leaves = choose_kernels(config, device), LeafCompiler(compiled=should_compile(config.compile, device))
@@ -244,8 +244,8 @@ def assemble_training(
 
 
 def reduce_during_backward(sharded: Mapping[int, ShardedStage], stage: int, last: bool) -> AbstractContextManager[None]:
-    """Return the context under which the backward of a micro-batch in stage number `stage` reduces its gradients over
-    data ranks; `last` marks the step's last micro-batch.
+    """Return the context in which a micro-batch's backward reduces its gradients over data ranks.
+    The backward is in stage number `stage`; `last` marks the step's last micro-batch.
     """
     return sharded[stage].backward_context(last)
 
@@ -253,8 +253,8 @@ def reduce_during_backward(sharded: Mapping[int, ShardedStage], stage: int, last
 def initialize_state(
     state: TrainState, start: Location | MemoryCopy | None, world: CommGroup, tokenizer: Tokenizer | None
 ) -> None:
-    """Load the weights and the optimizer state that a run starts from into `state`: from the checkpoint or host-memory
-    copy `start`, from `init_from`, or random ones.
+    """Load the weights and the optimizer state that a run starts from into the training state.
+    They come from the checkpoint or host-memory copy `start`, from `init_from`, or are random.
 
     Args:
         start: the checkpoint or memory copy that the run resumes from; None for a new run, which begins with the

@@ -78,8 +78,8 @@ class RankShareSource:
         return out
 
     def copy_slab(self, slab: TensorSlice, out: Tensor) -> None:
-        """Copy this rank's share of the tensor slice `slab` into `out`, a tensor of that shape, cast to the dtype of
-        `out`; elements of other ranks become zero.
+        """Copy this rank's share of a tensor slice into a tensor, with zeros for elements of other ranks.
+        `slab` is the slice; `out` has its shape, and elements are cast to the dtype of `out`.
         """
         out.zero_()
         for box in self._shares[slab.name].boxes if slab.name in self._shares else ():
@@ -101,8 +101,8 @@ class RankShareSource:
 def stream_weight_buckets(
     source: RankShareSource, size: int, *, family: str | None = None, dtype: torch.dtype | None = None
 ) -> Iterator[NamedTensors]:
-    """Yield all weights under their HuggingFace names, several whole tensors at a time (a bucket), in the order of an
-    exported folder's files.
+    """Yield all weights under their HuggingFace names, several whole tensors at a time (a bucket).
+    They are in the order of an exported folder's files.
 
     The tensors of a bucket share one allocation, which one collective call completes.
 

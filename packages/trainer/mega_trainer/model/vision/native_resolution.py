@@ -33,8 +33,8 @@ PatchGrid = tuple[int, int]  # features of an image from top to bottom, and from
 
 @dataclass(frozen=True)
 class ImagePartition:
-    """Partition of a micro-batch's images of any size among ranks: contiguous, balanced by features (merged patches) as
-    far as whole images allow.
+    """Partition of a micro-batch's images of any size among ranks.
+    Each share is contiguous; they are balanced by features (merged patches) as far as whole images allow.
 
     Every rank has the same number of features, padded, and at least one: if one rank has a gradient of the vision encoder,
     all ranks must.
@@ -62,7 +62,7 @@ class ImagePartition:
 
     @cached_property
     def images_of_ranks(self) -> list[range]:
-        """Range of image numbers of each rank."""
+        """Range of the numbers of the images that each rank encodes."""
         sizes = np.array([high * wide for high, wide in self.feature_grids], np.int64)
         middles = sizes.cumsum() - sizes / 2
         owners = np.minimum(middles * self.ranks // max(1, sizes.sum()), self.ranks - 1)
@@ -81,8 +81,8 @@ class ImagePartition:
 
     @cached_property
     def window_orders(self) -> list[tuple[np.ndarray, list[int]]]:
-        """Feature numbers of every image ordered by attention window, int64 [h w], and the number of features of each
-        window.
+        """Feature numbers of every image ordered by attention window, and the number of features of each window.
+        The feature numbers are int64 [h w].
         """
         side = self.native_resolution.window // (self.vision.patch_size * self.native_resolution.merge)
         return [order_by_windows(grid, side) for grid in self.feature_grids]
@@ -138,21 +138,21 @@ class ImagePartition:
 
 @dataclass(frozen=True)
 class PatchWindowMask:
-    """`AttentionMask` of image patches: a patch attends within its window in layers with windows, else within its
-    image.
+    """Attention mask of image patches within windows or images.
+    It is an `AttentionMask`: a patch attends within its window in layers with windows, else within its image.
     """
 
     images: PackedMask
     windows: PackedMask
 
     def mask_for_window(self, window: int | None) -> AttentionMaskSpec:
-        """Return the mask by attention windows of patches, or for `window` None by images."""
+        """Return the attention mask of image patches by windows, or for `window` None by images."""
         return self.images if window is None else self.windows
 
 
 def order_by_windows(grid: PatchGrid, side: int) -> tuple[np.ndarray, list[int]]:
-    """Return the feature numbers of a grid ordered by windows of side x side, int64 [h w], and the number of features
-    of each window.
+    """Return the feature numbers of a grid ordered by windows of side x side, and each window's number of features.
+    The feature numbers are int64 [h w].
     """
     numbers = np.arange(grid[0] * grid[1]).reshape(grid)
     found = [

@@ -19,8 +19,8 @@ from mega_trainer.parallel.parameter_info import make_parameter
 
 @dataclass(frozen=True)
 class VisionLayerBuilder(LayerBuilder):
-    """Builder of the vision encoder's layers, whose parameters every tensor rank holds whole and whose gradients are
-    summed over tensor ranks.
+    """Builder of the vision encoder's layers, whose parameters every tensor rank holds whole.
+    Their gradients are summed over tensor ranks.
 
     Attributes:
         prefix: prefix of the tensor names in place of `model.`.
@@ -32,8 +32,8 @@ class VisionLayerBuilder(LayerBuilder):
 
     @classmethod
     def from_layer_builder(cls, build: LayerBuilder, prefix: str) -> VisionLayerBuilder:
-        """Return the builder of the vision encoder of the model that `build` is for; parameter names begin with
-        `prefix`.
+        """Return the builder of a model's vision encoder from the model's layer builder.
+        The names of its parameters begin with `prefix`.
         """
         tower, groups = build.config.vision_encoder_config, build.groups
         assert tower is not None
@@ -52,8 +52,9 @@ class VisionLayerBuilder(LayerBuilder):
         replicas: Sequence[CommGroup] = (),
         **start: Any,
     ) -> nn.Parameter:
-        """Build a parameter whose name in the checkpoint begins with the vision encoder's prefix, whole on every tensor
-        rank, with its gradient summed over tensor ranks.
+        """Build a parameter of the vision encoder, whole on every tensor rank.
+        Its name in the checkpoint begins with the vision encoder's prefix, and its gradient is summed over tensor
+        ranks.
         """
         own = [replace(piece, name=piece.name.replace("model.", self.prefix, 1)) for piece in pieces]
         return make_parameter(

@@ -69,8 +69,8 @@ class VisionEncoder(nn.Module):
 
 
 class MlpProjector(nn.Module):
-    """MLP projector W2 act(W1 x + b1) + b2 from the features of a vision encoder, or their pooled means, to the
-    language model's width.
+    """MLP projector W2 act(W1 x + b1) + b2 from vision features to the language model's width.
+    x are the features of a vision encoder, or their pooled means.
 
     For tiles it appends a learned end-of-line feature to each tile, so that it is gathered with the tile and its gradient
     counts once.
@@ -88,16 +88,16 @@ class MlpProjector(nn.Module):
         self.newline = own.build_replicated("model.newline", (width,), std=width**-0.5) if lines else None
 
     def forward(self, features: Tensor) -> Tensor:
-        """Map features [n, P, C] of n images to [n, P / pool^2, D], or of image tiles to [n, P + 1, D], with an end-of-
-        line feature.
+        """Map vision features [n, P, C] of n images to the language model's width, [n, P / pool^2, D].
+        Features of image tiles are mapped to [n, P + 1, D], with an end-of-line feature.
         """
         y: Tensor = self.out(apply_ungated_activation(self.into(pool_features(features, self.pool)), self.activation))
         return y if self.newline is None else torch.cat([y, self.newline.expand(len(y), 1, -1)], 1)
 
 
 class NormProjector(nn.Module):
-    """Projector W norm(x) of a vision encoder's features x, or of their pooled means; the norm multiplies by 1 + weight
-    (Gemma 3).
+    """Projector W norm(x) from vision features to the language model's width.
+    x are the features of a vision encoder, or their pooled means; the norm multiplies by 1 + weight (Gemma 3).
     """
 
     def __init__(self, build: LayerBuilder) -> None:
@@ -110,7 +110,7 @@ class NormProjector(nn.Module):
         self.out = own.build_linear_layer("linear", (build.config.hidden_size, vision.hidden_size), bias=False)
 
     def forward(self, features: Tensor) -> Tensor:
-        """Map features [n, P, C] of n images to [n, P / pool^2, D]."""
+        """Map vision features [n, P, C] of n images to the language model's width, [n, P / pool^2, D]."""
         y: Tensor = self.out(self.norm(pool_features(features, self.pool)))
         return y
 
@@ -135,8 +135,8 @@ class ImageEmbedder(nn.Module):
         return None if build.config.vision is None else cls(build)
 
     def forward(self, x: Tensor, images: BatchImages) -> Tensor:
-        """Replace the embeddings of image placeholders in x [B, S or S/T, D] (S/T under sequence parallelism over T
-        ranks) by the features of the images.
+        """Replace the embeddings of image placeholders in a token sequence by the features of the images.
+        The embeddings x are [B, S or S/T, D] (S/T under sequence parallelism over T ranks).
         """
         features = self.encode_images(images, x.device) if images.features is None else images.features
         part = local_sequence_slice(images.rows.shape[1], self.groups.tp, sp=self.sp)

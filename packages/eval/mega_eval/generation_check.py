@@ -1,0 +1,90 @@
+"""Comparison of generation with training: the inference engine's log-probabilities against those of a training batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from mega_data.batch_loader import EncoderInput, StepBatch
+from mega_eval.engine_requests import EngineEvent, EngineRequest
+from mega_eval.inference_engine import InferenceEngine
+from mega_eval.live_model import build_inference_model
+from mega_eval.text_stream import GenerationLimits
+from mega_trainer.config.run_config import RunConfig
+from mega_trainer.data.micro_batch import split_micro_batches
+from mega_trainer.verify.case_trainer import CaseTrainer
+from mega_trainer.verify.layout_case import LayoutCase
+
+PROMPT, NEW = 12, 12  # tokens
+CHUNK_TOKENS = 5  # of a prompt per forward pass, so that the cache is also read while the prompt is computed
+CACHE_TOKENS = 256
+
+
+class _TokenNumbers:
+    """Tokenizer of a model without one: a token's text is its number."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        """Return the token ids of a text."""
+        return [int(word) for word in text.split()]
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """Return the text of token ids."""
+        return "".join(f"{token} " for token in ids)
+
+
+def compare_generation(case: LayoutCase) -> tuple[float, str] | str:
+    """Compare the log-probabilities of generated text with those of one training forward of the same tokens.
+
+    Generation computes the prompt in chunks and new tokens one by one, with a cache.
+
+    Returns:
+        The largest difference and a description, or the reason why the model has no such comparison.
+    """
+    config = case.config
+    if not config.model.causal:
+        return "an encoder does not generate text"
+    if config.model.retro is not None:
+        return "generation with retrieved neighbors is not supported"
+    if config.model.moe is not None and config.model.moe.capacity_factor is not None:
+        return "experts with a capacity drop tokens of a batch, which generation does not"
+    trainer = CaseTrainer.build(case)
+    trainer.run(1)
+    prompt = np.random.default_rng(3).integers(0, config.model.vocab_size - 1, PROMPT).tolist()
+    model = build_inference_model(trainer.executor, config)
+    engine = InferenceEngine(model, _TokenNumbers(), cache_tokens=CACHE_TOKENS, batch_size=1, chunk_tokens=CHUNK_TOKENS)
+    encodes = config.model.encoder is not None
+    engine.add_request(EngineRequest(prompt, GenerationLimits(NEW), logprobs=1, prompt_logprobs=not encodes))
+    events: list[EngineEvent] = []
+    while engine.num_waiting or engine.num_running:
+        events += engine.step()
+    prompt_scores = [one.logprob for event in events for one in event.prompt or [] if one is not None]
+    scores = prompt_scores + [one.logprob for event in events for one in event.scored]
+    new = [token for event in events for token in event.tokens]
+    start = [config.model.encoder.start_token] if config.model.encoder is not None else prompt
+    wanted = _training_log_probs(trainer, config, [*start, *new], prompt if encodes else None)
+    difference = (torch.tensor(scores, dtype=torch.float64) - wanted[-len(scores) :]).abs().max().item()
+    return difference, f"{len(scores)} tokens in chunks of {CHUNK_TOKENS} and token by token against training"
+
+
+def _training_log_probs(
+    trainer: CaseTrainer, config: RunConfig, tokens: Sequence[int], source: Sequence[int] | None
+) -> torch.Tensor:
+    """Return the log-probability of each token but the first, fp64, as the training forward computes it."""
+    row = np.array([tokens])
+    length = len(tokens) - 1
+    batch = StepBatch(
+        tokens=row[:, :-1],
+        labels=row[:, 1:],
+        loss_weights=np.ones((1, length), np.float32),
+        position_ids=np.arange(length)[None],
+        document_ids=None,
+        sample_ids=np.zeros(1, np.int64),
+        images=[] if config.model.vision is None else [None],
+        source=None if source is None else EncoderInput(np.array([source]), np.array([len(source)])),
+        token_types=np.zeros((1, length), np.int64) if config.model.token_types else None,
+    )
+    with torch.no_grad(), trainer.executor.evaluation_mode():
+        trainer.executor.run_operations(list(split_micro_batches(batch, config, torch.device("cpu"))), 1.0)
+    return -trainer.executor.losses[0][0].double()

@@ -1,0 +1,183 @@
+"""Interface for extensions: what a module outside of mega declares, and the parts it is written from.
+
+An extension is a module with a constant `EXTENSION = Extension(...)`; docs/extensions.md explains each kind. This module
+exports all that extensions need, and changes only with `EXTENSION_API`. The parts import torch when they are first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from mega_common.model_config import ModelConfig
+from mega_common.strict_config import ConfigProblem, StrictConfig
+from mega_trainer.config.extensions import (
+    EXTENSION_API,
+    Block,
+    BlockTraits,
+    Callback,
+    DataKind,
+    Extension,
+    NoOptions,
+    Objective,
+    Optimizer,
+    Schedule,
+    load_extensions,
+)
+from mega_trainer.config.sections import OptimizerConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from mega_ckpt.canonical_tensors import canonical_tensors
+    from mega_ckpt.families.config_entries import (
+        AllowedValuesEntry,
+        ConfigMismatchError,
+        FixedFieldsEntry,
+        KeyEntry,
+        KeyValueHeadsEntry,
+        MultiHeadEntry,
+    )
+    from mega_ckpt.families.disk_layouts import TensorRule, weight_bias_rules
+    from mega_ckpt.families.family import ModelFamily
+    from mega_ckpt.families.llama_decoders import LLAMA
+    from mega_ckpt.families.rope_entries import RopeEntry
+    from mega_data.kinds.dataset_kind import DatasetContext, DatasetSamples, TrainingSample
+    from mega_data.kinds.running_text import build_text_samples
+    from mega_data.sampling.dataset_parts import DatasetPart
+    from mega_trainer.kernels.selective_scan import ScanInputs, ScanPass
+    from mega_trainer.kernels.sequence_chunks import SequenceChunks
+    from mega_trainer.model.attention import AttentionCore
+    from mega_trainer.model.feed_forward import FeedForward
+    from mega_trainer.model.forward_context import ForwardContext
+    from mega_trainer.model.layer_builder import LayerBuilder
+    from mega_trainer.model.norms import Norm
+    from mega_trainer.model.recurrent_mixer import RecurrentMixer, ShortConvolution
+    from mega_trainer.optim.elementwise import ElementwiseUpdate
+    from mega_trainer.parallel.parameter_info import UniformInit
+    from mega_trainer.parallel.recurrent_state import pass_recurrent_states
+    from mega_trainer.parallel.tensor_parallel import ColumnParallelLinear, RowParallelLinear, SplitHeads
+    from mega_trainer.run.step_callbacks import FinishedStep
+
+# Parts that import torch or numpy, by the module that has them.
+_PARTS = {
+    "AllowedValuesEntry": "mega_ckpt.families.config_entries",
+    "AttentionCore": "mega_trainer.model.attention",
+    "build_text_samples": "mega_data.kinds.running_text",
+    "canonical_tensors": "mega_ckpt.canonical_tensors",
+    "ColumnParallelLinear": "mega_trainer.parallel.tensor_parallel",
+    "ConfigMismatchError": "mega_ckpt.families.config_entries",
+    "DatasetContext": "mega_data.kinds.dataset_kind",
+    "DatasetPart": "mega_data.sampling.dataset_parts",
+    "DatasetSamples": "mega_data.kinds.dataset_kind",
+    "ElementwiseUpdate": "mega_trainer.optim.elementwise",
+    "FeedForward": "mega_trainer.model.feed_forward",
+    "FinishedStep": "mega_trainer.run.step_callbacks",
+    "FixedFieldsEntry": "mega_ckpt.families.config_entries",
+    "ForwardContext": "mega_trainer.model.forward_context",
+    "KeyEntry": "mega_ckpt.families.config_entries",
+    "KeyValueHeadsEntry": "mega_ckpt.families.config_entries",
+    "LayerBuilder": "mega_trainer.model.layer_builder",
+    "LLAMA": "mega_ckpt.families.llama_decoders",
+    "ModelFamily": "mega_ckpt.families.family",
+    "MultiHeadEntry": "mega_ckpt.families.config_entries",
+    "Norm": "mega_trainer.model.norms",
+    "pass_recurrent_states": "mega_trainer.parallel.recurrent_state",
+    "RecurrentMixer": "mega_trainer.model.recurrent_mixer",
+    "RopeEntry": "mega_ckpt.families.rope_entries",
+    "RowParallelLinear": "mega_trainer.parallel.tensor_parallel",
+    "ScanInputs": "mega_trainer.kernels.selective_scan",
+    "ScanPass": "mega_trainer.kernels.selective_scan",
+    "SequenceChunks": "mega_trainer.kernels.sequence_chunks",
+    "ShortConvolution": "mega_trainer.model.recurrent_mixer",
+    "SplitHeads": "mega_trainer.parallel.tensor_parallel",
+    "TensorRule": "mega_ckpt.families.disk_layouts",
+    "TrainingSample": "mega_data.kinds.dataset_kind",
+    "UniformInit": "mega_trainer.parallel.parameter_info",
+    "weight_bias_rules": "mega_ckpt.families.disk_layouts",
+}
+
+__all__ = [
+    "EXTENSION_API",
+    "LLAMA",
+    "AllowedValuesEntry",
+    "AttentionCore",
+    "Block",
+    "BlockTraits",
+    "Callback",
+    "ColumnParallelLinear",
+    "ConfigMismatchError",
+    "ConfigProblem",
+    "DataKind",
+    "DatasetContext",
+    "DatasetPart",
+    "DatasetSamples",
+    "ElementwiseUpdate",
+    "Extension",
+    "FeedForward",
+    "FinishedStep",
+    "FixedFieldsEntry",
+    "ForwardContext",
+    "KeyEntry",
+    "KeyValueHeadsEntry",
+    "LayerBuilder",
+    "ModelConfig",
+    "ModelFamily",
+    "MultiHeadEntry",
+    "NoOptions",
+    "Norm",
+    "Objective",
+    "Optimizer",
+    "OptimizerConfig",
+    "RecurrentMixer",
+    "RopeEntry",
+    "RowParallelLinear",
+    "ScanInputs",
+    "ScanPass",
+    "Schedule",
+    "SequenceChunks",
+    "ShortConvolution",
+    "SplitHeads",
+    "StrictConfig",
+    "TensorRule",
+    "TrainingSample",
+    "UniformInit",
+    "build_text_samples",
+    "canonical_tensors",
+    "compute_logits",
+    "load_extensions",
+    "pass_recurrent_states",
+    "weight_bias_rules",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    """Import and return a part on first access (PEP 562), so that an extension without torch stays without it."""
+    if name in _PARTS:
+        return getattr(importlib.import_module(_PARTS[name]), name)
+    raise AttributeError(f"mega_trainer.extend has no {name!r}")
+
+
+def compute_logits(run: Mapping[str, Any], tokens: Tensor, seed: int = 0) -> Tensor:
+    """Return the logits [B, S, V] of a run's model with random weights in fp64, for a test of an extension.
+
+    Args:
+        run: run.yaml as a mapping; the data may be left out.
+        tokens: int64 [B, S].
+        seed: of the weights.
+    """
+    import torch
+
+    from mega_trainer.config.run_config import RunConfig, resolve_run_config
+    from mega_trainer.model.decoder import Decoder
+    from mega_trainer.model.layer_builder import LayerBuilder
+    from mega_trainer.model.weight_init import initialize_weights
+
+    config = RunConfig.parse(resolve_run_config({"data": {"train": "none"}, **run}))
+    build = LayerBuilder(config.model, dtype=torch.float64, blocks=config.registry.bind_blocks(config.model))
+    model, positions = Decoder(build).eval(), torch.arange(tokens.shape[1])[None]
+    initialize_weights(model, seed)
+    with torch.no_grad():
+        states = model(model.embed_inputs(tokens, positions), model.make_forward_context(positions))
+        return model.compute_logits(states)

@@ -1,0 +1,39 @@
+"""Tensors of a block of an extension, found by building it without memory."""
+
+from __future__ import annotations
+
+import torch
+
+from mega_ckpt.tensor_pieces import TensorShape
+from mega_common.errors import ConfigError
+from mega_common.model_config import ModelConfig
+from mega_trainer.model.layer_builder import LayerBuilder, LayerFactory
+from mega_trainer.parallel.parameter_info import get_parameter_info
+
+
+def list_block_tensors(config: ModelConfig, factory: LayerFactory) -> dict[str, TensorShape]:
+    """Return the shape of each tensor of a layer's block, by its name after `model.layers.N.`.
+    They are in the order of its parameters.
+
+    Raises:
+        ConfigError: if a parameter was not made by the builder, or its name belongs to another layer.
+    """
+    module = factory(LayerBuilder(config, device=torch.device("meta")), 0)
+    found: dict[str, TensorShape] = {}
+    for name, parameter in module.named_parameters():
+        try:
+            pieces = get_parameter_info(parameter).pieces
+        except AttributeError:
+            raise ConfigError(
+                f"the parameter {name} was not made by the builder, so no rank knows its part of it",
+                hint="use build.build_column_linear, build_row_linear, build_head_parameters or build_replicated",
+            ) from None
+        for piece in pieces:
+            before, layer, suffix = piece.name.partition("model.layers.0.")
+            if before or not layer:
+                raise ConfigError(
+                    f"the tensor {piece.name} must be named model.layers.N.NAME, with the number of its layer",
+                    hint='use f"model.layers.{layer}.NAME"',
+                )
+            found[suffix] = tuple(piece.global_shape)
+    return found

@@ -1,0 +1,221 @@
+"""Comparison of cases with one process: losses, gradient norms, gradients, weights and optimizer state."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mega_ckpt.tensor_pieces import ShardedTensor, TensorBox, copy_overlap
+from mega_trainer.distributed.process_groups import ProcessGroupCache
+from mega_trainer.verify.case_trainer import (
+    CPU,
+    BatchFunction,
+    CaseOutcome,
+    CaseTrainer,
+    NamedTensors,
+    SingleProcessOutcomes,
+    get_rank_and_world,
+    make_case_groups,
+)
+from mega_trainer.verify.layout_case import LayoutCase
+
+FLOOR = 1e-4  # a tensor smaller than this share of the largest of its kind is measured against that one
+TOLERANCE = 1e-10  # relative, in fp64
+ILL_CONDITIONED = 1e-7  # no error of an implementation is as small as this
+ContextFactory = Callable[[], AbstractContextManager[Any]]
+BoxesByName = dict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]]  # name: (offset, shape) of each box
+
+
+def assemble_tensor(held: ShardedTensor) -> Tensor:
+    """Return one tensor from boxes that cover it; NaN where none does."""
+    first = held.boxes[0].tensor
+    out = first.new_full(held.shape, float("nan"))
+    for box in held.boxes:
+        copy_overlap(TensorBox((0,) * out.dim(), out), box)
+    return out
+
+
+def select_box(tensor: Tensor, box: TensorBox) -> Tensor:
+    """Return the part of a whole tensor that the box holds."""
+    return tensor[tuple(slice(o, o + n) for o, n in zip(box.offset, box.tensor.shape, strict=True))]
+
+
+def tensor_errors(mine: NamedTensors, reference: NamedTensors) -> dict[str, float]:
+    """Return the largest error of each tensor's boxes, relative to the largest element of the reference's tensor."""
+    wholes = {name: assemble_tensor(held).double() for name, held in reference.items()}
+    scales = {name: tensor.abs().max().item() for name, tensor in wholes.items()}
+    largest: dict[str, float] = {}
+    for name, scale in scales.items():
+        largest[_tensor_kind(name)] = max(largest.get(_tensor_kind(name), 0.0), scale)
+    return {
+        name: max(
+            nan_as_infinity(((box.tensor.double() - select_box(wholes[name], box)).abs().max() / scale).item())
+            for box in held.boxes
+            if box.tensor.numel()
+        )
+        for name, held in mine.items()
+        if any(box.tensor.numel() for box in held.boxes)
+        for scale in [max(scales[name], FLOOR * largest[_tensor_kind(name)])]
+    }
+
+
+def _tensor_kind(name: str) -> str:
+    return name.rpartition("/")[0]
+
+
+def nan_as_infinity(error: float) -> float:
+    """Return an error; infinity for NaN, so that it is the largest."""
+    return math.inf if math.isnan(error) else error
+
+
+def largest_error(mine: NamedTensors, reference: NamedTensors) -> float:
+    """Return the largest error of any tensor, as `tensor_errors` has them."""
+    return max(tensor_errors(mine, reference).values(), default=0.0)
+
+
+def compare_outcomes(mine: CaseOutcome, reference: CaseOutcome) -> dict[str, float]:
+    """Return the largest relative errors of losses, gradient norms, and each kind of tensor."""
+    numbers = {
+        "loss": _number_error(mine.losses, reference.losses),
+        "norm": _number_error(mine.norms, reference.norms),
+    }
+    kinds = reference.tensors_by_kind()
+    return numbers | {kind: largest_error(held, kinds[kind]) for kind, held in mine.tensors_by_kind().items()}
+
+
+def _number_error(mine: Sequence[float], reference: Sequence[float]) -> float:
+    return max(nan_as_infinity(abs(a - b) / abs(b)) for a, b in zip(mine, reference, strict=True))
+
+
+def list_boxes(outcome: CaseOutcome) -> BoxesByName:
+    """Return the boxes of each tensor that this rank holds."""
+    held = {**outcome.tensors, **{f"gradients/{name}": held for name, held in outcome.gradients.items()}}
+    return {name: [(box.offset, tuple(box.tensor.shape)) for box in it.boxes] for name, it in held.items()}
+
+
+def find_missing_tensors(ranks: Iterable[BoxesByName], shapes: Mapping[str, Sequence[int]]) -> list[str]:
+    """Return tensors that all ranks together do not hold whole, and those that one process does not have."""
+    held = {name: np.zeros(shape, dtype=bool) for name, shape in shapes.items()}
+    strange = []
+    for rank in ranks:
+        for name, boxes in rank.items():
+            if name not in held:
+                strange.append(name)
+                continue
+            for offset, shape in boxes:
+                held[name][tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))] = True
+    return strange + [name for name, there in held.items() if not there.all()]
+
+
+@dataclass(frozen=True)
+class RankFindings:
+    """Findings of one rank about a case: errors of its part, the boxes that it holds, the shapes of all tensors."""
+
+    errors: dict[str, float]
+    boxes: BoxesByName
+    shapes: dict[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class CaseVerdict:
+    """Findings of all ranks about a case: the largest error of each kind, and tensors that no rank holds.
+
+    Attributes:
+        failure: of ranks that raised an error or waited for each other; no errors are known then.
+    """
+
+    case: LayoutCase
+    errors: dict[str, float]
+    missing: list[str]
+    failure: str = ""
+
+    @property
+    def largest_error(self) -> float:
+        """Largest relative error; infinity if the case failed."""
+        return math.inf if self.failure else max(self.errors.values(), default=0.0)
+
+    def describe_problem(self, tolerance: float) -> str:
+        """Return the case and its errors above `tolerance`, missing tensors or failure; "" if there are none."""
+        errors = self.describe_errors(tolerance)
+        return f"{self.case}: {errors}" if errors else ""
+
+    def describe_errors(self, tolerance: float) -> str:
+        """Return the errors above `tolerance`, the missing tensors or the failure; "" if there are none."""
+        wrong = [f"{kind} {error:.1e}" for kind, error in self.errors.items() if not error <= tolerance]
+        wrong += [f"not covered: {name}" for name in self.missing[:3]]
+        wrong += [self.failure] if self.failure else []
+        return ", ".join(wrong)
+
+
+def sweep_cases(
+    cases: Sequence[LayoutCase],
+    batches: BatchFunction | None = None,
+    device: torch.device = CPU,
+    context: ContextFactory = nullcontext,
+) -> Iterator[RankFindings | None]:
+    """Yield this rank's findings of every case in turn, each by the first ranks that it needs. A collective call.
+
+    Args:
+        context: makes the context of each case, but not of one process, for a bug that is planted on purpose.
+    """
+    references = SingleProcessOutcomes(((one, one.steps) for one in cases), batches=batches, device=device)
+    return sweep_against(cases, references, batches, device, context)
+
+
+def sweep_against(
+    cases: Sequence[LayoutCase],
+    references: SingleProcessOutcomes,
+    batches: BatchFunction | None = None,
+    device: torch.device = CPU,
+    context: ContextFactory = nullcontext,
+) -> Iterator[RankFindings | None]:
+    """Yield this rank's findings of every case in turn against given results of one process. A collective call.
+
+    The findings of a rank that a case does not need are None.
+    """
+    (rank, _), maker = get_rank_and_world(), make_case_groups(cases)
+    for case in cases:
+        try:
+            with context():
+                found = _examine_case(case, rank, maker, references, batches, device) if rank < case.ranks else None
+            yield found
+        except Exception as error:
+            raise AssertionError(f"{case} on rank {rank}") from error
+
+
+def _examine_case(
+    case: LayoutCase,
+    rank: int,
+    maker: ProcessGroupCache,
+    references: SingleProcessOutcomes,
+    batches: BatchFunction | None,
+    device: torch.device,
+) -> RankFindings:
+    mine = CaseTrainer.build(case, rank, maker, batches=batches, device=device).run(case.steps)
+    return examine_outcome(mine, references.get_outcome(case, case.steps))
+
+
+def examine_outcome(mine: CaseOutcome, reference: CaseOutcome) -> RankFindings:
+    """Return the findings of this rank's results against those of one process."""
+    shapes = {name: tuple(it.shape) for name, it in reference.tensors.items()}
+    shapes |= {f"gradients/{name}": tuple(it.shape) for name, it in reference.gradients.items()}
+    return RankFindings(compare_outcomes(mine, reference), list_boxes(mine), shapes)
+
+
+def join_findings(case: LayoutCase, found: Iterable[RankFindings | None]) -> CaseVerdict:
+    """Return the verdict of a case from the findings of its ranks."""
+    parts = [one for one in found if one is not None]
+    errors = {kind: max(nan_as_infinity(one.errors[kind]) for one in parts) for kind in parts[0].errors}
+    return CaseVerdict(case, errors, find_missing_tensors((one.boxes for one in parts), parts[0].shapes))
+
+
+def join_all_findings(cases: Sequence[LayoutCase], results: Sequence[Any]) -> list[CaseVerdict]:
+    """Return the verdict of every case from every rank's results."""
+    return [join_findings(case, found) for case, found in zip(cases, zip(*results, strict=True), strict=True)]

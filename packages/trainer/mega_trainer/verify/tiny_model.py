@@ -1,0 +1,326 @@
+"""Reduction of a run to a tiny model of the same kind.
+
+The rule: every option of the model is kept; only sizes change. The tiny model has one layer of each kind of the model's
+layers, in their order, repeated until each pipeline stage has one. At most 8 heads, with as many key/value heads as before
+or fewer; at most 8 experts, of which a token uses at most 3; widths of tens of elements; a vocabulary of a prime number of
+tokens, so that tensor ranks pad it; windows, chunks and retrieved texts of a few tokens. Weights start ten times larger
+than usual, so that attention is not uniform and no gradient is too small to show an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mega_common.errors import ConfigError
+from mega_common.layer_kinds import expand_layer_pattern
+from mega_common.model_config import ModelConfig, MoeConfig, RopeConfig
+from mega_common.vision_config import VisionConfig
+from mega_trainer.config.objective_config import USED
+from mega_trainer.config.run_config import RunConfig, flatten_settings
+
+MOST_HEADS, MOST_EXPERTS, MOST_CHOICES = 8, 8, 3
+HIDDEN, FEED_FORWARD, VOCABULARY = 32, 48, 61
+EXPERT_WIDTH, SHARED_EXPERT_WIDTH, LATENT_WIDTH = 24, 16, 20
+WINDOW, CHUNK, CONVOLUTION = 5, 5, 4
+LENGTH = 32  # tokens of a sample
+INIT_STD = 0.2
+HEAD_SIZES = (4, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
+MOST_SIZE = 4  # largest size in an extension's options
+COUNTS = ("heads", "groups", "experts")  # ends of the names of options that are counts, not sizes
+
+
+@dataclass(frozen=True)
+class TinyRun:
+    """Run reduced to a tiny model.
+
+    Attributes:
+        config: the run itself.
+        unverified: sentences that name what of the run a verification leaves out.
+    """
+
+    config: RunConfig
+    unverified: tuple[str, ...]
+
+    @classmethod
+    def from_run(cls, config: RunConfig) -> TinyRun:
+        """Reduce a run.
+
+        Raises:
+            ConfigError: when its model is a module of the transformers library.
+        """
+        if config.model.transformers is not None:
+            raise ConfigError(
+                "mega verify requires a model of mega, found model.implementation = transformers",
+                hint="remove model.implementation, if the model's family is supported",
+            )
+        return cls(config, tuple(_list_unverified(config)))
+
+    @property
+    def name(self) -> str:
+        """Kinds of the model's layers, such as `attention+mlp, attention+moe`."""
+        kinds = ("+".join(half for half in kind if half) for kind in self.config.model.layer_kinds)
+        return ", ".join(dict.fromkeys(kinds))
+
+    @property
+    def num_distinct_layers(self) -> int:
+        """Number of layers of the tiny model without a pipeline."""
+        return max(2, len(_find_source_layers(self.config.model)))
+
+    def model_fields(self, layers: int) -> dict[str, Any]:
+        """Return the fields of the tiny `ModelConfig` with at least this number of layers."""
+        return shrink_model(self.config.model, max(layers, self.num_distinct_layers))
+
+    def describe_changes(self) -> list[str]:
+        """Return the changed settings of the model, such as `hidden_size 4096 -> 32`."""
+        model = self.config.model
+        before = flatten_settings(model.model_dump(mode="json"))
+        after = flatten_settings(self.model_fields(0))
+        return [
+            f"{path} {before.get(path)} -> {value}"
+            for path, value in sorted(after.items())
+            if before.get(path) != value and value not in (None, {}) and path != "layers"
+        ]
+
+    def case_fields(self) -> dict[str, Any]:
+        """Return the fields of a `LayoutCase` that the run decides: data length, optimizer, frozen tensors and adapter."""
+        config = self.config
+        optimizer = config.optimizer.model_dump(
+            mode="json", exclude={"name", "clip_grad", "eps", "decoupled_lr", "lr_factors", "lr", "offload"}
+        )
+        sections: dict[str, Any] = {"optimizer": optimizer}
+        if extensions := getattr(config, "extensions", None):
+            sections["extensions"] = list(extensions)
+        if config.objective.kind not in USED:  # of an extension
+            sections["objective"] = config.objective.model_dump(mode="json", exclude_unset=True)
+        return {
+            "length": LENGTH, "optimizer": config.optimizer.name, "decoupled_lr": config.optimizer.decoupled_lr,
+            "lr_factors": dict(config.optimizer.lr_factors), "freeze": _without_layer_numbers(config.train.freeze),
+            "lora": self._shrink_lora(), "closed": config.model.causal, "sections": sections,
+        }  # fmt: skip
+
+    def _shrink_lora(self) -> dict[str, Any] | None:
+        lora = self.config.lora
+        if lora is None:
+            return None
+        fields = lora.model_dump(mode="json", exclude_unset=True, exclude={"quantize", "init_from", "ranks"})
+        return {**fields, "rank": min(lora.rank, 4)}
+
+
+def _list_unverified(config: RunConfig) -> Iterator[str]:
+    """Yield sentences about parts of a run that a verification does not run."""
+    if config.model.score:
+        yield "The score head of the reward model is replaced by a language-model head."
+    if config.objective.kind in USED and config.objective.kind != "cross_entropy":
+        yield f"The objective is next-token cross entropy, not {config.objective.kind}."
+    if config.precision in ("fp8", "fp16"):
+        yield f"The rounding of {config.precision} is left out: layouts are compared in fp64, precisions in bf16."
+    if config.parallel.dispatch != "alltoall":
+        yield f"Experts are dispatched by all-to-all, as {config.parallel.dispatch} requires GPUs."
+    if config.lora is not None and config.lora.quantize:
+        yield "The base weights of the adapter are not quantised."
+    if len(_without_layer_numbers(config.train.freeze)) < len(config.train.freeze):
+        yield "Patterns of train.freeze with layer numbers are left out, as the tiny model has other layers."
+    yield "Data are random tokens at a constant learning rate: data reader, tokenizer, schedule and callbacks are left out."
+    yield "All runs on CPUs: GPU kernels are left out (mega doctor examines them)."
+
+
+def _without_layer_numbers(patterns: Iterable[str]) -> list[str]:
+    return [pattern for pattern in patterns if not any(part.isdigit() for part in pattern.split("."))]
+
+
+def _find_source_layers(model: ModelConfig) -> list[int]:
+    """Return the first layer of each kind: mixer, feed-forward, window and rotary positions."""
+    if model.encoder is not None or model.retro is not None:
+        return [0, model.num_layers - 1]
+    found: dict[Any, int] = {}
+    for layer in range(model.num_layers):
+        kind = model.get_layer_kind(layer)
+        where = (
+            (model.get_attention_window(layer), model.has_rotary_positions(layer)) if kind.mixer == "attention" else ()
+        )
+        found.setdefault((kind, where), layer)
+    return list(found.values())
+
+
+def shrink_model(model: ModelConfig, layers: int) -> dict[str, Any]:
+    """Return the fields of a tiny `ModelConfig` of the same kind, with a number of layers."""
+    fields = model.model_dump(mode="json", exclude_unset=True, exclude={"transformers"})
+    fields |= {"vocab_size": VOCABULARY, "init_std": INIT_STD, "score": False}
+    fields |= _shrink_layers(model, layers, fields) | _shrink_attention(model)
+    fields["max_position"] = LENGTH if model.position == "learned" else max(LENGTH, min(model.max_position, 64))
+    if model.sliding_window is not None:
+        fields["sliding_window"] = min(model.sliding_window, WINDOW)
+    if model.moe is not None:
+        fields["moe"] = {**fields["moe"], **_shrink_experts(model.moe)}
+        if model.layers is None and model.moe.layers is not None:
+            fields["moe"]["layers"] = fields.pop("_moe_layers")
+    fields.pop("_moe_layers", None)
+    if model.vision is not None:
+        fields["vision"] = _shrink_vision(model.vision)
+    for section, shrunk in _shrink_sections(model).items():
+        fields[section] = {**fields.get(section, {}), **shrunk}
+    for section in ("mixers", "feed_forwards"):  # of extensions
+        if section in fields:
+            fields[section] = {name: _shrink_options(options) for name, options in fields[section].items()}
+    return fields
+
+
+def _shrink_layers(model: ModelConfig, layers: int, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the layer kinds, and the lists of layers with an option, of `layers` layers."""
+    sources, mtp = _find_source_layers(model), min(model.mtp_layers, 2)
+    chosen = [sources[layer % len(sources)] for layer in range(layers)]
+    chosen += [model.num_layers + index for index in range(mtp)]
+    found: dict[str, Any] = {"num_layers": layers, "mtp_layers": mtp}
+    if model.layers is not None:
+        named = len(expand_layer_pattern(model.layers)) > model.num_layers
+        found["layers"] = [
+            "+".join(half for half in model.get_layer_kind(source) if half)
+            for source in (chosen if named else chosen[:layers])
+        ]
+    for key in ("full_attention_layers", "no_rope_layers"):
+        if key in fields and fields[key] is not None:
+            found[key] = [layer for layer, source in enumerate(chosen) if source in fields[key]]
+    found["_moe_layers"] = [layer for layer, source in enumerate(chosen) if model.is_moe_layer(source)]
+    if model.encoder is not None:
+        found["encoder"] = {**fields["encoder"], "num_layers": layers // 2, "start_token": 0}
+    if model.retro is not None:
+        attending = list(range((layers - 1) // 3, layers, 1 + layers // 4))
+        retro = {
+            "chunk_length": 4,
+            "neighbors": min(model.retro.neighbors, 2),
+            "encoder_layers": 2,
+            "layers": attending,
+        }
+        found["retro"] = {**fields["retro"], **retro}
+    return found
+
+
+def shrink_count(count: int, most: int = MOST_HEADS) -> int:
+    """Return a count of at most `most`: itself, `most` for an even count, or a divisor or `most` - 1 for an odd one."""
+    if count <= most or count % 2 == 0:
+        return min(count, most)
+    return max((divisor for divisor in range(3, most) if count % divisor == 0), default=most - 1)
+
+
+def shrink_shared(heads: int, shared: int, tiny_heads: int) -> int:
+    """Return the number of shared heads (key/value heads, groups) of `tiny_heads` heads: all, one, or some as before."""
+    if shared in (1, heads):
+        return tiny_heads if shared == heads else 1
+    wanted = max(2, tiny_heads * shared // heads)
+    return max(divisor for divisor in range(1, wanted + 1) if tiny_heads % divisor == 0)
+
+
+def _shrink_attention(model: ModelConfig) -> dict[str, Any]:
+    """Return head counts, head size, widths and rotary settings."""
+    heads = shrink_count(model.num_attention_heads)
+    found: dict[str, Any] = {"num_attention_heads": heads, "hidden_size": HIDDEN}
+    found["ffn_hidden_size"] = FEED_FORWARD if FEED_FORWARD % heads == 0 else 8 * heads
+    if model.num_kv_heads is not None:
+        found["num_kv_heads"] = shrink_shared(model.num_attention_heads, model.num_kv_heads, heads)
+    if model.mla is not None:
+        rotated = 4
+        found["mla"] = {"kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": rotated, "v_head_dim": 10}
+        found["mla"] |= {"q_lora_rank": None if model.mla.q_lora_rank is None else 20}
+        found["mla"] |= {"norm_eps": model.mla.norm_eps, "latent_norm": model.mla.latent_norm}
+    else:
+        size, rotated = _choose_head_size(model, heads)
+        if model.head_dim is not None and model.head_dim * model.num_attention_heads != model.hidden_size:
+            found |= {"head_dim": size, "hidden_size": HIDDEN if heads * size != HIDDEN else HIDDEN + 8}
+        else:
+            found |= {"hidden_size": heads * size} | ({"head_dim": size} if model.head_dim is not None else {})
+    for key, rope in (("rope", model.rope), ("local_rope", model.local_rope)):
+        if rope is not None and key in model.model_fields_set:
+            found[key] = _shrink_rope(rope, rotated // 2)
+    return found
+
+
+def _choose_head_size(model: ModelConfig, heads: int) -> tuple[int, int]:
+    """Return (head size, rotated elements): the smallest size that RoPE can rotate and that gives a width of tens."""
+    for size in HEAD_SIZES:
+        rotated = int(size * model.rope.fraction)
+        pairs = 3 if model.rope.sections else 1
+        fits = model.position != "rope" or (rotated % 2 == 0 and rotated >= 2 * pairs)
+        if fits and heads * size >= HIDDEN // 2:
+            return size, rotated
+    raise ConfigError(f"no tiny head size fits rope.fraction = {model.rope.fraction}")
+
+
+def _shrink_rope(rope: RopeConfig, pairs: int) -> dict[str, Any]:
+    """Return rotary settings for heads with `pairs` rotated pairs, whose scaling begins within a sample."""
+    fields = rope.model_dump(mode="json", exclude_unset=True)
+    if rope.original_max_position is not None:
+        fields["original_max_position"] = LENGTH // 4
+    if rope.sections is not None:
+        fields["sections"] = [pairs - 2 * (pairs // 3), pairs // 3, pairs // 3]
+    for key in ("short_factor", "long_factor"):
+        if factors := getattr(rope, key):
+            fields[key] = [factors[index * len(factors) // pairs] for index in range(pairs)]
+    return fields
+
+
+def _shrink_experts(moe: MoeConfig) -> dict[str, Any]:
+    experts = shrink_count(moe.num_experts, MOST_EXPERTS)
+    groups = max(n for n in range(1, min(moe.groups, 4) + 1) if experts % n == 0)
+    top_groups = max(1, groups * moe.top_groups // moe.groups)
+    return {
+        "num_experts": experts, "top_k": min(moe.top_k, MOST_CHOICES, experts // groups * top_groups), "groups": groups,
+        "top_groups": top_groups, "ffn_hidden_size": EXPERT_WIDTH,
+        "shared_ffn_hidden_size": SHARED_EXPERT_WIDTH if moe.shared_ffn_hidden_size else 0,
+        "latent_size": None if moe.latent_size is None else LATENT_WIDTH,
+    }  # fmt: skip
+
+
+def _shrink_sections(model: ModelConfig) -> dict[str, dict[str, Any]]:
+    """Return the sizes of recurrent mixers and relative positions."""
+    found: dict[str, dict[str, Any]] = {}
+    if model.position == "relative":
+        found["relative"] = {"buckets": 8, "max_distance": 12}
+    if (mamba := model.mamba) is not None:
+        heads = shrink_count(mamba.num_heads)
+        found["mamba"] = {
+            "num_heads": heads, "head_dim": 2, "state_size": 4, "chunk_size": CHUNK,
+            "num_groups": shrink_shared(mamba.num_heads, mamba.num_groups, heads),
+            "conv_kernel": min(mamba.conv_kernel, CONVOLUTION),
+        }  # fmt: skip
+    if (delta := model.delta) is not None:
+        heads = shrink_count(delta.num_value_heads)
+        found["delta"] = {
+            "num_value_heads": heads, "key_head_dim": 3, "value_head_dim": 2, "chunk_size": CHUNK,
+            "num_key_heads": shrink_shared(delta.num_value_heads, delta.num_key_heads, heads),
+            "conv_kernel": min(delta.conv_kernel, CONVOLUTION),
+        }  # fmt: skip
+    return found
+
+
+def _shrink_vision(vision: VisionConfig) -> dict[str, Any]:
+    fields = vision.model_dump(mode="json", exclude_unset=True, exclude={"begin_token", "end_token"})
+    fields |= {
+        "num_layers": 2, "hidden_size": 12, "ffn_hidden_size": 20, "num_attention_heads": 2, "patch_size": 2,
+        "image_size": 4 * min(vision.pool, 2), "pool": min(vision.pool, 2), "image_token": VOCABULARY - 1,
+        "feature_layer": vision.feature_layer if vision.feature_layer in (-1, -2) else 1,
+    }  # fmt: skip
+    if vision.pinpoints is not None:
+        fields["pinpoints"] = [[4, 8], [8, 4], [4, 4]]
+    if vision.native is not None:
+        fields |= {"hidden_size": 16, "image_size": 8}
+        window = 4 * vision.native.merge
+        pixels = (2 * vision.native.merge) ** 2
+        native = {"window": window, "full_layers": [1], "min_pixels": 4 * pixels, "max_pixels": 6 * pixels}
+        fields["native"] = {**fields["native"], **native}
+    return fields
+
+
+def _shrink_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an extension's options with smaller whole numbers; its declaration follows from the tiny model.
+
+    Sizes are smaller than counts of heads, so that context ranks pass recurrent states rather than exchange heads.
+    """
+    return {
+        key: shrink_count(value, MOST_HEADS if key.endswith(COUNTS) else MOST_SIZE)
+        if isinstance(value, int) and not isinstance(value, bool)
+        else value
+        for key, value in options.items()
+        if key != "declares"
+    }

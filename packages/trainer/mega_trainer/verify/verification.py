@@ -1,0 +1,400 @@
+"""Verification of a run: a tiny model of its kind in a covering of layouts, compared with one process (`mega verify`)."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mega_common.errors import ConfigError
+from mega_trainer.launch.function_ranks import RankError, iterate_ranks
+from mega_trainer.verify.case_comparison import (
+    TOLERANCE,
+    CaseVerdict,
+    ContextFactory,
+    RankFindings,
+    examine_outcome,
+    join_findings,
+)
+from mega_trainer.verify.case_trainer import CaseTrainer
+from mega_trainer.verify.failure_location import TensorDifference, find_smallest_failure, locate_difference
+from mega_trainer.verify.layout_case import (
+    GATHERS,
+    STEPS,
+    LayoutCase,
+    choose_covering,
+    draw_memory_settings,
+    draw_stages,
+    iterate_layouts,
+)
+from mega_trainer.verify.local_examination import CASE_SECONDS, describe_rank_error, examine_cases, find_bound
+from mega_trainer.verify.restore_comparison import restore_in_other_layouts
+from mega_trainer.verify.tiny_model import TinyRun
+
+MOST_RANKS = 8
+CANDIDATES = 300  # legal layouts that a covering is chosen from
+MOST_RESTORES = 4
+# Largest relative differences of bf16 from fp32 in the first step: loss, gradient norm.
+BF16_BOUNDS = {"loss": 0.02, "norm": 0.2}
+LAYOUT_KEYS = (
+    "tp", "sp", "pp", "virtual_stages", "schedule", "pipeline_layout", "cp", "cp_kind", "ep", "expert_tp", "dispatch_bound",
+    "zero", "zero3_shard", "zero3_layers", "zero3_gather", "dp", "micro", "batch", "bucket", "recompute",
+    "recompute_layers", "offload", "optimizer",
+)  # fmt: skip
+# Check of generation, which needs the inference engine: returns (error, description) or a sentence if it does not apply.
+GenerationCheck = Callable[[LayoutCase], "tuple[float, str] | str"]
+
+
+@dataclass(frozen=True)
+class CheckRow:
+    """Result of one check.
+
+    Attributes:
+        check: "layout", "restore", "chunk size", "bf16" or "generation".
+        name: layout, as `--only` accepts it, or description.
+        ranks: number of processes.
+        error, bound: largest relative difference, and the largest that passes; None where bits are compared or nothing ran.
+        problem: what is wrong, or "".
+        seconds: time that it took.
+        skipped: reason why the check does not apply, or "".
+    """
+
+    check: str
+    name: str
+    ranks: int
+    error: float | None = None
+    bound: float | None = None
+    problem: str = ""
+    seconds: float = 0.0
+    skipped: str = ""
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the fields as JSON values."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class FailureReport:
+    """Smallest failing layout, and the first tensor that differs in it.
+
+    Attributes:
+        layout: as `--only` accepts it.
+        problem: errors of the smallest layout.
+        difference: first differing tensor of the first step; None if it shows only later, or if ranks raised an error.
+    """
+
+    layout: str
+    ranks: int
+    problem: str
+    difference: TensorDifference | None
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the fields as JSON values."""
+        return asdict(self)
+
+
+class Verification:
+    """Checks of one run on processes of this machine.
+
+    Args:
+        tiny: the run, reduced to a tiny model.
+        layouts: number of layouts of the covering.
+        ranks: largest number of processes, at most `MOST_RANKS`.
+        seed: of the draws of layouts.
+        only: text of the only layout to run, such as `tp=2 pp=2`.
+        context: as for `examine_cases`.
+        check_generation: compares generation with training.
+    """
+
+    def __init__(
+        self,
+        tiny: TinyRun,
+        *,
+        layouts: int = 12,
+        ranks: int = 4,
+        seed: int = 0,
+        only: str | None = None,
+        context: ContextFactory = nullcontext,
+        check_generation: GenerationCheck | None = None,
+    ) -> None:
+        self._tiny, self._context, self._check_generation, self._only = tiny, context, check_generation, only
+        self.cases = choose_layouts(tiny, layouts, ranks, seed) if only is None else [parse_layout(tiny, only)]
+        self.failures: list[CaseVerdict] = []
+
+    @property
+    def uncovered(self) -> list[str]:
+        """Degrees that the run has and no layout of this verification, such as `tp`."""
+        parallel = self._tiny.config.parallel
+        degrees = ("tp", "pp", "cp", "ep", "expert_tp", "virtual_stages")
+        used = {key for case in self.cases for key in degrees if case.layout[key] > 1}
+        return [] if self._only else [key for key in degrees if getattr(parallel, key) > 1 and key not in used]
+
+    @property
+    def num_checks(self) -> int:
+        """Number of rows that `run_checks` yields."""
+        return len(self.cases) + (0 if self._only else len(self._restore_pairs) + len(self._single_pairs) + 1)
+
+    def run_checks(self) -> Iterator[CheckRow]:
+        """Yield the result of each check as soon as it is known; failed layouts are kept in `failures`."""
+        if self._only is None:
+            yield from self._check_single_process()
+            if self._check_generation is not None:
+                yield self._compare_generation(self._check_generation)
+        begin = time.monotonic()
+        for verdict in examine_cases(self.cases, context=self._context):
+            bound = find_bound(verdict)
+            problem = verdict.describe_errors(bound)
+            if problem:
+                self.failures.append(verdict)
+            yield CheckRow(
+                "layout", verdict.case.layout_text, verdict.case.ranks, None if verdict.failure else verdict.largest_error,
+                bound, problem, time.monotonic() - begin,
+            )  # fmt: skip
+            begin = time.monotonic()
+        if self._only is None:
+            yield from self._check_restores()
+
+    def explain_failure(self) -> FailureReport:
+        """Find the smallest layout that fails like one of `failures`, and the first tensor that differs in it."""
+        first = min(self.failures, key=lambda verdict: (verdict.case.ranks, len(verdict.case.layout_text.split())))
+        known = {id(first.case): first}
+
+        def find_failing(cases: Sequence[LayoutCase]) -> list[LayoutCase]:
+            found = [
+                verdict
+                for verdict in examine_cases(cases, context=self._context, seconds=CASE_SECONDS / 2)
+                if verdict.describe_errors(find_bound(verdict))
+            ]
+            known.update((id(verdict.case), verdict) for verdict in found)
+            return [verdict.case for verdict in found]
+
+        smallest = known[id(find_smallest_failure(first.case, find_failing))]
+        problem = smallest.describe_errors(find_bound(smallest))
+        case = smallest.case
+        difference = None if smallest.failure else locate_difference(case, self._context)
+        return FailureReport(case.layout_text, case.ranks, problem, difference)
+
+    @property
+    def _single_case(self) -> LayoutCase:
+        layers = self._tiny.num_distinct_layers
+        return make_case(self._tiny, layers, 1, parallel={}, steps=count_stable_steps(self._tiny, layers))
+
+    @property
+    def _single_pairs(self) -> list[tuple[str, str, LayoutCase, LayoutCase]]:
+        """Comparisons in one process: (check, name, case, reference)."""
+        case, model = self._single_case, dict(self._single_case.model)
+        first = replace(case, steps=1, clip=0.0)
+        found = [("bf16", "bf16 against fp32", replace(first, precision="bf16"), replace(first, precision="fp32"))]
+        for section in ("mamba", "delta"):
+            if section in model:
+                stepwise = {**model, section: {**model[section], "chunk_size": 1}}
+                name = f"{section}: token by token against chunks of {model[section]['chunk_size']}"
+                found.append(("chunk size", name, replace(first, model=stepwise), first))
+        return found
+
+    def _check_single_process(self) -> Iterator[CheckRow]:
+        """Yield the comparisons in one process.
+
+        Raises:
+            ConfigError: when one process cannot train the tiny model.
+        """
+        pairs, begin = self._single_pairs, time.monotonic()
+        work = [(case, reference) for _, _, case, reference in pairs]
+        try:
+            for (check, name, case, _), (found,) in zip(
+                pairs, iterate_ranks(compare_pairs, 1, work, timeout=CASE_SECONDS), strict=False
+            ):
+                verdict = join_findings(case, [found])
+                bounds = BF16_BOUNDS if check == "bf16" else dict.fromkeys(verdict.errors, TOLERANCE)
+                wrong = [
+                    f"{kind} {verdict.errors[kind]:.1e}"
+                    for kind, bound in bounds.items()
+                    if not verdict.errors[kind] <= bound
+                ]
+                kind = "loss" if check == "bf16" else max(bounds, key=verdict.errors.__getitem__)
+                yield CheckRow(
+                    check, name, 1, verdict.errors[kind], bounds[kind], ", ".join(wrong), time.monotonic() - begin
+                )
+                begin = time.monotonic()
+        except (RankError, TimeoutError) as error:
+            raise ConfigError(f"one process cannot train the tiny model: {describe_rank_error(error)}") from error
+
+    def _compare_generation(self, check: GenerationCheck) -> CheckRow:
+        begin, case = time.monotonic(), replace(self._single_case, steps=1)
+        found = check(case)
+        if isinstance(found, str):
+            return CheckRow("generation", "generation against training", 1, skipped=found)
+        error, name = found
+        problem = "" if error <= TOLERANCE else f"log-probabilities {error:.1e}"
+        return CheckRow("generation", name, 1, error, TOLERANCE, problem, time.monotonic() - begin)
+
+    @property
+    def _restore_pairs(self) -> list[tuple[LayoutCase, LayoutCase]]:
+        """Pairs of layouts of the same model: saved in the first, restored in the second."""
+        found = [
+            (before, after)
+            for before, after in pairwise(sorted(self.cases, key=lambda case: case.model["num_layers"]))
+            if before.model == after.model
+        ]
+        single = self._single_case
+        alike = next((case for case in self.cases if case.ranks > 1 and case.model == single.model), None)
+        return ([(replace(single, steps=STEPS), alike)] if alike else []) + found[: MOST_RESTORES - bool(alike)]
+
+    def _check_restores(self) -> Iterator[CheckRow]:
+        pairs = self._restore_pairs
+        done, ranks = 0, max((case.ranks for pair in pairs for case in pair), default=1)
+        while done < len(pairs):
+            begin = time.monotonic()
+            with tempfile.TemporaryDirectory(prefix="mega-verify-") as folder:
+                try:
+                    for found in iterate_ranks(
+                        restore_in_other_layouts, ranks, pairs[done:], Path(folder), timeout=CASE_SECONDS
+                    ):
+                        parts = [one for one in found if one is not None]
+                        yield _judge_restore(*pairs[done], parts, time.monotonic() - begin)
+                        done, begin = done + 1, time.monotonic()
+                except (RankError, TimeoutError) as error:
+                    yield CheckRow("restore", _name_pair(*pairs[done]), ranks, problem=describe_rank_error(error))
+                    done += 1
+
+
+def _name_pair(before: LayoutCase, after: LayoutCase) -> str:
+    return f"{before.layout_text} -> {after.layout_text}"
+
+
+def _judge_restore(before: LayoutCase, after: LayoutCase, parts: Sequence[Any], seconds: float) -> CheckRow:
+    """Return the result of one restore: bits of all tensors, and the steps after it."""
+    verdict = join_findings(after, [part.steps for part in parts])
+    wrong = sorted({name for part in parts for name in part.differing})
+    bound = TOLERANCE if wrong else find_bound(verdict)
+    problem = f"not bitwise equal: {', '.join(wrong[:3])}" if wrong else verdict.describe_errors(bound)
+    ranks = max(before.ranks, after.ranks)
+    return CheckRow("restore", _name_pair(before, after), ranks, verdict.largest_error, bound, problem, seconds)
+
+
+def compare_pairs(pairs: Sequence[tuple[LayoutCase, LayoutCase]]) -> Iterator[RankFindings]:
+    """Yield the findings of each case's losses and gradients against its reference, both in this process."""
+    for case, reference in pairs:
+        mine, wanted = (CaseTrainer.build(one).run(one.steps) for one in (case, reference))
+        mine.tensors = wanted.tensors = {}  # in bf16 the optimizer has main weights too
+        yield examine_outcome(mine, wanted)
+
+
+def make_case(tiny: TinyRun, layers: int, ranks: int, **fields: Any) -> LayoutCase:
+    """Return a case of the tiny model."""
+    model = tiny.model_fields(layers)
+    own = tiny.case_fields()
+    if "attention_dropout" in model and fields.get("parallel", {}).get("cp", 1) > 1 and model.get("encoder"):
+        model["attention_dropout"] = 0.0
+    return LayoutCase(tiny.name, model, ranks, **{**own, **fields})
+
+
+def count_stable_steps(tiny: TinyRun, layers: int) -> int:
+    """Return the number of steps whose errors are distinct from rounding.
+
+    Many layers with delta nets magnify rounding by forty in each step.
+    """
+    return 1 if layers > 4 and tiny.config.model.delta is not None else STEPS
+
+
+def choose_layouts(tiny: TinyRun, count: int, ranks: int, seed: int) -> list[LayoutCase]:
+    """Return a covering of the legal layouts of up to `ranks` ranks; the first is the nearest to the run's own layout."""
+    rng = random.Random(f"{seed} {ranks}")
+    experts = tiny.config.model.moe is not None
+    degrees = range(1, ranks + 1)
+    every = [
+        (number, parallel)
+        for number in degrees
+        for parallel in iterate_layouts(
+            number,
+            tps=degrees,
+            cps={} if tiny.config.model.retro else dict.fromkeys(range(2, ranks + 1), degrees),
+            eps=(1, 2, 4, 8) if experts else (),
+            expert_tps=(1, 2, 4) if experts else (),
+        )
+    ]
+    rng.shuffle(every)
+    found: list[LayoutCase] = []
+    for number, parallel in every:
+        case = draw_case(tiny, number, parallel, rng)
+        if case.is_legal and _trains_each_stage(case):
+            found.append(case)
+        if len(found) == CANDIDATES:
+            break
+    own = tiny.config.parallel.model_dump()
+    nearest = max(found, key=lambda case: (_likeness(case, own), case.ranks))
+    others = choose_covering([case for case in found if case is not nearest], count - 1)
+    return [nearest, *others]
+
+
+def draw_case(tiny: TinyRun, ranks: int, parallel: dict[str, Any], rng: random.Random) -> LayoutCase:
+    """Draw what a layout leaves open: batch, uneven stages, recomputation, offload and buckets."""
+    layers, fields = draw_stages(ranks, parallel, rng)
+    layers = max(layers, tiny.num_distinct_layers)
+    chosen = fields["parallel"]
+    if chosen.get("pipeline_layout") and sum(chosen["pipeline_layout"]) != layers:
+        del chosen["pipeline_layout"]
+    fields |= draw_memory_settings(rng)
+    moe = tiny.config.model.moe
+    if moe is not None and moe.aux_loss_scope == "batch":  # a loss of one micro-batch of all data ranks
+        case = make_case(tiny, layers, ranks, **fields)
+        fields["micro"] = case.batch // case.layout["dp"]
+    return make_case(tiny, layers, ranks, steps=count_stable_steps(tiny, layers), **fields)
+
+
+def _trains_each_stage(case: LayoutCase) -> bool:
+    """Return whether no pipeline stage is frozen as a whole."""
+    return not case.freeze or case.layout["pp"] == 1
+
+
+def _likeness(case: LayoutCase, own: dict[str, Any]) -> int:
+    """Return the number of settings that a layout shares with the run's `parallel` section, whatever the degrees."""
+    layout = case.layout
+    degrees = ("tp", "pp", "cp", "ep", "expert_tp", "virtual_stages")
+    alike = [(layout[key] > 1) == (own[key] > 1) for key in degrees]
+    alike += [layout.get(key, own[key]) == own[key] for key in ("sp", "schedule", "cp_kind", "zero")]
+    return alike.count(True)
+
+
+def parse_layout(tiny: TinyRun, text: str) -> LayoutCase:
+    """Return the case of a layout, as `LayoutCase.layout_text` writes it: `tp=2 sp=True micro=4 batch=8`.
+
+    Raises:
+        ConfigError: for an unknown setting, or a layout that does not fit the model.
+    """
+    given: dict[str, Any] = {}
+    for word in text.replace("--only", " ").split():
+        key, _, value = word.partition("=")
+        if key not in LAYOUT_KEYS or not value:
+            raise ConfigError(
+                f"--only {text!r}: {word} is not a setting of a layout",
+                hint=f"use KEY=VALUE of {', '.join(LAYOUT_KEYS)}, as mega verify prints them",
+            )
+        given[key] = yaml.safe_load(value)
+    dp, batch = given.pop("dp", 1), given.pop("batch", 8)
+    fields: dict[str, Any] = {"batch": batch, "micro": given.pop("micro", max(1, batch // dp))}
+    if "bucket" in given:
+        fields["bucket"] = given.pop("bucket")
+    recompute = {"kind": given.pop("recompute", "none"), "layers": given.pop("recompute_layers", None)}
+    fields["recompute"] = {} if recompute["kind"] == "none" else recompute
+    if offload := given.pop("offload", 0):
+        fields["offload"] = {"activations": offload, "min_bytes": 0}
+    given.pop("optimizer", None)
+    ranks = dp * given.get("tp", 1) * given.get("pp", 1) * given.get("cp", 1)
+    if ranks > MOST_RANKS:
+        raise ConfigError(f"--only {text!r}: at most {MOST_RANKS} processes, found {ranks}", hint="use smaller degrees")
+    if given.setdefault("zero", 0) == 3:
+        given.setdefault("zero3_gather", GATHERS[0])
+    stages = sum(given.get("pipeline_layout", ())) or given.get("pp", 1) * given.get("virtual_stages", 1)
+    layers = max(stages, tiny.num_distinct_layers)
+    case = make_case(tiny, layers, ranks, parallel=given, steps=count_stable_steps(tiny, layers), **fields)
+    _ = case.config
+    return case

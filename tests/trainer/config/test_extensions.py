@@ -1,0 +1,173 @@
+"""Loading of extensions, and what is reported if one cannot be used."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from extension_cases import EXAMPLES, SIZES
+
+from mega_common.errors import ConfigError
+from mega_common.model_config import ModelConfig
+from mega_trainer.config.extensions import load_extensions, load_model_extensions
+from mega_trainer.config.run_config import RunConfig, resolve_run_config
+
+MIXER = str(EXAMPLES / "differential_attention.py")
+HEAD = "from mega_trainer.extend import Block, Extension, Objective, NoOptions, Schedule\n"
+
+
+def write(folder: Path, text: str, name: str = "mine.py") -> str:
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).write_text(HEAD + text)
+    return str(folder / name)
+
+
+def parse(**raw: Any) -> RunConfig:
+    return RunConfig.parse(resolve_run_config({"model": {**SIZES, "num_layers": 2}, "data": {"train": "none"}, **raw}))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("1 / 0", "loading it raised ZeroDivisionError: division by zero (mine.py, line 2)"),
+        ("import nothing_of_this_name", "ModuleNotFoundError"),
+        ("EXTENSIONS = 1", "must have a constant EXTENSION"),
+        ("EXTENSION = Extension(name='x', version='1', api=99)", "was written for version 99"),
+        ("EXTENSION = Extension(name='x', version='1', api=0)", "update the extension"),
+        (
+            "EXTENSION = Extension(name='x', version='1', api=1, objectives={'dpo': Objective(print)})",
+            "the name 'dpo' in objectives is already used by mega",
+        ),
+    ],
+)
+def test_an_extension_that_cannot_be_used(tmp_path: Path, text: str, words: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_extensions([write(tmp_path, text)])
+    assert words in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("reference", "words"),
+    [
+        ("./nowhere.py", "no such file"),
+        ("no_such_module", "neither installed nor a module"),
+        ("tests/", "no such file"),
+    ],
+)
+def test_a_missing_extension(reference: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=words):
+        load_extensions([reference])
+
+
+def test_two_extensions_with_one_name(tmp_path: Path) -> None:
+    text = "EXTENSION = Extension(name={!r}, version='1', api=1, schedules={{'flat': Schedule(print)}})"
+    files = [write(tmp_path, text.format(name), f"{name}.py") for name in "ab"]
+    with pytest.raises(ConfigError, match="'flat' in schedules is already used by a"):
+        load_extensions(files)
+    assert load_extensions([files[0], files[0]]).versions == {"a": "1"}
+
+
+def test_a_package_with_modules_of_its_own(tmp_path: Path) -> None:
+    write(tmp_path, "def share(done, *, options): return 0.5", "pack/parts.py")
+    write(
+        tmp_path,
+        "from .parts import share\n"
+        "EXTENSION = Extension(name='p', version='2', api=1, schedules={'half': Schedule(share)})",
+        "pack/__init__.py",
+    )
+    config = parse(extensions=[str(tmp_path / "pack")], lr_schedule={"name": "half", "warmup_steps": 1})
+    curve = config.build_lr_curve()
+    assert [curve(0), curve(8), curve(16)] == [0, config.optimizer.lr / 2, config.optimizer.lr / 2]
+
+
+@pytest.mark.parametrize(
+    ("raw", "words"),
+    [
+        ({"objective": {"kind": "cross_entrpy"}}, "did you mean 'cross_entropy'?"),
+        ({"optimizer": {"name": "lion"}}, "must be 'adamw' or 'muon'"),
+        ({"optimizer": {"options": {"a": 1}}}, "optimizer.options: has no effect with optimizer.name = adamw"),
+        ({"lr_schedule": {"name": "flat"}}, "lr_schedule.name = 'flat'"),
+        ({"data": {"train": "none", "kind": "mine"}}, "data.kind = 'mine'"),
+        ({"callbacks": {"mine": {}}}, "callbacks = 'mine': must be a name"),
+        ({"model": {**SIZES, "num_layers": 1, "mixers": {"differential": {}}}}, "requires the extension that has it"),
+        (
+            {"extensions": [str(EXAMPLES / "z_loss.py")], "objective": {"kind": "z_loss", "options": {"weigth": 1}}},
+            "objective.options.weigth: unknown key -> did you mean 'weight'?",
+        ),
+        (
+            {"extensions": [MIXER], "model": {**SIZES, "mixers": {"differential": {"lambda": 1}}, "layers": ["mlp"]}},
+            "model.mixers.differential.lambda: unknown key",
+        ),
+    ],
+)
+def test_settings_that_no_extension_accepts(raw: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        parse(**raw)
+    assert words in str(error.value)
+
+
+def differential(**more: Any) -> RunConfig:
+    model = {**SIZES, "mixers": {"differential": {}}, "layers": ["differential+mlp", "attention+mlp"]}
+    return parse(extensions=[MIXER], model=model, **more)
+
+
+def test_a_declared_mixer_is_data_that_needs_no_code() -> None:
+    config = differential()
+    saved = ModelConfig.parse(config.model.model_dump(mode="json"))
+    assert saved.heads_by_mixer == {"attention": (8, 8), "differential": (4, 4)}
+    assert RunConfig.parse(config.model_dump(mode="json", by_alias=True)) == config
+    again = resolve_run_config(config.model_dump(mode="json", by_alias=True))  # of a run folder's run.yaml
+    assert RunConfig.parse(again) == config
+
+
+def test_degrees_that_do_not_split_its_heads(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="and 4 differential heads"):
+        differential(parallel={"tp": 8})
+    text = (
+        "from torch import nn\nclass Mean(nn.Module):\n    def __init__(self, build, layer, options):\n"
+        "        super().__init__()\n        self.w = build.build_replicated(f'model.layers.{layer}.mean', (2,))\n"
+        "EXTENSION = Extension(name='m', version='1', api=1, mixers={'mean': Block(Mean)})"
+    )
+    model = {**SIZES, "mixers": {"mean": {}}, "layers": ["mean+mlp"]}
+    with pytest.raises(ConfigError, match="requires mixers that exchange tokens"):
+        parse(extensions=[write(tmp_path, text)], model=model, parallel={"cp": 2})
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ("self.w = nn.Parameter(torch.zeros(2))", "was not made by the builder"),
+        ("self.w = build.build_replicated('mean', (2,))", "must be named model.layers.N.NAME"),
+        ("self.w = build.config.nothing", "mean in model.mixers raised AttributeError"),
+    ],
+)
+def test_a_block_that_does_not_follow_the_rules(tmp_path: Path, body: str, words: str) -> None:
+    text = (
+        "import torch\nfrom torch import nn\nclass Mean(nn.Module):\n    def __init__(self, build, layer, options):\n"
+        f"        super().__init__()\n        {body}\n"
+        "EXTENSION = Extension(name='m', version='1', api=1, mixers={'mean': Block(Mean)})"
+    )
+    with pytest.raises(ConfigError, match=words):
+        parse(extensions=[write(tmp_path, text)], model={**SIZES, "mixers": {"mean": {}}, "layers": ["mean+mlp"]})
+
+
+def test_a_saved_model_never_loads_code_by_a_name_it_gives(tmp_path: Path) -> None:
+    model = differential().model
+    with pytest.raises(ConfigError, match="requires the extension 'differential-attention'"):
+        load_model_extensions(model, [], "runs/a")
+    assert set(load_model_extensions(model, [MIXER], "runs/a").bind_blocks(model)) == {"differential"}
+
+
+def test_installed_extensions_are_found_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    import importlib.metadata
+
+    from mega_trainer.config import extensions
+
+    found = load_extensions([MIXER]).extensions[0]
+    point = importlib.metadata.EntryPoint(found.name, "nowhere", "mega.extensions")
+    monkeypatch.setattr(extensions, "entry_points", lambda group: [point] if group == "mega.extensions" else [])
+    monkeypatch.setattr(importlib.metadata.EntryPoint, "load", lambda self: found)
+    assert load_extensions([found.name]).versions == {found.name: "1.0"}
+    assert load_model_extensions(differential().model, [], "runs/a").versions == {found.name: "1.0"}
