@@ -187,11 +187,9 @@ def plan_hf_folder(
     same = described is not None and described[0] == chosen and is_same_model(described[1], source.model)
     headers = origin.headers if same else {}
     shapes = {name: entry.shape for header in headers.values() for name, entry in header.entries.items()}
-    table = (
-        build_checked_tensor_table(chosen, source.model, shapes, LAYOUT)
-        if shapes
-        else chosen.disk_tensor_table(source.model)
-    )
+    table = chosen.disk_tensor_table(source.model)
+    if shapes:
+        table = build_checked_tensor_table(chosen, source.model, shapes, LAYOUT)
     tensors = {name: (cast_dtype(source, disk.slabs[0].name, dtype), disk.shape) for name, disk in table.items()}
     buffers = {name: (source.read_buffer(name).dtype, shapes[name]) for name in source.buffer_names() if name in shapes}
     quantizer = select_quantizer(quantize, table) if quantize else None
