@@ -1,10 +1,6 @@
 """Downstream tasks of EleutherAI's lm-evaluation-harness, used as a library for tasks and metrics, and its model interface.
 
-Model interface of EleutherAI's lm-evaluation-harness for mega models.
-
 Requests are encoded, truncated and windowed as in the harness's own `hf` model, so that scores agree sample by sample.
-
-Downstream tasks of EleutherAI's lm-evaluation-harness, used as a library for tasks and metrics.
 """
 
 from __future__ import annotations

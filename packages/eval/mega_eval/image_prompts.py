@@ -90,7 +90,9 @@ def attach_image_features(model: Decoder, images: BatchImages) -> BatchImages:
     """Return the images with features computed by the vision encoder.
     On a pipeline rank without the vision encoder they are unchanged.
     """
-    return images if model.vision is None else images.with_features(model.vision.encode_images(images, model.device))
+    encoded = model.encode_images(images)
+    assert encoded is not None
+    return encoded
 
 
 def find_image_ranges(tokens: Sequence[int], vision: VisionConfig) -> list[range]:

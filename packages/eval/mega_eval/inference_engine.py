@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
 from typing import Literal
@@ -324,6 +325,7 @@ class InferenceEngine:
         images = gather_token_images([(row.request.images, row.num_computed, count) for row, count in work], device)
         rotary = columns if images is None or images.positions is None else images.positions
         context = model.make_forward_context(rotary, sequence_bounds=DocumentBounds(lengths), cache=self._cache)
+        context = context if images is None else replace(context, images=images)
         x = self._layers(
             model.embed_inputs(torch.tensor(tokens, device=device)[:, None], columns, images=images), context
         )

@@ -131,7 +131,7 @@ PRECISIONS: Mapping[str, torch.dtype] = {
     "fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,
 }  # fmt: skip
 
-ModelKind = Literal["decoder", "encoder", "encoder-decoder", "reward model", "retrieval"]
+ModelKind = Literal["decoder", "encoder", "encoder-decoder", "reward model", "task head", "retrieval"]
 # Description of each kind of model, and the commands that support it.
 _SUPPORTED_COMMANDS: Mapping[ModelKind, tuple[str, str]] = {
     "decoder": ("a decoder", "use mega eval, mega generate or mega serve"),
@@ -144,6 +144,10 @@ _SUPPORTED_COMMANDS: Mapping[ModelKind, tuple[str, str]] = {
         "a reward model, which scores texts and predicts no tokens",
         "use mega eval --data with preference pairs for its accuracy",
     ),
+    "task head": (
+        "a model with a task head, which predicts labels or vectors of texts and no tokens",
+        "convert it with mega ckpt convert --to hf, for transformers or sentence-transformers",
+    ),
     "retrieval": (
         "a retrieval model (Retro), which requires retrieved neighbors of each text",
         "evaluate it in mega train on data with neighbors (train.eval_every)",
@@ -152,9 +156,13 @@ _SUPPORTED_COMMANDS: Mapping[ModelKind, tuple[str, str]] = {
 
 
 def classify_model(model: ModelConfig) -> ModelKind:
-    """Return the kind of a model by its configuration: decoder, encoder, encoder-decoder, retrieval or reward model."""
+    """Return the kind of a model by its configuration.
+    It is a decoder, encoder, encoder-decoder, retrieval or reward model, or a model with a task head.
+    """
     if model.score:
         return "reward model"
+    if model.task_head:
+        return "task head"
     if model.retro:
         return "retrieval"
     if model.encoder:

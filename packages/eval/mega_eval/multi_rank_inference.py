@@ -1,4 +1,4 @@
-"""Short garbage collections for a serving process, since a collection stops all of its threads."""
+"""Inference on several ranks: replicas of a model, calls that rank 0 broadcasts to the others, and short garbage collections."""
 
 from __future__ import annotations
 
@@ -71,10 +71,13 @@ def build_replica_groups(
         ConfigError: when the model does not support these parallel degrees.
     """
     check_parallel_degrees(model, tp=replica_layout.tp, ep=replica_layout.ep)
-    if replica_layout.pp > model.num_layers:
+    most = model.num_layers - max(0, model.first_stage_layers - 1)
+    if replica_layout.pp > most:
+        together = f", less {model.num_layers - most}, as its first {model.first_stage_layers} must be on one rank"
         raise ConfigError(
-            f"pp = {replica_layout.pp} must be at most the number of layers of the model, {model.num_layers}",
-            hint=f"use pp <= {model.num_layers}",
+            f"pp = {replica_layout.pp} must be at most the number of layers of the model, {model.num_layers}"
+            + (together if most < model.num_layers else ""),
+            hint=f"use pp <= {most}",
         )
     data = world_size // replica_layout.pp // replica_layout.tp
     layout = ParallelLayout(tp=replica_layout.tp, pp=replica_layout.pp, dp=data, ep=replica_layout.ep)

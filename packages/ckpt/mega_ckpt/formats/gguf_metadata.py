@@ -32,6 +32,7 @@ from mega_common.model_config import ModelConfig
 
 ROPE_FACTORS = "rope_freqs.weight"
 _WRITTEN = ("llama", "qwen2", "qwen3", "gemma2", "gemma3", "qwen2moe", "qwen3moe")
+_NO_OUTPUT_BIAS = ("qwen3", "qwen3moe")  # architectures whose attention has no bias after the output projection
 _FAMILIES = {"llama": ("llama", "mixtral")}  # besides the family of the same architecture
 
 
@@ -87,6 +88,8 @@ def _describe(name: str, family: str, model: ModelConfig) -> tuple[GgufDescripti
     metadata, extra = _encode_config(name, architecture, raw)
     table = expand_tensor_rules(architecture.tensor_rules(), canonical_tensors(model), model.num_layers)
     description = GgufDescription(name, architecture, metadata, table, extra)
+    if unread := [tensor for tensor in table if name in _NO_OUTPUT_BIAS and tensor.endswith("attn_output.bias")]:
+        return description, [f"llama.cpp does not read {unread[0]} of {name}"]
     file = GgufModel(
         Path(f"{name}.gguf"), {"general.architecture": name, **metadata}, _empty_tensors(description), None
     )
