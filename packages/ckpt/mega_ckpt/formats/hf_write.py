@@ -205,9 +205,14 @@ def plan_hf_folder(
         settings = quantizer.settings(find_ignored_layers(table, {**tensors, **buffers})) if quantizer else {}
         raw = _with_dtype(raw, tensors) | settings
         config, index = origin.config if raw == origin.config_json else encode_json_mapping(raw), _encode_index(files)
-    others |= {**({} if same else _image_files(origin, source.model)), **_embedding_files(source.model)}
-    others |= {name: content for name, content in ((CONFIG, config), (INDEX, index)) if content is not None}
-    return HfFolderPlan(table, files, others, quantized, quantizer and quantizer.description)
+    made = {
+        CONFIG: config,
+        INDEX: index,
+        **({} if same else _image_files(origin, source.model)),
+        **_embedding_files(source.model),
+    }
+    others |= {name: content for name, content in made.items() if content is not None}
+    return HfFolderPlan(table, files, others, quantized, quantizer.description if quantizer else None)
 
 
 def write_hf_folder(
