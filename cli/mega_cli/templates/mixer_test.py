@@ -1,15 +1,13 @@
-"""The mixer `my_extension`: its mathematics in one process."""
+"""The mixer `my_extension`: its mathematics in one process, and the same in every layout."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from mega_trainer.extend import compute_logits
+from mega_trainer.extend import compute_logits, verify_run
 
 RUN: dict[str, Any] = {
     "extensions": [str(Path(__file__).parent / "my_extension.py")],
@@ -32,9 +30,4 @@ def test_the_temperature_changes_the_output() -> None:
 
 
 def test_every_layout_computes_what_one_process_computes() -> None:
-    extension = f"--set=extensions=[{Path(__file__).parent / 'my_extension.py'}]"
-    run = [str(Path(__file__).parent / "run.yaml"), extension, "--layouts", "2", "--ranks", "2"]
-    done = subprocess.run(
-        [sys.executable, "-m", "mega_cli.main", "verify", *run], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert verify_run(RUN, layouts=3) == []

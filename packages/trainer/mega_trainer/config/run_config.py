@@ -236,6 +236,11 @@ class RunConfig(StrictConfig):
     def find_warnings(self) -> Iterator[str]:
         """Yield warnings about questionable but valid settings of this configuration."""
         model, length = self.model, self.data.seq_length
+        if model.num_scores and self.lora is not None and not self.is_trainable("score.weight"):
+            yield (
+                "lora.modules_to_save does not name the head that scores texts, so it keeps its initial weights, which are "
+                "random unless init_from has a head; set lora.modules_to_save: [score]"
+            )
         if model.position == "rope" and length > model.max_position:
             yield (
                 f"data.seq_length = {length} is larger than model.max_position = {model.max_position}, which an exported model "
@@ -271,7 +276,7 @@ class RunConfig(StrictConfig):
         yield from self.objective.find_run_problems(
             model=model, data=data, train=train, batch=self.batch, init_from=self.init_from
         )
-        yield from train.find_run_problems(data.sample_order)
+        yield from train.find_run_problems(data)
         yield from self.checkpoint.find_run_problems(train.eval_every)
         yield from self.parallel_rules.find_problems()
         yield from find_zero_problems(parallel, lora)

@@ -37,7 +37,7 @@ class ElementwiseUpdate(Protocol):
 class LionUpdate:
     """Lion (arXiv:2302.06675): the sign of an interpolation between the momentum and the gradient, and decoupled weight decay."""
 
-    state = ("exp_avg",)
+    state: Sequence[str] = ("exp_avg",)
 
     def __init__(self, betas: tuple[float, float]) -> None:
         self.betas = betas
