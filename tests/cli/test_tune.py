@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,10 +15,10 @@ from chat_templates import CONVERSATIONS, chat_tokenizer
 from typer.testing import CliRunner
 
 from mega_cli import tune as tune_module
-from mega_cli import tuning_recipe as recipe
+from mega_cli import tune_recipe as recipe
 from mega_cli.main import build_typer_app
-from mega_cli.tuning_recipe import TuningData, TuningRequest, draft_run
-from mega_cli.tuning_report import read_held_out_prompts
+from mega_cli.tune_recipe import TuningData, TuningRequest, draft_run
+from mega_cli.tune_report import read_held_out_prompts
 from mega_common.errors import ConfigError, DataError, TrainingInterrupted
 from mega_data.tokenizer import train_tokenizer
 from mega_trainer.config.run_config import load_run_config
@@ -87,6 +88,20 @@ def test_two_commands_from_chats_to_an_answer(base: Path, here: Path) -> None:
     assert {"model", "adapter", "run", "run.yaml"} <= {path.name for path in Path("tuned").iterdir()}
     assert mega(*command).endswith(shown[shown.index("held-out prompts") :])
     mega("chat", "tuned/model", "--max-new-tokens", 4, "--temperature", 0, text="Hi\n")
+
+
+def test_a_template_from_a_file_is_part_of_the_tuned_model(base: Path, here: Path) -> None:
+    """A base without a chat template is tuned in a few steps, and the exported model answers chats."""
+    bare = Path(shutil.copytree(base, here / "bare"))
+    config = json.loads((bare / "tokenizer_config.json").read_text())
+    template = config.pop("chat_template", None) or (bare / "chat_template.jinja").read_text()
+    (bare / "chat_template.jinja").unlink(missing_ok=True)
+    (bare / "tokenizer_config.json").write_text(json.dumps(config))
+    Path("chat.jinja").write_text(template)
+    Path("few.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in CHATS[:10]))
+    mega("tune", bare, "few.jsonl", "--full", "--epochs", 1, "--set", "data.raw.chat_template=chat.jinja", *QUICK)
+    assert Path("tuned/model/chat_template.jinja").read_text() == template
+    mega("chat", "tuned/model", "--max-new-tokens", 4, text="Hi\n")
 
 
 def test_check_prints_the_file_alone(base: Path, here: Path) -> None:

@@ -38,8 +38,8 @@ class PerplexityComparison:
 
 
 def compare_perplexity(one: str | Location, other: str | Location, data: Path) -> PerplexityComparison:
-    """Return the perplexity of two decoders in fp32 on a text file, which the tokenizer of the first encodes, or on a token
-    data set; the models run one after the other.
+    """Return the perplexity of two decoders in fp32 on a text file or a token data set.
+    The tokenizer of the first model encodes the text. The models run one after the other.
 
     Args:
         one: folder, file or URL of the first model.

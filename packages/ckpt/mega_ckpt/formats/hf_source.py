@@ -110,7 +110,7 @@ class HfSource(DiskSource):
             )
         if not self._headers:
             return found
-        return {**found, LAYOUT: encode_hf_layout({name: header.text for name, header in self._headers.items()})}
+        return {**found, LAYOUT: encode_hf_headers({name: header.text for name, header in self._headers.items()})}
 
     def read_training_state(self, dtype: torch.dtype) -> ConvertedTraining | None:
         """Return the optimizer state that another trainer saved in the HuggingFace folder.
@@ -172,7 +172,8 @@ def build_checked_tensor_table(
         CheckpointError: naming a tensor that is missing, unknown or of another shape.
     """
     check_tensor_counts(family, model, len(held), source)
-    table = family.disk_tensor_table(model, held)
+    expected = family.disk_tensor_table(model, held)
+    table = {name: disk.fit_to_shape(held.get(name, disk.shape)) for name, disk in expected.items()}
     weights = {name: shape for name, shape in held.items() if name in table or not family.is_buffer_tensor(name)}
     check_tensor_table(table, weights, source, family.name)
     return table
@@ -293,15 +294,15 @@ def read_hf_config(folder: Location) -> dict[str, Any]:
     if not path.is_file():
         hint = "expected a mega checkpoint, a run folder, or a HuggingFace folder with config.json and safetensors"
         weights = [found.name for pattern in _WEIGHT_PATTERNS for found in folder.glob(pattern)]
-        if tokens := sorted(found.stem for found in folder.glob("*.idx")):
-            hint = f"the folder has token files ({tokens[0]}.idx and .bin), not a model; " + hint
+        if tokens := sorted(found.name for found in folder.glob("*.idx")):
+            hint = f"the folder has token files ({tokens[0]}), not a model; " + hint
         elif weights:
             hint = f"the folder has weights ({weights[0]}): add the model's config.json"
         raise CheckpointError(f"{folder}: {CONFIG} is missing", hint=hint)
     return read_json_mapping(path)
 
 
-def encode_hf_layout(headers: Mapping[str, bytes]) -> bytes:
+def encode_hf_headers(headers: Mapping[str, bytes]) -> bytes:
     """Return the bytes of `hf_layout.json`, which has the headers of HuggingFace safetensors files.
     A mega checkpoint keeps in it the headers of the files that it was converted from. `headers` is {file name: header}.
     """

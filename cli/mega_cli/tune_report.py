@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
@@ -62,7 +61,8 @@ def report_tuning(config: RunConfig, output: Path) -> None:
 def compare_models(config: RunConfig, tuned: Path) -> TuningComparison:
     """Return the comparison of the base model of a finished run with the exported model `tuned`."""
     prompts = list(islice(read_held_out_prompts(config.data), ANSWERS))
-    answers = [generate_answers(str(model), prompts) for model in (config.init_from, tuned)]
+    template = config.data.raw.chat_template
+    answers = [generate_answers(str(model), prompts, template) for model in (config.init_from, tuned)]
     rows = [
         [prompt.question, prompt.answer, before, after] for prompt, before, after in zip(prompts, *answers, strict=True)
     ]
@@ -71,7 +71,9 @@ def compare_models(config: RunConfig, tuned: Path) -> TuningComparison:
 
 def read_validation_losses(metrics: Path) -> tuple[float | None, float | None]:
     """Return the validation loss before the first step, and the lowest one, of a run's metrics.jsonl."""
-    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    from mega_trainer.pages.run_log import read_complete_lines
+
+    lines = list(read_complete_lines(metrics))
     before = [line["initial_valid_loss"] for line in lines if "initial_valid_loss" in line]
     after = [line["valid_loss"] for line in lines if "valid_loss" in line]
     return (before[0] if before else None), min(after, default=None)
@@ -112,8 +114,8 @@ def read_held_out_prompts(data: DataConfig) -> Iterator[HeldOutPrompt]:
             yield HeldOutPrompt(chat.messages[:first], "", str(chat.messages[first].get("content", "")))
 
 
-def generate_answers(model: str, prompts: Sequence[HeldOutPrompt]) -> list[str]:
-    """Return the most likely answer of a model to each prompt."""
+def generate_answers(model: str, prompts: Sequence[HeldOutPrompt], chat_template: Path | None = None) -> list[str]:
+    """Return the most likely answer of a model to each prompt; a file `chat_template` replaces the model's template."""
     from mega_cli.model_options import EvalPrecision
     from mega_cli.serve import load_served_model
     from mega_data.chat.chat_records import Conversation
@@ -122,7 +124,7 @@ def generate_answers(model: str, prompts: Sequence[HeldOutPrompt]) -> list[str]:
     from mega_eval.sampling import Sampling
     from mega_eval.text_stream import GenerationLimits
 
-    template = load_chat_template(model) if any(prompt.messages for prompt in prompts) else None
+    template = load_chat_template(model, None, chat_template) if any(prompt.messages for prompt in prompts) else None
     found = load_served_model(model, EvalPrecision.FP32, "auto", None, None, None, max(1, len(prompts)))
     sampling = Sampling.parse({"temperature": 0.0}, source="mega tune")
     answers: dict[int, str] = {}

@@ -137,7 +137,8 @@ def draft_run(request: TuningRequest, data: TuningData, method: Method, model: A
             "eval_steps": max(1, math.ceil(rows / 9 / size)), "eval_first": True,
         },
         "optimizer": {"lr": rate, "weight_decay": 0.0 if method != "full" else 0.1},
-        "lr_schedule": {"name": "cosine", "warmup_share": 0.05, "min_lr": float(f"{rate / 10:.1e}")},
+        "lr_schedule": {"name": "cosine", "min_lr": float(f"{rate / 10:.1e}")}
+        | ({"warmup_share": 0.05} if steps > 4 else {}),  # of a few steps it would leave no decay
         "precision": precision,
         "checkpoint": {"every": max(1, min(steps // 4, 500)), "keep": 1, "best": True},
         "output": str(request.output / "run"),
@@ -155,10 +156,9 @@ def iterate_memory_settings(batch: int) -> Iterator[dict[str, Any]]:
 
 def predict_run_bytes(config: RunConfig) -> int:
     """Return the predicted peak memory of one rank that trains a run alone."""
-    from mega_trainer.plan.memory_advice import make_training_layout
-    from mega_trainer.plan.memory_prediction import predict_memory
+    from mega_trainer.plan.memory_advice import predict_peak_rank_bytes
 
-    return max(sum(kinds.values()) for kinds in predict_memory(config.model, make_training_layout(config, 1)))
+    return predict_peak_rank_bytes(config, 1)
 
 
 def measure_usable_memory(device: str) -> int | None:
