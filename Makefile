@@ -5,6 +5,8 @@ BIN = $(VENV)/bin
 NULL_GPU = .venv-null-gpu
 UNDER_NULL_GPU = LD_LIBRARY_PATH=$(CURDIR)/$(NULL_GPU)/null LD_PRELOAD=$(CURDIR)/$(NULL_GPU)/null/libnull_gpu.so NULL_GPU_COUNT=8 OMP_NUM_THREADS=1 \
 	TORCHINDUCTOR_CACHE_DIR=$(CURDIR)/$(NULL_GPU)/cache TRITON_CACHE_DIR=$(CURDIR)/$(NULL_GPU)/cache/triton
+# tests start hundreds of processes, so compiled modules are kept whatever the environment says
+TEST = PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 PACKAGES = packages/common packages/data packages/ckpt packages/trainer packages/eval cli
 
 .PHONY: setup demo test test-long test-null-gpu null-gpu-counts parity parity-fuzz lint docs wheels clean
@@ -28,10 +30,10 @@ demo: $(VENV)/.done  ## text -> tokens -> trained model -> HuggingFace folder ->
 	$(BIN)/mega demo
 
 test: $(VENV)/.done  ## every test that this machine can run, but a few long ones
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(TEST) -n 2 --dist worksteal
 
 test-long: $(VENV)/.done  ## those: a real pretrained model, Megatron's own checkpoints, planted bugs, machines that restart, the largest sweeps
-	$(BIN)/python -m pytest -m long -n 2 --dist worksteal --timeout 900
+	$(TEST) -m long -n 2 --dist worksteal --timeout 900
 
 # torch's CUDA build, whichever build pip is configured to prefer here; everything else is that of the usual environment
 $(NULL_GPU)/.done: $(VENV)/.done

@@ -1,10 +1,13 @@
 """Whether the search finds what others found by trying: its choice beside the best layouts of published sweeps.
 
     python benchmarks/plan_search.py RUNS.csv
+    python benchmarks/plan_search.py --times
 
 For each published best of a sweep (nanotron's of 1.34B and 8.86B; of NVIDIA's recipes for H100s each model's and precision's
 for fewest GPUs) the search gets the same model, batch, precision and GPUs; both layouts are then predicted as this trainer
 would run them. Whether the published one fits by our plan is told: others keep less, or offload.
+
+With --times instead how long searches of large models take, on one core.
 """
 
 from __future__ import annotations
@@ -21,10 +24,12 @@ from published import Published, published
 
 from mega_common.errors import ConfigError
 from mega_common.model_config import ModelConfig
-from mega_trainer.config.run_config import RunConfig
+from mega_common.strict_config import load_yaml_mapping
+from mega_trainer.config.run_config import RunConfig, resolve_run_config
 from mega_trainer.plan.device_memory import add_device_memory
 from mega_trainer.plan.layout_candidates import RECOMPUTE, list_layout_settings
 from mega_trainer.plan.layout_search import find_best_layouts, format_layout, make_planned_run
+from mega_trainer.plan.machine import load_machine
 from mega_trainer.plan.memory_advice import apply_settings, make_training_layout
 from mega_trainer.plan.memory_prediction import predict_memory
 from mega_trainer.plan.training_layout import TrainingLayout
@@ -32,6 +37,8 @@ from mega_trainer.plan.training_layout import TrainingLayout
 NEAR = 1.03
 RECIPES, SWEEP = ("dgxc-benchmarking v25.04.01", "Megatron-Bridge"), "nanotron ultra-scale sweep"
 MOST = 512  # GPUs
+RECIPE_FILES = Path(__file__).parents[1] / "recipes"
+LARGE = [("llama3-405b-4096", 16384), ("qwen3-235b-a22b-256", 256)]  # recipes, and H100s
 
 
 def swept(runs: Path) -> Iterator[Published]:
@@ -87,11 +94,29 @@ def _most_memory(model: ModelConfig, shape: TrainingLayout) -> int:
     return max(sum(add_device_memory(shape, kinds).values()) for kinds in predict_memory(model, shape))
 
 
+def timed(recipe: str, gpus: int) -> dict[str, Any]:
+    """Return the processor seconds of a search for a recipe's model, batch and precision."""
+    raw = load_yaml_mapping(RECIPE_FILES / f"{recipe}.yaml")
+    del raw["parallel"]
+    config = RunConfig.parse(resolve_run_config(raw), source=recipe)
+    start = time.process_time()
+    best = find_best_layouts(config, gpus, load_machine("h100"))[0]
+    took = time.process_time() - start
+    return {"recipe": recipe, "gpus": gpus, "took": took, "search": format_layout(best.settings)}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", type=Path)
+    parser.add_argument("runs", type=Path, nargs="?")
+    parser.add_argument("--times", action="store_true")
+    options = parser.parse_args()
+    if options.times == (options.runs is not None):
+        parser.error("requires either RUNS.csv or --times")
+    if options.times:
+        print(record.write("plan_search_times", [timed(*large) for large in LARGE]))
+        return
     rows = []
-    for run in swept(parser.parse_args().runs):
+    for run in swept(options.runs):
         rows.append(compared(run))
         print(rows[-1], flush=True)
     ratios = [row["ratio"] for row in rows if "ratio" in row]

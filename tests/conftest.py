@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 
@@ -18,7 +19,23 @@ settings.register_profile("house", settings.get_profile("random"), derandomize=T
 settings.load_profile("house")
 
 
+MEMORY_FOLDER = "/dev/shm"
+ROOM = 4 << 30  # bytes; all tests together keep less than a tenth of it at a time
+
+
 def pytest_configure() -> None:
+    """Set up this process, and by its environment all that it starts."""
+    keep_files_in_memory()
+    reset_ignored_signals()
+
+
+def keep_files_in_memory() -> None:
+    """Keep the folders of tests in memory where there is room: they mostly wait for a disk's fsync."""
+    if os.path.isdir(MEMORY_FOLDER) and shutil.disk_usage(MEMORY_FOLDER).free >= ROOM:
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", MEMORY_FOLDER)
+
+
+def reset_ignored_signals() -> None:
     """Start child processes with the default dispositions of SIGINT and SIGHUP, also under `nohup` and in CI runners.
 
     An ignored signal stays ignored in a program that is started, a handler does not. So a handler that does nothing takes

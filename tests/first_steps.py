@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from mega_trainer.run.train_step import StepHooks, train_step
 from mega_trainer.run.training_run import assemble_training, initialize_state
 from mega_trainer.verify.case_comparison import largest_error
 from mega_trainer.verify.case_trainer import make_case_groups
+from mega_trainer.verify.layout_case import ConfigCase
 
 ALONE = RankInfo()
 
@@ -77,7 +77,7 @@ def in_layouts(raws: list[dict[str, Any]]) -> list[str]:
     """What differs from one process, which each of the ranks is for one of the runs."""
     rank, ranks, wrong = dist.get_rank(), dist.get_world_size(), []
     alone: list[Any] = [None] * ranks
-    maker = make_case_groups([SimpleNamespace(raw=resolve_run_config(raw), ranks=ranks) for raw in raws])  # type: ignore[misc]
+    maker = make_case_groups([ConfigCase.from_settings(raw, ranks) for raw in raws])
     single = {**raws[rank], "parallel": {}, "output": f"{raws[rank]['output']}-alone"}
     dist.all_gather_object(alone, step(single)[:3])
     for raw, (result, figures, gradients) in zip(raws, alone, strict=True):

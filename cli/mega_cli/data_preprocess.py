@@ -90,9 +90,10 @@ def preprocess_command(
         typer.Option(help="Language whose rules split sentences, e.g. de; with --split-sentences.", show_default="en"),
     ] = None,
     kind: Annotated[
-        Literal["text", "conversations", "pairs"],
+        Literal["text", "conversations", "pairs", "labels", "token_labels", "groups"],
         typer.Option(
-            help="Type of a record: a text, a conversation, or a preference pair (chosen and rejected answer).",
+            help="Type of a record: a text, a conversation, a preference pair (chosen and rejected answer), a labeled text, "
+            "labeled words, or a query with positive and negative texts.",
             rich_help_panel=CHAT,
         ),
     ] = "text",
@@ -120,6 +121,13 @@ def preprocess_command(
             rich_help_panel=CHAT,
         ),
     ] = None,
+    labels: Annotated[
+        str | None,
+        typer.Option(help="Names of the labels, in order, e.g. negative,positive.", rich_help_panel=CHAT),
+    ] = None,
+    negatives: Annotated[
+        int, typer.Option(min=0, help="Negatives per record, with --kind groups.", rich_help_panel=CHAT)
+    ] = 0,
     turn_weights: Annotated[
         bool,
         typer.Option(
@@ -215,7 +223,9 @@ def preprocess_command(
         )
     if language is not None and not split_sentences:
         raise ConfigError(f"--language {language} requires --split-sentences", hint="add --split-sentences")
-    chat = _chat_options(kind, loss_on, max_length, chat_template, template_option, turn_weights, map_)
+    chat = _chat_options(
+        kind, loss_on, max_length, chat_template, template_option, turn_weights, map_, labels, negatives
+    )
     if chat is not None and (append_eod or parse_special_tokens or split_sentences or json_key != "text"):
         raise ConfigError(
             f"--kind {kind} conflicts with --append-eod, --parse-special-tokens, --split-sentences and --json-key",
@@ -301,18 +311,25 @@ def _read_image_processing(folder: Path, image_tokens: int | None) -> VisionConf
 
 
 def _chat_options(
-    kind: Literal["text", "conversations", "pairs"],
+    kind: Literal["text", "conversations", "pairs", "labels", "token_labels", "groups"],
     loss_on: Literal["answers", "last", "all"] | None,
     max_length: int | None,
     chat_template: Path | None,
     template_option: list[str] | None,
     turn_weights: bool,
     columns: list[str] | None,
+    labels: str | None,
+    negatives: int,
 ) -> ChatOptions | None:
-    """Return the options of conversations, or None for text, which accepts none of them."""
+    """Return the options of whole records, or None for text, which accepts none of them."""
     from mega_common.bounded_parsing import BoundedYamlLoader, parse_yaml_text
     from mega_data.chat.chat_preparation import ChatOptions
 
+    if (labels and kind not in ("labels", "token_labels")) or (negatives and kind != "groups"):
+        raise ConfigError(
+            f"--labels requires --kind labels or token_labels, and --negatives --kind groups, found --kind {kind}",
+            hint="leave them out, or change --kind",
+        )
     if kind == "text":
         if loss_on or max_length or chat_template or template_option or turn_weights or columns:
             raise ConfigError(
@@ -320,6 +337,11 @@ def _chat_options(
                 hint="add --kind conversations or --kind pairs",
             )
         return None
+    if kind not in ("conversations", "pairs") and (loss_on or chat_template or template_option or turn_weights):
+        raise ConfigError(
+            f"--loss-on, --chat-template, --template-option and --turn-weights conflict with --kind {kind}",
+            hint="leave them out: labeled texts are encoded without a chat template",
+        )
     options = {}
     for option in template_option or []:
         key, equals, value = option.partition("=")
@@ -337,6 +359,8 @@ def _chat_options(
         template_options=options,
         turn_weights=turn_weights,
         columns=parse_columns(columns or []),
+        labels=[name.strip() for name in labels.split(",")] if labels else [],
+        negatives=negatives,
     )
 
 

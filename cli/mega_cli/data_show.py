@@ -15,6 +15,7 @@ from mega_common.errors import ConfigError
 if TYPE_CHECKING:
     from rich.text import Text
 
+    from mega_data.data_config import DataConfig
     from mega_data.reports.show_tokens import DisplayedPart, DisplayedToken
     from mega_data.tokenizer import Tokenizer
     from mega_trainer.config.run_config import RunConfig
@@ -56,12 +57,13 @@ def show_command(
             hint="mega data show data/chat --sample 7, or mega data show --run run.yaml",
         )
     named = Tokenizer(tokenizer) if tokenizer else None
-    parts = _of_run(run, sample, named) if run else _of_data_set(prefix, sample, named) if prefix else []
+    config = _load_run_config(run) if run else None
+    parts = _of_run(config, sample, named) if config else _of_data_set(prefix, sample, named) if prefix else []
     if as_json:
         typer.echo(json.dumps([asdict(part) for part in parts], ensure_ascii=False))
         return
     console = Console(highlight=False, soft_wrap=True)
-    for note in _describe_raw_data(run) if run else []:
+    for note in _describe_raw_data(config.data) if config else []:
         console.print(note)
     for part in parts:
         console.print(_heading(part), style="bold")
@@ -81,28 +83,27 @@ def _of_data_set(prefix: Path, number: int, tokenizer: Tokenizer | None) -> list
     return show_document(prefix, number, tokenizer or load_original_tokenizer(info))
 
 
-def _of_run(run: Path, number: int, tokenizer: Tokenizer | None) -> list[DisplayedPart]:
+def _of_run(config: RunConfig, number: int, tokenizer: Tokenizer | None) -> list[DisplayedPart]:
     from mega_data.blended_dataset import build_blended_datasets
     from mega_data.reports.show_tokens import show_training_sample
     from mega_trainer.data.data_check import find_run_tokenizer
 
-    config = _load_run_config(run)
     tokenizer = tokenizer or find_run_tokenizer(config.data, config.model.vocab_size)
     eod = tokenizer.eos_id if tokenizer else None
     train, _, _ = build_blended_datasets(
         config.data, seed=config.train.seed, samples=config.samples_per_split, eod=eod, tokenizer=tokenizer,
-        vision=config.model.vision,
+        vision=config.model.vision, added_kinds=config.added_data_kinds,
     )  # fmt: skip
     return show_training_sample(train[number], tokenizer)
 
 
-def _describe_raw_data(run: Path) -> list[str]:
+def _describe_raw_data(data: DataConfig) -> list[str]:
     """Return a line for each raw data set of a run: the form of its records, and its token files."""
     from mega_data.preprocessing.token_cache import read_first_record, tokenize_raw_source
     from mega_data.reading.corpus_sources import find_corpus_sources
     from mega_data.token_files.dataset_info import read_dataset_info
 
-    data, lines = _load_run_config(run).data, []
+    lines = []
     for source in data.raw_sources:
         prefix = tokenize_raw_source(source, data)
         info = read_dataset_info(prefix)
@@ -111,7 +112,8 @@ def _describe_raw_data(run: Path) -> list[str]:
         form = f"columns {{{columns}}}" if columns else form
         if info is not None:
             lines.append(
-                f"{source.input_name}: {form}; {info.documents:,} documents, {info.tokens:,} tokens in {prefix}"
+                f"{source.input_name}: {form}; {info.documents:,} documents, {info.tokens:,} tokens in "
+                f"{'the first block, ' if data.is_streamed(source) else ''}{prefix}"
             )
     return lines
 
@@ -130,7 +132,7 @@ def _load_run_config(run: Path) -> RunConfig:
     if "prompts" in kinds:
         hint = "read the answers that a run samples in the folder rollouts of its output"
         raise ConfigError("mega data show is not supported with data.kind = prompts", hint=hint)
-    if not kinds & {"bert", "masked", "t5", "pairs"}:
+    if not kinds & {"bert", "masked", "t5", "pairs", "labels", "token_labels", "groups"}:
         return RunConfig.parse(raw, source=str(run))
     try:
         return RunConfig.model_validate(raw)

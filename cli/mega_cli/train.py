@@ -317,8 +317,8 @@ def train_or_start_ranks(config: RunConfig, run: Path, nproc: int | None, overri
         count = nproc or default_rank_count(config.minimum_world_size, config.device)
         config, overrides = _resolve_layout(config, run, overrides, count)
         config.check_world_size(count)
-        tokenize_raw_data(config.data)
         if count > 1:
+            tokenize_raw_data(config.data)  # before any rank starts
             options = [f"--set={override}" for override in overrides]
             command = [sys.executable, "-m", "mega_cli.main", "train", str(run), *options]
             return run_local_ranks(command, count, Path(config.output))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mega_cli.tuning_recipe import (
+from mega_cli.tune_recipe import (
     Method,
     TuningData,
     TuningRequest,
@@ -88,7 +88,7 @@ def tune_command(
     Re-running the command resumes. An edited FOLDER/run.yaml is used as edited.
     """
     from mega_cli.train import train_or_start_ranks
-    from mega_cli.tuning_report import report_tuning
+    from mega_cli.tune_report import report_tuning
     from mega_trainer.config.run_config import load_run_config
 
     method = _choose_method(lora=lora, qlora=qlora, full=full)

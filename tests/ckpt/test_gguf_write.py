@@ -35,7 +35,7 @@ SPLITS: dict[str, list[Any]] = {
     ],
 }
 CASES = [
-    "llama", "llama-3.1", "llama-tied-linear", "mixtral", "qwen2", "qwen3", "qwen3-yarn", "qwen2_moe",
+    "llama", "llama-3.1", "llama-tied-linear", "mixtral", "qwen2", "qwen3", "qwen2_moe",
     "qwen3_moe", "gemma2-plain", "gemma3-plain",
 ]  # fmt: skip
 SMALL = ["the world in there", "a worm"]  # text of a tokenizer for the tiny models, whose vocabulary is 97
@@ -90,7 +90,7 @@ def save_tokenizer(folder: Path, tokenizer: Tokenizer) -> Path:
     return folder
 
 
-def save_sized(folder: Path, kind: str, **sizes: int) -> Path:
+def save_sized(folder: Path, kind: str, **sizes: int | None) -> Path:
     transformers = pytest.importorskip("transformers", reason="the folders are written by transformers")
     common = {
         "hidden_size": 32,
@@ -125,7 +125,9 @@ def test_a_model_is_read_back(case: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("split", SPLITS)
 def test_a_tokenizer_is_read_back_and_its_pre_tokenizer_named(split: str, tmp_path: Path) -> None:
     tokenizer = byte_level(split)
-    folder = save_tokenizer(save_sized(tmp_path / "in", "qwen2"), tokenizer)
+    kind = "mistral" if split == "llama-bpe" else "qwen2"
+    sizes = {"sliding_window": None} if kind == "mistral" else {}
+    folder = save_tokenizer(save_sized(tmp_path / "in", kind, **sizes), tokenizer)
     found = write(folder, tmp_path / "out")
     fields = gguf.GGUFReader(tmp_path / "out" / "model-f16.gguf").fields
     assert fields["tokenizer.ggml.pre"].contents() == split
@@ -204,6 +206,7 @@ def test_what_llama_cpp_has_not_is_refused_by_name(tmp_path: Path) -> None:
         dtype=torch.bfloat16,
     )
     for case, message in (
+        ("qwen3-yarn", "llama.cpp does not read blk.0.attn_output.bias of qwen3"),
         ("granite", "--to gguf does not support this model (granite)"),
         ("mistral-window", "--to gguf does not support this model (mistral)"),
         ("llama-mha-dynamic", "--to gguf does not support this model (llama)"),
@@ -219,6 +222,17 @@ def test_what_llama_cpp_has_not_is_refused_by_name(tmp_path: Path) -> None:
     refuse(
         save_tokenizer(plain, byte_level("gpt-2")), "tokenizer.json has 300 tokens, but the model's vocabulary has 97"
     )
+
+
+def test_an_existing_folder_is_replaced_and_a_file_is_not_the_result(tmp_path: Path) -> None:
+    folder = save_tokenizer(save_model(tmp_path / "in", "llama"), byte_level("gpt-2", small=True))
+    write(folder, tmp_path / "out")
+    with pytest.raises(CheckpointError, match="exists already"):
+        write(folder, tmp_path / "out", "q8_0")
+    convert_checkpoint(folder, tmp_path / "out", "gguf", options=ConvertOptions(quantize="q8_0"), overwrite=True)
+    assert [path.name for path in sorted(tmp_path.joinpath("out").iterdir())] == ["README.md", "model-q8_0.gguf"]
+    with pytest.raises(CheckpointError, match="--to gguf creates a folder with the file"):
+        write(folder, tmp_path / "model.gguf")
 
 
 def test_weights_that_fp16_cannot_hold_are_refused() -> None:

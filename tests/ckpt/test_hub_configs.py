@@ -27,6 +27,16 @@ GEMMA = {
     "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "hidden_act": "gelu_pytorch_tanh", "num_hidden_layers": 26,
     "rms_norm_eps": 1e-6,
 }  # fmt: skip
+QWEN3_VL = {
+    "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 151643, "dtype": "bfloat16", "eos_token_id": 151645,
+    "head_dim": 128, "hidden_act": "silu", "initializer_range": 0.02, "max_position_embeddings": 262144,
+    "num_attention_heads": 32, "rms_norm_eps": 1e-6, "rope_theta": 5000000, "use_cache": True, "vocab_size": 151936,
+    "rope_scaling": {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"},
+}  # fmt: skip
+QWEN3_EYES = {
+    "hidden_act": "gelu_pytorch_tanh", "in_channels": 3, "initializer_range": 0.02, "num_heads": 16,
+    "num_position_embeddings": 2304, "patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2,
+}  # fmt: skip
 # What config.json says on the hub, as the makers wrote it in the version of transformers of the day.
 HUB: dict[str, dict[str, Any]] = {
     "mixtral-8x7b": {
@@ -105,6 +115,29 @@ HUB: dict[str, dict[str, Any]] = {
             "window_size": 112,
         },
     },
+    "qwen3-vl-4b": {  # a kind of encoder that is the model's own
+        "model_type": "qwen3_vl", "image_token_id": 151655, "tie_word_embeddings": True, "text_config": {
+            **QWEN3_VL, "hidden_size": 2560, "intermediate_size": 9728, "model_type": "qwen3_vl_text", "num_hidden_layers": 36,
+            "num_key_value_heads": 8, "tie_word_embeddings": True,
+        },
+        "vision_config": {
+            **QWEN3_EYES, "deepstack_visual_indexes": [5, 11, 17], "depth": 24, "hidden_size": 1024, "intermediate_size": 4096,
+            "model_type": "qwen3_vl", "out_hidden_size": 2560,
+        },
+        "video_token_id": 151656, "vision_end_token_id": 151653, "vision_start_token_id": 151652,
+    },
+    "qwen3-vl-30b-a3b": {
+        "model_type": "qwen3_vl_moe", "image_token_id": 151655, "tie_word_embeddings": False, "text_config": {
+            **QWEN3_VL, "decoder_sparse_step": 1, "hidden_size": 2048, "intermediate_size": 6144, "mlp_only_layers": [],
+            "model_type": "qwen3_vl_moe_text", "moe_intermediate_size": 768, "norm_topk_prob": True, "num_experts": 128,
+            "num_experts_per_tok": 8, "num_hidden_layers": 48, "num_key_value_heads": 4,
+        },
+        "vision_config": {
+            **QWEN3_EYES, "deepstack_visual_indexes": [8, 16, 24], "depth": 27, "hidden_size": 1152, "intermediate_size": 4304,
+            "model_type": "qwen3_vl_moe", "out_hidden_size": 2048,
+        },
+        "video_token_id": 151656, "vision_end_token_id": 151653, "vision_start_token_id": 151652,
+    },
     "gemma3-4b": {  # with as few keys as published
         "model_type": "gemma3", "boi_token_index": 255999, "eoi_token_index": 256000, "image_token_index": 262144,
         "mm_tokens_per_image": 256, "initializer_range": 0.02, "text_config": {
@@ -128,13 +161,22 @@ def test_a_folder_of_the_hub_is_the_preset(name: str) -> None:
 
 def test_another_vision_language_model_is_refused() -> None:
     raw = {
-        "model_type": "qwen3_vl",
+        "model_type": "qwen2_vl",
         "hidden_size": 2048,
-        "vision_config": {"depth": 32, "deepstack_visual_indexes": [5]},
+        "vision_config": {"depth": 32, "embed_dim": 1280},
     }
-    with pytest.raises(CheckpointError, match="vision-language model type 'qwen3_vl' is not supported") as error:
+    with pytest.raises(CheckpointError, match="vision-language model type 'qwen2_vl' is not supported") as error:
         family_of_config(raw)
-    assert error.value.hint == "supported: llava, llava_next, gemma3, qwen2_5_vl"
+    assert error.value.hint == "supported: llava, llava_next, gemma3, qwen2_5_vl, qwen3_vl, qwen3_vl_moe"
+
+
+def test_every_key_of_qwen3_with_its_eyes_is_read() -> None:
+    for name in ("qwen3-vl-4b", "qwen3-vl-30b-a3b"):
+        assert not family_of_config(HUB[name]).unread_keys(HUB[name])
+    experts = HUB["qwen3-vl-30b-a3b"]
+    text = {**experts["text_config"], "norm_topk_prob": False}
+    with pytest.raises(CheckpointError, match="norm_topk_prob = False is not supported"):
+        family_of_config(experts).read_config_json({**experts, "text_config": text})
 
 
 def test_what_qwen_with_its_eyes_cannot_be() -> None:

@@ -40,6 +40,13 @@ CASES: dict[str, dict[str, Any]] = {
     "gemma3": TOWER | {"resize": "stretch", "bidirectional": True, "resample": "bilinear"},
     "tiles": TOWER | {"resize": "stretch", "pinpoints": [[32, 64], [64, 32]], "std": HALF},
     "native": NATIVE | {"hidden_size": 16, "num_attention_heads": 2, "mean": HALF},
+    "qwen3": NATIVE | {
+        "hidden_size": 16, "num_attention_heads": 2, "mean": HALF, "std": HALF, "patch_size": 16, "activation": "gelu_tanh",
+        "patch_bias": True, "native": {
+            "norm": "layernorm", "window": None, "positions": 9, "deepstack": [0], "min_pixels": 65_536,
+            "max_pixels": 16_777_216,
+        },
+    },
 }  # fmt: skip
 
 
@@ -69,7 +76,8 @@ def test_written_for_transformers_and_read_from_it(tmp_path: Path, name: str) ->
     usual = VisionConfig(
         **TOWER | {key: CASES[name][key] for key in ("pinpoints", "bidirectional") if key in CASES[name]}
     )
-    usual = VisionConfig(**NATIVE | {"hidden_size": 16, "num_attention_heads": 2}) if vision.native else usual
+    if vision.native:
+        usual = VisionConfig(**{key: value for key, value in CASES[name].items() if key not in ("mean", "std")})
     if vision.pinpoints:
         usual = usual.model_copy(update={"resize": "stretch"})
     (tmp_path / FILE).unlink()

@@ -209,6 +209,10 @@ RAW_FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "text": ({"text": REPLY}, {"kind": "text"}),
     "columns {text: body}": ({"body": REPLY}, {"kind": "documents", "map": {"text": "body"}}),
     "plain text": ({}, {"kind": "text"}),
+    "text and label (classification)": ({"text": REPLY, "label": 2}, {"kind": "labels"}),
+    "query, passage and label (reranking)": ({"query": ASK, "passage": REPLY, "label": 0.5}, {"kind": "labels"}),
+    "tokens and tags (token classification)": ({"tokens": ["It", "is", "4."], "tags": [0, -100, 3]}, {"kind": "token_labels"}),
+    "query and positive (retrieval)": ({"query": ASK, "positive": REPLY}, {"kind": "groups"}),
 }  # fmt: skip
 
 
@@ -241,7 +245,17 @@ def test_raw_data_of_a_run_by_the_form_of_its_records(form: str, folder: Path, t
     assert shown.startswith(f"{path}: {form}; 1 documents, ")
     assert shown == data("show", "--run", tmp_path / "run.yaml")
     texts = [line.split(maxsplit=2)[-1] for line in shown.splitlines() if line.startswith("   ")]
-    if kind in ("conversations", "pairs"):
+    if kind == "labels":
+        assert f"document 0, label {record['label']:g}: " in shown
+        assert ASK + REPLY in "".join(texts) or texts == [REPLY]
+    elif kind == "token_labels":
+        assert "document 0, labels 0 3: " in shown
+    elif kind == "groups":
+        assert [line for line in shown.splitlines() if line.startswith("group")] == [
+            "group 0, positive: 7 tokens, 7 count in the loss", "group 0, query: 13 tokens, 13 count in the loss",
+        ] or ("group 0, query: " in shown and "group 0, positive: " in shown)  # fmt: skip
+        assert texts == [ASK, REPLY]
+    elif kind in ("conversations", "pairs"):
         assert texts[0].endswith(CHAT[0])
         assert texts[1] == CHAT[1]
     else:

@@ -14,7 +14,7 @@ from PIL import Image, ImageDraw
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from typer.testing import CliRunner
 
-from mega_ckpt.families import family_for_model
+from mega_ckpt.families import family_for_model, image_processor
 from mega_cli.main import build_typer_app
 from mega_common.model_config import ModelConfig
 from mega_eval.image_prompts import ImagePrompt
@@ -72,7 +72,7 @@ def tokenizer(folder: Path) -> Path:
     return folder
 
 
-def config(tmp_path: Path, steps: int, batch: int, **more: Any) -> dict[str, Any]:
+def config(tmp_path: Path, steps: int, batch: int, text: dict[str, Any], **more: Any) -> dict[str, Any]:
     vision = {
         "num_layers": 3, "hidden_size": 48, "ffn_hidden_size": 96, "num_attention_heads": 4, "image_size": SIZE,
         "patch_size": 4, "image_token": 1, "feature_layer": -2, "activation": "gelu",
@@ -81,7 +81,7 @@ def config(tmp_path: Path, steps: int, batch: int, **more: Any) -> dict[str, Any
     return {
         "model": {
             "num_layers": 2, "hidden_size": 48, "ffn_hidden_size": 96, "num_attention_heads": 4, "vocab_size": len(WORDS),
-            "vision": vision,
+            "vision": vision, **text,
         },
         "data": {"train": str(tmp_path / "shapes"), "kind": "conversations", "seq_length": 48, "split": "1"},
         "batch": {"micro": batch, "global": batch}, "train": {"steps": steps}, "precision": "fp32", "device": "cpu",
@@ -90,13 +90,19 @@ def config(tmp_path: Path, steps: int, batch: int, **more: Any) -> dict[str, Any
     }  # fmt: skip
 
 
-def trained(tmp_path: Path, images: int, steps: int, batch: int, **more: Any) -> Path:
+def trained(
+    tmp_path: Path, images: int, steps: int, batch: int, text: dict[str, Any] | None = None, **more: Any
+) -> Path:
     """The folder for transformers of a model that was trained on so many images."""
     words, pictures = tokenizer(tmp_path / "tok"), tmp_path / "seen"
-    run, features = config(tmp_path, steps, batch, **more), ("--image-tokens", 36)
+    run, features = config(tmp_path, steps, batch, text or {}, **more), ("--image-tokens", 36)
     if more:
         model = ModelConfig.parse(run["model"])
+        assert model.vision is not None
         (tmp_path / "config.json").write_text(json.dumps(family_for_model(model).write_config_json(model)))
+        (tmp_path / image_processor.FILE).write_text(
+            json.dumps(image_processor.build_preprocessor_config(model.vision))
+        )
         features = ("--image-model", tmp_path)
     (tmp_path / "seen.json").write_text(json.dumps(records(pictures, images, 1)))
     said = mega(
@@ -112,13 +118,22 @@ def trained(tmp_path: Path, images: int, steps: int, batch: int, **more: Any) ->
 
 
 TILES = {"image_size": 12, "pinpoints": [[12, 24], [24, 12]], "resize": "stretch"}
+DEEPSTACK = {
+    "text": {"qk_norm": True, "rope": {"sections": [2, 2, 2], "sections_interleaved": True}},
+    "class_token": False, "pre_norm": False, "patch_bias": True, "feature_layer": -1, "norm_eps": 1e-6, "projector": "merger",
+    "native": {
+        "norm": "layernorm", "window": None, "positions": 16, "deepstack": [0, 1], "min_pixels": 64, "max_pixels": 1024,
+    },
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(("kind", "more", "features"), [("llava", {}, 36), ("llava_next", TILES, 9)])
-def test_the_whole_way(tmp_path: Path, kind: str, more: dict[str, Any], features: int) -> None:
+@pytest.mark.parametrize(
+    ("kind", "more", "features"), [("llava", {}, 36), ("llava_next", TILES, 9), ("qwen3_vl", DEEPSTACK, None)]
+)
+def test_the_whole_way(tmp_path: Path, kind: str, more: dict[str, Any], features: int | None) -> None:
     hf = trained(tmp_path, 8, 2, 4, **more)
     described = json.loads((hf / "config.json").read_text())
-    assert (described["model_type"], described["image_seq_length"]) == (kind, features)
+    assert (described["model_type"], described.get("image_seq_length")) == (kind, features)
     prompt = ("--prompt", "<user> <image> what is it ", "--max-new-tokens", 3, "--device", "cpu")
     said = json.loads(mega("generate", hf, "--image", tmp_path / "seen" / "0.png", *prompt, "--json"))
     assert len(said["tokens"]) <= 3

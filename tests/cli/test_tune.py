@@ -15,10 +15,10 @@ from chat_templates import CONVERSATIONS, chat_tokenizer
 from typer.testing import CliRunner
 
 from mega_cli import tune as tune_module
-from mega_cli import tuning_recipe as recipe
+from mega_cli import tune_recipe as recipe
 from mega_cli.main import build_typer_app
-from mega_cli.tuning_recipe import TuningData, TuningRequest, draft_run
-from mega_cli.tuning_report import read_held_out_prompts
+from mega_cli.tune_recipe import TuningData, TuningRequest, draft_run
+from mega_cli.tune_report import read_held_out_prompts
 from mega_common.errors import ConfigError, DataError, TrainingInterrupted
 from mega_data.tokenizer import train_tokenizer
 from mega_trainer.config.run_config import load_run_config

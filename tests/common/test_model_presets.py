@@ -15,6 +15,7 @@ PUBLISHED = {
     "qwen3-0.6b": 0.596, "qwen3-1.7b": 1.72, "qwen3-4b": 4.02, "qwen3-8b": 8.19, "qwen3-14b": 14.77, "qwen3-32b": 32.76,
     "mixtral-8x7b": 46.70, "qwen3-30b-a3b": 30.532, "gpt-oss-20b": 20.915, "gemma2-2b": 2.614, "gemma3-1b": 0.9999,
     "gemma3-4b": 4.30008, "qwen2.5-vl-3b": 3.754622976, "qwen2.5-vl-7b": 8.292166656,
+    "qwen3-vl-4b": 4.437815808, "qwen3-vl-8b": 8.767123696, "qwen3-vl-30b-a3b": 31.070754032,
     "deepseek-v3": 671.03 + 11.58,  # the model, and what its further predictor has of its own
     "nemotron-h-8b": 8.10, "nemotron-3-nano": 31.58, "granite-4-h-small": 32.21, "granite-4-h-tiny": 6.94, "qwen3-next-80b": 79.67,
     "retro-8b": 9.529,  # counted by hand of its shape, 8.523 of them the decoder's without neighbors

@@ -144,7 +144,8 @@ def inputs(vision: VisionConfig) -> tuple[Tensor, Tensor, BatchImages]:
 def logits_of(model: Decoder, tokens: Tensor, images: BatchImages) -> Tensor:
     positions = torch.arange(tokens.shape[1])[None]
     context = model.make_forward_context(positions, sequence_bounds=outline_of(model, tokens))
-    return model.compute_logits(model(model.embed_inputs(tokens, positions, images=images), context))
+    x = model.embed_inputs(tokens, positions, images=model.encode_images(images))
+    return model.compute_logits(model(x, context))
 
 
 def outline_of(model: Decoder, tokens: Tensor) -> DocumentBounds:
@@ -260,7 +261,8 @@ def test_loss_and_gradients_without_the_layer_that_is_for_nothing(tmp_path: Path
     positions = torch.arange(tokens.shape[1] - 1)[None]
     weights = (labels[:, 1:] >= 0).float()
     context = ours.make_forward_context(positions, sequence_bounds=outline_of(ours, tokens[:, :-1]))
-    x = ours(ours.embed_inputs(tokens[:, :-1], positions, images=images.select_positions(slice(-1))), context)
+    part = ours.encode_images(images.select_positions(slice(-1)))
+    x = ours(ours.embed_inputs(tokens[:, :-1], positions, images=part), context)
     loss, _ = ours.compute_token_loss(x, tokens[:, 1:], weights / weights.sum())
     loss.backward()
     projector = theirs.model.multi_modal_projector

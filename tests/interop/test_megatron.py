@@ -217,7 +217,7 @@ def test_further_tokens(megatron_checkpoint: Path, mega_checkpoint: Path, name: 
     )
     (batch,) = normalize_mtp_weights([batch], [ones.sum().item(), *(one.weights.sum().item() for one in ahead)])
     with torch.no_grad():
-        _, (_, loss), _ = model.whole(batch, model.make_forward_context(positions))
+        _, (_, loss), _ = model.run_stage(None, batch, model.make_forward_context(positions))
     written = torch.load(mega_checkpoint / name / "release.pt")["further"]
     for mine, one, other in zip(found, expected["further"], written, strict=True):
         assert one.std() > 0.1, "logits that say nothing"

@@ -132,7 +132,7 @@ def test_losses_on_megatrons_samples_are_megatrons(megatron_t5: Theirs, name: st
     )
     assert isinstance(model, EncoderDecoderModel)
     with torch.no_grad():
-        _, _, ours = model.whole(micro, model.make_batch_context(micro, lambda *_: None))
+        _, _, ours = model.run_stage(None, micro, model.make_batch_context(micro, lambda *_: None))
     read = torch.load(megatron_t5.root / "samples.pt")["read"]
     assert read.sum() > 20
     losses: Tensor = megatron_t5.found(name, "iter_0000007")["losses"]

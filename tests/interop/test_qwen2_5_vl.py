@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -98,8 +99,9 @@ def inputs(vision: VisionConfig, sizes: list[tuple[int, int]]) -> tuple[Tensor, 
 
 def logits_of(model: Decoder, tokens: Tensor, images: BatchImages) -> Tensor:
     assert images.positions is not None
-    context = model.make_forward_context(images.positions)
-    return model.compute_logits(model(model.embed_inputs(tokens, images.positions[0], images=images), context))
+    encoded = model.encode_images(images)
+    context = replace(model.make_forward_context(images.positions), images=encoded)
+    return model.compute_logits(model(model.embed_inputs(tokens, images.positions[0], images=encoded), context))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -214,7 +216,7 @@ def test_loss_and_gradients(tmp_path: Path) -> None:
     expected = theirs(input_ids=tokens, labels=labels, **hf_inputs(ours.config.vision, tokens, pixels)).loss
     expected.backward()
     weights = (labels[:, 1:] >= 0).float()
-    part = images.select_positions(slice(-1))
+    part = ours.encode_images(images.select_positions(slice(-1)))
     x = ours(
         ours.embed_inputs(tokens[:, :-1], part.positions[0], images=part), ours.make_forward_context(part.positions)
     )

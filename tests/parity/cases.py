@@ -183,6 +183,16 @@ VARIANTS["vision"] = [
             "projector": "merger", "native": {"window": 8, "full_layers": [1], "min_pixels": 64, "max_pixels": 96},
         },
     },
+    {
+        "head_dim": 8, "scale_embeddings": False, "qk_norm": True,
+        "rope": {"theta": 100.0, "sections": [2, 1, 1], "sections_interleaved": True},
+        "vision": MODELS["vision"]["vision"] | {
+            "hidden_size": 16, "class_token": False, "pre_norm": False, "feature_layer": -1, "activation": "gelu_tanh",
+            "patch_bias": True, "projector": "merger", "native": {
+                "norm": "layernorm", "window": None, "positions": 9, "deepstack": [0, 1], "min_pixels": 64, "max_pixels": 96,
+            },
+        },
+    },
 ]  # fmt: skip
 # What may be frozen of a model.
 FROZEN: dict[str, list[list[str]]] = {"vision": [[], ["model.vision_tower.*"], ["model.projector.*"]]}
@@ -275,12 +285,25 @@ def _with_choices(name: str, ranks: int, parallel: dict[str, Any]) -> LayoutCase
     variants = VARIANTS.get(name, [{}])
     if name == "t5" and parallel.get("cp_kind", "alltoall") != "alltoall":  # which add nothing to scores
         variants = [variant for variant in variants if variant.get("position") == "learned"]
+    variant = rng.choice(variants)
+    layers += _add_deepstack_layers(variant, chosen["parallel"])
     found = case(
-        name, ranks, layers=layers, variant=rng.choice(variants), **draw_memory_settings(rng), **chosen,
+        name, ranks, layers=layers, variant=variant, **draw_memory_settings(rng), **chosen,
         optimizer=rng.choice(OPTIMIZERS), steps=steps,
         freeze=rng.choice(FROZEN[name]) if name in FROZEN else (),
     )  # fmt: skip
     return replace(found, steps=min(steps, most_steps(found)))
+
+
+def _add_deepstack_layers(variant: Mapping[str, Any], parallel: dict[str, Any]) -> int:
+    """Give the first stage the decoder layers that DeepStack features enter; return how many are added."""
+    needed = len(variant.get("vision", {}).get("native", {}).get("deepstack", ()))
+    stages = parallel["pp"] * parallel["virtual_stages"]
+    first, *rest = parallel.get("pipeline_layout", [1])
+    added = max(0, needed - first) if stages > 1 else 0
+    if "pipeline_layout" in parallel:
+        parallel["pipeline_layout"] = [first + added, *rest]
+    return added
 
 
 def most_steps(case: LayoutCase) -> int:

@@ -266,7 +266,12 @@ def moves() -> list[tuple[LayoutCase, LayoutCase]]:
     ]
 
 
-def test_experts_move(tmp_path: Path) -> None:
+# one move in so many of a table; `make test-long` runs all of it
+ONE_IN_TWO = pytest.mark.parametrize("every", [2, pytest.param(1, marks=pytest.mark.long)], ids=["some", "all"])
+
+
+@ONE_IN_TWO
+def test_experts_move(every: int, tmp_path: Path) -> None:
     """With them the biases of their choice."""
     shapes = [
         (1, {}), (4, {"ep": 4, "zero": 1}), (4, {"pp": 2, "tp": 2, "ep": 2}), (4, {"ep": 2, "expert_tp": 2, "zero": 3}),
@@ -274,7 +279,7 @@ def test_experts_move(tmp_path: Path) -> None:
     ]  # fmt: skip
     cases = [
         tuple(case("moe", ranks, layers=3, parallel=parallel, micro=2) for ranks, parallel in pair)
-        for pair in pairwise(shapes)
+        for pair in list(pairwise(shapes))[::every]
     ]
     for (before, after), *found in zip(cases, *run_ranks(restore_in_other_layouts, 4, cases, tmp_path), strict=True):
         where, held = f"{before} -> {after}", [one for one in found if one is not None]
@@ -282,7 +287,8 @@ def test_experts_move(tmp_path: Path) -> None:
         assert not join_findings(after, [one.steps for one in held]).describe_problem(1e-10), where
 
 
-def test_main_weights_and_moments_of_a_bf16_run_move_bit_for_bit(tmp_path: Path) -> None:
+@ONE_IN_TWO
+def test_main_weights_and_moments_of_a_bf16_run_move_bit_for_bit(every: int, tmp_path: Path) -> None:
     shapes = [
         (1, {}),
         (4, {"tp": 2, "zero": 1}),
@@ -292,7 +298,7 @@ def test_main_weights_and_moments_of_a_bf16_run_move_bit_for_bit(tmp_path: Path)
     ]
     cases = [
         tuple(case("tied", ranks, parallel=p, micro=2, batch=24, precision="bf16") for ranks, p in pair)
-        for pair in pairwise(shapes)
+        for pair in list(pairwise(shapes))[::every]
     ]
     for pair, *found in zip(cases, *run_ranks(restore_in_other_layouts, 4, cases, tmp_path), strict=True):
         held = [one for one in found if one is not None]

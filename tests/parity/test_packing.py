@@ -11,7 +11,7 @@ from mega_trainer.verify.layout_case import group_by_processes
 
 def test_packed_documents_train_as_one_by_one_in_a_covering_of_layouts() -> None:
     cases = [case for case in plain_layouts() if case.ranks != 3]
-    assert not problems(covering(cases, 5), RANKS)
+    assert not problems(covering(cases, 4), RANKS)
 
 
 @pytest.mark.long

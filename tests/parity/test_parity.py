@@ -1,4 +1,6 @@
-"""Any layout of ranks computes what one process computes. `make parity` runs them all, this a covering few."""
+"""Any layout of ranks computes what one process computes. `make parity` runs them all, `make parity N=60` in CI a covering sixty,
+of which these are the first.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +15,9 @@ from ranks import run_ranks
 from mega_trainer.verify.case_comparison import CaseVerdict, join_all_findings, sweep_cases
 from mega_trainer.verify.layout_case import LayoutCase
 
+# one case in so many of a table; `make test-long` runs all of it
+ONE_IN_THREE = pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.long)], ids=["some", "all"])
+
 
 def results(cases: list[LayoutCase], ranks: int) -> list[CaseVerdict]:
     """Each case against one process."""
@@ -25,7 +30,7 @@ def problems(cases: list[LayoutCase], ranks: int) -> list[str]:
 
 
 def test_a_covering_of_all_layouts() -> None:
-    assert not problems(covering(all_layouts(), 16), 8)
+    assert not problems(covering(all_layouts(), 6), 8)
 
 
 def test_a_growing_batch_and_rates_of_embedding_and_output_and_by_name() -> None:
@@ -42,7 +47,8 @@ def test_a_growing_batch_and_rates_of_embedding_and_output_and_by_name() -> None
     assert not problems(cases, 4)
 
 
-def test_latents_without_norms() -> None:
+@ONE_IN_THREE
+def test_latents_without_norms(every: int) -> None:
     shapes: list[tuple[int, dict[str, Any]]] = [
         (1, {}), (2, {"tp": 2}), (2, {"tp": 2, "sp": True}), (2, {"cp": 2}), (2, {"pp": 2}), (4, {"tp": 4, "sp": True}),
         (4, {"tp": 2, "sp": True, "cp": 2, "cp_kind": "alltoall"}), (4, {"tp": 2, "pp": 2, "zero": 1}),
@@ -53,10 +59,11 @@ def test_latents_without_norms() -> None:
         for ranks, shape in shapes
         for name in ("mla", "deepseek")
     ]
-    assert not problems(cases, 4)
+    assert not problems(cases[every // 2 :: every], 4)
 
 
-def test_linear_biases_scaled_queries_norms_after_rotation_and_a_head_bias() -> None:
+@ONE_IN_THREE
+def test_linear_biases_scaled_queries_norms_after_rotation_and_a_head_bias(every: int) -> None:
     shapes: list[tuple[int, dict[str, Any]]] = [
         (2, {"tp": 2}), (2, {"tp": 2, "sp": True}), (2, {"pp": 2}), (2, {"zero": 3}), (4, {"tp": 4, "sp": True}),
         (4, {"tp": 2, "pp": 2, "zero": 1}), (4, {"tp": 2, "sp": True, "cp": 2, "cp_kind": "alltoall"}),
@@ -65,10 +72,10 @@ def test_linear_biases_scaled_queries_norms_after_rotation_and_a_head_bias() -> 
     options = [("dense", 3), ("gqa", 2), ("mla", 3)]
     cases = [
         case(name, ranks, layers=shape.get("pp", 1) * 2, parallel=shape, micro=2, variant=VARIANTS[name][number])
-        for ranks, shape in shapes
         for name, number in options
+        for ranks, shape in shapes
     ]
-    assert not problems(cases, 4)
+    assert not problems(cases[::every], 4)
 
 
 def test_images_in_different_numbers_of_tiles() -> None:
@@ -81,18 +88,48 @@ def test_images_in_different_numbers_of_tiles() -> None:
 
 
 def test_images_of_different_shapes() -> None:
-    """Dealt by their features, in windows, and turned by line and column in the decoder."""
+    """Dealt by their features, in windows or with features behind the first layers of the decoder, and turned by line and
+    column in the decoder."""
     shapes: list[dict[str, Any]] = [
         {"tp": 4}, {"tp": 2, "sp": True, "cp": 2}, {"tp": 2, "zero": 3}, {"pp": 2, "cp": 2, "cp_kind": "alltoall"},
     ]  # fmt: skip
+    piped = {"tp": 2, "sp": True, "pp": 2}
     cases = [
-        case("vision", 4, layers=shape.get("pp", 1) * 2, parallel=shape, micro=2, variant=VARIANTS["vision"][4])
-        for shape in shapes
+        *(
+            case(
+                "vision", 4, layers=shape.get("pp", 1) * 2, parallel=shape, micro=2, variant=VARIANTS["vision"][number]
+            )
+            for number in (4, 5)
+            for shape in shapes
+        ),
+        *(
+            case(
+                "vision",
+                4,
+                layers=layers,
+                parallel=piped | more,
+                micro=2,
+                variant=VARIANTS["vision"][5] | changes,
+                recompute=recompute,
+                freeze=freeze,
+            )
+            for layers, more, changes, recompute, freeze in (
+                (4, {"schedule": "zb-h1"}, {}, {"kind": "selective"}, ["model.vision_tower.*"]),
+                (
+                    5,
+                    {"pipeline_layout": [3, 2]},
+                    {"moe": MODELS["moe"]["moe"] | {"layers": [1, 3]}},
+                    {"kind": "full"},
+                    [],
+                ),
+            )
+        ),
     ]
     assert not problems(cases, 4)
 
 
-def test_experts_with_a_capacity_with_losses_over_the_batch_and_with_a_balanced_choice() -> None:
+@ONE_IN_THREE
+def test_experts_with_a_capacity_with_losses_over_the_batch_and_with_a_balanced_choice(every: int) -> None:
     """The losses are of a micro-batch of all data ranks, so that of one process must be as large."""
     base = {"num_experts": 8, "top_k": 2, "ffn_hidden_size": 24, "layers": [1], "z_loss": 0.01, "aux_loss": 0.1}
     shapes = [
@@ -101,10 +138,10 @@ def test_experts_with_a_capacity_with_losses_over_the_batch_and_with_a_balanced_
     ]  # fmt: skip
     cases = [
         case("moe", ranks, parallel=parallel, micro=micro, variant={"moe": {**base, **more}})
-        for ranks, parallel, micro in shapes
         for more in ({"aux_loss_scope": "batch"}, {"capacity_factor": 0.8, "score": "sigmoid"}, SINKHORN)
+        for ranks, parallel, micro in shapes
     ]
-    assert not problems(cases, 4)
+    assert not problems(cases[every // 2 :: every], 4)
 
 
 def test_a_fixed_number_of_tokens_to_each_rank() -> None:
@@ -170,7 +207,7 @@ def test_in_fp32() -> None:
         one for one in all_layouts() if one.model.get("position", "rope") == "rope" or not one.model.get("qkv_bias")
     ]
     small = [one for one in seen if one.ranks <= 4]
-    for one in results([replace(it, precision="fp32", steps=1) for it in covering(small, 8)], 4):
+    for one in results([replace(it, precision="fp32", steps=1) for it in covering(small, 5)], 4):
         first = {kind: one.errors[kind] for kind in ("loss", "norm", "gradients")}
         amplified = one.case.name == "hybrid"  # delta nets multiply the rounding of what goes into them
         assert not replace(one, errors=first).describe_problem(1e-4 if amplified else 3e-5)

@@ -16,13 +16,14 @@ from torch import Tensor
 
 from mega_common.vision_config import PROJECTOR, TOWER
 from mega_trainer.data import batch_images
-from mega_trainer.data.batch_images import BatchImages, ImageBlock, insert_image_features
+from mega_trainer.data.batch_images import BatchImages, ImageBlock, add_image_features, insert_image_features
 from mega_trainer.data.micro_batch import MicroBatch
 from mega_trainer.distributed.comm import CommGroup
 from mega_trainer.kernels.attention_masks import MaskPart
 from mega_trainer.model import forward_context
 from mega_trainer.model.vision import native_resolution, vision_builder, vision_encoder
 from mega_trainer.model.vision.native_resolution import ImagePartition, PatchGrid, PatchWindowMask
+from mega_trainer.model.vision.vision_encoder import ImageEmbedder
 from mega_trainer.verify.layout_case import LayoutCase
 
 swap = mock.patch.object
@@ -35,6 +36,7 @@ PIPED = case("vision", 4, layers=4, parallel={"tp": 2, "pp": 2, "schedule": "zb-
 RING = case("vision", 2, parallel={"cp": 2}, variant=VARIANTS["vision"][3])
 TILES = case("vision", 2, parallel={"tp": 2}, variant=VARIANTS["vision"][2])
 SHAPES = case("vision", 4, parallel={"tp": 2, "cp": 2}, variant=VARIANTS["vision"][4])
+STACKED = case("vision", 2, parallel={"tp": 2, "sp": True}, variant=VARIANTS["vision"][5])
 
 
 def _within_a_chunk(blocks: Sequence[ImageBlock], queries: range, keys: range) -> list[MaskPart]:
@@ -56,6 +58,13 @@ _dealt = BatchImages.local_pixels
 
 def _one_place_off(x: Tensor, features: Tensor, rows: Tensor) -> Tensor:
     return insert_image_features(x, features, rows.roll(1, -1))
+
+
+def _of_the_first_ranks_places(self: ImageEmbedder, x: Tensor, images: BatchImages, layer: int) -> Tensor:
+    """Each rank of sp adds what belongs to the first one's part of the sequence."""
+    assert images.features is not None
+    features = images.features[:, (1 + layer) * self.width : (2 + layer) * self.width]
+    return add_image_features(x, features, images.rows[:, : x.shape[1]]) if features.shape[1] else x
 
 
 def _gradient(partial: bool, axis: str) -> Patch:
@@ -149,6 +158,12 @@ VISIONS: list[tuple[str, LayoutCase, Patch]] = [
         SHAPES,
         lambda: swap(ImagePartition, "feature_rows", property(_without_shares)),
     ),
+    (
+        "vision: DeepStack of the first rank's places under sp",
+        STACKED,
+        lambda: swap(ImageEmbedder, "add_deepstack", _of_the_first_ranks_places),
+    ),
+    ("vision: the gradient of DeepStack mergers stays on its rank", STACKED, _stays(f"{PROJECTOR}deepstack")),
     (
         "vision: context ranks turn by columns where lines should",
         SHAPES,

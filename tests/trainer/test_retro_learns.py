@@ -67,7 +67,7 @@ def held_out(*, neighbors: bool) -> float:
     for step in range(STEPS, STEPS + 4):
         micro = next(split_micro_batches(facts(step, neighbors=neighbors), trainer.config, torch.device("cpu")))
         with torch.no_grad():
-            total, _, _ = model.whole(micro, model.make_batch_context(micro, lambda *_: None))
+            total, _, _ = model.run_stage(None, micro, model.make_batch_context(micro, lambda *_: None))
         found.append(total.item() / micro.weights.sum().item())
     return sum(found) / len(found)
 

@@ -1,4 +1,7 @@
-"""DeepSpeed's configuration file, `--deepspeed-config`, which configures its engine in addition to the script's flags."""
+"""Draft of a run.yaml from the flags of a launch script: its settings, a note for each flag, and DeepSpeed's file.
+
+`--deepspeed-config` names the file, which configures DeepSpeed's engine in addition to the script's flags.
+"""
 
 from __future__ import annotations
 

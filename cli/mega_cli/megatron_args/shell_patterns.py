@@ -1,8 +1,6 @@
-"""Patterns of a script: shell patterns and regular expressions.
+"""Patterns of a script: shell patterns (`*`, `?` and `[...]`) and regular expressions.
 
-Regular expressions of a script, matched in linear time by RE2: Python's own engine may need exponential time.
-
-Shell patterns: matching of `*`, `?` and `[...]` in a text.
+RE2 matches regular expressions in linear time; Python's own engine may need exponential time.
 """
 
 from __future__ import annotations

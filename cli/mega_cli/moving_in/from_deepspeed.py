@@ -1,14 +1,11 @@
 """DeepSpeed's configuration file as a run.yaml: batch, layout, optimizer, precision, loss scale and schedule.
 
-Precision and loss scale of DeepSpeed's file. Facts: DeepSpeed 0.19 (runtime/config.py, precision_config.py, torch_autocast.py).
-
-DeepSpeed's schedulers as `lr_schedule`. Facts: DeepSpeed 0.19 (runtime/lr_schedules.py, runtime/engine.py).
-
 The engine advances a scheduler after a step, and the scheduler counts from -1: step k of a run (from 0) has the rate of the
 scheduler's iteration k - 1, and step 0 has the lowest rate. So the logarithmic warm-up of N steps is log(k) / log(N), a
 linear warm-up starts one step late, and the linear decay of WarmupDecayLR ends one step after total_num_steps.
 
-DeepSpeed's ds_config.json as a run.yaml. Facts: deepspeed.ai/docs/config-json, DeepSpeed 0.19 (runtime/config.py).
+Facts: deepspeed.ai/docs/config-json, DeepSpeed 0.19 (runtime/config.py, precision_config.py, torch_autocast.py,
+runtime/lr_schedules.py, runtime/engine.py).
 """
 
 from __future__ import annotations

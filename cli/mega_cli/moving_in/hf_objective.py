@@ -1,15 +1,12 @@
-"""Program that a file with HuggingFace's names belongs to, its objective and its adapters.
+"""Objective and adapters of a file with HuggingFace's names, and the program that the file belongs to.
 
-Detection of the program that a file with HuggingFace's names belongs to, and its defaults.
+The program is detected, since its defaults apply. Preference pairs and reward models of Axolotl and TRL become `objective`;
+other objectives are rejected. Adapters of PEFT, TRL, Axolotl and LLaMA-Factory become `lora`, with 4-bit base weights if the
+file has them (QLoRA).
 
-Facts: transformers 5.23 (training_args.py), TRL 1.16 (SFTConfig, DPOConfig, KTOConfig, RewardConfig, ModelConfig),
-Axolotl 0.18 (utils/schemas), LLaMA-Factory 0.9 (hparams), Accelerate 1.15 (`accelerate config`).
-
-Objectives of Axolotl and TRL as `objective`: preference pairs and reward models. Other objectives are rejected.
-
-Facts: TRL 1.16 (DPOConfig, KTOConfig, RewardConfig, CPOConfig), Axolotl 0.18 (core/builders/rl.py, core/builders/causal.py).
-
-Adapters of PEFT, TRL, Axolotl and LLaMA-Factory as `lora`, with 4-bit base weights if the file has them (QLoRA).
+Facts: transformers 5.23 (training_args.py), TRL 1.16 (SFTConfig, DPOConfig, KTOConfig, RewardConfig, CPOConfig, ModelConfig),
+Axolotl 0.18 (utils/schemas, core/builders/rl.py, core/builders/causal.py), LLaMA-Factory 0.9 (hparams), Accelerate 1.15
+(`accelerate config`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The mixer `my_extension`: its mathematics in one process."""
+"""The mixer `my_extension`: its mathematics in one process, and the same in every layout."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from mega_trainer.extend import compute_logits
+from mega_trainer.extend import compute_logits, verify_run
 
 RUN: dict[str, Any] = {
     "extensions": [str(Path(__file__).parent / "my_extension.py")],
@@ -27,3 +27,7 @@ def test_the_temperature_changes_the_output() -> None:
     hot = {**RUN, "model": {**RUN["model"], "mixers": {"my_extension": {"temperature": 2.0}}}}
     tokens = torch.arange(12)[None]
     assert not torch.equal(compute_logits(RUN, tokens), compute_logits(hot, tokens))
+
+
+def test_every_layout_computes_what_one_process_computes() -> None:
+    assert verify_run(RUN, layouts=3) == []

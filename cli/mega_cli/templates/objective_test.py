@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import torch
@@ -23,3 +25,12 @@ def test_a_known_token_counts_less() -> None:
         ENTRY.token_loss(log_probs, torch.zeros_like(log_probs), options=ENTRY.options(gamma=2)) / -log_probs
     )
     assert known < unknown < 1
+
+
+def test_every_layout_computes_what_one_process_computes() -> None:
+    extension = f"--set=extensions=[{Path(__file__).parent / 'my_extension.py'}]"
+    run = [str(Path(__file__).parent / "run.yaml"), extension, "--layouts", "2", "--ranks", "2"]
+    done = subprocess.run(
+        [sys.executable, "-m", "mega_cli.main", "verify", *run], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr

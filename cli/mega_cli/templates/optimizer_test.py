@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import torch
@@ -22,3 +24,12 @@ def test_it_computes_its_formulas() -> None:
         rule.update(weight, gradient, state, lr=0.1, weight_decay=0.01, step=step)
         torch.testing.assert_close(weight, expected)
         torch.testing.assert_close(state["momentum"], m)
+
+
+def test_every_layout_computes_what_one_process_computes() -> None:
+    extension = f"--set=extensions=[{Path(__file__).parent / 'my_extension.py'}]"
+    run = [str(Path(__file__).parent / "run.yaml"), extension, "--layouts", "2", "--ranks", "2"]
+    done = subprocess.run(
+        [sys.executable, "-m", "mega_cli.main", "verify", *run], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -15,6 +15,9 @@ from mega_common.vision_config import PROJECTOR, TOWER, VisionConfig
 
 TensorShapes = dict[str, TensorShape]
 EMBEDDING, HEAD, SCORE = "model.embed_tokens.weight", "lm_head.weight", "score.weight"
+SCORE_BIAS = "score.bias"
+# Prefixes of the tensors of reward and task heads, which a language model may lack: they are then randomly initialized.
+TASK_HEADS = ("score.", "model.pooler.", "lm_head.dense.", "lm_head.norm.")
 
 
 def canonical_tensors(config: ModelConfig) -> TensorShapes:
@@ -22,7 +25,7 @@ def canonical_tensors(config: ModelConfig) -> TensorShapes:
     Canonical names are mega's own tensor names.
 
     A layer's experts are one tensor stacked on axis 0. `lm_head.weight` is absent with tied embeddings, and replaced by
-    `score.weight` in a reward model. A module of transformers has the names and the order of transformers.
+    `score.weight` (and `score.bias`) in a model with a reward or task head. A module of transformers has the names and the order of transformers.
     """
     if config.transformers is not None:
         return dict(config.transformers.tensors)
@@ -43,9 +46,10 @@ def canonical_tensors(config: ModelConfig) -> TensorShapes:
         out |= _retro_encoder(config, index)
     out |= _norm(config, "model.norm") if config.norm_position != "sum" else {}
     out |= _encoder_heads(config)
-    if config.score:
-        out[SCORE] = (1, width)
-    elif not config.tie_embeddings:
+    if config.num_scores:
+        out[SCORE] = (config.num_scores, width)
+        out |= {SCORE_BIAS: (config.num_scores,)} if config.has_score_bias else {}
+    elif config.task_head is None and not config.tie_embeddings:
         out[HEAD] = (vocab, width)
     for index in range(config.num_layers, config.num_layers + config.mtp_layers):
         out |= {f"model.layers.{index}.{name}": shape for name, shape in _mtp_layer(config, index).items()}
@@ -63,11 +67,11 @@ def _vision(config: ModelConfig) -> TensorShapes:
         for name, shape in canonical_tensors(tower).items()
         if name.startswith(prefixes)
     }
-    positions = {f"{TOWER}embed_positions.weight": (vision.patches_per_image + vision.class_token, width)}
+    count = vision.native.positions if vision.native else vision.patches_per_image + vision.class_token
     return {
         **_linear(f"{TOWER}embed_patches", width, vision.values_per_patch, vision.patch_bias),
         **({f"{TOWER}class_embedding": (width,)} if vision.class_token else {}),
-        **({} if vision.native else positions),
+        **({f"{TOWER}embed_positions.weight": (count, width)} if count else {}),
         **(_norm(tower, f"{TOWER}pre_norm") if vision.pre_norm else {}),
         **layers,
         **_projector(config, vision),
@@ -81,16 +85,27 @@ def _projector(config: ModelConfig, vision: VisionConfig) -> TensorShapes:
             **_linear(f"{PROJECTOR}linear", config.hidden_size, vision.hidden_size, bias=False),
         }
     if vision.native:
-        joined = vision.hidden_size * vision.native.merge**2
-        return {
-            f"{PROJECTOR}norm.weight": (vision.hidden_size,),
-            **_linear(f"{PROJECTOR}linear_1", joined, joined, bias=True),
-            **_linear(f"{PROJECTOR}linear_2", config.hidden_size, joined, bias=True),
-        }
+        out = _patch_merger(config, vision, PROJECTOR, vision.hidden_size)
+        for index in range(len(vision.deepstack_layers)):
+            prefix, joined = f"{PROJECTOR}deepstack.{index}.", vision.hidden_size * vision.native.merge**2
+            out |= _patch_merger(config, vision, prefix, joined)
+        return out
     return {
         **_linear(f"{PROJECTOR}linear_1", config.hidden_size, vision.hidden_size, vision.projector_bias),
         **_linear(f"{PROJECTOR}linear_2", config.hidden_size, config.hidden_size, vision.projector_bias),
         **({f"{PROJECTOR}newline": (config.hidden_size,)} if vision.pinpoints is not None else {}),
+    }
+
+
+def _patch_merger(config: ModelConfig, vision: VisionConfig, prefix: str, norm_size: int) -> TensorShapes:
+    """Return the tensors of a patch merger; its norm is over one patch, or over all patches of a feature."""
+    assert vision.native is not None
+    joined = vision.hidden_size * vision.native.merge**2
+    return {
+        f"{prefix}norm.weight": (norm_size,),
+        **({f"{prefix}norm.bias": (norm_size,)} if vision.native.norm == "layernorm" else {}),
+        **_linear(f"{prefix}linear_1", joined, joined, bias=True),
+        **_linear(f"{prefix}linear_2", config.hidden_size, joined, bias=True),
     }
 
 

@@ -110,8 +110,7 @@ def convert_checkpoint(
     check: Callable[[Location], object] | None = None,
     overwrite: bool = False,
 ) -> None:
-    """Write the model at `source` to the folder `destination` in the format `to`: "hf", "mega", "megatron", "peft", "gguf"
-    or "mlx".
+    """Convert a model to a new folder in another format: "hf", "mega", "megatron", "peft", "gguf" or "mlx".
 
     Args:
         source: a mega checkpoint, a run folder (its latest checkpoint), a HuggingFace or a Megatron folder.
@@ -140,7 +139,8 @@ def convert_checkpoint(
     training = _read_training_state(weights, options) if to == "mega" else None
     quantization = weights.quantization if isinstance(weights, DiskSource) else None
     if quantization:
-        logger.info("the weights of %s are quantized (%s); the output is not", source, quantization)
+        result = "their values are quantized again" if options.quantize else "the output is not"
+        logger.info("the weights of %s are quantized (%s); %s", source, quantization, result)
     with open_resumable(final, _conversion_identity(source, to, options)) as journal:
         try:
             if to == "mega":
@@ -404,6 +404,10 @@ def _check_destination(final: Location, source: Location, to: str, overwrite: bo
         if (final / MANIFEST).is_file():
             raise CheckpointError(f"{final}: exists already", hint="choose another destination, or remove it")
         return
+    if to == "gguf" and final.suffix == SUFFIX:
+        raise CheckpointError(
+            f"{final}: --to gguf creates a folder with the file", hint=f"give the name of a folder, e.g. {final.stem}"
+        )
     if not final.exists():
         return
     if not overwrite:

@@ -42,6 +42,32 @@ class MaskedLmConfig(StrictConfig):
     bias: bool = Field(True, description="bias of each token's logit")
 
 
+class TaskHeadConfig(StrictConfig):
+    """Head in place of the output layer for tasks other than language modelling.
+    It gives logits of labels for whole texts or for tokens; a model of text embeddings has none.
+    """
+
+    kind: Literal["sequence", "token", "embedding"] = Field(
+        "sequence",
+        description="sequence: labels of whole texts (classification, regression, reranking); token: labels of tokens; "
+        "embedding: vectors of texts, without a head",
+    )
+    labels: PositiveInt = Field(2, description="number of labels; 1 for regression and reranking")
+    names: list[str] = Field([], description="name of each label, for config.json; default: LABEL_0, LABEL_1, ...")
+    pooling: Literal["first", "last", "mean"] | None = Field(
+        None,
+        description="token whose hidden state stands for a text, or their mean (embedding only); default: last for decoders, "
+        "first for encoders, mean for embeddings of encoders",
+    )
+
+    def problems(self) -> Iterator[ConfigProblem]:
+        """Yield names that do not fit the number of labels, and a mean for labels."""
+        if self.names and len(self.names) != self.labels:
+            yield ConfigProblem("names", f"must have one name per label ({self.labels})", self.names)
+        if self.pooling == "mean" and self.kind != "embedding":
+            yield ConfigProblem("pooling", "requires kind: embedding", "mean", "pooling: first")
+
+
 class RelativePositionConfig(StrictConfig):
     """Configuration of T5's relative position bias of attention scores (arXiv:1910.10683, section 2.1).
 

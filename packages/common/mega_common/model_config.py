@@ -19,7 +19,7 @@ from pydantic import (
     model_validator,
 )
 
-from mega_common.encoder_config import EncoderDecoderConfig, MaskedLmConfig, RelativePositionConfig
+from mega_common.encoder_config import EncoderDecoderConfig, MaskedLmConfig, RelativePositionConfig, TaskHeadConfig
 from mega_common.extension_block import BlockDeclaration, ExtensionBlocks
 from mega_common.layer_kinds import (
     FeedForwardKind,
@@ -78,6 +78,11 @@ class RopeConfig(StrictConfig):
         None,
         description="pairs of a head that are rotated by a token's time, row and column (`mrope_section`); outside of "
         "images the three are equal",
+    )
+    sections_interleaved: bool = Field(
+        False,
+        description="pairs rotated by time, row and column alternate as long as the sections of row and column last, as in "
+        "Qwen3-VL; else the sections follow each other",
     )
 
 
@@ -255,6 +260,9 @@ class ModelConfig(StrictConfig):
         False,
         description="reward model: a head with one output scores a text at its last token, instead of the LM head",
     )
+    task_head: TaskHeadConfig | None = Field(
+        None, description="head for classification, regression, reranking or embeddings, instead of the LM head"
+    )
     masked_lm: MaskedLmConfig | None = None
     pooler: bool = Field(False, description="tanh(W x) of the first token, as in BERT")
     sentence_pairs: bool = Field(False, description="predict from the pooled first token whether segments are swapped")
@@ -338,8 +346,29 @@ class ModelConfig(StrictConfig):
     @property
     def has_output_bias(self) -> bool:
         """True if a bias per vocabulary token is added to the logits."""
-        of_head = self.head_bias and not self.score
+        of_head = self.head_bias and not self.score and not self.task_head
         return bool(of_head or (self.masked_lm and self.masked_lm.bias) or (self.encoder and self.encoder.head_bias))
+
+    @property
+    def num_scores(self) -> int:
+        """Number of outputs per token of a reward model or task head; 0 for a language model or an embedding model."""
+        head = self.task_head
+        return int(self.score) if head is None else head.labels if head.kind != "embedding" else 0
+
+    @property
+    def has_score_bias(self) -> bool:
+        """True if the outputs of the task head have a bias, as in transformers for tokens and for encoders."""
+        return (
+            self.num_scores > 0 and self.task_head is not None and (self.task_head.kind == "token" or not self.causal)
+        )
+
+    @property
+    def text_pooling(self) -> Literal["first", "last", "mean"]:
+        """Token, or mean of tokens, whose hidden state stands for a text."""
+        head = self.task_head
+        if head is None or head.pooling is None:
+            return "last" if self.causal else "mean" if head and head.kind == "embedding" else "first"
+        return head.pooling
 
     @property
     def has_encoder(self) -> bool:
@@ -416,6 +445,11 @@ class ModelConfig(StrictConfig):
         """Configuration of the vision encoder's transformer layers; None without a vision encoder."""
         return None if self.vision is None else ModelConfig.model_validate(self.vision.encoder_fields)
 
+    @property
+    def first_stage_layers(self) -> int:
+        """Number of layers that must be on the first pipeline stage: those to whose outputs image features are added."""
+        return 0 if self.vision is None else len(self.vision.deepstack_layers)
+
     def uses_tensor(self, name: str) -> bool:
         """Return whether the model's forward pass uses a tensor, by its canonical name.
 
@@ -438,8 +472,20 @@ class ModelConfig(StrictConfig):
     @model_validator(mode="before")
     @classmethod
     def _apply_reward_defaults(cls, raw: Any) -> Any:
-        """Disable tied embeddings and MTP layers of a reward model, which has no output layer."""
-        return {**raw, "tie_embeddings": False, "mtp_layers": 0} if isinstance(raw, dict) and raw.get("score") else raw
+        """Disable tied embeddings and MTP layers of a model without an output layer, and the heads of an encoder that its
+        task does not use: a task head of ModernBERT keeps the dense layer, others of encoders have a pooler.
+        """
+        if not isinstance(raw, dict) or not (raw.get("score") or raw.get("task_head")):
+            return raw
+        raw = {**raw, "tie_embeddings": False, "mtp_layers": 0, "score": not raw.get("task_head")}
+        if not raw.get("task_head") or raw.get("causal", True):
+            return raw
+        head, masked = TaskHeadConfig.model_validate(raw["task_head"]), raw.get("masked_lm")
+        dense = masked is not None and raw.get("position", "rope") == "rope" and head.kind != "embedding"
+        if dense:
+            masked = {**MaskedLmConfig.model_validate(masked).model_dump(), "bias": False}
+        pooler = head.kind == "sequence" and not dense
+        return {**raw, "sentence_pairs": False, "masked_lm": masked if dense else None, "pooler": pooler}
 
     @model_validator(mode="before")
     @classmethod

@@ -143,6 +143,25 @@ def _qwen_vl(layers: int, width: int, ffn: int, heads: int, kv_heads: int, vocab
     }  # fmt: skip
 
 
+def _qwen3_vl(text: dict[str, Any], layers: int, width: int, ffn: int, stacked: list[int]) -> dict[str, Any]:
+    """Return fields of Qwen3-VL: the text model with multimodal RoPE, a vision encoder of these sizes, and the encoder
+    layers whose features are added to the outputs of the first decoder layers.
+    """
+    return {
+        **text, "max_position": 262_144,
+        "rope": {"theta": 5_000_000.0, "sections": [24, 20, 20], "sections_interleaved": True},
+        "vision": {
+            "num_layers": layers, "hidden_size": width, "ffn_hidden_size": ffn, "num_attention_heads": 16, "image_size": 512,
+            "patch_size": 16, "activation": "gelu_tanh", "norm_eps": 1e-6, "class_token": False, "patch_bias": True,
+            "pre_norm": False, "feature_layer": -1, "projector": "merger", "image_token": 151_655, "begin_token": 151_652,
+            "end_token": 151_653, "mean": [0.5, 0.5, 0.5], "std": [0.5, 0.5, 0.5], "native": {
+                "norm": "layernorm", "window": None, "positions": 2304, "deepstack": stacked, "min_pixels": 65_536,
+                "max_pixels": 16_777_216,
+            },
+        },
+    }  # fmt: skip
+
+
 PRESETS: dict[str, dict[str, Any]] = {
     "tiny": _tiny(2, 64, 192, 4, 2),
     "tiny-10m": _tiny(6, 320, 896, 5, 5),
@@ -151,6 +170,12 @@ PRESETS: dict[str, dict[str, Any]] = {
     "llava-1.6-mistral-7b": _llava_next(),
     "qwen2.5-vl-3b": {**_qwen_vl(36, 2048, 11_008, 16, 2, 151_936), "tie_embeddings": True},
     "qwen2.5-vl-7b": _qwen_vl(28, 3584, 18_944, 28, 4, 152_064),
+    "qwen3-vl-4b": _qwen3_vl(_qwen3(36, 2560, 9728, 32, tied=True), 24, 1024, 4096, [5, 11, 17]),
+    "qwen3-vl-8b": _qwen3_vl(_qwen3(36, 4096, 12_288, 32), 27, 1152, 4304, [8, 16, 24]),
+    "qwen3-vl-30b-a3b": {
+        **_qwen3_vl(_qwen3(48, 2048, 6144, 32), 27, 1152, 4304, [8, 16, 24]), "num_kv_heads": 4,
+        "moe": {"num_experts": 128, "top_k": 8, "ffn_hidden_size": 768, "aux_loss": 0.001},
+    },
     "llama3-8b": _llama3(32, 4096, 14_336, 32),
     "llama3-70b": _llama3(80, 8192, 28_672, 64),
     "llama3-405b": {**_llama3(126, 16_384, 53_248, 128)},

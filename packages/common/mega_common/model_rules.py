@@ -62,6 +62,10 @@ def _find_vision_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
         yield ConfigProblem(
             "vision.image_token", f"must be below vocab_size = {model.vocab_size}", model.vision.image_token
         )
+    deepstack = len(model.vision.deepstack_layers)
+    if deepstack > model.num_layers:
+        rule = f"must have at most num_layers = {model.num_layers} layers, one for each decoder layer"
+        yield ConfigProblem("vision.native.deepstack", rule, model.vision.deepstack_layers)
     if model.vision.bidirectional and model.attention_dropout:
         yield ConfigProblem(
             "vision.bidirectional", "is not supported with attention_dropout", hint="attention_dropout: 0"
@@ -171,6 +175,8 @@ def _find_rope_problems(name: str, rope: RopeConfig, pairs: int) -> Iterator[Con
         yield ConfigProblem(f"{name}.factor", "must be at least 1 with scaling", rope.factor)
     if rope.sections is not None and sum(rope.sections) != pairs:
         yield ConfigProblem(f"{name}.sections", f"must sum to {pairs}, the number of rotated pairs", rope.sections)
+    if rope.sections_interleaved and rope.sections is None:
+        yield ConfigProblem(f"{name}.sections_interleaved", f"requires {name}.sections", True, f"set {name}.sections")
     if rope.sections is not None and rope.scaling in ("dynamic", "longrope"):
         yield ConfigProblem(f"{name}.sections", f"is not supported with scaling {rope.scaling!r}")
     if rope.scaling in ("llama3", "yarn", "longrope") and rope.original_max_position is None:

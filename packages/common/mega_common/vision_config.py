@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+from math import isqrt
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt
@@ -17,17 +19,32 @@ Resolution = tuple[PositiveInt, PositiveInt]
 
 
 class NativeResolutionConfig(StrictConfig):
-    """Settings for images at native resolution instead of squares, as in Qwen2.5-VL (arXiv:2502.13923).
-    Sides are rounded to multiples of a feature's side.
+    """Settings for images at native resolution instead of squares, as in Qwen2.5-VL and Qwen3-VL.
+    Sides are rounded to multiples of a feature's side (arXiv:2502.13923, arXiv:2511.21631).
 
-    The vision encoder has RMS norms, gated feed-forward blocks and 2D RoPE: half of a head is rotated by a patch's row,
-    half by its column. Most layers have attention within windows.
+    The vision encoder has 2D RoPE: half of a head is rotated by a patch's row, half by its column. In Qwen2.5-VL most
+    layers have attention within windows. In Qwen3-VL all have full attention, a learned table of positions is
+    interpolated to the patches of an image, and the outputs of some layers are merged to features as well, which are
+    added to the outputs of the first decoder layers (DeepStack, arXiv:2406.04334).
     """
 
     merge: PositiveInt = Field(2, description="merge x merge patches form one feature")
     frames: PositiveInt = Field(2, description="video frames per patch; an image is repeated")
-    window: PositiveInt = Field(112, description="side of the square attention windows, in pixels")
-    full_layers: tuple[NonNegativeInt, ...] = Field((7, 15, 23, 31), description="layers with full attention")
+    norm: Literal["rmsnorm", "layernorm"] = Field(
+        "rmsnorm", description="norms of the vision encoder and the projector"
+    )
+    window: PositiveInt | None = Field(
+        112, description="side of the square attention windows, in pixels; null: full attention in all layers"
+    )
+    full_layers: tuple[NonNegativeInt, ...] = Field(
+        (7, 15, 23, 31), description="layers with full attention; not used if window is null"
+    )
+    positions: NonNegativeInt = Field(
+        0, description="learned positions of a square table, interpolated to the patches of an image; 0: none"
+    )
+    deepstack: tuple[NonNegativeInt, ...] = Field(
+        (), description="encoder layers whose features are added to the outputs of the first decoder layers, in order"
+    )
     min_pixels: PositiveInt = Field(3136, description="smaller images are enlarged to this size")
     max_pixels: PositiveInt = Field(12_845_056, description="larger images are reduced to this size")
 
@@ -60,7 +77,7 @@ class VisionConfig(StrictConfig):
     feature_class: bool = Field(False, description="the class token is a feature as well")
     projector: Literal["mlp", "norm", "merger"] = Field(
         "mlp",
-        description="mlp: two matrices; norm: an RMS norm that multiplies by 1 + weight, and one matrix; merger: an RMS norm, "
+        description="mlp: two matrices; norm: an RMS norm that multiplies by 1 + weight, and one matrix; merger: a norm, "
         "concatenated patches, and two matrices",
     )
     pool: PositiveInt = Field(1, description="a feature is the mean of a square of pool x pool patches")
@@ -139,6 +156,11 @@ class VisionConfig(StrictConfig):
         """Number of input values of a patch: 3 colors x `patch_size` squared, times the frames at native resolution."""
         return 3 * self.patch_size**2 * (self.native.frames if self.native else 1)
 
+    @property
+    def deepstack_layers(self) -> tuple[int, ...]:
+        """Vision encoder layers whose features are added to the outputs of the first decoder layers, one for each."""
+        return self.native.deepstack if self.native else ()
+
     def count_features(self, height: int, width: int) -> int:
         """Return the number of projector outputs for an image or tile of `height` x `width` pixels."""
         if self.native is None:
@@ -167,9 +189,10 @@ class VisionConfig(StrictConfig):
             "attention_out_bias": True, "mlp_bias": True,
         }  # fmt: skip
         if self.native:  # the attention windows of a layer follow from the image
-            patches = (self.native.window // self.patch_size) ** 2
-            fields |= {"norm": "rmsnorm", "position": "rope", "sliding_window": patches}
-            fields |= {"full_attention_layers": list(self.native.full_layers)}
+            fields |= {"norm": self.native.norm, "position": "rope"}
+            if self.native.window is not None:
+                fields["sliding_window"] = (self.native.window // self.patch_size) ** 2
+                fields["full_attention_layers"] = list(self.native.full_layers)
         return fields
 
     def uses_tensor(self, name: str) -> bool:
@@ -213,19 +236,25 @@ class VisionConfig(StrictConfig):
 
     def _find_native_problems(self, native: NativeResolutionConfig) -> Iterator[ConfigProblem]:
         required = {
-            "activation": "swiglu", "class_token": False, "patch_bias": False, "pre_norm": False, "feature_layer": -1,
-            "feature_norm": False, "pool": 1, "bidirectional": False, "pinpoints": None, "projector_bias": True,
+            "class_token": False, "pre_norm": False, "feature_layer": -1, "feature_norm": False, "pool": 1, "bidirectional": False, "pinpoints": None, "projector_bias": True,
         }  # fmt: skip
         for name, value in required.items():
             if getattr(self, name) != value:
                 yield ConfigProblem(name, f"must be {value} with native", getattr(self, name))
-        if native.window % (self.patch_size * native.merge):
+        if native.window is not None and native.window % (self.patch_size * native.merge):
             rule = f"must be a multiple of patch_size x merge = {self.patch_size * native.merge}"
             yield ConfigProblem("native.window", rule, native.window)
-        if any(layer >= self.num_layers for layer in native.full_layers):
+        if native.window is not None and any(layer >= self.num_layers for layer in native.full_layers):
             yield ConfigProblem(
                 "native.full_layers", f"must be layer numbers up to {self.num_layers - 1}", native.full_layers
             )
+        if isqrt(native.positions) ** 2 != native.positions:
+            yield ConfigProblem(
+                "native.positions", "must be a square number, the size of a square table", native.positions
+            )
+        if any(a >= b for a, b in pairwise((*native.deepstack, self.num_layers))):
+            rule = f"must be increasing layer numbers up to {self.num_layers - 1}"
+            yield ConfigProblem("native.deepstack", rule, native.deepstack)
         if native.min_pixels > native.max_pixels:
             yield ConfigProblem(
                 "native.min_pixels", f"must be at most max_pixels = {native.max_pixels}", native.min_pixels

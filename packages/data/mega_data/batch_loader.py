@@ -52,6 +52,8 @@ class StepBatch:
         pair_labels: int64 [n].
         neighbors: int64 [n, S / m, K, 2m], as in `TrainingSample`; all -1 for samples without neighbors, and None if no
             sample has any.
+        targets: fp32 [n, S], labels as in `TrainingSample`; None without labels.
+        group_size: as in `TrainingSample`, equal for all samples.
     """
 
     tokens: npt.NDArray[np.int64]
@@ -65,6 +67,8 @@ class StepBatch:
     token_types: npt.NDArray[np.int64] | None = None
     pair_labels: npt.NDArray[np.int64] | None = None
     neighbors: npt.NDArray[np.int64] | None = None
+    targets: npt.NDArray[np.float32] | None = None
+    group_size: int | None = None
 
 
 class BatchLoader:
@@ -132,6 +136,7 @@ class BatchLoader:
             return _stack_t5_samples([sample for sample in loaded if isinstance(sample, T5Sample)], ids)
         documents = [sample.document_ids for sample in samples]
         types = [sample.token_types for sample in samples if sample.token_types is not None]
+        targets = [sample.targets for sample in samples if sample.targets is not None]
         labels = [sample.pair_label for sample in samples if sample.pair_label is not None]
         return StepBatch(
             tokens=self._stack_rows([sample.tokens for sample in samples]),
@@ -146,6 +151,8 @@ class BatchLoader:
             pair_labels=np.array(labels) if labels else None,
             images=[sample.images for sample in samples],
             neighbors=_stack_neighbors(samples),
+            targets=self._stack_rows(targets) if targets else None,
+            group_size=_find_group_size(samples),
         )
 
     def _select_own_samples(self, step: range) -> npt.NDArray[np.int64]:
@@ -170,6 +177,17 @@ def _stack_neighbors(samples: Sequence[TrainingSample]) -> npt.NDArray[np.int64]
     if first is None:
         return None
     return np.stack([np.full_like(first, -1) if each is None else each for each in neighbors])
+
+
+def _find_group_size(samples: Sequence[TrainingSample]) -> int | None:
+    """Return the number of texts of a group, which must be equal for all samples; None without groups."""
+    sizes = {sample.group_size for sample in samples}
+    if len(sizes) > 1:
+        raise DataError(
+            "data.train: all data sets of kind groups must have the same number of negatives",
+            hint="build them with the same --negatives, or data.raw.negatives",
+        )
+    return sizes.pop()
 
 
 def _stack_t5_samples(samples: Sequence[T5Sample], ids: npt.NDArray[np.int64]) -> StepBatch:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from mega_common.errors import ConfigError, DataError
 from mega_common.vision_config import VisionConfig
 from mega_data.data_config import DataConfig
 from mega_data.kinds import get_dataset_builders
+from mega_data.kinds.blocked_samples import BlockedSamples
 from mega_data.kinds.dataset_kind import DatasetContext, DatasetFactory, DatasetSamples, TrainingSample
 from mega_data.kinds.retro_samples import RetroSamples
 from mega_data.kinds.running_text import DocumentRules
@@ -100,6 +102,17 @@ class BlendedDataset:
             zip(number_repeated_paths(part.name for part in self._parts), self._blend.count_samples(k), strict=True)
         )
 
+    def find_stream_positions(self, k: int) -> dict[str, dict[str, Any]]:
+        """Return the position in each streamed data set after the first `k` samples of the blend.
+        The result is {path: position of its next sample}, as `data.streamed` of a resumed run has it.
+        """
+        counts = self.count_samples_by_path(k)
+        return {
+            name: source.find_position(counts[name]).model_dump()
+            for name, part, source in zip(counts, self._parts, self._sources, strict=True)
+            if part.stream is not None and isinstance(source, BlockedSamples)
+        }
+
     def count_epochs_by_path(self, k: int) -> dict[str, float]:
         """Return the number of passes over each data set's tokens within the first samples of a blend.
         The result is {path in the configuration: number of passes within samples 0 to `k` - 1}. All data sets of a glob
@@ -173,7 +186,7 @@ def _build_blended_dataset(
 ) -> BlendedDataset:
     config = setting.config
     if config.sample_order != "megatron":
-        sources = [builders[part.kind](part, setting, num_samples) for part in parts]
+        sources = _build_sources(parts, setting, builders)
         _check_neighbor_shapes(parts, sources)
         epoch_sizes = [partial(getattr, source, "samples_per_epoch") for source in sources]
         limits = [part.get_sample_limit(size) for part, size in zip(parts, epoch_sizes, strict=True)]
@@ -187,6 +200,20 @@ def _build_blended_dataset(
         sizes = blend.sizes
     sources = [builders[part.kind](part, setting, size) for part, size in zip(parts, sizes, strict=True)]
     return BlendedDataset(parts, sources, blend, DocumentRules.from_context(setting), config.seq_length)
+
+
+def _build_sources(
+    parts: Sequence[DatasetPart], setting: DatasetContext, builders: Mapping[str, DatasetFactory]
+) -> list[DatasetSamples[Any]]:
+    """Return the samples of each data set, for orders other than `megatron`."""
+    config = setting.config
+    if config.sample_order != "blocks":
+        return [builders[part.kind](part, setting, 0) for part in parts]
+    names = number_repeated_paths(part.name for part in parts)
+    return [
+        BlockedSamples(part, setting, builders[part.kind], config.streamed.get(name) if part.stream else None)
+        for name, part in zip(names, parts, strict=True)
+    ]
 
 
 def _check_neighbor_shapes(parts: Sequence[DatasetPart], sources: Sequence[DatasetSamples[Any]]) -> None:
@@ -249,6 +276,7 @@ class DatasetUsage:
     """Planned usage of a data set by a run.
     The run reads `samples` of one split (train, valid or test), equal to `epochs` passes over the tokens that belong to
     the split.
+    For streamed data, documents and tokens count the first block, and `epochs` is NaN.
     """
 
     split: str
@@ -269,7 +297,7 @@ def plan_dataset_usage(config: DataConfig, samples: Mapping[str, int], eod: int 
     parts, usages = DatasetPartitioner(config, eod), []
     for name in SPLITS:
         chosen = parts.build_split_parts(name) if name == "train" or samples.get(name) else []
-        passes = [_estimate_epoch_samples(part, config) for part in chosen]
+        passes = [math.nan if part.stream else _estimate_epoch_samples(part, config) for part in chosen]
         limits = [part.get_sample_limit(partial(float, each)) for part, each in zip(chosen, passes, strict=True)]
         blend = (
             build_training_blend(chosen, config, limits)

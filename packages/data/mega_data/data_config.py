@@ -18,6 +18,7 @@ from mega_data.raw_data_config import (
     RawDataConfig,
     RecordKey,
     find_raw_source_problems,
+    find_stream_problems,
     is_raw_path,
 )
 from mega_data.reading.corpus_sources import HUB
@@ -130,8 +131,11 @@ class T5Config(StrictConfig):
         return spans.hidden + spans.count + 1
 
 
-Order = Literal["shuffled", "stable", "megatron"]
-KindName = Literal["text", "documents", "conversations", "pairs", "fim", "bert", "masked", "t5", "retro", "prompts"]
+Order = Literal["shuffled", "stable", "blocks", "megatron"]
+KindName = Literal[
+    "text", "documents", "conversations", "pairs", "labels", "token_labels", "groups", "fim", "bert", "masked", "t5", "retro",
+    "prompts",
+]  # fmt: skip
 
 
 class DatasetSource(StrictConfig):
@@ -202,6 +206,19 @@ class BlendStart(StrictConfig):
     read: dict[str, Annotated[int, Field(ge=0)]]
 
 
+class StreamPosition(StrictConfig):
+    """Position in streamed raw data (`mega_data.preprocessing.token_stream`).
+    Block number `block` of the input with digest `key` starts with sample `first` of its epoch at `start`. An epoch has
+    `total` samples, None if that is not known yet.
+    """
+
+    key: str
+    block: int = Field(ge=0)
+    first: int = Field(ge=0)
+    start: list[Annotated[int, Field(ge=0)]]
+    total: int | None = Field(None, ge=1)
+
+
 def _wrap_in_list(raw: Any) -> Any:
     return [raw] if isinstance(raw, str | Path | dict | DatasetSource) else raw
 
@@ -231,7 +248,8 @@ class DataConfig(StrictConfig):
     kind: KindName | ExtensionName = Field(
         "text",
         description="text: windows of running text; documents: packed whole documents; conversations: packed conversations "
-        "with a loss mask; pairs: preference pairs (chosen and rejected answer); fim: fill-in-the-middle; bert: masked "
+        "with a loss mask; pairs: preference pairs (chosen and rejected answer); labels: texts with labels; token_labels: "
+        "words with labels; groups: queries with positive and negative texts; fim: fill-in-the-middle; bert: masked "
         "words and sentence pairs; masked: running text with masked tokens; t5: span corruption; retro: chunks with the "
         "neighbors of mega data retrieve; prompts: JSON lines with a prompt, for objective.kind: grpo; or a kind of an extension",
     )
@@ -244,9 +262,11 @@ class DataConfig(StrictConfig):
     )
     order: Order | None = Field(
         None,
-        description="shuffled: documents in an order drawn by the seed; stable: in file order; both depend on seed and sample "
-        "number alone; megatron: bit-identical to Megatron-LM; default: shuffled, or the order of the resumed run",
+        description="shuffled: documents in an order drawn by the seed; stable: in file order; blocks: in file order, shuffled "
+        "within blocks of block_tokens tokens; these depend on seed and sample number alone; megatron: bit-identical to "
+        "Megatron-LM; default: shuffled, for streamed data blocks, or the order of the resumed run",
     )
+    block_tokens: PositiveInt = Field(1 << 26, description="tokens of a block of order blocks, in whole documents")
     temperature: float | None = Field(
         None,
         gt=0,
@@ -269,7 +289,14 @@ class DataConfig(StrictConfig):
         "the model's folder (model.from or init_from)",
     )
     raw: RawDataConfig = RawDataConfig()
-    stream: bool = Field(False, description="not supported yet: raw data is tokenized into `cache` before the run")
+    stream: bool = Field(
+        False,
+        description="tokenize raw data of train during the run, in blocks that are removed after use, instead of into `cache` "
+        "before the run: for data that is too large to keep",
+    )
+    streamed: dict[str, StreamPosition] = Field(
+        {}, exclude=True, description="position in each stream, by path, from the checkpoint of a resumed run"
+    )
     allow_other_tokenizer: bool = Field(
         False, description="accept initial weights with another tokenizer than that of the data"
     )
@@ -284,13 +311,15 @@ class DataConfig(StrictConfig):
 
     @property
     def sample_order(self) -> Order:
-        """Sample order that a new run uses: `shuffled`, `stable` or `megatron`."""
-        return self.order or "shuffled"
+        """Sample order that a new run uses: `shuffled`, `stable`, `blocks` or `megatron`."""
+        return self.order or ("blocks" if self.stream else "shuffled")
 
     @property
     def split_shares(self) -> list[float]:
-        """Shares of train, valid and test from the key `split`; 0 for a split that has separate data sets."""
-        separate = (False, self.valid is not None, self.test is not None)
+        """Shares of train, valid and test from the key `split`.
+        They are 0 for a split that has separate data sets, and for valid and test of streamed data.
+        """
+        separate = (False, self.stream or self.valid is not None, self.stream or self.test is not None)
         return [0.0 if has else number for number, has in zip(self.split, separate, strict=True)]
 
     @property
@@ -346,10 +375,12 @@ class DataConfig(StrictConfig):
         """Data sets of all splits that are raw data to be tokenized into token files, in order."""
         return [source for source in self.all_sources if source.is_raw and (source.kind or self.kind) != "prompts"]
 
+    def is_streamed(self, source: DatasetSource) -> bool:
+        """Return whether a data set of this configuration is tokenized during the run: raw data of train with `stream`."""
+        return self.stream and source.is_raw and any(source is each for each in self.train)
+
     def _find_raw_problems(self) -> Iterator[ConfigProblem]:
-        if self.stream:
-            rule = "is not supported: raw data is tokenized into data.cache before the run"
-            yield ConfigProblem("stream", rule, True, "remove data.stream, and set data.cache to a folder with room")
+        yield from find_stream_problems(self)
         raw = self.raw_sources
         if raw and self.tokenizer is None:
             rule = f"is required for raw data ({raw[0].path}), unless model.from is a folder with a tokenizer"

@@ -16,9 +16,11 @@ from mega_data.token_files.indexed_reader import get_idx_path, strip_data_suffix
 
 RecordKey = Literal[
     "text", "messages", "conversations", "prompt", "completion", "response", "instruction", "input", "output",
-    "chosen", "rejected", "label", "system", "tools",
+    "chosen", "rejected", "label", "system", "tools", "text_pair", "query", "passage", "positive", "negatives", "tokens", "tags",
 ]  # fmt: skip
 CHAT_KINDS = ("conversations", "pairs")
+LABELED_KINDS = ("labels", "token_labels", "groups")
+RECORD_KINDS = (*CHAT_KINDS, *LABELED_KINDS)  # kinds that read whole records
 TEXT_SUFFIXES = (".txt", ".text", ".md")
 
 
@@ -33,7 +35,13 @@ class RawDataConfig(StrictConfig):
     parse_special_tokens: bool = Field(False, description="encode a special token that a text spells as that token")
     language: str = Field("en", description="language whose rules split sentences, for kind bert")
     loss_on: LossOn = Field("answers", description="turns of a conversation that count in the loss")
-    max_length: int | None = Field(None, ge=2, description="truncate conversations to this many tokens")
+    max_length: int | None = Field(
+        None,
+        ge=2,
+        description="truncate conversations, or labeled texts, to this many tokens; default for the latter: seq_length",
+    )
+    labels: list[str] = Field([], description="names of the labels, in order, for kinds labels and token_labels")
+    negatives: int = Field(0, ge=0, description="number of negatives of each record, for kind groups")
     chat_template: Path | None = Field(None, description="file with a chat template that replaces the tokenizer's")
     template_options: dict[str, Any] = Field({}, description="variables for the chat template")
     turn_weights: bool = Field(False, description="read a loss weight per assistant turn: 0 to 2.55, in steps of 0.01")
@@ -48,13 +56,21 @@ class RawDataConfig(StrictConfig):
         chat = {"loss_on", "max_length", "chat_template", "template_options", "turn_weights"}
         used = {"on_bad_line", "workers"} if kinds else set[str]()
         used |= chat if kinds & {*CHAT_KINDS} else set()
-        used |= {"append_eod", "parse_special_tokens"} if kinds - {*CHAT_KINDS} else set()
+        used |= {"max_length"} if kinds & {*LABELED_KINDS} else set()
+        used |= {"labels"} if kinds & {"labels", "token_labels"} else set()
+        used |= {"negatives"} if "groups" in kinds else set()
+        used |= {"append_eod", "parse_special_tokens"} if kinds - {*RECORD_KINDS} else set()
         used |= {"language"} if kinds & {"bert", "t5"} else set()
         default = RawDataConfig()
         for key in sorted({*RawDataConfig.model_fields} - used):
             if getattr(self, key) == getattr(default, key):
                 continue
-            need = "data.kind = conversations or pairs" if key in chat else "raw data of another data.kind"
+            of_kind = {
+                "labels": "labels or token_labels",
+                "negatives": "groups",
+                **dict.fromkeys(chat, "conversations or pairs"),
+            }
+            need = f"data.kind = {of_kind[key]}" if key in of_kind else "raw data of another data.kind"
             rule = f"requires {need if kinds else 'raw data, such as data.train: chats.jsonl'}"
             yield ConfigProblem(f"raw.{key}", rule, getattr(self, key), f"remove data.raw.{key}")
         if "pairs" in kinds and self.loss_on == "all":
@@ -76,6 +92,34 @@ def is_raw_path(path: Path) -> bool:
     return path.exists()
 
 
+def find_stream_problems(data: Any) -> Iterator[ConfigProblem]:
+    """Yield settings of a `data` section that conflict with order `blocks` or with `stream`."""
+    blocks = data.sample_order == "blocks"
+    if blocks and (wrong := data.dataset_kinds & {"retro", "prompts"}):
+        name = "stream" if data.stream else "order"
+        rule = f"is not supported with data.kind = {min(wrong)}"
+        yield ConfigProblem(name, rule, getattr(data, name), f"remove data.{name}")
+    if not blocks and data.block_tokens != type(data).model_fields["block_tokens"].default:
+        yield ConfigProblem("block_tokens", "requires data.order = blocks", data.block_tokens, "order: blocks")
+    if not data.stream:
+        return
+    streams = [(i, source) for i, source in enumerate(data.train) if source.is_raw]
+    if not streams:
+        yield ConfigProblem("stream", "requires raw data in data.train", True, "name a file such as texts.jsonl")
+    if not blocks:
+        yield ConfigProblem("order", "must be blocks with data.stream", data.order, "remove data.order")
+    if data.split != type(data).model_fields["split"].default and any(data.split[1:]):
+        rule = "gives valid or test a share of the data, which is not supported with data.stream"
+        yield ConfigProblem("split", rule, data.split, "set data.valid to other files, and remove data.split")
+    if data.temperature is not None:
+        rule = "requires the number of tokens of all data, which is not known with data.stream"
+        yield ConfigProblem("temperature", rule, data.temperature, "set weight for each data set")
+    for i, source in streams:
+        if source.max_epochs:
+            rule = "is not supported with data.stream, which does not know the size of an epoch"
+            yield ConfigProblem(f"train.{i}.max_epochs", rule, source.max_epochs, "remove max_epochs")
+
+
 def find_raw_source_problems(key: str, source: Any, kind: str) -> Iterator[ConfigProblem]:
     """Yield problems of the raw-data keys of a configured data set.
     The data set `source` is at `key`, such as `train.0`, with dataset kind `kind`.
@@ -93,7 +137,7 @@ def find_raw_source_problems(key: str, source: Any, kind: str) -> Iterator[Confi
         if given.get(name) and not str(source.path).startswith(HUB):
             rule = "requires a data set of the HuggingFace Hub or a folder saved by datasets, as path: hf:NAME"
             yield ConfigProblem(f"{key}.{name}", rule, given[name], f"remove {name}, or write hf: before the name")
-    wrong = [name for name in source.map if (name == "text") == (kind in CHAT_KINDS)]
+    wrong = [name for name in source.map if (name == "text") == (kind in CHAT_KINDS) and kind not in LABELED_KINDS]
     if wrong:
         names = "text" if kind not in CHAT_KINDS else ", ".join(name for name in get_args(RecordKey) if name != "text")
         yield ConfigProblem(f"{key}.map", f"must name columns for data.kind = {kind}: {names}", wrong, "correct map")

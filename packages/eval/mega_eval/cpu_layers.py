@@ -41,8 +41,10 @@ def flatten_layers(model: Decoder) -> LayerFunction:
 
     def run_all_layers(x: Tensor, context: ForwardContext) -> Tensor:
         x = x.squeeze(1)
-        for layer in layers:
+        for index, layer in enumerate(layers):
             x = layer(x, context)
+            if context.images is not None:
+                x = model.add_deepstack(x.unsqueeze(1), context, index).squeeze(1)
         return x.unsqueeze(1)
 
     return run_all_layers

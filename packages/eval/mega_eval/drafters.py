@@ -1,4 +1,4 @@
-"""Speculative decoding (arXiv:2211.17192): draft tokens that one forward pass of the model verifies together.
+"""Draft tokens for speculative decoding (arXiv:2211.17192), which one forward pass of the model verifies together.
 
 At each position the model's own token is chosen as without a draft, by the same random number, and draft tokens are
 accepted as long as they equal it. So the text of each seed is unchanged, greedy or sampled, not only its distribution.

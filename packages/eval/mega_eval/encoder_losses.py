@@ -1,14 +1,12 @@
 """Losses of encoders and encoder-decoders on held-out text: masked tokens and corrupted spans.
 
-Masked-LM loss of an encoder on held-out text: every token is masked exactly once, a share of each window at a time.
-
-With a share of 15 % each window is read seven times with different tokens masked, which gives the masked-language-modelling
-loss over all tokens. With one masked token at a time, exp of the mean is the pseudo-perplexity of Salazar et al. (2020,
-arXiv:1910.14659).
-
-Legend: S tokens of a window, special tokens included.
+Masked-LM loss of an encoder: every token is masked exactly once, a share of each window at a time. With a share of 15 % each
+window is read seven times with different tokens masked, which gives the masked-language-modelling loss over all tokens. With
+one masked token at a time, exp of the mean is the pseudo-perplexity of Salazar et al. (2020, arXiv:1910.14659).
 
 Encoder-decoder models: hidden states of token pairs, and the loss on corrupted spans of a text (T5).
+
+Legend: S tokens of a window, special tokens included.
 """
 
 from __future__ import annotations

@@ -82,6 +82,56 @@ class LoraAdapterSet:
             load_adapter_weights(adapter, boxes_by_name(pieces))
 
 
+def add_lora_adapter(model: Decoder, base: str | Location, folder: str, name: str, selection: AdapterSelection) -> None:
+    """Load a LoRA adapter into a loaded model, between two forward passes.
+    `model` was loaded from `base` on one rank; rows select the adapter by `name` through `selection`.
+
+    Raises:
+        CheckpointError: as `LoraAdapterSet.open_adapters`.
+    """
+    adapter = _check_separable(load_with_adapter(folder, base), str(base), folder)
+    pool = LoraAdapterPool(selection, {name: adapter.modules})
+    # a second model without storage has the adapter's layers where the model needs them
+    build = LayerBuilder(model.config, ParallelGroups(), dtype=model.dtype, device=torch.device("meta"), choice=pool)
+    layers = [
+        (path, layer)
+        for path, layer in select_model_class(model.config)(build).named_modules()
+        if isinstance(layer, PerRowAdapters)
+    ]
+    for _, layer in layers:
+        module = layer.find_adapter(name)
+        assert module is not None
+        _allocate_parameters(module, model.device)
+        load_adapter_weights(adapter, boxes_by_name(list_parameter_pieces(module, adapters=True)))
+    for path, layer in layers:
+        owner, _, attribute = path.rpartition(".")
+        present = getattr(model.get_submodule(owner), attribute)
+        if present is None:
+            setattr(model.get_submodule(owner), attribute, layer.eval().requires_grad_(False))
+        else:
+            module = layer.find_adapter(name)
+            assert module is not None
+            present.add_adapter(name, module.eval().requires_grad_(False))
+    selection.add_name(name)
+
+
+def _allocate_parameters(module: nn.Module, device: torch.device) -> None:
+    """Give the parameters of a module on the meta device storage on `device`."""
+    for owner in module.modules():
+        for name, parameter in list(owner.named_parameters(recurse=False)):
+            real = nn.Parameter(torch.zeros_like(parameter, device=device), requires_grad=False)
+            real.__dict__.update(parameter.__dict__)  # its description
+            setattr(owner, name, real)
+
+
+def remove_lora_adapter(model: nn.Module, name: str, selection: AdapterSelection) -> None:
+    """Remove a LoRA adapter, which no request uses, from `model` between two forward passes."""
+    selection.remove_name(name)
+    for layer in model.modules():
+        if isinstance(layer, PerRowAdapters):
+            layer.remove_adapter(name)
+
+
 def list_parameter_pieces(model: nn.Module, *, adapters: bool) -> list[tuple[Tensor, Sequence[TensorPiece]]]:
     """Return the LoRA parameters of a model or all others, with their positions in the checkpoint's tensors.
     `adapters` True selects the LoRA parameters; each comes with the positions of its elements.
@@ -131,7 +181,7 @@ PRECISIONS: Mapping[str, torch.dtype] = {
     "fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,
 }  # fmt: skip
 
-ModelKind = Literal["decoder", "encoder", "encoder-decoder", "reward model", "retrieval"]
+ModelKind = Literal["decoder", "encoder", "encoder-decoder", "reward model", "task head", "retrieval"]
 # Description of each kind of model, and the commands that support it.
 _SUPPORTED_COMMANDS: Mapping[ModelKind, tuple[str, str]] = {
     "decoder": ("a decoder", "use mega eval, mega generate or mega serve"),
@@ -144,6 +194,10 @@ _SUPPORTED_COMMANDS: Mapping[ModelKind, tuple[str, str]] = {
         "a reward model, which scores texts and predicts no tokens",
         "use mega eval --data with preference pairs for its accuracy",
     ),
+    "task head": (
+        "a model with a task head, which predicts labels or vectors of texts and no tokens",
+        "convert it with mega ckpt convert --to hf, for transformers or sentence-transformers",
+    ),
     "retrieval": (
         "a retrieval model (Retro), which requires retrieved neighbors of each text",
         "evaluate it in mega train on data with neighbors (train.eval_every)",
@@ -152,9 +206,13 @@ _SUPPORTED_COMMANDS: Mapping[ModelKind, tuple[str, str]] = {
 
 
 def classify_model(model: ModelConfig) -> ModelKind:
-    """Return the kind of a model by its configuration: decoder, encoder, encoder-decoder, retrieval or reward model."""
+    """Return the kind of a model by its configuration.
+    It is a decoder, encoder, encoder-decoder, retrieval or reward model, or a model with a task head.
+    """
     if model.score:
         return "reward model"
+    if model.task_head:
+        return "task head"
     if model.retro:
         return "retrieval"
     if model.encoder:

@@ -1,4 +1,4 @@
-"""Short garbage collections for a serving process, since a collection stops all of its threads."""
+"""Inference on several ranks: replicas of a model, calls that rank 0 broadcasts to the others, and short garbage collections."""
 
 from __future__ import annotations
 
@@ -71,10 +71,13 @@ def build_replica_groups(
         ConfigError: when the model does not support these parallel degrees.
     """
     check_parallel_degrees(model, tp=replica_layout.tp, ep=replica_layout.ep)
-    if replica_layout.pp > model.num_layers:
+    most = model.num_layers - max(0, model.first_stage_layers - 1)
+    if replica_layout.pp > most:
+        together = f", less {model.num_layers - most}, as its first {model.first_stage_layers} must be on one rank"
         raise ConfigError(
-            f"pp = {replica_layout.pp} must be at most the number of layers of the model, {model.num_layers}",
-            hint=f"use pp <= {model.num_layers}",
+            f"pp = {replica_layout.pp} must be at most the number of layers of the model, {model.num_layers}"
+            + (together if most < model.num_layers else ""),
+            hint=f"use pp <= {most}",
         )
     data = world_size // replica_layout.pp // replica_layout.tp
     layout = ParallelLayout(tp=replica_layout.tp, pp=replica_layout.pp, dp=data, ep=replica_layout.ep)
@@ -251,6 +254,16 @@ class BroadcastingEngine(InferenceEngine):
         """Cancel a request in this engine and queue the call for the other ranks, which repeat it before the next step."""
         super().cancel_request(request)
         self._calls.append(partial(InferenceEngine.cancel_request, request=request))
+
+    def load_adapter(self, name: str, base: str, folder: str) -> None:
+        """Refuse to load an adapter while the engine runs; without loaded ones there is none to unload.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            "loading adapters at run time is not supported on several ranks", hint="start with --adapter NAME=FOLDER"
+        )
 
     def drop_all_requests(self) -> None:
         """Drop all requests in this engine, and in the engines of the other ranks before their next step."""

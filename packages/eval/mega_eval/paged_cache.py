@@ -1,13 +1,10 @@
-"""Paged KV cache (arXiv:2309.06180): allocator of pages, and attention row by row.
+"""Paged KV cache (arXiv:2309.06180): allocator of pages, prefix cache of full pages, and attention row by row.
 
-Allocator of KV cache pages and prefix cache of full pages: bookkeeping in host memory, no tensors.
+A row of tokens has pages of `PAGE` tokens each. A full page can be shared by all rows that begin with the same tokens; its
+key is a hash of all of these. The allocator's bookkeeping is in host memory and has no tensors.
 
-As in paged attention (arXiv:2309.06180) a row of tokens has pages of `PAGE` tokens each. A full page can be shared by all
-rows that begin with the same tokens; its key is a hash of all of these.
-
-Paged KV cache and attention row by row (arXiv:2309.06180): rows of any lengths are neither padded nor concatenated.
-
-The layers compute the new tokens of all rows as one batch of N tokens; attention runs separately for each row.
+The layers compute the new tokens of all rows as one batch of N tokens. Attention runs separately for each row, so rows of any
+lengths are neither padded nor concatenated.
 
 Legend: N new tokens of all rows, S of one row, T tokens of a row so far, H query heads, K key/value heads, d head size.
 """

@@ -38,9 +38,10 @@ class PipelineDecoder(Decoder):
     def __init__(
         self, build: LayerBuilder, owners: Sequence[int] | None = None, own: Mapping[int, range] | None = None
     ) -> None:
-        pp = build.groups.pp
+        pp, config = build.groups.pp, build.config
         self._owners = owners or range(pp.size)
-        self._own = own or {pp.rank: split_stage_layers(build.config.num_layers, pp.size)[pp.rank]}
+        stages = split_stage_layers(config.num_layers, pp.size, first_stage_layers=config.first_stage_layers)
+        self._own = own or {pp.rank: stages[pp.rank]}
         super().__init__(build, StageLayers(0, 0, self._owners[0] == pp.rank, self._owners[-1] == pp.rank))
         self.layers = nn.ModuleList(
             self._build_layer(build, index) for layers in self._own.values() for index in layers
@@ -64,8 +65,8 @@ class PipelineDecoder(Decoder):
             if before != pp.rank:
                 x = torch.empty_like(x)
                 dist.recv(x, pp.ranks[before], group=pp.process_group)
-            for _ in own:
-                x = next(layers)(x, context)
+            for layer in own:
+                x = self.add_deepstack(next(layers)(x, context), context, layer)
             if behind != pp.rank:
                 dist.send(x.contiguous(), pp.ranks[behind], group=pp.process_group)
         return x

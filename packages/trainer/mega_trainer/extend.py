@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from mega_trainer.parallel.recurrent_state import pass_recurrent_states
     from mega_trainer.parallel.tensor_parallel import ColumnParallelLinear, RowParallelLinear, SplitHeads
     from mega_trainer.run.step_callbacks import FinishedStep
+    from mega_trainer.verify.verification import verify_run
 
 # Parts that import torch or numpy, by the module that has them.
 _PARTS = {
@@ -95,6 +96,7 @@ _PARTS = {
     "TensorRule": "mega_ckpt.families.disk_layouts",
     "TrainingSample": "mega_data.kinds.dataset_kind",
     "UniformInit": "mega_trainer.parallel.parameter_info",
+    "verify_run": "mega_trainer.verify.verification",
     "weight_bias_rules": "mega_ckpt.families.disk_layouts",
 }
 
@@ -148,6 +150,7 @@ __all__ = [
     "compute_logits",
     "load_extensions",
     "pass_recurrent_states",
+    "verify_run",
     "weight_bias_rules",
 ]  # fmt: skip
 

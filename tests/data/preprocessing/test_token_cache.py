@@ -259,7 +259,7 @@ def test_columns_are_named_by_map(config: Config, tmp_path: Path) -> None:
         (CHATS, {}, r"raw\.jsonl: data\.kind = text does not read records of the form messages \(OpenAI\)\n.*data\.kind: conversations"),
         (PAIRS, {"kind": "conversations"}, r"form chosen and rejected \(preference\)\n.*data\.kind: pairs"),
         ([{"prompt": "a", "completion": "b", "label": True}], {"kind": "text"}, r"completion and label \(KTO\)\n.*kind: pairs"),
-        ([{"text": "a", "label": 1}], {"kind": "conversations"}, r"text and label \(classification\)\n.*map: "),
+        ([{"text": "a", "label": 1}], {"kind": "conversations"}, r"text and label \(classification\)\n.*data\.kind: labels"),
         (TEXTS, {"kind": "conversations"}, r"form text\n.*data\.kind: text"),
         ([{"a": 1}], {"kind": "conversations"}, r"form a \(unknown\)\n.*map"),
         ([*TEXTS, {"text": 1}], {}, r"raw\.jsonl:7: .*\n.*set data\.raw\.on_bad_line: skip"),
@@ -336,7 +336,6 @@ class TestHub:
 @pytest.mark.parametrize(
     ("train", "keys", "message"),
     [
-        ("a.jsonl", {"stream": True}, r"stream = True: is not supported"),
         ("a.jsonl", {"tokenizer": None}, r"tokenizer: is required for raw data \(a\.jsonl\)"),
         ("a.jsonl", {"kind": "retro"}, r"train\.0\.path = 'a\.jsonl': is not supported with raw data"),
         ([{"path": "a.jsonl", "subset": "de"}], {}, r"train\.0\.subset = 'de': requires a data set of the Hugging"),

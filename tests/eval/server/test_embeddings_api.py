@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from mega_trainer.parallel.lora_layers import AdapterSelection
 LONG = " ".join(f"w{number}" for number in range(40))
 TEXTS = ["w1 w2 w3", "W9", LONG, "w3 w3"]
 LIBRARY = "sentence_transformers"
+Request = Callable[..., httpx.Response]
 
 
 @pytest.fixture(scope="module")
@@ -62,18 +64,19 @@ def declare(decoder: Path, folder: Path, kinds: list[str], pooling: dict[str, An
     return folder
 
 
-def request_embeddings(folder: Path, **body: Any) -> httpx.Response:
-    """Answer one request for embeddings by a server of the folder."""
-    model, tokenizer = load_inference_model(folder), load_tokenizer(folder)
-    engine = InferenceEngine(model, tokenizer, cache_tokens=256, batch_size=4)
-    service = service_of(
-        engine,
-        tokenizer.path,
-        max_length=64,
-        embedder=_make_embedder(str(folder), model, tokenizer, AdapterSelection([])),
-    )
-    with serving(service) as (url, _):
-        return httpx.post(f"{url}/v1/embeddings", json=body, timeout=60)
+@pytest.fixture(scope="module")
+def request_embeddings(decoder: Path) -> Iterator[Request]:
+    """Answer one request for embeddings as by a server of the folder given, whose embedder the one server gets."""
+    engine = InferenceEngine(load_inference_model(decoder), load_tokenizer(decoder), cache_tokens=256, batch_size=4)
+    service = service_of(engine, decoder, max_length=64)
+    with serving(service) as (url, _), httpx.Client(base_url=url, timeout=60) as client:
+
+        def request(folder: Path, **body: Any) -> httpx.Response:
+            model, tokenizer = load_inference_model(folder), load_tokenizer(folder)
+            service.embedder = _make_embedder(str(folder), model, tokenizer, AdapterSelection([]))
+            return client.post("/v1/embeddings", json=body)
+
+        yield request
 
 
 TRANSFORMER, PLAIN = ["Transformer", "Pooling", "Normalize"], ["Transformer", "Pooling"]
@@ -96,7 +99,12 @@ FOLLOWED: list[tuple[str, list[str], dict[str, Any], dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("kinds", "pooling", "settings"), [row[1:] for row in FOLLOWED], ids=[row[0] for row in FOLLOWED])  # fmt: skip
 def test_vectors_are_those_of_the_command_and_the_library(
-    decoder: Path, tmp_path: Path, kinds: list[str], pooling: dict[str, Any], settings: dict[str, Any]
+    decoder: Path,
+    request_embeddings: Request,
+    tmp_path: Path,
+    kinds: list[str],
+    pooling: dict[str, Any],
+    settings: dict[str, Any],
 ) -> None:
     library = pytest.importorskip(LIBRARY, reason="the judge of its own folders")
     folder = declare(decoder, tmp_path, kinds, pooling, **settings)
@@ -129,7 +137,7 @@ REFUSED: list[tuple[list[str], dict[str, Any], dict[str, Any], dict[str, Any], s
 
 @pytest.mark.parametrize(("kinds", "pooling", "settings", "body", "message"), REFUSED)
 def test_what_is_not_supported_is_refused_by_name(
-    decoder: Path, tmp_path: Path, kinds: list[str], pooling: dict[str, Any], settings: dict[str, Any],
+    decoder: Path, request_embeddings: Request, tmp_path: Path, kinds: list[str], pooling: dict[str, Any], settings: dict[str, Any],
     body: dict[str, Any], message: str,
 ) -> None:  # fmt: skip
     answer = request_embeddings(declare(decoder, tmp_path, kinds, pooling, **settings), **{"input": "w1", **body})
@@ -137,7 +145,7 @@ def test_what_is_not_supported_is_refused_by_name(
     assert message in answer.json()["error"]["message"]
 
 
-def test_a_folder_without_settings_refuses_long_texts(decoder: Path) -> None:
+def test_a_folder_without_settings_refuses_long_texts(decoder: Path, request_embeddings: Request) -> None:
     embedder = make_served_embedder(
         str(decoder), load_inference_model(decoder), Tokenizer(decoder), AdapterSelection([])
     )
@@ -168,7 +176,7 @@ QUERIES = {"prompts": {"query": "w20 w21 ", "passage": "w22 "}}
 @pytest.mark.parametrize("settings", [QUERIES, {**QUERIES, "default_prompt_name": "query"}])
 @pytest.mark.parametrize("nested", [True, False])
 def test_a_named_prompt_is_put_in_front(
-    decoder: Path, tmp_path: Path, nested: bool, settings: dict[str, Any], name: str | None
+    decoder: Path, request_embeddings: Request, tmp_path: Path, nested: bool, settings: dict[str, Any], name: str | None
 ) -> None:
     flat = declare(decoder, tmp_path, PLAIN, {"pooling_mode_mean_tokens": True}, **settings) if not nested else None
     folder = flat or nest(decoder, tmp_path, **settings)
@@ -183,7 +191,7 @@ def test_a_named_prompt_is_put_in_front(
 @pytest.mark.parametrize("name", ["document", "", "Query", "query "])
 @pytest.mark.parametrize("settings", [QUERIES, {}])
 def test_a_prompt_that_is_not_there_is_refused_by_name(
-    decoder: Path, tmp_path: Path, settings: dict[str, Any], name: str
+    decoder: Path, request_embeddings: Request, tmp_path: Path, settings: dict[str, Any], name: str
 ) -> None:
     answer = request_embeddings(nest(decoder, tmp_path, **settings), input="w1", prompt_name=name)
     assert answer.status_code == 400

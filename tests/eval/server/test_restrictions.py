@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,14 +63,20 @@ def test_speculative_decoding_holds_them(folder: Path, settings: dict[str, Any],
         assert continued(folder, settings, drafter, prompt) == plain
 
 
-def serve_and_ask(folder: Path, own: dict[str, Any], **body: Any) -> list[int]:
-    """Tokens of an answer of a server whose folder has these settings in its generation_config.json."""
+@pytest.fixture(scope="module")
+def served(folder: Path) -> Iterator[tuple[ModelService, httpx.Client]]:
     engine = engine_for(folder, cache_tokens=256, batch_size=2, drafter=NgramDrafter())
     service = service_of(engine, folder, max_length=128)
+    with serving(service) as (url, _), httpx.Client(base_url=url, timeout=60) as client:
+        yield service, client
+
+
+def ask(served: tuple[ModelService, httpx.Client], own: dict[str, Any], **body: Any) -> list[int]:
+    """Tokens of an answer of a server whose folder has these settings in its generation_config.json."""
+    service, client = served
     service.default_sampling = parse_sampling_settings(own)
     given = {"prompt": PROMPT, "temperature": 0, "max_tokens": NEW, "logit_bias": {str(A): 60, str(B): 50}, **body}
-    with serving(service) as (url, _):
-        answer = httpx.post(f"{url}/v1/completions", json={**given, "logprobs": 0}, timeout=60)
+    answer = client.post("/v1/completions", json={**given, "logprobs": 0})
     assert answer.status_code == 200, answer.text
     return _ids(service, answer.json()["choices"][0]["logprobs"]["tokens"])
 
@@ -110,9 +116,9 @@ SERVED: list[tuple[dict[str, Any], dict[str, Any], Check]] = [
 
 @pytest.mark.parametrize(("own", "body", "check"), SERVED, ids=[f"{own} {body}" for own, body, _ in SERVED])
 def test_the_server_holds_them_unless_the_request_says_otherwise(
-    folder: Path, own: dict[str, Any], body: dict[str, Any], check: Check
+    served: tuple[ModelService, httpx.Client], own: dict[str, Any], body: dict[str, Any], check: Check
 ) -> None:
-    found = serve_and_ask(folder, own, **body)
+    found = ask(served, own, **body)
     assert check(found), found
 
 

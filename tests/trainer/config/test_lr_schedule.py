@@ -183,7 +183,7 @@ def test_consumed_samples_are_all_that_matters(steps) -> None:
         ({"warmup_samples": 10, "warmup_share": 0.1}, "warmup_share"),
         ({"timescale_steps": 10}, "timescale_steps"),
         ({"warmup_shape": "cubic"}, "warmup_shape"),
-        ({"name": "cosin"}, "name"),
+        ({"name": "1 cosin"}, "name"),
         ({"min_lr": -1.0}, "min_lr"),
     ],
 )

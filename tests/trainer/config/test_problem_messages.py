@@ -34,9 +34,32 @@ GRPO = [
     "data.train=a.jsonl",
     "data.tokenizer=FOLDER",
 ]
+DEEPSTACK = (
+    "{num_layers: 3, hidden_size: 16, ffn_hidden_size: 16, num_attention_heads: 2, image_size: 8, patch_size: 4, "
+    "image_token: 5, class_token: false, pre_norm: false, feature_layer: -1, projector: merger, "
+    "native: {window: null, positions: 9, deepstack: [0, 1, 2]}}"
+)
 SCORE = ["model.score=true", "objective.kind=reward", "data.kind=pairs"]
 
+STREAM = ["data.train=a.jsonl", "data.tokenizer=FOLDER", "data.stream=true"]
+CLASSIFY = ["objective.kind=classify", "model.task_head={labels: 3}", "data.kind=labels"]
+CONTRAST = ["objective.kind=contrastive", "model.task_head.kind=embedding", "data.kind=groups"]
+
 CASES: list[list[str]] = [
+    # task heads and streams
+    ["objective.kind=classify"],
+    ["objective.kind=contrastive"],
+    ["data.kind=token_labels"],
+    ["data.kind=groups"],
+    [*CLASSIFY, "data.kind=text"],
+    [*CLASSIFY, "objective.kind=contrastive"],
+    [*CLASSIFY, "objective.loss=mse"],
+    [*CLASSIFY, "model.task_head={kind: token, labels: 1}", "data.kind=token_labels"],
+    [*ENCODER, "model.task_head={labels: 3}"],
+    [*CLASSIFY, "eval.tasks=[hellaswag]"],
+    [*CONTRAST, "objective.dimensions=[16, 128]"],
+    [*STREAM, "train.eval_every=10"],
+    [*STREAM, "train.epochs=2"],
     # architecture
     ["model.position=learned", "data.seq_length=128"],
     ["data.kind=masked"],
@@ -61,6 +84,15 @@ CASES: list[list[str]] = [
     [*RETRO, "precision=fp8"],
     [*RETRO, "eval.tasks=[hellaswag]"],
     [*RETRO, "lora={rank: 4}", "init_from=FOLDER"],
+    # extensions
+    ["optimizer.name=adamv"],
+    ["optimizer.options={a: 1}"],
+    ["optimizer.sgd={momentum: 0.0, nesterov: true}"],
+    ["callbacks={mine: {}}"],
+    [
+        "model.mixers={mean: {declares: {extension: mean, tensors: {}}}}",
+        "model.layers=[mean+mlp, mean+mlp, mean+mlp, mean+mlp]", "parallel.cp=2",
+    ],
     # objective
     ["objective.kind=simpo"],
     ["data.kind=pairs"],
@@ -153,6 +185,12 @@ CASES: list[list[str]] = [
     ["parallel.pp=2", "parallel.pipeline_layout=[1, 2]"],
     ["parallel.pp=4", "parallel.pipeline_layout=[2, 0, 1, 1]"],
     ["parallel.pp=8", "parallel.pipeline_layout=[2, 2]"],
+    [f"model.vision={DEEPSTACK}", "parallel.pp=3"],
+    [f"model.vision={DEEPSTACK}", "parallel.pp=2", "parallel.virtual_stages=2"],
+    [f"model.vision={DEEPSTACK}", "parallel.pp=2", "parallel.schedule=zbv", "parallel.virtual_stages=2"],
+    [f"model.vision={DEEPSTACK}", "parallel.pp=8"],
+    [f"model.vision={DEEPSTACK}", "parallel.pp=2", "parallel.pipeline_layout=[2, 2]"],
+    [f"model.vision={DEEPSTACK}", "parallel.pp=3", "parallel.pipeline_layout=[2, 1, 1]"],
     ["parallel.cp=3"],
     ["parallel.tp=4", "parallel.sp=true", "data.seq_length=50"],
     ["parallel.cp=2", "model.attention_dropout=0.1"],

@@ -119,7 +119,7 @@ def everyone(process: subprocess.Popen[str]) -> list[int]:
 @pytest.mark.parametrize(
     ("number", "to"),
     [
-        (signal.SIGINT, lambda process: [process.pid]),
+        pytest.param(signal.SIGINT, lambda process: [process.pid], marks=pytest.mark.long),
         (signal.SIGTERM, everyone),
         (signal.SIGUSR1, lambda process: [ranks_under(process)[1]]),
     ],

@@ -61,7 +61,7 @@ def test_logits_and_loss_are_those_of_transformers(kind: str, lengths: list[int]
             labels=batch.labels,
         )
         torch.testing.assert_close(logits(model, batch), found.logits, rtol=1e-5, atol=1e-5)
-        total, _, _ = model.whole(batch, model.make_batch_context(batch, lambda *_: None))
+        total, _, _ = model.run_stage(None, batch, model.make_batch_context(batch, lambda *_: None))
     torch.testing.assert_close(total / batch.labels.numel(), found.loss, rtol=1e-5, atol=1e-5)
 
 

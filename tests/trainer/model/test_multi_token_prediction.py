@@ -57,8 +57,8 @@ def build_decoder(model: ModelConfig) -> Decoder:
 
 
 def objective(decoder: Decoder, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-    total, sums, _ = decoder.whole(
-        batch, decoder.make_forward_context(batch.positions, sequence_bounds=batch.sequence_bounds)
+    total, sums, _ = decoder.run_stage(
+        None, batch, decoder.make_forward_context(batch.positions, sequence_bounds=batch.sequence_bounds)
     )
     return total, sums
 

@@ -5,18 +5,22 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from config_problems import check_form, follow_hint, list_problems
 from ranks import run_ranks
 
 from mega_ckpt.convert import convert_checkpoint
-from mega_common.errors import CheckpointError, ConfigError
+from mega_common.errors import CheckpointError, ConfigError, DataError
+from mega_data.batch_loader import StepBatch
 from mega_trainer.config import transformers_rules
 from mega_trainer.config.run_config import RunConfig, resolve_run_config
+from mega_trainer.data.micro_batch import split_micro_batches
 from mega_trainer.distributed.process_groups import RankInfo
 from mega_trainer.run.input_check import find_pattern_problems
 from mega_trainer.run.train_state import TrainState
@@ -122,6 +126,16 @@ def test_unsupported_runs_are_refused(
 ) -> None:
     with pytest.raises((ConfigError, CheckpointError), match=message):
         train_rank(make_run(settings, tmp_path, config, **sections), 0, 1)
+
+
+def test_positions_that_go_on_over_documents_are_refused(settings: Settings, tmp_path: Path) -> None:
+    config = RunConfig.parse(make_run(settings, tmp_path, LLAMA))
+    positions, documents = np.array([[0, 1, 0, 1, 2]]), np.array([[0, 0, 1, 1, 1]])
+    batch = StepBatch(positions, positions, np.ones((1, 5), np.float32), positions, documents, np.zeros(1, np.int64))
+    (micro,) = split_micro_batches(batch, config, torch.device("cpu"))
+    assert micro.positions.tolist() == positions.tolist()
+    with pytest.raises(DataError, match="must restart at each document"):
+        list(split_micro_batches(replace(batch, position_ids=np.arange(5)[None]), config, torch.device("cpu")))
 
 
 UNSUPPORTED: dict[str, dict[str, Any]] = {

@@ -307,9 +307,14 @@ PIPELINES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("copies", [1, 2])
-def test_a_pipeline_of_sharded_stages_computes_what_one_process_computes(copies: int) -> None:
-    chosen = PIPELINES if copies == 1 else PIPELINES[1:7:2]
+@pytest.mark.parametrize(
+    ("copies", "chosen"),
+    [(1, PIPELINES[::2]), (2, PIPELINES[1:2]), *(pytest.param(*more, marks=pytest.mark.long) for more in [(1, PIPELINES), (2, PIPELINES[1:7:2])])],
+    ids=["some", "some, two copies", "all", "more, two copies"],
+)  # fmt: skip
+def test_a_pipeline_of_sharded_stages_computes_what_one_process_computes(
+    copies: int, chosen: list[tuple[str, dict[str, Any], dict[str, Any]]]
+) -> None:
     shard = {"zero3_shard": 2} if copies > 1 else {}
     cases = [
         case(name, 4 * copies, layers=4, parallel={"pp": 2, "zero": 3, **shard, **parallel}, micro=2, batch=8 * copies,

@@ -22,10 +22,11 @@ from mega_trainer.plan.layer_flops import image_flops
 FROZEN = {
     "nothing": [], "the tower": ["model.vision_tower.*"], "the projector": ["model.projector.*"],
     "what is before the last layer": ["model.vision_tower.[!ln]*", "model.vision_tower.layers.0.*"], "all": ["model.*"],
+    "all but the projector of the last layer": ["model.vision_tower.*", "model.projector.deepstack.*"],
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("variant", VARIANTS["vision"], ids=["llava", "siglip", "tiles", "gemma", "qwen"])
+@pytest.mark.parametrize("variant", VARIANTS["vision"], ids=["llava", "siglip", "tiles", "gemma", "qwen", "qwen3"])
 @pytest.mark.parametrize("frozen", FROZEN)
 def test_products_of_an_image_are_those_that_torch_counts(variant: dict[str, object], frozen: str) -> None:
     config = ModelConfig.parse(
@@ -37,7 +38,7 @@ def test_products_of_an_image_are_those_that_torch_counts(variant: dict[str, obj
     freeze_parameters(built, partial(is_trainable_tensor, freeze=patterns, lora=None))
     pixels = torch.randn(images, 3, vision.image_size, vision.image_size)
     with FlopCounterMode(display=False) as counted:
-        features = built.encode_images(BatchImages(pixels, torch.zeros(1, 1, dtype=torch.int64)), pixels.device)
+        features = built(BatchImages(pixels, torch.zeros(1, 1, dtype=torch.int64)), pixels.device)
         if features.requires_grad:
             features.sum().backward()
     products = {op: n for op, n in counted.get_flop_counts()["Global"].items() if "attention" not in str(op)}

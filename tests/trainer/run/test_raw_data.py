@@ -1,4 +1,4 @@
-"""Raw and preprocessed data give the same run to the last bit, in any layout, killed and resumed."""
+"""Raw, streamed and preprocessed data give the same run to the last bit, in any layout, killed and resumed."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from mega_data.preprocessing.preprocess_corpus import preprocess_corpus
 from mega_data.tokenizer import train_tokenizer
 from mega_trainer.config.run_config import RunConfig, resolve_run_config
 from mega_trainer.distributed.process_groups import RankInfo
+from mega_trainer.job.resume import read_saved_state
 from mega_trainer.run.training_run import run_training
 
 pytest.importorskip("transformers", reason="what renders templates")
@@ -38,10 +39,13 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def make_run(folder: Path, name: str, train: str, layout: dict[str, Any], **settings: Any) -> dict[str, Any]:
+def make_run(
+    folder: Path, name: str, train: str, layout: dict[str, Any], order: dict[str, Any] | None = None, **settings: Any
+) -> dict[str, Any]:
+    """A run on `train`, whose last quarter validates; with the settings of an `order`, all of the token files does."""
     data = {
         "train": str(folder / train), "kind": "conversations", "seq_length": 200, "tokenizer": str(folder / "tok"),
-        "cache": str(folder / "cache"), "split": "75,25",
+        "cache": str(folder / "cache"), **({"split": "75,25"} if order is None else order),
     }  # fmt: skip
     return {
         "model": MODEL, "data": data, "parallel": layout, "batch": {"micro": 1, "global": 2},
@@ -69,13 +73,13 @@ def train(raw: dict[str, Any]) -> tuple[int, str, list[Any]]:
     return starts, digest.hexdigest(), [[line.get(key) for key in keys] for line in lines]
 
 
-def compare_layouts(folder: Path) -> list[list[str]]:
+def compare_layouts(folder: Path, order: dict[str, Any] | None, streamed: dict[str, Any] | None) -> list[list[str]]:
     """What differs on this rank, per layout, between token files straight on and raw data in two starts."""
     found = []
     for layout in LAYOUTS:
         name = "-".join(f"{key}{value}" for key, value in layout.items())
-        expected = train(make_run(folder, f"{name}-tokens", "by-hand", layout))
-        raw = train(make_run(folder, f"{name}-raw", "chats.jsonl", layout, exit_interval=2))
+        expected = train(make_run(folder, f"{name}-tokens", "by-hand", layout, order))
+        raw = train(make_run(folder, f"{name}-raw", "chats.jsonl", layout, streamed, exit_interval=2))
         first = [each for each in expected[2] if each[0] == 1]
         complete = bool(first) and first[0][4] is not None and len(expected[2]) == 4
         found.append([str(each) for each in (expected, raw) if not complete or raw[0] != 2 or expected[1:] != raw[1:]])
@@ -83,8 +87,17 @@ def compare_layouts(folder: Path) -> list[list[str]]:
 
 
 def test_raw_data_trains_as_token_files_do(folder: Path) -> None:
-    assert run_ranks(compare_layouts, 2, folder, timeout=400) == [[[]] * 3] * 2
+    assert run_ranks(compare_layouts, 2, folder, None, None, timeout=400) == [[[]] * 3] * 2
     assert len(list((folder / "cache").glob("chats-*"))) == 1
+
+
+def test_streamed_data_trains_as_token_files_do(folder: Path) -> None:
+    """In blocks of about a step, through the end of the data; the checkpoint has the position in the stream."""
+    valid = {"split": "1", "valid": str(folder / "by-hand"), "block_tokens": 300}
+    order, streamed = {**valid, "order": "blocks"}, {**valid, "stream": True}
+    assert run_ranks(compare_layouts, 2, folder, order, streamed, timeout=400) == [[[]] * 3] * 2
+    (state,) = (folder / "tp2-raw").glob("checkpoints/*2/*.json")
+    assert read_saved_state(state.parent)["streamed"][str(folder / "chats.jsonl")]["block"] > 0
 
 
 def test_the_tokenizer_is_that_of_the_model(folder: Path) -> None:

@@ -77,6 +77,7 @@ from mega_ckpt.families.moe_decoders import (
 from mega_ckpt.families.nemotron_h import NEMOTRON_H
 from mega_ckpt.families.opt import OPT
 from mega_ckpt.families.qwen_hybrids import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
+from mega_ckpt.families.qwen_vision import QWEN2_5_VL, QWEN3_VL, QWEN3_VL_MOE
 from mega_ckpt.families.sigmoid_moe_decoders import (
     AFMOE,
     DOTS1,
@@ -88,7 +89,7 @@ from mega_ckpt.families.sigmoid_moe_decoders import (
 )
 from mega_ckpt.families.t5 import MT5, T5, UMT5
 from mega_ckpt.families.vision_family import VisionLanguageFamily, text_only_config
-from mega_ckpt.families.vision_language import GEMMA3_VISION, LLAVA, LLAVA_NEXT, QWEN2_5_VL
+from mega_ckpt.families.vision_language import GEMMA3_VISION, LLAVA, LLAVA_NEXT
 from mega_common.errors import CheckpointError
 from mega_common.model_config import ModelConfig
 
@@ -106,7 +107,9 @@ FAMILIES: tuple[ModelFamily, ...] = (
     CAMEMBERT, DATA2VEC_TEXT, GPT_NEO, YOUTU, MPT, CODEGEN,
 )  # fmt: skip
 
-VISION_FAMILIES: tuple[VisionLanguageFamily, ...] = (LLAVA, LLAVA_NEXT, GEMMA3_VISION, QWEN2_5_VL)
+VISION_FAMILIES: tuple[VisionLanguageFamily, ...] = (
+    LLAVA, LLAVA_NEXT, GEMMA3_VISION, QWEN2_5_VL, QWEN3_VL, QWEN3_VL_MOE,
+)  # fmt: skip
 
 _NEAREST = 8  # families named in the error if none fits
 

@@ -40,15 +40,23 @@ class EncoderFamily(ModelFamily):
 
     Attributes:
         bias_copy: name of the second copy of the output's bias on disk; empty if there is none.
+        dense_classifier: the pooler belongs to the classifier of texts, as in RoBERTa.
     """
 
     bias_copy: str = ""
+    dense_classifier: bool = False
+    has_task_heads: bool = True
+
+    def normalize_model(self, model: ModelConfig) -> ModelConfig:
+        """Return `model` as `ModelFamily.normalize_model`, with tied embeddings if it has no output layer."""
+        model = super().normalize_model(model)
+        return model.model_copy(update={"tie_embeddings": True}) if model.task_head else model
 
     def restrict_to_stored(self, model: ModelConfig, names: Iterable[str]) -> ModelConfig:
         """Return the configuration `model` with only the encoder heads whose tensors are in `names`.
         The class that config.json names is not considered. Without names, the model is unchanged.
         """
-        if not (names := set(names)):
+        if model.task_head or not (names := set(names)):
             return model
         head = model.masked_lm or MaskedLmConfig()
         every = model.model_copy(update={"masked_lm": head, "pooler": True, "sentence_pairs": True})
@@ -72,6 +80,8 @@ class EncoderFamily(ModelFamily):
         """
         names = None if names is None else set(names)
         table = super().disk_tensor_table(model, names)
+        if self.dense_classifier and model.pooler and model.task_head:
+            table = {disk.name: disk for disk in map(_with_dense_classifier, table.values())}
         if names is None:
             table.pop(self.bias_copy, None)
         elif any(name.endswith(".LayerNorm.gamma") for name in names):
@@ -84,6 +94,13 @@ class EncoderFamily(ModelFamily):
         """
         biased = self.bias_copy and model.masked_lm and model.masked_lm.bias
         return super().duplicate_tensors(model) | ({self.bias_copy: OUTPUT_BIAS} if biased else {})
+
+
+def _with_dense_classifier(disk: DiskTensor) -> DiskTensor:
+    _, pooler, rest = disk.name.partition("pooler.dense.")
+    if pooler:
+        return replace(disk, name=f"classifier.dense.{rest}")
+    return replace(disk, name=disk.name.replace("classifier.", "classifier.out_proj.", 1))
 
 
 def _with_tensorflow_name(disk: DiskTensor) -> DiskTensor:
@@ -234,6 +251,7 @@ def bert_tensor_rules(body: str, norms: Mapping[str, str], head: Mapping[str, st
         *weight_bias_rules(f"{layer}.output.dense", f"{LAYER}.mlp.down_proj"),
         *weight_bias_rules(f"{body}.pooler.dense", "model.pooler"),
         *weight_bias_rules("cls.seq_relationship", "pair_head"),
+        *weight_bias_rules("classifier", "score"),
         *weight_bias_rules(head["dense"], "lm_head.dense"),
         *weight_bias_rules(head["norm"], "lm_head.norm"),
         TensorRule(head["bias"], (OUTPUT_BIAS,)),
@@ -303,6 +321,7 @@ def _roberta(name: str, classes: str, body: str = "roberta") -> EncoderFamily:
         prefix=f"{body}.",
         head=_HEAD["matrix"],
         bias_copy="lm_head.decoder.bias",
+        dense_classifier=True,
         buffers=rf"({body}\.)?embeddings\.position_ids",
         entries=bert_config_entries(classes, norm_position="sum", positions=OffsetPositionsEntry(), activation="gelu"),
         rules=bert_tensor_rules(body, POST_NORMS, _HEAD),
@@ -328,6 +347,9 @@ class _ModernBertHeadEntry:
         It is independent of the class in config.json: `restrict_to_stored` checks the tensors.
         """
         activation = raw.get("classifier_activation", "gelu")
+        is_classifier = str(raw.get("architectures")).endswith("ForSequenceClassification']")
+        if is_classifier and raw.get("classifier_pooling", "cls") != "cls":
+            raise ConfigMismatchError("classifier_pooling must be 'cls' in a classifier")
         if activation not in GELUS:
             raise ConfigMismatchError(
                 f"classifier_activation = {activation!r} is not supported (only {', '.join(GELUS)})"
@@ -340,11 +362,14 @@ class _ModernBertHeadEntry:
         if model.pooler:
             raise ConfigMismatchError("pooler must be False")
         head = model.masked_lm or MaskedLmConfig(dense_bias=False)
+        if model.task_head:
+            head = head.model_copy(update={"bias": True})  # of the output layer, which the class does not have
         return {
             "architectures": [encoder_class_name("ModernBert", model)],
             "classifier_activation": next(key for key, value in GELUS.items() if value == head.activation),
             "classifier_bias": head.dense_bias,
             "decoder_bias": head.bias,
+            **({"classifier_pooling": "cls"} if model.task_head else {}),
         }
 
 
@@ -387,6 +412,7 @@ MODERNBERT = EncoderFamily(
         *weight_bias_rules(f"{LAYER}.mlp.Wi", f"{LAYER}.mlp.gate_proj", f"{LAYER}.mlp.up_proj"),
         *weight_bias_rules(f"{LAYER}.mlp.Wo", f"{LAYER}.mlp.down_proj"),
         *weight_bias_rules("model.final_norm", "model.norm"),
+        *weight_bias_rules("classifier", "score"),
         *weight_bias_rules("head.dense", "lm_head.dense"),
         *weight_bias_rules("head.norm", "lm_head.norm"),
         TensorRule("decoder.bias", (OUTPUT_BIAS,)),

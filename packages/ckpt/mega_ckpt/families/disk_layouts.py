@@ -129,20 +129,25 @@ class InterleavedExpertsLayout:
 @dataclass(frozen=True)
 class ConcatExpertsLayout:
     """Disk layout of Granite, where stacked experts are concatenated on axis 1.
-    Experts are [experts, rows, columns]; each matrix is stored as (out, in).
+    Experts are [experts, rows, columns]; each matrix is stored as (out, in). With `transposed`, as in Qwen3-VL, it is
+    stored as (in, out) unless it is square, which transformers reads as (out, in).
     """
 
     splits_on_first_axis: bool = True
+    transposed: bool = False
 
     def disk_shape(self, parts: Sequence[TensorShape]) -> TensorShape:
         """Return the shape of the disk tensor that concatenates stacked experts of shapes `parts`.
-        It is [experts, rows of all tensors, columns] for parts [experts, rows, columns].
+        It is [experts, rows of all tensors, columns] for parts [experts, rows, columns]; the last two axes are swapped if
+        `transposed`.
         """
-        return (parts[0][0], sum(part[1] for part in parts), parts[0][2])
+        experts, rows, columns = parts[0][0], sum(part[1] for part in parts), parts[0][2]
+        return (experts, columns, rows) if self.transposed else (experts, rows, columns)
 
     def canonical_views(self, disk: Tensor, parts: Sequence[TensorShape]) -> list[Tensor]:
         """Return a view of each concatenated tensor: a block of the rows of each expert's matrix."""
-        return list(torch.split(disk, [part[1] for part in parts], dim=1))
+        turned = self.transposed and disk.shape[1] != disk.shape[2]
+        return list(torch.split(disk.mT if turned else disk, [part[1] for part in parts], dim=1))
 
 
 PLAIN = ConcatLayout()
@@ -223,6 +228,16 @@ class DiskTensor:
         return list(
             zip(self.slabs, self.layout.canonical_views(disk, [slab.shape for slab in self.slabs]), strict=True)
         )
+
+    def fit_to_shape(self, shape: TensorShape) -> DiskTensor:
+        """Return the disk tensor with the layout of a file where it has `shape`.
+        Transformers 5 saves transposed experts as (out, in), and reads either.
+        """
+        if shape == self.shape or not isinstance(self.layout, ConcatExpertsLayout) or not self.layout.transposed:
+            return self
+        layout = ConcatExpertsLayout()
+        other = replace(self, shape=layout.disk_shape([slab.shape for slab in self.slabs]), layout=layout)
+        return other if other.shape == shape else self
 
     def split_portions(self) -> Iterator[DiskTensor]:
         """Yield the disk tensor in contiguous portions that need little memory.

@@ -19,6 +19,7 @@ from mega_ckpt.families.config_entries import (
 from mega_ckpt.families.disk_layouts import DiskTensor, TensorRule, expand_tensor_rules
 from mega_ckpt.families.model_equivalence import ATTENTION_FIELDS, TRAINING_FIELDS, normalize_config
 from mega_ckpt.families.rope_entries import unread_rope_keys
+from mega_common.encoder_config import TaskHeadConfig
 from mega_common.errors import CheckpointError, ConfigError
 from mega_common.layer_kinds import expand_layer_pattern
 from mega_common.model_config import ModelConfig
@@ -32,14 +33,15 @@ CARRIED = split_words(
     forced_eos_token_id gradient_checkpointing id2label initializer_factor label2id length_penalty max_length min_length
     model_type no_repeat_ngram_size num_beam_groups num_beams num_labels num_return_sequences output_attentions
     output_hidden_states output_past output_router_logits output_scores pad_token_id prefix pretraining_tp problem_type
-    quantization_config remove_invalid_values
+    quantization quantization_config remove_invalid_values
     repetition_penalty return_dict return_dict_in_generate sep_token_id suppress_tokens task_specific_params temperature
     tf_legacy_loss tokenizer_class top_k top_p torch_dtype torchscript transformers_version typical_p unk_token_id
     use_bfloat16 use_cache"""
 )
 
 _INNER = "model.language_model."
-SCORES = "ForSequenceClassification"  # end of the class names of reward models in transformers: one label each
+# Ends of the class names in transformers of models with a task head.
+TASK_CLASSES = {"sequence": "ForSequenceClassification", "token": "ForTokenClassification", "embedding": ""}
 
 # Keys that transformers reads in the configuration of any family, and the values that change nothing.
 _COMMON = AllowedValuesEntry(
@@ -79,6 +81,7 @@ class ModelFamily:
         tokens: special tokens whose default in transformers is outside a small vocabulary; written as null if the model
             has none.
         aliases: further `model_type`s with the same config.json and tensors.
+        has_task_heads: encoders whose classes for classification mega reads and writes.
     """
 
     name: str
@@ -93,6 +96,7 @@ class ModelFamily:
     fused: tuple[TensorRule, ...] = ()
     tokens: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()
+    has_task_heads: bool = False
 
     def read_config_json(self, raw: ConfigDict, source: str = "config.json") -> ModelConfig:
         """Return the model configuration that a config.json describes.
@@ -118,18 +122,46 @@ class ModelFamily:
                 f"{source}: this model is not supported: {'; '.join(found)}",
                 hint="settings that change what the model computes are never ignored",
             )
-        if SCORES in str(raw.get("architectures")):
-            labels = len(raw.get("id2label") or (0, 1))
-            if labels != 1:
-                raise CheckpointError(
-                    f"{source}: id2label must have one label, as in a reward model, not {labels}",
-                    hint="classifiers are not supported",
-                )
-            fields["score"] = True
+        fields |= self._read_task_head(raw)
         try:
             return ModelConfig.parse(fields, source=source)
         except ConfigError as error:
             raise CheckpointError(error.message, hint=error.hint) from None
+
+    def _read_task_head(self, raw: ConfigDict) -> dict[str, Any]:
+        """Return the `ModelConfig` fields of the head that the class in `architectures` has, none for a language model; a
+        decoder with one label is a reward model.
+        """
+        kind = str((raw.get("architectures") or [""])[0])
+        names = [str(name) for name in (raw.get("id2label") or {"0": "LABEL_0", "1": "LABEL_1"}).values()]
+        base = self.architecture.partition("For")[0]
+        if kind == f"{base}Model" and self.is_decoder and raw.get("tie_word_embeddings") is False:
+            return {"task_head": {"kind": "embedding"}}
+        level = next((level for level, suffix in TASK_CLASSES.items() if suffix and kind.endswith(suffix)), None)
+        if level is None:
+            return {}
+        if level == "sequence" and len(names) == 1 and self.is_decoder:
+            return {"score": True}
+        named = names != [f"LABEL_{number}" for number in range(len(names))]
+        return {"task_head": {"kind": level, "labels": len(names), "names": names if named else []}}
+
+    @property
+    def is_decoder(self) -> bool:
+        """True for a family of decoders, whose heads for scores and labels read the last token."""
+        return self.architecture.endswith("ForCausalLM")
+
+    def _write_task_head(self, model: ModelConfig) -> dict[str, Any]:
+        """Return the keys of config.json that name the class and the labels of a reward or task head."""
+        head = model.task_head or TaskHeadConfig(labels=1)
+        base = self.architecture.partition("For")[0]
+        if head.kind == "embedding":
+            return {"architectures": [f"{base}Model"]}
+        names = head.names or [f"LABEL_{number}" for number in range(head.labels)]
+        return {
+            "architectures": [base + TASK_CLASSES[head.kind]],
+            "id2label": {str(number): name for number, name in enumerate(names)},
+            "label2id": {name: number for number, name in enumerate(names)},
+        }
 
     def unread_keys(self, raw: ConfigDict) -> list[str]:
         """Return the keys of a config.json that no code of the model family reads.
@@ -170,8 +202,13 @@ class ModelFamily:
             except ConfigMismatchError as error:
                 found.append(str(error))
         covered = TRAINING_FIELDS.union(*(entry.handled_model_fields for entry in self.entries))
-        if self.architecture.endswith("ForCausalLM"):
-            covered |= {"score"}
+        covered |= {"task_head"} | ({"score"} if self.is_decoder else set())
+        if model.task_head and not (self.is_decoder or self.has_task_heads):
+            found.append("task_head has no counterpart")
+        if model.task_head and model.task_head.pooling is not None and model.task_head.kind != "embedding":
+            default = model.model_copy(update={"task_head": model.task_head.model_copy(update={"pooling": None})})
+            if default.text_pooling != model.text_pooling:
+                found.append(f"task_head.pooling must be {default.text_pooling}, not {model.text_pooling}")
         for name, field in ModelConfig.model_fields.items():
             if name not in covered and getattr(model, name) != field.get_default(call_default_factory=True):
                 found.append(f"{name} = {getattr(model, name)!r} has no counterpart")
@@ -182,12 +219,9 @@ class ModelFamily:
         The family must be able to express the model (`unsupported_settings` is empty).
         """
         out: dict[str, Any] = {"architectures": [self.architecture], "model_type": self.name}
-        if model.score:
-            scores = self.architecture.replace("ForCausalLM", SCORES)
-            out |= {"architectures": [scores], "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
         for entry in self.entries:
             out |= entry.config_from_fields(self.normalize_model(model))
-        return out
+        return out | (self._write_task_head(model) if model.score or model.task_head else {})
 
     def normalize_model(self, model: ModelConfig) -> ModelConfig:
         """Return the configuration `model` without redundant settings.

@@ -29,7 +29,7 @@ from mega_common.model_config import ModelConfig
 from mega_common.vision_config import PROJECTOR, TOWER, VisionConfig
 
 ACTIVATIONS = {"quick_gelu": "quick_gelu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
-_HALF = (0.5, 0.5, 0.5)
+_CENTRED = {"mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5)}  # pixels from -1 to 1
 
 
 def _encoder_entries(
@@ -50,64 +50,98 @@ def _encoder_entries(
     )
 
 
-_NATIVE_SIZES = (
-    KeyEntry("spatial_merge_size", "merge", 2),
-    KeyEntry("temporal_patch_size", "frames", 2),
-    KeyEntry("window_size", "window", 112),
-    KeyEntry("fullatt_block_indexes", "full_layers", (7, 15, 23, 31)),
-)
-
-
 @dataclass(frozen=True)
 class NativeResolutionEntry:
     """Config entry for the section `native` of `VisionConfig`, for images of any shape.
-    The section has the preprocessing and windows of a vision encoder for such images.
+    The section has the patches, windows and positions of a vision encoder for such images.
+
+    Attributes:
+        entries: mapping between config.json and fields of the section.
+        pixels: image sizes, which config.json has no keys for.
     """
 
-    handled_config_keys: frozenset[str] = frozenset({"rope_parameters"}).union(
-        *(entry.handled_config_keys for entry in _NATIVE_SIZES)
-    )
+    entries: tuple[ConfigEntry, ...]
+    pixels: Mapping[str, int] = field(default_factory=dict)
     handled_model_fields: frozenset[str] = frozenset({"native"})
+
+    @property
+    def handled_config_keys(self) -> frozenset[str]:
+        """Keys of config.json that this config entry translates or checks."""
+        return frozenset({"rope_parameters"}).union(*(entry.handled_config_keys for entry in self.entries))
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the `VisionConfig` section `native`, for images of any shape, from config.json.
-        The section has preprocessing and windows. Raises ConfigMismatchError for other rotary positions than axial ones
+        Raises ConfigMismatchError for other rotary positions than axial ones
         of base 10000.
         """
         rope = raw.get("rope_parameters") or {}
         if rope.get("rope_type", "axial") != "axial" or rope.get("rope_theta", 10_000) != 10_000:
             raise ConfigMismatchError(f"rope_parameters = {rope!r} must be axial with rope_theta = 10000")
-        return {
-            "native": {name: value for entry in _NATIVE_SIZES for name, value in entry.fields_from_config(raw).items()}
-        }
+        fields = {name: value for entry in self.entries for name, value in entry.fields_from_config(raw).items()}
+        return {"native": {**fields, **self.pixels}}
 
     def config_from_fields(self, model: Any) -> dict[str, Any]:
-        """Return the config.json keys of preprocessing and windows for images of any shape.
+        """Return the config.json keys of patches, windows and positions for images of any shape.
         They are taken from the section `native` of `model`, a `VisionConfig`.
         """
         if model.native is None:
             raise ConfigMismatchError("vision.native is missing")
-        return {key: value for entry in _NATIVE_SIZES for key, value in entry.config_from_fields(model.native).items()}
+        return {key: value for entry in self.entries for key, value in entry.config_from_fields(model.native).items()}
 
 
-_NATIVE = (
-    KeyEntry("depth num_hidden_layers", "num_layers", 32),
-    KeyEntry("hidden_size", "hidden_size", 3584),
-    KeyEntry("intermediate_size", "ffn_hidden_size", 3420),
-    KeyEntry("num_heads num_attention_heads", "num_attention_heads", 16),
-    KeyEntry("patch_size", "patch_size", 14),
+def _native_entries(
+    layers: int, width: int, ffn: int, patch: int, native: NativeResolutionEntry, *, patch_bias: bool
+) -> tuple[ConfigEntry, ...]:
+    """Return the entries of the `vision_config` of Qwen's vision encoders, with transformers' defaults for absent keys."""
+    return (
+        KeyEntry("depth num_hidden_layers", "num_layers", layers),
+        KeyEntry("hidden_size", "hidden_size", width),
+        KeyEntry("intermediate_size", "ffn_hidden_size", ffn),
+        KeyEntry("num_heads num_attention_heads", "num_attention_heads", 16),
+        KeyEntry("patch_size", "patch_size", patch),
+        native,
+        AllowedValuesEntry({"in_channels": (3,), "in_chans": (3,)}),
+        FixedFieldsEntry({
+            "norm_eps": 1e-6, "class_token": False, "pre_norm": False, "patch_bias": patch_bias, "feature_layer": -1,
+            "projector": "merger", "feature_norm": False, "feature_class": False, "pool": 1, "bidirectional": False,
+            "projector_bias": True, "projector_activation": "gelu", "pinpoints": None,
+        }),
+    )  # fmt: skip
+
+
+_PATCHES: tuple[ConfigEntry, ...] = (
+    KeyEntry("spatial_merge_size", "merge", 2),
+    KeyEntry("temporal_patch_size", "frames", 2),
+)
+_WINDOWS = NativeResolutionEntry(
+    (
+        *_PATCHES,
+        KeyEntry("window_size", "window", 112, forbids_null=True),
+        KeyEntry("fullatt_block_indexes", "full_layers", (7, 15, 23, 31)),
+        FixedFieldsEntry({"norm": "rmsnorm", "positions": 0, "deepstack": ()}),
+    )
+)
+_DEEPSTACK = NativeResolutionEntry(
+    (
+        *_PATCHES,
+        KeyEntry("num_position_embeddings", "positions", 2304),
+        KeyEntry("deepstack_visual_indexes", "deepstack", (8, 16, 24)),
+        FixedFieldsEntry({"norm": "layernorm", "window": None}),
+    ),
+    {"min_pixels": 65_536, "max_pixels": 16_777_216},
+)
+_QWEN2_5 = (
+    *_native_entries(32, 3584, 3420, 14, _WINDOWS, patch_bias=False),
     KeyEntry("hidden_act", "activation", "silu", {"silu": "swiglu"}),
-    NativeResolutionEntry(),
-    AllowedValuesEntry({"in_channels": (3,), "in_chans": (3,)}),
-    FixedFieldsEntry({
-        "norm_eps": 1e-6, "class_token": False, "pre_norm": False, "patch_bias": False, "feature_layer": -1, "projector": "merger",
-        "feature_norm": False, "feature_class": False, "pool": 1, "bidirectional": False, "projector_bias": True,
-        "projector_activation": "gelu", "pinpoints": None,
-    }),
-)  # fmt: skip
+)
+_QWEN3 = (
+    *_native_entries(27, 1152, 4304, 16, _DEEPSTACK, patch_bias=True),
+    KeyEntry("hidden_act", "activation", "gelu_pytorch_tanh", ACTIVATIONS),
+)
 # Entries of vision encoders by the `model_type` of the vision_config.
 VISION_ENCODERS: Mapping[str, tuple[ConfigEntry, ...]] = {
-    "qwen2_5_vl_vision": _NATIVE, "qwen2_5_vl": _NATIVE,
+    "qwen2_5_vl_vision": _QWEN2_5, "qwen2_5_vl": _QWEN2_5, "qwen3_vl_vision": _QWEN3, "qwen3_vl": _QWEN3,
+    "qwen3_vl_moe_vision": _QWEN3, "qwen3_vl_moe": _QWEN3,
     "clip_vision_model": _encoder_entries(
         12, 12, 32, "quick_gelu", 1e-5, class_token=True, patch_bias=False, pre_norm=True
     ),
@@ -118,7 +152,8 @@ VISION_ENCODERS: Mapping[str, tuple[ConfigEntry, ...]] = {
 # Preprocessing of their images that config.json has no keys for: fields of `VisionConfig`.
 PIXELS: Mapping[str, dict[str, Any]] = {
     "qwen2_5_vl_vision": {}, "qwen2_5_vl": {},
-    "clip_vision_model": {}, "siglip_vision_model": {"resize": "stretch", "mean": _HALF, "std": _HALF},
+    **{kind: {**_CENTRED, "image_size": 512} for kind in ("qwen3_vl_vision", "qwen3_vl", "qwen3_vl_moe_vision", "qwen3_vl_moe")},
+    "clip_vision_model": {}, "siglip_vision_model": {"resize": "stretch", **_CENTRED},
 }  # fmt: skip
 _CARRIED = split_words(
     "out_hidden_size spatial_patch_size tokens_per_second initializer_factor initializer_range projection_dim vision_use_head vocab_size"
@@ -140,6 +175,14 @@ _TEXTS: Mapping[object, dict[str, float]] = {
     "qwen2_5_vl_text": {
         "hidden_size": 8192, "intermediate_size": 29568, "num_hidden_layers": 80, "num_attention_heads": 64,
         "num_key_value_heads": 8, "vocab_size": 152064, "max_position_embeddings": 32768, "rms_norm_eps": 1e-5,
+    },
+    "qwen3_vl_text": {
+        "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "vocab_size": 151936, "max_position_embeddings": 128000,
+    },
+    "qwen3_vl_moe_text": {
+        "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 24, "num_attention_heads": 16,
+        "vocab_size": 151936, "max_position_embeddings": 128000,
     },
 }  # fmt: skip
 _TIED = "tie_word_embeddings"
@@ -192,6 +235,7 @@ class VisionLanguageFamily(ModelFamily):
         text: family of the text model; None until a config.json selects it.
         tower: rules of the vision encoder's tensors, without its prefix.
         styles: prefixes of tensor names; the first style is written.
+        ties_by_outer_key: only the key of the whole model, not that of the text model, ties the embeddings.
         flat: older folders have the text model's keys next to `vision_config` instead of in a `text_config`.
         projector: rules of the projector's tensors.
         towers: allowed `model_type`s of the vision encoder.
@@ -203,6 +247,7 @@ class VisionLanguageFamily(ModelFamily):
     tower: Callable[[VisionConfig], Sequence[TensorRule]] = clip_encoder_rules
     styles: tuple[TensorNameStyle, ...] = field(default_factory=lambda: STYLES)
     flat: bool = False
+    ties_by_outer_key: bool = False
     projector: tuple[TensorRule, ...] = ()
     towers: tuple[str, ...] = tuple(VISION_ENCODERS)
     texts: tuple[str, ...] = ()
@@ -258,7 +303,7 @@ class VisionLanguageFamily(ModelFamily):
             )
             inner = {key: value for key, value in raw.items() if key not in outer | self.carried}
             inner["model_type"] = self.text_family.name
-        tied = {_TIED: True} if raw.get(_TIED) else {}
+        tied = {_TIED: bool(raw.get(_TIED))} if self.ties_by_outer_key or raw.get(_TIED) else {}
         return _TEXTS.get(inner.get("model_type"), {}) | inner | tied
 
     def unread_keys(self, raw: ConfigDict) -> list[str]:
@@ -305,7 +350,10 @@ class VisionLanguageFamily(ModelFamily):
         assert model.vision is not None
         text = self.text_family.write_config_json(text_only_config(model))
         outer = {"architectures": [self.architecture], "model_type": self.name, _TIED: model.tie_embeddings}
-        return outer | self._write_vision_keys(model.vision) | {"text_config": text}
+        vision = self._write_vision_keys(model.vision)
+        if model.vision.native is not None:  # a key of the encoder in transformers, which has its projector
+            vision["vision_config"]["out_hidden_size"] = model.hidden_size
+        return outer | vision | {"text_config": text}
 
     def _write_vision_keys(self, vision: VisionConfig) -> dict[str, Any]:
         """Return the keys of the vision encoder and the projector, `vision_config` included."""

@@ -1,7 +1,6 @@
 """Vision-language models. LLaVA 1.5 (arXiv:2310.03744): a CLIP or SigLIP vision encoder, a two-layer projector, and a
 text model of any family. LLaVA-NeXT (1.6): images in tiles, with a learned newline embedding after each row of patches.
-Gemma 3 (arXiv:2503.19786): SigLIP with average-pooled patches, a norm and a matrix as projector. Qwen2.5-VL
-(arXiv:2502.13923): multimodal rotary positions (time, row, column) and a vision encoder for images of any shape.
+Gemma 3 (arXiv:2503.19786): SigLIP with average-pooled patches, a norm and a matrix as projector.
 
 In Gemma 3, attention of the text model is bidirectional among the tokens of an image, within a window or without.
 """
@@ -22,11 +21,8 @@ from mega_ckpt.families.config_entries import (
     split_words,
 )
 from mega_ckpt.families.disk_layouts import TRANSPOSED, TensorRule, weight_bias_rules
-from mega_ckpt.families.llama_decoders import QWEN2
-from mega_ckpt.families.rope_entries import RopeEntry
-from mega_ckpt.families.vision_family import ACTIVATIONS, PatchConvLayout, TensorNameStyle, VisionLanguageFamily
-from mega_common.model_config import ModelConfig
-from mega_common.vision_config import PROJECTOR, TOWER, VisionConfig
+from mega_ckpt.families.vision_family import ACTIVATIONS, VisionLanguageFamily
+from mega_common.vision_config import PROJECTOR
 
 TOWER_BUFFERS = r"(.*\.)?(rotary_emb\.inv_freq|embeddings\.position_ids|vision_tower\.(vision_model\.)?head\..*)"
 
@@ -210,119 +206,4 @@ GEMMA3_VISION = VisionLanguageFamily(
     towers=("siglip_vision_model",),
     texts=("gemma3_text",),
     pixels={"resample": "bilinear"},
-)
-
-
-_SECTIONS = "mrope_section"
-
-
-@dataclass(frozen=True)
-class MultimodalRopeEntry(RopeEntry):
-    """`RopeEntry` for the multimodal rotary positions of Qwen2.5-VL.
-    The rotary parameters have `mrope_section`. Before transformers 5, rope_type is mrope.
-    """
-
-    def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return, from config.json, the `ModelConfig` field `rope`, whose `sections` come from `mrope_section`."""
-        out = super().fields_from_config(raw)
-        given = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
-        return {"rope": out["rope"] | {"sections": given.get(_SECTIONS, [16, 24, 24])}}
-
-    def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return config.json's keys of multimodal rotary positions, for new and old versions of transformers.
-        Each version's keys have `mrope_section`. Raises ConfigMismatchError if the model's RoPE has no sections.
-        """
-        if model.rope.sections is None:
-            raise ConfigMismatchError("rope.sections is missing")
-        sections = {_SECTIONS: list(model.rope.sections)}
-        plain = model.model_copy(update={"rope": model.rope.model_copy(update={"sections": None})})
-        out = super().config_from_fields(plain)
-        scaling = out["rope_scaling"] or {"rope_type": "default", "type": "mrope"}
-        return out | {
-            "rope_scaling": scaling | sections,
-            "rope_parameters": out["rope_parameters"] | sections,
-        }
-
-
-QWEN2_5_VL_TEXT = replace(
-    QWEN2,
-    name="qwen2_5_vl_text",
-    architecture="Qwen2_5_VLTextModel",
-    entries=tuple(
-        MultimodalRopeEntry(theta=1_000_000.0, aliases={"mrope": "none"}, scalings=frozenset({"none"}))
-        if isinstance(entry, RopeEntry)
-        else entry
-        for entry in QWEN2.entries
-    ),
-)
-
-
-def qwen_encoder_rules(vision: VisionConfig) -> tuple[TensorRule, ...]:
-    """Return the tensor rules of Qwen2.5-VL's vision encoder; disk names are without the encoder's prefix."""
-    assert vision.native is not None
-    layer = {
-        "input_layernorm": "norm1", "post_attention_layernorm": "norm2", "self_attn.o_proj": "attn.proj",
-        **{f"mlp.{x}_proj": f"mlp.{x}_proj" for x in ("gate", "up", "down")},
-    }  # fmt: skip
-    return (
-        TensorRule(
-            "patch_embed.proj.weight", (f"{TOWER}embed_patches.weight",), PatchConvLayout(frames=vision.native.frames)
-        ),
-        *(
-            rule
-            for canonical, disk in layer.items()
-            for rule in weight_bias_rules(f"blocks.{{i}}.{disk}", f"{TOWER}layers.{{i}}.{canonical}")
-        ),
-        *weight_bias_rules("blocks.{i}.attn.qkv", *(f"{TOWER}layers.{{i}}.self_attn.{name}_proj" for name in "qkv")),
-    )
-
-
-@dataclass(frozen=True)
-class OutHiddenSizeEntry:
-    """Config entry for `out_hidden_size` of the vision encoder, which must equal the text model's width."""
-
-    handled_config_keys: frozenset[str] = frozenset()
-    handled_model_fields: frozenset[str] = frozenset()
-
-    def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Check that `out_hidden_size` is the text model's `hidden_size`; return no `VisionConfig` fields.
-        Raises ConfigMismatchError if they differ.
-        """
-        out, text = (raw.get("vision_config") or {}).get("out_hidden_size"), raw.get("text_config") or raw
-        if out is not None and out != text.get("hidden_size", out):
-            raise ConfigMismatchError(
-                f"vision_config.out_hidden_size = {out} must equal hidden_size = {text['hidden_size']}"
-            )
-        return {}
-
-    def config_from_fields(self, model: Any) -> dict[str, Any]:
-        """Return no config.json keys: this config entry only checks."""
-        return {}
-
-
-QWEN2_5_VL = VisionLanguageFamily(
-    name="qwen2_5_vl",
-    architecture="Qwen2_5_VLForConditionalGeneration",
-    text=QWEN2_5_VL_TEXT,
-    entries=(
-        KeyEntry("image_token_id", "image_token", 151_655),
-        KeyEntry("vision_start_token_id", "begin_token", 151_652),
-        KeyEntry("vision_end_token_id", "end_token", 151_653),
-        OutHiddenSizeEntry(),
-    ),
-    tower=qwen_encoder_rules,
-    styles=(
-        TensorNameStyle("visual.", "visual.", "model.", "", ""),
-        TensorNameStyle("model.visual.", "model.visual.", "model.language_model.", "", ""),
-    ),
-    flat=True,
-    projector=(
-        *weight_bias_rules("merger.ln_q", f"{PROJECTOR}norm"),
-        *weight_bias_rules("merger.mlp.0", f"{PROJECTOR}linear_1"),
-        *weight_bias_rules("merger.mlp.2", f"{PROJECTOR}linear_2"),
-    ),
-    buffers=r"(.*\.)?(rotary_emb|rotary_pos_emb)\.inv_freq",
-    carried=split_words("initializer_range video_token_id vision_token_id"),
-    towers=("qwen2_5_vl_vision", "qwen2_5_vl"),
-    texts=("qwen2_5_vl_text",),
 )

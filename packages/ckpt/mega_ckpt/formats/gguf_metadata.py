@@ -32,6 +32,7 @@ from mega_common.model_config import ModelConfig
 
 ROPE_FACTORS = "rope_freqs.weight"
 _WRITTEN = ("llama", "qwen2", "qwen3", "gemma2", "gemma3", "qwen2moe", "qwen3moe")
+_NO_OUTPUT_BIAS = ("qwen3", "qwen3moe")  # architectures whose attention has no bias after the output projection
 _FAMILIES = {"llama": ("llama", "mixtral")}  # besides the family of the same architecture
 
 
@@ -87,6 +88,8 @@ def _describe(name: str, family: str, model: ModelConfig) -> tuple[GgufDescripti
     metadata, extra = _encode_config(name, architecture, raw)
     table = expand_tensor_rules(architecture.tensor_rules(), canonical_tensors(model), model.num_layers)
     description = GgufDescription(name, architecture, metadata, table, extra)
+    if unread := [tensor for tensor in table if name in _NO_OUTPUT_BIAS and tensor.endswith("attn_output.bias")]:
+        return description, [f"llama.cpp does not read {unread[0]} of {name}"]
     file = GgufModel(
         Path(f"{name}.gguf"), {"general.architecture": name, **metadata}, _empty_tensors(description), None
     )
@@ -149,4 +152,5 @@ def _llama3_factors(scaling: Mapping[str, Any], theta: float, head: int) -> Tens
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     lengths = 2 * math.pi * theta ** (torch.arange(0, head, 2, dtype=torch.float64) / head)
     smooth = ((scaling["original_max_position_embeddings"] / lengths - low) / (high - low)).clamp(0, 1)
-    return (1 / ((1 - smooth) / scaling["factor"] + smooth)).float()
+    divisors: Tensor = (1 / ((1 - smooth) / scaling["factor"] + smooth)).float()
+    return divisors

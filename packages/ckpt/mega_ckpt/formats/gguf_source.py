@@ -1,7 +1,8 @@
-"""Tokenizer in a GGUF file's metadata as the files that HuggingFace's libraries read, built with `tokenizers`.
+"""GGUF files as a source of weights, and their tokenizers as the files that HuggingFace's libraries read.
 
-Two kinds: "gpt2" is byte-level BPE, and the file names the pre-tokenizer; "llama" is SentencePiece BPE over characters with
-byte fallback, and the file has scores instead of merges, which define their order.
+The tokenizer is in the file's metadata and is built with `tokenizers`. Two kinds: "gpt2" is byte-level BPE, and the file names
+the pre-tokenizer; "llama" is SentencePiece BPE over characters with byte fallback, and the file has scores instead of merges,
+which define their order.
 """
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ class HfSource(DiskSource):
             )
         if not self._headers:
             return found
-        return {**found, LAYOUT: encode_hf_layout({name: header.text for name, header in self._headers.items()})}
+        return {**found, LAYOUT: encode_hf_headers({name: header.text for name, header in self._headers.items()})}
 
     def read_training_state(self, dtype: torch.dtype) -> ConvertedTraining | None:
         """Return the optimizer state that another trainer saved in the HuggingFace folder.
@@ -172,7 +172,8 @@ def build_checked_tensor_table(
         CheckpointError: naming a tensor that is missing, unknown or of another shape.
     """
     check_tensor_counts(family, model, len(held), source)
-    table = family.disk_tensor_table(model, held)
+    expected = family.disk_tensor_table(model, held)
+    table = {name: disk.fit_to_shape(held.get(name, disk.shape)) for name, disk in expected.items()}
     weights = {name: shape for name, shape in held.items() if name in table or not family.is_buffer_tensor(name)}
     check_tensor_table(table, weights, source, family.name)
     return table
@@ -301,7 +302,7 @@ def read_hf_config(folder: Location) -> dict[str, Any]:
     return read_json_mapping(path)
 
 
-def encode_hf_layout(headers: Mapping[str, bytes]) -> bytes:
+def encode_hf_headers(headers: Mapping[str, bytes]) -> bytes:
     """Return the bytes of `hf_layout.json`, which has the headers of HuggingFace safetensors files.
     A mega checkpoint keeps in it the headers of the files that it was converted from. `headers` is {file name: header}.
     """

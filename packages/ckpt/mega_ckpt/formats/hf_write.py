@@ -187,11 +187,8 @@ def plan_hf_folder(
     same = described is not None and described[0] == chosen and is_same_model(described[1], source.model)
     headers = origin.headers if same else {}
     shapes = {name: entry.shape for header in headers.values() for name, entry in header.entries.items()}
-    table = (
-        build_checked_tensor_table(chosen, source.model, shapes, LAYOUT)
-        if shapes
-        else chosen.disk_tensor_table(source.model)
-    )
+    checked = build_checked_tensor_table(chosen, source.model, shapes, LAYOUT) if shapes else None
+    table = chosen.disk_tensor_table(source.model) if checked is None else checked
     tensors = {name: (cast_dtype(source, disk.slabs[0].name, dtype), disk.shape) for name, disk in table.items()}
     buffers = {name: (source.read_buffer(name).dtype, shapes[name]) for name in source.buffer_names() if name in shapes}
     quantizer = select_quantizer(quantize, table) if quantize else None
@@ -208,8 +205,9 @@ def plan_hf_folder(
         raw = _with_dtype(raw, tensors) | settings
         config, index = origin.config if raw == origin.config_json else encode_json_mapping(raw), _encode_index(files)
     others |= {} if same else _image_files(origin, source.model)
-    others |= {name: content for name, content in ((CONFIG, config), (INDEX, index)) if content is not None}
-    return HfFolderPlan(table, files, others, quantized, quantizer and quantizer.description)
+    others |= {**_embedding_files(source.model), **({} if config is None else {CONFIG: config})}
+    others |= {} if index is None else {INDEX: index}
+    return HfFolderPlan(table, files, others, quantized, quantizer.description if quantizer else None)
 
 
 def write_hf_folder(
@@ -388,6 +386,27 @@ def _image_files(origin: HfOrigin, model: ModelConfig) -> dict[str, bytes]:
     if image_processor.SECTION in processor:
         files[image_processor.PROCESSOR_FILE] = processor | {image_processor.SECTION: files[image_processor.FILE]}
     return {name: encode_json_mapping(raw) for name, raw in files.items()}
+
+
+def _embedding_files(model: ModelConfig) -> dict[str, bytes]:
+    """Return the files by which sentence-transformers loads an embedding model: transformer, pooling and normalisation;
+    empty for other models.
+    """
+    if model.task_head is None or model.task_head.kind != "embedding":
+        return {}
+    modes = {"first": "cls_token", "last": "lasttoken", "mean": "mean_tokens"}
+    pooling = {f"pooling_mode_{mode}": pooled == model.text_pooling for pooled, mode in modes.items()}
+    modules = [("Transformer", ""), ("Pooling", "1_Pooling"), ("Normalize", "2_Normalize")]
+    listing = [
+        {"idx": number, "name": str(number), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for number, (kind, path) in enumerate(modules)
+    ]
+    return {
+        "modules.json": json.dumps(listing, indent=2).encode(),
+        "1_Pooling/config.json": encode_json_mapping({"word_embedding_dimension": model.hidden_size, **pooling}),
+        "2_Normalize/config.json": encode_json_mapping({}),
+        "config_sentence_transformers.json": encode_json_mapping({"similarity_fn_name": "cosine"}),
+    }
 
 
 def _with_dtype(raw: Mapping[str, Any], tensors: Mapping[str, tuple[torch.dtype, TensorShape]]) -> dict[str, Any]:

@@ -100,7 +100,13 @@ def _compressed_settings(
     form: str, weights: Mapping[str, Any], activations: Mapping[str, Any] | None, ignored: list[str]
 ) -> dict[str, Any]:
     """Return compressed-tensors' section of config.json."""
-    common = {"symmetric": True, "block_structure": None, "group_size": None, "actorder": None, "observer_kwargs": {}}
+    common: dict[str, Any] = {
+        "symmetric": True,
+        "block_structure": None,
+        "group_size": None,
+        "actorder": None,
+        "observer_kwargs": {},
+    }
     arguments = [
         entry and {**common, "dynamic": dynamic, "observer": None if dynamic else "minmax", **entry}
         for entry, dynamic in ((weights, False), (activations, True))
@@ -157,7 +163,7 @@ def _packed_integers(bits: int, group: int | None) -> LinearQuantizer:
         }  # fmt: skip
 
     def encode(rows: Tensor, dtype: torch.dtype) -> EncodedParts:
-        groups = rows.unflatten(1, (-1, group or rows.shape[1]))
+        groups = rows.reshape(len(rows), -1, group or rows.shape[1])
         scale = _search_scales(groups, bits, dtype) if bits < 8 else _range_scales(groups, bits, dtype)
         codes = _round_integers(groups, scale.float(), bits).flatten(1).int() + (1 << bits - 1)
         return {"weight_packed": _pack_words(codes, bits, torch.int32), "weight_scale": scale.squeeze(-1)}
@@ -200,7 +206,7 @@ def _make_scales(scale: Tensor, dtype: torch.dtype) -> Tensor:
 def _pack_words(codes: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
     """Return words of 32 bits [R, I * bits / 32] from unsigned codes [R, I], the first code in the lowest bits."""
     each = 32 // bits
-    padded = torch.nn.functional.pad(codes, (0, -codes.shape[1] % each)).long().unflatten(1, (-1, each))
+    padded = torch.nn.functional.pad(codes, (0, -codes.shape[1] % each)).long().reshape(len(codes), -1, each)
     words = (padded << torch.arange(0, 32, bits)).sum(-1)
     return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32).view(dtype)
 
@@ -211,7 +217,7 @@ def _mxfp4() -> LinearQuantizer:
         return {"weight_packed": (torch.uint8, packed), "weight_scale": (torch.uint8, scales)}
 
     def encode(rows: Tensor, dtype: torch.dtype) -> EncodedParts:
-        groups = rows.unflatten(1, (-1, _MX_BLOCK))
+        groups = rows.reshape(len(rows), -1, _MX_BLOCK)
         largest = groups.abs().amax(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
         exponent = largest.log2().floor() - 2  # the largest weight is 4 to 8, of which e2m1 has 4 and 6
         errors = [
@@ -256,7 +262,7 @@ def _mlx_integers(bits: int) -> LinearQuantizer:
         }  # fmt: skip
 
     def encode(rows: Tensor, dtype: torch.dtype) -> EncodedParts:
-        groups = rows.unflatten(1, (-1, _MLX_GROUP))
+        groups = rows.reshape(len(rows), -1, _MLX_GROUP)
         bias = groups.amin(-1, keepdim=True).to(dtype)
         scale = _make_scales((groups.amax(-1, keepdim=True) - bias.float()) / top, dtype)
         codes = ((groups - bias.float()) / scale.float()).round().clamp(0, top).flatten(1).int()

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +19,7 @@ from mega_common.progress_logging import logger
 from mega_data.chat.chat_records import Conversation, LossOn, parse_chat_record
 from mega_data.chat.chat_template import read_chat_template
 from mega_data.reading.documents import AnswerSpan, Document, RejectedItem, RenderedChat
-from mega_data.token_files.dataset_info import UNPAIRED, ChatInfo
+from mega_data.token_files.dataset_info import UNPAIRED, ChatInfo, RecordKind
 from mega_data.tokenizer import LEADS, Tokenizer
 
 HUNDREDTHS = 100  # mask byte of weight 1 with --turn-weights
@@ -175,22 +175,43 @@ class ChatOptions:
     """Options for tokenizing conversations: kind of record, loss, length limit and chat template.
 
     Attributes:
-        kind: a record is one conversation, or a pair of a chosen and a rejected one.
+        kind: a record is one conversation, a pair of a chosen and a rejected one, a labeled text, labeled words, or a group
+            of texts (`mega_data.chat.labeled_records`).
         loss_on: turns that contribute to the loss: all answers, the last one, or everything.
         max_length: maximum number of tokens of a conversation; None for no limit.
         template: file with a chat template that replaces the tokenizer's.
         template_options: variables that are passed to the template.
         turn_weights: allow loss weights other than 0 and 1: multiples of 0.01 up to 2.55.
         columns: columns of the records by their role, such as {"messages": "dialog"}; empty for the usual names.
+        labels: names of labels, in order, for labeled records.
+        negatives: number of negatives of each group of texts.
     """
 
-    kind: Literal["conversations", "pairs"] = "conversations"
+    kind: RecordKind = "conversations"
     loss_on: LossOn = "answers"
     max_length: int | None = None
     template: Path | None = None
     template_options: Mapping[str, Any] = field(default_factory=dict)
     turn_weights: bool = False
     columns: Mapping[str, str] = field(default_factory=dict)
+    labels: Sequence[str] = ()
+    negatives: int = 0
+
+
+class RecordPreparation(Protocol):
+    """Interface of the conversion of JSON records to token sequences with mask bytes.
+
+    Attributes:
+        info: entry of the data set's description.
+    """
+
+    info: ChatInfo
+
+    def prepare_record(self, item: Document | RejectedItem) -> Document | RejectedItem:
+        """Return a record as a document to encode, or as a `RejectedItem` if it has another form."""
+
+    def encode_documents(self, documents: Sequence[Document], dtype: npt.DTypeLike) -> EncodedChats:
+        """Return the token sequences of each document, with mask bytes (`masked_token_dtype`)."""
 
 
 class ChatPreparation:
@@ -265,6 +286,12 @@ class ChatPreparation:
             | {note for conversation in parsed for note in self._find_spelled_tokens(conversation)}
         )
         return Document("", size, item.file, item.line, chats=chats, notes=notes)
+
+    def encode_documents(self, documents: Sequence[Document], dtype: npt.DTypeLike) -> EncodedChats:
+        """Return the token sequences of each conversation or pair, with mask bytes (`masked_token_dtype`)."""
+        encoded = self.encoder.encode_chats([document.chats for document in documents], dtype)
+        encoded.notes.update(note for document in documents for note in document.notes)
+        return encoded
 
     def _find_spelled_tokens(self, conversation: Conversation) -> set[str]:
         """Return notes about special tokens that messages or tools spell, which are encoded as these tokens as in

@@ -114,8 +114,8 @@ def select_record_columns(record: dict[str, Any], columns: Mapping[str, str]) ->
 
 def name_record_form(record: Any) -> tuple[str, str | None]:
     """Return the form of a JSON record by its keys, and the dataset kind that reads it.
-    A form is for example `messages (OpenAI)`. The kind is `conversations`, `pairs`, `text`, or None for a form without
-    a training objective.
+    A form is for example `messages (OpenAI)`. The kind is `conversations`, `pairs`, `labels`, `token_labels`, `groups`,
+    `text`, or None for an unknown form.
     """
     keys = {key for key, value in record.items() if value is not None} if isinstance(record, dict) else set()
     answer = next((key for key in ANSWERS if key in keys), None)
@@ -129,8 +129,14 @@ def name_record_form(record: Any) -> tuple[str, str | None]:
     for key, name in (("prompt", ""), ("instruction", " (Alpaca)")):
         if key in keys and answer:
             return f"{key} and {answer}{name}", "conversations"
+    if "tokens" in keys and keys & {"tags", "ner_tags", "labels"}:
+        return "tokens and tags (token classification)", "token_labels"
+    if keys & {"query", "anchor"} and "positive" in keys:
+        return "query and positive (retrieval)", "groups"
+    if {"query", "passage", "label"} <= keys:
+        return "query, passage and label (reranking)", "labels"
     if "text" in keys:
-        return ("text and label (classification)", None) if "label" in keys else ("text", "text")
+        return ("text and label (classification)", "labels") if "label" in keys else ("text", "text")
     return f"{', '.join(sorted(keys)) or 'no columns'} (unknown)", None
 
 

@@ -1,4 +1,4 @@
-"""Packed samples of conversations with images, whose tokens already contain the placeholders."""
+"""Samples of conversations: packed ones with images, whose tokens contain the placeholders, and preference pairs."""
 
 from __future__ import annotations
 

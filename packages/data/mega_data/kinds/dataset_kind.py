@@ -50,6 +50,8 @@ class TrainingSample:
         images: images of the sample; None if the data set has none.
         neighbors: int64 [S / m, K, 2m], tokens of the K neighbors of each chunk, -1 for a missing neighbor; None
             without retrieval.
+        targets: fp32 [S], label of each token, or of its text; None without labels.
+        group_size: number of consecutive documents that are a group of texts; None without groups.
     """
 
     tokens: npt.NDArray[np.int64]
@@ -61,6 +63,8 @@ class TrainingSample:
     pair_label: int | None = None
     images: SampleImages | None = None
     neighbors: npt.NDArray[np.int64] | None = None
+    targets: npt.NDArray[np.float32] | None = None
+    group_size: int | None = None
 
 
 class DatasetSamples(Protocol[Sample_co]):

@@ -1,4 +1,7 @@
-"""Best-fit decreasing bin packing, with work that grows with the range of lengths instead of the number of items."""
+"""Samples of whole documents, packed by best-fit decreasing bin packing.
+
+The work of the packing grows with the range of lengths, not with the number of documents.
+"""
 
 from __future__ import annotations
 

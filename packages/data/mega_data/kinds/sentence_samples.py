@@ -1,4 +1,7 @@
-"""64-bit Mersenne Twister, which numpy lacks, and the shuffle of Megatron's masked-word data sets."""
+"""Samples of consecutive sentences, as BERT and T5 train on, in an order of our own or in that of Megatron's data sets.
+
+Megatron shuffles them with a 64-bit Mersenne Twister, which numpy lacks.
+"""
 
 from __future__ import annotations
 

@@ -56,8 +56,7 @@ def read_content_digest(sources: Sequence[CorpusSource], cache: Path) -> str:
     Raises:
         DataError: for standard input, a file that cannot be read, or a data set of the hub without a known commit.
     """
-    if any(source.name == STDIN for source in sources):
-        raise DataError("data.train: standard input is not supported", hint="name files, a folder or hf:NAME")
+    _reject_standard_input(sources)
     parts: list[object] = []
     local: list[Path] = []
     for source in sources:
@@ -72,6 +71,33 @@ def read_content_digest(sources: Sequence[CorpusSource], cache: Path) -> str:
             parts.append([source.name, source.size, source.changed])
         local += files
     return hashlib.sha256(json.dumps([parts, _digest_files(local, cache)]).encode()).hexdigest()
+
+
+def read_stream_digest(sources: Sequence[CorpusSource], cache: Path) -> str:
+    """Return a digest (hex) of the names and states of `sources`, for inputs that are too large to hash.
+    Local files count by name in their folder and size, objects of a store and data sets of the hub as in
+    `read_content_digest`.
+
+    Raises:
+        DataError: as `read_content_digest`.
+    """
+    _reject_standard_input(sources)
+    parts: list[object] = []
+    for source in sources:
+        files = _list_local_files(source)
+        if not files and source.kind == "datasets":
+            parts.append([*_identify_hub_dataset(source.name, cache), source.name])
+        elif not files:
+            parts.append([source.name, source.size, source.changed])
+        else:
+            name = split_hub_dataset_name(source.name)[1:] if source.kind == "datasets" else ()
+            parts.append([source.kind, name, [(path.name, path.stat().st_size) for path in files]])
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def _reject_standard_input(sources: Sequence[CorpusSource]) -> None:
+    if any(source.name == STDIN for source in sources):
+        raise DataError("data.train: standard input is not supported", hint="name files, a folder or hf:NAME")
 
 
 def _list_local_files(source: CorpusSource) -> list[Path]:

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mega_common.errors import DataError, MegaError
-from mega_data.chat.chat_preparation import ChatPreparation, EncodedChats
+from mega_data.chat.chat_preparation import EncodedChats, RecordPreparation
 from mega_data.preprocessing.dataset_output import Sequences
 from mega_data.preprocessing.text_batches import TextBatch
 from mega_data.preprocessing.text_encoder import BatchEncoder, EncoderMismatch
@@ -78,7 +78,7 @@ class DocumentEncoder:
     """Encoder of documents to token sequences: each as one text, by sentences, or as a conversation."""
 
     encoder: BatchEncoder
-    chats: ChatPreparation | None
+    chats: RecordPreparation | None
     by_sentence: SentenceEncoder | None
 
     def encode_documents(self, documents: Sequence[Document], dtype: np.dtype[Any]) -> EncodedChats:
@@ -86,9 +86,7 @@ class DocumentEncoder:
         For conversations, the number of answers cut by the length limit, and notes for the log, are returned, too.
         """
         if self.chats:
-            encoded = self.chats.encoder.encode_chats([document.chats for document in documents], dtype)
-            encoded.notes.update(note for document in documents for note in document.notes)
-            return encoded
+            return self.chats.encode_documents(documents, dtype)
         texts = [document.text for document in documents]
         if self.by_sentence:
             return EncodedChats(self.by_sentence.encode_documents(self.encoder, texts, dtype), 0, Counter())

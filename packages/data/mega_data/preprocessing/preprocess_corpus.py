@@ -12,7 +12,7 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,8 +20,9 @@ from typing import Any, Literal
 
 from mega_common.errors import DataError, MegaError
 from mega_common.progress_logging import ProgressBar, format_number, logger
-from mega_data.chat.chat_preparation import ChatOptions, ChatPreparation, log_chat_notes
-from mega_data.preprocessing.dataset_output import DatasetOutput
+from mega_data.chat.chat_preparation import ChatOptions, ChatPreparation, RecordPreparation, log_chat_notes
+from mega_data.chat.labeled_records import LabeledPreparation
+from mega_data.preprocessing.dataset_output import DatasetOutput, Sequences
 from mega_data.preprocessing.dataset_upload import create_upload_prefix, resolve_upload_target, upload_dataset
 from mega_data.preprocessing.document_encoding import DocumentEncoder, SentenceEncoder, encode_batches
 from mega_data.preprocessing.sharding import (
@@ -34,8 +35,8 @@ from mega_data.preprocessing.sharding import (
     record_failure,
     select_shard_sources,
 )
-from mega_data.preprocessing.text_batches import ResumableReader, build_text_batches
-from mega_data.preprocessing.text_encoder import EncoderChoice, EncoderMismatch, choose_text_encoder
+from mega_data.preprocessing.text_batches import PreprocessProgress, ResumableReader, TextBatch, build_text_batches
+from mega_data.preprocessing.text_encoder import BatchEncoder, EncoderChoice, EncoderMismatch, choose_text_encoder
 from mega_data.reading.corpus_sources import WHOLE, CorpusSource, SkippedFiles, find_corpus_sources, no_text_error
 from mega_data.reading.decompression import STDIN
 from mega_data.token_files.dataset_commit import finish_commit
@@ -175,11 +176,15 @@ class PreprocessJob:
         return tokenizer
 
     @cached_property
-    def chat_preparation(self) -> ChatPreparation | None:
-        """Converter of JSON records to conversations rendered by the chat template.
-        It is None if the job does not read conversations.
+    def chat_preparation(self) -> RecordPreparation | None:
+        """Converter of JSON records to conversations rendered by the chat template, or to labeled texts.
+        It is None if the job does not read whole records.
         """
-        return ChatPreparation(self.chat, self.tokenizer) if self.chat else None
+        if self.chat is None:
+            return None
+        if self.chat.kind in ("conversations", "pairs"):
+            return ChatPreparation(self.chat, self.tokenizer)
+        return LabeledPreparation(self.chat, self.tokenizer)
 
     @cached_property
     def skipped_files(self) -> SkippedFiles:
@@ -285,20 +290,9 @@ class PreprocessJob:
             done = output.resume_or_start()
             done.encoder = done.encoder if choice == "auto" else choice  # a rejected fastokens is not tried again
             encoder = choose_text_encoder(done.encoder, tokenizer, size, rereadable=lasting)
-            folder = output.writer.folder if chats is None else None  # a conversation is parsed as a whole
-            reading = ResumableReader(sources, self.json_key, self.skipped_files, done, bar, folder=folder)
-            good = build_text_batches(
-                reading,
-                tokenizer,
-                refuse=None if self.on_bad_line == "skip" else get_quarantine_path(prefix),
-                end=None if self.parse_special_tokens else tokenizer.eos_token,
-                prepare=chats.prepare_record if chats else None,
-                leads=LEADS[:1] if self.sentence_encoder else LEADS,  # the others look like space between sentences
-            )
+            reading = self.open_reader(sources, done, bar, output)
             stack.enter_context(disable_encoder_threads())
-            encoded = encode_batches(
-                good, DocumentEncoder(encoder, chats, self.sentence_encoder), output.dtype, workers
-            )
+            encoded = self.encode_documents(reading, encoder, output, workers)
             for batch, documents in stack.enter_context(contextlib.closing(encoded)):
                 output.add_batch(batch, documents)
                 reading.advance_progress(batch.read)
@@ -310,6 +304,28 @@ class PreprocessJob:
         reading.log_summary()
         _log_result(output.info, output, tokenizer)
         return output.info
+
+    def open_reader(
+        self, sources: Sequence[CorpusSource], done: PreprocessProgress, bar: ProgressBar, output: DatasetOutput
+    ) -> ResumableReader:
+        """Return the reader of the documents of `sources` after those that are `done`, for writing them to `output`."""
+        folder = output.writer.folder if self.chat is None else None  # a conversation is parsed as a whole
+        return ResumableReader(sources, self.json_key, self.skipped_files, done, bar, folder=folder)
+
+    def encode_documents(
+        self, reading: ResumableReader, encoder: BatchEncoder, output: DatasetOutput, workers: int
+    ) -> Generator[tuple[TextBatch, list[Sequences]], None, None]:
+        """Yield batches of the documents of `reading`, in order, each with the token sequences of its documents."""
+        good = build_text_batches(
+            reading,
+            self.tokenizer,
+            refuse=None if self.on_bad_line == "skip" else get_quarantine_path(output.prefix),
+            end=None if self.parse_special_tokens else self.tokenizer.eos_token,
+            prepare=self.chat_preparation.prepare_record if self.chat_preparation else None,
+            leads=LEADS[:1] if self.sentence_encoder else LEADS,  # the others look like space between sentences
+        )
+        encoding = DocumentEncoder(encoder, self.chat_preparation, self.sentence_encoder)
+        return encode_batches(good, encoding, output.dtype, workers)
 
     @cached_property
     def sentence_encoder(self) -> SentenceEncoder | None:

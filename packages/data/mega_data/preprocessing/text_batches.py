@@ -30,6 +30,7 @@ class TextBatch:
 
     Attributes:
         rejected: bad lines and skipped files before or between the documents.
+        positions: input position after each document; empty for a segment of a long document.
         size: bytes of text to encode.
         ends: number of documents whose text spells the end token.
         cut: number of answers truncated by the length limit; set when the batch is encoded.
@@ -41,6 +42,7 @@ class TextBatch:
 
     documents: list[Document] = field(default_factory=list)
     rejected: list[RejectedItem] = field(default_factory=list)
+    positions: list[SourcePosition] = field(default_factory=list)
     size: int = 0
     ends: int = 0
     cut: int = 0
@@ -181,6 +183,7 @@ def build_text_batches(
                     yield batch
         else:
             batch.documents.append(item)
+            batch.positions.append(position)
         batch.size += 0 if long else size
         batch.ends += ends
         batch.end_position, batch.read = position, reading.read

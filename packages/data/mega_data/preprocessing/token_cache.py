@@ -1,6 +1,7 @@
 """Token files of raw data: made once, at the start of a run, in a cache that runs share.
 
     CACHE/chats-5f3a1c.../chats.bin, chats.idx, chats.info, ...     named by content, tokenizer and settings
+    CACHE/chats-5f3a1c....stream/1-0-0/...                          blocks of streamed data (`token_stream`)
     CACHE/digests/5f3a1c....json                                    content digest of input files, by path and state
 
 Processes that need the same token files wait for the one that makes them; after a kill, the next one resumes its work.
@@ -14,8 +15,9 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from mega_common.bounded_parsing import parse_json_text
 from mega_common.errors import DataError
@@ -23,13 +25,14 @@ from mega_common.progress_logging import logger
 from mega_data.chat.chat_preparation import ChatOptions
 from mega_data.chat.chat_records import name_record_form
 from mega_data.data_config import DataConfig, DatasetSource
-from mega_data.preprocessing.content_digest import digest_tokenizer_files, read_content_digest
+from mega_data.preprocessing.content_digest import digest_tokenizer_files, read_content_digest, read_stream_digest
 from mega_data.preprocessing.preprocess_corpus import PreprocessJob, count_usable_cores
-from mega_data.raw_data_config import CHAT_KINDS
+from mega_data.preprocessing.token_stream import TokenStream
+from mega_data.raw_data_config import LABELED_KINDS, RECORD_KINDS, RawDataConfig
 from mega_data.reading.corpus_sources import WHOLE, CorpusSource, find_corpus_sources
 from mega_data.reading.documents import Document
 from mega_data.reading.source_readers import read_documents
-from mega_data.token_files.dataset_info import read_dataset_info
+from mega_data.token_files.dataset_info import RecordKind, read_dataset_info
 from mega_data.token_files.indexed_reader import get_idx_path
 from mega_data.token_files.partial_folder import (
     lock_partial_folder,
@@ -95,11 +98,16 @@ def tokenize_raw_data(config: DataConfig) -> None:
 
 
 def tokenize_raw_source(source: DatasetSource, config: DataConfig) -> Path:
-    """Return the prefix of the token files of raw data in the cache; one process makes them, and others wait for it.
+    """Return the prefix of the token files of raw data in the cache, for streamed data of the first block.
+    One process makes them, and others wait for it.
 
     Raises:
         DataError: naming the bad record or the missing file, in the terms of run.yaml.
     """
+    if config.is_streamed(source):
+        first = open_token_stream(source, config).open_block(ahead=False)
+        assert first is not None, "open_block raises an error if there is no first block"
+        return first.prefix
     with _in_terms_of_settings(source, config):
         job = build_raw_data_job(source, config)
         if not _is_complete(job):
@@ -108,6 +116,18 @@ def tokenize_raw_source(source: DatasetSource, config: DataConfig) -> Path:
                     workers = config.raw.workers or count_usable_cores()
                     job.build_dataset(job.whole, job.sources, job.made_from, workers)
     return job.whole
+
+
+def open_token_stream(source: DatasetSource, config: DataConfig) -> TokenStream:
+    """Return the blocks of token files of streamed raw data; nothing is tokenized yet.
+
+    Raises:
+        DataError: if the input or the tokenizer does not exist.
+    """
+    with _in_terms_of_settings(source, config):
+        job = build_raw_data_job(source, config)
+        workers = config.raw.workers or max(1, count_usable_cores() // 2)
+        return TokenStream(job, config.block_tokens, workers, partial(_in_terms_of_settings, source, config))
 
 
 def build_raw_data_job(source: DatasetSource, config: DataConfig) -> PreprocessJob:
@@ -119,11 +139,12 @@ def build_raw_data_job(source: DatasetSource, config: DataConfig) -> PreprocessJ
     assert config.tokenizer is not None, "DataConfig.problems requires it"
     raw, kind, cache = config.raw, source.kind or config.kind, config.cache or default_cache_folder()
     chat = None
-    if kind in CHAT_KINDS:
+    if kind in RECORD_KINDS:
         chat = ChatOptions(
-            kind="pairs" if kind == "pairs" else "conversations", loss_on=raw.loss_on, max_length=raw.max_length,
+            kind=cast(RecordKind, kind), loss_on=raw.loss_on,
+            max_length=raw.max_length or (config.seq_length if kind in LABELED_KINDS else None),
             template=raw.chat_template, template_options=raw.template_options, turn_weights=raw.turn_weights,
-            columns=dict[str, str](source.map.items()),
+            columns=dict[str, str](source.map.items()), labels=raw.labels, negatives=raw.negatives,
         )  # fmt: skip
     by_sentence = kind == "bert" or (kind == "t5" and config.sample_order == "megatron")
     json_key = WHOLE if chat else source.map.get("text", "text")
@@ -134,17 +155,30 @@ def build_raw_data_job(source: DatasetSource, config: DataConfig) -> PreprocessJ
         append_eod = chat is None and not by_sentence and digests.eos_id is not None
     settings = [
         kind if chat else "text", source.map, append_eod, by_sentence and raw.language, raw.on_bad_line,
-        chat and raw.model_dump(mode="json", exclude={"append_eod", "workers", "language", "chat_template"}),
+        chat and _describe_chat_settings(raw, chat),
         raw.parse_special_tokens,
     ]  # fmt: skip
-    content = read_content_digest(sources, cache)
-    key = hashlib.sha256(json.dumps([digests.files, settings, content]).encode()).hexdigest()
+    streamed = config.is_streamed(source)
+    content: list[Any] = [read_stream_digest(sources, cache), config.block_tokens] if streamed else []
+    key = hashlib.sha256(
+        json.dumps([digests.files, settings, content or read_content_digest(sources, cache)]).encode()
+    ).hexdigest()
     name = _choose_name(source)
+    folder = cache / f"{name}-{key[:16]}{'.stream' if streamed else ''}"
     return PreprocessJob(
-        (source.input_name,), config.tokenizer, cache / f"{name}-{key[:16]}" / name, json_key, append_eod,
+        (source.input_name,), config.tokenizer, folder / name, json_key, append_eod,
         raw.parse_special_tokens or chat is not None, raw.on_bad_line, overwrite=False, chat=chat,
         sentences=raw.language if by_sentence else None, content_key=key,
     )  # fmt: skip
+
+
+def _describe_chat_settings(raw: RawDataConfig, chat: ChatOptions) -> dict[str, Any]:
+    """Return the settings that the tokens of whole records depend on, without defaults that earlier versions lacked."""
+    settings = raw.model_dump(
+        mode="json", exclude={"append_eod", "workers", "language", "chat_template", "labels", "negatives"}
+    )
+    own = {"max_length": chat.max_length, "labels": list(chat.labels), "negatives": chat.negatives}
+    return settings | (own if chat.kind in LABELED_KINDS else {})
 
 
 def _choose_name(source: DatasetSource) -> str:
@@ -197,7 +231,7 @@ def _in_terms_of_settings(source: DatasetSource, config: DataConfig) -> Iterator
 
 
 def _reads_other_kind(kind: str, found: RawRecord) -> bool:
-    needed = kind if kind in CHAT_KINDS else "text"
+    needed = kind if kind in RECORD_KINDS else "text"
     return found.kind != needed
 
 

@@ -1,11 +1,8 @@
 """Documents of any length, as returned by the readers, and rejected items.
 
-Texts too long for memory, stored in an unnamed file and encoded piece by piece.
-
-A JSON string of any length is stored without being in memory as a whole: `extract_long_strings` reads JSON text in
-blocks, stores the long strings, and yields the rest, with a short name for each, for the `json` module to parse.
-
-Documents and rejected items, as returned by the readers.
+Texts too long for memory are stored in an unnamed file and encoded piece by piece. A JSON string of any length is stored
+without being in memory as a whole: `extract_long_strings` reads JSON text in blocks, stores the long strings, and yields the
+rest, with a short name for each, for the `json` module to parse.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mega_common.errors import DataError
+from mega_data.chat.labeled_records import read_text_labels
 from mega_data.kinds.bert_samples import BertSample
 from mega_data.kinds.dataset_kind import TrainingSample
 from mega_data.kinds.t5_samples import T5Sample
@@ -54,15 +55,27 @@ def show_document(prefix: Path, number: int, tokenizer: Tokenizer | None) -> lis
     if not 0 <= number < documents:
         raise DataError(f"{reader.prefix}: no document {number}; its {documents:,} documents are numbered from 0")
     kind = read_dataset_kind(reader)
-    weights = None if kind == "text" else LossWeights(reader)
+    weights = LossWeights(reader) if kind in ("conversations", "pairs") else None
     first, last = reader.document_index[number : number + 2].tolist()
     parts = []
+    if kind in ("labels", "token_labels"):
+        return [_show_labeled_document(reader, number, first, kind, tokenizer)]
     for sequence in range(first, last):
         begin, ids = int(reader.pointers[sequence]) // reader.dtype.itemsize, reader.read_sequence(sequence)
         label_weights = np.ones(ids.size) if weights is None else weights[slice(begin, begin + ids.size)]
         name = ("chosen", "rejected")[sequence - first] if kind == "pairs" else f"sequence {sequence}"
         parts.append(_build_part(f"document {number}, {name}", ids, label_weights[1:], tokenizer))
     return parts
+
+
+def _show_labeled_document(
+    reader: IndexedReader, number: int, first: int, kind: str, tokenizer: Tokenizer | None
+) -> DisplayedPart:
+    """Return a labeled text for display, with its label in the name or, for labels of tokens, label + 1 as weights."""
+    ids, labels = reader.read_sequence(first), reader.read_sequence(first + 1)
+    by_token = kind == "token_labels"
+    name = f"document {number}" + ("" if by_token else f", label {read_text_labels(labels):g}")
+    return _select_tokens(name, ids >= 0, ids, labels.astype(np.float64) if by_token else np.ones(ids.size), tokenizer)
 
 
 def show_training_sample(
@@ -78,6 +91,8 @@ def show_training_sample(
         return _show_bert(sample, tokenizer)
     if isinstance(sample, T5Sample):
         return _show_t5(sample, tokenizer)
+    if sample.targets is not None or sample.group_size is not None:
+        return _show_labeled_sample(sample, tokenizer)
     ids = np.zeros(sample.tokens.size, np.int32) if sample.document_ids is None else sample.document_ids
     edges = [0, *(np.flatnonzero(np.diff(ids)) + 1).tolist(), ids.size]
     parts = []
@@ -88,6 +103,25 @@ def show_training_sample(
         name = "padding" if padding else f"document {number}"
         parts.append(_build_part(name, tokens, sample.loss_weights[span], tokenizer, sample.position_ids[span]))
     return parts if sample.neighbors is None else [*parts, *_show_neighbors(sample.neighbors, tokenizer)]
+
+
+def _show_labeled_sample(sample: TrainingSample, tokenizer: Tokenizer | None) -> list[DisplayedPart]:
+    """Return the texts of a sample with labels or groups: the name has the label, or the labels of the tokens."""
+    assert sample.document_ids is not None
+    parts = []
+    for number in range(int(sample.document_ids.max()) + 1):
+        mask = sample.document_ids == number
+        name, counts = f"document {number}", sample.loss_weights[mask] > 0
+        if sample.group_size is not None:
+            place = number % sample.group_size
+            name = f"group {number // sample.group_size}, {('query', 'positive')[place] if place < 2 else 'negative'}"
+        elif counts.any():
+            labels = sample.targets[mask][counts] if sample.targets is not None else counts
+            one = (labels == labels[0]).all() and counts.all()
+            name += f", label {labels[0]:g}" if one else f", labels {' '.join(f'{label:g}' for label in labels)}"
+        if counts.any() or (sample.position_ids[mask][0] == 0 and number == 0):
+            parts.append(_select_tokens(name, mask, sample.tokens, sample.loss_weights, tokenizer))
+    return parts
 
 
 def _show_neighbors(neighbors: npt.NDArray[np.int64], tokenizer: Tokenizer | None) -> list[DisplayedPart]:

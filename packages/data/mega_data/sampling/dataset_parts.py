@@ -14,7 +14,9 @@ from mega_common.errors import ConfigError, DataError
 from mega_common.object_store import RemotePath, parse_location
 from mega_common.progress_logging import logger
 from mega_data.data_config import DataConfig, DatasetSource
-from mega_data.preprocessing.token_cache import resolve_source_prefix
+from mega_data.preprocessing.token_cache import open_token_stream, resolve_source_prefix
+from mega_data.preprocessing.token_stream import TokenStream
+from mega_data.raw_data_config import LABELED_KINDS, RECORD_KINDS
 from mega_data.sampling.document_order import find_token_range
 from mega_data.token_files.dataset_info import read_dataset_info
 from mega_data.token_files.indexed_reader import (
@@ -31,7 +33,13 @@ SPLITS = ("train", "valid", "test")
 CHECKED_DOCUMENTS = 64  # documents of a data set whose end token is checked
 MAX_OPEN_DATASETS = 1000
 EAGER_CHECK_BYTES = 1 << 28  # of all indices; if there are more, each is checked when it is first read
-MULTI_SEQUENCE_KINDS = ("bert", "t5", "pairs", "retro")  # splits of these are cut between documents, not sequences
+MULTI_SEQUENCE_KINDS = (
+    "bert",
+    "t5",
+    "pairs",
+    *LABELED_KINDS,
+    "retro",
+)  # splits of these are cut between documents, not sequences
 SplitBounds = tuple[float, float]
 ReaderKey = tuple[Path, str]  # path in the configuration, and what else the tokens of raw data depend on
 
@@ -45,6 +53,7 @@ class DatasetPart:
         source: its entry in the configuration.
         share: factor of its weights: for its size, or its share of the tokens that a glob matches.
         path: path in the configuration; None if it is the path of the reader.
+        stream: blocks of streamed raw data, of which `reader` has the first; None for token files.
     """
 
     reader: IndexedReader
@@ -55,6 +64,7 @@ class DatasetPart:
     source: DatasetSource | None = None
     share: float = 1.0
     path: Path | None = None
+    stream: TokenStream | None = None
 
     @property
     def name(self) -> str:
@@ -144,7 +154,8 @@ class DatasetPartitioner:
         return source.kind or self._config.kind
 
     def _get_reader_key(self, source: DatasetSource, path: Path) -> ReaderKey:
-        return path, f"{self._get_kind(source)} {source.map}" if source.is_raw else ""
+        streamed = self._config.is_streamed(source)
+        return path, f"{self._get_kind(source)} {source.map} {streamed}" if source.is_raw else ""
 
     def _open_readers(self, sources: Sequence[tuple[DatasetSource, Path]]) -> None:
         """Open and check data sets; those of kind `retro` need no end-of-document tokens."""
@@ -181,6 +192,10 @@ class DatasetPartitioner:
         for path in paths:
             reader, kind = self._readers[self._get_reader_key(source, path)], self._get_kind(source)
             validate_dataset_kind(reader, kind)
+            if self._config.is_streamed(source):
+                stream = open_token_stream(source, self._config)
+                yield DatasetPart(reader, 0, len(reader), source.weight, kind, source, path=path, stream=stream)
+                continue
             first, last = (_find_split_sequence(bound, reader, kind) for bound in bounds)
             if reader.find_token_position(first) < reader.find_token_position(last):
                 yield DatasetPart(reader, first, last, source.weight, kind, source, path=path)
@@ -229,7 +244,7 @@ def validate_dataset_kind(reader: IndexedReader, kind: str) -> None:
     Raises:
         DataError: if the kinds differ.
     """
-    actual, expected = read_dataset_kind(reader), kind if kind in ("conversations", "pairs") else "text"
+    actual, expected = read_dataset_kind(reader), kind if kind in RECORD_KINDS else "text"
     if expected != actual:
         raise DataError(
             f"{reader.prefix}: has {actual}, which conflicts with data.kind = {kind}",

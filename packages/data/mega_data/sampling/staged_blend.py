@@ -201,7 +201,7 @@ def resume_data_config(
         DataError: if no data set matches a glob.
     """
     order = config.order or saved.get("order") or "stable"  # the only order of the versions that did not save it
-    config = config.model_copy(update={"order": order, "begun": None})
+    config = config.model_copy(update={"order": order, "begun": None, "streamed": {}})
     try:
         previous = DataConfig.model_validate(saved)
     except ValidationError:  # saved by another version

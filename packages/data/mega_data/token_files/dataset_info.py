@@ -50,12 +50,16 @@ class SkippedCounts(StrictConfig):
     binary: int = 0
 
 
+RecordKind = Literal["conversations", "pairs", "labels", "token_labels", "groups"]
+
+
 class ChatInfo(StrictConfig):
     """Description of the tokenization of a data set's conversations and of their loss mask.
     The loss mask is `PREFIX.mask`, the bytes that weight tokens in the loss.
 
     Attributes:
-        kind: conversations are a sequence each; pairs are two in a document, the chosen one first.
+        kind: conversations are a sequence each; pairs are two in a document, the chosen one first; for the others see
+            `mega_data.chat.labeled_records`.
         loss_on: turns that contribute to the loss.
         one: mask byte of weight 1; weights are stored in units of it.
         template: fingerprint of the chat template.
@@ -64,9 +68,11 @@ class ChatInfo(StrictConfig):
         cut: number of answers truncated to `max_length`.
         notes: number of conversations by reported note, such as a part that the chat template does not render.
         mask_sha256: SHA-256 of `PREFIX.mask.bin`, hex.
+        labels: names of the labels, for kinds `labels` and `token_labels`.
+        negatives: number of negatives of a group.
     """
 
-    kind: Literal["conversations", "pairs"]
+    kind: RecordKind
     loss_on: Literal["answers", "last", "all"]
     one: int
     template: str
@@ -75,6 +81,8 @@ class ChatInfo(StrictConfig):
     cut: int = 0
     notes: dict[str, int] = {}
     mask_sha256: str = ""
+    labels: list[str] = []
+    negatives: int = 0
 
 
 class ImagesInfo(StrictConfig):

@@ -112,7 +112,7 @@ class OpenReaderPool:
             self._readers.popleft().close()
 
 
-class _MappedArrays(NamedTuple):
+class MappedArrays(NamedTuple):
     """Memory-mapped arrays of a data set's two files."""
 
     lengths: npt.NDArray[np.int32]
@@ -148,8 +148,9 @@ class IndexedReader:
             self._size = self._bin.stat().st_size
         self._bounds, self.documents, self.dtype = bounds, max(0, bounds - 1), np.dtype(DTYPES[code])
         self.num_tokens = self._size // self.dtype.itemsize
-        self._arrays: _MappedArrays | None = None
+        self._arrays: MappedArrays | None = None
         self._checked = False
+        self._companions: dict[Path, IndexedReader] = {}
         if files is None:
             self.check_index()
         else:
@@ -199,11 +200,17 @@ class IndexedReader:
         (pointer,) = self._read_struct(HEADER.size + 4 * self._sequences + 8 * i, "<q")
         return int(pointer) // self.dtype.itemsize
 
+    def open_companion(self, prefix: Path) -> IndexedReader:
+        """Open token files with a value for each token of these, such as the loss mask, once."""
+        if prefix not in self._companions:
+            self._companions[prefix] = IndexedReader(prefix)
+        return self._companions[prefix]
+
     def close(self) -> None:
         """Release the mapped files and memory of this data set until the next access, which maps them again."""
         self._arrays = None
 
-    def _get_arrays(self) -> _MappedArrays:
+    def _get_arrays(self) -> MappedArrays:
         arrays = self._arrays
         if arrays is None:
             arrays = self._arrays = self._map_arrays()
@@ -211,14 +218,14 @@ class IndexedReader:
                 self._files.register_reader(self)
         return arrays
 
-    def _map_arrays(self) -> _MappedArrays:
+    def _map_arrays(self) -> MappedArrays:
         if not self._checked:
             self._check_index(*self._map_index())
             self._checked = True
         index = self._map_index()  # a new mapping, so that the pages read by the check are released
         with _translate_read_errors(self.prefix):
             mapped: Tokens = np.memmap(self._bin, self.dtype, "r") if self._size else np.empty(0, self.dtype)
-        return _MappedArrays(*index, np.asarray(mapped))  # a plain array: slices of a memmap are slower
+        return MappedArrays(*index, np.asarray(mapped))  # a plain array: slices of a memmap are slower
 
     def _map_index(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         with _translate_read_errors(self.prefix):

@@ -25,7 +25,7 @@ def open_loss_mask(reader: IndexedReader) -> IndexedReader:
             f"{reader.prefix}: the loss mask {get_idx_path(prefix)} is missing",
             hint="build the data set with mega data preprocess --kind conversations",
         )
-    mask = IndexedReader(prefix)
+    mask = reader.open_companion(prefix)
     if mask.dtype != np.uint8 or not np.array_equal(mask.lengths, reader.lengths):
         raise DataError(
             f"{prefix}: is not the loss mask of {reader.prefix}: the sequence lengths differ",

@@ -64,10 +64,12 @@ def _bidirectional_problems(model: ModelConfig, data: DataConfig, tasks: Sequenc
         rule = "requires a bidirectional model (model.causal = false)"
         hint = "set model.causal=false" + f" and {head}" * needs_head + ", or set data.kind=text"
         yield ConfigProblem("data.kind", rule, masked[0], hint)
-    if not model.causal and not masked:
+    if not model.causal and not masked and model.task_head is None:
         rule = "requires data with masked tokens (data.kind = masked or bert)"
         yield ConfigProblem("model.causal", rule, False, "set data.kind=masked")
-    if not model.causal and tasks:
+    if model.task_head is not None and tasks:
+        yield ConfigProblem("eval.tasks", "is not supported with model.task_head", list(tasks), "remove eval.tasks")
+    elif not model.causal and tasks:
         rule = "is not supported for a bidirectional model, which cannot continue text"
         yield ConfigProblem("eval.tasks", rule, list(tasks), "remove eval.tasks")
     if needs_head:

@@ -428,10 +428,8 @@ def find_name_problems(
     known = [*BUILT_IN[kind], *added]
     if value not in known:
         near = find_near_option(value, known)
-        names = (
-            ", ".join(map(repr, known[:-1])) + (" or " if known[1:] else "") + repr(known[-1]) if known else "a name"
-        )
-        hint = f"did you mean {near!r}?" if near else "name the extension that has it in extensions"
+        names = ", ".join(known) or "one that an extension adds"
+        hint = f"set {path}={near}" if near else f"set extensions to the file that has it, or remove {path}"
         yield ConfigProblem(path, f"must be {names}", value, hint)
     elif options:
         yield ConfigProblem(where, f"has no effect with {path} = {value}", hint=f"remove {where}")

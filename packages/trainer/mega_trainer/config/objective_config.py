@@ -15,9 +15,12 @@ from mega_trainer.config.batch_size import BatchConfig
 from mega_trainer.config.sections import TrainConfig
 
 PolicyVariant = Literal["grpo", "dr_grpo", "dapo", "gspo", "rloo"]
+LabelLoss = Literal["cross_entropy", "mse", "bce"]
 LossNormalization = Literal["sequence", "token", "constant", "sum"]
 
-ObjectiveKind = Literal["cross_entropy", "dpo", "ipo", "kto", "simpo", "reward", "distill", "grpo"]
+ObjectiveKind = Literal[
+    "cross_entropy", "dpo", "ipo", "kto", "simpo", "reward", "distill", "grpo", "classify", "contrastive"
+]
 REFERENCE = ("reference", "reference_model", "ask_only")
 # Settings that each kind uses.
 USED: dict[str, tuple[str, ...]] = {
@@ -32,6 +35,8 @@ USED: dict[str, tuple[str, ...]] = {
         "variant", "rewards", "reward_model", "reward_timeout", "reward_workers", "group_size", "max_new_tokens", "rollout_steps", "clip", "kl",
         "normalization", "mask_truncated", "resample", "reference_model",
     ),
+    "classify": ("loss",),
+    "contrastive": ("temperature", "dimensions"),
 }  # fmt: skip
 BETAS = {"simpo": 2.0}
 # Clip and normalization of the loss in the paper of each variant.
@@ -55,8 +60,9 @@ class ObjectiveConfig(StrictConfig):
         description="cross_entropy: of the next tokens; on preference pairs (data.kind: pairs): dpo (arXiv:2305.18290), ipo "
         "(arXiv:2310.12036, of means over tokens), kto (arXiv:2402.01306), simpo (arXiv:2405.14734); and, for model.score: true, "
         "reward (Bradley and Terry 1952, arXiv:2203.02155); distill: the divergence from a teacher's next tokens "
-        "(arXiv:1503.02531); grpo: policy gradient on groups of sampled answers (data.kind: prompts); or an objective of an "
-        "extension",
+        "(arXiv:1503.02531); grpo: policy gradient on groups of sampled answers (data.kind: prompts); for model.task_head: classify: labels of "
+        "texts or tokens (data.kind: labels or token_labels); contrastive: text embeddings by InfoNCE (arXiv:1807.03748, "
+        "data.kind: groups); or an objective of an extension",
     )
     options: dict[str, Any] = Field({}, description="settings of an extension's objective")
     beta: float | None = Field(
@@ -92,7 +98,20 @@ class ObjectiveConfig(StrictConfig):
         description="distill: teacher outputs are computed before training, into files, or by a teacher in memory",
     )
     top_k: PositiveInt = Field(64, description="distill: number of most likely teacher tokens used at each position")
-    temperature: float = Field(1.0, gt=0, description="distill: divides the logits of both models")
+    temperature: float | None = Field(
+        None,
+        gt=0,
+        description="distill: divides the logits of both models; contrastive: divides the cosines; default: 1, for "
+        "contrastive 0.05",
+    )
+    dimensions: list[PositiveInt] = Field(
+        [], description="contrastive: sizes of truncated vectors whose losses are added (Matryoshka, arXiv:2205.13147)"
+    )
+    loss: LabelLoss | None = Field(
+        None,
+        description="classify: cross_entropy of the classes; for one label: mse, squared error of a number; bce, binary cross "
+        "entropy, for rerankers; default: mse for one label, else cross_entropy",
+    )
     cache: str | None = Field(
         None,
         description="distill: folder of cached teacher outputs, which runs may share; default: `output`/teacher",
@@ -163,7 +182,7 @@ class ObjectiveConfig(StrictConfig):
     @property
     def is_pairwise(self) -> bool:
         """True if the objective compares the chosen and the rejected answer of preference pairs."""
-        return self.kind in USED and self.kind not in ("cross_entropy", "distill", "grpo")
+        return self.kind in ("dpo", "ipo", "kto", "simpo", "reward")
 
     @property
     def needs_reference(self) -> bool:
@@ -174,6 +193,15 @@ class ObjectiveConfig(StrictConfig):
     def effective_beta(self) -> float:
         """Factor beta of the preference loss: `beta`, or the default of the objective's kind if `beta` is not set."""
         return self.beta or BETAS.get(self.kind, 0.1)
+
+    @property
+    def effective_temperature(self) -> float:
+        """Value of `temperature`, or the default for this kind of objective if it is not set."""
+        return self.temperature or (0.05 if self.kind == "contrastive" else 1.0)
+
+    def get_label_loss(self, labels: int) -> LabelLoss:
+        """Return the loss of a head with this number of labels: `loss`, or its default."""
+        return self.loss or ("mse" if labels == 1 else "cross_entropy")
 
     def problems(self) -> Iterator[ConfigProblem]:
         """Yield settings of run.yaml's `objective` section that its kind of objective does not use."""
@@ -210,6 +238,7 @@ class ObjectiveConfig(StrictConfig):
             yield ConfigProblem("objective.kind", "requires data.kind = prompts", "grpo", "set data.kind=prompts")
         elif self.kind == "grpo":
             yield from self._policy_problems(model, data, train, batch)
+        yield from self._task_problems(model, data)
         if self.kind == "distill":
             yield from self._teacher_problems(model, data)
         if self.kind == "reward" and not model.score:
@@ -221,6 +250,44 @@ class ObjectiveConfig(StrictConfig):
             hint = "set objective.reference_model=FOLDER, or set init_from=FOLDER"
             yield ConfigProblem("objective.kind", "requires a reference model", self.kind, hint)
         yield from self._rollback_problems(train)
+
+    def _task_problems(self, model: ModelConfig, data: DataConfig) -> Iterator[ConfigProblem]:
+        """Yield conflicts between the objective, the task head of the model and labeled data."""
+        head, kinds = model.task_head, data.dataset_kinds
+        data_kinds = {"sequence": "labels", "token": "token_labels", "embedding": "groups"}
+        if head is None:
+            if self.kind in ("classify", "contrastive"):
+                level = "sequence" if self.kind == "classify" else "embedding"
+                hint = f"set model.task_head.kind={level} and data.kind={data_kinds[level]}"
+                yield ConfigProblem("objective.kind", "requires model.task_head", self.kind, hint)
+            elif labeled := [level for level, name in data_kinds.items() if name in kinds]:
+                kind = "contrastive" if labeled[0] == "embedding" else "classify"
+                hint = f"set objective.kind={kind} and model.task_head.kind={labeled[0]}"
+                rule = "requires objective.kind = classify or contrastive"
+                yield ConfigProblem("data.kind", rule, data_kinds[labeled[0]], hint)
+            return
+        if parts := [
+            name for name in ("encoder", "retro", "vision", "transformers") if getattr(model, name) is not None
+        ]:
+            yield ConfigProblem(
+                "model.task_head", f"is not supported with model.{parts[0]}", hint="remove model.task_head"
+            )
+            return
+        kind, wanted = "contrastive" if head.kind == "embedding" else "classify", data_kinds[head.kind]
+        if self.kind != kind or kinds != {wanted}:
+            rule = f"must be {kind}, with data.kind = {wanted}, for model.task_head.kind = {head.kind}"
+            found = f"{self.kind}, with data.kind = {' and '.join(sorted(kinds))}"
+            yield ConfigProblem("objective.kind", rule, found, f"set objective.kind={kind} and data.kind={wanted}")
+        if self.kind == "classify" and (self.get_label_loss(head.labels) == "cross_entropy") != (head.labels > 1):
+            rule = f"requires {'several labels' if head.labels == 1 else 'model.task_head.labels = 1'}"
+            yield ConfigProblem("objective.loss", rule, self.loss, "remove objective.loss")
+        if head.kind == "token" and head.labels == 1:
+            yield ConfigProblem(
+                "model.task_head.labels", "must be at least 2 for tokens", 1, "set model.task_head.labels=2"
+            )
+        if too_large := [size for size in self.dimensions if size > model.hidden_size]:
+            rule = f"must be at most model.hidden_size = {model.hidden_size}"
+            yield ConfigProblem("objective.dimensions", rule, too_large, "remove objective.dimensions")
 
     def _teacher_problems(self, model: ModelConfig, data: DataConfig) -> Iterator[ConfigProblem]:
         """Yield a missing teacher, and models and data that have no next tokens to learn from."""

@@ -26,6 +26,11 @@ from mega_trainer.config.sections import ParallelConfig
 
 FIXED_VIRTUAL_STAGES = {"zb-h1": 1, "zbv": 2}  # virtual stages of the schedules that have a fixed number
 
+_FIRST_STAGE = (
+    "requires the first {} layers on the first pipeline stage, as image features are added to their outputs "
+    "(model.vision.native.deepstack)"
+)
+
 
 @dataclass(frozen=True)
 class ParallelRules:
@@ -95,15 +100,24 @@ class ParallelRules:
         """Yield numbers of stages that the layers do not fill."""
         parallel, layers = self.parallel, self.model.num_layers
         stages, layout = parallel.pp * parallel.virtual_stages, parallel.pipeline_layout
+        first = self.model.first_stage_layers
         if layout is None:
             if layers < stages:
                 product = f"parallel.pp {parallel.pp} x parallel.virtual_stages {parallel.virtual_stages} = {stages}"
                 rule = f"requires a layer for each stage: {product}, found model.num_layers = {layers}"
                 yield ConfigProblem("parallel.pp", rule, parallel.pp, self._suggest_stages())
+            elif self._most_stages < stages:
+                rule = f"{_FIRST_STAGE.format(first)}: {stages} stages need {stages + first - 1} layers, found {layers}"
+                yield ConfigProblem("parallel.pp", rule, parallel.pp, self._suggest_stages())
             return
         key = "parallel.pipeline_layout"
-        fits = layers >= stages
-        hint = f"set {key}={_even_layout(layers, stages)}" if fits else f"remove {key} and {self._suggest_stages()}"
+        fits = self._most_stages >= stages
+        even = (
+            [first, *_even_layout(layers - first, stages - 1)]
+            if first > layers // stages
+            else _even_layout(layers, stages)
+        )
+        hint = f"set {key}={even}" if fits else f"remove {key} and {self._suggest_stages()}"
         if len(layout) != stages:
             rule = f"must have parallel.pp x parallel.virtual_stages = {stages} stages, found {len(layout)}"
             yield ConfigProblem(key, rule, layout, hint)
@@ -113,6 +127,13 @@ class ParallelRules:
         elif 0 in layout[1:-1]:
             rule = "must have at least one layer in each stage; only the first and the last may have none"
             yield ConfigProblem(key, rule, layout, hint)
+        elif layout[0] < first:
+            yield ConfigProblem(key, _FIRST_STAGE.format(first), layout, hint)
+
+    @property
+    def _most_stages(self) -> int:
+        """Largest number of pipeline stages: each has a layer, and the first one those that must be on it."""
+        return max(1, self.model.num_layers - max(0, self.model.first_stage_layers - 1))
 
     def _schedule_problems(self) -> Iterator[ConfigProblem]:
         """Yield virtual stages and schedules that conflict with each other or need a pipeline."""
@@ -128,14 +149,14 @@ class ParallelRules:
             return
         fixed = FIXED_VIRTUAL_STAGES.get(parallel.schedule, stages)
         if fixed != stages:
-            fits = parallel.pipeline_layout is None and self.model.num_layers >= parallel.pp * fixed
+            fits = parallel.pipeline_layout is None and self._most_stages >= parallel.pp * fixed
             own = f"set parallel.virtual_stages={fixed}, or " if fits else ""
             rule = f"requires parallel.virtual_stages = {fixed}, found {stages}"
             yield ConfigProblem("parallel.schedule", rule, parallel.schedule, f"{own}set parallel.schedule=1f1b")
 
     def _suggest_stages(self) -> str:
         """Return the hint for a pipeline of more stages than layers: the nearest one that fits."""
-        parallel, layers = self.parallel, self.model.num_layers
+        parallel, layers = self.parallel, self._most_stages
         fixed = FIXED_VIRTUAL_STAGES.get(parallel.schedule)
         if fixed is None and layers >= parallel.pp:
             return f"set parallel.virtual_stages={layers // parallel.pp}"
@@ -160,7 +181,7 @@ class ParallelRules:
         for name, block in model.mixers.items():
             if block.declares is not None and not block.declares.context_parallel:
                 rule = f"requires mixers that exchange tokens between context ranks; {name} declares none"
-                yield ConfigProblem("parallel.cp", rule, cp, "set parallel.cp=1, or context_parallel in its traits")
+                yield ConfigProblem("parallel.cp", rule, cp, "set parallel.cp=1")
         fits = not can_split_model(model, tp) or can_split_heads(model, tp, cp)
         if model.attention_dropout and parallel.cp_kind != "alltoall":
             rule = f"is not supported with attention dropout (model.attention_dropout = {model.attention_dropout:g})"

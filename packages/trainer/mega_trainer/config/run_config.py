@@ -27,7 +27,13 @@ from mega_common.strict_config import (
 from mega_data.data_config import DataConfig, list_raw_paths
 from mega_trainer.config.architecture_rules import find_architecture_problems
 from mega_trainer.config.batch_size import BatchConfig
-from mega_trainer.config.extensions import ExtensionRegistry, declare_blocks, find_name_problems, load_extensions
+from mega_trainer.config.extensions import (
+    ExtensionRegistry,
+    declare_blocks,
+    find_name_problems,
+    is_extension_path,
+    load_extensions,
+)
 from mega_trainer.config.fp8_config import Fp8Config, find_fp8_problems
 from mega_trainer.config.lr_schedule import LearningRateCurve, LRSchedule
 from mega_trainer.config.objective_config import ObjectiveConfig
@@ -230,6 +236,11 @@ class RunConfig(StrictConfig):
     def find_warnings(self) -> Iterator[str]:
         """Yield warnings about questionable but valid settings of this configuration."""
         model, length = self.model, self.data.seq_length
+        if model.num_scores and self.lora is not None and not self.is_trainable("score.weight"):
+            yield (
+                "lora.modules_to_save does not name the head that scores texts, so it keeps its initial weights, which are "
+                "random unless init_from has a head; set lora.modules_to_save: [score]"
+            )
         if model.position == "rope" and length > model.max_position:
             yield (
                 f"data.seq_length = {length} is larger than model.max_position = {model.max_position}, which an exported model "
@@ -265,7 +276,7 @@ class RunConfig(StrictConfig):
         yield from self.objective.find_run_problems(
             model=model, data=data, train=train, batch=self.batch, init_from=self.init_from
         )
-        yield from train.find_run_problems(data.sample_order)
+        yield from train.find_run_problems(data)
         yield from self.checkpoint.find_run_problems(train.eval_every)
         yield from self.parallel_rules.find_problems()
         yield from find_zero_problems(parallel, lora)
@@ -297,7 +308,7 @@ class RunConfig(StrictConfig):
             options = data.options if kind in added or not added else {}
             yield from find("data_kinds", "data.kind", kind, options, "data.options")
         for name, options in self.callbacks.items():
-            yield from find("callbacks", "callbacks", name, options, f"callbacks.{name}")
+            yield from find("callbacks", f"callbacks.{name}", name, options, f"callbacks.{name}")
 
     @property
     def parallel_rules(self) -> ParallelRules:
@@ -373,8 +384,11 @@ def resolve_run_config(raw: Mapping[str, Any], *, base: Path = Path(), warn_unre
         ConfigError: for an unknown preset, or a path that holds no model.
     """
     out = dict(raw)
-    named = raw.get("extensions")
-    registry = load_extensions(map(str, named) if isinstance(named, list) else ())
+    named = raw["extensions"] if isinstance(raw.get("extensions"), list) else []
+    names = [str(base / name) if is_extension_path(name) else name for name in map(str, named)]
+    if base != Path() and names:  # a workflow's run is checked from another folder than it runs in
+        out["extensions"] = names
+    registry = load_extensions(names)
     model = dict(raw["model"]) if isinstance(raw.get("model"), Mapping) else {}
     model = {key: value for key, value in model.items() if value is not None or key not in ("preset", "from")}
     if "preset" in model and "from" in model:

@@ -17,6 +17,7 @@ from mega_common.strict_config import (
     StageCount,
     StrictConfig,
 )
+from mega_data.data_config import DataConfig
 
 
 def validation_required_problem(key: str, value: object) -> ConfigProblem:
@@ -139,13 +140,19 @@ class TrainConfig(StrictConfig):
         "warn", description="policy for a loss spike, as on_nan; all but warn leave the weights unchanged"
     )
 
-    def find_run_problems(self, sample_order: str) -> Iterator[ConfigProblem]:
+    def find_run_problems(self, data: DataConfig) -> Iterator[ConfigProblem]:
         """Yield `train` settings that conflict with the data order or require validation in a run without it."""
         if self.early_stop is not None and not self.eval_every:
             yield validation_required_problem("train.early_stop", self.early_stop)
         if self.eval_first and not self.eval_every:
             yield validation_required_problem("train.eval_first", True)
-        if sample_order != "megatron":
+        if data.stream and self.eval_every and data.valid is None:
+            rule = "requires data.valid with data.stream, as no part of a stream is held out"
+            yield ConfigProblem("train.eval_every", rule, self.eval_every, "set data.valid=held-out.jsonl")
+        if data.stream and self.epochs is not None:
+            rule = "is not supported with data.stream, which does not know the size of an epoch"
+            yield ConfigProblem("train.epochs", rule, self.epochs, "remove train.epochs and set train.steps=1000")
+        if data.sample_order != "megatron":
             return
         if self.epochs is not None:
             rule = "is not supported with data.order = megatron, whose samples depend on the number of steps"

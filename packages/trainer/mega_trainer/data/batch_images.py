@@ -32,7 +32,8 @@ class BatchImages:
     Attributes:
         pixels: fp32 [n, 3, H, W] in host memory, normalised; a list of [3, H, W] for images of different shapes.
         rows: int64 [B, S], index into all features [n P] for each token; -1 for text.
-        features: [n P, D], if already computed, as in generation.
+        features: [n P, D], once computed; with DeepStack [n P, (1 + L) D]: the features that replace embeddings, and those
+            that are added to the outputs of the first L decoder layers.
         positions: int64 [3, B, S], time, line and column of each token for M-RoPE; None: the positions in the text.
     """
 
@@ -112,6 +113,11 @@ def insert_image_features(x: Tensor, features: Tensor, rows: Tensor) -> Tensor:
     token, negative for text.
     """
     return torch.where((rows < 0).unsqueeze(-1), x, features[rows.clamp(min=0)].to(x.dtype))
+
+
+def add_image_features(x: Tensor, features: Tensor, rows: Tensor) -> Tensor:
+    """Return hidden states [B, S, D] with image features added at the image placeholders; see `insert_image_features`."""
+    return torch.where((rows < 0).unsqueeze(-1), x, x + features[rows.clamp(min=0)].to(x.dtype))
 
 
 def all_gather_features(features: Tensor, group: CommGroup, *, partial: bool) -> Tensor:

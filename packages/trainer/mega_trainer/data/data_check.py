@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -198,6 +199,8 @@ def check_datasets(config: RunConfig) -> list[DatasetUsage]:
     uses = plan_dataset_usage(config.data, config.samples_per_split, None if tokenizer is None else tokenizer.eos_id)
     for prefix in {use.prefix: None for use in uses}:
         _check_pairs(config, prefix)
+        if config.data.dataset_kinds & {"labels", "token_labels"}:  # labels are no tokens; batches are checked
+            continue
         largest = largest_sampled_token(IndexedReader(prefix))
         if largest >= config.model.vocab_size:
             raise DataError(
@@ -245,6 +248,8 @@ def largest_sampled_token(reader: IndexedReader) -> int:
 
 def format_usage(use: DatasetUsage) -> str:
     """Return one line of text about the planned usage of a data set: documents, tokens, samples and epochs."""
+    if math.isnan(use.epochs):
+        return f"{use.split} {use.prefix}: first block of streamed data; {round(use.samples):,} samples"
     return (
         f"{use.split} {use.prefix}: {use.documents:,} documents, {use.tokens:,} tokens; "
         f"{round(use.samples):,} samples, {use.epochs:.2f} epochs"

@@ -228,11 +228,15 @@ def split_micro_batches(
     rank of the `context` group.
 
     Raises:
-        DataError: for a token that the model's vocabulary does not have.
+        DataError: for a token that the model's vocabulary does not have; for positions of packed documents that a module
+            of the transformers library cannot separate.
     """
     _check_token_ids(batch, config.model.vocab_size)
+    if config.model.transformers is not None:
+        _check_document_positions(batch)
+    _check_token_types(batch, config.model.token_types)
     affects = _affects_loss(batch) if config.model.moe else None
-    if affects is not None and config.model.score:  # the score is of a text's last token, after all labels
+    if affects is not None and (config.model.score or config.model.task_head):  # outputs other than next tokens
         affects = np.ones_like(affects)
     vision = config.model.vision
     mtp_arrays = [_mtp_arrays(batch, offset) for offset in range(1, config.model.mtp_layers + 1)]
@@ -284,6 +288,25 @@ def _check_token_ids(batch: StepBatch, vocab_size: int) -> None:
             f"model.vocab_size = {vocab_size} must be larger than every token id, found {top} in one of the samples "
             f"{batch.sample_ids.min()} to {batch.sample_ids.max()}",
             hint="use data made with the model's tokenizer, or raise model.vocab_size",
+        )
+
+
+def _check_document_positions(batch: StepBatch) -> None:
+    starts = DocumentBounds.from_positions(batch.position_ids, batch.document_ids).document_starts
+    if starts is not None and not np.array_equal(batch.position_ids, np.arange(starts.shape[1]) - starts):
+        raise DataError(
+            "positions must restart at each document with model.implementation = transformers",
+            hint="set data.reset_position_ids=true",
+        )
+
+
+def _check_token_types(batch: StepBatch, count: int) -> None:
+    """Reject segments that a model with segment types does not have."""
+    if count and batch.token_types is not None and (top := int(batch.token_types.max())) >= count:
+        raise DataError(
+            f"model.token_types = {count} must be larger than every segment, found {top} in one of the samples "
+            f"{batch.sample_ids.min()} to {batch.sample_ids.max()}",
+            hint="use data made with the model's tokenizer",
         )
 
 

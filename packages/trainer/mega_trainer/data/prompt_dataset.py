@@ -95,6 +95,10 @@ class PromptDataset(BlendedDataset):
         """Return the number of samples before sample k, by the path of the prompts."""
         return {str(self._path): k}
 
+    def find_stream_positions(self, k: int) -> dict[str, dict[str, Any]]:
+        """Return no position: prompts are not streamed."""
+        return {}
+
     def count_epochs_by_path(self, k: int) -> dict[str, float]:
         """Return the number of passes over the prompts before sample k, by their path."""
         return {str(self._path): k / self.samples_per_epoch}

@@ -122,15 +122,6 @@ def list_communicating_groups(groups: ParallelGroups, config: RunConfig) -> list
     return list(by_ranks.values())
 
 
-def list_pipeline_pairs(groups: ParallelGroups) -> list[tuple[int, int]]:
-    """Return the pairs of pipeline-parallel neighbors that include this rank, the lower rank first.
-    NCCL makes one more communicator for each pair that sends and receives.
-    """
-    ring, own = groups.pp, groups.pp.ranks[groups.pp.rank]
-    others = [ring.ranks[(ring.rank + step) % ring.size] for step in (1, -1)]
-    return sorted({(min(own, other), max(own, other)) for other in others if other != own})
-
-
 def warm_up_groups(groups: ParallelGroups, used: Sequence[CommGroup], device: torch.device) -> None:
     """Create the NCCL communicators of a run by a first message before the model fills device memory.
     The communicators connect the `used` groups, and each pipeline rank with its neighbors.

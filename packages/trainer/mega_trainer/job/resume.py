@@ -20,6 +20,7 @@ from mega_ckpt.store import (
 from mega_common.errors import CheckpointError, ConfigError
 from mega_common.model_config import ModelConfig
 from mega_common.progress_logging import logger
+from mega_data.data_config import StreamPosition
 from mega_data.sampling.staged_blend import resume_data_config
 from mega_trainer.config.run_config import RunConfig, flatten_settings
 from mega_trainer.job.memory_checkpoint import MemoryCheckpoint, MemoryCopy
@@ -29,7 +30,9 @@ from mega_trainer.job.training_guard import SkippedRanges
 MODEL_SETTINGS = ("model", "lora")
 # Settings that determine sample number k of a data set; in Megatron's order the blend and the length of the run do as
 # well, while in the others each data set continues with its next sample (`mega_data.sampling.staged_blend`).
-ORDER_SETTINGS = ("data.split", "data.seq_length", "data.order", "data.kind", "data.long_documents", "train.seed")
+ORDER_SETTINGS = (
+    "data.split", "data.seq_length", "data.order", "data.block_tokens", "data.kind", "data.long_documents", "train.seed",
+)  # fmt: skip
 LENGTH_SETTINGS = ("data.train", "train.steps", "batch.global", "batch.rampup", "batch.stages")
 JUMP = 0.1  # share of the highest rate: smaller changes are accepted
 
@@ -44,6 +47,12 @@ def check_resume_settings(state: Mapping[str, Any], step: int, config: RunConfig
     """
     saved, consumed = state["settings"], state["consumed_samples"]
     found = check_setting_changes(saved, config, where)
+    versions, before = config.registry.versions, state.get("extensions", {})
+    found += [
+        f"version of the extension {name}: {before[name]} -> {version}"
+        for name, version in versions.items()
+        if before.get(name, version) != version
+    ]
     precision, compatible = saved.get("precision", config.precision), {"bf16", "fp8"}  # with equal weights and state
     if precision != config.precision and not {precision, config.precision} <= compatible:
         raise ConfigError(
@@ -221,8 +230,10 @@ def inherit_data_order(config: RunConfig, saved: Mapping[str, Any]) -> RunConfig
     if "data" in saved.get("settings", {}):
         position = SkippedRanges.from_checkpoint_state(saved).data_position(saved["consumed_samples"])
         data = resume_data_config(config.data, saved["settings"]["data"], position, saved.get("read"))
+        streamed = {path: StreamPosition.model_validate(at) for path, at in saved.get("streamed", {}).items()}
+        data = data.model_copy(update={"streamed": streamed if data.stream else {}})
     else:
-        data = config.data.model_copy(update={"order": config.data.sample_order, "begun": None})
+        data = config.data.model_copy(update={"order": config.data.sample_order, "begun": None, "streamed": {}})
     return config.model_copy(update={"data": data})
 
 

@@ -91,7 +91,7 @@ def attention_sinks_grad(sinks: Tensor, dy: Tensor, y: Tensor, lse: Tensor) -> T
 def attend_block(
     flash: FlashKernel, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMaskSpec, how: ScoreTransform
 ) -> tuple[Tensor, Tensor]:
-    """Compute attention to one block of keys, by `flash` or in tiles; see `Kernels.attend_block`."""
+    """Compute attention to one block of keys, by `flash` or in tiles."""
     if how.bias is None and flash.supports_call(q, v, mask, how):
         return _attend_fused(flash, q, k, v, mask, how)
     if isinstance(mask, PackedMask):

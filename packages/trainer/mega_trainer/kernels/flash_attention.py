@@ -94,18 +94,18 @@ class TorchFlashKernel:
     """
 
     def supports_call(self, q: Tensor, v: Tensor, mask: AttentionMaskSpec, how: ScoreTransform) -> bool:
-        """Return whether torch has a flash kernel for these operands; see `FlashKernel.supports_call`."""
+        """Return whether torch has a flash kernel for these operands."""
         if how.softcap is not None:
             return False
         # on a CPU, causal masks are aligned with the first query and key, not the last
         return fits_gpu_kernels(q, v) if _on_gpu(q) else mask == ALL or (mask == CAUSAL and q.shape[1] == v.shape[1])
 
     def supports_uneven_heads(self, d: int, e: int) -> bool:
-        """Return False, since torch needs equal sizes of key and value heads; see `FlashKernel.supports_uneven_heads`."""
+        """Return False, since torch needs equal sizes of key and value heads."""
         return False
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: FlashAttentionCall) -> tuple[Tensor, Tensor]:
-        """Compute attention by torch's flash kernel; see `FlashKernel.forward`."""
+        """Compute attention by torch's flash kernel."""
         if not _on_gpu(q):
             q, k, v = (t.transpose(1, 2) for t in (q, k, v))
             y, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, call.is_causal, scale=call.scale)
@@ -118,7 +118,7 @@ class TorchFlashKernel:
     def backward(
         self, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, call: FlashAttentionCall
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of q, k and v by torch's flash kernel; see `FlashKernel.backward`."""
+        """Return the gradients of q, k and v by torch's flash kernel."""
         if not _on_gpu(q):
             dy, q, k, v, y = (t.transpose(1, 2) for t in (dy, q, k, v, y))
             grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -161,7 +161,7 @@ class FlashAttention2:
         self.library = flash_attn_interface
 
     def supports_call(self, q: Tensor, v: Tensor, mask: AttentionMaskSpec, how: ScoreTransform) -> bool:
-        """Return whether flash-attn 2 supports these operands; see `FlashKernel.supports_call`."""
+        """Return whether flash-attn 2 supports these operands."""
         return fits_gpu_kernels(q, v)
 
     def supports_uneven_heads(self, d: int, e: int) -> bool:
@@ -171,7 +171,7 @@ class FlashAttention2:
         return False
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: FlashAttentionCall) -> tuple[Tensor, Tensor]:
-        """Compute attention by flash-attn 2; see `FlashKernel.forward`."""
+        """Compute attention by flash-attn 2."""
         starts, (queries, keys), (left, right) = call.cu_seqlens, call.longest, call.window_size
         cap = call.softcap or 0.0
         if starts is None:
@@ -190,7 +190,7 @@ class FlashAttention2:
     def backward(
         self, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, call: FlashAttentionCall
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of q, k and v by flash-attn 2; see `FlashKernel.backward`."""
+        """Return the gradients of q, k and v by flash-attn 2."""
         starts, (queries, keys), (left, right) = call.cu_seqlens, call.longest, call.window_size
         cap = call.softcap or 0.0
         dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
@@ -220,15 +220,15 @@ class FlashAttention3:
         self.library = torch.ops.flash_attn_3
 
     def supports_call(self, q: Tensor, v: Tensor, mask: AttentionMaskSpec, how: ScoreTransform) -> bool:
-        """Return whether flash-attn 3 supports these operands; see `FlashKernel.supports_call`."""
+        """Return whether flash-attn 3 supports these operands."""
         return fits_gpu_kernels(q, v)
 
     def supports_uneven_heads(self, d: int, e: int) -> bool:
-        """Return True only for the key and value head sizes of DeepSeek's MLA; see `FlashKernel.supports_uneven_heads`."""
+        """Return True only for the key and value head sizes of DeepSeek's MLA."""
         return 128 < d <= 192 and 96 < e <= 128
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: FlashAttentionCall) -> tuple[Tensor, Tensor]:
-        """Compute attention by flash-attn 3; see `FlashKernel.forward`."""
+        """Compute attention by flash-attn 3."""
         starts, (queries, keys), (left, right) = call.cu_seqlens, call.longest, call.window_size
         y, lse, *_ = self.library.fwd(
             q, k, v, cu_seqlens_q=starts, cu_seqlens_k=starts,
@@ -241,7 +241,7 @@ class FlashAttention3:
     def backward(
         self, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, call: FlashAttentionCall
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of q, k and v by flash-attn 3; see `FlashKernel.backward`."""
+        """Return the gradients of q, k and v by flash-attn 3."""
         starts, (queries, keys), (left, right) = call.cu_seqlens, call.longest, call.window_size
         dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
         self.library.bwd(

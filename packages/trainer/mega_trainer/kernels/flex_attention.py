@@ -34,7 +34,7 @@ class FlexAttentionKernel:
         self.mask = lru_cache(8)(self._make_mask)
 
     def supports_call(self, q: Tensor, v: Tensor, mask: AttentionMaskSpec, how: ScoreTransform) -> bool:
-        """Return whether the operands are on the device that the kernel is for; see `FlashKernel.supports_call`."""
+        """Return whether the operands are on the device that the kernel is for."""
         return q.is_cuda == self.on_gpu
 
     def supports_uneven_heads(self, d: int, e: int) -> bool:
@@ -44,7 +44,7 @@ class FlexAttentionKernel:
         return True
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: FlashAttentionCall) -> tuple[Tensor, Tensor]:
-        """Compute attention by FlexAttention; see `FlashKernel.forward`."""
+        """Compute attention by FlexAttention."""
         if call.cu_seqlens is not None:
             y, lse = self._attend(q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), call)
             return y[0], lse[0]
@@ -53,7 +53,7 @@ class FlexAttentionKernel:
     def backward(
         self, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, call: FlashAttentionCall
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of q, k and v by FlexAttention; see `FlashKernel.backward`.
+        """Return the gradients of q, k and v by FlexAttention.
 
         These keys have the share w = exp(lse' - lse) of the probability, where y' and lse' are computed from them alone.
         So the gradient of y' is w dy, and the gradient of lse' is w (sum of y' dy - sum of y dy).

@@ -210,33 +210,33 @@ class Fp8Kernels(TorchKernels):
         self.recipe, self.gradients = recipe, gradients
 
     def prepare_weight(self, weight: Tensor) -> GemmOperand:
-        """Quantise a linear layer's weight to fp8; see `Kernels.prepare_weight`."""
+        """Quantise a linear layer's weight to fp8."""
         return quantize_pair(weight, KINDS[self.recipe][1], leaves=self.leaves)
 
     def prepare_grouped_weight(self, weight: Tensor) -> GemmOperand:
-        """Quantise a stack of expert weights to fp8; see `Kernels.prepare_grouped_weight`."""
+        """Quantise a stack of expert weights to fp8."""
         return quantize_pair(weight, self._grouped_kinds[1], leaves=self.leaves)
 
     def prepare_gradient(self, dy: Tensor) -> GemmOperand:
-        """Quantise an output gradient dY to fp8; see `Kernels.prepare_gradient`."""
+        """Quantise an output gradient dY to fp8."""
         forms = quantize_pair(dy.flatten(0, -2), KINDS[self.recipe][0], self.gradients, self.leaves)
         return QuantizedGradient(forms, dy.shape, dy.dtype)
 
     def linear_forward(self, x: Tensor, weight: GemmOperand, bias: Tensor | None = None) -> Tensor:
-        """Return Y = X W^T + b, multiplied in fp8; see `Kernels.linear_forward`."""
+        """Return Y = X W^T + b, multiplied in fp8."""
         w = weight.plain if isinstance(weight, QuantizedPair) else self._weight(weight)
         y = scaled_gemm(self._tokens(x.flatten(0, -2)), w, x.dtype, fast=True)
         y = y.view(*x.shape[:-1], -1)
         return y if bias is None else y + bias
 
     def linear_dgrad(self, dy: GemmOperand, weight: GemmOperand) -> Tensor:
-        """Return the input gradient dX = dY W, multiplied in fp8; see `Kernels.linear_dgrad`."""
+        """Return the input gradient dX = dY W, multiplied in fp8."""
         w = weight.turned if isinstance(weight, QuantizedPair) else self._weight(weight.t())
         dx = scaled_gemm(dy.forms.plain, w, dy.dtype)
         return dx.view(*dy.shape[:-1], -1)
 
     def linear_wgrad(self, dy: GemmOperand, x: Tensor, out: Tensor | None = None, *, add: bool = False) -> Tensor:
-        """Return the weight gradient dW = dY^T X, multiplied in fp8; see `Kernels.linear_wgrad`.
+        """Return the weight gradient dW = dY^T X, multiplied in fp8.
 
         The result is rounded to the dtype of the activations before it is written to a wider `out`.
         """
@@ -247,7 +247,7 @@ class Fp8Kernels(TorchKernels):
         return out
 
     def grouped_linear(self, x: Tensor, weight: GemmOperand, rows: GroupedRows) -> Tensor:
-        """Multiply each row by its group's matrix in fp8; see `Kernels.grouped_linear`.
+        """Multiply each row by its group's matrix in fp8.
 
         The tensorwise recipe uses rowwise scales here, which torch supports. The GEMM for dW stays in bf16: it sums over
         the rows of a group, whose number need not be a multiple of the block size.
@@ -256,7 +256,7 @@ class Fp8Kernels(TorchKernels):
 
     def grouped_dgrad(self, dy: Tensor, weight: GemmOperand, rows: GroupedRows) -> Tensor:
         """Return the input gradient of a grouped GEMM, with dY in e4m3.
-        This is the one format of torch's grouped GEMM. See `Kernels.grouped_dgrad`.
+        This is the one format of torch's grouped GEMM.
         """
         return self._grouped(dy, weight.turned if isinstance(weight, QuantizedPair) else weight.mT, rows)
 

@@ -28,7 +28,7 @@ APPROXIMATE = {"geglu": "tanh", "geglu_erf": "none"}
 
 
 def gated_activation_leaf(gate_up: Tensor, activation: str, limit: float | None) -> Tensor:
-    """Return act(gate) * up: [N tokens, 2F] (gate, then up) -> [N, F]; see `Kernels.gated_activation`."""
+    """Return act(gate) * up: [N tokens, 2F] (gate, then up) -> [N, F], with the arguments of `Kernels.gated_activation`."""
     gate, up = gate_up.chunk(2, dim=-1)
     if limit is not None:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
@@ -124,7 +124,7 @@ def rms_norm_leaf(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) ->
 def add_rms_norm_leaf(
     x: Tensor, y: Tensor, weight: Tensor, eps: float, zero_centered: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return x + y, its RMSNorm, and the factor 1 / RMS of each row; see `rms_norm_leaf`."""
+    """Return x + y, its RMSNorm, and the factor 1 / RMS of each row, with the arguments of `rms_norm_leaf`."""
     total = x + y
     return total, *rms_norm_leaf(total, weight, eps, zero_centered)
 
@@ -173,7 +173,7 @@ class _AddRmsNorm(Function):
 def add_rms_norm(
     x: Tensor, y: Tensor | None, weight: Tensor, eps: float, zero_centered: bool, leaves: LeafCompiler
 ) -> tuple[Tensor, Tensor]:
-    """Return x + y (x without y) and its RMSNorm, differentiable; see `Kernels.add_rms_norm`."""
+    """Return x + y (x without y) and its RMSNorm, differentiable."""
     stream, normed = apply_autograd_function(_AddRmsNorm, x, y, weight, eps, zero_centered, leaves)
     return stream, normed
 

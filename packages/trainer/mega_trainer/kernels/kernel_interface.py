@@ -79,7 +79,7 @@ class FullAttentionKernel(Protocol):
         """Return whether the kernel supports attention with these operands, mask and scores."""
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMaskSpec, how: ScoreTransform) -> Tensor:
-        """Compute attention, differentiable; see `Kernels.attention`."""
+        """Compute attention, differentiable, with the arguments of `Kernels.attention`."""
 
 
 @dataclass(frozen=True)

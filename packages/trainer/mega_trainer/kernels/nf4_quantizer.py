@@ -47,14 +47,14 @@ class Nf4Quantizer:
             ) from error
 
     def pack_weight(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Quantise a weight to NF4, see `WeightQuantizer.pack_weight`; fp64 is rounded to fp32 first."""
+        """Quantise a weight to NF4; fp64 is rounded to fp32 first."""
         flat = values.float() if values.dtype == torch.float64 else values
         packed, state = self._library.quantize_4bit(flat.contiguous(), blocksize=BLOCK, quant_type="nf4")
         rows = values.shape[:-1]
         return packed.view(*rows, -1), state.absmax.view(*rows, -1)
 
     def unpack_weight(self, packed: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the values of an NF4 weight, see `WeightQuantizer.unpack_weight`; fp64 results are exact to fp32 only."""
+        """Return the values of an NF4 weight; fp64 results are exact to fp32 only."""
         state = self._library.QuantState(
             absmax=scales.view(-1),
             shape=torch.Size(unpacked_shape(packed.shape)),

@@ -38,7 +38,7 @@ class CausalConvKernel:
         *,
         silu: bool = True,
     ) -> Tensor:
-        """Compute the short causal convolution; see `Kernels.short_convolution`."""
+        """Compute the short causal convolution, with the arguments of `Kernels.short_convolution`."""
         taps = 0 if before is None else before.shape[1]
         numbers = None if preceding_tokens is None else _document_numbers(preceding_tokens, taps)
         # `before` is passed as tokens: which document an initial state belongs to depends on the library's version
@@ -66,7 +66,7 @@ class MambaScanKernel:
         self.scan = mamba_chunk_scan_combined
 
     def __call__(self, steps: ScanInputs, chunks: SequenceChunks) -> Tensor:
-        """Compute Mamba-2's selective scan; see `Kernels.selective_scan`."""
+        """Compute Mamba-2's selective scan, with the arguments of `Kernels.selective_scan`."""
         size = max(LEAST_CHUNK, 1 << (chunks.size.bit_length() - 1))  # a power of two
         numbers = None if chunks.preceding_tokens is None else _document_numbers(chunks.preceding_tokens)
         y: Tensor = self.scan(steps.x, steps.d, steps.decay, steps.b, steps.c, chunk_size=size, seq_idx=numbers)
@@ -84,7 +84,7 @@ class FlaDeltaRuleKernel:
         self.rule = chunk_gated_delta_rule
 
     def __call__(self, updates: DeltaRuleInputs, chunks: SequenceChunks) -> Tensor:
-        """Compute the gated delta rule; see `Kernels.gated_delta_rule`."""
+        """Compute the gated delta rule, with the arguments of `Kernels.gated_delta_rule`."""
         parts = [updates.q, updates.k, updates.v, updates.g, updates.beta]
         device, host = chunks.cu_seqlens or (None, None)
         if device is not None:

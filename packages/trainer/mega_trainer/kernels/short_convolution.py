@@ -29,7 +29,7 @@ def convolution_leaf(
     preceding_tokens: Tensor | None,
     silu: bool = True,
 ) -> Tensor:
-    """Return the causal convolution of x, without autograd; see `Kernels.short_convolution`."""
+    """Return the causal convolution of x, without autograd, with the arguments of `Kernels.short_convolution`."""
     taps, seen = _padded_taps(x, before, weight.shape[1], preceding_tokens)
     z = _convolve(taps, weight, bias, seen)
     return (F.silu(z) if silu else z).to(x.dtype)
@@ -119,6 +119,6 @@ def short_convolution(
     silu: bool,
     leaves: LeafCompiler,
 ) -> Tensor:
-    """Compute the causal depthwise convolution, differentiable; see `Kernels.short_convolution`."""
+    """Compute the causal depthwise convolution, differentiable."""
     y: Tensor = apply_autograd_function(_ShortConvolution, x, before, weight, bias, preceding_tokens, silu, leaves)
     return y

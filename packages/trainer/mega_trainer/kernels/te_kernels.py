@@ -53,15 +53,15 @@ class TeLinearKernels(TorchKernels):
         self.precise = recipe == "blockwise"  # block scales are applied during the accumulation
 
     def prepare_weight(self, weight: Tensor) -> GemmOperand:
-        """Quantise a linear layer's weight for Transformer Engine; see `Kernels.prepare_weight`."""
+        """Quantise a linear layer's weight for Transformer Engine."""
         return _prepare(self.weight, weight)
 
     def prepare_gradient(self, dy: Tensor) -> GemmOperand:
-        """Quantise an output gradient dY for Transformer Engine; see `Kernels.prepare_gradient`."""
+        """Quantise an output gradient dY for Transformer Engine."""
         return _prepare(self.dy, dy)
 
     def linear_forward(self, x: Tensor, weight: GemmOperand, bias: Tensor | None = None) -> Tensor:
-        """Return Y = X W^T + b by Transformer Engine's GEMM; see `Kernels.linear_forward`."""
+        """Return Y = X W^T + b by Transformer Engine's GEMM."""
         a, b = _operand(self.weight, weight, rowwise=True), _operand(self.x, x, rowwise=True)
         y, *_ = self.library.general_gemm(
             a, b, out_dtype=x.dtype, layout="TN", bias=bias, use_split_accumulator=self.precise
@@ -69,13 +69,13 @@ class TeLinearKernels(TorchKernels):
         return y.view(*x.shape[:-1], -1)  # type: ignore[no-any-return]
 
     def linear_dgrad(self, dy: GemmOperand, weight: GemmOperand) -> Tensor:
-        """Return the input gradient dX = dY W by Transformer Engine's GEMM; see `Kernels.linear_dgrad`."""
+        """Return the input gradient dX = dY W by Transformer Engine's GEMM."""
         a, b = _operand(self.weight, weight, rowwise=False), dy.matrix
         dx, *_ = self.library.general_gemm(a, b, out_dtype=dy.dtype, layout="NN", grad=True, use_split_accumulator=True)
         return dx.view(*dy.shape[:-1], -1)  # type: ignore[no-any-return]
 
     def linear_wgrad(self, dy: GemmOperand, x: Tensor, out: Tensor | None = None, *, add: bool = False) -> Tensor:
-        """Return the weight gradient dW = dY^T X by Transformer Engine's GEMM; see `Kernels.linear_wgrad`."""
+        """Return the weight gradient dW = dY^T X by Transformer Engine's GEMM."""
         a, b = _operand(self.x, x, rowwise=False), dy.matrix
         dw: Tensor
         dw, *_ = self.library.general_gemm(
@@ -143,7 +143,7 @@ class TeAttention:
         return fits_gpu_kernels(q, v) and band.right == 0 and q.shape[1] == k.shape[1] and not how.has_unfused_terms
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMaskSpec, how: ScoreTransform) -> Tensor:
-        """Compute attention by Transformer Engine; see `Kernels.attention`."""
+        """Compute attention by Transformer Engine, with the arguments of `Kernels.attention`."""
         band = mask.band if isinstance(mask, PackedMask) else mask
         documents = isinstance(mask, PackedMask)
         key = (q.shape[2:], k.shape[2:], v.shape[2:], band, how.scale, documents)

@@ -52,58 +52,58 @@ class TorchKernels:
         self.whole = whole or (SdpaAttention() if flash is None else None)
 
     def prepare_weight(self, weight: Tensor) -> GemmOperand:
-        """Return the weight unchanged; see `Kernels.prepare_weight`."""
+        """Return the weight unchanged."""
         return weight
 
     def prepare_grouped_weight(self, weight: Tensor) -> GemmOperand:
-        """Return the stack of weights unchanged; see `Kernels.prepare_grouped_weight`."""
+        """Return the stack of weights unchanged."""
         return weight
 
     def prepare_gradient(self, dy: Tensor) -> GemmOperand:
-        """Return the output gradient dY unchanged; see `Kernels.prepare_gradient`."""
+        """Return the output gradient dY unchanged."""
         return dy
 
     def linear_forward(self, x: Tensor, weight: GemmOperand, bias: Tensor | None = None) -> Tensor:
-        """Return Y = X W^T + b; see `Kernels.linear_forward`."""
+        """Return Y = X W^T + b."""
         return F.linear(x, weight, bias)
 
     def linear_dgrad(self, dy: GemmOperand, weight: GemmOperand) -> Tensor:
-        """Return the input gradient dX = dY W; see `Kernels.linear_dgrad`."""
+        """Return the input gradient dX = dY W."""
         dx: Tensor = dy.matmul(weight)
         return dx
 
     def linear_wgrad(self, dy: GemmOperand, x: Tensor, out: Tensor | None = None, *, add: bool = False) -> Tensor:
-        """Return the weight gradient dW = dY^T X; see `Kernels.linear_wgrad`."""
+        """Return the weight gradient dW = dY^T X."""
         return gemm_accumulation.gemm_into(dy.flatten(0, -2).t(), x.flatten(0, -2), out, add=add)
 
     def grouped_linear(self, x: Tensor, weight: GemmOperand, rows: GroupedRows) -> Tensor:
-        """Multiply each row by its group's matrix; see `Kernels.grouped_linear`."""
+        """Multiply each row by its group's matrix."""
         return grouped_gemm.grouped_gemm(x, weight.mT, rows)
 
     def grouped_dgrad(self, dy: Tensor, weight: GemmOperand, rows: GroupedRows) -> Tensor:
-        """Return the input gradient of `grouped_linear`; see `Kernels.grouped_dgrad`."""
+        """Return the input gradient of `grouped_linear`."""
         return grouped_gemm.grouped_gemm(dy, weight, rows)
 
     def grouped_wgrad(
         self, dy: Tensor, x: Tensor, rows: GroupedRows, out: Tensor | None = None, *, add: bool = False
     ) -> Tensor:
-        """Return the weight gradient of `grouped_linear`; see `Kernels.grouped_wgrad`."""
+        """Return the weight gradient of `grouped_linear`."""
         return grouped_gemm.grouped_outer_gemm(dy, x, rows, out, add=add)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False) -> Tensor:
-        """Return the RMSNorm of x; see `Kernels.rms_norm`."""
+        """Return the RMSNorm of x."""
         return self.add_rms_norm(x, None, weight, eps, zero_centered=zero_centered)[1]
 
     def add_rms_norm(
         self, x: Tensor, y: Tensor | None, weight: Tensor, eps: float, *, zero_centered: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Return x + y and its RMSNorm; see `Kernels.add_rms_norm`."""
+        """Return x + y and its RMSNorm."""
         return fused_elementwise.add_rms_norm(x, y, weight, eps, zero_centered, self.leaves)
 
     def layer_norm(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, zero_centered: bool = False
     ) -> Tensor:
-        """Return the LayerNorm of x; see `Kernels.layer_norm`."""
+        """Return the LayerNorm of x."""
         if zero_centered:
             offset = None if bias is None else upcast_to_fp32(bias)
             return F.layer_norm(upcast_to_fp32(x), (x.shape[-1],), 1 + upcast_to_fp32(weight), offset, eps).to(x.dtype)
@@ -122,7 +122,7 @@ class TorchKernels:
         return blockwise_attention.blockwise_attention(self.flash, q, k, v, mask, how)
 
     def decode_attention(self, q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], scale: float) -> Tensor:
-        """Compute attention of one query per batch row, in generation; see `Kernels.decode_attention`.
+        """Compute attention of one query per batch row, in generation.
 
         Heads that share a key become queries of that key, so that it is read once.
         """
@@ -135,7 +135,7 @@ class TorchKernels:
     def attend_block(
         self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMaskSpec, how: ScoreTransform
     ) -> tuple[Tensor, Tensor]:
-        """Compute attention to one block of keys; see `Kernels.attend_block`."""
+        """Compute attention to one block of keys."""
         return blockwise_attention.attend_block(self.flash, q, k, v, mask, how)
 
     def attend_block_backward(
@@ -149,13 +149,13 @@ class TorchKernels:
         mask: AttentionMaskSpec,
         how: ScoreTransform,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of q, k and v from one block of keys; see `Kernels.attend_block_backward`."""
+        """Return the gradients of q, k and v from one block of keys."""
         return blockwise_attention.attend_block_backward(self.flash, dy, q, k, v, y, lse, mask, how)
 
     def gated_activation(
         self, gate_up: Tensor, activation: str, limit: float | None = None, weights: Tensor | None = None
     ) -> Tensor:
-        """Return act(gate) * up; see `Kernels.gated_activation`."""
+        """Return act(gate) * up."""
         return fused_elementwise.gated_activation(gate_up, weights, activation, limit, self.leaves)
 
     def short_convolution(
@@ -168,7 +168,7 @@ class TorchKernels:
         *,
         silu: bool = True,
     ) -> Tensor:
-        """Compute the short causal convolution; see `Kernels.short_convolution`."""
+        """Compute the short causal convolution."""
         if self.recurrent.conv is not None:
             return self.recurrent.conv(x, before, weight, bias, preceding_tokens, silu=silu)
         return short_convolution.short_convolution(x, before, weight, bias, preceding_tokens, silu, self.leaves)
@@ -176,7 +176,7 @@ class TorchKernels:
     def selective_scan(
         self, steps: ScanInputs, chunks: SequenceChunks, states: Callable[[Tensor, Tensor], Tensor]
     ) -> Tensor:
-        """Compute Mamba-2's selective scan; see `Kernels.selective_scan`."""
+        """Compute Mamba-2's selective scan."""
         if chunks.whole and self.recurrent.scan is not None:
             return self.recurrent.scan(steps, chunks)
         return selective_scan(steps, chunks, states)
@@ -184,19 +184,19 @@ class TorchKernels:
     def gated_delta_rule(
         self, updates: DeltaRuleInputs, chunks: SequenceChunks, states: Callable[[Tensor, Tensor], Tensor]
     ) -> Tensor:
-        """Compute the gated delta rule; see `Kernels.gated_delta_rule`."""
+        """Compute the gated delta rule."""
         if chunks.whole and self.recurrent.delta is not None:
             return self.recurrent.delta(updates, chunks)
         return gated_delta_rule(updates, chunks, states)
 
     def apply_rotary(self, x: Tensor, rotation: RotaryAngles) -> Tensor:
-        """Rotate the heads of x by rotary angles; see `Kernels.apply_rotary`."""
+        """Rotate the heads of x by rotary angles."""
         return fused_elementwise.apply_rotary(x, rotation, [x.shape[-2]], 1, self.leaves)[0]
 
     def apply_rotary_qkv(
         self, qkv: Tensor, rotation: RotaryAngles, heads: int, kv_heads: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Split fused queries, keys and values, and rotate queries and keys; see `Kernels.apply_rotary_qkv`."""
+        """Split fused queries, keys and values, and rotate queries and keys."""
         q, k, v = fused_elementwise.apply_rotary(qkv, rotation, [heads, kv_heads, kv_heads], 2, self.leaves)
         return q, k, v
 
@@ -208,12 +208,12 @@ class SdpaAttention:
     """
 
     def supports_call(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMaskSpec, how: ScoreTransform) -> bool:
-        """Return whether scaled_dot_product_attention supports this call; see `FullAttentionKernel.supports_call`."""
+        """Return whether scaled_dot_product_attention supports this call."""
         few = q.shape[1] <= FEW_QUERIES and not torch.is_grad_enabled() and q.device.type == "cpu"
         return not how.has_unfused_terms and (_is_full_or_causal(q, k, mask) or (few and isinstance(mask, BandMask)))
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMaskSpec, how: ScoreTransform) -> Tensor:
-        """Compute attention by scaled_dot_product_attention; see `Kernels.attention`."""
+        """Compute attention by scaled_dot_product_attention, with the arguments of `Kernels.attention`."""
         if _is_full_or_causal(q, k, mask):
             return _sdpa(q, k, v, None, how.scale, causal=mask == CAUSAL)
         assert isinstance(mask, BandMask)

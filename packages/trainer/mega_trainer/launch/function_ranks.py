@@ -24,7 +24,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-PRELOADED = ("mega_trainer.run.training_run", "mega_ckpt.convert")  # modules that the fork server imports
+# modules that the fork server imports; torch's optimizers import its compiler, which takes as long as all of a small case
+PRELOADED = ("mega_trainer.run.training_run", "mega_ckpt.convert", "torch._dynamo")
 TIMEOUT_SECONDS = 120.0
 
 

@@ -1,6 +1,6 @@
-"""Decoders with other outputs than next-token losses: the reward model and the distillation teacher.
+"""Models with other outputs than next-token losses: reward and task heads, and the distillation teacher.
 
-A reward model's head [1, D] scores the text up to each token.
+A head [K, D] scores each token; an objective selects the tokens that stand for a text.
 
 Legend: B batch, S sequence, D model width, V vocabulary, T tensor-parallel ranks, K top tokens of a teacher.
 """
@@ -20,29 +20,42 @@ from mega_trainer.parallel.tensor_parallel import local_sequence_slice
 
 
 class RewardModel(Decoder):
-    """Decoder with a scalar head, which scores sequences (reward model).
-    The scores replace the log-probabilities in an objective; the token losses are minus the scores.
+    """Model with outputs per token other than logits of a vocabulary (reward model, task head, embeddings).
+    The outputs are K scores of the head (for a reward model K is 1, without its axis), or hidden states as vectors of
+    texts (K = D). They replace the log-probabilities in an objective.
     """
 
     def compute_objective(
         self, x: Tensor, batch: MicroBatch, context: ForwardContext, tied_weight: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the training objective from the final hidden states, with reward scores for log-probabilities.
-        The hidden states are [B, S or S/T, D] (S/T under sequence parallelism over T ranks); see
+        """Return the training objective from the final hidden states, with scores for log-probabilities.
+        The scores are [B, S] or [B, S, K]. The hidden states are [B, S or S/T, D] (S/T under sequence parallelism over T ranks); see
         `Decoder.compute_objective`.
 
         It is zero without a `weight_fn`.
         """
-        own = upcast_to_fp32(nn.functional.linear(self.head.norm(x), self.output_weight)).squeeze(-1)
+        own = self.score_tokens(x)
+        own = own.squeeze(-1) if self.config.score else own
         scores = all_gather(own.detach(), self.groups.tp, 1) if self.sp else own.detach()
         weights = torch.zeros_like(scores) if batch.weight_fn is None else batch.weight_fn(scores)
         # the head is whole on every tensor rank, which computes the gradient of its part of the sequence, or of all of it
         total = -(own * weights[:, local_sequence_slice(scores.shape[1], self.groups.tp, sp=self.sp)]).sum()
         return total, torch.stack([total.detach(), total.new_zeros(())]), -scores
 
+    def score_tokens(self, x: Tensor) -> Tensor:
+        """Return the scores of this rank's tokens, or their normalised states: [B, S or S/T, K]."""
+        hidden = self.head.norm(x)
+        if self.head.transform is not None:
+            hidden = self.head.transform(hidden)
+        if self.head.pooler is not None:
+            hidden = self.head.pooler.pool_tokens(hidden)
+        if self.matrix is not None:
+            hidden = nn.functional.linear(hidden, self.matrix, self.head_bias)
+        return upcast_to_fp32(hidden)
+
     def compute_logits(self, x: Tensor) -> Tensor:
-        """Return the reward score of each token, [B, S, 1], from the final hidden states."""
-        own = upcast_to_fp32(nn.functional.linear(self.head.norm(x), self.output_weight))
+        """Return the scores of each token, [B, S, K], from the final hidden states."""
+        own = self.score_tokens(x)
         return all_gather(own, self.groups.tp, 1) if self.sp else own
 
 

@@ -191,10 +191,12 @@ class Decoder(nn.Module):
             self._build_layer(build, index) for index in range(self.stage.first, self.stage.last)
         )
         self.matrix: nn.Parameter | None = None  # output matrix, if it is not `self.embedding`'s
-        self.head_bias = build.build_vocab_bias("lm_head.bias") if self.stage.heads and config.has_output_bias else None
+        self.head_bias = build.build_output_bias() if self.stage.heads else None
         if self.stage.heads:
             self.head = OutputHead(build)
-            if not config.tie_embeddings:
+            if config.task_head and not config.num_scores:
+                pass  # embeddings are hidden states
+            elif not config.tie_embeddings:
                 self.matrix = build.build_output_matrix()
             elif copied and not mtp_layers:
                 self.matrix = table()
@@ -297,6 +299,23 @@ class Decoder(nn.Module):
             positions, dropout=drop, sequence_bounds=batch.sequence_bounds, routing=routing
         )
 
+    def encode_images(self, images: BatchImages | None) -> BatchImages | None:
+        """Return the images with features computed by the vision encoder.
+        They are unchanged without a vision encoder, or if they have features. A collective call of the ranks that share
+        them.
+        """
+        if self.vision is None or images is None or images.features is not None:
+            return images
+        return images.with_features(self.vision(images, self.device))
+
+    def add_deepstack(self, x: Tensor, context: ForwardContext, layer: int) -> Tensor:
+        """Return the output [B, S or S/T, D] of a decoder layer with the DeepStack features of this layer added.
+        Only the first layers of a model with DeepStack have such features.
+        """
+        return (
+            x if self.vision is None or context.images is None else self.vision.add_deepstack(x, context.images, layer)
+        )
+
     def embed_micro_batch(self, batch: MicroBatch, context: ForwardContext) -> Tensor:
         """Embed a micro-batch's tokens (and images) and return the input of the first layer.
         It is [B, S or S/T, D] (S/T under sequence parallelism over T ranks).
@@ -320,12 +339,12 @@ class Decoder(nn.Module):
         images: BatchImages | None = None,
     ) -> Tensor:
         """Embed tokens, positions, segment types and images, and return the input of the first layer.
-        Tokens, positions and types are int64 [B, S], and images are optional; the result is [B, S or S/T, D] (S/T under
-        sequence parallelism over T ranks).
+        Tokens, positions and types are int64 [B, S], and images are optional, with features (`encode_images`); the result
+        is [B, S or S/T, D] (S/T under sequence parallelism over T ranks).
         """
         x = apply_embedding_scale(self.embedding(tokens), self.config)
         if self.vision is not None and images is not None:
-            x = self.vision(x, images)
+            x = self.vision.insert_features(x, images)
         return self._drop_embeddings(self.inputs(x, positions, types), dropout, -1)
 
     def _drop_embeddings(self, x: Tensor, dropout: SeededDropout | None, layer: int) -> Tensor:
@@ -337,7 +356,7 @@ class Decoder(nn.Module):
         They are [B, S or S/T, D] (S/T under sequence parallelism over T ranks).
         """
         for index, layer in enumerate(self.layers):
-            x = self.saved.run_layer(index, layer, x, context)
+            x = self.add_deepstack(self.saved.run_layer(index, layer, x, context), context, self.stage.first + index)
         return x
 
     def compute_token_loss(self, x: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
@@ -403,14 +422,12 @@ class Decoder(nn.Module):
             Hidden states for the next stage, of `pipeline_message_shape`; in the last stage the result of
             `compute_objective`.
         """
-        y = self.forward(self.embed_micro_batch(batch, context) if x is None else x, context)
+        if x is None:
+            images = self.encode_images(batch.images)
+            context = replace(context, images=images)
+            x = self.embed_micro_batch(replace(batch, images=images), context)
+        y = self.forward(x, context)
         return self.compute_objective(y, batch, context, tied_weight) if self.stage.heads else y
-
-    def whole(self, batch: MicroBatch, context: ForwardContext) -> tuple[Tensor, Tensor, Tensor]:
-        """Run the whole model, which must be on one pipeline stage, from tokens to (loss, loss sums, token losses [B, S])."""
-        result = self.run_stage(None, batch, context)
-        assert isinstance(result, tuple)
-        return result
 
     def compute_logits(self, x: Tensor) -> Tensor:
         """Return logits [B, S, V] of the final hidden states. Not for training.

@@ -189,7 +189,7 @@ def select_model_class(config: ModelConfig) -> type[Decoder]:
         from mega_trainer.model.transformers_decoder import TransformersDecoder  # only with transformers installed
 
         return TransformersDecoder
-    if config.score:
+    if config.score or config.task_head:
         return RewardModel
     if config.retro:
         return RetroDecoder

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mega_trainer.data.batch_images import ImageBlock, mask_later_in_block
+from mega_trainer.data.batch_images import BatchImages, ImageBlock, mask_later_in_block
 from mega_trainer.distributed.comm import CommGroup
 from mega_trainer.distributed.device import to_device
 from mega_trainer.distributed.rng import SeededDropout
@@ -209,6 +209,7 @@ class ForwardContext:
         source: encoder side of a decoder with cross attention, or None.
         routes: rollout routing replay (R3) of given or recorded experts, or None.
         query_scale: factor of each token's query [B or 1, S, 1, 1], or None.
+        images: images with computed features, of which some are added to the outputs of the first layers; else None.
     """
 
     attention_mask: AttentionMask
@@ -221,6 +222,7 @@ class ForwardContext:
     source: EncoderContext | None = None
     routes: RoutingReplay | None = None
     query_scale: Tensor | None = None
+    images: BatchImages | None = None
 
     def rotation_for_window(self, window: int | None) -> RotaryAngles | None:
         """Return the rotary angles of a layer whose queries attend to `window` keys, or to all."""

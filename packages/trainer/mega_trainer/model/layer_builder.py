@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import nn
 
-from mega_ckpt.canonical_tensors import HEAD, SCORE
+from mega_ckpt.canonical_tensors import HEAD, SCORE, SCORE_BIAS
 from mega_ckpt.tensor_pieces import TensorPiece
 from mega_trainer.kernels.kernel_interface import Kernels
 from mega_trainer.kernels.leaf_compiler import LeafCompiler
@@ -191,11 +191,17 @@ class LayerBuilder(ParameterBuilder):
 
     def build_output_matrix(self) -> nn.Parameter:
         """Build the output matrix [V/T, D], split by vocabulary rows over T tensor ranks.
-        For a reward model it is [1, D], whole on every rank.
+        For a reward or task head it is [labels, D], whole on every rank.
         """
-        if not self.config.score:
+        if not self.config.num_scores:
             return self.build_vocab_parameter(HEAD)
-        return self.build_replicated(SCORE, (1, self.config.hidden_size), std=self.config.init_std)
+        return self.build_replicated(SCORE, (self.config.num_scores, self.config.hidden_size), std=self.config.init_std)
+
+    def build_output_bias(self) -> nn.Parameter | None:
+        """Build the bias of the output matrix, [V/T] or for a task head [labels], or None if the model has none."""
+        if self.config.has_score_bias:
+            return self.build_replicated(SCORE_BIAS, (self.config.num_scores,))
+        return self.build_vocab_bias("lm_head.bias") if self.config.has_output_bias else None
 
     def build_token_embedding(self, weight: nn.Parameter) -> VocabParallelEmbedding:
         """Build the token embedding module that looks up rows of `weight`, split by vocabulary rows over tensor ranks."""

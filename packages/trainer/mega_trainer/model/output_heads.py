@@ -66,6 +66,12 @@ class SequencePooler(nn.Module):
         """
         return self.linear(x[:, :1], self.weight, self.bias).tanh()[:, 0]
 
+    def pool_tokens(self, x: Tensor) -> Tensor:
+        """Apply the pooler to the hidden states of each token.
+        They are [B, S or S/T, D] (S/T under sequence parallelism over T ranks), as the result.
+        """
+        return self.linear(x, self.weight, self.bias).tanh()
+
     def segment_order_logits(self, x: Tensor) -> Tensor:
         """Map hidden states to segment-order logits [B, 2]: segments in order, and segments swapped.
         The hidden states are [B, S or S/T, D] (S/T under sequence parallelism over T ranks).

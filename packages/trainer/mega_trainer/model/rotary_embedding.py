@@ -48,7 +48,7 @@ class RotaryEmbedding:
         length-dependent scaling.
 
         With `sections` (M-RoPE, arXiv:2409.12191) a token may have three positions, [3, B, S]; each rotates its section
-        of the pairs.
+        of the pairs, one section after the other or alternating.
 
         Scaling that depends on the sequence length uses the length of each row; `lengths` gives the lengths of whole
         rows if `positions` are only a part of them.
@@ -61,11 +61,23 @@ class RotaryEmbedding:
         frequency, scale = torch.stack([row for row, _ in rows]).unsqueeze(1), rows[0][1]
         angles = positions.float().unsqueeze(-1) * frequency
         if positions.dim() == 3:
-            assert self.rope.sections is not None
-            parts = torch.split(angles, list(self.rope.sections), -1)
-            angles = torch.cat([part[number] for number, part in enumerate(parts)], -1)
+            angles = self._select_sections(angles)
         cos, sin = angles.cos() * scale, angles.sin() * scale
         return RotaryAngles(cos.unsqueeze(2).to(dtype), sin.unsqueeze(2).to(dtype), self.rope.interleaved)
+
+    def _select_sections(self, angles: Tensor) -> Tensor:
+        """Return the angles [B, S, pairs] of pairs that are rotated by time, row or column, from all three angles of each
+        pair [3, B, S, pairs].
+        """
+        assert self.rope.sections is not None
+        if not self.rope.sections_interleaved:
+            parts = torch.split(angles, list(self.rope.sections), -1)
+            return torch.cat([part[number] for number, part in enumerate(parts)], -1)
+        out = angles[0].clone()
+        for axis in (1, 2):
+            pairs = slice(axis, 3 * self.rope.sections[axis], 3)
+            out[..., pairs] = angles[axis, ..., pairs]
+        return out
 
     def _frequencies(self, length: int, device: torch.device) -> tuple[Tensor, float]:
         if (length, device) not in self._cache:

@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -26,7 +25,7 @@ from mega_ckpt.formats.transformers_module import (
     list_module_tensors,
 )
 from mega_ckpt.tensor_pieces import TensorBox, TensorPiece, copy_overlap
-from mega_common.errors import ConfigError, DataError
+from mega_common.errors import ConfigError
 from mega_trainer.data.batch_images import BatchImages
 from mega_trainer.data.micro_batch import DocumentBounds, MicroBatch
 from mega_trainer.distributed.rng import DropoutFactory, SeededDropout, seeded_generator
@@ -233,7 +232,8 @@ class TransformersDecoder(Decoder):
         times the micro-batch's share of the step's loss weights.
         """
         with _seeded_dropout(context.dropout, batch):
-            found = self.run_module(batch.tokens, _document_positions(batch))
+            packed = batch.sequence_bounds.document_starts is not None
+            found = self.run_module(batch.tokens, batch.positions if packed else None)
         total, losses = self.compute_token_loss(found.logits, batch.labels, batch.weights)
         loss, auxiliary = total, getattr(found, "aux_loss", None)
         if self.training and isinstance(auxiliary, Tensor) and auxiliary.requires_grad:
@@ -317,24 +317,6 @@ def _move_buffers(module: nn.Module, device: torch.device) -> None:
         for name, buffer in owner._buffers.items():
             if buffer is not None:
                 owner._buffers[name] = buffer.to(device)
-
-
-def _document_positions(batch: MicroBatch) -> Tensor | None:
-    """Return the positions of packed documents, which must restart at each; None for rows of one document.
-
-    Raises:
-        DataError: when they do not restart.
-    """
-    starts = batch.sequence_bounds.document_starts
-    if starts is None:
-        return None
-    expected = torch.from_numpy(np.arange(starts.shape[1]) - starts).to(batch.positions.device)
-    if not torch.equal(expected, batch.positions):
-        raise DataError(
-            "positions must restart at each document with model.implementation = transformers",
-            hint="set data.reset_position_ids=true",
-        )
-    return batch.positions
 
 
 @contextmanager

@@ -83,7 +83,7 @@ class DistillationObjective(TrainingObjective):
 
     def __init__(self, config: RunConfig, executor: PipelineExecutor, source: TeacherSource) -> None:
         super().__init__(executor.parallel_groups, config.model.mtp_layers)
-        self._source, self._temperature = source, config.objective.temperature
+        self._source, self._temperature = source, config.objective.effective_temperature
 
     def prepare_micro_batches(self, batch: StepBatch, micro: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
         """Return this rank's micro-batches of a step or validation with the teacher's soft labels added."""

@@ -123,7 +123,7 @@ class MuonUpdateRule:
         direction = grads.add(momentum, alpha=self.momentum) if self.nesterov else momentum
         own = direction[: slot.shard.weights.numel()].to(slot.shard.weights.device)
         update = self._gather_and_orthogonalize(number, slot, own).to(slot.main.device)
-        update = pad(update, (0, len(momentum) - len(update)))
+        update = _pad_to_length(update, len(momentum))
         slot.main.mul_(1 - lr * self.weight_decay).add_(update, alpha=-lr)
 
     def state_tensors(self) -> dict[str, list[tuple[OptimizerSlot, Tensor]]]:
@@ -135,7 +135,7 @@ class MuonUpdateRule:
         n-th matrix, the first of them another one in each slot.
         """
         data, sharded, gathered = slot.kind.data, slot.sharded, slot.shard.gathered
-        own = pad(direction, (0, gathered.rank_elements - len(direction)))
+        own = _pad_to_length(direction, gathered.rank_elements)
         whole = own.new_empty(own.numel() * data.size) if sharded else own
         if sharded:
             all_gather_into(whole, own, data)
@@ -163,6 +163,11 @@ class MuonUpdateRule:
             all_reduce(matrix, info.split or self.tensor_group)
         update = orthogonalize(matrix, steps=self.rounds, dtype=dtype) * muon_update_scale(rows, columns)
         return update[..., top : top + height, left : left + width]
+
+
+def _pad_to_length(tensor: Tensor, length: int) -> Tensor:
+    """Return a vector with zeros appended up to `length` elements; the vector itself if it has as many (`pad` copies)."""
+    return tensor if len(tensor) == length else pad(tensor, (0, length - len(tensor)))
 
 
 def _iterate_matrices(

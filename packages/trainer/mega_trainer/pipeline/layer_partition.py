@@ -17,6 +17,7 @@ def split_stage_layers(
     embed_cost: float = 0.0,
     head_cost: float = 0.0,
     layer_costs: Sequence[float] | None = None,
+    first_stage_layers: int = 0,
 ) -> list[range]:
     """Return each pipeline stage's half-open range of layer numbers, in stage order.
     The split is by `layout` if given, else balanced by the costs.
@@ -28,47 +29,56 @@ def split_stage_layers(
         layout: number of layers of each stage.
         embed_cost, head_cost: work of the embedding (first stage) and the output head (last stage), in layers.
         layer_costs: work of each layer; None if all are equal.
+        first_stage_layers: least number of layers of the first stage (`ModelConfig.first_stage_layers`).
 
     Raises:
-        ConfigError: when there are fewer layers than stages, or `layout` does not fit the model or the stages.
+        ConfigError: when there are too few layers for the stages, or `layout` does not fit the model or the stages.
     """
     stages = pp * virtual_stages
     if layout is None:
         _check_enough_layers(num_layers, pp, virtual_stages)
+        _check_first_stage(num_layers - stages + 1, first_stage_layers, f"{num_layers} layers in {stages} stages")
         if layer_costs is None:
-            counts = _balance_by_count(num_layers, stages, embed_cost, head_cost)
+            counts = _balance_by_count(num_layers, stages, embed_cost, head_cost, first_stage_layers)
         else:
-            counts = _balance_by_cost(layer_costs, stages, embed_cost, head_cost)
+            counts = _balance_by_cost(layer_costs, stages, embed_cost, head_cost, first_stage_layers)
     else:
         _check_layout(layout, num_layers, stages)
+        _check_first_stage(layout[0], first_stage_layers, f"parallel.pipeline_layout = {list(layout)}")
         counts = list(layout)
     firsts = [sum(counts[:stage]) for stage in range(stages)]
     return [range(first, first + count) for first, count in zip(firsts, counts, strict=True)]
 
 
-def _balance_by_count(num_layers: int, stages: int, embed_cost: float = 0.0, head_cost: float = 0.0) -> list[int]:
-    """Return the number of layers of each stage: one each, then one by one to the stage with the least work.
+def _balance_by_count(
+    num_layers: int, stages: int, embed_cost: float = 0.0, head_cost: float = 0.0, first: int = 0
+) -> list[int]:
+    """Return the number of layers of each stage: one each, the first one at least `first`, then one by one to the stage
+    with the least work.
 
     Ties go to the later stage: earlier ones hold the activations of more micro-batches.
     """
-    counts, work = [1] * stages, [1.0] * stages
+    counts = [max(1, first), *[1] * (stages - 1)]
+    work = [float(count) for count in counts]
     work[0] += embed_cost
     work[-1] += head_cost
-    for _ in range(num_layers - stages):
+    for _ in range(num_layers - sum(counts)):
         least = min(range(stages), key=lambda stage: (work[stage], -stage))
         counts[least] += 1
         work[least] += 1.0
     return counts
 
 
-def _balance_by_cost(costs: Sequence[float], stages: int, embed_cost: float, head_cost: float) -> list[int]:
-    """Return the number of layers of each stage, at least one, that minimises the most work of a stage, then the sum of
-    squares.
+def _balance_by_cost(
+    costs: Sequence[float], stages: int, embed_cost: float, head_cost: float, first: int = 0
+) -> list[int]:
+    """Return the number of layers of each stage, at least one and of the first one at least `first`, that minimises the
+    most work of a stage, then the sum of squares.
     """
     sums = [embed_cost + total for total in accumulate(costs, initial=0.0)]
     sums[0], sums[-1] = 0.0, sums[-1] + head_cost
     # by number of first layers: (most work of a stage, sum of squares, counts) of their best split in n stages
-    best = {end: (work, work * work, [end]) for end, work in enumerate(sums) if end}
+    best = {end: (work, work * work, [end]) for end, work in enumerate(sums) if end >= max(1, first)}
     for _ in range(1, stages):
         best = {
             end: min(
@@ -93,6 +103,16 @@ def _check_enough_layers(num_layers: int, pp: int, virtual_stages: int) -> None:
         f"{virtual_stages}: each of the {pp * virtual_stages} stages needs at least one layer",
         hint=f"set parallel.{fits}",
     )
+
+
+def _check_first_stage(most: int, needed: int, subject: str) -> None:
+    """Raise ConfigError if the first stage of `subject` has at most `most` layers, fewer than `needed`."""
+    if most < needed:
+        raise ConfigError(
+            f"{subject}: the first stage has at most {most} layer(s), but image features are added to the outputs of the "
+            f"first {needed} layers (model.vision.native.deepstack), which must be on the first pipeline stage",
+            hint=f"use fewer stages, or a parallel.pipeline_layout that begins with {needed} or more",
+        )
 
 
 def _check_layout(layout: Sequence[int], num_layers: int, stages: int) -> None:

@@ -7,13 +7,10 @@ writes the file: each published run is predicted by constants that were fitted w
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
 from mega_common.model_config import ModelConfig
-from mega_common.strict_config import load_yaml_mapping
-from mega_trainer.plan.machine import MachineSpec
+from mega_trainer.plan.machine import MachineSpec, load_plan_table
 
 
 def classify_model(model: ModelConfig) -> str:
@@ -27,7 +24,7 @@ def describe_held_out_error(model: ModelConfig, machine: MachineSpec, precision:
     percentile `p90` of the absolute relative error; only `class` and `runs` = 0 if no run of this kind of model on this
     generation of GPUs was published.
     """
-    raw = load_yaml_mapping(Path(str(files(__package__ or "mega_trainer.plan") / "held_out_errors.yaml")))
+    raw = load_plan_table("held_out_errors.yaml")
     kind = classify_model(model)
     names = [f"{of} {kind} {precision}" for of in (machine.gpu, machine.generation)]
     for name in (*names, f"{machine.generation} {kind}"):

@@ -177,18 +177,23 @@ def image_flops(model: ModelConfig, freeze: tuple[str, ...] = (), lora: LoraConf
     if vision is None or tower is None:
         return parts
     trained = partial(is_trainable_tensor, freeze=freeze, lora=lora)
-    patches = vision.patches_per_image + vision.class_token
+    patches, reached = vision.patches_per_image + vision.class_token, dict[int, bool]()
     for name, shape in canonical_tensors(model).items():  # in the order of the forward
         if not name.startswith((TOWER, PROJECTOR)) or not vision.uses_tensor(name):
             continue
-        weight_grad = trained(name)
+        weight_grad, kind, _, rest = trained(name), *name.removeprefix(TOWER).removeprefix(PROJECTOR).partition(".")
+        number, _, tensor = rest.partition(".")
+        if kind == "deepstack" and tensor == "norm.weight":  # its inputs are the outputs of an earlier layer
+            input_grad = reached[vision.deepstack_layers[int(number)]]
         if len(shape) == 2 and "embed_positions" not in name:
             rows = vision.tokens_per_image if name.startswith(PROJECTOR) else patches
             rows = vision.patches_per_image if "embed_patches" in name else rows
             parts["products"] += 2.0 * rows * math.prod(shape) * (1 + weight_grad + input_grad)
         if name.endswith("self_attn.o_proj.weight"):
-            window = tower.get_attention_window(int(name.removeprefix(f"{TOWER}layers.").partition(".")[0]))
+            window = tower.get_attention_window(int(number))
             visible = patches if window is None else min(window, patches)
             parts["scores"] += 4.0 * patches * visible * vision.hidden_size * (1 + 2 * input_grad)
         input_grad = input_grad or weight_grad
+        if kind == "layers":
+            reached[int(number)] = input_grad
     return parts

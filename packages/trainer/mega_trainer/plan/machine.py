@@ -16,7 +16,7 @@ import re
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
@@ -30,7 +30,7 @@ MEMORY_MARGIN = 0.15  # relative difference of data sheet and driver: 80 GB are 
 REFERENCE_WATTS: dict[GpuGeneration, float] = {
     "ampere": 400, "ada": 350, "hopper": 700, "blackwell": 1200, "cdna3": 750, "cdna4": 1400,
 }  # fmt: skip
-_HERE = files(__package__ or "mega_trainer.plan")
+_HERE = Path(str(files(__package__ or "mega_trainer.plan")))
 
 
 class MachineEfficiency(StrictConfig):
@@ -148,6 +148,11 @@ class MachineSpec(StrictConfig):
         return next(iter(self.networks_gb_s.values()))
 
 
+def load_plan_table(name: str) -> dict[str, Any]:
+    """Return the content of a packaged YAML file of the planner, such as `efficiency.yaml`."""
+    return load_yaml_mapping(_HERE / name)
+
+
 def list_machine_names() -> list[str]:
     """Return the names of the built-in machines, which `load_machine` loads."""
     return sorted(entry.name.removesuffix(".yaml") for entry in (_HERE / "machines").iterdir())
@@ -189,7 +194,7 @@ def load_machine(name: str) -> MachineSpec:
             f"--machine {name} is unknown" + (f"; did you mean {near[0]}?" if near else ""),
             hint=f"use one of {', '.join(known)}, each optionally followed by -ib or -ethernet, or a YAML file",
         )
-    machine = MachineSpec.parse(load_yaml_mapping(Path(str(_HERE / "machines" / f"{base}.yaml"))), source=base)
+    machine = MachineSpec.parse(load_plan_table(f"machines/{base}.yaml"), source=base)
     if not network:
         return machine
     if network not in machine.networks_gb_s:
@@ -204,7 +209,7 @@ def load_efficiency() -> dict[str, MachineEfficiency]:
     """Return the default efficiency of each GPU generation, {generation: efficiency}.
     It is read from the packaged efficiency.yaml.
     """
-    raw = load_yaml_mapping(Path(str(_HERE / "efficiency.yaml")))
+    raw = load_plan_table("efficiency.yaml")
     return {
         generation: MachineEfficiency.parse(figures, source="efficiency.yaml") for generation, figures in raw.items()
     }

@@ -82,7 +82,7 @@ class PredictedMemoryNeeds:
 
 def find_memory_savings(config: RunConfig, world_size: int) -> list[MemoryAdvice]:
     """Return single changes of settings that would free memory of the run, largest savings first."""
-    now = _peak_rank_bytes(config, world_size)
+    now = predict_peak_rank_bytes(config, world_size)
     found = []
     for changes in _iterate_changes(config):
         try:
@@ -90,7 +90,7 @@ def find_memory_savings(config: RunConfig, world_size: int) -> list[MemoryAdvice
             changed.check_world_size(world_size)
         except ConfigError:
             continue
-        freed = now - _peak_rank_bytes(changed, world_size)
+        freed = now - predict_peak_rank_bytes(changed, world_size)
         if freed > 0.02 * now:
             found.append(
                 MemoryAdvice(tuple(f"{path}={_format_value(value)}" for path, value in changes.items()), freed)
@@ -98,8 +98,8 @@ def find_memory_savings(config: RunConfig, world_size: int) -> list[MemoryAdvice
     return sorted(found, key=lambda advice: -advice.freed)
 
 
-def _peak_rank_bytes(config: RunConfig, world_size: int) -> int:
-    """Return the peak bytes of the rank with the highest peak."""
+def predict_peak_rank_bytes(config: RunConfig, world_size: int) -> int:
+    """Return the predicted peak bytes of memory of the rank with the highest peak."""
     return max(sum(kinds.values()) for kinds in predict_memory(config.model, make_training_layout(config, world_size)))
 
 

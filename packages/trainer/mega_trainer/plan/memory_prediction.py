@@ -51,6 +51,7 @@ def split_layers_into_stages(model: ModelConfig, run: TrainingLayout) -> list[ra
         model.num_layers, run.pp, run.virtual_stages, run.pipeline_layout,
         head_cost=head_cost_in_layers(model, run.seq_length, run.target_length),
         layer_costs=relative_layer_costs(model, run.seq_length, run.target_length),
+        first_stage_layers=model.first_stage_layers,
     )  # fmt: skip
 
 

@@ -235,8 +235,12 @@ class PartMemoryCounter:
             parameters = [
                 p for unit in model.list_parameter_units()[: 1 + (model.vision is not None)] for p in unit.parameters
             ]
-            begin = partial(model.embed_micro_batch, self._make_batch(), self._make_context(model))
-            return self._count_part(model, lambda x: begin(), None, parameters)
+            batch, context = self._make_batch(), self._make_context(model)
+
+            def embed(_: Tensor) -> Tensor:
+                return model.embed_micro_batch(replace(batch, images=model.encode_images(batch.images)), context)
+
+            return self._count_part(model, embed, None, parameters)
 
     def count_head(self, *, alone: bool, has_embedding_and_head: bool) -> PartMemory:
         """Return the memory of the last norm, the output head and its loss, and the MTP layers.

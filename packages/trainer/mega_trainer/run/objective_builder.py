@@ -39,6 +39,7 @@ from mega_trainer.objectives.sample_cache import (
     collect_reference_sums,
     precompute_samples,
 )
+from mega_trainer.objectives.task_objectives import ClassificationObjective, ContrastiveObjective
 from mega_trainer.objectives.token_loss_objective import TokenLossObjective
 from mega_trainer.objectives.training_objective import TrainingObjective
 from mega_trainer.pipeline.executor import PipelineExecutor
@@ -74,6 +75,9 @@ def build_objectives(
     kind, default = config.objective.kind, TrainingObjective(executor.parallel_groups, config.model.mtp_layers)
     if kind == "cross_entropy":
         return default, default
+    if kind in ("classify", "contrastive"):
+        task = (ClassificationObjective if kind == "classify" else ContrastiveObjective)(config, executor, device)
+        return task, task
     added = config.registry.entries("objectives").get(kind)
     if added is not None:
         token_loss = partial(added.token_loss, options=added.options.parse(config.objective.options))

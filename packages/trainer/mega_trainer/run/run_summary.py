@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from mega_ckpt.canonical_tensors import canonical_tensors
+from mega_ckpt.canonical_tensors import canonical_tensors, count_model_parameters
 from mega_ckpt.lora_tensors import adapted_modules, adapter_tensor_shapes
 from mega_ckpt.store import step_folder
 from mega_common.errors import TrainingInterrupted, TrainingTerminated
@@ -28,7 +28,7 @@ def log_run_size(state: TrainState, world_size: int) -> None:
     logger.info(
         "%s parameters%s, %s on %d rank(s), steps %d to %d of %s tokens",
         format_number(
-            sum(map(math.prod, canonical_tensors(config.model).values()))
+            count_model_parameters(config.model)
             if config.model.transformers
             else count_parameters_by_layer(config.model).total
         ),

@@ -59,6 +59,7 @@ class TrainState:
         consumed_samples: samples read, over all ranks.
         loss_scale: of fp16, else None.
         count_samples_read: returns the number of samples before a position of each data set; None without data.
+        find_stream_positions: returns the position in each streamed data set, before a position of all data.
         adapter_base: fingerprint of the base weights of an adapter, as checkpoints store it.
         skipped_ranges: samples skipped by rollbacks.
         rollbacks: consecutive rollbacks to the same checkpoint.
@@ -73,6 +74,7 @@ class TrainState:
     consumed_samples: int = 0
     loss_scale: LossScale | None = None
     count_samples_read: Callable[[int], Mapping[str, int]] | None = None
+    find_stream_positions: Callable[[int], Mapping[str, Any]] | None = None
     adapter_base: Mapping[str, str] | None = None
     skipped_ranges: SkippedRanges = field(default_factory=SkippedRanges)
     rollbacks: int = 0
@@ -159,6 +161,7 @@ class TrainState:
             "consumed_samples": self.consumed_samples,
             "left_out": [list(each) for each in self.skipped_ranges.ranges],
             "read": self.count_samples_read and self.count_samples_read(self.data_position),
+            "streamed": self.find_stream_positions(self.data_position) if self.find_stream_positions else {},
             "optimizer_steps": self.optimizer.update_count,
             "loss_average": self.guard.average,
             "loss_seen": self.guard.seen,

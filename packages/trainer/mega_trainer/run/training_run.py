@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch.distributed.distributed_c10d import Store
 
-from mega_ckpt.canonical_tensors import SCORE
+from mega_ckpt.canonical_tensors import TASK_HEADS
 from mega_ckpt.checkpoint_folders import latest_checkpoint
 from mega_ckpt.lora_adapter import check_initial_adapter, fingerprint_base
 from mega_ckpt.lora_tensors import adapted_modules
@@ -127,6 +127,7 @@ def train_in_run_folder(
 
     state, executor = assemble_training(config, groups, device, profiler.time_phase)
     state.count_samples_read = train_data.count_samples_by_path
+    state.find_stream_positions = train_data.find_stream_positions
     loading_began = time.monotonic()
     initialize_state(state, start, groups.world, tokenizer)
     if not has_steps_left(state, start):
@@ -302,8 +303,12 @@ def _load_initial_weights(
     original, source = open_initial_weights(state.config, path, tokenizer)
     if world.rank == 0:
         warn_of_unsupported_parts(source, training=True)
-    missing_head = {SCORE} - {*source.tensor_names()}  # a language model has no classification head
-    load_stage_weights(source, state.stages, lambda name: not is_adapter_tensor(name) and name not in missing_head)
+    stored = {*source.tensor_names()}
+
+    def is_stored(name: str) -> bool:  # a language model has no reward or task head
+        return not is_adapter_tensor(name) and (name in stored or not name.startswith(TASK_HEADS))
+
+    load_stage_weights(source, state.stages, is_stored)
     logger.info("starting from the weights of %s", path)
     if source is not original:
         logger.info("  rows of new tokens start as the mean of the other rows")

@@ -5,10 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from heapq import heapify, heappop, heappush
 from itertools import combinations, product
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from mega_common.errors import ConfigError
 from mega_trainer.config.run_config import RunConfig, resolve_run_config
@@ -263,21 +266,41 @@ def draw_batch(dp: int, pp: int, rng: random.Random) -> tuple[int, int]:
 
 def choose_covering(cases: Sequence[LayoutCase], count: int) -> list[LayoutCase]:
     """Return `count` of the cases, each chosen for the most triples of settings that earlier ones do not have."""
-    triples = [set(combinations(sorted(_list_settings(case)), 3)) for case in cases]
-    left = set[tuple[str, ...]]().union(*triples)
+    triples = _number_triples(cases)
+    left = np.zeros(1 + max((numbers.max() for numbers in triples), default=0), bool)
+    for numbers in triples:
+        left[numbers] = True
     # the triples that a case adds only become fewer, so that one which still adds the most after a second look is the best
-    queue = [(-len(held), index) for index, held in enumerate(triples)]
+    queue = [(-len(numbers), index) for index, numbers in enumerate(triples)]
     heapify(queue)
     chosen: list[LayoutCase] = []
     while queue and len(chosen) < count:
         _, index = heappop(queue)
-        added = len(triples[index] & left)
+        added = int(np.count_nonzero(left[triples[index]]))
         if queue and -added > queue[0][0]:
             heappush(queue, (-added, index))
             continue
         chosen.append(cases[index])
-        left -= triples[index]
+        left[triples[index]] = False
     return chosen
+
+
+def _number_triples(cases: Sequence[LayoutCase]) -> list[npt.NDArray[np.int64]]:
+    """Return the triples of settings of each case, each triple as one number: there are millions of them."""
+    settings = [_list_settings(case) for case in cases]
+    numbers = {name: number for number, name in enumerate(sorted(set[str]().union(*settings)))}
+    found = []
+    for names in settings:
+        own = np.array(sorted(numbers[name] for name in names))
+        first, second, third = own[_index_triples(len(own))]
+        found.append((first * len(numbers) + second) * len(numbers) + third)
+    return found
+
+
+@cache
+def _index_triples(count: int) -> npt.NDArray[np.int64]:
+    """Return every choice of three of `count` positions, int64 [3, n]."""
+    return np.array(list(combinations(range(count), 3))).T
 
 
 def _list_settings(case: LayoutCase) -> set[str]:

@@ -70,12 +70,26 @@ class TinyRun:
 
     def model_fields(self, layers: int) -> dict[str, Any]:
         """Return the fields of the tiny `ModelConfig` with at least this number of layers."""
-        return shrink_model(self.config.model, max(layers, self.num_distinct_layers))
+        fields = shrink_model(self.config.model, max(layers, self.num_distinct_layers))
+        for section, blocks in self._extension_options.items():
+            fields[section] = {name: _shrink_options(options) for name, options in blocks.items()}
+        return fields
+
+    @property
+    def _extension_options(self) -> dict[str, dict[str, dict[str, Any]]]:
+        """Options of the blocks that extensions add, with defaults, by section of the model and name."""
+        return {
+            section: {
+                name: self.config.registry.entries(section)[name].options.parse(block.options).model_dump(mode="json")
+                for name, block in getattr(self.config.model, section).items()
+            }
+            for section in ("mixers", "feed_forwards")
+        }
 
     def describe_changes(self) -> list[str]:
         """Return the changed settings of the model, such as `hidden_size 4096 -> 32`."""
         model = self.config.model
-        before = flatten_settings(model.model_dump(mode="json"))
+        before = flatten_settings({**model.model_dump(mode="json"), **self._extension_options})
         after = flatten_settings(self.model_fields(0))
         return [
             f"{path} {before.get(path)} -> {value}"
@@ -90,8 +104,8 @@ class TinyRun:
             mode="json", exclude={"name", "clip_grad", "eps", "decoupled_lr", "lr_factors", "lr", "offload"}
         )
         sections: dict[str, Any] = {"optimizer": optimizer}
-        if extensions := getattr(config, "extensions", None):
-            sections["extensions"] = list(extensions)
+        if config.extensions:
+            sections["extensions"] = list(config.extensions)
         if config.objective.kind not in USED:  # of an extension
             sections["objective"] = config.objective.model_dump(mode="json", exclude_unset=True)
         return {
@@ -112,6 +126,8 @@ def _list_unverified(config: RunConfig) -> Iterator[str]:
     """Yield sentences about parts of a run that a verification does not run."""
     if config.model.score:
         yield "The score head of the reward model is replaced by a language-model head."
+    if config.model.task_head is not None:
+        yield "The task head of the model is replaced by a language-model head."
     if config.objective.kind in USED and config.objective.kind != "cross_entropy":
         yield f"The objective is next-token cross entropy, not {config.objective.kind}."
     if config.precision in ("fp8", "fp16"):
@@ -147,7 +163,7 @@ def _find_source_layers(model: ModelConfig) -> list[int]:
 def shrink_model(model: ModelConfig, layers: int) -> dict[str, Any]:
     """Return the fields of a tiny `ModelConfig` of the same kind, with a number of layers."""
     fields = model.model_dump(mode="json", exclude_unset=True, exclude={"transformers"})
-    fields |= {"vocab_size": VOCABULARY, "init_std": INIT_STD, "score": False}
+    fields |= {"vocab_size": VOCABULARY, "init_std": INIT_STD, "score": False, "task_head": None}
     fields |= _shrink_layers(model, layers, fields) | _shrink_attention(model)
     fields["max_position"] = LENGTH if model.position == "learned" else max(LENGTH, min(model.max_position, 64))
     if model.sliding_window is not None:
@@ -161,9 +177,6 @@ def shrink_model(model: ModelConfig, layers: int) -> dict[str, Any]:
         fields["vision"] = _shrink_vision(model.vision)
     for section, shrunk in _shrink_sections(model).items():
         fields[section] = {**fields.get(section, {}), **shrunk}
-    for section in ("mixers", "feed_forwards"):  # of extensions
-        if section in fields:
-            fields[section] = {name: _shrink_options(options) for name, options in fields[section].items()}
     return fields
 
 
@@ -313,7 +326,7 @@ def _shrink_vision(vision: VisionConfig) -> dict[str, Any]:
 
 
 def _shrink_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an extension's options with smaller whole numbers; its declaration follows from the tiny model.
+    """Return an extension's options with smaller whole numbers.
 
     Sizes are smaller than counts of heads, so that context ranks pass recurrent states rather than exchange heads.
     """
@@ -322,5 +335,4 @@ def _shrink_options(options: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(value, int) and not isinstance(value, bool)
         else value
         for key, value in options.items()
-        if key != "declares"
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from mega_common.errors import ConfigError
+from mega_trainer.config.run_config import RunConfig, resolve_run_config
 from mega_trainer.launch.function_ranks import RankError, iterate_ranks
 from mega_trainer.verify.case_comparison import (
     TOLERANCE,
@@ -278,6 +279,27 @@ def _judge_restore(before: LayoutCase, after: LayoutCase, parts: Sequence[Any], 
     problem = f"not bitwise equal: {', '.join(wrong[:3])}" if wrong else verdict.describe_errors(bound)
     ranks = max(before.ranks, after.ranks)
     return CheckRow("restore", _name_pair(before, after), ranks, verdict.largest_error, bound, problem, seconds)
+
+
+def verify_run(run: Mapping[str, Any], *, layouts: int = 4, ranks: int = 2) -> list[str]:
+    """Return the problems of a run in a covering of layouts on processes of this machine, one line each.
+
+    Generation is not compared; `mega verify` does that too.
+
+    Args:
+        run: content of run.yaml; the data may be left out.
+        layouts, ranks: number of layouts, and their largest number of processes.
+
+    Raises:
+        ConfigError: for a run that is not valid, or that one process cannot train.
+    """
+    config = RunConfig.parse(resolve_run_config({"data": {"train": ["none"]}, **run}))
+    verification = Verification(TinyRun.from_run(config), layouts=layouts, ranks=ranks)
+    problems = [f"{row.check} {row.name}: {row.problem}" for row in verification.run_checks() if row.problem]
+    if verification.failures:
+        report = verification.explain_failure()
+        problems.append(f"smallest failing layout: {report.layout}; first difference: {report.difference}")
+    return problems
 
 
 def compare_pairs(pairs: Sequence[tuple[LayoutCase, LayoutCase]]) -> Iterator[RankFindings]:

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.nn import functional as F
 from transformers.vision_utils import get_vision_position_ids, get_vision_window_index
 
 from mega_common.vision_config import VisionConfig
@@ -41,6 +42,29 @@ def test_windows_and_places_are_those_of_transformers(shapes: list[tuple[int, in
     assert sight.mask_for_window(None).lengths == tuple((whole[:, 1] * whole[:, 2]).tolist())
     expected = get_vision_position_ids(whole, merge).view(-1, merge**2, 2)[order].flatten(0, 1)
     assert torch.equal(one.patch_coordinates(), expected)
+
+
+@given(grids, st.integers(1, 3), st.integers(1, 6), st.integers(1, 3))
+def test_learned_positions_are_interpolated_as_by_torch(
+    shapes: list[tuple[int, int]], merge: int, side: int, ranks: int
+) -> None:
+    """A table of side x side positions, resampled to each image, whose patches are those of each rank's images in turn."""
+    table = torch.randn(side * side, 3, generator=torch.Generator().manual_seed(1))
+    grid = table.T.view(1, 3, side, side)
+    for rank in range(ranks):
+        one = dealt(shapes, rank, ranks, merge)
+        native = one.native_resolution.model_copy(update={"positions": side * side, "window": None})
+        one = ImagePartition(one.images, one.vision.model_copy(update={"native": native}), rank, ranks)
+        rows, weights = one.interpolate_positions()
+        found, start = (table[rows] * weights[..., None]).sum(1), 0
+        for number in one.images_of_ranks[rank]:
+            high, wide = (merge * length for length in one.feature_grids[number])
+            resized = F.interpolate(grid, (high, wide), mode="bilinear", align_corners=True)[0]
+            places = one.patch_coordinates()[start : start + high * wide]
+            own = found[start : start + high * wide]
+            torch.testing.assert_close(own, resized[:, places[:, 0], places[:, 1]].T, rtol=0, atol=1e-5)
+            start += high * wide
+        assert len(found) == len(one.extract_patches()) == sum(one.make_patch_mask(torch.device("cpu")).images.lengths)
 
 
 @given(grids, st.integers(1, 5))

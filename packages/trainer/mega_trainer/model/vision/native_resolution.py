@@ -1,7 +1,9 @@
-"""Vision encoder for images of any shape, and its patch merger: Qwen2.5-VL's (arXiv:2502.13923).
+"""Vision encoder for images of any shape, and its patch mergers: Qwen2.5-VL's (arXiv:2502.13923) and Qwen3-VL's
+(arXiv:2511.21631).
 
-An image is cut into patches, and the projector makes one feature of each square of m x m patches. In most layers patches
-attend only to their window, so a rank's patches are ordered window by window, images concatenated, like packed documents.
+An image is cut into patches, and the projector makes one feature of each square of m x m patches. In layers with windows
+patches attend only to their window, so a rank's patches are ordered window by window, images concatenated, like packed
+documents. The outputs of L other layers may be merged to features as well (DeepStack, arXiv:2406.04334).
 
 Legend: U features of this rank's images, P = m^2 U patches, C vision encoder width, D model width.
 """
@@ -11,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import isqrt
 
 import numpy as np
 import torch
@@ -82,9 +85,12 @@ class ImagePartition:
     @cached_property
     def window_orders(self) -> list[tuple[np.ndarray, list[int]]]:
         """Feature numbers of every image ordered by attention window, and the number of features of each window.
-        The feature numbers are int64 [h w].
+        The feature numbers are int64 [h w]. Without windows, an image is one window.
         """
-        side = self.native_resolution.window // (self.vision.patch_size * self.native_resolution.merge)
+        window = self.native_resolution.window
+        if window is None:
+            return [order_by_windows(grid, max(grid)) for grid in self.feature_grids]
+        side = window // (self.vision.patch_size * self.native_resolution.merge)
         return [order_by_windows(grid, side) for grid in self.feature_grids]
 
     @cached_property
@@ -116,13 +122,32 @@ class ImagePartition:
         found = np.concatenate(own)
         return torch.from_numpy(np.pad(found, ((0, self.features_per_rank * merge**2 - len(found)), (0, 0))))
 
+    def interpolate_positions(self) -> tuple[Tensor, Tensor]:
+        """Return the rows of the learned position table that each of this rank's patches uses, and their weights.
+        The rows are int64 [P, 4], the bilinear weights fp32 [P, 4]. The corners of the table are at the corners of the
+        image.
+        """
+        side, merge = isqrt(self.native_resolution.positions), self.native_resolution.merge
+        grids = [self.feature_grids[number] for number in self.images_of_ranks[self.rank]]
+        steps = np.repeat(np.array(grids, np.int64).reshape(-1, 2), [high * wide * merge**2 for high, wide in grids], 0)
+        coordinates = self.patch_coordinates().numpy()
+        steps = np.pad(steps * merge, ((0, len(coordinates) - len(steps)), (0, 0))) - 1
+        exact = coordinates * (side - 1) / np.maximum(steps, 1)
+        below = np.floor(exact).astype(np.int64)
+        (top, left), (down, right) = below.T, np.minimum(below + 1, side - 1).T
+        high, wide = (exact - below).T
+        rows = np.stack([top * side + left, top * side + right, down * side + left, down * side + right], 1)
+        weights = np.stack([(1 - high) * (1 - wide), (1 - high) * wide, high * (1 - wide), high * wide], 1)
+        return torch.from_numpy(rows), torch.from_numpy(weights.astype(np.float32))
+
     def make_patch_mask(self, device: torch.device) -> PatchWindowMask:
         """Return the attention mask of this rank's patches; padding patches are in separate windows."""
         part, each = self.images_of_ranks[self.rank], self.native_resolution.merge**2
         windows = [length * each for number in part for length in self.window_orders[number][1]]
         images = [high * wide * each for high, wide in self.feature_grids[part.start : part.stop]]
-        largest = (self.native_resolution.window // self.vision.patch_size) ** 2
         padding = self.features_per_rank * each - sum(images)
+        window = self.native_resolution.window
+        largest = max(1, padding) if window is None else (window // self.vision.patch_size) ** 2
         filled = [largest] * (padding // largest) + ([padding % largest] if padding % largest else [])
         return PatchWindowMask(
             *(PackedMask.from_lengths(lengths + filled, ALL, device) for lengths in (images, windows))
@@ -164,29 +189,42 @@ def order_by_windows(grid: PatchGrid, side: int) -> tuple[np.ndarray, list[int]]
 
 
 class NativeVisionEncoder(nn.Module):
-    """Vision encoder for images at native resolution (as in Qwen2.5-VL): patches to the output of the last layer."""
+    """Vision encoder for images at native resolution (as in Qwen2.5-VL and Qwen3-VL): patches to the outputs of layers.
+    They are the output of the last layer, and with DeepStack those of some other layers.
+    """
 
     def __init__(self, build: LayerBuilder) -> None:
         super().__init__()
         vision = build.config.vision
         assert vision is not None
         own = VisionLayerBuilder.from_layer_builder(build, TOWER)
-        self.saved, self.dtype = own.saved, build.dtype
+        self.saved, self.dtype, self.deepstack = own.saved, build.dtype, vision.deepstack_layers
         self.patches = own.build_linear_layer(
-            "embed_patches", (vision.hidden_size, vision.values_per_patch), bias=False
+            "embed_patches", (vision.hidden_size, vision.values_per_patch), bias=vision.patch_bias
         )
+        assert vision.native is not None
+        shape, std = (vision.native.positions, vision.hidden_size), own.config.init_std
+        self.positions = own.build_replicated("model.embed_positions.weight", shape, std=std) if shape[0] else None
         self.layers = nn.ModuleList(TransformerLayer(own, layer) for layer in range(vision.num_layers))
         self.rotary = RotaryEmbedding(own.config.rope, own.config.query_key_head_dim // 2, 1)
 
-    def forward(self, partition: ImagePartition, device: torch.device) -> Tensor:
-        """Encode this rank's P patches of the images in `partition` to features [P, C], with C the encoder's width."""
+    def forward(self, partition: ImagePartition, device: torch.device) -> list[Tensor]:
+        """Encode this rank's P patches of the images in `partition` to features [P, C], with C the encoder's width.
+        The features are of the last layer, followed by those of the DeepStack layers.
+        """
         rotation = self._rotate_patches(to_device(partition.patch_coordinates(), device))
         context = ForwardContext(partition.make_patch_mask(device), rotation, rotation)
         patches = to_device(partition.extract_patches().to(self.dtype), device)
         x: Tensor = self.patches(patches.unsqueeze(0))
+        if self.positions is not None:
+            rows, weights = (to_device(each, device) for each in partition.interpolate_positions())
+            x = x + (F.embedding(rows, self.positions) * weights.unsqueeze(-1)).sum(1).to(x.dtype)
+        stacked = []
         for index, layer in enumerate(self.layers):
             x = self.saved.run_layer(index, layer, x, context)
-        return x.squeeze(0)
+            if index in self.deepstack:
+                stacked.append(x.squeeze(0))
+        return [x.squeeze(0), *stacked]
 
     def _rotate_patches(self, coordinates: Tensor) -> RotaryAngles:
         """Return the rotation of patches: half of a head's pairs by the patch's line, half by its column."""
@@ -195,21 +233,49 @@ class NativeVisionEncoder(nn.Module):
 
 
 class PatchMerger(nn.Module):
-    """Patch merger W2 gelu(W1 x + b1) + b2, where x concatenates the m^2 normalised patches of one feature."""
+    """Patch merger W2 gelu(W1 x + b1) + b2, where x concatenates the m^2 normalised patches of one feature.
 
-    def __init__(self, build: LayerBuilder) -> None:
+    Args:
+        build: builder of the model's layers.
+        prefix: prefix of the parameters' names after that of the projector.
+        joined_norm: normalise the concatenated patches together instead of each patch.
+    """
+
+    def __init__(self, build: LayerBuilder, prefix: str = "", *, joined_norm: bool = False) -> None:
         super().__init__()
         vision, width = build.config.vision, build.config.hidden_size
         assert vision is not None
         assert vision.native is not None
         own = VisionLayerBuilder.from_layer_builder(build, PROJECTOR)
-        self.joined = vision.hidden_size * vision.native.merge**2
-        weight = own.build_replicated("model.norm.weight", (vision.hidden_size,), fill=1.0)
-        self.norm = Norm(own.kernels, weight, None, vision.norm_eps)
-        self.into = own.build_linear_layer("linear_1", (self.joined, self.joined), bias=True)
-        self.out = own.build_linear_layer("linear_2", (width, self.joined), bias=True)
+        self.joined, self.joined_norm = vision.hidden_size * vision.native.merge**2, joined_norm
+        shape, layer = (self.joined if joined_norm else vision.hidden_size,), vision.native.norm == "layernorm"
+        weight = own.build_replicated(f"model.{prefix}norm.weight", shape, fill=1.0)
+        bias = own.build_replicated(f"model.{prefix}norm.bias", shape) if layer else None
+        self.norm = Norm(own.kernels, weight, bias, vision.norm_eps, layer=layer)
+        self.into = own.build_linear_layer(f"{prefix}linear_1", (self.joined, self.joined), bias=True)
+        self.out = own.build_linear_layer(f"{prefix}linear_2", (width, self.joined), bias=True)
 
     def forward(self, x: Tensor) -> Tensor:
         """Merge patches [P, C] to features [P / m^2, D], with D the language model's width."""
+        x = x.view(-1, self.joined) if self.joined_norm else x
         y: Tensor = self.out(F.gelu(self.into(self.norm(x).view(-1, self.joined))))
         return y
+
+
+class MergerProjector(PatchMerger):
+    """Patch merger of the last layer of a vision encoder, and with DeepStack one of each of L other layers."""
+
+    def __init__(self, build: LayerBuilder) -> None:
+        super().__init__(build)
+        assert build.config.vision is not None
+        self.deepstack = nn.ModuleList(
+            PatchMerger(build, f"deepstack.{index}.", joined_norm=True)
+            for index in range(len(build.config.vision.deepstack_layers))
+        )
+
+    def merge_layers(self, outputs: Sequence[Tensor]) -> Tensor:
+        """Merge the patches [P, C] of the last layer and of the L DeepStack layers to features [P / m^2, (1 + L) D].
+        D is the language model's width.
+        """
+        last, *others = outputs
+        return torch.cat([self(last), *(merge(x) for merge, x in zip(self.deepstack, others, strict=True))], -1)

@@ -14,7 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from mega_common.vision_config import PROJECTOR, TOWER
-from mega_trainer.data.batch_images import BatchImages, all_gather_features, combined_group_rank, insert_image_features
+from mega_trainer.data.batch_images import (
+    BatchImages,
+    add_image_features,
+    all_gather_features,
+    combined_group_rank,
+    insert_image_features,
+)
 from mega_trainer.distributed.device import to_device
 from mega_trainer.kernels.attention_masks import ALL, AttentionMaskSpec
 from mega_trainer.model.feed_forward import apply_ungated_activation
@@ -22,7 +28,7 @@ from mega_trainer.model.forward_context import ForwardContext
 from mega_trainer.model.layer_builder import LayerBuilder
 from mega_trainer.model.norms import Norm
 from mega_trainer.model.transformer_layer import TransformerLayer
-from mega_trainer.model.vision.native_resolution import ImagePartition, NativeVisionEncoder, PatchMerger
+from mega_trainer.model.vision.native_resolution import ImagePartition, MergerProjector, NativeVisionEncoder
 from mega_trainer.model.vision.vision_builder import VisionLayerBuilder
 from mega_trainer.parallel.tensor_parallel import local_sequence_slice
 
@@ -115,18 +121,21 @@ class NormProjector(nn.Module):
         return y
 
 
-PROJECTORS = {"mlp": MlpProjector, "norm": NormProjector, "merger": PatchMerger}
+PROJECTORS = {"mlp": MlpProjector, "norm": NormProjector, "merger": MergerProjector}
 
 
 class ImageEmbedder(nn.Module):
-    """Vision encoder and projector, whose features replace the token embeddings of image placeholders."""
+    """Vision encoder and projector, whose features replace the token embeddings of image placeholders.
+    With DeepStack, features of L other layers of the encoder are added to the outputs of the first L decoder layers.
+    """
 
     def __init__(self, build: LayerBuilder) -> None:
         super().__init__()
         self.groups, self.sp, self.dtype = build.groups, build.sp, build.dtype
         vision = build.config.vision
         assert vision is not None
-        self.config, self.projector = vision, PROJECTORS[vision.projector](build)
+        self.config, self.width = vision, build.config.hidden_size
+        self.projector = PROJECTORS[vision.projector](build)
         self.tower = NativeVisionEncoder(build) if vision.native else VisionEncoder(build)
 
     @classmethod
@@ -134,23 +143,42 @@ class ImageEmbedder(nn.Module):
         """Return the image embedder of the builder's model, or None for text models."""
         return None if build.config.vision is None else cls(build)
 
-    def forward(self, x: Tensor, images: BatchImages) -> Tensor:
+    def insert_features(self, x: Tensor, images: BatchImages) -> Tensor:
         """Replace the embeddings of image placeholders in a token sequence by the features of the images.
-        The embeddings x are [B, S or S/T, D] (S/T under sequence parallelism over T ranks).
+        The embeddings x are [B, S or S/T, D] (S/T under sequence parallelism over T ranks); the images have features.
         """
-        features = self.encode_images(images, x.device) if images.features is None else images.features
-        part = local_sequence_slice(images.rows.shape[1], self.groups.tp, sp=self.sp)
-        return insert_image_features(x, features, images.rows[:, part])
+        assert images.features is not None
+        return insert_image_features(x, images.features[:, : self.width], self._local_rows(images))
 
-    def encode_images(self, images: BatchImages, device: torch.device) -> Tensor:
-        """Return the concatenated features of all images: [n P, D]. A collective call of the ranks that share them."""
+    def add_deepstack(self, x: Tensor, images: BatchImages, layer: int) -> Tensor:
+        """Add the DeepStack features of one decoder layer to its outputs x [B, S or S/T, D] at the image placeholders.
+        Layers after the first L have none.
+        """
+        if layer >= len(self.config.deepstack_layers):
+            return x
+        assert images.features is not None
+        part = images.features[:, (1 + layer) * self.width : (2 + layer) * self.width]
+        return add_image_features(x, part, self._local_rows(images))
+
+    def _local_rows(self, images: BatchImages) -> Tensor:
+        """Return the feature row of each token of this rank's residual stream, negative for text: [B, S or S/T]."""
+        return images.rows[:, local_sequence_slice(images.rows.shape[1], self.groups.tp, sp=self.sp)]
+
+    def forward(self, images: BatchImages, device: torch.device) -> Tensor:
+        """Return the concatenated features of all images: [n P, D], with DeepStack [n P, (1 + L) D].
+        A collective call of the ranks that share them.
+        """
         rank, ranks = combined_group_rank((self.groups.cp, self.groups.tp))
         if isinstance(self.tower, NativeVisionEncoder):
+            assert isinstance(self.projector, MergerProjector)
             partition = ImagePartition(list(images.pixels), self.config, rank, ranks)
-            gathered = self._all_gather(self.projector(self.tower(partition, device)))
+            gathered = self._all_gather(self.projector.merge_layers(self.tower(partition, device)))
             return gathered[to_device(partition.feature_rows, device)]
         own = to_device(images.local_pixels(rank, ranks).to(self.dtype), device)
-        return self._all_gather(self.projector(self.tower(own))).flatten(0, 1)
+        features = self._all_gather(self.projector(self.tower(own))).flatten(0, 1)
+        return (
+            features.clone()
+        )  # not a view: FSDP hooks the result of a forward, and an operation in place would lose them
 
     def _all_gather(self, features: Tensor) -> Tensor:
         features = all_gather_features(features, self.groups.tp, partial=self.sp)

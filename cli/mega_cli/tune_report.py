@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
@@ -72,7 +71,9 @@ def compare_models(config: RunConfig, tuned: Path) -> TuningComparison:
 
 def read_validation_losses(metrics: Path) -> tuple[float | None, float | None]:
     """Return the validation loss before the first step, and the lowest one, of a run's metrics.jsonl."""
-    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    from mega_trainer.pages.run_log import read_complete_lines
+
+    lines = list(read_complete_lines(metrics))
     before = [line["initial_valid_loss"] for line in lines if "initial_valid_loss" in line]
     after = [line["valid_loss"] for line in lines if "valid_loss" in line]
     return (before[0] if before else None), min(after, default=None)

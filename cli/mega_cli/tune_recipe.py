@@ -156,10 +156,9 @@ def iterate_memory_settings(batch: int) -> Iterator[dict[str, Any]]:
 
 def predict_run_bytes(config: RunConfig) -> int:
     """Return the predicted peak memory of one rank that trains a run alone."""
-    from mega_trainer.plan.memory_advice import make_training_layout
-    from mega_trainer.plan.memory_prediction import predict_memory
+    from mega_trainer.plan.memory_advice import predict_peak_rank_bytes
 
-    return max(sum(kinds.values()) for kinds in predict_memory(config.model, make_training_layout(config, 1)))
+    return predict_peak_rank_bytes(config, 1)
 
 
 def measure_usable_memory(device: str) -> int | None:
