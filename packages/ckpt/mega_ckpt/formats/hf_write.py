@@ -187,7 +187,7 @@ def plan_hf_folder(
     same = described is not None and described[0] == chosen and is_same_model(described[1], source.model)
     headers = origin.headers if same else {}
     shapes = {name: entry.shape for header in headers.values() for name, entry in header.entries.items()}
-    table = chosen.disk_tensor_table(source.model)
+    table: Mapping[str, DiskTensor] = chosen.disk_tensor_table(source.model)
     if shapes:
         table = build_checked_tensor_table(chosen, source.model, shapes, LAYOUT)
     tensors = {name: (cast_dtype(source, disk.slabs[0].name, dtype), disk.shape) for name, disk in table.items()}
