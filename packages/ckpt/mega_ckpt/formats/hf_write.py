@@ -187,9 +187,8 @@ def plan_hf_folder(
     same = described is not None and described[0] == chosen and is_same_model(described[1], source.model)
     headers = origin.headers if same else {}
     shapes = {name: entry.shape for header in headers.values() for name, entry in header.entries.items()}
-    table: Mapping[str, DiskTensor] = chosen.disk_tensor_table(source.model)
-    if shapes:
-        table = build_checked_tensor_table(chosen, source.model, shapes, LAYOUT)
+    checked = build_checked_tensor_table(chosen, source.model, shapes, LAYOUT) if shapes else None
+    table = chosen.disk_tensor_table(source.model) if checked is None else checked
     tensors = {name: (cast_dtype(source, disk.slabs[0].name, dtype), disk.shape) for name, disk in table.items()}
     buffers = {name: (source.read_buffer(name).dtype, shapes[name]) for name in source.buffer_names() if name in shapes}
     quantizer = select_quantizer(quantize, table) if quantize else None
@@ -205,13 +204,9 @@ def plan_hf_folder(
         settings = quantizer.settings(find_ignored_layers(table, {**tensors, **buffers})) if quantizer else {}
         raw = _with_dtype(raw, tensors) | settings
         config, index = origin.config if raw == origin.config_json else encode_json_mapping(raw), _encode_index(files)
-    made = {
-        CONFIG: config,
-        INDEX: index,
-        **({} if same else _image_files(origin, source.model)),
-        **_embedding_files(source.model),
-    }
-    others |= {name: content for name, content in made.items() if content is not None}
+    others |= {} if same else _image_files(origin, source.model)
+    others |= {**_embedding_files(source.model), **({} if config is None else {CONFIG: config})}
+    others |= {} if index is None else {INDEX: index}
     return HfFolderPlan(table, files, others, quantized, quantizer.description if quantizer else None)
 
 
