@@ -137,7 +137,8 @@ def draft_run(request: TuningRequest, data: TuningData, method: Method, model: A
             "eval_steps": max(1, math.ceil(rows / 9 / size)), "eval_first": True,
         },
         "optimizer": {"lr": rate, "weight_decay": 0.0 if method != "full" else 0.1},
-        "lr_schedule": {"name": "cosine", "warmup_share": 0.05, "min_lr": float(f"{rate / 10:.1e}")},
+        "lr_schedule": {"name": "cosine", "min_lr": float(f"{rate / 10:.1e}")}
+        | ({"warmup_share": 0.05} if steps > 4 else {}),  # of a few steps it would leave no decay
         "precision": precision,
         "checkpoint": {"every": max(1, min(steps // 4, 500)), "keep": 1, "best": True},
         "output": str(request.output / "run"),

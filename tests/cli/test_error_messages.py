@@ -95,7 +95,7 @@ CASES: list[tuple[str, str, str, str]] = [
     ("data show text.jsonl", "text.jsonl", "a file of records", "--input text.jsonl"),
     ("data convert-tokenizer hf/tokenizer.json -i text.jsonl --output out/t", "hf/tokenizer.json", "already", "hf"),
     ("eval hf --data text.jsonl", "text.jsonl", "a file of records", "then give text"),
-    ("ckpt convert d out/p --to hf", "d", "c.idx and .bin", "not a model"),
+    ("ckpt convert d out/p --to hf", "d", "token files (c.idx)", "not a model"),
     ("ckpt convert hf out/p --to hf --family gpt2", "gpt2", "not 'rope'", "leave out --family"),
     ("generate hf --prompt x --grammar run.yaml", "run.yaml", "line 8, column 1", "a JSON schema, which"),
     ("embed hf text.jsonl --output v.npy --prompt-name q", "--prompt-name 'q'", "has no prompts", "--prompt TEXT"),

@@ -173,14 +173,14 @@ def _field_problem(cls: type[StrictConfig], raw: Mapping[str, Any], detail: Mapp
         return ConfigProblem(path, "unknown key", hint=hint)
     rule, hint = describe_pydantic_rule(str(detail["msg"])), ""
     if detail["type"] == "literal_error" and isinstance(value, str):
-        near = _find_near_option(value, re.findall(r"'([^']*)'", rule))
-        hint = f"did you mean {near!r}?" if near else ""
+        meant = _find_near_option(value, re.findall(r"'([^']*)'", rule))
+        hint = f"did you mean {meant!r}?" if meant else ""
     return ConfigProblem(path, rule, value if not isinstance(value, Mapping) else None, hint)
 
 
 def _find_near_option(value: str, options: Sequence[str]) -> str | None:
-    """Return the option that a user most likely meant by an unknown `value`: the one of the same meaning, or a similar
-    spelling. Short values must be almost equal: 'ppo' is not a misspelled 'ipo'.
+    """Return the option that a user most likely meant by an unknown value, or None.
+    It has the same meaning or a similar spelling; short ones must be almost equal: 'ppo' is not a misspelled 'ipo'.
     """
     meant = _SYNONYMS.get(value.lower())
     if meant in options:

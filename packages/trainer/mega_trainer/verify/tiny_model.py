@@ -124,8 +124,10 @@ class TinyRun:
 
 def _list_unverified(config: RunConfig) -> Iterator[str]:
     """Yield sentences about parts of a run that a verification does not run."""
-    if config.model.score or config.model.task_head:
-        yield "The score or task head is replaced by a language-model head."
+    if config.model.score:
+        yield "The score head of the reward model is replaced by a language-model head."
+    if config.model.task_head is not None:
+        yield "The task head of the model is replaced by a language-model head."
     if config.objective.kind in USED and config.objective.kind != "cross_entropy":
         yield f"The objective is next-token cross entropy, not {config.objective.kind}."
     if config.precision in ("fp8", "fp16"):
