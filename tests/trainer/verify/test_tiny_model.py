@@ -10,6 +10,7 @@ from parity.cases import MODELS, VARIANTS, case
 
 from mega_common.errors import ConfigError
 from mega_common.model_config import ModelConfig
+from mega_common.model_presets import load_model_preset
 from mega_trainer.config.run_config import RunConfig, load_run_config, resolve_run_config
 from mega_trainer.verify.tiny_model import TinyRun, shrink_count, shrink_model, shrink_shared
 from mega_trainer.verify.verification import choose_layouts, parse_layout
@@ -19,7 +20,7 @@ BASE = {"num_layers": 6, "hidden_size": 512, "ffn_hidden_size": 2048, "num_atten
 
 
 def tiny_of(model: dict[str, Any], **sections: Any) -> TinyRun:
-    raw = {"model": {**BASE, **model}, "data": {"train": ["none"], "seq_length": 64}, **sections}
+    raw = {"data": {"train": ["none"], "seq_length": 64}, **sections, "model": {**BASE, **model}}
     return TinyRun.from_run(RunConfig.parse(resolve_run_config(raw)))
 
 
@@ -46,6 +47,17 @@ def test_every_kind_of_model_keeps_its_options(name: str, number: int) -> None:
     assert {key: getattr(before, key) for key in kept} == {key: getattr(after, key) for key in kept}
     sections = ("moe", "mla", "mamba", "delta", "vision", "encoder", "retro", "relative")
     assert [getattr(before, key) is None for key in sections] == [getattr(after, key) is None for key in sections]
+
+
+def test_a_vision_encoder_keeps_its_kind_of_attention_and_its_deepstack() -> None:
+    for name in ("qwen2.5-vl-7b", "qwen3-vl-4b", "qwen3-vl-30b-a3b"):
+        whole = ModelConfig.parse(load_model_preset(name))
+        tiny = ModelConfig.parse(shrink_model(whole, 4))
+        before, after = (model.vision.native for model in (whole, tiny) if model.vision and model.vision.native)
+        assert (before.window is None, before.norm) == (after.window is None, after.norm)
+        assert bool(before.deepstack) == bool(after.deepstack)
+        assert bool(before.positions) == bool(after.positions)
+        assert whole.rope.sections_interleaved == tiny.rope.sections_interleaved
 
 
 def test_layers_of_each_kind_are_repeated_with_their_windows_and_rotations() -> None:
@@ -96,6 +108,13 @@ def test_parts_that_are_not_verified_are_named_and_modules_of_transformers_refus
     config = tiny.config.model_copy(update={"model": tiny.config.model.model_copy(update={"transformers": object()})})
     with pytest.raises(ConfigError, match="implementation = transformers"):
         TinyRun.from_run(config)
+    head = tiny_of(
+        {"task_head": {"kind": "sequence", "labels": 3}}, objective={"kind": "classify"},
+        data={"train": ["none"], "seq_length": 64, "kind": "labels"},
+    )  # fmt: skip
+    assert {sentence.split()[0] for sentence in head.unverified[:2]} == {"The"}
+    assert "classify" in head.unverified[1]
+    assert choose_layouts(head, 1, 2, seed=0)[0].is_legal
     with pytest.raises(ConfigError, match="tpp=2 is not a setting of a layout"):
         parse_layout(tiny, "tpp=2")
     with pytest.raises(ConfigError, match="at most 8 processes, found 16"):
