@@ -78,7 +78,7 @@ def test_commands_on_the_checkpoint(run: Path, capsys: pytest.CaptureFixture[str
     assert "requires the extension 'differential-attention'" in capsys.readouterr().err
     assert call("plan", run / "run.yaml", "--ranks", "1") == 0
     assert "parameters" in capsys.readouterr().out
-    assert call("report", run / "run") == 0
+    assert call("report", run / "run", "--out", run / "report.html") == 0
     assert (
         call("ckpt", "convert", run / "run", run / "copy", "--to", "mega", "--dtype", "bf16") == 0
     )  # without its code
