@@ -318,9 +318,11 @@ def _shrink_vision(vision: VisionConfig) -> dict[str, Any]:
         fields["pinpoints"] = [[4, 8], [8, 4], [4, 4]]
     if vision.native is not None:
         fields |= {"hidden_size": 16, "image_size": 8}
-        window = 4 * vision.native.merge
+        window = None if vision.native.window is None else 4 * vision.native.merge
         pixels = (2 * vision.native.merge) ** 2
         native = {"window": window, "full_layers": [1], "min_pixels": 4 * pixels, "max_pixels": 6 * pixels}
+        native |= {"deepstack": [0]} if vision.native.deepstack else {}
+        native |= {"positions": 9} if vision.native.positions else {}
         fields["native"] = {**fields["native"], **native}
     return fields
 
