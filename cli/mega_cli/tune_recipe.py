@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 Method = Literal["lora", "qlora", "full"]
 
+TUNED_KINDS = ("conversations", "pairs", "text")
 STEPS = 60  # optimizer steps that a small data set should have at least
 LARGEST_BATCH = 64  # samples of a step
 LONGEST = 4096  # tokens of a sample

@@ -10,6 +10,7 @@ from parity.cases import MODELS, VARIANTS, case
 
 from mega_common.errors import ConfigError
 from mega_common.model_config import ModelConfig
+from mega_common.model_presets import load_model_preset
 from mega_trainer.config.run_config import RunConfig, load_run_config, resolve_run_config
 from mega_trainer.verify.tiny_model import TinyRun, shrink_count, shrink_model, shrink_shared
 from mega_trainer.verify.verification import choose_layouts, parse_layout
@@ -46,6 +47,17 @@ def test_every_kind_of_model_keeps_its_options(name: str, number: int) -> None:
     assert {key: getattr(before, key) for key in kept} == {key: getattr(after, key) for key in kept}
     sections = ("moe", "mla", "mamba", "delta", "vision", "encoder", "retro", "relative")
     assert [getattr(before, key) is None for key in sections] == [getattr(after, key) is None for key in sections]
+
+
+def test_a_vision_encoder_keeps_its_kind_of_attention_and_its_deepstack() -> None:
+    for name in ("qwen2.5-vl-7b", "qwen3-vl-4b", "qwen3-vl-30b-a3b"):
+        whole = ModelConfig.parse(load_model_preset(name))
+        tiny = ModelConfig.parse(shrink_model(whole, 4))
+        before, after = (model.vision.native for model in (whole, tiny) if model.vision and model.vision.native)
+        assert (before.window is None, before.norm) == (after.window is None, after.norm)
+        assert bool(before.deepstack) == bool(after.deepstack)
+        assert bool(before.positions) == bool(after.positions)
+        assert whole.rope.sections_interleaved == tiny.rope.sections_interleaved
 
 
 def test_layers_of_each_kind_are_repeated_with_their_windows_and_rotations() -> None:

@@ -96,6 +96,20 @@ class ErrorBody(BaseModel):
     error: ErrorDetail
 
 
+class AnthropicErrorDetail(BaseModel):
+    """Object `error` in the JSON body of an error response of Anthropic's API."""
+
+    type: str
+    message: str
+
+
+class AnthropicErrorBody(BaseModel):
+    """JSON body of every error response of /v1/messages, as in Anthropic's API."""
+
+    type: str
+    error: AnthropicErrorDetail
+
+
 def error_to_response(error: Exception) -> ApiRequestError:
     """Return any exception as an error response with an HTTP status.
     Internal errors get status 500 and reveal no details.

@@ -15,7 +15,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.types import Receive, Scope, Send
 
 from mega_eval.server import api_errors
-from mega_eval.server.api_errors import ApiRequestError, ErrorBody
+from mega_eval.server.api_errors import AnthropicErrorBody, ApiRequestError, ErrorBody
 from mega_eval.server.embeddings_api import EmbeddingRequest
 from mega_eval.server.messages_api import CountTokensRequest, MessagesRequest
 from mega_eval.server.request_gate import PAGE_FILES, RequestGate, ServerLimits
@@ -32,6 +32,9 @@ from mega_eval.server.running_answer import RunningAnswer
 from mega_eval.server.served_models import LoadAdapterRequest, ServedModels, UnloadAdapterRequest
 
 T = TypeVar("T")
+MESSAGES_ERRORS: dict[int | str, dict[str, Any]] = {
+    "4XX": {"model": AnthropicErrorBody}, "5XX": {"model": AnthropicErrorBody},
+}  # fmt: skip
 
 
 def create_application(models: ServedModels, bounds: ServerLimits) -> RequestGate:
@@ -78,13 +81,13 @@ def _add_answer_routes(app: FastAPI, models: ServedModels) -> None:
         service = models.find_service(body.model)
         return await _send_answer(request, lambda: service.start_response(body), body.stream, body.stream_options)
 
-    @app.post("/v1/messages")
+    @app.post("/v1/messages", responses=MESSAGES_ERRORS)
     async def create_message(body: MessagesRequest, request: Request) -> Response:
         """Answer in a conversation, in the form of Anthropic's API."""
         service = models.find_service(body.model)
         return await _send_answer(request, lambda: service.start_message(body), body.stream, None)
 
-    @app.post("/v1/messages/count_tokens")
+    @app.post("/v1/messages/count_tokens", responses=MESSAGES_ERRORS)
     async def count_message_tokens(body: CountTokensRequest) -> dict[str, int]:
         """Count the prompt tokens of a conversation, in the form of Anthropic's API."""
         return {"input_tokens": await models.find_service(body.model).count_message_tokens(body)}
@@ -207,17 +210,17 @@ def _add_model_routes(app: FastAPI, models: ServedModels) -> None:
         """Return the model of that name."""
         return make_model_card(name)
 
-    @app.post("/v1/load_lora_adapter", response_class=PlainTextResponse)
-    async def load_adapter(body: LoadAdapterRequest) -> str:
+    @app.post("/v1/load_lora_adapter")
+    async def load_adapter(body: LoadAdapterRequest) -> dict[str, Any]:
         """Load a LoRA adapter as a model of its own."""
         await models.load_adapter(body)
-        return f"Success: the adapter {body.lora_name!r} is loaded."
+        return make_model_card(body.lora_name)
 
-    @app.post("/v1/unload_lora_adapter", response_class=PlainTextResponse)
-    async def unload_adapter(body: UnloadAdapterRequest) -> str:
-        """Remove a LoRA adapter."""
+    @app.post("/v1/unload_lora_adapter")
+    async def unload_adapter(body: UnloadAdapterRequest) -> dict[str, Any]:
+        """Remove a LoRA adapter that clients have named as a model."""
         await models.unload_adapter(body)
-        return f"Success: the adapter {body.lora_name!r} is unloaded."
+        return {"id": body.lora_name, "object": "model", "deleted": True}
 
 
 def _add_info_routes(app: FastAPI, models: ServedModels, gate: RequestGate) -> None:

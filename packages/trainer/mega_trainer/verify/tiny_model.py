@@ -321,8 +321,8 @@ def _shrink_vision(vision: VisionConfig) -> dict[str, Any]:
         window = None if vision.native.window is None else 4 * vision.native.merge
         pixels = (2 * vision.native.merge) ** 2
         native = {"window": window, "full_layers": [1], "min_pixels": 4 * pixels, "max_pixels": 6 * pixels}
-        native |= {"deepstack": [0]} if vision.native.deepstack else {}
-        native |= {"positions": 9} if vision.native.positions else {}
+        # one layer, so that the first pipeline stage may have a single one
+        native |= {"positions": min(vision.native.positions, 9), "deepstack": [0] if vision.native.deepstack else []}
         fields["native"] = {**fields["native"], **native}
     return fields
 
