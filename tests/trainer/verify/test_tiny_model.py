@@ -76,6 +76,19 @@ def test_layers_of_each_kind_are_repeated_with_their_windows_and_rotations() -> 
     assert (model.mamba and model.mamba.num_heads, model.mamba and model.mamba.num_groups) == (8, 2)
 
 
+def test_features_of_several_vision_layers_become_those_of_the_first() -> None:
+    config = case("vision", 1, variant=VARIANTS["vision"][5]).config.model
+    assert config.vision is not None
+    assert config.vision.native is not None
+    native = config.vision.native.model_copy(update={"deepstack": (8, 16, 24)})
+    vision = config.vision.model_copy(update={"native": native, "num_layers": 27})
+    tiny = ModelConfig.parse(shrink_model(config.model_copy(update={"vision": vision}), 2))
+    assert tiny.vision is not None
+    assert tiny.vision.deepstack_layers == (0,)
+    assert tiny.vision.native is not None
+    assert (tiny.vision.native.window, tiny.vision.native.positions) == (None, 9)
+
+
 @pytest.mark.parametrize(("count", "tiny"), [(1, 1), (7, 7), (32, 8), (12, 8), (14, 8), (71, 7), (25, 5), (9, 3)])
 def test_counts_stay_odd_or_even(count: int, tiny: int) -> None:
     assert shrink_count(count) == tiny
