@@ -119,7 +119,76 @@ DEEPSEEK = """
 {%- if ns.tool %}{{- '<｜tool▁outputs▁end｜>' }}{% elif add_generation_prompt %}{{- '<｜Assistant｜>' }}{% endif %}
 """
 
-FORMS = {"llama3": LLAMA3, "qwen": QWEN, "mistral": MISTRAL, "gemma": GEMMA, "deepseek": DEEPSEEK}
+GLM = """
+{{- '[gMASK]<sop>' }}
+{%- if tools %}{{- '<|system|>\\n' + tools | tojson }}{% endif %}
+{%- for message in messages %}
+    {%- if message.role == 'assistant' %}
+        {{- '<|assistant|>' }}<<{{- '\\n<think></think>\\n' + message.content }}
+        {%- for call in message.tool_calls or [] %}
+            {{- '\\n<tool_call>' + call.function.name + '\\n' }}
+            {%- for key, value in call.function.arguments.items() %}
+                {{- '<arg_key>' + key + '</arg_key>\\n<arg_value>' + (value if value is string else value | tojson) + '</arg_value>\\n' }}
+            {%- endfor %}
+            {{- '</tool_call>' }}
+        {%- endfor %}>>
+    {%- elif message.role == 'tool' %}
+        {{- '<|observation|>\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
+    {%- else %}
+        {{- '<|' + message.role + '|>\\n' + message.content }}
+    {%- endif %}
+{%- endfor %}
+{{- '<|assistant|>' if add_generation_prompt }}
+"""
+
+KIMI = """
+{%- if tools %}{{- '<|im_system|>tool_declare<|im_middle|>' + tools | tojson + '<|im_end|>' }}{% endif %}
+{%- for message in messages %}
+    {%- if message.role == 'assistant' %}
+        {{- '<|im_assistant|>assistant<|im_middle|>' }}<<{{- message.content }}
+        {%- for call in message.tool_calls or [] %}
+            {{- '<|tool_calls_section_begin|>' if loop.first }}
+            {{- '<|tool_call_begin|>' + call.id + '<|tool_call_argument_begin|>' + call.function.arguments | tojson + '<|tool_call_end|>' }}
+            {{- '<|tool_calls_section_end|>' if loop.last }}
+        {%- endfor %}
+        {{- '<|im_end|>' }}>>
+    {%- elif message.role == 'tool' %}
+        {{- '<|im_system|>tool<|im_middle|>## Return of ' + message.tool_call_id + '\\n' + message.content + '<|im_end|>' }}
+    {%- else %}
+        {{- '<|im_' + message.role + '|>' + message.role + '<|im_middle|>' + message.content + '<|im_end|>' }}
+    {%- endif %}
+{%- endfor %}
+{{- '<|im_assistant|>assistant<|im_middle|>' if add_generation_prompt }}
+"""
+
+HARMONY = """
+{{- '<|start|>system<|message|>Reasoning: medium' }}
+{%- if tools %}{{- '\\n# Tools\\n' + tools | tojson }}{% endif %}
+{{- '<|end|>' }}
+{%- for message in messages %}
+    {%- if message.role == 'assistant' %}
+        {%- if message.thinking %}
+            {{- '<|start|>assistant<|channel|>analysis<|message|>' + message.thinking + '<|end|>' }}
+        {%- endif %}
+        {%- for call in message.tool_calls or [] %}
+            {{- '<|start|>assistant' }}<<
+            {{- '<|channel|>commentary to=functions.' + call.function.name + ' <|constrain|>json<|message|>' + call.function.arguments | tojson + '<|call|>' }}>>
+        {%- else %}
+            {{- '<|start|>assistant' }}<<{{- '<|channel|>final<|message|>' + message.content + '<|return|>' }}>>
+        {%- endfor %}
+    {%- elif message.role == 'tool' %}
+        {{- '<|start|>functions.tool to=assistant<|channel|>commentary<|message|>' + message.content + '<|end|>' }}
+    {%- else %}
+        {{- '<|start|>' + message.role + '<|message|>' + message.content + '<|end|>' }}
+    {%- endif %}
+{%- endfor %}
+{{- '<|start|>assistant' if add_generation_prompt }}
+"""
+
+FORMS = {
+    "llama3": LLAMA3, "qwen": QWEN, "mistral": MISTRAL, "gemma": GEMMA, "deepseek": DEEPSEEK, "glm": GLM, "harmony": HARMONY,
+}  # fmt: skip
+ALL_FORMS = {**FORMS, "kimi": KIMI}  # Kimi's renders the id of a call, which has its name
 SPECIALS = (
     "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|im_start|>", "<|im_end|>", "<s>", "</s>",
     "[INST]", "[/INST]", "[TOOL_CALLS]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]",
@@ -127,9 +196,16 @@ SPECIALS = (
     "<｜Assistant｜>", "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>",
     "<｜tool▁calls▁end｜>", "<｜tool▁outputs▁begin｜>", "<｜tool▁output▁begin｜>", "<｜tool▁output▁end｜>", "<｜tool▁outputs▁end｜>",
 )  # fmt: skip
+MORE_SPECIALS = (
+    "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>", "<|endoftext|>",
+    "<|im_system|>", "<|im_user|>", "<|im_assistant|>", "<|im_middle|>", "<|tool_calls_section_begin|>",
+    "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>", "<|tool_calls_section_end|>", "<|start|>",
+    "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|return|>", "<|call|>",
+)  # fmt: skip
 ENDS = {
     "llama3": ("<|begin_of_text|>", "<|eot_id|>"), "qwen": (None, "<|im_end|>"), "mistral": ("<s>", "</s>"),
-    "gemma": ("<bos>", "<eos>"), "deepseek": ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"),
+    "gemma": ("<bos>", "<eos>"), "glm": (None, "<|endoftext|>"), "kimi": (None, "<|im_end|>"), "harmony": (None, "<|return|>"),
+    "deepseek": ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"),
 }  # fmt: skip
 
 ASK, ANSWER = {"role": "user", "content": "What is 2 + 2?"}, {"role": "assistant", "content": "It is 4, naïve café 🎉."}
@@ -155,13 +231,14 @@ CONVERSATIONS: dict[str, dict[str, Any]] = {
 def template(form: str, *, marks: bool) -> str:
     """The template of a family."""
     begin, end = ("{%- generation %}", "{%- endgeneration %}") if marks else ("", "")
-    return FORMS[form].replace("<<", begin).replace(">>", end)
+    return ALL_FORMS[form].replace("<<", begin).replace(">>", end)
 
 
 def chat_tokenizer(base: Path, folder: Path, form: str, *, marks: bool) -> Path:
     """A tokenizer's folder with the special tokens of all families, the template of one, and what ends its texts."""
     backend = Tokenizer.from_file(str(base / "tokenizer.json"))
-    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIALS])
+    specials = SPECIALS + (MORE_SPECIALS if form in ("glm", "kimi", "harmony") else ())
+    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in specials])
     folder.mkdir(parents=True, exist_ok=True)
     backend.save(str(folder / "tokenizer.json"))
     bos, eos = ENDS[form]

@@ -20,7 +20,9 @@ from mega_eval.server.engine_driver import EngineDriver
 from mega_eval.server.inference_server import InferenceServer, bind_server_socket
 from mega_eval.server.model_service import ModelService
 from mega_eval.server.request_gate import ServerLimits
+from mega_eval.server.served_models import ServedModels
 from mega_eval.server.server_metrics import ServerMetrics
+from mega_eval.text_stream import Continuation
 
 
 @dataclass
@@ -64,6 +66,34 @@ class Scripted:
         return EngineEvent(number, self.text, [0], [], None, finish)
 
 
+class Playback(Scripted):
+    """An engine that answers with prepared texts, in order and token by token, as far as the limits of a request let it.
+
+    `prompts` are the texts of the prompts so far.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.tokenizer, self.answers, self.prompts = Tokenizer(folder), list[str](), list[str]()
+        self.texts: dict[int, tuple[Continuation, list[int]]] = {}
+        self.go.set()
+
+    def add_request(self, request: EngineRequest) -> int:
+        number = super().add_request(request)
+        answer = self.tokenizer.encode(self.answers.pop(0))
+        self.prompts.append(self.tokenizer.decode(request.prompt))
+        self.texts[number] = Continuation(self.tokenizer, request.limits, request.prompt), answer
+        return number
+
+    def _event(self, number: int, request: EngineRequest) -> EngineEvent:
+        text, left = self.texts[number]
+        token = left.pop(0) if left else next(iter(request.limits.ends))
+        new = text.append_token(token)
+        if text.finish:
+            del self.requests[number]
+        return EngineEvent(number, new, [token], [], None, text.finish, stop=text.stop)
+
+
 def service_of(
     engine: Any,
     tokenizer: Path,
@@ -74,21 +104,23 @@ def service_of(
     ends: frozenset[int] | None = None,
     adapters: Mapping[str, str] | None = None,
     embedder: ServedEmbedder | str | None = None,
+    name: str = "tiny",
 ) -> ModelService:
     words, template = Tokenizer(tokenizer), None
     with contextlib.suppress(DataError):
         template = read_chat_template(words.path)
     return ModelService(
-        name="tiny", version="1.2", driver=EngineDriver(engine, max_requests=most), tokenizer=words, template=template,
+        name=name, version="1.2", driver=EngineDriver(engine, max_requests=most), tokenizer=words, template=template,
         ends=frozenset({words.eos_id} - {None}) if ends is None else ends, default_sampling={}, max_length=max_length, vocab_size=words.vocab_size, seconds=seconds,
-        metrics=ServerMetrics(engine), adapters=adapters or {}, embedder=embedder,
+        metrics=ServerMetrics(engine), adapters=adapters or {}, embedder=embedder, source=str(tokenizer),
     )  # fmt: skip
 
 
 @contextlib.contextmanager
 def serving(
     service: ModelService,
-    *,
+    *others: ModelService,
+    adapter_folder: Path | None = None,
     key: str | None = None,
     requests: int = 64,
     max_body: int = 100_000,
@@ -99,7 +131,9 @@ def serving(
     hosts = None if key else ("127.0.0.1", "localhost")
     listener = bind_server_socket("127.0.0.1", 0, key)
     server = InferenceServer(
-        service, ServerLimits(key, hosts, requests, service.seconds, max_body, **bounds), drain=drain
+        ServedModels([service, *others], adapter_folder),
+        ServerLimits(key, hosts, requests, service.seconds, max_body, **bounds),
+        drain=drain,
     )
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()

@@ -234,7 +234,9 @@ def convert_command(
         quantize=quantize.value if quantize else None,
     )
     verify = verify or verify_data is not None
-    checks = [_build_perplexity_check(source, perplexity)] if perplexity is not None else []
+    checks: list[Callable[[Location], None] | None] = (
+        [_build_perplexity_check(source, perplexity)] if perplexity is not None else []
+    )
     if verify and not (options.settings or ema or vocab_size or add_tokens):
         checks.append(_build_logits_check(source, verify_data, extension or []))
 

@@ -35,7 +35,8 @@ EXAMPLES = """Examples:
 LONGEST_DEFAULT = 4096  # tokens
 DATA_OPTIONS = ("check_tokenizer", "json_file", "mask_share", "per_sample")  # of `mega eval`, with --data only
 TASK_OPTIONS = (
-    "include_path", "num_fewshot", "limit", "apply_chat_template", "log_samples", "output", "cache", "offline", "nproc",
+    "include_path", "num_fewshot", "limit", "apply_chat_template", "chat_template_name",
+    "system_instruction", "fewshot_as_multiturn", "gen_kwargs", "csv_file", "log_samples", "output", "cache", "offline", "nproc",
     "tp", "ep", "pp",
 )  # fmt: skip
 
@@ -97,6 +98,29 @@ def eval_command(
     apply_chat_template: Annotated[
         bool, typer.Option("--apply-chat-template", help="With --tasks: format each question as a chat message.")
     ] = False,
+    chat_template_name: Annotated[
+        str | None,
+        typer.Option(
+            help="With --tasks: one of the tokenizer's named chat templates, e.g. tool_use; implies --apply-chat-template."
+        ),
+    ] = None,
+    system_instruction: Annotated[
+        str | None, typer.Option(help="With --tasks: system message before each question.")
+    ] = None,
+    fewshot_as_multiturn: Annotated[
+        bool,
+        typer.Option(help="With --tasks and a chat template: solved examples are turns of the chat, not one message."),
+    ] = True,
+    gen_kwargs: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KEY=VALUE,...",
+            help="With --tasks: generation settings in place of the tasks', e.g. temperature=0.7,max_gen_toks=512.",
+        ),
+    ] = None,
+    csv_file: Annotated[
+        Path | None, typer.Option("--csv", help="With --tasks: CSV file with one line for each metric.")
+    ] = None,
     log_samples: Annotated[
         bool, typer.Option("--log-samples", help="With --tasks: keep each sample in the results, for `mega compare`.")
     ] = False,
@@ -142,8 +166,13 @@ def eval_command(
         from mega_eval.harness_tasks import HarnessTaskOptions
         from mega_eval.multi_rank_inference import ReplicaLayout
 
-        asked = TaskEvalOptions(model, tokenizer, precision, device, batch_size, seq_length, output, extension or [])
-        options = HarnessTaskOptions(include_path, num_fewshot, limit, apply_chat_template, log_samples, cache)
+        asked = TaskEvalOptions(
+            model, tokenizer, precision, device, batch_size, seq_length, output, csv_file, extension or []
+        )
+        options = HarnessTaskOptions(
+            include_path, num_fewshot, limit, apply_chat_template or chat_template_name is not None, log_samples, cache,
+            chat_template_name, system_instruction, fewshot_as_multiturn, gen_kwargs,
+        )  # fmt: skip
         evaluate_tasks(tasks.split(","), asked, options, ReplicaLayout(tp, ep, pp), nproc)
         return
     assert data is not None
@@ -203,7 +232,7 @@ def _check_option_use(ctx: typer.Context, data: Path | None, tasks: str | None) 
     for name in misplaced:
         source = ctx.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
-            option = "json" if name == "json_file" else name.replace("_", "-")
+            option = name.removesuffix("_file").replace("_", "-")  # json_file: --json
             raise ConfigError(f"--{option} requires {other}, found {mode}", hint=f"leave out --{option}")
 
 

@@ -70,7 +70,7 @@ WAIT_SECONDS = 24 * 3600.0  # timeout of ranks that wait for rank 0, which may d
 
 @dataclass(frozen=True)
 class TaskEvalOptions:
-    """Options of `mega eval --tasks` on the model, how it runs, and the results file."""
+    """Options of `mega eval --tasks` on the model, how it runs, and the result files."""
 
     model: str
     tokenizer: Path | None
@@ -79,6 +79,7 @@ class TaskEvalOptions:
     batch_size: int
     seq_length: int | None
     output: Path | None
+    csv_file: Path | None = None
     extensions: Sequence[str] = ()
 
 
@@ -130,6 +131,7 @@ def _lead(
         find_harness_tasks,
         format_results_table,
         run_harness_tasks,
+        write_results_csv,
         write_task_results,
     )
     from mega_eval.model_loading import find_end_tokens
@@ -147,6 +149,8 @@ def _lead(
     replicas.stop_followers()
     if model_settings.output is not None:
         write_task_results(model_settings.output, results)
+    if model_settings.csv_file is not None:
+        write_results_csv(model_settings.csv_file, results)
     print(format_results_table(results))
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, cast, get_args
 
 import typer
 
@@ -23,11 +23,13 @@ from mega_cli.model_options import (
     PrecisionOption,
     TokenizerOption,
 )
+from mega_cli.other_servers import OtherServerName, ServingOptions, run_other_server
 from mega_common.bounded_parsing import read_utf8_text
 from mega_common.errors import ConfigError, DataError, MegaError, MissingPackageError
 from mega_common.progress_logging import logger
 
 if TYPE_CHECKING:
+    from mega_common.vision_config import VisionConfig
     from mega_data.chat.chat_template import ChatTemplate
     from mega_data.tokenizer import Tokenizer
     from mega_eval.inference_engine import InferenceEngine
@@ -47,7 +49,7 @@ EXAMPLES = """Examples:
 
     mega serve out/hf --adapter polite=runs/polite --adapter sql=adapters/sql
 
-    mega serve out/hf --draft smaller/hf
+    mega serve out/hf --draft smaller/hf --add-model small=smaller/hf
 
     mega serve out/hf --host 0.0.0.0 --api-key-file secrets/key --max-requests 64
 
@@ -56,9 +58,15 @@ EXAMPLES = """Examples:
 LONGEST_DEFAULT = 8192  # tokens
 FOREVER = 3600.0 * 24 * 365 * 10  # seconds: timeout of ranks that wait for a request
 KEY_VARIABLE = "MEGA_API_KEY"
+OWN_OPTIONS = (
+    "adapter_folder", "add_model", "cache_tokens", "max_requests", "max_body", "timeout", "drain", "ep", "pp", "draft", "device",
+    "extension",
+)  # fmt: skip
+"""Options that only mega's own server has."""
 
 
 def serve_command(
+    ctx: typer.Context,
     model: Model,
     host: Annotated[
         str, typer.Option(help="Address to bind to. Addresses other than this machine's own require an API key.")
@@ -74,6 +82,19 @@ def serve_command(
             help="LoRA adapter, from a run or a PEFT folder; clients select it with NAME as the model. Repeatable.",
         ),
     ] = None,
+    adapter_folder: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder from which clients may load LoRA adapters at run time (/v1/load_lora_adapter); default: none."
+        ),
+    ] = None,
+    add_model: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=MODEL",
+            help="Another model for the same server, with an engine of its own; clients select it by NAME. Repeatable.",
+        ),
+    ] = None,
     api_key: Annotated[
         str | None,
         typer.Option(
@@ -85,6 +106,8 @@ def serve_command(
     allow_origin: Annotated[
         list[str] | None,
         typer.Option(
+            "--allow-origin",
+            "--cors-origin",
             metavar="ORIGIN",
             help="Origin of web pages that may call the server (CORS), e.g. https://chat.example; * allows all. Repeatable.",
         ),
@@ -110,6 +133,13 @@ def serve_command(
     tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks to start on this machine.")] = 1,
     ep: Annotated[int, typer.Option(min=1, help="Expert-parallel ranks.")] = 1,
     pp: Annotated[int, typer.Option(min=1, help="Pipeline-parallel ranks.")] = 1,
+    engine: Annotated[
+        str,
+        typer.Option(
+            help="mega, or a server that is installed beside it, vllm or sglang, which serves the HuggingFace folder MODEL "
+            "with the same options."
+        ),
+    ] = "mega",
     draft: DraftOption = None,
     precision: PrecisionOption = EvalPrecision.FP32,
     device: Device = "auto",
@@ -120,13 +150,21 @@ def serve_command(
     """Serve a model with OpenAI's API, and a web page for chats at /.
 
     It runs one copy of the model, for evaluation and light use. For heavy load, convert the model with
-    `mega ckpt convert MODEL OUT --to hf` and serve the folder OUT with vLLM or SGLang, which load it unchanged.
+    `mega ckpt convert MODEL OUT --to hf` and serve the folder OUT with vLLM or SGLang, which load it unchanged
+    (--engine vllm or --engine sglang).
 
-    Routes: /v1/completions, /v1/chat/completions, /v1/responses, /v1/embeddings, /v1/models, /tokenize, /detokenize,
+    Routes: /v1/completions, /v1/chat/completions, /v1/responses, /v1/messages, /v1/messages/count_tokens,
+    /v1/embeddings, /v1/rerank, /v1/models, /v1/load_lora_adapter, /v1/unload_lora_adapter, /tokenize, /detokenize,
     /tokenizer_info, /health, /version, /metrics.
     """
     key = _read_api_key(api_key, api_key_file)
-    adapters = _parse_adapters(adapter or [], name or model)
+    adapters = _parse_named_folders(adapter or [], "--adapter", {name or model})
+    others = _parse_named_folders(add_model or [], "--add-model", {name or model, *adapters})
+    if engine != "mega":
+        _run_other_server(ctx, engine, ServingOptions(
+            model, name or model, host, port, key, precision, max_length, batch_size, tp, adapters, tokenizer, chat_template,
+            allow_origin or (),
+        ))  # fmt: skip
     _check_server_packages()
     from mega_cli.eval_ranks import join_model_ranks
     from mega_eval.multi_rank_inference import BroadcastingEngine, ReplicaLayout, follow_engine_calls
@@ -134,56 +172,80 @@ def serve_command(
     from mega_eval.server.inference_server import InferenceServer, bind_server_socket
     from mega_eval.server.model_service import ModelService
     from mega_eval.server.request_gate import ServerLimits
+    from mega_eval.server.served_models import ServedModels
     from mega_eval.server.server_metrics import ServerMetrics
 
     sharing = ReplicaLayout(tp, ep, pp)
-    if sharing.ranks_per_copy > 1 and draft not in (None, "ngrams", "none"):
+    _check_options(sharing.ranks_per_copy, draft, others, adapter_folder)
+    sources = {name or model: model, **others}
+    with join_model_ranks(sharing, sharing.ranks_per_copy, device, FOREVER) as ranks:
+        listener = bind_server_socket(host, port, key) if ranks.rank == 0 else None
+        found = [
+            load_served_model(
+                source, precision, device, None if number else tokenizer, max_length, cache_tokens, batch_size,
+                sharing, ranks, None if number else adapters, None if number else draft,
+                extension or [],
+            )
+            for number, source in enumerate(sources.values())
+        ]  # fmt: skip
+        main = found[0].engine
+        if listener is None:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, signal.SIG_IGN)  # rank 0 stops the others after the running requests
+            follow_engine_calls(main)
+            return
+        metrics = ServerMetrics(*(one.engine for one in found))
+        templates = [_find_template(model, tokenizer, chat_template), *(_find_template(one) for one in others.values())]
+        services = [
+            ModelService(
+                title, __version__, EngineDriver(one.engine, max_requests=max_requests), one.tokenizer, template,
+                one.ends, load_default_sampling(source), one.max_length, one.vocab_size, timeout, metrics,
+                adapters=adapters if one is found[0] else {}, embedder=one.embedder, source=source, vision=one.vision,
+            )
+            for (title, source), one, template in zip(sources.items(), found, templates, strict=True)
+        ]  # fmt: skip
+        hosts = None if key else (host.lower(), "127.0.0.1", "localhost", "::1")
+        bounds = ServerLimits(key, hosts, max_requests, timeout, max_body, origins=allow_origin or ())
+        server = InferenceServer(ServedModels(services, adapter_folder), bounds, drain=drain)
+        server.run(sockets=[listener])
+        if isinstance(main, BroadcastingEngine) and server.engine_ended:
+            main.stop_followers()
+    if server.force_exit:
+        raise KeyboardInterrupt
+
+
+def _run_other_server(ctx: typer.Context, engine: str, options: ServingOptions) -> NoReturn:
+    """Replace this process by another server, unless --engine is unknown or an option is mega's own."""
+    if engine not in get_args(OtherServerName):
+        raise ConfigError(f"--engine must be mega, vllm or sglang, found {engine!r}", hint="use --engine mega")
+    for name in OWN_OPTIONS:
+        source = ctx.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            option = name.replace("_", "-")
+            raise ConfigError(f"--{option} is not supported with --engine {engine}", hint=f"leave out --{option}")
+    run_other_server(cast("OtherServerName", engine), options)
+
+
+def _check_options(ranks: int, draft: str | None, others: Mapping[str, str], adapter_folder: Path | None) -> None:
+    """Check options of models that are not supported together."""
+    if ranks > 1 and draft not in (None, "ngrams", "none"):
         raise ConfigError(
             f"--draft {draft} is not supported on several ranks (--tp, --ep, --pp)",
             hint="use --draft ngrams, or leave out --tp, --ep and --pp",
         )
-    with join_model_ranks(sharing, sharing.ranks_per_copy, device, FOREVER) as ranks:
-        listener = bind_server_socket(host, port, key) if ranks.rank == 0 else None
-        found = load_served_model(
-            model, precision, device, tokenizer, max_length, cache_tokens, batch_size, sharing, ranks, adapters, draft,
-            extension or [],
-        )  # fmt: skip
-        if listener is None:
-            for number in (signal.SIGTERM, signal.SIGINT):
-                signal.signal(number, signal.SIG_IGN)  # rank 0 stops the others after the running requests
-            follow_engine_calls(found.engine)
-            return
-        service = ModelService(
-            name=name or model,
-            version=__version__,
-            driver=EngineDriver(found.engine, max_requests=max_requests),
-            tokenizer=found.tokenizer,
-            template=_find_template(model, tokenizer, chat_template),
-            ends=found.ends,
-            default_sampling=load_default_sampling(model),
-            max_length=found.max_length,
-            vocab_size=found.vocab_size,
-            seconds=timeout,
-            metrics=ServerMetrics(found.engine),
-            adapters=adapters,
-            embedder=found.embedder,
+    if ranks > 1 and others:
+        raise ConfigError(
+            "--add-model is not supported on several ranks (--tp, --ep, --pp)", hint="start a server for each model"
         )
-        hosts = None if key else (host.lower(), "127.0.0.1", "localhost", "::1")
-        bounds = ServerLimits(
-            key, hosts, requests=max_requests, seconds=timeout, body=max_body, origins=allow_origin or ()
-        )
-        server = InferenceServer(service, bounds, drain=drain)
-        server.run(sockets=[listener])
-        if isinstance(found.engine, BroadcastingEngine) and server.engine_ended:
-            found.engine.stop_followers()
-    if server.force_exit:
-        raise KeyboardInterrupt
+    if adapter_folder is not None and not adapter_folder.is_dir():
+        raise ConfigError(f"--adapter-folder {adapter_folder}: no such folder", hint="give a folder with adapters")
 
 
 @dataclass(frozen=True)
 class ServedModel:
     """Loaded model for generation.
-    It has its inference engine, tokenizer, end tokens and limits, and its text embedder or the reason for having none.
+    It has its inference engine, tokenizer, end tokens and limits, its text embedder or the reason for having none, and
+    the settings of its vision encoder if it takes images.
     """
 
     engine: InferenceEngine
@@ -192,6 +254,7 @@ class ServedModel:
     max_length: int
     vocab_size: int
     embedder: ServedEmbedder | str | None
+    vision: VisionConfig | None = None
 
 
 def load_served_model(
@@ -235,14 +298,16 @@ def load_served_model(
     longest = max_length or min(config.max_position, LONGEST_DEFAULT)
     check_sequence_length(config, longest, f"--max-length {longest} tokens")
     cached = cache_tokens or 2 * longest
+    selection = loaded.adapters or AdapterSelection([])  # one for the engine and the embedder: both run the model
     engine = (BroadcastingEngine if broadcasts else InferenceEngine)(
         loaded.model, vocabulary, cache_tokens=cached, batch_size=batch_size,
-        drafter=make_drafter(loaded.draft, loaded.model, vocabulary, cached, batch_size), adapters=loaded.adapters,
+        drafter=make_drafter(loaded.draft, loaded.model, vocabulary, cached, batch_size), adapters=selection,
     )  # fmt: skip
     embedder = None
     if sharing is not None and groups is None and config.encoder is None:
-        embedder = _make_embedder(model, loaded.model, vocabulary, loaded.adapters or AdapterSelection([]))
-    return ServedModel(engine, vocabulary, loaded.ends, longest, config.vocab_size, embedder)
+        embedder = _make_embedder(model, loaded.model, vocabulary, selection)
+    vision = config.vision if groups is None else None  # ranks would each need the images
+    return ServedModel(engine, vocabulary, loaded.ends, longest, config.vocab_size, embedder, vision)
 
 
 def _make_embedder(
@@ -258,17 +323,17 @@ def _make_embedder(
         return f"embeddings of this model are not supported: {error.message}"
 
 
-def _parse_adapters(options: Sequence[str], model: str) -> dict[str, str]:
-    """Return the folders of adapters by name."""
+def _parse_named_folders(options: Sequence[str], flag: str, taken: Collection[str]) -> dict[str, str]:
+    """Return the folders of the options NAME=FOLDER of a flag, by names that are not `taken`."""
     found: dict[str, str] = {}
     for option in options:
         name, _, folder = option.partition("=")
         if not name or not folder:
             raise ConfigError(
-                f"--adapter must have the form NAME=FOLDER, found {option!r}", hint=f"--adapter mine={folder or option}"
+                f"{flag} must have the form NAME=FOLDER, found {option!r}", hint=f"{flag} mine={folder or option}"
             )
-        if name in found or name == model:
-            raise ConfigError(f"--adapter {option}: the name {name!r} is used twice", hint="choose another NAME")
+        if name in found or name in taken:
+            raise ConfigError(f"{flag} {option}: the name {name!r} is used twice", hint="choose another NAME")
         found[name] = folder
     return found
 
@@ -310,7 +375,7 @@ def _check_server_packages() -> None:
         )
 
 
-def _find_template(model: str, tokenizer: Path | None, file: Path | None) -> ChatTemplate | None:
+def _find_template(model: str, tokenizer: Path | None = None, file: Path | None = None) -> ChatTemplate | None:
     """Return the chat template, or None for a model without one; a given file must be valid."""
     from mega_eval.chat_session import load_chat_template
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mega_cli.tune_recipe import (
+    TUNED_KINDS,
     Method,
     TuningData,
     TuningRequest,
@@ -220,10 +221,11 @@ def _choose_kind(request: dict[str, Any], first: RawRecord) -> str:
     roles = {each.partition("=")[0] for each in request["map"]}
     if roles:
         return "pairs" if roles & {"chosen", "rejected", "label"} else "conversations"
-    if first.kind is None:
+    if first.kind not in TUNED_KINDS:
+        other = f"; mega train trains them with data.kind: {first.kind}" if first.kind else ""
         raise DataError(
             f"{request['data'][0]}: mega tune has no objective for records of the form {first.form}",
-            hint="name their columns, such as --map prompt=question --map completion=answer",
+            hint=f"name their columns, such as --map prompt=question --map completion=answer{other}",
         )
     return first.kind
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 Method = Literal["lora", "qlora", "full"]
 
+TUNED_KINDS = ("conversations", "pairs", "text")
 STEPS = 60  # optimizer steps that a small data set should have at least
 LARGEST_BATCH = 64  # samples of a step
 LONGEST = 4096  # tokens of a sample
@@ -137,7 +138,8 @@ def draft_run(request: TuningRequest, data: TuningData, method: Method, model: A
             "eval_steps": max(1, math.ceil(rows / 9 / size)), "eval_first": True,
         },
         "optimizer": {"lr": rate, "weight_decay": 0.0 if method != "full" else 0.1},
-        "lr_schedule": {"name": "cosine", "warmup_share": 0.05, "min_lr": float(f"{rate / 10:.1e}")},
+        "lr_schedule": {"name": "cosine", "min_lr": float(f"{rate / 10:.1e}")}
+        | ({"warmup_share": 0.05} if steps > 4 else {}),  # of a few steps it would leave no decay
         "precision": precision,
         "checkpoint": {"every": max(1, min(steps // 4, 500)), "keep": 1, "best": True},
         "output": str(request.output / "run"),

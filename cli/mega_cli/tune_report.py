@@ -61,7 +61,8 @@ def report_tuning(config: RunConfig, output: Path) -> None:
 def compare_models(config: RunConfig, tuned: Path) -> TuningComparison:
     """Return the comparison of the base model of a finished run with the exported model `tuned`."""
     prompts = list(islice(read_held_out_prompts(config.data), ANSWERS))
-    answers = [generate_answers(str(model), prompts) for model in (config.init_from, tuned)]
+    template = config.data.raw.chat_template
+    answers = [generate_answers(str(model), prompts, template) for model in (config.init_from, tuned)]
     rows = [
         [prompt.question, prompt.answer, before, after] for prompt, before, after in zip(prompts, *answers, strict=True)
     ]
@@ -113,8 +114,8 @@ def read_held_out_prompts(data: DataConfig) -> Iterator[HeldOutPrompt]:
             yield HeldOutPrompt(chat.messages[:first], "", str(chat.messages[first].get("content", "")))
 
 
-def generate_answers(model: str, prompts: Sequence[HeldOutPrompt]) -> list[str]:
-    """Return the most likely answer of a model to each prompt."""
+def generate_answers(model: str, prompts: Sequence[HeldOutPrompt], chat_template: Path | None = None) -> list[str]:
+    """Return the most likely answer of a model to each prompt; a file `chat_template` replaces the model's template."""
     from mega_cli.model_options import EvalPrecision
     from mega_cli.serve import load_served_model
     from mega_data.chat.chat_records import Conversation
@@ -123,7 +124,7 @@ def generate_answers(model: str, prompts: Sequence[HeldOutPrompt]) -> list[str]:
     from mega_eval.sampling import Sampling
     from mega_eval.text_stream import GenerationLimits
 
-    template = load_chat_template(model) if any(prompt.messages for prompt in prompts) else None
+    template = load_chat_template(model, None, chat_template) if any(prompt.messages for prompt in prompts) else None
     found = load_served_model(model, EvalPrecision.FP32, "auto", None, None, None, max(1, len(prompts)))
     sampling = Sampling.parse({"temperature": 0.0}, source="mega tune")
     answers: dict[int, str] = {}

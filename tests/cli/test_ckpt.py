@@ -62,7 +62,9 @@ def test_convert_compares_logits(run: Path, tmp_path: Path, monkeypatch: pytest.
 
     seen = []
     real = logit_comparison.compare_logits
-    monkeypatch.setattr(logit_comparison, "compare_logits", lambda *args: seen.append(real(*args)) or seen[-1])
+    monkeypatch.setattr(
+        logit_comparison, "compare_logits", lambda *args, **more: seen.append(real(*args, **more)) or seen[-1]
+    )
     call("convert", run, tmp_path / "hf", "--to", "hf", "--verify")
     assert [found.difference for found in seen] == [0.0]
     monkeypatch.setattr(logit_comparison, "TOLERANCES", dict.fromkeys(logit_comparison.TOLERANCES, -1.0))

@@ -44,18 +44,21 @@ def test_a_new_package_trains(kind: str, folder: Path, monkeypatch: pytest.Monke
     assert (folder / f"runs/own_{kind}/checkpoints/step-00000002").is_dir()
 
 
-def test_the_tests_of_new_packages_pass(folder: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        *(f"own_{kind}" for kind in ExtensionTemplate),
-    ]
+def run_tests(folder: Path, chosen: str) -> None:
+    """Run the tests of all new packages whose names match."""
+    packages = [f"own_{kind}" for kind in ExtensionTemplate]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", chosen, *packages]
     done = subprocess.run(command, cwd=folder, env=dict(os.environ), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
+
+
+def test_the_tests_of_new_packages_pass(folder: Path) -> None:
+    run_tests(folder, "not layout")
+
+
+@pytest.mark.long
+def test_new_packages_are_verified_in_parallel_layouts(folder: Path) -> None:
+    run_tests(folder, "layout")
 
 
 def test_no_file_keeps_the_name_of_the_template(folder: Path) -> None:

@@ -173,3 +173,87 @@ def test_chat_without_template(folder: Path, tmp_path: Path) -> None:
     assert f"{tmp_path}: the tokenizer has no chat template" in str(mega("chat", tmp_path, fails=DataError).exception)
     (tmp_path / "own.jinja").write_text("{{ messages[-1].content }}")
     mega("chat", tmp_path, "--chat-template", tmp_path / "own.jinja", "--max-new-tokens", 1, stdin="the\n")
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ([], ["vllm", "serve", "{folder}", "--served-model-name", "{folder}", "--host", "127.0.0.1", "--port", "8000", "--dtype", "float32", "--max-num-seqs", "32", "--tensor-parallel-size", "1"]),
+        (["--name", "a", "--port", "81", "--tp", "2", "--precision", "bf16", "--max-length", "99", "--adapter", "x=y", "--allow-origin", "https://a.example"],
+         ["vllm", "serve", "{folder}", "--served-model-name", "a", "--host", "127.0.0.1", "--port", "81", "--dtype", "bfloat16", "--max-num-seqs", "32", "--tensor-parallel-size", "2", "--max-model-len", "99", "--enable-lora", "--lora-modules", "x=y", "--allowed-origins", '["https://a.example"]']),
+    ],
+)  # fmt: skip
+def test_vllm_serves_the_folder(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], expected: list[str]
+) -> None:
+    """A script in place of vLLM writes its command line and key."""
+    script = tmp_path / "vllm"
+    script.write_text(
+        f'#!{sys.executable}\nimport os, sys\nprint(["vllm", *sys.argv[1:]], os.environ["VLLM_API_KEY"])\n'
+    )
+    script.chmod(0o755)
+    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "MEGA_API_KEY": "sk-secret"}
+    command = [sys.executable, "-m", "mega_cli.main", "serve", str(folder), "--engine", "vllm", *options]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == f"{[part.format(folder=folder) for part in expected]} sk-secret"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--engine", "other"], "--engine must be mega, vllm or sglang, found 'other'"),
+        (["--engine", "vllm", "--pp", "2"], "--pp is not supported with --engine vllm"),
+        (["--engine", "vllm", "--add-model", "a=b"], "--add-model is not supported with --engine vllm"),
+        (["--engine", "vllm", "--precision", "fp64"], "--precision fp64 is not supported with --engine vllm"),
+        (["--engine", "sglang", "--allow-origin", "*"], "--allow-origin is not supported with --engine sglang"),
+        (["--engine", "sglang"], "requires sglang, which is not installed"),
+    ],
+)  # fmt: skip
+def test_other_servers_that_cannot_be(folder: Path, options: list[str], message: str) -> None:
+    kind = MissingPackageError if "not installed" in message else ConfigError
+    assert message in str(mega("serve", folder, *options, fails=kind).exception)
+
+
+def test_other_servers_need_a_huggingface_folder(tmp_path: Path) -> None:
+    assert "has no config.json" in str(mega("serve", tmp_path, "--engine", "vllm", fails=ConfigError).exception)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--add-model", "x"], "--add-model must have the form NAME=FOLDER"),
+        (["--add-model", "a=b", "--adapter", "a=c"], "the name 'a' is used twice"),
+        (["--add-model", "a=b", "--tp", "2"], "--add-model is not supported on several ranks"),
+        (["--adapter-folder", "no/such/folder"], "no such folder"),
+    ],
+)
+def test_models_and_adapters_that_cannot_be(folder: Path, options: list[str], message: str) -> None:
+    assert message in str(mega("serve", folder, "--port", 0, *options, fails=ConfigError).exception)
+
+
+def test_two_models_from_start_to_end(folder: Path, tmp_path: Path) -> None:
+    save_adapter(tmp_path / "adapters" / "mine", folder, LoraConfig(rank=2))
+    command = [sys.executable, "-m", "mega_cli.main", "serve", str(folder), "--port", "0", "--name", "one"]
+    command += ["--add-model", f"two={folder}", "--adapter-folder", str(tmp_path / "adapters")]
+    with (
+        subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server,
+        contextlib.ExitStack() as failed,
+    ):
+        failed.callback(server.kill)
+        assert server.stderr is not None
+        line = next(line for line in server.stderr if "serving 'one', 'two' at" in line)
+        url = re.search(r"http://\S+", line)[0]  # type: ignore[index]
+        loaded = httpx.post(
+            f"{url}/v1/load_lora_adapter",
+            json={"lora_name": "m", "lora_path": "mine", "base_model_name": "two"},
+            timeout=60,
+        )
+        assert loaded.status_code == 200, loaded.text
+        assert [one["id"] for one in httpx.get(f"{url}/v1/models").json()["data"]] == ["one", "two", "m"]
+        for name in ("one", "two", "m"):
+            body = {"model": name, "prompt": "the", "max_tokens": 2}
+            assert httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()["model"] == name
+        server.send_signal(signal.SIGTERM)
+        server.communicate(timeout=60)
+        failed.pop_all()
+    assert server.returncode == 0

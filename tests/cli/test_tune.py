@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -87,6 +88,20 @@ def test_two_commands_from_chats_to_an_answer(base: Path, here: Path) -> None:
     assert {"model", "adapter", "run", "run.yaml"} <= {path.name for path in Path("tuned").iterdir()}
     assert mega(*command).endswith(shown[shown.index("held-out prompts") :])
     mega("chat", "tuned/model", "--max-new-tokens", 4, "--temperature", 0, text="Hi\n")
+
+
+def test_a_template_from_a_file_is_part_of_the_tuned_model(base: Path, here: Path) -> None:
+    """A base without a chat template is tuned in a few steps, and the exported model answers chats."""
+    bare = Path(shutil.copytree(base, here / "bare"))
+    config = json.loads((bare / "tokenizer_config.json").read_text())
+    template = config.pop("chat_template", None) or (bare / "chat_template.jinja").read_text()
+    (bare / "chat_template.jinja").unlink(missing_ok=True)
+    (bare / "tokenizer_config.json").write_text(json.dumps(config))
+    Path("chat.jinja").write_text(template)
+    Path("few.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in CHATS[:10]))
+    mega("tune", bare, "few.jsonl", "--full", "--epochs", 1, "--set", "data.raw.chat_template=chat.jinja", *QUICK)
+    assert Path("tuned/model/chat_template.jinja").read_text() == template
+    mega("chat", "tuned/model", "--max-new-tokens", 4, text="Hi\n")
 
 
 def test_check_prints_the_file_alone(base: Path, here: Path) -> None:

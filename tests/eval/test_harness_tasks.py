@@ -24,6 +24,7 @@ from mega_eval.harness_tasks import (
     format_results_table,
     run_harness_tasks,
     unknown_task_error,
+    write_results_csv,
     write_task_results,
 )
 
@@ -173,3 +174,35 @@ def test_generation_settings_that_cannot_be(
     task.write_text(Path(names[2]).read_text().replace(*change))
     with pytest.raises((DataError, ConfigError), match=said):
         run_harness_tasks(harness_model(folder), [str(task)], HarnessTaskOptions(limit=1))
+
+
+def test_prompts_and_settings_of_the_options(
+    folder: Path, names: list[str], mega_results: dict[str, Any], tmp_path: Path
+) -> None:
+    """A system message, examples in one message or in turns, a template by name, and other generation settings."""
+
+    def prompts_and_answers(**more: Any) -> list[tuple[str, list[str]]]:
+        options = HarnessTaskOptions(num_fewshot=2, limit=2, log_samples=True, **more)
+        results = run_harness_tasks(harness_model(folder), names, options)
+        every = [one for task in sorted(results["samples"]) for one in results["samples"][task]]
+        return [(json.dumps(one["arguments"], default=str), [str(two) for two in one["resps"]]) for one in every]
+
+    turns = prompts_and_answers(apply_chat_template=True)
+    together = prompts_and_answers(apply_chat_template=True, fewshot_as_multiturn=False)
+    system = prompts_and_answers(apply_chat_template=True, system_instruction="Be the dog.")
+    assert turns != together
+    assert (
+        sum("Be the dog." in prompt for prompt, _ in system) > sum("Be the dog." in prompt for prompt, _ in turns) == 0
+    )
+    assert prompts_and_answers(apply_chat_template=True, chat_template_name="default") == turns
+    with pytest.raises(DataError, match="no chat template 'other'"):
+        prompts_and_answers(apply_chat_template=True, chat_template_name="other")
+    short = prompts_and_answers(gen_kwargs="max_gen_toks=1")
+    assert short != prompts_and_answers()
+    write_results_csv(tmp_path / "a.csv", mega_results)
+    head, *rows = (tmp_path / "a.csv").read_text().splitlines()
+    assert head == "task,filter,metric,value,stderr"
+    for row in rows:
+        task, kind, metric, value, _ = row.split(",")
+        assert str(mega_results["results"][task][f"{metric},{kind}"]) == value
+    assert {row.split(",")[0] for row in rows} == {*mega_results["results"]}

@@ -80,7 +80,7 @@ def test_prompts(transformer: Path, tmp_path: Path, include: bool, pooling: str)
     )
     for name in (None, "query", "document"):
         assert_same(reference, tmp_path, name)
-    with pytest.raises(ConfigError, match="--prompt-name 'other' is not in"):
+    with pytest.raises(ConfigError, match=r"--prompt-name 'other': .* has no prompt of this name"):
         opened(tmp_path).settings.select_prompt("other")
 
 

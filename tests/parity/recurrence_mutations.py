@@ -28,7 +28,7 @@ GATED = VARIANTS["hybrid"][3] | {"layers": ["delta+mlp", "attention"], "moe": No
 TP = case("hybrid", 4, parallel={"tp": 4, "sp": True}, variant=GATED, length=16)
 PASSED = case("hybrid", 2, parallel={"cp": 2}, variant=GATED)
 CONVOLVED = case(
-    "hybrid", 2, parallel={"cp": 2}, variant=VARIANTS["hybrid"][4] | {"layers": ["conv", "mlp"], "moe": None}
+    "hybrid", 2, parallel={"cp": 2}, variant=VARIANTS["hybrid"][5] | {"layers": ["conv", "mlp"], "moe": None}
 )
 EXCHANGED = case("hybrid", 2, parallel={"cp": 2, "cp_kind": "alltoall"}, variant=GATED, length=16)
 

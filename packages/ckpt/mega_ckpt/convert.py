@@ -110,8 +110,7 @@ def convert_checkpoint(
     check: Callable[[Location], object] | None = None,
     overwrite: bool = False,
 ) -> None:
-    """Write the model at `source` to the folder `destination` in the format `to`: "hf", "mega", "megatron", "peft", "gguf"
-    or "mlx".
+    """Convert a model to a new folder in another format: "hf", "mega", "megatron", "peft", "gguf" or "mlx".
 
     Args:
         source: a mega checkpoint, a run folder (its latest checkpoint), a HuggingFace or a Megatron folder.

@@ -76,7 +76,7 @@ class StrictConfig(BaseModel):
         Raises:
             ConfigError: with every problem, one per line.
         """
-        problems = list(find_config_problems(cls, raw))
+        problems = list(_find_foreign_file(cls, raw)) or list(find_config_problems(cls, raw))
         if problems:
             raise_config_error(problems, source)
         return cls.model_validate(raw)
@@ -86,6 +86,16 @@ def raise_config_error(problems: Sequence[ConfigProblem], source: str) -> None:
     """Raise one `ConfigError` that lists all `problems`; `source` names the file or other origin of the configuration."""
     count = f"{len(problems)} problem" + ("s" if len(problems) != 1 else "")
     raise ConfigError(f"{source}: {count}\n" + "\n".join(f"  {problem}" for problem in problems))
+
+
+def _find_foreign_file(cls: type[StrictConfig], raw: Mapping[str, Any]) -> Iterator[ConfigProblem]:
+    """Yield one problem if a file has several keys and none of them is known: it is a file of another kind."""
+    known = _list_known_keys(cls, [])
+    if len(raw) >= MIN_FOREIGN_KEYS and not any(difflib.get_close_matches(str(key), known) for key in raw):
+        expected = [field.alias or name for name, field in cls.model_fields.items() if field.is_required()] or known
+        found = ", ".join(map(str, list(raw)[:SHOWN_KEYS]))
+        rule = f"must have keys such as {', '.join(expected[:SHOWN_KEYS])}, found only other keys ({found} ...)"
+        yield ConfigProblem("", rule, hint="give a file of the required kind")
 
 
 def find_config_problems(cls: type[StrictConfig], raw: Mapping[str, Any]) -> Iterator[ConfigProblem]:
@@ -98,13 +108,6 @@ def find_config_problems(cls: type[StrictConfig], raw: Mapping[str, Any]) -> Ite
         return
     except ValidationError as error:
         details = error.errors(include_url=False)
-    known = _list_known_keys(cls, [])
-    if len(raw) >= MIN_FOREIGN_KEYS and not any(difflib.get_close_matches(str(key), known) for key in raw):
-        expected = [field.alias or name for name, field in cls.model_fields.items() if field.is_required()] or known
-        found = ", ".join(map(str, list(raw)[:SHOWN_KEYS]))
-        rule = f"must have keys such as {', '.join(expected[:SHOWN_KEYS])}, found only other keys ({found} ...)"
-        yield ConfigProblem("", rule, hint="give a file of the required kind")
-        return
     yield from _merge_by_path(_field_problem(cls, raw, detail) for detail in details)
     unknown = [detail["loc"] for detail in details if detail["type"] == "extra_forbidden"]
     yield from _rules_of_valid_parts(cls, _remove_keys(raw, unknown), "")
@@ -173,14 +176,14 @@ def _field_problem(cls: type[StrictConfig], raw: Mapping[str, Any], detail: Mapp
         return ConfigProblem(path, "unknown key", hint=hint)
     rule, hint = describe_pydantic_rule(str(detail["msg"])), ""
     if detail["type"] == "literal_error" and isinstance(value, str):
-        near = _find_near_option(value, re.findall(r"'([^']*)'", rule))
-        hint = f"did you mean {near!r}?" if near else ""
+        meant = find_near_option(value, re.findall(r"'([^']*)'", rule))
+        hint = f"did you mean {meant!r}?" if meant else ""
     return ConfigProblem(path, rule, value if not isinstance(value, Mapping) else None, hint)
 
 
-def _find_near_option(value: str, options: Sequence[str]) -> str | None:
-    """Return the option that a user most likely meant by an unknown `value`: the one of the same meaning, or a similar
-    spelling. Short values must be almost equal: 'ppo' is not a misspelled 'ipo'.
+def find_near_option(value: str, options: Sequence[str]) -> str | None:
+    """Return the option that a user most likely meant by an unknown value, or None.
+    It has the same meaning or a similar spelling; short ones must be almost equal: 'ppo' is not a misspelled 'ipo'.
     """
     meant = _SYNONYMS.get(value.lower())
     if meant in options:

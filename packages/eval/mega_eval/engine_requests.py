@@ -106,6 +106,7 @@ class EngineEvent:
         prompt: log-probabilities of the prompt's tokens, once, if requested; None for the first token.
         finish: cause of the end, in the last event.
         error: reason that the request failed; the event is its last, and other requests are not affected.
+        stop: stop string, or token of `stop_tokens`, that ended the text.
     """
 
     request: int
@@ -115,6 +116,7 @@ class EngineEvent:
     prompt: list[ScoredToken | None] | None
     finish: FinishCause | None
     error: Exception | None = None
+    stop: str | int | None = None
 
 
 def score_token(logits: Tensor, token: int, alternatives: int) -> ScoredToken:

@@ -5,6 +5,7 @@ Requests are encoded, truncated and windowed as in the harness's own `hf` model,
 
 from __future__ import annotations
 
+import csv
 import difflib
 import hashlib
 import json
@@ -216,6 +217,10 @@ class HarnessTaskOptions:
         apply_chat_template: render each question as a chat message.
         log_samples: keep each sample with its request, answer and score under "samples".
         cache: folder of cached answers, or None.
+        chat_template_name: one of the model's named chat templates instead of its default one.
+        system_instruction: system message before each question.
+        fewshot_as_multiturn: with a chat template, solved examples are turns of the chat, not part of the question.
+        gen_kwargs: generation settings, "key=value,...", that replace those of the tasks.
     """
 
     include_path: Path | None = None
@@ -224,6 +229,10 @@ class HarnessTaskOptions:
     apply_chat_template: bool = False
     log_samples: bool = False
     cache: Path | None = None
+    chat_template_name: str | None = None
+    system_instruction: str | None = None
+    fewshot_as_multiturn: bool = True
+    gen_kwargs: str | None = None
 
 
 def find_harness_tasks(names: Sequence[str], include_path: Path | None = None) -> TaskManager:
@@ -289,12 +298,16 @@ def run_harness_tasks(
             f"{model.text.tokenizer.path.parent}: --apply-chat-template requires a chat template, and there is none",
             hint="leave out --apply-chat-template",
         )
+    if options.chat_template_name is not None and model.template is not None:
+        model.template = model.template.select_template(options.chat_template_name)
     manager = manager or find_harness_tasks(names, options.include_path)
     results: Results = simple_evaluate(
         model, tasks=_load_tasks(manager, names), task_manager=manager, num_fewshot=options.num_fewshot,
         limit=options.limit if options.limit is None or options.limit < 1 else int(options.limit),
         use_cache=None if options.cache is None else str(options.cache / fingerprint_model(model)),
         apply_chat_template=options.apply_chat_template, log_samples=options.log_samples,
+        system_instruction=options.system_instruction, gen_kwargs=options.gen_kwargs,
+        fewshot_as_multiturn=options.fewshot_as_multiturn,
     )  # fmt: skip
     results["config"] |= {"model": "mega", **(model_info or {})}
     return results
@@ -304,6 +317,18 @@ def format_results_table(results: Results) -> str:
     """Return results of the lm-evaluation-harness as text tables: first tasks, then groups of tasks."""
     tables = [make_table(results), *([make_table(results, "groups")] if results.get("groups") else [])]
     return "\n".join(str(one) for one in tables)
+
+
+def write_results_csv(path: Path, results: Results) -> None:
+    """Write the metrics of tasks and groups as a CSV file with the columns task, filter, metric, value and stderr."""
+    with open_atomic_file(path, text=True) as stream:
+        writer = csv.writer(stream, lineterminator="\n")
+        writer.writerow(["task", "filter", "metric", "value", "stderr"])
+        for task, values in {**results["results"], **(results.get("groups") or {})}.items():
+            for name, value in values.items():
+                metric, _, kind = name.partition(",")
+                if kind and not metric.endswith("_stderr"):
+                    writer.writerow([task, kind, metric, value, values.get(f"{metric}_stderr,{kind}", "")])
 
 
 def write_task_results(path: Path, results: Results) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -16,6 +17,9 @@ from mega_data.images.image_pixels import compute_mrope_positions
 from mega_eval.text_stream import TextTokenizer
 from mega_trainer.data.batch_images import BatchImages, find_image_blocks
 from mega_trainer.model.decoder import Decoder
+
+if TYPE_CHECKING:
+    from mega_data.images.image_pixels import PreparedImage
 
 
 @dataclass(frozen=True)
@@ -41,38 +45,50 @@ class ImagePrompt:
                 "images are not supported by this model, which has no vision encoder",
                 hint="use a vision-language model, or a prompt without images",
             )
-        text = _add_image_frames(self.text, vision, tokenizer)
-        tokens = np.array(tokenizer.encode(text, add_special_tokens=True), np.int64)
-        is_placeholder = tokens == vision.image_token
-        if is_placeholder.sum() != len(self.pictures):
-            mark = vision.image_token if vision.begin_token is None or vision.native else vision.begin_token
-            name = tokenizer.decode([mark])
-            raise DataError(
-                f"the prompt must have one placeholder {name} for each of its {len(self.pictures)} image(s), "
-                f"but has {is_placeholder.sum()}",
-                hint=f"write {name} where an image belongs",
-            )
         pictures = [prepare_image(data, vision) for data in self.pictures]
-        for number, picture in enumerate(pictures, 1):
-            if picture.animated:
-                logger.warning("image %d of the prompt is animated; only its first frame is used", number)
-        repeats = np.ones(tokens.size, np.int64)
-        repeats[is_placeholder] = [picture.features.size for picture in pictures]
-        tokens = np.repeat(tokens, repeats)
-        rows = np.full(tokens.size, -1)
-        counts = [vision.count_total_features(part.shape for part in picture.pixels) for picture in pictures]
-        rows[tokens == vision.image_token] = np.concatenate(
-            [picture.features + first for picture, first in zip(pictures, np.cumsum([0, *counts]), strict=False)]
+        tokens, images = assemble_image_prompt(self.text, pictures, vision, tokenizer, special=True)
+        return tokens, attach_image_features(model, images)
+
+
+def assemble_image_prompt(
+    text: str, pictures: Sequence[PreparedImage], vision: VisionConfig, tokenizer: TextTokenizer, *, special: bool
+) -> tuple[list[int], BatchImages]:
+    """Return the token ids of a prompt and its images, without features.
+    Each image has one placeholder token per image feature; `special` adds the special tokens that the tokenizer puts
+    around a text.
+
+    Raises:
+        DataError: when the numbers of images and placeholders differ.
+    """
+    text = _add_image_frames(text, vision, tokenizer)
+    tokens = np.array(tokenizer.encode(text, add_special_tokens=special), np.int64)
+    is_placeholder = tokens == vision.image_token
+    if is_placeholder.sum() != len(pictures):
+        mark = vision.image_token if vision.begin_token is None or vision.native else vision.begin_token
+        name = tokenizer.decode([mark])
+        raise DataError(
+            f"the prompt must have one placeholder {name} for each of its {len(pictures)} image(s), "
+            f"but has {is_placeholder.sum()}",
+            hint=f"write {name} where an image belongs",
         )
-        pixels = [torch.from_numpy(part) for picture in pictures for part in picture.pixels]
-        feature_rows = torch.from_numpy(rows)[None]
-        if vision.native is None:
-            return tokens.tolist(), attach_image_features(model, BatchImages(torch.stack(pixels), feature_rows))
-        image_columns, grids = np.flatnonzero(rows >= 0), [vision.get_feature_grid(*part.shape[1:]) for part in pixels]
-        rotary = compute_mrope_positions(np.arange(tokens.size), image_columns, rows[image_columns], grids)
-        return tokens.tolist(), attach_image_features(
-            model, BatchImages(pixels, feature_rows, positions=torch.from_numpy(rotary)[:, None])
-        )
+    for number, picture in enumerate(pictures, 1):
+        if picture.animated:
+            logger.warning("image %d of the prompt is animated; only its first frame is used", number)
+    repeats = np.ones(tokens.size, np.int64)
+    repeats[is_placeholder] = [picture.features.size for picture in pictures]
+    tokens = np.repeat(tokens, repeats)
+    rows = np.full(tokens.size, -1)
+    counts = [vision.count_total_features(part.shape for part in picture.pixels) for picture in pictures]
+    rows[tokens == vision.image_token] = np.concatenate(
+        [picture.features + first for picture, first in zip(pictures, np.cumsum([0, *counts]), strict=False)]
+    )
+    pixels = [torch.from_numpy(part) for picture in pictures for part in picture.pixels]
+    feature_rows = torch.from_numpy(rows)[None]
+    if vision.native is None:
+        return tokens.tolist(), BatchImages(torch.stack(pixels), feature_rows)
+    image_columns, grids = np.flatnonzero(rows >= 0), [vision.get_feature_grid(*part.shape[1:]) for part in pixels]
+    rotary = compute_mrope_positions(np.arange(tokens.size), image_columns, rows[image_columns], grids)
+    return tokens.tolist(), BatchImages(pixels, feature_rows, positions=torch.from_numpy(rotary)[:, None])
 
 
 def _add_image_frames(text: str, vision: VisionConfig, tokenizer: TextTokenizer) -> str:

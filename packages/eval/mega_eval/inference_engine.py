@@ -20,16 +20,18 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mega_common.errors import CheckpointError, ConfigError, MegaError
+from mega_common.errors import CheckpointError, ConfigError, DataError, MegaError
 from mega_common.progress_logging import logger
 from mega_eval.cpu_layers import flatten_layers
 from mega_eval.engine_requests import Drafter, EngineEvent, EngineRequest, RequestState, score_token
 from mega_eval.grammar_matcher import GrammarCache
-from mega_eval.image_prompts import find_image_ranges, gather_token_images
+from mega_eval.image_prompts import attach_image_features, find_image_ranges, gather_token_images
+from mega_eval.model_loading import add_lora_adapter, remove_lora_adapter
 from mega_eval.mtp_drafter import MtpDrafter
 from mega_eval.paged_cache import PAGE, PageAllocator, PagedCache, RowSpan, hash_full_pages
 from mega_eval.sampling import select_most_likely
 from mega_eval.text_stream import Continuation, TextTokenizer
+from mega_trainer.data.batch_images import BatchImages
 from mega_trainer.data.micro_batch import DocumentBounds
 from mega_trainer.model.decoder import Decoder
 from mega_trainer.model.encoder_decoder import EncoderDecoderModel
@@ -140,6 +142,33 @@ class InferenceEngine:
         for row in [row for row in (*self._waiting, *self._running) if row.number == request]:
             (self._waiting if row in self._waiting else self._running).remove(row)
             self._release_row(row)
+
+    def encode_images(self, images: BatchImages) -> BatchImages:
+        """Return the images of a prompt with features computed by the model's vision encoder."""
+        return attach_image_features(self._model, images)
+
+    def load_adapter(self, name: str, base: str, folder: str) -> None:
+        """Load the LoRA adapter in `folder`, of the model at `base`, which requests then select by `name`.
+
+        Raises:
+            CheckpointError: when it is no adapter of the model, or cannot stay separate from its weights.
+            ConfigError: when the engine drafts with MTP layers, which adapters do not change.
+        """
+        if isinstance(self._drafter, MtpDrafter):
+            raise ConfigError("LoRA adapters are not supported with draft = mtp", hint="use draft = ngrams")
+        add_lora_adapter(self._model, base, folder, name, self._adapters)
+        self._layers = flatten_layers(self._model)
+
+    def unload_adapter(self, name: str) -> None:
+        """Remove the LoRA adapter `name`.
+
+        Raises:
+            DataError: when a request uses it.
+        """
+        users = sum(row.request.adapter == name for row in (*self._waiting, *self._running))
+        if users:
+            raise DataError(f"the adapter is in use by {users} requests", hint="unload it when they have ended")
+        remove_lora_adapter(self._model, name, self._adapters)
 
     def step(self, *, isolate: bool = False) -> list[EngineEvent]:
         """Run one forward pass over the scheduled requests and return the events with their new text.
@@ -390,7 +419,7 @@ class InferenceEngine:
             self._running.remove(row)
             self._release_row(row)
         prompt = row.prompt_scores if row.request.prompt_logprobs and first else None
-        return EngineEvent(row.number, new, tokens, scored, prompt, row.text.finish)
+        return EngineEvent(row.number, new, tokens, scored, prompt, row.text.finish, stop=row.text.stop)
 
 
 def _count_pages(tokens: int) -> int:

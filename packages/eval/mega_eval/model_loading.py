@@ -82,6 +82,56 @@ class LoraAdapterSet:
             load_adapter_weights(adapter, boxes_by_name(pieces))
 
 
+def add_lora_adapter(model: Decoder, base: str | Location, folder: str, name: str, selection: AdapterSelection) -> None:
+    """Load a LoRA adapter into a loaded model, between two forward passes.
+    `model` was loaded from `base` on one rank; rows select the adapter by `name` through `selection`.
+
+    Raises:
+        CheckpointError: as `LoraAdapterSet.open_adapters`.
+    """
+    adapter = _check_separable(load_with_adapter(folder, base), str(base), folder)
+    pool = LoraAdapterPool(selection, {name: adapter.modules})
+    # a second model without storage has the adapter's layers where the model needs them
+    build = LayerBuilder(model.config, ParallelGroups(), dtype=model.dtype, device=torch.device("meta"), choice=pool)
+    layers = [
+        (path, layer)
+        for path, layer in select_model_class(model.config)(build).named_modules()
+        if isinstance(layer, PerRowAdapters)
+    ]
+    for _, layer in layers:
+        module = layer.find_adapter(name)
+        assert module is not None
+        _allocate_parameters(module, model.device)
+        load_adapter_weights(adapter, boxes_by_name(list_parameter_pieces(module, adapters=True)))
+    for path, layer in layers:
+        owner, _, attribute = path.rpartition(".")
+        present = getattr(model.get_submodule(owner), attribute)
+        if present is None:
+            setattr(model.get_submodule(owner), attribute, layer.eval().requires_grad_(False))
+        else:
+            module = layer.find_adapter(name)
+            assert module is not None
+            present.add_adapter(name, module.eval().requires_grad_(False))
+    selection.add_name(name)
+
+
+def _allocate_parameters(module: nn.Module, device: torch.device) -> None:
+    """Give the parameters of a module on the meta device storage on `device`."""
+    for owner in module.modules():
+        for name, parameter in list(owner.named_parameters(recurse=False)):
+            real = nn.Parameter(torch.zeros_like(parameter, device=device), requires_grad=False)
+            real.__dict__.update(parameter.__dict__)  # its description
+            setattr(owner, name, real)
+
+
+def remove_lora_adapter(model: nn.Module, name: str, selection: AdapterSelection) -> None:
+    """Remove a LoRA adapter, which no request uses, from `model` between two forward passes."""
+    selection.remove_name(name)
+    for layer in model.modules():
+        if isinstance(layer, PerRowAdapters):
+            layer.remove_adapter(name)
+
+
 def list_parameter_pieces(model: nn.Module, *, adapters: bool) -> list[tuple[Tensor, Sequence[TensorPiece]]]:
     """Return the LoRA parameters of a model or all others, with their positions in the checkpoint's tensors.
     `adapters` True selects the LoRA parameters; each comes with the positions of its elements.

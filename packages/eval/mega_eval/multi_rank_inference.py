@@ -255,6 +255,16 @@ class BroadcastingEngine(InferenceEngine):
         super().cancel_request(request)
         self._calls.append(partial(InferenceEngine.cancel_request, request=request))
 
+    def load_adapter(self, name: str, base: str, folder: str) -> None:
+        """Refuse to load an adapter while the engine runs; without loaded ones there is none to unload.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            "loading adapters at run time is not supported on several ranks", hint="start with --adapter NAME=FOLDER"
+        )
+
     def drop_all_requests(self) -> None:
         """Drop all requests in this engine, and in the engines of the other ranks before their next step."""
         super().drop_all_requests()

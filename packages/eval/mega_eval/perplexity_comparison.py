@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from mega_common.bounded_parsing import read_utf8_text
 from mega_common.errors import DataError
@@ -37,8 +38,8 @@ class PerplexityComparison:
 
 
 def compare_perplexity(one: str | Location, other: str | Location, data: Path) -> PerplexityComparison:
-    """Return the perplexity of two decoders in fp32 on a text file, which the tokenizer of the first encodes, or on a token
-    data set; the models run one after the other.
+    """Return the perplexity of two decoders in fp32 on a text file or a token data set.
+    The tokenizer of the first model encodes the text. The models run one after the other.
 
     Args:
         one: folder, file or URL of the first model.
@@ -55,7 +56,7 @@ def compare_perplexity(one: str | Location, other: str | Location, data: Path) -
     return PerplexityComparison(*(_score(path, data, tokens) for path in (one, other)))
 
 
-def _score(path: str | Location, data: Path, tokens: np.ndarray | None) -> DatasetScore:  # type: ignore[type-arg]
+def _score(path: str | Location, data: Path, tokens: npt.NDArray[np.int64] | None) -> DatasetScore:
     model = load_inference_model(path)
     length = min(model.config.max_position, WINDOW)
     if tokens is None:

@@ -36,6 +36,7 @@ class GenerationLimits:
         min_new_tokens: number of new tokens before which stop strings and stop tokens are ignored.
         include_stop: keep the stop string, or the text of the stop token.
         skip_special_tokens: leave special tokens out of the text.
+        hidden_tokens: tokens to leave out of the text, whatever `skip_special_tokens` is.
     """
 
     max_new_tokens: int = 256
@@ -45,6 +46,7 @@ class GenerationLimits:
     min_new_tokens: int = 0
     include_stop: bool = False
     skip_special_tokens: bool = True
+    hidden_tokens: Collection[int] = ()
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
@@ -79,7 +81,9 @@ class TextStream:
 
 @dataclass
 class Continuation:
-    """Text generated after a prompt so far: token ids, final text, and the cause of its end."""
+    """Text generated after a prompt so far.
+    It has token ids, final text, and the cause of its end; `stop` is the stop string or stop token that ended it.
+    """
 
     tokenizer: TextTokenizer
     limits: GenerationLimits
@@ -87,6 +91,7 @@ class Continuation:
     tokens: list[int] = field(default_factory=list)
     text: str = ""
     finish: FinishCause | None = None
+    stop: str | int | None = None
 
     def __post_init__(self) -> None:
         self._stream = TextStream(self.tokenizer, self.prompt, skip_special_tokens=self.limits.skip_special_tokens)
@@ -101,11 +106,12 @@ class Continuation:
         if token in self.limits.ends:
             self.finish = "end"
         elif not stops or self.limits.include_stop:
-            self._held += self._stream.append_token(token)
+            if token not in self.limits.hidden_tokens:
+                self._held += self._stream.append_token(token)
             if len(self.tokens) == self.limits.max_new_tokens:
                 self.finish = "length"
         if stops and self.finish != "end":
-            self.finish = "stop"
+            self.finish, self.stop = "stop", token
         new = self._release_text()
         self.text += new
         return new
@@ -131,15 +137,17 @@ class Continuation:
         early = len(self.tokens) <= self.limits.min_new_tokens
         found = [] if early else [(at, stop) for stop in self.limits.stop if (at := self._held.find(stop)) >= 0]
         if found:
-            self.finish = "stop"
             at, stop = min(found)
+            self.finish, self.stop = "stop", stop
             return self._held[: at + len(stop) * self.limits.include_stop]
-        held = 0 if self.finish else max((_stop_overlap(self._held, stop) for stop in self.limits.stop), default=0)
+        held = (
+            0 if self.finish else max((measure_stop_overlap(self._held, stop) for stop in self.limits.stop), default=0)
+        )
         at = len(self._held) - held
         new, self._held = self._held[:at], self._held[at:]
         return new
 
 
-def _stop_overlap(text: str, stop: str) -> int:
+def measure_stop_overlap(text: str, stop: str) -> int:
     """Return the length of the longest end of `text` that `stop` begins with."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

@@ -89,6 +89,7 @@ def assert_same(expected: BlendedDataset, found: BlendedDataset, samples: range)
 KINDS = [
     ("text", TEXTS, None), ("documents", TEXTS, None), ("conversations", CHATS, ChatOptions()),
     ("pairs", PAIRS, ChatOptions(kind="pairs")),
+    ("labels", [{**text, "label": n} for n, text in enumerate(TEXTS) if text["text"]], ChatOptions(kind="labels", max_length=200)),
 ]  # fmt: skip
 
 

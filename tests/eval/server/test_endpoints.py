@@ -114,7 +114,8 @@ def test_responses_obey_a_schema(client: OpenAI) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tools": [{"type": "web_search"}]}, "'tools' is not supported"),
+        ({"tools": [{"type": "web_search"}]}, "tools.0.type must be 'function'"),
+        ({"tool_choice": "any"}, "tool_choice must be"),
         ({"previous_response_id": "resp_1"}, "'previous_response_id' is not supported"),
         ({"conversation": "conv_1"}, "'conversation' is not supported"),
         ({"background": True}, "'background' is not supported"),
@@ -123,8 +124,8 @@ def test_responses_obey_a_schema(client: OpenAI) -> None:
         ({"reasoning": {"effort": "high"}}, "'reasoning' is not supported"),
         ({"prompt": {"id": "pmpt_1"}}, "'prompt' is not a known field"),
         ({"max_output_tokens": 0}, "max_output_tokens must be greater than or equal to 1"),
-        ({"input": [{"type": "function_call", "name": "f", "arguments": "{}", "call_id": "c"}]}, "input.0 has type 'function_call'"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input.0.content.0 has type 'input_image'"),
+        ({"input": [{"type": "computer_call"}]}, "input.0 has type 'computer_call'"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input.0.content.0 must have an image as 'data:"),
         ({"input": []}, "input must have at least 1 item"),
         ({"input": 3}, "input must be a text or a list of messages"),
         ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "'schema' is required"),

@@ -313,7 +313,7 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}
 @pytest.mark.parametrize(
     ("path", "fields", "message"),
     [
-        ("chat/", {"messages": [{"role": "user", "content": [IMAGE]}]}, "messages.0.content.0 has type 'image_url', which is not supported; send parts of type 'text'"),
+        ("chat/", {"messages": [{"role": "user", "content": [IMAGE]}]}, "this model takes no images"),
         ("chat/", {"messages": [{"role": "user", "content": [{"type": "text", "text": 3}]}]}, "messages.0.content.0 must have its text in 'text'"),
         ("chat/", {"messages": [{"role": "user", "content": ["a"]}]}, "messages.0.content.0 must be an object with 'type' and 'text'"),
         ("chat/", {"messages": [{"role": "user", "content": 3}]}, "messages.0.content must be a text or a list of parts of type 'text'"),

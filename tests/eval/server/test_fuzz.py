@@ -44,7 +44,7 @@ def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 @pytest.mark.parametrize("examples", [5, pytest.param(100, marks=pytest.mark.long)])
 def test_bodies_of_all_kinds(api: Any, examples: int) -> None:
     operations = [found.ok() for found in api.get_all_operations()]
-    assert len(operations) == 12
+    assert len(operations) == 17
     for operation in operations:
         for mode in GenerationMode:
             with contextlib.suppress(Unsatisfiable):  # what takes nothing can be given nothing wrong

@@ -148,6 +148,7 @@ CASES: list[list[str]] = [
     ["lr_schedule.warmup_steps=100"],
     ["lr_schedule.warmup_samples=800"],
     ["lr_schedule.warmup_share=0.999"],
+    ["train.steps=1", "lr_schedule.warmup_share=0.05"],
     ["lr_schedule.warmup_steps=50", "lr_schedule.warmup_samples=80"],
     ["lr_schedule.warmup_steps=50", "lr_schedule.warmup_share=0.2"],
     ["lr_schedule.warmup_samples=50", "lr_schedule.warmup_share=0.2"],

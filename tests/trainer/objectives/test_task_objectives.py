@@ -11,7 +11,6 @@ import pytest
 import torch
 from first_steps import in_layouts, step
 from masked_data import SPECIAL
-from parity.worker import whole_tensor
 from ranks import run_ranks
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers, processors
@@ -25,6 +24,7 @@ from mega_data.preprocessing.preprocess_corpus import preprocess_corpus
 from mega_trainer.config.run_config import RunConfig, resolve_run_config
 from mega_trainer.distributed.process_groups import RankInfo
 from mega_trainer.run.training_run import run_training
+from mega_trainer.verify.case_comparison import assemble_tensor
 
 transformers = pytest.importorskip("transformers", reason="whose losses are the truth here")
 
@@ -203,7 +203,7 @@ def test_losses_and_gradients_equal_those_of_transformers(folder: Path, name: st
     }
     for mine, theirs in named.items():
         if theirs is not None and mine in gradients:
-            error = (whole_tensor(gradients[mine]) - theirs.grad).abs().max() / theirs.grad.abs().max()
+            error = (assemble_tensor(gradients[mine]) - theirs.grad).abs().max() / theirs.grad.abs().max()
             assert error < 1e-5
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from extension_cases import SIZES, ExtendedCase, find_differences
+from extension_cases import SIZES, find_differences
 
 from mega_common.errors import ConfigError
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.optim.elementwise import LionUpdate, SgdUpdate
+from mega_trainer.verify.layout_case import LayoutCase
 
 STEPS = 4
 RUN = {
@@ -51,7 +52,7 @@ def test_every_layout_computes_what_one_process_computes() -> None:
     layouts = [{"zero": 1}, {"tp": 2, "zero": 2}, {"zero": 3}, {"pp": 2, "zero": 1}]
     runs = [{"name": "sgd"}, {"name": "sgd", "offload": True, "sgd": {"nesterov": True}}, {"name": "lion", "lr": 1e-4}]
     cases = [
-        ExtendedCase("optimizer", {**SIZES, "num_layers": 2}, 4, parallel=layout, micro=2, run={"optimizer": run})
+        LayoutCase("optimizer", {**SIZES, "num_layers": 2}, 4, parallel=layout, micro=2, sections={"optimizer": run})
         for layout in layouts
         for run in runs
     ]

@@ -20,7 +20,7 @@ BASE = {"num_layers": 6, "hidden_size": 512, "ffn_hidden_size": 2048, "num_atten
 
 
 def tiny_of(model: dict[str, Any], **sections: Any) -> TinyRun:
-    raw = {"model": {**BASE, **model}, "data": {"train": ["none"], "seq_length": 64}, **sections}
+    raw = {"data": {"train": ["none"], "seq_length": 64}, **sections, "model": {**BASE, **model}}
     return TinyRun.from_run(RunConfig.parse(resolve_run_config(raw)))
 
 
@@ -108,6 +108,13 @@ def test_parts_that_are_not_verified_are_named_and_modules_of_transformers_refus
     config = tiny.config.model_copy(update={"model": tiny.config.model.model_copy(update={"transformers": object()})})
     with pytest.raises(ConfigError, match="implementation = transformers"):
         TinyRun.from_run(config)
+    head = tiny_of(
+        {"task_head": {"kind": "sequence", "labels": 3}}, objective={"kind": "classify"},
+        data={"train": ["none"], "seq_length": 64, "kind": "labels"},
+    )  # fmt: skip
+    assert {sentence.split()[0] for sentence in head.unverified[:2]} == {"The"}
+    assert "classify" in head.unverified[1]
+    assert choose_layouts(head, 1, 2, seed=0)[0].is_legal
     with pytest.raises(ConfigError, match="tpp=2 is not a setting of a layout"):
         parse_layout(tiny, "tpp=2")
     with pytest.raises(ConfigError, match="at most 8 processes, found 16"):

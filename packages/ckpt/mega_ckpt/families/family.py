@@ -33,7 +33,7 @@ CARRIED = split_words(
     forced_eos_token_id gradient_checkpointing id2label initializer_factor label2id length_penalty max_length min_length
     model_type no_repeat_ngram_size num_beam_groups num_beams num_labels num_return_sequences output_attentions
     output_hidden_states output_past output_router_logits output_scores pad_token_id prefix pretraining_tp problem_type
-    quantization_config remove_invalid_values
+    quantization quantization_config remove_invalid_values
     repetition_penalty return_dict return_dict_in_generate sep_token_id suppress_tokens task_specific_params temperature
     tf_legacy_loss tokenizer_class top_k top_p torch_dtype torchscript transformers_version typical_p unk_token_id
     use_bfloat16 use_cache"""

@@ -152,4 +152,5 @@ def _llama3_factors(scaling: Mapping[str, Any], theta: float, head: int) -> Tens
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     lengths = 2 * math.pi * theta ** (torch.arange(0, head, 2, dtype=torch.float64) / head)
     smooth = ((scaling["original_max_position_embeddings"] / lengths - low) / (high - low)).clamp(0, 1)
-    return (1 / ((1 - smooth) / scaling["factor"] + smooth)).float()
+    divisors: Tensor = (1 / ((1 - smooth) / scaling["factor"] + smooth)).float()
+    return divisors

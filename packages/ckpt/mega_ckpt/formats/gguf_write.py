@@ -182,7 +182,7 @@ def _write_file(
         for name, tensor in tensors.items():
             for part in _read_parts(source, plan.description, name):
                 for data in encode_gguf(name, part, tensor.kind):
-                    file.write_hashed(memoryview(np.ascontiguousarray(data)).cast("B"))
+                    file.write_hashed(np.ascontiguousarray(data).data.cast("B"))
                     advance(data.nbytes)
             file.write_hashed(bytes(-tensor.nbytes % _ALIGNMENT))
         return FinishedFile(file=file.close())

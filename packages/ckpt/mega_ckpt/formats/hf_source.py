@@ -294,8 +294,8 @@ def read_hf_config(folder: Location) -> dict[str, Any]:
     if not path.is_file():
         hint = "expected a mega checkpoint, a run folder, or a HuggingFace folder with config.json and safetensors"
         weights = [found.name for pattern in _WEIGHT_PATTERNS for found in folder.glob(pattern)]
-        if tokens := sorted(found.stem for found in folder.glob("*.idx")):
-            hint = f"the folder has token files ({tokens[0]}.idx and .bin), not a model; " + hint
+        if tokens := sorted(found.name for found in folder.glob("*.idx")):
+            hint = f"the folder has token files ({tokens[0]}), not a model; " + hint
         elif weights:
             hint = f"the folder has weights ({weights[0]}): add the model's config.json"
         raise CheckpointError(f"{folder}: {CONFIG} is missing", hint=hint)

@@ -187,11 +187,8 @@ def plan_hf_folder(
     same = described is not None and described[0] == chosen and is_same_model(described[1], source.model)
     headers = origin.headers if same else {}
     shapes = {name: entry.shape for header in headers.values() for name, entry in header.entries.items()}
-    table = (
-        build_checked_tensor_table(chosen, source.model, shapes, LAYOUT)
-        if shapes
-        else chosen.disk_tensor_table(source.model)
-    )
+    checked = build_checked_tensor_table(chosen, source.model, shapes, LAYOUT) if shapes else None
+    table = chosen.disk_tensor_table(source.model) if checked is None else checked
     tensors = {name: (cast_dtype(source, disk.slabs[0].name, dtype), disk.shape) for name, disk in table.items()}
     buffers = {name: (source.read_buffer(name).dtype, shapes[name]) for name in source.buffer_names() if name in shapes}
     quantizer = select_quantizer(quantize, table) if quantize else None
@@ -207,9 +204,10 @@ def plan_hf_folder(
         settings = quantizer.settings(find_ignored_layers(table, {**tensors, **buffers})) if quantizer else {}
         raw = _with_dtype(raw, tensors) | settings
         config, index = origin.config if raw == origin.config_json else encode_json_mapping(raw), _encode_index(files)
-    others |= {**({} if same else _image_files(origin, source.model)), **_embedding_files(source.model)}
-    others |= {name: content for name, content in ((CONFIG, config), (INDEX, index)) if content is not None}
-    return HfFolderPlan(table, files, others, quantized, quantizer and quantizer.description)
+    others |= {} if same else _image_files(origin, source.model)
+    others |= {**_embedding_files(source.model), **({} if config is None else {CONFIG: config})}
+    others |= {} if index is None else {INDEX: index}
+    return HfFolderPlan(table, files, others, quantized, quantizer.description if quantizer else None)
 
 
 def write_hf_folder(
@@ -312,7 +310,7 @@ def _choose_family(
         if problems:
             raise CheckpointError(
                 f"a {chosen.name} config.json cannot express this model: {'; '.join(problems)}",
-                hint=f"leave out --family, which writes {family_for_model(model).name}, or name a family with these settings",
+                hint="leave out --family, which writes the first family that has all settings of the model",
             )
         return chosen
     if described is not None and not described[0].unsupported_settings(model):

@@ -45,8 +45,9 @@ class QuantizedPart:
     def iter_blocks(
         self, shape: TensorShape, rows: Iterable[Tensor], other_parts: dict[str, Tensor]
     ) -> Iterator[Tensor]:
-        """Yield this part of a weight of `shape` from blocks of its rows in fp32, and put the complete smaller parts
-        into `other_parts` by disk name, so that scales are computed once.
+        """Yield one part of a quantized weight, such as its codes, from blocks of its rows in fp32.
+        The weight has the shape `shape`. Complete smaller parts are put into `other_parts` by disk name, so that scales
+        are computed once.
         """
         if self.part == SHAPE:
             yield torch.tensor(shape)
@@ -61,8 +62,8 @@ class QuantizedPart:
 
 
 def select_quantizer(quantize: str, table: Mapping[str, DiskTensor]) -> LinearQuantizer:
-    """Return the quantization called `quantize` in `weight_quantization` for the linear layers of `table`, {disk name:
-    canonical tensors in it}.
+    """Return the quantization with a name of `weight_quantization`, after a check that the linear layers support it.
+    `quantize` is the name, and `table` maps disk names to the canonical tensors in them.
 
     Raises:
         CheckpointError: naming a linear layer whose weight is not stored as a matrix [O, I] of its own.

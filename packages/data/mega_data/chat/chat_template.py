@@ -119,6 +119,23 @@ class ChatTemplate:
         """True if the chat template renders tool definitions."""
         return "tool_use" in self._templates or re.search(r"\btools\b", self._templates["default"]) is not None
 
+    @property
+    def source(self) -> str:
+        """Jinja sources of all templates, joined."""
+        return "\n".join(self._templates.values())
+
+    def select_template(self, name: str) -> ChatTemplate:
+        """Return this chat template with the template called `name` as the default one.
+
+        Raises:
+            DataError: naming the templates there are.
+        """
+        if name not in self._templates:
+            raise DataError(
+                f"the tokenizer has no chat template {name!r}", hint=f"use one of: {', '.join(sorted(self._templates))}"
+            )
+        return ChatTemplate({"default": self._templates[name]}, self._variables, {})
+
     def find_unused_options(self, options: Mapping[str, Any]) -> list[str]:
         """Return the names in `options` that no template source mentions."""
         return [

@@ -1,16 +1,12 @@
 """Conversion of engine events to the JSON of OpenAI's API, as a whole answer or as a stream of chunks.
 
 Both use the same parts, so the joined chunks of a stream equal the whole answer.
-
-Tool calls are parsed in two formats: JSON within `<tool_call>` tags (Hermes, Qwen), or an answer that is the JSON of one
-call or of a list of calls (Llama).
 """
 
 from __future__ import annotations
 
 import codecs
 import json
-import re
 import time
 import uuid
 from collections import defaultdict
@@ -19,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, Protocol
 
 from mega_eval.engine_requests import EngineEvent, ScoredToken
+from mega_eval.server.api_errors import ApiRequestError
 from mega_eval.server.request_schemas import StreamOptions
 from mega_eval.server.token_spelling import TokenText, Vocabulary
 
@@ -36,6 +33,24 @@ class EchoedPrompt(NamedTuple):
 
 
 @dataclass
+class CallDelta:
+    """New piece of one function call of a choice.
+    `index` is the number of the call; the first piece has its name and id, and all have JSON text of its arguments.
+    """
+
+    index: int
+    name: str | None = None
+    id: str | None = None
+    arguments: str = ""
+
+    def format_call(self) -> dict[str, Any]:
+        """Return the piece in the form of OpenAI's API, without the index."""
+        head = {} if self.name is None else {"id": self.id, "type": "function"}
+        name = {} if self.name is None else {"name": self.name}
+        return {**head, "function": {**name, "arguments": self.arguments}}
+
+
+@dataclass
 class AnswerPart:
     """Newly generated content of one choice of an API answer: text, tokens, finish reason and function calls.
 
@@ -46,7 +61,9 @@ class AnswerPart:
         count: number of new tokens.
         finish: finish reason of the API, in the last part.
         begins: True for the first part of a choice.
-        calls: function calls in the form of the API.
+        stop: stop string or stop token that ended the choice, in the last part.
+        reasoning: new text of the model's reasoning, which is not part of `text`.
+        calls: new pieces of function calls.
     """
 
     choice: int
@@ -55,17 +72,27 @@ class AnswerPart:
     count: int
     finish: FinishReason | None
     begins: bool
-    calls: list[dict[str, Any]] = field(default_factory=list)
+    stop: str | int | None = None
+    reasoning: str = ""
+    calls: list[CallDelta] = field(default_factory=list)
 
     def append_part(self, more: AnswerPart) -> None:
-        """Append content that follows in the same choice of an answer, in place.
-        `more` has the content; `more.calls` are not appended.
-        """
+        """Append the content of `more`, which follows in the same choice of an answer, in place."""
         self.text += more.text
+        self.reasoning += more.reasoning
         self.count += more.count
-        self.finish = more.finish
+        self.finish, self.stop = more.finish, more.stop
+        for delta in more.calls:
+            self.add_call_delta(delta)
         if self.tokens is not None:
             self.tokens += more.tokens or []
+
+    def add_call_delta(self, delta: CallDelta) -> None:
+        """Add a piece of a function call, joined to the last piece if that is of the same call."""
+        if self.calls and self.calls[-1].index == delta.index:
+            self.calls[-1].arguments += delta.arguments
+        else:
+            self.calls.append(delta)
 
 
 @dataclass
@@ -93,6 +120,25 @@ class AnswerFormat(Protocol):
 
     def format_delta(self, part: AnswerPart) -> dict[str, Any]:
         """Return an item of the JSON list `choices` for a streamed chunk of an answer."""
+
+
+class AnswerWriter(Protocol):
+    """Interface of the builders of answers, one for each API.
+
+    Attributes:
+        usage: token counts so far.
+    """
+
+    usage: TokenUsage
+
+    async def build_answer(self, parts: AsyncIterator[AnswerPart]) -> dict[str, Any]:
+        """Collect all parts and return the complete answer as a JSON object."""
+
+    def stream_chunks(self, parts: AsyncIterator[AnswerPart], options: StreamOptions) -> AsyncIterator[bytes]:
+        """Yield the answer as server-sent events."""
+
+    def format_stream_error(self, error: ApiRequestError) -> bytes:
+        """Return the event of an error in a stream."""
 
 
 class TokenTextOffsets:
@@ -138,7 +184,10 @@ class CompletionFormat:
     def format_choice(self, part: AnswerPart) -> dict[str, Any]:
         """Return an item of the JSON list `choices`, for a whole answer or a streamed chunk of /v1/completions."""
         logprobs = None if part.tokens is None else self._format_logprobs(part, part.tokens)
-        return {"index": part.choice, "text": part.text, "logprobs": logprobs, "finish_reason": part.finish}
+        return {
+            "index": part.choice, "text": part.text, "logprobs": logprobs, "finish_reason": part.finish,
+            "stop_reason": part.stop,
+        }  # fmt: skip
 
     format_delta = format_choice
 
@@ -171,8 +220,9 @@ class ChatFormat:
 
     def format_choice(self, part: AnswerPart) -> dict[str, Any]:
         """Return an item of the JSON list `choices` with a `message`, for a whole chat answer."""
-        calls = {"tool_calls": part.calls} if part.calls else {}
-        message = {"role": "assistant", "content": part.text or (None if calls else ""), **calls}
+        calls = {"tool_calls": [call.format_call() for call in part.calls]} if part.calls else {}
+        reasoning = {"reasoning_content": part.reasoning} if part.reasoning else {}
+        message = {"role": "assistant", "content": part.text or (None if calls else ""), **reasoning, **calls}
         return {"index": part.choice, "message": message, **self._common_fields(part)}
 
     def format_delta(self, part: AnswerPart) -> dict[str, Any]:
@@ -180,13 +230,18 @@ class ChatFormat:
         The first delta of a choice has the role.
         """
         role = {"role": "assistant"} if part.begins else {}
-        calls = {"tool_calls": [{"index": at, **call} for at, call in enumerate(part.calls)]} if part.calls else {}
-        return {"index": part.choice, "delta": {**role, "content": part.text, **calls}, **self._common_fields(part)}
+        calls = {"tool_calls": [{"index": call.index, **call.format_call()} for call in part.calls]}
+        reasoning = {"reasoning_content": part.reasoning} if part.reasoning else {}
+        delta = {**role, "content": part.text, **reasoning, **(calls if part.calls else {})}
+        return {"index": part.choice, "delta": delta, **self._common_fields(part)}
 
     def _common_fields(self, part: AnswerPart) -> dict[str, Any]:
         """Return the log-probabilities and the finish reason of a part."""
         content = [self._format_scored_token(scored) for _, scored in part.tokens or () if scored]
-        return {"logprobs": None if part.tokens is None else {"content": content}, "finish_reason": part.finish}
+        return {
+            "logprobs": None if part.tokens is None else {"content": content}, "finish_reason": part.finish,
+            "stop_reason": part.stop,
+        }  # fmt: skip
 
     def _format_scored_token(self, scored: ScoredToken) -> dict[str, Any]:
         """Return a token with its log-probability and alternatives in the form of the API."""
@@ -226,7 +281,9 @@ async def stream_answer_parts(
         tokens: list[TokenEvent] = [(token.token, token) for token in event.scored]
         if echo and scored:
             tokens = [*zip(echo.tokens, event.prompt or (), strict=True), *tokens]
-        yield AnswerPart(choice, text, tokens if scored else None, len(event.tokens), FINISH.get(event.finish), first)
+        yield AnswerPart(
+            choice, text, tokens if scored else None, len(event.tokens), FINISH.get(event.finish), first, event.stop
+        )
 
 
 @dataclass
@@ -267,12 +324,16 @@ class AnswerBuilder:
         """Yield the answer as server-sent events of JSON chunks, ended by `[DONE]`."""
         async for part in parts:
             self.usage.completion += part.count
-            if part.begins or part.text or part.tokens or part.finish:
+            if part.begins or part.text or part.reasoning or part.calls or part.tokens or part.finish:
                 usage = {"usage": self.usage.format_usage()} if options.continuous_usage_stats else {}
                 yield format_sse_event(self._format_body(self.form.chunk, [self.form.format_delta(part)], **usage))
         if options.include_usage:
             yield format_sse_event(self._format_body(self.form.chunk, [], usage=self.usage.format_usage()))
         yield b"data: [DONE]\n\n"
+
+    def format_stream_error(self, error: ApiRequestError) -> bytes:
+        """Return the event of an error in a stream."""
+        return format_sse_event(error.format_error_body())
 
 
 def clip_logprob(logprob: float) -> float:
@@ -285,45 +346,3 @@ def clip_logprob(logprob: float) -> float:
 def format_sse_event(body: dict[str, Any]) -> bytes:
     """Return the bytes of a server-sent event whose data is the JSON object `body`."""
     return b"data: " + json.dumps(body, separators=(",", ":")).encode() + b"\n\n"
-
-
-CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
-
-
-async def extract_tool_calls(parts: AsyncIterator[AnswerPart], names: frozenset[str]) -> AsyncIterator[AnswerPart]:
-    """Yield each choice of an answer once, complete, with the calls of functions `names` separated from its text."""
-    open_parts: dict[int, AnswerPart] = {}
-    async for part in parts:
-        if part.choice in open_parts:
-            open_parts[part.choice].append_part(part)
-        else:
-            open_parts[part.choice] = part
-        if part.finish is not None:
-            whole = open_parts.pop(part.choice)
-            found = _parse_calls(whole.text, names)
-            if found is not None:
-                whole.text, whole.calls = found
-                whole.finish = "tool_calls"
-            yield whole
-
-
-def _parse_calls(text: str, names: frozenset[str]) -> tuple[str, list[dict[str, Any]]] | None:
-    """Return the text before the calls, and the calls; None if there are none, or one cannot be parsed."""
-    tagged = CALL.findall(text)
-    try:
-        read = [json.loads(one) for one in tagged] if tagged else json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    calls = read if isinstance(read, list) else [read]
-    if not calls or not all(isinstance(call, dict) and call.get("name") in names for call in calls):
-        return None
-    before = text.partition("<tool_call>")[0].rstrip() if tagged else ""
-    return before, [_format_call(call) for call in calls]
-
-
-def _format_call(call: dict[str, Any]) -> dict[str, Any]:
-    """Return a function call in the form of the API."""
-    arguments = call.get("arguments", call.get("parameters", {}))
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    function = {"name": call["name"], "arguments": text}
-    return {"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function}

@@ -22,6 +22,12 @@ from mega_eval.server.request_validation import describe_value
 
 CODES = {401: "invalid_api_key", 413: "request_too_large", 429: "server_busy", 503: "unavailable", 504: "timeout"}
 
+MESSAGES_PATH = "/v1/messages"  # of Anthropic's API, whose errors have another form
+ANTHROPIC_KINDS = {
+    401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
+    429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error",
+}  # fmt: skip
+
 
 class ApiRequestError(Exception):
     """Exception that the server returns to the client as an HTTP error response.
@@ -52,13 +58,27 @@ class ApiRequestError(Exception):
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
-    def make_response(self) -> Response:
-        """Return the HTTP response with this error's status and JSON body."""
+    def format_anthropic_body(self) -> dict[str, Any]:
+        """Return the error as the JSON body of Anthropic's API."""
+        kind = ANTHROPIC_KINDS.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
+        return {"type": "error", "error": {"type": kind, "message": self.message}}
+
+    def make_response(self, path: str) -> Response:
+        """Return the HTTP response with this error's status and JSON body, in the form of the API that has `path`."""
         headers = {} if self.retry_after is None else {"retry-after": str(self.retry_after)}
         if self.status == HTTPStatus.UNAUTHORIZED:
             headers["www-authenticate"] = "Bearer"
         # escaped JSON, since a message may quote a lone surrogate, which UTF-8 cannot encode
-        return Response(json.dumps(self.format_error_body()), self.status, headers, media_type="application/json")
+        body = self.format_anthropic_body() if path.startswith(MESSAGES_PATH) else self.format_error_body()
+        return Response(json.dumps(body), self.status, headers, media_type="application/json")
+
+
+def check_unicode(text: str) -> None:
+    """Raise ApiRequestError for a text with lone surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ApiRequestError(400, "a text must not have lone surrogates, which are half characters") from None
 
 
 class ErrorDetail(BaseModel):
@@ -74,6 +94,20 @@ class ErrorBody(BaseModel):
     """JSON body of every error response, as in OpenAI's API."""
 
     error: ErrorDetail
+
+
+class AnthropicErrorDetail(BaseModel):
+    """Object `error` in the JSON body of an error response of Anthropic's API."""
+
+    type: str
+    message: str
+
+
+class AnthropicErrorBody(BaseModel):
+    """JSON body of every error response of /v1/messages, as in Anthropic's API."""
+
+    type: str
+    error: AnthropicErrorDetail
 
 
 def error_to_response(error: Exception) -> ApiRequestError:
@@ -148,7 +182,7 @@ def install_error_handlers(app: FastAPI) -> None:
         if isinstance(error, StarletteHTTPException) and error.status_code in (404, 405):
             paths = {route.path: sorted(route.methods or ()) for route in app.routes if isinstance(route, APIRoute)}
             error = StarletteHTTPException(error.status_code, _explain_route(request, paths), error.headers)
-        return error_to_response(error).make_response()
+        return error_to_response(error).make_response(request.url.path)
 
     for kind in (ApiRequestError, MegaError, RequestValidationError, StarletteHTTPException, HTTPException, Exception):
         app.add_exception_handler(kind, send_error_response)

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import base64
-import hashlib
-import re
 from collections.abc import Awaitable, Callable
+from functools import partial
 from importlib import resources
 from typing import Any, TypeVar
 
 from fastapi import FastAPI
 from fastapi.requests import Request
-from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.types import Receive, Scope, Send
 
 from mega_eval.server import api_errors
-from mega_eval.server.api_errors import ApiRequestError, ErrorBody
+from mega_eval.server.api_errors import AnthropicErrorBody, ApiRequestError, ErrorBody
 from mega_eval.server.embeddings_api import EmbeddingRequest
-from mega_eval.server.model_service import ModelService
-from mega_eval.server.request_gate import RequestGate, ServerLimits
+from mega_eval.server.messages_api import CountTokensRequest, MessagesRequest
+from mega_eval.server.request_gate import PAGE_FILES, RequestGate, ServerLimits
 from mega_eval.server.request_schemas import (
     ChatRequest,
     CompletionRequest,
@@ -28,61 +26,91 @@ from mega_eval.server.request_schemas import (
     StreamOptions,
     TokenizeRequest,
 )
+from mega_eval.server.rerank_api import RerankRequest
 from mega_eval.server.responses_api import ResponsesRequest
 from mega_eval.server.running_answer import RunningAnswer
+from mega_eval.server.served_models import LoadAdapterRequest, ServedModels, UnloadAdapterRequest
 
 T = TypeVar("T")
+MESSAGES_ERRORS: dict[int | str, dict[str, Any]] = {
+    "4XX": {"model": AnthropicErrorBody}, "5XX": {"model": AnthropicErrorBody},
+}  # fmt: skip
 
 
-def create_application(service: ModelService, bounds: ServerLimits) -> RequestGate:
-    """Return the ASGI application of the OpenAI-compatible server, behind its request checks.
-    Start the engine driver of `service` before the first request.
+def create_application(models: ServedModels, bounds: ServerLimits) -> RequestGate:
+    """Return the ASGI application of the server, behind its request checks.
+    Start the engine drivers of `models` before the first request.
     """
     app = FastAPI(
         title="mega",
-        summary="OpenAI-compatible access to one language model and its adapters",
-        version=service.version,
+        summary="OpenAI-compatible access to language models and their adapters",
+        version=models.main.version,
         docs_url=None,  # its page loads scripts from a CDN
         redoc_url=None,
         responses={"4XX": {"model": ErrorBody}, "5XX": {"model": ErrorBody}},
     )
     api_errors.install_error_handlers(app)
-    gate = RequestGate(app, bounds, service.metrics)
-    _add_answer_routes(app, service)
-    _add_tokenizer_routes(app, service)
-    _add_info_routes(app, service, gate)
+    gate = RequestGate(app, bounds, models.main.metrics)
+    _add_answer_routes(app, models)
+    _add_embedding_routes(app, models)
+    _add_tokenizer_routes(app, models)
+    _add_model_routes(app, models)
+    _add_info_routes(app, models, gate)
     _add_web_page(app)
     return gate
 
 
-def _add_answer_routes(app: FastAPI, service: ModelService) -> None:
+def _add_answer_routes(app: FastAPI, models: ServedModels) -> None:
     """Add the routes that generate answers."""
 
     @app.post("/v1/completions")
     async def create_completion(body: CompletionRequest, request: Request) -> Response:
-        """Continue the texts of a completion request (/v1/completions)."""
-        service.check_model_name(body.model)
+        """Continue texts."""
+        service = models.find_service(body.model)
         return await _send_answer(request, lambda: service.start_completion(body), body.stream, body.stream_options)
 
     @app.post("/v1/chat/completions")
     async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
-        """Generate the next answer in a conversation (/v1/chat/completions)."""
-        service.check_model_name(body.model)
+        """Answer in a conversation."""
+        service = models.find_service(body.model)
         return await _send_answer(request, lambda: service.start_chat_answer(body), body.stream, body.stream_options)
 
     @app.post("/v1/responses")
     async def create_response(body: ResponsesRequest, request: Request) -> Response:
-        """Answer a text or a conversation, without stored state (/v1/responses)."""
-        service.check_model_name(body.model)
+        """Answer a text or a conversation, without stored state."""
+        service = models.find_service(body.model)
         return await _send_answer(request, lambda: service.start_response(body), body.stream, body.stream_options)
+
+    @app.post("/v1/messages", responses=MESSAGES_ERRORS)
+    async def create_message(body: MessagesRequest, request: Request) -> Response:
+        """Answer in a conversation, in the form of Anthropic's API."""
+        service = models.find_service(body.model)
+        return await _send_answer(request, lambda: service.start_message(body), body.stream, None)
+
+    @app.post("/v1/messages/count_tokens", responses=MESSAGES_ERRORS)
+    async def count_message_tokens(body: CountTokensRequest) -> dict[str, int]:
+        """Count the prompt tokens of a conversation, in the form of Anthropic's API."""
+        return {"input_tokens": await models.find_service(body.model).count_message_tokens(body)}
+
+
+def _add_embedding_routes(app: FastAPI, models: ServedModels) -> None:
+    """Add the routes of embeddings."""
 
     @app.post("/v1/embeddings")
     async def create_embeddings(body: EmbeddingRequest, request: Request) -> Response:
         """Compute embedding vectors of texts for /v1/embeddings.
         They are computed as the sentence-transformers folder declares, else as the mean of the last hidden states.
         """
-        service.check_model_name(body.model)
+        service = models.find_service(body.model)
         return JSONResponse(await _cancel_on_disconnect(request, service.compute_embeddings(body)))
+
+    @app.post("/rerank", include_in_schema=False)
+    @app.post("/v2/rerank", include_in_schema=False)
+    @app.post("/v1/rerank")
+    async def rank_documents(body: RerankRequest, request: Request) -> Response:
+        """Order documents by the similarity of their embeddings to that of a query."""
+        service = models.find_service(body.model)
+        return JSONResponse(await _cancel_on_disconnect(request, service.rank_documents(body)))
 
 
 async def _send_answer(
@@ -133,13 +161,13 @@ async def _wait_for_disconnect(request: Request) -> None:
         pass
 
 
-def _add_tokenizer_routes(app: FastAPI, service: ModelService) -> None:
+def _add_tokenizer_routes(app: FastAPI, models: ServedModels) -> None:
     """Add the routes of the tokenizer."""
 
     @app.post("/tokenize")
     async def tokenize_text(body: TokenizeRequest) -> dict[str, Any]:
         """Return the tokens of a text or of a conversation."""
-        service.check_model_name(body.model)
+        service = models.find_service(body.model)
         if body.messages is not None:
             tokens = await service.encode_chat_prompt(body.messages, body)
         else:
@@ -150,76 +178,95 @@ def _add_tokenizer_routes(app: FastAPI, service: ModelService) -> None:
     @app.post("/detokenize")
     async def detokenize_tokens(body: DetokenizeRequest) -> dict[str, str]:
         """Return the text of tokens."""
-        service.check_model_name(body.model)
+        service = models.find_service(body.model)
         return {"prompt": await service.decode_tokens(body.tokens)}
 
     @app.get("/tokenizer_info")
     async def get_tokenizer_info() -> dict[str, str | None]:
-        """Return the special tokens and the chat template of the served model's tokenizer."""
-        return service.describe_tokenizer()
+        """Return the special tokens and the chat template of the tokenizer."""
+        return models.main.describe_tokenizer()
 
 
-def _add_info_routes(app: FastAPI, service: ModelService, gate: RequestGate) -> None:
-    """Add the routes about the model and the state of the server."""
+def _add_model_routes(app: FastAPI, models: ServedModels) -> None:
+    """Add the routes about the models and their adapters."""
 
     def make_model_card(name: str) -> dict[str, Any]:
+        service = models.find_service(name)
         adapter = name in service.adapters
         return {
             "id": name, "object": "model", "created": service.created, "owned_by": "mega",
-            "max_model_len": service.max_length, "root": service.adapters[name] if adapter else service.name,
+            "max_model_len": service.max_length, "images": service.vision is not None, "root": service.adapters[name] if adapter else service.name,
             "parent": service.name if adapter else None,
         }  # fmt: skip
 
     @app.get("/v1/models/", include_in_schema=False)
     @app.get("/v1/models")
     async def list_models() -> dict[str, Any]:
-        """List the served model and its adapters, each as a model."""
-        return {"object": "list", "data": [make_model_card(name) for name in (service.name, *service.adapters)]}
+        """List the models and their adapters, each as a model."""
+        return {"object": "list", "data": [make_model_card(name) for name in models.list_names()]}
 
     @app.get("/v1/models/{name:path}")
     async def get_model_card(name: str) -> dict[str, Any]:
-        """Return the model or adapter of a given name."""
-        service.check_model_name(name)
+        """Return the model of that name."""
         return make_model_card(name)
+
+    @app.post("/v1/load_lora_adapter")
+    async def load_adapter(body: LoadAdapterRequest) -> dict[str, Any]:
+        """Load a LoRA adapter as a model of its own."""
+        await models.load_adapter(body)
+        return make_model_card(body.lora_name)
+
+    @app.post("/v1/unload_lora_adapter")
+    async def unload_adapter(body: UnloadAdapterRequest) -> dict[str, Any]:
+        """Remove a LoRA adapter that clients have named as a model."""
+        await models.unload_adapter(body)
+        return {"id": body.lora_name, "object": "model", "deleted": True}
+
+
+def _add_info_routes(app: FastAPI, models: ServedModels, gate: RequestGate) -> None:
+    """Add the routes about the state of the server."""
 
     @app.get("/health")
     async def check_health() -> dict[str, str]:
-        """Return status 200 if the server answers requests, else 503."""
-        if service.driver.failure is not None:
-            raise ApiRequestError(503, "the engine has failed")
-        if (seconds := service.driver.busy_seconds()) > service.seconds:
-            raise ApiRequestError(503, f"the engine hangs: its step has not ended after {seconds:.0f} seconds")
+        """Return status 200 if requests are answered, else 503."""
+        for service in models.services:
+            if service.driver.failure is not None:
+                raise ApiRequestError(503, "the engine has failed")
+            if (seconds := service.driver.busy_seconds()) > service.seconds:
+                raise ApiRequestError(503, f"the engine hangs: its step has not ended after {seconds:.0f} seconds")
         if gate.draining:
             raise ApiRequestError(503, "the server is shutting down")
         return {"status": "ok"}
 
     @app.get("/version")
     async def get_version() -> dict[str, str]:
-        """Return the version of mega that the server runs."""
-        return {"version": service.version}
+        """Return the version of mega."""
+        return {"version": models.main.version}
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def get_metrics() -> Response:
-        """Return the server's metrics in the text format of Prometheus."""
-        return Response(service.metrics.render_metrics(), media_type=CONTENT_TYPE_LATEST)
+        """Return counters for Prometheus."""
+        return Response(models.main.metrics.render_metrics(), media_type=CONTENT_TYPE_LATEST)
 
 
 def _add_web_page(app: FastAPI) -> None:
-    """Add the route of the web page."""
-    page = (resources.files("mega_eval.server") / "page.html").read_text(encoding="utf-8")
-    allowed = {f"{kind}-src": _csp_hash(page, tag) for kind, tag in (("script", "script"), ("style", "style"))}
-    policy = {
-        "default-src": "'none'", **allowed, "connect-src": "'self'", "base-uri": "'none'", "form-action": "'none'",
-        "frame-ancestors": "'none'",
-    }  # fmt: skip
-    headers = {"content-security-policy": "; ".join(f"{name} {value}" for name, value in policy.items())}
+    """Add the routes of the web page and its files."""
+    folder = resources.files("mega_eval.server") / "page"
+    # data: images that the user adds
+    policy = (
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+    for path, (name, media_type) in PAGE_FILES.items():
+        headers = {"content-security-policy": policy, "x-content-type-options": "nosniff", "cache-control": "no-cache"}
+        response = partial(Response, (folder / name).read_bytes(), headers=headers, media_type=media_type)
+        app.add_api_route(path, _make_page_route(response), include_in_schema=False, response_class=Response)
 
-    @app.get("/", include_in_schema=False)
-    async def get_index_page() -> Response:
-        return HTMLResponse(page, headers=headers)
 
+def _make_page_route(make_response: Callable[[], Response]) -> Callable[[], Awaitable[Response]]:
+    """Return the route of one file of the page."""
 
-def _csp_hash(page: str, tag: str) -> str:
-    """Return the content-security-policy hash of the only script or style in the page."""
-    (inside,) = re.findall(f"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
-    return f"'sha256-{base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode()}'"
+    async def get_page_file() -> Response:
+        return make_response()
+
+    return get_page_file

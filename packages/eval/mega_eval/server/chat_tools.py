@@ -1,24 +1,18 @@
 """Tools that a chat may call, in its request and in its prompt.
 
-A chat template with support for tools renders them; for other templates the system message describes them. If a call is
-required, the answer is constrained to the JSON of a call.
+A chat template with support for tools renders them; for other templates the system message describes them, and calls and
+their results become text.
 """
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from mega_eval.server.request_validation import StrictRequestModel, expect_union
-
-FOREIGN = re.compile(
-    r"\[TOOL_CALLS\]|<｜tool|<\|channel\|>|<function=|<\|tool_calls_section_begin\|>|<\|START_ACTION\|>"
-)
-"""Markers of templates whose call format is not supported."""
 
 DESCRIPTION = """You can call functions. Their JSON schemas are, one a line:
 <tools>
@@ -66,30 +60,30 @@ ToolChoice = Annotated[
 ]
 
 
-def make_call_schema(tools: Sequence[ChatTool]) -> str:
-    """Return the JSON schema, as text, of a call {"name", "arguments"} of one of `tools`."""
-    calls = [
-        {
-            "type": "object",
-            "properties": {"name": {"const": tool.function.name}, "arguments": tool.function.parameters or {"type": "object"}},
-            "required": ["name", "arguments"],
-            "additionalProperties": False,
-        }
-        for tool in tools
-    ]  # fmt: skip
-    schema = calls[0] if len(calls) == 1 else {"type": "object", "anyOf": calls}
-    return json.dumps({**schema, "x-guidance": {"whitespace_flexible": False}})  # llguidance: JSON without spaces
-
-
 def describe_tools(messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the chat messages with a description of the tools appended to the system message.
-    It is for chat templates that do not render tools.
+    """Return the messages of a chat for a chat template that does not render tools.
+    A description of `tools` is appended to the system message, and calls and their results become text.
     """
+    turns = [_write_calls(message) for message in messages]
+    if not tools:
+        return turns
     text = DESCRIPTION.format(tools="\n".join(json.dumps(tool) for tool in tools))
-    if messages[0]["role"] == "system":
-        first, *rest = messages
+    if turns[0]["role"] == "system":
+        first, *rest = turns
         return [{**first, "content": f"{first['content']}\n\n{text}"}, *rest]
-    return [{"role": "system", "content": text}, *messages]
+    return [{"role": "system", "content": text}, *turns]
+
+
+def _write_calls(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a chat message with its calls, or the result of a call, as text."""
+    if message["role"] == "tool":
+        return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        return message
+    texts = [f"<tool_call>\n{json.dumps(call.get('function'), ensure_ascii=False)}\n</tool_call>" for call in calls]
+    content = "\n".join(filter(None, [message["content"], *texts]))
+    return {**{name: value for name, value in message.items() if name != "tool_calls"}, "content": content}
 
 
 def parse_call_arguments(message: dict[str, Any]) -> dict[str, Any]:
@@ -107,3 +101,20 @@ def _parse_arguments(call: Any) -> Any:
     except (KeyError, TypeError, ValueError):
         return call
     return {**call, "function": {**call["function"], "arguments": arguments}}
+
+
+def write_call_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a chat message in which the arguments of each tool call are JSON text, as some chat templates expect."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    return {**message, "tool_calls": [_write_arguments(call) for call in calls]}
+
+
+def _write_arguments(call: Any) -> Any:
+    """Return one call with its arguments as JSON text."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or isinstance(function.get("arguments"), str):
+        return call
+    text = json.dumps(function.get("arguments", {}), ensure_ascii=False)
+    return {**call, "function": {**function, "arguments": text}}

@@ -23,6 +23,7 @@ from mega_eval.sentence_transformers_folder import (
     log_folder_settings,
     read_sentence_transformers_folder,
 )
+from mega_eval.server.api_errors import ApiRequestError, check_unicode
 from mega_eval.server.request_schemas import RequestBody
 from mega_eval.server.request_validation import Many, TokenId, expect_union
 from mega_eval.text_embedding import TextEmbedder, check_pooling_modes
@@ -123,6 +124,35 @@ def make_served_embedder(
     for layer in settings.layers:
         pooled = layer(pooled)
     return ServedEmbedder(TextEmbedder(model, tokenizer, settings), adapters, found is not None, pooled.shape[1])
+
+
+def encode_input(embedder: ServedEmbedder, text: str | list[int], prompt: str, max_length: int) -> list[int]:
+    """Return the tokens of a text to embed, at most `max_length`.
+
+    Raises:
+        ApiRequestError: for an empty text, one that is too long, or token ids where the model puts a `prompt` first.
+    """
+    if not text:
+        raise ApiRequestError(400, "input must not have an empty text", param="input")
+    if isinstance(text, list) and prompt:
+        message = f"input must be text, as the model's prompt {prompt!r} is put first; found token ids"
+        raise ApiRequestError(400, message, param="input")
+    if isinstance(text, str):
+        check_unicode(text)
+        text = embedder.encode_text(text, prompt)
+    most = min(max_length, embedder.texts.model.config.max_position)
+    if embedder.declared:
+        most = min(most, embedder.texts.max_length)
+    if len(text) > most:
+        raise ApiRequestError(
+            400,
+            f"This model's maximum context length is {most} tokens; a text of input has {len(text)}.",
+            param="input",
+            code="context_length_exceeded",
+        )
+    if not text:
+        raise ApiRequestError(400, "input must not have an empty text: one has no tokens", param="input")
+    return text
 
 
 def split_into_batches(texts: Sequence[Sequence[int]]) -> Iterator[list[Sequence[int]]]:

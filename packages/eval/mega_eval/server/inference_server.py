@@ -28,8 +28,8 @@ from mega_eval.server.connection_limits import (
     count_available_connections,
     make_protocol_class,
 )
-from mega_eval.server.model_service import ModelService
 from mega_eval.server.request_gate import ServerLimits
+from mega_eval.server.served_models import ServedModels
 
 STALLED = 120  # seconds after which the kernel drops a client that acknowledges no data
 
@@ -78,13 +78,13 @@ class InferenceServer(uvicorn.Server):
     second signal.
 
     Args:
-        service: model to serve.
+        models: models to serve.
         bounds: limits of the server.
         drain: seconds to finish open requests after the first signal.
     """
 
-    def __init__(self, service: ModelService, bounds: ServerLimits, *, drain: float) -> None:
-        self.gate = create_application(service, bounds)
+    def __init__(self, models: ServedModels, bounds: ServerLimits, *, drain: float) -> None:
+        self.gate = create_application(models, bounds)
         limits = replace(
             bounds.connections, count=count_available_connections(bounds.connections.count + bounds.requests)
         )
@@ -102,20 +102,22 @@ class InferenceServer(uvicorn.Server):
             proxy_headers=False,
         )
         super().__init__(config)
-        self._service, self._drain = service, drain
+        self._services, self._drain = models.services, drain
         self._deadline = 0.0
         self.engine_ended = False
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start the engine and serve HTTP on the bound `sockets` until shutdown.
-        `engine_ended` is then True if the engine's thread has ended too.
+        """Start the engines and serve HTTP on the bound `sockets` until shutdown.
+        `engine_ended` is then True if the engines' threads have ended too.
         """
-        self._service.driver.start_thread()
+        for service in self._services:
+            service.driver.start_thread()
         try:
             with freeze_startup_objects():
                 super().run(sockets)
         finally:
-            self.engine_ended = self._service.driver.stop_thread()
+            ended = [service.driver.stop_thread() for service in self._services]
+            self.engine_ended = all(ended)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start to listen on the sockets; uvicorn calls it."""
@@ -125,7 +127,8 @@ class InferenceServer(uvicorn.Server):
             listener.listen(QUEUE)  # uvicorn's `backlog` also sets the number of connections accepted at a time
         host, port, *_ = self.servers[0].sockets[0].getsockname()
         shown = f"[{host}]" if ":" in host else host
-        logger.info("serving %r at http://%s:%d (Ctrl-C ends)", self._service.name, shown, port)
+        names = ", ".join(repr(service.name) for service in self._services)
+        logger.info("serving %s at http://%s:%d (Ctrl-C ends)", names, shown, port)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Start the shutdown of the server after a signal.
@@ -151,6 +154,7 @@ class InferenceServer(uvicorn.Server):
             late = time.monotonic() >= self._deadline
             if late and self.gate.active:
                 logger.warning("%d unfinished requests are aborted", self.gate.active)
-                self._service.driver.abort_all_requests(ApiRequestError(503, "the server is shutting down"))
+                for service in self._services:
+                    service.driver.abort_all_requests(ApiRequestError(503, "the server is shutting down"))
             self.should_exit = late or not self.gate.active
         return await super().on_tick(counter)

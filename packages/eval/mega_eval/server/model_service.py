@@ -12,25 +12,35 @@ import numpy as np
 from anyio import CapacityLimiter, to_thread
 
 from mega_common.errors import DataError
-from mega_data.chat.chat_records import Conversation
+from mega_common.vision_config import VisionConfig
 from mega_data.chat.chat_template import ChatTemplate
 from mega_data.tokenizer import Tokenizer
 from mega_eval.engine_requests import EngineRequest
+from mega_eval.image_prompts import assemble_image_prompt
 from mega_eval.sampling import Sampling
 from mega_eval.server.answer_formats import (
     AnswerBuilder,
     AnswerFormat,
+    AnswerWriter,
     ChatFormat,
     CompletionFormat,
     EchoedPrompt,
     TokenUsage,
-    extract_tool_calls,
     stream_answer_parts,
 )
-from mega_eval.server.api_errors import ApiRequestError
-from mega_eval.server.chat_tools import FOREIGN, describe_tools
-from mega_eval.server.embeddings_api import EmbeddingRequest, ServedEmbedder, format_embeddings, split_into_batches
+from mega_eval.server.answer_parser import AnswerSyntax, parse_answer_parts
+from mega_eval.server.api_errors import ApiRequestError, check_unicode
+from mega_eval.server.chat_prompts import AnswerPlan, ChatPromptRenderer
+from mega_eval.server.embeddings_api import (
+    EmbeddingRequest,
+    ServedEmbedder,
+    Vectors,
+    encode_input,
+    format_embeddings,
+    split_into_batches,
+)
 from mega_eval.server.engine_driver import EngineDriver
+from mega_eval.server.messages_api import CountTokensRequest, MessagesAnswerBuilder, MessagesRequest
 from mega_eval.server.request_schemas import (
     ChatMessage,
     ChatRequest,
@@ -38,12 +48,20 @@ from mega_eval.server.request_schemas import (
     CompletionRequest,
     GenerationRequestBody,
 )
+from mega_eval.server.rerank_api import (
+    DOCUMENT_PROMPTS,
+    QUERY_PROMPTS,
+    RerankRequest,
+    format_ranking,
+    select_prompt_name,
+)
 from mega_eval.server.responses_api import ResponsesAnswerBuilder, ResponsesRequest
 from mega_eval.server.running_answer import RunningAnswer
 from mega_eval.server.server_metrics import ServerMetrics
 from mega_eval.server.token_spelling import Vocabulary, find_max_token_bytes
 from mega_eval.server.worker_processes import WorkerProcesses
 from mega_eval.text_stream import GenerationLimits
+from mega_trainer.data.batch_images import BatchImages
 
 NO_EMBEDDINGS = "embeddings are supported for a decoder on one rank, without an adapter"
 
@@ -67,6 +85,8 @@ class ModelService:
         metrics: metrics of the server.
         adapters: source of each LoRA adapter, by the model name that selects it in the API.
         embedder: embedder of texts, or the reason that embeddings are not supported (None: the kind of model).
+        vision: settings of the vision encoder, if the model takes images.
+        source: folder of the model, for adapters that are loaded later; None: `name`.
     """
 
     name: str
@@ -82,21 +102,47 @@ class ModelService:
     metrics: ServerMetrics
     adapters: Mapping[str, str] = field(default_factory=dict)
     embedder: ServedEmbedder | str | None = None
+    source: str | None = None
+    vision: VisionConfig | None = None
 
     def __post_init__(self) -> None:
         self.created = int(time.time())
+        self._adapter_keys: dict[str, str] = {}
+        self._loads = 1
         self.vocabulary = Vocabulary(self.tokenizer)
         # encoding takes a hundred times the memory of the text, so few texts at once; threads keep the event loop free
         self._encoders = CapacityLimiter(2)
         self._workers = WorkerProcesses(getattr(self.driver.engine, "grammars", None))
         self._longest = find_max_token_bytes(self.tokenizer)
+        syntax = AnswerSyntax() if self.template is None else AnswerSyntax.detect(self.template.source)
+        self._chats = ChatPromptRenderer(self.template, syntax, self._workers)
 
-    def check_model_name(self, name: str | None) -> None:
-        """Raise ApiRequestError (404) if `name` is not the served model or one of its LoRA adapters.
-        The name None stands for the served model.
+    async def load_adapter(self, name: str, folder: str) -> None:
+        """Load a LoRA adapter between two steps of the engine, for requests that name it as their model.
+
+        Raises:
+            CheckpointError: when it is no adapter of the model.
+            ConfigError: when the engine cannot load adapters.
         """
-        if name not in (None, self.name, *self.adapters):
-            raise ApiRequestError(404, f"The model `{name}` does not exist.", param="model", code="model_not_found")
+        # a new key each time, since the cache shares keys and values of one key
+        key = f"{name}@{self._loads}"
+        self._loads += 1
+        await self.driver.run_in_engine_thread(
+            partial(self.driver.engine.load_adapter, key, self.source or self.name, folder)
+        )
+        self._adapter_keys[name] = key
+        self.adapters = {**self.adapters, name: folder}
+
+    async def unload_adapter(self, name: str) -> None:
+        """Remove a LoRA adapter between two steps of the engine.
+
+        Raises:
+            DataError: when requests use it.
+        """
+        key = self._adapter_keys.get(name, name)
+        await self.driver.run_in_engine_thread(partial(self.driver.engine.unload_adapter, key))
+        self._adapter_keys.pop(name, None)
+        self.adapters = {other: folder for other, folder in self.adapters.items() if other != name}
 
     async def encode_text(self, text: str, *, special: bool) -> list[int]:
         """Return the token ids of a text, with the special tokens that the tokenizer puts around it if `special`."""
@@ -106,7 +152,7 @@ class ModelService:
             ids: list[int] = self.tokenizer.backend.encode_batch([text], add_special_tokens=special)[0].ids
             return ids
 
-        _check_unicode(text)
+        check_unicode(text)
         return await to_thread.run_sync(encode_in_thread, limiter=self._encoders)
 
     async def decode_tokens(self, tokens: Sequence[int]) -> str:
@@ -122,18 +168,25 @@ class ModelService:
 
     async def encode_chat_prompt(self, messages: Sequence[ChatMessage], body: ChatTemplateFields) -> list[int]:
         """Return the token ids of a conversation rendered by the chat template, up to the beginning of the answer."""
-        if self.template is None:
-            raise ApiRequestError(400, "this model has no chat template; use /v1/completions", param="messages")
-        turns, tools = [message.to_template_message() for message in messages], self._template_tools(body)
-        if tools and not self.template.renders_tools:
-            turns, tools = describe_tools(turns, tools), []
-        continues = bool(body.continue_final_message)
-        begins = body.add_generation_prompt if body.add_generation_prompt is not None else not continues
-        conversation = Conversation(turns, [], tools or None, dict(body.chat_template_kwargs or {}))
-        text = await self._workers.render_chat(self.template, conversation, begins, continues)
-        if isinstance(body, GenerationRequestBody):
-            self._check_text_size(text, body)
-        return await self.encode_text(text, special=False)
+        pictures = self._list_images(messages)
+        text = await self._chats.render_prompt(messages, body)
+        return (await self._encode_chat_text(text, pictures))[0]
+
+    def _list_images(self, messages: Sequence[ChatMessage]) -> list[bytes]:
+        """Return the image files of a conversation; refuse them if the model takes none."""
+        pictures = [picture for message in messages for picture in message.list_images()]
+        if pictures and self.vision is None:
+            raise ApiRequestError(400, "this model takes no images; send text", param="messages")
+        return pictures
+
+    async def _encode_chat_text(self, text: str, pictures: Sequence[bytes]) -> tuple[list[int], BatchImages | None]:
+        """Return the token ids of a rendered conversation, and its images without features."""
+        if not pictures or self.vision is None:
+            return await self.encode_text(text, special=False), None
+        check_unicode(text)
+        prepared = await self._workers.prepare_images(pictures, self.vision)
+        assemble = partial(assemble_image_prompt, text, prepared, self.vision, self.tokenizer, special=False)
+        return await to_thread.run_sync(assemble, limiter=self._encoders)
 
     async def start_completion(self, body: CompletionRequest) -> RunningAnswer:
         """Start the generation for a request to /v1/completions and return the answer in progress."""
@@ -156,25 +209,41 @@ class ModelService:
             ]
             echoes = [EchoedPrompt(text, tokens) for text, tokens in zip(texts, prompts, strict=True)]
         return await self._start_answer(
-            body, self._answer_builder(CompletionFormat(self.vocabulary), body.model), prompts, echoes
+            body,
+            self._answer_builder(CompletionFormat(self.vocabulary), body.model),
+            prompts,
+            echoes,
+            AnswerPlan(body.resolve_constraint()),
         )
 
     async def start_chat_answer(self, body: ChatRequest) -> RunningAnswer:
         """Start the generation for a request to /v1/chat/completions and return the answer in progress."""
-        self.driver.check_capacity(body.n or 1)
-        prompt = self._truncate_prompt(await self.encode_chat_prompt(body.messages, body), body)
-        return await self._start_answer(
-            body, self._answer_builder(ChatFormat(self.vocabulary), body.model), [prompt], [None]
-        )
+        return await self._start_chat(body, self._answer_builder(ChatFormat(self.vocabulary), body.model))
 
     async def start_response(self, body: ResponsesRequest) -> RunningAnswer:
         """Start the generation for a request to /v1/responses and return the answer in progress."""
-        self.driver.check_capacity(1)
-        chat = body.to_chat_request()
-        prompt = await self.encode_chat_prompt(chat.messages, chat)
-        return await self._start_answer(
-            chat, partial(ResponsesAnswerBuilder, body, body.model or self.name), [prompt], [None]
+        return await self._start_chat(
+            body.to_chat_request(), partial(ResponsesAnswerBuilder, body, body.model or self.name)
         )
+
+    async def start_message(self, body: MessagesRequest) -> RunningAnswer:
+        """Start the generation for a request to /v1/messages and return the answer in progress."""
+        return await self._start_chat(body.to_chat_request(), partial(MessagesAnswerBuilder, body.model or self.name))
+
+    async def count_message_tokens(self, body: CountTokensRequest) -> int:
+        """Return the number of prompt tokens of a conversation."""
+        chat = body.to_chat_request()
+        return len(await self.encode_chat_prompt(chat.messages, chat))
+
+    async def _start_chat(self, body: ChatRequest, answer_for: Callable[[TokenUsage], AnswerWriter]) -> RunningAnswer:
+        """Start the generation of an answer in a chat."""
+        self.driver.check_capacity(body.n or 1)
+        pictures = self._list_images(body.messages)
+        text = await self._chats.render_prompt(body.messages, body)
+        self._check_text_size(text, body)
+        tokens, images = await self._encode_chat_text(text, pictures)
+        plan = replace(self._chats.plan_answer(body, text, self.vocabulary.specials), images=images)
+        return await self._start_answer(body, answer_for, [self._truncate_prompt(tokens, body)], [None], plan)
 
     def _answer_builder(self, form: AnswerFormat, model: str | None) -> Callable[[TokenUsage], AnswerBuilder]:
         """Return a function that makes the answer builder for a token usage."""
@@ -182,50 +251,47 @@ class ModelService:
 
     async def compute_embeddings(self, body: EmbeddingRequest) -> dict[str, Any]:
         """Return the JSON body of the answer to a request to /v1/embeddings."""
-        embedder = self.embedder
-        if not isinstance(embedder, ServedEmbedder) or body.model in self.adapters:
-            message = embedder if isinstance(embedder, str) else NO_EMBEDDINGS
-            raise ApiRequestError(400, message, param="model")
+        embedder = self._find_embedder(body.model)
         if body.dimensions not in (None, embedder.width):
             message = f"dimensions must be {embedder.width}, the width of the model's vectors; found {body.dimensions}"
             raise ApiRequestError(400, message, param="dimensions")
+        vectors, tokens = await self._embed_texts(embedder, body.list_input_texts(), body.prompt_name)
+        return format_embeddings(vectors, body.model or self.name, tokens, body.encoding_format)
+
+    async def rank_documents(self, body: RerankRequest) -> dict[str, Any]:
+        """Return the JSON body of the answer to a request to /v1/rerank."""
+        embedder = self._find_embedder(body.model)
+        query, one = await self._embed_texts(embedder, [body.query], select_prompt_name(embedder, QUERY_PROMPTS))
+        name = select_prompt_name(embedder, DOCUMENT_PROMPTS)
+        documents, others = await self._embed_texts(embedder, body.list_texts(), name)
+        return format_ranking(body, query, documents, body.model or self.name, one + others)
+
+    def _find_embedder(self, model: str | None) -> ServedEmbedder:
+        """Return the embedder for the model name of a request."""
+        if isinstance(self.embedder, ServedEmbedder) and model not in self.adapters:
+            return self.embedder
+        message = self.embedder if isinstance(self.embedder, str) else NO_EMBEDDINGS
+        raise ApiRequestError(400, message, param="model")
+
+    async def _embed_texts(
+        self, embedder: ServedEmbedder, sources: Sequence[str | list[int]], prompt_name: str | None
+    ) -> tuple[Vectors, int]:
+        """Return the embeddings of texts [N, P] and their number of tokens."""
         try:
-            prompt = embedder.default_prompt(body.prompt_name)
+            prompt = embedder.default_prompt(prompt_name)
         except DataError as error:
             raise ApiRequestError(400, error.message, param="prompt_name") from None
-        texts = [await self._encode_for_embedding(embedder, text, prompt) for text in body.list_input_texts()]
-        vectors = [
-            await self.driver.run_in_engine_thread(partial(embedder, batch, prompt))
-            for batch in split_into_batches(texts)
+        texts = [
+            await to_thread.run_sync(encode_input, embedder, one, prompt, self.max_length, limiter=self._encoders)
+            for one in sources
         ]
+        for text in texts:
+            self._check_token_ids(text, "input")
+        batches = [partial(embedder, batch, prompt) for batch in split_into_batches(texts)]
+        vectors = [await self.driver.run_in_engine_thread(batch) for batch in batches]
         tokens_read = sum(map(len, texts))
         self.metrics.record_tokens(tokens_read, 0)
-        return format_embeddings(np.concatenate(vectors), body.model or self.name, tokens_read, body.encoding_format)
-
-    async def _encode_for_embedding(self, embedder: ServedEmbedder, text: str | list[int], prompt: str) -> list[int]:
-        """Return the tokens of a text to embed."""
-        if not text:
-            raise ApiRequestError(400, "input must not have an empty text", param="input")
-        if isinstance(text, list) and prompt:
-            message = f"input must be text, as the model's prompt {prompt!r} is put first; found token ids"
-            raise ApiRequestError(400, message, param="input")
-        if isinstance(text, str):
-            _check_unicode(text)
-            text = await to_thread.run_sync(embedder.encode_text, text, prompt, limiter=self._encoders)
-        self._check_token_ids(text, "input")
-        most = min(self.max_length, embedder.texts.model.config.max_position)
-        if embedder.declared:
-            most = min(most, embedder.texts.max_length)
-        if len(text) > most:
-            raise ApiRequestError(
-                400,
-                f"This model's maximum context length is {most} tokens; a text of input has {len(text)}.",
-                param="input",
-                code="context_length_exceeded",
-            )
-        if not text:
-            raise ApiRequestError(400, "input must not have an empty text: one has no tokens", param="input")
-        return text
+        return np.concatenate(vectors), tokens_read
 
     def describe_tokenizer(self) -> dict[str, str | None]:
         """Return the special tokens and the chat template of the model, under the field names of tokenizer_config.json."""
@@ -233,19 +299,6 @@ class ModelService:
         facts = {} if self.template is None else self.template.get_template_config()
         none = {"pad_token": None, "chat_template": None}
         return {**none, "bos_token": begin, "eos_token": self.tokenizer.eos_token, **facts}
-
-    def _template_tools(self, body: ChatTemplateFields) -> list[dict[str, Any]]:
-        """Return the tools of a chat in the form that templates expect."""
-        found = body.list_callable_tools() if isinstance(body, ChatRequest) else []
-        if found and self.template is not None and self.template.renders_tools:
-            foreign = FOREIGN.search(self.template.get_template_config()["chat_template"])
-            if foreign:
-                raise ApiRequestError(
-                    400,
-                    f"tools are not supported with this chat template, whose calls begin with {foreign[0]!r}",
-                    param="tools",
-                )
-        return [tool.model_dump(exclude_none=True) for tool in found]
 
     def _check_text_size(self, text: str, body: GenerationRequestBody) -> None:
         """Refuse a text with more bytes than the model's longest prompt can have, before it is encoded."""
@@ -270,32 +323,40 @@ class ModelService:
     async def _start_answer(
         self,
         body: GenerationRequestBody,
-        answer_for: Callable[[TokenUsage], AnswerBuilder | ResponsesAnswerBuilder],
+        answer_for: Callable[[TokenUsage], AnswerWriter],
         prompts: Sequence[list[int]],
         echoes: Sequence[EchoedPrompt | None],
+        plan: AnswerPlan,
     ) -> RunningAnswer:
         """Submit `n` requests for each prompt to the engine; choice number j of prompt p is p * n + j."""
         choices, alternatives, limits = body.n or 1, body.count_alternatives(), self._make_limits(body)
         sampling = await self._make_sampling(body, limits)
-        if (grammar := body.resolve_constraint()) is not None:
+        if plan.syntax is not None:
+            limits = plan.syntax.show_marks(limits, self.vocabulary.specials)
+        if plan.grammar is not None:
             try:
-                await self._workers.prepare_grammar(grammar, limits.ends)
+                await self._workers.prepare_grammar(plan.grammar, limits.ends)
             except DataError as error:
                 field = body.constraint_field
                 message = error.message.replace("the grammar", field or "the grammar", 1)
                 raise ApiRequestError(400, message, param=field) from None
+        counts = [self._count_new_tokens(prompt, body.get_max_new_tokens()) or 1 for prompt in prompts]
+        images = plan.images
+        if images is not None:
+            images = await self.driver.run_in_engine_thread(partial(self.driver.engine.encode_images, images))
         requests = [
             EngineRequest(
                 prompt,
-                replace(limits, max_new_tokens=self._count_new_tokens(prompt, body.get_max_new_tokens()) or 1),
+                replace(limits, max_new_tokens=count),
                 sampling,
                 sample=choice,
                 logprobs=alternatives,
                 prompt_logprobs=echo is not None and alternatives is not None,
-                grammar=body.resolve_constraint(),
-                adapter=body.model if body.model in self.adapters else None,
+                grammar=plan.grammar,
+                images=images,
+                adapter=self._adapter_keys.get(body.model or "", body.model) if body.model in self.adapters else None,
             )
-            for prompt, echo in zip(prompts, echoes, strict=True)
+            for prompt, echo, count in zip(prompts, echoes, counts, strict=True)
             for choice in range(choices)
         ]
         answer = answer_for(TokenUsage(sum(map(len, prompts))))
@@ -304,8 +365,8 @@ class ModelService:
             group.iterate_events(), [echo for echo in echoes for _ in range(choices)], alternatives is not None,
             echo_only=body.get_max_new_tokens() == 0,
         )  # fmt: skip
-        if isinstance(body, ChatRequest) and (tools := body.list_callable_tools()):
-            parts = extract_tool_calls(parts, frozenset(tool.function.name for tool in tools))
+        if plan.make_parser is not None and plan.syntax is not None:
+            parts = parse_answer_parts(parts, plan.make_parser, plan.syntax.format.make_call_id)
         return RunningAnswer(answer, group, parts, self.driver, self.metrics, self.seconds)
 
     def _make_limits(self, body: GenerationRequestBody) -> GenerationLimits:
@@ -377,11 +438,3 @@ class ModelService:
                 code="context_length_exceeded",
             )
         return available if requested is None else requested
-
-
-def _check_unicode(text: str) -> None:
-    """Refuse a text with lone surrogates."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise ApiRequestError(400, "a text must not have lone surrogates, which are half characters") from None

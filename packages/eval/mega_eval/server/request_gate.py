@@ -22,7 +22,12 @@ from mega_eval.server.api_errors import ApiRequestError, error_to_response
 from mega_eval.server.connection_limits import ConnectionLimits
 from mega_eval.server.server_metrics import ServerMetrics
 
-PUBLIC = ("/", "/health")  # paths without API key; the page itself sends the key with its requests
+# files of the page by path: name in the folder `page` and media type
+PAGE_FILES = {
+    "/": ("index.html", "text/html"), "/page/page.css": ("page.css", "text/css"),
+    "/page/page.js": ("page.js", "text/javascript"), "/page/markdown.js": ("markdown.js", "text/javascript"),
+}  # fmt: skip
+PUBLIC = (*PAGE_FILES, "/health")  # paths without API key; the page itself sends the key with its requests
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 GRACE = 5.0  # seconds for an answer that ran out of time to report the timeout
 
@@ -93,7 +98,7 @@ class RequestGate:
             elif not isinstance(error, ApiRequestError):
                 logger.exception("request %s failed", answer.id)
             if answer.status == 0:
-                await error_to_response(error).make_response()(scope, receive, answer.send_message)
+                await error_to_response(error).make_response(scope["path"])(scope, receive, answer.send_message)
         finally:
             self._metrics.record_request(scope, answer.status, time.monotonic() - start)
 
@@ -105,9 +110,8 @@ class RequestGate:
         if path in PUBLIC:
             return
         scheme, _, given = headers.get("authorization", "").partition(" ")  # RFC 9110: a scheme has any case
-        if bounds.key is not None and not (
-            scheme.lower() == "bearer" and _equal_constant_time(given.strip(), bounds.key)
-        ):
+        keys = [headers.get("x-api-key", ""), given.strip() if scheme.lower() == "bearer" else ""]
+        if bounds.key is not None and not any(_equal_constant_time(one, bounds.key) for one in keys):
             raise ApiRequestError(401, "a valid API key is required; send the header 'Authorization: Bearer KEY'")
         if scope["method"] != "POST":
             return

@@ -5,15 +5,17 @@ Fields of vLLM are extensions. `request_validation` ignores or refuses fields th
 
 from __future__ import annotations
 
+import base64
 import re
 import secrets
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
+from fastapi.exceptions import RequestValidationError
+from pydantic import ConfigDict, Discriminator, Field, Tag, ValidationError, field_validator, model_validator
 
 from mega_eval.sampling import Sampling
-from mega_eval.server.chat_tools import ChatTool, NamedToolChoice, ToolChoice, make_call_schema, parse_call_arguments
+from mega_eval.server.chat_tools import ChatTool, NamedToolChoice, ToolChoice, parse_call_arguments
 from mega_eval.server.output_constraints import ConstrainedRequest
 from mega_eval.server.request_validation import Many, StrictRequestModel, TokenId, expect_union, make_field_error
 
@@ -33,6 +35,7 @@ RESERVED_OPTIONS = frozenset({
     "conversations", "messages", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message",
     "return_assistant_tokens_mask",
 })  # fmt: skip
+MAX_IMAGES = 16  # of one conversation
 MAX_ALTERNATIVES = 20  # `top_logprobs` of OpenAI's API
 
 
@@ -111,9 +114,16 @@ class GenerationRequestBody(RequestBody, ConstrainedRequest):
                 "'bad_words' is not supported with 'allowed_token_ids'; use one of them", "bad_words"
             )
         rules = ("allowed_token_ids", "bad_words", "min_tokens", "logit_bias")
-        if self.resolve_constraint() is not None and (found := [name for name in rules if getattr(self, name)]):
-            raise make_field_error(f"{found[0]!r} is not supported with a grammar or a response format", found[0])
+        if self.is_constrained() and (found := [name for name in rules if getattr(self, name)]):
+            raise make_field_error(
+                f"{found[0]!r} is not supported with a grammar, a response format or a required or strict tool call",
+                found[0],
+            )
         return self
+
+    def is_constrained(self) -> bool:
+        """Return whether the answer must follow a grammar."""
+        return self.resolve_constraint() is not None
 
     def resolve_sampling(self, own: Mapping[str, Any]) -> Sampling:
         """Return the sampling settings of the request, with the model's settings for absent fields.
@@ -177,11 +187,12 @@ class CompletionRequest(GenerationRequestBody):
 
 
 class ContentPart(StrictRequestModel):
-    """Text part in the content of a chat message."""
+    """Part in the content of a chat message: text, or an image as a data: URL."""
 
     model_config = ConfigDict(extra="ignore", strict=True)  # ignores fields such as `cache_control` and `annotations`
     type: str
     text: str = ""
+    image: bytes | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -189,11 +200,30 @@ class ContentPart(StrictRequestModel):
         kind = value.get("type") if isinstance(value, dict) else None
         if not isinstance(kind, str):
             raise make_field_error("must be an object with 'type' and 'text'")
+        if kind in ("image_url", "input_image"):
+            address = value.get("image_url")
+            return {
+                "type": kind,
+                "image": decode_data_url(address.get("url") if isinstance(address, dict) else address),
+            }
         if kind not in ("text", "input_text", "output_text"):
-            raise make_field_error(f"has type {kind[:50]!r}, which is not supported; send parts of type 'text'")
+            raise make_field_error(
+                f"has type {kind[:50]!r}, which is not supported; send parts of type 'text' or 'image_url'"
+            )
         if not isinstance(value.get("text"), str):
             raise make_field_error("must have its text in 'text'")
-        return value
+        return {"type": kind, "text": value["text"]}
+
+
+def decode_data_url(address: Any) -> bytes:
+    """Return the bytes of an image in a data: URL; other addresses are refused, as the server fetches nothing."""
+    found = re.match(r"data:image/[\w.+-]{1,50};base64,", address) if isinstance(address, str) else None
+    if found is None:
+        raise make_field_error("must have an image as 'data:image/...;base64,...'; this server fetches no addresses")
+    try:
+        return base64.b64decode(address[found.end() :], validate=True)
+    except ValueError:
+        raise make_field_error("has an image that is not base64") from None
 
 
 ContentField = Annotated[
@@ -201,7 +231,7 @@ ContentField = Annotated[
     Discriminator(
         lambda value: {str: "[text]", list: "[parts]"}.get(type(value)),
         custom_error_type="union",
-        custom_error_message="must be a text or a list of parts of type 'text'",
+        custom_error_message="must be a text or a list of parts of type 'text' or 'image_url'",
     ),
 ]
 
@@ -221,10 +251,21 @@ class ChatMessage(StrictRequestModel):
         return self
 
     def to_template_message(self) -> dict[str, Any]:
-        """Return the message as chat templates expect it, with the text parts of its content joined to one text."""
-        parts = self.content
-        text = parts if isinstance(parts, str) else "".join(part.text for part in parts or ())
-        return parse_call_arguments({**(self.model_extra or {}), "role": self.role, "content": text})
+        """Return the message as chat templates expect it.
+        The text parts of its content are joined to one text unless there are images.
+        """
+        parts = [] if self.content is None or isinstance(self.content, str) else self.content
+        content: Any = self.content if isinstance(self.content, str) else "".join(part.text for part in parts)
+        if self.list_images():
+            content = [
+                {"type": "text", "text": part.text} if part.image is None else {"type": "image"} for part in parts
+            ]
+        return parse_call_arguments({**(self.model_extra or {}), "role": self.role, "content": content})
+
+    def list_images(self) -> list[bytes]:
+        """Return the image files in the message's content."""
+        parts = [] if self.content is None or isinstance(self.content, str) else self.content
+        return [part.image for part in parts if part.image is not None]
 
 
 class ChatTemplateFields(StrictRequestModel):
@@ -261,11 +302,17 @@ class ChatRequest(GenerationRequestBody, ChatTemplateFields):
     top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_ALTERNATIVES)] = None
     tools: Annotated[list[ChatTool] | None, Field(max_length=128)] = None
     tool_choice: ToolChoice | None = None
+    include_reasoning: Annotated[bool | None, Field(description="false: leave reasoning out of the answer")] = True
+    separate_reasoning: Annotated[bool | None, Field(description="false: keep reasoning in the content")] = True
     echo: Annotated[Literal[False] | None, Field(description="of /v1/completions only")] = None
     add_special_tokens: Annotated[Literal[False] | None, Field(description="the chat template adds them")] = None
 
     @model_validator(mode="after")
     def _check_chat(self) -> Self:
+        if sum(len(message.list_images()) for message in self.messages) > MAX_IMAGES:
+            raise make_field_error(f"'messages' must have at most {MAX_IMAGES} images", "messages")
+        if self.truncate_prompt_tokens is not None and any(message.list_images() for message in self.messages):
+            raise make_field_error("'truncate_prompt_tokens' is not supported with images", "truncate_prompt_tokens")
         if self.top_logprobs and not self.logprobs:
             raise make_field_error("'top_logprobs' requires 'logprobs': true", "top_logprobs")
         return self
@@ -280,7 +327,7 @@ class ChatRequest(GenerationRequestBody, ChatTemplateFields):
             )
         if choice == "required" and not names:
             raise make_field_error("'tool_choice': \"required\" requires 'tools'", "tool_choice")
-        if self.list_callable_tools() and super().resolve_constraint() is not None:
+        if self.list_callable_tools() and self.resolve_constraint() is not None:
             raise make_field_error("'tools' are not supported with a grammar or a response format; remove one", "tools")
         return self
 
@@ -291,13 +338,17 @@ class ChatRequest(GenerationRequestBody, ChatTemplateFields):
             return [tool for tool in self.tools or () if tool.function.name == chosen]
         return [] if self.tool_choice == "none" else list(self.tools or ())
 
-    def resolve_constraint(self) -> str | None:
-        """Return the JSON schema or Lark grammar that the answer must follow, or None.
-        If `tool_choice` requires a call, it is the JSON schema of a call.
-        """
-        if self.tool_choice not in (None, "none", "auto") and (tools := self.list_callable_tools()):
-            return make_call_schema(tools)
-        return super().resolve_constraint()
+    def requires_call(self) -> bool:
+        """Return whether the answer must be a tool call by the request's `tool_choice`."""
+        return self.tool_choice not in (None, "none", "auto") and bool(self.tools)
+
+    def constrains_calls(self) -> bool:
+        """Return whether a tool call must follow a schema: it is required, or a tool is strict."""
+        return self.requires_call() or any(tool.function.strict for tool in self.list_callable_tools())
+
+    def is_constrained(self) -> bool:
+        """Return whether the answer, or a tool call in it, must follow a grammar."""
+        return self.constrains_calls() or super().is_constrained()
 
     def get_max_new_tokens(self) -> int | None:
         """Return the maximum number of tokens to generate: `max_completion_tokens`, or its older name `max_tokens`."""
@@ -308,6 +359,18 @@ class ChatRequest(GenerationRequestBody, ChatTemplateFields):
         It is `top_logprobs` if `logprobs` is true, else None.
         """
         return (self.top_logprobs or 0) if self.logprobs else None
+
+
+def make_chat_request(fields: Mapping[str, Any]) -> ChatRequest:
+    """Return the request to /v1/chat/completions that a request of another API is equivalent to.
+
+    Raises:
+        RequestValidationError: as for a request to /v1/chat/completions.
+    """
+    try:
+        return ChatRequest.model_validate(fields)
+    except ValidationError as error:
+        raise RequestValidationError(error.errors()) from None
 
 
 class TokenizeRequest(RequestBody, ChatTemplateFields):

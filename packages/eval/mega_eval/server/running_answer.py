@@ -7,11 +7,10 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
-from mega_eval.server.answer_formats import AnswerBuilder, AnswerPart, format_sse_event
+from mega_eval.server.answer_formats import AnswerPart, AnswerWriter
 from mega_eval.server.api_errors import ApiRequestError, error_to_response
 from mega_eval.server.engine_driver import EngineDriver, RequestGroup
 from mega_eval.server.request_schemas import StreamOptions
-from mega_eval.server.responses_api import ResponsesAnswerBuilder
 from mega_eval.server.server_metrics import ServerMetrics
 
 
@@ -19,7 +18,7 @@ from mega_eval.server.server_metrics import ServerMetrics
 class RunningAnswer:
     """Answer to an API request whose text is being generated, within `seconds`; `release_requests` must be called once."""
 
-    answer: AnswerBuilder | ResponsesAnswerBuilder
+    answer: AnswerWriter
     group: RequestGroup
     parts: AsyncIterator[AnswerPart]
     driver: EngineDriver
@@ -47,7 +46,7 @@ class RunningAnswer:
             async for chunk in self.answer.stream_chunks(self._parts_until_deadline(), options):
                 yield chunk
         except Exception as error:  # noqa: BLE001 - the status is already sent, so the error must be an event
-            yield format_sse_event(error_to_response(error).format_error_body())
+            yield self.answer.format_stream_error(error_to_response(error))
 
     def release_requests(self) -> None:
         """Cancel the answer's unfinished engine requests and count its tokens in the server's metrics."""

@@ -13,9 +13,11 @@ SECONDS = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
 
 class ServerMetrics:
-    """Prometheus metrics of the server: counters of requests and tokens, and gauges of the inference engine."""
+    """Prometheus metrics of the server.
+    They are counters of requests and tokens, and gauges of the inference engines, summed over the models.
+    """
 
-    def __init__(self, engine: InferenceEngine) -> None:
+    def __init__(self, *engines: InferenceEngine) -> None:
         self._registry = CollectorRegistry()
         labels = ("route", "status")
         self._requests = Counter("mega_requests", "HTTP requests answered", labels, registry=self._registry)
@@ -25,10 +27,16 @@ class ServerMetrics:
         self._first = _make_histogram("mega_first_token_seconds", "Time to the first token", self._registry)
         self._tokens = Counter("mega_tokens", "Prompt and completion tokens", ("kind",), registry=self._registry)
         counts: dict[str, tuple[str, Callable[[], float]]] = {
-            "mega_engine_waiting": ("Requests waiting in the queue", lambda: engine.num_waiting),
-            "mega_engine_running": ("Running requests", lambda: engine.num_running),
-            "mega_cache_pages": ("Pages of the KV cache", lambda: engine.num_pages),
-            "mega_cache_free_pages": ("Free pages of the KV cache", lambda: engine.num_free_pages),
+            "mega_engine_waiting": (
+                "Requests waiting in the queue",
+                lambda: sum(engine.num_waiting for engine in engines),
+            ),
+            "mega_engine_running": ("Running requests", lambda: sum(engine.num_running for engine in engines)),
+            "mega_cache_pages": ("Pages of the KV cache", lambda: sum(engine.num_pages for engine in engines)),
+            "mega_cache_free_pages": (
+                "Free pages of the KV cache",
+                lambda: sum(engine.num_free_pages for engine in engines),
+            ),
         }
         for name, (text, count) in counts.items():
             Gauge(name, text, registry=self._registry).set_function(count)

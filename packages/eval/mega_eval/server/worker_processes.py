@@ -1,4 +1,4 @@
-"""Worker processes for chat templates and grammars, whose running time depends on the client or the model's files.
+"""Worker processes for chat templates, grammars and images, whose running time depends on the client or the model's files.
 
 A worker process has limits of CPU time and memory for each task, and a lower priority than the engine (`nice`). The
 operating system kills it when it exceeds them; another one starts for the next task. It runs the functions of `worker_tasks`.
@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
 
 from anyio import BrokenWorkerProcess, CapacityLimiter, to_process, to_thread
 
@@ -17,7 +18,16 @@ from mega_common.errors import DataError
 from mega_data.chat.chat_records import Conversation
 from mega_data.chat.chat_template import ChatTemplate
 from mega_eval.grammar_matcher import GrammarCache
-from mega_eval.server.worker_tasks import MEMORY, check_grammar_with_limits, render_with_limits
+from mega_eval.server.worker_tasks import (
+    MEMORY,
+    check_grammar_with_limits,
+    prepare_images_with_limits,
+    render_with_limits,
+)
+
+if TYPE_CHECKING:
+    from mega_common.vision_config import VisionConfig
+    from mega_data.images.image_pixels import PreparedImage
 
 SECONDS = 3.0  # CPU time of one task
 WALL_SECONDS = 60.0  # wall-clock time of one task on a busy machine, including the start of the process
@@ -26,7 +36,7 @@ CACHED_CHECKS = 256  # grammars whose check is cached
 
 
 class WorkerProcesses:
-    """Worker processes in which the server renders chat templates and checks grammars, with limits of time and memory.
+    """Worker processes in which the server renders chat templates, checks grammars and reads images, with limits of time and memory.
 
     Args:
         grammars: cache of compiled grammars, shared with the engine.
@@ -57,6 +67,23 @@ class WorkerProcesses:
         except (BrokenWorkerProcess, MemoryError, TimeoutError):
             raise DataError(
                 f"rendering the chat template takes more than {self._seconds:g} seconds or {MEMORY // 2**30} GiB of memory"
+            ) from None
+
+    async def prepare_images(self, pictures: Sequence[bytes], vision: VisionConfig) -> list[PreparedImage]:
+        """Return image files decoded, resized and normalized for a vision encoder, in a worker process.
+
+        Raises:
+            DataError: when one cannot be read, has too many pixels, or takes too long or too much memory.
+        """
+        try:
+            async with self._renderers, asyncio.timeout(WALL_SECONDS):
+                return await to_process.run_sync(
+                    prepare_images_with_limits, self._seconds, pictures, vision, cancellable=True, limiter=self._any
+                )
+        except (BrokenWorkerProcess, MemoryError, TimeoutError):
+            raise DataError(
+                f"reading the images takes more than {self._seconds:g} seconds or {MEMORY // 2**30} GiB of memory",
+                hint="send smaller images",
             ) from None
 
     async def prepare_grammar(self, grammar: str, ends: Collection[int]) -> None:

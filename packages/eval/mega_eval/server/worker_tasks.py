@@ -9,13 +9,15 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
+    from mega_common.vision_config import VisionConfig
     from mega_data.chat.chat_records import Conversation
     from mega_data.chat.chat_template import ChatTemplate
+    from mega_data.images.image_pixels import PreparedImage
 
 T = TypeVar("T")
 
@@ -54,6 +56,19 @@ def render_with_limits(
         seconds,
         lambda: template.render_prompt(conversation, add_generation_prompt=begins, continue_final_message=continues),
     )
+
+
+def prepare_images_with_limits(seconds: float, pictures: Sequence[bytes], vision: VisionConfig) -> list[PreparedImage]:
+    """Return image files decoded, resized and normalized for a vision encoder.
+    Called in a worker process, which is killed after `seconds` of CPU time.
+    """
+
+    def prepare_all() -> list[PreparedImage]:
+        from mega_data.images.image_pixels import prepare_image
+
+        return [prepare_image(picture, vision) for picture in pictures]
+
+    return run_within_limits(seconds, prepare_all)
 
 
 def check_grammar_with_limits(seconds: float, grammar: str, tokenizer_json: str, ends: frozenset[int]) -> None:

@@ -8,7 +8,6 @@ Code is imported from nowhere else: never by a name that a checkpoint or a model
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import importlib
 import importlib.util
@@ -26,7 +25,13 @@ from mega_common.extension_block import BlockDeclaration, ExtensionBlock
 from mega_common.layer_kinds import FEEDS, MIXERS
 from mega_common.model_config import ModelConfig
 from mega_common.progress_logging import logger
-from mega_common.strict_config import ConfigProblem, StrictConfig, find_config_problems, raise_config_error
+from mega_common.strict_config import (
+    ConfigProblem,
+    StrictConfig,
+    find_config_problems,
+    find_near_option,
+    raise_config_error,
+)
 from mega_data.data_config import KindName
 from mega_trainer.config.lr_schedule import ScheduleName
 from mega_trainer.config.objective_config import USED
@@ -422,9 +427,9 @@ def find_name_problems(
         return
     known = [*BUILT_IN[kind], *added]
     if value not in known:
-        near = difflib.get_close_matches(value, known, n=1)
+        near = find_near_option(value, known)
         names = ", ".join(known) or "one that an extension adds"
-        hint = f"set {path}={near[0]}" if near else f"set extensions to the file that has it, or remove {path}"
+        hint = f"set {path}={near}" if near else f"set extensions to the file that has it, or remove {path}"
         yield ConfigProblem(path, f"must be {names}", value, hint)
     elif options:
         yield ConfigProblem(where, f"has no effect with {path} = {value}", hint=f"remove {where}")

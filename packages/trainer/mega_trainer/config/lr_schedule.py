@@ -99,7 +99,8 @@ class LRSchedule(StrictConfig):
             return
         curve, last = self.make_curve(lr=lr, steps=steps, batch=batch), self.decay_steps or steps
         if curve.warmup >= curve.end:
-            shorter = {"warmup_steps": last // 10, "warmup_samples": curve.end // 10, "warmup_share": 0.1}
+            share = 0.1 if last >= 10 else "null"  # a share is at least one step
+            shorter = {"warmup_steps": last // 10, "warmup_samples": curve.end // 10, "warmup_share": share}
             key = next((key for key in ("warmup_samples", "warmup_share") if getattr(self, key)), "warmup_steps")
             hint = f"set lr_schedule.{key}={shorter[key]}, or set lr_schedule.decay_steps to the steps of a longer run"
             rule = f"must end before the decay ends, at step {last}"

@@ -90,8 +90,13 @@ def make_run_folder(config: RunConfig, tokenizer: Tokenizer | None) -> None:
     with open_atomic_file(folder / "run.yaml", text=True) as stream:
         yaml.safe_dump(config.model_dump(mode="json", by_alias=True, exclude_none=True), stream, sort_keys=False)
     assets = folder / "assets"
-    if assets.exists():
-        return
+    if not assets.exists():
+        _write_assets(config, tokenizer, assets)
+        if config.data.raw.chat_template is not None:  # the model is used with the template that it was trained with
+            write_file_durably(assets / "chat_template.jinja", config.data.raw.chat_template)
+
+
+def _write_assets(config: RunConfig, tokenizer: Tokenizer | None, assets: Path) -> None:
     if config.init_from is not None:
         copy_assets(open_initial_weights(config, config.init_from, tokenizer)[1], assets)
         if not config.data.allow_other_tokenizer:

@@ -142,13 +142,22 @@ class AdapterSelection:
     """LoRA adapter of each batch row of a forward pass: set before the pass, read by the layers.
 
     Attributes:
-        names: names of all adapters.
+        names: names of all adapters that are loaded.
         rows: batch rows of each selected adapter, int64 indices.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
         self.names = tuple(names)
         self.rows: Mapping[str, Tensor] = {}
+
+    def add_name(self, name: str) -> None:
+        """Add the name of an adapter that was loaded into the layers."""
+        self.names = (*self.names, name)
+
+    def remove_name(self, name: str) -> None:
+        """Remove the name of an adapter, which no row selects any more."""
+        self.names = tuple(other for other in self.names if other != name)
+        self.rows = {other: rows for other, rows in self.rows.items() if other != name}
 
     def select_adapters(self, chosen: Sequence[str | None], device: torch.device) -> None:
         """Set the adapter that each batch row of the next forward pass uses, by name; None for no adapter."""
@@ -163,7 +172,7 @@ class PerRowAdapters(nn.Module):
     """Several LoRA adapters of one layer, chosen per batch row, for inference.
     An adapter that is not in `adapters` does not change this layer.
 
-    Adapters and the layer's weight must not change after the first pass, which caches the magnitude factors.
+    The weights of adapters and of the layer must not change after the first pass, which caches the magnitude factors.
     """
 
     def __init__(self, selection: AdapterSelection, adapters: Mapping[str, LoraAdapterLayer]) -> None:
@@ -182,6 +191,19 @@ class PerRowAdapters(nn.Module):
         adapter = self.adapters[index]
         assert isinstance(adapter, LoraAdapterLayer)
         return adapter
+
+    def add_adapter(self, name: str, adapter: LoraAdapterLayer) -> None:
+        """Add an adapter between two passes."""
+        self.names[name] = len(self.adapters)
+        self.adapters.append(adapter)
+
+    def remove_adapter(self, name: str) -> None:
+        """Remove an adapter between two passes, if the layer has it."""
+        if name not in self.names:
+            return
+        kept = {other: self.adapters[index] for other, index in self.names.items() if other != name}
+        self.names, self.adapters = {other: index for index, other in enumerate(kept)}, nn.ModuleList(kept.values())
+        self._factors.pop(name, None)
 
     def forward(
         self, x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None = None, dropout: SeededDropout | None = None

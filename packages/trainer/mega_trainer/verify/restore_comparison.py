@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -79,7 +80,7 @@ def restore_in_other_layouts(
         if rank >= after.ranks:
             yield None
             continue
-        with contexts[number]() if contexts else nullcontext():
+        with contexts[number]() if contexts else nullcontext(), hide_progress():
             second = CaseTrainer.build(after, rank, maker)
             spoil_tensors(second)
             second.state.restore_checkpoint(everywhere[0][0], find_case_group(maker, after))
@@ -101,10 +102,16 @@ def _train_on(second: CaseTrainer, references: SingleProcessOutcomes) -> RankFin
 def save_case(trainer: CaseTrainer, maker: ProcessGroupCache, folder: Path) -> Location:
     """Save a checkpoint and return its folder. A collective call of the ranks of the case."""
     state = trainer.state
-    return save_sharded_checkpoint(
-        folder, state.step, state.tensors_to_save(), model=trainer.config.model, state=state.checkpoint_state(),
-        group=find_case_group(maker, trainer.case),
-    )  # fmt: skip
+    with hide_progress():
+        return save_sharded_checkpoint(
+            folder, state.step, state.tensors_to_save(), model=trainer.config.model, state=state.checkpoint_state(),
+            group=find_case_group(maker, trainer.case),
+        )  # fmt: skip
+
+
+def hide_progress() -> AbstractContextManager[Any]:
+    """Return a context without the progress bars of saves and loads, of which a verification makes many."""
+    return redirect_stderr(io.StringIO())
 
 
 def spoil_tensors(trainer: CaseTrainer) -> None:

@@ -126,6 +126,8 @@ def _list_unverified(config: RunConfig) -> Iterator[str]:
     """Yield sentences about parts of a run that a verification does not run."""
     if config.model.score:
         yield "The score head of the reward model is replaced by a language-model head."
+    if config.model.task_head is not None:
+        yield "The task head of the model is replaced by a language-model head."
     if config.objective.kind in USED and config.objective.kind != "cross_entropy":
         yield f"The objective is next-token cross entropy, not {config.objective.kind}."
     if config.precision in ("fp8", "fp16"):
@@ -161,7 +163,7 @@ def _find_source_layers(model: ModelConfig) -> list[int]:
 def shrink_model(model: ModelConfig, layers: int) -> dict[str, Any]:
     """Return the fields of a tiny `ModelConfig` of the same kind, with a number of layers."""
     fields = model.model_dump(mode="json", exclude_unset=True, exclude={"transformers"})
-    fields |= {"vocab_size": VOCABULARY, "init_std": INIT_STD, "score": False}
+    fields |= {"vocab_size": VOCABULARY, "init_std": INIT_STD, "score": False, "task_head": None}
     fields |= _shrink_layers(model, layers, fields) | _shrink_attention(model)
     fields["max_position"] = LENGTH if model.position == "learned" else max(LENGTH, min(model.max_position, 64))
     if model.sliding_window is not None:

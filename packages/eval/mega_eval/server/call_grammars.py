@@ -1,0 +1,191 @@
+"""Lark grammars (llguidance) of answers with tool calls in the format of a model family."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mega_common.errors import DataError
+from mega_eval.server.tool_formats import ToolFormat, is_text_schema
+
+NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
+TEXT_KEYWORDS = frozenset({"type", "enum", "const", "minLength", "maxLength"})  # of JSON schema
+ANNOTATIONS = frozenset({"title", "description", "default", "examples", "deprecated", "$comment"})
+SHARED_KEYWORDS = ("$defs", "definitions")
+ANY_TEXT = "/(?s:.*)/"
+
+
+@dataclass(frozen=True)
+class CallableTool:
+    """Tool for a grammar: its name, and the JSON schema of its arguments; None for any arguments."""
+
+    name: str
+    schema: Mapping[str, Any] | None
+
+
+@dataclass
+class GrammarWriter:
+    """Rules of a Lark grammar.
+
+    Attributes:
+        specials: token ids of special tokens, by their texts.
+        rules: lines of the grammar so far.
+    """
+
+    specials: Mapping[str, int]
+    rules: list[str] = field(default_factory=list)
+
+    def add_rule(self, body: str, attribute: str = "") -> str:
+        """Add a rule and return its name."""
+        name = f"rule_{len(self.rules)}"
+        self.rules.append(f"{name}{attribute}: {body}")
+        return name
+
+    def write_literal(self, text: str) -> str:
+        """Return the expression of a text, in which special tokens are tokens."""
+        if not self.specials:
+            return json.dumps(text) if text else '""'
+        names = "|".join(sorted(map(re.escape, self.specials), key=len, reverse=True))
+        parts = [part for part in re.split(f"({names})", text) if part]
+        return " ".join(f"<[{self.specials[part]}]>" if part in self.specials else json.dumps(part) for part in parts)
+
+    def add_text_until(self, mark: str) -> str:
+        """Add a rule of any text up to the first `mark`, included, and return its name."""
+        if mark in self.specials:
+            return self.add_rule(f"{ANY_TEXT} {self.write_literal(mark)}")
+        return self.add_rule(f"{ANY_TEXT} {json.dumps(mark)}", "[lazy]")
+
+    def add_json(self, schema: Mapping[str, Any]) -> str:
+        """Add a rule of JSON that follows a schema, with at most one space between tokens; return its name."""
+        spaced = {**schema, "x-guidance": {"whitespace_flexible": True, "whitespace_pattern": " ?"}}
+        return self.add_rule(f"%json {json.dumps(spaced)}")
+
+    def add_call(self, form: ToolFormat, tool: CallableTool) -> str:
+        """Add a rule of one call of a tool, without the opening of the format, and return its name."""
+        before, after = (text.replace("NAME", tool.name) for text in form.call)
+        schema = {"type": "object"} if tool.schema is None else tool.schema
+        if form.argument is None:
+            arguments = self.add_json(schema)
+        else:
+            arguments = self._add_arguments(form.argument, tool.name, schema)
+        opening = find_opening(form, self.specials)
+        parts = [before.removeprefix(opening), arguments, after]
+        return self.add_rule(
+            " ".join(part if part is arguments else self.write_literal(part) for part in parts if part)
+        )
+
+    def _add_arguments(self, marks: tuple[str, str], tool: str, schema: Mapping[str, Any]) -> str:
+        """Add a rule of arguments that each have a start and an end mark, in the order of the schema's properties."""
+        properties = schema.get("properties", {})
+        extra = sorted(schema.keys() - {"type", "properties", "required", "additionalProperties", "$schema", "strict", *SHARED_KEYWORDS} - ANNOTATIONS)  # fmt: skip
+        if extra or not isinstance(properties, dict):
+            raise DataError(
+                f"tool {tool!r}: the keyword {(extra or ['properties'])[0]!r} of its parameters is not supported with "
+                "the call format of this model's chat template"
+            )
+        shared = {name: schema[name] for name in SHARED_KEYWORDS if name in schema}
+        found = []
+        for key, wanted in properties.items():
+            begin, end = (mark.replace("KEY", key) for mark in marks)
+            value = self._add_value(tool, key, wanted, end, shared)
+            one = self.add_rule(f"{self.write_literal(begin)} {value}")
+            found.append(one if key in schema.get("required", ()) else f"{one}?")
+        return self.add_rule(" ".join(found) or '""')
+
+    def _add_value(self, tool: str, key: str, wanted: Any, end: str, shared: Mapping[str, Any]) -> str:
+        """Add a rule of one value up to its end mark: raw text if the schema says so, else JSON."""
+        if not is_text_schema(wanted):
+            schema = {**wanted, **shared} if isinstance(wanted, dict) else {}
+            return self.add_rule(f"{self.add_json(schema)} {self.write_literal(end)}")
+        unknown = sorted(wanted.keys() - TEXT_KEYWORDS - ANNOTATIONS)
+        if unknown:
+            raise DataError(
+                f"tool {tool!r}: the keyword {unknown[0]!r} of the parameter {key!r} is not supported with the call "
+                "format of this model's chat template"
+            )
+        if choices := wanted.get("enum", [wanted["const"]] if "const" in wanted else []):
+            return self.add_rule(f"({' | '.join(map(self.write_literal, choices))}) {self.write_literal(end)}")
+        least, most = wanted.get("minLength", 0), wanted.get("maxLength", "")
+        text = f"/(?s:.{{{least},{most}}})/" if least or most else ANY_TEXT
+        return self.add_rule(f"{text} {json.dumps(end)}", "[lazy]")
+
+
+def find_opening(form: ToolFormat, specials: Mapping[str, int]) -> str:
+    """Return the text that begins a call in a format, and no other text: a special token, a tag, or a brace."""
+    tag = re.match(r"<[^>]*>|\[TOOL_CALLS\]|\{", form.call[0])
+    assert tag is not None
+    return tag[0]
+
+
+def build_call_grammar(
+    form: ToolFormat,
+    tools: Sequence[CallableTool],
+    specials: Mapping[str, int],
+    *,
+    required: bool,
+    reasoning_end: str | None,
+) -> str:
+    """Return the Lark grammar of an answer with at most one tool call.
+
+    Args:
+        form: format of the call.
+        tools: tools that may be called.
+        specials: token ids of special tokens, by their texts.
+        required: the answer is a call; else it is text, or text and a call.
+        reasoning_end: mark that ends reasoning that the prompt has opened; None if the prompt has not.
+
+    Raises:
+        DataError: for a schema that the format cannot express.
+    """
+    writer = GrammarWriter(specials)
+    call = writer.add_rule(" | ".join(writer.add_call(form, tool) for tool in tools))
+    opening = find_opening(form, specials)
+    literal = writer.write_literal(opening)
+    start = f"{literal} {call}"
+    if form.name == "harmony":
+        reasoning = _add_analysis(writer)
+        said = writer.add_rule(f"{writer.write_literal('<|channel|>final<|message|>')} {ANY_TEXT}")
+        start = f"{reasoning}? {start}" if required else f"{reasoning}? ({start} | {said})"
+    elif not required:
+        text = writer.add_rule(ANY_TEXT if opening != "{" else r"/([^\s{\[][\s\S]*)?/")
+        before = literal if opening == "{" else writer.add_text_until(opening)
+        start = f"{text} | {before} {call}"
+    if reasoning_end is not None:
+        start = f"{_add_reasoning(writer, reasoning_end)} ({start})"
+    return "\n".join([f"start: {start}", *writer.rules])
+
+
+def build_answer_grammar(
+    form: ToolFormat, schema: str, specials: Mapping[str, int], *, reasoning_end: str | None
+) -> str:
+    """Return the Lark grammar of an answer whose content is JSON that follows a schema, after reasoning.
+
+    Args:
+        form: format of the model's answers.
+        schema: JSON schema as text.
+        specials: token ids of special tokens, by their texts.
+        reasoning_end: mark that ends reasoning that the prompt has opened; None for answers on channels (GPT-OSS).
+    """
+    writer = GrammarWriter(specials)
+    content = writer.add_json(json.loads(schema))
+    if reasoning_end is None:
+        final = writer.write_literal("<|channel|>final<|message|>")
+        start = f"{_add_analysis(writer)}? {final} {content}"
+    else:
+        start = f"{_add_reasoning(writer, reasoning_end)} {content}"
+    return "\n".join([f"start: {start}", *writer.rules])
+
+
+def _add_analysis(writer: GrammarWriter) -> str:
+    """Add a rule of reasoning on a channel of its own, up to the channel of the next message."""
+    begin = writer.write_literal("<|channel|>analysis<|message|>")
+    return writer.add_rule(f"{begin} {ANY_TEXT} {writer.write_literal('<|end|><|start|>assistant')}")
+
+
+def _add_reasoning(writer: GrammarWriter, end: str) -> str:
+    """Add a rule of the rest of reasoning up to its `end` and the white space after it."""
+    before, space = writer.add_text_until(end), writer.add_rule(r"/[ \n]{0,2}/")
+    return f"{before} {space}"

@@ -1,0 +1,157 @@
+"""Text of an answer that arrives in pieces, with generator functions that read it as far as it is final.
+
+A generator yields `Delta`s, and None when it needs more text. Its work is linear in the length of the text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Generator
+from typing import Literal, NamedTuple
+
+from mega_eval.text_stream import measure_stop_overlap
+
+LONGEST_MATCH = 1000  # characters of a text that patterns are matched with, each time it grows
+
+DeltaKind = Literal["content", "reasoning", "call", "arguments"]
+
+
+class Delta(NamedTuple):
+    """New piece of a parsed answer.
+    It is text of the content or of the reasoning, the name of a function to call, or JSON text of the arguments of the
+    last call; `call_id` is the id that the model gave the call, if any.
+    """
+
+    kind: DeltaKind
+    text: str
+    call_id: str | None = None
+
+
+Deltas = Generator[Delta | None, None, None]
+Waits = Generator[None, None, bool]
+
+
+class JsonScanner:
+    """Incremental search for the end of a JSON object or list: brackets are counted outside of strings."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._quoted = self._escaped = False
+
+    def find_end(self, text: str, begin: int = 0) -> int | None:
+        """Return the index after the bracket that closes the first one; None if it is not in the text.
+        Only `text[begin:]`, which continues the text of the last call, is searched.
+        """
+        for at in range(begin, len(text)):
+            letter = text[at]
+            if self._quoted:
+                self._quoted = self._escaped or letter != '"'
+                self._escaped = letter == "\\" and not self._escaped
+            elif letter == '"':
+                self._quoted = True
+            elif letter in "{[":
+                self._depth += 1
+            elif letter in "}]":
+                self._depth -= 1
+                if self._depth <= 0:
+                    return at + 1
+        return None
+
+
+class GrowingText:
+    """Unread part of a text that grows.
+
+    Attributes:
+        unread: text that has arrived and was not read.
+        ended: True once no more text arrives.
+    """
+
+    def __init__(self) -> None:
+        self.unread = ""
+        self.ended = False
+
+    def read(self, count: int) -> str:
+        """Return the next `count` characters, which are then read."""
+        text, self.unread = self.unread[:count], self.unread[count:]
+        return text
+
+    def skip_space(self) -> Waits:
+        """Wait for a character that is not white space, drop the white space before it, and return whether there is one."""
+        while not (text := self.unread.lstrip()) and not self.ended:
+            yield None
+        self.unread = text
+        return bool(text)
+
+    def skip_mark(self, *marks: str) -> Waits:
+        """Drop one of `marks` at the start of the unread text, and return whether it was there.
+        Waits until the text starts with a mark or cannot do so any more.
+        """
+        while not self.ended and any(mark.startswith(self.unread) and mark != self.unread for mark in marks):
+            yield None
+        found = next((mark for mark in marks if self.unread.startswith(mark)), "")
+        self.read(len(found))
+        return bool(found)
+
+    def stream_until(self, kind: DeltaKind, *marks: str) -> Generator[Delta | None, None, str | None]:
+        """Yield the text before the first of `marks` as it arrives, drop the mark and return it.
+        Returns None if the text ends without a mark.
+        """
+        while (found := self._find_first(marks)) is None and not self.ended:
+            held = max((measure_stop_overlap(self.unread, mark) for mark in marks), default=0)
+            if ready := self.read(len(self.unread) - held):
+                yield Delta(kind, ready)
+            yield None
+        if text := self.read(len(self.unread) if found is None else found[0]):
+            yield Delta(kind, text)
+        if found is not None:
+            self.read(len(found[1]))
+        return None if found is None else found[1]
+
+    def take_until(self, *marks: str) -> Generator[None, None, tuple[str, str | None]]:
+        """Wait for the first of `marks`; return the text before it and the mark, or the rest of the text and None."""
+        while (found := self._find_first(marks)) is None and not self.ended:
+            yield None
+        if found is None:
+            return self.read(len(self.unread)), None
+        text = self.read(found[0])
+        return text, self.read(len(found[1]))
+
+    def wait_for_match(self, pattern: re.Pattern[str]) -> Generator[None, None, re.Match[str] | None]:
+        """Wait until `pattern` matches at the start of the unread text, and leave the text unread.
+        Returns None if it does not within `LONGEST_MATCH` characters or before the end of the text.
+        """
+        while (found := pattern.match(self.unread)) is None and not self.ended and len(self.unread) < LONGEST_MATCH:
+            yield None
+        return found
+
+    def take_json(
+        self, accept: Callable[[str], re.Match[str] | None] = lambda _: None
+    ) -> Generator[None, None, re.Match[str] | str]:
+        """Wait for the end of the object or list at the start of the unread text, and return it.
+        Returns the rest of the text if it does not end. As soon as `accept` of the unread text is a match, returns the
+        match and leaves the text unread.
+        """
+        scanner, scanned = JsonScanner(), 0
+        while True:
+            if len(self.unread) < LONGEST_MATCH and (found := accept(self.unread)):
+                return found
+            end = scanner.find_end(self.unread, scanned)
+            if end is not None or self.ended:
+                return self.read(len(self.unread) if end is None else end)
+            scanned = len(self.unread)
+            yield None
+
+    def stream_json(self) -> Deltas:
+        """Yield the object that the unread text starts with as pieces of arguments."""
+        scanner = JsonScanner()
+        while (end := scanner.find_end(self.unread)) is None and not self.ended:
+            if self.unread:
+                yield Delta("arguments", self.read(len(self.unread)))
+            yield None
+        if text := self.read(len(self.unread) if end is None else end):
+            yield Delta("arguments", text)
+
+    def _find_first(self, marks: tuple[str, ...]) -> tuple[int, str] | None:
+        """Return the position and text of the first of `marks` in the unread text."""
+        found = [(at, mark) for mark in marks if (at := self.unread.find(mark)) >= 0]
+        return min(found, default=None)
