@@ -21,7 +21,8 @@ from mega_ckpt.families.config_entries import (
     split_words,
 )
 from mega_ckpt.families.disk_layouts import TRANSPOSED, TensorRule, weight_bias_rules
-from mega_ckpt.families.vision_family import ACTIVATIONS, VisionLanguageFamily
+from mega_ckpt.families.vision_encoders import ACTIVATIONS
+from mega_ckpt.families.vision_family import VisionLanguageFamily
 from mega_common.vision_config import PROJECTOR
 
 TOWER_BUFFERS = r"(.*\.)?(rotary_emb\.inv_freq|embeddings\.position_ids|vision_tower\.(vision_model\.)?head\..*)"
