@@ -141,6 +141,10 @@ def test_degrees_that_do_not_split_its_heads(tmp_path: Path) -> None:
         ("self.w = nn.Parameter(torch.zeros(2))", "was not made by the builder"),
         ("self.w = build.build_replicated('mean', (2,))", "must be named model.layers.N.NAME"),
         ("self.w = build.config.nothing", "mean in model.mixers raised AttributeError"),
+        (
+            "self.a, self.b = (build.build_replicated(f'model.layers.{layer}.a', (2,)) for _ in range(2))",
+            "two parameters are named model.layers.N.a",
+        ),
     ],
 )
 def test_a_block_that_does_not_follow_the_rules(tmp_path: Path, body: str, words: str) -> None:
@@ -148,6 +152,25 @@ def test_a_block_that_does_not_follow_the_rules(tmp_path: Path, body: str, words
         "import torch\nfrom torch import nn\nclass Mean(nn.Module):\n    def __init__(self, build, layer, options):\n"
         f"        super().__init__()\n        {body}\n"
         "EXTENSION = Extension(name='m', version='1', api=1, mixers={'mean': Block(Mean)})"
+    )
+    with pytest.raises(ConfigError, match=words):
+        parse(extensions=[write(tmp_path, text)], model={**SIZES, "mixers": {"mean": {}}, "layers": ["mean+mlp"]})
+
+
+@pytest.mark.parametrize(
+    ("traits", "words"),
+    [
+        ("None", "declares of mean in model.mixers returned None"),
+        ("BlockTraits(heads=8, shared_heads=3)", "shared_heads = 3 of mean in model.mixers must divide heads = 8"),
+    ],
+)
+def test_a_declaration_that_cannot_be(tmp_path: Path, traits: str, words: str) -> None:
+    text = (
+        "from torch import nn\nfrom mega_trainer.extend import BlockTraits\nclass Mean(nn.Module):\n"
+        "    def __init__(self, build, layer, options):\n        super().__init__()\n"
+        "        self.w = build.build_replicated(f'model.layers.{layer}.mean', (2,))\n"
+        f"mean = Block(Mean, declares=lambda model, options: {traits})\n"
+        "EXTENSION = Extension(name='m', version='1', api=1, mixers={'mean': mean})"
     )
     with pytest.raises(ConfigError, match=words):
         parse(extensions=[write(tmp_path, text)], model={**SIZES, "mixers": {"mean": {}}, "layers": ["mean+mlp"]})

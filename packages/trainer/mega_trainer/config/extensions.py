@@ -396,6 +396,11 @@ def _declare_block(
     extension, options = registry.find_extension(kind, name), block.options.model_validate(raw)
     try:
         traits = block.declares(config, options)
+        if not isinstance(traits, BlockTraits):
+            raise ConfigError(
+                f"extension {extension.name}: declares of {name} in model.{kind} returned {traits!r:.60}",
+                hint="return BlockTraits(...) from it",
+            )
         tensors = list_block_tensors(config, lambda build, layer: block.build(build, layer, options))
     except ConfigError:
         raise
@@ -405,6 +410,12 @@ def _declare_block(
             hint="correct the extension",
         ) from error
     facts = {**asdict(traits), "shared_heads": traits.shared_heads or traits.heads}
+    if facts["heads"] % facts["shared_heads"]:
+        raise ConfigError(
+            f"extension {extension.name}: shared_heads = {traits.shared_heads} of {name} in model.{kind} must divide "
+            f"heads = {traits.heads}",
+            hint="correct the options or what declares returns",
+        )
     return BlockDeclaration(extension=extension.name, tensors=tensors, **facts)
 
 

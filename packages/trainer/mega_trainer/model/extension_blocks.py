@@ -16,7 +16,7 @@ def list_block_tensors(config: ModelConfig, factory: LayerFactory) -> dict[str, 
     They are in the order of its parameters.
 
     Raises:
-        ConfigError: if a parameter was not made by the builder, or its name belongs to another layer.
+        ConfigError: if a parameter was not made by the builder, its name belongs to another layer, or two have one name.
     """
     module = factory(LayerBuilder(config, device=torch.device("meta")), 0)
     found: dict[str, TensorShape] = {}
@@ -34,6 +34,10 @@ def list_block_tensors(config: ModelConfig, factory: LayerFactory) -> dict[str, 
                 raise ConfigError(
                     f"the tensor {piece.name} must be named model.layers.N.NAME, with the number of its layer",
                     hint='use f"model.layers.{layer}.NAME"',
+                )
+            if suffix in found:
+                raise ConfigError(
+                    f"two parameters are named model.layers.N.{suffix}", hint="give each parameter a name of its own"
                 )
             found[suffix] = tuple(piece.global_shape)
     return found

@@ -331,7 +331,10 @@ def count_stable_steps(tiny: TinyRun, layers: int) -> int:
 
 
 def choose_layouts(tiny: TinyRun, count: int, ranks: int, seed: int) -> list[LayoutCase]:
-    """Return a covering of the legal layouts of up to `ranks` ranks; the first is the nearest to the run's own layout."""
+    """Return a covering of the legal layouts of up to `ranks` ranks; the first is the nearest to the run's own layout.
+    Tensor parallelism without sequence parallelism, which hides missing gradient sums, and context parallelism follow, if
+    the model has such layouts and `count` allows it.
+    """
     rng = random.Random(f"{seed} {ranks}")
     experts = tiny.config.model.moe is not None
     degrees = range(1, ranks + 1)
@@ -356,8 +359,20 @@ def choose_layouts(tiny: TinyRun, count: int, ranks: int, seed: int) -> list[Lay
             break
     own = tiny.config.parallel.model_dump()
     nearest = max(found, key=lambda case: (_likeness(case, own), case.ranks))
-    others = choose_covering([case for case in found if case is not nearest], count - 1)
-    return [nearest, *others]
+    chosen = [nearest]
+    for needed in (_splits_heads_alone, _splits_context):
+        if not any(map(needed, chosen)):
+            chosen += [case for case in found if needed(case)][:1]
+    others = [case for case in found if not any(case is one for one in chosen)]
+    return [*chosen[:count], *choose_covering(others, count - len(chosen))]
+
+
+def _splits_heads_alone(case: LayoutCase) -> bool:
+    return case.layout["tp"] > 1 and not case.layout["sp"]
+
+
+def _splits_context(case: LayoutCase) -> bool:
+    return bool(case.layout["cp"] > 1)
 
 
 def draw_case(tiny: TinyRun, ranks: int, parallel: dict[str, Any], rng: random.Random) -> LayoutCase:
