@@ -312,6 +312,7 @@ VARIANTS |= {
         "norm": "layernorm", "norm_bias": False, "position": "alibi", "activation": "gelu", "tie_embeddings": True,
         "ffn_hidden_size": 96,
     },
+    "youtu": {**LATENT, "tie_embeddings": True},
     "gpt-neo": {
         "norm": "layernorm", "position": "learned", "activation": "gelu_tanh", "tie_embeddings": True, "attention_scale": 1.0,
         "attention_out_bias": True, "mlp_bias": True, "sliding_window": 7, "full_attention_layers": [0],

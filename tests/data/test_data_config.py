@@ -28,7 +28,6 @@ MIXED = [{"path": "a", "kind": "bert"}, {"path": "b", "kind": "text"}]
         ({"train": "a", "kind": "t5", "order": "megatron"}, r"t5.decoder_seq_length: is required with order: megatron"),
         ({"train": "a", "kind": "fim", "fim": {"rate": 1.5}}, r"fim.rate = 1.5"),
         ({"train": "a", "kind": "fim", "fim": {"tokens": ["<a>", "<b>"]}}, "fim.tokens"),
-        ({"train": "a", "kind": "BERT"}, "kind = 'BERT'"),
     ],
 )
 def test_what_a_kind_cannot_use_is_refused(fields: dict[str, Any], told: str) -> None:

@@ -152,7 +152,9 @@ def test_a_disk_that_fails_in_close_leaves_the_old_data_set_or_none(
 def test_what_makes_a_missing_data_set_is_told(tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
         IndexedReader(tmp_path / "wiki")
-    assert caught.value.hint == f"create it with mega data preprocess --output {tmp_path / 'wiki'}"
+    assert caught.value.hint == (
+        f"create it with mega data preprocess --input FILE --tokenizer FOLDER --output {tmp_path / 'wiki'}"
+    )
 
 
 def damage(path: Path, at: int, data: bytes) -> None:

@@ -127,7 +127,7 @@ REFUSED: list[tuple[list[str], dict[str, Any], dict[str, Any], dict[str, Any], s
     ([*PLAIN, "WordWeights"], {}, {}, {}, "WordWeights"),
     (["Transformer", "WeightedLayerPooling", "Pooling"], {}, {}, {}, "must begin with Transformer and Pooling"),
     ([*PLAIN, "Dense"], {}, {}, {}, "config.json is missing"),
-    (PLAIN, {}, {"default_prompt_name": "query"}, {}, "'query' is not in"),
+    (PLAIN, {}, {"default_prompt_name": "query"}, {}, "has no prompts"),
     (PLAIN, {}, PROMPTS, {"input": [1, 2]}, "prompt 'w20 w21 ' is put first"),
     (PLAIN, {}, PROMPTS, {"input": [[1], [2]]}, "is put first"),
     (PLAIN, {}, {}, {"input": list(range(1, 18))}, "maximum context length is 16 tokens; a text of input has 17"),

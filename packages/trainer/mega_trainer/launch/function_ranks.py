@@ -165,9 +165,8 @@ def _run_rank(
     _import_module(file, module)
     function, args = pickle.loads(work)  # noqa: S301 - written by a process of our own
     try:
-        dist.init_process_group(
-            "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout)
-        )
+        limit = timedelta(seconds=2 * timeout)  # the caller names the ranks that wait before a collective gives up
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=limit)
         result = function(*args)
         if stream:
             for item in result:
