@@ -200,6 +200,8 @@ def test_what_llama_cpp_has_not_is_refused_by_name(tmp_path: Path) -> None:
 
     plain = save_model(tmp_path / "plain", "llama")
     refuse(plain, "--to gguf requires a tokenizer.json")
+    (plain / "tokenizer.json").write_text("{}")
+    refuse(plain, "tokenizer.json is not a tokenizer")
     refuse(
         save_tokenizer(plain, byte_level("gpt-2", small=True)),
         "--dtype is not supported with --to gguf",

@@ -50,7 +50,12 @@ def encode_tokenizer(
             hint="copy the model's tokenizer files into its folder",
         )
     text = _read(files, "tokenizer.json")
-    raw, tokenizer = json.loads(text), Tokenizer.from_str(text)
+    try:
+        raw, tokenizer = json.loads(text), Tokenizer.from_str(text)
+    except Exception as error:  # noqa: BLE001 - tokenizers raises no narrower one
+        raise CheckpointError(
+            f"{source}: tokenizer.json is not a tokenizer ({error})", hint="copy the model's tokenizer into its folder"
+        ) from None
     largest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
     if largest >= vocab_size:
         raise CheckpointError(
