@@ -162,6 +162,11 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"mega_trainer.extend has no {name!r}")
 
 
+def __dir__() -> list[str]:
+    """Return the names that an extension may use, those imported on first access included."""
+    return sorted(__all__)
+
+
 def compute_logits(run: Mapping[str, Any], tokens: Tensor, seed: int = 0) -> Tensor:
     """Return the logits [B, S, V] of a run's model with random weights in fp64, for a test of an extension.
 

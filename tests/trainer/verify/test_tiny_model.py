@@ -132,3 +132,11 @@ def test_parts_that_are_not_verified_are_named_and_modules_of_transformers_refus
         parse_layout(tiny, "tpp=2")
     with pytest.raises(ConfigError, match="at most 8 processes, found 16"):
         parse_layout(tiny, "tp=8 dp=2")
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_few_layouts_have_tensor_ranks_without_sequence_parallelism(seed: int) -> None:
+    """Which hides a gradient sum that is missing."""
+    layouts = [case.layout for case in choose_layouts(tiny_of({}), 3, 2, seed=seed)]
+    assert any(layout["tp"] == 2 and not layout["sp"] for layout in layouts)
+    assert any(layout["cp"] == 2 for layout in layouts)

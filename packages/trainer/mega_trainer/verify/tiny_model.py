@@ -132,6 +132,12 @@ def _list_unverified(config: RunConfig) -> Iterator[str]:
         yield f"The objective is next-token cross entropy, not {config.objective.kind}."
     if config.precision in ("fp8", "fp16"):
         yield f"The rounding of {config.precision} is left out: layouts are compared in fp64, precisions in bf16."
+    recurrent = [name for name, block in config.model.mixers.items() if block.declares and block.declares.recurrent]
+    if recurrent:
+        yield (
+            f"Recurrent mixers of extensions ({', '.join(recurrent)}) are compared with single tokens in generation, not in "
+            "gradients, as the option with their chunk size is not declared."
+        )
     if config.parallel.dispatch != "alltoall":
         yield f"Experts are dispatched by all-to-all, as {config.parallel.dispatch} requires GPUs."
     if config.lora is not None and config.lora.quantize:
