@@ -36,6 +36,7 @@ SHAREGPT = {
     "observation": "tool", "function_response": "tool", "function_call": "assistant",
 }  # fmt: skip
 ANSWERS = ("completion", "response", "output")
+QUERIES, TAGS = ("query", "anchor"), ("tags", "ner_tags", "labels")  # of labeled records
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 FLAGS = ("train", "training", "loss")  # flags of a message for the loss, of ms-swift, XTuner and Axolotl
 FORMS = (
@@ -69,14 +70,7 @@ def parse_chat_record(
     Raises:
         DataError: if the record has another form.
     """
-    try:
-        record = parse_json_text(text)
-    except ValueError as error:
-        raise DataError(f"not JSON ({error})") from None
-    if not isinstance(record, dict):
-        raise DataError("the record is not an object")
-    record = select_record_columns(record, columns) if columns else record
-    record = {key: value for key, value in record.items() if value is not None}
+    record = parse_record(text, columns)
     if media := next((key for key in MEDIA if record.get(key)), None):
         raise DataError(
             f"the key {media!r} is not supported in text conversations",
@@ -97,6 +91,22 @@ def parse_chat_record(
         Conversation(messages, _parse_weights(messages, first, loss_on), tools or None, options)
         for first, messages in lists
     ]
+
+
+def parse_record(text: str, columns: Mapping[str, str] | None) -> dict[str, Any]:
+    """Return the values of a JSON record that are not null, by key or, with `columns`, by role.
+
+    Raises:
+        DataError: if the text is not a JSON object, or has no such column.
+    """
+    try:
+        record = parse_json_text(text)
+    except ValueError as error:
+        raise DataError(f"not JSON ({error})") from None
+    if not isinstance(record, dict):
+        raise DataError("the record is not an object")
+    record = select_record_columns(record, columns) if columns else record
+    return {key: value for key, value in record.items() if value is not None}
 
 
 def select_record_columns(record: dict[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
@@ -129,9 +139,9 @@ def name_record_form(record: Any) -> tuple[str, str | None]:
     for key, name in (("prompt", ""), ("instruction", " (Alpaca)")):
         if key in keys and answer:
             return f"{key} and {answer}{name}", "conversations"
-    if "tokens" in keys and keys & {"tags", "ner_tags", "labels"}:
+    if "tokens" in keys and keys & {*TAGS}:
         return "tokens and tags (token classification)", "token_labels"
-    if keys & {"query", "anchor"} and "positive" in keys:
+    if keys & {*QUERIES} and "positive" in keys:
         return "query and positive (retrieval)", "groups"
     if {"query", "passage", "label"} <= keys:
         return "query, passage and label (reranking)", "labels"

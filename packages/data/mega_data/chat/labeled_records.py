@@ -22,15 +22,13 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer as Backend
 
-from mega_common.bounded_parsing import parse_json_text
 from mega_common.errors import DataError
 from mega_data.chat.chat_preparation import ChatOptions, EncodedChats, masked_token_dtype
-from mega_data.chat.chat_records import select_record_columns
+from mega_data.chat.chat_records import QUERIES, TAGS, parse_record
 from mega_data.reading.documents import Document, RejectedItem
 from mega_data.token_files.dataset_info import ChatInfo
 from mega_data.tokenizer import Tokenizer
 
-QUERIES, TAGS = ("query", "anchor"), ("tags", "ner_tags", "labels")
 MAX_LABEL = 65_534  # label + 1 is stored as a token, of 16 bits for small vocabularies
 TextInput = str | tuple[str, str] | list[str]  # a text, a pair of texts, or the words of a text
 
@@ -48,14 +46,7 @@ def parse_labeled_record(text: str, options: ChatOptions) -> LabeledRecord:
     Raises:
         DataError: if the record has another form.
     """
-    try:
-        record = parse_json_text(text)
-    except ValueError as error:
-        raise DataError(f"not JSON ({error})") from None
-    if not isinstance(record, dict):
-        raise DataError("the record is not an object")
-    record = select_record_columns(record, options.columns) if options.columns else record
-    record = {key: value for key, value in record.items() if value is not None}
+    record = parse_record(text, options.columns)
     if options.kind == "groups":
         return _parse_group(record, options.negatives)
     if options.kind == "token_labels":
@@ -182,7 +173,7 @@ def _align_labels(word_ids: Sequence[int | None], labels: Sequence[float]) -> li
     ]
 
 
-def read_text_labels(sequence: npt.NDArray[np.integer[Any]]) -> float:
+def read_text_label(sequence: npt.NDArray[np.integer[Any]]) -> float:
     """Return the label of a text from the two tokens of its label sequence."""
     high, low = (int(token) for token in sequence)
     return float(np.array([(high & 0xFFFF) << 16 | low & 0xFFFF], np.uint32).view(np.float32)[0])

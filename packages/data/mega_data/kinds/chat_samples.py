@@ -14,8 +14,8 @@ from mega_common.progress_logging import logger
 from mega_common.vision_config import VisionConfig
 from mega_data.kinds.dataset_kind import DatasetContext, SampleImages, TrainingSample
 from mega_data.kinds.packed_documents import (
-    DocumentPieces,
     PackedSamples,
+    WholeDocumentSamples,
     build_packed_samples,
     find_document_bounds,
     reject_megatron_order,
@@ -23,7 +23,6 @@ from mega_data.kinds.packed_documents import (
 from mega_data.sampling.dataset_parts import DatasetPart
 from mega_data.token_files.dataset_info import ImagesInfo, read_dataset_info
 from mega_data.token_files.image_references import ImageReferences, has_images
-from mega_data.token_files.indexed_reader import IndexedReader, Tokens
 from mega_data.token_files.loss_mask import LossWeights
 
 Pixels = npt.NDArray[np.float32]
@@ -177,38 +176,18 @@ def build_conversation_samples(part: DatasetPart, setting: DatasetContext, num_s
     return build_packed_samples(part, setting, num_samples, weights=LossWeights(part.reader))
 
 
-class PreferencePairSamples(PackedSamples):
+class PreferencePairSamples(WholeDocumentSamples):
     """Packed samples of whole preference pairs (chosen and rejected answer).
     Pairs that do not fit a sample are skipped and counted.
     """
 
+    _sequences = _texts = 2
+    _noun = "pairs"
+    _fit_hint = "increase data.seq_length: both answers of a pair, each with its prompt, are in one sample"
+
     @property
     def _packing_rule(self) -> str:
         return "pairs to the last token"
-
-    def _list_pieces(self, reader: IndexedReader) -> DocumentPieces:
-        bounds = reader.document_index
-        first, last = np.searchsorted(bounds, [self._part.first, self._part.last])
-        if (np.diff(bounds[first : last + 1]) != 2).any():
-            raise DataError(
-                f"{reader.prefix}: data.kind = pairs requires documents of two sequences, and some have another number",
-                hint="build the data set with mega data preprocess --kind pairs",
-            )
-        part = slice(self._part.first, self._part.last)
-        sizes = reader.lengths[part].astype(np.int64).reshape(-1, 2)
-        starts = reader.pointers[part].reshape(-1, 2) // reader.dtype.itemsize
-        fits = sizes.sum(1) <= self._seq_length
-        if not fits.any():
-            raise DataError(
-                f"{reader.prefix}: none of its {fits.size} pairs fits into data.seq_length = {self._seq_length}",
-                hint="increase data.seq_length: both answers of a pair, each with its prompt, are in one sample",
-            )
-        summary = f"{(~fits).sum()} of {fits.size} pairs exceed seq_length = {self._seq_length} and are left out"
-        return DocumentPieces(starts[fits], sizes[fits], summary)
-
-    def _read_documents(self, k: int, starts: list[int], sizes: list[int]) -> list[Tokens]:
-        tokens = self._part.reader.tokens
-        return [np.append(tokens[at : at + size], tokens[at]) for at, size in zip(starts, sizes, strict=True)]
 
     def _read_label_weights(self, at: int, size: int) -> npt.NDArray[np.float32]:
         return np.append(super()._read_label_weights(at, size - 1), np.float32(0))

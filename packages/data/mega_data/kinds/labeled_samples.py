@@ -8,22 +8,24 @@ import numpy as np
 import numpy.typing as npt
 
 from mega_common.errors import DataError
-from mega_data.chat.labeled_records import read_text_labels
+from mega_data.chat.labeled_records import read_text_label
 from mega_data.kinds.dataset_kind import DatasetContext, TrainingSample
-from mega_data.kinds.packed_documents import DocumentPieces, PackedSamples, reject_megatron_order
+from mega_data.kinds.packed_documents import WholeDocumentSamples, reject_megatron_order
 from mega_data.sampling.dataset_parts import DatasetPart
 from mega_data.token_files.dataset_info import read_dataset_info
-from mega_data.token_files.indexed_reader import IndexedReader, Tokens
 from mega_data.token_files.loss_mask import open_loss_mask
 
 
-class LabeledSamples(PackedSamples):
+class LabeledSamples(WholeDocumentSamples):
     """Packed samples of whole labeled texts or groups.
     A group's texts are in one sample; what does not fit is left out and counted.
 
     Raises:
         DataError: on the first sample, if no document fits or the documents have another form.
     """
+
+    _noun = "records"
+    _fit_hint = "increase data.seq_length, or lower max_length when the data set is built"
 
     def __init__(self, part: DatasetPart, setting: DatasetContext) -> None:
         super().__init__(part, setting)
@@ -34,36 +36,11 @@ class LabeledSamples(PackedSamples):
                 hint=f"build the data set with mega data preprocess --kind {part.kind}",
             )
         self._texts = 2 + info.chat.negatives if part.kind == "groups" else 1
+        self._sequences = self._texts + (part.kind != "groups")  # labels are a sequence, too
 
     @property
     def _packing_rule(self) -> str:
         return f"{self._part.kind} whole"
-
-    def _list_pieces(self, reader: IndexedReader) -> DocumentPieces:
-        bounds, width = reader.document_index, self._texts
-        first, last = np.searchsorted(bounds, [self._part.first, self._part.last])
-        sequences = width + (self._part.kind != "groups")
-        if (np.diff(bounds[first : last + 1]) != sequences).any():
-            raise DataError(
-                f"{reader.prefix}: data.kind = {self._part.kind} requires documents of {sequences} sequences, and some have"
-                " another number",
-                hint=f"build the data set with mega data preprocess --kind {self._part.kind}",
-            )
-        part = slice(self._part.first, self._part.last)
-        sizes = reader.lengths[part].astype(np.int64).reshape(-1, sequences)[:, :width]
-        starts = reader.pointers[part].reshape(-1, sequences)[:, :width] // reader.dtype.itemsize
-        fits = sizes.sum(1) <= self._seq_length
-        if not fits.any():
-            raise DataError(
-                f"{reader.prefix}: none of its {fits.size} records fits into data.seq_length = {self._seq_length}",
-                hint="increase data.seq_length, or lower max_length when the data set is built",
-            )
-        summary = f"{(~fits).sum()} of {fits.size} records exceed seq_length = {self._seq_length} and are left out"
-        return DocumentPieces(starts[fits], sizes[fits], summary)
-
-    def _read_documents(self, k: int, starts: list[int], sizes: list[int]) -> list[Tokens]:
-        tokens = self._part.reader.tokens
-        return [np.append(tokens[at : at + size], tokens[at]) for at, size in zip(starts, sizes, strict=True)]
 
     def __getitem__(self, k: int, /) -> TrainingSample:
         starts, sizes = self._locate_pieces(k)
@@ -87,7 +64,7 @@ class LabeledSamples(PackedSamples):
             return np.zeros(size, np.float32), ones
         tokens, after = self._part.reader.tokens, start + size
         if self._part.kind == "labels":
-            return ones * np.float32(read_text_labels(tokens[after : after + 2])), ones
+            return ones * np.float32(read_text_label(tokens[after : after + 2])), ones
         labels = tokens[after : after + size].astype(np.float32)
         return np.maximum(labels - 1, 0), (labels > 0).astype(np.float32)
 

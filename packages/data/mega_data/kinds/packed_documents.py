@@ -292,6 +292,47 @@ class PackedSamples:
         return TrainingSample(tokens, labels, weights, np.arange(length) - np.repeat(begins, sizes), document_ids)
 
 
+class WholeDocumentSamples(PackedSamples):
+    """Packed samples of documents of several sequences that belong together, such as the two answers of a pair.
+    Each document is in one sample; documents that do not fit a sample are left out and counted.
+
+    Subclasses set `_sequences`, the number of sequences of a document in the token files; `_texts`, the number of its first
+    ones that are packed (the others are labels); and for messages `_noun`, the plural name of documents, and `_fit_hint`,
+    the fix if none fits.
+    """
+
+    _sequences: int
+    _texts: int
+    _noun: str
+    _fit_hint: str
+
+    def _list_pieces(self, reader: IndexedReader) -> DocumentPieces:
+        kind, bounds = self._part.kind, reader.document_index
+        first, last = np.searchsorted(bounds, [self._part.first, self._part.last])
+        if (np.diff(bounds[first : last + 1]) != self._sequences).any():
+            count = "two" if self._sequences == 2 else self._sequences
+            raise DataError(
+                f"{reader.prefix}: data.kind = {kind} requires documents of {count} sequences, and some have another number",
+                hint=f"build the data set with mega data preprocess --kind {kind}",
+            )
+        part = slice(self._part.first, self._part.last)
+        sizes = reader.lengths[part].astype(np.int64).reshape(-1, self._sequences)[:, : self._texts]
+        starts = reader.pointers[part].reshape(-1, self._sequences)[:, : self._texts] // reader.dtype.itemsize
+        fits = sizes.sum(1) <= self._seq_length
+        if not fits.any():
+            raise DataError(
+                f"{reader.prefix}: none of its {fits.size} {self._noun} fits into data.seq_length = {self._seq_length}",
+                hint=self._fit_hint,
+            )
+        summary = f"{(~fits).sum()} of {fits.size} {self._noun} exceed seq_length = {self._seq_length} and are left out"
+        return DocumentPieces(starts[fits], sizes[fits], summary)
+
+    def _read_documents(self, k: int, starts: list[int], sizes: list[int]) -> list[Tokens]:
+        """Return the tokens of each text of sample k, with one more, as the last token of a text has no label."""
+        tokens = self._part.reader.tokens
+        return [np.append(tokens[at : at + size], tokens[at]) for at, size in zip(starts, sizes, strict=True)]
+
+
 def find_document_bounds(reader: IndexedReader, first: int, last: int) -> tuple[Ints, Ints]:
     """Return the token positions (begins, ends) of the documents of some sequences of a data set.
     The documents begin in the sequences [first, last). The results are int64 [documents] each.

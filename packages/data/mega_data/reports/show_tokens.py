@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mega_common.errors import DataError
-from mega_data.chat.labeled_records import read_text_labels
+from mega_data.chat.labeled_records import read_text_label
 from mega_data.kinds.bert_samples import BertSample
 from mega_data.kinds.dataset_kind import TrainingSample
 from mega_data.kinds.t5_samples import T5Sample
@@ -74,7 +74,7 @@ def _show_labeled_document(
     """Return a labeled text for display, with its label in the name or, for labels of tokens, label + 1 as weights."""
     ids, labels = reader.read_sequence(first), reader.read_sequence(first + 1)
     by_token = kind == "token_labels"
-    name = f"document {number}" + ("" if by_token else f", label {read_text_labels(labels):g}")
+    name = f"document {number}" + ("" if by_token else f", label {read_text_label(labels):g}")
     return _select_tokens(name, ids >= 0, ids, labels.astype(np.float64) if by_token else np.ones(ids.size), tokenizer)
 
 
