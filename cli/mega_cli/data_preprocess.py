@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from mega_data.chat.chat_preparation import ChatOptions
     from mega_data.images.image_preprocessing import ImageOptions
 
+PreprocessKind = Literal["text", "conversations", "pairs", "labels", "token_labels", "groups"]
 CHAT = "Conversations"  # panel of the help
 HELP = """Tokenize text or conversations into a data set for training.
 
@@ -90,7 +91,7 @@ def preprocess_command(
         typer.Option(help="Language whose rules split sentences, e.g. de; with --split-sentences.", show_default="en"),
     ] = None,
     kind: Annotated[
-        Literal["text", "conversations", "pairs", "labels", "token_labels", "groups"],
+        PreprocessKind,
         typer.Option(
             help="Type of a record: a text, a conversation, a preference pair (chosen and rejected answer), a labeled text, "
             "labeled words, or a query with positive and negative texts.",
@@ -311,7 +312,7 @@ def _read_image_processing(folder: Path, image_tokens: int | None) -> VisionConf
 
 
 def _chat_options(
-    kind: Literal["text", "conversations", "pairs", "labels", "token_labels", "groups"],
+    kind: PreprocessKind,
     loss_on: Literal["answers", "last", "all"] | None,
     max_length: int | None,
     chat_template: Path | None,

@@ -125,6 +125,7 @@ def _load_run_config(run: Path) -> RunConfig:
     from mega_common.errors import ConfigError
     from mega_common.strict_config import load_yaml_mapping
     from mega_data.data_config import DataConfig
+    from mega_data.raw_data_config import LABELED_KINDS
     from mega_trainer.config.run_config import RunConfig, resolve_run_config
 
     raw = resolve_run_config(load_yaml_mapping(run))
@@ -132,7 +133,7 @@ def _load_run_config(run: Path) -> RunConfig:
     if "prompts" in kinds:
         hint = "read the answers that a run samples in the folder rollouts of its output"
         raise ConfigError("mega data show is not supported with data.kind = prompts", hint=hint)
-    if not kinds & {"bert", "masked", "t5", "pairs", "labels", "token_labels", "groups"}:
+    if not kinds & {"bert", "masked", "t5", "pairs", *LABELED_KINDS}:
         return RunConfig.parse(raw, source=str(run))
     try:
         return RunConfig.model_validate(raw)

@@ -75,7 +75,9 @@ def test_a_failed_case_has_a_row_of_its_own() -> None:
 
 @pytest.mark.parametrize(("option", "value"), [("--device", "tpu"), ("--fit", "ours.json")])
 def test_a_wrong_option_is_named(option: str, value: str) -> None:
-    typed(build_typer_app(), "doctor", option, value, fails=ConfigError)
+    refused = typed(build_typer_app(), "doctor", option, value, fails=ConfigError)
+    assert option in str(refused.exception)
+    assert value in str(refused.exception)
 
 
 def command(*words: str) -> list[str]:

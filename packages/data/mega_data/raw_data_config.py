@@ -21,6 +21,14 @@ RecordKey = Literal[
 CHAT_KINDS = ("conversations", "pairs")
 LABELED_KINDS = ("labels", "token_labels", "groups")
 RECORD_KINDS = (*CHAT_KINDS, *LABELED_KINDS)  # kinds that read whole records
+KINDS_OF_SETTING = {
+    **dict.fromkeys(("loss_on", "chat_template", "template_options", "turn_weights"), CHAT_KINDS),
+    "max_length": RECORD_KINDS,
+    "labels": ("labels", "token_labels"),
+    "negatives": ("groups",),
+    "language": ("bert", "t5"),
+}
+TEXT_SETTINGS = ("append_eod", "parse_special_tokens")  # of kinds that read texts
 TEXT_SUFFIXES = (".txt", ".text", ".md")
 
 
@@ -52,25 +60,13 @@ class RawDataConfig(StrictConfig):
 
     def find_kind_problems(self, kinds: Iterable[str]) -> Iterator[ConfigProblem]:
         """Yield settings that no dataset kind in `kinds`, those of raw data, uses."""
-        kinds = set(kinds)
-        chat = {"loss_on", "max_length", "chat_template", "template_options", "turn_weights"}
-        used = {"on_bad_line", "workers"} if kinds else set[str]()
-        used |= chat if kinds & {*CHAT_KINDS} else set()
-        used |= {"max_length"} if kinds & {*LABELED_KINDS} else set()
-        used |= {"labels"} if kinds & {"labels", "token_labels"} else set()
-        used |= {"negatives"} if "groups" in kinds else set()
-        used |= {"append_eod", "parse_special_tokens"} if kinds - {*RECORD_KINDS} else set()
-        used |= {"language"} if kinds & {"bert", "t5"} else set()
-        default = RawDataConfig()
-        for key in sorted({*RawDataConfig.model_fields} - used):
-            if getattr(self, key) == getattr(default, key):
+        kinds, default = set(kinds), RawDataConfig()
+        for key in sorted(RawDataConfig.model_fields):
+            users = KINDS_OF_SETTING.get(key, ())
+            using = kinds & {*users} if users else kinds - {*RECORD_KINDS} if key in TEXT_SETTINGS else kinds
+            if using or getattr(self, key) == getattr(default, key):
                 continue
-            of_kind = {
-                "labels": "labels or token_labels",
-                "negatives": "groups",
-                **dict.fromkeys(chat, "conversations or pairs"),
-            }
-            need = f"data.kind = {of_kind[key]}" if key in of_kind else "raw data of another data.kind"
+            need = f"data.kind = {' or '.join(users)}" if users else "raw data of another data.kind"
             rule = f"requires {need if kinds else 'raw data, such as data.train: chats.jsonl'}"
             yield ConfigProblem(f"raw.{key}", rule, getattr(self, key), f"remove data.raw.{key}")
         if "pairs" in kinds and self.loss_on == "all":

@@ -33,13 +33,8 @@ SPLITS = ("train", "valid", "test")
 CHECKED_DOCUMENTS = 64  # documents of a data set whose end token is checked
 MAX_OPEN_DATASETS = 1000
 EAGER_CHECK_BYTES = 1 << 28  # of all indices; if there are more, each is checked when it is first read
-MULTI_SEQUENCE_KINDS = (
-    "bert",
-    "t5",
-    "pairs",
-    *LABELED_KINDS,
-    "retro",
-)  # splits of these are cut between documents, not sequences
+# Splits of these kinds are cut between documents, not sequences.
+MULTI_SEQUENCE_KINDS = ("bert", "t5", "pairs", *LABELED_KINDS, "retro")
 SplitBounds = tuple[float, float]
 ReaderKey = tuple[Path, str]  # path in the configuration, and what else the tokens of raw data depend on
 

@@ -108,8 +108,8 @@ def _path_problems(config: RunConfig) -> Iterator[ConfigProblem]:
 
 
 def _reward_problems(rewards: str | None) -> Iterator[ConfigProblem]:
-    """Yield a problem if the file of a reward function can be parsed and defines or imports no such name; the file is not
-    run.
+    """Yield a problem if the file of a reward function neither defines nor imports the function's name.
+    The file is parsed and not run.
     """
     file, _, name = (rewards or "").rpartition(":")
     try:
