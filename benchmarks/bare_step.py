@@ -45,7 +45,7 @@ def main(file):
 
 
 def answer_calls(step):
-    """Train as many steps as each line of standard input says, and tell how long one took; a step before does not count."""
+    """Train as many steps as each line of standard input says, and print how long one took; a step before does not count."""
     step()
     for line in sys.stdin:
         count, wall, processor = int(line), time.perf_counter(), time.process_time()

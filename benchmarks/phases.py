@@ -1,8 +1,8 @@
-"""What it costs to tell where a step's time goes: steps with phases beside the same steps without, of a run on this machine.
+"""What it costs to record where a step's time goes: steps with phases beside the same steps without, of a run on this machine.
 
     python benchmarks/phases.py [--pairs 200]
 
-One small model, so small that its steps are shorter than any that is trained: what is told costs the same of a long one.
+One small model, so small that its steps are shorter than any that is trained: what is recorded costs the same in a long one.
 Pairs of steps follow each other, the first of a pair changing sides, in processor time; one figure is the median of the
 differences over the median of the steps. It is smaller than what steps differ by anyway, so that the other one is the time of
 all that telling does in a step, done by itself many times over, as a share of a step.

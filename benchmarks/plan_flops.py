@@ -1,8 +1,8 @@
-"""FLOPs a token as each source of published runs counts them: the planner's conventions beside what the sources tell.
+"""FLOPs a token as each source of published runs counts them: the planner's conventions beside what the sources state.
 
     python benchmarks/plan_flops.py RUNS.csv
 
-A source that tells both FLOP/s (or MFU) and tokens a second of a run tells FLOPs a token. Left out: fine-tuning, which counts
+A source that states both FLOP/s (or MFU) and tokens a second of a run states FLOPs a token. Left out: fine-tuning, which counts
 frozen weights and packed samples by rules of its own, and models that a table names without their sizes.
 """
 
@@ -42,7 +42,7 @@ def convention_of(row: Row) -> FlopsConvention:
 
 
 def told(row: Row) -> float:
-    """FLOPs a token, by what a row tells; 0 where it does not."""
+    """FLOPs a token, by what a row states; 0 where it does not."""
     rate = float(row["tokens_per_s_per_gpu"] or 0)
     if rate and row["tflops_per_gpu"]:
         return float(row["tflops_per_gpu"]) * 1e12 / rate
@@ -72,7 +72,7 @@ def counted(row: Row, model: ModelConfig) -> float:
 
 
 def compared(path: Path) -> Iterator[dict[str, Any]]:
-    """Each row that tells its FLOPs, with the planner's."""
+    """Each row that states its FLOPs, with the planner's."""
     with path.open(encoding="utf-8") as file:
         for row in csv.DictReader(file):
             tuned = any(word in row["source"] + row["model"] for word in ("LoRA", "SFT"))

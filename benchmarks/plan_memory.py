@@ -2,11 +2,11 @@
 
     python benchmarks/plan_memory.py published_memory.csv
 
-A peer's trainer is not ours, so what it keeps is told here, product by product, in bytes of a token and layer (D width, F feed-forward
+A peer's trainer is not ours, so what it keeps is counted here, product by product, in bytes of a token and layer (D width, F feed-forward
 width, Q and K widths of queries and of keys), with what its states are; the pipeline is our planner's 1F1B. What is known of
 a peer is from its source or documents; what is not, and was
 chosen so that its rows fit, is said to be fitted below, and nowhere else.
-Two things are fitted: the allocator's slack, on the rows whose source says that it tells of reserved memory, and the loss of three
+Two things are fitted: the allocator's slack, on the rows whose source says that it reports reserved memory, and the loss of three
 rows. `cross-validated` predicts each source, and each model, without what was fitted on it.
 Rows that leave the sequence, the layout or the model open, and those of fine-tuning by adapters, are not predicted.
 """
@@ -35,9 +35,9 @@ UNITS = {"GiB": 2**30, "GB": 1e9}
 BF16_MOMENTS, HALF_GRADIENTS = "Megatron-Bridge", ("dgxc", "Megatron-Bridge")
 # Its trainer compiled the loss from April 2025 on (torchtitan pull request 1033).
 EAGER_LOSS = "torchtitan 2024-12"
-# Fitted: these rows, of the trainer at a time that is not told, take as much for the loss.
+# Fitted: these rows, of the trainer at a time that is not stated, take as much for the loss.
 FITTED_LOSS = "torchao H100"
-# torchtitan's trainer checkpoints every second product unless it is told otherwise.
+# torchtitan's trainer checkpoints every second product by default.
 SELECTIVE = {"norm", "activation"}
 # As Bridge's recipes name parts of a layer, and we do.
 MODULES = {"layernorm": "norm", "moe_act": "activation", "mla_up_proj": "mla_up_proj", "mlp": "mlp"}
@@ -123,7 +123,7 @@ def predicted(row: Published, slack: float = SLACK, *, known: bool = True) -> fl
 
 
 def crossed(rows: Sequence[Published], key: Callable[[Published], str], *, known: bool) -> dict[str, dict[str, float]]:
-    """Errors of each group by `key`, with the slack that the others' rows tell in the median."""
+    """Errors of each group by `key`, with the slack that the others' rows have in the median."""
     table, every = {}, []
     for name in sorted({key(row) for row in rows}):
         others = [row for row in rows if key(row) != name and row.told]

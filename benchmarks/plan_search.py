@@ -5,7 +5,7 @@
 
 For each published best of a sweep (nanotron's of 1.34B and 8.86B; of NVIDIA's recipes for H100s each model's and precision's
 for fewest GPUs) the search gets the same model, batch, precision and GPUs; both layouts are then predicted as this trainer
-would run them. Whether the published one fits by our plan is told: others keep less, or offload.
+would run them. Whether the published one fits by our plan is recorded: others keep less, or offload.
 
 With --times instead how long searches of large models take, on one core.
 """

@@ -58,7 +58,7 @@ def by(key: Callable[[Published], str], runs: Sequence[Published], errors: Array
 
 
 SETTINGS = ("tp", "pp", "virtual_stages", "cp", "ep", "micro_batch", "precision", "recompute")
-MARGIN = 0.01  # of a rate: runs that are nearer to each other than that tell no sign
+MARGIN = 0.01  # of a rate: runs that are nearer to each other than that show no sign
 
 
 def pairs(runs: Sequence[Published], *, scaled: bool = False) -> Iterator[tuple[str, Published, Published]]:
@@ -82,7 +82,7 @@ def _alike(run: Published) -> tuple[str, ...]:
 
 def without_context(run: Published, predictor: Predictor, constants: Constants) -> float:
     """Seconds of a step without context parallelism, in the layout that is predicted best of those that fit as Megatron keeps
-    things. The source does not tell that layout: tensor ranks are let on two nodes, as few samples ask for.
+    things. The source does not state that layout: tensor ranks are let on two nodes, as few samples ask for.
     """
     planned, shape = predictor.planned(run, constants), run.run
     wider = run.machine.model_copy(update={"ranks_per_node": 2 * run.machine.ranks_per_node})
@@ -111,7 +111,7 @@ def without_context(run: Published, predictor: Predictor, constants: Constants) 
 def context_pairs(
     runs: Sequence[Published], predictor: Predictor, constants: Constants
 ) -> Iterator[tuple[str, float, float]]:
-    """Of runs under context parallelism whose source tells the best without it: what it gains, measured and predicted."""
+    """Of runs under context parallelism whose source states the best without it: what it gains, measured and predicted."""
     for run in runs:
         told = re.search(r"no-CP best ([\d.]+) TF", run.row["source"])
         if told and run.run.cp > 1:

