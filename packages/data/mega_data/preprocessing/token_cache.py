@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,7 +20,6 @@ from typing import Any, NamedTuple, cast
 
 from mega_common.bounded_parsing import parse_json_text
 from mega_common.errors import DataError
-from mega_common.progress_logging import logger
 from mega_data.chat.chat_preparation import ChatOptions
 from mega_data.chat.chat_records import name_record_form
 from mega_data.data_config import DataConfig, DatasetSource
@@ -34,11 +32,7 @@ from mega_data.reading.documents import Document
 from mega_data.reading.source_readers import read_documents
 from mega_data.token_files.dataset_info import RecordKind, read_dataset_info
 from mega_data.token_files.indexed_reader import get_idx_path
-from mega_data.token_files.partial_folder import (
-    lock_partial_folder,
-    remove_partial_folder,
-    translate_write_errors,
-)
+from mega_data.token_files.partial_folder import hold_partial_folder, translate_write_errors
 from mega_data.token_files.remote_copies import default_cache_folder, resolve_local_prefix
 
 # Terms of the command line in messages of preprocessing, and the settings of run.yaml that they are.
@@ -111,7 +105,8 @@ def tokenize_raw_source(source: DatasetSource, config: DataConfig) -> Path:
     with _in_terms_of_settings(source, config):
         job = build_raw_data_job(source, config)
         if not _is_complete(job):
-            with translate_write_errors(job.whole), _lock_entry(job.whole):
+            waiting = f"{job.whole}: waiting for another process that tokenizes it"
+            with translate_write_errors(job.whole), hold_partial_folder(job.whole.parent / ".making", waiting):
                 if job.check_output(accept_finished=True) is None:
                     workers = config.raw.workers or count_usable_cores()
                     job.build_dataset(job.whole, job.sources, job.made_from, workers)
@@ -192,22 +187,6 @@ def _is_complete(job: PreprocessJob) -> bool:
         return False
     info = read_dataset_info(job.whole)
     return info is not None and info.made_from == job.made_from
-
-
-@contextmanager
-def _lock_entry(prefix: Path) -> Iterator[None]:
-    """Hold the lock of a cache entry; wait for another process that has it."""
-    folder = prefix.parent / ".making"
-    lock = lock_partial_folder(folder, wait=False)
-    if lock is None:
-        logger.info("%s: waiting for another process that tokenizes it", prefix)
-        lock = lock_partial_folder(folder, wait=True)
-    assert lock is not None
-    try:
-        yield
-        remove_partial_folder(folder)
-    finally:
-        os.close(lock)
 
 
 @contextmanager

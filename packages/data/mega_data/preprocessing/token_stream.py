@@ -32,7 +32,7 @@ from mega_data.preprocessing.preprocess_corpus import PreprocessJob
 from mega_data.preprocessing.sharding import InputShard, select_shard_sources
 from mega_data.preprocessing.text_batches import PreprocessProgress, TextBatch
 from mega_data.reading.corpus_sources import no_text_error
-from mega_data.token_files.partial_folder import lock_partial_folder, remove_partial_folder, translate_write_errors
+from mega_data.token_files.partial_folder import hold_partial_folder, translate_write_errors
 from mega_data.tokenizer import disable_encoder_threads
 
 PIECE = 1 << 26  # bytes of input that a block's start is counted in: what is read again at most when a run resumes
@@ -141,16 +141,10 @@ class TokenStream:
         folder = self._get_folder(start)
         with translate_write_errors(folder):
             while not self._hold_block(start):
-                making = folder.with_name(f".{folder.name}.making")
-                lock = lock_partial_folder(making, wait=True)
-                assert lock is not None
-                try:
+                with hold_partial_folder(folder.with_name(f".{folder.name}.making")):
                     if not (folder / COMPLETE).exists():
                         with self._translate():
                             self._make_block(start, folder)
-                    remove_partial_folder(making)
-                finally:
-                    os.close(lock)
             made = json.loads((folder / COMPLETE).read_bytes())
         return StreamedFiles(folder / "tokens", made["end"] and tuple(made["end"])) if made["documents"] else None
 

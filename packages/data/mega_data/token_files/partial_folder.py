@@ -10,6 +10,7 @@ from pathlib import Path
 
 from mega_common.atomic_files import HINT, convert_full_disk_error, fsync_directory
 from mega_common.errors import DataError
+from mega_common.progress_logging import logger
 
 LOCK = "lock"
 
@@ -50,6 +51,23 @@ def lock_partial_folder(folder: Path, *, wait: bool) -> int | None:
         os.close(descriptor)
         if not wait:
             return None
+
+
+@contextlib.contextmanager
+def hold_partial_folder(folder: Path, notice: str = "") -> Iterator[None]:
+    """Context manager that locks a partial folder, and removes it at the end of a block that raises no error.
+    If another process has the lock, it logs `notice`, if any, and waits.
+    """
+    lock = lock_partial_folder(folder, wait=not notice)
+    if lock is None:
+        logger.info("%s", notice)
+        lock = lock_partial_folder(folder, wait=True)
+    assert lock is not None
+    try:
+        yield
+        remove_partial_folder(folder)
+    finally:
+        os.close(lock)
 
 
 def remove_partial_folder(folder: Path, last: Sequence[str] = ()) -> None:

@@ -19,8 +19,7 @@ from mega_common.object_store import ObjectStoreError, RemotePath, Stamp, parse_
 from mega_common.progress_logging import ProgressBar
 from mega_data.token_files.partial_folder import (
     get_partial_folder,
-    lock_partial_folder,
-    remove_partial_folder,
+    hold_partial_folder,
     rename_files,
     translate_write_errors,
 )
@@ -80,18 +79,13 @@ def _add_suffix(prefix: Path, name: str) -> Path:
 
 def _download_dataset(remote: RemotePath, stamps: Mapping[str, Stamp], local: Path) -> None:
     folder = get_partial_folder(local)
-    lock = lock_partial_folder(folder, wait=True)
-    assert lock is not None
-    try:
+    with hold_partial_folder(folder):
         total = sum(stamp.size for stamp in stamps.values())
         with ProgressBar(f"downloading {remote}", total=total, unit="bytes") as bar:
             for name, stamp in stamps.items():
                 if not _add_suffix(local, name).exists():  # else another process has downloaded it meanwhile
                     _download_rest(RemotePath(f"{remote}.{name}"), folder / name, stamp.size, bar)
         rename_files(folder, {name: _add_suffix(local, name) for name in stamps})
-        remove_partial_folder(folder)
-    finally:
-        os.close(lock)
 
 
 def _download_rest(source: RemotePath, target: Path, size: int, bar: ProgressBar) -> None:
