@@ -193,7 +193,7 @@ def build_text_batches(
 
 
 def _suggest_for_bad_line(item: RejectedItem, quarantine: Path) -> str:
-    """Return how to go on after a bad line; the first one may mean that the whole file has another format."""
+    """Return the hint of the error for a bad line; a bad first line may mean that the whole file has another format."""
     skip = f"pass --on-bad-line skip to move bad lines to {quarantine}"
     if item.line != 1:
         return skip
