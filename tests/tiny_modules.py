@@ -12,7 +12,7 @@ GIVEN: dict[str, dict[str, Any]] = {
 }
 # Sizes by the name of the setting, the first pattern that matches; longer names first.
 SIZES = (
-    (r"vocab_size.*|vocab_size_per.*", VOCAB),
+    (r"vocab_size.*|encoder_hash_byte_group_vocab", VOCAB),
     (r".*(max_position|n_positions|max_seq|max_source|max_target|n_ctx|seq_len).*", LENGTH),
     (r".*(num_hidden_layers|n_layers?|num_layers|num_decoder_layers|encoder_layers|decoder_layers|num_encoder_layers)", 2),
     (r".*(num_key_value_heads|n_kv_heads|multi_query_group_num|num_kv_heads|num_key_heads)", 2),
