@@ -47,10 +47,11 @@ class GrammarWriter:
     def write_literal(self, text: str) -> str:
         """Return the expression of a text, in which special tokens are tokens."""
         if not self.specials:
-            return json.dumps(text) if text else '""'
+            return json.dumps(text)
         names = "|".join(sorted(map(re.escape, self.specials), key=len, reverse=True))
         parts = [part for part in re.split(f"({names})", text) if part]
-        return " ".join(f"<[{self.specials[part]}]>" if part in self.specials else json.dumps(part) for part in parts)
+        found = [f"<[{self.specials[part]}]>" if part in self.specials else json.dumps(part) for part in parts]
+        return " ".join(found) or '""'
 
     def add_text_until(self, mark: str) -> str:
         """Add a rule of any text up to the first `mark`, included, and return its name."""

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 
-from mega_eval.server.answer_formats import AnswerPart, TokenUsage
+from mega_eval.server.answer_formats import AnswerPart, TokenUsage, format_sse_event
 from mega_eval.server.api_errors import ApiRequestError
 from mega_eval.server.output_constraints import JsonObject
 from mega_eval.server.request_schemas import ChatRequest, RequestBody, StopText, StreamOptions, make_chat_request
@@ -276,7 +276,7 @@ class MessagesAnswerBuilder:
 
     def _format_event(self, kind: str, **more: Any) -> bytes:
         """Return an event of the stream."""
-        return f"event: {kind}\ndata: {json.dumps({'type': kind, **more}, separators=(',', ':'))}\n\n".encode()
+        return format_sse_event({"type": kind, **more}, kind)
 
     def _format_message(self, content: list[dict[str, Any]], last: AnswerPart | None) -> dict[str, Any]:
         """Return the message; it is in progress while `last` is None."""
