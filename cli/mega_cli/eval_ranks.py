@@ -158,7 +158,7 @@ def _template(model_settings: TaskEvalOptions) -> ChatTemplate:
     from mega_eval.chat_session import load_chat_template
 
     try:
-        return load_chat_template(model_settings.model, model_settings.tokenizer)
+        return load_chat_template(model_settings.model, model_settings.tokenizer, extensions=model_settings.extensions)
     except DataError as error:
         hint = "put chat_template.jinja into the tokenizer's folder, or leave out --apply-chat-template"
         raise DataError(error.message, hint=hint) from None

@@ -195,11 +195,14 @@ def serve_command(
             follow_engine_calls(main)
             return
         metrics = ServerMetrics(*(one.engine for one in found))
-        templates = [_find_template(model, tokenizer, chat_template), *(_find_template(one) for one in others.values())]
+        templates = [
+            _find_template(model, extension or [], tokenizer, chat_template),
+            *(_find_template(one, extension or []) for one in others.values()),
+        ]
         services = [
             ModelService(
                 title, __version__, EngineDriver(one.engine, max_requests=max_requests), one.tokenizer, template,
-                one.ends, load_default_sampling(source), one.max_length, one.vocab_size, timeout, metrics,
+                one.ends, load_default_sampling(source, extension or []), one.max_length, one.vocab_size, timeout, metrics,
                 adapters=adapters if one is found[0] else {}, embedder=one.embedder, source=source, vision=one.vision,
             )
             for (title, source), one, template in zip(sources.items(), found, templates, strict=True)
@@ -338,12 +341,14 @@ def _parse_named_folders(options: Sequence[str], flag: str, taken: Collection[st
     return found
 
 
-def load_default_sampling(model: str) -> dict[str, Any]:
-    """Return the sampling settings of the model's generation_config.json, empty without any, and log them."""
+def load_default_sampling(model: str, extensions: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the sampling settings of the model's generation_config.json, empty without any, and log them.
+    `extensions` may have the family of the folder.
+    """
     from mega_eval.model_loading import load_sampling_settings
     from mega_eval.sampling import Sampling
 
-    own = load_sampling_settings(model)
+    own = load_sampling_settings(model, extensions)
     if own:
         Sampling.parse(own, source=f"{model}: generation_config.json")
         settings = ", ".join(f"{name} {value}" for name, value in own.items())
@@ -375,12 +380,14 @@ def _check_server_packages() -> None:
         )
 
 
-def _find_template(model: str, tokenizer: Path | None = None, file: Path | None = None) -> ChatTemplate | None:
+def _find_template(
+    model: str, extensions: Sequence[str], tokenizer: Path | None = None, file: Path | None = None
+) -> ChatTemplate | None:
     """Return the chat template, or None for a model without one; a given file must be valid."""
     from mega_eval.chat_session import load_chat_template
 
     try:
-        return load_chat_template(model, tokenizer, file)
+        return load_chat_template(model, tokenizer, file, extensions)
     except (DataError, MissingPackageError) as error:
         if file is not None:
             raise

@@ -6,7 +6,6 @@ The server keeps no state: `previous_response_id` and conversations are refused,
 
 from __future__ import annotations
 
-import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterator, Mapping
@@ -15,7 +14,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 
-from mega_eval.server.answer_formats import AnswerPart, CallDelta, TokenUsage
+from mega_eval.server.answer_formats import AnswerPart, CallDelta, TokenUsage, format_sse_event
 from mega_eval.server.api_errors import ApiRequestError
 from mega_eval.server.output_constraints import JsonObject
 from mega_eval.server.request_schemas import (
@@ -57,6 +56,12 @@ class ResponsesCallOutput(StrictRequestModel):
     output: ContentField
     id: str | None = None
     status: str | None = None
+
+    @model_validator(mode="after")
+    def _check_output(self) -> Self:
+        if not isinstance(self.output, str) and any(part.image is not None for part in self.output):
+            raise make_field_error("'output' must be text; send images in a message of the user", "output")
+        return self
 
 
 class ReasoningText(StrictRequestModel):
@@ -359,7 +364,7 @@ class ResponsesAnswerBuilder:
         """Return the next event of the stream."""
         body = {"type": kind, "sequence_number": self._sequence, **more}
         self._sequence += 1
-        return f"event: {kind}\ndata: {json.dumps(body, separators=(',', ':'))}\n\n".encode()
+        return format_sse_event(body, kind)
 
     def _format_response(self, finish: str | None) -> dict[str, Any]:
         """Return the response object; it is in progress while `finish` is None."""
