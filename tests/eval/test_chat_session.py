@@ -10,8 +10,8 @@ from serving import Scripted
 from tiny_models import save_tiny, variant
 
 import mega_cli
-from mega_cli.serve import load_default_sampling
 from mega_ckpt.families import family_by_name
+from mega_cli.serve import load_default_sampling
 from mega_common.errors import DataError
 from mega_data.chat.chat_template import ChatTemplate
 from mega_data.tokenizer import train_tokenizer

@@ -185,6 +185,7 @@ class CountTokensRequest(RequestBody):
             "model": self.model, "messages": turns,
             "tools": [tool.to_chat_tool() for tool in self.tools or ()] or None,
             "tool_choice": self.tool_choice and self.tool_choice.to_chat_choice(),
+            "parallel_tool_calls": False if self.tool_choice and self.tool_choice.disable_parallel_tool_use else None,
             "chat_template_kwargs": None if on is None else {"enable_thinking": on, "thinking": on},
             "continue_final_message": turns[-1]["role"] == "assistant" and not turns[-1].get("tool_calls"),
             "response_format": form and {"type": "json_schema", "json_schema": {"schema": form.json_schema}},

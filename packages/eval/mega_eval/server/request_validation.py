@@ -25,7 +25,7 @@ from pydantic_core import PydanticCustomError
 
 HARMLESS = frozenset({
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-    "prompt_cache_options", "request_id", "rid", "priority", "cache_salt", "cache_prompt", "parallel_tool_calls",
+    "prompt_cache_options", "request_id", "rid", "priority", "cache_salt", "cache_prompt",
     "spaces_between_special_tokens", "id_slot", "n_keep", "keep_alive", "extra_key", "stream_reasoning",
 })  # fmt: skip
 """Fields that do not change the answer: accepted and ignored."""

@@ -176,6 +176,7 @@ class ResponsesRequest(RequestBody):
         Field(),
         expect_union('"none", "auto", "required" or {"type": "function", "name": NAME}'),
     ] = None
+    parallel_tool_calls: bool | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
 
@@ -193,7 +194,7 @@ class ResponsesRequest(RequestBody):
         return make_chat_request({
             "model": self.model, "messages": [*system, *self._list_messages()], "max_tokens": self.max_output_tokens,
             "temperature": self.temperature, "top_p": self.top_p, "response_format": form, "tools": tools or None,
-            "tool_choice": choice if tools else None,
+            "tool_choice": choice if tools else None, "parallel_tool_calls": self.parallel_tool_calls,
         })  # fmt: skip
 
     def _list_messages(self) -> list[Any]:
@@ -377,7 +378,7 @@ class ResponsesAnswerBuilder:
             "id": self._id, "object": "response", "created_at": self._created, "status": status, "model": self.model,
             "error": None, "incomplete_details": {"reason": "max_output_tokens"} if finish == "length" else None,
             "instructions": self.body.instructions, "max_output_tokens": self.body.max_output_tokens,
-            "metadata": (self.body.model_extra or {}).get("metadata") or {}, "parallel_tool_calls": True,
+            "metadata": (self.body.model_extra or {}).get("metadata") or {}, "parallel_tool_calls": self.body.parallel_tool_calls is not False,
             "previous_response_id": None, "temperature": self.body.temperature, "top_p": self.body.top_p,
             "text": {"format": shown}, "tool_choice": choice or "auto", "tools": [tool.model_dump() for tool in self.body.tools or ()],
             "truncation": "disabled", "store": False,
