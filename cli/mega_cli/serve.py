@@ -131,6 +131,12 @@ def serve_command(
         float, typer.Option(min=0, help="Seconds to finish running requests after SIGTERM or Ctrl-C.")
     ] = 30,
     tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks to start on this machine.")] = 1,
+    replicas: Annotated[
+        int,
+        typer.Option(
+            min=1, help="Copies of the server behind one address, balanced by HAProxy; on GPUs each has its own."
+        ),
+    ] = 1,
     ep: Annotated[int, typer.Option(min=1, help="Expert-parallel ranks.")] = 1,
     pp: Annotated[int, typer.Option(min=1, help="Pipeline-parallel ranks.")] = 1,
     engine: Annotated[
@@ -160,6 +166,8 @@ def serve_command(
     key = _read_api_key(api_key, api_key_file)
     adapters = _parse_named_folders(adapter or [], "--adapter", {name or model})
     others = _parse_named_folders(add_model or [], "--add-model", {name or model, *adapters})
+    if replicas > 1:
+        raise typer.Exit(_serve_replicas(replicas, host, port, key, tp, ep, pp, device, adapter_folder, timeout, drain))
     if engine != "mega":
         _run_other_server(ctx, engine, ServingOptions(
             model, name or model, host, port, key, precision, max_length, batch_size, tp, adapters, tokenizer, chat_template,
@@ -215,6 +223,27 @@ def serve_command(
             main.stop_followers()
     if server.force_exit:
         raise KeyboardInterrupt
+
+
+def _serve_replicas(
+    count: int, host: str, port: int, key: str | None, tp: int, ep: int, pp: int, device: str, adapter_folder: Path | None,
+    timeout: float, drain: float,
+) -> int:  # fmt: skip
+    """Run this command as several replicas; return the exit status."""
+    _check_server_packages()
+    from mega_cli.serve_replicas import assign_devices, find_proxy, list_visible_devices, run_replicas
+    from mega_eval.multi_rank_inference import ReplicaLayout
+    from mega_eval.server.inference_server import bind_server_socket
+
+    if adapter_folder is not None:
+        raise ConfigError(
+            "--adapter-folder is not supported with --replicas, as an adapter would be loaded into one replica only",
+            hint="use --adapter NAME=FOLDER",
+        )
+    find_proxy()
+    environments = assign_devices(count, ReplicaLayout(tp, ep, pp).ranks_per_copy, list_visible_devices(device))
+    with bind_server_socket(host, port, key) as listener:
+        return run_replicas(listener, environments, timeout, drain)
 
 
 def _run_other_server(ctx: typer.Context, engine: str, options: ServingOptions) -> NoReturn:
