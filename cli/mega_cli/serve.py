@@ -191,8 +191,7 @@ def serve_command(
         found = [
             load_served_model(
                 source, precision, device, None if number else tokenizer, max_length, cache_tokens, batch_size,
-                sharing, ranks, None if number else adapters, None if number else draft,
-                extension or [],
+                sharing, ranks, None if number else adapters, None if number else draft, extension or [],
             )
             for number, source in enumerate(sources.values())
         ]  # fmt: skip
@@ -203,17 +202,14 @@ def serve_command(
             follow_engine_calls(main)
             return
         metrics = ServerMetrics(*(one.engine for one in found))
-        templates = [
-            _find_template(model, extension or [], tokenizer, chat_template),
-            *(_find_template(one, extension or []) for one in others.values()),
-        ]
+        files = (tokenizer, chat_template)  # of the first model
         services = [
             ModelService(
-                title, __version__, EngineDriver(one.engine, max_requests=max_requests), one.tokenizer, template,
-                one.ends, load_default_sampling(source, extension or []), one.max_length, one.vocab_size, timeout, metrics,
+                title, __version__, EngineDriver(one.engine, max_requests=max_requests), one.tokenizer,
+                _find_template(source, extension or [], *(files if one is found[0] else ())), one.ends, load_default_sampling(source, extension or []), one.max_length, one.vocab_size, timeout, metrics,
                 adapters=adapters if one is found[0] else {}, embedder=one.embedder, source=source, vision=one.vision,
             )
-            for (title, source), one, template in zip(sources.items(), found, templates, strict=True)
+            for (title, source), one in zip(sources.items(), found, strict=True)
         ]  # fmt: skip
         hosts = None if key else (host.lower(), "127.0.0.1", "localhost", "::1")
         bounds = ServerLimits(key, hosts, max_requests, timeout, max_body, origins=allow_origin or ())

@@ -123,7 +123,7 @@ def _pod_spec(plan: ServingPlan) -> dict[str, Any]:
     """Return the pod of one server."""
     command = ["mega", "serve", plan.model, "--name", plan.name, "--host", "0.0.0.0", "--port", str(PORT)]
     command += ["--tp", str(plan.gpus)] if plan.gpus > 1 else []
-    health = {"httpGet": {"path": "/health", "port": "http"}}
+    health: dict[str, Any] = {"httpGet": {"path": "/health", "port": "http"}}
     container = {
         "name": CONTAINER,
         "image": plan.image,
