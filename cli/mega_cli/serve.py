@@ -202,11 +202,10 @@ def serve_command(
             follow_engine_calls(main)
             return
         metrics = ServerMetrics(*(one.engine for one in found))
-        files = (tokenizer, chat_template)  # of the first model
         services = [
             ModelService(
                 title, __version__, EngineDriver(one.engine, max_requests=max_requests), one.tokenizer,
-                _find_template(source, extension or [], *(files if one is found[0] else ())), one.ends, load_default_sampling(source, extension or []), one.max_length, one.vocab_size, timeout, metrics,
+                _find_template(source, extension or [], *((tokenizer, chat_template) if one is found[0] else ())), one.ends, load_default_sampling(source, extension or []), one.max_length, one.vocab_size, timeout, metrics,
                 adapters=adapters if one is found[0] else {}, embedder=one.embedder, source=source, vision=one.vision,
             )
             for (title, source), one in zip(sources.items(), found, strict=True)
