@@ -124,7 +124,7 @@ def _pod_spec(plan: ServingPlan) -> dict[str, Any]:
     command = ["mega", "serve", plan.model, "--name", plan.name, "--host", "0.0.0.0", "--port", str(PORT)]
     command += ["--tp", str(plan.gpus)] if plan.gpus > 1 else []
     health: dict[str, Any] = {"httpGet": {"path": "/health", "port": "http"}}
-    container = {
+    container: dict[str, Any] = {
         "name": CONTAINER,
         "image": plan.image,
         "workingDir": "/workspace",
