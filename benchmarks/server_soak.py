@@ -331,20 +331,25 @@ def soak(port: int, pid: int, minutes: float, clients: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def main() -> None:
-    """Make the model, serve it, and run the soak; see the module."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=60)
-    parser.add_argument("--clients", type=int, default=32)
-    parser.add_argument("--dry", action="store_true", help="write no results")
-    options = parser.parse_args()
+def run(minutes: float, clients: int) -> dict[str, Any]:
+    """Make the model, serve it, and return the results of a soak."""
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder, "model")
         model.mkdir()
         save_model("llava", model)
         save_adapter(Path(folder, "adapters", "one"), model, LoraConfig(rank=2, modules=["q_proj", "o_proj"]))
         with hostile.served(str(model), "--adapter-folder", f"{folder}/adapters") as (port, pid):
-            found = soak(port, pid, options.minutes, options.clients)
+            return soak(port, pid, minutes, clients)
+
+
+def main() -> None:
+    """Run the soak, print and record its results; see the module."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=60)
+    parser.add_argument("--clients", type=int, default=32)
+    parser.add_argument("--dry", action="store_true", help="write no results")
+    options = parser.parse_args()
+    found = run(options.minutes, options.clients)
     print(json.dumps(found, indent=1))
     if not options.dry:
         record.write("server_soak", found, ["torch", "uvicorn", "fastapi", "llguidance"])
