@@ -45,7 +45,7 @@ EXAMPLES = """Examples:
 
     mega serve runs/llama3-8b --port 8080 --name llama3-8b --precision bf16
 
-    mega serve out/hf --precision bf16 --tp 2
+    mega serve out/hf --precision bf16 --tp 2 --replicas 4
 
     mega serve out/hf --adapter polite=runs/polite --adapter sql=adapters/sql
 
@@ -155,7 +155,7 @@ def serve_command(
 ) -> None:
     """Serve a model with OpenAI's API, and a web page for chats at /.
 
-    It runs one copy of the model, for evaluation and light use. For heavy load, convert the model with
+    It runs one copy of the model, or several (--replicas), for evaluation and light use. For heavy load, convert the model with
     `mega ckpt convert MODEL OUT --to hf` and serve the folder OUT with vLLM or SGLang, which load it unchanged
     (--engine vllm or --engine sglang).
 
