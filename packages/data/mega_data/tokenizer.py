@@ -20,7 +20,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from mega_common.atomic_files import compute_file_sha256, open_atomic_file, write_json_atomically
-from mega_common.bounded_parsing import read_json_file
+from mega_common.bounded_parsing import describe_json_type, read_json_file
 from mega_common.errors import DataError
 from mega_common.progress_logging import ProgressBar, logger
 from mega_data.plain_text_tokenizer import PlainTextBackend
@@ -243,7 +243,7 @@ def _read_special_token(folder: Path, key: str) -> tuple[Path, str] | None:
         if file.is_file():
             settings = read_json_file(file, DataError)
             if not isinstance(settings, dict):
-                raise DataError(f"{file}: must be a JSON object, found a {type(settings).__name__}")
+                raise DataError(f"{file}: must be a JSON object, found {describe_json_type(settings)}")
             entry = settings.get(key)
             token = entry.get("content") if isinstance(entry, dict) else entry
             if token is not None:
