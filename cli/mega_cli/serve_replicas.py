@@ -300,7 +300,9 @@ def _watch_replicas(
     announced = False
     while not signals:
         if (status := proxy.poll()) is not None:
-            raise TrainingError(f"HAProxy has ended with status {status}: {log.read_text(errors='replace').strip()}")
+            lines = [] if announced else log.read_text(errors="replace").splitlines()
+            alerts = "; ".join(line for line in lines if line.startswith("[ALERT]"))
+            raise TrainingError(f"HAProxy has ended with status {status}", hint=alerts or "start the command again")
         for one in replicas:
             if (status := one.process.poll()) is None:
                 one.check_health()
