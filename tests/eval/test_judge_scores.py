@@ -14,7 +14,14 @@ from serving import Playback, service_of, serving
 
 from mega_common.errors import ConfigError, DataError, TrainingError
 from mega_eval import judge_scores
-from mega_eval.judge_scores import JudgeClient, JudgedPrompt, compare_answers, read_judged_prompts, score_answers
+from mega_eval.judge_scores import (
+    SCORE_FORM,
+    JudgeClient,
+    JudgedPrompt,
+    compare_answers,
+    read_judged_prompts,
+    score_answers,
+)
 from mega_eval.result_reports import format_metric_table
 
 PROMPTS = [JudgedPrompt([], "Rome", "capital of Italy?"), JudgedPrompt([{"role": "user", "content": "and of France?"}])]
@@ -121,6 +128,12 @@ def test_megas_own_server_can_be_the_judge(tmp_path_factory: pytest.TempPathFact
         results = score_answers(JudgeClient(f"{url}/v1"), PROMPTS, ["Rome", "Paris"])
     assert results["results"]["judge_score"]["score,none"] == 9
     assert "capital of Italy?" in "".join(engine.prompts)
+
+
+def test_the_page_has_the_form_of_the_judge() -> None:
+    page = (Path(__file__).parents[2] / "docs/evaluation.md").read_text()
+    quoted = " ".join(line.removeprefix("> ") for line in page.splitlines() if line.startswith("> "))
+    assert quoted == SCORE_FORM
 
 
 @pytest.mark.parametrize(
