@@ -8,8 +8,8 @@ tokens, adapters, whole and streamed), streams and whole answers that the client
 and the attacks of `hostile.py`. Every honest request is greedy; its answer is compared with the first one, which was made
 before the other clients came.
 
-Recorded are the requests and statuses by kind, the memory of the server and of its worker processes each minute, changed
-honest answers, and stuck requests: those without an answer in two minutes, and those that the server still counts as open
+Recorded are the requests and statuses by kind, the memory of the server and of its worker processes each minute, failed and
+changed honest answers, and stuck requests: those without an answer in two minutes, and those that the server still counts as open
 after all clients have gone.
 """
 
@@ -44,17 +44,9 @@ from mega_common.lora_config import LoraConfig
 
 PATIENCE = 120.0  # seconds until a request without an answer is stuck
 SPOKEN = (
-    "text",
-    "content",
-    "delta",
-    "arguments",
-    "partial_json",
-    "thinking",
-    "reasoning_content",
-    "tokens",
-    "prompt",
-    "index",
-)
+    "text", "content", "delta", "arguments", "partial_json", "thinking", "reasoning_content", "tokens", "prompt", "index",
+    "message",
+)  # fmt: skip
 STREAM = {"stream": True}
 GREEDY = {"temperature": 0, "max_tokens": 16, "ignore_eos": True}
 WHERE = {"type": "object", "properties": {"place": {"enum": ["Rome", "Oslo"]}, "days": {"type": "integer", "maximum": 9, "minimum": 0}}, "required": ["place", "days"], "additionalProperties": False}  # fmt: skip
@@ -245,6 +237,7 @@ class Soak:
         self._expected = {name: KINDS[name][1](port, random.Random(0)) for name in (*HONEST, "adapter")}
         self.statuses: dict[str, Counter[int]] = defaultdict(Counter)
         self.changed: list[Any] = []
+        self.failed: list[Any] = []
 
     def run_client(self, number: int, end: float) -> None:
         """Send requests until `end`, with pauses."""
@@ -256,7 +249,9 @@ class Soak:
             expected = self._expected.get(name)
             with self._lock:
                 self.statuses[name][answer.status] += 1
-                if expected and answer.status == 200 and not same(answer.said, expected.said):
+                if expected and answer.status != 200:
+                    self.failed.append({"kind": name, "status": answer.status, "said": answer.said})
+                elif expected and not same(answer.said, expected.said):
                     self.changed.append({"kind": name, "expected": expected.said, "found": answer.said})
             time.sleep(draw.random())
 
@@ -327,7 +322,7 @@ def soak(port: int, pid: int, minutes: float, clients: int) -> dict[str, Any]:
         "requests": {name: sum(statuses.values()) for name, statuses in sorted(run.statuses.items())},
         "statuses": {name: {str(status): count for status, count in sorted(statuses.items())} for name, statuses in sorted(run.statuses.items())},
         "memory_mb": memory, "workers_mb": workers, "descriptors": descriptors,
-        "changed": len(run.changed), "changes": run.changed[:5], "stuck": late + left,
+        "failed": len(run.failed), "failures": run.failed[:20], "changed": len(run.changed), "changes": run.changed[:5], "stuck": late + left,
     }  # fmt: skip
 
 
