@@ -85,7 +85,9 @@ class Tokenizer:
         self.path = _find_tokenizer_file(Path(path))
         try:
             self.backend = Backend.from_file(str(self.path))
-        except Exception as error:  # noqa: BLE001 - the library raises nothing narrower
+        except BaseException as error:  # the library raises nothing narrower, and panics of Rust are no Exception
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
             raise DataError(
                 f"{self.path}: must be a tokenizer.json that the `tokenizers` library can read ({error})",
                 hint="give the folder of a model or tokenizer.json itself, or train one with `mega data train-tokenizer`",
@@ -246,8 +248,11 @@ def _read_special_token(folder: Path, key: str) -> tuple[Path, str] | None:
                 raise DataError(f"{file}: must be a JSON object, found {describe_json_type(settings)}")
             entry = settings.get(key)
             token = entry.get("content") if isinstance(entry, dict) else entry
-            if token is not None:
-                return file, token
+            if token is None:
+                continue
+            if not isinstance(token, str):
+                raise DataError(f"{file}: {key} must be a text, found {describe_json_type(token)}")
+            return file, token
     return None
 
 
