@@ -193,6 +193,7 @@ def train_command(
         print(f"# {_describe_kernels(config)}")
         if config.model.transformers is not None:
             print("# not predicted with model.implementation = transformers: memory, step time, FLOPs and MFU")
+        print(f"# ok: the configuration{' and the data' if data else ''} can be used")
         return
     _check_patterns(config, run)
     if find_micro_batch:
