@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from mega_cli.compare import format_columns
 from mega_cli.train import check_inputs, terminate_with_parent
 from mega_cli.workflow_config import load_run_file
 from mega_cli.workflow_runner import MEGA, handle_stop_signals
@@ -276,7 +277,6 @@ def _format_ranking(sweep: Sweep) -> str:
 
     results = sweep.read_results()
     rows = rank_rows(sweep.config, results)[: SHOWN_TRIALS + 1]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines = [format_columns(rows)]
     lines += [f"... {len(results) - SHOWN_TRIALS} more"] if len(results) > SHOWN_TRIALS else []
     return "\n".join([*lines, str(sweep.folder / PAGE)])
