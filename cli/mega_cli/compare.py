@@ -107,7 +107,7 @@ def _seed_table(found: SeedComparison) -> str:
     """Return the variants as a table, and the conclusion."""
     from mega_trainer.experiments.sweep_study import standard_error
 
-    rows = [("variant", "runs", found.metric, "standard error", "lowest", "highest")]
+    rows: list[Sequence[str]] = [("variant", "runs", found.metric, "standard error", "lowest", "highest")]
     for variant in (found.first, found.second):
         error = standard_error(variant.values)
         numbers = (variant.mean, error, min(variant.values), max(variant.values))

@@ -23,6 +23,7 @@ EXAMPLES = """Examples:
 
   mega scaling runs/* --metric loss --count non-embedding --hold-out 3 --json -
 """
+MAX_HELD_OUT_ERROR = 0.05  # above it, a warning
 COUNTS = ("active", "total", "non-embedding")
 
 
@@ -82,6 +83,9 @@ def scaling_command(
             "log N and log D have the correlation %.3f, so their terms cannot be separated; add runs of one size with "
             "different lengths", fit.collinearity,
         )  # fmt: skip
+    worst = max((abs(each.relative_error) for each in fit.held_out), default=0.0)
+    if worst > MAX_HELD_OUT_ERROR:
+        logger.warning("the law predicts the largest runs with an error of %.0f %%; do not extrapolate it", 100 * worst)
     budgets = budget or [factor * fit.points[-1].flops for factor in (10, 100)]
     write_html_page(out, render_scaling_page(fit, budgets), "--out")
     content = fit.as_json(budgets)

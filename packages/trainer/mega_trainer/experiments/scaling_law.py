@@ -59,8 +59,8 @@ class ScalingLaw:
     beta: float
 
     def predict_loss(self, parameters: float, tokens: float) -> float:
-        """Return the loss of a model with so many parameters after so many tokens."""
-        return self.E + self.A / parameters**self.alpha + self.B / tokens**self.beta
+        """Return the loss of a model of this number of parameters after this number of tokens."""
+        return float(self.E + self.A / parameters**self.alpha + self.B / tokens**self.beta)
 
     def find_optimum(self, flops: float) -> tuple[float, float]:
         """Return the parameters and tokens of lowest loss with 6 N D = `flops`; infinite or 0 if an exponent is 0."""
@@ -189,7 +189,8 @@ class ScalingFit:
         """
         ordered = sorted(points, key=lambda point: point.flops)
         law = fit_scaling_law(ordered)
-        rng, samples = np.random.default_rng(seed), []
+        rng = np.random.default_rng(seed)
+        samples: list[ScalingLaw] = []
         while len(samples) < bootstrap:
             drawn = [ordered[index] for index in rng.integers(0, len(ordered), len(ordered))]
             if min(len({p.parameters for p in drawn}), len({p.tokens for p in drawn})) >= MIN_SIZES:

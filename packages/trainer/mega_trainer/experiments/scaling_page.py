@@ -81,7 +81,7 @@ def _format_power(value: float) -> str:
     return f"{value:.0e}".replace("e+", "e") if value >= 1e12 else format_compact(value)
 
 
-TableRows = tuple[tuple[str, ...], list[tuple[str, ...]], tuple[int, ...]]
+TableRows = tuple[Sequence[str], Sequence[Sequence[str]], Sequence[int]]
 
 
 def _coefficient_rows(fit: ScalingFit) -> TableRows:
@@ -93,7 +93,7 @@ def _coefficient_rows(fit: ScalingFit) -> TableRows:
     return ("coefficient", "value", "95 % bootstrap interval"), rows, (1,)
 
 
-def optimum_rows(fit: ScalingFit, budgets: Sequence[float]) -> list[tuple[str, ...]]:
+def optimum_rows(fit: ScalingFit, budgets: Sequence[float]) -> Sequence[Sequence[str]]:
     """Return (FLOPs, parameters, interval, tokens, interval, loss) of the optimum of each budget, as text."""
     rows = []
     for flops in budgets:

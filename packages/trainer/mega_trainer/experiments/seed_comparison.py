@@ -45,7 +45,7 @@ class VariantRuns:
         """Read the logs of runs; `pattern` is a folder, a glob pattern, or several of them with commas between.
 
         Raises:
-            ConfigError: if there is no run.
+            ConfigError: if no run is found.
         """
         paths = sorted(path for part in pattern.split(",") for path in glob.glob(f"{part}/{METRICS}"))
         if not paths:
@@ -54,10 +54,10 @@ class VariantRuns:
 
     @classmethod
     def read_runs(cls, pattern: str, metric: str) -> VariantRuns:
-        """Read the runs of a variant; `pattern` is that of `read_logs`.
+        """Read the runs of a variant; for `pattern` see `read_logs`.
 
         Raises:
-            ConfigError: if there is no run, or a run has not logged the metric or has a value that is not finite.
+            ConfigError: if no run is found, or a run has not logged the metric or has a value that is not finite.
         """
         logs = cls.read_logs(pattern)
         values = []
