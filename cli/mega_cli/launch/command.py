@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,6 +29,10 @@ app = typer.Typer(
 Run = Annotated[
     Path, typer.Argument(help="Configuration file, e.g. run.yaml; with --stage a workflow file, with --serve a model.")
 ]
+RunOrSweep = Annotated[
+    Path,
+    typer.Argument(help="Configuration file, e.g. run.yaml; with --stage a workflow file; or the folder of a sweep."),
+]
 Nodes = Annotated[
     int, typer.Option(min=1, help="Number of machines, e.g. 4; with --stage, number of jobs that tokenize a part each.")
 ]
@@ -45,7 +50,7 @@ Set = Annotated[
 
 @app.command("slurm")
 def slurm_command(
-    run: Run,
+    run: RunOrSweep,
     nodes: Nodes,
     gpus_per_node: Gpus = 8,
     output: Output = None,
@@ -91,11 +96,14 @@ def slurm_command(
 ) -> None:
     """Write a Slurm batch script that trains on several machines, saves before the time limit, and requeues itself.
 
-    With --stage, write an array job: each job tokenizes a part of a data set, and the last one joins the parts.
+    With --stage, write an array job: each job tokenizes a part of a data set, and the last one joins the parts. With the
+    folder of `mega sweep --prepare`, each job of the array trains one run of the sweep.
 
     Examples:
 
       mega launch slurm run.yaml --nodes 4 --output job.sh && sbatch job.sh
+
+      mega launch slurm sweeps/lr --nodes 1 --output sweep.sh && sbatch sweep.sh
 
       mega launch slurm run.yaml --nodes 4 --prologue 'module load cuda' --prologue 'source venv/bin/activate'
 
@@ -110,8 +118,10 @@ def slurm_command(
         check_option_value(option, value, SLURM[option])
     check_option_values("prologue", prologue or [], SLURM["prologue"])
     check_option_values("mount", mount or [], SLURM["mount"])
+    runs = list_sweep_runs(run, set_ or [], stage) if run.is_dir() else []
     if stage is None:
-        check_launched_run(run, set_ or [], nodes * gpus_per_node)
+        for file in runs or [run]:
+            check_launched_run(file, set_ or [], nodes * gpus_per_node)
         machines = {"nodes": nodes, "ntasks-per-node": 1, "gpus-per-node": gpus_per_node}
     else:
         machines = {"ntasks": 1}
@@ -130,9 +140,10 @@ def slurm_command(
     if stage is not None:
         _write(slurm_array_script(plan, plan_array_job(run, stage, nodes)), output)
         return
-    _write(
-        slurm_batch_script(plan, nodes, gpus_per_node, [str(run), *(f"--set={item}" for item in set_ or [])]), output
-    )
+    train = shlex.join([str(run), *(f"--set={item}" for item in set_ or [])])
+    if runs:
+        train = f"{shlex.quote(str(run))}/run-$(printf %03d $SLURM_ARRAY_TASK_ID).yaml"
+    _write(slurm_batch_script(plan, nodes, gpus_per_node, train, len(runs)), output)
 
 
 @app.command("kubernetes")
@@ -245,6 +256,21 @@ def check_script_values(run: Path, overrides: list[str] | None) -> None:
     """
     check_option_value("run", str(run), PATH)
     check_option_values("set", overrides or [], TEXT)
+
+
+def list_sweep_runs(folder: Path, overrides: list[str], stage: str | None) -> list[Path]:
+    """Return the run.yaml files of the sweep in a folder, in order.
+
+    Raises:
+        ConfigError: if the folder has none, or an option does not apply to a sweep.
+    """
+    runs = sorted(folder.glob("run-*.yaml"), key=lambda path: (len(path.name), path.name))
+    if not runs:
+        raise ConfigError(f"{folder}: has no runs of a sweep", hint="first: mega sweep run.yaml ... --prepare")
+    if overrides or stage is not None:
+        option = "--set" if overrides else "--stage"
+        raise ConfigError(f"{option} is not supported with a sweep", hint="give --set to mega sweep")
+    return runs
 
 
 def check_launched_run(run: Path, overrides: list[str], ranks: int) -> None:
