@@ -7,7 +7,7 @@ where the second moments of the layer's inputs are given.
     fp8         W.weight e4m3, W.weight_scale [O, 1]; servers also quantize activations to fp8, a scale for each token
     fp8-block   W.weight e4m3, W.weight_scale [O / 128, I / 128]; activations with a scale for 128 channels of a token
     int8        W.weight_packed: four codes in an int32, W.weight_scale [O, 1], W.weight_shape
-    int4        W.weight_packed: eight codes in an int32, W.weight_scale [O, I / group], W.weight_shape
+    int4        W.weight_packed: eight codes in an int32, W.weight_scale [O, I / 32], W.weight_shape
     mxfp4       W.weight_packed: two e2m1 in a byte, W.weight_scale [O, I / 32]: exponent of a power of two, plus 127
 
 These are compressed-tensors' float-quantized, pack-quantized and mxfp4-pack-quantized. MLX stores W = q * s + b for groups of
@@ -33,7 +33,7 @@ EncodedParts = dict[str, Tensor]  # tensors of some rows of a weight, by the end
 PartLayouts = dict[str, tuple[torch.dtype, TensorShape]]
 
 _E4M3, _E4M3_MAX = torch.float8_e4m3fn, 448.0
-_FP8_BLOCK, _MX_BLOCK, _MLX_GROUP, _LARGEST_GROUP = 128, 32, 64, 128
+_FP8_BLOCK, _MX_BLOCK, _MLX_GROUP, _INT4_GROUP = 128, 32, 64, 32
 _E2M1_MAX = 6.0
 _E2M1_BOUNDS = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])  # between the numbers that e2m1 has
 _SHRINK_STEPS = 12  # scales that are tried for a group of four-bit codes
@@ -74,7 +74,8 @@ def make_quantizer(name: str, shapes: Mapping[str, TensorShape]) -> LinearQuanti
     if name == "int8":
         return _packed_integers(8, None)
     if name == "int4":
-        return _packed_integers(4, _common_group(shapes))
+        _check_widths(shapes, _INT4_GROUP, name)
+        return _packed_integers(4, _INT4_GROUP)
     if name == "mxfp4":
         _check_widths(shapes, _MX_BLOCK, name)
         return _mxfp4()
@@ -88,13 +89,6 @@ def _check_widths(shapes: Mapping[str, TensorShape], block: int, name: str, hint
             raise CheckpointError(
                 f"{weight} has {width} columns, but --quantize {name} requires a multiple of {block}", hint=hint
             )
-
-
-def _common_group(shapes: Mapping[str, TensorShape]) -> int:
-    """Return the largest power of two up to 128 that divides the width of every weight."""
-    group = math.gcd(_LARGEST_GROUP, *(width for _, width in shapes.values()))
-    _check_widths(shapes, max(group, 32), "int4")
-    return group
 
 
 def _compressed_settings(
