@@ -378,6 +378,16 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
                      "moe_intermediate_size": 12, "num_dense_layers": 0, "use_expert_bias": False, "norm_topk_prob": False,
                      "routed_scaling_factor": 2.5, "conv_bias": True, "tie_word_embeddings": False},
     ),
+    "llama4": (
+        "llama4_text", {**_SIZES, "num_hidden_layers": 4, "head_dim": 10, "intermediate_size": 24, "intermediate_size_mlp": 40, "num_local_experts": 4,
+                        "attention_chunk_size": 8, "floor_scale": 5, "attn_scale": 0.4, "interleave_moe_layer_step": 2, "rope_parameters": LLAMA3},
+    ),
+    "llama4-lists-no-norms": (
+        "llama4_text", {**_SIZES, "head_dim": 8, "intermediate_size": 20, "intermediate_size_mlp": 40, "num_local_experts": 5,
+                        "num_experts_per_tok": 2, "attention_chunk_size": 5, "use_qk_norm": False, "no_rope_layers": [0, 1, 1],
+                        "layer_types": ["chunked_attention", "full_attention", "chunked_attention"],
+                        "attn_temperature_tuning": False, "attention_bias": True, "tie_word_embeddings": True},
+    ),
     "bert": ("bert", _BERT),
     "bert-types": ("bert", {**_BERT, "type_vocab_size": 3, "hidden_act": "gelu_new", "layer_norm_eps": 1e-6}),
     "megatron-bert": ("megatron-bert", _BERT),

@@ -379,6 +379,14 @@ VARIANTS |= {
         "layers": ["conv+mlp", "attention+moe", "conv+moe"], "num_layers": 3, "conv": {}, "qk_norm": True, "num_kv_heads": 2,
         "moe": {**MOE, "score": "sigmoid", "selection_bias": True, "scaling": 1.5}, "tie_embeddings": True,
     },
+    "llama4": {
+        "num_layers": 3, "head_dim": 10, "num_kv_heads": 2, "qk_norm": True, "qk_norm_span": "plain", "qk_norm_after_rope": True,
+        "sliding_window": 8, "chunked_window": True, "full_attention_layers": [1], "no_rope_layers": [1], "no_rope_scaling": [0.4, 5],
+        "rope": {"interleaved": True},
+        "moe": {
+            **MOE, "top_k": 1, "score": "sigmoid", "normalize": False, "weighted_inputs": True, "shared_ffn_hidden_size": 12, "layers": [1, 2],
+        },
+    },
     "granite4-dense": {
         **_GRANITE, "layers": ["mamba+mlp", "attention+mlp"], "mamba": _MAMBA, "tie_embeddings": True, "rope": YARN,
         "qkv_bias": True, "attention_out_bias": True,

@@ -71,6 +71,7 @@ def test_config_round_trip_through_transformers(case: str, tmp_path: Path) -> No
         "n_group",
         "topk_group",
         "moe_topk",
+        "interleave_moe_layer_step",
         "attention_types",  # as one list of all layers
     }
     if family.name == "lfm2":  # the width before its adjustment, and the layers with attention
@@ -317,6 +318,7 @@ _READ = re.compile(r"\b(?:self\.)?config\.(\w+)|getattr\(\s*(?:self\.|decoder_)?
 # What code reads of a configuration besides keys: methods, properties, names of the software's own, other models' parts.
 _NO_KEYS = {
     "gemma3_text": {"image_token_id", "mm_tokens_per_image", "text_config", "vision_config"},
+    "llama4_text": {"image_token_id"},
     "": {"_attn_implementation", "get_text_config", "default_theta", "standardize_rope_params", "validate_rope", "json",
          "rope_parameters"},
 }  # fmt: skip

@@ -13,7 +13,7 @@ from hf_models import MODELS, content, save_model
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from mega_ckpt.canonical_tensors import canonical_tensors
 from mega_ckpt.convert import convert_checkpoint
@@ -138,6 +138,23 @@ def test_the_text_part_of_a_model_that_sees_images(case: str, tmp_path: Path) ->
     inner = HfSource(whole)
     assert all(torch.equal(source.read_tensor(name), inner.read_tensor(name)) for name in source.tensor_names())
     assert sorted(inner.buffer_names()) == ["model.visual.pos_embed.weight", "mtp.norm.weight"]
+    convert_checkpoint(whole, mega, "mega")
+    convert_checkpoint(mega, back, "hf")
+    assert content(back) == content(whole)
+
+
+def test_the_text_part_of_llama_4(tmp_path: Path) -> None:
+    """As on the hub, under the names of transformers' whole model; its vision encoder and projector are carried."""
+    whole, mega, back = (tmp_path / name for name in ("whole", "mega", "back"))
+    settings = {**MODELS["llama4"][1], "model_type": "llama4_text"}
+    vision = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32, "image_size": 28,
+              "vision_output_dim": 8, "projector_input_dim": 8, "projector_output_dim": 8}  # fmt: skip
+    config = AutoConfig.for_model("llama4", text_config=settings, vision_config=vision)
+    model = AutoModelForImageTextToText.from_config(config)
+    model.save_pretrained(whole)
+    inner, weights = HfSource(whole), model.state_dict()
+    assert inner.model.num_layers == 4
+    assert torch.equal(inner.read_tensor("lm_head.weight"), weights["language_model.lm_head.weight"])
     convert_checkpoint(whole, mega, "mega")
     convert_checkpoint(mega, back, "hf")
     assert content(back) == content(whole)

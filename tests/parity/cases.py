@@ -129,6 +129,11 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     ],
     "moe": [
         {}, {"attention_sinks": True, "activation_limit": 0.7, "sliding_window": 5, "full_attention_layers": [1]},
+        {
+            "sliding_window": 5, "chunked_window": True, "full_attention_layers": [1], "no_rope_layers": [1],
+            "no_rope_scaling": [0.4, 3], "qk_norm": True, "qk_norm_span": "plain", "qk_norm_after_rope": True,
+            "moe": MODELS["moe"]["moe"] | {"score": "sigmoid", "normalize": False, "weighted_inputs": True},
+        },
         {"moe": MODELS["moe"]["moe"] | SINKHORN},
     ],
     "mla": [

@@ -199,7 +199,7 @@ def _attention(config: ModelConfig) -> TensorShapes:
     width, head = config.hidden_size, config.query_key_head_dim
     queries, keys = config.num_attention_heads * head, config.key_value_heads * head
     spans: dict[str, tuple[TensorShape, TensorShape]] = {
-        "head": ((head,), (head,)),
+        **dict.fromkeys(("head", "plain"), ((head,), (head,))),
         "all": ((queries,), (keys,)),
         "each": ((config.num_attention_heads, head), (config.key_value_heads, head)),
     }
@@ -210,7 +210,7 @@ def _attention(config: ModelConfig) -> TensorShapes:
         **_linear("self_attn.q_proj", queries, width, config.qkv_bias),
         **_linear("self_attn.k_proj", keys, width, config.qkv_bias),
         **_linear("self_attn.v_proj", keys, width, config.qkv_bias),
-        **(norms if config.qk_norm else {}),
+        **(norms if config.qk_norm and config.qk_norm_span != "plain" else {}),
         **(_linear("self_attn.g_proj", queries, width, config.qkv_bias) if config.attention_gate else {}),
         **({"self_attn.sinks": (config.num_attention_heads,)} if config.attention_sinks else {}),
         **({"self_attn.relative_bias.weight": _relative(config)} if _own_table(config) else {}),

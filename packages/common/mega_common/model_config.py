@@ -12,6 +12,7 @@ from typing import Any, Literal
 from pydantic import (
     Field,
     NonNegativeInt,
+    PositiveFloat,
     PositiveInt,
     ValidationError,
     ValidationInfo,
@@ -118,6 +119,9 @@ class MoeConfig(StrictConfig):
         description="scope of the load count; batch: one micro-batch of all data ranks, so training depends on "
         "batch.micro x data ranks",
     )
+    weighted_inputs: bool = Field(
+        False, description="a token's weights multiply the inputs of its experts instead of the outputs, as in Llama 4"
+    )
     z_loss: float = Field(0.0, ge=0, description="weight of the router's z-loss (arXiv:2202.08906)")
     sinkhorn: bool = Field(
         False, description="Sinkhorn routing in training: scores balanced over each sequence (arXiv:2202.01169)"
@@ -208,15 +212,20 @@ class ModelConfig(StrictConfig):
     relative: RelativePositionConfig = RelativePositionConfig()
     local_rope: RopeConfig | None = Field(None, description="RoPE of layers with a sliding window; default: `rope`")
     no_rope_layers: list[NonNegativeInt] | None = Field(None, description="layers without RoPE, as in SmolLM3")
+    no_rope_scaling: tuple[PositiveFloat, PositiveInt] | None = Field(
+        None,
+        description="[b, n]: queries of layers without RoPE times 1 + b ln(1 + floor((position + 1) / n)), as in Llama 4",
+    )
     scale_embeddings: bool = Field(False, description="embeddings times sqrt(hidden_size), as in Gemma")
     embedding_multiplier: float = Field(1.0, gt=0, description="factor on embeddings, as in Granite")
     qkv_bias: bool = False
     attention_out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = Field(False, description="RMSNorm over each head's query and key, as in Qwen3")
-    qk_norm_span: Literal["head", "all", "each"] = Field(
+    qk_norm_span: Literal["head", "all", "each", "plain"] = Field(
         "head",
-        description="`all`: over all heads at once, as in OLMo-2; `each`: a LayerNorm without bias for each head, as in Command R+",
+        description="`all`: over all heads at once, as in OLMo-2; `each`: a LayerNorm without bias for each head, as in Command R+; "
+        "`plain`: RMSNorm of each head without a weight, in layers with RoPE, as in Llama 4",
     )
     qk_norm_after_rope: bool = Field(False, description="norms of queries and keys follow the rotation, as in Hunyuan")
     norm_position: Literal["pre", "post", "both", "sum"] = Field(
@@ -234,6 +243,11 @@ class ModelConfig(StrictConfig):
         None, description="attention window in keys, including the query's own; to each side if not causal"
     )
     full_attention_layers: list[NonNegativeInt] | None = Field(None, description="layers without the sliding window")
+    chunked_window: bool = Field(
+        False,
+        description="the window does not slide: each document is cut into chunks of `sliding_window` tokens, and a query "
+        "attends within its chunk, as in Llama 4",
+    )
     attention_scale: float | None = Field(None, gt=0, description="factor on scores; default: 1 / sqrt(head size)")
     attention_softcap: float | None = Field(None, gt=0, description="scores become cap tanh(scores / cap)")
     attention_sinks: bool = Field(False, description="a learned score per head without a value, as in GPT-OSS")

@@ -42,6 +42,7 @@ from mega_ckpt.families.layernorm_decoders import (
     STARCODER2,
 )
 from mega_ckpt.families.lfm2_decoders import LFM2, LFM2_MOE
+from mega_ckpt.families.llama4_decoders import LLAMA4
 from mega_ckpt.families.llama_decoders import (
     ARCEE,
     CWM,
@@ -104,7 +105,7 @@ FAMILIES: tuple[ModelFamily, ...] = (
     MODERNBERT, MEGATRON_BERT, MINIMAX_M2, GLM4_MOE_LITE, DOTS1, EXAONE_MOE, SOLAR_OPEN, HY_V3, AFMOE, CWM, INTERNLM3,
     IQUESTCODER, VAULT_GEMMA, FLEX_OLMO, MELLUM, ERNIE4_5_MOE, GRANITE_MOE_SHARED, GRANITE_SWA, GRANITE_MOE_SWA, HYPERCLOVAX,
     OPT, MINISTRAL3, HUNYUAN_V1_DENSE, HUNYUAN_V1_MOE, PHI, GPTJ, BLOOM, LFM2, LFM2_MOE, XLM_ROBERTA,
-    CAMEMBERT, DATA2VEC_TEXT, GPT_NEO, YOUTU, MPT, CODEGEN,
+    CAMEMBERT, DATA2VEC_TEXT, GPT_NEO, YOUTU, MPT, CODEGEN, LLAMA4,
 )  # fmt: skip
 
 VISION_FAMILIES: tuple[VisionLanguageFamily, ...] = (

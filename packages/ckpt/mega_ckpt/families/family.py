@@ -39,7 +39,6 @@ CARRIED = split_words(
     use_bfloat16 use_cache"""
 )
 
-_INNER = "model.language_model."
 # Ends of the class names in transformers of models with a task head.
 TASK_CLASSES = {"sequence": "ForSequenceClassification", "token": "ForTokenClassification", "embedding": ""}
 
@@ -75,7 +74,8 @@ class ModelFamily:
         buffers: pattern of disk tensors that are buffers (masks, frequencies): carried, not translated.
         carried: keys of config.json that change nothing, in addition to `CARRIED`.
         outer_model_type: `model_type` of a vision-language model with this text model: its config.json has the text
-            model's in `text_config`, and its tensors begin with `model.language_model.` instead of `model.`.
+            model's in `text_config`, and its tensors have other names.
+        inner_prefix: beginning of the tensor names of the text model, and its replacement in that vision-language model.
         fused: rules of folders with one stacked tensor per projection of all experts; `rules` are of those with one
             tensor per expert.
         tokens: special tokens whose default in transformers is outside a small vocabulary; written as null if the model
@@ -93,6 +93,7 @@ class ModelFamily:
     buffers: str = r"(.*\.)?rotary_emb\.inv_freq"
     carried: frozenset[str] = frozenset()
     outer_model_type: str = ""
+    inner_prefix: tuple[str, str] = ("model.", "model.language_model.")
     fused: tuple[TensorRule, ...] = ()
     tokens: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()
@@ -257,10 +258,10 @@ class ModelFamily:
                 table[copy] = replace(original, name=copy)
                 if names is not None and not names & self._name_variants(original.name):
                     del table[original.name]  # a shared tensor may be stored under either name alone
-        if names is not None and not any(name.startswith(self.prefix) for name in names):
+        if names is not None and not any(name.startswith((self.prefix, self.inner_prefix[1])) for name in names):
             table = {disk.name: disk for disk in (_with_prefix(disk, self.prefix, "") for disk in table.values())}
-        if names is not None and any(name.startswith(_INNER) for name in names):
-            table = {disk.name: disk for disk in (_with_prefix(disk, self.prefix, _INNER) for disk in table.values())}
+        if names is not None and any(name.startswith(self.inner_prefix[1]) for name in names):
+            table = {disk.name: disk for disk in (_with_prefix(disk, *self.inner_prefix) for disk in table.values())}
         return table
 
     def _name_variants(self, name: str) -> set[str]:
@@ -268,7 +269,7 @@ class ModelFamily:
         larger model.
         """
         bare = name.removeprefix(self.prefix)
-        return {name, bare, _INNER + bare}
+        return {name, bare, self.inner_prefix[1] + name.removeprefix(self.inner_prefix[0])}
 
     def duplicate_tensors(self, model: ModelConfig) -> dict[str, str]:
         """Return {disk name: canonical name} of disk tensors that repeat another one.

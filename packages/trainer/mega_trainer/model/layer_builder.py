@@ -14,7 +14,7 @@ from mega_trainer.kernels.kernel_interface import Kernels
 from mega_trainer.kernels.leaf_compiler import LeafCompiler
 from mega_trainer.model.activation_checkpointing import SavedActivations
 from mega_trainer.model.lora_adapters import build_column_adapter, build_row_adapter
-from mega_trainer.model.norms import AllHeadsRMSNorm, Norm, PerHeadLayerNorm
+from mega_trainer.model.norms import AllHeadsRMSNorm, Norm, PerHeadLayerNorm, PlainRMSNorm
 from mega_trainer.model.parameter_builder import ParameterBuilder
 from mega_trainer.parallel.context_parallel import ContextParallelKind
 from mega_trainer.parallel.expert_parallel import ExpertDispatcher
@@ -166,9 +166,11 @@ class LayerBuilder(ParameterBuilder):
         """Initial value of a norm's weight: 0 for zero-centred norms, else 1."""
         return 0.0 if self.config.zero_centered_norm else 1.0
 
-    def build_qk_norm(self, name: str, heads: int) -> Norm | AllHeadsRMSNorm | PerHeadLayerNorm:
+    def build_qk_norm(self, name: str, heads: int) -> Norm | AllHeadsRMSNorm | PerHeadLayerNorm | PlainRMSNorm:
         """Build the norm of queries or keys that the configuration asks for: over each head, or over all of them."""
         size, eps, centered = self.config.query_key_head_dim, self.config.norm_eps, self.config.zero_centered_norm
+        if self.config.qk_norm_span == "plain":
+            return PlainRMSNorm(eps)
         if self.config.qk_norm_span == "all":
             weight = self.build_head_parameters([SplitHeads(f"{name}.weight", heads, size)], fill=self.norm_init_value)[
                 0

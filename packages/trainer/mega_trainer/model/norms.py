@@ -82,3 +82,15 @@ class PerHeadLayerNorm(nn.Module):
         wide = upcast_to_fp32(x)
         factor = 1 + self.weight.to(wide.dtype) if self.zero_centered else self.weight
         return (F.layer_norm(wide, x.shape[-1:], eps=self.eps) * factor).to(x.dtype)
+
+
+class PlainRMSNorm(nn.Module):
+    """RMSNorm over the last axis without a weight, as of Llama 4's queries and keys."""
+
+    def __init__(self, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise x [.., d] over the last axis; statistics in at least fp32."""
+        return F.rms_norm(upcast_to_fp32(x), x.shape[-1:], eps=self.eps).to(x.dtype)
