@@ -187,6 +187,8 @@ def _mtp_layer(config: ModelConfig, index: int) -> TensorShapes:
 
 def _norm(config: ModelConfig, name: str) -> TensorShapes:
     shape: TensorShape = (config.hidden_size,)
+    if not config.norm_weight:
+        return {}
     biased = config.norm == "layernorm" and config.norm_bias
     return {f"{name}.weight": shape} | ({f"{name}.bias": shape} if biased else {})
 

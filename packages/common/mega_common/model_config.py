@@ -57,6 +57,7 @@ class RopeConfig(StrictConfig):
     theta: float = Field(10_000.0, gt=0)
     fraction: float = Field(1.0, gt=0, le=1, description="share of each head that is rotated")
     interleaved: bool = Field(False, description="rotate neighbors (x0, x1) instead of halves, as in DeepSeek")
+    clockwise: bool = Field(False, description="rotate by the negative angles, as in nanochat")
     scaling: Literal["none", "linear", "dynamic", "llama3", "yarn", "longrope"] = "none"
     factor: float = Field(1.0, gt=0)
     low_freq_factor: float = 1.0
@@ -195,6 +196,9 @@ class ModelConfig(StrictConfig):
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     norm_eps: float = Field(1e-5, gt=0)
     norm_bias: bool = Field(True, description="bias of a layernorm; false as in Cohere")
+    norm_weight: bool = Field(
+        True, description="false: no norm of the residual stream has a weight or bias, as in OLMo"
+    )
     zero_centered_norm: bool = Field(False, description="norms multiply by 1 + weight, as in Gemma")
     activation: Literal["swiglu", "geglu", "geglu_erf", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2"] = Field(
         "swiglu", description="geglu uses the tanh approximation of gelu, geglu_erf the exact one"
@@ -219,6 +223,9 @@ class ModelConfig(StrictConfig):
     scale_embeddings: bool = Field(False, description="embeddings times sqrt(hidden_size), as in Gemma")
     embedding_multiplier: float = Field(1.0, gt=0, description="factor on embeddings, as in Granite")
     qkv_bias: bool = False
+    qkv_clip: float | None = Field(
+        None, gt=0, description="limit of the absolute values of queries, keys and values, as in OLMo"
+    )
     attention_out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = Field(False, description="RMSNorm over each head's query and key, as in Qwen3")

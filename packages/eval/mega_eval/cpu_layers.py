@@ -102,6 +102,7 @@ def _flatten_sublayer(work: nn.Module) -> LayerFunction:
         isinstance(work, SelfAttention)
         and work.rotates
         and not work.gated
+        and work.clip is None
         and work.relative is None
         and work.q_norm is None
         and not work.scales_queries

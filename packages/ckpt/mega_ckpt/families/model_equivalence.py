@@ -17,7 +17,7 @@ TRAINING_FIELDS = frozenset(
 _MIXER_TRAINING = ("chunk_size", "dt_init", "dt_init_floor")  # of Mamba-2 and of gated delta nets
 _NO_HEADS = {"num_attention_heads": 1, "num_kv_heads": 1, "head_dim": 1}
 ATTENTION_FIELDS = frozenset({
-    "num_kv_heads", "head_dim", "rope", "local_rope", "no_rope_layers", "qkv_bias", "attention_out_bias", "qk_norm",
+    "num_kv_heads", "head_dim", "rope", "local_rope", "no_rope_layers", "qkv_bias", "qkv_clip", "attention_out_bias", "qk_norm",
     "qk_norm_span", "qk_norm_after_rope", "sliding_window", "full_attention_layers", "chunked_window", "no_rope_scaling", "attention_scale", "attention_softcap", "attention_sinks",
     "attention_gate",
 })  # fmt: skip
@@ -33,7 +33,7 @@ def is_same_model(one: ModelConfig, other: ModelConfig) -> bool:
 
 def normalize_config(model: ModelConfig) -> ModelConfig:
     """Return an equivalent configuration of `model` without redundant layer lists and settings of absent parts."""
-    unused: dict[str, Any] = {} if model.norm == "layernorm" else {"norm_bias": True}
+    unused: dict[str, Any] = {} if model.norm == "layernorm" and model.norm_weight else {"norm_bias": True}
     if model.attention_scale and math.isclose(model.attention_scale, model.query_key_head_dim**-0.5, rel_tol=1e-12):
         unused["attention_scale"] = None
     if model.position != "rope":

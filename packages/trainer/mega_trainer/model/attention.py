@@ -127,6 +127,7 @@ class SelfAttention(nn.Module):
         self.relative = (
             LayerBiasTable(build, f"{name}.relative_bias", causal=not config.is_encoder_layer(layer)) if own else None
         )
+        self.clip = config.qkv_clip
         self.gated, self.saved = config.attention_gate, build.saved
         self.norm_after_rope = config.qk_norm_after_rope
         self.scales_queries = config.rope.query_scaling is not None or bool(
@@ -148,6 +149,7 @@ class SelfAttention(nn.Module):
         S/T is the length under sequence parallelism.
         """
         gate, qkv = None, self.qkv(x, context.dropout)
+        qkv = qkv if self.clip is None else qkv.clamp(-self.clip, self.clip)
         if self.gated:
             gate, qkv = torch.tensor_split(qkv, [self.heads * self.size], -1)
         q, k, v = self._split_and_rotate(torch.unflatten(qkv, -1, (-1, self.size)), context)

@@ -63,6 +63,7 @@ class RotaryEmbedding:
         if positions.dim() == 3:
             angles = self._select_sections(angles)
         cos, sin = angles.cos() * scale, angles.sin() * scale
+        sin = -sin if self.rope.clockwise else sin
         return RotaryAngles(cos.unsqueeze(2).to(dtype), sin.unsqueeze(2).to(dtype), self.rope.interleaved)
 
     def _select_sections(self, angles: Tensor) -> Tensor:
