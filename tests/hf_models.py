@@ -400,6 +400,10 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
                         "layer_types": ["chunked_attention", "full_attention", "chunked_attention"],
                         "attn_temperature_tuning": False, "attention_bias": True, "tie_word_embeddings": True},
     ),
+    "apertus": ("apertus", _SIZES),
+    "apertus-bias-tied": (
+        "apertus", {**_SIZES, "attention_bias": True, "tie_word_embeddings": True, "rope_parameters": {"rope_type": "default", "rope_theta": 50.0}},
+    ),
     "olmo": ("olmo", {**_SIZES, "clip_qkv": 0.3}),
     "olmo-bias-tied": ("olmo", {**_SIZES, "attention_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 4}),
     "nanochat": ("nanochat", {**_SIZES, "rope_parameters": {"rope_type": "default", "rope_theta": 50.0}}),

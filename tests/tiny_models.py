@@ -379,6 +379,7 @@ VARIANTS |= {
         "layers": ["conv+mlp", "attention+moe", "conv+moe"], "num_layers": 3, "conv": {}, "qk_norm": True, "num_kv_heads": 2,
         "moe": {**MOE, "score": "sigmoid", "selection_bias": True, "scaling": 1.5}, "tie_embeddings": True,
     },
+    "apertus": {"activation": "xielu", "qk_norm": True, "num_kv_heads": 2},
     "olmo": {"norm": "layernorm", "norm_weight": False, "qkv_clip": 0.5},
     "nanochat": {
         "norm_weight": False, "embedding_norm": True, "qk_norm": True, "qk_norm_span": "plain", "qk_norm_after_rope": True,

@@ -18,10 +18,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from mega_ckpt.canonical_tensors import canonical_tensors
 from mega_ckpt.convert import convert_checkpoint
 from mega_ckpt.formats.hf_source import HfSource
+from mega_ckpt.formats.hf_write import plan_hf_folder, write_hf_folder
 from mega_ckpt.formats.safetensors_file import SafetensorsFile, SafetensorsHeader, write_safetensors
 from mega_ckpt.source import find_unsupported_parts, warn_of_unsupported_parts
 from mega_ckpt.store import save_sharded_checkpoint
 from mega_ckpt.tensor_pieces import ShardedTensor, TensorBox
+from mega_ckpt.weight_source import DerivedWeightSource
 from mega_common.errors import CheckpointError
 
 LLAMA, GPT2 = "llama-biases-head-llama3", "gpt2"
@@ -158,6 +160,29 @@ def test_the_text_part_of_llama_4(tmp_path: Path) -> None:
     convert_checkpoint(whole, mega, "mega")
     convert_checkpoint(mega, back, "hf")
     assert content(back) == content(whole)
+
+
+class WithoutOrigin(DerivedWeightSource):
+    """The weights alone, as of a model that was trained from the start."""
+
+    def buffer_names(self) -> list[str]:
+        return []
+
+    def asset_files(self) -> dict[str, Path | bytes]:
+        return {}
+
+
+def test_constants_that_transformers_reads_are_written_for_a_model_from_elsewhere(tmp_path: Path) -> None:
+    """Without those of xIELU transformers would draw them."""
+    first, back = tmp_path / "first", tmp_path / "back"
+    save_model(first, "apertus")
+    held = HfSource(first)
+    source = WithoutOrigin(held, held.model)
+    back.mkdir()
+    write_hf_folder(source, plan_hf_folder(source), back, lambda done: None)
+    tokens = torch.arange(20)[None]
+    one, other = (AutoModelForCausalLM.from_pretrained(folder).eval()(tokens).logits for folder in (first, back))
+    assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize(

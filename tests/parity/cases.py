@@ -121,7 +121,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         },
         {
             "norm_weight": False, "embedding_norm": True, "qkv_clip": 0.7, "qk_norm": True, "qk_norm_span": "plain",
-            "qk_norm_after_rope": True, "rope": {"theta": 100.0, "clockwise": True}, "activation": "relu2", "num_kv_heads": 2,
+            "qk_norm_after_rope": True, "rope": {"theta": 100.0, "clockwise": True}, "activation": "xielu", "num_kv_heads": 2,
         },
         {
             "norm_position": "sum", "norm": "layernorm", "position": "learned", "max_position": 16, "activation": "gelu_tanh",

@@ -273,6 +273,16 @@ def _unclipped() -> AbstractContextManager[Any]:
     return swap(attention.SelfAttention, "__init__", build)
 
 
+def _slopes_without_sync() -> AbstractContextManager[Any]:
+    real = parameter_builder.make_parameter
+
+    def make(shape: Any, pieces: Any, **options: Any) -> Any:
+        own = "act_fn" in pieces[0].name
+        return real(shape, pieces, **(options | {"grad_sync": ()} if own else options))
+
+    return swap(parameter_builder, "make_parameter", make)
+
+
 def _counterclockwise() -> AbstractContextManager[Any]:
     real = rotary_embedding.RotaryAngles
     return swap(rotary_embedding, "RotaryAngles", lambda cos, sin, neighbors: real(cos, -sin, neighbors))
@@ -312,6 +322,7 @@ EXPERTS: list[tuple[str, LayoutCase, Patch]] = [
     ("chunked attention: smaller chunks", CHUNKED, _smaller_chunks),
     ("attention without positions: queries scaled by the position before", CHUNKED, _first_position_is_zero),
     ("attention: queries, keys and values not clipped", PLAIN, _unclipped),
+    ("xIELU: gradients of slopes not summed over tensor ranks", PLAIN, _slopes_without_sync),
     ("rotary positions: the other direction", PLAIN, _counterclockwise),
     ("norms without weights: LayerNorm for RMSNorm", PLAIN, _norms_with_a_mean),
     ("experts: norm of this rank's experts alone", BOTH, _norm_without("ep")),

@@ -337,6 +337,11 @@ def _mlp(config: ModelConfig, ffn: int, name: str = "mlp", latent: int | None = 
         **(_linear(f"{name}.gate_proj", ffn, width, bias) if config.has_gated_mlp else {}),
         **_linear(f"{name}.up_proj", ffn, width, bias),
         **_linear(f"{name}.down_proj", width, ffn, bias),
+        **(
+            dict.fromkeys((f"{name}.act_fn.alpha_p", f"{name}.act_fn.alpha_n"), (1,))
+            if config.activation == "xielu"
+            else {}
+        ),
     }
 
 

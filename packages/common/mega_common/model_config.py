@@ -200,8 +200,12 @@ class ModelConfig(StrictConfig):
         True, description="false: no norm of the residual stream has a weight or bias, as in OLMo"
     )
     zero_centered_norm: bool = Field(False, description="norms multiply by 1 + weight, as in Gemma")
-    activation: Literal["swiglu", "geglu", "geglu_erf", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2"] = Field(
-        "swiglu", description="geglu uses the tanh approximation of gelu, geglu_erf the exact one"
+    activation: Literal["swiglu", "geglu", "geglu_erf", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "xielu"] = (
+        Field(
+            "swiglu",
+            description="geglu uses the tanh approximation of gelu, geglu_erf the exact one; xielu (arXiv:2411.13010) has two "
+            "learned slopes in each layer",
+        )
     )
     activation_limit: float | None = Field(None, gt=0, description="clamp of swiglu's inputs, as in GPT-OSS")
     position: Literal["rope", "learned", "relative", "alibi", "none"] = Field(

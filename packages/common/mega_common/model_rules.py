@@ -53,6 +53,8 @@ def find_model_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
     if model.activation_limit and model.activation != "swiglu":
         rule = "requires activation: swiglu"
         yield ConfigProblem("activation_limit", rule, model.activation_limit, "activation: swiglu")
+    if model.activation == "xielu" and (model.moe or model.encoder or model.retro):
+        yield ConfigProblem("activation", "is not supported with moe, encoder and retro", "xielu", "activation: swiglu")
     if model.qkv_clip and model.mla:
         yield ConfigProblem("qkv_clip", "is not supported with mla", model.qkv_clip, "leave out mla")
     if model.attention_gate and model.mla:

@@ -1,7 +1,7 @@
 """Decoders one setting away from other families. OLMo (arXiv:2402.00838): norms without weights, clipped queries, keys and
 values. nanochat (Karpathy): norms without weights, rotation by negative angles, squared ReLU. MiniCPM3 (OpenBMB): latent
 attention with scaled embeddings, branches and logits. Mistral 4: DeepSeek-V3's attention with queries scaled by position,
-experts by softmax. The text model of Aria (arXiv:2410.05993). GPT (Radford et al. 2018): post-norms.
+experts by softmax. The text model of Aria (arXiv:2410.05993). Apertus (arXiv:2509.14233): xIELU. GPT (Radford et al. 2018): post-norms.
 """
 
 from __future__ import annotations
@@ -222,6 +222,30 @@ ARIA_TEXT = ModelFamily(
         TensorRule(f"{_EXPERTS}.fc2.weight", (f"{_EXPERTS}.down_proj.weight",), InOutExpertsLayout()),
         *SHARED_EXPERT_RULES,
     ),
+)
+
+_APERTUS_ROPE = {
+    "rope_type": "llama3", "rope_theta": 12_000_000.0, "factor": 8.0, "original_max_position_embeddings": 8192,
+    "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+}  # fmt: skip
+APERTUS = ModelFamily(
+    name="apertus",
+    architecture="ApertusForCausalLM",
+    entries=(
+        *llama_config_entries(norm_eps=1e-5, hidden_act={"xielu": "xielu"}),
+        KeyValueHeadsEntry(explicit_dim=False, derived=True),
+        RopeEntry(theta=12_000_000.0, absent=_APERTUS_ROPE),
+        _BOTH_BIASES,
+        _NO_WINDOW,
+        FixedFieldsEntry({"qk_norm": True, "mlp_bias": False}),
+    ),
+    rules=(
+        TensorRule(f"{LAYER}.attention_layernorm.weight", (f"{LAYER}.input_layernorm.weight",)),
+        TensorRule(f"{LAYER}.feedforward_layernorm.weight", (f"{LAYER}.post_attention_layernorm.weight",)),
+    ),
+    buffers=r".*\.act_fn\.(beta|eps)|(.*\.)?rotary_emb\.inv_freq",
+    constants={f"{_MLP}.act_fn.beta": 0.5, f"{_MLP}.act_fn.eps": -1e-6},
+    tokens=("pad_token_id",),
 )
 
 _BLOCK = "transformer.h.{i}"

@@ -135,6 +135,7 @@ class HfFolderPlan:
         others: {path inside the folder: file or its content}, including config.json and index.
         quantized: {disk name: part of a quantized weight}; the weight itself is in `table` only.
         quantization: description of the quantization; None without it.
+        constants: {disk name: scalar} of tensors that are not in the source.
     """
 
     table: Mapping[str, DiskTensor]
@@ -142,6 +143,7 @@ class HfFolderPlan:
     others: Mapping[str, Path | bytes]
     quantized: Mapping[str, QuantizedPart] = field(default_factory=dict)
     quantization: str | None = None
+    constants: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
     def total_bytes(self) -> int:
@@ -194,6 +196,12 @@ def plan_hf_folder(
     quantizer = select_quantizer(quantize, table) if quantize else None
     quantized = list_quantized_parts(quantizer, table, tensors) if quantizer else {}
     kept = headers if max_shard is None and not quantized and metadata == METADATA else {}
+    constants = {
+        name: torch.tensor(value, dtype=next(iter(tensors.values()))[0])
+        for name, value in chosen.constant_tensors(source.model).items()
+        if name not in buffers and name in (shapes or (name,))
+    }
+    buffers |= {name: (value.dtype, ()) for name, value in constants.items()}
     written = replace_quantized(tensors, table, quantized) | buffers
     files = _keep_files(kept, written) if kept else _split_into_files(written, max_shard or MAX_SHARD, metadata)
     others = {name: content for name, content in origin.others.items() if not name.endswith(".safetensors")}
@@ -207,7 +215,7 @@ def plan_hf_folder(
     others |= {} if same else _image_files(origin, source.model)
     others |= {**_embedding_files(source.model), **({} if config is None else {CONFIG: config})}
     others |= {} if index is None else {INDEX: index}
-    return HfFolderPlan(table, files, others, quantized, quantizer.description if quantizer else None)
+    return HfFolderPlan(table, files, others, quantized, quantizer.description if quantizer else None, constants)
 
 
 def write_hf_folder(
@@ -245,7 +253,7 @@ def _iter_tensors(source: WeightSource, plan: HfFolderPlan, header: SafetensorsH
         elif name in plan.table:
             yield from _iter_blocks(source, plan.table[name], entry.dtype)
         else:
-            yield source.read_buffer(name)
+            yield plan.constants[name] if name in plan.constants else source.read_buffer(name)
 
 
 def tensor_fillers(
