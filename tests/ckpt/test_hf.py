@@ -307,7 +307,7 @@ NORM = "model.norm.weight"
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "no config": (lambda f: (f / "config.json").unlink(), "config.json is missing.*add the model's config.json"),
     "config is no JSON": (lambda f: (f / "config.json").write_text("{"), "config.json: not valid JSON"),
-    "config is a list": (lambda f: (f / "config.json").write_text("[]"), "must be a JSON object, not list"),
+    "config is a list": (lambda f: (f / "config.json").write_text("[]"), "must be a JSON object, found a list"),
     "unknown model_type": (
         lambda f: edit_json(f / "config.json", lambda raw: raw.update(model_type="mamba")),
         "model type 'mamba' is not supported; supported families: docs/families.md; nearest: mamba2",

@@ -14,6 +14,7 @@ from mega_ckpt.families.config_entries import (
     ConfigEntry,
     ConfigMismatchError,
     FixedFieldsEntry,
+    read_entry_fields,
     split_words,
 )
 from mega_ckpt.families.disk_layouts import DiskTensor, TensorRule, expand_tensor_rules
@@ -108,18 +109,10 @@ class ModelFamily:
             CheckpointError: naming every key that is missing or has a value that `ModelConfig` cannot express. Unknown
                 keys are ignored (see `unread_keys`).
         """
-        fields: dict[str, Any] = {}
-        found: list[str] = []
         raw = self.select_text_config(raw)
         covered = frozenset[str]().union(*(entry.handled_config_keys for entry in self.entries))
         common = AllowedValuesEntry({key: values for key, values in _COMMON.values.items() if key not in covered})
-        for entry in (*self.entries, common):
-            try:
-                fields |= entry.fields_from_config(raw)
-            except ConfigMismatchError as error:
-                found.append(str(error))
-            except TypeError:
-                found.append(f"{', '.join(sorted(entry.handled_config_keys & raw.keys()))}: a value has the wrong type")
+        fields, found = read_entry_fields((*self.entries, common), raw)
         if found:
             raise CheckpointError(
                 f"{source}: this model is not supported: {'; '.join(found)}",

@@ -364,13 +364,16 @@ def declare_blocks(model: Mapping[str, Any], registry: ExtensionRegistry) -> dic
     """
     out: dict[str, Any] = dict(model)
     chosen = {
-        (kind, name): dict(options or {})
+        (kind, name): options
         for kind in ("mixers", "feed_forwards")
-        for name, options in dict(out.get(kind) or {}).items()
+        if isinstance(section := out.get(kind), Mapping)
+        for name, options in section.items()
         if name in registry.entries(kind)
     }
-    for (kind, name), options in chosen.items():
-        options.pop("declares", None)
+    for (kind, name), given in chosen.items():
+        if not isinstance(given, Mapping | None):
+            raise ConfigError(f"model.{kind}.{name} = {given!r:.60} must be a section with the block's options")
+        options = chosen[kind, name] = {key: value for key, value in (given or {}).items() if key != "declares"}
         block = registry.entries(kind)[name]
         if found := list(find_config_problems(block.options, options)):
             path = f"model.{kind}.{name}"
