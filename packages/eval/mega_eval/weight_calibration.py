@@ -49,7 +49,7 @@ class TextCalibration:
         """
         if data.is_file():
             tokens = torch.from_numpy(encode_text_file(model, data))
-            return cls(model, tokens[: WINDOW * WINDOWS].split(WINDOW), data.name)
+            return cls(model, torch.split(tokens[: WINDOW * WINDOWS], WINDOW), data.name)
         windows = open_sequential_dataset(data, WINDOW)
         count = min(WINDOWS, len(windows))
         return cls(model, tuple(torch.from_numpy(np.array(windows[n].tokens)) for n in range(count)), data.name)
