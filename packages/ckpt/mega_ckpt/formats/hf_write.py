@@ -37,14 +37,18 @@ from mega_ckpt.formats.hf_source import (
 )
 from mega_ckpt.formats.hf_weight_files import INDEX, SINGLE, decode_json_mapping, encode_json_mapping, set_config_dtype
 from mega_ckpt.formats.quantized_parts import (
+    Calibration,
     QuantizedPart,
     TensorTypes,
+    describe_rounding,
+    encode_calibrated,
     find_ignored_layers,
     list_quantized_parts,
     replace_quantized,
     select_quantizer,
 )
 from mega_ckpt.formats.safetensors_file import SafetensorsHeader, write_safetensors
+from mega_ckpt.formats.weight_quantization import EncodedParts
 from mega_ckpt.resumable_folder import FinishedFile, RunOnce, write_always
 from mega_ckpt.stream_checkpoint import split_blocks
 from mega_ckpt.tensor_pieces import TensorShape
@@ -55,6 +59,7 @@ from mega_common.progress_logging import logger
 
 MAX_SHARD = 5 * 10**9  # bytes
 _CACHED = 1 << 18  # elements that are quantized at once
+_CALIBRATED = 1 << 24  # the same with calibration, whose work for a column is shared by more rows
 METADATA = {"format": "pt"}
 _IMAGE_FILES = frozenset(
     {"preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json", "image_processor.json"}
@@ -134,6 +139,7 @@ class HfFolderPlan:
         files: {file name: header}; the headers have names, dtypes and the order of bytes.
         others: {path inside the folder: file or its content}, including config.json and index.
         quantized: {disk name: part of a quantized weight}; the weight itself is in `table` only.
+        encoded: {disk name: parts} of the quantized weights that are calibrated; others are encoded when written.
         quantization: description of the quantization; None without it.
     """
 
@@ -141,6 +147,7 @@ class HfFolderPlan:
     files: Mapping[str, SafetensorsHeader]
     others: Mapping[str, Path | bytes]
     quantized: Mapping[str, QuantizedPart] = field(default_factory=dict)
+    encoded: Mapping[str, EncodedParts] = field(default_factory=dict)
     quantization: str | None = None
 
     @property
@@ -157,6 +164,7 @@ def plan_hf_folder(
     max_shard: int | None = None,
     families: Sequence[ModelFamily] = (),
     quantize: str | None = None,
+    calibration: Calibration | None = None,
     metadata: Mapping[str, str] = METADATA,
 ) -> HfFolderPlan:
     """Plan the HuggingFace folder to write for `source`: family, tensor names, files and dtypes; nothing is written.
@@ -168,6 +176,7 @@ def plan_hf_folder(
         max_shard: maximum bytes of tensors per file; by default the files of the origin, or `MAX_SHARD`.
         families: families that extensions add.
         quantize: quantization of the linear layers, by its name in `weight_quantization`; None: unquantized.
+        calibration: data by which the quantized weights are rounded; None: to the nearest.
         metadata: metadata of new safetensors files.
 
     Raises:
@@ -207,7 +216,15 @@ def plan_hf_folder(
     others |= {} if same else _image_files(origin, source.model)
     others |= {**_embedding_files(source.model), **({} if config is None else {CONFIG: config})}
     others |= {} if index is None else {INDEX: index}
-    return HfFolderPlan(table, files, others, quantized, quantizer.description if quantizer else None)
+    if quantizer is None:
+        return HfFolderPlan(table, files, others)
+    encoded: Mapping[str, EncodedParts] = {}
+    if calibration is not None:
+        read_rows = partial(_iter_rows, source, together=quantizer.rows, elements=_CALIBRATED)
+        encoded = encode_calibrated(quantizer, table, tensors, calibration, read_rows)
+    description = describe_rounding(quantized, len(encoded), calibration)
+    logger.info("%d weights are quantized: %s", len({part.weight for part in quantized.values()}), description)
+    return HfFolderPlan(table, files, others, quantized, encoded, description)
 
 
 def write_hf_folder(
@@ -240,7 +257,10 @@ def _iter_tensors(source: WeightSource, plan: HfFolderPlan, header: SafetensorsH
             yield scales.pop(name)
         elif name in plan.quantized:
             part = plan.quantized[name]
-            disk = plan.table[part.weight]
+            disk, encoded = plan.table[part.weight], plan.encoded.get(part.weight, {})
+            if part.part in encoded:
+                yield encoded[part.part]
+                continue
             yield from part.iter_blocks(disk.shape, _iter_rows(source, disk, part.quantizer.rows), scales)
         elif name in plan.table:
             yield from _iter_blocks(source, plan.table[name], entry.dtype)
@@ -283,12 +303,14 @@ def _iter_blocks(source: WeightSource, disk: DiskTensor, dtype: torch.dtype) -> 
         yield out
 
 
-def _iter_rows(source: WeightSource, disk: DiskTensor, together: int) -> Iterator[Tensor]:
-    """Yield the rows of a matrix in fp32, in blocks of a multiple of `together` rows that fit the processor's cache."""
+def _iter_rows(source: WeightSource, disk: DiskTensor, together: int, elements: int = _CACHED) -> Iterator[Tensor]:
+    """Yield the rows of a matrix in fp32, in blocks of a multiple of `together` rows, of about `elements` at most.
+    By default they fit the processor's cache.
+    """
     single = disk.layout == PLAIN and len(disk.slabs) == 1
     whole = None if single else next(_iter_blocks(source, disk, torch.float32))
     rows, columns = disk.shape
-    step = max(1, _CACHED // columns // together) * together
+    step = max(1, elements // columns // together) * together
     for begin in range(0, rows, step):
         count = min(step, rows - begin)
         if whole is None:
