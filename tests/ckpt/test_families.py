@@ -83,6 +83,7 @@ def test_config_round_trip_through_transformers(case: str, tmp_path: Path) -> No
         "n_group",
         "topk_group",
         "moe_topk",
+        "interleave_moe_layer_step",
         "attention_types",  # as one list of all layers
     }
     if family.name == "lfm2":  # the width before its adjustment, and the layers with attention
@@ -93,8 +94,10 @@ def test_config_round_trip_through_transformers(case: str, tmp_path: Path) -> No
 
 # In memory transformers fuses the experts of other families, and of these with other names.
 _FUSED_IN_MEMORY = {family.name for family in FAMILIES if family.has_per_expert_tensors} | {
+    "aria_text",
     "granitemoe",
     "granitemoehybrid",
+    "mistral4",
     "granitemoeshared",
 }
 
@@ -329,6 +332,9 @@ _READ = re.compile(r"\b(?:self\.)?config\.(\w+)|getattr\(\s*(?:self\.|decoder_)?
 # What code reads of a configuration besides keys: methods, properties, names of the software's own, other models' parts.
 _NO_KEYS = {
     "gemma3_text": {"image_token_id", "mm_tokens_per_image", "text_config", "vision_config"},
+    "llama4_text": {"image_token_id"},
+    "minicpm3": {"logits_scaling"},
+    "aria_text": {"image_token_id", "projector_patch_to_query_dict", "max_value_projector_patch_to_query_dict", "patch_size", "text_config", "vision_config", "vision_feature_layer"},
     "": {"_attn_implementation", "get_text_config", "default_theta", "standardize_rope_params", "validate_rope", "json",
          "rope_parameters"},
 }  # fmt: skip

@@ -11,14 +11,18 @@ from mega_ckpt.families.bert_encoders import (
     BERT,
     CAMEMBERT,
     DATA2VEC_TEXT,
+    ERNIE,
     MEGATRON_BERT,
     MODERNBERT,
     ROBERTA,
+    ROBERTA_PRE_LAYER_NORM,
     XLM_ROBERTA,
+    XLM_ROBERTA_XL,
 )
 from mega_ckpt.families.config_entries import ConfigDict
 from mega_ckpt.families.deepseek_glm import DEEPSEEK_V2, DEEPSEEK_V3, GLM, GLM4, GLM4_MOE, YOUTU
 from mega_ckpt.families.family import ModelFamily
+from mega_ckpt.families.further_decoders import APERTUS, ARIA_TEXT, MINICPM3, MISTRAL4, NANOCHAT, OLMO, OPENAI_GPT
 from mega_ckpt.families.gemma import GEMMA, GEMMA2, GEMMA3, VAULT_GEMMA
 from mega_ckpt.families.gpt2_decoders import CODEGEN, GPT2, GPT_BIGCODE, GPT_NEO, GPTJ
 from mega_ckpt.families.granite import (
@@ -42,6 +46,7 @@ from mega_ckpt.families.layernorm_decoders import (
     STARCODER2,
 )
 from mega_ckpt.families.lfm2_decoders import LFM2, LFM2_MOE
+from mega_ckpt.families.llama4_decoders import LLAMA4
 from mega_ckpt.families.llama_decoders import (
     ARCEE,
     CWM,
@@ -105,7 +110,8 @@ FAMILIES: tuple[ModelFamily, ...] = (
     MODERNBERT, MEGATRON_BERT, MINIMAX_M2, GLM4_MOE_LITE, DOTS1, EXAONE_MOE, SOLAR_OPEN, HY_V3, AFMOE, CWM, INTERNLM3,
     IQUESTCODER, VAULT_GEMMA, FLEX_OLMO, MELLUM, ERNIE4_5_MOE, GRANITE_MOE_SHARED, GRANITE_SWA, GRANITE_MOE_SWA, HYPERCLOVAX,
     OPT, MINISTRAL3, HUNYUAN_V1_DENSE, HUNYUAN_V1_MOE, PHI, GPTJ, BLOOM, LFM2, LFM2_MOE, XLM_ROBERTA,
-    CAMEMBERT, DATA2VEC_TEXT, GPT_NEO, YOUTU, MPT, CODEGEN,
+    CAMEMBERT, DATA2VEC_TEXT, GPT_NEO, YOUTU, MPT, CODEGEN, LLAMA4,
+    OLMO, NANOCHAT, MINICPM3, MISTRAL4, ARIA_TEXT, OPENAI_GPT, APERTUS, ERNIE, ROBERTA_PRE_LAYER_NORM, XLM_ROBERTA_XL,
 )  # fmt: skip
 
 VISION_FAMILIES: tuple[VisionLanguageFamily, ...] = (
