@@ -50,7 +50,9 @@ def unknown(words: list[str]) -> list[str]:
     known = {option for parameter in here.params for option in (*parameter.opts, *parameter.secondary_opts)}
     known |= {"--help", "-h"}
     asked = words[: words.index("--")] if "--" in words else words
-    return [word for word in asked if word.startswith("--") and word.split("=")[0] not in known]
+    # a word with spaces is the value of an option, such as `--serve-options '--precision bf16'`
+    options = [word.split("=")[0] for word in asked if word.startswith("--") and " " not in word]
+    return [option for option in options if option not in known]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
