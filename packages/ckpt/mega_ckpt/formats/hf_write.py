@@ -141,6 +141,7 @@ class HfFolderPlan:
         quantized: {disk name: part of a quantized weight}; the weight itself is in `table` only.
         encoded: {disk name: parts} of the quantized weights that are calibrated; others are encoded when written.
         quantization: description of the quantization; None without it.
+        constants: {disk name: scalar} of tensors that are not in the source.
     """
 
     table: Mapping[str, DiskTensor]
@@ -149,6 +150,7 @@ class HfFolderPlan:
     quantized: Mapping[str, QuantizedPart] = field(default_factory=dict)
     encoded: Mapping[str, EncodedParts] = field(default_factory=dict)
     quantization: str | None = None
+    constants: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
     def total_bytes(self) -> int:
@@ -203,6 +205,12 @@ def plan_hf_folder(
     quantizer = select_quantizer(quantize, table) if quantize else None
     quantized = list_quantized_parts(quantizer, table, tensors) if quantizer else {}
     kept = headers if max_shard is None and not quantized and metadata == METADATA else {}
+    constants = {
+        name: torch.tensor(value, dtype=next(iter(tensors.values()))[0])
+        for name, value in chosen.constant_tensors(source.model).items()
+        if name not in buffers and name in (shapes or (name,))
+    }
+    buffers |= {name: (value.dtype, ()) for name, value in constants.items()}
     written = replace_quantized(tensors, table, quantized) | buffers
     files = _keep_files(kept, written) if kept else _split_into_files(written, max_shard or MAX_SHARD, metadata)
     others = {name: content for name, content in origin.others.items() if not name.endswith(".safetensors")}
@@ -217,14 +225,14 @@ def plan_hf_folder(
     others |= {**_embedding_files(source.model), **({} if config is None else {CONFIG: config})}
     others |= {} if index is None else {INDEX: index}
     if quantizer is None:
-        return HfFolderPlan(table, files, others)
+        return HfFolderPlan(table, files, others, constants=constants)
     encoded: Mapping[str, EncodedParts] = {}
     if calibration is not None:
         read_rows = partial(_iter_rows, source, together=quantizer.rows, elements=_CALIBRATED)
         encoded = encode_calibrated(quantizer, table, tensors, calibration, read_rows)
     description = describe_rounding(quantized, len(encoded), calibration)
     logger.info("%d weights are quantized: %s", len({part.weight for part in quantized.values()}), description)
-    return HfFolderPlan(table, files, others, quantized, encoded, description)
+    return HfFolderPlan(table, files, others, quantized, encoded, description, constants)
 
 
 def write_hf_folder(
@@ -265,7 +273,7 @@ def _iter_tensors(source: WeightSource, plan: HfFolderPlan, header: SafetensorsH
         elif name in plan.table:
             yield from _iter_blocks(source, plan.table[name], entry.dtype)
         else:
-            yield source.read_buffer(name)
+            yield plan.constants[name] if name in plan.constants else source.read_buffer(name)
 
 
 def tensor_fillers(
