@@ -96,7 +96,7 @@ def test_convert_calibrates_on_data_that_are_not_measured(run: Path, tmp_path: P
         call("convert", run, tmp_path / "out", *options, "--perplexity", tmp_path / "texts")
     call("convert", run, tmp_path / "out", *options)
     assert "calibrated on 38 tokens of texts (GPTQ)" in (tmp_path / "out" / "README.md").read_text()
-    with pytest.raises(ConfigError, match="--calibrate .*: neither a text file nor a token data set"):
+    with pytest.raises(ConfigError, match=r"--calibrate .*: neither a text file nor a token data set"):
         call("convert", run, tmp_path / "other", *options[:-1], tmp_path / "no-such")
 
 
