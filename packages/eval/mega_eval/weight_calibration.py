@@ -47,7 +47,7 @@ class TextCalibration:
             DataError: when the data cannot be used.
         """
         if data.is_file():
-            windows = SequentialDataset(encode_text_file(model, data), WINDOW)
+            windows = SequentialDataset(encode_text_file(model, data, "calibration"), WINDOW)
         else:
             windows = open_sequential_dataset(data, WINDOW)
         sequences = [torch.from_numpy(windows[number].tokens) for number in range(min(WINDOWS, len(windows)))]
