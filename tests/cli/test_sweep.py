@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 import signal
@@ -103,6 +105,17 @@ def test_several_runs_at_the_same_time(here: Path, monkeypatch: pytest.MonkeyPat
     assert max(level) == 2
 
 
+def wait_for_lock(path: Path) -> None:
+    """Return when no process holds the lock of a folder; fail after 20 seconds."""
+    with open(path) as stream:
+        for _ in range(400):
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            time.sleep(0.05)
+    pytest.fail(f"{path} is still held")
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_a_stopped_sweep_resumes_and_its_runs_end_with_it(
     here: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
@@ -117,12 +130,8 @@ def test_a_stopped_sweep_resumes_and_its_runs_end_with_it(
     process.send_signal(number)
     assert process.wait(30) == (75 if number == signal.SIGINT else -signal.SIGKILL)
     stand_in(monkeypatch, 0.0)
-    for _ in range(100):  # after SIGKILL, until the run has saved
-        try:
-            out = mega("sweep", "run.yaml", "--grid", "optimizer.lr=1,2,3", "--seeds", "2")
-            break
-        except AssertionError:
-            time.sleep(0.05)
+    wait_for_lock(here / "sweeps/run/.lock")  # which the runs inherit; after SIGKILL they save first
+    out = mega("sweep", "run.yaml", "--grid", "optimizer.lr=1,2,3", "--seeds", "2")
     assert out.splitlines()[1].split()[:5] == ["1", "0", "0.2000", "±", "0.0000"]
     for run in range(6):
         lines = Path(f"sweeps/run/run-{run:03}/metrics.jsonl").read_text().splitlines()

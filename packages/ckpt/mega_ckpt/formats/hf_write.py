@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,7 @@ from mega_ckpt.formats.quantized_parts import (
     select_quantizer,
 )
 from mega_ckpt.formats.safetensors_file import SafetensorsHeader, write_safetensors
-from mega_ckpt.formats.weight_quantization import EncodedParts
+from mega_ckpt.formats.weight_quantization import EncodedParts, LinearQuantizer
 from mega_ckpt.resumable_folder import FinishedFile, RunOnce, write_always
 from mega_ckpt.stream_checkpoint import split_blocks
 from mega_ckpt.tensor_pieces import TensorShape
@@ -189,12 +189,7 @@ def plan_hf_folder(
     described = origin.describe_model(source.model, families)
     chosen = _choose_family(source.model, family, described, families)
     if described is not None and described[0] == chosen and _lacks_vision(source, origin.config_json, chosen):
-        logger.warning(
-            "the original model (%s) has a vision encoder whose weights are not in this checkpoint; only the language model "
-            "is written (%s)", chosen.outer_model_type, chosen.architecture,
-        )  # fmt: skip
-        origin = origin.without_vision(chosen)
-        described = None
+        origin, described = _leave_out_vision(origin, chosen), None
     same = described is not None and described[0] == chosen and is_same_model(described[1], source.model)
     headers = origin.headers if same else {}
     shapes = {name: entry.shape for header in headers.values() for name, entry in header.entries.items()}
@@ -205,11 +200,7 @@ def plan_hf_folder(
     quantizer = select_quantizer(quantize, table) if quantize else None
     quantized = list_quantized_parts(quantizer, table, tensors) if quantizer else {}
     kept = headers if max_shard is None and not quantized and metadata == METADATA else {}
-    constants = {
-        name: torch.tensor(value, dtype=next(iter(tensors.values()))[0])
-        for name, value in chosen.constant_tensors(source.model).items()
-        if name not in buffers and name in (shapes or (name,))
-    }
+    constants = _list_constants(chosen, source.model, next(iter(tensors.values()))[0], buffers, shapes)
     buffers |= {name: (value.dtype, ()) for name, value in constants.items()}
     written = replace_quantized(tensors, table, quantized) | buffers
     files = _keep_files(kept, written) if kept else _split_into_files(written, max_shard or MAX_SHARD, metadata)
@@ -224,15 +215,42 @@ def plan_hf_folder(
     others |= {} if same else _image_files(origin, source.model)
     others |= {**_embedding_files(source.model), **({} if config is None else {CONFIG: config})}
     others |= {} if index is None else {INDEX: index}
-    if quantizer is None:
-        return HfFolderPlan(table, files, others, constants=constants)
+    plan = HfFolderPlan(table, files, others, quantized, constants=constants)
+    return plan if quantizer is None else _add_rounding(plan, source, quantizer, tensors, calibration)
+
+
+def _leave_out_vision(origin: HfOrigin, chosen: ModelFamily) -> HfOrigin:
+    """Return the origin without its vision encoder, and warn that only the language model is written."""
+    logger.warning(
+        "the original model (%s) has a vision encoder whose weights are not in this checkpoint; only the language model is "
+        "written (%s)", chosen.outer_model_type, chosen.architecture,
+    )  # fmt: skip
+    return origin.without_vision(chosen)
+
+
+def _list_constants(
+    family: ModelFamily, model: ModelConfig, dtype: torch.dtype, present: Container[str], wanted: Collection[str]
+) -> dict[str, Tensor]:
+    """Return the scalars that transformers stores for the family, by disk name: those of the origin, or all without one."""
+    return {
+        name: torch.tensor(value, dtype=dtype)
+        for name, value in family.constant_tensors(model).items()
+        if name not in present and name in (wanted or (name,))
+    }
+
+
+def _add_rounding(
+    plan: HfFolderPlan, source: WeightSource, quantizer: LinearQuantizer,
+    tensors: Mapping[str, tuple[torch.dtype, TensorShape]], calibration: Calibration | None,
+) -> HfFolderPlan:  # fmt: skip
+    """Return the plan with the quantized weights that calibration data rounds, and with the description of the rounding."""
     encoded: Mapping[str, EncodedParts] = {}
     if calibration is not None:
         read_rows = partial(_iter_rows, source, together=quantizer.rows, elements=_CALIBRATED)
-        encoded = encode_calibrated(quantizer, table, tensors, calibration, read_rows)
-    description = describe_rounding(quantized, len(encoded), calibration)
-    logger.info("%d weights are quantized: %s", len({part.weight for part in quantized.values()}), description)
-    return HfFolderPlan(table, files, others, quantized, encoded, description, constants)
+        encoded = encode_calibrated(quantizer, plan.table, tensors, calibration, read_rows)
+    description = describe_rounding(plan.quantized, len(encoded), calibration)
+    logger.info("%d weights are quantized: %s", len({part.weight for part in plan.quantized.values()}), description)
+    return replace(plan, encoded=encoded, quantization=description)
 
 
 def write_hf_folder(
