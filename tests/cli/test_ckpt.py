@@ -88,6 +88,18 @@ def test_convert_prints_the_perplexity(run: Path, tmp_path: Path) -> None:
         call("convert", run, tmp_path / "other", *options, tmp_path / "no-such")
 
 
+def test_convert_calibrates_on_data_that_are_not_measured(run: Path, tmp_path: Path) -> None:
+    with IndexedWriter(tmp_path / "texts", np.uint16) as writer:
+        writer.add_document(np.arange(1, 40))
+    options = ["--to", "hf", "--quantize", "int8", "--calibrate", tmp_path / "texts"]
+    with pytest.raises(ConfigError, match="conflicts with --calibrate"):
+        call("convert", run, tmp_path / "out", *options, "--perplexity", tmp_path / "texts")
+    call("convert", run, tmp_path / "out", *options)
+    assert "calibrated on 38 tokens of texts (GPTQ)" in (tmp_path / "out" / "README.md").read_text()
+    with pytest.raises(ConfigError, match=r"--calibrate .*: neither a text file nor a token data set"):
+        call("convert", run, tmp_path / "other", *options[:-1], tmp_path / "no-such")
+
+
 def test_convert_names_a_family(run: Path, tmp_path: Path) -> None:
     call("convert", run, tmp_path / "out", "--to", "hf", "--family", "mistral")
     assert json.loads((tmp_path / "out" / "config.json").read_text())["architectures"] == ["MistralForCausalLM"]

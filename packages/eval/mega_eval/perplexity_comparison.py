@@ -50,12 +50,12 @@ def compare_perplexity(one: str | Location, other: str | Location, data: Path) -
         CheckpointError: when a model cannot be loaded or is not a decoder.
         DataError: when the data cannot be used.
     """
-    tokens = encode_text_file(one, data) if data.is_file() else None
+    tokens = encode_text_file(one, data, "perplexity") if data.is_file() else None
     return PerplexityComparison(*(_score(path, data, tokens) for path in (one, other)))
 
 
-def encode_text_file(model: str | Location, path: Path) -> npt.NDArray[np.int64]:
-    """Return the token ids [S] of a text file by the tokenizer of the model at `model`.
+def encode_text_file(model: str | Location, path: Path, purpose: str) -> npt.NDArray[np.int64]:
+    """Return the token ids [S] of a text file by the tokenizer of the model at `model`; errors name the `purpose`.
 
     Raises:
         CheckpointError: when the model has no tokenizer.
@@ -63,9 +63,7 @@ def encode_text_file(model: str | Location, path: Path) -> npt.NDArray[np.int64]
     """
     tokens = np.array(load_tokenizer(model).encode(read_utf8_text(path, DataError)), np.int64)
     if len(tokens) < 2:
-        raise DataError(
-            f"{path}: perplexity and calibration require at least two tokens, and the text has {len(tokens)}"
-        )
+        raise DataError(f"{path}: {purpose} requires at least two tokens, and the text has {len(tokens)}")
     return tokens
 
 

@@ -9,14 +9,13 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from mega_common.errors import DataError
 from mega_common.object_store import Location
 from mega_common.progress_logging import ProgressBar
-from mega_data.blended_dataset import open_sequential_dataset
+from mega_data.blended_dataset import SequentialDataset, open_sequential_dataset
 from mega_eval.model_loading import load_inference_model
 from mega_eval.perplexity_comparison import encode_text_file
 from mega_eval.pruning_importance import capture_inputs
@@ -48,11 +47,12 @@ class TextCalibration:
             DataError: when the data cannot be used.
         """
         if data.is_file():
-            tokens = torch.from_numpy(encode_text_file(model, data))
-            return cls(model, torch.split(tokens[: WINDOW * WINDOWS], WINDOW), data.name)
-        windows = open_sequential_dataset(data, WINDOW)
-        count = min(WINDOWS, len(windows))
-        return cls(model, tuple(torch.from_numpy(np.array(windows[n].tokens)) for n in range(count)), data.name)
+            windows = SequentialDataset(encode_text_file(model, data, "calibration"), WINDOW)
+        else:
+            windows = open_sequential_dataset(data, WINDOW)
+        sequences = [torch.from_numpy(windows[number].tokens) for number in range(min(WINDOWS, len(windows)))]
+        sequences[-1] = sequences[-1][: windows.num_labels - WINDOW * (len(sequences) - 1)]  # without padding
+        return cls(model, tuple(sequences), data.name)
 
     @property
     def description(self) -> str:
