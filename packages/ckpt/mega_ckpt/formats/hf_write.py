@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -196,13 +196,8 @@ def plan_hf_folder(
     quantizer = select_quantizer(quantize, table) if quantize else None
     quantized = list_quantized_parts(quantizer, table, tensors) if quantizer else {}
     kept = headers if max_shard is None and not quantized and metadata == METADATA else {}
-    constants = {
-        name: torch.tensor(value, dtype=next(iter(tensors.values()))[0])
-        for name, value in chosen.constant_tensors(source.model).items()
-        if name not in buffers and name in (shapes or (name,))
-    }
-    buffers |= {name: (value.dtype, ()) for name, value in constants.items()}
-    written = replace_quantized(tensors, table, quantized) | buffers
+    constants = _make_constants(chosen, source.model, tensors, buffers, shapes)
+    written = replace_quantized(tensors, table, quantized) | buffers | {n: (t.dtype, ()) for n, t in constants.items()}
     files = _keep_files(kept, written) if kept else _split_into_files(written, max_shard or MAX_SHARD, metadata)
     others = {name: content for name, content in origin.others.items() if not name.endswith(".safetensors")}
     if files == headers:
@@ -216,6 +211,20 @@ def plan_hf_folder(
     others |= {**_embedding_files(source.model), **({} if config is None else {CONFIG: config})}
     others |= {} if index is None else {INDEX: index}
     return HfFolderPlan(table, files, others, quantized, quantizer.description if quantizer else None, constants)
+
+
+def _make_constants(
+    family: ModelFamily, model: ModelConfig, tensors: TensorTypes, held: Collection[str], shapes: Collection[str]
+) -> dict[str, Tensor]:
+    """Return the family's constants that are not `held` by the source, in the dtype of the first of the `tensors`.
+    If the tensors in the original folder are known, `shapes`, only constants that it has are returned.
+    """
+    dtype, _ = next(iter(tensors.values()))
+    return {
+        name: torch.tensor(value, dtype=dtype)
+        for name, value in family.constant_tensors(model).items()
+        if name not in held and (not shapes or name in shapes)
+    }
 
 
 def write_hf_folder(
