@@ -453,7 +453,7 @@ def test_the_first_family_that_fits(changes: dict[str, Any], name: str) -> None:
         (DEEPSEEK | {"moe": {**DEEPSEEK["moe"], "group_score": "max"}}, "moe.group_score must be 'top2', not 'max'"),
         (DEEPSEEK | {"moe": {**DEEPSEEK["moe"], "layers": [0]}, "attention_scale": 0.5}, "moe.layers must be all layers from 0 to the last"),
         (DEEPSEEK | {"moe": {**DEEPSEEK["moe"], "shared_ffn_hidden_size": 9}}, "must be a positive multiple of moe.ffn_hidden_size = 8"),
-        ({"mla": MLA}, "llama: mla = MlaConfig("),
+        ({"mla": MLA, "embedding_norm": True}, "mla = MlaConfig("),
     ],
 )  # fmt: skip
 def test_a_model_that_none_can_express_is_told_why(changes: dict[str, Any], told: str) -> None:

@@ -53,6 +53,7 @@ def test_a_latent_alone_is_kept_where_keys_are_values():
         seen.append((k, v))
         return q
 
+    attend.chunked = False  # type: ignore[attr-defined]
     cache.update_and_attend(0, given, given, None, None, attend)
     assert torch.equal(seen[0][0], given.transpose(0, 1))
     assert torch.equal(seen[0][1], given.transpose(0, 1))

@@ -149,7 +149,7 @@ def family_of_config(raw: ConfigDict, source: str = "config.json", added: Sequen
     `added` are families of extensions.
 
     Raises:
-        CheckpointError: when it has no model type, or an unsupported one, or a section that is no JSON object.
+        CheckpointError: when it has no model type, or an unsupported one, or a section that is not a JSON object.
     """
     if "model_type" not in raw:
         raise CheckpointError(f"{source}: model_type is missing", hint="use the config.json of a language model")
