@@ -32,12 +32,12 @@ from mega_common.errors import ConfigError
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.config.sections import KernelsConfig
 from mega_trainer.distributed.comm import CommGroup
-from mega_trainer.job.metrics_log import UtilizationModel, memory_in_use
+from mega_trainer.job.metrics_log import MfuCalculator, get_peak_allocated_bytes
 from mega_trainer.kernels.attention_masks import CAUSAL, AttentionMaskSpec, BandMask, PackedMask
-from mega_trainer.kernels.kernel_interface import Kernels, ScoreTransform
+from mega_trainer.kernels.kernel_interface import AttentionScoreTransform, Kernels
 from mega_trainer.kernels.leaf_compiler import LeafCompiler
 from mega_trainer.model.forward_context import SequenceMask
-from mega_trainer.parallel.context_parallel import BlockwiseAttention, RingExchange
+from mega_trainer.parallel.context_parallel import BlockwiseAttention, RingKeyValueExchange
 from mega_trainer.plan.flops import count_parameters_by_layer
 from mega_trainer.run.build_components import choose_kernels, compute_dtype, create_kernels
 
@@ -110,7 +110,7 @@ def measure(all_of_them: dict[str, Contestant], end: float, device: torch.device
             if device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(device)
             times[name].append(seconds(step, device))
-            memory[name] = max(memory[name], memory_in_use())
+            memory[name] = max(memory[name], get_peak_allocated_bytes())
             del step
             gc.collect()
             if device.type == "cuda":
@@ -125,7 +125,7 @@ def measure(all_of_them: dict[str, Contestant], end: float, device: torch.device
 
 
 def described(config: RunConfig, times: list[float], memory: int, device: torch.device) -> dict[str, Any]:
-    speed = UtilizationModel.for_run(config, device, compute_dtype(config), world_size=1)
+    speed = MfuCalculator.for_run(config, device, compute_dtype(config), world_size=1)
     count = count_parameters_by_layer(config.model)
     rate = config.batch.micro * config.data.seq_length / statistics.median(times)
     achieved = rate * speed.exact
@@ -183,15 +183,15 @@ def attention(config: RunConfig, device: torch.device) -> dict[str, Any]:
 def whole(kernels: Kernels, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMaskSpec) -> None:
     """Forward and backward."""
     given = [t.detach().requires_grad_() for t in (q, k, v)]
-    y = kernels.attention(*given, mask, ScoreTransform(q.shape[-1] ** -0.5))
+    y = kernels.attention(*given, mask, AttentionScoreTransform(q.shape[-1] ** -0.5))
     torch.autograd.grad(y, given, q)
 
 
 def ring(kernels: Kernels, q: Tensor, k: Tensor, v: Tensor) -> None:
     """What one of two ranks computes, twice: the work of both."""
-    group, length, how = CommGroup("cp", (0, 1), 1), q.shape[1], ScoreTransform(q.shape[-1] ** -0.5)
-    see = partial(SequenceMask(length, q.device).mask_between, window=None)
-    kind, half = BlockwiseAttention(RingExchange(group), group, kernels), slice(0, length // 2)
+    group, length, how = CommGroup("cp", (0, 1), 1), q.shape[1], AttentionScoreTransform(q.shape[-1] ** -0.5)
+    see = partial(SequenceMask(length, q.device).list_mask_blocks, window=None)
+    kind, half = BlockwiseAttention(RingKeyValueExchange(group), group, kernels), slice(0, length // 2)
     blocks = [block for _ in range(2) for rank in (0, 1) for block in kind.visible_blocks(length, rank, see)]
     for block in blocks:
         queries, keys, values = (

@@ -157,7 +157,7 @@ def fake_gpu(ranks: int) -> Iterator[None]:
         stack.enter_context(mock.patch.object(grouped_gemm, "_has_grouped_kernel", return_value=True))  # as CUDA
         stack.enter_context(mock.patch.object(grouped_gemm, "_zeroes_empty_groups", return_value=False))
         stack.enter_context(
-            mock.patch.object(nvshmem_dispatch, "exchange_by_gloo", return_value=SimpleNamespace(wait=lambda: None))
+            mock.patch.object(nvshmem_dispatch, "all_to_all_by_gloo", return_value=SimpleNamespace(wait=lambda: None))
         )
         stack.enter_context(mock.patch.object(DeviceMesh, "from_group", _mesh))
         stack.enter_context(mock.patch.object(dist, "batch_isend_irecv", return_value=[]))  # it knows no such device

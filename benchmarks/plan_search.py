@@ -26,7 +26,7 @@ from mega_common.errors import ConfigError
 from mega_common.model_config import ModelConfig
 from mega_common.strict_config import load_yaml_mapping
 from mega_trainer.config.run_config import RunConfig, resolve_run_config
-from mega_trainer.plan.device_memory import add_device_memory
+from mega_trainer.plan.device_memory import add_non_tensor_memory
 from mega_trainer.plan.layout_candidates import RECOMPUTE, list_layout_settings
 from mega_trainer.plan.layout_search import find_best_layouts, format_layout, make_planned_run
 from mega_trainer.plan.machine import load_machine
@@ -96,7 +96,7 @@ def compared(run: Published) -> dict[str, Any]:
 
 def _most_memory(model: ModelConfig, shape: TrainingLayout) -> int:
     """Return the bytes of the rank that needs most."""
-    return max(sum(add_device_memory(shape, kinds).values()) for kinds in predict_memory(model, shape))
+    return max(sum(add_non_tensor_memory(shape, kinds).values()) for kinds in predict_memory(model, shape))
 
 
 def timed(recipe: str, gpus: int) -> dict[str, Any]:

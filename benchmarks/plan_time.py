@@ -29,7 +29,7 @@ from published import Published, published
 
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.plan import machine as machines
-from mega_trainer.plan.device_memory import add_device_memory
+from mega_trainer.plan.device_memory import add_non_tensor_memory
 from mega_trainer.plan.layout_candidates import generate_layout_candidates
 from mega_trainer.plan.machine import load_efficiency
 from mega_trainer.plan.other_trainer_memory import predict_other_trainer_memory
@@ -103,7 +103,7 @@ def without_context(run: Published, predictor: Predictor, constants: Constants) 
         if layout.estimate_minimum_seconds() >= best:
             break
         kept = predict_other_trainer_memory(run.model, layout.run, "megatron")
-        held = max(sum(add_device_memory(layout.run, kinds).values()) for kinds in kept)
+        held = max(sum(add_non_tensor_memory(layout.run, kinds).values()) for kinds in kept)
         best = layout.predict_step_time().seconds if held <= run.machine.usable_memory_bytes else best
     return best
 

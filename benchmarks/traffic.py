@@ -48,8 +48,14 @@ from mega_trainer.kernels import blockwise_attention, gemm_accumulation, grouped
 from mega_trainer.kernels import fp8_kernels as fp8_kernels
 from mega_trainer.kernels.attention_masks import CAUSAL, PackedMask
 from mega_trainer.kernels.flash_attention import TorchFlashKernel
-from mega_trainer.kernels.fp8_kernels import KINDS, Fp8Kernels, QuantizedMatrix, quantize_leaf, quantize_pair_leaf
-from mega_trainer.kernels.kernel_interface import ScoreTransform
+from mega_trainer.kernels.fp8_kernels import (
+    KINDS,
+    Fp8Kernels,
+    QuantizedMatrix,
+    quantize_leaf,
+    quantize_with_transpose_leaf,
+)
+from mega_trainer.kernels.kernel_interface import AttentionScoreTransform
 from mega_trainer.kernels.leaf_compiler import LeafCompiler
 from mega_trainer.kernels.torch_kernels import TorchKernels
 from mega_trainer.model import expert_router, vocab_parallel_loss
@@ -295,8 +301,8 @@ def as_on_a_gpu(traffic: Traffic) -> Iterator[None]:
         # torch.compile makes a sum over rows, of a weight's gradient, a kernel of its own
         summed = any(t.dim() < max(x.dim() for x in ins) for t in outs)
         # nor is the scale of a tensor, or of a column, known before all of it is read
-        across = function is quantize_pair_leaf or not ins[0].is_contiguous()
-        far = function in (quantize_leaf, quantize_pair_leaf) and args[2] == 0 and (args[1] == 0 or across)
+        across = function is quantize_with_transpose_leaf or not ins[0].is_contiguous()
+        far = function in (quantize_leaf, quantize_with_transpose_leaf) and args[2] == 0 and (args[1] == 0 or across)
         ahead = ins if far else []
         size = sum(map(_nbytes, [*ins, *ahead, *outs]))
         traffic.add(function.__name__, size=size, kernels=1 + (summed or bool(ahead)))
@@ -313,7 +319,7 @@ def as_on_a_gpu(traffic: Traffic) -> Iterator[None]:
         assert how["is_causal"]
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         return blockwise_attention.blockwise_attention(
-            TorchFlashKernel(), q, k, v, CAUSAL, ScoreTransform(how["scale"])
+            TorchFlashKernel(), q, k, v, CAUSAL, AttentionScoreTransform(how["scale"])
         ).transpose(1, 2)
 
     with ExitStack() as stack:
@@ -457,7 +463,7 @@ def ring(traffic: Traffic, length: int, ranks: int) -> None:
     q, k, v = _heads(traffic, length // ranks)
     _both_ways(
         traffic, f"attention, ring of {ranks}",
-        lambda: kind.compute_attention(q, k, v, ScoreTransform(HEAD**-0.5), lambda a, b: sight.mask_between(a, b, None), lambda *_: q),
+        lambda: kind.compute_attention(q, k, v, AttentionScoreTransform(HEAD**-0.5), lambda a, b: sight.list_mask_blocks(a, b, None), lambda *_: q),
     )  # fmt: skip
 
 
@@ -477,7 +483,7 @@ def attention(traffic: Traffic, length: int) -> None:
             else ExitStack()
         ):
             _both_ways(traffic, f"attention, {name}", lambda q=q, k=k, v=v, mask=mask: TorchKernels().attention(
-                q, k, v, mask, ScoreTransform(HEAD**-0.5)))  # fmt: skip
+                q, k, v, mask, AttentionScoreTransform(HEAD**-0.5)))  # fmt: skip
 
 
 SHAPES: dict[str, tuple[int, dict[str, Any]]] = {

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from mega_trainer.config.run_config import RunConfig, load_run_config
-from mega_trainer.plan.device_memory import add_device_memory
+from mega_trainer.plan.device_memory import add_non_tensor_memory
 from mega_trainer.plan.flops import published_flops
 from mega_trainer.plan.layout_candidates import list_layout_settings
 from mega_trainer.plan.layout_search import format_layout, make_planned_run
@@ -58,7 +58,7 @@ def predicted(config: RunConfig, ranks: int) -> dict[str, float]:
 def most_memory(config: RunConfig, ranks: int) -> int:
     """Return the bytes that the GPU of its fullest rank must hold."""
     layout = make_training_layout(config, ranks)
-    return max(sum(add_device_memory(layout, kinds).values()) for kinds in predict_memory(config.model, layout))
+    return max(sum(add_non_tensor_memory(layout, kinds).values()) for kinds in predict_memory(config.model, layout))
 
 
 def begun(name: str, config: RunConfig, ranks: int) -> str:

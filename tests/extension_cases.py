@@ -8,7 +8,7 @@ from typing import Any
 
 from ranks import run_ranks
 
-from mega_trainer.verify.case_comparison import TOLERANCE, join_all_findings, sweep_cases
+from mega_trainer.verify.case_comparison import TOLERANCE, compare_cases_with_one_process, merge_findings_by_case
 from mega_trainer.verify.layout_case import LayoutCase
 
 EXAMPLES = Path(__file__).parents[1] / "examples" / "extensions"
@@ -49,5 +49,5 @@ def extended_cases(
 
 def find_differences(cases: list[LayoutCase]) -> list[str]:
     """What differs from one process by more than 1e-10, relative, in fp64: losses, gradients, weights or moments."""
-    found = join_all_findings(cases, run_ranks(sweep_cases, 4, cases, timeout=280))
+    found = merge_findings_by_case(cases, run_ranks(compare_cases_with_one_process, 4, cases, timeout=280))
     return [problem for one in found if (problem := one.describe_problem(TOLERANCE))]

@@ -92,7 +92,7 @@ def _of_run(config: RunConfig, number: int, tokenizer: Tokenizer | None) -> list
     eod = tokenizer.eos_id if tokenizer else None
     train, _, _ = build_blended_datasets(
         config.data, seed=config.train.seed, samples=config.samples_per_split, eod=eod, tokenizer=tokenizer,
-        vision=config.model.vision, added_kinds=config.added_data_kinds,
+        vision=config.model.vision, added_kinds=config.extension_sample_builders,
     )  # fmt: skip
     return show_training_sample(train[number], tokenizer)
 

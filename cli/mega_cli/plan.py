@@ -229,7 +229,7 @@ def _check_options(machine: str | None, search: bool, **given: object) -> None:
 
 def _memory_like(config: RunConfig, ranks: int, like: str) -> list[dict[str, int]]:
     from mega_common.errors import ConfigError
-    from mega_trainer.plan.device_memory import add_device_memory
+    from mega_trainer.plan.device_memory import add_non_tensor_memory
     from mega_trainer.plan.memory_advice import make_training_layout
     from mega_trainer.plan.other_trainer_memory import TRAINERS, predict_other_trainer_memory
 
@@ -239,7 +239,7 @@ def _memory_like(config: RunConfig, ranks: int, like: str) -> list[dict[str, int
             f"--like must be one of {', '.join(TRAINERS)}, found {like!r}", hint=f"--like {next(iter(TRAINERS))}"
         )
     shape = make_training_layout(config, ranks)
-    return [add_device_memory(shape, kinds) for kinds in predict_other_trainer_memory(config.model, shape, known)]
+    return [add_non_tensor_memory(shape, kinds) for kinds in predict_other_trainer_memory(config.model, shape, known)]
 
 
 def _format_rampup(plan: dict[str, Any]) -> list[str]:

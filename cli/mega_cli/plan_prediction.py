@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mega_common.progress_logging import format_number, logger
-from mega_trainer.plan.held_out_error import describe_held_out_error, format_held_out_error
+from mega_trainer.plan.held_out_error import describe_prediction_error, format_prediction_error
 
 if TYPE_CHECKING:
     from mega_trainer.config.run_config import RunConfig
@@ -24,8 +24,13 @@ def describe_plan(config: RunConfig, ranks: int, draw: Path | None = None) -> di
     The result is as `mega plan --json` prints it. The pipeline schedule is drawn to the SVG file `draw`.
     """
     from mega_trainer.pipeline.schedule_svg import draw_schedule_svg
-    from mega_trainer.pipeline.schedules import bubble_formula, make_schedule, peak_activations, simulate_schedule
-    from mega_trainer.plan.device_memory import add_device_memory
+    from mega_trainer.pipeline.schedules import (
+        bubble_formula,
+        make_schedule,
+        peak_in_flight_microbatches,
+        simulate_schedule,
+    )
+    from mega_trainer.plan.device_memory import add_non_tensor_memory
     from mega_trainer.plan.flops import CONVENTIONS, count_parameters_by_layer, published_flops
     from mega_trainer.plan.layer_flops import image_flops
     from mega_trainer.plan.memory_advice import make_training_layout
@@ -46,7 +51,7 @@ def describe_plan(config: RunConfig, ranks: int, draw: Path | None = None) -> di
         kind: published_flops(config.model, config.data.seq_length, kind, config.sequence_lengths[1])
         for kind in CONVENTIONS
     }
-    growing = [{"global": size, "steps": steps} for size, steps in config.batch.growth_plateaus()]
+    growing = [{"global": size, "steps": steps} for size, steps in config.batch.iterate_rampup_sizes()]
     return {
         "parameters": count_parameters_by_layer(config.model).total,
         "ranks": {
@@ -67,8 +72,8 @@ def describe_plan(config: RunConfig, ranks: int, draw: Path | None = None) -> di
             if config.model.vision
             else {}
         ),
-        "memory_bytes": [add_device_memory(run, kinds) for kinds in predict_memory(config.model, run)],
-        "microbatches_in_flight": peak_activations(filled),
+        "memory_bytes": [add_non_tensor_memory(run, kinds) for kinds in predict_memory(config.model, run)],
+        "microbatches_in_flight": peak_in_flight_microbatches(filled),
         "bubble": bubble,
         "bubble_by_formula": bubble_formula(replace(filled, microbatches=micro)),
         "drawing": None if draw is None else str(draw),
@@ -84,7 +89,7 @@ def predict_run(
     --json` prints them.
     """
     from mega_trainer.plan.flops import model_flops, palm_flops
-    from mega_trainer.plan.layout_changes import find_faster_changes, find_fitting_changes
+    from mega_trainer.plan.layout_changes import find_faster_layout_changes, find_fitting_layout_changes
     from mega_trainer.plan.layout_search import make_planned_run
     from mega_trainer.plan.run_budget import estimate_budget, find_exceeded_limits
 
@@ -96,7 +101,7 @@ def predict_run(
     prediction: dict[str, Any] = {
         "machine": name,
         "seconds_per_step": step.seconds,
-        "error": describe_held_out_error(config.model, machine, config.precision),
+        "error": describe_prediction_error(config.model, machine, config.precision),
         "tokens_per_second_per_gpu": rate / ranks,
         "peak_of": kind,
         "mfu_causal": rate / ranks * (model_flops(config.model, length) + other) / peak,
@@ -115,7 +120,7 @@ def predict_run(
                 "slower": layout.time.seconds / step.seconds - 1,
                 "memory_bytes": layout.memory,
             }
-            for layout in find_fitting_changes(config, ranks, machine)
+            for layout in find_fitting_layout_changes(config, ranks, machine)
         ]
     prediction["faster"] = [
         {
@@ -123,7 +128,7 @@ def predict_run(
             "gain": 1 - layout.time.seconds / step.seconds,
             "memory_bytes": layout.memory,
         }
-        for layout in find_faster_changes(config, ranks, machine)
+        for layout in find_faster_layout_changes(config, ranks, machine)
     ]
     return prediction
 
@@ -136,7 +141,7 @@ def format_prediction(prediction: Mapping[str, Any]) -> list[str]:
     lines = [
         f"on {prediction['machine']}, predicted:",
         f"  step time      {seconds:.3f} s, {prediction['tokens_per_second_per_gpu']:,.0f} tokens/s/GPU",
-        f"  error          {format_held_out_error(prediction['error'])}",
+        f"  error          {format_prediction_error(prediction['error'])}",
         f"  MFU            {100 * prediction['mfu_causal']:.1f} % (unmasked attention), {100 * prediction['mfu_palm']:.1f} % "
         f"(PaLM's formula, 6 N + 12 L H Q S) of the {prediction['peak_of']} peak",
         f"  time by part   {parts}",
@@ -226,7 +231,7 @@ def write_plan_html(
     shape, costs = make_training_layout(config, ranks), None
     if machine is not None:
         timed = make_planned_run(config, ranks, machine)
-        costs = timed.make_stage_costs(timed.compute_stage_work())
+        costs = timed.make_stage_costs(timed.predict_stage_seconds())
     message = shape.micro_batch * (shape.seq_length // shape.cp) * config.model.hidden_size * shape.weight_bytes
     text = render_plan_page(
         f"Plan of {run}", plan, [rank.moment for rank in predict_peak_memory(config.model, shape)],

@@ -81,7 +81,7 @@ def describe_layouts(
     Raises:
         ConfigError: for a layout `why` with an unknown word.
     """
-    from mega_trainer.plan.held_out_error import describe_held_out_error
+    from mega_trainer.plan.held_out_error import describe_prediction_error
     from mega_trainer.plan.layout_search import explain_layout_time
     from mega_trainer.plan.run_budget import estimate_budget, find_exceeded_limits
 
@@ -96,7 +96,7 @@ def describe_layouts(
             "settings": layout.settings, "seconds_per_step": layout.time.seconds, "memory_bytes": layout.memory,
             "tokens_per_second_per_gpu": rate / ranks, "slower": layout.time.seconds / best.time.seconds - 1,
             "reason": explain_layout_time(layout, best), "machine": name,
-            "error": describe_held_out_error(config.model, machine, precision), **budget, **exceeds,
+            "error": describe_prediction_error(config.model, machine, precision), **budget, **exceeds,
         }  # fmt: skip
 
     rows = [describe(layout) for layout in layouts]
@@ -152,12 +152,12 @@ def parse_layout(text: str) -> dict[str, Any]:
 def format_layouts(rows: Sequence[Mapping[str, Any]], ranks: int, best: PlannedLayout) -> str:
     """Return the rows of `describe_layouts` as text: YAML of the fastest layout, with all of them as comments."""
     from mega_cli.plan_prediction import format_budget
-    from mega_trainer.plan.held_out_error import format_held_out_error
+    from mega_trainer.plan.held_out_error import format_prediction_error
     from mega_trainer.plan.layout_search import format_layout, layout_to_yaml
 
     lines = [
         f"# {ranks} ranks on {rows[0]['machine']}, predicted: seconds per step, tokens/s/GPU, GiB of the rank with the most memory",
-        f"# error of step time: {format_held_out_error(rows[0]['error'])}",
+        f"# error of step time: {format_prediction_error(rows[0]['error'])}",
     ]
     for row in rows:
         if "why" in row:

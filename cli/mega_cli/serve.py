@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from mega_eval.server.embeddings_api import ServedEmbedder
     from mega_trainer.distributed.process_groups import RankInfo
     from mega_trainer.model.decoder import Decoder
-    from mega_trainer.parallel.lora_layers import AdapterSelection
+    from mega_trainer.parallel.lora_layers import PerRowAdapterSelection
 
 EXAMPLES = """Examples:
 
@@ -311,7 +311,7 @@ def load_served_model(
     from mega_eval.language_model import LanguageModel
     from mega_eval.model_loading import check_sequence_length
     from mega_eval.multi_rank_inference import BroadcastingEngine, build_replica_groups
-    from mega_trainer.parallel.lora_layers import AdapterSelection
+    from mega_trainer.parallel.lora_layers import PerRowAdapterSelection
 
     groups = None
     if sharing is not None and ranks is not None and ranks.world_size > 1:
@@ -325,7 +325,7 @@ def load_served_model(
     longest = max_length or min(config.max_position, LONGEST_DEFAULT)
     check_sequence_length(config, longest, f"--max-length {longest} tokens")
     cached = cache_tokens or 2 * longest
-    selection = loaded.adapters or AdapterSelection([])  # one for the engine and the embedder: both run the model
+    selection = loaded.adapters or PerRowAdapterSelection([])  # one for the engine and the embedder: both run the model
     engine = (BroadcastingEngine if broadcasts else InferenceEngine)(
         loaded.model, vocabulary, cache_tokens=cached, batch_size=batch_size,
         drafter=make_drafter(loaded.draft, loaded.model, vocabulary, cached, batch_size), adapters=selection,
@@ -338,7 +338,7 @@ def load_served_model(
 
 
 def _make_embedder(
-    folder: str, model: Decoder, tokenizer: Tokenizer, adapters: AdapterSelection
+    folder: str, model: Decoder, tokenizer: Tokenizer, adapters: PerRowAdapterSelection
 ) -> ServedEmbedder | str:
     """Return the embedder of a model, or the reason why embeddings of its folder are not supported."""
     from mega_eval.server.embeddings_api import make_served_embedder

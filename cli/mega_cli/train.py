@@ -293,9 +293,9 @@ def check_inputs(config: RunConfig, run: Path, *, data: bool) -> None:
 def _check_patterns(config: RunConfig, run: Path) -> None:
     """Reject patterns of tensors or modules that match nothing in the model."""
     from mega_common.strict_config import raise_config_error
-    from mega_trainer.run.input_check import find_pattern_problems
+    from mega_trainer.run.input_check import find_unmatched_patterns
 
-    if found := find_pattern_problems(config):
+    if found := find_unmatched_patterns(config):
         raise_config_error(found, str(run))
 
 
@@ -307,9 +307,9 @@ def train_or_start_ranks(config: RunConfig, run: Path, nproc: int | None, overri
     _follow_launcher_death()
     from mega_common.errors import ConfigError, DataError, NumericalError, TrainingInterrupted, TrainingTerminated
     from mega_data.preprocessing.token_cache import tokenize_raw_data
-    from mega_trainer.job.environment import library_settings
+    from mega_trainer.job.environment import get_library_environment
 
-    for name, value in library_settings(config).items():
+    for name, value in get_library_environment(config).items():
         os.environ.setdefault(name, value)
     from mega_common.progress_logging import configure_logging
     from mega_trainer.distributed.process_groups import RankInfo

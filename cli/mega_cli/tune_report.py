@@ -73,9 +73,9 @@ def compare_models(config: RunConfig, tuned: Path) -> TuningComparison:
 
 def read_validation_losses(metrics: Path) -> tuple[float | None, float | None]:
     """Return the validation loss before the first step, and the lowest one, of a run's metrics.jsonl."""
-    from mega_trainer.pages.run_log import read_complete_lines
+    from mega_trainer.pages.run_log import read_jsonl_records
 
-    lines = list(read_complete_lines(metrics))
+    lines = list(read_jsonl_records(metrics))
     before = [line["initial_valid_loss"] for line in lines if "initial_valid_loss" in line]
     after = [line["valid_loss"] for line in lines if "valid_loss" in line]
     return (before[0] if before else None), min(after, default=None)

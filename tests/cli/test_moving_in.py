@@ -210,7 +210,7 @@ def test_an_objective_is_translated(tmp_path: Path, values: dict[str, Any], expe
     model = MODEL | {"score": True} if wanted.get("model", {}).get("score") else MODEL
     data = {"train": "data/train", "seq_length": 64} | ({"kind": "pairs"} if run.get("data.kind") == "pairs" else {})
     parsed = RunConfig.parse(resolve_run_config(wanted | {"model": model, "init_from": "model", "data": data}))
-    assert parsed.objective.is_pairwise == (run.get("data.kind") == "pairs")
+    assert parsed.objective.uses_preference_pairs == (run.get("data.kind") == "pairs")
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,7 @@ def test_what_magnitudes_multiply_is_worked_out_once(tmp_path: Path) -> None:
     model = load_inference_model(base, lora_adapters=beside)
     layers = [layer for layer in model.modules() if isinstance(layer, PerRowAdapters)]
     with mock.patch.object(
-        LoraAdapterLayer, "magnitude_factors", autospec=True, side_effect=LoraAdapterLayer.magnitude_factors
+        LoraAdapterLayer, "compute_dora_factors", autospec=True, side_effect=LoraAdapterLayer.compute_dora_factors
     ) as worked_out:
         run_requests(
             engine_of(model, beside),

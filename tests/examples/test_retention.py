@@ -23,7 +23,7 @@ def test_the_chunks_compute_the_recurrence() -> None:
     model = {**SIZES, "mixers": MIXERS, "layers": ["retention+mlp"]}
     raw = {"extensions": [str(EXAMPLES / FILE)], "model": model, "data": {"train": "none"}}
     config = RunConfig.parse(resolve_run_config(raw)).model
-    layer = registry.bind_blocks(config)["retention"](LayerBuilder(config, dtype=torch.float64), 0)
+    layer = registry.make_block_factories(config)["retention"](LayerBuilder(config, dtype=torch.float64), 0)
     q, k, v = (torch.randn(2, 11, 8, n, dtype=torch.float64) for n in (3, 3, 5))
 
     def pass_states(maps: torch.Tensor, added: torch.Tensor) -> torch.Tensor:

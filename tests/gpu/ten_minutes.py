@@ -22,7 +22,7 @@ from mega_common.strict_config import apply_overrides
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.distributed.process_groups import RankInfo
 from mega_trainer.doctor.training_checks import write_tokens
-from mega_trainer.job.environment import library_settings
+from mega_trainer.job.environment import get_library_environment
 from mega_trainer.plan.memory_advice import make_training_layout
 from mega_trainer.plan.memory_prediction import predict_memory
 from mega_trainer.run.training_run import run_training
@@ -86,7 +86,7 @@ def train(out: Path, device: str, name: str, ranks: int, settings: Sequence[str]
     (folder / "run.yaml").write_text(yaml.safe_dump(raw))
     config = RunConfig.parse(raw)
     if ranks == 1:  # in this process: another one would import torch again
-        os.environ.update(library_settings(config))
+        os.environ.update(get_library_environment(config))
         run_training(config, RankInfo())
     else:
         command = [sys.executable, "-m", "mega_cli.main", "train", str(folder / "run.yaml"), "--nproc", str(ranks)]

@@ -18,8 +18,8 @@ from mega_eval.model_loading import load_inference_model
 from mega_trainer.data.micro_batch import DocumentBounds, MicroBatch, MtpTargets
 from mega_trainer.model.decoder import Decoder
 from mega_trainer.model.layer_builder import LayerBuilder
-from mega_trainer.parallel.parameter_info import get_parameter_info, non_trainable_buffers
-from mega_trainer.run.train_step import normalize_mtp_weights
+from mega_trainer.parallel.parameter_info import get_parameter_info, iterate_saved_buffers
+from mega_trainer.run.train_step import normalize_auxiliary_loss_weights
 
 pytest.importorskip("megatron.core", reason="the reference implementation")
 pytestmark = [
@@ -187,7 +187,7 @@ def whole_model(folder: Path) -> Decoder:
     source = open_weight_source(folder)
     model = Decoder(LayerBuilder(source.model))
     held = [(parameter.detach(), get_parameter_info(parameter).pieces) for parameter in model.parameters()]
-    load_weights(source, boxes_by_name([*held, *non_trainable_buffers(model)]))
+    load_weights(source, boxes_by_name([*held, *iterate_saved_buffers(model)]))
     return model
 
 
@@ -215,7 +215,9 @@ def test_further_tokens(megatron_checkpoint: Path, mega_checkpoint: Path, name: 
         [0, 1],
         mtp_targets=ahead,
     )
-    (batch,) = normalize_mtp_weights([batch], [ones.sum().item(), *(one.weights.sum().item() for one in ahead)])
+    (batch,) = normalize_auxiliary_loss_weights(
+        [batch], [ones.sum().item(), *(one.weights.sum().item() for one in ahead)]
+    )
     with torch.no_grad():
         _, (_, loss), _ = model.run_stage(None, batch, model.make_forward_context(positions))
     written = torch.load(mega_checkpoint / name / "release.pt")["further"]

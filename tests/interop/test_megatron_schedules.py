@@ -43,11 +43,11 @@ def test_a_growing_batch(start: int, increment: int, size: int, samples: int) ->
     consumed = 0
     for step in range(400):
         theirs.update(consumed, consistency_check=True)
-        assert ours.batch.batch_size_at(consumed) == theirs.get_current_global_batch_size(), step
+        assert ours.batch.batch_size_after_samples(consumed) == theirs.get_current_global_batch_size(), step
         consumed += theirs.get_current_global_batch_size()
     for consumed in range(samples + 2):  # also where no step begins
         theirs.update(consumed, consistency_check=False)
-        assert ours.batch.batch_size_at(consumed) == theirs.get_current_global_batch_size()
+        assert ours.batch.batch_size_after_samples(consumed) == theirs.get_current_global_batch_size()
 
 
 @pytest.mark.parametrize("name", ["cosine", "linear", "constant"])

@@ -7,7 +7,7 @@ import torch
 
 from mega_trainer.kernels.attention_masks import CAUSAL, AttentionMaskSpec, BandMask, PackedMask
 from mega_trainer.kernels.flex_attention import FlexAttentionKernel
-from mega_trainer.kernels.kernel_interface import ScoreTransform
+from mega_trainer.kernels.kernel_interface import AttentionScoreTransform
 from mega_trainer.kernels.torch_kernels import TorchKernels
 
 CUDA, HEADS = torch.device("cuda"), 4
@@ -30,7 +30,7 @@ def test_shapes_masks_and_caps_that_change() -> None:
             torch.zeros(batch, length, heads, 32, device=CUDA, dtype=torch.bfloat16, requires_grad=True)
             for heads in (HEADS, 2, 2)
         )
-        y = kernels.attention(q, k, v, mask, ScoreTransform(0.1, softcap=cap, sinks=sinks))
+        y = kernels.attention(q, k, v, mask, AttentionScoreTransform(0.1, softcap=cap, sinks=sinks))
         gradients = torch.autograd.grad(y.sum(), (q, k, v, sinks))
         assert y.shape == q.shape
         assert [gradient.shape for gradient in gradients] == [each.shape for each in (q, k, v, sinks)]

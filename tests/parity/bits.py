@@ -12,17 +12,17 @@ from mega_trainer.verify.case_trainer import (
     CaseOutcome,
     CaseTrainer,
     make_case_groups,
-    train_alone,
+    train_cases_in_one_process,
 )
 from mega_trainer.verify.layout_case import STEPS, LayoutCase
 from mega_trainer.verify.restore_comparison import (
     STEPS_AFTER,
     STEPS_BEFORE,
-    add_single_group,
+    add_rank_zero_group,
     find_case_group,
     find_differing_tensors,
+    overwrite_training_state,
     save_case,
-    spoil_tensors,
 )
 
 
@@ -34,7 +34,7 @@ def pairs(cases: Sequence[tuple[LayoutCase, LayoutCase]], *, norms: bool, steps:
     """
     rank, maker = dist.get_rank(), make_case_groups(case for pair in cases for case in pair)
     singles = {_key(plain): (plain, steps) for plain, _ in cases if plain.ranks == 1}
-    made = dict(zip(singles, train_alone(list(singles.values())), strict=True))
+    made = dict(zip(singles, train_cases_in_one_process(list(singles.values())), strict=True))
     out: list[list[str] | None] = []
     for plain, other in cases:
         if rank >= other.ranks:
@@ -66,7 +66,7 @@ def resumed(cases: Sequence[LayoutCase], folder: Path, others: Sequence[LayoutCa
 
     With `others` it is restored in those layouts, each of as many ranks as the case.
     """
-    rank, maker = dist.get_rank(), add_single_group(make_case_groups([*cases, *others]))
+    rank, maker = dist.get_rank(), add_rank_zero_group(make_case_groups([*cases, *others]))
     out: list[list[str] | None] = []
     for number, (case, other) in enumerate(zip(cases, others or cases, strict=True)):
         if rank >= case.ranks:
@@ -81,7 +81,7 @@ def resumed(cases: Sequence[LayoutCase], folder: Path, others: Sequence[LayoutCa
         losses = first.run(STEPS_BEFORE).losses
         saved = save_case(first, maker, folder / str(number))
         second = CaseTrainer.build(other, rank, maker)
-        spoil_tensors(second)
+        overwrite_training_state(second)
         second.state.restore_checkpoint(saved, find_case_group(maker, other))
         rest = second.run(STEPS_AFTER)
         straight.gradients = {}

@@ -10,10 +10,10 @@ from typing import Any
 from mega_trainer.verify.layout_case import (
     STEPS,
     LayoutCase,
-    choose_covering,
-    draw_memory_settings,
-    draw_stages,
+    choose_covering_cases,
     iterate_layouts,
+    sample_memory_settings,
+    sample_stages_and_batch,
 )
 
 RANKS = 8
@@ -296,7 +296,7 @@ def all_layouts() -> list[LayoutCase]:
 
 def _with_choices(name: str, ranks: int, parallel: dict[str, Any]) -> LayoutCase:
     rng = random.Random(f"{name} {ranks} {parallel}")
-    layers, chosen = draw_stages(ranks, parallel, rng)
+    layers, chosen = sample_stages_and_batch(ranks, parallel, rng)
     # more than half of all have both; the others show what goes wrong from step to step
     steps = 1 if {"cp", "ep"} <= parallel.keys() else STEPS
     variants = VARIANTS.get(name, [{}])
@@ -305,7 +305,7 @@ def _with_choices(name: str, ranks: int, parallel: dict[str, Any]) -> LayoutCase
     variant = rng.choice(variants)
     layers += _add_deepstack_layers(variant, chosen["parallel"])
     found = case(
-        name, ranks, layers=layers, variant=variant, **draw_memory_settings(rng), **chosen,
+        name, ranks, layers=layers, variant=variant, **sample_memory_settings(rng), **chosen,
         optimizer=rng.choice(OPTIMIZERS), steps=steps,
         freeze=rng.choice(FROZEN[name]) if name in FROZEN else (),
     )  # fmt: skip
@@ -331,7 +331,7 @@ def most_steps(case: LayoutCase) -> int:
 
 def covering(cases: Sequence[LayoutCase], count: int) -> list[LayoutCase]:
     """`count` of the cases, with as many steps as their rounding allows."""
-    return [replace(one, steps=most_steps(one)) for one in choose_covering(cases, count)]
+    return [replace(one, steps=most_steps(one)) for one in choose_covering_cases(cases, count)]
 
 
 OPTIMIZERS = ["adamw", "adamw", "muon"]

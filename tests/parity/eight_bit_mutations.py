@@ -12,9 +12,9 @@ import torch
 from parity.eight_bits import case
 
 from mega_trainer.kernels import fp8_kernels
-from mega_trainer.kernels.fp8_kernels import E4M3, E5M2, Fp8Kernels, QuantizedMatrix, QuantizedPair
+from mega_trainer.kernels.fp8_kernels import E4M3, E5M2, Fp8Kernels, QuantizedMatrix, QuantizedWithTranspose
 from mega_trainer.model.layer_builder import LayerBuilder
-from mega_trainer.parallel.parameter_info import PreparedWeight
+from mega_trainer.parallel.parameter_info import GemmOperandCache
 from mega_trainer.verify.layout_case import LayoutCase
 
 Patch = Callable[[], AbstractContextManager[Any]]
@@ -44,16 +44,16 @@ def _weight_by_its_rows() -> AbstractContextManager[Any]:
     """A weight's scales for dX are laid out as those for Y."""
     real = Fp8Kernels.prepare_weight
 
-    def prepare(self: Fp8Kernels, weight: torch.Tensor) -> QuantizedPair:
+    def prepare(self: Fp8Kernels, weight: torch.Tensor) -> QuantizedWithTranspose:
         plain, turned = real(self, weight)
-        return QuantizedPair(plain, turned._replace(scale=turned.scale.t().reshape(turned.scale.shape)))
+        return QuantizedWithTranspose(plain, turned._replace(scale=turned.scale.t().reshape(turned.scale.shape)))
 
     return swap(Fp8Kernels, "prepare_weight", prepare)
 
 
 def _weights_never_new() -> AbstractContextManager[Any]:
     """What was made of a weight is used after the update, too."""
-    return swap(PreparedWeight, "invalidate", lambda self: None)
+    return swap(GemmOperandCache, "invalidate", lambda self: None)
 
 
 def _layers_counted_in_the_stage() -> AbstractContextManager[Any]:

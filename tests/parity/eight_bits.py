@@ -18,7 +18,7 @@ from mega_common.progress_logging import ProgressBar
 from mega_trainer.config.fp8_config import MULTIPLES
 from mega_trainer.verify.case_comparison import TOLERANCE
 from mega_trainer.verify.layout_case import LayoutCase
-from mega_trainer.verify.local_examination import examine_cases
+from mega_trainer.verify.local_examination import verify_layout_cases
 
 RANKS = 4
 
@@ -81,7 +81,7 @@ def main() -> int:
     """All of them; 1 when one disagrees."""
     cases, wrong, worst = all_layouts("mxfp8"), list[str](), 0.0
     with ProgressBar("parity", total=len(cases), unit="layouts", every=5) as bar:
-        for one in examine_cases(cases):
+        for one in verify_layout_cases(cases):
             wrong += [problem] if (problem := one.describe_problem(TOLERANCE)) else []
             worst = max(worst, one.largest_error)
             bar.advance(1)

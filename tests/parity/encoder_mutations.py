@@ -42,12 +42,12 @@ def _short_behind() -> AbstractContextManager[Any]:
 
 def _parts(change: Callable[[SequenceMask], SequenceMask]) -> Patch:
     """What context ranks see of each other's tokens, of other sequences than they have."""
-    real = SequenceMask.mask_between
+    real = SequenceMask.list_mask_blocks
 
     def parts(self: SequenceMask, queries: range, keys: range, window: int | None) -> Any:
         return real(self if queries == keys else change(self), queries, keys, window)
 
-    return lambda: swap(SequenceMask, "mask_between", parts)
+    return lambda: swap(SequenceMask, "list_mask_blocks", parts)
 
 
 def _types_of_the_first_rank_alone() -> AbstractContextManager[Any]:
@@ -104,6 +104,6 @@ ENCODERS: list[tuple[str, LayoutCase, Patch]] = [
     (
         "encoder: pairs weigh as tokens do",
         DP,
-        lambda: swap(train_step, "normalize_mtp_weights", lambda batches, tokens: batches),
+        lambda: swap(train_step, "normalize_auxiliary_loss_weights", lambda batches, tokens: batches),
     ),
 ]

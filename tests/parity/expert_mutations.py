@@ -29,7 +29,7 @@ from mega_trainer.model.mixture_of_experts import GroupedExperts
 from mega_trainer.optim import gradient_clipping
 from mega_trainer.parallel import expert_parallel, expert_routing, nvshmem_dispatch
 from mega_trainer.parallel.gradient_buckets import GradientBucket
-from mega_trainer.parallel.token_rows import RowAssignment
+from mega_trainer.parallel.token_rows import ExpertRowAssignment
 from mega_trainer.pipeline import executor as run
 from mega_trainer.run import build_components, train_step
 from mega_trainer.verify.layout_case import LayoutCase
@@ -186,8 +186,8 @@ def _to_one_part(ranks: Tensor, parts: int) -> Tensor:
 
 
 def _all_weigh_the_same() -> AbstractContextManager[Any]:
-    real = expert_parallel.pick_row_values
-    return swap(expert_parallel, "pick_row_values", lambda values, slots: torch.ones_like(real(values, slots)))
+    real = expert_parallel.gather_choice_values
+    return swap(expert_parallel, "gather_choice_values", lambda values, slots: torch.ones_like(real(values, slots)))
 
 
 def _bias_weighs_one() -> AbstractContextManager[Any]:
@@ -197,7 +197,7 @@ def _bias_weighs_one() -> AbstractContextManager[Any]:
 
 def _weights_of_the_first_choices() -> AbstractContextManager[Any]:
     """Each row takes its token's first weight."""
-    return swap(expert_parallel, "pick_row_values", lambda values, slots: values[slots.token_of_row, 0])
+    return swap(expert_parallel, "gather_choice_values", lambda values, slots: values[slots.token_of_row, 0])
 
 
 def _gradient_of_weights_stays() -> AbstractContextManager[Any]:
@@ -219,12 +219,12 @@ def _rows_that_nobody_sent() -> AbstractContextManager[Any]:
 
 def _rows_in_order_of_arrival() -> AbstractContextManager[Any]:
     """Rows are not sorted by expert, and the products take them for sorted."""
-    real = RowAssignment.assign_rows.__func__  # type: ignore[attr-defined]
+    real = ExpertRowAssignment.assign_rows.__func__  # type: ignore[attr-defined]
 
     def unsorted(
-        cls: type[RowAssignment], groups: Tensor, count: int, rows: int, capacity: Any = None
-    ) -> RowAssignment:
-        slots: RowAssignment = real(cls, groups, count, rows, capacity)
+        cls: type[ExpertRowAssignment], groups: Tensor, count: int, rows: int, capacity: Any = None
+    ) -> ExpertRowAssignment:
+        slots: ExpertRowAssignment = real(cls, groups, count, rows, capacity)
         if count != 4:  # ranks, not experts
             return slots
         flat = groups.flatten()
@@ -235,7 +235,7 @@ def _rows_in_order_of_arrival() -> AbstractContextManager[Any]:
         row[arrival] = torch.arange(len(arrival))
         return replace(slots, choice=choice, row=row.view_as(groups))
 
-    return swap(RowAssignment, "assign_rows", classmethod(unsorted))
+    return swap(ExpertRowAssignment, "assign_rows", classmethod(unsorted))
 
 
 def _norm_without(axis: str) -> Patch:

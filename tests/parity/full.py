@@ -17,7 +17,7 @@ from mega_common.atomic_files import open_atomic_file
 from mega_common.progress_logging import ProgressBar
 from mega_trainer.verify.case_comparison import TOLERANCE, CaseVerdict
 from mega_trainer.verify.layout_case import LayoutCase
-from mega_trainer.verify.local_examination import examine_cases
+from mega_trainer.verify.local_examination import verify_layout_cases
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "parity.md"
@@ -66,7 +66,7 @@ def main() -> int:
     rest = [case for case in cases if case not in journal]
     print(f"{len(cases)} layouts, of which {len(cases) - len(rest)} are known")
     with ProgressBar("parity", total=len(rest), unit="layouts", every=5) as bar:
-        for verdict in examine_cases(rest):
+        for verdict in verify_layout_cases(rest):
             journal.add([verdict])
             bar.advance(1)
     results = [journal.verdict(case) for case in cases]

@@ -17,10 +17,10 @@ from mega_trainer.verify.layout_case import (
     RECOMPUTES,
     ZERO_LEVELS,
     LayoutCase,
-    draw_batch,
-    draw_uneven_layout,
+    sample_batch_sizes,
+    sample_uneven_stage_layers,
 )
-from mega_trainer.verify.local_examination import examine_cases, find_bound
+from mega_trainer.verify.local_examination import compute_error_tolerance, verify_layout_cases
 
 
 def random_cases(seed: int, count: int) -> list[LayoutCase]:
@@ -50,8 +50,8 @@ def _case(seed: int, rng: random.Random) -> LayoutCase:
     if experts:
         parallel |= {"ep": rng.choice([1, 2, 2, 3, 4]), "expert_tp": rng.choice([1, 1, 2, 3])}
     if pp * v > 1 and rng.random() < 0.3:
-        layers, parallel["pipeline_layout"] = draw_uneven_layout(pp * v, rng)
-    batch, micro = draw_batch(dp, pp, rng)
+        layers, parallel["pipeline_layout"] = sample_uneven_stage_layers(pp * v, rng)
+    batch, micro = sample_batch_sizes(dp, pp, rng)
     return LayoutCase(
         f"seed {seed}", {**_model(rng), **experts, "num_layers": max(1, layers)}, tp * pp * cp * dp,
         parallel=parallel, recompute=rng.choice(RECOMPUTES), micro=micro, batch=batch,
@@ -137,7 +137,7 @@ def main() -> int:
 
 def disagreements(cases: list[LayoutCase]) -> list[str]:
     """What is wrong with each case that does not agree with one process, with all it takes to see it again."""
-    found = [(one, one.describe_problem(find_bound(one))) for one in examine_cases(cases)]
+    found = [(one, one.describe_problem(compute_error_tolerance(one))) for one in verify_layout_cases(cases)]
     return [f"{problem}\n  {one.case.raw}" for one, problem in found if problem]
 
 

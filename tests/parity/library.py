@@ -31,7 +31,7 @@ from mega_trainer.engine import TrainingEngine
 from mega_trainer.run.build_components import connect_parallel_groups
 from mega_trainer.verify.case_comparison import largest_error
 from mega_trainer.verify.case_trainer import clone_tensors, make_case_groups
-from mega_trainer.verify.layout_case import LayoutCase, group_by_processes
+from mega_trainer.verify.layout_case import LayoutCase, group_cases_by_rank_count
 
 # whose attention draws dropout, too; which the library refuses; which has a decoder of the others beside its tower; which reads neighbors
 SKIPPED = ("tied", "encoder", "t5", "vision", "retro")
@@ -173,7 +173,7 @@ def main() -> int:
     if given.count:
         cases = covering(cases, given.count)
     wrong, done = [], 0
-    for part in group_by_processes(cases, 100):
+    for part in group_cases_by_rank_count(cases, 100):
         done += len(part)
         if done <= given.skip:
             continue

@@ -40,7 +40,7 @@ from mega_trainer.distributed.process_groups import ParallelGroups
 from mega_trainer.kernels import gemm_accumulation as products
 from mega_trainer.kernels.torch_kernels import TorchKernels
 from mega_trainer.model import decoder, latent_attention, output_heads, parameter_builder, vocab_parallel_loss
-from mega_trainer.model.activation_checkpointing import OffloadedLayer, _RecomputedTensor
+from mega_trainer.model.activation_checkpointing import OffloadedActivations, _RecomputedTensor
 from mega_trainer.model.attention import AttentionCore
 from mega_trainer.model.decoder import Decoder
 from mega_trainer.model.forward_context import SequenceMask
@@ -410,9 +410,9 @@ def _computed_again_from_zeros() -> AbstractContextManager[Any]:
 
 def _views_begin_at_the_first_element() -> AbstractContextManager[Any]:
     """Of what is brought back from host memory: so up is what gate is, and values what queries are."""
-    real = OffloadedLayer.unpack_saved_tensor
+    real = OffloadedActivations.unpack_saved_tensor
     return swap(
-        OffloadedLayer,
+        OffloadedActivations,
         "unpack_saved_tensor",
         lambda self, packed: real(self, replace(packed, offset=0) if hasattr(packed, "offset") else packed),
     )
@@ -446,13 +446,13 @@ def _no_decay_of_slices() -> AbstractContextManager[Any]:
 
 def _first_kv_head() -> AbstractContextManager[Any]:
     """Every rank takes the first key/value head."""
-    real = parameter_builder.split_fused_heads
+    real = parameter_builder.get_fused_heads_layout
 
     def first(blocks: Any, tail: Any, group: CommGroup) -> Any:
         shared = blocks[0].count < group.size
         return real(blocks, tail, replace(group, rank=0) if shared else group)
 
-    return swap(parameter_builder, "split_fused_heads", first)
+    return swap(parameter_builder, "get_fused_heads_layout", first)
 
 
 def _ring_skips_a_block() -> AbstractContextManager[Any]:
@@ -475,7 +475,7 @@ def _blocks_added_without_weights() -> AbstractContextManager[Any]:
 
 def _documents_of_the_first_tokens() -> AbstractContextManager[Any]:
     """Documents taken from the places of a block within its rank, not within the sequence."""
-    real = SequenceMask.mask_between
+    real = SequenceMask.list_mask_blocks
 
     def parts(self: SequenceMask, queries: range, keys: range, window: int | None) -> Any:
         moved = None
@@ -485,16 +485,16 @@ def _documents_of_the_first_tokens() -> AbstractContextManager[Any]:
             moved = DocumentBounds.from_positions(documents, documents).document_starts
         return real(replace(self, document_starts=moved, _masks={}, _preceding={}), queries, keys, window)
 
-    return swap(SequenceMask, "mask_between", parts)
+    return swap(SequenceMask, "list_mask_blocks", parts)
 
 
 def _window_within_a_block() -> AbstractContextManager[Any]:
-    real = SequenceMask.mask_between
+    real = SequenceMask.list_mask_blocks
 
     def parts(self: SequenceMask, queries: range, keys: range, window: int | None) -> Any:
         return real(self, queries, keys, window if queries == keys else None)
 
-    return swap(SequenceMask, "mask_between", parts)
+    return swap(SequenceMask, "list_mask_blocks", parts)
 
 
 def _each_block_alone() -> AbstractContextManager[Any]:
@@ -510,7 +510,7 @@ def _each_block_alone() -> AbstractContextManager[Any]:
 
 def _gradient_stays_away() -> AbstractContextManager[Any]:
     """The last step of the ring's gradients left out: each rank keeps those of its neighbor's keys."""
-    real = context_parallel.RingExchange.collect_gradients
+    real = context_parallel.RingKeyValueExchange.collect_gradients
 
     def collect(self: Any, mine: Tensor, work: Any) -> Tensor:
         last: list[RingTransfer] = []
@@ -524,7 +524,7 @@ def _gradient_stays_away() -> AbstractContextManager[Any]:
             real(self, mine, work)
         return last[-1].sent
 
-    return swap(context_parallel.RingExchange, "collect_gradients", collect)
+    return swap(context_parallel.RingKeyValueExchange, "collect_gradients", collect)
 
 
 def _gathered_gradient_not_summed() -> AbstractContextManager[Any]:
@@ -597,13 +597,13 @@ def _latent_projections_without_sync() -> AbstractContextManager[Any]:
 
 
 def _ahead_by_own_counts() -> AbstractContextManager[Any]:
-    real = train_step.normalize_mtp_weights
+    real = train_step.normalize_auxiliary_loss_weights
 
     def weigh(batches: Sequence[MicroBatch], tokens: Sequence[float]) -> Sequence[MicroBatch]:
         own = [sum(b.mtp_targets[k].weights.sum().item() for b in batches) for k in range(len(batches[0].mtp_targets))]
         return real(batches, [tokens[0] / 2, *own])  # of two ranks
 
-    return swap(train_step, "normalize_mtp_weights", weigh)
+    return swap(train_step, "normalize_auxiliary_loss_weights", weigh)
 
 
 def _ahead_of_own_tokens() -> AbstractContextManager[Any]:
@@ -619,13 +619,13 @@ def _ahead_of_own_tokens() -> AbstractContextManager[Any]:
 
 def _ahead_by_each_batch() -> AbstractContextManager[Any]:
     """The mean of each micro-batch's mean."""
-    real = train_step.normalize_mtp_weights
+    real = train_step.normalize_auxiliary_loss_weights
 
     def weigh(batches: Sequence[MicroBatch], tokens: Sequence[float]) -> list[MicroBatch]:
         owns = [[a.weights.sum().item() for a in batch.mtp_targets] for batch in batches]
         return [real([b], [tokens[0] / len(batches), *own])[0] for b, own in zip(batches, owns, strict=True)]
 
-    return swap(train_step, "normalize_mtp_weights", weigh)
+    return swap(train_step, "normalize_auxiliary_loss_weights", weigh)
 
 
 MUTATIONS = [

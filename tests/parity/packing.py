@@ -26,9 +26,14 @@ from mega_data.token_files.indexed_reader import IndexedReader, get_mask_prefix
 from mega_data.token_files.indexed_writer import IndexedWriter
 from mega_data.token_files.loss_mask import LossWeights
 from mega_trainer.config.run_config import RunConfig
-from mega_trainer.verify.case_comparison import TOLERANCE, RankFindings, join_all_findings, sweep_against
+from mega_trainer.verify.case_comparison import (
+    TOLERANCE,
+    RankFindings,
+    compare_cases_with_outcomes,
+    merge_findings_by_case,
+)
 from mega_trainer.verify.case_trainer import SingleProcessOutcomes
-from mega_trainer.verify.layout_case import LayoutCase, group_by_processes
+from mega_trainer.verify.layout_case import LayoutCase, group_cases_by_rank_count
 
 RANKS = 4
 TOKENS = 53  # ids that all of the models have
@@ -122,7 +127,7 @@ def sweep_packed(cases: Sequence[LayoutCase], folder: Path) -> list[RankFindings
     references = SingleProcessOutcomes(
         ((one, one.steps) for one in cases), single, partial(one_by_one, folder, count=count)
     )
-    return sweep_against(cases, references, partial(packed, folder))
+    return compare_cases_with_outcomes(cases, references, partial(packed, folder))
 
 
 def steps_of(case: LayoutCase) -> int:
@@ -140,7 +145,7 @@ def problems(cases: Sequence[LayoutCase], ranks: int) -> list[str]:
             make_corpus(Path(scratch), length, count)
         for count in sorted({case.batch for case in cases}):
             part = [case for case in cases if case.batch == count]
-            results = join_all_findings(part, run_ranks(sweep_packed, ranks, part, Path(scratch), timeout=3600))
+            results = merge_findings_by_case(part, run_ranks(sweep_packed, ranks, part, Path(scratch), timeout=3600))
             found += [problem for one in results if (problem := one.describe_problem(TOLERANCE))]
             worst = max(max(one.errors.values()) for one in results)
             print(
@@ -152,7 +157,7 @@ def problems(cases: Sequence[LayoutCase], ranks: int) -> list[str]:
 def main() -> int:
     """All of them; 1 when one disagrees."""
     cases = plain_layouts()
-    wrong = [problem for part in group_by_processes(cases, 100) for problem in problems(part, part[0].ranks)]
+    wrong = [problem for part in group_cases_by_rank_count(cases, 100) for problem in problems(part, part[0].ranks)]
     print("\n".join(wrong) or f"packed, {len(cases)} layouts agree with the documents one by one to {TOLERANCE:g}")
     return 1 if wrong else 0
 

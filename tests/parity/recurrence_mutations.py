@@ -104,13 +104,13 @@ def _states_in_order_of_ranks() -> AbstractContextManager[Any]:
 
 def _maps_of_the_last_chunk() -> AbstractContextManager[Any]:
     """What a stretch of tokens keeps of a state is taken from its last chunk alone."""
-    real = recurrent_state.fold_affine_maps
+    real = recurrent_state.scan_affine_maps
 
     def fold(maps: Tensor, added: Tensor, first: Tensor) -> Tensor:
         whole = added.shape == maps.shape and not added.any()
         return torch.cat([first[:, None], maps], 1) if whole else real(maps, added, first)
 
-    return swap(recurrent_state, "fold_affine_maps", fold)
+    return swap(recurrent_state, "scan_affine_maps", fold)
 
 
 def _decays_of_the_first_heads() -> AbstractContextManager[Any]:
@@ -144,13 +144,13 @@ def _gate_of_another_head() -> AbstractContextManager[Any]:
 
 def first_of_shared(mixer: str) -> Patch:
     """Every tensor rank takes the first of the heads or groups that ranks share in a mixer of that name."""
-    real = parameter_builder.split_fused_heads
+    real = parameter_builder.get_fused_heads_layout
 
     def first(blocks: Any, tail: Any, group: CommGroup) -> Any:
         shared = mixer in blocks[0].name and blocks[0].count < group.size
         return real(blocks, tail, replace(group, rank=0) if shared else group)
 
-    return lambda: swap(parameter_builder, "split_fused_heads", first)
+    return lambda: swap(parameter_builder, "get_fused_heads_layout", first)
 
 
 def _norms_centered() -> AbstractContextManager[Any]:

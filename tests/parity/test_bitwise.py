@@ -12,7 +12,7 @@ from parity.bits import pairs, resumed, told
 from parity.cases import VARIANTS, case
 from ranks import run_ranks
 
-from mega_trainer.verify.case_comparison import join_findings
+from mega_trainer.verify.case_comparison import merge_rank_findings
 from mega_trainer.verify.layout_case import CONTEXT_KINDS, GATHERS, LARGE_BUCKET, STEPS, ZERO_LEVELS, LayoutCase
 from mega_trainer.verify.restore_comparison import restore_in_other_layouts
 
@@ -284,7 +284,7 @@ def test_experts_move(every: int, tmp_path: Path) -> None:
     for (before, after), *found in zip(cases, *run_ranks(restore_in_other_layouts, 4, cases, tmp_path), strict=True):
         where, held = f"{before} -> {after}", [one for one in found if one is not None]
         assert not [name for one in held for name in one.differing], where
-        assert not join_findings(after, [one.steps for one in held]).describe_problem(1e-10), where
+        assert not merge_rank_findings(after, [one.steps for one in held]).describe_problem(1e-10), where
 
 
 @ONE_IN_TWO
@@ -314,4 +314,4 @@ def test_a_checkpoint_of_one_layout_goes_on_in_another(tmp_path: Path) -> None:
         where = f"{before} -> {after}"
         held = [one for one in found if one is not None]
         assert not [name for one in held for name in one.differing], where
-        assert not join_findings(after, [one.steps for one in held]).describe_problem(1e-10), where
+        assert not merge_rank_findings(after, [one.steps for one in held]).describe_problem(1e-10), where

@@ -19,7 +19,7 @@ from parity.cases import case
 from ranks import run_ranks
 from torch import Tensor
 
-from mega_trainer.distributed.comm import CommLog
+from mega_trainer.distributed.comm import CommTrafficCounter
 from mega_trainer.job.step_result import StepScalars
 from mega_trainer.model.expert_router import ExpertRouter
 from mega_trainer.parallel.gradient_buckets import SLICE_ELEMENTS
@@ -52,7 +52,7 @@ class Theory(Counter[tuple[tuple[str, str], str]]):
         self[(group, operation), "bytes"] += calls * size
 
     def traffic(self) -> Traffic:
-        """As a `CommLog` counts it."""
+        """As a `CommTrafficCounter` counts it."""
         return {
             key: [self[key, "calls"], self[key, "bytes"]] for key, what in self if what == "calls" and self[key, what]
         }
@@ -317,7 +317,7 @@ SHARDED = [
 ]  # fmt: skip
 
 
-def noted(log: CommLog, one: LayoutCase) -> Callable[..., Tensor]:
+def noted(log: CommTrafficCounter, one: LayoutCase) -> Callable[..., Tensor]:
     """The router's own, which also counts pairs of a token and a rank that holds a part of an expert of its."""
     real = ExpertRouter._attach_losses
 
@@ -337,7 +337,7 @@ def traffic(cases: Sequence[LayoutCase]) -> list[Traffic]:
     """On each rank: what passed in one step of each case."""
     rank, maker, out = dist.get_rank(), make_case_groups(cases), []
     for one in cases:
-        log = CommLog()
+        log = CommTrafficCounter()
         if rank < one.ranks:
             trainer = CaseTrainer.build(one, rank, maker, log)
             with mock.patch.object(ExpertRouter, "_attach_losses", noted(log, one)):

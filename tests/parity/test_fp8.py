@@ -15,13 +15,15 @@ from parity.cases import covering
 from parity.eight_bits import all_layouts
 from ranks import run_ranks
 
-from mega_trainer.verify.case_comparison import CaseVerdict, join_all_findings, sweep_cases
+from mega_trainer.verify.case_comparison import CaseVerdict, compare_cases_with_one_process, merge_findings_by_case
 from mega_trainer.verify.layout_case import LayoutCase
 
 
 def results(cases: Sequence[LayoutCase]) -> list[CaseVerdict]:
     """Each case against one process."""
-    return join_all_findings(cases, run_ranks(sweep_cases, eight_bits.RANKS, cases, timeout=3600))
+    return merge_findings_by_case(
+        cases, run_ranks(compare_cases_with_one_process, eight_bits.RANKS, cases, timeout=3600)
+    )
 
 
 @pytest.mark.long

@@ -8,7 +8,7 @@ import pytest
 from parity.cases import case
 from ranks import run_ranks
 
-from mega_trainer.verify.case_comparison import join_all_findings, sweep_cases
+from mega_trainer.verify.case_comparison import compare_cases_with_one_process, merge_findings_by_case
 
 FEW: dict[str, Any] = {"rank": 3, "alpha": 5, "modules": ["q_proj", "v_proj", "down_proj"], "ranks": {"v_proj": 2}}
 ALL: dict[str, Any] = {"rank": 4, "rslora": True}
@@ -46,7 +46,7 @@ def problems(layouts: list[Layout], **more: Any) -> list[str]:
     ]  # fmt: skip
     return [
         text
-        for one in join_all_findings(cases, run_ranks(sweep_cases, 4, cases))
+        for one in merge_findings_by_case(cases, run_ranks(compare_cases_with_one_process, 4, cases))
         if (text := one.describe_problem(1e-10))
     ]
 

@@ -22,7 +22,7 @@ from mega_ckpt.tensor_pieces import ShardedTensor
 from mega_common.model_config import ModelConfig
 from mega_trainer.data.micro_batch import split_micro_batches
 from mega_trainer.distributed.rng import TOKENS
-from mega_trainer.plan.part_memory import count_model_parts
+from mega_trainer.plan.part_memory import count_model_part_memory
 from mega_trainer.plan.training_layout import TrainingLayout
 from mega_trainer.verify.case_trainer import CaseTrainer, make_case_groups
 from mega_trainer.verify.layout_case import CONTEXT_KINDS, LayoutCase
@@ -112,7 +112,7 @@ def test_a_rank_keeps_its_share(found: dict[str, Bytes], kind: str, ranks: int) 
 def test_the_plan_knows(found: dict[str, Bytes], ranks: int) -> None:
     """But what a micro-batch's layers share, which this forward made and the plan counts apart."""
     model, shape = ModelConfig.model_validate(MODEL), TrainingLayout(S, cp=ranks, precision="fp32", device="cpu")
-    parts = count_model_parts(model, shape)
+    parts = count_model_part_memory(model, shape)
     planned = sum(part.kept for part in (*parts.layers, parts.head)) + parts.context
     assert planned == pytest.approx(found[f"ring {ranks}"].kept, rel=0.02)
 

@@ -8,7 +8,7 @@ import pytest
 from parity.mutations import MUTATIONS, RESTORES, mutated, restored
 from ranks import run_ranks
 
-from mega_trainer.verify.case_comparison import join_findings
+from mega_trainer.verify.case_comparison import merge_rank_findings
 
 SEEN = 1e-6
 
@@ -18,7 +18,7 @@ SEEN = 1e-6
 def test_each_is_seen() -> None:
     """One test, for pytest-xdist would train them once in each of its processes."""
     for one, *ranks in zip(MUTATIONS, *run_ranks(mutated, 4, timeout=580), strict=True):
-        healthy, ill = (join_findings(one.case, each) for each in zip(*ranks, strict=True))
+        healthy, ill = (merge_rank_findings(one.case, each) for each in zip(*ranks, strict=True))
         assert not healthy.describe_problem(1e-10), one.name
         assert ill.missing or max(ill.errors.values()) > SEEN, f"{one.name}: {ill.errors}"
 
@@ -26,6 +26,6 @@ def test_each_is_seen() -> None:
 def test_bugs_of_a_restore_are_seen(tmp_path: Path) -> None:
     for (name, (_, after), _), *ranks in zip(RESTORES, *run_ranks(restored, 4, tmp_path), strict=True):
         found = [one for one in ranks if one is not None]
-        judged = join_findings(after, [one.steps for one in found])
+        judged = merge_rank_findings(after, [one.steps for one in found])
         unlike = [tensor for one in found for tensor in one.differing]
         assert unlike or judged.missing or max(judged.errors.values()) > SEEN, name

@@ -6,7 +6,7 @@ import pytest
 from parity.cases import covering
 from parity.packing import RANKS, plain_layouts, problems
 
-from mega_trainer.verify.layout_case import group_by_processes
+from mega_trainer.verify.layout_case import group_cases_by_rank_count
 
 
 def test_packed_documents_train_as_one_by_one_in_a_covering_of_layouts() -> None:
@@ -19,6 +19,6 @@ def test_packed_documents_train_as_one_by_one_in_layouts_of_four_ranks() -> None
     """Sixty of the 2,502, drawn so that every pair of settings is there; tests/parity/packing.py runs all."""
     assert not [
         problem
-        for part in group_by_processes(covering(plain_layouts(), 60), 100)
+        for part in group_cases_by_rank_count(covering(plain_layouts(), 60), 100)
         for problem in problems(part, part[0].ranks)
     ]

@@ -12,7 +12,7 @@ import pytest
 from parity.cases import MODELS, SINKHORN, VARIANTS, all_layouts, case, covering
 from ranks import run_ranks
 
-from mega_trainer.verify.case_comparison import CaseVerdict, join_all_findings, sweep_cases
+from mega_trainer.verify.case_comparison import CaseVerdict, compare_cases_with_one_process, merge_findings_by_case
 from mega_trainer.verify.layout_case import LayoutCase
 
 # one case in so many of a table; `make test-long` runs all of it
@@ -21,7 +21,7 @@ ONE_IN_THREE = pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest
 
 def results(cases: list[LayoutCase], ranks: int) -> list[CaseVerdict]:
     """Each case against one process."""
-    return join_all_findings(cases, run_ranks(sweep_cases, ranks, cases, timeout=280))
+    return merge_findings_by_case(cases, run_ranks(compare_cases_with_one_process, ranks, cases, timeout=280))
 
 
 def problems(cases: list[LayoutCase], ranks: int) -> list[str]:

@@ -8,7 +8,7 @@ import pytest
 from parity.cases import case
 from ranks import run_ranks
 
-from mega_trainer.verify.case_comparison import join_all_findings, sweep_cases
+from mega_trainer.verify.case_comparison import compare_cases_with_one_process, merge_findings_by_case
 
 pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
 LORA: dict[str, Any] = {"rank": 3, "modules": ["q_proj", "v_proj", "down_proj"], "quantize": "nf4"}
@@ -35,7 +35,7 @@ def problems(layouts: list[Layout]) -> list[str]:
     ]  # fmt: skip
     return [
         text
-        for one in join_all_findings(cases, run_ranks(sweep_cases, 4, cases))
+        for one in merge_findings_by_case(cases, run_ranks(compare_cases_with_one_process, 4, cases))
         if (text := one.describe_problem(1e-10))
     ]
 

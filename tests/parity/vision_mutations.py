@@ -19,7 +19,7 @@ from mega_trainer.data import batch_images
 from mega_trainer.data.batch_images import BatchImages, ImageBlock, add_image_features, insert_image_features
 from mega_trainer.data.micro_batch import MicroBatch
 from mega_trainer.distributed.comm import CommGroup
-from mega_trainer.kernels.attention_masks import MaskPart
+from mega_trainer.kernels.attention_masks import AttentionMaskBlock
 from mega_trainer.model import forward_context
 from mega_trainer.model.vision import native_resolution, vision_builder, vision_encoder
 from mega_trainer.model.vision.native_resolution import ImagePartition, PatchGrid, PatchWindowMask
@@ -39,9 +39,9 @@ SHAPES = case("vision", 4, parallel={"tp": 2, "cp": 2}, variant=VARIANTS["vision
 STACKED = case("vision", 2, parallel={"tp": 2, "sp": True}, variant=VARIANTS["vision"][5])
 
 
-def _within_a_chunk(blocks: Sequence[ImageBlock], queries: range, keys: range) -> list[MaskPart]:
+def _within_a_chunk(blocks: Sequence[ImageBlock], queries: range, keys: range) -> list[AttentionMaskBlock]:
     """An image's tokens see none of it in a chunk behind."""
-    return batch_images.mask_later_in_block(blocks, queries, keys) if queries == keys else []
+    return batch_images.make_image_block_masks(blocks, queries, keys) if queries == keys else []
 
 
 def _one_dealt_twice(self: BatchImages, rank: int, ranks: int) -> Tensor:
@@ -53,7 +53,7 @@ def _one_dealt_twice(self: BatchImages, rank: int, ranks: int) -> Tensor:
     )
 
 
-_dealt = BatchImages.local_pixels
+_dealt = BatchImages.select_rank_images
 
 
 def _one_place_off(x: Tensor, features: Tensor, rows: Tensor) -> Tensor:
@@ -69,12 +69,12 @@ def _of_the_first_ranks_places(self: ImageEmbedder, x: Tensor, images: BatchImag
 
 def _gradient(partial: bool, axis: str) -> Patch:
     """Say of the features that the ranks of an axis have other gradients, or the same."""
-    real = vision_encoder.all_gather_features
+    real = vision_encoder.all_gather_image_features
 
     def gathered(features: Tensor, group: CommGroup, **options: Any) -> Tensor:
         return real(features, group, partial=partial if group.name == axis else options["partial"])
 
-    return lambda: swap(vision_encoder, "all_gather_features", gathered)
+    return lambda: swap(vision_encoder, "all_gather_image_features", gathered)
 
 
 def _stays(prefix: str) -> Patch:
@@ -125,7 +125,7 @@ _part = BatchImages.select_positions
 
 
 VISIONS: list[tuple[str, LayoutCase, Patch]] = [
-    ("vision: an image is dealt twice", TP, lambda: swap(BatchImages, "local_pixels", _one_dealt_twice)),
+    ("vision: an image is dealt twice", TP, lambda: swap(BatchImages, "select_rank_images", _one_dealt_twice)),
     (
         "vision: features one place off under sp",
         SP,
@@ -140,7 +140,7 @@ VISIONS: list[tuple[str, LayoutCase, Patch]] = [
     (
         "vision: an image ends with its chunk",
         RING,
-        lambda: swap(forward_context, "mask_later_in_block", _within_a_chunk),
+        lambda: swap(forward_context, "make_image_block_masks", _within_a_chunk),
     ),
     ("vision: context ranks look at the first places", CP, _places_of_the_first_chunk),
     (

@@ -16,7 +16,7 @@ from mega_ckpt.source import open_weight_source
 from mega_common.errors import ConfigError
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.distributed.process_groups import ParallelGroups
-from mega_trainer.parallel.parameter_info import get_packed_weight
+from mega_trainer.parallel.parameter_info import get_quantized_weight
 from mega_trainer.plan.memory_advice import make_training_layout
 from mega_trainer.plan.memory_prediction import predict_memory
 from mega_trainer.run.train_state import TrainState, collect_weights
@@ -97,11 +97,11 @@ def test_what_is_read_of_a_run_is_the_base_in_full_with_the_adapter_in_it(tuning
 def test_the_plan_counts_the_bytes_that_are_held(tuning: Settings) -> None:
     raw = tuning(precision="bf16")
     parameters = [each for stage in assembled(raw).stages.values() for each in stage.parameters()]
-    packed = [keeper for each in parameters if (keeper := get_packed_weight(each)) is not None]
-    of_packed = [each for each in parameters if get_packed_weight(each) is not None]
+    packed = [keeper for each in parameters if (keeper := get_quantized_weight(each)) is not None]
+    of_packed = [each for each in parameters if get_quantized_weight(each) is not None]
     assert sum(keeper.nbytes for keeper in packed) == sum(each.numel() for each in of_packed) * (1 / 2 + 4 / 64) > 0
     assert all(each.untyped_storage().nbytes() == each.element_size() for each in of_packed)
-    whole = sum(each.nbytes for each in parameters if get_packed_weight(each) is None)
+    whole = sum(each.nbytes for each in parameters if get_quantized_weight(each) is None)
     config = RunConfig.parse(raw)
     counted = predict_memory(config.model, make_training_layout(config, 1))[0]["weights"]
     assert counted == whole + sum(keeper.nbytes for keeper in packed)

@@ -35,7 +35,7 @@ from mega_trainer.data.batch_images import BatchImages
 from mega_trainer.data.micro_batch import DocumentBounds
 from mega_trainer.model.decoder import Decoder
 from mega_trainer.model.encoder_decoder import EncoderDecoderModel
-from mega_trainer.parallel.lora_layers import AdapterSelection
+from mega_trainer.parallel.lora_layers import PerRowAdapterSelection
 
 
 class InferenceEngine:
@@ -64,14 +64,14 @@ class InferenceEngine:
         batch_size: int,
         chunk_tokens: int = 512,
         drafter: Drafter | Literal["mtp"] | None = None,
-        adapters: AdapterSelection | None = None,
+        adapters: PerRowAdapterSelection | None = None,
     ) -> None:
         if model.config.transformers is not None:
             raise ConfigError(
                 "continuous batching is not supported with a model of implementation: transformers",
                 hint="use mega generate, or convert it (mega ckpt convert --to hf) and serve it with another server",
             )
-        self._model, self._tokenizer, self._adapters = model, tokenizer, adapters or AdapterSelection([])
+        self._model, self._tokenizer, self._adapters = model, tokenizer, adapters or PerRowAdapterSelection([])
         self._layers, self._batch_size, self._chunk = flatten_layers(model), batch_size, chunk_tokens
         self._pages = PageAllocator(-(-cache_tokens // PAGE))
         self._cache = PagedCache(model.config.num_layers + len(model.predictors), self._pages.count, batch_size)

@@ -41,7 +41,7 @@ from mega_eval.score import Score, score_continuations
 from mega_eval.text_stream import GenerationLimits
 from mega_trainer.distributed.process_groups import ParallelGroups
 from mega_trainer.model.decoder import Decoder
-from mega_trainer.parallel.lora_layers import AdapterSelection
+from mega_trainer.parallel.lora_layers import PerRowAdapterSelection
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class LanguageModel:
     ends: frozenset[int]
     settings: Mapping[str, Any]
     draft: DraftSource | None = None
-    adapters: AdapterSelection | None = None
+    adapters: PerRowAdapterSelection | None = None
 
     @classmethod
     def load(

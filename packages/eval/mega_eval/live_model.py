@@ -116,7 +116,7 @@ def build_inference_model(executor: PipelineExecutor, run: RunConfig) -> Decoder
     config = live.config.model_copy(update={"mtp_layers": 0})
     build = LayerBuilder(
         config, replace(groups, cp=CommGroup("cp", (groups.world.rank,))), dtype=live.dtype, device=torch.device("meta"),
-        adapts={} if run.lora is None else adapted_modules(config, run.lora), blocks=run.registry.bind_blocks(config),
+        adapts={} if run.lora is None else adapted_modules(config, run.lora), blocks=run.registry.make_block_factories(config),
     )  # fmt: skip
     sharded = isinstance(live, FSDPModule)
     if groups.pp.size > 1:

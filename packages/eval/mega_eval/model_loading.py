@@ -42,13 +42,13 @@ from mega_eval.sampling import (
 )
 from mega_eval.sharded_decoders import PipelineDecoder
 from mega_trainer.config.extensions import load_extensions, load_model_extensions
-from mega_trainer.data.data_check import read_token_ids
+from mega_trainer.data.data_check import parse_tokenizer_vocab
 from mega_trainer.distributed.process_groups import ParallelGroups
 from mega_trainer.model.decoder import Decoder
 from mega_trainer.model.encoder_decoder import select_model_class
 from mega_trainer.model.layer_builder import LayerBuilder
-from mega_trainer.parallel.lora_layers import AdapterSelection, LoraAdapterPool, PerRowAdapters
-from mega_trainer.parallel.parameter_info import get_parameter_info, non_trainable_buffers
+from mega_trainer.parallel.lora_layers import LoraAdapterPool, PerRowAdapters, PerRowAdapterSelection
+from mega_trainer.parallel.parameter_info import get_parameter_info, iterate_saved_buffers
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class LoraAdapterSet:
             for name, folder in folders.items()
         }
         modules = {name: adapter.modules for name, adapter in found.items()}
-        return cls(found, LoraAdapterPool(AdapterSelection(list(found)), modules))
+        return cls(found, LoraAdapterPool(PerRowAdapterSelection(list(found)), modules))
 
     def load_adapter_weights(self, model: nn.Module) -> None:
         """Load the weights of all LoRA adapters into `model`, which was built with this set's `pool`."""
@@ -82,7 +82,9 @@ class LoraAdapterSet:
             load_adapter_weights(adapter, boxes_by_name(pieces))
 
 
-def add_lora_adapter(model: Decoder, base: str | Location, folder: str, name: str, selection: AdapterSelection) -> None:
+def add_lora_adapter(
+    model: Decoder, base: str | Location, folder: str, name: str, selection: PerRowAdapterSelection
+) -> None:
     """Load a LoRA adapter into a loaded model, between two forward passes.
     `model` was loaded from `base` on one rank; rows select the adapter by `name` through `selection`.
 
@@ -124,7 +126,7 @@ def _allocate_parameters(module: nn.Module, device: torch.device) -> None:
             setattr(owner, name, real)
 
 
-def remove_lora_adapter(model: nn.Module, name: str, selection: AdapterSelection) -> None:
+def remove_lora_adapter(model: nn.Module, name: str, selection: PerRowAdapterSelection) -> None:
     """Remove a LoRA adapter, which no request uses, from `model` between two forward passes."""
     selection.remove_name(name)
     for layer in model.modules():
@@ -170,7 +172,12 @@ def _check_tokenizer(source: AdaptedWeightSource, folder: str) -> None:
     """
     files = [assets.get("tokenizer.json") for assets in (source.base.asset_files(), source.adapter.tokenizer)]
     base, own = (file.read_bytes() if isinstance(file, Path) else file for file in files)
-    if base is not None and own is not None and base != own and read_token_ids(base) != read_token_ids(own):
+    if (
+        base is not None
+        and own is not None
+        and base != own
+        and parse_tokenizer_vocab(base) != parse_tokenizer_vocab(own)
+    ):
         raise CheckpointError(
             f"{folder}: the adapter's tokenizer.json conflicts with that of the base model, which encodes all texts",
             hint="merge the adapter into the weights (mega ckpt merge-adapter), and use the merged model",
@@ -262,10 +269,10 @@ def load_inference_model(
     pool = None if lora_adapters is None else lora_adapters.pool
     build = LayerBuilder(
         config, groups or ParallelGroups(), dtype=dtype, device=torch.device(device), choice=pool,
-        blocks=load_model_extensions(config, extensions, str(path)).bind_blocks(config),
+        blocks=load_model_extensions(config, extensions, str(path)).make_block_factories(config),
     )  # fmt: skip
     model = PipelineDecoder(build) if build.groups.pp.size > 1 else select_model_class(config)(build)
-    boxes = boxes_by_name([*list_parameter_pieces(model, adapters=False), *non_trainable_buffers(model)])
+    boxes = boxes_by_name([*list_parameter_pieces(model, adapters=False), *iterate_saved_buffers(model)])
     unused = sorted(set(source.tensor_names()) - canonical_tensors(source.model).keys())
     if unused:
         raise CheckpointError(

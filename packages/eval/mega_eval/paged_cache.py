@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from mega_trainer.kernels.attention_masks import ALL, BandMask
-from mega_trainer.model.forward_context import AttendFunction, CachedAttention, RecurrenceFunction
+from mega_trainer.model.forward_context import AttendFunction, CacheAttentionFunction, RecurrenceFunction
 
 PAGE = 16  # tokens
 
@@ -234,7 +234,7 @@ class PagedCache:
         self._new = torch.tensor([slot for span in spans for slot in span.new_token_slots], device=device)
 
     def update_and_attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor | None, window: int | None, attend: CachedAttention
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor | None, window: int | None, attend: CacheAttentionFunction
     ) -> Tensor:
         """Store the keys and values of a layer's new tokens and return the attention output.
         It follows the `KVCache` interface; each of the N tokens is a batch row of its own: [N, 1, H or K, d].

@@ -93,7 +93,7 @@ class TransformersEngine:
     def _next_logits(self, row: RequestState) -> Tensor:
         """Return the logits [V] after the row's last token, and keep the module's cache if it returns one."""
         pending = row.tokens if self._cache is None else row.tokens[row.num_computed :]
-        found = self._model.run_cached(torch.tensor([pending], device=self._model.device), self._cache)
+        found = self._model.run_with_kv_cache(torch.tensor([pending], device=self._model.device), self._cache)
         self._cache, row.num_computed = getattr(found, "past_key_values", None), len(row.tokens)
         logits: Tensor = found.logits[0, -1]
         return logits

@@ -183,7 +183,7 @@ def compute_logits(run: Mapping[str, Any], tokens: Tensor, seed: int = 0) -> Ten
     from mega_trainer.model.weight_init import initialize_weights
 
     config = RunConfig.parse(resolve_run_config({"data": {"train": "none"}, **run}))
-    build = LayerBuilder(config.model, dtype=torch.float64, blocks=config.registry.bind_blocks(config.model))
+    build = LayerBuilder(config.model, dtype=torch.float64, blocks=config.registry.make_block_factories(config.model))
     model, positions = Decoder(build).eval(), torch.arange(tokens.shape[1])[None]
     initialize_weights(model, seed)
     with torch.no_grad():

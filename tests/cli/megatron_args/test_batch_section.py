@@ -35,7 +35,7 @@ def translated(arguments: str) -> RunConfig:
 )
 def test_the_sizes_are_those_of_the_schedule(schedule: str, sizes: list[tuple[int, int]]) -> None:
     batch = translated(f"--step-batch-size-schedule {schedule}").batch
-    assert [(consumed, batch.batch_size_at(consumed)) for consumed, _ in sizes] == sizes
+    assert [(consumed, batch.batch_size_after_samples(consumed)) for consumed, _ in sizes] == sizes
     assert batch.global_ == sizes[-1][1]
 
 

@@ -21,7 +21,7 @@ from mega_data.tokenizer import Tokenizer
 from mega_eval.inference_engine import InferenceEngine
 from mega_eval.model_loading import LoraAdapterSet, load_inference_model
 from mega_eval.server.embeddings_api import make_served_embedder
-from mega_trainer.parallel.lora_layers import AdapterSelection
+from mega_trainer.parallel.lora_layers import PerRowAdapterSelection
 
 KEY = "sk-tiny-key"
 HEADERS = {"authorization": f"Bearer {KEY}"}
@@ -55,7 +55,7 @@ def playback(folder: Path) -> Playback:
 @pytest.fixture(scope="module")
 def url(folder: Path, adapters: Path, playback: Playback) -> Iterator[str]:
     """`tiny` generates; `said` answers with prepared texts."""
-    selection = AdapterSelection([])
+    selection = PerRowAdapterSelection([])
     model = load_inference_model(folder)
     engine = InferenceEngine(model, Tokenizer(folder), cache_tokens=4096, batch_size=8, adapters=selection)
     embedder = make_served_embedder(str(folder), model, Tokenizer(folder), selection)

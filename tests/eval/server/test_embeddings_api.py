@@ -23,7 +23,7 @@ from mega_eval.inference_engine import InferenceEngine
 from mega_eval.model_loading import load_inference_model, load_tokenizer
 from mega_eval.server.embeddings_api import make_served_embedder
 from mega_eval.text_embedding import load_text_embedder
-from mega_trainer.parallel.lora_layers import AdapterSelection
+from mega_trainer.parallel.lora_layers import PerRowAdapterSelection
 
 LONG = " ".join(f"w{number}" for number in range(40))
 TEXTS = ["w1 w2 w3", "W9", LONG, "w3 w3"]
@@ -73,7 +73,7 @@ def request_embeddings(decoder: Path) -> Iterator[Request]:
 
         def request(folder: Path, **body: Any) -> httpx.Response:
             model, tokenizer = load_inference_model(folder), load_tokenizer(folder)
-            service.embedder = _make_embedder(str(folder), model, tokenizer, AdapterSelection([]))
+            service.embedder = _make_embedder(str(folder), model, tokenizer, PerRowAdapterSelection([]))
             return client.post("/v1/embeddings", json=body)
 
         yield request
@@ -147,7 +147,7 @@ def test_what_is_not_supported_is_refused_by_name(
 
 def test_a_folder_without_settings_refuses_long_texts(decoder: Path, request_embeddings: Request) -> None:
     embedder = make_served_embedder(
-        str(decoder), load_inference_model(decoder), Tokenizer(decoder), AdapterSelection([])
+        str(decoder), load_inference_model(decoder), Tokenizer(decoder), PerRowAdapterSelection([])
     )
     assert not embedder.declared
     np.testing.assert_allclose(np.linalg.norm(embedder([[1, 2, 3]]), axis=1), 1, atol=1e-6)

@@ -22,13 +22,13 @@ def growing(draw: st.DrawFn) -> BatchConfig:
 
 def stepwise(sizes: BatchConfig, steps: int, consumed: int = 0) -> int:
     for _ in range(steps):
-        consumed += sizes.batch_size_at(consumed)
+        consumed += sizes.batch_size_after_samples(consumed)
     return consumed
 
 
 def test_without_a_rampup_all_steps_are_alike() -> None:
-    assert batch().batch_size_at(0) == batch().batch_size_at(10**9) == 32
-    assert list(batch().growth_plateaus()) == []
+    assert batch().batch_size_after_samples(0) == batch().batch_size_after_samples(10**9) == 32
+    assert list(batch().iterate_rampup_sizes()) == []
     assert batch().samples_after_steps(5) == 160
     assert batch().steps_for_samples(191) == 5
 
@@ -46,14 +46,14 @@ def test_whole_plateaus_at_once_are_step_by_step(sizes: BatchConfig, steps: int,
     assert sizes.samples_after_steps(steps) == consumed
     assert sizes.samples_after_steps(more, consumed) == stepwise(sizes, more, consumed)
     assert sizes.steps_for_samples(consumed) == steps
-    assert sizes.steps_for_samples(consumed + sizes.batch_size_at(consumed) - 1) == steps
+    assert sizes.steps_for_samples(consumed + sizes.batch_size_after_samples(consumed) - 1) == steps
 
 
 @given(growing())
 def test_it_grows_from_its_start_to_its_end(sizes: BatchConfig) -> None:
     ramp = sizes.rampup
     assert ramp is not None
-    found = [sizes.batch_size_at(consumed) for consumed in range(ramp.samples + 2)]
+    found = [sizes.batch_size_after_samples(consumed) for consumed in range(ramp.samples + 2)]
     assert (found[0], found[-1]) == (ramp.start, sizes.global_)
     assert found == sorted(found)
 
@@ -73,8 +73,17 @@ def test_all_that_does_not_fit_is_told_at_once() -> None:
 
 def test_stages_have_their_sizes_up_to_their_samples() -> None:
     sizes = BatchConfig.parse({"global": 8, "stages": [{"until": 4, "size": 2}, {"until": 10, "size": 4}]})
-    assert [sizes.batch_size_at(consumed) for consumed in (0, 2, 3, 4, 8, 9, 10, 100)] == [2, 2, 2, 4, 4, 4, 8, 8]
-    assert list(sizes.growth_plateaus()) == [(2, 2), (4, 2)]
+    assert [sizes.batch_size_after_samples(consumed) for consumed in (0, 2, 3, 4, 8, 9, 10, 100)] == [
+        2,
+        2,
+        2,
+        4,
+        4,
+        4,
+        8,
+        8,
+    ]
+    assert list(sizes.iterate_rampup_sizes()) == [(2, 2), (4, 2)]
     assert sizes.samples_after_steps(5) == 2 + 2 + 4 + 4 + 8
 
 

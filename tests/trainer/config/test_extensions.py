@@ -189,7 +189,7 @@ def test_a_saved_model_never_loads_code_by_a_name_it_gives(tmp_path: Path) -> No
     model = differential().model
     with pytest.raises(ConfigError, match="requires the extension 'differential-attention'"):
         load_model_extensions(model, [], "runs/a")
-    assert set(load_model_extensions(model, [MIXER], "runs/a").bind_blocks(model)) == {"differential"}
+    assert set(load_model_extensions(model, [MIXER], "runs/a").make_block_factories(model)) == {"differential"}
 
 
 def test_installed_extensions_are_found_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

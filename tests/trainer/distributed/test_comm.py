@@ -10,7 +10,7 @@ from ranks import run_ranks
 
 from mega_trainer.distributed.comm import (
     CommGroup,
-    CommLog,
+    CommTrafficCounter,
     all_gather,
     all_gather_into,
     all_reduce,
@@ -23,7 +23,7 @@ from mega_trainer.distributed.comm import (
 RANKS = 4
 
 
-def world(*, ordered: bool = False, log: CommLog | None = None) -> CommGroup:
+def world(*, ordered: bool = False, log: CommTrafficCounter | None = None) -> CommGroup:
     return CommGroup("world", tuple(range(RANKS)), dist.get_rank(), dist.group.WORLD, ordered, log)
 
 
@@ -33,7 +33,7 @@ def numbered(rank: int, *shape: int) -> torch.Tensor:
 
 
 def collectives() -> dict[str, Any]:
-    rank, log = dist.get_rank(), CommLog()
+    rank, log = dist.get_rank(), CommTrafficCounter()
     out: dict[str, Any] = {}
     for ordered in (False, True):
         group = world(ordered=ordered, log=log)
@@ -99,7 +99,7 @@ def test_ordered_sums_are_in_rank_order() -> None:
 
 
 def counted() -> dict[tuple[str, str], list[int]]:
-    log = CommLog()
+    log = CommTrafficCounter()
     group = world(log=log)
     all_reduce(torch.zeros(5), group)
     all_reduce(torch.zeros(3, dtype=torch.bfloat16), group)
@@ -123,7 +123,7 @@ def test_calls_and_bytes_are_counted() -> None:
 
 
 def test_a_group_of_one_does_nothing() -> None:
-    log = CommLog()
+    log = CommTrafficCounter()
     alone, x = CommGroup("tp", log=log), torch.arange(6.0).view(2, 3)
     assert all_reduce(x, alone, async_op=True) is None
     assert all_gather(x, alone) is x

@@ -17,7 +17,7 @@ from ranks import run_ranks
 
 from mega_trainer.config.parallel_layout import ParallelLayout
 from mega_trainer.config.run_config import RunConfig
-from mega_trainer.distributed.comm import CommLog, all_reduce
+from mega_trainer.distributed.comm import CommTrafficCounter, all_reduce
 from mega_trainer.distributed.process_groups import (
     ParallelGroups,
     ProcessGroupCache,
@@ -124,7 +124,7 @@ def test_a_rank_makes_only_groups_that_it_is_in() -> None:
 
 
 def real_groups() -> tuple[list[float], int]:
-    log = CommLog()
+    log = CommTrafficCounter()
     rank = dist.get_rank()
     maker = ProcessGroupCache(timedelta(seconds=77))
     groups = build_parallel_groups(ParallelLayout(tp=2, pp=2), rank, heads=[1], maker=maker, log=log)

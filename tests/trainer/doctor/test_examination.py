@@ -16,7 +16,12 @@ from mega_trainer.config.run_config import RunConfig
 from mega_trainer.distributed.process_groups import RankInfo
 from mega_trainer.doctor import examination as module
 from mega_trainer.doctor import training_checks
-from mega_trainer.doctor.check_result import CheckResult, CheckVerdict, judge_bound, judge_speed
+from mega_trainer.doctor.check_result import (
+    CheckResult,
+    CheckVerdict,
+    make_speed_check_result,
+    make_upper_bound_check_result,
+)
 from mega_trainer.doctor.examination import Examination
 from mega_trainer.doctor.machine_fit import fit_machine_spec
 from mega_trainer.doctor.training_checks import list_parity_cases
@@ -102,12 +107,12 @@ SPEEDS: list[tuple[float, float | None, CheckVerdict]] = [
 
 @pytest.mark.parametrize(("value", "expected", "verdict"), SPEEDS)
 def test_a_speed_is_judged_by_the_machine(value: float, expected: float | None, verdict: CheckVerdict) -> None:
-    assert judge_speed("speed", "x", value, expected, "GB/s").verdict == verdict
+    assert make_speed_check_result("speed", "x", value, expected, "GB/s").verdict == verdict
 
 
 @pytest.mark.parametrize(("value", "verdict"), [(0.1, "ok"), (0.3, "failed"), (float("nan"), "failed")])
 def test_an_error_is_judged_by_its_bound(value: float, verdict: CheckVerdict) -> None:
-    result = judge_bound("kernels", "x", value, 0.2)
+    result = make_upper_bound_check_result("kernels", "x", value, 0.2)
     assert result.verdict == verdict
     again = CheckResult.from_json(result.to_json())
     assert again.to_json() == result.to_json() or value != value
@@ -159,13 +164,13 @@ def test_a_layout_with_other_gradients_fails(error: float, verdict: str, monkeyp
         for case in cases:
             yield RankFindings({"loss": 0.0, "gradients": error if case.recompute else 0.0}, {}, {})
 
-    monkeypatch.setattr(training_checks, "sweep_cases", sweep)
-    (result,) = training_checks.check_parity(CPU, RankInfo())
+    monkeypatch.setattr(training_checks, "compare_cases_with_one_process", sweep)
+    (result,) = training_checks.check_layout_parity(CPU, RankInfo())
     assert (result.name, result.verdict) == ("recompute", verdict)
 
 
 def test_a_layout_of_one_process_agrees() -> None:
-    (result,) = training_checks.check_parity(CPU, RankInfo())
+    (result,) = training_checks.check_layout_parity(CPU, RankInfo())
     assert result.verdict == "ok"
 
 

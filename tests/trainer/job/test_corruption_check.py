@@ -23,7 +23,7 @@ from mega_trainer.job.corruption_check import CorruptionCheck, hash_tensor_bits
 from mega_trainer.model.feed_forward import FeedForward
 from mega_trainer.model.weight_init import initialize_weights
 from mega_trainer.parallel.gradient_buckets import StepGradientBucket
-from mega_trainer.parallel.parameter_info import get_packed_weight, non_trainable_buffers
+from mega_trainer.parallel.parameter_info import get_quantized_weight, iterate_saved_buffers
 from mega_trainer.run import build_components, training_loop
 from mega_trainer.run import training_run as train_module
 
@@ -207,10 +207,10 @@ def places_of(state: Any, executor: Any) -> Iterator[tuple[str, Tensor, bool]]:
                 used = any(part.shard_slice.start <= place < part.shard_slice.stop for part in slot.shard.parts)
                 yield f"{kind} of slot {number} at {share}", values[place : place + 1], used
     for stage in executor.stages.values():
-        for values, pieces in non_trainable_buffers(stage):
+        for values, pieces in iterate_saved_buffers(stage):
             yield pieces[0].name, values.view(-1)[-1:], True
         for parameter in stage.parameters():
-            if packed := get_packed_weight(parameter):
+            if packed := get_quantized_weight(parameter):
                 yield "packed", packed.packed.view(-1)[-1:], True
                 yield "scales", packed.scales.view(-1)[:1], True
 
@@ -239,7 +239,7 @@ def missed(raw: dict[str, Any]) -> list[str]:
     wrong, everywhere = [], list(places_of(state, executor))
     count = torch.tensor(len(everywhere))
     dist.all_reduce(count, dist.ReduceOp.MAX)
-    integrity.check_after_step(1, saves=False)
+    integrity.compare_replicas_after_step(1, saves=False)
     before = integrity._rest
     for number in range(int(count)):
         name, element, used = everywhere[min(number, len(everywhere) - 1)]
@@ -247,7 +247,7 @@ def missed(raw: dict[str, Any]) -> list[str]:
         if rank == BAD:
             flip_last_bit(element)
         try:
-            integrity.check_before_update(2)
+            integrity.check_unchanged_before_update(2)
             found = False
         except TrainingError:
             found = True

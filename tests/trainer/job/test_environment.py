@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from mega_trainer.config.run_config import RunConfig
-from mega_trainer.job.environment import format_environment, library_settings
+from mega_trainer.job.environment import format_environment, get_library_environment
 
 
 def config(**settings: Any) -> RunConfig:
@@ -22,14 +22,14 @@ def config(**settings: Any) -> RunConfig:
 def test_launches_keep_their_order_where_collectives_run_beside_products(
     parallel: dict[str, int], connections: str | None
 ) -> None:
-    chosen = library_settings(config(parallel=parallel))
+    chosen = get_library_environment(config(parallel=parallel))
     assert chosen.get("CUDA_DEVICE_MAX_CONNECTIONS") == connections
     assert chosen["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
 
 
 def test_deterministic_asks_the_libraries_too() -> None:
-    assert "CUBLAS_WORKSPACE_CONFIG" not in library_settings(config())
-    assert library_settings(config(deterministic=True))["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    assert "CUBLAS_WORKSPACE_CONFIG" not in get_library_environment(config())
+    assert get_library_environment(config(deterministic=True))["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
 
 
 def test_what_a_user_has_set_otherwise_is_told() -> None:

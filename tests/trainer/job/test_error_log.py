@@ -12,7 +12,7 @@ from mega_common.errors import ConfigError, TrainingInterrupted
 from mega_trainer.job.error_log import ERRORS, RANKS, record_rank_errors
 from mega_trainer.job.error_translation import translate_errors
 from mega_trainer.job.hang_watchdog import HangWatchdog
-from mega_trainer.pages.run_log import read_complete_lines
+from mega_trainer.pages.run_log import read_jsonl_records
 
 
 def test_what_ends_a_rank_is_recorded_with_its_place_but_not_what_it_was_asked_to(tmp_path: Path) -> None:
@@ -27,7 +27,7 @@ def test_what_ends_a_rank_is_recorded_with_its_place_but_not_what_it_was_asked_t
 
     for error in (TrainingInterrupted("SIGINT"), ConfigError("a: wrong", hint="b"), ZeroDivisionError("c")):
         fail(error)
-    told, ours = read_complete_lines(tmp_path / ERRORS, "time")
+    told, ours = read_jsonl_records(tmp_path / ERRORS, "time")
     assert (told["rank"], told["error"], told["stack"]) == (3, "a: wrong\n  b", [])
     assert ours["error"].startswith("ZeroDivisionError: c\n  rank 3 on ")
     assert ours["error"].endswith(", step 7")

@@ -17,7 +17,7 @@ from mega_trainer.distributed.comm import CommGroup, PendingWork, RingTransfer
 from mega_trainer.job import hang_watchdog as watch_module
 from mega_trainer.job.hang_watchdog import HangWatchdog, RankHeartbeat, _blocking_ranks, find_stragglers
 from mega_trainer.job.rank_position import (
-    RankPosition,
+    RankCodePosition,
     StackLine,
     describe_wait,
     format_stack,
@@ -62,7 +62,7 @@ def works(never: Never) -> object:
     return never.wait()
 
 
-def stands(function: Callable[[Never], object], *, main: bool) -> RankPosition:
+def stands(function: Callable[[Never], object], *, main: bool) -> RankCodePosition:
     """Where a rank stands whose main thread, or autograd's, is in a function."""
     reached, let = threading.Event(), threading.Event()
     thread = threading.Thread(target=function, args=(Never(reached, let),))
@@ -105,7 +105,10 @@ STACKS: dict[str, tuple[list[tuple[str, str]], str]] = {  # innermost line first
         "synchronize",
     ),
     "offloaded gradients": (
-        [("torch/cuda/streams.py", "synchronize"), ("mega_trainer/optim/optimizer_slots.py", "update_context")],
+        [
+            ("torch/cuda/streams.py", "synchronize"),
+            ("mega_trainer/optim/optimizer_slots.py", "overlap_copies_with_update"),
+        ],
         "synchronize",
     ),
     "the copies of a save": (
@@ -157,14 +160,14 @@ def test_a_rank_that_waits_for_its_device_or_in_torch_is_seen_to(lines: list[tup
     stack = [StackLine(f"{MEGA if file.startswith('mega') else '/env'}/{file}", 7, name) for file, name in lines]
     found = main_thread_position({1: stack}, 1, "forward")
     assert found.waits == waits
-    working = RankPosition(where="elsewhere", phase="forward")
+    working = RankCodePosition(where="elsewhere", phase="forward")
     signs = [sign(0, found), sign(1, working)]
     assert [each.rank for each in _blocking_ranks(signs, 5.0, 2)] == ([1] if waits else [0, 1])
     if waits == "synchronize":
         assert describe_wait(found) == "synchronize"  # no group is named: the last one used need not be the one
 
 
-def sign(rank: int, at: RankPosition, **more: Any) -> RankHeartbeat:
+def sign(rank: int, at: RankCodePosition, **more: Any) -> RankHeartbeat:
     return RankHeartbeat(rank=rank, host=f"host{rank}", pid=rank, step=7, at=at, still=9.0, written=0.0, **more)
 
 
@@ -187,7 +190,7 @@ def test_of_ranks_that_all_wait_those_elsewhere_are_to_blame() -> None:
 
 
 def test_a_rank_that_works_while_the_others_wait_is_slow_and_its_phase_is_told() -> None:
-    at = RankPosition(where="x", phase="forward")
+    at = RankCodePosition(where="x", phase="forward")
     usual, slow = {"": 50, "forward": 30, "backward": 20}, {"": 5, "forward": 70, "backward": 25}
     signs = [sign(rank, at, looks=slow if rank == 1 else usual) for rank in range(4)]
     told = find_stragglers(signs)
@@ -249,7 +252,7 @@ class Clock:
         monkeypatch.setattr(watch_module, "time", SimpleNamespace(monotonic=lambda: self.now, time=lambda: self.now))
 
     def write(self, store: HashStore, rank: int) -> None:
-        at = RankPosition(where="x", phase="forward")
+        at = RankCodePosition(where="x", phase="forward")
         written = sign(rank, at).model_copy(update={"written": self.now + self.shifts[rank], "still": 0.0})
         store.set(f"watch/{rank}", written.model_dump_json())
 

@@ -23,7 +23,7 @@ from mega_trainer.distributed.comm import CommGroup
 from mega_trainer.job import memory_checkpoint as memory_module
 from mega_trainer.job.memory_checkpoint import CompleteStep, MemoryCheckpoint, should_keep_copies
 from mega_trainer.job.private_folder import claim_private_folder, launcher_folder_path, load_secret_key
-from mega_trainer.job.resume import find_newer_memory_copy, inherit_data_order, resolve_epochs
+from mega_trainer.job.resume import convert_epochs_to_steps, find_newer_memory_copy, inherit_data_order
 
 NODES = (1, os.getpid())  # two processes that live as long as the test, as two launchers
 
@@ -189,7 +189,7 @@ def test_copies_are_kept_where_ranks_are_started_again(settings: Any, caplog: py
 
 def test_epochs_that_have_become_steps_are_no_other_settings(settings: Any) -> None:
     config = RunConfig.parse(settings(train={"epochs": 2.0}))
-    saved = inherit_data_order(resolve_epochs(config, 40.0), {}).model_dump(mode="json", by_alias=True)
+    saved = inherit_data_order(convert_epochs_to_steps(config, 40.0), {}).model_dump(mode="json", by_alias=True)
     assert saved["train"]["steps"] == 20
     memory = mock.Mock(spec=MemoryCheckpoint, rank_count=1)
     memory.newest_complete_step.return_value = CompleteStep(3, 1, {"settings": saved, "consumed_samples": 12})
@@ -199,11 +199,11 @@ def test_epochs_that_have_become_steps_are_no_other_settings(settings: Any) -> N
 def pinned_and_mapped(root: Path) -> tuple[int, int, tuple[int, bool] | None]:
     """Of six saves to a device's copies: pinnings, mappings of files, and the copy found after."""
     one, pinned = memory(root, (1,)), list[int]()
-    real = one._folder.map_copy_file
+    real = one._folder.memory_map_copy_file
     with (
         mock.patch.object(memory_module, "is_on_cuda", return_value=True),
         mock.patch.object(memory_module, "pin_host_memory", lambda buffer: pinned.append(buffer.data_ptr())),
-        mock.patch.object(one._folder, "map_copy_file", side_effect=real) as mapped,
+        mock.patch.object(one._folder, "memory_map_copy_file", side_effect=real) as mapped,
     ):
         for step in range(1, 7):
             one.save_copies(step, held_tensors(step, 0), {"consumed": step})

@@ -17,7 +17,7 @@ from ranks import run_ranks
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.distributed.process_groups import RankInfo
 from mega_trainer.job import metrics_log as metrics_module
-from mega_trainer.job.metrics_log import MetricsLogger, UtilizationModel, drop_metrics_after_step
+from mega_trainer.job.metrics_log import MetricsLogger, MfuCalculator, drop_metrics_after_step
 from mega_trainer.job.step_replay import read_recorded_steps
 from mega_trainer.job.step_result import StepResult
 from mega_trainer.run.training_run import run_training
@@ -48,7 +48,7 @@ def test_the_screen_has_a_line_a_second_at_most_and_the_file_every_step(
     Path(config.output).mkdir()
     with (
         caplog.at_level("INFO", "mega"),
-        MetricsLogger(config, UtilizationModel(1.0, 1.0, 1.0), 0, 0, writes=True) as metrics,
+        MetricsLogger(config, MfuCalculator(1.0, 1.0, 1.0), 0, 0, writes=True) as metrics,
     ):
         for step in range(1, 10):
             more = {"valid_loss": 1.0} if step == 6 else {}
@@ -70,7 +70,7 @@ def test_a_line_fits_the_screen_and_has_no_mfu_of_an_unknown_peak(
     config = RunConfig.parse(settings(train={"steps": steps}))
     Path(config.output).mkdir()
     phases = {"data": 0.01, "forward": 0.3, "backward": 0.5, "reduce": 0.1, "norm": 0.1, "update": 0.1}
-    speed = UtilizationModel(1e3, 1e3, 1e9, peak_is_known=known)
+    speed = MfuCalculator(1e3, 1e3, 1e9, peak_is_known=known)
     with caplog.at_level("INFO", "mega"), MetricsLogger(config, speed, 0, 0, writes=True) as metrics:
         for step in (1, steps):
             result = StepResult(12.3456, 123.456, 64.0, updated=True)
@@ -95,7 +95,7 @@ def test_a_clock_that_is_set_during_a_run_changes_no_duration(
     config = RunConfig.parse(settings(train={"steps": 9}))
     Path(config.output).mkdir()
     for first, last in [(1, 5), (6, 9)] if resumes else [(1, 9)]:
-        with MetricsLogger(config, UtilizationModel(1.0, 1.0, 1.0), first - 1, 4 * (first - 1), writes=True) as metrics:
+        with MetricsLogger(config, MfuCalculator(1.0, 1.0, 1.0), first - 1, 4 * (first - 1), writes=True) as metrics:
             for step in range(first, last + 1):
                 now = [now[0] + 10, now[1] + 10 + (jump if step == at else 0)]
                 result = StepResult(2.0, 1.0, 64.0, updated=True)

@@ -64,7 +64,7 @@ def test_a_planted_folder_is_refused(tmp_path: Path, planted: str) -> None:
     with pytest.raises(ConfigError, match=r"requires .* with mode 0700, found"):
         claim_private_folder(path, os.getpid())
     with pytest.raises(ConfigError, match=r"requires .* with mode 0700, found"):
-        MemoryCopyFolder(path, "run", KEY).map_copy_file(0, 0, 64)
+        MemoryCopyFolder(path, "run", KEY).memory_map_copy_file(0, 0, 64)
 
 
 def test_a_link_at_the_name_of_a_copy_is_not_followed(tmp_path: Path) -> None:
@@ -74,14 +74,14 @@ def test_a_link_at_the_name_of_a_copy_is_not_followed(tmp_path: Path) -> None:
     os.close(claim_private_folder(path, os.getpid()))
     (path / "0.0").symlink_to(precious)
     with pytest.raises(OSError, match="symbolic links"):
-        MemoryCopyFolder(path, "run", KEY).map_copy_file(0, 0, 64)
+        MemoryCopyFolder(path, "run", KEY).memory_map_copy_file(0, 0, 64)
     assert precious.read_text() == "precious"
 
 
 def test_everything_in_the_folder_is_closed_to_others(tmp_path: Path) -> None:
     path = launcher_folder_path(tmp_path, KEY, os.getpid())
     os.close(claim_private_folder(path, os.getpid()))
-    MemoryCopyFolder(path, "run", KEY).map_copy_file(0, 0, 64)
+    MemoryCopyFolder(path, "run", KEY).memory_map_copy_file(0, 0, 64)
     assert path.stat().st_mode & 0o777 == 0o700
     assert (path / "0.0").stat().st_mode & 0o077 == 0
 

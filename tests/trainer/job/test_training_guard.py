@@ -139,7 +139,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 def poison(monkeypatch: pytest.MonkeyPatch, samples: tuple[int, ...], loss: float) -> None:
     """Each step that reads these samples has that sum of losses, whenever it comes."""
     real, at_hand = step_module.sum_step_scalars, []
-    batches = step_module.normalize_mtp_weights
+    batches = step_module.normalize_auxiliary_loss_weights
 
     def look(given: Any, tokens: Any) -> Any:
         at_hand[:] = [tuple(row.tolist()) for batch in given for row in batch.tokens]
@@ -151,7 +151,7 @@ def poison(monkeypatch: pytest.MonkeyPatch, samples: tuple[int, ...], loss: floa
             told[0] = loss
         return told, table
 
-    monkeypatch.setattr(step_module, "normalize_mtp_weights", look)
+    monkeypatch.setattr(step_module, "normalize_auxiliary_loss_weights", look)
     monkeypatch.setattr(step_module, "sum_step_scalars", poisoned)
 
 

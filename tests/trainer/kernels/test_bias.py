@@ -8,7 +8,7 @@ from torch import Tensor
 
 from mega_trainer.kernels import blockwise_attention
 from mega_trainer.kernels.attention_masks import ALL, CAUSAL, AttentionMaskSpec, PackedMask
-from mega_trainer.kernels.kernel_interface import RelativePositionBias, ScoreTransform
+from mega_trainer.kernels.kernel_interface import AttentionScoreTransform, RelativePositionBias
 from mega_trainer.kernels.torch_kernels import TorchKernels
 
 B, S, H, K, D = 2, 7, 4, 2, 3
@@ -46,7 +46,9 @@ def test_an_addend_by_distance(monkeypatch: pytest.MonkeyPatch, kind: str, tile:
     dy = torch.randn(expected.shape, generator=g, dtype=torch.float64)
     wanted = torch.autograd.grad(expected, (q, k, v, values), dy)
     for given in (mask, seen):  # the latter product by product
-        found = KERNELS.attention(q, k, v, given, ScoreTransform(0.4, bias=RelativePositionBias(values, S - 1)))
+        found = KERNELS.attention(
+            q, k, v, given, AttentionScoreTransform(0.4, bias=RelativePositionBias(values, S - 1))
+        )
         torch.testing.assert_close(found, expected)
         for mine, other in zip(torch.autograd.grad(found, (q, k, v, values), dy), wanted, strict=True):
             torch.testing.assert_close(mine, other)

@@ -23,7 +23,7 @@ from mega_trainer.kernels.attention_masks import (
     materialize_dense_mask,
     rectangle_mask_part,
 )
-from mega_trainer.kernels.kernel_interface import ScoreTransform
+from mega_trainer.kernels.kernel_interface import AttentionScoreTransform
 from mega_trainer.kernels.torch_kernels import TorchKernels, reference_attention
 
 B, S, H, K, D, E = 2, 6, 4, 2, 8, 3
@@ -47,9 +47,13 @@ MASKS: dict[str, AttentionMaskSpec] = {
 
 
 @pytest.mark.parametrize("tile", [1 << 20, 2 * B * H * S, 1], ids=["at once", "two rows", "row by row"])
-@pytest.mark.parametrize("how", [ScoreTransform(0.4), ScoreTransform(1.5, softcap=2.0)], ids=["plain", "softcap"])
+@pytest.mark.parametrize(
+    "how", [AttentionScoreTransform(0.4), AttentionScoreTransform(1.5, softcap=2.0)], ids=["plain", "softcap"]
+)
 @pytest.mark.parametrize("kind", MASKS)
-def test_one_block_is_all_of_it(monkeypatch: pytest.MonkeyPatch, kind: str, how: ScoreTransform, tile: int) -> None:
+def test_one_block_is_all_of_it(
+    monkeypatch: pytest.MonkeyPatch, kind: str, how: AttentionScoreTransform, tile: int
+) -> None:
     monkeypatch.setitem(blockwise_attention.TILE_ELEMENTS, "cpu", tile)
     q, k, v = operands()
     mask = MASKS[kind]
@@ -70,11 +74,11 @@ def test_a_few_queries_of_a_cache_are_attended_at_once(mask: BandMask, keys: int
     q, k, v = (each.detach() for each in operands(keys=keys))
     assert KERNELS.whole is not None
     with torch.no_grad():
-        assert KERNELS.whole.supports_call(q, k, v, mask, ScoreTransform(0.4))
-        found = KERNELS.attention(q, k, v, mask, ScoreTransform(0.4))
-    torch.testing.assert_close(found, reference_attention(q, k, v, mask, ScoreTransform(0.4)))
+        assert KERNELS.whole.supports_call(q, k, v, mask, AttentionScoreTransform(0.4))
+        found = KERNELS.attention(q, k, v, mask, AttentionScoreTransform(0.4))
+    torch.testing.assert_close(found, reference_attention(q, k, v, mask, AttentionScoreTransform(0.4)))
     assert not KERNELS.whole.supports_call(
-        q, k, v, BandMask(left=2, right=0), ScoreTransform(0.4)
+        q, k, v, BandMask(left=2, right=0), AttentionScoreTransform(0.4)
     )  # training's, which keep no mask
 
 
@@ -87,7 +91,7 @@ def test_attention_as_one_block_has_the_gradients_of_plain_products(kind: str, h
     for attend in (KERNELS.attention, reference_attention):
         given = [*operands(), *(t.clone().requires_grad_() for t in how.values() if isinstance(t, Tensor))]
         sinks = {"sinks": given[3]} if len(given) > 3 else {}
-        y = attend(*given[:3], MASKS[kind], ScoreTransform(0.4, **(how | sinks)))  # type: ignore[arg-type]
+        y = attend(*given[:3], MASKS[kind], AttentionScoreTransform(0.4, **(how | sinks)))  # type: ignore[arg-type]
         y.backward(torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y))
         found.append([y, *(t.grad for t in given)])
     for mine, theirs in zip(*found, strict=True):
@@ -122,7 +126,7 @@ def test_memory_does_not_grow_with_queries_times_keys() -> None:
         PackedMask.from_lengths([64] * (length // 64), CAUSAL, CPU),
     ):
         with Largest() as largest:
-            KERNELS.attend_block(q, k, v, mask, ScoreTransform(0.4, softcap=2.0))
+            KERNELS.attend_block(q, k, v, mask, AttentionScoreTransform(0.4, softcap=2.0))
         assert largest.elements <= max(q.numel(), 2 * blockwise_attention.TILE_ELEMENTS["cpu"])
 
 
@@ -148,16 +152,18 @@ def test_calls_of_a_gpus_kernels_are_those_that_torch_declares(monkeypatch: pyte
     mask = MASKS[kind]
     if isinstance(mask, PackedMask):
         mask = replace(mask, cu_seqlens=mask.cu_seqlens.to("meta"))
-    y, lse = KERNELS.attend_block(q, k, v, mask, ScoreTransform(0.4))
+    y, lse = KERNELS.attend_block(q, k, v, mask, AttentionScoreTransform(0.4))
     assert (y.shape, lse.shape, lse.dtype) == ((B, S, H, 8), (B, S, H), torch.float32)
-    grads = KERNELS.attend_block_backward(torch.empty_like(y), q, k, v, y, lse, mask, ScoreTransform(0.4))
+    grads = KERNELS.attend_block_backward(torch.empty_like(y), q, k, v, y, lse, mask, AttentionScoreTransform(0.4))
     assert [grad.shape for grad in grads] == [q.shape, k.shape, v.shape]
 
 
 @pytest.mark.parametrize(
-    "how", [ScoreTransform(0.4), ScoreTransform(0.4, softcap=50.0)], ids=["fused", "product by product"]
+    "how",
+    [AttentionScoreTransform(0.4), AttentionScoreTransform(0.4, softcap=50.0)],
+    ids=["fused", "product by product"],
 )
-def test_low_precision_keeps_its_sums_wide(how: ScoreTransform) -> None:
+def test_low_precision_keeps_its_sums_wide(how: AttentionScoreTransform) -> None:
     q, k, v = operands(dtype=torch.bfloat16)
     y, lse = KERNELS.attend_block(q, k, v, CAUSAL, how)
     assert lse.dtype == torch.float32
@@ -178,9 +184,9 @@ def test_heads_of_uneven_widths_are_fused_too(query: int, value: int) -> None:
     with mock.patch.object(
         blockwise_attention, "_compute_scores", side_effect=AssertionError("made product by product")
     ):
-        y, lse = KERNELS.attend_block(q, k, v, CAUSAL, ScoreTransform(0.4))
-        parts = KERNELS.attend_block_backward(torch.ones_like(y), q, k, v, y, lse, CAUSAL, ScoreTransform(0.4))
-    expected = reference_attention(q, k, v, CAUSAL, ScoreTransform(0.4))
+        y, lse = KERNELS.attend_block(q, k, v, CAUSAL, AttentionScoreTransform(0.4))
+        parts = KERNELS.attend_block_backward(torch.ones_like(y), q, k, v, y, lse, CAUSAL, AttentionScoreTransform(0.4))
+    expected = reference_attention(q, k, v, CAUSAL, AttentionScoreTransform(0.4))
     torch.testing.assert_close(y, expected)
     expected.sum().backward()
     for part, whole in zip(parts, (q, k, v), strict=True):

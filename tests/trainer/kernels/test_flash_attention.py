@@ -19,7 +19,7 @@ from mega_trainer.kernels import blockwise_attention, flash_attention
 from mega_trainer.kernels.attention_masks import ALL, CAUSAL, AttentionMaskSpec, BandMask, PackedMask
 from mega_trainer.kernels.flash_attention import FlashAttention2, FlashAttention3, FlashKernel
 from mega_trainer.kernels.flex_attention import FlexAttentionKernel
-from mega_trainer.kernels.kernel_interface import ScoreTransform
+from mega_trainer.kernels.kernel_interface import AttentionScoreTransform
 from mega_trainer.kernels.torch_kernels import TorchKernels, reference_attention
 
 B, S, H, K = 2, 6, 4, 2
@@ -35,19 +35,19 @@ MASKS: dict[str, AttentionMaskSpec] = {
 class Products:
     """No kernel at all."""
 
-    def supports_call(self, q: Tensor, v: Tensor, mask: AttentionMaskSpec, how: ScoreTransform) -> bool:
+    def supports_call(self, q: Tensor, v: Tensor, mask: AttentionMaskSpec, how: AttentionScoreTransform) -> bool:
         return False
 
     def supports_uneven_heads(self, d: int, e: int) -> bool:
         return True
 
 
-def mask_and_scores(given: dict[str, Any], q: Tensor) -> tuple[AttentionMaskSpec, ScoreTransform]:
+def mask_and_scores(given: dict[str, Any], q: Tensor) -> tuple[AttentionMaskSpec, AttentionScoreTransform]:
     """What a library's arguments say, of either version."""
     causal = given.get("causal", given.get("is_causal"))
     left, right = given["window_size_left"], 0 if causal else given["window_size_right"]
     band = BandMask(None if left < 0 else left, None if right < 0 else right)
-    how = ScoreTransform(given["softmax_scale"], given["softcap"] or None)
+    how = AttentionScoreTransform(given["softmax_scale"], given["softcap"] or None)
     if given.get("cu_seqlens_q") is None:
         return band, how
     lengths = given["cu_seqlens_q"].diff().tolist()
@@ -168,7 +168,7 @@ def operands(d: int = 8, e: int = 8) -> list[Tensor]:
 
 @pytest.mark.parametrize(("engine", "kind", "more"), CASES, indirect=["engine"])
 def test_attention_is_that_of_plain_products(engine: FlashKernel, kind: str, more: str) -> None:
-    kernels, how = TorchKernels(flash=engine), ScoreTransform(0.4, **MORE[more])
+    kernels, how = TorchKernels(flash=engine), AttentionScoreTransform(0.4, **MORE[more])
     dy = torch.randn(B, S, H, 8, dtype=torch.float64)
     found = []
     for attend in (kernels.attention, reference_attention):
@@ -183,7 +183,8 @@ def test_attention_is_that_of_plain_products(engine: FlashKernel, kind: str, mor
 def test_heads_of_two_sizes(engine: FlashKernel, d: int, e: int) -> None:
     test = [TorchKernels(flash=engine).attention, reference_attention]
     mine, theirs = (
-        torch.autograd.grad(attend(*(t := operands(d, e)), CAUSAL, ScoreTransform(0.1)).sum(), t) for attend in test
+        torch.autograd.grad(attend(*(t := operands(d, e)), CAUSAL, AttentionScoreTransform(0.1)).sum(), t)
+        for attend in test
     )
     for one, other in zip(mine, theirs, strict=True):
         torch.testing.assert_close(one, other)
@@ -191,7 +192,7 @@ def test_heads_of_two_sizes(engine: FlashKernel, d: int, e: int) -> None:
 
 def test_blocks_of_keys_add_up(engine: FlashKernel) -> None:
     """As the ring has them: each block's backward is told the result of all."""
-    kernels, how, (q, k, v) = TorchKernels(flash=engine), ScoreTransform(0.4, softcap=3.0), operands()
+    kernels, how, (q, k, v) = TorchKernels(flash=engine), AttentionScoreTransform(0.4, softcap=3.0), operands()
     expected = reference_attention(q, k, v, ALL, how)
     halves = slice(0, 2), slice(2, S)
     made = [kernels.attend_block(q.detach(), k[:, half].detach(), v[:, half].detach(), ALL, how) for half in halves]
@@ -217,7 +218,7 @@ def test_gradients_are_reproducible_where_that_is_asked_for(
 ) -> None:
     given: dict[str, Any] = {}
     q, k, v = operands()
-    call = flash_attention.FlashAttentionCall.from_mask(CAUSAL, ScoreTransform(0.4), S, S)
+    call = flash_attention.FlashAttentionCall.from_mask(CAUSAL, AttentionScoreTransform(0.4), S, S)
     monkeypatch.setattr(flash3, "library", type("", (), {"bwd": staticmethod(lambda *_, **how: given.update(how))}))
     for wanted in (False, True):
         monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda wanted=wanted: wanted)

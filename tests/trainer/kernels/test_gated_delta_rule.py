@@ -13,7 +13,7 @@ from torch import Tensor
 from mega_trainer.distributed.comm import CommGroup
 from mega_trainer.kernels.gated_delta_rule import DeltaRuleInputs, gated_delta_rule
 from mega_trainer.kernels.sequence_chunks import SequenceChunks
-from mega_trainer.parallel.recurrent_state import fold_affine_maps, pass_recurrent_states
+from mega_trainer.parallel.recurrent_state import pass_recurrent_states, scan_affine_maps
 
 B, G, H, K, V = 2, 2, 4, 6, 5
 
@@ -99,9 +99,9 @@ def test_a_stretch_of_tokens_is_an_affine_map_of_the_state() -> None:
         unit = torch.eye(K, dtype=maps.dtype).expand(B, H, K, K)
         nothing = torch.zeros_like(state)
         whole.extend(
-            [fold_affine_maps(maps, torch.zeros_like(maps), unit)[:, -1], fold_affine_maps(maps, added, nothing)[:, -1]]
+            [scan_affine_maps(maps, torch.zeros_like(maps), unit)[:, -1], scan_affine_maps(maps, added, nothing)[:, -1]]
         )
-        return fold_affine_maps(maps, added, nothing)[:, :-1]
+        return scan_affine_maps(maps, added, nothing)[:, :-1]
 
     gated_delta_rule(DeltaRuleInputs(*operands), SequenceChunks(1, 4, reach), passed)
     matrix, added = whole

@@ -9,7 +9,7 @@ import torch
 
 from mega_common.errors import ConfigError
 from mega_trainer.kernels.nf4_quantizer import BLOCK, Nf4Quantizer
-from mega_trainer.parallel.parameter_info import PackedWeight
+from mega_trainer.parallel.parameter_info import QuantizedFrozenWeight
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def test_rows_that_blocks_do_not_fill_and_a_missing_library_are_told(
     nf4: Nf4Quantizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ConfigError, match=r"those of a\.weight have 96 on a rank"):
-        PackedWeight("a.weight", (4, 96), torch.float32, torch.device("cpu"), nf4)
+        QuantizedFrozenWeight("a.weight", (4, 96), torch.float32, torch.device("cpu"), nf4)
     monkeypatch.setitem(sys.modules, "bitsandbytes.functional", None)
     with pytest.raises(ConfigError, match="requires bitsandbytes, which cannot be imported") as told:
         Nf4Quantizer()

@@ -9,7 +9,7 @@ from torch import Tensor
 from mega_trainer.distributed.comm import CommGroup
 from mega_trainer.kernels.selective_scan import ScanInputs, selective_scan
 from mega_trainer.kernels.sequence_chunks import SequenceChunks
-from mega_trainer.parallel.recurrent_state import fold_affine_maps, pass_recurrent_states
+from mega_trainer.parallel.recurrent_state import pass_recurrent_states, scan_affine_maps
 
 B, S, H, P, G, N = 2, 23, 4, 3, 2, 5
 
@@ -86,4 +86,4 @@ def test_the_gradient_of_a_fold_is_that_of_its_steps(matrices: bool) -> None:
     maps = torch.randn(2, 4, 3, *((3, 3) if matrices else shape), dtype=torch.float64, requires_grad=True)
     added = torch.randn(2, 4, 3, 3, 2, dtype=torch.float64, requires_grad=True)
     first = torch.randn(2, 3, 3, 2, dtype=torch.float64, requires_grad=True)
-    torch.autograd.gradcheck(partial(fold_affine_maps), (maps, added, first))
+    torch.autograd.gradcheck(partial(scan_affine_maps), (maps, added, first))

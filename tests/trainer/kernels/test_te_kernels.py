@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mega_trainer.kernels import te_kernels
 from mega_trainer.kernels.attention_masks import ALL, CAUSAL, AttentionMaskSpec, BandMask, PackedMask
-from mega_trainer.kernels.kernel_interface import ScoreTransform
+from mega_trainer.kernels.kernel_interface import AttentionScoreTransform
 from mega_trainer.kernels.te_kernels import TeAttention, TeLinearKernels
 from mega_trainer.kernels.torch_kernels import TorchKernels, reference_attention
 
@@ -121,7 +121,7 @@ class DotProductAttention:
             assert documents["cu_seqlens_kv"] is starts
             assert documents["max_seqlen_q"] == documents["max_seqlen_kv"] == max(mask.lengths)
             q, k, v = (t.unsqueeze(0) for t in (q, k, v))
-        y = reference_attention(q, k, v, mask, ScoreTransform(self.scale)).flatten(-2)
+        y = reference_attention(q, k, v, mask, AttentionScoreTransform(self.scale)).flatten(-2)
         return y[0] if self.documents else y
 
 
@@ -143,7 +143,7 @@ def test_attention_is_that_of_plain_products(monkeypatch: pytest.MonkeyPatch, ki
     monkeypatch.setattr(TeAttention, "supports_call", lambda *_: True)
     kernels = TorchKernels(whole=TeAttention())
     q, k, v = torch.randn(2, 6, 4, 8), torch.randn(2, 6, 2, 8), torch.randn(2, 6, 2, 4)
-    for how in (ScoreTransform(0.4), ScoreTransform(0.7), ScoreTransform(0.4)):
+    for how in (AttentionScoreTransform(0.4), AttentionScoreTransform(0.7), AttentionScoreTransform(0.4)):
         torch.testing.assert_close(
             kernels.attention(q, k, v, MASKS[kind], how), reference_attention(q, k, v, MASKS[kind], how)
         )
@@ -154,5 +154,5 @@ def test_what_it_does_not_know_is_left_to_others(monkeypatch: pytest.MonkeyPatch
     q, k = torch.empty(2, 6, 4, 8), torch.empty(2, 5, 2, 8)
     cases = {(CAUSAL, q): True, (BandMask(left=2, right=0), q): True, (ALL, q): False, (CAUSAL, k): False}
     for (mask, keys), expected in cases.items():
-        assert TeAttention.supports_call(None, q, keys, keys, mask, ScoreTransform(1.0)) is expected  # type: ignore[arg-type]
-    assert not TeAttention.supports_call(None, q, q, q, CAUSAL, ScoreTransform(1.0, softcap=2.0))  # type: ignore[arg-type]
+        assert TeAttention.supports_call(None, q, keys, keys, mask, AttentionScoreTransform(1.0)) is expected  # type: ignore[arg-type]
+    assert not TeAttention.supports_call(None, q, q, q, CAUSAL, AttentionScoreTransform(1.0, softcap=2.0))  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ from mega_trainer.model.activation_checkpointing import ActivationOffload, Recom
 from mega_trainer.model.decoder import Decoder
 from mega_trainer.model.layer_builder import LayerBuilder
 from mega_trainer.model.weight_init import initialize_weights
-from mega_trainer.plan.part_memory import count_model_parts
+from mega_trainer.plan.part_memory import count_model_part_memory
 from mega_trainer.plan.training_layout import TrainingLayout
 
 D, F, TOKENS, LAYERS = 32, 128, 48, 3
@@ -80,7 +80,7 @@ def test_what_is_computed_again_is_not_kept(modules: tuple[RecomputedModule, ...
     assert len(gradients) == len(PLAIN)
     assert KEPT - kept == LAYERS * TOKENS * tokens
     shape = TrainingLayout(TOKENS, precision="fp32", recompute="selective", modules=modules, device="cpu")
-    planned = count_model_parts(ModelConfig.model_validate(MODEL), shape).layers[0].kept
+    planned = count_model_part_memory(ModelConfig.model_validate(MODEL), shape).layers[0].kept
     made_outside = TOKENS * D
     assert LAYERS * planned == 4 * (kept + made_outside)
 

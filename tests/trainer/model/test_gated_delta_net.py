@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from mega_common.model_config import ModelConfig
 from mega_trainer.data.micro_batch import DocumentBounds
-from mega_trainer.distributed.comm import CommGroup, CommLog
+from mega_trainer.distributed.comm import CommGroup, CommTrafficCounter
 from mega_trainer.distributed.process_groups import ParallelGroups
 from mega_trainer.model.forward_context import ForwardContext, SequenceMask
 from mega_trainer.model.gated_delta_net import GatedDeltaNet
@@ -98,7 +98,7 @@ def test_gradients_are_those_of_transformers() -> None:
 def test_context_ranks_send_what_theory_says_and_the_less_of_two(kind: Any, dtype: torch.dtype) -> None:
     counted = set()
     for size, tokens in ((2, 6), (2, 64)):
-        log = CommLog()
+        log = CommTrafficCounter()
         cp = CommGroup("cp", tuple(range(size)), 0, log=log)
         layer = kind(LayerBuilder(CONFIG, replace(ParallelGroups(), cp=cp), dtype=dtype), kind is MambaMixer)
         x = torch.zeros(2, tokens, D, dtype=dtype)

@@ -19,7 +19,7 @@ from mega_ckpt.tensor_pieces import TensorBox, boxes_by_name, copy_overlap
 from mega_common.model_config import ModelConfig
 from mega_trainer.config.parallel_layout import ParallelLayout
 from mega_trainer.data.micro_batch import DocumentBounds
-from mega_trainer.distributed.comm import CommLog
+from mega_trainer.distributed.comm import CommTrafficCounter
 from mega_trainer.distributed.process_groups import ProcessGroupCache, build_parallel_groups
 from mega_trainer.model.forward_context import ForwardContext, SequenceMask
 from mega_trainer.model.layer_builder import LayerBuilder
@@ -138,7 +138,7 @@ def spread(states: bool, cp: int, maker: ProcessGroupCache) -> tuple[list[float]
     x.requires_grad_()
     expected = whole(x, sequences(documents=documents))
     gradients = torch.autograd.grad((expected * weights).sum(), [x, *whole.parameters()])
-    log = CommLog()
+    log = CommTrafficCounter()
     groups = build_parallel_groups(ParallelLayout(cp=cp), dist.get_rank(), heads=[], maker=maker, log=log)
     layer = build_mixer(LayerBuilder(config(), groups, dtype=torch.float64, cp_kind="ring"))
     places = rank_token_indices(S, groups.cp)

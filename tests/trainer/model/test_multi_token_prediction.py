@@ -18,7 +18,7 @@ from mega_trainer.data.micro_batch import MicroBatch, split_micro_batches
 from mega_trainer.model.decoder import Decoder
 from mega_trainer.model.layer_builder import LayerBuilder
 from mega_trainer.model.weight_init import initialize_weights
-from mega_trainer.run.train_step import normalize_mtp_weights
+from mega_trainer.run.train_step import normalize_auxiliary_loss_weights
 
 B, S = 2, 9
 
@@ -134,7 +134,7 @@ def test_their_loss_is_the_mean_of_each_ones_mean() -> None:
     one, other = batch_of(config), batch_of(config, samples(documents=False))
     tokens = 13.0
     counts = [sum(batch.mtp_targets[layer].weights.sum().item() for batch in (one, other)) for layer in range(2)]
-    weighed = normalize_mtp_weights([one, other], [tokens, *counts])
+    weighed = normalize_auxiliary_loss_weights([one, other], [tokens, *counts])
     for layer in range(2):
         before = torch.stack([batch.mtp_targets[layer].weights for batch in (one, other)])
         after = torch.stack([batch.mtp_targets[layer].weights for batch in weighed])

@@ -22,7 +22,7 @@ from mega_trainer.config import transformers_rules
 from mega_trainer.config.run_config import RunConfig, resolve_run_config
 from mega_trainer.data.micro_batch import split_micro_batches
 from mega_trainer.distributed.process_groups import RankInfo
-from mega_trainer.run.input_check import find_pattern_problems
+from mega_trainer.run.input_check import find_unmatched_patterns
 from mega_trainer.run.train_state import TrainState
 from mega_trainer.run.training_run import run_training
 
@@ -190,7 +190,7 @@ def test_frozen_tensors_are_those_of_transformers(settings: Settings, tmp_path: 
     frozen = {n for n, p in state.stages[0].module.named_parameters() if not p.requires_grad}
     assert frozen
     assert all(name.startswith("model.layers.0.") for name in frozen)
-    (problem,) = find_pattern_problems(RunConfig.parse({**raw, "train": {"freeze": ["layers.9.*"]}}))
+    (problem,) = find_unmatched_patterns(RunConfig.parse({**raw, "train": {"freeze": ["layers.9.*"]}}))
     assert "must match a tensor" in str(problem)
 
 

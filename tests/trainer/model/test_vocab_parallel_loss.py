@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ranks import run_ranks
 from torch.nn import functional as F
 
-from mega_trainer.distributed.comm import CommGroup, CommLog
+from mega_trainer.distributed.comm import CommGroup, CommTrafficCounter
 from mega_trainer.kernels import gemm_accumulation
 from mega_trainer.kernels.leaf_compiler import LeafCompiler
 from mega_trainer.model import vocab_parallel_loss
@@ -138,7 +138,7 @@ def split_head() -> dict[int, Any]:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     out: dict[int, Any] = {}
     for vocab in VOCABS:
-        log = CommLog()
+        log = CommTrafficCounter()
         group = CommGroup("tp", tuple(range(ranks)), rank, dist.group.WORLD, log=log)
         rows = -(-vocab // ranks)
         data = inputs(40, vocab, rows=rows * ranks)

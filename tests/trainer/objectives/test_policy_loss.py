@@ -12,8 +12,8 @@ from torch import Tensor
 from mega_trainer.config.objective_config import VARIANTS, LossNormalization, PolicyVariant
 from mega_trainer.objectives.policy_loss import (
     PolicySamples,
+    compute_answer_loss_factors,
     compute_group_advantages,
-    compute_loss_scale,
     compute_policy_loss,
 )
 
@@ -75,7 +75,7 @@ def test_loss_and_gradient_equal_the_published_formula(variant: PolicyVariant, k
         pytest.skip("the KL term of RLOO is part of the reward, and refused")
     new, old, reference, mask = case()
     clip, normalization = VARIANTS[variant]
-    scale = compute_loss_scale(mask.sum(1), normalization, LONGEST).expand(8, 1)
+    scale = compute_answer_loss_factors(mask.sum(1), normalization, LONGEST).expand(8, 1)
     weights = compute_group_advantages(torch.tensor(REWARDS, dtype=torch.float64), GROUP, variant)
     samples = PolicySamples(old, mask, weights, scale, reference if kl else None)
     ours, theirs = new.clone().requires_grad_(), new.clone().requires_grad_()
@@ -90,7 +90,7 @@ def test_loss_and_gradient_equal_the_published_formula(variant: PolicyVariant, k
 
 def test_the_loss_does_not_depend_on_how_answers_are_split_into_micro_batches() -> None:
     new, old, reference, mask = case()
-    scale = compute_loss_scale(mask.sum(1), "token", LONGEST).expand(8, 1)
+    scale = compute_answer_loss_factors(mask.sum(1), "token", LONGEST).expand(8, 1)
     weights = compute_group_advantages(torch.tensor(REWARDS, dtype=torch.float64), GROUP, "dapo")
 
     def loss(rows: slice) -> float:
@@ -103,7 +103,7 @@ def test_the_loss_does_not_depend_on_how_answers_are_split_into_micro_batches() 
 @pytest.mark.parametrize("normalization", get_args(LossNormalization))
 def test_an_answer_without_tokens_does_not_count(normalization: LossNormalization) -> None:
     lengths = torch.tensor([3.0, 0.0, 5.0], dtype=torch.float64)
-    whole, without = (compute_loss_scale(each, normalization, 9) for each in (lengths, lengths[[0, 2]]))
+    whole, without = (compute_answer_loss_factors(each, normalization, 9) for each in (lengths, lengths[[0, 2]]))
     torch.testing.assert_close(whole.expand(3, 1)[[0, 2]], without.expand(2, 1))
 
 

@@ -20,7 +20,7 @@ from mega_common.errors import ConfigError, DataError
 from mega_trainer.config.run_config import RunConfig, resolve_run_config
 from mega_trainer.data.data_check import check_datasets
 from mega_trainer.distributed.process_groups import RankInfo
-from mega_trainer.objectives.sample_cache import SampleCache
+from mega_trainer.objectives.sample_cache import PrecomputedOutputCache
 from mega_trainer.run.training_run import run_training
 from mega_trainer.verify.case_comparison import assemble_tensor
 
@@ -224,11 +224,11 @@ def test_a_run_learns_what_is_preferred_and_goes_on_from_a_cached_reference_as_i
 
 
 def test_what_a_killed_reference_left_is_gone_on_with_and_other_samples_are_refused(tmp_path: Path) -> None:
-    files = SampleCache(tmp_path)
+    files = PrecomputedOutputCache(tmp_path)
     files.write_samples(4, {"answers": [np.array([1.5, 2.5]), np.array([])]})
     files.write_samples(6, {"answers": [np.array([-3.0])]})
     (tmp_path / ".samples-000000000007.safetensors.abc.tmp").write_bytes(b"cut")
-    again = SampleCache(tmp_path)
+    again = PrecomputedOutputCache(tmp_path)
     assert [again.first_missing_sample(sample) for sample in (0, 4, 6)] == [0, 7, 7]
     assert [again.read_array("answers", sample).tolist() for sample in (6, 4, 5)] == [[-3.0], [1.5, 2.5], []]
     with pytest.raises(DataError, match="sample 7 is missing"):

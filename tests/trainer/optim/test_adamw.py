@@ -10,7 +10,7 @@ from mega_common.errors import ConfigError
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.distributed.comm import CommGroup
 from mega_trainer.optim.adamw import AdamWUpdateRule
-from mega_trainer.optim.optimizer_slots import OptimizerSlot, SlotTransfers
+from mega_trainer.optim.optimizer_slots import OptimizerOffloadTransfers, OptimizerSlot
 from mega_trainer.optim.sharded_optimizer import ShardedOptimizer
 from mega_trainer.parallel.gradient_buckets import SLICE_ELEMENTS
 from mega_trainer.parallel.parameter_info import make_parameter
@@ -40,7 +40,7 @@ def test_an_element_does_not_depend_on_where_slices_are_cut() -> None:
         for step in range(5):
             for slot, grads in zip(held, random(elements, seed=step).split(length), strict=True):
                 slot.shard.grads.copy_(grads)
-            rule.update_slots(SlotTransfers(), 1e-2)
+            rule.update_slots(OptimizerOffloadTransfers(), 1e-2)
         results.append(torch.cat([slot.main for slot in held]))
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
@@ -75,7 +75,7 @@ def test_tensors_have_the_rates_that_patterns_of_their_names_give() -> None:
     optimizer.wait_for_params()
     for weight, rate in zip(model.parameters(), rates, strict=True):
         (alone,) = held = slots(torch.ones(64), torch.full((64,), 0.5), 64)
-        AdamWUpdateRule(held, **SETTINGS).update_slots(SlotTransfers(), 1e-2 * rate)
+        AdamWUpdateRule(held, **SETTINGS).update_slots(OptimizerOffloadTransfers(), 1e-2 * rate)
         assert torch.equal(weight.detach().flatten(), alone.main)
     fused = [TensorPiece(name, (4, 8), (0, 0), (4 * place, 0), (4, 8)) for place, name in enumerate(names[:2])]
     model.fused = make_parameter((8, 8), fused, data=ALONE, dtype=torch.float32, device=torch.device("cpu"))
@@ -92,7 +92,7 @@ def test_it_is_the_paper_s(decay: bool) -> None:
     rule, first, second = AdamWUpdateRule(held, **SETTINGS), torch.zeros(SLICE_ELEMENTS), torch.zeros(SLICE_ELEMENTS)
     for step in range(1, 4):
         slot.shard.grads.copy_(random(SLICE_ELEMENTS, seed=step))
-        rule.update_slots(SlotTransfers(), 1e-2)
+        rule.update_slots(OptimizerOffloadTransfers(), 1e-2)
         grads = random(SLICE_ELEMENTS, seed=step).double()
         first, second = 0.9 * first + 0.1 * grads, 0.95 * second + 0.05 * grads**2
         update = (first / (1 - 0.9**step)) / ((second / (1 - 0.95**step)).sqrt() + 1e-8)

@@ -12,7 +12,7 @@ from mega_ckpt.store import save_sharded_checkpoint
 from mega_ckpt.tensor_pieces import TensorBox, copy_overlap
 from mega_trainer.distributed.process_groups import ProcessGroupCache
 from mega_trainer.optim.muon import muon_update_scale, orthogonalize
-from mega_trainer.verify.case_comparison import join_all_findings, largest_error, sweep_cases
+from mega_trainer.verify.case_comparison import compare_cases_with_one_process, largest_error, merge_findings_by_case
 from mega_trainer.verify.case_trainer import CaseTrainer
 from mega_trainer.verify.layout_case import ConfigCase
 
@@ -143,7 +143,7 @@ LAYOUTS = [
 
 def test_the_update_does_not_depend_on_the_layout() -> None:
     cases = [ConfigCase.from_settings(settings(parallel=parallel), 4) for parallel in LAYOUTS]
-    results = join_all_findings(cases, run_ranks(sweep_cases, 4, cases, timeout=120))
+    results = merge_findings_by_case(cases, run_ranks(compare_cases_with_one_process, 4, cases, timeout=120))
     problems = [result.describe_problem(1e-10) for result in results]
     assert not any(problems), problems
 

@@ -19,15 +19,15 @@ from torch import Tensor
 from mega_trainer.data.micro_batch import DocumentBounds
 from mega_trainer.distributed.comm import CommGroup
 from mega_trainer.kernels.attention_masks import materialize_dense_mask
-from mega_trainer.kernels.kernel_interface import ScoreTransform
+from mega_trainer.kernels.kernel_interface import AttentionScoreTransform
 from mega_trainer.kernels.torch_kernels import TorchKernels, reference_attention
 from mega_trainer.model.forward_context import SequenceMask
 from mega_trainer.parallel import context_parallel
 from mega_trainer.parallel.context_parallel import (
     BlockwiseAttention,
     ContextParallelKind,
-    RingExchange,
-    make_context_parallel,
+    RingKeyValueExchange,
+    make_context_parallel_attention,
     rank_chunks,
     rank_token_indices,
 )
@@ -87,10 +87,10 @@ def test_blocks_are_cut_from_the_whole_mask_and_none_that_matters_is_skipped(
             whole[row, 0, i, i : block.stop] = True
     seen = torch.zeros_like(whole, memory_format=torch.contiguous_format)
     for mine in range(size):
-        kind = BlockwiseAttention(RingExchange(group(mine, size)), group(mine, size), TorchKernels())
+        kind = BlockwiseAttention(RingKeyValueExchange(group(mine, size)), group(mine, size), TorchKernels())
         for other in range(size):
             rows, columns = (rank_token_indices(length, group(r, size)) for r in (mine, other))
-            for block in kind.visible_blocks(length, other, partial(sight.mask_between, window=window)):
+            for block in kind.visible_blocks(length, other, partial(sight.list_mask_blocks, window=window)):
                 here, there = rows[block.queries], columns[block.keys]
                 square = materialize_dense_mask(block.mask, (len(ids[block.rows]), len(here)), len(there), CPU)
                 assert square.any(-1).all()  # no query without a key
@@ -110,11 +110,13 @@ def test_blocks_that_nobody_sees_into_are_skipped() -> None:
     open_, closed = (
         SequenceMask(length, CPU, begins) for begins in (None, DocumentBounds.from_positions(ids, ids).document_starts)
     )
-    kind = BlockwiseAttention(RingExchange(group(1, size)), group(1, size), TorchKernels())
+    kind = BlockwiseAttention(RingKeyValueExchange(group(1, size)), group(1, size), TorchKernels())
 
     def sizes(sight: SequenceMask, window: int | None) -> list[tuple[int, int, int]]:
         """Rows, queries and keys of each block."""
-        found = [kind.visible_blocks(length, rank, partial(sight.mask_between, window=window)) for rank in range(size)]
+        found = [
+            kind.visible_blocks(length, rank, partial(sight.list_mask_blocks, window=window)) for rank in range(size)
+        ]
         tokens = range(length // size)
         return [(len(ids[b.rows]), len(tokens[b.queries]), len(tokens[b.keys])) for blocks in found for b in blocks]
 
@@ -161,7 +163,7 @@ def test_what_comes_next_is_on_its_way_while_a_block_is_computed() -> None:
             "work 2", "wait", "start 102", "wait",  # the sum of the last rank goes home
         ],
     }.items():  # fmt: skip
-        recorded, ring = Recorded([]), RingExchange(group(1, 3))
+        recorded, ring = Recorded([]), RingKeyValueExchange(group(1, 3))
 
         def work(rank: int, packed: Tensor, done: list[str] = recorded.done) -> Tensor:
             done.append(f"work {rank}")
@@ -220,7 +222,7 @@ def at_once(shape: Shape) -> list[Tensor]:
     """y and the gradients of all operands, on one rank, in fp64 whatever the precision."""
     made, dy, sight = tensors(shape)
     operands = [t.double().requires_grad_() for t in made]
-    how = ScoreTransform(0.7, shape.softcap, operands[3] if shape.sinks else None)
+    how = AttentionScoreTransform(0.7, shape.softcap, operands[3] if shape.sinks else None)
     y = reference_attention(*operands[:3], sight.mask_for_window(shape.window), how)
     y.backward(dy.double())
     return [y.detach(), *(t.grad for t in operands if t.grad is not None)]
@@ -235,12 +237,12 @@ def together(kind: ContextParallelKind, shapes: dict[str, Shape]) -> dict[str, l
         operands = [t[:, places] for t in made[:3]] + made[3:]
         for t in operands:
             t.requires_grad_()
-        how = ScoreTransform(0.7, shape.softcap, operands[3] if shape.sinks else None)
+        how = AttentionScoreTransform(0.7, shape.softcap, operands[3] if shape.sinks else None)
         mask = sight.mask_for_window(shape.window)
-        attend = make_context_parallel(kind, cp, TorchKernels())
+        attend = make_context_parallel_attention(kind, cp, TorchKernels())
         assert attend is not None
         y = attend.compute_attention(
-            *operands[:3], how, partial(sight.mask_between, window=shape.window),
+            *operands[:3], how, partial(sight.list_mask_blocks, window=shape.window),
             lambda q, k, v, how, first, mask=mask: reference_attention(q, k, v, mask, how),
         )  # fmt: skip
         y.backward(dy[:, places])

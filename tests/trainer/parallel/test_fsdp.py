@@ -27,10 +27,10 @@ from mega_trainer.objectives.training_objective import TrainingObjective
 from mega_trainer.parallel import fsdp
 from mega_trainer.parallel.fsdp import slice_piece_rows
 from mega_trainer.run.train_step import evaluate_losses
-from mega_trainer.verify.case_comparison import compare_outcomes, join_all_findings, sweep_cases
+from mega_trainer.verify.case_comparison import compare_cases_with_one_process, compare_outcomes, merge_findings_by_case
 from mega_trainer.verify.case_trainer import CaseOutcome, CaseTrainer, NamedTensors
 from mega_trainer.verify.layout_case import ConfigCase, LayoutCase
-from mega_trainer.verify.restore_comparison import find_differing_tensors, spoil_tensors
+from mega_trainer.verify.restore_comparison import find_differing_tensors, overwrite_training_state
 from mega_trainer.verify.synthetic_batches import make_synthetic_batch
 
 MODEL = {
@@ -73,7 +73,7 @@ HYBRID = [
 
 @pytest.mark.parametrize("cases", [CASES, HYBRID], ids=["one copy", "several copies"])
 def test_it_computes_what_one_process_computes(cases: list[ConfigCase]) -> None:
-    results = join_all_findings(cases, run_ranks(sweep_cases, 4, cases, timeout=200))
+    results = merge_findings_by_case(cases, run_ranks(compare_cases_with_one_process, 4, cases, timeout=200))
     problems = [result.describe_problem(1e-10) for result in results]
     assert not any(problems), problems
 
@@ -173,7 +173,7 @@ def gone_on(cases: Sequence[tuple[ConfigCase, ConfigCase]], folder: Path) -> lis
             model=first.config.model,
             state=state.checkpoint_state(),
         )
-        spoil_tensors(second)
+        overwrite_training_state(second)
         second.state.restore_checkpoint(path, None)
         broken = find_differing_tensors(second.state.checkpoint_tensors(), saved)
         straight, mine = first.run(2), second.run(2)
@@ -321,6 +321,6 @@ def test_a_pipeline_of_sharded_stages_computes_what_one_process_computes(
              **more)
         for name, parallel, more in chosen
     ]  # fmt: skip
-    results = join_all_findings(cases, run_ranks(sweep_cases, 4 * copies, cases, timeout=280))
+    results = merge_findings_by_case(cases, run_ranks(compare_cases_with_one_process, 4 * copies, cases, timeout=280))
     problems = [problem for result in results if (problem := result.describe_problem(1e-10))]
     assert not problems, problems

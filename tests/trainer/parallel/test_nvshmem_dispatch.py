@@ -21,18 +21,18 @@ from mega_trainer.parallel import nvshmem_dispatch
 from mega_trainer.parallel.nvshmem_dispatch import (
     ALIGNMENT,
     NvshmemDispatcher,
+    SymmetricMemoryAllToAll,
     SymmetricMemoryTables,
-    SymmetricWire,
-    allocate_tables,
-    spread_rows_kernel,
-    sum_rows_kernel,
+    allocate_symmetric_memory,
+    scatter_token_rows_kernel,
+    sum_token_rows_kernel,
 )
-from mega_trainer.parallel.token_rows import RowAssignment, pick_token_rows, sum_choice_rows
+from mega_trainer.parallel.token_rows import ExpertRowAssignment, gather_token_rows_no_grad, sum_choice_rows
 
 
 def poisoned(*args: Any) -> SymmetricMemoryTables:
     """Tables in which everything is not a number until it is written."""
-    tables = allocate_tables(*args)
+    tables = allocate_symmetric_memory(*args)
     for table in (tables.leaving, tables.arriving):
         table.fill_(torch.nan)
     return tables
@@ -40,7 +40,7 @@ def poisoned(*args: Any) -> SymmetricMemoryTables:
 
 def by_nvshmem(ep: int, parts: int, empty: bool, bound: float) -> Found:
     with (
-        mock.patch.object(nvshmem_dispatch, "allocate_tables", poisoned),
+        mock.patch.object(nvshmem_dispatch, "allocate_symmetric_memory", poisoned),
         mock.patch.object(test_expert_parallel, "D", 8),
     ):
         return dispatched(ep, parts, empty, bound, NvshmemDispatcher)
@@ -93,7 +93,7 @@ def launched(tables: SymmetricMemoryTables, group: CommGroup, received: Tensor) 
 def by_operator(*args: Any) -> Found:
     library = torch.library.Library("symm_mem", "IMPL")
     library.impl("all_to_all_vdev", pulled, "CPU")
-    with mock.patch.object(nvshmem_dispatch, "exchange_by_gloo", launched):
+    with mock.patch.object(nvshmem_dispatch, "all_to_all_by_gloo", launched):
         return by_nvshmem(*args)
 
 
@@ -108,24 +108,24 @@ def test_sums_at_their_place() -> None:
     rows[-1] = torch.nan
     numbers = torch.tensor([[0, 3], [5, 2], [5, 5]])
     out = torch.full((3, 4), torch.nan)
-    assert sum_rows_kernel(rows, numbers, out) is out
+    assert sum_token_rows_kernel(rows, numbers, out) is out
     torch.testing.assert_close(out, sum_choice_rows(rows, numbers))
 
 
 def test_rows_at_their_place() -> None:
-    slots = RowAssignment.assign_rows(torch.tensor([[3, 0], [-1, 3], [0, -1]]), 4, 6)
+    slots = ExpertRowAssignment.assign_rows(torch.tensor([[3, 0], [-1, 3], [0, -1]]), 4, 6)
     x, out = torch.randn(3, 4), torch.full((7, 4), torch.nan)
-    assert spread_rows_kernel(x, slots.row, out) is out
-    assert torch.equal(out[:4], pick_token_rows(x, slots)[:4])
+    assert scatter_token_rows_kernel(x, slots.row, out) is out
+    assert torch.equal(out[:4], gather_token_rows_no_grad(x, slots)[:4])
     assert out[4:6].isnan().all()  # nobody's
 
 
 def test_tables_take_turns() -> None:
     """What has been sent may still be on its way when the next rows are made."""
-    wire = SymmetricWire(CommGroup("ep", (0, 1)), 8, LeafCompiler())
+    wire = SymmetricMemoryAllToAll(CommGroup("ep", (0, 1)), 8, LeafCompiler())
     x = torch.randn(8, 16, dtype=torch.float64)
-    one_each = RowAssignment.assign_rows(torch.arange(8).unsqueeze(1), 8, 7)
-    first, second, third = (wire.spread_token_rows(x, one_each) for _ in range(3))
+    one_each = ExpertRowAssignment.assign_rows(torch.arange(8).unsqueeze(1), 8, 7)
+    first, second, third = (wire.scatter_token_rows(x, one_each) for _ in range(3))
     assert first.data_ptr() == third.data_ptr() != second.data_ptr()
     assert torch.equal(second[:7], x[:7])
 
@@ -136,4 +136,4 @@ def test_where_it_is_missing() -> None:
         mock.patch.object(symmetric_memory, "is_nvshmem_available", return_value=False),
         pytest.raises(ConfigError, match=r"parallel\.dispatch = nvshmem"),
     ):
-        allocate_tables(CommGroup("ep", (0, 1)), 8, 32, like)
+        allocate_symmetric_memory(CommGroup("ep", (0, 1)), 8, 32, like)

@@ -21,9 +21,9 @@ from mega_trainer.parallel.tensor_parallel import (
     SplitHeads,
     VocabParallelEmbedding,
     gather_sequence,
+    get_fused_heads_layout,
     local_sequence_slice,
     make_vocab_parameter,
-    split_fused_heads,
     vocab_rows_per_rank,
 )
 
@@ -146,7 +146,7 @@ def test_a_vocabulary_is_split_in_equal_rows_and_padding_is_in_no_piece(vocab: i
 def test_fused_heads_lie_block_after_block_and_a_head_on_as_many_ranks_as_there_are_more(tail: tuple[int, ...]) -> None:
     blocks = [SplitHeads("q", 8), SplitHeads("k", 4), SplitHeads("v", 2, 3)]
     for group in ranks_of(4):
-        shape, pieces = split_fused_heads(blocks, tail, group)
+        shape, pieces = get_fused_heads_layout(blocks, tail, group)
         assert shape == [6, *tail]
         assert [piece.name for piece in pieces] == ["q", "k", "v"]
         assert [piece.global_shape for piece in pieces] == [(8, *tail), (4, *tail), (6, *tail)]

@@ -7,28 +7,33 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mega_trainer.parallel.token_rows import RowAssignment, gather_token_rows, pick_row_values, sum_token_rows
+from mega_trainer.parallel.token_rows import (
+    ExpertRowAssignment,
+    gather_choice_values,
+    gather_token_rows,
+    sum_token_rows,
+)
 
 GROUPS = 3
 choices = st.lists(st.lists(st.integers(-1, GROUPS - 1), min_size=2, max_size=2), min_size=1, max_size=6)
 
 
 def test_rows_are_sorted_by_group_and_then_by_token() -> None:
-    slots = RowAssignment.assign_rows(torch.tensor([[3, 0], [-1, 3], [0, -1]]), 4, 6)
+    slots = ExpertRowAssignment.assign_rows(torch.tensor([[3, 0], [-1, 3], [0, -1]]), 4, 6)
     assert slots.choice.tolist() == [1, 4, 0, 3, -1, -1, -1]
     assert slots.row.tolist() == [[2, 0], [6, 3], [1, 6]]
     assert slots.ends.tolist() == [2, 2, 2, 4]
 
 
 def test_groups_begin_at_multiples_of_a_capacity() -> None:
-    slots = RowAssignment.assign_rows(torch.tensor([[3, 0], [0, 3], [0, -1]]), 4, 8, 2)
+    slots = ExpertRowAssignment.assign_rows(torch.tensor([[3, 0], [0, 3], [0, -1]]), 4, 8, 2)
     assert slots.choice.tolist() == [1, 2, -1, -1, -1, -1, 0, 3, -1]
     assert slots.row.tolist() == [[6, 0], [1, 7], [8, 8]]
     assert slots.dropped == 1
 
 
 def test_groups_have_room_of_their_own() -> None:
-    slots = RowAssignment.assign_rows(torch.tensor([[3, 0], [0, 3], [0, -1]]), 4, 6, torch.tensor([2, 0, 0, 1]))
+    slots = ExpertRowAssignment.assign_rows(torch.tensor([[3, 0], [0, 3], [0, -1]]), 4, 6, torch.tensor([2, 0, 0, 1]))
     assert slots.choice.tolist() == [1, 2, 0, -1, -1, -1, -1]
     assert slots.row.tolist() == [[2, 0], [1, 6], [6, 6]]
     assert slots.dropped == 2
@@ -41,7 +46,7 @@ def of_rows(chosen: list[list[int]], group: int) -> list[int]:
 @given(choices)
 def test_each_choice_gets_a_row_and_each_token_their_sum(chosen: list[list[int]]) -> None:
     table = torch.tensor(chosen)
-    slots = RowAssignment.assign_rows(table, GROUPS, table.numel())
+    slots = ExpertRowAssignment.assign_rows(table, GROUPS, table.numel())
     rows = [token for group in range(GROUPS) for token in of_rows(chosen, group)]
     x = torch.randn(len(chosen), 4, dtype=torch.float64)
     torch.testing.assert_close(gather_token_rows(x, slots)[: len(rows)], x[rows])
@@ -54,14 +59,14 @@ def test_each_choice_gets_a_row_and_each_token_their_sum(chosen: list[list[int]]
 @given(choices)
 def test_gradients(chosen: list[list[int]]) -> None:
     table = torch.tensor(chosen)
-    slots = RowAssignment.assign_rows(table, GROUPS, table.numel())
+    slots = ExpertRowAssignment.assign_rows(table, GROUPS, table.numel())
     x, weights = (torch.randn(len(chosen), width, dtype=torch.float64, requires_grad=True) for width in (3, 2))
     there = torch.zeros(slots.row_count + 1, 1, dtype=torch.float64)
     there[: int(slots.ends[-1])] = 1
 
     def round_trip(x: Tensor, weights: Tensor) -> Tensor:
         return sum_token_rows(
-            gather_token_rows(x, slots) * pick_row_values(weights, slots).unsqueeze(-1) * there, slots
+            gather_token_rows(x, slots) * gather_choice_values(weights, slots).unsqueeze(-1) * there, slots
         )
 
     assert torch.autograd.gradcheck(round_trip, (x, weights))

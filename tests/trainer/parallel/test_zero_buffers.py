@@ -14,7 +14,7 @@ from ranks import run_ranks
 from torch import nn
 
 from mega_ckpt.tensor_pieces import TensorPiece
-from mega_trainer.distributed.comm import CommGroup, CommLog, all_gather_into
+from mega_trainer.distributed.comm import CommGroup, CommTrafficCounter, all_gather_into
 from mega_trainer.distributed.process_groups import ProcessGroupCache
 from mega_trainer.parallel import zero_buffers
 from mega_trainer.parallel.gradient_buckets import SLICE_ELEMENTS, MicroBatchGradientBucket
@@ -42,7 +42,7 @@ class Toy(nn.Module):
         return sum((self.weights[index].sum() * x for index in chosen), torch.zeros(()))
 
 
-def world(log: CommLog | None = None) -> CommGroup:
+def world(log: CommTrafficCounter | None = None) -> CommGroup:
     size = dist.get_world_size()
     return CommGroup("dp", tuple(range(size)), dist.get_rank(), dist.group.WORLD, ordered=True, log=log)
 
@@ -126,7 +126,7 @@ def traffic() -> dict[str, Any]:
     """What passes in a step of three micro-batches, and how much of it has begun when the first layer's gradient comes."""
     out: dict[str, Any] = {}
     for name, sharing in SHARINGS.items():
-        log = CommLog()
+        log = CommTrafficCounter()
         toy = Toy(world(log))
         stage = flatten_parameters(toy, sharing)
         begun = []
@@ -143,7 +143,7 @@ def traffic() -> dict[str, Any]:
     return out
 
 
-def calls(log: CommLog) -> int:
+def calls(log: CommTrafficCounter) -> int:
     return sum(count for count, _ in log.counts.values())
 
 

@@ -16,8 +16,8 @@ from mega_trainer.pipeline.schedules import (
     _add_messages,
     bubble_formula,
     make_schedule,
-    peak_activations,
     peak_held_memory,
+    peak_in_flight_microbatches,
     simulate_schedule,
 )
 
@@ -194,11 +194,11 @@ def test_simulate_by_hand() -> None:
 
 
 def test_peak_activations_by_hand() -> None:
-    assert peak_activations(build_schedule(("gpipe", 4, 1, 8))) == [8, 8, 8, 8]
-    assert peak_activations(build_schedule(("1f1b", 4, 1, 8))) == [4, 3, 2, 1]
-    assert peak_activations(build_schedule(("1f1b", 4, 2, 8))) == [11, 9, 7, 5]
-    assert peak_activations(build_schedule(("zb-h1", 4, 1, 8))) == [4, 4, 4, 4]
-    assert peak_activations(build_schedule(("zbv", 4, 2, 8))) == [8, 8, 8, 8]
+    assert peak_in_flight_microbatches(build_schedule(("gpipe", 4, 1, 8))) == [8, 8, 8, 8]
+    assert peak_in_flight_microbatches(build_schedule(("1f1b", 4, 1, 8))) == [4, 3, 2, 1]
+    assert peak_in_flight_microbatches(build_schedule(("1f1b", 4, 2, 8))) == [11, 9, 7, 5]
+    assert peak_in_flight_microbatches(build_schedule(("zb-h1", 4, 1, 8))) == [4, 4, 4, 4]
+    assert peak_in_flight_microbatches(build_schedule(("zbv", 4, 2, 8))) == [8, 8, 8, 8]
 
 
 def test_what_is_put_off_is_held_until_the_weight_half() -> None:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from mega_trainer.plan.device_memory import add_device_memory, count_communicators
+from mega_trainer.plan.device_memory import add_non_tensor_memory, count_communicators
 from mega_trainer.plan.machine import load_machine
 from mega_trainer.plan.training_layout import TrainingLayout
 
@@ -22,10 +22,10 @@ def test_communicators_of_several_ranks_are_counted(run: TrainingLayout, count: 
 
 def test_what_a_gpu_holds_beside_tensors_is_part_of_the_sum() -> None:
     tensors = {"weights": 10**9, "activations": 10**10}
-    added = add_device_memory(TrainingLayout(4096, dp=8), tensors)
+    added = add_non_tensor_memory(TrainingLayout(4096, dp=8), tensors)
     assert list(added) == ["weights", "activations", "allocator", "communicators", "context"]
     assert added["allocator"] == pytest.approx(0.04 * 1.1e10)
-    assert add_device_memory(TrainingLayout(4096, device="cpu"), tensors) == tensors
+    assert add_non_tensor_memory(TrainingLayout(4096, device="cpu"), tensors) == tensors
 
 
 @pytest.mark.parametrize(("name", "gib"), [("h100", 79.1), ("b200", 178.4), ("a100-40", 39.4)])

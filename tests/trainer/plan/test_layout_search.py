@@ -11,7 +11,7 @@ from mega_common.errors import ConfigError
 from mega_common.model_presets import load_model_preset
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.plan.layout_candidates import generate_layout_candidates
-from mega_trainer.plan.layout_changes import find_faster_changes, find_fitting_changes
+from mega_trainer.plan.layout_changes import find_faster_layout_changes, find_fitting_layout_changes
 from mega_trainer.plan.layout_search import (
     find_best_layouts,
     layout_to_yaml,
@@ -103,7 +103,7 @@ def test_a_short_step_is_not_spent_on_a_pipeline() -> None:
 
 def test_a_change_that_gains_is_told_and_fits() -> None:
     slow = run(load_model_preset("llama3-8b"), 64, 8192, parallel={"tp": 8, "sp": True}, recompute={"kind": "full"})
-    told = find_faster_changes(slow, 8, H100)
+    told = find_faster_layout_changes(slow, 8, H100)
     assert told
     assert told[0].settings == {"recompute": {"kind": "none"}}
     apply_settings(slow, told[0].settings).check_world_size(8)
@@ -111,12 +111,12 @@ def test_a_change_that_gains_is_told_and_fits() -> None:
 
 def test_a_layout_that_does_not_fit_has_changes_that_fit() -> None:
     tight = run(load_model_preset("llama3-70b"), 128, 8192, parallel={"tp": 4, "sp": True, "pp": 4})
-    found = find_fitting_changes(tight, 32, H100)
+    found = find_fitting_layout_changes(tight, 32, H100)
     assert found
     assert all(layout.memory <= H100.usable_memory_bytes for layout in found)
     assert [layout.time.seconds for layout in found] == sorted(layout.time.seconds for layout in found)
     hopeless = run(load_model_preset("llama3-405b"), 8, 8192, parallel={"tp": 8, "sp": True})
-    assert find_fitting_changes(hopeless, 8, H100) == []
+    assert find_fitting_layout_changes(hopeless, 8, H100) == []
 
 
 def test_a_layouts_quick_time_does_not_depend_on_the_layout_that_it_is_derived_from() -> None:
@@ -124,7 +124,7 @@ def test_a_layouts_quick_time_does_not_depend_on_the_layout_that_it_is_derived_f
     base = make_planned_run(config, 1, H100)
     for chosen, shape in list(generate_layout_candidates(config, 16, H100))[::397]:
         planned = make_planned_run(apply_settings(config, {**chosen, "parallel.dp": None}), 16, H100)
-        quick = base.change_shape(shape).estimate_minimum_seconds()
+        quick = base.with_training_layout(shape).estimate_minimum_seconds()
         assert quick == pytest.approx(planned.estimate_minimum_seconds())
 
 

@@ -20,7 +20,7 @@ from mega_trainer.plan.memory_prediction import (
     predict_peak_memory,
     split_layers_into_stages,
 )
-from mega_trainer.plan.part_memory import PartMemory, count_model_parts
+from mega_trainer.plan.part_memory import PartMemory, count_model_part_memory
 from mega_trainer.plan.training_layout import TrainingLayout
 from mega_trainer.plan.zero3_memory import zero3_unit_layers
 from mega_trainer.run.build_components import build_stages
@@ -49,7 +49,7 @@ class Nobody(ProcessGroupCache):
 def layer(model: ModelConfig | dict[str, Any] = DENSE, **run: Any) -> PartMemory:
     """The first layer of a model, or of one that differs from `DENSE` by some fields."""
     model = model if isinstance(model, ModelConfig) else ModelConfig.parse({**SMALL, **model})
-    return count_model_parts(model, TrainingLayout(S, **run)).layers[0]
+    return count_model_part_memory(model, TrainingLayout(S, **run)).layers[0]
 
 
 def test_a_layer_keeps_what_its_backward_needs() -> None:
@@ -224,7 +224,7 @@ def test_a_peak_has_its_moment() -> None:
 
 def test_more_microbatches_than_a_pipeline_holds_change_what_they_are_fed_with_alone() -> None:
     few, many = (predict_peak_memory(DENSE, TrainingLayout(S, pp=2, microbatches=n)) for n in (64, 6400))
-    fed = 6336 * (S * 28 + count_model_parts(DENSE, TrainingLayout(S, pp=2)).context)
+    fed = 6336 * (S * 28 + count_model_part_memory(DENSE, TrainingLayout(S, pp=2)).context)
     assert [b.total_bytes - a.total_bytes for a, b in zip(few, many, strict=True)] == [fed, fed]
 
 
@@ -232,7 +232,7 @@ def test_more_microbatches_than_a_pipeline_holds_change_what_they_are_fed_with_a
 def test_a_backward_cut_in_two_holds_inputs_and_gradients_of_products_until_its_second_half(recompute: Any) -> None:
     """In a layer: the inputs of its four products, the gradients of their outputs, and those of its norms."""
     run = TrainingLayout(S, pp=4, microbatches=8, recompute=recompute, schedule="zb-h1")
-    part = count_model_parts(DENSE, run).layers[0]
+    part = count_model_part_memory(DENSE, run).layers[0]
     # input and gradient of qkv, of the output, of gate and up, of down; the stream's gradient is that of two
     assert S * 2 * (4 * D + 3 * D + 3 * F) <= part.deferred_wgrad <= S * 2 * (6 * D + 3 * D + 3 * F)
     whole, halves = predict_memory(DENSE, replace(run, schedule="1f1b")), predict_memory(DENSE, run)
@@ -240,7 +240,7 @@ def test_a_backward_cut_in_two_holds_inputs_and_gradients_of_products_until_its_
 
 
 def test_full_recompute_keeps_the_inputs_of_layers() -> None:
-    parts = count_model_parts(DENSE, TrainingLayout(S, recompute="full"))
+    parts = count_model_part_memory(DENSE, TrainingLayout(S, recompute="full"))
     assert parts.whole[0].kept == 2 * S * D
     assert parts.whole[0].backward > parts.layers[0].kept
     most = [
@@ -255,7 +255,7 @@ def test_selective_recomputation_frees_norms_and_activations() -> None:
     """Nearly half of a layer of Llama-3-8B, without a product computed twice."""
     tokens = 8192
     whole, selective, mlp = (
-        count_model_parts(LLAMA, TrainingLayout(tokens, recompute=kind, modules=modules)).layers[0].kept
+        count_model_part_memory(LLAMA, TrainingLayout(tokens, recompute=kind, modules=modules)).layers[0].kept
         for kind, modules in (("none", ("norm",)), ("selective", ("norm", "activation")), ("selective", ("mlp",)))
     )
     assert whole - selective == 2 * tokens * (2 * 4096 + 14_336)

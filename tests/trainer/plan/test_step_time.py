@@ -60,7 +60,7 @@ def test_a_layer_of_each_kind_takes_time_of_its_own_and_a_recurrence_less_the_lo
 def test_a_pipeline_is_its_own_schedule_simulated_whatever_the_number_of_microbatches() -> None:
     run = replace(RUN, pp=4, virtual_stages=2, dp=2, microbatches=37)
     planned = PlannedRun.from_settings(LLAMA, run, H100, HOPPER, TrainerProfile())
-    works = planned.compute_stage_work()
+    works = planned.predict_stage_seconds()
     passes = tuple(PassSeconds(*(sum(cost) for cost in zip(*work.values(), strict=True))) for work in works)
     message = planned.cost_model.interconnect.send_seconds(2 * 8192 * 4096, run.dp)
     schedule = make_schedule("1f1b", pp=4, microbatches=37, virtual_stages=2)

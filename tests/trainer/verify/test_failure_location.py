@@ -17,7 +17,7 @@ from trainer.verify.planted_bugs import (
 
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.verify.case_comparison import TOLERANCE
-from mega_trainer.verify.local_examination import examine_cases
+from mega_trainer.verify.local_examination import verify_layout_cases
 from mega_trainer.verify.tiny_model import TinyRun
 from mega_trainer.verify.verification import Verification, parse_layout
 
@@ -65,7 +65,9 @@ def test_a_planted_bug_is_named_with_its_layer(
 def test_ranks_that_raise_fail_their_layout_and_the_next_one_runs() -> None:
     tiny = TinyRun.from_run(RunConfig.parse({"model": DENSE, "data": {"train": ["none"], "seq_length": 32}}))
     cases = [parse_layout(tiny, "tp=2"), parse_layout(tiny, "dp=2 zero=1")]
-    found = {verdict.case.layout["tp"]: verdict for verdict in examine_cases(cases, context=error_of_the_tensor_ranks)}
+    found = {
+        verdict.case.layout["tp"]: verdict for verdict in verify_layout_cases(cases, context=error_of_the_tensor_ranks)
+    }
     assert "RuntimeError: shapes differ (in forward, " in found[2].failure
     assert found[2].largest_error == math.inf
     assert found[1].describe_errors(TOLERANCE) == ""

@@ -12,7 +12,7 @@ from mega_common.errors import ConfigError
 from mega_common.model_config import ModelConfig
 from mega_common.model_presets import load_model_preset
 from mega_trainer.config.run_config import RunConfig, load_run_config, resolve_run_config
-from mega_trainer.verify.tiny_model import TinyRun, shrink_count, shrink_model, shrink_shared
+from mega_trainer.verify.tiny_model import TinyRun, shrink_count, shrink_model, shrink_shared_head_count
 from mega_trainer.verify.verification import choose_layouts, parse_layout
 
 RECIPES = sorted(path for path in (Path(__file__).parents[3] / "recipes").glob("*-*.yaml"))
@@ -99,7 +99,7 @@ def test_counts_stay_odd_or_even(count: int, tiny: int) -> None:
     [(32, 32, 8, 8), (32, 1, 8, 1), (32, 8, 8, 2), (64, 4, 8, 2), (12, 4, 8, 2)],
 )
 def test_shared_heads_stay_all_one_or_some(heads: int, shared: int, tiny_heads: int, tiny: int) -> None:
-    assert shrink_shared(heads, shared, tiny_heads) == tiny
+    assert shrink_shared_head_count(heads, shared, tiny_heads) == tiny
 
 
 def test_layouts_are_legal_start_with_the_runs_own_and_are_read_back_from_their_text() -> None:

@@ -28,7 +28,7 @@ from mega_eval.server.request_schemas import RequestBody
 from mega_eval.server.request_validation import Many, TokenId, expect_union
 from mega_eval.text_embedding import TextEmbedder, check_pooling_modes
 from mega_trainer.model.decoder import Decoder
-from mega_trainer.parallel.lora_layers import AdapterSelection
+from mega_trainer.parallel.lora_layers import PerRowAdapterSelection
 
 BATCH_TOKENS = 2048  # tokens of one batch; the engine pauses while it is computed
 
@@ -69,7 +69,7 @@ class ServedEmbedder:
     """
 
     texts: TextEmbedder
-    adapters: AdapterSelection
+    adapters: PerRowAdapterSelection
     declared: bool
     width: int
 
@@ -104,7 +104,7 @@ class ServedEmbedder:
 
 
 def make_served_embedder(
-    folder: str, model: Decoder, tokenizer: Tokenizer, adapters: AdapterSelection
+    folder: str, model: Decoder, tokenizer: Tokenizer, adapters: PerRowAdapterSelection
 ) -> ServedEmbedder:
     """Return the embedder of a served model, for /v1/embeddings.
     It has the settings of the model's sentence-transformers folder; for other folders it takes the mean hidden state,

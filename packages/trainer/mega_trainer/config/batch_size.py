@@ -50,7 +50,7 @@ class BatchConfig(StrictConfig):
         description="batch sizes of the first steps, in order, instead of rampup; after the last stage a step has batch.global",
     )
 
-    def batch_size_at(self, consumed: int) -> int:
+    def batch_size_after_samples(self, consumed: int) -> int:
         """Return the global batch size, in samples, of the step that begins after `consumed` samples."""
         ramp = self.rampup
         if ramp is None or consumed > ramp.samples:
@@ -59,14 +59,16 @@ class BatchConfig(StrictConfig):
         grown = int(consumed / (ramp.samples / self._increments))
         return min(ramp.start + grown * ramp.increment, self.global_)
 
-    def growth_plateaus(self, consumed: int = 0) -> Iterator[tuple[int, int]]:
+    def iterate_rampup_sizes(self, consumed: int = 0) -> Iterator[tuple[int, int]]:
         """Yield (batch size, number of steps) for each global batch size smaller than the final one.
         The sizes come in order, from `consumed` samples on.
         """
         ramp = self.rampup
-        while ramp is not None and (size := self.batch_size_at(consumed)) < self.global_:
+        while ramp is not None and (size := self.batch_size_after_samples(consumed)) < self.global_:
             beyond = range(1, ramp.samples // size + 2)
-            steps = 1 + bisect_left(beyond, True, key=lambda n: self.batch_size_at(consumed + n * size) > size)
+            steps = 1 + bisect_left(
+                beyond, True, key=lambda n: self.batch_size_after_samples(consumed + n * size) > size
+            )
             yield size, steps
             consumed += steps * size
         for stage in self.stages:
@@ -79,7 +81,7 @@ class BatchConfig(StrictConfig):
         """Return the total of consumed samples after `steps` further optimizer steps.
         `samples` samples were consumed before them.
         """
-        for size, count in self.growth_plateaus(samples):
+        for size, count in self.iterate_rampup_sizes(samples):
             taken = min(count, steps)
             samples, steps = samples + taken * size, steps - taken
         return samples + steps * self.global_
@@ -87,7 +89,7 @@ class BatchConfig(StrictConfig):
     def steps_for_samples(self, samples: int) -> int:
         """Return the number of whole steps that `samples` samples suffice for: the inverse of `samples_after_steps`."""
         steps = 0
-        for size, count in self.growth_plateaus():
+        for size, count in self.iterate_rampup_sizes():
             taken = min(count, samples // size)
             samples, steps = samples - taken * size, steps + taken
             if taken < count:
@@ -96,7 +98,7 @@ class BatchConfig(StrictConfig):
 
     def problems(self) -> Iterator[ConfigProblem]:
         """Yield batch sizes that are not whole micro-batches, and a ramp-up that is not in whole increments."""
-        yield from self.find_uneven_sizes(self.micro, f"batch.micro = {self.micro}")
+        yield from self.find_divisibility_problems(self.micro, f"batch.micro = {self.micro}")
         yield from self._stage_problems()
         yield from self._rampup_problems(self.rampup) if self.rampup is not None else ()
 
@@ -134,7 +136,7 @@ class BatchConfig(StrictConfig):
                 yield ConfigProblem(f"{path}.size", rule, stage.size, f"set batch.{path}.size={self.global_}")
             before = stage.until
 
-    def find_uneven_sizes(self, unit: int, description: str) -> Iterator[ConfigProblem]:
+    def find_divisibility_problems(self, unit: int, description: str) -> Iterator[ConfigProblem]:
         """Yield a problem for each configured batch size that is not a multiple of `unit` samples.
         `description` says in the message where that number comes from.
         """

@@ -220,7 +220,7 @@ class ExtensionRegistry:
         """Return the extension that has the entry `name` of a kind, such as `mixers`."""
         return next(extension for extension in self.extensions if name in getattr(extension, kind))
 
-    def bind_blocks(self, model: ModelConfig) -> dict[str, Callable[[Any, int], Any]]:
+    def make_block_factories(self, model: ModelConfig) -> dict[str, Callable[[Any, int], Any]]:
         """Return functions `(build, layer) -> module` of the model's blocks of extensions, with their options bound."""
         return {
             name: _bind_options(self.entries(kind)[name], section.options)
@@ -366,7 +366,7 @@ def _import_file(reference: str) -> ModuleType:
     return sys.modules[name]
 
 
-def declare_blocks(model: Mapping[str, Any], registry: ExtensionRegistry) -> dict[str, Any]:
+def add_block_declarations(model: Mapping[str, Any], registry: ExtensionRegistry) -> dict[str, Any]:
     """Return the section `model` of run.yaml with the declaration of each block of an extension.
 
     The tensors are those of the module that the extension builds for one rank, without memory. A model whose other settings
@@ -436,7 +436,7 @@ def _declare_block(
     return BlockDeclaration(extension=extension.name, tensors=tensors, **facts)
 
 
-def find_name_problems(
+def find_extension_entry_problems(
     registry: ExtensionRegistry, kind: str, path: str, value: str, options: Mapping[str, Any], where: str
 ) -> Iterator[ConfigProblem]:
     """Yield the problems of a setting that names an entry of mega or of an extension, and of its options.
@@ -465,6 +465,6 @@ def find_name_problems(
 
 __all__ = [
     "EXTENSION_API", "Block", "BlockTraits", "Callback", "DataKind", "Extension", "ExtensionBlock", "ExtensionRegistry",
-    "NoOptions", "Objective", "Optimizer", "Schedule", "declare_blocks", "find_name_problems", "load_extensions",
+    "NoOptions", "Objective", "Optimizer", "Schedule", "add_block_declarations", "find_extension_entry_problems", "load_extensions",
     "load_model_extensions",
 ]  # fmt: skip

@@ -12,7 +12,7 @@ from pydantic import Field, NonNegativeInt
 from mega_common.errors import ConfigError
 from mega_common.model_config import ModelConfig
 from mega_common.strict_config import ConfigProblem, StrictConfig
-from mega_trainer.config.parallel_layout import tensor_split_widths
+from mega_trainer.config.parallel_layout import list_sharded_ffn_widths
 from mega_trainer.config.sections import ParallelConfig
 
 # Required divisor of GEMM sizes: of the kernels, or the side of a scaling block, so that no layout cuts one.
@@ -131,7 +131,7 @@ def _linear_widths(model: ModelConfig, parallel: ParallelConfig) -> Iterator[tup
         yield f"query heads x head_dim / tp {tp}", heads * model.query_key_head_dim
         yield f"mla.qk_nope_head_dim + v_head_dim, x heads / tp {tp}", heads * (mla.qk_nope_head_dim + mla.v_head_dim)
         yield f"mla.v_head_dim x heads / tp {tp}", heads * mla.v_head_dim
-    for width in tensor_split_widths(model):
+    for width in list_sharded_ffn_widths(model):
         yield f"ffn_hidden_size {width} / tp {tp}", width // tp
     if moe is not None:
         yield f"moe.ffn_hidden_size / expert_tp {parallel.expert_tp}", moe.ffn_hidden_size // parallel.expert_tp

@@ -142,8 +142,8 @@ class LRSchedule(StrictConfig):
             shape = "cosine" if self.name == "cosine" else "linear"
         return LearningRateCurve(
             self.name, shape, self.warmup_init, lr, self.min_lr, warmup, start, end, rise=self.warmup_shape,
-            rise_steps=warmup / batch.batch_size_at(0), delay=batch.samples_after_steps(self.warmup_delay_steps),
-            root=batch.samples_after_steps(self.timescale_steps) if self.timescale_steps else max(warmup, batch.batch_size_at(0)),
+            rise_steps=warmup / batch.batch_size_after_samples(0), delay=batch.samples_after_steps(self.warmup_delay_steps),
+            root=batch.samples_after_steps(self.timescale_steps) if self.timescale_steps else max(warmup, batch.batch_size_after_samples(0)),
             shift=warmup if self.timescale_steps else None,
         )  # fmt: skip
 

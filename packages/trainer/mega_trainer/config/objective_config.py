@@ -170,7 +170,7 @@ class ObjectiveConfig(StrictConfig):
     )
 
     @property
-    def effective_clip(self) -> tuple[float, float]:
+    def policy_clip_range(self) -> tuple[float, float]:
         """Clip range of the policy loss: `clip`, or the default of the loss variant if `clip` is not set."""
         return self.clip or VARIANTS[self.variant][0]
 
@@ -180,12 +180,12 @@ class ObjectiveConfig(StrictConfig):
         return self.normalization or VARIANTS[self.variant][1]
 
     @property
-    def is_pairwise(self) -> bool:
+    def uses_preference_pairs(self) -> bool:
         """True if the objective compares the chosen and the rejected answer of preference pairs."""
         return self.kind in ("dpo", "ipo", "kto", "simpo", "reward")
 
     @property
-    def needs_reference(self) -> bool:
+    def uses_reference_model(self) -> bool:
         """True if the objective compares the trained model with a frozen reference model."""
         return "reference" in USED.get(self.kind, ()) or self.kl > 0
 
@@ -223,10 +223,10 @@ class ObjectiveConfig(StrictConfig):
         These are the model, the data, the `train` section and the initial weights.
         """
         kinds = " and ".join(sorted(data.dataset_kinds))
-        if self.is_pairwise and data.dataset_kinds != {"pairs"}:
+        if self.uses_preference_pairs and data.dataset_kinds != {"pairs"}:
             rule = f"requires preference pairs (data.kind = pairs), found {kinds}"
             yield ConfigProblem("objective.kind", rule, self.kind, "set data.kind=pairs")
-        if not self.is_pairwise and "pairs" in data.dataset_kinds:
+        if not self.uses_preference_pairs and "pairs" in data.dataset_kinds:
             rule = f"requires an objective on preference pairs, found objective.kind = {self.kind}"
             pairwise = "reward" if model.score else "dpo" if init_from else "simpo"
             hint = f"set objective.kind={pairwise}, or give texts and set data.kind=text"
@@ -246,7 +246,7 @@ class ObjectiveConfig(StrictConfig):
         if self.kind != "reward" and model.score:
             hint = "set objective.kind=reward and data.kind=pairs, or set model.score=false"
             yield ConfigProblem("objective.kind", "is not supported with model.score = true", self.kind, hint)
-        if self.needs_reference and self.reference_model is None and init_from is None:
+        if self.uses_reference_model and self.reference_model is None and init_from is None:
             hint = "set objective.reference_model=FOLDER, or set init_from=FOLDER"
             yield ConfigProblem("objective.kind", "requires a reference model", self.kind, hint)
         yield from self._rollback_problems(train)

@@ -52,7 +52,7 @@ def can_split_model(model: ModelConfig, tp: int) -> bool:
     The tensor ranks must divide the attention (or recurrent) heads and the feed-forward width evenly.
     """
     counts = model.heads_by_mixer.values()
-    return all(width % tp == 0 for width in tensor_split_widths(model)) and all(
+    return all(width % tp == 0 for width in list_sharded_ffn_widths(model)) and all(
         heads % tp == 0 and (shared % tp == 0 or tp % shared == 0) for heads, shared in counts
     )
 
@@ -83,7 +83,7 @@ def max_head_count(model: ModelConfig) -> int:
     return max((heads for heads, _ in model.heads_by_mixer.values()), default=1)
 
 
-def tensor_split_widths(model: ModelConfig) -> set[int]:
+def list_sharded_ffn_widths(model: ModelConfig) -> set[int]:
     """Return the feed-forward widths that tensor ranks split: the width of dense layers and of shared experts."""
     shared = {model.moe.shared_ffn_hidden_size} if model.moe else set()
     dense = any(kind.feed_forward == "mlp" for kind in model.layer_kinds)
@@ -93,7 +93,7 @@ def tensor_split_widths(model: ModelConfig) -> set[int]:
 def tensor_degree_rule(model: ModelConfig) -> str:
     """Return the rule that a tensor-parallel degree of a model must follow, as text for an error message."""
     heads, shared = format_head_counts(model, 1)
-    widths = " and ".join(map(str, sorted(tensor_split_widths(model))))
+    widths = " and ".join(map(str, sorted(list_sharded_ffn_widths(model))))
     split = f"{heads} and the ffn_hidden_size {widths}" if widths else heads
     return f"must divide {split}, and divide or be a multiple of {shared}"
 

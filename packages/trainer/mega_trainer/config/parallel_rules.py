@@ -42,7 +42,7 @@ class ParallelRules:
     seq_length: int
     precision: str
 
-    def find_problems(self) -> Iterator[ConfigProblem]:
+    def find_parallel_degree_problems(self) -> Iterator[ConfigProblem]:
         """Yield degrees of parallelism that do not fit the model, whatever the number of ranks."""
         model, tp = self.model, self.parallel.tp
         if not can_split_model(model, tp):
@@ -78,7 +78,7 @@ class ParallelRules:
             hint = suggest_parallel_degree(key, shard, fitting) if fitting else f"remove {key}"
             yield ConfigProblem(key, f"must divide the {ranks} data ranks", shard, hint)
         unit = batch.micro * dp
-        for problem in batch.find_uneven_sizes(unit, f"batch.micro {batch.micro} x dp {dp} = {unit}"):
+        for problem in batch.find_divisibility_problems(unit, f"batch.micro {batch.micro} x dp {dp} = {unit}"):
             yield replace(problem, path=f"batch.{problem.path}")
 
     @property
@@ -261,7 +261,7 @@ class ParallelRules:
                 degrees |= {k: value for k, value in without_pipeline.items() if getattr(parallel, k) != value}
             degrees |= self._fit_expert_degrees(world_size // pp)
             changed = self.with_degrees(degrees)
-            if not [*changed.find_problems(), *changed.find_world_size_problems(world_size)]:
+            if not [*changed.find_parallel_degree_problems(), *changed.find_world_size_problems(world_size)]:
                 return _set_degrees(degrees) + (self._suggest_world_sizes(world_size) if more_memory else "")
         return "change batch.global or the number of ranks; no degrees fit"
 

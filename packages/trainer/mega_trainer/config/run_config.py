@@ -29,8 +29,8 @@ from mega_trainer.config.architecture_rules import find_architecture_problems
 from mega_trainer.config.batch_size import BatchConfig
 from mega_trainer.config.extensions import (
     ExtensionRegistry,
-    declare_blocks,
-    find_name_problems,
+    add_block_declarations,
+    find_extension_entry_problems,
     is_extension_path,
     load_extensions,
 )
@@ -117,7 +117,7 @@ class RunConfig(StrictConfig):
         return load_extensions(self.extensions)
 
     @property
-    def added_data_kinds(self) -> dict[str, Callable[..., Any]]:
+    def extension_sample_builders(self) -> dict[str, Callable[..., Any]]:
         """Builders of the samples of the extensions' kinds of data that the run has, by name, with their options bound."""
         entries, options = self.registry.entries("data_kinds"), self.data.options
         return {
@@ -191,7 +191,7 @@ class RunConfig(StrictConfig):
         )
 
     @property
-    def cached_fp8_layers(self) -> range:
+    def layers_with_cached_fp8_weights(self) -> range:
         """Indices of the layers whose FP8 weights are kept from one micro-batch of a step to the next.
         The range is empty without FP8.
         """
@@ -227,7 +227,7 @@ class RunConfig(StrictConfig):
         found = [value for pattern, value in self.optimizer.lr_factors.items() if fnmatchcase(name, pattern)]
         return found[-1] if found else 1.0
 
-    def is_due(self, step: int, every: int) -> bool:
+    def is_periodic_action_due(self, step: int, every: int) -> bool:
         """Return whether an action done every `every` steps and after the last step is due after `step`.
         `every` = 0 means that it is due only after the last step.
         """
@@ -278,7 +278,7 @@ class RunConfig(StrictConfig):
         )
         yield from train.find_run_problems(data)
         yield from self.checkpoint.find_run_problems(train.eval_every)
-        yield from self.parallel_rules.find_problems()
+        yield from self.parallel_rules.find_parallel_degree_problems()
         yield from find_zero_problems(parallel, lora)
         if self.precision == "fp8":
             yield from find_fp8_problems(self.fp8, model, parallel, data.seq_length, linear=self.kernels.linear)
@@ -299,7 +299,7 @@ class RunConfig(StrictConfig):
     def _extension_problems(self) -> Iterator[ConfigProblem]:
         """Yield settings that name an entry of no loaded extension, and options that the entry does not accept."""
         objective, optimizer, schedule, data = self.objective, self.optimizer, self.lr_schedule, self.data
-        find = partial(find_name_problems, self.registry)
+        find = partial(find_extension_entry_problems, self.registry)
         yield from find("objectives", "objective.kind", objective.kind, objective.options, "objective.options")
         yield from find("optimizers", "optimizer.name", optimizer.name, optimizer.options, "optimizer.options")
         yield from find("schedules", "lr_schedule.name", schedule.name, schedule.options, "lr_schedule.options")
@@ -409,7 +409,7 @@ def resolve_run_config(raw: Mapping[str, Any], *, base: Path = Path(), warn_unre
         if not given.endswith(".json"):
             out.setdefault("init_from", given)
     if isinstance(out.get("model"), Mapping):
-        out["model"] = declare_blocks(out["model"], registry)
+        out["model"] = add_block_declarations(out["model"], registry)
     if isinstance(raw.get("recompute"), str):
         out["recompute"] = {"kind": raw["recompute"]}
     if isinstance(out.get("model"), Mapping) and out["model"].get("encoder") and isinstance(out.get("data"), Mapping):

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from mega_trainer.distributed.comm import CommGroup, all_gather, reduce_scatter
-from mega_trainer.kernels.attention_masks import ALL, BandMask, MaskPart
+from mega_trainer.kernels.attention_masks import ALL, AttentionMaskBlock, BandMask
 
 ImageBlock = tuple[int, range]  # a row, and a range of its tokens with bidirectional attention
 
@@ -55,7 +55,7 @@ class BatchImages:
         positions = None if self.positions is None else self.positions[:, :, indices]
         return replace(self, rows=self.rows[:, indices], positions=positions)
 
-    def local_pixels(self, rank: int, ranks: int) -> Tensor:
+    def select_rank_images(self, rank: int, ranks: int) -> Tensor:
         """Return the images that one of the ranks which share the image encoding encodes.
         Rank `rank` of `ranks` ranks gets as many images as each other rank, padded with black images.
 
@@ -67,7 +67,7 @@ class BatchImages:
         return F.pad(own, (0, 0, 0, 0, 0, 0, 0, share - len(own)))
 
 
-def combined_group_rank(groups: Sequence[CommGroup]) -> tuple[int, int]:
+def get_combined_rank_and_size(groups: Sequence[CommGroup]) -> tuple[int, int]:
     """Return this rank's index in, and the size of, the product of several communication groups.
     The order is row-major: the last of the `groups` varies fastest.
     """
@@ -89,7 +89,7 @@ def find_image_blocks(images: np.ndarray, starts: np.ndarray | None = None) -> l
     return found
 
 
-def mask_later_in_block(blocks: Sequence[ImageBlock], queries: range, keys: range) -> list[MaskPart]:
+def make_image_block_masks(blocks: Sequence[ImageBlock], queries: range, keys: range) -> list[AttentionMaskBlock]:
     """Return attention masks that let each query attend to the later keys of its own image block.
     The blocks are bidirectional. Each mask is for a rectangle of queries and keys and applies also outside attention
     windows; `queries` must equal `keys` or all precede them.
@@ -103,7 +103,7 @@ def mask_later_in_block(blocks: Sequence[ImageBlock], queries: range, keys: rang
         if queries == keys:  # each token attends to the ones after it
             from_queries, to_keys, band = from_queries[:-1], to_keys[1:], BandMask(left=0)
         if from_queries and to_keys:
-            found.append(MaskPart(slice(row, row + 1), from_queries, to_keys, band))
+            found.append(AttentionMaskBlock(slice(row, row + 1), from_queries, to_keys, band))
     return found
 
 
@@ -120,7 +120,7 @@ def add_image_features(x: Tensor, features: Tensor, rows: Tensor) -> Tensor:
     return torch.where((rows < 0).unsqueeze(-1), x, x + features[rows.clamp(min=0)].to(x.dtype))
 
 
-def all_gather_features(features: Tensor, group: CommGroup, *, partial: bool) -> Tensor:
+def all_gather_image_features(features: Tensor, group: CommGroup, *, partial: bool) -> Tensor:
     """All-gather the image features that the ranks of a group encoded: [n/R, P, D] -> [n, P, D].
     R is the number of ranks of `group`, P the number of features per image, and n the number of images in all.
 

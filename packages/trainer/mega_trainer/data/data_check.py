@@ -129,7 +129,7 @@ def _first_new_token(config: RunConfig, source: WeightSource, tokenizer: Tokeniz
     if hashlib.sha256(content).hexdigest() == fingerprint:
         return None
     if tokenizer is not None:
-        old, new = read_token_ids(content), read_token_ids(tokenizer.path.read_bytes())
+        old, new = parse_tokenizer_vocab(content), parse_tokenizer_vocab(tokenizer.path.read_bytes())
         more = new.keys() - old.keys()
         first = max(old.values(), default=-1) + 1
         if new | old == new and all(new[token] >= first for token in more):
@@ -141,7 +141,7 @@ def _first_new_token(config: RunConfig, source: WeightSource, tokenizer: Tokeniz
     )
 
 
-def read_token_ids(content: bytes) -> dict[str, int]:
+def parse_tokenizer_vocab(content: bytes) -> dict[str, int]:
     """Return the id of each token, {token: id}, from the content of a HuggingFace `tokenizer.json`."""
     raw = parse_json_text(content)
     vocab = raw["model"].get("vocab") or {}
@@ -201,7 +201,7 @@ def check_datasets(config: RunConfig) -> list[DatasetUsage]:
         _check_pairs(config, prefix)
         if config.data.dataset_kinds & {"labels", "token_labels"}:  # labels are no tokens; batches are checked
             continue
-        largest = largest_sampled_token(IndexedReader(prefix))
+        largest = estimate_largest_token_id(IndexedReader(prefix))
         if largest >= config.model.vocab_size:
             raise DataError(
                 f"{prefix} must have tokens below model.vocab_size = {config.model.vocab_size}, found {largest}",
@@ -233,14 +233,14 @@ def _check_pairs(config: RunConfig, prefix: Path) -> None:
         DataError: naming the data set.
     """
     unpaired, kind = count_unpaired_answers(prefix), config.objective.kind
-    if unpaired and config.objective.is_pairwise and kind != "kto":
+    if unpaired and config.objective.uses_preference_pairs and kind != "kto":
         raise DataError(
             f"objective.kind = {kind} requires pairs of answers, found {unpaired} single answers in {prefix}",
             hint="set objective.kind=kto, or use records with chosen and rejected",
         )
 
 
-def largest_sampled_token(reader: IndexedReader) -> int:
+def estimate_largest_token_id(reader: IndexedReader) -> int:
     """Return the largest token id found in sample blocks spread over a data set, which is not read whole."""
     starts = np.linspace(0, max(reader.num_tokens - BLOCK, 0), BLOCKS).astype(np.int64)
     return max((int(reader.tokens[start : start + BLOCK].max(initial=0)) for start in starts), default=0)

@@ -40,7 +40,7 @@ class CompletedWork:
 
 
 @dataclass
-class CommLog:
+class CommTrafficCounter:
     """Traffic counter of the communication groups that share it.
     It maps (group, operation) to [calls, bytes sent or received by a rank].
 
@@ -79,7 +79,7 @@ class CommGroup:
     rank: int = 0
     process_group: dist.ProcessGroup | None = None
     ordered: bool = False
-    log: CommLog | None = None
+    log: CommTrafficCounter | None = None
 
     @property
     def size(self) -> int:

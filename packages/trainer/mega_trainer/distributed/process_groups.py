@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from mega_trainer.config.parallel_layout import ParallelLayout
 from mega_trainer.config.run_config import RunConfig
-from mega_trainer.distributed.comm import CommGroup, CommLog
+from mega_trainer.distributed.comm import CommGroup, CommTrafficCounter
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ def build_parallel_groups(
     shard: int | None = None,
     maker: ProcessGroupCache | None = None,
     ordered: bool = False,
-    log: CommLog | None = None,
+    log: CommTrafficCounter | None = None,
 ) -> ParallelGroups:
     """Return the communication groups of `rank` in the parallel layout.
     A collective call: all ranks of the layout must call it.

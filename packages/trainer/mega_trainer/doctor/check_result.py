@@ -41,7 +41,7 @@ class CheckResult:
         return cls(**fields)
 
 
-def judge_speed(part: str, name: str, value: float, expected: float | None, unit: str) -> CheckResult:
+def make_speed_check_result(part: str, name: str, value: float, expected: float | None, unit: str) -> CheckResult:
     """Return the result of a measured speed, which is ok from `SLOWEST` of the expected one on."""
     verdict: CheckVerdict = "no expectation"
     if expected is not None:
@@ -50,7 +50,7 @@ def judge_speed(part: str, name: str, value: float, expected: float | None, unit
     return CheckResult(part, name, verdict, f"{value:.3g} {unit}", wanted, value, unit)
 
 
-def judge_bound(part: str, name: str, value: float, bound: float, unit: str = "") -> CheckResult:
+def make_upper_bound_check_result(part: str, name: str, value: float, bound: float, unit: str = "") -> CheckResult:
     """Return the result of a measured error or time, which is ok up to `bound`; NaN is not."""
     words = f" {unit}" if unit else ""
     verdict: CheckVerdict = "ok" if value <= bound else "failed"

@@ -17,8 +17,8 @@ from mega_trainer.distributed.comm import (
     start_ring_transfer,
 )
 from mega_trainer.distributed.process_groups import build_parallel_groups
-from mega_trainer.doctor.check_result import CheckResult, judge_bound, judge_speed
-from mega_trainer.doctor.speed_checks import fastest_seconds
+from mega_trainer.doctor.check_result import CheckResult, make_speed_check_result, make_upper_bound_check_result
+from mega_trainer.doctor.speed_checks import time_fastest_call
 from mega_trainer.plan.machine import Interconnect, MachineSpec
 
 PART = "collectives"
@@ -46,7 +46,9 @@ def _check_sum(group: CommGroup, device: torch.device) -> CheckResult:
     value = torch.full((1 << 16,), float(dist.get_rank() + 1), device=device, dtype=torch.float64)
     all_reduce(value, group)
     wanted = float(sum(rank + 1 for rank in group.ranks))
-    return judge_bound(PART, f"sum in {group.name} of {group.size}", float((value - wanted).abs().max()), 0.0)
+    return make_upper_bound_check_result(
+        PART, f"sum in {group.name} of {group.size}", float((value - wanted).abs().max()), 0.0
+    )
 
 
 def _measure_group(
@@ -66,11 +68,13 @@ def _measure_group(
     }
     expected = {} if links is None else _expected_seconds(links, group.size, stride, 4 * count)
     for name, (call, moved) in calls.items():
-        seconds = _slowest_rank(fastest_seconds(call, device), device, world)
+        seconds = _slowest_rank(time_fastest_call(call, device), device, world)
         rate = moved / expected[name] / 1e9 if name in expected else None
-        yield judge_speed(PART, f"{name} in {group.name} of {group.size}", moved / seconds / 1e9, rate, "GB/s")
+        yield make_speed_check_result(
+            PART, f"{name} in {group.name} of {group.size}", moved / seconds / 1e9, rate, "GB/s"
+        )
     small = torch.zeros(1, device=device)
-    micros = 1e6 * _slowest_rank(fastest_seconds(lambda: all_reduce(small, group), device), device, world)
+    micros = 1e6 * _slowest_rank(time_fastest_call(lambda: all_reduce(small, group), device), device, world)
     name = f"latency in {group.name} of {group.size}"
     yield CheckResult(PART, name, "no expectation", f"{micros:.4g} us", value=micros, unit="us")
 

@@ -13,11 +13,11 @@ from torch import Tensor
 from mega_common.errors import ConfigError
 from mega_trainer.config.fp8_config import check_fp8_device
 from mega_trainer.config.run_config import RunConfig
-from mega_trainer.doctor.check_result import CheckResult, judge_bound
+from mega_trainer.doctor.check_result import CheckResult, make_upper_bound_check_result
 from mega_trainer.kernels import gemm_accumulation
 from mega_trainer.kernels.attention_masks import ALL, CAUSAL, AttentionMaskSpec, BandMask, PackedMask
 from mega_trainer.kernels.grouped_gemm import GroupedRows
-from mega_trainer.kernels.kernel_interface import Kernels, ScoreTransform
+from mega_trainer.kernels.kernel_interface import AttentionScoreTransform, Kernels
 from mega_trainer.kernels.leaf_compiler import LeafCompiler
 from mega_trainer.kernels.te_kernels import TeLinearKernels
 from mega_trainer.kernels.torch_kernels import TorchKernels, reference_attention
@@ -62,7 +62,7 @@ class KernelCheck:
         try:
             # a product of bf16 operands on a CPU is rounded to bf16 before it is added
             bound = self.bound if device.type == "cuda" else max(self.bound, BF16_BOUND)
-            return judge_bound("kernels", self.name, self.measure(device), bound)
+            return make_upper_bound_check_result("kernels", self.name, self.measure(device), bound)
         except ConfigError as error:
             return CheckResult("kernels", self.name, "skipped", error.message.splitlines()[-1].strip())
         except Exception as error:  # noqa: BLE001 - whatever a library raises, the other kernels are checked too
@@ -76,21 +76,25 @@ def iterate_kernel_checks() -> Iterator[KernelCheck]:
         for mask in MASKS:
             for transform in TRANSFORMS:
                 if name != "flex" or (transform and mask in ("causal", "documents and window")):  # each is compiled
-                    measure = partial(measure_attention, name, mask=mask, transform=transform)
+                    measure = partial(measure_attention_error, name, mask=mask, transform=transform)
                     yield KernelCheck(f"attention {name}, {mask}{transform}", BF16_BOUND, measure)
     for name in ("sdpa", "varlen", "flash", "te"):
-        yield KernelCheck(f"attention {name}, heads of 192 and 128", BF16_BOUND, partial(measure_uneven_heads, name))
+        yield KernelCheck(
+            f"attention {name}, heads of 192 and 128", BF16_BOUND, partial(measure_mla_attention_error, name)
+        )
     for name in ("varlen", "flash", "flex"):
-        yield KernelCheck(f"attention {name}, blocks of keys", BF16_BOUND, partial(measure_blocks, name))
+        yield KernelCheck(
+            f"attention {name}, blocks of keys", BF16_BOUND, partial(measure_blockwise_attention_error, name)
+        )
     for recipe in (None, *get_args(Recipe)):
         bound = BF16_BOUND if recipe is None else FP8_BOUND
-        yield KernelCheck(f"linear te, {recipe or 'bf16'}", bound, partial(measure_te_linear, recipe))
+        yield KernelCheck(f"linear te, {recipe or 'bf16'}", bound, partial(measure_te_linear_error, recipe))
     for counts in COUNTS:
         words = "+".join(map(str, counts))
         yield KernelCheck(f"grouped GEMM, {words} rows", BF16_BOUND, partial(measure_grouped_gemm_error, counts))
     for add in (False, True):
         words = "added to" if add else "written into"
-        yield KernelCheck(f"weight gradients {words} fp32", FP32_BOUND, partial(measure_gradients_into, add))
+        yield KernelCheck(f"weight gradients {words} fp32", FP32_BOUND, partial(measure_wgrad_accumulation_error, add))
 
 
 def make_kernels(device: torch.device, **asked: str) -> Kernels:
@@ -122,11 +126,11 @@ def largest_error(errors: Iterable[float]) -> float:
     return float(torch.tensor(list(errors), dtype=torch.float64).max())
 
 
-def measure_attention(
+def measure_attention_error(
     name: str, device: torch.device, *, mask: str = "causal", transform: str = "", head: int = 64, value: int = 64
 ) -> float:
     """Return the largest relative error of an attention kernel's output and gradients in bf16."""
-    kernels, how = make_kernels(device, attention=name), ScoreTransform(0.125, **TRANSFORMS[transform])
+    kernels, how = make_kernels(device, attention=name), AttentionScoreTransform(0.125, **TRANSFORMS[transform])
     given, shape = _attention_operands(device, head, value), MASKS[mask](device)
     dy = torch.randn(*given[0].shape[:3], value, device=device).bfloat16()
     found = []
@@ -137,14 +141,18 @@ def measure_attention(
     return largest_error(relative_error(mine, exact) for mine, exact in zip(*found, strict=True))
 
 
-def measure_uneven_heads(name: str, device: torch.device) -> float:
+def measure_mla_attention_error(name: str, device: torch.device) -> float:
     """Return the error of an attention kernel whose keys and values differ in size, as with latent attention (MLA)."""
-    return measure_attention(name, device, head=192, value=128)
+    return measure_attention_error(name, device, head=192, value=128)
 
 
-def measure_blocks(name: str, device: torch.device) -> float:
+def measure_blockwise_attention_error(name: str, device: torch.device) -> float:
     """Return the error of attention in two blocks of keys, as in context parallelism by a ring, and of its backward."""
-    kernels, how, (q, k, v) = make_kernels(device, attention=name), ScoreTransform(0.125), _attention_operands(device)
+    kernels, how, (q, k, v) = (
+        make_kernels(device, attention=name),
+        AttentionScoreTransform(0.125),
+        _attention_operands(device),
+    )
     halves = slice(0, 100), slice(100, TOKENS)
     made = [kernels.attend_block(q, k[:, half], v[:, half], ALL, how) for half in halves]
     lse = torch.logaddexp(made[0][1], made[1][1])
@@ -161,7 +169,7 @@ def measure_blocks(name: str, device: torch.device) -> float:
     return largest_error(relative_error(mine, wanted) for mine, wanted in pairs)
 
 
-def measure_te_linear(recipe: Recipe | None, device: torch.device) -> float:
+def measure_te_linear_error(recipe: Recipe | None, device: torch.device) -> float:
     """Return the largest relative difference of Transformer Engine's linear kernels to torch's.
     The kernels run with the FP8 `recipe`, or in bf16 if it is None.
     """
@@ -200,7 +208,7 @@ def measure_grouped_gemm_error(counts: list[int], device: torch.device) -> float
     return largest_error(relative_error(mine, exact) for mine, exact in zip(fused, alone, strict=True))
 
 
-def measure_gradients_into(add: bool, device: torch.device) -> float:
+def measure_wgrad_accumulation_error(add: bool, device: torch.device) -> float:
     """Return the error of weight and embedding gradients that are written into, or added to, fp32 buffers.
     The operands are bf16; the gradients may not be rounded to bf16 first.
     """

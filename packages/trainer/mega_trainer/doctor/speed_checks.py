@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch.nn import functional as F
 
-from mega_trainer.doctor.check_result import CheckResult, judge_speed
+from mega_trainer.doctor.check_result import CheckResult, make_speed_check_result
 from mega_trainer.plan.machine import MachineSpec
 
 REPEATS = 5  # of each measurement, of which the fastest counts
@@ -23,15 +23,15 @@ def measure_speeds(device: torch.device, machine: MachineSpec | None) -> Iterato
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     expected = {} if machine is None else _expected_speeds(machine)
     measured = {
-        f"GEMM, {str(dtype)[6:]}": (measure_gemm(device, dtype), expected.get("bf16"), "TFLOP/s"),
-        "attention, causal": (measure_attention_speed(device, dtype), expected.get("attention"), "TFLOP/s"),
-        "memory, copy": (measure_memory(device), expected.get("memory"), "GB/s"),
+        f"GEMM, {str(dtype)[6:]}": (measure_gemm_tflops(device, dtype), expected.get("bf16"), "TFLOP/s"),
+        "attention, causal": (measure_attention_tflops(device, dtype), expected.get("attention"), "TFLOP/s"),
+        "memory, copy": (measure_memory_bandwidth(device), expected.get("memory"), "GB/s"),
     }
     if device.type == "cuda":
-        measured["device to host, pinned"] = measure_host_copy(device), expected.get("host"), "GB/s"
+        measured["device to host, pinned"] = measure_host_copy_bandwidth(device), expected.get("host"), "GB/s"
     for name, (value, wanted, unit) in measured.items():
-        yield judge_speed(PART, name, value, wanted, unit)
-    micros = 1e6 * measure_launch(device)
+        yield make_speed_check_result(PART, name, value, wanted, unit)
+    micros = 1e6 * measure_kernel_launch_seconds(device)
     yield CheckResult(PART, "smallest kernel", "no expectation", f"{micros:.4g} us", value=micros, unit="us")
 
 
@@ -44,7 +44,7 @@ def _expected_speeds(machine: MachineSpec) -> dict[str, float]:
     }  # fmt: skip
 
 
-def fastest_seconds(call: Callable[[], object], device: torch.device, repeats: int = REPEATS) -> float:
+def time_fastest_call(call: Callable[[], object], device: torch.device, repeats: int = REPEATS) -> float:
     """Return the seconds of the fastest of some calls, after one that is not counted; the device is waited for."""
     call()
     times = []
@@ -65,37 +65,37 @@ def wait_for_device(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def measure_gemm(device: torch.device, dtype: torch.dtype) -> float:
+def measure_gemm_tflops(device: torch.device, dtype: torch.dtype) -> float:
     """Return the TFLOP/s of a large square GEMM."""
     size = GEMM_SIZE if device.type == "cuda" else GEMM_SIZE_CPU
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    return 2 * size**3 / fastest_seconds(lambda: a @ b, device) / 1e12
+    return 2 * size**3 / time_fastest_call(lambda: a @ b, device) / 1e12
 
 
-def measure_attention_speed(device: torch.device, dtype: torch.dtype) -> float:
+def measure_attention_tflops(device: torch.device, dtype: torch.dtype) -> float:
     """Return the TFLOP/s of causal attention, forward, with the unmasked part of the products counted."""
     tokens, heads = (TOKENS, HEADS) if device.type == "cuda" else (TOKENS_CPU, 8)
     q, k, v = (torch.randn(1, heads, tokens, HEAD_DIM, device=device, dtype=dtype) for _ in range(3))
     flops = 2 * 2 * heads * tokens * tokens * HEAD_DIM / 2
-    return flops / fastest_seconds(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True), device) / 1e12
+    return flops / time_fastest_call(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True), device) / 1e12
 
 
-def measure_memory(device: torch.device) -> float:
+def measure_memory_bandwidth(device: torch.device) -> float:
     """Return the GB/s of memory, reads and writes together, in a copy on the device."""
     size = COPY_BYTES if device.type == "cuda" else COPY_BYTES_CPU
     source = torch.ones(size, device=device, dtype=torch.uint8)
     target = torch.empty_like(source)
-    return 2 * size / fastest_seconds(lambda: target.copy_(source), device) / 1e9
+    return 2 * size / time_fastest_call(lambda: target.copy_(source), device) / 1e9
 
 
-def measure_host_copy(device: torch.device) -> float:
+def measure_host_copy_bandwidth(device: torch.device) -> float:
     """Return the GB/s of a copy from the device to pinned host memory."""
     source = torch.ones(COPY_BYTES, device=device, dtype=torch.uint8)
     target = torch.empty(COPY_BYTES, dtype=torch.uint8, pin_memory=True)
-    return COPY_BYTES / fastest_seconds(lambda: target.copy_(source, non_blocking=True), device) / 1e9
+    return COPY_BYTES / time_fastest_call(lambda: target.copy_(source, non_blocking=True), device) / 1e9
 
 
-def measure_launch(device: torch.device) -> float:
+def measure_kernel_launch_seconds(device: torch.device) -> float:
     """Return the seconds that a kernel of one element takes in a sequence of them."""
     one, count = torch.zeros(1, device=device), 200
 
@@ -103,4 +103,4 @@ def measure_launch(device: torch.device) -> float:
         for _ in range(count):
             one.add_(1.0)
 
-    return fastest_seconds(add_many, device) / count
+    return time_fastest_call(add_many, device) / count

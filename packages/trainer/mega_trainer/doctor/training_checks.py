@@ -24,13 +24,13 @@ from mega_common.progress_logging import format_number
 from mega_data.token_files.indexed_writer import IndexedWriter
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.distributed.process_groups import RankInfo
-from mega_trainer.doctor.check_result import CheckResult, judge_bound
+from mega_trainer.doctor.check_result import CheckResult, make_upper_bound_check_result
 from mega_trainer.plan.layout_search import make_planned_run
 from mega_trainer.plan.machine import MachineSpec
 from mega_trainer.plan.memory_advice import make_training_layout
 from mega_trainer.plan.memory_prediction import predict_memory
 from mega_trainer.run.training_run import run_training
-from mega_trainer.verify.case_comparison import TOLERANCE, join_findings, sweep_cases
+from mega_trainer.verify.case_comparison import TOLERANCE, compare_cases_with_one_process, merge_rank_findings
 from mega_trainer.verify.layout_case import LayoutCase
 
 PLAN_STEPS = 8
@@ -78,22 +78,28 @@ def list_parity_cases(ranks: int) -> dict[str, LayoutCase]:
     }
 
 
-def check_parity(device: torch.device, ranks: RankInfo) -> Iterator[CheckResult]:
+def check_layout_parity(device: torch.device, ranks: RankInfo) -> Iterator[CheckResult]:
     """Yield the largest relative difference between each layout and one process, in fp64.
 
     Losses, gradients, weights and optimizer state are compared.
     """
     cases = list_parity_cases(ranks.world_size)
-    for (name, case), found in zip(cases.items(), sweep_cases([*cases.values()], device=device), strict=True):
+    for (name, case), found in zip(
+        cases.items(), compare_cases_with_one_process([*cases.values()], device=device), strict=True
+    ):
         everyone = [found]
         if ranks.world_size > 1:
             everyone = [None] * ranks.world_size
             dist.all_gather_object(everyone, found)
         if ranks.rank == 0:
-            yield judge_bound("parity", name, join_findings(case, everyone).largest_error, TOLERANCE)
+            yield make_upper_bound_check_result(
+                "parity", name, merge_rank_findings(case, everyone).largest_error, TOLERANCE
+            )
 
 
-def check_plan(folder: Path, device: str, ranks: RankInfo, machine: MachineSpec | None) -> Iterator[CheckResult]:
+def check_plan_predictions(
+    folder: Path, device: str, ranks: RankInfo, machine: MachineSpec | None
+) -> Iterator[CheckResult]:
     """Yield step time and peak memory of rank 0 in short runs, against the prediction of `mega plan`."""
     gpu = device == "cuda"
     for name, (model, sequence) in (PLANNED_MODELS if gpu else PLANNED_MODELS_CPU).items():
@@ -166,7 +172,7 @@ def check_checkpoints(folder: Path, device: str, ranks: RankInfo) -> Iterator[Ch
         for name, taken in seconds.items():
             rate = 4 * count * ranks.world_size / taken / 1e9
             yield CheckResult("checkpoint", name, "no expectation", f"{rate:.3g} GB/s", value=rate, unit="GB/s")
-        yield judge_bound("checkpoint", "changed values", differing, 0.0)
+        yield make_upper_bound_check_result("checkpoint", "changed values", differing, 0.0)
 
 
 def _small_run(folder: Path, device: str, ranks: int, name: str, sections: Mapping[str, Any]) -> dict[str, Any]:

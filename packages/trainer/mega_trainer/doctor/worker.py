@@ -27,11 +27,11 @@ from mega_common.errors import MegaError, TrainingError
 from mega_common.progress_logging import configure_logging, logger
 from mega_trainer.distributed.device import select_rank_device
 from mega_trainer.distributed.process_groups import RankInfo
-from mega_trainer.doctor.check_result import CheckResult, judge_bound
+from mega_trainer.doctor.check_result import CheckResult, make_upper_bound_check_result
 from mega_trainer.doctor.collective_checks import measure_collectives
 from mega_trainer.doctor.kernel_checks import iterate_kernel_checks
 from mega_trainer.doctor.speed_checks import measure_speeds
-from mega_trainer.doctor.training_checks import check_checkpoints, check_parity, check_plan
+from mega_trainer.doctor.training_checks import check_checkpoints, check_layout_parity, check_plan_predictions
 from mega_trainer.launch.local_ranks import join_process_group, rank_from_environment, run_local_ranks
 from mega_trainer.plan.machine import load_machine
 
@@ -75,7 +75,7 @@ def main(arguments: Sequence[str]) -> int:
     parts, processes, folder = arguments[0].split(","), int(arguments[1]), Path(arguments[2])
     ranks, plan = rank_from_environment(os.environ), ExaminationPlan.read_plan(folder)
     if ranks is None and parts == ["failures"]:
-        results = chain.from_iterable(check_failure(kind, processes, folder) for kind in FAILURES)
+        results = chain.from_iterable(check_rank_failure(kind, processes, folder) for kind in FAILURES)
         _write_results(folder, "failures", results)
         return 0
     if ranks is None and processes > 1:
@@ -85,11 +85,11 @@ def main(arguments: Sequence[str]) -> int:
     logger.setLevel("WARNING")
     with join_process_group(ranks, plan.device, TIMEOUT_SECONDS):
         for part in parts:
-            _write_results(folder if ranks.rank == 0 else None, part, run_part(part, folder, plan, ranks))
+            _write_results(folder if ranks.rank == 0 else None, part, run_doctor_part(part, folder, plan, ranks))
     return 0
 
 
-def run_part(part: str, folder: Path, plan: ExaminationPlan, ranks: RankInfo) -> Iterator[CheckResult]:
+def run_doctor_part(part: str, folder: Path, plan: ExaminationPlan, ranks: RankInfo) -> Iterator[CheckResult]:
     """Yield the results of a part of the examination, on this rank."""
     place = select_rank_device(plan.device, ranks.local_rank)
     table = None if plan.machine is None else load_machine(plan.machine)
@@ -101,16 +101,16 @@ def run_part(part: str, folder: Path, plan: ExaminationPlan, ranks: RankInfo) ->
         case "collectives":
             yield from measure_collectives(place, table)
         case "plan":
-            yield from check_plan(folder, place.type, ranks, table)
+            yield from check_plan_predictions(folder, place.type, ranks, table)
         case "parity":
-            yield from check_parity(place, ranks)
+            yield from check_layout_parity(place, ranks)
         case "checkpoint":
             yield from check_checkpoints(folder, place.type, ranks)
         case _:
-            fail_on_purpose(part, folder, place)
+            run_failing_all_reduces(part, folder, place)
 
 
-def check_failure(kind: str, processes: int, folder: Path) -> Iterator[CheckResult]:
+def check_rank_failure(kind: str, processes: int, folder: Path) -> Iterator[CheckResult]:
     """Yield the results of a job of which one rank fails.
     They are the seconds until all ranks have ended, and whether the launcher's error names the rank and the cause.
     """
@@ -120,14 +120,14 @@ def check_failure(kind: str, processes: int, folder: Path) -> Iterator[CheckResu
     except TrainingError as error:
         message = str(error)
     seconds = time.time() - (folder / kind).stat().st_mtime
-    yield judge_bound("failures", f"a rank {kind}: all ranks end", seconds, END_SECONDS, "s")
+    yield make_upper_bound_check_result("failures", f"a rank {kind}: all ranks end", seconds, END_SECONDS, "s")
     words = f"rank {BAD_RANK}", FAILURES[kind]
     named = all(word in message for word in words)
     first = message.splitlines()[0]
     yield CheckResult("failures", f"a rank {kind}: error", "ok" if named else "failed", first, ", ".join(words))
 
 
-def fail_on_purpose(kind: str, folder: Path, device: torch.device) -> None:
+def run_failing_all_reduces(kind: str, folder: Path, device: torch.device) -> None:
     """Run all-reduces over all ranks without end, until rank `BAD_RANK` fails."""
     value = torch.zeros(1, device=device)
     dist.all_reduce(value)

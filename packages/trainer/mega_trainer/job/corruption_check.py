@@ -40,9 +40,9 @@ from mega_trainer.distributed.device import to_host
 from mega_trainer.optim.sharded_optimizer import ShardedOptimizer
 from mega_trainer.parallel.parameter_info import (
     get_local_values,
-    get_packed_weight,
     get_parameter_info,
-    non_trainable_buffers,
+    get_quantized_weight,
+    iterate_saved_buffers,
 )
 from mega_trainer.parallel.parameter_shards import replica_groups
 from mega_trainer.parallel.zero_buffers import FlatBufferStage
@@ -134,7 +134,7 @@ class CorruptionCheck:
         if every and step % every == 0 and self.executor.parallel_groups.dp.size > 1:
             self._compare_computation(step, batches())
 
-    def check_after_step(self, step: int, *, saves: bool) -> None:
+    def compare_replicas_after_step(self, step: int, *, saves: bool) -> None:
         """Compare the replicated weights and optimizer state of ranks bit by bit after a step.
         This is done if a check is due, or if the step `saves` a checkpoint. TrainingError if some differ.
 
@@ -160,7 +160,7 @@ class CorruptionCheck:
             ],
         )
 
-    def check_before_update(self, step: int) -> None:
+    def check_unchanged_before_update(self, step: int) -> None:
         """Check just before an update that no weight or optimizer state has changed since the previous update.
         The check needs hashes that were taken after the previous update. TrainingError if one has changed.
 
@@ -190,7 +190,7 @@ class CorruptionCheck:
         yield from self._replicated_state()
         groups = self.executor.parallel_groups
         for stage in self.executor.stages.values():
-            for values, pieces in non_trainable_buffers(stage):
+            for values, pieces in iterate_saved_buffers(stage):
                 yield (groups.tp, groups.cp, groups.dp), pieces[0].name, values
 
     def _replicated_weights(self) -> Iterator[HashedTensor]:
@@ -201,7 +201,7 @@ class CorruptionCheck:
                     groups = replica_groups(info, sharded=isinstance(parameter, DTensor))
                     name = "+".join(piece.name for piece in info.pieces)
                     yield groups, name, own
-                    if packed := get_packed_weight(parameter):
+                    if packed := get_quantized_weight(parameter):
                         yield groups, f"scales of {name}", packed.scales
 
     def _replicated_state(self) -> Iterator[HashedTensor]:

@@ -19,7 +19,7 @@ STATUS_NOTE = (
 PACKAGES = ("mega-trainer", "torch", "numpy", "triton", "transformer-engine", "flash-attn", "deep-ep")
 
 
-def library_settings(config: RunConfig) -> dict[str, str]:
+def get_library_environment(config: RunConfig) -> dict[str, str]:
     """Return the environment variables of torch, NCCL and other libraries that mega sets for the ranks of a run.
 
     - `PYTORCH_CUDA_ALLOC_CONF`: expandable segments, which avoid fragmentation.
@@ -39,10 +39,10 @@ def library_settings(config: RunConfig) -> dict[str, str]:
 
 def format_environment(config: RunConfig, environment: Mapping[str, str]) -> str:
     """Return one line of text with the environment variables that set the behavior of libraries.
-    It has the values in `environment` of the variables of `library_settings`, with a note where the user has set
+    It has the values in `environment` of the variables of `get_library_environment`, with a note where the user has set
     another value.
     """
-    chosen = library_settings(config)
+    chosen = get_library_environment(config)
     return ", ".join(
         f"{name}={environment.get(name, '(not set)')}" + ("" if environment.get(name) == value else f" (not {value})")
         for name, value in chosen.items()

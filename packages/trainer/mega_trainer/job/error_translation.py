@@ -13,7 +13,7 @@ import torch
 from mega_common.errors import MegaError, TrainingError
 from mega_common.progress_logging import format_number
 from mega_trainer.distributed.comm import connection_error_reason, is_lost_connection
-from mega_trainer.job.metrics_log import memory_in_use
+from mega_trainer.job.metrics_log import get_peak_allocated_bytes
 from mega_trainer.plan.memory_advice import PredictedMemoryNeeds
 
 OUT_OF_MEMORY = "out of memory"
@@ -101,7 +101,7 @@ def _format_sizes(kinds: Mapping[str, int]) -> str:
 
 
 def _memory_on_host() -> dict[str, int]:
-    return {"by this process": memory_in_use()}
+    return {"by this process": get_peak_allocated_bytes()}
 
 
 def _memory_on_device() -> dict[str, int]:

@@ -54,7 +54,7 @@ def open_trackers(config: RunConfig, start: int) -> Iterator[ExperimentTracker]:
         yield _open_prometheus(log.prometheus_port, log.prometheus_address)
 
 
-def persistent_run_id(path: Path, make: Callable[[], str] = lambda: uuid4().hex) -> str:
+def load_or_create_run_id(path: Path, make: Callable[[], str] = lambda: uuid4().hex) -> str:
     """Return the id of this run in the service of an experiment tracker.
     It is in the file `path`, created by `make` if missing, so that a resumed run continues as one run in the tracking
     service.
@@ -103,7 +103,7 @@ def _open_tensorboard(folder: Path, start: int) -> ExperimentTracker | None:
 
 def _open_wandb(project: str, config: RunConfig, folder: Path) -> ExperimentTracker:
     run = _import_tracker("wandb").init(
-        project=project, dir=str(folder), id=persistent_run_id(folder / "wandb-id"), resume="allow", config=_run_settings(config),
+        project=project, dir=str(folder), id=load_or_create_run_id(folder / "wandb-id"), resume="allow", config=_run_settings(config),
         allow_val_change=True,
     )  # fmt: skip
     return ExperimentTracker(lambda step, numbers: run.log(numbers, step=step), run.finish)
@@ -113,10 +113,10 @@ def _open_mlflow(experiment: str, config: RunConfig, folder: Path) -> Experiment
     mlflow, id_file = _import_tracker("mlflow"), folder / "mlflow-id"
     mlflow.set_experiment(experiment)
     if id_file.exists():
-        mlflow.start_run(run_id=persistent_run_id(id_file))
+        mlflow.start_run(run_id=load_or_create_run_id(id_file))
     else:
         run = mlflow.start_run(run_name=folder.resolve().name)
-        persistent_run_id(id_file, lambda: str(run.info.run_id))
+        load_or_create_run_id(id_file, lambda: str(run.info.run_id))
     mlflow.log_dict(_run_settings(config), "run.yaml")  # not as parameters, which cannot change at a resume
     return ExperimentTracker(
         lambda step, numbers: mlflow.log_metrics(_finite_numbers(numbers), step=step), mlflow.end_run
@@ -125,7 +125,9 @@ def _open_mlflow(experiment: str, config: RunConfig, folder: Path) -> Experiment
 
 def _open_trackio(project: str, config: RunConfig, folder: Path) -> ExperimentTracker:
     trackio = _import_tracker("trackio")
-    trackio.init(project, name=persistent_run_id(folder / "trackio-id"), config=_run_settings(config), resume="allow")
+    trackio.init(
+        project, name=load_or_create_run_id(folder / "trackio-id"), config=_run_settings(config), resume="allow"
+    )
     return ExperimentTracker(lambda step, numbers: trackio.log(_finite_numbers(numbers), step=step), trackio.finish)
 
 

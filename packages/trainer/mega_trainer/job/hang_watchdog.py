@@ -28,7 +28,7 @@ from mega_common.atomic_files import open_atomic_file
 from mega_common.progress_logging import logger
 from mega_trainer.job.error_log import RANKS, record_error
 from mega_trainer.job.rank_position import (
-    RankPosition,
+    RankCodePosition,
     StackLine,
     describe_wait,
     format_stack,
@@ -65,7 +65,7 @@ class RankHeartbeat(BaseModel):
     host: str
     pid: int
     step: int
-    at: RankPosition
+    at: RankCodePosition
     still: float
     written: float
     looks: dict[str, int] = {}
@@ -142,7 +142,7 @@ class HangWatchdog:
         self._thread = threading.Thread(target=self._watch_loop, name="watch", daemon=True)
         self._request = threading.Thread()
         # position of the main thread, and since when; an equal position in another step has moved
-        self._position, self._since = RankPosition(where="the start", phase=""), time.monotonic()
+        self._position, self._since = RankCodePosition(where="the start", phase=""), time.monotonic()
         self._at_step, self._lines = step(), tuple[StackLine, ...]()
         self._looks, self._slow, self._output = Counter[str](), frozenset[int](), output
         self._changes = HeartbeatChanges()

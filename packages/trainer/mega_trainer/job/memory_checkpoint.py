@@ -66,7 +66,7 @@ class CompleteStep:
 
 
 @dataclass(frozen=True)
-class MemoryCopy:
+class TrainingStateCopy:
     """Copy of this rank's training state after a step, in host memory.
 
     Attributes:
@@ -129,7 +129,7 @@ class MemoryCopyFolder:
 
     def read_boxes(self, rank: int, slot: int) -> dict[str, ShardedTensor]:
         """Return the tensor slices in the memory copy of `rank` in `slot`, as views of its mapped file."""
-        data, empty = self.map_copy_file(rank, slot), dict[str, ShardedTensor]()
+        data, empty = self.memory_map_copy_file(rank, slot), dict[str, ShardedTensor]()
         for key, shape, offset, size, dtype in json.loads(
             bytes(data[self.read_manifest(rank, slot)["room"] :].numpy())
         ):
@@ -140,7 +140,7 @@ class MemoryCopyFolder:
             copied[key].boxes.append(TensorBox(box.offset, values))
         return copied
 
-    def map_copy_file(self, rank: int, slot: int, size: int | None = None) -> Tensor:
+    def memory_map_copy_file(self, rank: int, slot: int, size: int | None = None) -> Tensor:
         """Memory-map the file of a rank's in-memory checkpoint copy as a uint8 tensor.
         The file belongs to `rank` and `slot`: a new file of `size` bytes, or without a size the existing one.
 
@@ -235,7 +235,7 @@ class MemoryCheckpoint:
         state = None if own is None else self._folder.read_manifest(own[2], self._folder.list_copies()[own])["state"]
         return CompleteStep(step, ranks, next(state for state in self._gather_objects(state) if state is not None))
 
-    def fetch_local_copy(self, complete_step: CompleteStep) -> MemoryCopy:
+    def fetch_local_copy(self, complete_step: CompleteStep) -> TrainingStateCopy:
         """Return this rank's memory copy of the training state of `complete_step`.
         The number of ranks of the run may not have changed since.
         """
@@ -247,7 +247,9 @@ class MemoryCheckpoint:
             rank: slot for (*key, rank), slot in copies.items() if key == [complete_step.step, complete_step.ranks]
         }
         slot = copies[complete_step.step, complete_step.ranks, self._world.rank]
-        return MemoryCopy(complete_step.step, complete_step.state, self._folder.map_copy_file(self._world.rank, slot))
+        return TrainingStateCopy(
+            complete_step.step, complete_step.state, self._folder.memory_map_copy_file(self._world.rank, slot)
+        )
 
     def checkpoint_shares(self, complete_step: CompleteStep) -> dict[str, ShardedTensor]:
         """Return the tensors that this rank contributes to a checkpoint made of memory copies.
@@ -277,13 +279,13 @@ class MemoryCheckpoint:
         group = self._world.process_group
         if self._world.rank == holder:
             slot = self._folder.list_copies()[copy]
-            data = self._folder.map_copy_file(rank, slot)
+            data = self._folder.memory_map_copy_file(rank, slot)
             dist.send_object_list([len(data), self._folder.read_manifest(rank, slot)], rank, group=group)
             dist.send(data, rank, group=group)
         elif self._world.rank == rank:
             received: list[Any] = [None, None]
             dist.recv_object_list(received, holder, group=group)
-            dist.recv(self._folder.map_copy_file(rank, 0, received[0]), holder, group=group)
+            dist.recv(self._folder.memory_map_copy_file(rank, 0, received[0]), holder, group=group)
             self._folder.write_manifest(rank, 0, received[1])
 
     def save_copies(self, step: int, tensors: Mapping[str, ShardedTensor], state: Mapping[str, Any]) -> None:
@@ -322,7 +324,7 @@ class MemoryCheckpoint:
         if mapped is None or len(mapped) != size:
             del mapped  # before the file changes its size
             self._pinned.discard((rank, slot))
-            mapped = self._folder.map_copy_file(rank, slot, size)
+            mapped = self._folder.memory_map_copy_file(rank, slot, size)
         self._folder.remove_manifest(rank, slot)
         self._buffers[rank, slot] = mapped
         return mapped

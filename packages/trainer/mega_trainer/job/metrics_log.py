@@ -41,7 +41,7 @@ SHOWN_SHARE = 0.01  # of a step: shorter phases are not on the screen
 
 
 @dataclass(frozen=True)
-class UtilizationModel:
+class MfuCalculator:
     """FLOPs of one token and peak FLOP/s of all devices, for the model FLOPs utilisation (MFU).
     The MFU has two definitions: by exact GEMM counts, and by the PaLM formula.
 
@@ -61,7 +61,7 @@ class UtilizationModel:
     peak_is_known: bool = True
 
     @classmethod
-    def for_run(cls, config: RunConfig, device: torch.device, dtype: torch.dtype, world_size: int) -> UtilizationModel:
+    def for_run(cls, config: RunConfig, device: torch.device, dtype: torch.dtype, world_size: int) -> MfuCalculator:
         """Return the model FLOPs utilisation (MFU) model for a run on `world_size` devices like `device`.
         The peak FLOP/s of a device without a known data sheet is measured.
         """
@@ -108,7 +108,7 @@ class MetricsLogger:
     """Logger of each step's metrics to the screen, metrics.jsonl and the experiment trackers; only rank 0 writes."""
 
     def __init__(
-        self, config: RunConfig, speed: UtilizationModel, start: int, consumed_samples: int, *, writes: bool
+        self, config: RunConfig, speed: MfuCalculator, start: int, consumed_samples: int, *, writes: bool
     ) -> None:
         self._config, self._speed, self._writes = config, speed, writes
         self._sinks: list[MetricsSink] = []
@@ -171,7 +171,7 @@ class MetricsLogger:
             "tokens": result.tokens,
             "mfu": (rate * self._speed.exact + seen) / self._speed.peak,
             "mfu_palm": (rate * self._speed.palm + seen) / self._speed.peak,
-            "memory_bytes": float(memory_in_use()),
+            "memory_bytes": float(get_peak_allocated_bytes()),
             "seconds_left": left,
             **{name: value for name, value in more.items() if value is not None},
             **{f"epochs/{name}": value for name, value in (epochs(consumed_samples) if epochs else {}).items()},
@@ -219,7 +219,7 @@ def _format_phases(n: Mapping[str, float]) -> str:
     return shown and f"{shown} %"
 
 
-def memory_in_use() -> int:
+def get_peak_allocated_bytes() -> int:
     """Return the peak bytes that torch has allocated on the GPU.
     Without a GPU, return the bytes of RAM that this process occupies.
     """
@@ -263,7 +263,7 @@ def _write_finite(stream: IO[str], numbers: dict[str, Any]) -> None:
     stream.flush()
 
 
-def compute_layer_norms(
+def compute_norms_by_layer(
     optimizer: ShardedOptimizer, model: ModelConfig, world: CommGroup, clip_factor: float
 ) -> dict[str, float]:
     """Return the gradient norm and weight norm of each layer as metrics, equal on all ranks.

@@ -35,7 +35,7 @@ TORCH_WAITS = {
 THREAD, LINE = re.compile(r"(?:Current thread|Thread) (0x[0-9a-f]+)"), re.compile(r'  File "(.*)", line (\d+) in (.*)')
 
 
-class RankPosition(BaseModel):
+class RankCodePosition(BaseModel):
     """Position of a rank: innermost line of mega's code, phase of the step, and the group that it waits for.
 
     Attributes:
@@ -86,7 +86,7 @@ def _memory_file() -> IO[bytes]:
     return open(os.memfd_create("stacks"), "w+b") if hasattr(os, "memfd_create") else tempfile.TemporaryFile()
 
 
-def main_thread_position(stacks: Mapping[int, Sequence[StackLine]], main: int, phase: str) -> RankPosition:
+def main_thread_position(stacks: Mapping[int, Sequence[StackLine]], main: int, phase: str) -> RankCodePosition:
     """Return the position of a rank's main thread in the step's phase, from the stacks of all threads.
     `main` is the thread; if another thread, such as autograd's, waits for ranks on its behalf, return the position of
     that thread.
@@ -103,7 +103,7 @@ def format_stack(lines: Sequence[StackLine]) -> list[str]:
     return [str(line) for line in reversed(lines[:DEEPEST])]
 
 
-def describe_wait(position: RankPosition) -> str:
+def describe_wait(position: RankCodePosition) -> str:
     """Return text that names the function in which a rank waits, and the group that it waits for.
     The group, whose ranks it waits for, is named if the host waits for a group.
     """
@@ -124,13 +124,13 @@ def read_flight_record() -> str | None:
     return None
 
 
-def _thread_position(lines: Sequence[StackLine], phase: str) -> RankPosition:
+def _thread_position(lines: Sequence[StackLine], phase: str) -> RankCodePosition:
     own = [line for line in lines if "/mega_" in line.file]
     if not own:
-        return RankPosition(where="code outside of mega", phase=phase)
+        return RankCodePosition(where="code outside of mega", phase=phase)
     position = next((line for line in own if not _is_wait_line(line)), own[0])
     waits = position.name if _short_path(own[0].file).startswith(WAITING) else _torch_wait(lines)
-    return RankPosition(where=str(position), phase=phase, waits=waits)
+    return RankCodePosition(where=str(position), phase=phase, waits=waits)
 
 
 def _torch_wait(lines: Sequence[StackLine]) -> str:

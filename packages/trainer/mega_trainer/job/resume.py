@@ -23,7 +23,7 @@ from mega_common.progress_logging import logger
 from mega_data.data_config import StreamPosition
 from mega_data.sampling.staged_blend import resume_data_config
 from mega_trainer.config.run_config import RunConfig, flatten_settings
-from mega_trainer.job.memory_checkpoint import MemoryCheckpoint, MemoryCopy
+from mega_trainer.job.memory_checkpoint import MemoryCheckpoint, TrainingStateCopy
 from mega_trainer.job.training_guard import SkippedRanges
 
 # Settings whose change alters the model.
@@ -180,7 +180,7 @@ def _absolute_path(path: Location) -> Location:
 
 def find_newer_memory_copy(
     config: RunConfig, checkpoint: Location | None, memory: MemoryCheckpoint | None
-) -> MemoryCopy | Location | None:
+) -> TrainingStateCopy | Location | None:
     """Return the start of a run from copies of its state in host memory that are newer than its checkpoint.
     It is this rank's copy if the number of ranks and the settings are equal, else a checkpoint written from the copies;
     None if no copy is newer than `checkpoint`.
@@ -213,9 +213,9 @@ def _has_saved_settings(config: RunConfig, state: Mapping[str, Any]) -> bool:
     return bool(settings == state["settings"])
 
 
-def read_saved_state(start: Location | MemoryCopy | None) -> Mapping[str, Any]:
+def read_saved_state(start: Location | TrainingStateCopy | None) -> Mapping[str, Any]:
     """Return the JSON state of the checkpoint or memory copy `start`; empty for None, a new run."""
-    if isinstance(start, MemoryCopy):
+    if isinstance(start, TrainingStateCopy):
         return start.state
     return {} if start is None else Checkpoint.open_folder(start).trainer_state
 
@@ -237,7 +237,7 @@ def inherit_data_order(config: RunConfig, saved: Mapping[str, Any]) -> RunConfig
     return config.model_copy(update={"data": data})
 
 
-def resolve_epochs(config: RunConfig, samples: float) -> RunConfig:
+def convert_epochs_to_steps(config: RunConfig, samples: float) -> RunConfig:
     """Return the configuration with `train.epochs` converted to steps, if set; one epoch has `samples` samples.
 
     Raises:

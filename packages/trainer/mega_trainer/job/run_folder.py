@@ -23,7 +23,7 @@ from mega_trainer.data.data_check import TOKENIZER_FILES, find_tokenizer_files, 
 from mega_trainer.distributed.comm import CommGroup, raise_on_all_ranks
 from mega_trainer.distributed.process_groups import RankInfo
 from mega_trainer.job.environment import describe_environment
-from mega_trainer.job.memory_checkpoint import MemoryCopy
+from mega_trainer.job.memory_checkpoint import TrainingStateCopy
 
 
 @contextlib.contextmanager
@@ -118,7 +118,7 @@ def record_run_start(config: RunConfig, ranks: RankInfo, step: int, start: objec
     """
     if ranks.rank:
         return
-    source = "nowhere" if start is None else "memory" if isinstance(start, MemoryCopy) else "disk"
+    source = "nowhere" if start is None else "memory" if isinstance(start, TrainingStateCopy) else "disk"
     durations = {"from": source, "process_seconds": process_age_seconds(), "state_seconds": state_seconds}
     layout = {"ranks": ranks.world_size, **config.parallel.model_dump(mode="json", exclude_defaults=True)}
     line = {"time": time.time(), "step": step, **durations, "layout": layout, **describe_environment()}

@@ -77,7 +77,7 @@ class SkippedRanges:
 
 
 @dataclass(frozen=True)
-class UnskippedSamples(LoadableDataset):
+class SampleSkippingDataset(LoadableDataset):
     """View of a data set without the skipped ranges of samples."""
 
     dataset: LoadableDataset

@@ -95,7 +95,7 @@ def materialize_dense_mask(mask: AttentionMaskSpec, shape: Sequence[int], keys: 
 
 
 @dataclass(frozen=True)
-class MaskPart:
+class AttentionMaskBlock:
     """Attention mask for a range of queries and a range of keys in some batch rows.
     The ranges are equal or do not overlap.
 
@@ -111,7 +111,7 @@ class MaskPart:
     mask: AttentionMaskSpec
 
 
-def rectangle_mask_part(rows: slice, queries: range, keys: range, band: BandMask) -> MaskPart | None:
+def rectangle_mask_part(rows: slice, queries: range, keys: range, band: BandMask) -> AttentionMaskBlock | None:
     """Return the attention mask for two ranges of queries and keys that do not overlap, or None.
     The mask is cut to the visible part of the band; None means that no query attends to a key.
 
@@ -124,7 +124,7 @@ def rectangle_mask_part(rows: slice, queries: range, keys: range, band: BandMask
         return None
     keys = range(max(keys.start, queries.start - left), min(keys.stop, queries.stop + right))
     ahead = queries.stop - keys.stop  # a `BandMask` aligns the last query with the last key
-    return MaskPart(
+    return AttentionMaskBlock(
         rows, queries, keys,
         BandMask(
             left=None if queries[-1] - keys.start <= left else left - ahead,

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from mega_trainer.kernels.attention_masks import AttentionMaskSpec, BandMask, PackedMask
 from mega_trainer.kernels.flash_attention import FlashAttentionCall, FlashKernel
 from mega_trainer.kernels.fused_elementwise import upcast_to_fp32
-from mega_trainer.kernels.kernel_interface import ScoreTransform
+from mega_trainer.kernels.kernel_interface import AttentionScoreTransform
 from mega_trainer.kernels.leaf_compiler import apply_autograd_function
 
 # Score elements per tile: on a CPU they should fit its cache, on a GPU be enough to fill it.
@@ -30,7 +30,7 @@ TILE_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 26}
 
 
 def blockwise_attention(
-    flash: FlashKernel, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMaskSpec, how: ScoreTransform
+    flash: FlashKernel, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMaskSpec, how: AttentionScoreTransform
 ) -> Tensor:
     """Compute attention over all keys as one block, by a flash-attention kernel or in tiles.
     Arguments and result are as in `Kernels.attention`; tiles are used where `flash` does not support the call.
@@ -50,7 +50,7 @@ class _Attention(Function):
         sinks: Tensor | None,
         bias: Tensor | None,
         mask: AttentionMaskSpec,
-        how: ScoreTransform,
+        how: AttentionScoreTransform,
         flash: FlashKernel,
     ) -> Tensor:
         y, lse = attend_block(flash, q, k, v, mask, how)
@@ -89,7 +89,7 @@ def attention_sinks_grad(sinks: Tensor, dy: Tensor, y: Tensor, lse: Tensor) -> T
 
 
 def attend_block(
-    flash: FlashKernel, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMaskSpec, how: ScoreTransform
+    flash: FlashKernel, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMaskSpec, how: AttentionScoreTransform
 ) -> tuple[Tensor, Tensor]:
     """Compute attention to one block of keys, by `flash` or in tiles."""
     if how.bias is None and flash.supports_call(q, v, mask, how):
@@ -115,7 +115,7 @@ def attend_block_backward(
     y: Tensor,
     lse: Tensor,
     mask: AttentionMaskSpec,
-    how: ScoreTransform,
+    how: AttentionScoreTransform,
     d_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v from one block of keys in block-by-block attention.
@@ -153,7 +153,7 @@ def _split_documents(mask: PackedMask, *tensors: Tensor) -> Iterator[tuple[Tenso
 
 
 def _attend_fused(
-    flash: FlashKernel, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMaskSpec, how: ScoreTransform
+    flash: FlashKernel, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMaskSpec, how: AttentionScoreTransform
 ) -> tuple[Tensor, Tensor]:
     (rows, queries), value = q.shape[:2], v.shape[-1]
     call = FlashAttentionCall.from_mask(mask, how, queries, k.shape[1])
@@ -173,7 +173,7 @@ def _attend_fused_backward(
     y: Tensor,
     lse: Tensor,
     mask: AttentionMaskSpec,
-    how: ScoreTransform,
+    how: AttentionScoreTransform,
 ) -> tuple[Tensor, Tensor, Tensor]:
     operands, call = (q, k, v), FlashAttentionCall.from_mask(mask, how, q.shape[1], k.shape[1])
     q, k, v, y, dy = _pad_heads(flash, q, k, v, y, dy)
@@ -212,14 +212,14 @@ def _iterate_tiles(q: Tensor, k: Tensor, band: BandMask) -> Iterator[tuple[slice
         )
 
 
-def _bias_indices(how: ScoreTransform, rows: slice, keys: slice, ahead: int) -> Tensor | None:
+def _bias_indices(how: AttentionScoreTransform, rows: slice, keys: slice, ahead: int) -> Tensor | None:
     """Return `RelativePositionBias.value_indices` of a tile, or None without a bias."""
     tile = range(rows.start, rows.stop), range(keys.start, keys.stop)
     return None if how.bias is None else how.bias.value_indices(*tile, ahead)
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, how: ScoreTransform, met: Tensor | None
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, how: AttentionScoreTransform, met: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     scores, _ = _compute_scores(q, k, mask, how, met)
     lse = scores.logsumexp(-1)
@@ -236,7 +236,7 @@ def _attend_backward(
     k: Tensor,
     v: Tensor,
     mask: Tensor | None,
-    how: ScoreTransform,
+    how: AttentionScoreTransform,
     met: Tensor | None,
     d_bias: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -258,7 +258,7 @@ def _attend_backward(
 
 
 def _compute_scores(
-    q: Tensor, k: Tensor, mask: Tensor | None, how: ScoreTransform, met: Tensor | None
+    q: Tensor, k: Tensor, mask: Tensor | None, how: AttentionScoreTransform, met: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """Return scores [B, H, S, T] in at least fp32, minus infinity where masked, and the soft cap's derivative or None."""
     product = (_group_heads(q, k.shape[2]) @ k.permute(0, 2, 3, 1)) * how.scale

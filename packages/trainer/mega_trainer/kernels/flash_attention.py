@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mega_trainer.kernels.attention_masks import ALL, CAUSAL, AttentionMaskSpec, BandMask, PackedMask
-from mega_trainer.kernels.kernel_interface import ScoreTransform
+from mega_trainer.kernels.kernel_interface import AttentionScoreTransform
 
 WIDEST_HEAD = 256
 _aten = torch.ops.aten
@@ -27,7 +27,7 @@ class FlashAttentionCall:
     """Arguments of a flash attention kernel other than its operands: scale, soft cap, mask and document bounds.
 
     Attributes:
-        scale, softcap: as in `ScoreTransform`.
+        scale, softcap: as in `AttentionScoreTransform`.
         band: band mask, of each document if there are documents.
         cu_seqlens: int32 [documents + 1], starts of the documents, and the end; the operands then are [N, heads, size].
         longest: most queries and most keys of one sequence or document.
@@ -40,7 +40,9 @@ class FlashAttentionCall:
     longest: tuple[int, int]
 
     @classmethod
-    def from_mask(cls, mask: AttentionMaskSpec, how: ScoreTransform, queries: int, keys: int) -> FlashAttentionCall:
+    def from_mask(
+        cls, mask: AttentionMaskSpec, how: AttentionScoreTransform, queries: int, keys: int
+    ) -> FlashAttentionCall:
         """Return the kernel arguments for attention of `queries` queries to `keys` keys under `mask`."""
         if isinstance(mask, PackedMask):
             return cls(how.scale, how.softcap, mask.band, mask.cu_seqlens, (max(mask.lengths),) * 2)
@@ -66,7 +68,7 @@ class FlashKernel(Protocol):
     Operands are [B, S, H, d], [B, T, K, d] and [B, T, K, e]; with documents [N, H, d], [N, K, d] and [N, K, e].
     """
 
-    def supports_call(self, q: Tensor, v: Tensor, mask: AttentionMaskSpec, how: ScoreTransform) -> bool:
+    def supports_call(self, q: Tensor, v: Tensor, mask: AttentionMaskSpec, how: AttentionScoreTransform) -> bool:
         """Return whether the kernel supports attention with given operands, mask and scores.
         Attention sinks are the caller's work.
         """
@@ -93,7 +95,7 @@ class TorchFlashKernel:
     On a CPU every precision is supported, but neither documents nor windows.
     """
 
-    def supports_call(self, q: Tensor, v: Tensor, mask: AttentionMaskSpec, how: ScoreTransform) -> bool:
+    def supports_call(self, q: Tensor, v: Tensor, mask: AttentionMaskSpec, how: AttentionScoreTransform) -> bool:
         """Return whether torch has a flash kernel for these operands."""
         if how.softcap is not None:
             return False
@@ -160,7 +162,7 @@ class FlashAttention2:
 
         self.library = flash_attn_interface
 
-    def supports_call(self, q: Tensor, v: Tensor, mask: AttentionMaskSpec, how: ScoreTransform) -> bool:
+    def supports_call(self, q: Tensor, v: Tensor, mask: AttentionMaskSpec, how: AttentionScoreTransform) -> bool:
         """Return whether flash-attn 2 supports these operands."""
         return fits_gpu_kernels(q, v)
 
@@ -219,7 +221,7 @@ class FlashAttention3:
 
         self.library = torch.ops.flash_attn_3
 
-    def supports_call(self, q: Tensor, v: Tensor, mask: AttentionMaskSpec, how: ScoreTransform) -> bool:
+    def supports_call(self, q: Tensor, v: Tensor, mask: AttentionMaskSpec, how: AttentionScoreTransform) -> bool:
         """Return whether flash-attn 3 supports these operands."""
         return fits_gpu_kernels(q, v)
 

@@ -16,8 +16,8 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_bloc
 
 from mega_trainer.kernels.attention_masks import AttentionMaskSpec, BandMask
 from mega_trainer.kernels.flash_attention import FlashAttentionCall
-from mega_trainer.kernels.kernel_interface import ScoreTransform
-from mega_trainer.kernels.leaf_compiler import compile_variant
+from mega_trainer.kernels.kernel_interface import AttentionScoreTransform
+from mega_trainer.kernels.leaf_compiler import compile_with_own_cache
 
 
 class FlexAttentionKernel:
@@ -28,12 +28,12 @@ class FlexAttentionKernel:
     """
 
     def __init__(self, *, compiled: bool = True) -> None:
-        self.compile: Callable[[Any], Any] = compile_variant if compiled else lambda function: function
+        self.compile: Callable[[Any], Any] = compile_with_own_cache if compiled else lambda function: function
         self.on_gpu = compiled
         self.variants: dict[tuple[object, ...], tuple[Callable[..., Any], Callable[..., Any]]] = {}
         self.mask = lru_cache(8)(self._make_mask)
 
-    def supports_call(self, q: Tensor, v: Tensor, mask: AttentionMaskSpec, how: ScoreTransform) -> bool:
+    def supports_call(self, q: Tensor, v: Tensor, mask: AttentionMaskSpec, how: AttentionScoreTransform) -> bool:
         """Return whether the operands are on the device that the kernel is for."""
         return q.is_cuda == self.on_gpu
 

@@ -65,7 +65,7 @@ class QuantizedMatrix(NamedTuple):
     kind: ScalingType
 
 
-class QuantizedPair(NamedTuple):
+class QuantizedWithTranspose(NamedTuple):
     """Matrix [.., M, K] in fp8 (`plain`), and its transpose [.., K, M] in fp8 (`turned`)."""
 
     plain: QuantizedMatrix
@@ -93,17 +93,21 @@ def quantize_leaf(x: Tensor, rows: int, columns: int, dtype: torch.dtype) -> tup
     return values.view(x.shape), scale[..., 0, :, 0]
 
 
-def quantize_pair(
+def quantize_with_transpose(
     x: Tensor, kind: ScalingType, dtype: torch.dtype = E4M3, leaves: LeafCompiler | None = None
-) -> QuantizedPair:
+) -> QuantizedWithTranspose:
     """Quantise a matrix [.., M, K] and its transpose to fp8, for GEMMs that sum over different axes.
     Each is quantised by `quantize_matrix`.
     """
-    values, scale, turned, turned_scale = (leaves or LeafCompiler())(quantize_pair_leaf, x, *BLOCKS[kind], dtype)
-    return QuantizedPair(QuantizedMatrix(values, scale, kind), QuantizedMatrix(turned, turned_scale, kind))
+    values, scale, turned, turned_scale = (leaves or LeafCompiler())(
+        quantize_with_transpose_leaf, x, *BLOCKS[kind], dtype
+    )
+    return QuantizedWithTranspose(QuantizedMatrix(values, scale, kind), QuantizedMatrix(turned, turned_scale, kind))
 
 
-def quantize_pair_leaf(x: Tensor, rows: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def quantize_with_transpose_leaf(
+    x: Tensor, rows: int, columns: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return fp8 values and scales of a matrix and of its transpose, in blocks of `rows` x `columns`.
     Each is quantised as by `quantize_leaf`; compiled, the matrix is read once for both.
 
@@ -190,7 +194,7 @@ class QuantizedGradient(NamedTuple):
     `forms` are the quantised forms of dY as [M, N]; `shape` [.., N] and `dtype` describe the unquantised dY.
     """
 
-    forms: QuantizedPair
+    forms: QuantizedWithTranspose
     shape: torch.Size
     dtype: torch.dtype
 
@@ -211,27 +215,27 @@ class Fp8Kernels(TorchKernels):
 
     def prepare_weight(self, weight: Tensor) -> GemmOperand:
         """Quantise a linear layer's weight to fp8."""
-        return quantize_pair(weight, KINDS[self.recipe][1], leaves=self.leaves)
+        return quantize_with_transpose(weight, KINDS[self.recipe][1], leaves=self.leaves)
 
     def prepare_grouped_weight(self, weight: Tensor) -> GemmOperand:
         """Quantise a stack of expert weights to fp8."""
-        return quantize_pair(weight, self._grouped_kinds[1], leaves=self.leaves)
+        return quantize_with_transpose(weight, self._grouped_kinds[1], leaves=self.leaves)
 
     def prepare_gradient(self, dy: Tensor) -> GemmOperand:
         """Quantise an output gradient dY to fp8."""
-        forms = quantize_pair(dy.flatten(0, -2), KINDS[self.recipe][0], self.gradients, self.leaves)
+        forms = quantize_with_transpose(dy.flatten(0, -2), KINDS[self.recipe][0], self.gradients, self.leaves)
         return QuantizedGradient(forms, dy.shape, dy.dtype)
 
     def linear_forward(self, x: Tensor, weight: GemmOperand, bias: Tensor | None = None) -> Tensor:
         """Return Y = X W^T + b, multiplied in fp8."""
-        w = weight.plain if isinstance(weight, QuantizedPair) else self._weight(weight)
+        w = weight.plain if isinstance(weight, QuantizedWithTranspose) else self._weight(weight)
         y = scaled_gemm(self._tokens(x.flatten(0, -2)), w, x.dtype, fast=True)
         y = y.view(*x.shape[:-1], -1)
         return y if bias is None else y + bias
 
     def linear_dgrad(self, dy: GemmOperand, weight: GemmOperand) -> Tensor:
         """Return the input gradient dX = dY W, multiplied in fp8."""
-        w = weight.turned if isinstance(weight, QuantizedPair) else self._weight(weight.t())
+        w = weight.turned if isinstance(weight, QuantizedWithTranspose) else self._weight(weight.t())
         dx = scaled_gemm(dy.forms.plain, w, dy.dtype)
         return dx.view(*dy.shape[:-1], -1)
 
@@ -252,13 +256,13 @@ class Fp8Kernels(TorchKernels):
         The tensorwise recipe uses rowwise scales here, which torch supports. The GEMM for dW stays in bf16: it sums over
         the rows of a group, whose number need not be a multiple of the block size.
         """
-        return self._grouped(x, weight.plain if isinstance(weight, QuantizedPair) else weight, rows)
+        return self._grouped(x, weight.plain if isinstance(weight, QuantizedWithTranspose) else weight, rows)
 
     def grouped_dgrad(self, dy: Tensor, weight: GemmOperand, rows: GroupedRows) -> Tensor:
         """Return the input gradient of a grouped GEMM, with dY in e4m3.
         This is the one format of torch's grouped GEMM.
         """
-        return self._grouped(dy, weight.turned if isinstance(weight, QuantizedPair) else weight.mT, rows)
+        return self._grouped(dy, weight.turned if isinstance(weight, QuantizedWithTranspose) else weight.mT, rows)
 
     def _grouped(self, x: Tensor, weight: Tensor | QuantizedMatrix, rows: GroupedRows) -> Tensor:
         kind, fixed = self._grouped_kinds

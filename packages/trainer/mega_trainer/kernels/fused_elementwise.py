@@ -272,7 +272,7 @@ def apply_rotary(
         and 2 * rotation.cos.shape[-1] == x.shape[-1]
     ):
         # fewer operations: for few tokens, launching an operation takes longer than running it
-        cos, sin = rotation.duplicated_halves
+        cos, sin = rotation.duplicated_cos_sin
         moving, fixed = torch.tensor_split(x, [sum(heads[:turning])], -2)
         rotated = torch.addcmul(moving * cos, moving.roll(x.shape[-1] // 2, -1), sin)
         kept = [fixed] if turning + 1 == len(heads) else fixed.split_with_sizes(list(heads[turning:]), -2)

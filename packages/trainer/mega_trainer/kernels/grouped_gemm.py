@@ -58,7 +58,7 @@ def grouped_gemm(x: Tensor, weight: Tensor, rows: GroupedRows) -> Tensor:
     return y
 
 
-def grouped_outer_gemm(
+def grouped_wgrad_gemm(
     y: Tensor, x: Tensor, rows: GroupedRows, out: Tensor | None = None, *, add: bool = False
 ) -> Tensor:
     """Return the weight gradient of a grouped GEMM, y^T x over each group's rows.

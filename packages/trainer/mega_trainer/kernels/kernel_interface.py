@@ -51,7 +51,7 @@ class RelativePositionBias:
 
 
 @dataclass(frozen=True)
-class ScoreTransform:
+class AttentionScoreTransform:
     """Transform of attention scores, the dot products of queries and keys, before the softmax.
 
     Attributes:
@@ -72,13 +72,17 @@ class ScoreTransform:
         return any(each is not None for each in (self.softcap, self.sinks, self.bias))
 
 
-class FullAttentionKernel(Protocol):
+class WholeSequenceAttentionKernel(Protocol):
     """Differentiable attention kernel for whole sequences, for the calls that it supports."""
 
-    def supports_call(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMaskSpec, how: ScoreTransform) -> bool:
+    def supports_call(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMaskSpec, how: AttentionScoreTransform
+    ) -> bool:
         """Return whether the kernel supports attention with these operands, mask and scores."""
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMaskSpec, how: ScoreTransform) -> Tensor:
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMaskSpec, how: AttentionScoreTransform
+    ) -> Tensor:
         """Compute attention, differentiable, with the arguments of `Kernels.attention`."""
 
 
@@ -91,7 +95,7 @@ class RotaryAngles:
     interleaved: bool = False
 
     @cached_property
-    def duplicated_halves(self) -> tuple[Tensor, Tensor]:
+    def duplicated_cos_sin(self) -> tuple[Tensor, Tensor]:
         """Cosine and sine of the rotary angles for the r rotated elements, as two tensors [B or 1, S, 1, r].
         The sine is negated for the first half; both are repeated for both halves of the r elements.
         """
@@ -167,7 +171,7 @@ class Kernels(Protocol):
         """
 
     def attention(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | AttentionMaskSpec, how: ScoreTransform
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | AttentionMaskSpec, how: AttentionScoreTransform
     ) -> Tensor:
         """Compute scaled dot-product attention with grouped queries (GQA).
         The mask is `mask`; scores are transformed by `how`.
@@ -183,7 +187,7 @@ class Kernels(Protocol):
         """
 
     def attend_block(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMaskSpec, how: ScoreTransform
+        self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMaskSpec, how: AttentionScoreTransform
     ) -> tuple[Tensor, Tensor]:
         """Compute attention to some of the keys and the log-sum-exp of the scores.
         The caller merges the blocks and applies attention sinks.
@@ -201,7 +205,7 @@ class Kernels(Protocol):
         y: Tensor,
         lse: Tensor,
         mask: AttentionMaskSpec,
-        how: ScoreTransform,
+        how: AttentionScoreTransform,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the part of the gradients (dq, dk, dv) that comes from one block of keys, each shaped as its operand.
 

@@ -40,14 +40,14 @@ class LeafCompiler:
             return leaf(*args, **kwargs)
         variant = (leaf, *map(_argument_variant, args), *map(_argument_variant, kwargs.values()))
         if variant not in self._compiled_leaves:
-            self._compiled_leaves[variant] = compile_variant(leaf)
+            self._compiled_leaves[variant] = compile_with_own_cache(leaf)
         # detached, so that arguments that require a gradient, or are parameters, do not cause recompilation
         plain = [arg.detach() if isinstance(arg, Tensor) else arg for arg in args]
         result: R = self._compiled_leaves[variant](*plain, **kwargs)
         return result
 
 
-def compile_variant(function: Callable[P, R]) -> Callable[P, R]:
+def compile_with_own_cache(function: Callable[P, R]) -> Callable[P, R]:
     """Return a function compiled by torch.compile, with compilations and a limit of its own.
 
     By default torch keeps eight compilations of a function for all its callers, and beyond them runs it uncompiled for the

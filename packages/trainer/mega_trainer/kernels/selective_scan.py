@@ -22,7 +22,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from mega_trainer.kernels.leaf_compiler import apply_autograd_function
-from mega_trainer.kernels.sequence_chunks import SequenceChunks, mask_tokens
+from mega_trainer.kernels.sequence_chunks import SequenceChunks, zero_tokens_outside_mask
 
 # Maps M [B, n, H] and Z [B, n, H, P, N] of the chunks to the state before each chunk [B, n, H, P, N].
 ScanPass = Callable[[Tensor, Tensor], Tensor]
@@ -59,11 +59,11 @@ def selective_scan(steps: ScanInputs, chunks: SequenceChunks, pass_states: ScanP
     last = (
         None if chunks.same_document_mask is None else chunks.same_document_mask[:, :, -1]
     )  # tokens of the chunk's last document
-    kept = _by_group(mask_tokens((total[:, :, -1:] - total).exp(), last), groups)
+    kept = _by_group(zero_tokens_outside_mask((total[:, :, -1:] - total).exp(), last), groups)
     added = (x * kept.unsqueeze(-1)).mT @ b.unsqueeze(3)
     carried = None if chunks.started_before is None else chunks.started_before[:, :, -1]
-    before = pass_states(mask_tokens(total[:, :, -1].exp(), carried), added.flatten(2, 3)).view_as(added)
-    reach = _by_group(mask_tokens(total.exp(), chunks.started_before), groups)
+    before = pass_states(zero_tokens_outside_mask(total[:, :, -1].exp(), carried), added.flatten(2, 3)).view_as(added)
+    reach = _by_group(zero_tokens_outside_mask(total.exp(), chunks.started_before), groups)
     y = inside + (c.unsqueeze(3) @ before.mT) * reach.unsqueeze(-1)
     return chunks.join_chunks(y.flatten(2, 3).movedim(2, 3), steps.x.shape[1])
 

@@ -72,6 +72,6 @@ class SequenceChunks:
         return None if self.chunk_document_starts is None else self.chunk_document_starts < 0
 
 
-def mask_tokens(x: Tensor, mask: Tensor | None) -> Tensor:
+def zero_tokens_outside_mask(x: Tensor, mask: Tensor | None) -> Tensor:
     """Return x [.., H] where `mask` [..] is true and zero elsewhere; x itself if `mask` is None."""
     return x if mask is None else x * mask.unsqueeze(-1)

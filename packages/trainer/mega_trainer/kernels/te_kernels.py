@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mega_trainer.kernels.attention_masks import AttentionMaskSpec, PackedMask
 from mega_trainer.kernels.flash_attention import FlashKernel, fits_gpu_kernels
-from mega_trainer.kernels.kernel_interface import FullAttentionKernel, GemmOperand, ScoreTransform
+from mega_trainer.kernels.kernel_interface import AttentionScoreTransform, GemmOperand, WholeSequenceAttentionKernel
 from mega_trainer.kernels.leaf_compiler import LeafCompiler
 from mega_trainer.kernels.recurrent_libraries import RecurrentLibraries
 from mega_trainer.kernels.torch_kernels import TorchKernels
@@ -36,7 +36,7 @@ class TeLinearKernels(TorchKernels):
         self,
         leaves: LeafCompiler | None = None,
         flash: FlashKernel | None = None,
-        whole: FullAttentionKernel | None = None,
+        whole: WholeSequenceAttentionKernel | None = None,
         recurrent: RecurrentLibraries | None = None,
         *,
         recipe: str | None = None,
@@ -127,7 +127,7 @@ def _matrix(quantizer: Any, x: Tensor, **usage: bool) -> Any:
 
 
 class TeAttention:
-    """`FullAttentionKernel` by Transformer Engine's DotProductAttention, one module cached per shape."""
+    """`WholeSequenceAttentionKernel` by Transformer Engine's DotProductAttention, one module cached per shape."""
 
     def __init__(self) -> None:
         import transformer_engine.pytorch as te
@@ -135,14 +135,18 @@ class TeAttention:
         self.library = te
         self.modules: dict[tuple[object, ...], Any] = {}
 
-    def supports_call(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMaskSpec, how: ScoreTransform) -> bool:
+    def supports_call(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMaskSpec, how: AttentionScoreTransform
+    ) -> bool:
         """Return whether Transformer Engine supports attention with these operands.
-        See `FullAttentionKernel.supports_call`.
+        See `WholeSequenceAttentionKernel.supports_call`.
         """
         band = mask.band if isinstance(mask, PackedMask) else mask
         return fits_gpu_kernels(q, v) and band.right == 0 and q.shape[1] == k.shape[1] and not how.has_unfused_terms
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMaskSpec, how: ScoreTransform) -> Tensor:
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMaskSpec, how: AttentionScoreTransform
+    ) -> Tensor:
         """Compute attention by Transformer Engine, with the arguments of `Kernels.attention`."""
         band = mask.band if isinstance(mask, PackedMask) else mask
         documents = isinstance(mask, PackedMask)

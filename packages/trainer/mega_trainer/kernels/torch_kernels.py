@@ -21,7 +21,12 @@ from mega_trainer.kernels.flash_attention import FlashKernel, TorchFlashKernel
 from mega_trainer.kernels.fused_elementwise import upcast_to_fp32
 from mega_trainer.kernels.gated_delta_rule import DeltaRuleInputs, gated_delta_rule
 from mega_trainer.kernels.grouped_gemm import GroupedRows
-from mega_trainer.kernels.kernel_interface import FullAttentionKernel, GemmOperand, RotaryAngles, ScoreTransform
+from mega_trainer.kernels.kernel_interface import (
+    AttentionScoreTransform,
+    GemmOperand,
+    RotaryAngles,
+    WholeSequenceAttentionKernel,
+)
 from mega_trainer.kernels.leaf_compiler import LeafCompiler
 from mega_trainer.kernels.recurrent_libraries import RecurrentLibraries
 from mega_trainer.kernels.selective_scan import ScanInputs, selective_scan
@@ -44,7 +49,7 @@ class TorchKernels:
         self,
         leaves: LeafCompiler | None = None,
         flash: FlashKernel | None = None,
-        whole: FullAttentionKernel | None = None,
+        whole: WholeSequenceAttentionKernel | None = None,
         recurrent: RecurrentLibraries | None = None,
     ) -> None:
         self.recurrent = recurrent or RecurrentLibraries()
@@ -88,7 +93,7 @@ class TorchKernels:
         self, dy: Tensor, x: Tensor, rows: GroupedRows, out: Tensor | None = None, *, add: bool = False
     ) -> Tensor:
         """Return the weight gradient of `grouped_linear`."""
-        return grouped_gemm.grouped_outer_gemm(dy, x, rows, out, add=add)
+        return grouped_gemm.grouped_wgrad_gemm(dy, x, rows, out, add=add)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, zero_centered: bool = False) -> Tensor:
         """Return the RMSNorm of x."""
@@ -110,7 +115,7 @@ class TorchKernels:
         return F.layer_norm(x, (x.shape[-1],), weight, bias, eps)
 
     def attention(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | AttentionMaskSpec, how: ScoreTransform
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | AttentionMaskSpec, how: AttentionScoreTransform
     ) -> Tensor:
         """Compute scaled dot-product attention by the whole-sequence kernel, else block by block.
         The whole-sequence kernel is used if it supports the call; see `Kernels.attention`.
@@ -133,7 +138,7 @@ class TorchKernels:
         return torch.cat(list(map(attend, torch.split(rows, 1), keys, values))).flatten(1, 2)
 
     def attend_block(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMaskSpec, how: ScoreTransform
+        self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMaskSpec, how: AttentionScoreTransform
     ) -> tuple[Tensor, Tensor]:
         """Compute attention to one block of keys."""
         return blockwise_attention.attend_block(self.flash, q, k, v, mask, how)
@@ -147,7 +152,7 @@ class TorchKernels:
         y: Tensor,
         lse: Tensor,
         mask: AttentionMaskSpec,
-        how: ScoreTransform,
+        how: AttentionScoreTransform,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients of q, k and v from one block of keys."""
         return blockwise_attention.attend_block_backward(self.flash, dy, q, k, v, y, lse, mask, how)
@@ -202,17 +207,21 @@ class TorchKernels:
 
 
 class SdpaAttention:
-    """`FullAttentionKernel` by torch's scaled_dot_product_attention, causal or full; torch chooses the kernel.
+    """`WholeSequenceAttentionKernel` by torch's scaled_dot_product_attention, causal or full; torch chooses the kernel.
 
     Also of a few queries to cached keys, for generation on a CPU.
     """
 
-    def supports_call(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMaskSpec, how: ScoreTransform) -> bool:
+    def supports_call(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMaskSpec, how: AttentionScoreTransform
+    ) -> bool:
         """Return whether scaled_dot_product_attention supports this call."""
         few = q.shape[1] <= FEW_QUERIES and not torch.is_grad_enabled() and q.device.type == "cpu"
         return not how.has_unfused_terms and (_is_full_or_causal(q, k, mask) or (few and isinstance(mask, BandMask)))
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMaskSpec, how: ScoreTransform) -> Tensor:
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMaskSpec, how: AttentionScoreTransform
+    ) -> Tensor:
         """Compute attention by scaled_dot_product_attention, with the arguments of `Kernels.attention`."""
         if _is_full_or_causal(q, k, mask):
             return _sdpa(q, k, v, None, how.scale, causal=mask == CAUSAL)
@@ -256,7 +265,7 @@ def reference_attention(
     k: Tensor,
     v: Tensor,
     mask: Tensor | AttentionMaskSpec,
-    how: ScoreTransform,
+    how: AttentionScoreTransform,
     drop: Callable[[Tensor], Tensor] = lambda probabilities: probabilities,
 ) -> Tensor:
     """Compute attention unfused, for cases that fused kernels do not support, such as dropout.

@@ -53,7 +53,7 @@ def run_ranks(
         return ranks.receive_results(deadline)
 
 
-def iterate_ranks(
+def iterate_rank_results(
     function: Callable[..., Iterator[Any]],
     world_size: int,
     *args: Any,

@@ -41,11 +41,11 @@ class ActivationOffload:
         self._free: dict[int, list[Tensor]] = defaultdict(list)
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
-    def begin_layer(self, index: int, before: OffloadedLayer | None) -> OffloadedLayer:
+    def begin_layer(self, index: int, before: OffloadedActivations | None) -> OffloadedActivations:
         """Return the activation offload state for one forward of a layer.
         `index` is the number of the layer in the stage; `before` is the state of the preceding layer.
         """
-        return OffloadedLayer(self, before, keep=index >= self.layers)
+        return OffloadedActivations(self, before, keep=index >= self.layers)
 
     def acquire_buffer(self, nbytes: int, device: torch.device) -> Tensor:
         """Return host memory for a copy of an activation, uint8 [nbytes], pinned for a GPU."""
@@ -66,12 +66,12 @@ class ActivationOffload:
         return self._streams[device]
 
 
-class OffloadedLayer:
+class OffloadedActivations:
     """Activation tensors that one forward of a layer offloads to host memory.
     With `keep` it offloads none, but its backward prefetches the tensors of the preceding layer.
     """
 
-    def __init__(self, offload: ActivationOffload, before: OffloadedLayer | None, *, keep: bool) -> None:
+    def __init__(self, offload: ActivationOffload, before: OffloadedActivations | None, *, keep: bool) -> None:
         self._offload, self._before, self._keep = offload, before, keep
         self._copies: weakref.WeakValueDictionary[int, _HostCopy] = weakref.WeakValueDictionary()
 
@@ -189,7 +189,7 @@ class RecomputePolicy:
         return self.kind == "full" and (self.layers is None or layer < self.layers)
 
 
-class SavedActivations:
+class ActivationCheckpointer:
     """Handling of the activations that a pipeline stage's layers save for the backward.
     They are kept, recomputed (`recompute`) or moved to host memory (`offload`).
     """
@@ -197,7 +197,7 @@ class SavedActivations:
     def __init__(self, recompute: RecomputePolicy | None = None, offload: ActivationOffload | None = None) -> None:
         self.recompute, self.offload = recompute or RecomputePolicy(), offload
         self._open: _LayerHooks | None = None
-        self._last: OffloadedLayer | None = None
+        self._last: OffloadedActivations | None = None
 
     def run_layer(self, index: int, run: Callable[..., Result], *inputs: Any) -> Result:
         """Run layer `index` of the pipeline stage with activation checkpointing and offload, and return its outputs."""
@@ -259,7 +259,7 @@ def checkpoint_function(function: Callable[..., Result], *inputs: Any) -> Result
 class _LayerHooks:
     """Saved-tensor hooks of one layer's forward."""
 
-    def __init__(self, offloaded: OffloadedLayer | None) -> None:
+    def __init__(self, offloaded: OffloadedActivations | None) -> None:
         self._offloaded = offloaded
         self._dropped: dict[int, _RecomputedTensor] = {}
 

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from mega_ckpt.tensor_pieces import TensorPiece
-from mega_trainer.kernels.kernel_interface import ScoreTransform
+from mega_trainer.kernels.kernel_interface import AttentionScoreTransform
 from mega_trainer.kernels.torch_kernels import reference_attention
 from mega_trainer.model.feed_forward import apply_sigmoid_gate
-from mega_trainer.model.forward_context import CachedAttention, ForwardContext, KVCache, SequenceMask
+from mega_trainer.model.forward_context import CacheAttentionFunction, ForwardContext, KVCache, SequenceMask
 from mega_trainer.model.layer_builder import LayerBuilder
 from mega_trainer.model.relative_position_bias import BucketedPositionBias, PositionBias
-from mega_trainer.parallel.context_parallel import PartwiseAttention, make_context_parallel
+from mega_trainer.parallel.context_parallel import LocalBlockwiseAttention, make_context_parallel_attention
 from mega_trainer.parallel.tensor_parallel import SplitHeads
 
 
@@ -48,7 +48,7 @@ class AttentionCore(nn.Module):
         self.chunk = self.window if config.chunked_window else None
         self.first_head = tp.rank * config.num_attention_heads // tp.size
         self.cp_size = build.groups.cp.size
-        self.context_parallel = make_context_parallel(build.cp_kind, build.groups.cp, build.kernels)
+        self.context_parallel = make_context_parallel_attention(build.cp_kind, build.groups.cp, build.kernels)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, context: ForwardContext) -> Tensor:
         """Compute attention of queries to keys and values, [batch, S, H, e], with H query and K key/value heads.
@@ -63,13 +63,13 @@ class AttentionCore(nn.Module):
         if self.context_parallel is None:
             return whole(q, k, v, how, 0)
         assert isinstance(context.attention_mask, SequenceMask)  # context parallelism is only for training
-        visible_parts = partial(context.attention_mask.mask_between, window=self.window)
+        visible_parts = partial(context.attention_mask.list_mask_blocks, window=self.window)
         return self.context_parallel.compute_attention(q, k, v, how, visible_parts, whole)
 
     @property
-    def score_transform(self) -> ScoreTransform:
+    def score_transform(self) -> AttentionScoreTransform:
         """Transform of the attention scores before the softmax: scale, soft cap and sinks of this layer."""
-        return ScoreTransform(self.scale, self.softcap, self.sinks)
+        return AttentionScoreTransform(self.scale, self.softcap, self.sinks)
 
     def attend_with_cache(
         self, q: Tensor, k: Tensor, v: Tensor | None, cache: KVCache, relative: PositionBias | None = None
@@ -79,22 +79,22 @@ class AttentionCore(nn.Module):
         """
         return cache.update_and_attend(self.layer, q, k, v, self.window, self.bind_cached_attention(relative))
 
-    def bind_cached_attention(self, relative: PositionBias | None = None) -> CachedAttention:
+    def bind_cached_attention(self, relative: PositionBias | None = None) -> CacheAttentionFunction:
         """Return this layer's attention function for the KV cache."""
-        return CachedAttention(self.kernels, self.score_transform, relative, self.chunk is not None)
+        return CacheAttentionFunction(self.kernels, self.score_transform, relative, self.chunk is not None)
 
     def _attend_whole(
-        self, context: ForwardContext, q: Tensor, k: Tensor, v: Tensor, how: ScoreTransform, first: int
+        self, context: ForwardContext, q: Tensor, k: Tensor, v: Tensor, how: AttentionScoreTransform, first: int
     ) -> Tensor:
         """Attend over whole sequences with this rank's heads from number `first` on."""
         return self.saved.checkpoint_module("attention", self._attend, context, q, k, v, how, first)
 
     def _attend(
-        self, context: ForwardContext, q: Tensor, k: Tensor, v: Tensor, how: ScoreTransform, first: int
+        self, context: ForwardContext, q: Tensor, k: Tensor, v: Tensor, how: AttentionScoreTransform, first: int
     ) -> Tensor:
         if isinstance(context.attention_mask, SequenceMask) and context.attention_mask.bidirectional_blocks:
-            return PartwiseAttention.on_one_rank(self.kernels).compute_attention(
-                q, k, v, how, partial(context.attention_mask.mask_between, window=self.window)
+            return LocalBlockwiseAttention.on_one_rank(self.kernels).compute_attention(
+                q, k, v, how, partial(context.attention_mask.list_mask_blocks, window=self.window)
             )
         mask = context.attention_mask.mask_for_window(self.window)
         if context.dropout is not None and self.dropout:

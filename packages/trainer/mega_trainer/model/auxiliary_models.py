@@ -19,7 +19,7 @@ from mega_trainer.model.vocab_parallel_loss import topk_log_probs
 from mega_trainer.parallel.tensor_parallel import local_sequence_slice
 
 
-class RewardModel(Decoder):
+class TaskOutputDecoder(Decoder):
     """Model with outputs per token other than logits of a vocabulary (reward model, task head, embeddings).
     The outputs are K scores of the head (for a reward model K is 1, without its axis), or hidden states as vectors of
     texts (K = D). They replace the log-probabilities in an objective.

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from mega_trainer.kernels.attention_masks import ALL
-from mega_trainer.kernels.kernel_interface import ScoreTransform
+from mega_trainer.kernels.kernel_interface import AttentionScoreTransform
 from mega_trainer.kernels.torch_kernels import reference_attention
 from mega_trainer.model.forward_context import EncoderContext, ForwardContext
 from mega_trainer.model.layer_builder import LayerBuilder
@@ -33,7 +33,7 @@ class CrossAttention(nn.Module):
         config, self.groups, self.kernels, self.saved = build.config, build.groups, build.kernels, build.saved
         self.layer, self.size, self.dropout = layer, config.query_key_head_dim, config.attention_dropout
         self.first_head = self.groups.tp.rank * config.num_attention_heads // self.groups.tp.size
-        self.how = ScoreTransform(config.attention_scale or 1 / math.sqrt(config.query_key_head_dim))
+        self.how = AttentionScoreTransform(config.attention_scale or 1 / math.sqrt(config.query_key_head_dim))
         name, heads, bias = f"model.layers.{layer}.cross_attn", config.num_attention_heads, config.qkv_bias
         self.q = build.build_column_linear([SplitHeads(f"{name}.q_proj", heads, self.size)], bias=bias)
         pair = [SplitHeads(f"{name}.{x}_proj", config.key_value_heads, self.size) for x in "kv"]

@@ -19,7 +19,7 @@ from mega_common.model_config import ModelConfig
 from mega_trainer.data.batch_images import BatchImages
 from mega_trainer.data.micro_batch import DocumentBounds, HeadTargets, MicroBatch, MtpTargets
 from mega_trainer.distributed.rng import DropoutFactory, SeededDropout
-from mega_trainer.model.activation_checkpointing import ActivationOffload, RecomputePolicy, SavedActivations
+from mega_trainer.model.activation_checkpointing import ActivationCheckpointer, ActivationOffload, RecomputePolicy
 from mega_trainer.model.forward_context import AttentionMask, ForwardContext, KVCache, SequenceMask
 from mega_trainer.model.layer_builder import LayerBuilder
 from mega_trainer.model.output_heads import OutputHead, OutputProjection
@@ -80,7 +80,7 @@ class StageLayers:
     heads: bool = True
     has_embedding_and_head: bool = False
 
-    def lends_embedding(self, config: ModelConfig) -> bool:
+    def has_embedding_used_by_other_stage(self, config: ModelConfig) -> bool:
         """Return whether the output head's stage gets the embedding of this stage.
         The two stages are on the same rank.
         """
@@ -103,7 +103,7 @@ class StageLayers:
         """
         return self.separates_tied_embedding(config) and not self.has_embedding_and_head
 
-    def borrows_embedding(self, config: ModelConfig) -> bool:
+    def uses_embedding_of_other_stage(self, config: ModelConfig) -> bool:
         """Return whether the output head on this pipeline stage gets the embedding from another stage of this rank.
         It then gets it with each micro-batch.
         """
@@ -170,7 +170,7 @@ class Decoder(nn.Module):
         config = build.config
         self.config, self.groups, self.sp, self.dtype = config, build.groups, build.sp, build.dtype
         self.stage = stage or StageLayers.for_whole_model(config)
-        self.saved = SavedActivations(recompute, offload)
+        self.saved = ActivationCheckpointer(recompute, offload)
         build = replace(build, saved=self.saved)
         self.rotary = RotaryEmbedding.from_model_config(config, config.rope)
         self.local_rotary = (
@@ -178,7 +178,7 @@ class Decoder(nn.Module):
         )
         # by device of the tokens: the weights may be on another one while the model is built
         self._linear_biases: dict[torch.device, LinearPositionBias] = {}
-        self.deferred, self.borrows = build.deferred, self.stage.borrows_embedding(config)
+        self.deferred, self.borrows = build.deferred, self.stage.uses_embedding_of_other_stage(config)
         mtp_layers = config.mtp_layers if self.stage.heads else 0
         copied = self.stage.has_embedding_copy(config)
         table = partial(build.build_vocab_parameter, EMBEDDING, shared=(build.groups.embedding,) if copied else ())

@@ -25,7 +25,7 @@ from mega_trainer.data.micro_batch import MicroBatch
 from mega_trainer.distributed.rng import DropoutFactory
 from mega_trainer.model.activation_checkpointing import ActivationOffload, RecomputePolicy
 from mega_trainer.model.attention import build_bias_table
-from mega_trainer.model.auxiliary_models import RewardModel
+from mega_trainer.model.auxiliary_models import TaskOutputDecoder
 from mega_trainer.model.cross_attention import CrossAttention
 from mega_trainer.model.decoder import Decoder, StageLayers
 from mega_trainer.model.forward_context import EncoderContext, ForwardContext, SequenceMask, with_encoder_memory
@@ -184,13 +184,13 @@ class EncoderDecoderModel(Decoder):
 
 
 def select_model_class(config: ModelConfig) -> type[Decoder]:
-    """Return the model class for a configuration: `RewardModel`, `RetroDecoder`, `EncoderDecoderModel` or `Decoder`."""
+    """Return the model class for a configuration: `TaskOutputDecoder`, `RetroDecoder`, `EncoderDecoderModel` or `Decoder`."""
     if config.transformers is not None:
         from mega_trainer.model.transformers_decoder import TransformersDecoder  # only with transformers installed
 
         return TransformersDecoder
     if config.score or config.task_head:
-        return RewardModel
+        return TaskOutputDecoder
     if config.retro:
         return RetroDecoder
     return EncoderDecoderModel if config.encoder else Decoder

@@ -15,19 +15,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mega_trainer.data.batch_images import BatchImages, ImageBlock, mask_later_in_block
+from mega_trainer.data.batch_images import BatchImages, ImageBlock, make_image_block_masks
 from mega_trainer.distributed.comm import CommGroup
 from mega_trainer.distributed.device import to_device
 from mega_trainer.distributed.rng import SeededDropout
 from mega_trainer.kernels.attention_masks import (
     ALL,
+    AttentionMaskBlock,
     AttentionMaskSpec,
     BandMask,
-    MaskPart,
     PackedMask,
     rectangle_mask_part,
 )
-from mega_trainer.kernels.kernel_interface import Kernels, RotaryAngles, ScoreTransform
+from mega_trainer.kernels.kernel_interface import AttentionScoreTransform, Kernels, RotaryAngles
 from mega_trainer.model.relative_position_bias import PositionBias
 from mega_trainer.parallel.context_parallel import rank_token_indices
 from mega_trainer.parallel.expert_routing import MicroBatchRouting, RoutingReplay
@@ -39,13 +39,13 @@ RecurrenceFunction = Callable[[Tensor, Sequence[Tensor] | None], tuple[Tensor, S
 
 
 @dataclass(frozen=True)
-class CachedAttention:
+class CacheAttentionFunction:
     """Attention function that a layer passes to the KV cache.
     It has the layer's score transform and relative position bias; `chunked`: its window is a chunk and does not slide.
     """
 
     kernels: Kernels
-    how: ScoreTransform
+    how: AttentionScoreTransform
     relative: PositionBias | None = None
     chunked: bool = False
 
@@ -68,7 +68,7 @@ class KVCache(Protocol):
     """
 
     def update_and_attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor | None, window: int | None, attend: CachedAttention
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor | None, window: int | None, attend: CacheAttentionFunction
     ) -> Tensor:
         """Append keys and values to the KV cache, and attend from the queries to all cached keys.
         k, v and q belong to the tokens of this call; a query attends to at most the last `window` keys.
@@ -100,12 +100,12 @@ class AttentionMask(Protocol):
 class SequenceMask:
     """Attention mask of whole sequences: causal or bidirectional, and optionally restricted to documents.
 
-    Under context parallelism it covers the sequences of all ranks; `mask_between` returns the mask of a part.
+    Under context parallelism it covers the sequences of all ranks; `list_mask_blocks` returns the mask of a part.
 
     Attributes:
         length: S.
         document_starts, bidirectional_blocks: as in `mega_trainer.data.micro_batch.DocumentBounds`. `mask_for_window`
-            ignores the blocks; `mask_between` includes them.
+            ignores the blocks; `list_mask_blocks` includes them.
     """
 
     length: int
@@ -132,17 +132,17 @@ class SequenceMask:
         """
         return self._square(range(self.length), window)
 
-    def mask_between(self, queries: range, keys: range, window: int | None) -> list[MaskPart]:
+    def list_mask_blocks(self, queries: range, keys: range, window: int | None) -> list[AttentionMaskBlock]:
         """Return the attention mask for a range of queries and a range of keys as a list of masked rectangles.
         The ranges are equal or do not overlap.
         """
         if queries == keys:
             return [
-                MaskPart(slice(None), queries, keys, self._square(queries, window)),
-                *mask_later_in_block(self.bidirectional_blocks, queries, keys),
+                AttentionMaskBlock(slice(None), queries, keys, self._square(queries, window)),
+                *make_image_block_masks(self.bidirectional_blocks, queries, keys),
             ]
         if self.causal and keys.start > queries.start:
-            return mask_later_in_block(self.bidirectional_blocks, queries, keys)
+            return make_image_block_masks(self.bidirectional_blocks, queries, keys)
         band = self._band(window)
         if self.document_starts is None:
             parts = [rectangle_mask_part(slice(None), queries, keys, band)]

@@ -12,7 +12,7 @@ from mega_ckpt.canonical_tensors import HEAD, SCORE, SCORE_BIAS
 from mega_ckpt.tensor_pieces import TensorPiece
 from mega_trainer.kernels.kernel_interface import Kernels
 from mega_trainer.kernels.leaf_compiler import LeafCompiler
-from mega_trainer.model.activation_checkpointing import SavedActivations
+from mega_trainer.model.activation_checkpointing import ActivationCheckpointer
 from mega_trainer.model.lora_adapters import build_column_adapter, build_row_adapter
 from mega_trainer.model.norms import AllHeadsRMSNorm, Norm, PerHeadLayerNorm, PlainNorm
 from mega_trainer.model.parameter_builder import ParameterBuilder
@@ -49,7 +49,7 @@ class LayerBuilder(ParameterBuilder):
     cp_kind: ContextParallelKind = "ring"
     dispatcher: ExpertDispatcher | None = None
     dispatch_bound: float | None = None
-    saved: SavedActivations = field(default_factory=SavedActivations)
+    saved: ActivationCheckpointer = field(default_factory=ActivationCheckpointer)
     blocks: Mapping[str, LayerFactory] = field(default_factory=dict)
 
     @property

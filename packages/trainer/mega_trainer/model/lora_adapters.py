@@ -20,7 +20,7 @@ from mega_trainer.model.parameter_builder import ParameterBuilder
 from mega_trainer.parallel.lora_layers import (
     ExpertLoraAdapter,
     LoraAdapterLayer,
-    LoraUpdate,
+    LoraOutputColumns,
     PerRowAdapters,
 )
 from mega_trainer.parallel.parallel_linear import ParallelLinearFunction, apply_grouped_linear
@@ -68,7 +68,7 @@ def _column_adapter(
         own = max(1, block.count // tp.size) * block.size
         if module is not None:
             rank = module.rank
-            updates.append(LoraUpdate(column, own, rank, module.scale))
+            updates.append(LoraOutputColumns(column, own, rank, module.scale))
             pieces.append(TensorPiece(block.name + A, (rank, width), (0, 0), (start, 0), (rank, width)))
             b += build.build_head_parameters([replace(block, name=block.name + B)], (rank,))
             start, drop = start + rank, module.dropout
@@ -94,7 +94,7 @@ def _row_adapter(build: ParameterBuilder, name: str, width: int) -> LoraAdapterL
     b = build.build_replicated(name + B, (module.out_features, rank))
     drop = _input_dropout(module.dropout, name, width, first=tp.rank * own, whole=True)
     meet = partial(sum_partial_results, group=tp, sp=build.sp)
-    updates = [LoraUpdate(0, module.out_features, rank, module.scale)]
+    updates = [LoraOutputColumns(0, module.out_features, rank, module.scale)]
     sum_squares = partial(sum_partial_results, group=tp, sp=False)
     magnitudes = _dora_magnitudes(build, name, module)
     return LoraAdapterLayer(_linear(build), a, [b], updates, meet, drop, magnitudes, sum_squares)
@@ -107,7 +107,7 @@ def _whole_adapter(build: ParameterBuilder, name: str) -> LoraAdapterLayer | Non
     a = build.build_replicated(name + A, module.tensor_shapes[0], std=lora_init_std(module.in_features))
     b = build.build_replicated(name + B, module.tensor_shapes[1])
     drop = _input_dropout(module.dropout, name, module.in_features)
-    updates = [LoraUpdate(0, module.out_features, module.rank, module.scale)]
+    updates = [LoraOutputColumns(0, module.out_features, module.rank, module.scale)]
     magnitudes = _dora_magnitudes(build, name, module)
     return LoraAdapterLayer(_linear(build), a, [b], updates, _identity, drop, magnitudes, _identity)
 

@@ -33,7 +33,9 @@ class MaskedLanguageHead(nn.Module):
         super().__init__()
         config, head = build.config, build.config.masked_lm
         assert head is not None
-        self.weight, self.bias = build_dense_layer(build, "lm_head.dense", config.hidden_size, bias=head.dense_bias)
+        self.weight, self.bias = build_dense_parameters(
+            build, "lm_head.dense", config.hidden_size, bias=head.dense_bias
+        )
         self.approximate = "tanh" if head.activation == "gelu_tanh" else "none"
         self.linear, self.norm = build.unsharded_linear, build.build_residual_norm("lm_head.norm")
 
@@ -51,11 +53,11 @@ class SequencePooler(nn.Module):
     def __init__(self, build: LayerBuilder) -> None:
         super().__init__()
         width, groups = build.config.hidden_size, build.groups
-        self.weight, self.bias = build_dense_layer(build, "model.pooler", width, bias=True)
+        self.weight, self.bias = build_dense_parameters(build, "model.pooler", width, bias=True)
         self.classes: nn.Parameter | None = None
         self.offset: nn.Parameter | None = None
         if build.config.sentence_pairs:
-            self.classes, self.offset = build_dense_layer(build, "pair_head", 2, bias=True)
+            self.classes, self.offset = build_dense_parameters(build, "pair_head", 2, bias=True)
         self.linear = build.unsharded_linear
         self.has_first = groups.cp.rank == 0 and (groups.tp.rank == 0 or not build.sp)
 
@@ -89,7 +91,7 @@ class SequencePooler(nn.Module):
         return (losses * (pairs.weights if self.has_first else 0 * pairs.weights)).sum()
 
 
-def build_dense_layer(
+def build_dense_parameters(
     build: LayerBuilder, name: str, rows: int, *, bias: bool
 ) -> tuple[nn.Parameter, nn.Parameter | None]:
     """Build the weight [rows, D] and bias [rows] of a linear layer that every tensor rank holds whole.

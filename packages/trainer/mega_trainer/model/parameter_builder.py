@@ -21,8 +21,8 @@ from mega_trainer.kernels.nf4_quantizer import WeightQuantizer
 from mega_trainer.kernels.torch_kernels import TorchKernels
 from mega_trainer.parallel.lora_layers import LoraAdapterPool
 from mega_trainer.parallel.parallel_linear import DeferredWgradQueue
-from mega_trainer.parallel.parameter_info import UniformInit, get_packed_weight, make_parameter
-from mega_trainer.parallel.tensor_parallel import SplitHeads, make_vocab_parameter, split_fused_heads
+from mega_trainer.parallel.parameter_info import UniformInit, get_quantized_weight, make_parameter
+from mega_trainer.parallel.tensor_parallel import SplitHeads, get_fused_heads_layout, make_vocab_parameter
 
 
 @dataclass(frozen=True)
@@ -73,10 +73,10 @@ class ParameterBuilder:
         out, tp = [], self.groups.tp
         for _, group in groupby(blocks, lambda block: max(1, tp.size // block.count)):
             run = list(group)
-            shape, pieces = split_fused_heads(run, tail, tp)
+            shape, pieces = get_fused_heads_layout(run, tail, tp)
             sharers = (self.groups.head_sharing_group(run[0].count),)
             out.append(self.build_parameter(shape, pieces, grad_sync=sharers, replicas=sharers, **start))
-        if len(out) > 1 and any(map(get_packed_weight, out)):
+        if len(out) > 1 and any(map(get_quantized_weight, out)):
             most = min(block.count for block in blocks)
             raise ConfigError(
                 f"lora.quantize is not supported with parallel.tp = {tp.size}, more than the {most} heads of "

@@ -214,7 +214,7 @@ class RecurrentMixer(nn.Module):
     ) -> Tensor:
         """Compute with all tokens of a share of the heads."""
         exchange = AllToAllAttention(self.cp)
-        received = exchange.exchange_to_heads(
+        received = exchange.exchange_tokens_for_heads(
             [*self._split_blocks(conv_input, self.counts), *(step.unsqueeze(-1) for step in steps)]
         )
         parts, steps = received[: len(self.counts)], tuple(step.squeeze(-1) for step in received[len(self.counts) :])
@@ -224,7 +224,7 @@ class RecurrentMixer(nn.Module):
         chunks = self._make_chunks(joined, context, ALONE)
         parts = self._split_blocks(joined, [part.shape[2] for part in parts])
         y = rule(parts, steps, exchange.local_head_slice(self.heads), chunks, partial(_pass_states, ALONE))
-        return exchange.exchange_to_tokens(y.to(conv_input.dtype))
+        return exchange.exchange_heads_for_tokens(y.to(conv_input.dtype))
 
     def _continue_cached(
         self, rule: RecurrenceRule, x: Tensor, state: Sequence[Tensor] | None

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from mega_common.encoder_config import RelativePositionConfig
 from mega_trainer.distributed.device import to_device
-from mega_trainer.kernels.kernel_interface import RelativePositionBias, ScoreTransform
+from mega_trainer.kernels.kernel_interface import AttentionScoreTransform, RelativePositionBias
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class BucketedPositionBias:
             self._buckets[queries, keys] = to_device(buckets, self.table.device)
         return RelativePositionBias(nn.functional.embedding(self._buckets[queries, keys], self.table).t(), keys - 1)
 
-    def add_to_scores(self, how: ScoreTransform, queries: int, keys: int) -> ScoreTransform:
+    def add_to_scores(self, how: AttentionScoreTransform, queries: int, keys: int) -> AttentionScoreTransform:
         """Return a copy of the score transform `how` with this bias for the last `queries` of `keys` positions."""
         return replace(how, bias=self.make_position_bias(queries, keys))
 
@@ -66,7 +66,7 @@ class LinearPositionBias:
         distances = torch.arange(1 - keys, queries, device=self.slopes.device)
         return RelativePositionBias(self.slopes[:, None] * distances, keys - 1)
 
-    def add_to_scores(self, how: ScoreTransform, queries: int, keys: int) -> ScoreTransform:
+    def add_to_scores(self, how: AttentionScoreTransform, queries: int, keys: int) -> AttentionScoreTransform:
         """Return a copy of the score transform with this bias for the last `queries` of `keys` positions."""
         return replace(how, bias=self.make_position_bias(queries, keys))
 

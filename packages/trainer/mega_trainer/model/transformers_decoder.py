@@ -30,7 +30,7 @@ from mega_trainer.data.batch_images import BatchImages
 from mega_trainer.data.micro_batch import DocumentBounds, MicroBatch
 from mega_trainer.distributed.rng import DropoutFactory, SeededDropout, seeded_generator
 from mega_trainer.kernels.fused_elementwise import upcast_to_fp32
-from mega_trainer.model.activation_checkpointing import ActivationOffload, RecomputePolicy, SavedActivations
+from mega_trainer.model.activation_checkpointing import ActivationCheckpointer, ActivationOffload, RecomputePolicy
 from mega_trainer.model.decoder import Decoder, StageLayers
 from mega_trainer.model.forward_context import AttentionMask, ForwardContext, KVCache, SequenceMask
 from mega_trainer.model.layer_builder import LayerBuilder
@@ -63,7 +63,7 @@ class TransformersDecoder(Decoder):
         self.config, self.groups, self.sp, self.dtype = build.config, build.groups, False, build.dtype
         self.described = build.config.transformers
         self.stage = stage or StageLayers.for_whole_model(build.config)
-        self.saved, self.deferred, self.borrows = SavedActivations(recompute, offload), None, False
+        self.saved, self.deferred, self.borrows = ActivationCheckpointer(recompute, offload), None, False
         self.vision, self.predictors = None, nn.ModuleList()
         self.module = build_empty_module(self.described, build.dtype)
         self._accepted = inspect.signature(self.module.forward).parameters
@@ -200,7 +200,7 @@ class TransformersDecoder(Decoder):
         """
         return self._call_module(tokens, {"use_cache": False, "return_dict": True, "position_ids": positions})
 
-    def run_cached(self, tokens: Tensor, cache: Any) -> Any:
+    def run_with_kv_cache(self, tokens: Tensor, cache: Any) -> Any:
         """Run the module of transformers with its own KV cache on the next tokens of a text, and return its output.
         The tokens are int64 [1, S] and follow those in `cache` (None: the text begins).
         """

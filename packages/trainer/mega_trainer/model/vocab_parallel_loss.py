@@ -25,7 +25,7 @@ from mega_trainer.distributed.comm import CommGroup, all_gather, all_reduce
 from mega_trainer.kernels import gemm_accumulation
 from mega_trainer.kernels.fused_elementwise import upcast_to_fp32
 from mega_trainer.kernels.leaf_compiler import LeafCompiler
-from mega_trainer.parallel.parameter_info import get_main_grad
+from mega_trainer.parallel.parameter_info import get_main_grad_writer
 
 # Elements of logits per chunk: enough to fill a GPU; on a CPU few enough that its allocator reuses the memory. On a CPU,
 # leaves work on parts of a chunk that fit the cache; by `compiled`, since eager leaves also make fp32 copies.
@@ -69,7 +69,7 @@ class _FusedLinearCrossEntropy(Function):
                     d_bias += logits.sum(0, dtype=d_bias.dtype)
         if d_hidden is not None:
             ctx.save_for_backward(d_hidden, d_head, d_bias)
-        ctx.dtype, ctx.main = head.dtype, get_main_grad(head)
+        ctx.dtype, ctx.main = head.dtype, get_main_grad_writer(head)
         ctx.mark_non_differentiable(losses)
         return (losses * weights).sum(), losses
 

@@ -21,8 +21,8 @@ from mega_trainer.parallel.parameter_info import (
     ParameterInfo,
     UniformInit,
     get_local_values,
-    get_packed_weight,
     get_parameter_info,
+    get_quantized_weight,
 )
 
 TILE_COLUMNS = 512
@@ -30,7 +30,7 @@ TILE_ELEMENTS = 1 << 17  # few enough for one pass of a GPU's threads; the order
 
 
 @runtime_checkable
-class InitializesItself(Protocol):
+class SelfInitializingModel(Protocol):
     """Interface of a model that initialises its weights by a method of its own."""
 
     def initialize_from_seed(self, seed: int) -> None:
@@ -41,12 +41,12 @@ def initialize_weights(model: nn.Module, seed: int) -> None:
     """Initialise every parameter with random values that do not depend on the sharding.
     They depend only on `seed` and the canonical name of the parameter; padding becomes zero.
     """
-    if isinstance(model, InitializesItself):
+    if isinstance(model, SelfInitializingModel):
         model.initialize_from_seed(seed)
         return
     with torch.no_grad():
         for parameter in model.parameters():
-            packed = get_packed_weight(parameter)
+            packed = get_quantized_weight(parameter)
             info = get_parameter_info(parameter)
             if packed is None:
                 _fill_parameter(get_local_values(parameter).zero_(), info, seed)

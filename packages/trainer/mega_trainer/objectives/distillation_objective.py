@@ -21,7 +21,7 @@ from mega_trainer.config.run_config import RunConfig
 from mega_trainer.data.micro_batch import MicroBatch, TeacherSoftLabels, split_micro_batches
 from mega_trainer.distributed.comm import all_reduce
 from mega_trainer.distributed.device import to_host
-from mega_trainer.objectives.sample_cache import SampleCache
+from mega_trainer.objectives.sample_cache import PrecomputedOutputCache
 from mega_trainer.objectives.training_objective import TrainingObjective
 from mega_trainer.parallel.context_parallel import rank_token_indices
 from mega_trainer.pipeline.executor import PipelineExecutor
@@ -58,7 +58,7 @@ class LiveTeacher:
 class CachedTeacher:
     """`TeacherSource` that reads each sample's precomputed top-k tokens from cache files."""
 
-    def __init__(self, files: SampleCache) -> None:
+    def __init__(self, files: PrecomputedOutputCache) -> None:
         self._files = files
 
     def get_top_k(self, micro: Sequence[MicroBatch]) -> list[tuple[Tensor, Tensor]]:

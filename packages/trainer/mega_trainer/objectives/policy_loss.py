@@ -69,7 +69,7 @@ def compute_group_advantages(rewards: Tensor, group_size: int, variant: PolicyVa
     return centered.flatten()
 
 
-def compute_loss_scale(lengths: Tensor, normalization: LossNormalization, longest: int) -> Tensor:
+def compute_answer_loss_factors(lengths: Tensor, normalization: LossNormalization, longest: int) -> Tensor:
     """Return the factors [N, 1] on the sums of the token losses of sampled answers.
     `lengths` [N] are the answers' numbers of tokens; answers of no token do not count.
 

@@ -28,8 +28,8 @@ from mega_trainer.data.prompt_dataset import PromptDataset
 from mega_trainer.distributed.comm import all_reduce
 from mega_trainer.objectives.policy_loss import (
     PolicySamples,
+    compute_answer_loss_factors,
     compute_group_advantages,
-    compute_loss_scale,
     compute_policy_loss,
 )
 from mega_trainer.objectives.preference_answers import is_reporting_rank
@@ -85,7 +85,7 @@ class LiveRewardModel:
         texts += [texts[-1]] * (-len(texts) % (groups.dp.size * self._config.batch.micro))
         share = len(texts) // groups.dp.size
         own = range(groups.dp.rank * share, (groups.dp.rank + 1) * share)
-        batch = pack_texts([[*texts[k], 0] for k in own], [1] * share, length, own)
+        batch = pad_texts_to_rows([[*texts[k], 0] for k in own], [1] * share, length, own)
         micro = list(split_micro_batches(batch, self._config, self._device, groups.cp))
         self._executor.run_operations(micro, 1.0)
         scores = torch.zeros(len(texts), length, dtype=torch.float64, device=self._device)
@@ -169,7 +169,7 @@ class PolicyObjective(TrainingObjective):
         step = self._step_rollouts(range(first, first + share * self.groups.dp.size))
         samples = self._policy_samples(step)
         own = slice(self.groups.dp.rank * share, (self.groups.dp.rank + 1) * share)
-        rows = pack_texts(
+        rows = pad_texts_to_rows(
             [[*one.prompt, *one.tokens] for one in step[own]],
             [len(one.prompt) for one in step[own]],
             self.config.data.seq_length,
@@ -272,7 +272,7 @@ class PolicyObjective(TrainingObjective):
             mask *= (spread > 0).numpy().repeat(settings.group_size)[:, None]
         advantages = compute_group_advantages(rewards, settings.group_size, settings.variant)
         masks = torch.from_numpy(mask)
-        scale = compute_loss_scale(masks.sum(1), settings.effective_normalization, settings.max_new_tokens)
+        scale = compute_answer_loss_factors(masks.sum(1), settings.effective_normalization, settings.max_new_tokens)
         self._step_metrics = {
             "reward/mean": float(rewards.mean()),
             "reward/std": float(spread.mean()),
@@ -311,7 +311,7 @@ class PolicyObjective(TrainingObjective):
         settings = self.config.objective
         with torch.enable_grad():
             rows = self._gather_rows(log_probs).requires_grad_()
-            found = compute_policy_loss(rows, samples, settings.variant, settings.effective_clip, settings.kl)
+            found = compute_policy_loss(rows, samples, settings.variant, settings.policy_clip_range, settings.kl)
             (gradient,) = torch.autograd.grad(found.loss, rows)
         if self._reports:
             self._sums += torch.stack([found.loss.detach(), found.clipped, found.kl, found.ratio_error])
@@ -341,7 +341,7 @@ class _PolicyTokenWeights:
         return self.objective.compute_token_weights(log_probs, self.samples)
 
 
-def pack_texts(
+def pad_texts_to_rows(
     texts: Sequence[Sequence[int]], prompts: Sequence[int], length: int, samples: Sequence[int]
 ) -> StepBatch:
     """Return one padded row of `length` positions for each text of at most `length` + 1 tokens.

@@ -116,7 +116,7 @@ def count_answers(batch: StepBatch) -> int:
     )
 
 
-def row_document_bound(batch: StepBatch) -> int:
+def bound_documents_per_row(batch: StepBatch) -> int:
     """Return an even number that is at least the number of documents in any row of the batch."""
     assert batch.document_ids is not None
     return 2 * (int(batch.document_ids.max()) // 2 + 1)
@@ -166,7 +166,7 @@ def split_answers(
     """Return the preference answers of each micro-batch of a step.
     `batch` has the step's samples; with `scored`, as for reward models, only each document's last token has a weight.
     """
-    width, found, start = row_document_bound(batch), [], 0
+    width, found, start = bound_documents_per_row(batch), [], 0
     for one in micro:
         rows = slice(start, start := start + len(one.samples))
         found.append(PreferenceAnswers.from_step_batch(batch, rows, width, one.tokens.device, context, scored=scored))

@@ -40,7 +40,7 @@ from mega_trainer.pipeline.executor import PipelineExecutor
 
 
 @dataclass(frozen=True)
-class PairLogProbs:
+class PreferenceLogProbs:
     """Log-probabilities of the chosen and the rejected answers of P preference pairs.
     Each is summed over the answer's unmasked tokens.
 
@@ -58,11 +58,11 @@ class PairLogProbs:
     kl: Tensor
 
 
-PreferenceLoss = Callable[[PairLogProbs], tuple[Tensor, Tensor]]
+PreferenceLoss = Callable[[PreferenceLogProbs], tuple[Tensor, Tensor]]
 """Function from pairs to their losses [P] and rewards [P, 2]."""
 
 
-def dpo_loss(pairs: PairLogProbs, beta: float, label_smoothing: float = 0.0) -> tuple[Tensor, Tensor]:
+def dpo_loss(pairs: PreferenceLogProbs, beta: float, label_smoothing: float = 0.0) -> tuple[Tensor, Tensor]:
     """Return DPO losses [P] and rewards [P, 2] of preference pairs (arXiv:2305.18290).
     The losses are -log sigmoid(r_chosen - r_rejected), the rewards r = beta log(policy / reference).
     """
@@ -70,7 +70,7 @@ def dpo_loss(pairs: PairLogProbs, beta: float, label_smoothing: float = 0.0) -> 
     return _logistic_loss(rewards[:, 0] - rewards[:, 1], label_smoothing), rewards
 
 
-def ipo_loss(pairs: PairLogProbs, beta: float) -> tuple[Tensor, Tensor]:
+def ipo_loss(pairs: PreferenceLogProbs, beta: float) -> tuple[Tensor, Tensor]:
     """Return IPO losses [P] and rewards [P, 2] of preference pairs (arXiv:2310.12036, equation 17).
     The losses are (h_chosen - h_rejected - 1 / (2 beta))^2, with h the mean log ratio of a token.
     """
@@ -79,7 +79,9 @@ def ipo_loss(pairs: PairLogProbs, beta: float) -> tuple[Tensor, Tensor]:
     return (means[:, 0] - means[:, 1] - 1 / (2 * beta)).square(), beta * ratios
 
 
-def simpo_loss(pairs: PairLogProbs, beta: float, gamma: float, label_smoothing: float = 0.0) -> tuple[Tensor, Tensor]:
+def simpo_loss(
+    pairs: PreferenceLogProbs, beta: float, gamma: float, label_smoothing: float = 0.0
+) -> tuple[Tensor, Tensor]:
     """Return SimPO losses [P] and rewards [P, 2] of preference pairs (arXiv:2405.14734).
     The losses are -log sigmoid(r_chosen - r_rejected - gamma); the rewards r are beta times the mean log-probability of
     a token.
@@ -89,7 +91,7 @@ def simpo_loss(pairs: PairLogProbs, beta: float, gamma: float, label_smoothing: 
 
 
 def kto_loss(
-    pairs: PairLogProbs, beta: float, desirable: float = 1.0, undesirable: float = 1.0
+    pairs: PreferenceLogProbs, beta: float, desirable: float = 1.0, undesirable: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """Return KTO losses and rewards r [P, 2] of preference pairs.
     The losses are half of w (1 - sigmoid(r - beta kl)) for the chosen plus w' (1 - sigmoid(beta kl - r)) for the
@@ -105,7 +107,7 @@ def kto_loss(
     return losses.where(present, 0).sum(1) / 2, rewards.where(present, 0)
 
 
-def reward_model_loss(pairs: PairLogProbs, margin: float = 0.0, center: float = 0.0) -> tuple[Tensor, Tensor]:
+def reward_model_loss(pairs: PreferenceLogProbs, margin: float = 0.0, center: float = 0.0) -> tuple[Tensor, Tensor]:
     """Return reward-model losses [P] of preference pairs, and the scores r [P, 2] of their answers.
     The losses are -log sigmoid(r_chosen - r_rejected - margin) + center (r_chosen + r_rejected)^2.
 
@@ -120,7 +122,7 @@ def _logistic_loss(margin: Tensor, smoothing: float) -> Tensor:
     return -(1 - smoothing) * logsigmoid(margin) - smoothing * logsigmoid(-margin)
 
 
-def select_pair_loss(config: ObjectiveConfig) -> PreferenceLoss:
+def select_preference_loss(config: ObjectiveConfig) -> PreferenceLoss:
     """Return the loss function on preference pairs that the configuration's objective names.
     It is DPO, IPO, SimPO, KTO or the reward model's, with its settings bound.
     """
@@ -146,7 +148,7 @@ PAIR_METRICS = (
 ANSWER_SHARES = ("chosen", "rejected", "paired")  # share of pairs that have the chosen answer, the rejected one, both
 
 
-def compute_pair_metrics(pairs: PairLogProbs, rewards: Tensor) -> Tensor:
+def compute_preference_metrics(pairs: PreferenceLogProbs, rewards: Tensor) -> Tensor:
     """Return the metrics of each of P preference pairs, [10, P].
     There is one row per metric in the order of `PAIR_METRICS` (TRL's names) and then `ANSWER_SHARES`.
 
@@ -181,7 +183,7 @@ class PreferenceObjective(TrainingObjective):
     ) -> None:
         super().__init__(executor.parallel_groups, config.model.mtp_layers)
         self.config, self.executor, self.device, self.reference = config, executor, device, reference
-        self.loss, self._reports = select_pair_loss(config.objective), is_reporting_rank(executor)
+        self.loss, self._reports = select_preference_loss(config.objective), is_reporting_rank(executor)
         self._sums = torch.zeros(1 + len(self.metric_names), dtype=torch.float64, device=device)
 
     def count_step_terms(self, batch: StepBatch) -> list[float]:
@@ -221,7 +223,7 @@ class PreferenceObjective(TrainingObjective):
         ]
 
     def _estimate_kl(self, batch: StepBatch) -> Tensor:
-        """Return the KL estimate from all answers of the step, at least 0; see `PairLogProbs.kl`.
+        """Return the KL estimate from all answers of the step, at least 0; see `PreferenceLogProbs.kl`.
 
         A collective call of all ranks.
         """
@@ -245,11 +247,11 @@ class PreferenceObjective(TrainingObjective):
         """
         with torch.enable_grad():
             policy = answers.sum_log_probs(log_probs).requires_grad_()
-            pairs = PairLogProbs(policy, reference, answers.tokens, kl)
+            pairs = PreferenceLogProbs(policy, reference, answers.tokens, kl)
             losses, rewards = self.loss(pairs)
             (gradient,) = torch.autograd.grad(losses.sum(), policy)
         if self._reports:
-            values = [losses[None], compute_pair_metrics(pairs, rewards), answers.tokens.sum(1)[None]]
+            values = [losses[None], compute_preference_metrics(pairs, rewards), answers.tokens.sum(1)[None]]
             self._sums += torch.cat(values).detach().sum(1)
         return -answers.spread_gradient(gradient).to(log_probs.dtype)
 

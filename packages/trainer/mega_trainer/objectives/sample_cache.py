@@ -40,7 +40,7 @@ from mega_trainer.objectives.preference_answers import (
 from mega_trainer.pipeline.executor import PipelineExecutor
 
 
-class SampleCache:
+class PrecomputedOutputCache:
     """Folder of safetensors files with one model's precomputed outputs for the samples of one data set.
     The model is a teacher or a reference model.
 
@@ -110,8 +110,8 @@ class SampleCache:
 ComputeSamples = Callable[[StepBatch, range], Mapping[str, Sequence[np.ndarray]]]
 
 
-def precompute_samples(
-    files: SampleCache,
+def precompute_sample_outputs(
+    files: PrecomputedOutputCache,
     compute: ComputeSamples,
     config: RunConfig,
     groups: ParallelGroups,
@@ -189,7 +189,7 @@ class LiveReferenceModel:
 class CachedReferenceModel:
     """`ReferenceModel` that reads each sample's precomputed answer sums from cache files."""
 
-    def __init__(self, files: SampleCache) -> None:
+    def __init__(self, files: PrecomputedOutputCache) -> None:
         self._files = files
 
     def get_answer_log_prob_sums(
@@ -212,7 +212,7 @@ class CachedReferenceModel:
         return out
 
 
-def collect_reference_sums(
+def collect_reference_log_prob_sums(
     executor: PipelineExecutor, config: RunConfig, device: torch.device, batch: StepBatch, samples: range
 ) -> dict[str, list[np.ndarray]]:
     """Return the reference model's summed answer log-probabilities of each sample, for the cache.

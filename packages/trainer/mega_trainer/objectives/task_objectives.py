@@ -46,7 +46,7 @@ def compute_label_losses(outputs: Tensor, labels: Tensor, loss: LabelLoss) -> Te
     return F.binary_cross_entropy_with_logits(values, labels, reduction="none")
 
 
-def select_output_tokens(batch: StepBatch, pooling: str, *, by_token: bool) -> npt.NDArray[np.bool_]:
+def select_labeled_tokens(batch: StepBatch, pooling: str, *, by_token: bool) -> npt.NDArray[np.bool_]:
     """Return the tokens whose outputs have a label, bool [n, S]: those with a weight, or the first or last of a text."""
     counts: npt.NDArray[np.bool_] = batch.loss_weights > 0
     if by_token:
@@ -108,7 +108,9 @@ class TaskObjective(TrainingObjective):
         """Return the means over terms to write to metrics.jsonl and, for a step, the number of terms."""
         return {**super().metrics(figures, count), **({} if count is None else {self.term_name: count})}
 
-    def split_rows(self, arrays: Sequence[npt.NDArray[Any]], micro: Sequence[MicroBatch]) -> list[list[Tensor]]:
+    def split_rows_by_micro_batch(
+        self, arrays: Sequence[npt.NDArray[Any]], micro: Sequence[MicroBatch]
+    ) -> list[list[Tensor]]:
         """Return arrays [n, S] of a step's rows as tensors [B, s] of each micro-batch, with this context rank's tokens."""
         own, start, found = rank_token_indices(arrays[0].shape[1], self.groups.cp).numpy(), 0, []
         for one in micro:
@@ -130,7 +132,7 @@ class ClassificationObjective(TaskObjective):
         super().__init__(config, executor, device)
 
     def _select_tokens(self, batch: StepBatch) -> npt.NDArray[np.bool_]:
-        return select_output_tokens(batch, self.config.model.text_pooling, by_token=self._head.kind == "token")
+        return select_labeled_tokens(batch, self.config.model.text_pooling, by_token=self._head.kind == "token")
 
     def count_terms(self, batch: StepBatch) -> int:
         """Return the number of labels in this data rank's batch."""
@@ -148,7 +150,9 @@ class ClassificationObjective(TaskObjective):
         self._sums.zero_()
         return [
             replace(one, weight_fn=partial(self.compute_token_weights, selected=labeled, labels=labels))
-            for one, (labeled, labels) in zip(micro, self.split_rows([selected, batch.targets], micro), strict=True)
+            for one, (labeled, labels) in zip(
+                micro, self.split_rows_by_micro_batch([selected, batch.targets], micro), strict=True
+            )
         ]
 
     def _check_labels(self, labels: npt.NDArray[np.float32], batch: StepBatch) -> None:
@@ -205,7 +209,7 @@ class TextPooling:
         return gradient[self.texts] * self.weights.to(gradient.dtype)[..., None]
 
 
-def weigh_text_tokens(batch: StepBatch, pooling: str) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+def compute_pooling_weights(batch: StepBatch, pooling: str) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
     """Return the number of each token's text in its row, and the token's weight in the text's vector.
     They are int64 [n, S] (0 for padding) and fp32 [n, S].
     """
@@ -213,7 +217,7 @@ def weigh_text_tokens(batch: StepBatch, pooling: str) -> tuple[npt.NDArray[np.in
     valid = batch.loss_weights > 0
     texts = np.where(valid, batch.document_ids, 0).astype(np.int64)
     if pooling != "mean":
-        return texts, select_output_tokens(batch, pooling, by_token=False).astype(np.float32)
+        return texts, select_labeled_tokens(batch, pooling, by_token=False).astype(np.float32)
     sizes = np.stack([np.bincount(row, mask, texts.max() + 1) for row, mask in zip(texts, valid, strict=True)])
     return texts, (valid / np.maximum(np.take_along_axis(sizes, texts, 1), 1)).astype(np.float32)
 
@@ -279,10 +283,10 @@ class ContrastiveObjective(TaskObjective):
 
     def _make_poolings(self, batch: StepBatch, micro: Sequence[MicroBatch]) -> list[TextPooling]:
         """Return the pooling of each micro-batch, whose texts are numbered row by row."""
-        texts, weights = weigh_text_tokens(batch, self.config.model.text_pooling)
+        texts, weights = compute_pooling_weights(batch, self.config.model.text_pooling)
         counts = np.where(batch.loss_weights > 0, texts, -1).max(axis=1) + 1
         found, start = [], 0
-        for one, (own, weight) in zip(micro, self.split_rows([texts, weights], micro), strict=True):
+        for one, (own, weight) in zip(micro, self.split_rows_by_micro_batch([texts, weights], micro), strict=True):
             rows = counts[start : start + len(one.samples)]
             start += len(rows)
             before = torch.from_numpy(np.cumsum(rows) - rows).to(self.device)

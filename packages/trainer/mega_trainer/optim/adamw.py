@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mega_trainer.optim.optimizer_slots import OptimizerSlot, SlotTransfers
+from mega_trainer.optim.optimizer_slots import OptimizerOffloadTransfers, OptimizerSlot
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -43,7 +43,7 @@ class AdamWUpdateRule:
                 **{moment: torch.zeros_like(slot.main) for moment in MOMENTS},
             }
 
-    def update_slots(self, transfers: SlotTransfers, lr: float, decoupled_lr: float | None = None) -> None:
+    def update_slots(self, transfers: OptimizerOffloadTransfers, lr: float, decoupled_lr: float | None = None) -> None:
         """Update the main weights of all parameter shards (slots) by AdamW at learning rate `lr`.
         Decoupled param groups (embedding and output) use `decoupled_lr`.
         """
@@ -51,7 +51,7 @@ class AdamWUpdateRule:
             rate = decoupled_lr if group["decoupled"] and decoupled_lr is not None else lr
             group["lr"] = rate * group["lr_factor"]
         for slots in [[slot] for slot in self.slots] if transfers.one_by_one else [self.slots]:
-            with transfers.update_context(slots):
+            with transfers.overlap_copies_with_update(slots):
                 for slot in slots:
                     slot.main.grad = slot.grads
                 self._adamw.step()  # updates only the slots with a gradient

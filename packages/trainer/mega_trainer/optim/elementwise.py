@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from mega_trainer.optim.optimizer_slots import OptimizerSlot, SlotTransfers
+from mega_trainer.optim.optimizer_slots import OptimizerOffloadTransfers, OptimizerSlot
 
 
 class ElementwiseUpdate(Protocol):
@@ -85,14 +85,14 @@ class ElementwiseUpdateRule:
         self._state = [{name: torch.zeros_like(slot.main) for name in rule.state} for slot in slots]
 
     @torch.no_grad()
-    def update_slots(self, transfers: SlotTransfers, lr: float, decoupled_lr: float | None = None) -> None:
+    def update_slots(self, transfers: OptimizerOffloadTransfers, lr: float, decoupled_lr: float | None = None) -> None:
         """Update the main weights of all parameter shards (slots) at learning rate `lr`.
         Decoupled param groups (embedding and output) have the rate `decoupled_lr`.
         """
         self.update_count += 1
         for slot, state in zip(self.slots, self._state, strict=True):
             rate = decoupled_lr if slot.kind.decoupled and decoupled_lr is not None else lr
-            with transfers.update_context([slot]):
+            with transfers.overlap_copies_with_update([slot]):
                 self._rule.update(
                     slot.main,
                     slot.grads,

@@ -24,7 +24,7 @@ from torch.nn.functional import pad
 
 from mega_ckpt.tensor_pieces import TensorPiece
 from mega_trainer.distributed.comm import CommGroup, all_gather_into, all_reduce, reduce_scatter_into
-from mega_trainer.optim.optimizer_slots import OptimizerSlot, SlotTransfers
+from mega_trainer.optim.optimizer_slots import OptimizerOffloadTransfers, OptimizerSlot
 from mega_trainer.parallel.parameter_info import ParameterInfo, get_parameter_info, is_weight_matrix
 from mega_trainer.parallel.parameter_shards import GatheredShards
 
@@ -109,12 +109,12 @@ class MuonUpdateRule:
         self.lr_factor, self.weight_decay, self.rounds = lr_factor, weight_decay, rounds
         self.momenta = [torch.zeros_like(slot.main) for slot in slots]
 
-    def update_slots(self, transfers: SlotTransfers, lr: float, decoupled_lr: float | None = None) -> None:
+    def update_slots(self, transfers: OptimizerOffloadTransfers, lr: float, decoupled_lr: float | None = None) -> None:
         """Update the main weights of all parameter shards (slots) by Muon at learning rate `lr`.
         Decoupled param groups use `decoupled_lr`.
         """
         for number, (slot, momentum) in enumerate(zip(self.slots, self.momenta, strict=True)):
-            with transfers.update_context([slot]):
+            with transfers.overlap_copies_with_update([slot]):
                 self._update_slot(number, slot, momentum, lr * self.lr_factor * slot.kind.lr_factor)
 
     def _update_slot(self, number: int, slot: OptimizerSlot, momentum: Tensor, lr: float) -> None:

@@ -96,7 +96,7 @@ def _padded_copy(tensor: Tensor, *, to_host: bool) -> Tensor:
     return copy
 
 
-class SlotTransfers:
+class OptimizerOffloadTransfers:
     """Copies of gradients to the main weights' device, and of updated weights back to the model.
     They are overlapped if main weights are offloaded to host memory.
 
@@ -121,7 +121,7 @@ class SlotTransfers:
                     self._arrivals[slot] = self._stream.record_event()
 
     @contextmanager
-    def update_context(self, slots: Sequence[OptimizerSlot]) -> Iterator[None]:
+    def overlap_copies_with_update(self, slots: Sequence[OptimizerSlot]) -> Iterator[None]:
         """Return a context around the optimizer update of some slots, which overlaps copies with it.
         Entering waits for the slots' gradients; leaving starts to copy their weights to the model.
         """
@@ -144,7 +144,7 @@ class UpdateRule(Protocol):
 
     slots: list[OptimizerSlot]
 
-    def update_slots(self, transfers: SlotTransfers, lr: float, decoupled_lr: float | None = None) -> None:
+    def update_slots(self, transfers: OptimizerOffloadTransfers, lr: float, decoupled_lr: float | None = None) -> None:
         """Update the main weights of all `slots` from their gradients at learning rate `lr`.
         Param groups that are decoupled (embedding and output) use `decoupled_lr`.
         """

@@ -17,8 +17,8 @@ from mega_trainer.kernels.leaf_compiler import LeafCompiler
 from mega_trainer.optim.gradient_clipping import compute_grad_norm
 from mega_trainer.optim.optimizer_slots import (
     CountedUpdateRule,
+    OptimizerOffloadTransfers,
     OptimizerSlot,
-    SlotTransfers,
     UpdateRule,
     boxes_by_name,
     checkpoint_boxes_by_name,
@@ -61,7 +61,7 @@ class ShardedOptimizer:
         ]
         self._decay = ema
         self._averages = [] if ema is None else [slot.main.clone() for slot in self.slots]
-        self._transfers = SlotTransfers(self.slots[0].shard.weights.device if offload else None)
+        self._transfers = OptimizerOffloadTransfers(self.slots[0].shard.weights.device if offload else None)
         self._adamw = adamw([slot for slot in self.slots if separate is None or not slot.kind.separate])
         self._rules: list[UpdateRule] = [self._adamw]
         if separate is not None:
@@ -145,7 +145,7 @@ class ShardedOptimizer:
             kinds.append(("ema", list(zip(self.slots, self._averages, strict=True))))
         return [*kinds, ("main", [(slot, slot.main) for slot in self.slots if slot.has_higher_precision])]
 
-    def start_weight_average(self) -> None:
+    def initialize_weight_ema(self) -> None:
         """Set the moving average of the weights (EMA) to the main weights, if the run has one."""
         for slot, average in zip(self.slots, self._averages, strict=bool(self._averages)):
             average.copy_(slot.main)

@@ -20,7 +20,7 @@ from mega_trainer.pages.page_elements import (
 )
 from mega_trainer.pipeline.schedule_svg import draw_schedule_svg
 from mega_trainer.pipeline.schedules import PipelineOpCosts, make_schedule, simulate_schedule
-from mega_trainer.plan.held_out_error import format_held_out_error
+from mega_trainer.plan.held_out_error import format_prediction_error
 
 MAX_OPERATIONS = 2400  # of a schedule's picture
 MAX_RANK_OPERATIONS = 160  # readable operations of a rank
@@ -152,7 +152,7 @@ def _memory_section(plan: Mapping[str, Any], timed: Mapping[str, Any], moments: 
     if time:
         text = (
             "All figures are predicted. Times are of the slowest pipeline rank, without overlapped communication. "
-            f"Error of the step time: {format_held_out_error(timed['error'])}."
+            f"Error of the step time: {format_prediction_error(timed['error'])}."
         )
     return PageSection("Memory and time" if time else "Memory", [memory, time, listed], text)
 

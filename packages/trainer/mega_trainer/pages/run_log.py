@@ -77,7 +77,7 @@ class RunLog:
         folder = path.parent if path.name == METRICS else path
         columns: defaultdict[str, MetricColumn] = defaultdict(MetricColumn)
         last: dict[str, Any] = {}
-        for line in read_complete_lines(_find_metrics(folder), tail=tail, advance=advance):
+        for line in read_jsonl_records(_find_metrics(folder), tail=tail, advance=advance):
             for key, value in line.items():
                 if isinstance(value, int | float) or value is None:
                     columns[key].steps.append(line["step"])
@@ -88,7 +88,7 @@ class RunLog:
                 f"{folder / METRICS} has no metrics of a step yet",
                 hint="wait for the first step of the run, or start the run with mega train",
             )
-        starts = list(read_complete_lines(folder / "starts.jsonl", "time"))
+        starts = list(read_jsonl_records(folder / "starts.jsonl", "time"))
         return cls(folder, columns, last, _read_settings(folder / "run.yaml"), starts)
 
     @property
@@ -146,7 +146,7 @@ class RunLog:
         """Return (time, ranks, message) of each error that ended ranks of the run, oldest first.
         Consecutive equal errors of several ranks are merged into one.
         """
-        errors = sorted(read_complete_lines(self.folder / ERRORS, "time"), key=lambda line: float(line["time"]))
+        errors = sorted(read_jsonl_records(self.folder / ERRORS, "time"), key=lambda line: float(line["time"]))
         groups = [list(lines) for _, lines in itertools.groupby(errors, key=lambda line: str(line["error"]))]
         return [(lines[0]["time"], _format_ranks(lines), lines[0]["error"]) for lines in groups]
 
@@ -179,7 +179,7 @@ class SavedCheckpoint:
         return sum(path.stat().st_size for path in self.folder.rglob("*") if path.is_file())
 
 
-def read_complete_lines(
+def read_jsonl_records(
     path: Path, key: str = "step", *, tail: int | None = None, advance: Callable[[int], object] = lambda size: None
 ) -> Iterator[dict[str, Any]]:
     """Yield the JSON mappings of a .jsonl file that have a number under `key`, one per line.

@@ -4,7 +4,7 @@ An exchange is two nodes of the autograd graph, start and wait: operations betwe
 reverse exchange of the gradient starts at the wait node and is waited for at the start node. Autograd runs the most recent
 ready node first, so the backwards of those operations overlap with the reverse exchange too.
 
-Tables have one more row than is sent: the last row is unused, as in `RowAssignment`.
+Tables have one more row than is sent: the last row is unused, as in `ExpertRowAssignment`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ AllToAllFunction = Callable[[Tensor, Any, Any, int], tuple[Tensor, CollectiveWor
 
 
 @dataclass(frozen=True)
-class HostSplitWire:
+class HostCountAllToAll:
     """All-to-all of rows (`AllToAllFunction`) by torch.distributed, which needs the row counts on the host."""
 
     group: CommGroup
@@ -124,7 +124,7 @@ def start_host_copy(table: Tensor) -> Callable[[], Any]:
     return wait_and_read
 
 
-def start_exchange(rows: Tensor, exchange: AsyncAllToAll) -> Callable[[], Tensor]:
+def start_row_all_to_all(rows: Tensor, exchange: AsyncAllToAll) -> Callable[[], Tensor]:
     """Start a differentiable all-to-all of rows, and return a function that waits for the received rows.
     The all-to-all `exchange` sends the first of `rows`; the returned function returns the received rows, [length, ..].
     """

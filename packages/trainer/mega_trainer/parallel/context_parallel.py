@@ -33,17 +33,17 @@ from mega_trainer.distributed.comm import (
     reduce_scatter_into,
     start_ring_transfer,
 )
-from mega_trainer.kernels.attention_masks import ALL, CAUSAL, AttentionMaskSpec, MaskPart
+from mega_trainer.kernels.attention_masks import ALL, CAUSAL, AttentionMaskBlock, AttentionMaskSpec
 from mega_trainer.kernels.blockwise_attention import apply_attention_sinks, attention_sinks_grad
-from mega_trainer.kernels.kernel_interface import Kernels, ScoreTransform
+from mega_trainer.kernels.kernel_interface import AttentionScoreTransform, Kernels
 from mega_trainer.parallel.parallel_linear import ALONE
 from mega_trainer.parallel.tensor_parallel import gather_sequence, local_sequence_slice
 
 ContextParallelKind = Literal["ring", "allgather", "alltoall"]
 # (query positions, key positions) -> mask of the visible pairs, in parts.
-MaskPartsFunction = Callable[[range, range], Sequence[MaskPart]]
+MaskPartsFunction = Callable[[range, range], Sequence[AttentionMaskBlock]]
 # Attention of whole sequences by some of a tensor rank's heads: (q, k, v, score transform, number of the first head) -> y.
-FullAttention = Callable[[Tensor, Tensor, Tensor, ScoreTransform, int], Tensor]
+FullAttention = Callable[[Tensor, Tensor, Tensor, AttentionScoreTransform, int], Tensor]
 
 
 class ContextParallelAttention(Protocol):
@@ -54,7 +54,7 @@ class ContextParallelAttention(Protocol):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        how: ScoreTransform,
+        how: AttentionScoreTransform,
         visible_parts: MaskPartsFunction,
         attend_whole: FullAttention,
     ) -> Tensor:
@@ -65,7 +65,7 @@ class ContextParallelAttention(Protocol):
         """
 
 
-def make_context_parallel(
+def make_context_parallel_attention(
     kind: ContextParallelKind, group: CommGroup, kernels: Kernels
 ) -> ContextParallelAttention | None:
     """Return the context-parallel attention over a group: ring, allgather or alltoall.
@@ -75,7 +75,9 @@ def make_context_parallel(
         return None
     if kind == "alltoall":
         return AllToAllAttention(group)
-    return BlockwiseAttention(RingExchange(group) if kind == "ring" else AllGatherExchange(group), group, kernels)
+    return BlockwiseAttention(
+        RingKeyValueExchange(group) if kind == "ring" else AllGatherKeyValueExchange(group), group, kernels
+    )
 
 
 def rank_chunks(rank: int, length: int, ranks: int) -> tuple[range, range]:
@@ -139,7 +141,7 @@ class KeyValueExchange(Protocol):
 
 
 @dataclass(frozen=True)
-class RingExchange:
+class RingKeyValueExchange:
     """Exchange of keys and values around a ring of context-parallel ranks (`KeyValueExchange`).
     The next rank's share is sent while `work` runs on the present one, and no rank has more than two shares in memory.
     """
@@ -179,7 +181,7 @@ class RingExchange:
 
 
 @dataclass(frozen=True)
-class AllGatherExchange:
+class AllGatherKeyValueExchange:
     """Exchange of keys and values between context-parallel ranks by all-gather (`KeyValueExchange`).
     It overlaps with the caller's work on this rank's own keys and values.
 
@@ -231,7 +233,7 @@ class BlockwiseAttention:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        how: ScoreTransform,
+        how: AttentionScoreTransform,
         visible_parts: MaskPartsFunction,
         attend_whole: FullAttention | None = None,
     ) -> Tensor:
@@ -241,7 +243,7 @@ class BlockwiseAttention:
         y: Tensor = _BlockwiseFunction.apply(q, k, v, how.sinks, how, visible_parts, self)  # type: ignore[no-untyped-call]
         return y
 
-    def visible_blocks(self, length: int, rank: int, visible_parts: MaskPartsFunction) -> Iterator[AttentionBlock]:
+    def visible_blocks(self, length: int, rank: int, visible_parts: MaskPartsFunction) -> Iterator[QueryKeyBlock]:
         """Yield the blocks of this rank's queries and `rank`'s keys that have pairs visible under the mask.
 
         Blocks of equal chunks come first, so that every query then has attended to a key. Under causal attention a first
@@ -253,23 +255,23 @@ class BlockwiseAttention:
         both, half = slice(0, 2 * len(mine[0])), len(mine[0])
         whole = tuple(_single_mask(parts, mine[i], theirs[j]) for (i, j), parts in visible.items())
         if whole == (CAUSAL, CAUSAL, ALL, None):
-            yield AttentionBlock(slice(None), both, both, CAUSAL, first=True)
+            yield QueryKeyBlock(slice(None), both, both, CAUSAL, first=True)
         elif whole == (ALL, None, ALL, None):
-            yield AttentionBlock(slice(None), both, slice(0, half), ALL)
+            yield QueryKeyBlock(slice(None), both, slice(0, half), ALL)
         elif whole == (None, ALL, ALL, None):
-            yield AttentionBlock(slice(None), slice(half, 2 * half), both, ALL)
+            yield QueryKeyBlock(slice(None), slice(half, 2 * half), both, ALL)
         elif whole == (ALL, ALL, ALL, ALL):
-            yield AttentionBlock(slice(None), both, both, ALL, first=mine == theirs)
+            yield QueryKeyBlock(slice(None), both, both, ALL, first=mine == theirs)
         else:
             for (i, j), parts in visible.items():
                 for part in parts:
                     queries = _chunk_slice(part.queries, mine[i], i * half)
                     keys = _chunk_slice(part.keys, theirs[j], j * half)
-                    yield AttentionBlock(part.rows, queries, keys, part.mask, first=part.queries == part.keys)
+                    yield QueryKeyBlock(part.rows, queries, keys, part.mask, first=part.queries == part.keys)
 
 
 @dataclass(frozen=True)
-class LocalExchange:
+class LocalKeyValueExchange:
     """`KeyValueExchange` without communication, for keys and values that are all on this rank."""
 
     def visit_all_ranks(self, mine: Tensor, work: Callable[[int, Tensor], None]) -> None:
@@ -284,25 +286,25 @@ class LocalExchange:
 
 
 @dataclass(frozen=True)
-class PartwiseAttention(BlockwiseAttention):
+class LocalBlockwiseAttention(BlockwiseAttention):
     """Blockwise attention of whole sequences on one rank, for a mask of several rectangles.
     No single `AttentionMaskSpec` describes such a mask.
     """
 
     @classmethod
-    def on_one_rank(cls, kernels: Kernels) -> PartwiseAttention:
+    def on_one_rank(cls, kernels: Kernels) -> LocalBlockwiseAttention:
         """Return the attention by rectangles of the mask that uses `kernels`, without communication."""
-        return cls(LocalExchange(), ALONE, kernels)
+        return cls(LocalKeyValueExchange(), ALONE, kernels)
 
-    def visible_blocks(self, length: int, rank: int, visible_parts: MaskPartsFunction) -> Iterator[AttentionBlock]:
+    def visible_blocks(self, length: int, rank: int, visible_parts: MaskPartsFunction) -> Iterator[QueryKeyBlock]:
         """Yield one block of queries and keys for each rectangle of the mask, over the whole sequence."""
         for part in visible_parts(range(length), range(length)):
             queries, keys = (_chunk_slice(indices, range(length), 0) for indices in (part.queries, part.keys))
-            yield AttentionBlock(part.rows, queries, keys, part.mask, first=part.queries == part.keys)
+            yield QueryKeyBlock(part.rows, queries, keys, part.mask, first=part.queries == part.keys)
 
 
 @dataclass(frozen=True)
-class AttentionBlock:
+class QueryKeyBlock:
     """Block of an attention computation: a range of queries and of keys in some batch rows.
     It has a slice of the batch rows, of the queries and of the keys, and the mask between them.
 
@@ -316,7 +318,9 @@ class AttentionBlock:
     first: bool = False
 
 
-def _single_mask(parts: Sequence[MaskPart], queries: range, keys: range) -> AttentionMaskSpec | Literal["parts"] | None:
+def _single_mask(
+    parts: Sequence[AttentionMaskBlock], queries: range, keys: range
+) -> AttentionMaskSpec | Literal["parts"] | None:
     """Return the one mask of all queries and keys, "parts" if there are several, None if no pair is visible."""
     if not parts:
         return None
@@ -341,7 +345,7 @@ class _BlockwiseFunction(Function):
         k: Tensor,
         v: Tensor,
         sinks: Tensor | None,
-        how: ScoreTransform,
+        how: AttentionScoreTransform,
         visible_parts: MaskPartsFunction,
         kind: BlockwiseAttention,
     ) -> Tensor:
@@ -431,7 +435,7 @@ class AllToAllAttention:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        how: ScoreTransform,
+        how: AttentionScoreTransform,
         visible_parts: MaskPartsFunction,
         attend_whole: FullAttention,
     ) -> Tensor:
@@ -444,15 +448,15 @@ class AllToAllAttention:
             how = replace(how, sinks=how.sinks[own])
         if how.bias is not None:
             how = replace(how, bias=how.bias.select_heads(own))
-        q, k, v = self.exchange_to_heads([q, k, v])
-        return self.exchange_to_tokens(attend_whole(q, k, v, how, own.start))
+        q, k, v = self.exchange_tokens_for_heads([q, k, v])
+        return self.exchange_heads_for_tokens(attend_whole(q, k, v, how, own.start))
 
     def local_head_slice(self, heads: int) -> slice:
         """Return the slice of `heads` heads that this rank computes between the two exchanges."""
         first = self.group.rank * heads // self.group.size
         return slice(first, first + max(1, heads // self.group.size))
 
-    def exchange_to_heads(self, parts: Sequence[Tensor]) -> list[Tensor]:
+    def exchange_tokens_for_heads(self, parts: Sequence[Tensor]) -> list[Tensor]:
         """Exchange this rank's tokens for heads of all tokens by all-to-all.
         Tensors [B, s, H_i, d_i] of this rank's tokens become [B, S, H_i/N (at least 1), d_i] of all tokens in order,
         with N ranks.
@@ -464,7 +468,7 @@ class AllToAllAttention:
         split = torch.split(received, [share.shape[-1] for share in shares], -1)
         return [part.reshape(rows, size * tokens, -1, t.shape[-1]) for part, t in zip(split, parts, strict=True)]
 
-    def exchange_to_tokens(self, y: Tensor) -> Tensor:
+    def exchange_heads_for_tokens(self, y: Tensor) -> Tensor:
         """Exchange [B, S, H/N, d] of all tokens for [B, s, H, d] of this rank's tokens, with N ranks."""
         mine = self._exchange_ranks(_rank_order(y.flatten(-2), self.group.size))
         return mine.movedim(0, 2).reshape(len(y), -1, self.group.size * y.shape[2], y.shape[3])

@@ -26,12 +26,17 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from mega_trainer.distributed.comm import CommGroup, all_gather, all_to_all
-from mega_trainer.kernels.grouped_gemm import GroupedRows, grouped_outer_gemm
-from mega_trainer.parallel.async_all_to_all import AsyncAllToAll, HostSplitWire, start_exchange, start_host_copy
+from mega_trainer.kernels.grouped_gemm import GroupedRows, grouped_wgrad_gemm
+from mega_trainer.parallel.async_all_to_all import (
+    AsyncAllToAll,
+    HostCountAllToAll,
+    start_host_copy,
+    start_row_all_to_all,
+)
 from mega_trainer.parallel.token_rows import (
-    RowAssignment,
+    ExpertRowAssignment,
+    gather_choice_values,
     gather_token_rows,
-    pick_row_values,
     sum_choice_rows,
     sum_token_rows,
 )
@@ -75,12 +80,12 @@ def sort_rows_by_expert(
         weights: [T, K].
         experts: number of this rank's experts.
         rows: M - 1, capacity for the choices of this rank's experts.
-        sum_rows: see `RowAssignment.sum_rows`.
+        sum_rows: see `ExpertRowAssignment.sum_rows`.
     """
-    slots = replace(RowAssignment.assign_rows(chosen, experts, rows), sum_rows=sum_rows)
+    slots = replace(ExpertRowAssignment.assign_rows(chosen, experts, rows), sum_rows=sum_rows)
     return SortedExpertRows(
         gather_token_rows(x, slots),
-        pick_row_values(weights, slots),
+        gather_choice_values(weights, slots),
         GroupedRows(slots.ends),
         lambda y: sum_token_rows(y, slots),
         slots.dropped,
@@ -154,10 +159,10 @@ class AllToAllDispatcher:
         if self.group.size == 1:
             rows = sort_rows_by_expert(x, chosen, weights, self.experts_per_rank, chosen.numel())
             return TokenDispatch(lambda: rows, lambda y: y, chosen.new_zeros(()))
-        capacity, wire = self._rank_capacity(*chosen.shape), HostSplitWire(self.group)
+        capacity, wire = self._rank_capacity(*chosen.shape), HostCountAllToAll(self.group)
         ranks = expert_ranks_of_tokens(chosen, self.experts_per_rank, self.parts)
         size = ranks.numel() if capacity is None else capacity * self.group.size
-        slots = RowAssignment.assign_rows(ranks, self.group.size, size, capacity)
+        slots = ExpertRowAssignment.assign_rows(ranks, self.group.size, size, capacity)
         wait_for_splits = (
             self._count_splits(chosen, slots)
             if capacity is None
@@ -166,8 +171,8 @@ class AllToAllDispatcher:
         packed = pack_routing(chosen, weights, slots)  # queued before the host waits for the counts
         sent, received, count = wait_for_splits()
         slots = slots.truncate_rows(sum(sent))
-        wait_for_routing = start_exchange(packed, AsyncAllToAll(wire, sent, received, sum(received) + 1))
-        wait_for_tokens = start_exchange(
+        wait_for_routing = start_row_all_to_all(packed, AsyncAllToAll(wire, sent, received, sum(received) + 1))
+        wait_for_tokens = start_row_all_to_all(
             gather_token_rows(x, slots), AsyncAllToAll(wire, sent, received, sum(received) + 1)
         )
 
@@ -177,7 +182,9 @@ class AllToAllDispatcher:
             return sort_rows_by_expert(wait_for_tokens(), local, recv_weights, self.experts_per_rank, count)
 
         def combine_outputs(y: Tensor) -> Tensor:
-            return sum_token_rows(start_exchange(y, AsyncAllToAll(wire, received, sent, slots.row_count + 1))(), slots)
+            return sum_token_rows(
+                start_row_all_to_all(y, AsyncAllToAll(wire, received, sent, slots.row_count + 1))(), slots
+            )
 
         return TokenDispatch(wait_for_rows, combine_outputs, slots.dropped)
 
@@ -199,7 +206,9 @@ class AllToAllDispatcher:
         assert self.bound is not None
         return splits, splits, math.ceil(self.bound * choices * self.parts)
 
-    def _count_splits(self, chosen: Tensor, slots: RowAssignment) -> Callable[[], tuple[list[int], list[int], int]]:
+    def _count_splits(
+        self, chosen: Tensor, slots: ExpertRowAssignment
+    ) -> Callable[[], tuple[list[int], list[int], int]]:
         """Return a function that waits for the actual counts, in the form of `_bounded_splits`."""
         ranks, ends = self.group.size, slots.ends.long()
         holder = chosen.flatten() // self.experts_per_rank + 1
@@ -236,7 +245,7 @@ def local_expert_ids(chosen: Tensor, holder: int, experts_per_rank: int) -> Tens
     return local.masked_fill((local < 0) | (local >= experts_per_rank), -1)
 
 
-def pack_routing(chosen: Tensor, weights: Tensor, slots: RowAssignment) -> Tensor:
+def pack_routing(chosen: Tensor, weights: Tensor, slots: ExpertRowAssignment) -> Tensor:
     """Pack the routing weights and chosen experts of each row's token in one tensor [M + 1, 2 K].
     They are sent together; expert ids are bit-cast, -1 for unused rows.
     """
@@ -275,7 +284,7 @@ class _GroupedBias(Function):
         if ctx.needs_input_grad[1]:
             # a GEMM with ones, since a scattered sum is in any order on a GPU; the grouped kernel needs eight columns
             ones = dy.new_ones(dy.shape[0], 8) if weights is None else weights.to(dy.dtype).unsqueeze(-1).repeat(1, 8)
-            dbias = grouped_outer_gemm(dy, ones, ctx.rows)[..., 0].contiguous()
+            dbias = grouped_wgrad_gemm(dy, ones, ctx.rows)[..., 0].contiguous()
         if weights is None:
             return dy, dbias, None, None
         dweights = torch.linalg.vecdot(dy, bias[ctx.rows.group_of_rows(len(dy))])

@@ -46,7 +46,7 @@ from mega_trainer.parallel.parameter_info import (
     get_local_values,
     get_parameter_info,
     is_trainable,
-    non_trainable_buffers,
+    iterate_saved_buffers,
 )
 from mega_trainer.parallel.parameter_shards import (
     GatheredShards,
@@ -55,7 +55,7 @@ from mega_trainer.parallel.parameter_shards import (
     ParameterShard,
     ParamGroupKey,
     ShardPart,
-    group_parameters,
+    make_param_groups,
 )
 
 
@@ -93,7 +93,7 @@ def fully_shard_stage(
             reduce_dtype=sent_dtype or main_dtype,
             cast_forward_inputs=False,
         )
-        lent = unit is model and model.stage.lends_embedding(model.config)
+        lent = unit is model and model.stage.has_embedding_used_by_other_stage(model.config)
         once = gather == "step" or lent  # the borrowed embedding is the gathered one
         # the last stage's backward follows its forward at once
         reshard = not once and not (unit is model and model.stage.heads)
@@ -108,7 +108,7 @@ def fully_shard_stage(
         register_fsdp_forward_method(model, method)
     model.materialize(device)
     _pad_uneven_shards(model)
-    for values, _ in non_trainable_buffers(model):
+    for values, _ in iterate_saved_buffers(model):
         values.zero_()
     for name, parameter in model.named_parameters():
         info = infos[name]
@@ -320,7 +320,7 @@ class FullyShardedStage:
             self._gradients.append(
                 FsdpUnitGradients(parameters, self._copies if shared else CommGroup("copies"), reduce_dtype)
             )
-        kinds = group_parameters(model, model.dtype, separate, decoupled=decoupled, lr_factor=lr_factor)
+        kinds = make_param_groups(model, model.dtype, separate, decoupled=decoupled, lr_factor=lr_factor)
         self.buffers = [RowShardBuffer(parameters, kind) for kind, parameters in kinds.items()]
 
     def begin_step(self) -> None:

@@ -32,7 +32,7 @@ from mega_trainer.parallel.parallel_linear import ParallelLinearFunction
 
 
 @dataclass(frozen=True)
-class LoraUpdate:
+class LoraOutputColumns:
     """Columns of a linear layer's output that one LoRA adapter changes.
     They are [first, first + rows); the adapter adds an update of `rank`, times `scale`.
     """
@@ -62,7 +62,7 @@ class LoraAdapterLayer(nn.Module):
         linear: ParallelLinearFunction,
         a: nn.Parameter,
         b: Sequence[nn.Parameter],
-        updates: Sequence[LoraUpdate],
+        updates: Sequence[LoraOutputColumns],
         meet: Callable[[Tensor], Tensor],
         drop: Callable[[SeededDropout, Tensor], Tensor],
         magnitudes: Sequence[nn.Parameter],
@@ -86,11 +86,11 @@ class LoraAdapterLayer(nn.Module):
         """Return a linear layer's output with the updates of its LoRA adapters added.
         `y` is the output, computed from input `x` by `weight` and `bias`.
 
-        `factors` are cached `magnitude_factors` of this weight.
+        `factors` are cached `compute_dora_factors` of this weight.
         """
         x = x if dropout is None else self.drop(dropout, x)
         narrow = torch.split(self.meet(self.linear(x, self.a)), self._ranks, -1)
-        given = self.magnitude_factors(weight) if factors is None else factors
+        given = self.compute_dora_factors(weight) if factors is None else factors
         row_factors: Sequence[Tensor | None] = given or [None] * len(narrow)
         parts, done = [], 0
         for update, u, b, factor in zip(self.updates, narrow, self.b, row_factors, strict=True):
@@ -103,7 +103,7 @@ class LoraAdapterLayer(nn.Module):
             done = end
         return torch.cat([*parts, y[..., done:]], -1)
 
-    def magnitude_factors(self, weight: Tensor) -> list[Tensor]:
+    def compute_dora_factors(self, weight: Tensor) -> list[Tensor]:
         """Return DoRA's factor on the output rows of each adapter [rows], the magnitude over the weight norm.
         It is m / |W + s B A|, in at least fp32; the result is empty if the adapters have no magnitudes m.
 
@@ -138,7 +138,7 @@ class ExpertLoraAdapter(nn.Module):
         return y + self.linear(self.linear(x, self.a, rows) * self.scale, self.b, rows)
 
 
-class AdapterSelection:
+class PerRowAdapterSelection:
     """LoRA adapter of each batch row of a forward pass: set before the pass, read by the layers.
 
     Attributes:
@@ -175,7 +175,7 @@ class PerRowAdapters(nn.Module):
     The weights of adapters and of the layer must not change after the first pass, which caches the magnitude factors.
     """
 
-    def __init__(self, selection: AdapterSelection, adapters: Mapping[str, LoraAdapterLayer]) -> None:
+    def __init__(self, selection: PerRowAdapterSelection, adapters: Mapping[str, LoraAdapterLayer]) -> None:
         super().__init__()
         self._factors: dict[str, list[Tensor]] = {}
         self.selection, self.names = selection, {name: index for index, name in enumerate(adapters)}
@@ -216,7 +216,7 @@ class PerRowAdapters(nn.Module):
             adapter = self.find_adapter(name)
             if adapter is not None:
                 if name not in self._factors:
-                    self._factors[name] = adapter.magnitude_factors(weight)
+                    self._factors[name] = adapter.compute_dora_factors(weight)
                 y = y.index_copy(0, rows, adapter(x[rows], y[rows], weight, bias, factors=self._factors[name]))
         return y
 
@@ -225,5 +225,5 @@ class PerRowAdapters(nn.Module):
 class LoraAdapterPool:
     """Several LoRA adapters, of which each batch row uses one or none; `adapts` are their projections by adapter name."""
 
-    selection: AdapterSelection
+    selection: PerRowAdapterSelection
     adapts: Mapping[str, Mapping[str, AdaptedModule]]

@@ -27,7 +27,7 @@ from mega_common.errors import ConfigError
 from mega_trainer.distributed.comm import CollectiveWork, CommGroup, PendingWork, all_gather
 from mega_trainer.kernels.fused_elementwise import upcast_to_fp32
 from mega_trainer.kernels.leaf_compiler import LeafCompiler
-from mega_trainer.parallel.async_all_to_all import AsyncAllToAll, start_exchange
+from mega_trainer.parallel.async_all_to_all import AsyncAllToAll, start_row_all_to_all
 from mega_trainer.parallel.expert_parallel import (
     SortedExpertRows,
     TokenDispatch,
@@ -37,7 +37,7 @@ from mega_trainer.parallel.expert_parallel import (
     sort_rows_by_expert,
     unpack_routing,
 )
-from mega_trainer.parallel.token_rows import RowAssignment, gather_token_rows, sum_token_rows
+from mega_trainer.parallel.token_rows import ExpertRowAssignment, gather_token_rows, sum_token_rows
 
 # The kernel splits the bytes from a rank evenly among thread blocks, up to 64; it uses all 64 for tables of at least
 # `SMALLEST` bytes.
@@ -62,7 +62,7 @@ class NvshmemDispatcher:
     parts: int
     bound: float
     leaves: LeafCompiler = field(default_factory=LeafCompiler)
-    _wires: dict[int, SymmetricWire] = field(default_factory=dict, compare=False)
+    _wires: dict[int, SymmetricMemoryAllToAll] = field(default_factory=dict, compare=False)
 
     def dispatch_tokens(self, x: Tensor, chosen: Tensor, weights: Tensor) -> TokenDispatch:
         """Start to send tokens to the ranks of their chosen experts over NVSHMEM.
@@ -71,15 +71,17 @@ class NvshmemDispatcher:
         (tokens, choices), size = chosen.shape, self.group.size
         own, targets = self.num_experts * self.parts // size, min(choices, size // self.parts) * self.parts  # per token
         leaving, capacity = tokens * targets, min(size * tokens, math.ceil(self.bound * tokens * targets))
-        wire = self._wires.setdefault(tokens, SymmetricWire(self.group, max(leaving, capacity) + 1, self.leaves))
+        wire = self._wires.setdefault(
+            tokens, SymmetricMemoryAllToAll(self.group, max(leaving, capacity) + 1, self.leaves)
+        )
         ranks = expert_ranks_of_tokens(chosen, own, self.parts)
         sent, received = self._fitting_splits(ranks, capacity)
-        slots = RowAssignment.assign_rows(ranks, size, leaving, sent)
-        wait_for_routing = start_exchange(
+        slots = ExpertRowAssignment.assign_rows(ranks, size, leaving, sent)
+        wait_for_routing = start_row_all_to_all(
             pack_routing(chosen, weights, slots), AsyncAllToAll(wire, sent, received, capacity + 1)
         )
-        wait_for_tokens = start_exchange(
-            gather_token_rows(x, replace(slots, pick_rows=wire.spread_token_rows)),
+        wait_for_tokens = start_row_all_to_all(
+            gather_token_rows(x, replace(slots, pick_rows=wire.scatter_token_rows)),
             AsyncAllToAll(wire, sent, received, capacity + 1),
         )
 
@@ -90,8 +92,8 @@ class NvshmemDispatcher:
             return sort_rows_by_expert(wait_for_tokens(), local, recv_weights, own, rows, wire.sum_choice_rows)
 
         def combine_outputs(y: Tensor) -> Tensor:
-            returned = start_exchange(y, AsyncAllToAll(wire, received, sent, leaving + 1))()
-            return sum_token_rows(returned, replace(slots, pick_rows=wire.spread_token_rows))
+            returned = start_row_all_to_all(y, AsyncAllToAll(wire, received, sent, leaving + 1))()
+            return sum_token_rows(returned, replace(slots, pick_rows=wire.scatter_token_rows))
 
         return TokenDispatch(wait_for_rows, combine_outputs, slots.dropped)
 
@@ -121,7 +123,7 @@ class SymmetricMemoryTables:
 
 
 @dataclass(eq=False)
-class SymmetricWire:
+class SymmetricMemoryAllToAll:
     """Transport of an all-to-all over symmetric memory, an `AllToAllFunction`.
     Row counts are tensors, int64 [ranks], and rows are built in the memory from which they are sent.
 
@@ -140,13 +142,13 @@ class SymmetricWire:
     )  # tables with rows to be sent, by storage id
     _stream: torch.cuda.Stream | None = None
 
-    def spread_token_rows(self, x: Tensor, slots: RowAssignment) -> Tensor:
+    def scatter_token_rows(self, x: Tensor, slots: ExpertRowAssignment) -> Tensor:
         """Copy tokens to their rows in the memory from which they are sent; a row without a token has arbitrary values."""
-        return self.leaves(spread_rows_kernel, x, slots.row, self._next_leaving(slots.row_count + 1, x))
+        return self.leaves(scatter_token_rows_kernel, x, slots.row, self._next_leaving(slots.row_count + 1, x))
 
     def sum_choice_rows(self, rows: Tensor, numbers: Tensor) -> Tensor:
         """Sum, for each token, the rows with its `numbers`, int64 [N, K], into the memory from which the sums are sent."""
-        return self.leaves(sum_rows_kernel, rows, numbers, self._next_leaving(len(numbers), rows))
+        return self.leaves(sum_token_rows_kernel, rows, numbers, self._next_leaving(len(numbers), rows))
 
     def __call__(self, rows: Tensor, sent: Tensor, received: Tensor, length: int) -> tuple[Tensor, CollectiveWork]:
         """Start the all-to-all of `rows`; see `AllToAllFunction`. It must have ended before the second next one of
@@ -169,14 +171,14 @@ class SymmetricWire:
         """Return the tables that were not used last."""
         pair = self._tables.setdefault((width, like.dtype), [])
         if not pair:
-            pair += [allocate_tables(self.group, self.length, width, like) for _ in range(2)]
+            pair += [allocate_symmetric_memory(self.group, self.length, width, like) for _ in range(2)]
         pair.reverse()
         return pair[0]
 
     def _start_exchange(self, tables: SymmetricMemoryTables, received: Tensor) -> CollectiveWork:
         self.group.record_call("all_to_all", tables.leaving)
         if not tables.leaving.is_cuda:
-            return exchange_by_gloo(tables, self.group, received)
+            return all_to_all_by_gloo(tables, self.group, received)
         stream = self._stream = self._stream or torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -196,7 +198,7 @@ def launch_all_to_all(tables: SymmetricMemoryTables, group: CommGroup) -> None:
     )
 
 
-def exchange_by_gloo(tables: SymmetricMemoryTables, group: CommGroup, received: Tensor) -> CollectiveWork:
+def all_to_all_by_gloo(tables: SymmetricMemoryTables, group: CommGroup, received: Tensor) -> CollectiveWork:
     """Exchange rows of symmetric-memory tables on a CPU by gloo, as the NVSHMEM kernel does on a GPU.
     `received` are the row counts from each rank.
     """
@@ -215,7 +217,7 @@ class _LaunchedWork:
         torch.cuda.current_stream().wait_event(self.event)
 
 
-def allocate_tables(group: CommGroup, length: int, width: int, like: Tensor) -> SymmetricMemoryTables:
+def allocate_symmetric_memory(group: CommGroup, length: int, width: int, like: Tensor) -> SymmetricMemoryTables:
     """Allocate tensors to send and to receive in symmetric memory.
     They have at least `length` rows of this width, and `like`'s dtype and device. A collective call of the group.
 
@@ -239,7 +241,7 @@ def allocate_tables(group: CommGroup, length: int, width: int, like: Tensor) -> 
     return SymmetricMemoryTables(*tables)
 
 
-def spread_rows_kernel(x: Tensor, rows: Tensor, out: Tensor) -> Tensor:
+def scatter_token_rows_kernel(x: Tensor, rows: Tensor, out: Tensor) -> Tensor:
     """Copy each token of x [N, D] to its rows of `out` [M + 1, D], by row numbers int64 [N, K]; a token is read once.
 
     All choices without a row are written to the last row, which is unused, in any order.
@@ -247,7 +249,7 @@ def spread_rows_kernel(x: Tensor, rows: Tensor, out: Tensor) -> Tensor:
     return out.index_put_((rows,), x.unsqueeze(1).expand(-1, rows.shape[1], -1))
 
 
-def sum_rows_kernel(rows: Tensor, numbers: Tensor, out: Tensor) -> Tensor:
+def sum_token_rows_kernel(rows: Tensor, numbers: Tensor, out: Tensor) -> Tensor:
     """Sum the rows of an expert-sorted buffer that belong to each token into `out` [N, D].
     The rows are [M + 1, D], and `numbers` int64 [N, K] are the numbers of each token's rows; the last row counts as
     zero.

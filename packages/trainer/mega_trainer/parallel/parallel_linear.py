@@ -38,10 +38,10 @@ from mega_trainer.distributed.comm import CommGroup, all_gather, all_reduce, sta
 from mega_trainer.kernels.grouped_gemm import GroupedRows
 from mega_trainer.kernels.kernel_interface import GemmOperand, Kernels
 from mega_trainer.parallel.parameter_info import (
+    GemmOperandCache,
     MainGrad,
-    PackedWeight,
-    PreparedWeight,
-    get_main_grad,
+    QuantizedFrozenWeight,
+    get_main_grad_writer,
     get_weight_preparer,
 )
 
@@ -167,7 +167,7 @@ class ParallelLinearFunction:
         y: Tensor = _Linear.apply(x, weight, bias, self)  # type: ignore[no-untyped-call]
         return y
 
-    def weight_operand(self, weight: Tensor, preparer: PreparedWeight | PackedWeight | None) -> GemmOperand:
+    def weight_operand(self, weight: Tensor, preparer: GemmOperandCache | QuantizedFrozenWeight | None) -> GemmOperand:
         """Return a weight as GEMM operand: prepared by `preparer`, or unchanged without one.
         Prepared means, for example, quantised or unpacked.
 
@@ -203,7 +203,7 @@ class _Linear(Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: ParallelLinearFunction) -> Tensor:
         ctx.save_for_backward(x if weight.requires_grad else None, weight)
         # taken here: in the backward, the weight may be a copy made by recomputation
-        ctx.layer, ctx.main, ctx.preparer = layer, get_main_grad(weight), get_weight_preparer(weight)
+        ctx.layer, ctx.main, ctx.preparer = layer, get_main_grad_writer(weight), get_weight_preparer(weight)
         return layer.gemms.linear_forward(layer.gather_input(x), layer.weight_operand(weight, ctx.preparer), bias)
 
     # not once_differentiable: its check costs 5 us of host time, a third of the rest of this function

@@ -112,7 +112,7 @@ def make_parameter(
     """Return an uninitialised parameter of the local `shape`, with its `ParameterInfo` attached.
     `pieces` locate it in canonical tensors, `data` is its data-parallel group.
 
-    With `packing` the values are in a `PackedWeight`; the parameter has the shape and dtype, and one zero in memory.
+    With `packing` the values are in a `QuantizedFrozenWeight`; the parameter has the shape and dtype, and one zero in memory.
 
     Raises:
         ConfigError: when `packing` is given and a row is not a multiple of its blocks.
@@ -121,7 +121,7 @@ def make_parameter(
         parameter = nn.Parameter(torch.zeros(tuple(shape), dtype=dtype, device=device))
     else:
         parameter = nn.Parameter(torch.zeros((), dtype=dtype, device=device).expand(tuple(shape)))
-        parameter.prepared = PackedWeight(pieces[0].name, shape, dtype, device, packing)  # type: ignore[attr-defined]
+        parameter.prepared = QuantizedFrozenWeight(pieces[0].name, shape, dtype, device, packing)  # type: ignore[attr-defined]
     sync = tuple(group for group in grad_sync if group.size > 1)
     copies = tuple(group for group in replicas if group.size > 1)
     parameter.mega = ParameterInfo(  # type: ignore[attr-defined]
@@ -134,7 +134,7 @@ def get_local_values(parameter: Tensor) -> Tensor:
     """Return a view of the elements of a parameter that this rank has.
     Under ZeRO-3 they are its rows, for a packed weight its packed bytes.
     """
-    packed = get_packed_weight(parameter)
+    packed = get_quantized_weight(parameter)
     values = parameter.detach() if packed is None else packed.packed
     return values.to_local() if isinstance(values, DTensor) else values
 
@@ -174,7 +174,7 @@ def is_weight_matrix(parameter: Tensor) -> bool:
     return parameter.dim() > 1 and not any(name.endswith((".bias", "norm.weight")) for name in names)
 
 
-def get_main_grad(weight: Tensor) -> MainGrad | None:
+def get_main_grad_writer(weight: Tensor) -> MainGrad | None:
     """Return the function by which a backward writes a weight's gradient directly to a flat buffer, or None.
     The function is a `MainGrad`; None means that autograd accumulates the gradient.
     """
@@ -182,7 +182,7 @@ def get_main_grad(weight: Tensor) -> MainGrad | None:
     return main
 
 
-class PreparedWeight:
+class GemmOperandCache:
     """Cache of the GEMM operand that a back end prepares from a parameter, such as its fp8 copy.
     It is valid until the weight changes.
     """
@@ -201,7 +201,7 @@ class PreparedWeight:
         self._operand = None
 
 
-class PackedWeight:
+class QuantizedFrozenWeight:
     """Frozen parameter whose elements are quantised (QLoRA) and are unpacked again for each GEMM.
 
     Args:
@@ -250,17 +250,17 @@ class PackedWeight:
         return self.packed.nbytes + self.scales.nbytes
 
 
-def get_packed_weight(parameter: Tensor) -> PackedWeight | None:
-    """Return the `PackedWeight` of a quantised parameter, or None for other parameters."""
+def get_quantized_weight(parameter: Tensor) -> QuantizedFrozenWeight | None:
+    """Return the `QuantizedFrozenWeight` of a quantised parameter, or None for other parameters."""
     prepared = getattr(parameter, "prepared", None)
-    return prepared if isinstance(prepared, PackedWeight) else None
+    return prepared if isinstance(prepared, QuantizedFrozenWeight) else None
 
 
-def get_weight_preparer(weight: Tensor) -> PreparedWeight | PackedWeight | None:
+def get_weight_preparer(weight: Tensor) -> GemmOperandCache | QuantizedFrozenWeight | None:
     """Return the object that supplies a parameter's GEMM operand, or None if the parameter itself is the operand.
-    The object is a `PreparedWeight` or a `PackedWeight`.
+    The object is a `GemmOperandCache` or a `QuantizedFrozenWeight`.
     """
-    prepared: PreparedWeight | PackedWeight | None = getattr(weight, "prepared", None)
+    prepared: GemmOperandCache | QuantizedFrozenWeight | None = getattr(weight, "prepared", None)
     return prepared
 
 
@@ -282,17 +282,17 @@ class NonTrainableBuffer(nn.Module):
 
 
 @runtime_checkable
-class HasSavedBuffers(Protocol):
+class ModuleWithSavedBuffers(Protocol):
     """Interface of a module with buffers of its own that checkpoints contain."""
 
     def saved_buffers(self) -> Iterator[tuple[Tensor, Sequence[TensorPiece]]]:
         """Yield the module's buffers that checkpoints contain, with their positions in canonical tensors."""
 
 
-def non_trainable_buffers(model: nn.Module) -> Iterator[tuple[Tensor, Sequence[TensorPiece]]]:
+def iterate_saved_buffers(model: nn.Module) -> Iterator[tuple[Tensor, Sequence[TensorPiece]]]:
     """Yield the non-trainable tensors of a model that checkpoints contain, with their positions in canonical tensors."""
     for module in model.modules():
         if isinstance(module, NonTrainableBuffer):
             yield module.values, module.pieces
-        elif isinstance(module, HasSavedBuffers):
+        elif isinstance(module, ModuleWithSavedBuffers):
             yield from module.saved_buffers()

@@ -69,7 +69,7 @@ def split_replicas(tensors: Mapping[str, ShardedTensor], groups: Sequence[CommGr
     return select_replica_share(tensors, rank, size)
 
 
-def group_parameters(
+def make_param_groups(
     model: nn.Module,
     dtype: torch.dtype,
     separate: Callable[[nn.Parameter], bool] | None = None,

@@ -40,17 +40,17 @@ def pass_recurrent_states(
     maps = maps[..., None, None] if maps.dim() == 3 else maps
     initial_state = torch.zeros_like(added[:, 0]) if initial_state is None else initial_state
     if group.size == 1:
-        states = fold_affine_maps(maps, added, initial_state)
+        states = scan_affine_maps(maps, added, initial_state)
         return states[:, :-1], states[:, -1]
     spans, rows = 2, added.shape[0]
     maps, added = (x.reshape(rows * spans, -1, *x.shape[2:]) for x in (maps, added))
     zero = torch.zeros_like(added[:, 0])
     identity = torch.eye(maps.shape[-1], dtype=maps.dtype, device=maps.device).expand_as(maps[:, 0])
-    whole = fold_affine_maps(maps, torch.zeros_like(maps), identity)[:, -1], fold_affine_maps(maps, added, zero)[:, -1]
+    whole = scan_affine_maps(maps, torch.zeros_like(maps), identity)[:, -1], scan_affine_maps(maps, added, zero)[:, -1]
     span_maps, span_added = _gather_spans([torch.unflatten(x, 0, (rows, spans)) for x in whole], group)
-    before = fold_affine_maps(span_maps, span_added, initial_state)
+    before = scan_affine_maps(span_maps, span_added, initial_state)
     own = before[:, [group.rank, 2 * group.size - 1 - group.rank]].flatten(0, 1)
-    states = fold_affine_maps(maps, added, own)[:, :-1]
+    states = scan_affine_maps(maps, added, own)[:, :-1]
     return states.reshape(rows, -1, *states.shape[2:]), before[:, -1]
 
 
@@ -62,7 +62,7 @@ def _gather_spans(parts: Sequence[Tensor], group: CommGroup) -> list[Tensor]:
     return [torch.unflatten(one, -1, part.shape[2:]) for one, part in zip(split, parts, strict=True)]
 
 
-def fold_affine_maps(maps: Tensor, added: Tensor, initial_state: Tensor) -> Tensor:
+def scan_affine_maps(maps: Tensor, added: Tensor, initial_state: Tensor) -> Tensor:
     """Return all states S of the recurrence S[0] = initial_state, S[i + 1] = maps[i] S[i] + added[i].
 
     [B, n, H, K or 1, K or 1], [B, n, H, K, V], [B, H, K, V] -> [B, n + 1, H, K, V].

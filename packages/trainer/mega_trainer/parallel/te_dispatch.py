@@ -47,7 +47,7 @@ class TransformerEngineDispatcher:
                 hint="install transformer-engine 2.20 or later for this CUDA, or set parallel.dispatch=alltoall",
             ) from error
         (tokens, choices), width = chosen.shape, x.shape[1]
-        capacity = math.ceil(self.bound * chosen.numel()) + 1  # the last row is unused, as in `RowAssignment`
+        capacity = math.ceil(self.bound * chosen.numel()) + 1  # the last row is unused, as in `ExpertRowAssignment`
         if not ep.is_ep_bootstrapped():
             ep.ep_bootstrap(
                 self.group.process_group, self.num_experts, tokens, width, choices, recv_capacity_per_rank=capacity,

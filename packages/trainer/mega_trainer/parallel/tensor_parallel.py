@@ -27,7 +27,7 @@ from mega_trainer.kernels import gemm_accumulation
 from mega_trainer.kernels.kernel_interface import Kernels
 from mega_trainer.parallel.lora_layers import LoraAdapterLayer, PerRowAdapters
 from mega_trainer.parallel.parallel_linear import SEQUENCE, DeferredWgradQueue, ParallelLinearFunction
-from mega_trainer.parallel.parameter_info import get_main_grad, make_parameter
+from mega_trainer.parallel.parameter_info import get_main_grad_writer, make_parameter
 
 
 class _SumForward(Function):
@@ -219,7 +219,7 @@ def embed_token_ids(tokens: Tensor, weight: Tensor, group: CommGroup, *, sp: boo
 
 
 def _lookup_rows(indices: Tensor, weight: Tensor) -> Tensor:
-    if get_main_grad(weight) is None:
+    if get_main_grad_writer(weight) is None:
         return nn.functional.embedding(indices, weight)
     x: Tensor = _MainGradEmbedding.apply(indices, weight)  # type: ignore[no-untyped-call]
     return x
@@ -231,7 +231,7 @@ class _MainGradEmbedding(Function):
     @staticmethod
     def forward(ctx: Any, indices: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(indices)
-        ctx.main = get_main_grad(weight)
+        ctx.main = get_main_grad_writer(weight)
         return nn.functional.embedding(indices, weight)
 
     @staticmethod
@@ -271,7 +271,7 @@ class SplitHeads:
     size: int = 1
 
 
-def split_fused_heads(
+def get_fused_heads_layout(
     blocks: Sequence[SplitHeads], tail: tuple[int, ...], group: CommGroup
 ) -> tuple[list[int], list[TensorPiece]]:
     """Return the local shape and head positions of a parameter that fuses several tensors split by heads.

@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 
-def pick_token_rows(x: Tensor, slots: RowAssignment) -> Tensor:
+def gather_token_rows_no_grad(x: Tensor, slots: ExpertRowAssignment) -> Tensor:
     """Return the token of each row of an expert-sorted buffer: x [N tokens, ..] -> [M rows + 1, ..].
     A row without a token has an arbitrary one.
     """
@@ -37,7 +37,7 @@ def sum_choice_rows(rows: Tensor, numbers: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class RowAssignment:
+class ExpertRowAssignment:
     """Permutation of tokens to expert-sorted rows in a mixture-of-experts layer, and its inverse.
     It has the row of each (token, chosen expert or rank) pair in a buffer sorted by expert or rank.
 
@@ -46,18 +46,20 @@ class RowAssignment:
         choice: int64 [M + 1], the flat index in [N, K] of each row's choice; -1 for a row without a choice.
         ends: int32 [G], end of each group's rows.
         dropped: int64, number of choices with a group that got no row.
-        pick_rows, sum_rows: `pick_token_rows` and `sum_choice_rows`, or versions that write into their own memory.
+        pick_rows, sum_rows: `gather_token_rows_no_grad` and `sum_choice_rows`, or versions that write into their own memory.
     """
 
     row: Tensor
     choice: Tensor
     ends: Tensor
     dropped: Tensor
-    pick_rows: Callable[[Tensor, RowAssignment], Tensor] = pick_token_rows
+    pick_rows: Callable[[Tensor, ExpertRowAssignment], Tensor] = gather_token_rows_no_grad
     sum_rows: Callable[[Tensor, Tensor], Tensor] = sum_choice_rows
 
     @classmethod
-    def assign_rows(cls, groups: Tensor, count: int, rows: int, capacity: int | Tensor | None = None) -> RowAssignment:
+    def assign_rows(
+        cls, groups: Tensor, count: int, rows: int, capacity: int | Tensor | None = None
+    ) -> ExpertRowAssignment:
         """Assign rows of an expert-sorted buffer to the tokens' choices of experts or ranks.
         The choices in `groups`, int64 [N tokens, K], are each a group number below `count` or -1 for none; choices that
         exceed `capacity` or `rows` are dropped.
@@ -87,7 +89,7 @@ class RowAssignment:
         dropped = (flat >= 0).sum() - (row < rows).sum()
         return cls(row.view_as(groups), choice, ends.int(), dropped)
 
-    def truncate_rows(self, rows: int) -> RowAssignment:
+    def truncate_rows(self, rows: int) -> ExpertRowAssignment:
         """Return the row assignment with only the first `rows` rows.
         The removed rows must not be assigned to a choice.
         """
@@ -106,7 +108,7 @@ class RowAssignment:
 
 class _GatherRows(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, slots: RowAssignment) -> Tensor:
+    def forward(ctx: Any, x: Tensor, slots: ExpertRowAssignment) -> Tensor:
         ctx.slots = slots
         return slots.pick_rows(x, slots) if len(x) else x.new_empty((slots.row_count + 1, *x.shape[1:]))
 
@@ -118,7 +120,7 @@ class _GatherRows(Function):
 
 class _SumTokenRows(Function):
     @staticmethod
-    def forward(ctx: Any, y: Tensor, slots: RowAssignment) -> Tensor:
+    def forward(ctx: Any, y: Tensor, slots: ExpertRowAssignment) -> Tensor:
         ctx.slots = slots
         return slots.sum_rows(y, slots.row)
 
@@ -130,7 +132,7 @@ class _SumTokenRows(Function):
 
 class _PickChoiceValues(Function):
     @staticmethod
-    def forward(ctx: Any, values: Tensor, slots: RowAssignment) -> Tensor:
+    def forward(ctx: Any, values: Tensor, slots: ExpertRowAssignment) -> Tensor:
         ctx.slots = slots
         return values.flatten()[slots.choice.clamp(min=0)]
 
@@ -141,13 +143,13 @@ class _PickChoiceValues(Function):
         return dy[row].masked_fill(row == ctx.slots.row_count, 0.0), None
 
 
-def gather_token_rows(x: Tensor, slots: RowAssignment) -> Tensor:
+def gather_token_rows(x: Tensor, slots: ExpertRowAssignment) -> Tensor:
     """Return the token of each row, differentiable: x [N tokens, D] -> [M rows + 1, D]."""
     y: Tensor = _GatherRows.apply(x, slots)  # type: ignore[no-untyped-call]
     return y
 
 
-def sum_token_rows(y: Tensor, slots: RowAssignment) -> Tensor:
+def sum_token_rows(y: Tensor, slots: ExpertRowAssignment) -> Tensor:
     """Return the sum of each token's rows, differentiable: y [M rows + 1, D] -> [N tokens, D].
     The sum is zero for a token without rows.
     """
@@ -155,7 +157,7 @@ def sum_token_rows(y: Tensor, slots: RowAssignment) -> Tensor:
     return x
 
 
-def pick_row_values(values: Tensor, slots: RowAssignment) -> Tensor:
+def gather_choice_values(values: Tensor, slots: ExpertRowAssignment) -> Tensor:
     """Return the value, such as the router weight, of the token and expert choice of each expert-sorted row.
 
     values [N tokens, K] -> [M rows + 1], differentiable; the last row is unassigned.

@@ -24,7 +24,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 
 from mega_trainer.distributed.comm import CollectiveWork, all_gather_into, all_reduce
 from mega_trainer.parallel.gradient_buckets import GradientBucket, MicroBatchGradientBucket, StepGradientBucket
-from mega_trainer.parallel.parameter_info import PreparedWeight, get_parameter_info, is_trainable
+from mega_trainer.parallel.parameter_info import GemmOperandCache, get_parameter_info, is_trainable
 from mega_trainer.parallel.parameter_shards import (
     GatheredShards,
     LrFactor,
@@ -32,7 +32,7 @@ from mega_trainer.parallel.parameter_shards import (
     ParameterShard,
     ParamGroupKey,
     ShardPart,
-    group_parameters,
+    make_param_groups,
 )
 
 BUCKET_ELEMENTS = 40_000_000  # large enough for full bandwidth, small enough that the first starts early
@@ -173,7 +173,7 @@ class FlatBufferStage:
         self._arriving: dict[GradientBucket, tuple[CollectiveWork | None, Tensor]] = {}
         self._register_gather_hooks(units)
         cached = position if sharing.cache_prepared_weights else ()  # frozen parameters included
-        self._prepared = {parameter: PreparedWeight() for parameter in cached}
+        self._prepared = {parameter: GemmOperandCache() for parameter in cached}
         for parameter, prepared in self._prepared.items():
             parameter.prepared = prepared  # type: ignore[attr-defined]
         self._waiting: deque[GradientBucket] = deque()
@@ -282,6 +282,6 @@ def flatten_parameters(model: nn.Module, zero: ZeroConfig, units: Sequence[Forwa
         units: parts of the model in the order of a forward; default: the whole model is one unit.
     """
     dtype = next(model.parameters()).dtype
-    kinds = group_parameters(model, dtype, zero.separate, decoupled=zero.decoupled, lr_factor=zero.lr_factor)
+    kinds = make_param_groups(model, dtype, zero.separate, decoupled=zero.decoupled, lr_factor=zero.lr_factor)
     buffers = [FlatParameterBuffer(parameters, kind, zero) for kind, parameters in kinds.items()]
     return FlatBufferStage(model, buffers, zero, units or [ForwardUnit(model, list(model.parameters()))])

@@ -15,7 +15,7 @@ from mega_trainer.pipeline.schedules import (
     PipelineSchedule,
     PipelineTimeline,
     bubble_formula,
-    peak_activations,
+    peak_in_flight_microbatches,
 )
 
 RgbColour = tuple[int, int, int]
@@ -64,7 +64,7 @@ def _title(schedule: PipelineSchedule, timeline: PipelineTimeline) -> Iterator[s
 
 
 def _rank_rows(schedule: PipelineSchedule, timeline: PipelineTimeline) -> Iterator[str]:
-    for rank, (idle, held) in enumerate(zip(timeline.bubble, peak_activations(schedule), strict=True)):
+    for rank, (idle, held) in enumerate(zip(timeline.bubble, peak_in_flight_microbatches(schedule), strict=True)):
         top = _row_top(rank)
         yield _svg_text(_LEFT - 10, top + 19, f"rank {rank}", 'text-anchor="end"')
         yield f'<rect x="{_LEFT}" y="{top}" width="{_CHART}" height="{_ROW}" class="idle" fill="{_EMPTY}"/>'

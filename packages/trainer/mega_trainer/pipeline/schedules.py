@@ -306,7 +306,7 @@ def bubble_formula(schedule: PipelineSchedule, costs: PipelineOpCosts | None = N
     return None
 
 
-def peak_activations(schedule: PipelineSchedule) -> list[int]:
+def peak_in_flight_microbatches(schedule: PipelineSchedule) -> list[int]:
     """Return, for each pipeline rank, the most micro-batches whose activations it has in memory at once.
     A micro-batch is counted once for each of the rank's stages.
 

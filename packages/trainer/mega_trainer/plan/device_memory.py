@@ -22,7 +22,7 @@ def count_communicators(run: TrainingLayout) -> int:
     return sum(size > 1 for size in sizes)
 
 
-def add_device_memory(run: TrainingLayout, tensors: Mapping[str, int]) -> dict[str, int]:
+def add_non_tensor_memory(run: TrainingLayout, tensors: Mapping[str, int]) -> dict[str, int]:
     """Return the bytes of device memory of a rank by kind, including memory outside of tensors.
     The kinds are the ones in `tensors`, and on a GPU also `allocator` (reserved by torch beyond tensors),
     `communicators` and `context`. Their sum is what the GPU's memory must hold.

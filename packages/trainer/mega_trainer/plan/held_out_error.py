@@ -18,7 +18,7 @@ def classify_model(model: ModelConfig) -> str:
     return "hybrid" if model.is_recurrent else "experts" if model.moe else "dense"
 
 
-def describe_held_out_error(model: ModelConfig, machine: MachineSpec, precision: str) -> dict[str, object]:
+def describe_prediction_error(model: ModelConfig, machine: MachineSpec, precision: str) -> dict[str, object]:
     """Return the error of step-time predictions for published runs of this kind, for `mega plan --json`.
     The runs form the narrowest class with published runs. The keys are `class`, `runs`, and the `median` and 90th
     percentile `p90` of the absolute relative error; only `class` and `runs` = 0 if no run of this kind of model on this
@@ -33,9 +33,9 @@ def describe_held_out_error(model: ModelConfig, machine: MachineSpec, precision:
     return {"class": names[-1], "runs": 0}
 
 
-def format_held_out_error(error: Mapping[str, Any]) -> str:
+def format_prediction_error(error: Mapping[str, Any]) -> str:
     """Return the error of step-time predictions as a line of text.
-    `error` is the result of `describe_held_out_error`.
+    `error` is the result of `describe_prediction_error`.
     """
     if not error["runs"]:
         return f"unknown: no run of this class ({error['class']}) was published"

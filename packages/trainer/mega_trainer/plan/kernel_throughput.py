@@ -85,7 +85,7 @@ class GpuThroughput:
             efficiency.contention,
         )
 
-    def product_seconds(self, shape: tuple[float, float, float], precision: str, count: float = 1) -> float:
+    def gemm_compute_seconds(self, shape: tuple[float, float, float], precision: str, count: float = 1) -> float:
         """Return the seconds of a GEMM, without the time to read its operands.
         `shape` has its rows, columns and inner dimension; `count` GEMMs run in one kernel.
         """

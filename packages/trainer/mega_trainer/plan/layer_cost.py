@@ -128,11 +128,11 @@ class LayerCostModel:
         return self.run.micro_batch * self.run.seq_length / self.run.cp
 
     @property
-    def activation_bytes(self) -> int:
+    def bytes_per_activation(self) -> int:
         """Bytes of one activation element in the run's precision."""
         return {"fp64": 8, "fp32": 4}.get(self.run.precision, 2)
 
-    def compute_layer_work(self, index: int) -> PassWork:
+    def predict_layer_seconds(self, index: int) -> PassWork:
         """Return the seconds of layer number `index` for one micro-batch, by kind of work."""
         kind = self.model.get_layer_kind(index)
         products = sum_pass_work([*self._dense_gemms(kind), *self._expert_work(index)])
@@ -172,16 +172,16 @@ class LayerCostModel:
         """
         kind = precision or self.run.precision
         start = count * self.rates.kernel  # the first tiles and the last wave of a kernel leave most of the GPU idle
-        size = OPERAND_BYTES.get(kind, self.activation_bytes)
+        size = OPERAND_BYTES.get(kind, self.bytes_per_activation)
         x, w, y = rows * inner * count, columns * inner * count, rows * columns * count
-        out = self.activation_bytes
+        out = self.bytes_per_activation
 
         together, slower = (count, 1.0) if count == 1 else (count, 1 / self.rates.grouped)
         if count > 1 and self.profile.looped < 1:
             together, slower = 1, count / self.rates.grouped / self.profile.looped
 
         def gemm_seconds(shape: tuple[float, float, float], read: float, written: float) -> float:
-            product = slower * self.rates.product_seconds(shape, kind, together)
+            product = slower * self.rates.gemm_compute_seconds(shape, kind, together)
             return start + product + (size * read + written) / self.rates.memory
 
         moved = QUANTISED_BYTES.get(kind, 0) / self.rates.memory  # weights are quantised once a step
@@ -238,7 +238,7 @@ class LayerCostModel:
         if unfused:  # GEMMs of scores and of values and the softmax between them, all through memory
             product = pairs * (q + v) / self.rates.product["bf16"]
             scores = self.micro_batch_tokens * heads * run.seq_length
-            moved = scores * self.activation_bytes / self.rates.memory
+            moved = scores * self.bytes_per_activation / self.rates.memory
             return {"attention": PassSeconds(product + 6 * moved, 2 * product + 8 * moved)}
         size, seconds = (q + v) / 2, self.rates.attention_seconds
         return {"attention": PassSeconds(seconds(pairs * (q + v), size), seconds(pairs * (3 * q + 2 * v), size))}
@@ -252,7 +252,7 @@ class LayerCostModel:
         there, back = self._mixer_elements(kind.mixer)
         forward = residual + (there + (3 if model.has_gated_mlp else 2) * width) / run.tp
         backward = residual + (back + (5 if model.has_gated_mlp else 3) * width) / run.tp
-        scale = self.micro_batch_tokens * self.activation_bytes * self.profile.passes / self.rates.memory
+        scale = self.micro_batch_tokens * self.bytes_per_activation * self.profile.passes / self.rates.memory
         least = KERNELS * self.profile.passes * self.rates.kernel
         return {"elementwise": PassSeconds(max(least, forward * scale), max(least, backward * scale))}
 
@@ -295,12 +295,14 @@ class LayerCostModel:
             yield {"products": self._gemm(mine, model.hidden_size, width)}
         yield {"products": self._gemm(each, (1 + model.has_gated_mlp) * part, width, experts)}
         yield {"products": self._gemm(each, width, part, experts)}
-        ordered = 2 * (2 if run.ep > 1 else 1) * rows * width * self.activation_bytes + 4 * 8 * mine * moe.num_experts
+        ordered = (
+            2 * (2 if run.ep > 1 else 1) * rows * width * self.bytes_per_activation + 4 * 8 * mine * moe.num_experts
+        )
         ordered = max(ordered * self.profile.passes / self.rates.memory, EXPERT_KERNELS * self.rates.kernel)
         yield {"elementwise": PassSeconds(ordered, ordered)}
         block = self.interconnect.make_rank_group(run.ep * run.expert_tp, 1)
         if block.size > 1:
-            way = 2 * self._dispatch_seconds(mine * width * self.activation_bytes, block)
+            way = 2 * self._dispatch_seconds(mine * width * self.bytes_per_activation, block)
             yield {"expert": PassSeconds(way, way)}
 
     def _adapter_work(self, index: int) -> Iterator[PassWork]:
@@ -314,7 +316,12 @@ class LayerCostModel:
             shared[key] = shared.get(key, 0) + of.rank
             yield {"adapters": self._gemm(rows, of.out_features / self.run.tp, of.rank, precision="bf16")}
             moved = (
-                self.profile.passes * rows * of.out_features / self.run.tp * self.activation_bytes / self.rates.memory
+                self.profile.passes
+                * rows
+                * of.out_features
+                / self.run.tp
+                * self.bytes_per_activation
+                / self.rates.memory
             )
             yield {"adapters": PassSeconds(4 * moved, 2 * moved)}
         for (into, experts), rank in shared.items():
@@ -372,7 +379,7 @@ class LayerCostModel:
         if run.tp == 1:
             return {}
         one = self.interconnect.all_gather_seconds(
-            self.micro_batch_tokens * self.model.hidden_size * self.activation_bytes,
+            self.micro_batch_tokens * self.model.hidden_size * self.bytes_per_activation,
             self.interconnect.make_rank_group(run.tp, 1),
         )
         waited = self.profile.tp_waited if run.sp else max(self.profile.tp_waited, 6)
@@ -395,11 +402,11 @@ class LayerCostModel:
             * (model.query_key_head_dim + model.attention_value_dim)
             / min(run.tp, model.key_value_heads)
         )
-        size = self.micro_batch_tokens * run.cp * keys * self.activation_bytes
+        size = self.micro_batch_tokens * run.cp * keys * self.bytes_per_activation
         if run.cp_kind == "alltoall":
             rows = (
                 self.micro_batch_tokens
-                * self.activation_bytes
+                * self.bytes_per_activation
                 * (2 * model.num_attention_heads * model.query_key_head_dim / run.tp + keys)
             )
             way = self.interconnect.all_to_all_seconds(rows, ranks)
@@ -421,11 +428,13 @@ class LayerCostModel:
             run.micro_batch
             * 2
             * run.cp
-            * max(4, self.activation_bytes)
+            * max(4, self.bytes_per_activation)
             * recurrent_state_elements(model, mixer)
             / run.tp
         )
-        exchanged = self.micro_batch_tokens * rows * self.activation_bytes / run.tp  # without z, with y of equal width
+        exchanged = (
+            self.micro_batch_tokens * rows * self.bytes_per_activation / run.tp
+        )  # without z, with y of equal width
         if run.cp_kind == "alltoall" or exchanged < passed:
             return self.interconnect.all_to_all_seconds(exchanged, ranks)
         return self.interconnect.all_gather_seconds(passed, ranks)
@@ -437,11 +446,11 @@ class LayerCostModel:
         if not layers:
             return {}
         kept = saved_activation_elements(self.model, self.run, max_active_ffn_width(self.model))
-        way = layers * self.micro_batch_tokens * self.activation_bytes * kept / self.interconnect.host
+        way = layers * self.micro_batch_tokens * self.bytes_per_activation * kept / self.interconnect.host
         forward, backward = (sum(cost[part] for cost in work.values()) for part in (0, 1))
         return {"offload": PassSeconds(max(0.0, way - forward), max(0.0, way - backward))}
 
-    def compute_embedding_work(self) -> PassWork:
+    def predict_embedding_seconds(self) -> PassWork:
         """Return the seconds of the token embedding for one micro-batch.
         They are for rows read and written, and their gradients added to the table.
         """
@@ -450,7 +459,7 @@ class LayerCostModel:
         )
         return {"elementwise": PassSeconds(4 * moved, 18 * moved)}
 
-    def compute_head_work(self) -> PassWork:
+    def predict_head_seconds(self) -> PassWork:
         """Return the seconds of the output head for one micro-batch.
         They are for norm, logits and loss; its forward also computes the gradients.
         """

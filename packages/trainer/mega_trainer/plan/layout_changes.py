@@ -17,7 +17,9 @@ from mega_trainer.plan.memory_advice import apply_settings
 MIN_GAIN = 0.01  # smallest relative gain of a change that is reported
 
 
-def find_faster_changes(config: RunConfig, ranks: int, machine: MachineSpec, *, keep: int = 3) -> list[PlannedLayout]:
+def find_faster_layout_changes(
+    config: RunConfig, ranks: int, machine: MachineSpec, *, keep: int = 3
+) -> list[PlannedLayout]:
     """Return layouts that differ from the run's by a single change, are faster by prediction and still fit.
     The largest gains come first, at most `keep`.
     """
@@ -37,7 +39,9 @@ def find_faster_changes(config: RunConfig, ranks: int, machine: MachineSpec, *, 
     return sorted(islice(gained, keep), key=lambda layout: layout.time.seconds)
 
 
-def find_fitting_changes(config: RunConfig, ranks: int, machine: MachineSpec, *, keep: int = 3) -> list[PlannedLayout]:
+def find_fitting_layout_changes(
+    config: RunConfig, ranks: int, machine: MachineSpec, *, keep: int = 3
+) -> list[PlannedLayout]:
     """Return layouts that fit the memory and differ from the run's by a change that frees memory.
     The change is the recompute setting or another way to free memory. The fastest layouts come first, at most `keep`;
     none if no such change is enough.

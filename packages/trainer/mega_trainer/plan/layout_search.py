@@ -21,7 +21,7 @@ from mega_common.errors import ConfigError
 from mega_common.strict_config import apply_overrides
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.config.sections import ParallelConfig
-from mega_trainer.plan.device_memory import add_device_memory
+from mega_trainer.plan.device_memory import add_non_tensor_memory
 from mega_trainer.plan.flops import ParameterCounts, count_parameters_by_layer
 from mega_trainer.plan.layer_cost import PassWork, TrainerProfile
 from mega_trainer.plan.layout_candidates import (
@@ -161,10 +161,10 @@ class _CandidateTimer:
 
     def estimate_seconds(self, run: TrainingLayout) -> float:
         """Return the minimum seconds of a step in the layout `run`."""
-        planned = self.base.change_shape(run)
+        planned = self.base.with_training_layout(run)
         key = (run.tp, run.cp, run.cp_kind, run.ep, run.expert_tp, run.micro_batch, run.recompute, run.zero == 3)
         if key not in self.works:
-            self.works[key] = planned.compute_model_work()
+            self.works[key] = planned.predict_model_seconds()
         return planned.estimate_minimum_seconds(self.works[key])
 
 
@@ -294,7 +294,7 @@ def plan_layout(
     except ConfigError:
         return None
     shape = make_training_layout(changed, ranks)
-    most = max(sum(add_device_memory(shape, kinds).values()) for kinds in predict_memory(changed.model, shape))
+    most = max(sum(add_non_tensor_memory(shape, kinds).values()) for kinds in predict_memory(changed.model, shape))
     return PlannedLayout(settings, make_planned_run(changed, ranks, machine, count).predict_step_time(), most)
 
 

@@ -31,7 +31,7 @@ def make_training_layout(config: RunConfig, world_size: int) -> TrainingLayout:
         precision=config.precision, recompute=config.recompute.kind,
         modules=tuple(config.recompute.modules), recompute_layers=config.recompute.layers,
         offload=config.offload.activations, offload_min_bytes=config.offload.min_bytes,
-        offload_optimizer=config.optimizer.offload, moments=config.optimizer.moments, muon=config.optimizer.name == "muon", extensions=tuple(config.extensions), fp8_layers=config.cached_fp8_layers,
+        offload_optimizer=config.optimizer.offload, moments=config.optimizer.moments, muon=config.optimizer.name == "muon", extensions=tuple(config.extensions), fp8_layers=config.layers_with_cached_fp8_weights,
         freeze=tuple(config.train.freeze), lora=None if config.lora is None else config.lora.model_dump_json(),
         ema=config.train.ema is not None, device="cpu" if config.device == "cpu" else "gpu",
     )  # fmt: skip
@@ -118,7 +118,7 @@ def _iterate_changes(config: RunConfig) -> Iterator[Mapping[str, Any]]:
         yield {"parallel.zero3_gather": "micro_batch"}
     yield {"parallel.tp": 2 * parallel.tp, "parallel.sp": True}
     yield {"parallel.cp": 2 * parallel.cp}
-    if config.cached_fp8_layers:
+    if config.layers_with_cached_fp8_weights:
         yield {"fp8.keep_weights": False}
     if not config.optimizer.offload:
         yield {"optimizer.offload": True}

@@ -73,9 +73,9 @@ def predict_peak_memory(model: ModelConfig, run: TrainingLayout) -> list[RankMem
     """Return the predicted peak memory of one rank in each pipeline rank, and the operation at the peak.
     The memory is as from `predict_memory`; the peak occurs at the operation.
     """
-    from mega_trainer.plan.part_memory import count_model_parts  # imports torch
+    from mega_trainer.plan.part_memory import count_model_part_memory  # imports torch
 
-    parts, stages = count_model_parts(model, run), split_layers_into_stages(model, run)
+    parts, stages = count_model_part_memory(model, run), split_layers_into_stages(model, run)
     schedule = make_planning_schedule(
         run.schedule, pp=run.pp, microbatches=run.microbatches, virtual_stages=run.virtual_stages
     )

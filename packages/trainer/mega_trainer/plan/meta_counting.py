@@ -22,7 +22,7 @@ from mega_trainer.kernels import gemm_accumulation
 from mega_trainer.kernels.attention_masks import AttentionMaskSpec
 from mega_trainer.kernels.flash_attention import FlashAttentionCall
 from mega_trainer.kernels.grouped_gemm import GroupedRows
-from mega_trainer.kernels.kernel_interface import GemmOperand, ScoreTransform
+from mega_trainer.kernels.kernel_interface import AttentionScoreTransform, GemmOperand
 from mega_trainer.kernels.leaf_compiler import LeafCompiler
 from mega_trainer.kernels.nf4_quantizer import BLOCK, unpacked_shape
 from mega_trainer.kernels.torch_kernels import TorchKernels
@@ -67,7 +67,7 @@ class MetaWeightQuantizer:
 class MetaFusedAttention:
     """Flash attention for memory prediction that accepts every mask and score and returns empty tensors."""
 
-    def supports_call(self, q: Tensor, v: Tensor, mask: AttentionMaskSpec, how: ScoreTransform) -> bool:
+    def supports_call(self, q: Tensor, v: Tensor, mask: AttentionMaskSpec, how: AttentionScoreTransform) -> bool:
         """Return True: every attention call is supported."""
         return True
 

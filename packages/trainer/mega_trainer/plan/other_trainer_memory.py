@@ -11,7 +11,7 @@ from typing import Literal
 
 from mega_common.errors import ConfigError
 from mega_common.model_config import ModelConfig
-from mega_trainer.pipeline.schedules import peak_activations
+from mega_trainer.pipeline.schedules import peak_in_flight_microbatches
 from mega_trainer.plan.flops import ParameterCounts, count_parameters_by_layer
 from mega_trainer.plan.layer_flops import active_ffn_width, expert_row_width
 from mega_trainer.plan.memory_prediction import split_layers_into_stages
@@ -76,7 +76,7 @@ def _fsdp2(model: ModelConfig, run: TrainingLayout, options: TrainerMemoryOption
         run.schedule, pp=run.pp, microbatches=run.microbatches, virtual_stages=run.virtual_stages
     )
     flight, stages, count = (
-        peak_activations(schedule),
+        peak_in_flight_microbatches(schedule),
         split_layers_into_stages(model, run),
         count_parameters_by_layer(model),
     )
@@ -140,7 +140,7 @@ def _pipelined(
         run.schedule, pp=run.pp, microbatches=run.microbatches, virtual_stages=run.virtual_stages
     )
     flight, stages, count = (
-        peak_activations(schedule),
+        peak_in_flight_microbatches(schedule),
         split_layers_into_stages(model, run),
         count_parameters_by_layer(model),
     )

@@ -53,7 +53,12 @@ from mega_trainer.parallel.context_parallel import residual_token_ranges
 from mega_trainer.parallel.expert_parallel import AllToAllDispatcher, ExpertDispatcher
 from mega_trainer.parallel.expert_routing import MicroBatchRouting
 from mega_trainer.parallel.parallel_linear import DeferredWgradQueue
-from mega_trainer.parallel.parameter_info import freeze_parameters, get_packed_weight, get_parameter_info, is_trainable
+from mega_trainer.parallel.parameter_info import (
+    freeze_parameters,
+    get_parameter_info,
+    get_quantized_weight,
+    is_trainable,
+)
 from mega_trainer.plan.meta_counting import (
     BalancedAllToAll,
     FakeGroups,
@@ -95,8 +100,8 @@ class WeightCounts:
     @classmethod
     def from_parameters(cls, parameters: Sequence[nn.Parameter], build: LayerBuilder) -> WeightCounts:
         """Count the elements of given parameters: dense and expert, trainable, and updated by Muon."""
-        packed = [each for each in map(get_packed_weight, parameters) if each is not None]
-        parameters = [parameter for parameter in parameters if get_packed_weight(parameter) is None]
+        packed = [each for each in map(get_quantized_weight, parameters) if each is not None]
+        parameters = [parameter for parameter in parameters if get_quantized_weight(parameter) is None]
         is_expert = [
             get_parameter_info(p).data is build.groups.expert_data and get_parameter_info(p).split is not None
             for p in parameters
@@ -168,7 +173,7 @@ class PartMemoryCounter:
             dispatcher=self._make_dispatcher(), dtype=DTYPES.get(run.precision, torch.bfloat16), device=self.device,
             deferred=DeferredWgradQueue() if run.defers_wgrads else None, adapts={} if self.lora is None else adapted_modules(model, self.lora),
             packed=quantized_tensors(model, self.lora, partial(is_trainable_tensor, freeze=run.freeze, lora=self.lora)),
-            packing=MetaWeightQuantizer(), blocks=load_extensions(run.extensions).bind_blocks(model),
+            packing=MetaWeightQuantizer(), blocks=load_extensions(run.extensions).make_block_factories(model),
         )  # fmt: skip
 
     def _make_dispatcher(self) -> ExpertDispatcher | None:
@@ -260,7 +265,7 @@ class PartMemoryCounter:
 
             return self._count_part(model, compute_objective, self.residual_shape, own)
 
-    def count_context_bytes(self) -> int:
+    def count_rotary_embedding_bytes(self) -> int:
         """Return the bytes of the rotary embeddings, which all layers of a micro-batch share."""
         with self.fake_tensor_context():
             model = self._make_decoder(StageLayers(0, 0, False, False))
@@ -272,7 +277,7 @@ class PartMemoryCounter:
             return after - before
 
     @property
-    def rank_tokens(self) -> int:
+    def tokens_per_context_rank(self) -> int:
         """Tokens of one sample on one context-parallel rank, before sequence parallelism.
         In an encoder-decoder model, they are the decoder's tokens.
         """
@@ -281,7 +286,11 @@ class PartMemoryCounter:
     @property
     def residual_shape(self) -> tuple[int, ...]:
         """Shape of the hidden states of one micro-batch on one rank."""
-        return self.run.micro_batch, self.rank_tokens // (self.run.tp if self.run.sp else 1), self.model.hidden_size
+        return (
+            self.run.micro_batch,
+            self.tokens_per_context_rank // (self.run.tp if self.run.sp else 1),
+            self.model.hidden_size,
+        )
 
     def _stack_shape(self, *, encodes: bool) -> tuple[int, ...]:
         """Return the shape of the hidden states of the encoder, or of the decoder."""
@@ -297,7 +306,7 @@ class PartMemoryCounter:
 
     def _make_batch(self) -> MicroBatch:
         """Return an empty micro-batch."""
-        shape = (self.run.micro_batch, self.rank_tokens)
+        shape = (self.run.micro_batch, self.tokens_per_context_rank)
         ids, weights = torch.zeros(shape, dtype=torch.int64, device=self.device), torch.zeros(shape, device=self.device)
         ahead = [MtpTargets(ids, ids, weights)] * self.model.mtp_layers
         bounds = DocumentBounds([self.run.seq_length] * self.run.micro_batch)
@@ -317,7 +326,7 @@ class PartMemoryCounter:
             images=self._make_images(ids),
         )
         if retro := self.model.retro:
-            chunks = self.rank_tokens // retro.chunk_length, retro.neighbors, retro.neighbor_length
+            chunks = self.tokens_per_context_rank // retro.chunk_length, retro.neighbors, retro.neighbor_length
             found = torch.zeros(shape[0], *chunks, dtype=torch.int64, device=self.device)
             of_each = DocumentBounds([retro.neighbor_length] * (shape[0] * math.prod(chunks[:2])))
             return replace(whole, neighbors=RetrievedNeighbors(found, of_each, None))
@@ -433,7 +442,7 @@ class ModelPartMemory:
     context: int
 
 
-def count_model_parts(model: ModelConfig, run: TrainingLayout) -> ModelPartMemory:
+def count_model_part_memory(model: ModelConfig, run: TrainingLayout) -> ModelPartMemory:
     """Return the memory of all parts of a model.
     The result is cached and shared by all layouts whose ranks hold equal parts.
     """
@@ -497,4 +506,4 @@ def _count_parts(text: str, run: TrainingLayout, alone: bool, has_embedding_and_
         counter.count_embedding(alone=alone),
         counter.count_head(alone=alone, has_embedding_and_head=has_embedding_and_head),
     )
-    return ModelPartMemory(tuple(layers), tuple(whole), embedding, head, counter.count_context_bytes())
+    return ModelPartMemory(tuple(layers), tuple(whole), embedding, head, counter.count_rotary_embedding_bytes())

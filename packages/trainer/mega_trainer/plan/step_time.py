@@ -106,7 +106,7 @@ class PlannedRun:
         trained = TrainableParameters.from_training_layout(model, run, count)
         return cls(model, run, LayerCostModel(model, run, interconnect, rates, profile, trained), count, trained, unit)
 
-    def change_shape(self, run: TrainingLayout) -> PlannedRun:
+    def with_training_layout(self, run: TrainingLayout) -> PlannedRun:
         """Return this planned run in another training layout.
         Model, machine and trainable parameters are unchanged.
         """
@@ -134,19 +134,19 @@ class PlannedRun:
                 by_kind.setdefault(key, []).append(index)
             for kind, (first, *_) in by_kind.items():
                 if kind not in kinds:
-                    kinds[kind] = self.cost_model.compute_layer_work(first)
+                    kinds[kind] = self.cost_model.predict_layer_seconds(first)
             return sum_pass_work([multiply_pass_work(kinds[kind], len(same)) for kind, same in by_kind.items()])
 
         return sum_layer_work
 
-    def compute_stage_work(self) -> list[PassWork]:
+    def predict_stage_seconds(self) -> list[PassWork]:
         """Return the seconds by kind of work that one micro-batch takes in each pipeline stage."""
         model, cost_model, sum_layers = self.model, self.cost_model, self._make_layer_summer()
         works = [sum_layers(part) for part in self.stage_layers]
         mtp = range(model.num_layers, model.num_layers + model.mtp_layers)
-        works[0] = sum_pass_work([works[0], cost_model.compute_embedding_work()])
+        works[0] = sum_pass_work([works[0], cost_model.predict_embedding_seconds()])
         works[-1] = sum_pass_work(
-            [works[-1], sum_layers(mtp), multiply_pass_work(cost_model.compute_head_work(), 1 + len(mtp))]
+            [works[-1], sum_layers(mtp), multiply_pass_work(cost_model.predict_head_seconds(), 1 + len(mtp))]
         )
         offloaded = [min(len(part), self.run.offload) for part in self.stage_layers]
         return [
@@ -161,32 +161,32 @@ class PlannedRun:
 
     def predict_step_time(self) -> PredictedStepTime:
         """Predict the time of a step by simulating its pipeline schedule."""
-        works = self.compute_stage_work()
+        works = self.predict_stage_seconds()
         return self._make_step_time(works, self._simulate_makespan(works))
 
     def predict_minimum_time(self) -> PredictedStepTime:
         """Predict the minimum time of a step without simulating the pipeline schedule, as if all stages were equal."""
-        works = self.compute_stage_work()
+        works = self.predict_stage_seconds()
         return self._make_step_time(works, self._minimum_makespan(sum_pass_work(works)))
 
-    def compute_model_work(self) -> PassWork:
+    def predict_model_seconds(self) -> PassWork:
         """Return the seconds by kind of work that one micro-batch takes in all layers, embedding and head."""
         model, cost_model = self.model, self.cost_model
         layers = range(model.num_layers + model.mtp_layers)
         return sum_pass_work(
             [
                 self._make_layer_summer()(layers),
-                cost_model.compute_embedding_work(),
-                multiply_pass_work(cost_model.compute_head_work(), 1 + model.mtp_layers),
+                cost_model.predict_embedding_seconds(),
+                multiply_pass_work(cost_model.predict_head_seconds(), 1 + model.mtp_layers),
             ]
         )
 
     def estimate_minimum_seconds(self, work: PassWork | None = None) -> float:
         """Estimate the minimum seconds of a step as if all stages and ranks were equal.
-        The estimate is fast enough for a search over thousands of layouts; `work` is `compute_model_work`, if already
+        The estimate is fast enough for a search over thousands of layouts; `work` is `predict_model_seconds`, if already
         computed for a layout with equal micro-batches.
         """
-        work = work or self.compute_model_work()
+        work = work or self.predict_model_seconds()
         once = self._per_step_seconds(0, multiply_pass_work(work, 1 / self.run.pp))
         return self._minimum_makespan(work) + sum(once.values())
 
@@ -226,7 +226,9 @@ class PlannedRun:
     def message_bytes(self) -> float:
         """Bytes of a micro-batch's hidden states on a rank, which a pipeline stage sends to the next one."""
         share = self.run.tp if self.run.sp else 1
-        return self.cost_model.micro_batch_tokens * self.model.hidden_size * self.cost_model.activation_bytes / share
+        return (
+            self.cost_model.micro_batch_tokens * self.model.hidden_size * self.cost_model.bytes_per_activation / share
+        )
 
     def _simulate_makespan(self, works: Sequence[PassWork]) -> float:
         """Return the makespan of all micro-batches, from a simulation of enough micro-batches to fill the pipeline."""
@@ -271,7 +273,8 @@ class PlannedRun:
             exposed += times * cost_model.rates.exposed_seconds(reduce if run.zero else 2 * reduce, backward)
             if run.zero:
                 gather = (
-                    cost_model.interconnect.all_gather_seconds(cost_model.activation_bytes * trained, group) + latency
+                    cost_model.interconnect.all_gather_seconds(cost_model.bytes_per_activation * trained, group)
+                    + latency
                 )
                 exposed += cost_model.rates.exposed_seconds(gather, forward)
         seconds = gpu_bytes / cost_model.rates.memory + host_bytes / cost_model.interconnect.host + HOST_WAIT
@@ -283,7 +286,7 @@ class PlannedRun:
         group = cost_model.interconnect.make_rank_group(run.zero3_shard_ranks, stride)
         units = self.model.num_layers / run.pp / self.unit
         latency = cost_model.interconnect.hop * run.zero3_shard_ranks * max(0.0, units - 1)
-        weights = cost_model.interconnect.all_gather_seconds(cost_model.activation_bytes * held, group) + latency
+        weights = cost_model.interconnect.all_gather_seconds(cost_model.bytes_per_activation * held, group) + latency
         reduce = (
             cost_model.interconnect.all_gather_seconds(cost_model.profile.gradient_bytes * trained, group) + latency
         )

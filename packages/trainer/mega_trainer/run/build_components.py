@@ -19,7 +19,7 @@ from mega_trainer.config.fp8_config import check_fp8_device
 from mega_trainer.config.parallel_layout import ParallelLayout
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.data.data_check import open_prompts
-from mega_trainer.distributed.comm import CommLog
+from mega_trainer.distributed.comm import CommTrafficCounter
 from mega_trainer.distributed.process_groups import ParallelGroups, ProcessGroupCache, RankInfo, build_parallel_groups
 from mega_trainer.kernels.backend_choice import BackendChoice, BackendFacts, choose_backends, installed_kernel_versions
 from mega_trainer.kernels.flash_attention import FlashAttention2, FlashAttention3, FlashKernel, TorchFlashKernel
@@ -63,7 +63,7 @@ from mega_trainer.plan.zero3_memory import zero3_unit_layers
 
 
 def connect_parallel_groups(
-    config: RunConfig, ranks: RankInfo, maker: ProcessGroupCache | None = None, log: CommLog | None = None
+    config: RunConfig, ranks: RankInfo, maker: ProcessGroupCache | None = None, log: CommTrafficCounter | None = None
 ) -> ParallelGroups:
     """Return this rank's communication groups for the configured degrees of parallelism.
     `maker` caches process groups, `log` counts traffic. A collective call of all ranks.
@@ -157,7 +157,7 @@ def make_layer_builder(
         adapts={} if config.lora is None else adapted_modules(config.model, config.lora),
         packed=quantized_tensors(config.model, config.lora, config.is_trainable),
         packing=Nf4Quantizer() if config.lora is not None and config.lora.quantize else None,
-        blocks=config.registry.bind_blocks(config.model),
+        blocks=config.registry.make_block_factories(config.model),
     )  # fmt: skip
 
 
@@ -300,7 +300,7 @@ def shard_stages(config: RunConfig, stages: Mapping[int, Decoder]) -> dict[int, 
         lr_factor=config.lr_factor_of,
         reduce_dtype=gradient_reduce_dtype(config),
         bucket_elements=config.parallel.bucket_elements,
-        cache_prepared_weights=bool(config.cached_fp8_layers),
+        cache_prepared_weights=bool(config.layers_with_cached_fp8_weights),
     )
     return {index: _shard_stage(config, stage, zero_config) for index, stage in stages.items()}
 
@@ -334,7 +334,7 @@ def load_datasets(config: RunConfig, tokenizer: Tokenizer | None) -> tuple[Blend
         eod=eod,
         tokenizer=tokenizer,
         vision=config.model.vision,
-        added_kinds=config.added_data_kinds,
+        added_kinds=config.extension_sample_builders,
     )
     return training, valid
 

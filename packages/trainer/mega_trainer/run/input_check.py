@@ -36,11 +36,11 @@ def find_input_problems(config: RunConfig, *, data: bool) -> list[ConfigProblem]
         config: a valid configuration.
         data: check the data sets and the tokenizer too.
     """
-    found = [*_path_problems(config), *find_pattern_problems(config), *_machine_problems(config)]
+    found = [*_path_problems(config), *find_unmatched_patterns(config), *_machine_problems(config)]
     return [*found, *(_data_problems(config) if data else ())]
 
 
-def find_pattern_problems(config: RunConfig) -> list[ConfigProblem]:
+def find_unmatched_patterns(config: RunConfig) -> list[ConfigProblem]:
     """Return a problem for each name pattern in run.yaml that matches nothing in the model.
     The patterns are in the `lora`, `train` and `optimizer` sections.
     """

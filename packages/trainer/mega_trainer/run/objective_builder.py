@@ -35,9 +35,9 @@ from mega_trainer.objectives.preference_objective import PreferenceObjective
 from mega_trainer.objectives.sample_cache import (
     CachedReferenceModel,
     LiveReferenceModel,
-    SampleCache,
-    collect_reference_sums,
-    precompute_samples,
+    PrecomputedOutputCache,
+    collect_reference_log_prob_sums,
+    precompute_sample_outputs,
 )
 from mega_trainer.objectives.task_objectives import ClassificationObjective, ContrastiveObjective
 from mega_trainer.objectives.token_loss_objective import TokenLossObjective
@@ -87,7 +87,7 @@ def build_objectives(
         return DistillationObjective(config, executor, teacher), default
     if kind == "grpo":
         return _build_policy_objective(config, executor, device, training, generate), default
-    if not config.objective.needs_reference:
+    if not config.objective.uses_reference_model:
         objective = PreferenceObjective(config, executor, device, None)
         return objective, objective
     load = cache(partial(load_reference_model, config, executor.parallel_groups, device))
@@ -121,7 +121,7 @@ def _build_policy_objective(
     if generate is None:
         raise ConfigError("objective.kind = grpo requires the inference engine (mega_eval)", hint="use mega train")
     groups = executor.parallel_groups
-    reference = load_reference_model(config, groups, device) if config.objective.needs_reference else None
+    reference = load_reference_model(config, groups, device) if config.objective.uses_reference_model else None
     path, reward_model = config.objective.reward_model, None
     if path is not None:
         model = read_model_config(parse_location(path), families=config.registry.families)
@@ -138,14 +138,14 @@ def _build_policy_objective(
 
 def _cache_reference(
     config: RunConfig, load: Callable[[], PipelineExecutor], device: torch.device, data: BlendedDataset, samples: range
-) -> SampleCache:
+) -> PrecomputedOutputCache:
     """Return the reference model's cached answer sums of these samples, after computing the missing ones."""
     key = (config.precision, config.objective.kind == "kto")
     files = _open_cache(Path(config.output) / "reference", _reference_path(config), data, *key)
     if files.first_missing_sample(samples.start) < samples.stop:
         reference = load()
-        compute = partial(collect_reference_sums, reference, config, device)
-        precompute_samples(files, compute, config, reference.parallel_groups, data, samples, REFERENCE_FILE)
+        compute = partial(collect_reference_log_prob_sums, reference, config, device)
+        precompute_sample_outputs(files, compute, config, reference.parallel_groups, data, samples, REFERENCE_FILE)
     return files
 
 
@@ -170,14 +170,14 @@ def _build_teacher(
         live = LiveTeacher(load_teacher_model(config, groups, device, model))
         samples_per_file = max(1, TEACHER_FILE // (config.data.seq_length * objective.top_k))
         compute = partial(collect_teacher_top_k, live, config, device)
-        precompute_samples(files, compute, config, groups, data, samples, samples_per_file)
+        precompute_sample_outputs(files, compute, config, groups, data, samples, samples_per_file)
     return CachedTeacher(files)
 
 
-def _open_cache(folder: Path, path: str, data: BlendedDataset, *more: object) -> SampleCache:
+def _open_cache(folder: Path, path: str, data: BlendedDataset, *more: object) -> PrecomputedOutputCache:
     """Return the cache of a model's outputs for a data set, in a folder named by a hash of all their inputs."""
     key = repr((fingerprint_base(path, open_weight_source(path))["digest"], data.fingerprint, *more))
-    return SampleCache(folder / xxhash.xxh3_64_hexdigest(key.encode()))
+    return PrecomputedOutputCache(folder / xxhash.xxh3_64_hexdigest(key.encode()))
 
 
 def load_reference_model(config: RunConfig, groups: ParallelGroups, device: torch.device) -> PipelineExecutor:

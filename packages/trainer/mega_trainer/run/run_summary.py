@@ -37,9 +37,9 @@ def log_run_size(state: TrainState, world_size: int) -> None:
         world_size,
         state.step + 1,
         config.train.steps,
-        format_number(config.batch.batch_size_at(state.consumed_samples) * config.tokens_per_sample),
+        format_number(config.batch.batch_size_after_samples(state.consumed_samples) * config.tokens_per_sample),
     )
-    if growing := list(config.batch.growth_plateaus(state.consumed_samples)):
+    if growing := list(config.batch.iterate_rampup_sizes(state.consumed_samples)):
         (first, _), steps = growing[0], sum(steps for _, steps in growing)
         logger.info("  the batch grows from %d to %d samples in %d steps", first, config.batch.global_, steps)
 

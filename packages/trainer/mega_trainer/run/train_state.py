@@ -33,7 +33,7 @@ from mega_common.object_store import ObjectStoreError
 from mega_common.progress_logging import logger
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.distributed.comm import CommGroup
-from mega_trainer.job.memory_checkpoint import MemoryCopy
+from mega_trainer.job.memory_checkpoint import TrainingStateCopy
 from mega_trainer.job.resume import check_resume_settings
 from mega_trainer.job.step_result import StepResult
 from mega_trainer.job.training_guard import BestValidation, LossGuard, RollbackRequested, SkippedRanges
@@ -42,10 +42,10 @@ from mega_trainer.optim.gradient_clipping import LossScale
 from mega_trainer.optim.sharded_optimizer import ShardedOptimizer
 from mega_trainer.parallel.parameter_info import (
     get_local_values,
-    get_packed_weight,
     get_parameter_info,
+    get_quantized_weight,
     is_trainable,
-    non_trainable_buffers,
+    iterate_saved_buffers,
 )
 from mega_trainer.parallel.parameter_shards import replica_groups, split_replicas
 
@@ -101,7 +101,7 @@ class TrainState:
             NumericalError: when the run's policy is to stop.
             RollbackRequested: when it is to roll back.
         """
-        size = self.config.batch.batch_size_at(self.consumed_samples)
+        size = self.config.batch.batch_size_after_samples(self.consumed_samples)
         samples = self.skipped_ranges.format_samples(self.consumed_samples, size)
         self.step += 1
         self.consumed_samples += size
@@ -198,7 +198,7 @@ class TrainState:
         self._apply_loaded(saved.step, saved.trainer_state, wanted)
         return lines
 
-    def restore_memory_copy(self, copy: MemoryCopy) -> None:
+    def restore_memory_copy(self, copy: TrainingStateCopy) -> None:
         """Resume from `copy`, the copy of this rank's training state in host memory."""
         wanted = self.checkpoint_tensors()
         copy.copy_into(wanted)
@@ -211,7 +211,7 @@ class TrainState:
         else:
             self.optimizer.load_main_from_model()
         if not any(key.startswith("optimizer/ema/") for key in loaded):
-            self.optimizer.start_weight_average()
+            self.optimizer.initialize_weight_ema()
         self.best = BestValidation(**state.get("best", {}))
         self.step = step
         self.consumed_samples = state["consumed_samples"]
@@ -246,7 +246,7 @@ def collect_weights(
     for stage in stages.values():
         by_replicas: dict[tuple[CommGroup, ...], list[nn.Parameter]] = defaultdict(list)
         for parameter in filter(is_trainable, stage.parameters()) if trainable_only else stage.parameters():
-            if not packed and get_packed_weight(parameter) is not None:
+            if not packed and get_quantized_weight(parameter) is not None:
                 continue
             groups = (
                 replica_groups(get_parameter_info(parameter), sharded=isinstance(parameter, DTensor)) if to_save else ()
@@ -259,7 +259,7 @@ def collect_weights(
         if not trainable_only:
             parts.append(
                 split_replicas(
-                    boxes_by_name(non_trainable_buffers(stage)),
+                    boxes_by_name(iterate_saved_buffers(stage)),
                     (stage.groups.tp, stage.groups.dp_cp) if to_save else (),
                 )
             )
@@ -267,7 +267,7 @@ def collect_weights(
 
 
 def _unpacked_values(parameter: nn.Parameter) -> Tensor:
-    packed = get_packed_weight(parameter)
+    packed = get_quantized_weight(parameter)
     return get_local_values(parameter) if packed is None else packed.unpack_values()
 
 
@@ -284,7 +284,7 @@ def load_stage_weights(
     weights = collect_weights(stages, packed=False)
     load_weights(source, {name: boxes for name, boxes in weights.items() if wanted(name)})
     for parameter in (parameter for stage in stages.values() for parameter in stage.parameters()):
-        packed = get_packed_weight(parameter)
+        packed = get_quantized_weight(parameter)
         if packed is not None:
             with packed.writable_values() as values:
                 load_weights(source, boxes_by_name([(values, get_parameter_info(parameter).pieces)]))

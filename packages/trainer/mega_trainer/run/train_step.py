@@ -76,7 +76,7 @@ def train_step(
     hooks, factor = hooks or StepHooks(), loss_scale.value if loss_scale else 1.0
     for stage in optimizer.stages:
         stage.begin_step()
-    batches = normalize_mtp_weights(batches, tokens)
+    batches = normalize_auxiliary_loss_weights(batches, tokens)
     sums = hooks.append_metric_sums(executor.run_operations(batches, factor / max(tokens[0], 1.0), factor))
     with executor.phase("reduce"):
         for stage in optimizer.stages:
@@ -148,7 +148,7 @@ def update_router_biases(executor: PipelineExecutor, loads: Tensor) -> None:
         update_selection_bias(routers, loads[:, SUMS:], list_expert_layers(executor.model_config))
 
 
-def normalize_mtp_weights(batches: Sequence[MicroBatch], tokens: Sequence[float]) -> Sequence[MicroBatch]:
+def normalize_auxiliary_loss_weights(batches: Sequence[MicroBatch], tokens: Sequence[float]) -> Sequence[MicroBatch]:
     """Return micro-batches with scaled weights of their auxiliary losses (MTP layers or segment order).
     The scale makes each auxiliary loss a mean over its own labels, and the MTP loss the mean over layers.
 

@@ -20,11 +20,11 @@ from mega_trainer.distributed.comm import all_reduce
 from mega_trainer.job.corruption_check import CorruptionCheck
 from mega_trainer.job.error_translation import translate_errors
 from mega_trainer.job.hang_watchdog import HangWatchdog
-from mega_trainer.job.metrics_log import MetricsLogger, UtilizationModel, compute_layer_norms
+from mega_trainer.job.metrics_log import MetricsLogger, MfuCalculator, compute_norms_by_layer
 from mega_trainer.job.phase_timer import time_data_waits
 from mega_trainer.job.step_replay import collect_provenance
 from mega_trainer.job.step_result import StepResult, StepScalars
-from mega_trainer.job.training_guard import StopSignalHandler, UnskippedSamples
+from mega_trainer.job.training_guard import SampleSkippingDataset, StopSignalHandler
 from mega_trainer.optim.gradient_clipping import gradient_clip_factor
 from mega_trainer.run.build_components import compute_dtype
 from mega_trainer.run.step_callbacks import FinishedStep, build_callbacks, run_callbacks
@@ -72,7 +72,7 @@ def run_training_loop(context: TrainingContext) -> str | None:
         RollbackRequested: when the run's policy for a bad step is to return to an earlier checkpoint.
     """
     state, ranks, config = context.state, context.ranks, context.state.config
-    utilization = UtilizationModel.for_run(config, context.device, compute_dtype(config), ranks.world_size)
+    utilization = MfuCalculator.for_run(config, context.device, compute_dtype(config), ranks.world_size)
     is_leader = ranks.rank == 0
     provenance = collect_provenance(ranks.world_size, context.train_data.fingerprint) if is_leader else None
     with (
@@ -107,14 +107,16 @@ class TrainingLoop:
         self._lr_curve = self._config.build_lr_curve()
         self._decoupled_lr_curve = self._config.build_decoupled_lr_curve()
         self._callbacks = build_callbacks(self._config)
-        self._samples = UnskippedSamples(context.train_data, context.state.skipped_ranges)
+        self._samples = SampleSkippingDataset(context.train_data, context.state.skipped_ranges)
         self._next_tokens: Sequence[float] = ()  # of the next step, from the scalars of the step before
 
     def run_steps(self) -> str | None:
         """Run all remaining steps; return the reason for an early stop, else None."""
         state, profiler = self._state, self._context.profiler
         loader = self._context.loader_factory(
-            self._samples, global_batch=self._config.batch.batch_size_at, consumed_samples=state.consumed_samples
+            self._samples,
+            global_batch=self._config.batch.batch_size_after_samples,
+            consumed_samples=state.consumed_samples,
         )
         batches = time_data_waits(
             pair_with_next(islice(loader, self._config.train.steps - state.step)), profiler.time_phase
@@ -167,7 +169,7 @@ class TrainingLoop:
         """Return the micro-batches of data rank 0 for the next step."""
         first = self._context.loader_factory(
             self._samples,
-            global_batch=self._config.batch.batch_size_at,
+            global_batch=self._config.batch.batch_size_after_samples,
             consumed_samples=self._state.consumed_samples,
             dp_rank=0,
             prefetch=0,
@@ -185,9 +187,9 @@ class TrainingLoop:
         """Return the validation losses and task scores that are due after this step."""
         context, config, state = self._context, self._config, self._state
         scores: dict[str, float] = {}
-        if context.valid_data is not None and config.is_due(state.step, config.train.eval_every):
+        if context.valid_data is not None and config.is_periodic_action_due(state.step, config.train.eval_every):
             scores |= run_validation(context, context.valid_data)
-        if context.scorer is not None and config.is_due(state.step, config.eval.every):
+        if context.scorer is not None and config.is_periodic_action_due(state.step, config.eval.every):
             with context.profiler.time_phase("evaluate"):
                 state.optimizer.wait_for_params()
                 scores |= context.scorer(self._executor)
@@ -221,7 +223,7 @@ class TrainingLoop:
             return {}
         clip_factor = gradient_clip_factor(result.grad_norm, clip)
         world = self._executor.parallel_groups.world
-        return compute_layer_norms(self._state.optimizer, self._config.model, world, clip_factor)
+        return compute_norms_by_layer(self._state.optimizer, self._config.model, world, clip_factor)
 
     def _call_callbacks(self, result: StepResult) -> dict[str, float]:
         """Return the numbers of the extensions' callbacks after this step."""
@@ -234,9 +236,9 @@ class TrainingLoop:
         state, settings, stopping = self._state, self._config.checkpoint, bool(result.scalars.stop_requested)
         if result.scalars.save_failed:
             self._saver.wait_for_save()
-        saves = stopping or state.is_finished or self._config.is_due(state.step, settings.every)
+        saves = stopping or state.is_finished or self._config.is_periodic_action_due(state.step, settings.every)
         saves = saves or (improves and settings.best)
-        self._integrity.check_after_step(state.step, saves=saves)
+        self._integrity.compare_replicas_after_step(state.step, saves=saves)
         self._save_memory_copy()
         if stopping:
             logger.info(
@@ -303,7 +305,7 @@ class LoopStepHooks(StepHooks):
         """Check tensors for silent corruption, and return whether the run's policies allow an update.
         The check is just before the update; the policies for non-finite losses and loss spikes apply to this loss.
         """
-        self.integrity.check_before_update(self._step)
+        self.integrity.check_unchanged_before_update(self._step)
         return self.context.state.guard.accepts_loss(loss)
 
     def _count_images(self) -> float:

@@ -39,15 +39,15 @@ from mega_trainer.distributed.process_groups import ParallelGroups, RankInfo, li
 from mega_trainer.job.environment import format_environment
 from mega_trainer.job.error_log import record_rank_errors
 from mega_trainer.job.error_translation import translate_errors
-from mega_trainer.job.memory_checkpoint import MemoryCheckpoint, MemoryCopy, should_keep_copies
+from mega_trainer.job.memory_checkpoint import MemoryCheckpoint, TrainingStateCopy, should_keep_copies
 from mega_trainer.job.phase_timer import PhaseTimer
 from mega_trainer.job.profiler import StepProfiler
 from mega_trainer.job.resume import (
+    convert_epochs_to_steps,
     find_newer_memory_copy,
     find_start_checkpoint,
     inherit_data_order,
     read_saved_state,
-    resolve_epochs,
 )
 from mega_trainer.job.run_folder import claim_run_folders, make_run_folder, record_run_start
 from mega_trainer.job.training_guard import LossGuard, RollbackRequested, RunLimits
@@ -123,7 +123,7 @@ def train_in_run_folder(
 
     tokenizer = find_run_tokenizer(config.data, config.model.vocab_size)
     train_data, valid_data = load_datasets(config, tokenizer)
-    config = config if config.train.epochs is None else resolve_epochs(config, train_data.samples_per_epoch)
+    config = config if config.train.epochs is None else convert_epochs_to_steps(config, train_data.samples_per_epoch)
 
     state, executor = assemble_training(config, groups, device, profiler.time_phase)
     state.count_samples_read = train_data.count_samples_by_path
@@ -136,7 +136,7 @@ def train_in_run_folder(
 
     objective, valid_objective = build_objectives(
         config, executor, device, state.consumed_samples, train_data, valid_data,
-        None if generate is None else partial(generate_with_params, generate, state),
+        None if generate is None else partial(generate_with_gathered_weights, generate, state),
     )  # fmt: skip
     if config.objective.ask_only:
         logger.info("teacher outputs of all samples are written; nothing is trained (objective.ask_only = true)")
@@ -170,7 +170,7 @@ def begin_run_records(
     state: TrainState,
     ranks: RankInfo,
     groups: ParallelGroups,
-    start: Location | MemoryCopy | None,
+    start: Location | TrainingStateCopy | None,
     tokenizer: Tokenizer | None,
     loading_seconds: float,
 ) -> None:
@@ -181,7 +181,7 @@ def begin_run_records(
     record_run_start(state.config, ranks, state.step, start, loading_seconds)
 
 
-def generate_with_params(
+def generate_with_gathered_weights(
     generate: RolloutGenerator,
     state: TrainState,
     executor: PipelineExecutor,
@@ -252,7 +252,7 @@ def reduce_during_backward(sharded: Mapping[int, ShardedStage], stage: int, last
 
 
 def initialize_state(
-    state: TrainState, start: Location | MemoryCopy | None, world: CommGroup, tokenizer: Tokenizer | None
+    state: TrainState, start: Location | TrainingStateCopy | None, world: CommGroup, tokenizer: Tokenizer | None
 ) -> None:
     """Load the weights and the optimizer state that a run starts from into the training state.
     They come from the checkpoint or host-memory copy `start`, from `init_from`, or are random.
@@ -267,17 +267,17 @@ def initialize_state(
             initialize_weights(stage, config.train.seed)
     if config.init_from is not None and (start is None or config.lora is not None):
         _load_initial_weights(state, config.init_from, world, tokenizer, fresh=start is None)
-    if isinstance(start, MemoryCopy):
+    if isinstance(start, TrainingStateCopy):
         state.restore_memory_copy(start)
     elif start is not None:
         for line in state.restore_checkpoint(start, world.process_group):
             logger.info("  changed since it was saved: %s", line)
     else:
         state.optimizer.load_main_from_model()
-        state.optimizer.start_weight_average()
+        state.optimizer.initialize_weight_ema()
 
 
-def has_steps_left(state: TrainState, start: Location | MemoryCopy | None) -> bool:
+def has_steps_left(state: TrainState, start: Location | TrainingStateCopy | None) -> bool:
     """Return whether a run has steps to do after its state was initialised from `start`.
 
     Raises:

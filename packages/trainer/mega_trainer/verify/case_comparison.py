@@ -154,7 +154,7 @@ class CaseVerdict:
         return ", ".join(wrong)
 
 
-def sweep_cases(
+def compare_cases_with_one_process(
     cases: Sequence[LayoutCase],
     batches: BatchFunction | None = None,
     device: torch.device = CPU,
@@ -166,10 +166,10 @@ def sweep_cases(
         context: makes the context of each case, but not of one process, for a bug that is planted on purpose.
     """
     references = SingleProcessOutcomes(((one, one.steps) for one in cases), batches=batches, device=device)
-    return sweep_against(cases, references, batches, device, context)
+    return compare_cases_with_outcomes(cases, references, batches, device, context)
 
 
-def sweep_against(
+def compare_cases_with_outcomes(
     cases: Sequence[LayoutCase],
     references: SingleProcessOutcomes,
     batches: BatchFunction | None = None,
@@ -199,23 +199,23 @@ def _examine_case(
     device: torch.device,
 ) -> RankFindings:
     mine = CaseTrainer.build(case, rank, maker, batches=batches, device=device).run(case.steps)
-    return examine_outcome(mine, references.get_outcome(case, case.steps))
+    return compare_with_reference_outcome(mine, references.get_outcome(case, case.steps))
 
 
-def examine_outcome(mine: CaseOutcome, reference: CaseOutcome) -> RankFindings:
+def compare_with_reference_outcome(mine: CaseOutcome, reference: CaseOutcome) -> RankFindings:
     """Return the findings of this rank's results against those of one process."""
     shapes = {name: tuple(it.shape) for name, it in reference.tensors.items()}
     shapes |= {f"gradients/{name}": tuple(it.shape) for name, it in reference.gradients.items()}
     return RankFindings(compare_outcomes(mine, reference), list_boxes(mine), shapes)
 
 
-def join_findings(case: LayoutCase, found: Iterable[RankFindings | None]) -> CaseVerdict:
+def merge_rank_findings(case: LayoutCase, found: Iterable[RankFindings | None]) -> CaseVerdict:
     """Return the verdict of a case from the findings of its ranks."""
     parts = [one for one in found if one is not None]
     errors = {kind: max(nan_as_infinity(one.errors[kind]) for one in parts) for kind in parts[0].errors}
     return CaseVerdict(case, errors, find_missing_tensors((one.boxes for one in parts), parts[0].shapes))
 
 
-def join_all_findings(cases: Sequence[LayoutCase], results: Sequence[Any]) -> list[CaseVerdict]:
+def merge_findings_by_case(cases: Sequence[LayoutCase], results: Sequence[Any]) -> list[CaseVerdict]:
     """Return the verdict of every case from every rank's results."""
-    return [join_findings(case, found) for case, found in zip(cases, zip(*results, strict=True), strict=True)]
+    return [merge_rank_findings(case, found) for case, found in zip(cases, zip(*results, strict=True), strict=True)]

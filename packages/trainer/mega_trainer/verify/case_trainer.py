@@ -17,7 +17,7 @@ from mega_data.blended_dataset import BlendedDataset
 from mega_trainer.config.parallel_layout import ParallelLayout
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.data.micro_batch import MicroBatch, split_micro_batches
-from mega_trainer.distributed.comm import CommLog
+from mega_trainer.distributed.comm import CommTrafficCounter
 from mega_trainer.distributed.process_groups import (
     ParallelGroups,
     ProcessGroupCache,
@@ -84,7 +84,7 @@ class CaseTrainer:
         case: LayoutCase,
         rank: int = 0,
         maker: ProcessGroupCache | None = None,
-        log: CommLog | None = None,
+        log: CommTrafficCounter | None = None,
         batches: BatchFunction | None = None,
         device: torch.device = CPU,
     ) -> CaseTrainer:
@@ -192,7 +192,7 @@ class SingleProcessOutcomes:
         device: torch.device = CPU,
     ) -> None:
         work = {_outcome_key(one, steps): (single(one), steps) for one, steps in cases}
-        self._made = dict(zip(work, train_alone(list(work.values()), batches, device), strict=True))
+        self._made = dict(zip(work, train_cases_in_one_process(list(work.values()), batches, device), strict=True))
 
     def get_outcome(self, case: LayoutCase, steps: int = STEPS) -> CaseOutcome:
         """Return the results of `case` in one process."""
@@ -208,7 +208,7 @@ def get_rank_and_world() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
-def train_alone(
+def train_cases_in_one_process(
     work: Sequence[tuple[LayoutCase, int]], batches: BatchFunction | None = None, device: torch.device = CPU
 ) -> list[CaseOutcome]:
     """Train each case in one process for a number of steps; the ranks share the work. A collective call of all ranks."""

@@ -178,7 +178,7 @@ def _if_legal(case: LayoutCase) -> Iterator[LayoutCase]:
         yield case
 
 
-def locate_difference(case: LayoutCase, context: ContextFactory = nullcontext) -> TensorDifference | None:
+def find_first_differing_tensor(case: LayoutCase, context: ContextFactory = nullcontext) -> TensorDifference | None:
     """Return the first tensor of the first step of a case that differs from one process; None if none does.
 
     Activations come first, in the order of the forward pass; then the loss, gradients in the order of the backward pass,

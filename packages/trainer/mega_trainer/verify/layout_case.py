@@ -224,7 +224,7 @@ def iterate_layouts(
             yield shape | more | kind
 
 
-def draw_stages(ranks: int, parallel: Mapping[str, Any], rng: random.Random) -> tuple[int, dict[str, Any]]:
+def sample_stages_and_batch(ranks: int, parallel: Mapping[str, Any], rng: random.Random) -> tuple[int, dict[str, Any]]:
     """Draw the pipeline stages and the batch of a layout, which it leaves open.
 
     Returns:
@@ -233,14 +233,16 @@ def draw_stages(ranks: int, parallel: Mapping[str, Any], rng: random.Random) -> 
     stages = parallel["pp"] * parallel["virtual_stages"]
     layers, chosen = max(2, stages), dict(parallel)
     if stages > 1 and rng.random() < 0.3:
-        layers, chosen["pipeline_layout"] = draw_uneven_layout(stages, rng)
-    batch, micro = draw_batch(ranks // (parallel["tp"] * parallel["pp"] * parallel.get("cp", 1)), parallel["pp"], rng)
+        layers, chosen["pipeline_layout"] = sample_uneven_stage_layers(stages, rng)
+    batch, micro = sample_batch_sizes(
+        ranks // (parallel["tp"] * parallel["pp"] * parallel.get("cp", 1)), parallel["pp"], rng
+    )
     if parallel["zero"] == 3:
         chosen |= {"zero3_layers": 1 + ranks % 2, "zero3_gather": rng.choice(GATHERS)}
     return layers, {"parallel": chosen, "micro": micro, "batch": batch}
 
 
-def draw_memory_settings(rng: random.Random) -> dict[str, Any]:
+def sample_memory_settings(rng: random.Random) -> dict[str, Any]:
     """Draw recomputation, activation offload and bucket size as fields of a `LayoutCase`."""
     return {
         "recompute": rng.choice(RECOMPUTES), "offload": rng.choice(OFFLOADS),
@@ -248,7 +250,7 @@ def draw_memory_settings(rng: random.Random) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def draw_uneven_layout(stages: int, rng: random.Random) -> tuple[int, list[int]]:
+def sample_uneven_stage_layers(stages: int, rng: random.Random) -> tuple[int, list[int]]:
     """Draw a number of layers and of each stage's; at most one stage has two, the first or the last may have none."""
     counts = [1] * stages
     counts[rng.randrange(stages)] = 2
@@ -257,14 +259,14 @@ def draw_uneven_layout(stages: int, rng: random.Random) -> tuple[int, list[int]]
     return sum(counts), counts
 
 
-def draw_batch(dp: int, pp: int, rng: random.Random) -> tuple[int, int]:
+def sample_batch_sizes(dp: int, pp: int, rng: random.Random) -> tuple[int, int]:
     """Draw (samples of a step, of a micro-batch): about eight samples; a pipeline gets several micro-batches."""
     share = -(-8 // dp)
     sizes = [size for size in range(1, share + 1) if share % size == 0 and (pp == 1 or size < share or share == 1)]
     return share * dp, rng.choice([size for size in sizes if size >= share / 4] or sizes)
 
 
-def choose_covering(cases: Sequence[LayoutCase], count: int) -> list[LayoutCase]:
+def choose_covering_cases(cases: Sequence[LayoutCase], count: int) -> list[LayoutCase]:
     """Return `count` of the cases, each chosen for the most triples of settings that earlier ones do not have."""
     triples = _number_triples(cases)
     left = np.zeros(1 + max((numbers.max() for numbers in triples), default=0), bool)
@@ -308,7 +310,7 @@ def _list_settings(case: LayoutCase) -> set[str]:
     return {f"{key}={value is not None if key == 'pipeline_layout' else value}" for key, value in values.items()}
 
 
-def group_by_processes(cases: Sequence[LayoutCase], most: int) -> list[list[LayoutCase]]:
+def group_cases_by_rank_count(cases: Sequence[LayoutCase], most: int) -> list[list[LayoutCase]]:
     """Return the cases in groups of at most `most` with equal numbers of ranks, and within these of similar degrees.
 
     No group then waits long for a slower one, and cases that share process groups run together: each process group of a

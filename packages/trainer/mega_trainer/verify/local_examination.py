@@ -7,24 +7,24 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 
-from mega_trainer.launch.function_ranks import RankError, iterate_ranks
+from mega_trainer.launch.function_ranks import RankError, iterate_rank_results
 from mega_trainer.verify.case_comparison import (
     ILL_CONDITIONED,
     TOLERANCE,
     CaseVerdict,
     ContextFactory,
-    join_findings,
-    sweep_cases,
+    compare_cases_with_one_process,
+    merge_rank_findings,
 )
 from mega_trainer.verify.case_trainer import CPU
-from mega_trainer.verify.layout_case import LayoutCase, group_by_processes
+from mega_trainer.verify.layout_case import LayoutCase, group_cases_by_rank_count
 
 MOST_CASES = 100  # per start of processes
 AMPLIFICATION = 200  # largest error of a layout, as a multiple of the rounding of other micro-batches in one process
 CASE_SECONDS = 300.0  # longest time of one case, and of the start of processes
 
 
-def examine_cases(
+def verify_layout_cases(
     cases: Sequence[LayoutCase],
     *,
     context: ContextFactory = nullcontext,
@@ -34,18 +34,20 @@ def examine_cases(
     """Yield the verdict of each case against one process, cases with few ranks first.
 
     Args:
-        context: as for `sweep_cases`.
+        context: as for `compare_cases_with_one_process`.
         seconds: time limit of each case; ranks that wait for each other longer have failed.
         most: number of cases per start of processes.
     """
-    for group in group_by_processes(cases, most):
+    for group in group_cases_by_rank_count(cases, most):
         done = 0
         while done < len(group):
             rest = group[done:]
             try:
                 arguments = (rest, None, CPU, context)
-                for found in iterate_ranks(sweep_cases, rest[0].ranks, *arguments, timeout=seconds):
-                    yield join_findings(group[done], found)
+                for found in iterate_rank_results(
+                    compare_cases_with_one_process, rest[0].ranks, *arguments, timeout=seconds
+                ):
+                    yield merge_rank_findings(group[done], found)
                     done += 1
             except (RankError, TimeoutError) as error:
                 yield CaseVerdict(group[done], {}, [], describe_rank_error(error))
@@ -62,7 +64,7 @@ def describe_rank_error(error: Exception) -> str:
     return text[-1].strip() + (f" (in {where[-1][2]}, {where[-1][0]}:{where[-1][1]})" if where else "")
 
 
-def find_bound(verdict: CaseVerdict) -> float:
+def compute_error_tolerance(verdict: CaseVerdict) -> float:
     """Return the largest error that rounding explains in a case: `TOLERANCE`, or more for a model that magnifies it.
 
     The error of other micro-batches in one process shows by how much a model magnifies rounding within the steps of the case.
@@ -71,5 +73,5 @@ def find_bound(verdict: CaseVerdict) -> float:
     if not TOLERANCE < verdict.largest_error <= ILL_CONDITIONED:
         return TOLERANCE
     twin = replace(verdict.case.single, micro=1)
-    rounding = next(examine_cases([twin])).largest_error
+    rounding = next(verify_layout_cases([twin])).largest_error
     return min(max(TOLERANCE, AMPLIFICATION * rounding), ILL_CONDITIONED)

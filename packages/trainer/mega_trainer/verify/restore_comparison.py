@@ -68,7 +68,7 @@ def restore_in_other_layouts(
     """
     rank = dist.get_rank()
     references = SingleProcessOutcomes((after, STEPS_BEFORE + STEPS_AFTER) for _, after in pairs)
-    maker = add_single_group(make_case_groups(case for pair in pairs for case in pair))
+    maker = add_rank_zero_group(make_case_groups(case for pair in pairs for case in pair))
     for number, (before, after) in enumerate(pairs):
         saved, held = cast(Location, folder), dict[str, Any]()
         if rank < before.ranks:
@@ -82,7 +82,7 @@ def restore_in_other_layouts(
             continue
         with contexts[number]() if contexts else nullcontext(), hide_progress():
             second = CaseTrainer.build(after, rank, maker)
-            spoil_tensors(second)
+            overwrite_training_state(second)
             second.state.restore_checkpoint(everywhere[0][0], find_case_group(maker, after))
         wanted = merge_sharded_tensors(held for _, held in everywhere)
         differing = find_differing_tensors(clone_tensors(second.state.checkpoint_tensors()), wanted)
@@ -114,7 +114,7 @@ def hide_progress() -> AbstractContextManager[Any]:
     return redirect_stderr(io.StringIO())
 
 
-def spoil_tensors(trainer: CaseTrainer) -> None:
+def overwrite_training_state(trainer: CaseTrainer) -> None:
     """Overwrite all weights and the optimizer state, so that what a restore leaves out is found."""
     with torch.no_grad():
         for held in trainer.state.checkpoint_tensors().values():
@@ -122,7 +122,7 @@ def spoil_tensors(trainer: CaseTrainer) -> None:
                 box.tensor.fill_(SPOILED)
 
 
-def add_single_group(maker: ProcessGroupCache) -> ProcessGroupCache:
+def add_rank_zero_group(maker: ProcessGroupCache) -> ProcessGroupCache:
     """Add a group of rank 0 alone: to the checkpoint store, no group means the whole world."""
     maker.groups_by_ranks[(0,)] = dist.new_group([0])
     return maker

@@ -24,7 +24,7 @@ def make_synthetic_batch(config: RunConfig, step: int, rank: int, ranks: int, cl
         closed: attention is restricted to documents.
     """
     begin, length = config.batch.samples_after_steps(step), config.target_length
-    count = config.batch.batch_size_at(begin)
+    count = config.batch.batch_size_after_samples(begin)
     rng = np.random.default_rng([7, step])
     tokens = rng.integers(0, config.model.vocab_size, (count, length + 1))
     documents = np.cumsum(rng.random((count, length)) < 0.15, axis=1).astype(np.int32)

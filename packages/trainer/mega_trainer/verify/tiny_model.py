@@ -225,7 +225,7 @@ def shrink_count(count: int, most: int = MOST_HEADS) -> int:
     return max((divisor for divisor in range(3, most) if count % divisor == 0), default=most - 1)
 
 
-def shrink_shared(heads: int, shared: int, tiny_heads: int) -> int:
+def shrink_shared_head_count(heads: int, shared: int, tiny_heads: int) -> int:
     """Return the number of shared heads (key/value heads, groups) of `tiny_heads` heads: all, one, or some as before."""
     if shared in (1, heads):
         return tiny_heads if shared == heads else 1
@@ -239,7 +239,7 @@ def _shrink_attention(model: ModelConfig) -> dict[str, Any]:
     found: dict[str, Any] = {"num_attention_heads": heads, "hidden_size": HIDDEN}
     found["ffn_hidden_size"] = FEED_FORWARD if FEED_FORWARD % heads == 0 else 8 * heads
     if model.num_kv_heads is not None:
-        found["num_kv_heads"] = shrink_shared(model.num_attention_heads, model.num_kv_heads, heads)
+        found["num_kv_heads"] = shrink_shared_head_count(model.num_attention_heads, model.num_kv_heads, heads)
     if model.mla is not None:
         rotated = 4
         found["mla"] = {"kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": rotated, "v_head_dim": 10}
@@ -302,14 +302,14 @@ def _shrink_sections(model: ModelConfig) -> dict[str, dict[str, Any]]:
         heads = shrink_count(mamba.num_heads)
         found["mamba"] = {
             "num_heads": heads, "head_dim": 2, "state_size": 4, "chunk_size": CHUNK,
-            "num_groups": shrink_shared(mamba.num_heads, mamba.num_groups, heads),
+            "num_groups": shrink_shared_head_count(mamba.num_heads, mamba.num_groups, heads),
             "conv_kernel": min(mamba.conv_kernel, CONVOLUTION),
         }  # fmt: skip
     if (delta := model.delta) is not None:
         heads = shrink_count(delta.num_value_heads)
         found["delta"] = {
             "num_value_heads": heads, "key_head_dim": 3, "value_head_dim": 2, "chunk_size": CHUNK,
-            "num_key_heads": shrink_shared(delta.num_value_heads, delta.num_key_heads, heads),
+            "num_key_heads": shrink_shared_head_count(delta.num_value_heads, delta.num_key_heads, heads),
             "conv_kernel": min(delta.conv_kernel, CONVOLUTION),
         }  # fmt: skip
     return found

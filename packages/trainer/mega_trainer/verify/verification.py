@@ -16,27 +16,32 @@ import yaml
 
 from mega_common.errors import ConfigError
 from mega_trainer.config.run_config import RunConfig, resolve_run_config
-from mega_trainer.launch.function_ranks import RankError, iterate_ranks
+from mega_trainer.launch.function_ranks import RankError, iterate_rank_results
 from mega_trainer.verify.case_comparison import (
     TOLERANCE,
     CaseVerdict,
     ContextFactory,
     RankFindings,
-    examine_outcome,
-    join_findings,
+    compare_with_reference_outcome,
+    merge_rank_findings,
 )
 from mega_trainer.verify.case_trainer import CaseTrainer
-from mega_trainer.verify.failure_location import TensorDifference, find_smallest_failure, locate_difference
+from mega_trainer.verify.failure_location import TensorDifference, find_first_differing_tensor, find_smallest_failure
 from mega_trainer.verify.layout_case import (
     GATHERS,
     STEPS,
     LayoutCase,
-    choose_covering,
-    draw_memory_settings,
-    draw_stages,
+    choose_covering_cases,
     iterate_layouts,
+    sample_memory_settings,
+    sample_stages_and_batch,
 )
-from mega_trainer.verify.local_examination import CASE_SECONDS, describe_rank_error, examine_cases, find_bound
+from mega_trainer.verify.local_examination import (
+    CASE_SECONDS,
+    compute_error_tolerance,
+    describe_rank_error,
+    verify_layout_cases,
+)
 from mega_trainer.verify.restore_comparison import restore_in_other_layouts
 from mega_trainer.verify.tiny_model import TinyRun
 
@@ -111,7 +116,7 @@ class Verification:
         ranks: largest number of processes, at most `MOST_RANKS`.
         seed: of the draws of layouts.
         only: text of the only layout to run, such as `tp=2 pp=2`.
-        context: as for `examine_cases`.
+        context: as for `verify_layout_cases`.
         check_generation: compares generation with training.
     """
 
@@ -150,8 +155,8 @@ class Verification:
             if self._check_generation is not None:
                 yield self._compare_generation(self._check_generation)
         begin = time.monotonic()
-        for verdict in examine_cases(self.cases, context=self._context):
-            bound = find_bound(verdict)
+        for verdict in verify_layout_cases(self.cases, context=self._context):
+            bound = compute_error_tolerance(verdict)
             problem = verdict.describe_errors(bound)
             if problem:
                 self.failures.append(verdict)
@@ -171,16 +176,16 @@ class Verification:
         def find_failing(cases: Sequence[LayoutCase]) -> list[LayoutCase]:
             found = [
                 verdict
-                for verdict in examine_cases(cases, context=self._context, seconds=CASE_SECONDS / 2)
-                if verdict.describe_errors(find_bound(verdict))
+                for verdict in verify_layout_cases(cases, context=self._context, seconds=CASE_SECONDS / 2)
+                if verdict.describe_errors(compute_error_tolerance(verdict))
             ]
             known.update((id(verdict.case), verdict) for verdict in found)
             return [verdict.case for verdict in found]
 
         smallest = known[id(find_smallest_failure(first.case, find_failing))]
-        problem = smallest.describe_errors(find_bound(smallest))
+        problem = smallest.describe_errors(compute_error_tolerance(smallest))
         case = smallest.case
-        difference = None if smallest.failure else locate_difference(case, self._context)
+        difference = None if smallest.failure else find_first_differing_tensor(case, self._context)
         return FailureReport(case.layout_text, case.ranks, problem, difference)
 
     @property
@@ -211,9 +216,9 @@ class Verification:
         work = [(case, reference) for _, _, case, reference in pairs]
         try:
             for (check, name, case, _), (found,) in zip(
-                pairs, iterate_ranks(compare_pairs, 1, work, timeout=CASE_SECONDS), strict=False
+                pairs, iterate_rank_results(compare_pairs, 1, work, timeout=CASE_SECONDS), strict=False
             ):
-                verdict = join_findings(case, [found])
+                verdict = merge_rank_findings(case, [found])
                 bounds = BF16_BOUNDS if check == "bf16" else dict.fromkeys(verdict.errors, TOLERANCE)
                 wrong = [
                     f"{kind} {verdict.errors[kind]:.1e}"
@@ -256,7 +261,7 @@ class Verification:
             begin = time.monotonic()
             with tempfile.TemporaryDirectory(prefix="mega-verify-") as folder:
                 try:
-                    for found in iterate_ranks(
+                    for found in iterate_rank_results(
                         restore_in_other_layouts, ranks, pairs[done:], Path(folder), timeout=CASE_SECONDS
                     ):
                         parts = [one for one in found if one is not None]
@@ -273,11 +278,11 @@ def _name_pair(before: LayoutCase, after: LayoutCase) -> str:
 
 def _judge_restore(before: LayoutCase, after: LayoutCase, parts: Sequence[Any], seconds: float) -> CheckRow:
     """Return the result of one restore: bits of all tensors, and the steps after it."""
-    verdict = join_findings(after, [part.steps for part in parts])
+    verdict = merge_rank_findings(after, [part.steps for part in parts])
     if after.steps < STEPS:  # the steps after it would magnify rounding
         verdict = replace(verdict, errors={})
     wrong = sorted({name for part in parts for name in part.differing})
-    bound = TOLERANCE if wrong else find_bound(verdict)
+    bound = TOLERANCE if wrong else compute_error_tolerance(verdict)
     problem = f"not bitwise equal: {', '.join(wrong[:3])}" if wrong else verdict.describe_errors(bound)
     ranks = max(before.ranks, after.ranks)
     error = verdict.largest_error if verdict.errors else None
@@ -310,7 +315,7 @@ def compare_pairs(pairs: Sequence[tuple[LayoutCase, LayoutCase]]) -> Iterator[Ra
     for case, reference in pairs:
         mine, wanted = (CaseTrainer.build(one).run(one.steps) for one in (case, reference))
         mine.tensors = wanted.tensors = {}  # in bf16 the optimizer has main weights too
-        yield examine_outcome(mine, wanted)
+        yield compare_with_reference_outcome(mine, wanted)
 
 
 def make_case(tiny: TinyRun, layers: int, ranks: int, **fields: Any) -> LayoutCase:
@@ -352,7 +357,7 @@ def choose_layouts(tiny: TinyRun, count: int, ranks: int, seed: int) -> list[Lay
     rng.shuffle(every)
     found: list[LayoutCase] = []
     for number, parallel in every:
-        case = draw_case(tiny, number, parallel, rng)
+        case = sample_layout_case(tiny, number, parallel, rng)
         if case.is_legal and _trains_each_stage(case):
             found.append(case)
         if len(found) == CANDIDATES:
@@ -364,7 +369,7 @@ def choose_layouts(tiny: TinyRun, count: int, ranks: int, seed: int) -> list[Lay
         if not any(map(needed, chosen)):
             chosen += [case for case in found if needed(case)][:1]
     others = [case for case in found if not any(case is one for one in chosen)]
-    return [*chosen[:count], *choose_covering(others, count - len(chosen))]
+    return [*chosen[:count], *choose_covering_cases(others, count - len(chosen))]
 
 
 def _splits_heads_alone(case: LayoutCase) -> bool:
@@ -375,14 +380,14 @@ def _splits_context(case: LayoutCase) -> bool:
     return bool(case.layout["cp"] > 1)
 
 
-def draw_case(tiny: TinyRun, ranks: int, parallel: dict[str, Any], rng: random.Random) -> LayoutCase:
+def sample_layout_case(tiny: TinyRun, ranks: int, parallel: dict[str, Any], rng: random.Random) -> LayoutCase:
     """Draw what a layout leaves open: batch, uneven stages, recomputation, offload and buckets."""
-    layers, fields = draw_stages(ranks, parallel, rng)
+    layers, fields = sample_stages_and_batch(ranks, parallel, rng)
     layers = max(layers, tiny.num_distinct_layers)
     chosen = fields["parallel"]
     if chosen.get("pipeline_layout") and sum(chosen["pipeline_layout"]) != layers:
         del chosen["pipeline_layout"]
-    fields |= draw_memory_settings(rng)
+    fields |= sample_memory_settings(rng)
     moe = tiny.config.model.moe
     if moe is not None and moe.aux_loss_scope == "batch":  # a loss of one micro-batch of all data ranks
         case = make_case(tiny, layers, ranks, **fields)

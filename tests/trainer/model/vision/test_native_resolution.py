@@ -55,7 +55,7 @@ def test_learned_positions_are_interpolated_as_by_torch(
         one = dealt(shapes, rank, ranks, merge)
         native = one.native_resolution.model_copy(update={"positions": side * side, "window": None})
         one = ImagePartition(one.images, one.vision.model_copy(update={"native": native}), rank, ranks)
-        rows, weights = one.interpolate_positions()
+        rows, weights = one.compute_position_interpolation()
         found, start = (table[rows] * weights[..., None]).sum(1), 0
         for number in one.images_of_ranks[rank]:
             high, wide = (merge * length for length in one.feature_grids[number])

@@ -122,7 +122,7 @@ class ImagePartition:
         found = np.concatenate(own)
         return torch.from_numpy(np.pad(found, ((0, self.features_per_rank * merge**2 - len(found)), (0, 0))))
 
-    def interpolate_positions(self) -> tuple[Tensor, Tensor]:
+    def compute_position_interpolation(self) -> tuple[Tensor, Tensor]:
         """Return the rows of the learned position table that each of this rank's patches uses, and their weights.
         The rows are int64 [P, 4], the bilinear weights fp32 [P, 4]. The corners of the table are at the corners of the
         image.
@@ -217,7 +217,7 @@ class NativeVisionEncoder(nn.Module):
         patches = to_device(partition.extract_patches().to(self.dtype), device)
         x: Tensor = self.patches(patches.unsqueeze(0))
         if self.positions is not None:
-            rows, weights = (to_device(each, device) for each in partition.interpolate_positions())
+            rows, weights = (to_device(each, device) for each in partition.compute_position_interpolation())
             x = x + (F.embedding(rows, self.positions) * weights.unsqueeze(-1)).sum(1).to(x.dtype)
         stacked = []
         for index, layer in enumerate(self.layers):

@@ -12,7 +12,7 @@ from mega_ckpt.tensor_pieces import TensorPiece
 from mega_common.vision_config import TOWER
 from mega_trainer.distributed.comm import CommGroup
 from mega_trainer.distributed.process_groups import ParallelGroups
-from mega_trainer.model.activation_checkpointing import SavedActivations
+from mega_trainer.model.activation_checkpointing import ActivationCheckpointer
 from mega_trainer.model.layer_builder import LayerBuilder
 from mega_trainer.parallel.parameter_info import make_parameter
 
@@ -40,7 +40,7 @@ class VisionLayerBuilder(LayerBuilder):
         return cls(
             tower, ParallelGroups(dp_cp=groups.dp_cp), build.kernels, leaves=build.leaves, dtype=build.dtype,
             stored_dtype=build.stored_dtype, device=build.device, deferred=build.deferred,
-            saved=SavedActivations(build.saved.recompute), prefix=prefix, tp=groups.tp,
+            saved=ActivationCheckpointer(build.saved.recompute), prefix=prefix, tp=groups.tp,
         )  # fmt: skip
 
     def build_parameter(

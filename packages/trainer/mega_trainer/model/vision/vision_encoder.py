@@ -17,8 +17,8 @@ from mega_common.vision_config import PROJECTOR, TOWER
 from mega_trainer.data.batch_images import (
     BatchImages,
     add_image_features,
-    all_gather_features,
-    combined_group_rank,
+    all_gather_image_features,
+    get_combined_rank_and_size,
     insert_image_features,
 )
 from mega_trainer.distributed.device import to_device
@@ -168,20 +168,20 @@ class ImageEmbedder(nn.Module):
         """Return the concatenated features of all images: [n P, D], with DeepStack [n P, (1 + L) D].
         A collective call of the ranks that share them.
         """
-        rank, ranks = combined_group_rank((self.groups.cp, self.groups.tp))
+        rank, ranks = get_combined_rank_and_size((self.groups.cp, self.groups.tp))
         if isinstance(self.tower, NativeVisionEncoder):
             assert isinstance(self.projector, MergerProjector)
             partition = ImagePartition(list(images.pixels), self.config, rank, ranks)
             gathered = self._all_gather(self.projector.merge_layers(self.tower(partition, device)))
             return gathered[to_device(partition.feature_rows, device)]
-        own = to_device(images.local_pixels(rank, ranks).to(self.dtype), device)
+        own = to_device(images.select_rank_images(rank, ranks).to(self.dtype), device)
         features = self._all_gather(self.projector(self.tower(own))).flatten(0, 1)
         # Not a view: FSDP hooks the result of a forward, and an operation in place would lose the hooks.
         return features.clone()
 
     def _all_gather(self, features: Tensor) -> Tensor:
-        features = all_gather_features(features, self.groups.tp, partial=self.sp)
-        return all_gather_features(features, self.groups.cp, partial=True)
+        features = all_gather_image_features(features, self.groups.tp, partial=self.sp)
+        return all_gather_image_features(features, self.groups.cp, partial=True)
 
 
 def pool_features(features: Tensor, pool: int) -> Tensor:
