@@ -113,7 +113,7 @@ def main() -> None:
         text, encode = "\n\n".join(topics[name] for name in sorted(topics)), load_tokenizer(base).encode
         tokens = np.array(encode(text[START:][: 8 * arguments.tokens])[: arguments.tokens + 1], np.int64)
         before = np.array(encode(text[:START][: 8 * arguments.calibration_tokens]), np.int64)
-        sequences = torch.from_numpy(before[: arguments.calibration_tokens]).split(WINDOW)
+        sequences = torch.split(torch.from_numpy(before[: arguments.calibration_tokens]), WINDOW)
         calibration = TextCalibration(base, sequences, "the documentation")
         exact = score_with_mega(base, tokens, arguments.window)
         results: dict[str, Any] = {
