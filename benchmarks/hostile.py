@@ -197,17 +197,17 @@ def _middle(measure: Callable[[list[float]], float], rounds: list[dict[str, Any]
 
 
 @contextlib.contextmanager
-def served(model: str) -> Iterator[int]:
-    """Serve a model on a free port meanwhile."""
+def served(model: str, *options: str) -> Iterator[tuple[int, int]]:
+    """Serve a model on a free port meanwhile; yields the port and the id of the server's process."""
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         port = one.getsockname()[1]
-    command = [sys.executable, "-m", "mega_cli.main", "serve", model, "--port", str(port)]
+    command = [sys.executable, "-m", "mega_cli.main", "serve", model, "--port", str(port), *options]
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         while server.poll() is None and post(port, b'{"prompt": "a", "max_tokens": 1}')[0] != 200:
             time.sleep(0.5)
-        yield port
+        yield port, server.pid
     finally:
         server.terminate()
         server.wait()
@@ -221,7 +221,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--dry", action="store_true", help="write no results")
     options = parser.parse_args()
-    with served(options.model) as port:
+    with served(options.model) as (port, _):
         found = compare(port, options.seconds, options.rounds)
     print(json.dumps(found, indent=1))
     if not options.dry:

@@ -38,7 +38,12 @@ NEAR = 1.03
 RECIPES, SWEEP = ("dgxc-benchmarking v25.04.01", "Megatron-Bridge"), "nanotron ultra-scale sweep"
 MOST = 512  # GPUs
 RECIPE_FILES = Path(__file__).parents[1] / "recipes"
-LARGE = [("llama3-405b-4096", 16384), ("qwen3-235b-a22b-256", 256)]  # recipes, and H100s
+LARGE = [
+    ("llama3-8b-8", 8),
+    ("deepseek-v3-1024", 1024),
+    ("llama3-405b-4096", 16384),
+    ("qwen3-235b-a22b-256", 256),
+]  # recipes, and H100s
 
 
 def swept(runs: Path) -> Iterator[Published]:

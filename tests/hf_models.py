@@ -6,6 +6,7 @@ import contextlib
 import io
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -102,7 +103,18 @@ _BERT = {
     "max_position_embeddings": 32, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
 }  # fmt: skip
 _MODERNBERT = {"local_attention": 10, "cls_token_id": 3, "sep_token_id": 4}
-ENCODERS = {"bert", "megatron-bert", "roberta", "modernbert", "xlm-roberta", "camembert", "data2vec-text"}
+ENCODERS = {
+    "bert",
+    "megatron-bert",
+    "roberta",
+    "modernbert",
+    "xlm-roberta",
+    "camembert",
+    "data2vec-text",
+    "ernie",
+    "roberta-prelayernorm",
+    "xlm-roberta-xl",
+}
 _T5 = {
     "vocab_size": 97, "d_model": 24, "d_kv": 5, "d_ff": 40, "num_layers": 2, "num_decoder_layers": 3, "num_heads": 4,
     "relative_attention_num_buckets": 8, "relative_attention_max_distance": 12, "decoder_start_token_id": 0,
@@ -378,11 +390,54 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
                      "moe_intermediate_size": 12, "num_dense_layers": 0, "use_expert_bias": False, "norm_topk_prob": False,
                      "routed_scaling_factor": 2.5, "conv_bias": True, "tie_word_embeddings": False},
     ),
+    "llama4": (
+        "llama4_text", {**_SIZES, "num_hidden_layers": 4, "head_dim": 10, "intermediate_size": 24, "intermediate_size_mlp": 40, "num_local_experts": 4,
+                        "attention_chunk_size": 8, "floor_scale": 5, "attn_scale": 0.4, "interleave_moe_layer_step": 2, "rope_parameters": LLAMA3},
+    ),
+    "llama4-lists-no-norms": (
+        "llama4_text", {**_SIZES, "head_dim": 8, "intermediate_size": 20, "intermediate_size_mlp": 40, "num_local_experts": 5,
+                        "num_experts_per_tok": 2, "attention_chunk_size": 5, "use_qk_norm": False, "no_rope_layers": [0, 1, 1],
+                        "layer_types": ["chunked_attention", "full_attention", "chunked_attention"],
+                        "attn_temperature_tuning": False, "attention_bias": True, "tie_word_embeddings": True},
+    ),
+    "apertus": ("apertus", _SIZES),
+    "apertus-bias-tied": (
+        "apertus", {**_SIZES, "attention_bias": True, "tie_word_embeddings": True, "rope_parameters": {"rope_type": "default", "rope_theta": 50.0}},
+    ),
+    "olmo": ("olmo", {**_SIZES, "clip_qkv": 0.3}),
+    "olmo-bias-tied": ("olmo", {**_SIZES, "attention_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 4}),
+    "nanochat": ("nanochat", {**_SIZES, "rope_parameters": {"rope_type": "default", "rope_theta": 50.0}}),
+    "nanochat-bias-tied": (
+        "nanochat", {**_SIZES, "attention_bias": True, "tie_word_embeddings": True, "final_logit_softcapping": None, "rms_norm_eps": 1e-3},
+    ),
+    "minicpm3": ("minicpm3", {**_LATENT_SIZES, "dim_model_base": 6}),
+    "minicpm3-no-query-latent": (
+        "minicpm3", {**_LATENT_SIZES, "q_lora_rank": None, "attention_bias": True, "scale_emb": 3, "scale_depth": 0.7,
+                     "dim_model_base": 48, "tie_word_embeddings": False},
+    ),
+    "mistral4": ("mistral4", {**_DEEPSEEK, "rope_parameters": YARN | {"llama_4_scaling_beta": 0.2, "original_max_position_embeddings": 8}}),
+    "mistral4-groups": (
+        "mistral4", {**_DEEPSEEK, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "norm_topk_prob": False, "n_shared_experts": 2,
+                     "routed_scaling_factor": 1.5, "q_lora_rank": None, "attention_bias": True,
+                     "rope_parameters": YARN | {"llama_4_scaling_beta": 0.4, "original_max_position_embeddings": 5}},
+    ),
+    "aria_text": ("aria_text", {**_SIZES, "moe_num_experts": 6, "moe_topk": 2}),
+    "aria_text-bias-tied": (
+        "aria_text", {**_SIZES, "moe_num_experts": 4, "moe_topk": 3, "moe_num_shared_experts": 1, "attention_bias": True,
+                      "intermediate_size": 24, "tie_word_embeddings": True, "head_dim": 10},
+    ),
+    "openai-gpt": ("openai-gpt", {"vocab_size": 97, "n_embd": 24, "n_layer": 3, "n_head": 4, "n_positions": 64}),
+    "openai-gpt-untied-relu": (
+        "openai-gpt", {"vocab_size": 97, "n_embd": 24, "n_layer": 2, "n_head": 6, "n_positions": 64, "tie_word_embeddings": False, "afn": "relu"},
+    ),
     "bert": ("bert", _BERT),
     "bert-types": ("bert", {**_BERT, "type_vocab_size": 3, "hidden_act": "gelu_new", "layer_norm_eps": 1e-6}),
     "megatron-bert": ("megatron-bert", _BERT),
     "roberta": ("roberta", {**_BERT, "type_vocab_size": 1, "pad_token_id": 1}),
     "xlm-roberta": ("xlm-roberta", {**_BERT, "type_vocab_size": 1, "pad_token_id": 1}),
+    "ernie": ("ernie", _BERT),
+    "roberta-prelayernorm": ("roberta-prelayernorm", {**_BERT, "type_vocab_size": 1, "pad_token_id": 1}),
+    "xlm-roberta-xl": ("xlm-roberta-xl", {**_BERT, "type_vocab_size": 1, "pad_token_id": 1}),
     "camembert": ("camembert", {**_BERT, "type_vocab_size": 1, "pad_token_id": 1}),
     "data2vec-text": ("data2vec-text", {**_BERT, "type_vocab_size": 2, "pad_token_id": 2}),
     "modernbert": ("modernbert", {**_BERT, **_MODERNBERT}),
@@ -530,6 +585,8 @@ def auto_class(kind: str) -> Any:
     transformers = pytest.importorskip("transformers", reason="the folders are written by transformers")
     if kind in ENCODERS:
         return transformers.AutoModelForMaskedLM
+    if kind == "mistral4":  # which transformers makes alone by this class only
+        return SimpleNamespace(from_config=transformers.Mistral4ForCausalLM._from_config)
     return transformers.AutoModelForSeq2SeqLM if kind.endswith("t5") else transformers.AutoModelForCausalLM
 
 

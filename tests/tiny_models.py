@@ -379,6 +379,29 @@ VARIANTS |= {
         "layers": ["conv+mlp", "attention+moe", "conv+moe"], "num_layers": 3, "conv": {}, "qk_norm": True, "num_kv_heads": 2,
         "moe": {**MOE, "score": "sigmoid", "selection_bias": True, "scaling": 1.5}, "tie_embeddings": True,
     },
+    "apertus": {"activation": "xielu", "qk_norm": True, "num_kv_heads": 2},
+    "olmo": {"norm": "layernorm", "norm_weight": False, "qkv_clip": 0.5},
+    "nanochat": {
+        "norm_weight": False, "embedding_norm": True, "qk_norm": True, "qk_norm_span": "plain", "qk_norm_after_rope": True,
+        "rope": {"clockwise": True}, "activation": "relu2", "logit_softcap": 2.0,
+    },
+    "minicpm3": {
+        "mla": LATENT["mla"], "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logit_scale": 0.25, "tie_embeddings": True,
+    },
+    "mistral4": {
+        "mla": LATENT["mla"], "rope": {**YARN, "interleaved": True, "query_scaling": 0.3, "original_max_position": 8},
+        "moe": {**MOE, "shared_ffn_hidden_size": 24, "scaling": 2.0},
+    },
+    "aria": {"num_kv_heads": 2, "ffn_hidden_size": 12, "moe": {**MOE, "shared_ffn_hidden_size": 24}},
+    "gpt": {**GPT2, "norm_position": "sum", "ffn_hidden_size": 96},
+    "llama4": {
+        "num_layers": 3, "head_dim": 10, "num_kv_heads": 2, "qk_norm": True, "qk_norm_span": "plain", "qk_norm_after_rope": True,
+        "sliding_window": 8, "chunked_window": True, "full_attention_layers": [1], "no_rope_layers": [1], "no_rope_scaling": [0.4, 5],
+        "rope": {"interleaved": True},
+        "moe": {
+            **MOE, "top_k": 1, "score": "sigmoid", "normalize": False, "weighted_inputs": True, "shared_ffn_hidden_size": 12, "layers": [1, 2],
+        },
+    },
     "granite4-dense": {
         **_GRANITE, "layers": ["mamba+mlp", "attention+mlp"], "mamba": _MAMBA, "tie_embeddings": True, "rope": YARN,
         "qkv_bias": True, "attention_out_bias": True,
@@ -400,6 +423,8 @@ VARIANTS |= {
     "bert-pairs": {**_BERT, "pooler": True, "sentence_pairs": True, "token_types": 3},
     "bert-without-a-head": {**_BERT, "masked_lm": None, "pooler": True, "activation": "gelu_tanh"},
     "roberta": {**_BERT, "position_offset": 2, "token_types": 1},
+    "roberta-pre-norms": {**_BERT, "position_offset": 2, "token_types": 1, "norm_position": "pre"},
+    "xlm-roberta-xl": {**_BERT, "position_offset": 2, "token_types": 1, "norm_position": "pre", "embedding_norm": False},
     "roberta-tanh": {**_BERT, "position_offset": 1, "activation": "gelu_tanh"},
     "megatron-bert": {**_BERT, "norm_position": "pre", "embedding_norm": False, "pooler": True, "sentence_pairs": True},
     "modernbert": _MODERN,
@@ -437,9 +462,10 @@ def save_tiny(
     import transformers
 
     raw = family.write_config_json(model)
-    kind = transformers.AutoModelForCausalLM if model.causal else getattr(transformers, raw["architectures"][0])
+    auto = model.causal and family.name != "mistral4"  # which transformers makes alone by its own class only
+    kind = transformers.AutoModelForCausalLM if auto else getattr(transformers, raw["architectures"][0])
     make, raw = (
-        kind.from_config if model.causal else kind._from_config,
+        kind.from_config if auto else kind._from_config,
         {k: raw[k] for k in raw if k != "architectures"},
     )
     raw.setdefault("pad_token_id", None)  # some families' default lies outside a tiny vocabulary

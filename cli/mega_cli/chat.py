@@ -77,9 +77,9 @@ def chat_command(
     settings = {name: value for name, value in given.items() if value is not None}
     Sampling.parse(settings, source="options of sampling")
     sampling = Sampling.parse(
-        {**load_default_sampling(model), **settings}, source="command line and generation_config.json"
+        {**load_default_sampling(model, extension or []), **settings}, source="command line and generation_config.json"
     )
-    template = load_chat_template(model, tokenizer, chat_template)
+    template = load_chat_template(model, tokenizer, chat_template, extension or [])
     found = load_served_model(
         model, precision, device, tokenizer, max_length, None, 1, draft=draft, extensions=extension or []
     )

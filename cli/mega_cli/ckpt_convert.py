@@ -16,6 +16,7 @@ from mega_common.progress_logging import logger
 
 if TYPE_CHECKING:
     from mega_ckpt.families import ModelFamily
+    from mega_ckpt.formats.quantized_parts import Calibration
     from mega_common.object_store import Location
 
 
@@ -154,8 +155,18 @@ VerifyData = Annotated[
 Quantize = Annotated[
     WeightQuantization | None,
     typer.Option(
-        help="Quantize the weights, rounded to the nearest. hf (compressed-tensors, for vLLM): fp8, fp8-block, int8, int4, "
+        help="Quantize the weights, rounded to the nearest or by --calibrate. hf (compressed-tensors, for vLLM): fp8, fp8-block, int8, int4, "
         "mxfp4. gguf: f16 (default), q8_0, q4_0, q4_k. mlx: int8, int4."
+    ),
+]
+
+
+Calibrate = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE|PREFIX",
+        help="Text file or token data set: round the quantized weights so that the outputs of linear layers on it change "
+        "least (GPTQ). Up to 32,768 tokens are used. With --to hf or mlx.",
     ),
 ]
 
@@ -202,6 +213,7 @@ def convert_command(
     ] = False,
     extension: ExtensionOption = None,
     quantize: Quantize = None,
+    calibrate: Calibrate = None,
     verify: Verify = False,
     verify_data: VerifyData = None,
     perplexity: Perplexity = None,
@@ -232,6 +244,7 @@ def convert_command(
         tokens=_read_new_tokens(add_tokens) if add_tokens is not None else (),
         families=_load_families(extension) if extension else (),
         quantize=quantize.value if quantize else None,
+        calibration=_open_calibration(source, calibrate, perplexity) if calibrate is not None else None,
     )
     verify = verify or verify_data is not None
     checks: list[Callable[[Location], None] | None] = (
@@ -310,14 +323,29 @@ def _build_logits_check(source: str, data: Path | None, extensions: Sequence[str
     return check_logits
 
 
+def _open_calibration(source: str, data: Path, perplexity: Path | None) -> Calibration:
+    """Return the calibration data of --calibrate, which must not be those of --perplexity."""
+    from mega_eval.weight_calibration import TextCalibration
+
+    _check_text_data("--calibrate", data, "calibration.txt")
+    if perplexity is not None and perplexity.resolve() == data.resolve():
+        raise ConfigError(
+            f"--perplexity {perplexity} conflicts with --calibrate, which adapts the weights to the same text",
+            hint="measure on a text that is not used otherwise",
+        )
+    return TextCalibration.open_data(source, data)
+
+
+def _check_text_data(option: str, data: Path, example: str) -> None:
+    if not data.is_file() and not data.with_name(f"{data.name}.bin").is_file():
+        raise ConfigError(f"{option} {data}: neither a text file nor a token data set", hint=f"{option} {example}")
+
+
 def _build_perplexity_check(source: str, data: Path) -> Callable[[Location], None]:
     """Return a function that prints the perplexity of `source` and of the converted model."""
     from mega_eval.perplexity_comparison import compare_perplexity
 
-    if not data.is_file() and not data.with_name(f"{data.name}.bin").is_file():
-        raise ConfigError(
-            f"--perplexity {data}: neither a text file nor a token data set", hint="--perplexity held-out.txt"
-        )
+    _check_text_data("--perplexity", data, "held-out.txt")
 
     def print_perplexity(made: Location) -> None:
         print(compare_perplexity(source, made, data))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -31,14 +32,25 @@ EXAMPLES = """Examples:
     mega eval runs/llama3-8b --tasks tasks/mine.yaml --num-fewshot 5 --limit 100 --offline
 
     mega eval runs/llama3-8b --tasks mmlu --nproc 8 --tp 2 --precision bf16 --cache eval-cache
+
+    mega eval out/hf --judge http://127.0.0.1:8000/v1 --prompts prompts.jsonl --output judged.json --picture judged.png
+
+    mega eval out/hf --judge http://127.0.0.1:8000/v1 --prompts prompts.jsonl --against base/hf
 """
 LONGEST_DEFAULT = 4096  # tokens
-DATA_OPTIONS = ("check_tokenizer", "json_file", "mask_share", "per_sample")  # of `mega eval`, with --data only
-TASK_OPTIONS = (
-    "include_path", "num_fewshot", "limit", "apply_chat_template", "chat_template_name",
-    "system_instruction", "fewshot_as_multiturn", "gen_kwargs", "csv_file", "log_samples", "output", "cache", "offline", "nproc",
-    "tp", "ep", "pp",
-)  # fmt: skip
+MODE_OPTIONS: Mapping[str, Sequence[str]] = {
+    "data": ("seq_length", "check_tokenizer", "json_file", "mask_share", "per_sample"),
+    "tasks": (
+        "seq_length", "include_path", "num_fewshot", "limit", "apply_chat_template", "chat_template_name", "system_instruction",
+        "fewshot_as_multiturn", "gen_kwargs", "csv_file", "picture_file", "log_samples", "output", "cache", "offline", "nproc",
+        "tp", "ep", "pp",
+    ),
+    "judge": (
+        "prompts", "judge_model", "against", "max_new_tokens", "limit", "system_instruction", "csv_file", "picture_file",
+        "output",
+    ),
+}  # fmt: skip
+"""Options of `mega eval` that need --data, --tasks or --judge."""
 
 
 def eval_command(
@@ -55,6 +67,31 @@ def eval_command(
             help="Tasks of lm-evaluation-harness: names, groups, patterns such as 'mmlu_*', or YAML files; e.g. hellaswag,arc_easy.",
         ),
     ] = None,
+    judge: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="Address of OpenAI's API, e.g. http://127.0.0.1:8000/v1, whose model judges answers to --prompts. "
+            "Its API key: environment variable MEGA_JUDGE_API_KEY or OPENAI_API_KEY.",
+        ),
+    ] = None,
+    judge_model: Annotated[
+        str | None, typer.Option(help="With --judge: name of the judge; default: the server's first model.")
+    ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            help="With --judge: JSON lines file with 'prompt' or 'messages', and 'reference' if there is one."
+        ),
+    ] = None,
+    against: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL",
+            help="With --judge: compare with the answers of this model, or with 'reference'; default: score each answer.",
+        ),
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="With --judge: maximum length of an answer.")] = 512,
     seq_length: Annotated[
         int | None,
         typer.Option(min=1, help="Context length in tokens; default: the model's maximum, with --data at most 4096."),
@@ -93,7 +130,7 @@ def eval_command(
     ] = None,
     limit: Annotated[
         float | None,
-        typer.Option(help="With --tasks: samples per task, e.g. 100; below 1 a fraction of them, e.g. 0.1."),
+        typer.Option(help="With --tasks or --judge: samples per task, e.g. 100; below 1 a fraction of them, e.g. 0.1."),
     ] = None,
     apply_chat_template: Annotated[
         bool, typer.Option("--apply-chat-template", help="With --tasks: format each question as a chat message.")
@@ -105,7 +142,7 @@ def eval_command(
         ),
     ] = None,
     system_instruction: Annotated[
-        str | None, typer.Option(help="With --tasks: system message before each question.")
+        str | None, typer.Option(help="With --tasks or --judge: system message before each question.")
     ] = None,
     fewshot_as_multiturn: Annotated[
         bool,
@@ -119,13 +156,18 @@ def eval_command(
         ),
     ] = None,
     csv_file: Annotated[
-        Path | None, typer.Option("--csv", help="With --tasks: CSV file with one line for each metric.")
+        Path | None, typer.Option("--csv", help="With --tasks or --judge: CSV file with one line for each metric.")
+    ] = None,
+    picture_file: Annotated[
+        Path | None,
+        typer.Option("--picture", help="With --tasks or --judge: picture of the results, .png, .svg or .pdf."),
     ] = None,
     log_samples: Annotated[
         bool, typer.Option("--log-samples", help="With --tasks: keep each sample in the results, for `mega compare`.")
     ] = False,
     output: Annotated[
-        Path | None, typer.Option(help="With --tasks: JSON file for the results, in the format of the harness.")
+        Path | None,
+        typer.Option(help="With --tasks or --judge: JSON file for the results, in the format of the harness."),
     ] = None,
     cache: Annotated[
         Path | None,
@@ -151,23 +193,36 @@ def eval_command(
         typer.Option(min=1, help="With --tasks: pipeline-parallel ranks, for a model that does not fit on one device."),
     ] = 1,
 ) -> None:
-    """Score a model on held-out tokens (--data: loss, perplexity, bits per byte) or on downstream tasks (--tasks).
+    """Score a model on held-out tokens (--data), on downstream tasks (--tasks), or by a judge model (--judge).
 
-    With --data, a decoder predicts every token except the first once, in consecutive sequences; an encoder predicts each
+    --data reports loss, perplexity and bits per byte: a decoder predicts every token except the first once, in consecutive sequences; an encoder predicts each
     token once while it is masked (--mask-share), and an encoder-decoder predicts corrupted spans. A reward model reports
     how often the chosen answer of a preference pair has the higher score. To compare two models, use --per-sample with
-    --data, or --log-samples and `mega compare` with --tasks.
+    --data, or --log-samples and `mega compare` with --tasks. With --judge, another model scores the answers to --prompts
+    from 1 to 10, or compares them with those of --against in both orders; its verdicts are in the results.
     """
-    _check_option_use(ctx, data, tasks)
+    _check_option_use(ctx)
+    if judge is not None:
+        from mega_cli.eval_judge import JudgeOptions, evaluate_by_judge
+
+        assert prompts is not None
+        evaluate_by_judge(JudgeOptions(
+            model, judge, judge_model, prompts, against, max_new_tokens, limit, system_instruction, output, csv_file, picture_file,
+            precision, device, tokenizer, batch_size, extension or [],
+        ))  # fmt: skip
+        return
     if tasks is not None:
         from mega_cli.eval_ranks import TaskEvalOptions, evaluate_tasks, import_harness
 
         import_harness(offline=offline)
         from mega_eval.harness_tasks import HarnessTaskOptions
         from mega_eval.multi_rank_inference import ReplicaLayout
+        from mega_eval.result_reports import check_picture_file
 
+        if picture_file is not None:
+            check_picture_file(picture_file)
         asked = TaskEvalOptions(
-            model, tokenizer, precision, device, batch_size, seq_length, output, csv_file, extension or []
+            model, tokenizer, precision, device, batch_size, seq_length, output, csv_file, picture_file, extension or []
         )
         options = HarnessTaskOptions(
             include_path, num_fewshot, limit, apply_chat_template or chat_template_name is not None, log_samples, cache,
@@ -176,8 +231,26 @@ def eval_command(
         evaluate_tasks(tasks.split(","), asked, options, ReplicaLayout(tp, ep, pp), nproc)
         return
     assert data is not None
-    from mega_common.atomic_files import write_json_atomically
-    from mega_eval.dataset_scores import evaluate_perplexity
+    result = _score_data_set(
+        model, data, seq_length, batch_size, precision, device, tokenizer, extension or [], mask_share, per_sample,
+        check_tokenizer=check_tokenizer,
+    )  # fmt: skip
+    if json_file == Path("-"):
+        print(json.dumps(result.as_json(), indent=1))
+        return
+    if json_file is not None:
+        from mega_common.atomic_files import write_json_atomically
+
+        write_json_atomically(json_file, result.as_json())
+    print("\n".join(f"{name:<14}{value}" for name, value in result.summary_lines()))
+
+
+def _score_data_set(
+    model: str, data: Path, seq_length: int | None, batch_size: int, precision: EvalPrecision, device: str,
+    tokenizer: Path | None, extensions: Sequence[str], mask_share: float | None, per_sample: Path | None, *, check_tokenizer: bool,
+) -> DatasetScore | PreferenceAccuracy:  # fmt: skip
+    """Return the score of a model on a data set, by the kind of the model."""
+    from mega_eval.dataset_scores import evaluate_perplexity, evaluate_preferences
     from mega_eval.encoder_losses import SHARE, evaluate_masked_lm, evaluate_span_corruption
     from mega_eval.model_loading import PRECISIONS, load_inference_model, select_device
 
@@ -186,54 +259,47 @@ def eval_command(
         dtype=PRECISIONS[precision],
         device=select_device(device),
         kinds=("decoder", "encoder", "encoder-decoder", "reward model"),
-        extensions=extension or [],
+        extensions=extensions,
     )
     length = seq_length or min(loaded.config.max_position, LONGEST_DEFAULT)
     masked = loaded.config.encoder is not None or not loaded.config.causal
     if not masked and mask_share is not None:
         raise ConfigError(f"--mask-share requires an encoder, but {model} is a decoder", hint="leave out --mask-share")
-    result: DatasetScore | PreferenceAccuracy
     if loaded.config.score:
-        from mega_eval.dataset_scores import evaluate_preferences
-
-        result = evaluate_preferences(loaded, data)
-    elif not masked:
+        return evaluate_preferences(loaded, data)
+    if not masked:
         expected = _find_model_tokenizer(model, tokenizer) if check_tokenizer else None
-        result = evaluate_perplexity(
+        return evaluate_perplexity(
             loaded, data, length, batch_size=batch_size, tokenizer=expected, per_sample=per_sample
         )
-    else:
-        share = SHARE if mask_share is None else mask_share
-        evaluate_hidden = evaluate_span_corruption if loaded.config.encoder else evaluate_masked_lm
-        result = evaluate_hidden(
-            loaded, data, length, _load_model_tokenizer(model, tokenizer), share=share, batch_size=batch_size,
-            same_tokenizer=check_tokenizer, per_sample=per_sample,
-        )  # fmt: skip
-    if json_file == Path("-"):
-        print(json.dumps(result.as_json(), indent=1))
-        return
-    if json_file is not None:
-        write_json_atomically(json_file, result.as_json())
-    print("\n".join(f"{name:<14}{value}" for name, value in result.summary_lines()))
+    share = SHARE if mask_share is None else mask_share
+    evaluate_hidden = evaluate_span_corruption if loaded.config.encoder else evaluate_masked_lm
+    return evaluate_hidden(
+        loaded, data, length, _load_model_tokenizer(model, tokenizer), share=share, batch_size=batch_size,
+        same_tokenizer=check_tokenizer, per_sample=per_sample,
+    )  # fmt: skip
 
 
-def _check_option_use(ctx: typer.Context, data: Path | None, tasks: str | None) -> None:
-    """Reject options of --tasks with --data, and options of --data with --tasks."""
-    if (data is None) == (tasks is None):
+def _check_option_use(ctx: typer.Context) -> None:
+    """Require one of --data, --tasks and --judge, and reject options of the others."""
+    given = [mode for mode in MODE_OPTIONS if ctx.params[mode] is not None]
+    if len(given) != 1:
         raise ConfigError(
-            "mega eval requires --data or --tasks"
-            if data is None
-            else "--data conflicts with --tasks: one is run at a time",
-            hint="--data PREFIX scores tokens, --tasks NAME,... runs tasks; see mega eval --help",
+            f"--{given[0]} conflicts with --{given[1]}: one is run at a time"
+            if given
+            else "mega eval requires --data or --tasks, or --judge",
+            hint="--data PREFIX scores tokens, --tasks NAME,... runs tasks, --judge URL judges answers; see mega eval --help",
         )
-    mode, other, misplaced = (
-        ("--data", "--tasks", TASK_OPTIONS) if tasks is None else ("--tasks", "--data", DATA_OPTIONS)
-    )
-    for name in misplaced:
-        source = ctx.get_parameter_source(name)
-        if source is not None and source.name == "COMMANDLINE":
-            option = name.removesuffix("_file").replace("_", "-")  # json_file: --json
-            raise ConfigError(f"--{option} requires {other}, found {mode}", hint=f"leave out --{option}")
+    if given == ["judge"] and ctx.params["prompts"] is None:
+        raise ConfigError(
+            "--judge requires --prompts", hint='--prompts FILE with lines such as {"prompt": "some text"}'
+        )
+    for mode, names in MODE_OPTIONS.items():
+        for name in names:
+            source = ctx.get_parameter_source(name)
+            if name not in MODE_OPTIONS[given[0]] and source is not None and source.name == "COMMANDLINE":
+                option = name.removesuffix("_file").replace("_", "-")  # json_file: --json
+                raise ConfigError(f"--{option} requires --{mode}, found --{given[0]}", hint=f"leave out --{option}")
 
 
 def _load_model_tokenizer(model: str, given: Path | None) -> Tokenizer:

@@ -80,6 +80,7 @@ class TaskEvalOptions:
     seq_length: int | None
     output: Path | None
     csv_file: Path | None = None
+    picture: Path | None = None
     extensions: Sequence[str] = ()
 
 
@@ -131,10 +132,10 @@ def _lead(
         find_harness_tasks,
         format_results_table,
         run_harness_tasks,
-        write_results_csv,
         write_task_results,
     )
     from mega_eval.model_loading import find_end_tokens
+    from mega_eval.result_reports import draw_results, write_results_csv
 
     manager = find_harness_tasks(names, options.include_path)  # reports unknown names before the model is loaded
     replicas = _load(model_settings, sharing, 0, world_size)
@@ -151,6 +152,8 @@ def _lead(
         write_task_results(model_settings.output, results)
     if model_settings.csv_file is not None:
         write_results_csv(model_settings.csv_file, results)
+    if model_settings.picture is not None:
+        draw_results(model_settings.picture, results, model_settings.model)
     print(format_results_table(results))
 
 
@@ -158,7 +161,7 @@ def _template(model_settings: TaskEvalOptions) -> ChatTemplate:
     from mega_eval.chat_session import load_chat_template
 
     try:
-        return load_chat_template(model_settings.model, model_settings.tokenizer)
+        return load_chat_template(model_settings.model, model_settings.tokenizer, extensions=model_settings.extensions)
     except DataError as error:
         hint = "put chat_template.jinja into the tokenizer's folder, or leave out --apply-chat-template"
         raise DataError(error.message, hint=hint) from None

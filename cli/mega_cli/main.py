@@ -29,7 +29,9 @@ from mega_cli import (
     new,
     plan,
     report,
+    scaling,
     serve,
+    sweep,
     top,
     train,
     tune,
@@ -88,6 +90,8 @@ def build_typer_app() -> typer.Typer:
     app.command("run", epilog=workflow.EXAMPLES)(workflow.run_command)
     app.command("plan", epilog=plan.EXAMPLES)(plan.plan_command)
     app.command("report", epilog=report.EXAMPLES)(report.report_command)
+    app.command("scaling", epilog=scaling.EXAMPLES)(scaling.scaling_command)
+    app.command("sweep", epilog=sweep.EXAMPLES)(sweep.sweep_command)
     app.command("top", epilog=top.EXAMPLES)(top.top_command)
     app.command("demo", epilog=demo.EXAMPLES)(demo.demo_command)
     app.command("new", epilog=new.EXAMPLES)(new.new_command)

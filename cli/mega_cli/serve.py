@@ -45,7 +45,7 @@ EXAMPLES = """Examples:
 
     mega serve runs/llama3-8b --port 8080 --name llama3-8b --precision bf16
 
-    mega serve out/hf --precision bf16 --tp 2
+    mega serve out/hf --precision bf16 --tp 2 --replicas 4
 
     mega serve out/hf --adapter polite=runs/polite --adapter sql=adapters/sql
 
@@ -131,6 +131,12 @@ def serve_command(
         float, typer.Option(min=0, help="Seconds to finish running requests after SIGTERM or Ctrl-C.")
     ] = 30,
     tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks to start on this machine.")] = 1,
+    replicas: Annotated[
+        int,
+        typer.Option(
+            min=1, help="Copies of the server behind one address, balanced by HAProxy; on GPUs each has its own."
+        ),
+    ] = 1,
     ep: Annotated[int, typer.Option(min=1, help="Expert-parallel ranks.")] = 1,
     pp: Annotated[int, typer.Option(min=1, help="Pipeline-parallel ranks.")] = 1,
     engine: Annotated[
@@ -149,7 +155,7 @@ def serve_command(
 ) -> None:
     """Serve a model with OpenAI's API, and a web page for chats at /.
 
-    It runs one copy of the model, for evaluation and light use. For heavy load, convert the model with
+    It runs one copy of the model, or several (--replicas), for evaluation and light use. For heavy load, convert the model with
     `mega ckpt convert MODEL OUT --to hf` and serve the folder OUT with vLLM or SGLang, which load it unchanged
     (--engine vllm or --engine sglang).
 
@@ -160,6 +166,8 @@ def serve_command(
     key = _read_api_key(api_key, api_key_file)
     adapters = _parse_named_folders(adapter or [], "--adapter", {name or model})
     others = _parse_named_folders(add_model or [], "--add-model", {name or model, *adapters})
+    if replicas > 1:
+        raise typer.Exit(_serve_replicas(replicas, host, port, key, tp, ep, pp, device, adapter_folder, timeout, drain))
     if engine != "mega":
         _run_other_server(ctx, engine, ServingOptions(
             model, name or model, host, port, key, precision, max_length, batch_size, tp, adapters, tokenizer, chat_template,
@@ -183,8 +191,7 @@ def serve_command(
         found = [
             load_served_model(
                 source, precision, device, None if number else tokenizer, max_length, cache_tokens, batch_size,
-                sharing, ranks, None if number else adapters, None if number else draft,
-                extension or [],
+                sharing, ranks, None if number else adapters, None if number else draft, extension or [],
             )
             for number, source in enumerate(sources.values())
         ]  # fmt: skip
@@ -195,14 +202,13 @@ def serve_command(
             follow_engine_calls(main)
             return
         metrics = ServerMetrics(*(one.engine for one in found))
-        templates = [_find_template(model, tokenizer, chat_template), *(_find_template(one) for one in others.values())]
         services = [
             ModelService(
-                title, __version__, EngineDriver(one.engine, max_requests=max_requests), one.tokenizer, template,
-                one.ends, load_default_sampling(source), one.max_length, one.vocab_size, timeout, metrics,
+                title, __version__, EngineDriver(one.engine, max_requests=max_requests), one.tokenizer,
+                _find_template(source, extension or [], *((tokenizer, chat_template) if one is found[0] else ())), one.ends, load_default_sampling(source, extension or []), one.max_length, one.vocab_size, timeout, metrics,
                 adapters=adapters if one is found[0] else {}, embedder=one.embedder, source=source, vision=one.vision,
             )
-            for (title, source), one, template in zip(sources.items(), found, templates, strict=True)
+            for (title, source), one in zip(sources.items(), found, strict=True)
         ]  # fmt: skip
         hosts = None if key else (host.lower(), "127.0.0.1", "localhost", "::1")
         bounds = ServerLimits(key, hosts, max_requests, timeout, max_body, origins=allow_origin or ())
@@ -212,6 +218,27 @@ def serve_command(
             main.stop_followers()
     if server.force_exit:
         raise KeyboardInterrupt
+
+
+def _serve_replicas(
+    count: int, host: str, port: int, key: str | None, tp: int, ep: int, pp: int, device: str, adapter_folder: Path | None,
+    timeout: float, drain: float,
+) -> int:  # fmt: skip
+    """Run this command as several replicas; return the exit status."""
+    _check_server_packages()
+    from mega_cli.serve_replicas import assign_devices, find_proxy, list_visible_devices, run_replicas
+    from mega_eval.multi_rank_inference import ReplicaLayout
+    from mega_eval.server.inference_server import bind_server_socket
+
+    if adapter_folder is not None:
+        raise ConfigError(
+            "--adapter-folder is not supported with --replicas, as an adapter would be loaded into one replica only",
+            hint="use --adapter NAME=FOLDER",
+        )
+    find_proxy()
+    environments = assign_devices(count, ReplicaLayout(tp, ep, pp).ranks_per_copy, list_visible_devices(device))
+    with bind_server_socket(host, port, key) as listener:
+        return run_replicas(listener, environments, timeout, drain)
 
 
 def _run_other_server(ctx: typer.Context, engine: str, options: ServingOptions) -> NoReturn:
@@ -338,12 +365,14 @@ def _parse_named_folders(options: Sequence[str], flag: str, taken: Collection[st
     return found
 
 
-def load_default_sampling(model: str) -> dict[str, Any]:
-    """Return the sampling settings of the model's generation_config.json, empty without any, and log them."""
+def load_default_sampling(model: str, extensions: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the sampling settings of the model's generation_config.json, empty without any, and log them.
+    `extensions` may have the family of the folder.
+    """
     from mega_eval.model_loading import load_sampling_settings
     from mega_eval.sampling import Sampling
 
-    own = load_sampling_settings(model)
+    own = load_sampling_settings(model, extensions)
     if own:
         Sampling.parse(own, source=f"{model}: generation_config.json")
         settings = ", ".join(f"{name} {value}" for name, value in own.items())
@@ -375,12 +404,14 @@ def _check_server_packages() -> None:
         )
 
 
-def _find_template(model: str, tokenizer: Path | None = None, file: Path | None = None) -> ChatTemplate | None:
+def _find_template(
+    model: str, extensions: Sequence[str], tokenizer: Path | None = None, file: Path | None = None
+) -> ChatTemplate | None:
     """Return the chat template, or None for a model without one; a given file must be valid."""
     from mega_eval.chat_session import load_chat_template
 
     try:
-        return load_chat_template(model, tokenizer, file)
+        return load_chat_template(model, tokenizer, file, extensions)
     except (DataError, MissingPackageError) as error:
         if file is not None:
             raise

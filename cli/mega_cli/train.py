@@ -144,12 +144,9 @@ def train_command(
     """
     import json
 
-    import yaml
-
     from mega_common.errors import ConfigError
     from mega_common.strict_config import build_json_schema
     from mega_trainer.config.run_config import RunConfig
-    from mega_trainer.data.data_check import check_datasets, format_usage
 
     if schema:
         print(json.dumps(build_json_schema(RunConfig), indent=1))
@@ -186,13 +183,7 @@ def train_command(
         config, overrides = _resolve_layout(config, run, overrides, nproc)
         config.check_world_size(nproc)
     if check:
-        _check_inputs(config, run, data=data)
-        uses = check_datasets(config) if data else []
-        print(yaml.safe_dump(config.model_dump(mode="json", by_alias=True, exclude_none=True), sort_keys=False), end="")
-        print("".join(f"# {format_usage(use)}\n" for use in uses), end="")
-        print(f"# {_describe_kernels(config)}")
-        if config.model.transformers is not None:
-            print("# not predicted with model.implementation = transformers: memory, step time, FLOPs and MFU")
+        _print_checked_run(config, run, data=data)
         return
     _check_patterns(config, run)
     if find_micro_batch:
@@ -202,6 +193,26 @@ def train_command(
         raise typer.Exit(again.replay_step(config, replay, nproc, train_or_start_ranks))
     if status := train_or_start_ranks(config, run, nproc, overrides):
         raise typer.Exit(status)
+
+
+def _print_checked_run(config: RunConfig, run: Path, *, data: bool) -> None:
+    """Print all settings of a run as YAML, with comments about its data and kernels.
+
+    Raises:
+        ConfigError: with all inputs that do not exist.
+    """
+    import yaml
+
+    from mega_trainer.data.data_check import check_datasets, format_usage
+
+    check_inputs(config, run, data=data)
+    uses = check_datasets(config) if data else []
+    print(yaml.safe_dump(config.model_dump(mode="json", by_alias=True, exclude_none=True), sort_keys=False), end="")
+    print("".join(f"# {format_usage(use)}\n" for use in uses), end="")
+    print(f"# {_describe_kernels(config)}")
+    if config.model.transformers is not None:
+        print("# not predicted with model.implementation = transformers: memory, step time, FLOPs and MFU")
+    print(f"# ok: the configuration{' and the data' if data else ''} can be used")
 
 
 def _resolve_layout(
@@ -266,7 +277,7 @@ def _select_run(words: list[str]) -> Path:
     return Path(words[0])
 
 
-def _check_inputs(config: RunConfig, run: Path, *, data: bool) -> None:
+def check_inputs(config: RunConfig, run: Path, *, data: bool) -> None:
     """Check that the files, folders and names that run.yaml refers to exist.
 
     Raises:
@@ -367,14 +378,20 @@ def _build_rollout_sampler(config: RunConfig) -> RolloutGenerator | None:
 
 
 def _follow_launcher_death() -> None:
-    """Have Linux send this rank SIGTERM when its launcher dies, so that it saves and exits instead of being orphaned.
+    """Have this rank saved and ended when its launcher dies, instead of being orphaned.
 
     Call it before torch is imported: the import takes long enough for the launcher to die meanwhile.
     """
-    import ctypes
     import os
-    import signal
     import sys
 
     if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))
+        terminate_with_parent()
+
+
+def terminate_with_parent() -> None:
+    """Have Linux send this process SIGTERM when its parent dies."""
+    import ctypes
+    import signal
+
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))

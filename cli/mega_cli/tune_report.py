@@ -48,11 +48,13 @@ def report_tuning(config: RunConfig, output: Path) -> None:
     """Print the comparison of base and tuned model, and keep it in `output`/comparison.json."""
     from mega_common.atomic_files import write_json_atomically
     from mega_common.bounded_parsing import read_json_file
+    from mega_common.progress_logging import logger
 
     kept = output / "comparison.json"
     if kept.exists():
         found = TuningComparison(**read_json_file(kept, DataError))
     else:
+        logger.info("generating answers to held-out prompts by the base and by %s", output / "model")
         found = compare_models(config, output / "model")
         write_json_atomically(kept, asdict(found))
     _print_comparison(found, output, adapter=config.lora is not None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -99,7 +100,7 @@ def verify_command(
         failure = verification.explain_failure() if verification.failures else None
     report.print(render_rows(rows))
     problems = [row for row in rows if row.problem]
-    report.print("\n".join(format_summary(rows, failure)), soft_wrap=True, highlight=False, markup=False)
+    report.print("\n".join(format_summary(rows, failure, run)), soft_wrap=True, highlight=False, markup=False)
     if json_file is not None:
         _write_json(json_file, tiny.name, tiny.describe_changes(), tiny.unverified, rows, failure)
     if problems:
@@ -136,8 +137,8 @@ def render_rows(rows: Sequence[CheckRow]) -> Table:
     return table
 
 
-def format_summary(rows: Sequence[CheckRow], failure: FailureReport | None) -> list[str]:
-    """Return the lines below the table: how many checks passed, and what is known about a failure."""
+def format_summary(rows: Sequence[CheckRow], failure: FailureReport | None, run: Path) -> list[str]:
+    """Return the lines below the table: how many checks passed, and what is known about a failure of `run`."""
     problems, layouts = [row for row in rows if row.problem], [row for row in rows if row.check == "layout"]
     if not problems:
         worst = max((row.error or 0.0 for row in layouts), default=0.0)
@@ -151,7 +152,7 @@ def format_summary(rows: Sequence[CheckRow], failure: FailureReport | None) -> l
             lines += [f"first difference: {where}{found}"]
         elif not failure.problem.count("ranks") and "(in " not in failure.problem:
             lines += ["the first step agrees; later steps differ"]
-        lines += [f'again: mega verify RUN --only "{failure.layout}"']
+        lines += [f'again: mega verify {shlex.quote(str(run))} --only "{failure.layout}"']
     return lines
 
 

@@ -345,7 +345,7 @@ def run_stage_process(command: list[str], folder: Path, lock: int) -> tuple[int,
         received.append(number)
         forward_signal(number)
 
-    with _handle_signals(handle_signal):
+    with handle_stop_signals(handle_signal):
         child = subprocess.Popen(command, cwd=folder, stdin=subprocess.DEVNULL, process_group=0, pass_fds=[lock])
         for number in received:
             forward_signal(number)
@@ -354,7 +354,8 @@ def run_stage_process(command: list[str], folder: Path, lock: int) -> tuple[int,
 
 
 @contextlib.contextmanager
-def _handle_signals(handler: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
+def handle_stop_signals(handler: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
+    """Call `handler` for SIGINT, SIGTERM and SIGHUP while the `with` block runs."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = {number: signal.signal(number, handler) for number in numbers}
     try:

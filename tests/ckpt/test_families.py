@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import importlib
 import inspect
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,12 +17,21 @@ import torch
 from hf_models import LLAMA3, MODELS, YARN, auto_class
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_modules import tiny_config
 
 from mega_ckpt.canonical_tensors import canonical_tensors
-from mega_ckpt.families import FAMILIES, ModelFamily, family_by_name, family_for_model, family_of_config, is_same_model
+from mega_ckpt.families import (
+    FAMILIES,
+    VISION_FAMILIES,
+    ModelFamily,
+    family_by_name,
+    family_for_model,
+    family_of_config,
+    is_same_model,
+)
 from mega_ckpt.families.disk_layouts import TRANSPOSED, TensorRule, UnstackedLayout, expand_tensor_rules
 from mega_ckpt.families.lfm2_decoders import AdjustedWidthEntry
-from mega_common.errors import CheckpointError
+from mega_common.errors import CheckpointError, MegaError
 from mega_common.model_config import ModelConfig, RopeConfig
 
 LLAMA = {
@@ -71,6 +83,7 @@ def test_config_round_trip_through_transformers(case: str, tmp_path: Path) -> No
         "n_group",
         "topk_group",
         "moe_topk",
+        "interleave_moe_layer_step",
         "attention_types",  # as one list of all layers
     }
     if family.name == "lfm2":  # the width before its adjustment, and the layers with attention
@@ -81,8 +94,10 @@ def test_config_round_trip_through_transformers(case: str, tmp_path: Path) -> No
 
 # In memory transformers fuses the experts of other families, and of these with other names.
 _FUSED_IN_MEMORY = {family.name for family in FAMILIES if family.has_per_expert_tensors} | {
+    "aria_text",
     "granitemoe",
     "granitemoehybrid",
+    "mistral4",
     "granitemoeshared",
 }
 
@@ -317,6 +332,9 @@ _READ = re.compile(r"\b(?:self\.)?config\.(\w+)|getattr\(\s*(?:self\.|decoder_)?
 # What code reads of a configuration besides keys: methods, properties, names of the software's own, other models' parts.
 _NO_KEYS = {
     "gemma3_text": {"image_token_id", "mm_tokens_per_image", "text_config", "vision_config"},
+    "llama4_text": {"image_token_id"},
+    "minicpm3": {"logits_scaling"},
+    "aria_text": {"image_token_id", "projector_patch_to_query_dict", "max_value_projector_patch_to_query_dict", "patch_size", "text_config", "vision_config", "vision_feature_layer"},
     "": {"_attn_implementation", "get_text_config", "default_theta", "standardize_rope_params", "validate_rope", "json",
          "rope_parameters"},
 }  # fmt: skip
@@ -548,3 +566,41 @@ def test_rules_for_experts() -> None:
 def test_a_rule_does_not_apply_where_the_model_lacks_its_tensors() -> None:
     rules = [TensorRule("w.{i}", ("model.layers.{i}.a",), TRANSPOSED), TensorRule("b.{i}", ("model.layers.{i}.bias",))]
     assert list(expand_tensor_rules(rules, {"model.layers.0.a": (2, 3)}, 1)) == ["w.0"]
+
+
+ODD_VALUES: list[Any] = [
+    True, -1, 0, 2.5, 10**9, "abc", [], {}, [1, 2], {"a": 1}, ["a"], float("nan"), [None], {"rope_type": "yarn"}, [[1]],
+]  # fmt: skip
+
+
+def iterate_key_paths(config: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    for key, value in config.items():
+        yield (*path, key)
+        if isinstance(value, dict):
+            yield from iterate_key_paths(value, (*path, key))
+
+
+@pytest.mark.parametrize("name", [family.name for family in (*FAMILIES, *VISION_FAMILIES)])
+def test_a_config_with_an_odd_value_is_read_or_refused(name: str) -> None:
+    """Every key has one of the odd values in turn: a configuration or a MegaError, never another exception."""
+    text = json.dumps(tiny_config(name))
+    for number, (*outer, key) in enumerate(iterate_key_paths(json.loads(text)), start=len(name)):
+        raw = json.loads(text)
+        functools.reduce(dict.__getitem__, outer, raw)[key] = ODD_VALUES[number % len(ODD_VALUES)]
+        with contextlib.suppress(MegaError):
+            family = family_of_config(raw)
+            family.read_config_json(raw)
+            family.unread_keys(raw)
+
+
+@pytest.mark.parametrize(("key", "value", "found"), [
+    ("architectures", True, "architectures must be a list, found true or false"),
+    ("id2label", ["a"], "id2label must be an object, found a list"),
+    ("vision_config", 3, "vision_config must be an object, found a number"),
+    ("hidden_size", "wide", "hidden_size"),
+    ("rope_parameters", {"rope_type": []}, "rope"),
+])  # fmt: skip
+def test_an_odd_value_is_named(key: str, value: object, found: str) -> None:
+    raw = {**LLAMA, key: value}
+    with pytest.raises(CheckpointError, match=found):
+        family_of_config(raw).read_config_json(raw)

@@ -13,15 +13,17 @@ from hf_models import MODELS, content, save_model
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from mega_ckpt.canonical_tensors import canonical_tensors
 from mega_ckpt.convert import convert_checkpoint
 from mega_ckpt.formats.hf_source import HfSource
+from mega_ckpt.formats.hf_write import plan_hf_folder, write_hf_folder
 from mega_ckpt.formats.safetensors_file import SafetensorsFile, SafetensorsHeader, write_safetensors
 from mega_ckpt.source import find_unsupported_parts, warn_of_unsupported_parts
 from mega_ckpt.store import save_sharded_checkpoint
 from mega_ckpt.tensor_pieces import ShardedTensor, TensorBox
+from mega_ckpt.weight_source import DerivedWeightSource
 from mega_common.errors import CheckpointError
 
 LLAMA, GPT2 = "llama-biases-head-llama3", "gpt2"
@@ -141,6 +143,46 @@ def test_the_text_part_of_a_model_that_sees_images(case: str, tmp_path: Path) ->
     convert_checkpoint(whole, mega, "mega")
     convert_checkpoint(mega, back, "hf")
     assert content(back) == content(whole)
+
+
+def test_the_text_part_of_llama_4(tmp_path: Path) -> None:
+    """As on the hub, under the names of transformers' whole model; its vision encoder and projector are carried."""
+    whole, mega, back = (tmp_path / name for name in ("whole", "mega", "back"))
+    settings = {**MODELS["llama4"][1], "model_type": "llama4_text"}
+    vision = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32, "image_size": 28,
+              "vision_output_dim": 8, "projector_input_dim": 8, "projector_output_dim": 8}  # fmt: skip
+    config = AutoConfig.for_model("llama4", text_config=settings, vision_config=vision)
+    model = AutoModelForImageTextToText.from_config(config)
+    model.save_pretrained(whole)
+    inner, weights = HfSource(whole), model.state_dict()
+    assert inner.model.num_layers == 4
+    assert torch.equal(inner.read_tensor("lm_head.weight"), weights["language_model.lm_head.weight"])
+    convert_checkpoint(whole, mega, "mega")
+    convert_checkpoint(mega, back, "hf")
+    assert content(back) == content(whole)
+
+
+class WithoutOrigin(DerivedWeightSource):
+    """The weights alone, as of a model that was trained from the start."""
+
+    def buffer_names(self) -> list[str]:
+        return []
+
+    def asset_files(self) -> dict[str, Path | bytes]:
+        return {}
+
+
+def test_constants_that_transformers_reads_are_written_for_a_model_from_elsewhere(tmp_path: Path) -> None:
+    """Without those of xIELU transformers would draw them."""
+    first, back = tmp_path / "first", tmp_path / "back"
+    save_model(first, "apertus")
+    held = HfSource(first)
+    source = WithoutOrigin(held, held.model)
+    back.mkdir()
+    write_hf_folder(source, plan_hf_folder(source), back, lambda done: None)
+    tokens = torch.arange(20)[None]
+    one, other = (AutoModelForCausalLM.from_pretrained(folder).eval()(tokens).logits for folder in (first, back))
+    assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize(
@@ -265,7 +307,7 @@ NORM = "model.norm.weight"
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "no config": (lambda f: (f / "config.json").unlink(), "config.json is missing.*add the model's config.json"),
     "config is no JSON": (lambda f: (f / "config.json").write_text("{"), "config.json: not valid JSON"),
-    "config is a list": (lambda f: (f / "config.json").write_text("[]"), "must be a JSON object, not list"),
+    "config is a list": (lambda f: (f / "config.json").write_text("[]"), "must be a JSON object, found a list"),
     "unknown model_type": (
         lambda f: edit_json(f / "config.json", lambda raw: raw.update(model_type="mamba")),
         "model type 'mamba' is not supported; supported families: docs/families.md; nearest: mamba2",

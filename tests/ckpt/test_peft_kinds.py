@@ -16,6 +16,7 @@ from tiny_models import BASE
 
 from mega_ckpt.convert import ConvertOptions, convert_checkpoint
 from mega_ckpt.families import family_by_name
+from mega_ckpt.formats.peft_tensor_changes import check_peft_options
 from mega_ckpt.source import load_with_adapter, open_weight_source
 from mega_common.errors import CheckpointError
 from mega_common.model_config import ModelConfig
@@ -105,8 +106,8 @@ CASES: Mapping[str, Case] = {
         "untied", target_modules=["q_proj", "v_proj"], alpha_pattern={"q_proj": 3, "layers.0.self_attn.q_proj": 12, r".*\.1\..*": 5},
     ),
     "dora_fused_with_patterns": lora("phi3", use_dora=True, use_rslora=True, target_modules=["qkv_proj", "gate_up_proj"], rank_pattern={"qkv_proj": 2}, alpha_pattern={"gate_up_proj": 3}),
-    "negative_alpha": lora("untied", "the alpha lora_alpha = -3 must be a positive number", lora_alpha=-3),
-    "alpha_of_zero": lora("untied", "the alpha q_proj = 0 must be a positive number", alpha_pattern={"q_proj": 0}),
+    "negative_alpha": lora("untied", "lora_alpha = -3: must be greater than 0", lora_alpha=-3),
+    "alpha_of_zero": lora("untied", "alpha_pattern.q_proj = 0: must be greater than 0", alpha_pattern={"q_proj": 0}),
     "lora_bias": lora("biased", lora_bias=True),
     "lora_bias_fused": lora("gpt2", target_modules=["c_attn", "c_fc"], lora_bias=True),
     "lora_bias_without": lora("untied", "lora_bias = True is not supported for .*q_proj", lora_bias=True),
@@ -377,3 +378,20 @@ def test_a_pickled_file_a_wider_vocabulary_and_a_part_of_a_model(bases: Mapping[
         save_file(changed, tmp_path / "safe" / "adapter_model.safetensors")
         with pytest.raises(CheckpointError, match=f"(?s){refused}"):
             open_weight_source(tmp_path / "safe")
+
+
+@pytest.mark.parametrize(("key", "value", "found"), [
+    ("lora_alpha", "many", "lora_alpha = 'many': must be a number"),
+    ("lora_alpha", float("nan"), "lora_alpha = nan: must be a finite number"),
+    ("alpha_pattern", ["q_proj"], "alpha_pattern = .*: must be a section"),
+    ("alpha_pattern", {"(": 2}, r"alpha_pattern: the key '\(' is no regular expression"),
+    ("lora_dropout", 1, "lora_dropout = 1: must be less than 1"),
+    ("lora_dropout", {}, "lora_dropout: must be a number"),
+    ("target_parameters", True, "target_parameters = True: must be a list"),
+    ("target_parameters", [3], "target_parameters.0 = 3: must be a text"),
+    ("use_rslora", "sure", "use_rslora = 'sure': must be true or false"),
+    ("use_dora", [1], "use_dora = .*: must be true or false"),
+])  # fmt: skip
+def test_an_option_of_a_wrong_type_is_named(key: str, value: object, found: str) -> None:
+    with pytest.raises(CheckpointError, match=f"adapter_config.json: {found}"):
+        check_peft_options({"peft_type": "LORA", key: value}, "adapter_config.json")

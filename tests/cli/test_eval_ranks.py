@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -36,18 +37,20 @@ def mega(*args: object, fails: type[MegaError] | None = None) -> Result:
 
 def test_two_models_on_tasks_compared(folder: Path, tmp_path: Path) -> None:
     tasks = f"{folder / 'choice.yaml'},{folder / 'rolling.yaml'}"
-    files = []
+    files, picture = [], ["--picture", tmp_path / "a.svg"] if find_spec("matplotlib") else []
     for precision in ("fp32", "bf16"):
         files.append(tmp_path / f"{precision}.json")
         shown = mega(
             "eval", folder, "--tasks", tasks, "--precision", precision, "--device", "cpu", "--log-samples", "--output", files[-1],
-            "--limit", 4,
+            "--limit", 4, "--csv", tmp_path / "a.csv", *picture,
         )  # fmt: skip
         assert "local_choice" in shown.stdout
         assert "bits_per_byte" in shown.stdout
     results = json.loads(files[0].read_text())
     assert results["config"]["model_args"] == {"model": str(folder), "precision": "fp32", "max_length": 64}
     assert len(results["samples"]["local_choice"]) == 4
+    assert "local_choice,none,acc," in (tmp_path / "a.csv").read_text()
+    assert not picture or "<!-- local_choice -->" in (tmp_path / "a.svg").read_text()
     differing = tmp_path / "differing.jsonl"
     found = json.loads(mega("compare", *files, "--json", "-", "--per-sample", differing).stdout)
     assert {(one["task"], one["metric"]) for one in found} >= {

@@ -26,6 +26,7 @@ def test_a_checked_configuration_is_printed_whole(tmp_path: Path, capsys: pytest
     assert status == 0
     assert resolved["batch"] == {"micro": 1, "global": 16, "stages": []}
     assert resolved["model"]["num_layers"] == 2
+    assert out.splitlines()[-1] == "# ok: the configuration can be used"
 
 
 def test_the_schema_is_json(capsys: pytest.CaptureFixture[str]) -> None:

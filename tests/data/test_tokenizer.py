@@ -73,6 +73,18 @@ def test_eos_outside_the_vocabulary_is_refused(tokenizer_folder: Path, tmp_path:
         Tokenizer(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "config", ['{"eos_token": 3}', '{"eos_token": ["a"]}', '{"bos_token": {"content": {}}}', "[]", "null"]
+)
+def test_special_tokens_of_a_wrong_type_are_named(tokenizer_folder: Path, tmp_path: Path, config: str) -> None:
+    shutil.copy(tokenizer_folder / "tokenizer.json", tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(config)
+    with pytest.raises(
+        DataError, match=r"tokenizer_config.json: (.os_token must be a text|must be a JSON object), found"
+    ):
+        Tokenizer(tmp_path)
+
+
 def test_no_eos_when_nothing_names_one(tmp_path: Path) -> None:
     Backend(models.BPE({"a": 0, "b": 7}, [])).save(str(tmp_path / "tokenizer.json"))
     tokenizer = Tokenizer(tmp_path)
@@ -87,9 +99,17 @@ def test_what_is_no_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.model").touch()
     with pytest.raises(DataError, match=r"has only tokenizer.model"):
         Tokenizer(tmp_path)
-    (tmp_path / "tokenizer.json").write_text('{"model": 3}')
-    with pytest.raises(DataError, match=r"`tokenizers` library can read"):
-        Tokenizer(tmp_path)
+    panicking = {
+        "version": "1.0",
+        "model": {"type": "BPE", "continuing_subword_prefix": "abc", "vocab": {"a": 0, "b": 1, "ab": 2}},
+    }
+    panicking["model"]["merges"] = [
+        ["a", "b"]
+    ]  # without the prefix, which ends the library's parser by a panic of Rust
+    for content in ({"model": 3}, panicking):
+        (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+        with pytest.raises(DataError, match=r"`tokenizers` library can read"):
+            Tokenizer(tmp_path)
 
 
 def test_training_refuses(tmp_path: Path, tokenizer_folder: Path) -> None:

@@ -1,16 +1,23 @@
 from __future__ import annotations
 
 import itertools
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 from serving import Scripted
+from tiny_models import save_tiny, variant
 
+import mega_cli
+from mega_ckpt.families import family_by_name
+from mega_cli.serve import load_default_sampling
 from mega_common.errors import DataError
 from mega_data.chat.chat_template import ChatTemplate
 from mega_data.tokenizer import train_tokenizer
-from mega_eval.chat_session import ChatSession
+from mega_eval.chat_session import ChatSession, load_chat_template
 from mega_eval.sampling import Sampling
+from mega_trainer.config.extensions import load_extensions
 
 TEMPLATE = "{% for one in messages %}{{ one.role[0] + ':' + one.content + '\\n' }}{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
 
@@ -60,3 +67,15 @@ def test_a_turn_that_is_too_long_is_not_taken(words: Any) -> None:
     with pytest.raises(DataError, match="must be shorter than the context of 40"):
         list(chat.stream_answer("x" * 40))
     assert chat.messages == before
+
+
+def test_a_folder_of_an_extensions_family_has_its_template_and_sampling(tmp_path: Path) -> None:
+    extension = str(Path(mega_cli.__file__).parent / "templates/family.py")
+    (family,) = load_extensions([extension]).families
+    train_tokenizer(["x"], 257, tmp_path)
+    save_tiny(tmp_path, family_by_name("llama"), config := variant("plain").model_copy(update={"vocab_size": 257}))
+    (tmp_path / "config.json").write_text(json.dumps(family.write_config_json(config)))
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"do_sample": True, "top_k": 3}))
+    assert load_chat_template(tmp_path, extensions=[extension]).source == TEMPLATE
+    assert load_default_sampling(str(tmp_path), [extension])["top_k"] == 3

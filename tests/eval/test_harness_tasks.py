@@ -15,6 +15,7 @@ from mega_data.chat.chat_template import read_chat_template
 from mega_data.tokenizer import train_tokenizer
 from mega_eval.model_loading import find_end_tokens, load_inference_model, load_tokenizer
 from mega_eval.multi_rank_inference import ModelReplicas, PromptTokenizer
+from mega_eval.result_reports import write_results_csv
 
 pytest.importorskip("lm_eval", reason="lm-evaluation-harness")
 from mega_eval.harness_tasks import (
@@ -24,7 +25,6 @@ from mega_eval.harness_tasks import (
     format_results_table,
     run_harness_tasks,
     unknown_task_error,
-    write_results_csv,
     write_task_results,
 )
 

@@ -182,6 +182,18 @@ MODULES = '[{"idx": 0, "path": "", "type": "Transformer"}, {"idx": 1, "path": "p
             },
             "transformer_task 'x' is not supported",
         ),
+        *(
+            (
+                {"modules.json": MODULES % "", "p/config.json": "{}", file: json.dumps({key: value})},
+                f"{file}: .*must be .*, found",
+            )
+            for file, key, values in (
+                ("config_sentence_transformers.json", "prompts", (True, 3, "abc", ["a"], {"query": 3})),
+                ("sentence_bert_config.json", "max_seq_length", ("abc", [1], {"a": 1})),
+                ("tokenizer_config.json", "model_max_length", ("abc", [1])),
+            )
+            for value in values
+        ),
     ],
 )
 def test_what_is_not_supported_is_named(tmp_path: Path, files: dict[str, str], message: str) -> None:

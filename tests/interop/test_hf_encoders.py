@@ -12,7 +12,7 @@ from tiny_models import VARIANTS, save_tiny, variant
 from torch import Tensor
 
 from mega_ckpt.convert import convert_checkpoint
-from mega_ckpt.families import family_for_model
+from mega_ckpt.families import family_by_name, family_for_model
 from mega_eval.model_loading import load_inference_model
 from mega_trainer.data.micro_batch import DocumentBounds, SegmentOrderTargets
 from mega_trainer.model.decoder import Decoder
@@ -40,11 +40,11 @@ def stream(model: Decoder, tokens: Tensor, types: Tensor, padding: np.ndarray) -
     )
 
 
-@pytest.mark.parametrize("name", ENCODERS)
-def test_hidden_states_logits_and_losses(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(("name", "family"), [*((name, "") for name in ENCODERS), ("bert-pairs", "ernie")])
+def test_hidden_states_logits_and_losses(tmp_path: Path, name: str, family: str) -> None:
     config = variant(name)
     reference, model = (
-        save_tiny(tmp_path, family_for_model(config), config),
+        save_tiny(tmp_path, family_by_name(family) if family else family_for_model(config), config),
         load_inference_model(tmp_path, kinds=("encoder",)),
     )
     tokens, types, padding = random_inputs(config.vocab_size, config.token_types)

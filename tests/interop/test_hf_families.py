@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hf_models import ENCODERS, MODELS
+from hf_models import ENCODERS, MODELS, auto_class
 from torch import Tensor
 
 from mega_ckpt.formats.hf_source import HfSource
@@ -44,9 +44,7 @@ def save_reference(case: str, folder: Path) -> torch.nn.Module:
     config.eos_token_id = config.pad_token_id = None  # a padding token would have no gradient
     config.output_router_logits = False  # which adds the router's loss to the loss
     torch.manual_seed(len(case))
-    model = transformers.AutoModelForCausalLM.from_config(
-        config, attn_implementation="eager", experts_implementation="eager"
-    )
+    model = auto_class(kind).from_config(config, attn_implementation="eager", experts_implementation="eager")
     with torch.no_grad():
         biases = [buffer for name, buffer in model.named_buffers() if name.endswith(("correction_bias", "expert_bias"))]
         for parameter in [*model.parameters(), *biases]:

@@ -119,6 +119,14 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
             "position": "alibi", "head_bias": True, "embedding_norm": True, "norm": "layernorm", "num_kv_heads": 4,
             "vocab_size": 61, "tie_embeddings": True,
         },
+        {
+            "norm_weight": False, "embedding_norm": True, "qkv_clip": 0.7, "qk_norm": True, "qk_norm_span": "plain",
+            "qk_norm_after_rope": True, "rope": {"theta": 100.0, "clockwise": True}, "activation": "xielu", "num_kv_heads": 2,
+        },
+        {
+            "norm_position": "sum", "norm": "layernorm", "position": "learned", "max_position": 16, "activation": "gelu_tanh",
+            "qkv_bias": True, "attention_out_bias": True, "mlp_bias": True, "residual_dropout": 0.1,
+        },
     ],
     "gqa": [
         {}, {"attention_gate": True, "zero_centered_norm": True},
@@ -129,12 +137,21 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     ],
     "moe": [
         {}, {"attention_sinks": True, "activation_limit": 0.7, "sliding_window": 5, "full_attention_layers": [1]},
+        {
+            "sliding_window": 5, "chunked_window": True, "full_attention_layers": [1], "no_rope_layers": [1],
+            "no_rope_scaling": [0.4, 3], "qk_norm": True, "qk_norm_span": "plain", "qk_norm_after_rope": True,
+            "moe": MODELS["moe"]["moe"] | {"score": "sigmoid", "normalize": False, "weighted_inputs": True},
+        },
         {"moe": MODELS["moe"]["moe"] | SINKHORN},
     ],
     "mla": [
         {}, {"tie_embeddings": True, "mtp_layers": 2, "mla": {**MODELS["mla"]["mla"], "q_lora_rank": None}},
         {"mla": {**MODELS["mla"]["mla"], "latent_norm": False}},
         {"rope": {"theta": 100.0, "query_scaling": 0.3, "original_max_position": 4}},
+        {
+            "rope": {"theta": 100.0}, "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logit_scale": 0.25,
+            "tie_embeddings": True, "mtp_layers": 0,
+        },
     ],
 }  # fmt: skip
 VARIANTS["deepseek"] = VARIANTS["mla"]

@@ -11,9 +11,19 @@ from unittest import mock
 import torch
 from parity.cases import VARIANTS, case
 from torch import Tensor
+from torch.nn import functional as F
 
 from mega_trainer.distributed.process_groups import ParallelGroups
-from mega_trainer.model import expert_router, mixture_of_experts, parameter_builder
+from mega_trainer.model import (
+    attention,
+    decoder,
+    expert_router,
+    mixture_of_experts,
+    norms,
+    parameter_builder,
+    rotary_embedding,
+)
+from mega_trainer.model.forward_context import SequenceMask
 from mega_trainer.model.layer_builder import LayerBuilder
 from mega_trainer.model.mixture_of_experts import GroupedExperts
 from mega_trainer.optim import gradient_clipping
@@ -35,6 +45,8 @@ BOTH = case("moe", 4, parallel={"tp": 2, "ep": 4}, micro=4)
 PARTS = case("moe", 4, parallel={"ep": 2, "expert_tp": 2}, micro=2)
 COUNTED = case("moe", 2, parallel={"ep": 2, "dispatch": "nvshmem", "dispatch_bound": 2.0}, micro=2)
 MASKED = case("moe", 1, micro=2)
+CHUNKED = case("moe", 2, parallel={"cp": 2}, variant=VARIANTS["moe"][2])
+PLAIN = case("dense", 2, parallel={"tp": 2, "sp": True}, variant=VARIANTS["dense"][4])
 BALANCED = case("moe", 2, parallel={"tp": 2, "sp": True}, micro=4, variant=VARIANTS["moe"][-1])
 
 
@@ -231,6 +243,55 @@ def _norm_without(axis: str) -> Patch:
     return lambda: swap(gradient_clipping, "all_gather", lambda x, group: x if group.name == axis else real(x, group))
 
 
+def _smaller_chunks() -> AbstractContextManager[Any]:
+    real = SequenceMask.cut_into_chunks
+    return swap(SequenceMask, "cut_into_chunks", lambda self, size, rows: real(self, size // 2, rows))
+
+
+def _first_position_is_zero() -> AbstractContextManager[Any]:
+    real = decoder.query_scale_by_position
+    return swap(decoder, "query_scale_by_position", lambda config, at, dtype: real(config, at - 1, dtype))
+
+
+def _outputs_weighted() -> AbstractContextManager[Any]:
+    real = GroupedExperts.__init__
+
+    def build(self: GroupedExperts, *args: Any) -> None:
+        real(self, *args)
+        self.weighted_inputs = False
+
+    return swap(GroupedExperts, "__init__", build)
+
+
+def _unclipped() -> AbstractContextManager[Any]:
+    real = attention.SelfAttention.__init__
+
+    def build(self: Any, *args: Any) -> None:
+        real(self, *args)
+        self.clip = None
+
+    return swap(attention.SelfAttention, "__init__", build)
+
+
+def _slopes_without_sync() -> AbstractContextManager[Any]:
+    real = parameter_builder.make_parameter
+
+    def make(shape: Any, pieces: Any, **options: Any) -> Any:
+        own = "act_fn" in pieces[0].name
+        return real(shape, pieces, **(options | {"grad_sync": ()} if own else options))
+
+    return swap(parameter_builder, "make_parameter", make)
+
+
+def _counterclockwise() -> AbstractContextManager[Any]:
+    real = rotary_embedding.RotaryAngles
+    return swap(rotary_embedding, "RotaryAngles", lambda cos, sin, neighbors: real(cos, -sin, neighbors))
+
+
+def _norms_with_a_mean() -> AbstractContextManager[Any]:
+    return swap(norms.PlainNorm, "forward", lambda self, x: F.layer_norm(x, x.shape[-1:], eps=self.eps))
+
+
 EXPERTS: list[tuple[str, LayoutCase, Patch]] = [
     ("experts: losses of routers scaled by ep", EP, _routings(sequence_weight=lambda w, data: w * data.size)),
     ("experts: losses of routers not divided among data ranks", DP, _routings(sequence_weight=lambda w, data: w * 2)),
@@ -257,5 +318,12 @@ EXPERTS: list[tuple[str, LayoutCase, Patch]] = [
     ("experts: weight of another choice", EP, _weights_of_the_first_choices),
     ("experts: gradient of the weights stays where the experts are", EP, _gradient_of_weights_stays),
     ("experts: rows that nobody sent", COUNTED, _rows_that_nobody_sent),
+    ("experts: weights on the outputs, not the inputs", CHUNKED, _outputs_weighted),
+    ("chunked attention: smaller chunks", CHUNKED, _smaller_chunks),
+    ("attention without positions: queries scaled by the position before", CHUNKED, _first_position_is_zero),
+    ("attention: queries, keys and values not clipped", PLAIN, _unclipped),
+    ("xIELU: gradients of slopes not summed over tensor ranks", PLAIN, _slopes_without_sync),
+    ("rotary positions: the other direction", PLAIN, _counterclockwise),
+    ("norms without weights: LayerNorm for RMSNorm", PLAIN, _norms_with_a_mean),
     ("experts: norm of this rank's experts alone", BOTH, _norm_without("ep")),
 ]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import shlex
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -11,6 +13,7 @@ import typer
 
 from mega_cli.launch.array_jobs import indexed_job_manifest, plan_array_job, slurm_array_script
 from mega_cli.launch.kubernetes import PodPlan, run_manifests
+from mega_cli.launch.kubernetes_serving import ServingPlan, parse_serve_options, serving_manifests
 from mega_cli.launch.slurm import ContainerImage, SlurmJobPlan, slurm_batch_script
 from mega_cli.launch.value_grammars import KUBERNETES, PATH, SLURM, TEXT, check_option_value, check_option_values
 from mega_cli.workflow_config import reject_workflow_file
@@ -20,10 +23,16 @@ from mega_common.strict_config import apply_overrides, load_yaml_mapping
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="Write a Slurm script or Kubernetes manifest that trains or tokenizes on a cluster. Nothing is submitted.",
+    help="Write a Slurm script or Kubernetes manifest that trains, tokenizes or serves on a cluster. Nothing is submitted.",
 )
 
-Run = Annotated[Path, typer.Argument(help="Configuration file, e.g. run.yaml; with --stage a workflow file.")]
+Run = Annotated[
+    Path, typer.Argument(help="Configuration file, e.g. run.yaml; with --stage a workflow file, with --serve a model.")
+]
+RunOrSweep = Annotated[
+    Path,
+    typer.Argument(help="Configuration file, e.g. run.yaml; with --stage a workflow file; or the folder of a sweep."),
+]
 Nodes = Annotated[
     int, typer.Option(min=1, help="Number of machines, e.g. 4; with --stage, number of jobs that tokenize a part each.")
 ]
@@ -41,7 +50,7 @@ Set = Annotated[
 
 @app.command("slurm")
 def slurm_command(
-    run: Run,
+    run: RunOrSweep,
     nodes: Nodes,
     gpus_per_node: Gpus = 8,
     output: Output = None,
@@ -87,11 +96,14 @@ def slurm_command(
 ) -> None:
     """Write a Slurm batch script that trains on several machines, saves before the time limit, and requeues itself.
 
-    With --stage, write an array job: each job tokenizes a part of a data set, and the last one joins the parts.
+    With --stage, write an array job: each job tokenizes a part of a data set, and the last one joins the parts. With the
+    folder of `mega sweep --prepare`, each job of the array trains one run of the sweep.
 
     Examples:
 
       mega launch slurm run.yaml --nodes 4 --output job.sh && sbatch job.sh
+
+      mega launch slurm sweeps/lr --nodes 1 --output sweep.sh && sbatch sweep.sh
 
       mega launch slurm run.yaml --nodes 4 --prologue 'module load cuda' --prologue 'source venv/bin/activate'
 
@@ -106,8 +118,10 @@ def slurm_command(
         check_option_value(option, value, SLURM[option])
     check_option_values("prologue", prologue or [], SLURM["prologue"])
     check_option_values("mount", mount or [], SLURM["mount"])
+    runs = list_sweep_runs(run, set_ or [], stage) if run.is_dir() else []
     if stage is None:
-        check_launched_run(run, set_ or [], nodes * gpus_per_node)
+        for file in runs or [run]:
+            check_launched_run(file, set_ or [], nodes * gpus_per_node)
         machines = {"nodes": nodes, "ntasks-per-node": 1, "gpus-per-node": gpus_per_node}
     else:
         machines = {"ntasks": 1}
@@ -126,24 +140,31 @@ def slurm_command(
     if stage is not None:
         _write(slurm_array_script(plan, plan_array_job(run, stage, nodes)), output)
         return
-    _write(
-        slurm_batch_script(plan, nodes, gpus_per_node, [str(run), *(f"--set={item}" for item in set_ or [])]), output
-    )
+    train = shlex.join([str(run), *(f"--set={item}" for item in set_ or [])])
+    if runs:
+        train = f"{shlex.quote(str(run))}/run-$(printf %03d $SLURM_ARRAY_TASK_ID).yaml"
+    _write(slurm_batch_script(plan, nodes, gpus_per_node, train, len(runs)), output)
 
 
 @app.command("kubernetes")
 def kubernetes_command(
     run: Run,
     nodes: Nodes,
-    gpus_per_node: Gpus = 8,
+    gpus_per_node: Annotated[
+        int, typer.Option(min=0, help="GPUs (and ranks) per machine; with --serve GPUs per pod, 0 for a CPU.")
+    ] = 8,
     output: Output = None,
     name: Name = None,
     set_: Set = None,
     stage: Stage = None,
     cpus: Annotated[int, typer.Option(min=1, help="With --stage: CPU cores per pod.")] = 8,
     image: Annotated[
-        str, typer.Option(help="Container image with mega, e.g. registry.example/mega-trainer:1.")
-    ] = "mega-trainer:latest",
+        str | None,
+        typer.Option(
+            help="Container image with mega, e.g. registry.example/mega-trainer:1.",
+            show_default="mega-trainer:latest; with --serve mega-eval:latest",
+        ),
+    ] = None,
     volume: Annotated[str, typer.Option(help="PersistentVolumeClaim with the data; mounted at /workspace.")] = "mega",
     shared_memory: Annotated[str, typer.Option(help="Size of /dev/shm per pod.")] = "16Gi",
     jobset: Annotated[
@@ -153,11 +174,24 @@ def kubernetes_command(
             help="Write a JobSet (requires the JobSet operator), which restarts all pods after too many replacements.",
         ),
     ] = False,
+    serve: Annotated[
+        bool, typer.Option("--serve", help="Serve a model instead of training: RUN is its path on the volume.")
+    ] = False,
+    max_nodes: Annotated[
+        int | None, typer.Option(min=1, help="With --serve: largest number of pods; --nodes is the smallest.")
+    ] = None,
+    serve_options: Annotated[
+        str,
+        typer.Option(help="With --serve: options of `mega serve`, e.g. '--precision bf16 --max-length 8192'."),
+    ] = "",
 ) -> None:
     """Write a Kubernetes manifest that trains on several machines: an Indexed Job with one pod per machine and a Service.
 
     The configuration is stored in a ConfigMap; its relative paths are relative to the volume. No operator is required,
     except for --jobset. With --stage, each pod tokenizes a part of a data set, and the last one joins the parts.
+
+    With --serve, write a Deployment of `mega serve` with probes, a Service, and an autoscaler that follows the metrics of the
+    server (it requires the Prometheus operator and prometheus-adapter). The API key is in a Secret of the same name.
 
     Examples:
 
@@ -166,20 +200,51 @@ def kubernetes_command(
       mega launch kubernetes run.yaml --nodes 64 --jobset | kubectl apply -f -
 
       mega launch kubernetes workflow.yaml --stage tokenize --nodes 64 | kubectl apply -f -
+
+      mega launch kubernetes models/llama-8b --serve --nodes 1 --max-nodes 8 --gpus-per-node 1 | kubectl apply -f -
     """
     check_script_values(run, set_)
+    if image is None:
+        image = "mega-eval:latest" if serve else "mega-trainer:latest"
     for option, value in {"image": image, "volume": volume, "shared-memory": shared_memory}.items():
         check_option_value(option, value, KUBERNETES[option])
     if name is not None and name != to_dns_label(name):
         raise ConfigError(f"--name must be a DNS label, found {name!a}", hint=f"--name {to_dns_label(name)}")
+    job = name or to_dns_label(stage or (run.name if serve else run.stem))
+    _check_serve_use(
+        serve,
+        for_serving={"max-nodes": max_nodes, "serve-options": serve_options},
+        for_training={"stage": stage, "jobset": jobset, "set": set_},
+    )
+    if serve:
+        words, batch_size, drain = parse_serve_options(str(run), serve_options)
+        most = nodes if max_nodes is None else max_nodes
+        if most < nodes:
+            raise ConfigError(f"--max-nodes {most} must be at least --nodes {nodes}", hint=f"--max-nodes {nodes}")
+        serving = ServingPlan(
+            job, str(run), nodes, most, gpus_per_node, image, volume, shared_memory, words, batch_size, drain
+        )
+        _write(serving_manifests(serving), output)
+        return
+    if gpus_per_node == 0:
+        raise ConfigError("--gpus-per-node 0 is supported with --serve only", hint="use --gpus-per-node 1")
     if stage is None:
         check_launched_run(run, set_ or [], nodes * gpus_per_node)
-    job = name or to_dns_label(stage or run.stem)
     if stage is not None:
         _write(indexed_job_manifest(plan_array_job(run, stage, nodes), job, image, volume, cpus), output)
         return
     plan = PodPlan(job, nodes, gpus_per_node, image, volume, shared_memory, set_ or [], jobset)
     _write(run_manifests(plan, run.read_text(encoding="utf-8")), output)
+
+
+def _check_serve_use(serve: bool, *, for_serving: Mapping[str, object], for_training: Mapping[str, object]) -> None:
+    """Refuse options of training with --serve, and options of serving without it."""
+    for name, value in (for_training if serve else for_serving).items():
+        if value:
+            raise ConfigError(
+                f"--{name} is not supported {'with' if serve else 'without'} --serve",
+                hint=f"leave out --{name}" + ("" if serve else ", or add --serve"),
+            )
 
 
 def check_script_values(run: Path, overrides: list[str] | None) -> None:
@@ -191,6 +256,21 @@ def check_script_values(run: Path, overrides: list[str] | None) -> None:
     """
     check_option_value("run", str(run), PATH)
     check_option_values("set", overrides or [], TEXT)
+
+
+def list_sweep_runs(folder: Path, overrides: list[str], stage: str | None) -> list[Path]:
+    """Return the run.yaml files of the sweep in a folder, in order.
+
+    Raises:
+        ConfigError: if the folder has none, or an option does not apply to a sweep.
+    """
+    runs = sorted(folder.glob("run-*.yaml"), key=lambda path: (len(path.name), path.name))
+    if not runs:
+        raise ConfigError(f"{folder}: has no runs of a sweep", hint="first: mega sweep run.yaml ... --prepare")
+    if overrides or stage is not None:
+        option = "--set" if overrides else "--stage"
+        raise ConfigError(f"{option} is not supported with a sweep", hint="give --set to mega sweep")
+    return runs
 
 
 def check_launched_run(run: Path, overrides: list[str], ranks: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -120,7 +121,7 @@ def _pod_spec(plan: PodPlan) -> dict[str, Any]:
     """
     command = torchrun_agent_command(
         "python3", plan.nodes, plan.gpus, endpoint=f"{plan.first_pod_address}:{PORT}", job=plan.job, index="JOB_COMPLETION_INDEX",
-        train=["/config/run.yaml", *(f"--set={escape_kubernetes_references(item)}" for item in plan.overrides)],
+        train=shlex.join(["/config/run.yaml", *(f"--set={escape_kubernetes_references(item)}" for item in plan.overrides)]),
     )  # fmt: skip
     container = {
         "name": CONTAINER,

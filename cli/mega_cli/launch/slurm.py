@@ -57,12 +57,13 @@ class SlurmJobPlan:
     python: str
 
 
-def slurm_batch_script(plan: SlurmJobPlan, nodes: int, gpus: int, train: Sequence[str]) -> str:
-    """Return the Slurm batch script of a training job.
-    The signal before its time limit is USR1, so that `scancel` (TERM) ends a job without requeueing it.
+def slurm_batch_script(plan: SlurmJobPlan, nodes: int, gpus: int, train: str, array: int = 0) -> str:
+    """Return the Slurm batch script of a training job, or of `array` jobs that are numbered from 0.
+    `train` are the arguments of `mega train`, as shell code. The signal before its time limit is USR1, so that `scancel` (TERM) ends a job without requeueing it.
     """
     directives = [f"#SBATCH --{key}={shlex.quote(value)}" for key, value in plan.options.items()]
     directives += [f"#SBATCH --{flag}" for flag in plan.flags]
+    directives += [f"#SBATCH --array=0-{array - 1}"] if array else []
     agent = torchrun_agent_command(
         plan.python, nodes, gpus, endpoint="$RENDEZVOUS", job="$SLURM_JOB_ID", index="SLURM_PROCID", train=train,
     )  # fmt: skip
@@ -75,7 +76,7 @@ def slurm_batch_script(plan: SlurmJobPlan, nodes: int, gpus: int, train: Sequenc
 {chr(10).join(directives)}
 #SBATCH --requeue
 #SBATCH --open-mode=append
-#SBATCH --output=%x-%j.log
+#SBATCH --output=%x-{"%A-%a" if array else "%j"}.log
 #SBATCH --signal=B:USR1@{SAVE_SECONDS}
 set -euo pipefail
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from mega_common.errors import ConfigError
@@ -102,7 +102,7 @@ ENVIRONMENT = {
 
 
 def torchrun_agent_command(
-    python: str, nodes: int, gpus: int, *, endpoint: str, job: str, index: str, train: Sequence[str]
+    python: str, nodes: int, gpus: int, *, endpoint: str, job: str, index: str, train: str
 ) -> str:
     """Return the shell command, with line breaks, that starts the torchrun agent of one machine.
     The agent starts `gpus` ranks of `mega train`.
@@ -112,13 +112,13 @@ def torchrun_agent_command(
         nodes, gpus: number of machines, and ranks per machine.
         endpoint, job: address and id of the rendezvous; shell code to be expanded.
         index: name of the environment variable with the machine's number; machine 0 hosts the rendezvous.
-        train: arguments of `mega train`.
+        train: arguments of `mega train`; shell code to be expanded.
     """
     lines = [
         f"exec {shlex.quote(python)} -m mega_trainer.launch.elastic",
         f"--nnodes={nodes} --nproc-per-node={gpus} --max-restarts={RESTARTS}",
         f'--rdzv-backend=c10d --rdzv-endpoint="{endpoint}" --rdzv-id="{job}"',
         f'--rdzv-conf="is_host=$(({index} == 0)),read_timeout={RENDEZVOUS_SECONDS},join_timeout={RENDEZVOUS_SECONDS}"',
-        f"-m mega_cli.main train {shlex.join(train)}",
+        f"-m mega_cli.main train {train}",
     ]
     return " \\\n  ".join(lines)

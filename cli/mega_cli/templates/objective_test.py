@@ -1,16 +1,21 @@
-"""The objective `my_extension`: its values."""
+"""The objective `my_extension`: its values, and the same in every layout."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from mega_trainer.extend import load_extensions
+from mega_trainer.extend import load_extensions, verify_run
 
-ENTRY = load_extensions([str(Path(__file__).parent / "my_extension.py")]).entries("objectives")["my_extension"]
+FILE = str(Path(__file__).parent / "my_extension.py")
+ENTRY = load_extensions([FILE]).entries("objectives")["my_extension"]
+RUN: dict[str, Any] = {
+    "extensions": [FILE],
+    "model": {"preset": "tiny"},
+    "objective": {"kind": "my_extension", "options": {"gamma": 1.0}},
+}
 
 
 def test_gamma_zero_is_the_cross_entropy() -> None:
@@ -28,9 +33,4 @@ def test_a_known_token_counts_less() -> None:
 
 
 def test_every_layout_computes_what_one_process_computes() -> None:
-    extension = f"--set=extensions=[{Path(__file__).parent / 'my_extension.py'}]"
-    run = [str(Path(__file__).parent / "run.yaml"), extension, "--layouts", "2", "--ranks", "2"]
-    done = subprocess.run(
-        [sys.executable, "-m", "mega_cli.main", "verify", *run], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert verify_run(RUN, layouts=2) == []

@@ -1,16 +1,21 @@
-"""The optimizer `my_extension`: its formulas."""
+"""The optimizer `my_extension`: its formulas, and the same in every layout."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from mega_trainer.extend import OptimizerConfig, load_extensions
+from mega_trainer.extend import OptimizerConfig, load_extensions, verify_run
 
-ENTRY = load_extensions([str(Path(__file__).parent / "my_extension.py")]).entries("optimizers")["my_extension"]
+FILE = str(Path(__file__).parent / "my_extension.py")
+ENTRY = load_extensions([FILE]).entries("optimizers")["my_extension"]
+RUN: dict[str, Any] = {
+    "extensions": [FILE],
+    "model": {"preset": "tiny"},
+    "optimizer": {"name": "my_extension", "lr": 3e-4},
+}
 
 
 def test_it_computes_its_formulas() -> None:
@@ -27,9 +32,4 @@ def test_it_computes_its_formulas() -> None:
 
 
 def test_every_layout_computes_what_one_process_computes() -> None:
-    extension = f"--set=extensions=[{Path(__file__).parent / 'my_extension.py'}]"
-    run = [str(Path(__file__).parent / "run.yaml"), extension, "--layouts", "2", "--ranks", "2"]
-    done = subprocess.run(
-        [sys.executable, "-m", "mega_cli.main", "verify", *run], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert verify_run(RUN, layouts=2) == []

@@ -187,6 +187,8 @@ def _mtp_layer(config: ModelConfig, index: int) -> TensorShapes:
 
 def _norm(config: ModelConfig, name: str) -> TensorShapes:
     shape: TensorShape = (config.hidden_size,)
+    if not config.norm_weight:
+        return {}
     biased = config.norm == "layernorm" and config.norm_bias
     return {f"{name}.weight": shape} | ({f"{name}.bias": shape} if biased else {})
 
@@ -199,7 +201,7 @@ def _attention(config: ModelConfig) -> TensorShapes:
     width, head = config.hidden_size, config.query_key_head_dim
     queries, keys = config.num_attention_heads * head, config.key_value_heads * head
     spans: dict[str, tuple[TensorShape, TensorShape]] = {
-        "head": ((head,), (head,)),
+        **dict.fromkeys(("head", "plain"), ((head,), (head,))),
         "all": ((queries,), (keys,)),
         "each": ((config.num_attention_heads, head), (config.key_value_heads, head)),
     }
@@ -210,7 +212,7 @@ def _attention(config: ModelConfig) -> TensorShapes:
         **_linear("self_attn.q_proj", queries, width, config.qkv_bias),
         **_linear("self_attn.k_proj", keys, width, config.qkv_bias),
         **_linear("self_attn.v_proj", keys, width, config.qkv_bias),
-        **(norms if config.qk_norm else {}),
+        **(norms if config.qk_norm and config.qk_norm_span != "plain" else {}),
         **(_linear("self_attn.g_proj", queries, width, config.qkv_bias) if config.attention_gate else {}),
         **({"self_attn.sinks": (config.num_attention_heads,)} if config.attention_sinks else {}),
         **({"self_attn.relative_bias.weight": _relative(config)} if _own_table(config) else {}),
@@ -335,6 +337,11 @@ def _mlp(config: ModelConfig, ffn: int, name: str = "mlp", latent: int | None = 
         **(_linear(f"{name}.gate_proj", ffn, width, bias) if config.has_gated_mlp else {}),
         **_linear(f"{name}.up_proj", ffn, width, bias),
         **_linear(f"{name}.down_proj", width, ffn, bias),
+        **(
+            dict.fromkeys((f"{name}.act_fn.alpha_p", f"{name}.act_fn.alpha_n"), (1,))
+            if config.activation == "xielu"
+            else {}
+        ),
     }
 
 

@@ -33,6 +33,7 @@ from mega_ckpt.formats.megatron_source import TRACKER, MegatronSource
 from mega_ckpt.formats.megatron_write import MegatronWriter, check_parallel_sizes, write_release_folder
 from mega_ckpt.formats.peft_adapter import CONFIG as PEFT_CONFIG
 from mega_ckpt.formats.peft_adapter import write_peft_folder
+from mega_ckpt.formats.quantized_parts import Calibration
 from mega_ckpt.formats.transformers_module import write_transformers_folder
 from mega_ckpt.lora_adapter import AdaptedWeightSource
 from mega_ckpt.manifest import MANIFEST
@@ -78,6 +79,7 @@ class ConvertOptions:
         averaged: convert the exponential moving averages of the weights (`train.ema`).
         families: families of HuggingFace folders that extensions add.
         quantize: quantization of the weights, one of `QUANTIZATIONS`; None: unquantized, for GGUF f16.
+        calibration: data by which the weights are rounded, for `quantize` of "hf" and "mlx"; None: to the nearest.
     """
 
     dtype: torch.dtype | None = None
@@ -94,6 +96,7 @@ class ConvertOptions:
     tokens: tuple[str, ...] = ()
     families: tuple[ModelFamily, ...] = ()
     quantize: str | None = None
+    calibration: Calibration | None = None
 
 
 Options = ConvertOptions  # deprecated name
@@ -174,6 +177,11 @@ def _check_options(to: str, options: ConvertOptions, *, verify: bool) -> None:
     if verify and (options.quantize is not None or to == "gguf"):
         raise CheckpointError(
             "--verify compares exact weights, but those of the output are rounded", hint="use --perplexity instead"
+        )
+    if options.calibration is not None and (options.quantize is None or to == "gguf" or options.averaged):
+        given = "--ema" if options.averaged else f"--to {to}" if to == "gguf" else f"--to {to} without --quantize"
+        raise CheckpointError(
+            f"--calibrate is not supported with {given}", hint="--to hf --quantize int4 --calibrate texts.txt"
         )
     if to == "gguf" and (options.dtype is not None or options.family is not None):
         given = "--dtype" if options.dtype is not None else "--family"
@@ -262,7 +270,7 @@ def _write_safetensors(
 ) -> None:
     plan = plan_hf_folder(
         source, family=options.family, dtype=options.dtype, max_shard=options.max_shard, quantize=options.quantize,
-        metadata=metadata, families=options.families,
+        calibration=options.calibration, metadata=metadata, families=options.families,
     )  # fmt: skip
     plan = dataclasses.replace(plan, others=_add_cards(source, plan.others, plan.quantization))
     if source.model.moe and source.model.moe.sinkhorn:

@@ -261,6 +261,12 @@ def parse_json_text(text: str | bytes) -> Any:
         raise ValueError("nested too deeply") from None
 
 
+def describe_json_type(value: object) -> str:
+    """Return the type of a parsed JSON value as a word of JSON with its article, such as "a list" or "null"."""
+    names = {dict: "an object", list: "a list", str: "a text", bool: "true or false", type(None): "null"}
+    return names.get(type(value), "a number" if isinstance(value, int | float) else f"of type {type(value).__name__}")
+
+
 def reject_duplicate_keys(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     """Return the members of a JSON object as a dictionary, for `json.loads(object_pairs_hook=...)`.
 

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from pydantic import (
     Field,
     NonNegativeInt,
+    PositiveFloat,
     PositiveInt,
     ValidationError,
     ValidationInfo,
@@ -56,6 +57,7 @@ class RopeConfig(StrictConfig):
     theta: float = Field(10_000.0, gt=0)
     fraction: float = Field(1.0, gt=0, le=1, description="share of each head that is rotated")
     interleaved: bool = Field(False, description="rotate neighbors (x0, x1) instead of halves, as in DeepSeek")
+    clockwise: bool = Field(False, description="rotate by the negative angles, as in nanochat")
     scaling: Literal["none", "linear", "dynamic", "llama3", "yarn", "longrope"] = "none"
     factor: float = Field(1.0, gt=0)
     low_freq_factor: float = 1.0
@@ -117,6 +119,9 @@ class MoeConfig(StrictConfig):
         "sequence",
         description="scope of the load count; batch: one micro-batch of all data ranks, so training depends on "
         "batch.micro x data ranks",
+    )
+    weighted_inputs: bool = Field(
+        False, description="a token's weights multiply the inputs of its experts instead of the outputs, as in Llama 4"
     )
     z_loss: float = Field(0.0, ge=0, description="weight of the router's z-loss (arXiv:2202.08906)")
     sinkhorn: bool = Field(
@@ -191,9 +196,16 @@ class ModelConfig(StrictConfig):
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     norm_eps: float = Field(1e-5, gt=0)
     norm_bias: bool = Field(True, description="bias of a layernorm; false as in Cohere")
+    norm_weight: bool = Field(
+        True, description="false: no norm of the residual stream has a weight or bias, as in OLMo"
+    )
     zero_centered_norm: bool = Field(False, description="norms multiply by 1 + weight, as in Gemma")
-    activation: Literal["swiglu", "geglu", "geglu_erf", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2"] = Field(
-        "swiglu", description="geglu uses the tanh approximation of gelu, geglu_erf the exact one"
+    activation: Literal["swiglu", "geglu", "geglu_erf", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "xielu"] = (
+        Field(
+            "swiglu",
+            description="geglu uses the tanh approximation of gelu, geglu_erf the exact one; xielu (arXiv:2411.13010) has two "
+            "learned slopes in each layer",
+        )
     )
     activation_limit: float | None = Field(None, gt=0, description="clamp of swiglu's inputs, as in GPT-OSS")
     position: Literal["rope", "learned", "relative", "alibi", "none"] = Field(
@@ -208,15 +220,23 @@ class ModelConfig(StrictConfig):
     relative: RelativePositionConfig = RelativePositionConfig()
     local_rope: RopeConfig | None = Field(None, description="RoPE of layers with a sliding window; default: `rope`")
     no_rope_layers: list[NonNegativeInt] | None = Field(None, description="layers without RoPE, as in SmolLM3")
+    no_rope_scaling: tuple[PositiveFloat, PositiveInt] | None = Field(
+        None,
+        description="[b, n]: queries of layers without RoPE times 1 + b ln(1 + floor((position + 1) / n)), as in Llama 4",
+    )
     scale_embeddings: bool = Field(False, description="embeddings times sqrt(hidden_size), as in Gemma")
     embedding_multiplier: float = Field(1.0, gt=0, description="factor on embeddings, as in Granite")
     qkv_bias: bool = False
+    qkv_clip: float | None = Field(
+        None, gt=0, description="limit of the absolute values of queries, keys and values, as in OLMo"
+    )
     attention_out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = Field(False, description="RMSNorm over each head's query and key, as in Qwen3")
-    qk_norm_span: Literal["head", "all", "each"] = Field(
+    qk_norm_span: Literal["head", "all", "each", "plain"] = Field(
         "head",
-        description="`all`: over all heads at once, as in OLMo-2; `each`: a LayerNorm without bias for each head, as in Command R+",
+        description="`all`: over all heads at once, as in OLMo-2; `each`: a LayerNorm without bias for each head, as in Command R+; "
+        "`plain`: RMSNorm of each head without a weight, in layers with RoPE, as in Llama 4",
     )
     qk_norm_after_rope: bool = Field(False, description="norms of queries and keys follow the rotation, as in Hunyuan")
     norm_position: Literal["pre", "post", "both", "sum"] = Field(
@@ -234,6 +254,11 @@ class ModelConfig(StrictConfig):
         None, description="attention window in keys, including the query's own; to each side if not causal"
     )
     full_attention_layers: list[NonNegativeInt] | None = Field(None, description="layers without the sliding window")
+    chunked_window: bool = Field(
+        False,
+        description="the window does not slide: each document is cut into chunks of `sliding_window` tokens, and a query "
+        "attends within its chunk, as in Llama 4",
+    )
     attention_scale: float | None = Field(None, gt=0, description="factor on scores; default: 1 / sqrt(head size)")
     attention_softcap: float | None = Field(None, gt=0, description="scores become cap tanh(scores / cap)")
     attention_sinks: bool = Field(False, description="a learned score per head without a value, as in GPT-OSS")

@@ -39,6 +39,13 @@ def find_model_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
         yield ConfigProblem("position", rule, "alibi", "position: rope")
     if model.qk_norm_after_rope and not model.qk_norm:
         yield ConfigProblem("qk_norm_after_rope", "requires qk_norm", True, "qk_norm: true")
+    if model.chunked_window and (
+        not model.sliding_window or not model.causal or (model.vision and model.vision.bidirectional)
+    ):
+        rule = "requires sliding_window and causal attention"
+        yield ConfigProblem("chunked_window", rule, True, "chunked_window: false, or set sliding_window")
+    if model.no_rope_scaling and not model.no_rope_layers:
+        yield ConfigProblem("no_rope_scaling", "requires no_rope_layers", model.no_rope_scaling, "set no_rope_layers")
     if model.head_bias and (model.encoder or model.masked_lm):
         yield ConfigProblem("head_bias", "is not supported with encoder and masked_lm, which have biases of their own")
     yield from _find_bidirectional_problems(model)
@@ -46,6 +53,10 @@ def find_model_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
     if model.activation_limit and model.activation != "swiglu":
         rule = "requires activation: swiglu"
         yield ConfigProblem("activation_limit", rule, model.activation_limit, "activation: swiglu")
+    if model.activation == "xielu" and (model.moe or model.encoder or model.retro):
+        yield ConfigProblem("activation", "is not supported with moe, encoder and retro", "xielu", "activation: swiglu")
+    if model.qkv_clip and model.mla:
+        yield ConfigProblem("qkv_clip", "is not supported with mla", model.qkv_clip, "leave out mla")
     if model.attention_gate and model.mla:
         yield ConfigProblem("attention_gate", "is not supported with mla", hint="leave out mla")
     yield from _find_layer_problems(model) if model.layers is not None else ()

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BeforeValidator, Field, PositiveInt, model_validator
+from pydantic import BeforeValidator, Field, PositiveInt, field_validator, model_validator
 
 from mega_common.strict_config import ConfigProblem, ExtensionName, StrictConfig
 from mega_data.raw_data_config import (
@@ -195,6 +195,13 @@ class DatasetSource(StrictConfig):
     @classmethod
     def _accept_bare_path(cls, raw: Any) -> Any:
         return {"path": raw} if isinstance(raw, str | Path) else raw
+
+    @field_validator("path", mode="before")
+    @classmethod
+    def _reject_empty_path(cls, path: Any) -> Any:
+        if path == "":
+            raise ValueError("must be the path of a data set, and is empty")
+        return path
 
 
 class BlendStart(StrictConfig):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -81,11 +82,14 @@ def is_raw_path(path: Path) -> bool:
     name = str(path)
     if name.startswith(HUB) or get_content_suffix(path) in (*NAMES, *TEXT_SUFFIXES):
         return True
-    if path.suffix in (".bin", ".idx") or get_idx_path(strip_data_suffix(path)).exists():
+    if not path.name:
+        return True  # a folder such as `.`
+    # os.path.exists is False for a name that is too long for a file, where Path.exists raises an error
+    if path.suffix in (".bin", ".idx") or os.path.exists(get_idx_path(strip_data_suffix(path))):
         return False
     if glob.has_magic(name):
         return not glob.glob(f"{name}.idx", recursive=True) and bool(glob.glob(name, recursive=True))
-    return path.exists()
+    return os.path.exists(path)
 
 
 def find_stream_problems(data: Any) -> Iterator[ConfigProblem]:

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from mega_common.atomic_files import compute_file_sha256, open_atomic_file, write_json_atomically
-from mega_common.bounded_parsing import read_json_file
+from mega_common.bounded_parsing import describe_json_type, read_json_file
 from mega_common.errors import DataError
 from mega_common.progress_logging import ProgressBar, logger
 from mega_data.plain_text_tokenizer import PlainTextBackend
@@ -85,7 +85,9 @@ class Tokenizer:
         self.path = _find_tokenizer_file(Path(path))
         try:
             self.backend = Backend.from_file(str(self.path))
-        except Exception as error:  # noqa: BLE001 - the library raises nothing narrower
+        except BaseException as error:  # the library raises nothing narrower, and panics of Rust are no Exception
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
             raise DataError(
                 f"{self.path}: must be a tokenizer.json that the `tokenizers` library can read ({error})",
                 hint="give the folder of a model or tokenizer.json itself, or train one with `mega data train-tokenizer`",
@@ -243,11 +245,14 @@ def _read_special_token(folder: Path, key: str) -> tuple[Path, str] | None:
         if file.is_file():
             settings = read_json_file(file, DataError)
             if not isinstance(settings, dict):
-                raise DataError(f"{file}: must be a JSON object, found a {type(settings).__name__}")
+                raise DataError(f"{file}: must be a JSON object, found {describe_json_type(settings)}")
             entry = settings.get(key)
             token = entry.get("content") if isinstance(entry, dict) else entry
-            if token is not None:
-                return file, token
+            if token is None:
+                continue
+            if not isinstance(token, str):
+                raise DataError(f"{file}: {key} must be a text, found {describe_json_type(token)}")
+            return file, token
     return None
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mega_ckpt.source import copy_assets, open_weight_source
+from mega_ckpt.source import copy_assets
 from mega_common.errors import DataError
 from mega_common.object_store import Location
 from mega_data.chat.chat_records import Conversation
@@ -16,14 +16,17 @@ from mega_data.chat.chat_template import ChatTemplate, read_chat_template
 from mega_data.tokenizer import Tokenizer
 from mega_eval.engine_requests import EngineRequest
 from mega_eval.inference_engine import InferenceEngine
+from mega_eval.model_loading import open_inference_source
 from mega_eval.sampling import Sampling
 from mega_eval.text_stream import GenerationLimits
 
 
-def load_chat_template(model: str | Location, tokenizer: Path | None = None, file: Path | None = None) -> ChatTemplate:
+def load_chat_template(
+    model: str | Location, tokenizer: Path | None = None, file: Path | None = None, extensions: Sequence[str] = ()
+) -> ChatTemplate:
     """Load the chat template of a model.
     It is the template stored with `model`, or the one in the folder of another `tokenizer`; a template `file` replaces
-    both.
+    both. `extensions` may have the family of the folder.
 
     Raises:
         DataError: when there is no chat template.
@@ -32,7 +35,7 @@ def load_chat_template(model: str | Location, tokenizer: Path | None = None, fil
     if tokenizer is not None:
         return read_chat_template(Tokenizer(tokenizer).path, file)
     with tempfile.TemporaryDirectory() as folder:
-        copy_assets(open_weight_source(model), Path(folder))
+        copy_assets(open_inference_source(model, None, extensions), Path(folder))
         try:
             return read_chat_template(Path(folder) / "tokenizer.json", file)
         except DataError as error:

@@ -20,7 +20,7 @@ from mega_trainer.kernels.torch_kernels import TorchKernels
 from mega_trainer.model.attention import SelfAttention
 from mega_trainer.model.decoder import Decoder
 from mega_trainer.model.feed_forward import FeedForward
-from mega_trainer.model.forward_context import CachedAttention, ForwardContext
+from mega_trainer.model.forward_context import ForwardContext
 from mega_trainer.model.norms import Norm
 from mega_trainer.model.transformer_layer import ResidualBranch, TransformerLayer
 from mega_trainer.parallel.parameter_info import get_weight_preparer
@@ -102,6 +102,7 @@ def _flatten_sublayer(work: nn.Module) -> LayerFunction:
         isinstance(work, SelfAttention)
         and work.rotates
         and not work.gated
+        and work.clip is None
         and work.relative is None
         and work.q_norm is None
         and not work.scales_queries
@@ -124,7 +125,7 @@ def _flatten_attention(work: SelfAttention) -> LayerFunction:
         work.kv_heads,
         core.kernels.apply_rotary_qkv,
     )
-    attend = CachedAttention(core.kernels, core.score_transform)
+    attend = core.bind_cached_attention()
 
     def run_cached_attention(x: Tensor, context: ForwardContext) -> Tensor:
         rotation, cache = context.rotation_for_window(window), context.cache

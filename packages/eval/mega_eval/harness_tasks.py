@@ -5,7 +5,6 @@ Requests are encoded, truncated and windowed as in the harness's own `hf` model,
 
 from __future__ import annotations
 
-import csv
 import difflib
 import hashlib
 import json
@@ -317,18 +316,6 @@ def format_results_table(results: Results) -> str:
     """Return results of the lm-evaluation-harness as text tables: first tasks, then groups of tasks."""
     tables = [make_table(results), *([make_table(results, "groups")] if results.get("groups") else [])]
     return "\n".join(str(one) for one in tables)
-
-
-def write_results_csv(path: Path, results: Results) -> None:
-    """Write the metrics of tasks and groups as a CSV file with the columns task, filter, metric, value and stderr."""
-    with open_atomic_file(path, text=True) as stream:
-        writer = csv.writer(stream, lineterminator="\n")
-        writer.writerow(["task", "filter", "metric", "value", "stderr"])
-        for task, values in {**results["results"], **(results.get("groups") or {})}.items():
-            for name, value in values.items():
-                metric, _, kind = name.partition(",")
-                if kind and not metric.endswith("_stderr"):
-                    writer.writerow([task, kind, metric, value, values.get(f"{metric}_stderr,{kind}", "")])
 
 
 def write_task_results(path: Path, results: Results) -> None:

@@ -254,7 +254,7 @@ def load_inference_model(
         ConfigError: for a model of another kind than `kinds`, without the MTP layers that `mtp` requires, or of an
             extension that is missing.
     """
-    source = _open_source(path, adapter, extensions)
+    source = open_inference_source(path, adapter, extensions)
     stages, ranks = (1, 1) if groups is None else (groups.pp.size, groups.tp.size * groups.pp.size * groups.ep.size)
     _check_loadable(path, source.model, kinds, mtp=mtp, stages=stages, ranks=ranks)
     warn_of_unsupported_parts(source)
@@ -278,7 +278,9 @@ def load_inference_model(
     return model.eval().requires_grad_(False)
 
 
-def _open_source(path: str | Location, adapter: str | Location | None, extensions: Sequence[str]) -> WeightSource:
+def open_inference_source(
+    path: str | Location, adapter: str | Location | None, extensions: Sequence[str]
+) -> WeightSource:
     """Open weights, with a LoRA adapter merged into them if there is one, by the families of mega and of extensions."""
     families = load_extensions(extensions).families
     if adapter is None:
@@ -326,7 +328,7 @@ def load_tokenizer(
         CheckpointError: when there is no tokenizer.json.
         DataError: when the tokenizer cannot be used.
     """
-    source = _open_source(path, adapter, extensions)
+    source = open_inference_source(path, adapter, extensions)
     file = source.asset_files().get("tokenizer.json")
     if file is None:
         raise CheckpointError(
@@ -346,7 +348,7 @@ def find_end_tokens(path: str | Location, tokenizer: Tokenizer, extensions: Sequ
     family of the folder.
     """
     found = {tokenizer.eos_id} if tokenizer.eos_id is not None else set()
-    assets = _open_source(path, None, extensions).asset_files()
+    assets = open_inference_source(path, None, extensions).asset_files()
     for name in ("generation_config.json", "config.json"):
         found.update(parse_token_ids(_parse_json_asset(assets.get(name), name).get("eos_token_id")))
     return frozenset(found)
@@ -370,7 +372,7 @@ def warn_unsupported_settings(path: str | Location, extensions: Sequence[str] = 
 
 def _load_generation_config(path: str | Location, extensions: Sequence[str]) -> Mapping[str, Any]:
     """Return generation_config.json, or the generation settings of config.json if there is none, as transformers does."""
-    assets = _open_source(path, None, extensions).asset_files()
+    assets = open_inference_source(path, None, extensions).asset_files()
     if "generation_config.json" in assets:
         return _parse_json_asset(assets["generation_config.json"], "generation_config.json")
     raw = _parse_json_asset(assets.get("config.json"), "config.json")

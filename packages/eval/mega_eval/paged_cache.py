@@ -192,10 +192,20 @@ class RowSpan:
         """Runs of contiguous cache slots of all the row's tokens in order; adjacent pages form one run."""
         return _page_slot_runs(self.pages, self.total)
 
-    def visible_slot_runs(self, window: int | None) -> list[SlotRun]:
+    def split_at_chunks(self, positions: range, size: int) -> Iterator[tuple[range, int]]:
+        """Yield the parts of a range of positions in chunks of `size` tokens, each with the position of its first key."""
+        while positions:
+            first = positions.start - positions.start % size
+            yield positions[: first + size - positions.start], first
+            positions = positions[first + size - positions.start :]
+
+    def visible_slot_runs(self, window: int | None, *, chunked: bool = False) -> list[SlotRun]:
         """Return the runs of cache slots whose keys at least one new token of the row attends to.
-        `window` is the sliding window in tokens, or None.
+        `window` is the sliding window in tokens, or None; `chunked`: it is a chunk that does not slide.
         """
+        if window is not None and chunked:
+            first = self.total - self.new_token_count
+            return _last_slots(self.slot_runs, self.total - first + first % window)
         return self.slot_runs if window is None else _last_slots(self.slot_runs, window - 1 + self.new_token_count)
 
 
@@ -211,7 +221,7 @@ class PagedCache:
         self._held: list[tuple[Tensor, ...]] = [()] * layers
         self._by_head = list(self._held)  # views of the same memory, in the layout of attention
         self._spans: list[RowSpan] = []
-        self._visible_runs: dict[int | None, list[list[SlotRun]]] = {}
+        self._visible_runs: dict[tuple[int | None, bool], list[list[SlotRun]]] = {}
         self._single = 0  # number of leading spans with one token
         self._new = torch.empty(0)
 
@@ -230,10 +240,11 @@ class PagedCache:
         It follows the `KVCache` interface; each of the N tokens is a batch row of its own: [N, 1, H or K, d].
         """
         by_head = self._store_tokens(layer, k) if v is None else self._store_tokens(layer, k, v)
-        if window not in self._visible_runs:
-            self._visible_runs[window] = [span.visible_slot_runs(window) for span in self._spans]
-        keys = [_gather_slots(by_head[0], runs) for runs in self._visible_runs[window]]
-        values = keys if v is None else [_gather_slots(by_head[1], runs) for runs in self._visible_runs[window]]
+        kind = window, attend.chunked
+        if kind not in self._visible_runs:
+            self._visible_runs[kind] = [span.visible_slot_runs(window, chunked=attend.chunked) for span in self._spans]
+        keys = [_gather_slots(by_head[0], runs) for runs in self._visible_runs[kind]]
+        values = keys if v is None else [_gather_slots(by_head[1], runs) for runs in self._visible_runs[kind]]
         single = self._single
         if single == len(self._spans):
             return attend.decode_attention(q.squeeze(1), keys, values).unsqueeze(1)
@@ -241,10 +252,16 @@ class PagedCache:
         left = None if window is None else window - 1
         for span, *kept in zip(self._spans[single:], keys[single:], values[single:], strict=True):
             for positions, image in filter(lambda segment: segment[0], span.attention_segments):
-                first, behind = positions.start + span.tokens.stop - span.total, span.total - positions.stop
-                own, value = (part[:, :, : part.shape[2] - behind].transpose(1, 2) for part in kept)
-                new = q[first : first + len(positions)].transpose(0, 1)
-                rows.append(attend(new, own, value, BandMask(left, None if image else 0)).transpose(0, 1))
+                parts = [(positions, 0)]
+                if window is not None and attend.chunked:
+                    parts = list(span.split_at_chunks(positions, window))
+                for part, first_key in parts:
+                    first, behind = part.start + span.tokens.stop - span.total, span.total - part.stop
+                    length = kept[0].shape[2]
+                    start = max(0, first_key - span.total + length)
+                    own, value = (held[:, :, start : length - behind].transpose(1, 2) for held in kept)
+                    new = q[first : first + len(part)].transpose(0, 1)
+                    rows.append(attend(new, own, value, BandMask(left, None if image else 0)).transpose(0, 1))
         return rows[0] if len(rows) == 1 else torch.cat(rows)
 
     def cross_attend(self, layer: int, q: Tensor, attend: AttendFunction) -> Tensor:

@@ -50,10 +50,23 @@ def compare_perplexity(one: str | Location, other: str | Location, data: Path) -
         CheckpointError: when a model cannot be loaded or is not a decoder.
         DataError: when the data cannot be used.
     """
-    tokens = np.array(load_tokenizer(one).encode(read_utf8_text(data, DataError)), np.int64) if data.is_file() else None
-    if tokens is not None and len(tokens) < 2:
-        raise DataError(f"{data}: perplexity requires at least two tokens, and the text has {len(tokens)}")
+    tokens = encode_text_file(one, data) if data.is_file() else None
     return PerplexityComparison(*(_score(path, data, tokens) for path in (one, other)))
+
+
+def encode_text_file(model: str | Location, path: Path) -> npt.NDArray[np.int64]:
+    """Return the token ids [S] of a text file by the tokenizer of the model at `model`.
+
+    Raises:
+        CheckpointError: when the model has no tokenizer.
+        DataError: when the file cannot be read, or has fewer than two tokens.
+    """
+    tokens = np.array(load_tokenizer(model).encode(read_utf8_text(path, DataError)), np.int64)
+    if len(tokens) < 2:
+        raise DataError(
+            f"{path}: perplexity and calibration require at least two tokens, and the text has {len(tokens)}"
+        )
+    return tokens
 
 
 def _score(path: str | Location, data: Path, tokens: npt.NDArray[np.int64] | None) -> DatasetScore:

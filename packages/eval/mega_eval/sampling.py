@@ -18,7 +18,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 from torch import Tensor
 
 from mega_ckpt.families.config_entries import split_words
-from mega_common.errors import DataError
+from mega_common.errors import ConfigError, DataError
 from mega_common.strict_config import StrictConfig
 from mega_trainer.distributed.rng import seeded_generator
 
@@ -307,15 +307,18 @@ def list_unsupported_generation_settings(raw: Mapping[str, Any]) -> list[str]:
 
 
 def parse_token_ids(value: object) -> list[int]:
-    """Return as a list the token ids of a generation_config.json field that is a token id, a list of them or null."""
-    return list(_iterate_token_ids(value))
+    """Return as a list the token ids of a generation_config.json field that is a token id, a list of them or null.
 
-
-def _iterate_token_ids(value: object) -> Iterator[int]:
-    """Yield the integers of a value or of a list of values."""
-    for item in value if isinstance(value, list) else [value]:
-        if isinstance(item, int):
-            yield item
+    Raises:
+        ConfigError: if it is anything else, which would leave texts without an end.
+    """
+    found: list[Any] = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(type(token) is int for token in found):
+        raise ConfigError(
+            f"eos_token_id = {value!r:.60} must be a token id, a list of token ids, or null",
+            hint="correct it in the model's generation_config.json or config.json",
+        )
+    return found
 
 
 def _is_set(raw: Mapping[str, Any], name: str, off: tuple[Any, ...]) -> bool:

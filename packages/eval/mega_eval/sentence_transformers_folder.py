@@ -113,7 +113,11 @@ def read_sentence_transformers_folder(folder: Path) -> SentenceTransformersSetti
             layers.append(normalize_vectors)
         elif kind != "Dropout":
             raise CheckpointError(f"{listing}: module {kind} is not supported")
-    config = _read_json(folder / "config_sentence_transformers.json", dict, missing={})
+    settings = folder / "config_sentence_transformers.json"
+    config = _read_json(settings, dict, missing={})
+    prompts = config.get("prompts") or {}
+    if not isinstance(prompts, dict) or not all(isinstance(text, str | None) for text in prompts.values()):
+        raise CheckpointError(f"{settings}: prompts must be an object of texts, found {prompts!r:.60}")
     if (size := config.get("truncate_dim")) is not None:
         layers.append(_truncate_vectors(size, folder))
     ends_normalized = bool(layers) and layers[-1] is normalize_vectors
@@ -123,7 +127,7 @@ def read_sentence_transformers_folder(folder: Path) -> SentenceTransformersSetti
     max_length, lower_case = _read_text_settings(paths[0])
     return SentenceTransformersSettings(
         paths[0], modes, include_prompt, tuple(layers), ends_normalized,
-        {name: text or "" for name, text in (config.get("prompts") or {}).items()},
+        {name: text or "" for name, text in prompts.items()},
         config.get("default_prompt_name"), max_length, lower_case,
     )  # fmt: skip
 
@@ -181,7 +185,10 @@ def _read_text_settings(folder: Path) -> tuple[int | None, bool]:
         raise CheckpointError(f"{file}: module_output_name {output!r} is not supported")
     longest = config.get("max_seq_length")
     if longest is None:
-        longest = _read_json(folder / "tokenizer_config.json", dict, missing={}).get("model_max_length")
+        file = folder / "tokenizer_config.json"
+        longest = _read_json(file, dict, missing={}).get("model_max_length")
+    if not isinstance(longest, int | float | None):
+        raise CheckpointError(f"{file}: the maximum number of tokens must be a number, found {longest!r:.60}")
     return (int(longest) if longest is not None and longest < 1 << 31 else None), bool(config.get("do_lower_case"))
 
 

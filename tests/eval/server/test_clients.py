@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -309,6 +310,10 @@ def test_adapters_come_and_go(url: str, folder: Path, adapters: Path) -> None:
         assert say(name) == pytest.approx(expected[name], abs=1e-5)
     assert say("tiny") == pytest.approx(expected["tiny"], abs=1e-5)
     assert post("load_lora_adapter", lora_name="sql", lora_path="poems").status_code == 400
+    with ThreadPoolExecutor(4) as pool:  # at the same time: one is loaded, and can be unloaded
+        loads = pool.map(lambda _: post("load_lora_adapter", lora_name="two", lora_path="poems").status_code, range(4))
+        assert sorted(loads) == [200, 400, 400, 400]
+    assert post("unload_lora_adapter", lora_name="two").status_code == 200
     assert post("unload_lora_adapter", lora_name="sql").status_code == 200
     assert post("completions", model="sql", prompt="a").status_code == 404
     assert post("load_lora_adapter", lora_name="sql", lora_path=str(adapters / "poems")).status_code == 200

@@ -1,4 +1,4 @@
-"""Honest requests among those of `benchmarks/hostile.py`: none fails, and no answer changes."""
+"""Honest requests among those of `benchmarks/hostile.py` and `server_soak.py`: none fails, and no answer changes."""
 
 from __future__ import annotations
 
@@ -40,3 +40,15 @@ def test_honest_answers_are_the_same_among_hostile_requests(hostile: Any, tmp_pa
         assert httpx.get(f"{url}/health").status_code == 200
         until(lambda: service.driver.open_requests == 0 and server.gate.active == 0)
         until(lambda: engine.num_free_pages == engine.num_pages)
+
+
+@pytest.mark.long
+def test_a_short_soak_changes_no_answer(hostile: Any) -> None:
+    """Seconds of the hour that `benchmarks/server_soak.py` runs."""
+    soak = importlib.import_module("server_soak")
+    found = soak.run(0.25, 12)
+    assert (found["changed"], found["stuck"]) == (0, 0), found["changes"]
+    assert found["statuses"].keys() >= {"left by the client", "refused"}
+    for name in found["statuses"].keys() & {*soak.HONEST, "adapter"}:
+        assert found["statuses"][name].keys() == {"200"}, name
+    assert not {"0", "200", "500"} & found["statuses"]["refused"].keys()

@@ -138,6 +138,22 @@ def test_what_is_no_image_is_refused(url: str, content: list[Any], message: str)
     assert post(url, ask([WHAT], model="llava")).status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        ("completions", {"prompt": "a", "images": ["x"]}, "send images in the content of messages"),
+        (
+            "responses",
+            {"input": [{"type": "function_call_output", "call_id": "a", "output": [{"type": "input_image", "image_url": as_url(picture(1))}]}]},
+            "'output' must be text",
+        ),
+    ],
+)  # fmt: skip
+def test_images_elsewhere_are_refused(url: str, path: str, body: dict[str, Any], message: str) -> None:
+    answer = post(url, {"model": "llava", **body}, path)
+    assert (answer.status_code, message in answer.json()["error"]["message"]) == (400, True), answer.text
+
+
 def test_a_model_without_a_vision_encoder_refuses_images(url: str, models: dict[str, tuple[Path, Any]]) -> None:
     cards = httpx.get(f"{url}/v1/models").json()["data"]
     assert [card["images"] for card in cards] == [True] * 3

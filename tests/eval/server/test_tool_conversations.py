@@ -18,9 +18,19 @@ from serving import Playback, service_of, serving
 from tiny_models import save_tiny, variant
 
 from mega_ckpt.families import family_by_name
+from mega_common.errors import DataError
+from mega_data.chat.chat_template import read_chat_template
 from mega_data.tokenizer import Tokenizer, train_tokenizer
+from mega_eval.grammar_matcher import GrammarCache
 from mega_eval.inference_engine import InferenceEngine
 from mega_eval.model_loading import load_inference_model
+from mega_eval.server.answer_parser import AnswerSyntax
+from mega_eval.server.call_grammars import CallableTool, build_call_grammar
+from mega_eval.server.messages_api import MessagesRequest
+from mega_eval.server.request_schemas import ChatRequest
+from mega_eval.server.responses_api import ResponsesRequest
+from mega_eval.server.token_spelling import Vocabulary
+from mega_eval.server.tool_formats import TOOL_FORMATS
 
 PLACE = {
     "type": "object",
@@ -33,6 +43,7 @@ TOOLS: list[Any] = [
 ]
 ROME, NOW = ("weather", {"place": "Rome"}), ("clock", {})
 LONG = ("weather", {"place": 'Zürich "HB"\n', "days": 3})
+LLAMA3 = next(form for form in TOOL_FORMATS if form.name == "llama3")
 FAMILIES = ("qwen", "llama3", "mistral", "deepseek", "glm", "harmony", "kimi")
 
 
@@ -218,6 +229,68 @@ def test_a_strict_tool_may_stay_uncalled(drawn: OpenAI, family: str) -> None:
     assert answer.finish_reason in ("length", "stop", "tool_calls")
     for call in (answer.message.tool_calls or []) if answer.finish_reason == "tool_calls" else []:
         jsonschema.validate(json.loads(call.function.arguments), STRICT)
+
+
+ONE_CALL: list[tuple[str, str, list[Any], bool]] = [
+    ("words", "It is <b>sunny</b>.", [], True),
+    ("one call", "", [ROME], True),
+    ("a call without arguments", "", [NOW], True),
+    ("two calls", "", [ROME, NOW], False),
+    ("words and two calls", "I look.", [ROME, NOW], False),
+]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_single_call_is_all_that_the_grammar_allows(folders: dict[str, Path], family: str) -> None:
+    tokenizer = Tokenizer(folders[family])
+    specials = Vocabulary(tokenizer).specials
+    form = {"llama3": LLAMA3}.get(family) or AnswerSyntax.detect(read_chat_template(tokenizer.path).source).format
+    tools = [CallableTool(name, None) for name in ("weather", "clock")]
+    grammar = build_call_grammar(form, tools, specials, required=False, reasoning_end=None)
+    cache, ends = GrammarCache(tokenizer), [specials["<|endoftext|>"]]
+
+    def allows(text: str, *, spelled: bool = False) -> bool:
+        """Whether the grammar allows a text as tokens; `spelled`: without special tokens."""
+        matcher = cache.get_grammar_matcher(grammar, ends)
+        tokens = [token for one in text for token in tokenizer.encode(one)] if spelled else tokenizer.encode(text)
+        try:
+            for at, token in enumerate([*tokens, *ends], 1):
+                if matcher.accept_token(token):
+                    return at >= len(tokens)
+        except DataError:
+            return False
+        return True
+
+    for name, content, calls, allowed in ONE_CALL:
+        if family in ("harmony", "llama3") and content and calls:
+            continue  # calls without words
+        text = write_answer(family, content, "", calls).removesuffix("<|call|>")  # an end token
+        assert allows(text) == allowed, name
+        if len(calls) > 1:
+            assert not allows(text, spelled=True), f"{name}, spelled"
+
+
+def test_every_api_has_a_field_for_a_single_call(drawn: OpenAI) -> None:
+    asked: list[Any] = [{"role": "user", "content": "?"}]
+    chat = ChatRequest(messages=asked, tools=TOOLS, parallel_tool_calls=False)
+    message = {"max_tokens": 9, "messages": asked, "tools": [{"name": "f", "input_schema": {}}]}
+    response = {"input": "?", "tools": [{"type": "function", "name": "f"}]}
+    once = {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}
+    for one, many in (
+        (chat, chat.model_copy(update={"parallel_tool_calls": True})),
+        (MessagesRequest(**message, **once).to_chat_request(), MessagesRequest(**message).to_chat_request()),
+        (
+            ResponsesRequest(**response, parallel_tool_calls=False).to_chat_request(),
+            ResponsesRequest(**response).to_chat_request(),
+        ),
+    ):
+        assert (one.constrains_calls(), many.constrains_calls()) == (True, False)
+    answer = drawn.chat.completions.create(model="glm", messages=asked, tools=TOOLS, parallel_tool_calls=False, max_tokens=20, seed=1)  # fmt: skip
+    assert len(answer.choices[0].message.tool_calls or []) <= 1
+    with pytest.raises(
+        openai.BadRequestError, match=r"'min_tokens' is not supported with .*'parallel_tool_calls': false"
+    ):
+        drawn.chat.completions.create(model="glm", messages=asked, tools=TOOLS, parallel_tool_calls=False, extra_body={"min_tokens": 5})  # fmt: skip
 
 
 def test_a_schema_that_a_format_cannot_express_is_refused_by_name(drawn: OpenAI) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 import threading
 import time
 from collections.abc import Awaitable, Callable
@@ -11,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from anyio import CapacityLimiter, to_process
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
@@ -19,8 +22,11 @@ from mega_data.chat.chat_records import Conversation
 from mega_data.chat.chat_template import ChatTemplate, ChatTemplateMemoryError
 from mega_data.tokenizer import Tokenizer, train_tokenizer
 from mega_eval.grammar_matcher import GrammarCache
+from mega_eval.server import worker_processes
+from mega_eval.server.api_errors import ApiRequestError
 from mega_eval.server.token_spelling import find_max_token_bytes
 from mega_eval.server.worker_processes import WorkerProcesses
+from mega_eval.server.worker_tasks import run_within_limits
 
 LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}"
 END = "{% endfor %}{% endfor %}"
@@ -95,6 +101,38 @@ def test_grammars_without_end_are_refused_once_and_others_compiled(tokenizer: To
         return found
 
     assert [type(error) for error in asyncio.run(run())] == [DataError] * 9
+
+
+def exhaust_memory() -> None:
+    """Run in a worker process."""
+    raise MemoryError
+
+
+def test_a_lost_process_is_replaced_and_a_busy_machine_is_no_fault_of_the_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def run() -> None:
+        workers = WorkerProcesses(None)
+
+        async def render() -> str:
+            return await workers.render_chat(template("<{{ messages[0].content }}>"), conversation(), True, False)
+
+        assert await render() == "<hello>"
+        before = await to_process.run_sync(os.getpid)
+        os.kill(before, signal.SIGKILL)  # while it is idle
+        assert await render() == "<hello>"
+        assert (after := await to_process.run_sync(os.getpid)) != before
+        excess = DataError("too much")
+        with pytest.raises(DataError, match="too much"):
+            await workers._run_task(CapacityLimiter(1), excess, run_within_limits, exhaust_memory)
+        assert await render() == "<hello>"
+        assert await to_process.run_sync(os.getpid) != after, "a process without memory gets no other task"
+        monkeypatch.setattr(worker_processes, "WALL_SECONDS", -1)
+        with pytest.raises(ApiRequestError, match="too busy") as refused:
+            await render()
+        assert (refused.value.status, refused.value.retry_after) == (503, 10)
+
+    asyncio.run(run())
 
 
 def test_an_honest_grammar_is_compiled_for_the_engine(tokenizer: Tokenizer) -> None:

@@ -31,6 +31,7 @@ def parse(**raw: Any) -> RunConfig:
     ("text", "words"),
     [
         ("1 / 0", "loading it raised ZeroDivisionError: division by zero (mine.py, line 2)"),
+        ("import json; json.loads('{')", "line 1 column 2 (char 1) (mine.py, line 2)"),
         ("import nothing_of_this_name", "ModuleNotFoundError"),
         ("EXTENSIONS = 1", "must have a constant EXTENSION"),
         ("EXTENSION = Extension(name='x', version='1', api=99)", "was written for version 99"),
@@ -140,7 +141,8 @@ def test_degrees_that_do_not_split_its_heads(tmp_path: Path) -> None:
     [
         ("self.w = nn.Parameter(torch.zeros(2))", "was not made by the builder"),
         ("self.w = build.build_replicated('mean', (2,))", "must be named model.layers.N.NAME"),
-        ("self.w = build.config.nothing", "mean in model.mixers raised AttributeError"),
+        ("self.w = build.config.nothing", r"mean in model.mixers raised AttributeError: .* \(mine.py, line 7\)"),
+        ("self.w = nn.Linear(2, 'x')", r"mean in model.mixers raised TypeError: [\s\S]* \(mine.py, line 7\)"),
         (
             "self.a, self.b = (build.build_replicated(f'model.layers.{layer}.a', (2,)) for _ in range(2))",
             "two parameters are named model.layers.N.a",

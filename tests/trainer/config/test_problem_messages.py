@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import ast
+import functools
+import json
+import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +15,7 @@ import pytest
 from config_problems import check_form, follow_hint, list_problems
 
 import mega_trainer.config
-from mega_common.errors import ConfigError
+from mega_common.errors import ConfigError, MegaError
 from mega_common.strict_config import ConfigProblem, apply_overrides
 from mega_trainer.config.run_config import RunConfig, resolve_run_config
 
@@ -301,3 +305,48 @@ def test_every_rule_has_a_case(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_preset_and_a_folder_conflict() -> None:
     with pytest.raises(ConfigError, match=r"model\.preset conflicts with model\.from"):
         resolve_run_config({"model": {"preset": "llama3-8b", "from": "folder"}})
+
+
+ODD_VALUES: list[Any] = [
+    None, True, -1, 0, 2.5, 10**30, "abc", "", "a" * 300, [], {}, [1, 2], {"a": 1}, ["a"], [None], float("nan"), float("inf"), "\0",
+]  # fmt: skip
+
+
+def iterate_key_paths(schema: dict[str, Any], definitions: dict[str, Any], path: str = "") -> Iterator[str]:
+    """Yield the dotted path of each key of run.yaml, from its JSON schema."""
+    for key, value in schema.get("properties", {}).items():
+        yield f"{path}{key}"
+        for choice in (value, *value.get("anyOf", ())):
+            name = choice.get("$ref", "").rpartition("/")[2]
+            if name and path.count(".") < 3:
+                yield from iterate_key_paths(definitions[name], definitions, f"{path}{key}.")
+
+
+def test_an_odd_value_of_any_key_is_accepted_or_a_problem() -> None:
+    """Every key of run.yaml has one of the odd values in turn; a problem never has a name of Python in its text."""
+    schema = RunConfig.model_json_schema()
+    paths = list(iterate_key_paths(schema, schema["$defs"]))
+    assert len(paths) > 300
+    messages: dict[str, str] = {}
+    for number, path in enumerate(paths):
+        raw = json.loads(json.dumps(BASE))
+        *outer, key = path.split(".")
+        section = functools.reduce(
+            lambda node, name: node.setdefault(name, {}) if isinstance(node, dict) else {}, outer, raw
+        )
+        if isinstance(section, dict):
+            section[key] = ODD_VALUES[number % len(ODD_VALUES)]
+        try:
+            RunConfig.parse(resolve_run_config(raw))
+        except MegaError as error:
+            messages[path] = str(error)
+    python = re.compile(r"NoneType|nput should|object at 0x|Errno|Value error")
+    assert not {path: message for path, message in messages.items() if python.search(message)}
+    assert len(messages) > len(paths) / 2
+
+
+@pytest.mark.parametrize("value", [True, 3, "abc", ["a"], [None]])
+@pytest.mark.parametrize("kind", ["mixers", "feed_forwards"])
+def test_blocks_of_extensions_must_be_a_section(kind: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=f"model.{kind}"):
+        RunConfig.parse(resolve_run_config({**BASE, "model": {**BASE["model"], kind: value}}))

@@ -11,14 +11,18 @@ from mega_ckpt.families.bert_encoders import (
     BERT,
     CAMEMBERT,
     DATA2VEC_TEXT,
+    ERNIE,
     MEGATRON_BERT,
     MODERNBERT,
     ROBERTA,
+    ROBERTA_PRE_LAYER_NORM,
     XLM_ROBERTA,
+    XLM_ROBERTA_XL,
 )
 from mega_ckpt.families.config_entries import ConfigDict
 from mega_ckpt.families.deepseek_glm import DEEPSEEK_V2, DEEPSEEK_V3, GLM, GLM4, GLM4_MOE, YOUTU
 from mega_ckpt.families.family import ModelFamily
+from mega_ckpt.families.further_decoders import APERTUS, ARIA_TEXT, MINICPM3, MISTRAL4, NANOCHAT, OLMO, OPENAI_GPT
 from mega_ckpt.families.gemma import GEMMA, GEMMA2, GEMMA3, VAULT_GEMMA
 from mega_ckpt.families.gpt2_decoders import CODEGEN, GPT2, GPT_BIGCODE, GPT_NEO, GPTJ
 from mega_ckpt.families.granite import (
@@ -42,6 +46,7 @@ from mega_ckpt.families.layernorm_decoders import (
     STARCODER2,
 )
 from mega_ckpt.families.lfm2_decoders import LFM2, LFM2_MOE
+from mega_ckpt.families.llama4_decoders import LLAMA4
 from mega_ckpt.families.llama_decoders import (
     ARCEE,
     CWM,
@@ -90,6 +95,7 @@ from mega_ckpt.families.sigmoid_moe_decoders import (
 from mega_ckpt.families.t5 import MT5, T5, UMT5
 from mega_ckpt.families.vision_family import VisionLanguageFamily, text_only_config
 from mega_ckpt.families.vision_language import GEMMA3_VISION, LLAVA, LLAVA_NEXT
+from mega_common.bounded_parsing import describe_json_type
 from mega_common.errors import CheckpointError
 from mega_common.model_config import ModelConfig
 
@@ -104,7 +110,8 @@ FAMILIES: tuple[ModelFamily, ...] = (
     MODERNBERT, MEGATRON_BERT, MINIMAX_M2, GLM4_MOE_LITE, DOTS1, EXAONE_MOE, SOLAR_OPEN, HY_V3, AFMOE, CWM, INTERNLM3,
     IQUESTCODER, VAULT_GEMMA, FLEX_OLMO, MELLUM, ERNIE4_5_MOE, GRANITE_MOE_SHARED, GRANITE_SWA, GRANITE_MOE_SWA, HYPERCLOVAX,
     OPT, MINISTRAL3, HUNYUAN_V1_DENSE, HUNYUAN_V1_MOE, PHI, GPTJ, BLOOM, LFM2, LFM2_MOE, XLM_ROBERTA,
-    CAMEMBERT, DATA2VEC_TEXT, GPT_NEO, YOUTU, MPT, CODEGEN,
+    CAMEMBERT, DATA2VEC_TEXT, GPT_NEO, YOUTU, MPT, CODEGEN, LLAMA4,
+    OLMO, NANOCHAT, MINICPM3, MISTRAL4, ARIA_TEXT, OPENAI_GPT, APERTUS, ERNIE, ROBERTA_PRE_LAYER_NORM, XLM_ROBERTA_XL,
 )  # fmt: skip
 
 VISION_FAMILIES: tuple[VisionLanguageFamily, ...] = (
@@ -140,13 +147,13 @@ def family_by_name(name: object, source: str = "family", added: Sequence[ModelFa
 def family_of_config(raw: ConfigDict, source: str = "config.json", added: Sequence[ModelFamily] = ()) -> ModelFamily:
     """Return the model family that a HuggingFace config.json belongs to, by its `model_type`.
     `added` are families of extensions.
-    Raises CheckpointError if the type is not supported.
 
     Raises:
-        CheckpointError: when it has no model type, or an unsupported one.
+        CheckpointError: when it has no model type, or an unsupported one, or a section that is no JSON object.
     """
     if "model_type" not in raw:
         raise CheckpointError(f"{source}: model_type is missing", hint="use the config.json of a language model")
+    _check_sections(raw, source)
     kind = raw["model_type"]
     if kind == MISTRAL.name and "layer_types" in raw:  # as in transformers
         return MINISTRAL
@@ -161,6 +168,19 @@ def family_of_config(raw: ConfigDict, source: str = "config.json", added: Sequen
             f"{source}: vision-language model type {kind!r} is not supported", hint=f"supported: {supported}"
         )
     return outer or family_by_name(kind, source, added)
+
+
+def _check_sections(raw: ConfigDict, source: str) -> None:
+    """Raise CheckpointError if a key of a config.json that many families read has another type of value."""
+    kinds = {"model_type": str, "architectures": list, "id2label": dict, "text_config": dict, "vision_config": dict}
+    for key, kind in kinds.items():
+        value = raw.get(key)
+        if value is not None and not isinstance(value, kind):
+            found = describe_json_type(value)
+            raise CheckpointError(f"{source}: {key} must be {describe_json_type(kind())}, found {found}")
+    for key in ("text_config", "vision_config"):
+        if raw.get(key):
+            _check_sections(raw[key], f"{source}: {key}")
 
 
 def family_for_model(model: ModelConfig, added: Sequence[ModelFamily] = ()) -> ModelFamily:

@@ -1,6 +1,7 @@
 """Encoders. BERT (arXiv:1810.04805), and Megatron's with pre-norms and no embedding norm (arXiv:1909.08053). RoBERTa
 (arXiv:1907.11692): BERT without sentence pairs, positions after the padding position; XLM-RoBERTa (arXiv:1911.02116),
-CamemBERT (arXiv:1911.03894) and data2vec's text encoder (arXiv:2202.03555) have its architecture. ModernBERT
+CamemBERT (arXiv:1911.03894) and data2vec's text encoder (arXiv:2202.03555) have its architecture, XLM-RoBERTa-XL
+(arXiv:2105.00572) and efficient pre-training's RoBERTa (arXiv:1904.01038) with pre-norms. ERNIE (arXiv:1904.09223) is BERT. ModernBERT
 (arXiv:2412.13663): pre-norms except before the first attention, bidirectional windows in two of three layers.
 """
 
@@ -152,9 +153,10 @@ def encoder_class_name(name: str, model: ModelConfig) -> str:
 @dataclass(frozen=True)
 class OffsetPositionsEntry:
     """Config entry for RoBERTa's learned positions, which start at pad_token_id + 1.
-    The position table has pad_token_id + 1 unused rows.
+    The position table has pad_token_id + 1 unused rows, and `rows` rows if their key is absent.
     """
 
+    rows: int = 512
     handled_config_keys: frozenset[str] = frozenset({"max_position_embeddings", "pad_token_id"})
     handled_model_fields: frozenset[str] = frozenset({"max_position", "position_offset"})
 
@@ -163,7 +165,7 @@ class OffsetPositionsEntry:
         `max_position` is the number of usable position rows; `position_offset` is the number of unused rows before
         them.
         """
-        pad, rows = raw.get("pad_token_id", 1), raw.get("max_position_embeddings", 512)
+        pad, rows = raw.get("pad_token_id", 1), raw.get("max_position_embeddings", self.rows)
         if not isinstance(pad, int) or not isinstance(rows, int) or rows <= pad + 1:
             raise ConfigMismatchError(
                 f"max_position_embeddings = {rows!r} must be more than pad_token_id + 1, with pad_token_id = {pad!r}"
@@ -204,10 +206,16 @@ class LocalAttentionEntry:
 
 
 def bert_config_entries(
-    name: str, *, norm_position: str, positions: ConfigEntry | None = None, activation: str = ""
+    name: str,
+    *,
+    norm_position: str,
+    positions: ConfigEntry | None = None,
+    activation: str = "",
+    embedding_norm: bool | None = None,
 ) -> tuple[ConfigEntry, ...]:
     """Return the config entries of BERT and models like it.
-    `activation` belongs to the masked-language-model head, if it differs from the model's.
+    `activation` belongs to the masked-language-model head, if it differs from the model's; by default models with
+    post-norms have an embedding norm.
     """
     return (
         *CORE_SIZES,
@@ -225,7 +233,7 @@ def bert_config_entries(
               "tie_word_embeddings": (True,)}),
         FixedFieldsEntry(
             {"causal": False, "tie_embeddings": True, "norm": "layernorm", "position": "learned", "qkv_bias": True, "attention_out_bias": True,
-             "mlp_bias": True, "qk_norm": False, "norm_position": norm_position, "embedding_norm": norm_position == "sum"}
+             "mlp_bias": True, "qk_norm": False, "norm_position": norm_position, "embedding_norm": norm_position == "sum" if embedding_norm is None else embedding_norm}
         ),
     )  # fmt: skip
 
@@ -304,6 +312,19 @@ MEGATRON_BERT = EncoderFamily(
     carried=CARRIED_BERT,
 )
 
+ERNIE = replace(
+    BERT,
+    name="ernie",
+    architecture="ErnieForPreTraining",
+    prefix="ernie.",
+    buffers=_BUFFERS.replace("bert", "ernie"),
+    entries=(
+        *bert_config_entries("Ernie", norm_position="sum"),
+        AllowedValuesEntry({"use_task_id": (False,)}),
+    ),
+    rules=bert_tensor_rules("ernie", POST_NORMS, BERT_HEAD),
+    carried=CARRIED_BERT | {"task_type_vocab_size"},
+)
 
 _HEAD = {
     "dense": "lm_head.dense",
@@ -313,8 +334,13 @@ _HEAD = {
 }
 
 
-def _roberta(name: str, classes: str, body: str = "roberta") -> EncoderFamily:
-    """Return a family of RoBERTa's architecture: `classes` is the start of its class names, `body` of its disk names."""
+def _roberta(
+    name: str, classes: str, body: str = "roberta", pre_norms: Mapping[str, str] | None = None
+) -> EncoderFamily:
+    """Return a family of RoBERTa's architecture: `classes` is the start of its class names, `body` of its disk names.
+    `pre_norms` are the disk names of the norms of a variant with pre-norms.
+    """
+    embedding_norm = "embeddings.LayerNorm" in (POST_NORMS if pre_norms is None else pre_norms)
     return EncoderFamily(
         name=name,
         architecture=f"{classes}ForMaskedLM",
@@ -323,16 +349,46 @@ def _roberta(name: str, classes: str, body: str = "roberta") -> EncoderFamily:
         bias_copy="lm_head.decoder.bias",
         dense_classifier=True,
         buffers=rf"({body}\.)?embeddings\.position_ids",
-        entries=bert_config_entries(classes, norm_position="sum", positions=OffsetPositionsEntry(), activation="gelu"),
-        rules=bert_tensor_rules(body, POST_NORMS, _HEAD),
+        entries=bert_config_entries(
+            classes, norm_position="pre" if pre_norms else "sum", positions=OffsetPositionsEntry(), activation="gelu",
+            embedding_norm=embedding_norm,
+        ),
+        rules=bert_tensor_rules(body, pre_norms or POST_NORMS, _HEAD),
         carried=CARRIED_BERT,
-    )
+    )  # fmt: skip
 
 
 ROBERTA = _roberta("roberta", "Roberta")
 XLM_ROBERTA = _roberta("xlm-roberta", "XLMRoberta")
 CAMEMBERT = _roberta("camembert", "Camembert")
 DATA2VEC_TEXT = _roberta("data2vec-text", "Data2VecText", "data2vec_text")
+ROBERTA_PRE_LAYER_NORM = _roberta(
+    "roberta-prelayernorm", "RobertaPreLayerNorm", "roberta_prelayernorm", {
+        "embeddings.LayerNorm": "model.embed_norm",
+        "encoder.layer.{i}.attention.LayerNorm": f"{LAYER}.input_layernorm",
+        "encoder.layer.{i}.intermediate.LayerNorm": f"{LAYER}.post_attention_layernorm",
+        "LayerNorm": "model.norm",
+    },
+)  # fmt: skip
+_XL = _roberta(
+    "xlm-roberta-xl", "XLMRobertaXL", "roberta", {
+        "encoder.layer.{i}.attention.self_attn_layer_norm": f"{LAYER}.input_layernorm",
+        "encoder.layer.{i}.LayerNorm": f"{LAYER}.post_attention_layernorm",
+        "encoder.LayerNorm": "model.norm",
+    },
+)  # fmt: skip
+_XL_DEFAULTS = {"layer_norm_eps": 1e-5, "type_vocab_size": 1}
+XLM_ROBERTA_XL = replace(
+    _XL,
+    entries=tuple(
+        replace(entry, default=_XL_DEFAULTS[entry.key])
+        if isinstance(entry, KeyEntry) and entry.key in _XL_DEFAULTS
+        else replace(entry, rows=514)
+        if isinstance(entry, OffsetPositionsEntry)
+        else entry
+        for entry in _XL.entries
+    ),
+)
 
 
 @dataclass(frozen=True)

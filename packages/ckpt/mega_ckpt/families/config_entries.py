@@ -8,7 +8,7 @@ an error and never silently dropped. `KeyEntry`, `FixedFieldsEntry` and `Allowed
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -54,6 +54,23 @@ class ConfigEntry(Protocol):
         """Return {key: value} of config.json from the fields of `model`.
         Raises ConfigMismatchError if a value has no counterpart.
         """
+
+
+def read_entry_fields(entries: Iterable[ConfigEntry], raw: ConfigDict) -> tuple[dict[str, Any], list[str]]:
+    """Return the `ModelConfig` fields of all `entries` from a config.json, and the problems of the entries that have none.
+    A value of the wrong type is a problem like a value without a counterpart.
+    """
+    fields: dict[str, Any] = {}
+    problems: list[str] = []
+    for entry in entries:
+        try:
+            fields |= entry.fields_from_config(raw)
+        except ConfigMismatchError as error:
+            problems.append(str(error))
+        except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError):
+            keys = sorted(entry.handled_config_keys & raw.keys())
+            problems.append(f"{', '.join(keys)}: a value has the wrong type, or is out of range")
+    return fields, problems
 
 
 @dataclass(frozen=True)

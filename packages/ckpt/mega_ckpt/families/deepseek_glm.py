@@ -47,9 +47,11 @@ _LATENT = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim"
 @dataclass(frozen=True)
 class LatentAttentionEntry:
     """Config entry for DeepSeek's multi-head latent attention (MLA), section `mla` of `ModelConfig`.
-    The norms of the latents always have transformers' default epsilon.
+    The norms of the latents always have transformers' default epsilon. `whole_head`: `head_dim` counts all elements of a
+    head, not the rotated ones.
     """
 
+    whole_head: bool = False
     handled_config_keys: frozenset[str] = frozenset({*_LATENT, "head_dim", "qk_head_dim", "num_key_value_heads"})
     handled_model_fields: frozenset[str] = frozenset({"mla", "num_kv_heads", "head_dim"})
 
@@ -61,7 +63,8 @@ class LatentAttentionEntry:
         if absent:
             raise ConfigMismatchError(f"{', '.join(absent)} is missing")
         rotated, heads = raw["qk_rope_head_dim"], raw.get("num_attention_heads")
-        derived = {"head_dim": rotated, "qk_head_dim": raw["qk_nope_head_dim"] + rotated, "num_key_value_heads": heads}
+        whole = rotated + (raw["qk_nope_head_dim"] if self.whole_head else 0)
+        derived = {"head_dim": whole, "qk_head_dim": raw["qk_nope_head_dim"] + rotated, "num_key_value_heads": heads}
         for key, value in derived.items():
             if raw.get(key, value) not in (value, None):
                 raise ConfigMismatchError(f"{key} = {raw[key]!r} must be {value}")

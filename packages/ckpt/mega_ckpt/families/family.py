@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mega_ckpt.canonical_tensors import EMBEDDING, HEAD, canonical_tensors
@@ -14,6 +14,7 @@ from mega_ckpt.families.config_entries import (
     ConfigEntry,
     ConfigMismatchError,
     FixedFieldsEntry,
+    read_entry_fields,
     split_words,
 )
 from mega_ckpt.families.disk_layouts import DiskTensor, TensorRule, expand_tensor_rules
@@ -39,7 +40,6 @@ CARRIED = split_words(
     use_bfloat16 use_cache"""
 )
 
-_INNER = "model.language_model."
 # Ends of the class names in transformers of models with a task head.
 TASK_CLASSES = {"sequence": "ForSequenceClassification", "token": "ForTokenClassification", "embedding": ""}
 
@@ -73,9 +73,11 @@ class ModelFamily:
         head: the output projection's name on disk.
         rules: names and layouts of tensors on disk; a tensor without a rule has its canonical name there.
         buffers: pattern of disk tensors that are buffers (masks, frequencies): carried, not translated.
+        constants: {pattern of names: value} of scalars that transformers stores and mega has built in; `{i}` runs over layers.
         carried: keys of config.json that change nothing, in addition to `CARRIED`.
         outer_model_type: `model_type` of a vision-language model with this text model: its config.json has the text
-            model's in `text_config`, and its tensors begin with `model.language_model.` instead of `model.`.
+            model's in `text_config`, and its tensors have other names.
+        inner_prefix: beginning of the tensor names of the text model, and its replacement in that vision-language model.
         fused: rules of folders with one stacked tensor per projection of all experts; `rules` are of those with one
             tensor per expert.
         tokens: special tokens whose default in transformers is outside a small vocabulary; written as null if the model
@@ -91,8 +93,10 @@ class ModelFamily:
     head: str = "lm_head.weight"
     rules: tuple[TensorRule, ...] = ()
     buffers: str = r"(.*\.)?rotary_emb\.inv_freq"
+    constants: Mapping[str, float] = field(default_factory=dict)
     carried: frozenset[str] = frozenset()
     outer_model_type: str = ""
+    inner_prefix: tuple[str, str] = ("model.", "model.language_model.")
     fused: tuple[TensorRule, ...] = ()
     tokens: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()
@@ -105,18 +109,10 @@ class ModelFamily:
             CheckpointError: naming every key that is missing or has a value that `ModelConfig` cannot express. Unknown
                 keys are ignored (see `unread_keys`).
         """
-        fields: dict[str, Any] = {}
-        found: list[str] = []
         raw = self.select_text_config(raw)
         covered = frozenset[str]().union(*(entry.handled_config_keys for entry in self.entries))
         common = AllowedValuesEntry({key: values for key, values in _COMMON.values.items() if key not in covered})
-        for entry in (*self.entries, common):
-            try:
-                fields |= entry.fields_from_config(raw)
-            except ConfigMismatchError as error:
-                found.append(str(error))
-            except TypeError:
-                found.append(f"{', '.join(sorted(entry.handled_config_keys & raw.keys()))}: a value has the wrong type")
+        fields, found = read_entry_fields((*self.entries, common), raw)
         if found:
             raise CheckpointError(
                 f"{source}: this model is not supported: {'; '.join(found)}",
@@ -209,8 +205,8 @@ class ModelFamily:
             default = model.model_copy(update={"task_head": model.task_head.model_copy(update={"pooling": None})})
             if default.text_pooling != model.text_pooling:
                 found.append(f"task_head.pooling must be {default.text_pooling}, not {model.text_pooling}")
-        for name, field in ModelConfig.model_fields.items():
-            if name not in covered and getattr(model, name) != field.get_default(call_default_factory=True):
+        for name, info in ModelConfig.model_fields.items():
+            if name not in covered and getattr(model, name) != info.get_default(call_default_factory=True):
                 found.append(f"{name} = {getattr(model, name)!r} has no counterpart")
         return found
 
@@ -257,10 +253,10 @@ class ModelFamily:
                 table[copy] = replace(original, name=copy)
                 if names is not None and not names & self._name_variants(original.name):
                     del table[original.name]  # a shared tensor may be stored under either name alone
-        if names is not None and not any(name.startswith(self.prefix) for name in names):
+        if names is not None and not any(name.startswith((self.prefix, self.inner_prefix[1])) for name in names):
             table = {disk.name: disk for disk in (_with_prefix(disk, self.prefix, "") for disk in table.values())}
-        if names is not None and any(name.startswith(_INNER) for name in names):
-            table = {disk.name: disk for disk in (_with_prefix(disk, self.prefix, _INNER) for disk in table.values())}
+        if names is not None and any(name.startswith(self.inner_prefix[1]) for name in names):
+            table = {disk.name: disk for disk in (_with_prefix(disk, *self.inner_prefix) for disk in table.values())}
         return table
 
     def _name_variants(self, name: str) -> set[str]:
@@ -268,7 +264,7 @@ class ModelFamily:
         larger model.
         """
         bare = name.removeprefix(self.prefix)
-        return {name, bare, _INNER + bare}
+        return {name, bare, self.inner_prefix[1] + name.removeprefix(self.inner_prefix[0])}
 
     def duplicate_tensors(self, model: ModelConfig) -> dict[str, str]:
         """Return {disk name: canonical name} of disk tensors that repeat another one.
@@ -291,6 +287,11 @@ class ModelFamily:
         moe = model.moe and model.moe.model_copy(update={"layers": _layers_below(model.num_layers, model.moe.layers)})
         layers = model.layers and expand_layer_pattern(model.layers)[: model.num_layers]
         return model.model_copy(update={"mtp_layers": 0, "moe": moe, "layers": layers})
+
+    def constant_tensors(self, model: ModelConfig) -> dict[str, float]:
+        """Return {disk name: value} of the scalars that a folder of the family has besides the tensors of `model`."""
+        layers = range(model.num_layers)
+        return {name.replace("{i}", str(i)): value for i in layers for name, value in self.constants.items()}
 
     @property
     def has_per_expert_tensors(self) -> bool:

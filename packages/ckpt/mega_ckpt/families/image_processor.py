@@ -37,7 +37,7 @@ def apply_image_processor(vision: VisionConfig, raw: ConfigDict) -> VisionConfig
     for key, name in (("image_mean", "mean"), ("image_std", "std")):
         if raw.get(key) is not None:
             fields[name] = raw[key] if isinstance(raw[key], list) else [raw[key]] * 3
-    if raw.get("resample") in _FILTERS:
+    if isinstance(raw.get("resample"), int) and raw["resample"] in _FILTERS:
         fields["resample"] = _FILTERS[raw["resample"]]
     if vision.native is not None:
         fields["native"] = vision.native.model_dump() | _pixel_bounds(raw)

@@ -17,8 +17,8 @@ TRAINING_FIELDS = frozenset(
 _MIXER_TRAINING = ("chunk_size", "dt_init", "dt_init_floor")  # of Mamba-2 and of gated delta nets
 _NO_HEADS = {"num_attention_heads": 1, "num_kv_heads": 1, "head_dim": 1}
 ATTENTION_FIELDS = frozenset({
-    "num_kv_heads", "head_dim", "rope", "local_rope", "no_rope_layers", "qkv_bias", "attention_out_bias", "qk_norm",
-    "qk_norm_span", "qk_norm_after_rope", "sliding_window", "full_attention_layers", "attention_scale", "attention_softcap", "attention_sinks",
+    "num_kv_heads", "head_dim", "rope", "local_rope", "no_rope_layers", "qkv_bias", "qkv_clip", "attention_out_bias", "qk_norm",
+    "qk_norm_span", "qk_norm_after_rope", "sliding_window", "full_attention_layers", "chunked_window", "no_rope_scaling", "attention_scale", "attention_softcap", "attention_sinks",
     "attention_gate",
 })  # fmt: skip
 MOE_TRAINING_FIELDS = frozenset({"aux_loss", "aux_loss_scope", "bias_rate", "capacity_factor", "sinkhorn", "z_loss"})
@@ -33,7 +33,7 @@ def is_same_model(one: ModelConfig, other: ModelConfig) -> bool:
 
 def normalize_config(model: ModelConfig) -> ModelConfig:
     """Return an equivalent configuration of `model` without redundant layer lists and settings of absent parts."""
-    unused: dict[str, Any] = {} if model.norm == "layernorm" else {"norm_bias": True}
+    unused: dict[str, Any] = {} if model.norm == "layernorm" and model.norm_weight else {"norm_bias": True}
     if model.attention_scale and math.isclose(model.attention_scale, model.query_key_head_dim**-0.5, rel_tol=1e-12):
         unused["attention_scale"] = None
     if model.position != "rope":
@@ -88,14 +88,15 @@ def _normalize_windows(model: ModelConfig) -> dict[str, Any]:
     layers = _attention_layers(model)
     full = [layer for layer in layers if model.get_attention_window(layer) is None]
     if len(full) == len(layers):
-        return dict.fromkeys(("sliding_window", "full_attention_layers", "local_rope"))
+        return {"sliding_window": None, "full_attention_layers": None, "local_rope": None, "chunked_window": False}
     same = model.local_rope == model.rope
     return {"full_attention_layers": full or None, "local_rope": None if same else model.local_rope}
 
 
 def _normalize_no_rope(model: ModelConfig) -> dict[str, Any]:
     layers = _attention_layers(model) if model.position == "rope" else ()
-    return {"no_rope_layers": [layer for layer in layers if not model.has_rotary_positions(layer)] or None}
+    unrotated = [layer for layer in layers if not model.has_rotary_positions(layer)]
+    return {"no_rope_layers": unrotated or None, **({} if unrotated else {"no_rope_scaling": None})}
 
 
 def _normalize_layers(model: ModelConfig) -> dict[str, Any]:

@@ -26,7 +26,9 @@ _PARAMETERS: Mapping[str, Mapping[str, str]] = {
 EVERY_SCALING = frozenset(_PARAMETERS)
 _SETS = ("full_attention", "sliding_attention")
 _DEFAULTS = {"truncate": True, "factor": 1.0}  # keys that are left out at these values
-_COVERED = {"theta", "fraction", "interleaved", "scaling"}.union(*(fields.values() for fields in _PARAMETERS.values()))
+_COVERED = {"theta", "fraction", "interleaved", "clockwise", "scaling"}.union(
+    *(fields.values() for fields in _PARAMETERS.values())
+)
 _MULTIMODAL = {"mrope_section", "mrope_interleaved"}  # without effect on text, whose tokens have one position each
 _COMMON = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"}) | _MULTIMODAL
 
@@ -46,6 +48,7 @@ class RopeEntry:
             precedence.
         interleaved: the family's code rotates adjacent elements.
         query_scaling: the family's code scales queries by position, by the parameter `llama_4_scaling_beta`.
+        clockwise: the family's code rotates by negative angles.
         ntk_alpha: rope_type "dynamic" with a parameter `alpha` means a larger base frequency, as in Hunyuan.
     """
 
@@ -60,6 +63,7 @@ class RopeEntry:
     original: int | None = None
     interleaved: bool = False
     query_scaling: bool = False
+    clockwise: bool = False
     ntk_alpha: bool = False
     handled_model_fields: frozenset[str] = frozenset({"rope"})
 
@@ -89,6 +93,7 @@ class RopeEntry:
             "fraction": given.get("partial_rotary_factor") or raw.get(self.fraction_key) or self.fraction,
             "scaling": scaling,
             "interleaved": self.interleaved,
+            "clockwise": self.clockwise,
             **_read_parameters(scaling, given, raw),
         }
         if self.query_scaling:
@@ -114,6 +119,8 @@ class RopeEntry:
         self._check_fraction(rope.fraction)
         if rope.interleaved != self.interleaved:
             raise ConfigMismatchError(f"rope.interleaved must be {self.interleaved}")
+        if rope.clockwise != self.clockwise:
+            raise ConfigMismatchError(f"rope.clockwise must be {self.clockwise}")
         if rope.scaling not in self.scalings:
             raise ConfigMismatchError(
                 f"rope.scaling must be {' or '.join(sorted(self.scalings))}, not {rope.scaling!r}"

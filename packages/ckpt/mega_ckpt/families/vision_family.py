@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from mega_ckpt.canonical_tensors import canonical_tensors
-from mega_ckpt.families.config_entries import ConfigDict, ConfigMismatchError, split_words
+from mega_ckpt.families.config_entries import ConfigDict, ConfigMismatchError, read_entry_fields, split_words
 from mega_ckpt.families.disk_layouts import DiskTensor, TensorRule, expand_tensor_rules, weight_bias_rules
 from mega_ckpt.families.family import CARRIED, ModelFamily
 from mega_ckpt.families.vision_encoders import PIXELS, VISION_ENCODERS
@@ -141,15 +141,10 @@ class VisionLanguageFamily(ModelFamily):
             raise CheckpointError(
                 f"{source}: vision encoder {kind!r} is not supported", hint=f"supported: {', '.join(self.towers)}"
             )
-        fields: dict[str, Any] = {**PIXELS[kind], **self.pixels}
-        found = self._text_family_problems()
-        for entries, keys in ((VISION_ENCODERS[kind], inner), (self.entries, raw)):
-            for entry in entries:
-                try:
-                    fields |= entry.fields_from_config(keys)
-                except ConfigMismatchError as error:
-                    found.append(str(error))
-        if found:
+        of_tower, tower_problems = read_entry_fields(VISION_ENCODERS[kind], inner)
+        outer, outer_problems = read_entry_fields(self.entries, raw)
+        fields = {**PIXELS[kind], **self.pixels, **of_tower, **outer}
+        if found := [*self._text_family_problems(), *tower_problems, *outer_problems]:
             raise CheckpointError(f"{source}: this model is not supported: {'; '.join(found)}")
         try:
             vision = VisionConfig.parse(fields, source=f"{source}: vision_config")

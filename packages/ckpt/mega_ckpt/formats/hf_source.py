@@ -84,7 +84,8 @@ class HfSource(DiskSource):
         headers = files.headers
         if files.has_foreign_names or described.vision is None:
             check_tensor_counts(self._naming, described, len(tensors) + described.mtp_layers, folder)
-            bare = strip_common_prefix(tensors, self._naming.disk_tensor_table(described))
+            inner = any(name.startswith(self._naming.inner_prefix[1]) for name in tensors)
+            bare = tensors if inner else strip_common_prefix(tensors, self._naming.disk_tensor_table(described))
             headers = headers if bare.keys() == tensors.keys() else {}
             tensors = bare
         disk, quantization = dequantize_tensors(tensors, self._raw, folder)

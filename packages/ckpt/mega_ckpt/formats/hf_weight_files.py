@@ -18,7 +18,7 @@ from mega_ckpt.formats.disk_source import LazyTensor
 from mega_ckpt.formats.foreign_checkpoint import read_foreign_checkpoint, strip_wrappers
 from mega_ckpt.formats.safetensors_file import SafetensorsFile, SafetensorsHeader
 from mega_ckpt.formats.torch_archive import load_state_tensors
-from mega_common.bounded_parsing import explain_read_error, parse_json_text
+from mega_common.bounded_parsing import describe_json_type, explain_read_error, parse_json_text
 from mega_common.errors import CheckpointError
 from mega_common.object_store import Location, RemotePath
 from mega_common.progress_logging import logger
@@ -187,7 +187,7 @@ def decode_json_mapping(content: bytes, source: object) -> dict[str, Any]:
     except ValueError as error:
         raise CheckpointError(f"{source}: not valid JSON ({error})") from None
     if not isinstance(raw, dict):
-        raise CheckpointError(f"{source}: must be a JSON object, not {type(raw).__name__}")
+        raise CheckpointError(f"{source}: must be a JSON object, found {describe_json_type(raw)}")
     return raw
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,14 +37,18 @@ from mega_ckpt.formats.hf_source import (
 )
 from mega_ckpt.formats.hf_weight_files import INDEX, SINGLE, decode_json_mapping, encode_json_mapping, set_config_dtype
 from mega_ckpt.formats.quantized_parts import (
+    Calibration,
     QuantizedPart,
     TensorTypes,
+    describe_rounding,
+    encode_calibrated,
     find_ignored_layers,
     list_quantized_parts,
     replace_quantized,
     select_quantizer,
 )
 from mega_ckpt.formats.safetensors_file import SafetensorsHeader, write_safetensors
+from mega_ckpt.formats.weight_quantization import EncodedParts, LinearQuantizer
 from mega_ckpt.resumable_folder import FinishedFile, RunOnce, write_always
 from mega_ckpt.stream_checkpoint import split_blocks
 from mega_ckpt.tensor_pieces import TensorShape
@@ -55,6 +59,7 @@ from mega_common.progress_logging import logger
 
 MAX_SHARD = 5 * 10**9  # bytes
 _CACHED = 1 << 18  # elements that are quantized at once
+_CALIBRATED = 1 << 24  # the same with calibration, whose work for a column is shared by more rows
 METADATA = {"format": "pt"}
 _IMAGE_FILES = frozenset(
     {"preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json", "image_processor.json"}
@@ -134,14 +139,18 @@ class HfFolderPlan:
         files: {file name: header}; the headers have names, dtypes and the order of bytes.
         others: {path inside the folder: file or its content}, including config.json and index.
         quantized: {disk name: part of a quantized weight}; the weight itself is in `table` only.
+        encoded: {disk name: parts} of the quantized weights that are calibrated; others are encoded when written.
         quantization: description of the quantization; None without it.
+        constants: {disk name: scalar} of tensors that are not in the source.
     """
 
     table: Mapping[str, DiskTensor]
     files: Mapping[str, SafetensorsHeader]
     others: Mapping[str, Path | bytes]
     quantized: Mapping[str, QuantizedPart] = field(default_factory=dict)
+    encoded: Mapping[str, EncodedParts] = field(default_factory=dict)
     quantization: str | None = None
+    constants: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
     def total_bytes(self) -> int:
@@ -157,6 +166,7 @@ def plan_hf_folder(
     max_shard: int | None = None,
     families: Sequence[ModelFamily] = (),
     quantize: str | None = None,
+    calibration: Calibration | None = None,
     metadata: Mapping[str, str] = METADATA,
 ) -> HfFolderPlan:
     """Plan the HuggingFace folder to write for `source`: family, tensor names, files and dtypes; nothing is written.
@@ -168,6 +178,7 @@ def plan_hf_folder(
         max_shard: maximum bytes of tensors per file; by default the files of the origin, or `MAX_SHARD`.
         families: families that extensions add.
         quantize: quantization of the linear layers, by its name in `weight_quantization`; None: unquantized.
+        calibration: data by which the quantized weights are rounded; None: to the nearest.
         metadata: metadata of new safetensors files.
 
     Raises:
@@ -178,12 +189,7 @@ def plan_hf_folder(
     described = origin.describe_model(source.model, families)
     chosen = _choose_family(source.model, family, described, families)
     if described is not None and described[0] == chosen and _lacks_vision(source, origin.config_json, chosen):
-        logger.warning(
-            "the original model (%s) has a vision encoder whose weights are not in this checkpoint; only the language model "
-            "is written (%s)", chosen.outer_model_type, chosen.architecture,
-        )  # fmt: skip
-        origin = origin.without_vision(chosen)
-        described = None
+        origin, described = _leave_out_vision(origin, chosen), None
     same = described is not None and described[0] == chosen and is_same_model(described[1], source.model)
     headers = origin.headers if same else {}
     shapes = {name: entry.shape for header in headers.values() for name, entry in header.entries.items()}
@@ -194,6 +200,8 @@ def plan_hf_folder(
     quantizer = select_quantizer(quantize, table) if quantize else None
     quantized = list_quantized_parts(quantizer, table, tensors) if quantizer else {}
     kept = headers if max_shard is None and not quantized and metadata == METADATA else {}
+    constants = _list_constants(chosen, source.model, next(iter(tensors.values()))[0], buffers, shapes)
+    buffers |= {name: (value.dtype, ()) for name, value in constants.items()}
     written = replace_quantized(tensors, table, quantized) | buffers
     files = _keep_files(kept, written) if kept else _split_into_files(written, max_shard or MAX_SHARD, metadata)
     others = {name: content for name, content in origin.others.items() if not name.endswith(".safetensors")}
@@ -207,7 +215,42 @@ def plan_hf_folder(
     others |= {} if same else _image_files(origin, source.model)
     others |= {**_embedding_files(source.model), **({} if config is None else {CONFIG: config})}
     others |= {} if index is None else {INDEX: index}
-    return HfFolderPlan(table, files, others, quantized, quantizer.description if quantizer else None)
+    plan = HfFolderPlan(table, files, others, quantized, constants=constants)
+    return plan if quantizer is None else _add_rounding(plan, source, quantizer, tensors, calibration)
+
+
+def _leave_out_vision(origin: HfOrigin, chosen: ModelFamily) -> HfOrigin:
+    """Return the origin without its vision encoder, and warn that only the language model is written."""
+    logger.warning(
+        "the original model (%s) has a vision encoder whose weights are not in this checkpoint; only the language model is "
+        "written (%s)", chosen.outer_model_type, chosen.architecture,
+    )  # fmt: skip
+    return origin.without_vision(chosen)
+
+
+def _list_constants(
+    family: ModelFamily, model: ModelConfig, dtype: torch.dtype, present: Container[str], wanted: Collection[str]
+) -> dict[str, Tensor]:
+    """Return the scalars that transformers stores for the family, by disk name: those of the origin, or all without one."""
+    return {
+        name: torch.tensor(value, dtype=dtype)
+        for name, value in family.constant_tensors(model).items()
+        if name not in present and name in (wanted or (name,))
+    }
+
+
+def _add_rounding(
+    plan: HfFolderPlan, source: WeightSource, quantizer: LinearQuantizer,
+    tensors: Mapping[str, tuple[torch.dtype, TensorShape]], calibration: Calibration | None,
+) -> HfFolderPlan:  # fmt: skip
+    """Return the plan with the quantized weights that calibration data rounds, and with the description of the rounding."""
+    encoded: Mapping[str, EncodedParts] = {}
+    if calibration is not None:
+        read_rows = partial(_iter_rows, source, together=quantizer.rows, elements=_CALIBRATED)
+        encoded = encode_calibrated(quantizer, plan.table, tensors, calibration, read_rows)
+    description = describe_rounding(plan.quantized, len(encoded), calibration)
+    logger.info("%d weights are quantized: %s", len({part.weight for part in plan.quantized.values()}), description)
+    return replace(plan, encoded=encoded, quantization=description)
 
 
 def write_hf_folder(
@@ -240,12 +283,15 @@ def _iter_tensors(source: WeightSource, plan: HfFolderPlan, header: SafetensorsH
             yield scales.pop(name)
         elif name in plan.quantized:
             part = plan.quantized[name]
-            disk = plan.table[part.weight]
+            disk, encoded = plan.table[part.weight], plan.encoded.get(part.weight, {})
+            if part.part in encoded:
+                yield encoded[part.part]
+                continue
             yield from part.iter_blocks(disk.shape, _iter_rows(source, disk, part.quantizer.rows), scales)
         elif name in plan.table:
             yield from _iter_blocks(source, plan.table[name], entry.dtype)
         else:
-            yield source.read_buffer(name)
+            yield plan.constants[name] if name in plan.constants else source.read_buffer(name)
 
 
 def tensor_fillers(
@@ -283,12 +329,14 @@ def _iter_blocks(source: WeightSource, disk: DiskTensor, dtype: torch.dtype) -> 
         yield out
 
 
-def _iter_rows(source: WeightSource, disk: DiskTensor, together: int) -> Iterator[Tensor]:
-    """Yield the rows of a matrix in fp32, in blocks of a multiple of `together` rows that fit the processor's cache."""
+def _iter_rows(source: WeightSource, disk: DiskTensor, together: int, elements: int = _CACHED) -> Iterator[Tensor]:
+    """Yield the rows of a matrix in fp32, in blocks of a multiple of `together` rows, of about `elements` at most.
+    By default they fit the processor's cache.
+    """
     single = disk.layout == PLAIN and len(disk.slabs) == 1
     whole = None if single else next(_iter_blocks(source, disk, torch.float32))
     rows, columns = disk.shape
-    step = max(1, _CACHED // columns // together) * together
+    step = max(1, elements // columns // together) * together
     for begin in range(0, rows, step):
         count = min(step, rows - begin)
         if whole is None:

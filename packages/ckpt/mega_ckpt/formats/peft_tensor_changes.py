@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from mega_ckpt.canonical_tensors import EMBEDDING, HEAD
@@ -32,6 +33,7 @@ from mega_ckpt.tensor_pieces import TensorShape, crop_tensor
 from mega_ckpt.weight_source import WeightSource
 from mega_common.errors import CheckpointError
 from mega_common.object_store import Location
+from mega_common.strict_config import ConfigProblem, StrictConfig, find_config_problems
 
 ReadTensor = Callable[[str], Tensor]
 WEIGHTS, PICKLED = "adapter_model.safetensors", "adapter_model.bin"
@@ -53,6 +55,28 @@ _INITS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
 _BIASES = ("none", "all", "lora_only", None)
 
 
+Alpha = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class _PeftOptions(StrictConfig):
+    """Types of the options of an adapter_config.json that mega computes with."""
+
+    lora_alpha: Alpha = 8
+    alpha_pattern: dict[str, Alpha] | None = None
+    lora_dropout: float | None = Field(None, ge=0, lt=1, allow_inf_nan=False)
+    target_parameters: list[str] | None = None
+    use_rslora: bool | None = None
+    use_dora: bool | None = None
+
+    def problems(self) -> Iterator[ConfigProblem]:
+        """Yield keys of `alpha_pattern` that are no regular expressions."""
+        for pattern in self.alpha_pattern or {}:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                yield ConfigProblem("alpha_pattern", f"the key {pattern!r} is no regular expression ({error})")
+
+
 def check_peft_options(config: Mapping[str, Any], where: object) -> None:
     """Reject an adapter_config.json of PEFT with options that mega does not support.
     These are options that change the adapter's result in a way that mega does not implement; `config` is the file's
@@ -70,9 +94,10 @@ def check_peft_options(config: Mapping[str, Any], where: object) -> None:
         supported = key in _APPLIED or key in _WITHOUT_EFFECT
         if not supported and value is not None and value is not False and value not in ({}, [], ""):
             raise CheckpointError(f"{where}: {key} = {value!r} is not supported", hint=_MERGE)
-    for key, alpha in (("lora_alpha", config.get("lora_alpha", 8)), *(config.get("alpha_pattern") or {}).items()):
-        if not isinstance(alpha, int | float) or not 0 < alpha < math.inf:
-            raise CheckpointError(f"{where}: the alpha {key} = {alpha!r} must be a positive number", hint=_MERGE)
+    for problem in find_config_problems(
+        _PeftOptions, {key: config[key] for key in _PeftOptions.model_fields.keys() & config.keys()}
+    ):
+        raise CheckpointError(f"{where}: {problem}", hint=_MERGE)
     if config.get("bias") not in _BIASES:
         raise CheckpointError(f"{where}: bias = {config['bias']!r} is not supported", hint=_MERGE)
     init = config.get("init_lora_weights")

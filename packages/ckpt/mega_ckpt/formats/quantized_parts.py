@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from mega_ckpt.families.disk_layouts import TRANSPOSED, DiskTensor
-from mega_ckpt.formats.weight_quantization import SHAPE, LinearQuantizer, make_quantizer
+from mega_ckpt.formats.calibrated_rounding import InputMoments
+from mega_ckpt.formats.weight_quantization import SHAPE, EncodedParts, LinearQuantizer, make_quantizer
 from mega_ckpt.tensor_pieces import TensorShape
 from mega_common.errors import CheckpointError
-from mega_common.progress_logging import logger
 
 _SMALL_PARTS = {"weight_scale", "scales", "biases"}
 TensorTypes = Mapping[str, tuple[torch.dtype, TensorShape]]
@@ -54,7 +55,7 @@ class QuantizedPart:
             return
         kept: defaultdict[str, list[Tensor]] = defaultdict(list)
         for block in rows:
-            encoded = self.quantizer.encode(block, self.dtype)
+            encoded = self.quantizer.encode(block, self.dtype, None)
             yield encoded.pop(self.part)
             for part in encoded.keys() & _SMALL_PARTS:
                 kept[self.layer + part].append(encoded[part])
@@ -78,9 +79,7 @@ def select_quantizer(quantize: str, table: Mapping[str, DiskTensor]) -> LinearQu
             )
     if not linear:
         raise CheckpointError(f"--quantize {quantize}: the model has no linear layers to quantize")
-    quantizer = make_quantizer(quantize, {name: disk.shape for name, disk in linear.items()})
-    logger.info("%d weights are quantized: %s", len(linear), quantizer.description)
-    return quantizer
+    return make_quantizer(quantize, {name: disk.shape for name, disk in linear.items()})
 
 
 def list_quantized_parts(
@@ -96,6 +95,53 @@ def list_quantized_parts(
 
 def _find_linear_weights(table: Mapping[str, DiskTensor]) -> dict[str, DiskTensor]:
     return {name: disk for name, disk in table.items() if any(_LINEAR.fullmatch(slab.name) for slab in disk.slabs)}
+
+
+class Calibration(Protocol):
+    """Inputs of the linear layers of a model on calibration data; its text form differs for other data."""
+
+    @property
+    def description(self) -> str:
+        """Size and name of the data, for logs and model cards."""
+
+    def iterate_moments(self) -> Iterator[tuple[Sequence[str], Tensor]]:
+        """Yield (canonical names of weights, X X^T [I, I]) for the weights that have the same inputs X [I, tokens]."""
+
+
+def encode_calibrated(
+    quantizer: LinearQuantizer,
+    table: Mapping[str, DiskTensor],
+    tensors: TensorTypes,
+    calibration: Calibration,
+    read_rows: Callable[[DiskTensor], Iterable[Tensor]],
+) -> dict[str, EncodedParts]:
+    """Return the parts of the weights whose inputs the calibration data give, rounded by them, by disk name.
+
+    Args:
+        tensors: unquantized dtypes and shapes.
+        read_rows: returns consecutive rows of a weight, in fp32.
+    """
+    linear = _find_linear_weights(table)
+    disk_names = {slab.name: name for name, disk in linear.items() for slab in disk.slabs}
+    found: dict[str, EncodedParts] = {}
+    for names, sums in calibration.iterate_moments():
+        weights = sorted({disk_names[name] for name in names if name in disk_names})
+        if not weights:
+            continue
+        moments = InputMoments.prepare(sums)
+        for weight in weights:
+            encoded = [quantizer.encode(rows, tensors[weight][0], moments) for rows in read_rows(linear[weight])]
+            found[weight] = {part: torch.cat([rows[part] for rows in encoded]) for part in encoded[0]}
+    return found
+
+
+def describe_rounding(quantized: Mapping[str, QuantizedPart], encoded: int, calibration: Calibration | None) -> str:
+    """Return the codes, scales and rounding of quantized weights, of which `encoded` are calibrated, as text."""
+    quantizer, count = next(iter(quantized.values())).quantizer, len({part.weight for part in quantized.values()})
+    if calibration is None:
+        return f"{quantizer.description}, rounded to the nearest without calibration data"
+    others = f"; {count - encoded} of {count} weights are rounded to the nearest" if encoded < count else ""
+    return f"{quantizer.description}, calibrated on {calibration.description} (GPTQ){others}"
 
 
 def find_ignored_layers(table: Mapping[str, DiskTensor], tensors: TensorTypes) -> list[str]:

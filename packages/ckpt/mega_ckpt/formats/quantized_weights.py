@@ -72,7 +72,7 @@ def dequantize_tensors(
     if scheme is None:
         return tensors, None
     method = _find_method(scheme) if isinstance(scheme, Mapping) else scheme
-    if method not in _METHODS:
+    if not isinstance(method, str) or method not in _METHODS:
         raise CheckpointError(
             f"{folder}: weights quantized with {method!r} are not supported (only {', '.join(_METHODS)}, and GGUF)",
             hint=_HINT,

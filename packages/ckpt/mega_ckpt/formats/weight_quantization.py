@@ -1,12 +1,13 @@
 """Quantization of the weights of linear layers for HuggingFace folders, the inverse of `quantized_weights`.
 
 A weight W [O, I] becomes codes q, and a scale s for each block of codes, so that W is about q * s. Scales have the dtype of
-the weight. Rows are encoded independently, a few at a time. Codes are rounded to the nearest, without calibration data.
+the weight. Rows are encoded independently, a few at a time. Codes are rounded to the nearest, or by `calibrated_rounding`
+where the second moments of the layer's inputs are given.
 
     fp8         W.weight e4m3, W.weight_scale [O, 1]; servers also quantize activations to fp8, a scale for each token
     fp8-block   W.weight e4m3, W.weight_scale [O / 128, I / 128]; activations with a scale for 128 channels of a token
     int8        W.weight_packed: four codes in an int32, W.weight_scale [O, 1], W.weight_shape
-    int4        W.weight_packed: eight codes in an int32, W.weight_scale [O, I / group], W.weight_shape
+    int4        W.weight_packed: eight codes in an int32, W.weight_scale [O, I / 32], W.weight_shape
     mxfp4       W.weight_packed: two e2m1 in a byte, W.weight_scale [O, I / 32]: exponent of a power of two, plus 127
 
 These are compressed-tensors' float-quantized, pack-quantized and mxfp4-pack-quantized. MLX stores W = q * s + b for groups of
@@ -24,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mega_ckpt.formats.calibrated_rounding import InputMoments
 from mega_ckpt.tensor_pieces import TensorShape
 from mega_common.errors import CheckpointError
 
@@ -31,11 +33,10 @@ EncodedParts = dict[str, Tensor]  # tensors of some rows of a weight, by the end
 PartLayouts = dict[str, tuple[torch.dtype, TensorShape]]
 
 _E4M3, _E4M3_MAX = torch.float8_e4m3fn, 448.0
-_FP8_BLOCK, _MX_BLOCK, _MLX_GROUP, _LARGEST_GROUP = 128, 32, 64, 128
+_FP8_BLOCK, _MX_BLOCK, _MLX_GROUP, _INT4_GROUP = 128, 32, 64, 32
 _E2M1_MAX = 6.0
 _E2M1_BOUNDS = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])  # between the numbers that e2m1 has
 _SHRINK_STEPS = 12  # scales that are tried for a group of four-bit codes
-_ROUNDED = "rounded to the nearest without calibration data"
 SHAPE = "weight_shape"  # part that no row determines
 
 
@@ -44,18 +45,18 @@ class LinearQuantizer:
     """Quantization of the weights of linear layers.
 
     Attributes:
-        description: codes, scales and rounding, for logs and model cards.
+        description: codes and scales, for logs and model cards.
         rows: number of consecutive rows that share scales.
         layouts: returns dtype and shape of each part of a weight, from its shape and dtype.
-        encode: returns the parts of some rows [R, I] in fp32, but for `weight_shape`; the second argument is the dtype of
-            the scales.
+        encode: returns the parts of some rows [R, I] in fp32, except `weight_shape`; the second argument is the dtype of
+            the scales, the third the moments of the layer's inputs, or None to round to the nearest.
         settings: returns the keys to add to config.json, from the names of the linear layers that are not quantized.
     """
 
     description: str
     rows: int
     layouts: Callable[[TensorShape, torch.dtype], PartLayouts]
-    encode: Callable[[Tensor, torch.dtype], EncodedParts]
+    encode: Callable[[Tensor, torch.dtype, InputMoments | None], EncodedParts]
     settings: Callable[[list[str]], dict[str, Any]]
 
 
@@ -73,7 +74,8 @@ def make_quantizer(name: str, shapes: Mapping[str, TensorShape]) -> LinearQuanti
     if name == "int8":
         return _packed_integers(8, None)
     if name == "int4":
-        return _packed_integers(4, _common_group(shapes))
+        _check_widths(shapes, _INT4_GROUP, name)
+        return _packed_integers(4, _INT4_GROUP)
     if name == "mxfp4":
         _check_widths(shapes, _MX_BLOCK, name)
         return _mxfp4()
@@ -87,13 +89,6 @@ def _check_widths(shapes: Mapping[str, TensorShape], block: int, name: str, hint
             raise CheckpointError(
                 f"{weight} has {width} columns, but --quantize {name} requires a multiple of {block}", hint=hint
             )
-
-
-def _common_group(shapes: Mapping[str, TensorShape]) -> int:
-    """Return the largest power of two up to 128 that divides the width of every weight."""
-    group = math.gcd(_LARGEST_GROUP, *(width for _, width in shapes.values()))
-    _check_widths(shapes, max(group, 32), "int4")
-    return group
 
 
 def _compressed_settings(
@@ -134,22 +129,26 @@ def _fp8(block: tuple[int, int]) -> LinearQuantizer:
     def layouts(shape: TensorShape, dtype: torch.dtype) -> PartLayouts:
         return {"weight": (_E4M3, shape), "weight_scale": (dtype, grid(shape))}
 
-    def encode(rows: Tensor, dtype: torch.dtype) -> EncodedParts:
+    def encode(rows: Tensor, dtype: torch.dtype, moments: InputMoments | None) -> EncodedParts:
         (down, across), width = grid(tuple(rows.shape)), block[1] if blocks else rows.shape[1]
         padded = torch.nn.functional.pad(rows, (0, across * width - rows.shape[1], 0, down * height - rows.shape[0]))
-        tiles = padded.view(down, height, across, width)
-        scale = _make_scales(tiles.abs().amax((1, 3)) / _E4M3_MAX, dtype)
-        codes = (tiles / scale.float()[:, None, :, None]).clamp(-_E4M3_MAX, _E4M3_MAX).to(_E4M3)
-        whole = codes.view(down * height, across * width)
-        return {"weight": whole[: rows.shape[0], : rows.shape[1]].contiguous(), "weight_scale": scale}
+        scale = _make_scales(padded.view(down, height, across, width).abs().amax((1, 3)) / _E4M3_MAX, dtype)
+        scales = scale.float().repeat_interleave(height, 0).repeat_interleave(width, 1)[: len(rows), : rows.shape[1]]
+        if moments is not None:
+            rows = moments.compensate(rows, scales, lambda weights, scale: _e4m3_codes(weights, scale).float() * scale)
+        return {"weight": _e4m3_codes(rows, scales), "weight_scale": scale}
 
     strategy = {"strategy": "block", "block_structure": list(block)} if blocks else {"strategy": "channel"}
     per_token = {"strategy": "group", "group_size": _FP8_BLOCK} if blocks else {"strategy": "token"}
     kind = {"type": "float", "num_bits": 8}
     return LinearQuantizer(
-        f"fp8 (e4m3), a scale for {f'{height} x {block[1]} weights' if blocks else 'each row'}, {_ROUNDED}", height, layouts, encode,
+        f"fp8 (e4m3), a scale for {f'{height} x {block[1]} weights' if blocks else 'each row'}", height, layouts, encode,
         partial(_compressed_settings, "float-quantized", kind | strategy, kind | per_token),
     )  # fmt: skip
+
+
+def _e4m3_codes(weights: Tensor, scales: Tensor) -> Tensor:
+    return (weights / scales).clamp(-_E4M3_MAX, _E4M3_MAX).to(_E4M3)
 
 
 def _packed_integers(bits: int, group: int | None) -> LinearQuantizer:
@@ -162,21 +161,28 @@ def _packed_integers(bits: int, group: int | None) -> LinearQuantizer:
             "weight_scale": (dtype, (shape[0], scales)), SHAPE: (torch.int64, (2,)),
         }  # fmt: skip
 
-    def encode(rows: Tensor, dtype: torch.dtype) -> EncodedParts:
+    def encode(rows: Tensor, dtype: torch.dtype, moments: InputMoments | None) -> EncodedParts:
         groups = rows.reshape(len(rows), -1, group or rows.shape[1])
-        scale = _search_scales(groups, bits, dtype) if bits < 8 else _range_scales(groups, bits, dtype)
-        codes = _round_integers(groups, scale.float(), bits).flatten(1).int() + (1 << bits - 1)
+        importance = torch.ones(rows.shape[1]) if moments is None else moments.importance
+        search = partial(_search_scales, importance=importance.view(groups.shape[1:])) if bits < 8 else _range_scales
+        scale = search(groups, bits, dtype)
+        scales = scale.float().expand(groups.shape).flatten(1)
+        if moments is not None:
+            rows = moments.compensate(
+                rows, scales, lambda weights, scale: _round_integers(weights, scale, bits) * scale
+            )
+        codes = _round_integers(rows, scales, bits).int() + (1 << bits - 1)
         return {"weight_packed": _pack_words(codes, bits, torch.int32), "weight_scale": scale.squeeze(-1)}
 
     kind = {"type": "int", "num_bits": bits, "strategy": "channel" if group is None else "group", "group_size": group}
     return LinearQuantizer(
-        f"int{bits}, a scale for {'each row' if group is None else f'{group} weights of a row'}, {_ROUNDED}", 1, layouts, encode,
+        f"int{bits}, a scale for {'each row' if group is None else f'{group} weights of a row'}", 1, layouts, encode,
         partial(_compressed_settings, "pack-quantized", kind, None),
     )  # fmt: skip
 
 
-def _round_integers(groups: Tensor, scale: Tensor, bits: int) -> Tensor:
-    return (groups / scale).round().clamp(-(1 << bits - 1), (1 << bits - 1) - 1)
+def _round_integers(weights: Tensor, scales: Tensor, bits: int) -> Tensor:
+    return (weights / scales).round().clamp(-(1 << bits - 1), (1 << bits - 1) - 1)
 
 
 def _range_scales(groups: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
@@ -184,16 +190,17 @@ def _range_scales(groups: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
     return _make_scales(groups.abs().amax(-1, keepdim=True) / ((1 << bits - 1) - 0.5), dtype)
 
 
-def _search_scales(groups: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
+def _search_scales(groups: Tensor, bits: int, dtype: torch.dtype, *, importance: Tensor) -> Tensor:
     """Return scales [R, G, 1] of groups [R, G, N] with the smallest squared error, among scales that clip the largest
-    weights more or less.
+    weights more or less. The errors of columns are weighted by `importance` [G, N].
     """
     largest = groups.abs().amax(-1, keepdim=True)
     best = _range_scales(groups, bits, dtype)
     least = torch.full_like(best, math.inf, dtype=torch.float32)
     for factor in torch.linspace(1.1, 0.6, _SHRINK_STEPS).tolist():
         scale = _make_scales(largest * (factor / ((1 << bits - 1) - 0.5)), dtype)
-        error = (_round_integers(groups, scale.float(), bits) * scale - groups).square().sum(-1, keepdim=True)
+        error = (_round_integers(groups, scale.float(), bits) * scale - groups).square()
+        error = (error * importance).sum(-1, keepdim=True)
         best, least = torch.where(error < least, scale, best), torch.minimum(error, least)
     return best
 
@@ -216,7 +223,7 @@ def _mxfp4() -> LinearQuantizer:
         packed, scales = (shape[0], shape[1] // 2), (shape[0], shape[1] // _MX_BLOCK)
         return {"weight_packed": (torch.uint8, packed), "weight_scale": (torch.uint8, scales)}
 
-    def encode(rows: Tensor, dtype: torch.dtype) -> EncodedParts:
+    def encode(rows: Tensor, dtype: torch.dtype, moments: InputMoments | None) -> EncodedParts:
         groups = rows.reshape(len(rows), -1, _MX_BLOCK)
         largest = groups.abs().amax(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
         exponent = largest.log2().floor() - 2  # the largest weight is 4 to 8, of which e2m1 has 4 and 6
@@ -224,7 +231,10 @@ def _mxfp4() -> LinearQuantizer:
             (_e2m1_values(groups, power) - groups).square().sum(-1, keepdim=True) for power in (exponent, exponent + 1)
         ]
         exponent = torch.where(errors[0] <= errors[1], exponent, exponent + 1).clamp(-127, 127)
-        codes = _e2m1_codes(groups, exponent).flatten(1)
+        exponents = exponent.expand(groups.shape).flatten(1)
+        if moments is not None:
+            rows = moments.compensate(rows, exponents, _e2m1_values)
+        codes = _e2m1_codes(rows, exponents)
         return {
             "weight_packed": codes[:, ::2] | codes[:, 1::2] << 4,
             "weight_scale": (exponent + 127).to(torch.uint8).squeeze(-1),
@@ -235,20 +245,20 @@ def _mxfp4() -> LinearQuantizer:
         "zp_dtype": "torch.uint8",
     }  # fmt: skip
     return LinearQuantizer(
-        f"mxfp4 (e2m1), a power of two for 32 weights of a row, {_ROUNDED}", 1, layouts, encode,
+        "mxfp4 (e2m1), a power of two for 32 weights of a row", 1, layouts, encode,
         partial(_compressed_settings, "mxfp4-pack-quantized", kind, None),
     )  # fmt: skip
 
 
-def _e2m1_codes(groups: Tensor, exponent: Tensor) -> Tensor:
+def _e2m1_codes(weights: Tensor, exponent: Tensor) -> Tensor:
     """Return four-bit codes (uint8) of the nearest e2m1 numbers: three bits of magnitude, and the sign above."""
-    scaled = groups * torch.exp2(-exponent)
+    scaled = weights * torch.exp2(-exponent)
     return (torch.bucketize(scaled.abs(), _E2M1_BOUNDS) + 8 * (scaled < 0)).to(torch.uint8)
 
 
-def _e2m1_values(groups: Tensor, exponent: Tensor) -> Tensor:
+def _e2m1_values(weights: Tensor, exponent: Tensor) -> Tensor:
     magnitude = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, _E2M1_MAX])
-    codes = _e2m1_codes(groups, exponent).int()
+    codes = _e2m1_codes(weights, exponent).int()
     return magnitude[codes & 7] * (1 - 2 * (codes >> 3)) * exponent.exp2()
 
 
@@ -261,19 +271,27 @@ def _mlx_integers(bits: int) -> LinearQuantizer:
             "weight": (torch.uint32, (shape[0], shape[1] * bits // 32)), "scales": (dtype, grid), "biases": (dtype, grid)
         }  # fmt: skip
 
-    def encode(rows: Tensor, dtype: torch.dtype) -> EncodedParts:
+    def encode(rows: Tensor, dtype: torch.dtype, moments: InputMoments | None) -> EncodedParts:
         groups = rows.reshape(len(rows), -1, _MLX_GROUP)
         bias = groups.amin(-1, keepdim=True).to(dtype)
         scale = _make_scales((groups.amax(-1, keepdim=True) - bias.float()) / top, dtype)
-        codes = ((groups - bias.float()) / scale.float()).round().clamp(0, top).flatten(1).int()
+        affine = torch.stack([part.float().expand(groups.shape).flatten(1) for part in (scale, bias)])
+        if moments is not None:
+            rows = moments.compensate(
+                rows, affine, lambda weights, affine: find_codes(weights, affine) * affine[0] + affine[1]
+            )
+        codes = find_codes(rows, affine).int()
         return {
             "weight": _pack_words(codes, bits, torch.uint32), "scales": scale.squeeze(-1), "biases": bias.squeeze(-1)
         }  # fmt: skip
+
+    def find_codes(weights: Tensor, affine: Tensor) -> Tensor:
+        return ((weights - affine[1]) / affine[0]).round().clamp(0, top)
 
     def settings(_: list[str]) -> dict[str, Any]:
         section = {"group_size": _MLX_GROUP, "bits": bits, "mode": "affine"}
         return {"quantization": section, "quantization_config": section}
 
     return LinearQuantizer(
-        f"int{bits}, a scale and an offset for {_MLX_GROUP} weights of a row, {_ROUNDED}", 1, layouts, encode, settings
+        f"int{bits}, a scale and an offset for {_MLX_GROUP} weights of a row", 1, layouts, encode, settings
     )

@@ -249,7 +249,9 @@ class ChatPreparation:
 
     def _log_template_warnings(self) -> None:
         if not self._template.marks and self._options.loss_on != "all":
-            logger.info("the chat template does not mark answers; they are found by rendering prefixes of the messages")
+            logger.info(
+                "the chat template does not mark answers; they are found by rendering the first messages of each chat"
+            )
         for name in self._template.find_unused_options(self._options.template_options):
             logger.warning("--template-option %s has no effect: the chat template does not use this variable", name)
         if self._template.depends_on_date:

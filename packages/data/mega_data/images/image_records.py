@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mega_common.bounded_parsing import parse_json_text
+from mega_common.bounded_parsing import describe_json_type, parse_json_text
 from mega_data.reading.corpus_sources import SkippedFiles, find_corpus_sources
 from mega_data.reading.documents import RejectedItem
 from mega_data.reading.source_readers import read_documents
@@ -87,7 +87,7 @@ def _parse_record(raw: dict[str, Any], file: str, line: int) -> ImageChatRecord 
         if hasattr(image, "save"):  # a Pillow image, decoded by `datasets`
             image = _encode_png(image)
         if not isinstance(image, str | bytes):
-            return RejectedItem(f"an image is {type(entry).__name__}, not a path", "", file, line)
+            return RejectedItem(f"an image is {describe_json_type(entry)}, not a path", "", file, line)
         images.append(image)
     return ImageChatRecord(
         {key: value for key, value in raw.items() if key not in ("image", "images")}, images, file, line

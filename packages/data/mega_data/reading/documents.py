@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, NamedTuple, Self
 
-from mega_common.bounded_parsing import explain_read_error
+from mega_common.bounded_parsing import describe_json_type, explain_read_error
 from mega_data.reading.corpus_sources import ABSENT, lookup_record_value
 from mega_data.reading.decompression import DecompressionMemoryError
 from mega_data.token_files.partial_folder import translate_write_errors
@@ -244,7 +244,7 @@ def document_from_text(value: object, key: str, file: str, line: int) -> Documen
     if isinstance(value, LongText):
         return _document_from_long_text(value, key, file, line)
     if not isinstance(value, str):
-        return RejectedItem(f"{key!r} is {_describe_type(value)}, not a string", repr(value), file, line)
+        return RejectedItem(f"{key!r} is {describe_json_type(value)}, not a string", repr(value), file, line)
     try:
         size = len(value) if value.isascii() else len(value.encode())
     except UnicodeEncodeError as error:
@@ -265,11 +265,6 @@ def _document_from_long_text(text: LongText, key: str, file: str, line: int) -> 
         return RejectedItem(reason, next(text.read_blocks()), file, line)
 
 
-def _describe_type(value: object) -> str:
-    names = {dict: "an object", list: "a list", bool: "true or false", type(None): "null", int: "a number"}
-    return names.get(type(value), f"of type {type(value).__name__}")
-
-
 def reject_damaged_rest(error: Exception, file: str, line: int) -> RejectedItem:
     """Return the rejected item for the unread rest of a damaged file, from line `line` on."""
     reason = f"cannot be read to its end ({explain_read_error(error)}); the file is damaged or truncated"
@@ -285,7 +280,7 @@ def document_from_record(
     `strings` maps placeholder names in the record to long strings.
     """
     if not isinstance(record, dict):
-        return RejectedItem(f"the record is {_describe_type(record)}, not an object", "", file, line)
+        return RejectedItem(f"the record is {describe_json_type(record)}, not an object", "", file, line)
     value = lookup_record_value(record, key)
     if strings:
         value = strings.pop(value, value) if isinstance(value, str) else value

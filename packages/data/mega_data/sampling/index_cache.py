@@ -42,9 +42,10 @@ def load_or_build_arrays(folder: Path, key: str, build: Callable[[], Arrays]) ->
     if cached is not None:
         return cached
     start = time.monotonic()
-    logger.info("building the index %s (%s)", path.name, key)
+    logger.info("building the index of the samples")
+    logger.debug("%s: %s", path, key)
     arrays = build()
-    logger.info("built in %.1f s", time.monotonic() - start)
+    logger.info("built in %.1f s: %s", time.monotonic() - start, path.name)
     try:
         _store_arrays(path, key, arrays)
     except OSError as error:

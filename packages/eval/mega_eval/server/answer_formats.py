@@ -343,6 +343,7 @@ def clip_logprob(logprob: float) -> float:
     return max(logprob, -9999.0)
 
 
-def format_sse_event(body: dict[str, Any]) -> bytes:
-    """Return the bytes of a server-sent event whose data is the JSON object `body`."""
-    return b"data: " + json.dumps(body, separators=(",", ":")).encode() + b"\n\n"
+def format_sse_event(body: dict[str, Any], kind: str | None = None) -> bytes:
+    """Return the bytes of a server-sent event whose data is the JSON object `body`; `kind` is its field `event`."""
+    head = "" if kind is None else f"event: {kind}\n"
+    return f"{head}data: {json.dumps(body, separators=(',', ':'))}\n\n".encode()

@@ -109,8 +109,7 @@ class AnswerParser:
 
     def _skip_opening(self, begin: str) -> Waits:
         """Drop the mark that opens reasoning, after white space; return whether it was there."""
-        while not (text := self._text.unread.lstrip()) and not self._text.ended:
-            yield None
+        text = yield from self._text.wait_past_space()
         space, self._text.unread = self._text.unread[: len(self._text.unread) - len(text)], text
         found = yield from self._text.skip_mark(begin)
         self._text.unread = self._text.unread if found else space + self._text.unread

@@ -16,6 +16,8 @@ TEXT_KEYWORDS = frozenset({"type", "enum", "const", "minLength", "maxLength"})  
 ANNOTATIONS = frozenset({"title", "description", "default", "examples", "deprecated", "$comment"})
 SHARED_KEYWORDS = ("$defs", "definitions")
 ANY_TEXT = "/(?s:.*)/"
+NO_BARE_JSON = r"/([^\s{\[](?s:.*))?/"
+ANY_KEY = r"/[^<>\s]{1,64}/"
 
 
 @dataclass(frozen=True)
@@ -47,16 +49,27 @@ class GrammarWriter:
     def write_literal(self, text: str) -> str:
         """Return the expression of a text, in which special tokens are tokens."""
         if not self.specials:
-            return json.dumps(text) if text else '""'
+            return json.dumps(text)
         names = "|".join(sorted(map(re.escape, self.specials), key=len, reverse=True))
         parts = [part for part in re.split(f"({names})", text) if part]
-        return " ".join(f"<[{self.specials[part]}]>" if part in self.specials else json.dumps(part) for part in parts)
+        found = [f"<[{self.specials[part]}]>" if part in self.specials else json.dumps(part) for part in parts]
+        return " ".join(found) or '""'
 
-    def add_text_until(self, mark: str) -> str:
-        """Add a rule of any text up to the first `mark`, included, and return its name."""
+    def add_text_without(self, mark: str, *, bare_json: bool = True) -> str:
+        """Add a rule of any text in which `mark` is not spelled out, and return its name.
+        With `bare_json` False the text does not begin with an object or a list, which may be a call.
+        """
+        text = f"TEXT_{len(self.rules)}"
+        self.rules.append(f"{text}: {ANY_TEXT if bare_json else NO_BARE_JSON} & ~/(?s:.*){re.escape(mark)}(?s:.*)/")
+        return self.add_rule(text)
+
+    def add_text_until(self, mark: str, *, bare_json: bool = True) -> str:
+        """Add a rule of any text up to the first `mark`, included, and return its name.
+        With `bare_json` False the text does not begin with an object or a list, which may be a call.
+        """
         if mark in self.specials:
-            return self.add_rule(f"{ANY_TEXT} {self.write_literal(mark)}")
-        return self.add_rule(f"{ANY_TEXT} {json.dumps(mark)}", "[lazy]")
+            return self.add_rule(f"{self.add_text_without(mark, bare_json=bare_json)} {self.write_literal(mark)}")
+        return self.add_rule(f"{ANY_TEXT if bare_json else NO_BARE_JSON} {json.dumps(mark)}", "[lazy]")
 
     def add_json(self, schema: Mapping[str, Any]) -> str:
         """Add a rule of JSON that follows a schema, with at most one space between tokens; return its name."""
@@ -66,16 +79,24 @@ class GrammarWriter:
     def add_call(self, form: ToolFormat, tool: CallableTool) -> str:
         """Add a rule of one call of a tool, without the opening of the format, and return its name."""
         before, after = (text.replace("NAME", tool.name) for text in form.call)
-        schema = {"type": "object"} if tool.schema is None else tool.schema
         if form.argument is None:
-            arguments = self.add_json(schema)
+            arguments = self.add_json({"type": "object"} if tool.schema is None else tool.schema)
+        elif tool.schema is None:
+            arguments = self._add_any_arguments(form.argument)
         else:
-            arguments = self._add_arguments(form.argument, tool.name, schema)
+            arguments = self._add_arguments(form.argument, tool.name, tool.schema)
         opening = find_opening(form, self.specials)
         parts = [before.removeprefix(opening), arguments, after]
         return self.add_rule(
             " ".join(part if part is arguments else self.write_literal(part) for part in parts if part)
         )
+
+    def _add_any_arguments(self, marks: tuple[str, str]) -> str:
+        """Add a rule of arguments of any names and values that each have a start and an end mark."""
+        before, _, after = marks[0].partition("KEY")
+        value = self.add_text_until(marks[1])
+        one = self.add_rule(f"{self.write_literal(before)} {ANY_KEY} {self.write_literal(after)} {value}")
+        return self.add_rule(f"{one}*")
 
     def _add_arguments(self, marks: tuple[str, str], tool: str, schema: Mapping[str, Any]) -> str:
         """Add a rule of arguments that each have a start and an end mark, in the order of the schema's properties."""
@@ -147,11 +168,16 @@ def build_call_grammar(
     start = f"{literal} {call}"
     if form.name == "harmony":
         reasoning = _add_analysis(writer)
-        said = writer.add_rule(f"{writer.write_literal('<|channel|>final<|message|>')} {ANY_TEXT}")
+        final = writer.write_literal("<|channel|>final<|message|>")
+        said = writer.add_rule(f"{final} {writer.add_text_without('<|start|>')}")
         start = f"{reasoning}? {start}" if required else f"{reasoning}? ({start} | {said})"
     elif not required:
-        text = writer.add_rule(ANY_TEXT if opening != "{" else r"/([^\s{\[][\s\S]*)?/")
-        before = literal if opening == "{" else writer.add_text_until(opening)
+        bare = form.name not in ("hermes", "llama3")  # their calls may be the JSON that an answer begins with
+        if opening == "{":
+            text, before = writer.add_rule(NO_BARE_JSON), literal
+        else:
+            text = writer.add_text_without(opening, bare_json=bare)
+            before = writer.add_text_until(opening, bare_json=bare)
         start = f"{text} | {before} {call}"
     if reasoning_end is not None:
         start = f"{_add_reasoning(writer, reasoning_end)} ({start})"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -64,10 +65,8 @@ class ChatPromptRenderer:
         except DataError:
             if not any(turn.get("tool_calls") for turn in turns):
                 raise
-            try:
+            with contextlib.suppress(DataError):
                 return await self._render(self.template, [write_call_arguments(turn) for turn in turns], tools, body)
-            except DataError:
-                pass
             raise
 
     def plan_answer(self, body: ChatRequest, prompt: str, specials: Mapping[str, int]) -> AnswerPlan:

@@ -75,12 +75,16 @@ class GrowingText:
         text, self.unread = self.unread[:count], self.unread[count:]
         return text
 
-    def skip_space(self) -> Waits:
-        """Wait for a character that is not white space, drop the white space before it, and return whether there is one."""
+    def wait_past_space(self) -> Generator[None, None, str]:
+        """Wait for a character that is not white space; return the unread text from there, and leave all of it unread."""
         while not (text := self.unread.lstrip()) and not self.ended:
             yield None
-        self.unread = text
-        return bool(text)
+        return text
+
+    def skip_space(self) -> Waits:
+        """Wait for a character that is not white space, drop the white space before it, and return whether there is one."""
+        self.unread = yield from self.wait_past_space()
+        return bool(self.unread)
 
     def skip_mark(self, *marks: str) -> Waits:
         """Drop one of `marks` at the start of the unread text, and return whether it was there.

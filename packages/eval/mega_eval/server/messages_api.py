@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 
-from mega_eval.server.answer_formats import AnswerPart, TokenUsage
+from mega_eval.server.answer_formats import AnswerPart, TokenUsage, format_sse_event
 from mega_eval.server.api_errors import ApiRequestError
 from mega_eval.server.output_constraints import JsonObject
 from mega_eval.server.request_schemas import ChatRequest, RequestBody, StopText, StreamOptions, make_chat_request
@@ -185,6 +185,7 @@ class CountTokensRequest(RequestBody):
             "model": self.model, "messages": turns,
             "tools": [tool.to_chat_tool() for tool in self.tools or ()] or None,
             "tool_choice": self.tool_choice and self.tool_choice.to_chat_choice(),
+            "parallel_tool_calls": False if self.tool_choice and self.tool_choice.disable_parallel_tool_use else None,
             "chat_template_kwargs": None if on is None else {"enable_thinking": on, "thinking": on},
             "continue_final_message": turns[-1]["role"] == "assistant" and not turns[-1].get("tool_calls"),
             "response_format": form and {"type": "json_schema", "json_schema": {"schema": form.json_schema}},
@@ -276,7 +277,7 @@ class MessagesAnswerBuilder:
 
     def _format_event(self, kind: str, **more: Any) -> bytes:
         """Return an event of the stream."""
-        return f"event: {kind}\ndata: {json.dumps({'type': kind, **more}, separators=(',', ':'))}\n\n".encode()
+        return format_sse_event({"type": kind, **more}, kind)
 
     def _format_message(self, content: list[dict[str, Any]], last: AnswerPart | None) -> dict[str, Any]:
         """Return the message; it is in progress while `last` is None."""

@@ -116,7 +116,8 @@ class GenerationRequestBody(RequestBody, ConstrainedRequest):
         rules = ("allowed_token_ids", "bad_words", "min_tokens", "logit_bias")
         if self.is_constrained() and (found := [name for name in rules if getattr(self, name)]):
             raise make_field_error(
-                f"{found[0]!r} is not supported with a grammar, a response format or a required or strict tool call",
+                f"{found[0]!r} is not supported with a grammar, a response format, a required or strict tool call, or "
+                "'parallel_tool_calls': false",
                 found[0],
             )
         return self
@@ -302,6 +303,9 @@ class ChatRequest(GenerationRequestBody, ChatTemplateFields):
     top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_ALTERNATIVES)] = None
     tools: Annotated[list[ChatTool] | None, Field(max_length=128)] = None
     tool_choice: ToolChoice | None = None
+    parallel_tool_calls: Annotated[
+        bool | None, Field(description="false: at most one call; null: as the model writes them")
+    ] = None
     include_reasoning: Annotated[bool | None, Field(description="false: leave reasoning out of the answer")] = True
     separate_reasoning: Annotated[bool | None, Field(description="false: keep reasoning in the content")] = True
     echo: Annotated[Literal[False] | None, Field(description="of /v1/completions only")] = None
@@ -343,8 +347,10 @@ class ChatRequest(GenerationRequestBody, ChatTemplateFields):
         return self.tool_choice not in (None, "none", "auto") and bool(self.tools)
 
     def constrains_calls(self) -> bool:
-        """Return whether a tool call must follow a schema: it is required, or a tool is strict."""
-        return self.requires_call() or any(tool.function.strict for tool in self.list_callable_tools())
+        """Return whether tool calls must follow a grammar: one is required or at most one allowed, or a tool is strict."""
+        tools = self.list_callable_tools()
+        single = self.parallel_tool_calls is False and bool(tools)
+        return single or self.requires_call() or any(tool.function.strict for tool in tools)
 
     def is_constrained(self) -> bool:
         """Return whether the answer, or a tool call in it, must follow a grammar."""

@@ -25,7 +25,7 @@ from pydantic_core import PydanticCustomError
 
 HARMLESS = frozenset({
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-    "prompt_cache_options", "request_id", "rid", "priority", "cache_salt", "cache_prompt", "parallel_tool_calls",
+    "prompt_cache_options", "request_id", "rid", "priority", "cache_salt", "cache_prompt",
     "spaces_between_special_tokens", "id_slot", "n_keep", "keep_alive", "extra_key", "stream_reasoning",
 })  # fmt: skip
 """Fields that do not change the answer: accepted and ignored."""
@@ -45,15 +45,16 @@ _MAXIMUM = "use 'max_tokens'"
 _SAMPLER = "use 'temperature', 'top_k', 'top_p' or 'min_p'"
 _TEMPLATE = "use 'chat_template_kwargs'"
 _SCORES = "use 'logprobs', with 'echo' in /v1/completions for the prompt"
-_TEXT = "this server reads and writes text only"
+_AUDIO = "this server reads text and images, and writes text"
+_IMAGES = "send images in the content of messages, as parts of type 'image_url'"
 
 REFUSED: Mapping[str, RefusedField] = {
     # OpenAI
     "functions": RefusedField(([],), "use 'tools'"),
     "function_call": RefusedField(("none", "auto"), "use 'tool_choice'"),
     "suffix": RefusedField(("",), "put the text around the gap into 'prompt' as the model was trained on it"),
-    "audio": RefusedField(fix=_TEXT),
-    "modalities": RefusedField((["text"],), _TEXT),
+    "audio": RefusedField(fix=_AUDIO),
+    "modalities": RefusedField((["text"],), _AUDIO),
     "prediction": RefusedField(),
     "web_search_options": RefusedField(),
     "moderation": RefusedField(),
@@ -67,7 +68,7 @@ REFUSED: Mapping[str, RefusedField] = {
     "truncation": RefusedField(("disabled",), "shorten the input"),
     "max_tool_calls": RefusedField(fix="remove it"),
     "context_management": RefusedField(([],), "shorten the input"),
-    "image": RefusedField(fix=_TEXT),
+    "image": RefusedField(fix=_IMAGES),
     # vLLM
     "use_beam_search": RefusedField((False,), "use sampling or temperature 0"),
     "length_penalty": RefusedField((1, 1.0), "it requires beam search, which is not supported"),
@@ -79,8 +80,8 @@ REFUSED: Mapping[str, RefusedField] = {
     "guided_decoding_backend": RefusedField(("auto", "guidance"), "grammars always use llguidance"),
     "guided_whitespace_pattern": RefusedField(fix=_GRAMMAR),
     "logits_processors": RefusedField(([],), "use 'logit_bias', 'bad_words' or 'allowed_token_ids'"),
-    "mm_processor_kwargs": RefusedField(({},), _TEXT),
-    "media_io_kwargs": RefusedField(({},), _TEXT),
+    "mm_processor_kwargs": RefusedField(({},)),
+    "media_io_kwargs": RefusedField(({},)),
     "prompt_embeds": RefusedField(fix="send 'prompt'"),
     "kv_transfer_params": RefusedField(({},)),
     "vllm_xargs": RefusedField(({},)),
@@ -124,8 +125,8 @@ REFUSED: Mapping[str, RefusedField] = {
     "watermark": RefusedField((False,)),
     "random_seed": RefusedField(fix="use 'seed'"),
     "lora": RefusedField(([],), "name the adapter as 'model'"),
-    "image_data": RefusedField(([],), _TEXT),
-    "images": RefusedField(([],), _TEXT),
+    "image_data": RefusedField(([],), _IMAGES),
+    "images": RefusedField(([],), _IMAGES),
     # Ollama and hosted services
     "options": RefusedField(({},), "send its fields at the top level of the body"),
     "format": RefusedField(("",), "use 'response_format'"),

@@ -12,10 +12,9 @@ from mega_eval.server.embeddings_api import ServedEmbedder, Vectors
 from mega_eval.server.request_schemas import RequestBody
 from mega_eval.server.request_validation import Many, StrictRequestModel, expect_union
 
-QUERY_PROMPTS, DOCUMENT_PROMPTS = (
-    ("query",),
-    ("document", "passage", "corpus"),
-)  # names in sentence-transformers folders
+# names of prompts in sentence-transformers folders
+QUERY_PROMPTS = ("query",)
+DOCUMENT_PROMPTS = ("document", "passage", "corpus")
 
 
 class RerankDocument(StrictRequestModel):

@@ -6,7 +6,6 @@ The server keeps no state: `previous_response_id` and conversations are refused,
 
 from __future__ import annotations
 
-import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterator, Mapping
@@ -15,7 +14,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 
-from mega_eval.server.answer_formats import AnswerPart, CallDelta, TokenUsage
+from mega_eval.server.answer_formats import AnswerPart, CallDelta, TokenUsage, format_sse_event
 from mega_eval.server.api_errors import ApiRequestError
 from mega_eval.server.output_constraints import JsonObject
 from mega_eval.server.request_schemas import (
@@ -57,6 +56,12 @@ class ResponsesCallOutput(StrictRequestModel):
     output: ContentField
     id: str | None = None
     status: str | None = None
+
+    @model_validator(mode="after")
+    def _check_output(self) -> Self:
+        if not isinstance(self.output, str) and any(part.image is not None for part in self.output):
+            raise make_field_error("'output' must be text; send images in a message of the user", "output")
+        return self
 
 
 class ReasoningText(StrictRequestModel):
@@ -171,6 +176,7 @@ class ResponsesRequest(RequestBody):
         Field(),
         expect_union('"none", "auto", "required" or {"type": "function", "name": NAME}'),
     ] = None
+    parallel_tool_calls: bool | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
 
@@ -188,7 +194,7 @@ class ResponsesRequest(RequestBody):
         return make_chat_request({
             "model": self.model, "messages": [*system, *self._list_messages()], "max_tokens": self.max_output_tokens,
             "temperature": self.temperature, "top_p": self.top_p, "response_format": form, "tools": tools or None,
-            "tool_choice": choice if tools else None,
+            "tool_choice": choice if tools else None, "parallel_tool_calls": self.parallel_tool_calls,
         })  # fmt: skip
 
     def _list_messages(self) -> list[Any]:
@@ -359,7 +365,7 @@ class ResponsesAnswerBuilder:
         """Return the next event of the stream."""
         body = {"type": kind, "sequence_number": self._sequence, **more}
         self._sequence += 1
-        return f"event: {kind}\ndata: {json.dumps(body, separators=(',', ':'))}\n\n".encode()
+        return format_sse_event(body, kind)
 
     def _format_response(self, finish: str | None) -> dict[str, Any]:
         """Return the response object; it is in progress while `finish` is None."""
@@ -372,7 +378,7 @@ class ResponsesAnswerBuilder:
             "id": self._id, "object": "response", "created_at": self._created, "status": status, "model": self.model,
             "error": None, "incomplete_details": {"reason": "max_output_tokens"} if finish == "length" else None,
             "instructions": self.body.instructions, "max_output_tokens": self.body.max_output_tokens,
-            "metadata": (self.body.model_extra or {}).get("metadata") or {}, "parallel_tool_calls": True,
+            "metadata": (self.body.model_extra or {}).get("metadata") or {}, "parallel_tool_calls": self.body.parallel_tool_calls is not False,
             "previous_response_id": None, "temperature": self.body.temperature, "top_p": self.body.top_p,
             "text": {"format": shown}, "tool_choice": choice or "auto", "tools": [tool.model_dump() for tool in self.body.tools or ()],
             "truncation": "disabled", "store": False,

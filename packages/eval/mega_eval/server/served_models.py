@@ -43,6 +43,7 @@ class ServedModels:
     def __init__(self, services: Sequence[ModelService], adapter_folder: Path | None = None) -> None:
         self.services, self._folder = tuple(services), adapter_folder
         self.main = self.services[0]
+        self._loading: set[str] = set()  # names of adapters that are being loaded
         names = self.list_names()
         for name in names:
             if names.count(name) > 1:
@@ -71,7 +72,7 @@ class ServedModels:
             CheckpointError: when it is no adapter of the model.
         """
         folder = self._check_allowed()
-        if body.lora_name in self.list_names():
+        if body.lora_name in (*self.list_names(), *self._loading):
             raise ApiRequestError(
                 400, f"the name {body.lora_name!r} is in use; unload that adapter first", param="lora_name"
             )
@@ -80,7 +81,11 @@ class ServedModels:
             raise ApiRequestError(
                 404, "lora_path must be a folder inside the server's --adapter-folder", param="lora_path"
             )
-        await self.find_service(body.base_model_name).load_adapter(body.lora_name, str(path))
+        self._loading.add(body.lora_name)
+        try:
+            await self.find_service(body.base_model_name).load_adapter(body.lora_name, str(path))
+        finally:
+            self._loading.remove(body.lora_name)
 
     async def unload_adapter(self, body: UnloadAdapterRequest) -> None:
         """Remove an adapter from a running model.

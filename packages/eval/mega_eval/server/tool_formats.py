@@ -68,9 +68,7 @@ def _parse_bare_json(text: GrowingText, tools: Tools) -> Deltas:
     """Parse the JSON of calls, separated by semicolons or commas, at the beginning of an answer (Llama)."""
     yield from text.skip_mark("<|python_tag|>")
     begin = ""
-    while not text.unread.lstrip() and not text.ended:
-        yield None
-    if text.unread.lstrip().startswith("["):
+    if (yield from text.wait_past_space()).startswith("["):
         items = str((yield from text.take_json()))
         calls = list_json_calls(items, tools)
         yield from [Delta("content", items)] if calls is None else calls

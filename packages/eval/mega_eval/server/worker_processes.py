@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from anyio import BrokenWorkerProcess, CapacityLimiter, to_process, to_thread
 
@@ -18,6 +19,7 @@ from mega_common.errors import DataError
 from mega_data.chat.chat_records import Conversation
 from mega_data.chat.chat_template import ChatTemplate
 from mega_eval.grammar_matcher import GrammarCache
+from mega_eval.server.api_errors import ApiRequestError
 from mega_eval.server.worker_tasks import (
     MEMORY,
     check_grammar_with_limits,
@@ -29,8 +31,11 @@ if TYPE_CHECKING:
     from mega_common.vision_config import VisionConfig
     from mega_data.images.image_pixels import PreparedImage
 
+T = TypeVar("T")
+
 SECONDS = 3.0  # CPU time of one task
 WALL_SECONDS = 60.0  # wall-clock time of one task on a busy machine, including the start of the process
+EARLY = 0.25  # share of the CPU time in which no task can have used all of it, with all its threads
 PROCESSES = 2  # concurrent processes for each kind of task
 CACHED_CHECKS = 256  # grammars whose check is cached
 
@@ -47,6 +52,7 @@ class WorkerProcesses:
         self._grammars, self._seconds = grammars, seconds
         self._renderers, self._checkers = CapacityLimiter(PROCESSES), CapacityLimiter(PROCESSES)
         self._compiler, self._any = CapacityLimiter(1), CapacityLimiter(math.inf)
+        self._limits = f"{seconds:g} seconds or {MEMORY // 2**30} GiB of memory"
         self._checks: OrderedDict[tuple[str, frozenset[int]], asyncio.Task[None]] = OrderedDict()
 
     async def render_chat(
@@ -58,16 +64,10 @@ class WorkerProcesses:
         Raises:
             DataError: when the template rejects it, or takes too long or too much memory.
         """
-        try:
-            async with self._renderers, asyncio.timeout(WALL_SECONDS):
-                return await to_process.run_sync(
-                    render_with_limits, self._seconds, template, conversation, begins, continues,
-                    cancellable=True, limiter=self._any,
-                )  # fmt: skip
-        except (BrokenWorkerProcess, MemoryError, TimeoutError):
-            raise DataError(
-                f"rendering the chat template takes more than {self._seconds:g} seconds or {MEMORY // 2**30} GiB of memory"
-            ) from None
+        excess = DataError(f"rendering the chat template takes more than {self._limits}")
+        return await self._run_task(
+            self._renderers, excess, render_with_limits, template, conversation, begins, continues
+        )
 
     async def prepare_images(self, pictures: Sequence[bytes], vision: VisionConfig) -> list[PreparedImage]:
         """Return image files decoded, resized and normalized for a vision encoder, in a worker process.
@@ -75,16 +75,8 @@ class WorkerProcesses:
         Raises:
             DataError: when one cannot be read, has too many pixels, or takes too long or too much memory.
         """
-        try:
-            async with self._renderers, asyncio.timeout(WALL_SECONDS):
-                return await to_process.run_sync(
-                    prepare_images_with_limits, self._seconds, pictures, vision, cancellable=True, limiter=self._any
-                )
-        except (BrokenWorkerProcess, MemoryError, TimeoutError):
-            raise DataError(
-                f"reading the images takes more than {self._seconds:g} seconds or {MEMORY // 2**30} GiB of memory",
-                hint="send smaller images",
-            ) from None
+        excess = DataError(f"reading the images takes more than {self._limits}", hint="send smaller images")
+        return await self._run_task(self._renderers, excess, prepare_images_with_limits, pictures, vision)
 
     async def prepare_grammar(self, grammar: str, ends: Collection[int]) -> None:
         """Check a grammar in a worker process and compile it for the engine.
@@ -119,14 +111,36 @@ class WorkerProcesses:
     async def _check_in_process(self, grammar: str, ends: frozenset[int]) -> None:
         """Check a grammar in a worker process."""
         assert self._grammars is not None
-        try:
-            async with self._checkers, asyncio.timeout(WALL_SECONDS):
-                await to_process.run_sync(
-                    check_grammar_with_limits, self._seconds, grammar, self._grammars.tokenizer_json, ends,
-                    cancellable=True, limiter=self._any,
-                )  # fmt: skip
-        except (BrokenWorkerProcess, MemoryError, TimeoutError):
-            raise DataError(
-                f"the grammar takes more than {self._seconds:g} seconds or {MEMORY // 2**30} GiB of memory to compile",
-                hint="use fewer or simpler regular expressions",
-            ) from None
+        excess = DataError(
+            f"the grammar takes more than {self._limits} to compile", hint="use fewer or simpler regular expressions"
+        )
+        await self._run_task(
+            self._checkers, excess, check_grammar_with_limits, grammar, self._grammars.tokenizer_json, ends
+        )
+
+    async def _run_task(
+        self, limiter: CapacityLimiter, excess: DataError, task: Callable[..., T], *arguments: Any
+    ) -> T:
+        """Return the result of a task in a worker process. If the process ends before it can have reached a limit, as one
+        that was killed while it was idle, another one repeats the task.
+
+        Raises:
+            DataError: `excess`, when the task takes too long or too much memory.
+            ApiRequestError: 503 when the machine is too busy to run it.
+        """
+        for last in (False, True):
+            async with limiter:
+                begun = time.monotonic()
+                try:
+                    async with asyncio.timeout(WALL_SECONDS):
+                        return await to_process.run_sync(
+                            task, self._seconds, *arguments, cancellable=True, limiter=self._any
+                        )
+                except (BrokenWorkerProcess, TimeoutError) as error:
+                    if isinstance(error, TimeoutError) or error.args:  # with a message: the process could not start
+                        raise ApiRequestError(
+                            503, "the server is too busy to prepare the request", retry_after=10
+                        ) from None
+                    if last or time.monotonic() - begun > EARLY * self._seconds:
+                        raise excess from None
+        raise AssertionError("unreachable")

@@ -31,7 +31,7 @@ sys.modules.setdefault("__main__", ModuleType("__main__"))
 
 def run_within_limits(seconds: float, work: Callable[[], T]) -> T:
     """Return the result of `work`, with limits of CPU time, memory and priority for this worker process.
-    The operating system kills the process after `seconds` of CPU time.
+    The operating system kills the process after `seconds` of CPU time, and without memory it ends.
     """
     if os.getpriority(os.PRIO_PROCESS, 0) < NICE:
         os.setpriority(os.PRIO_PROCESS, 0, NICE)
@@ -42,6 +42,8 @@ def run_within_limits(seconds: float, work: Callable[[], T]) -> T:
     signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         return work()
+    except MemoryError:
+        os._exit(1)  # what it holds would be missing for the next task
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
 

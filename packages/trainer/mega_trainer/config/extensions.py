@@ -39,6 +39,7 @@ from mega_trainer.config.sections import OptimizerName
 
 EXTENSION_API = 1  # version of the interfaces in this module and in mega_trainer.extend
 OLDEST_API = 1  # versions from this one on are loaded, with a warning
+FILE_MODULE = "mega_extension_"  # begin of the module names of extensions that are given as files
 GROUP = "mega.extensions"  # entry points of installed packages
 
 
@@ -273,6 +274,19 @@ def load_model_extensions(model: ModelConfig, references: Iterable[str], source:
     return load_extensions([*references, *sorted(missing)]) if missing else given
 
 
+def _locate_error(error: Exception, package: str) -> str:
+    """Return the file and line where an extension raised an error: the last line of its file or `package` in the traceback,
+    else the innermost line.
+    """
+    frames = [
+        (frame.f_globals.get("__name__", "").partition(".")[0], Path(frame.f_code.co_filename).name, line)
+        for frame, line in traceback.walk_tb(error.__traceback__)
+    ]
+    own = [each for each in frames if each[0].startswith(FILE_MODULE) or each[0] == package]
+    _, file, line = (own or frames)[-1]
+    return f"({file}, line {line})"
+
+
 def _load_extension(reference: str) -> Extension:
     """Import one extension."""
     try:
@@ -280,10 +294,9 @@ def _load_extension(reference: str) -> Extension:
     except ConfigError:
         raise
     except Exception as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
+        where = _locate_error(error, reference.partition(".")[0])
         raise ConfigError(
-            f"extension {reference}: loading it raised {type(error).__name__}: {error}{where}",
+            f"extension {reference}: loading it raised {type(error).__name__}: {error} {where}",
             hint="correct the extension, or remove it from extensions",
         ) from error
     extension = getattr(found, "EXTENSION", None) if isinstance(found, ModuleType) else found
@@ -336,7 +349,7 @@ def _import_file(reference: str) -> ModuleType:
         raise ConfigError(
             f"extension {reference}: no such file", hint="give a Python file, or a folder with an __init__.py"
         )
-    name = f"mega_extension_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    name = f"{FILE_MODULE}{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(
             name, file, submodule_search_locations=[str(path)] if path.is_dir() else None
@@ -364,13 +377,16 @@ def declare_blocks(model: Mapping[str, Any], registry: ExtensionRegistry) -> dic
     """
     out: dict[str, Any] = dict(model)
     chosen = {
-        (kind, name): dict(options or {})
+        (kind, name): options
         for kind in ("mixers", "feed_forwards")
-        for name, options in dict(out.get(kind) or {}).items()
+        if isinstance(section := out.get(kind), Mapping)
+        for name, options in section.items()
         if name in registry.entries(kind)
     }
-    for (kind, name), options in chosen.items():
-        options.pop("declares", None)
+    for (kind, name), given in chosen.items():
+        if not isinstance(given, Mapping | None):
+            raise ConfigError(f"model.{kind}.{name} = {given!r:.60} must be a section with the block's options")
+        options = chosen[kind, name] = {key: value for key, value in (given or {}).items() if key != "declares"}
         block = registry.entries(kind)[name]
         if found := list(find_config_problems(block.options, options)):
             path = f"model.{kind}.{name}"
@@ -405,8 +421,9 @@ def _declare_block(
     except ConfigError:
         raise
     except Exception as error:
+        where = _locate_error(error, str(getattr(block.build, "__module__", "")).partition(".")[0])
         raise ConfigError(
-            f"extension {extension.name}: {name} in model.{kind} raised {type(error).__name__}: {error}",
+            f"extension {extension.name}: {name} in model.{kind} raised {type(error).__name__}: {error} {where}",
             hint="correct the extension",
         ) from error
     facts = {**asdict(traits), "shared_heads": traits.shared_heads or traits.heads}

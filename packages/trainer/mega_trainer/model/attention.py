@@ -45,6 +45,7 @@ class AttentionCore(nn.Module):
         self.window, self.dropout = config.get_attention_window(layer), config.attention_dropout
         self.scale, self.softcap = scale or 1 / math.sqrt(config.query_key_head_dim), config.attention_softcap
         self.sinks = sinks
+        self.chunk = self.window if config.chunked_window else None
         self.first_head = tp.rank * config.num_attention_heads // tp.size
         self.cp_size = build.groups.cp.size
         self.context_parallel = make_context_parallel(build.cp_kind, build.groups.cp, build.kernels)
@@ -55,6 +56,7 @@ class AttentionCore(nn.Module):
         """
         if context.cache is not None:
             return self.attend_with_cache(q, k, v, context.cache, context.relative)
+        context = context if self.chunk is None else context.with_chunks(self.chunk, len(q))
         length, how, whole = q.shape[1] * self.cp_size, self.score_transform, partial(self._attend_whole, context)
         if context.relative is not None:
             how = context.relative.add_to_scores(how, length, length)
@@ -75,9 +77,11 @@ class AttentionCore(nn.Module):
         """Append keys and values to the KV cache, and return the attention of the queries to all cached keys.
         Queries, keys and values come from the tokens of this call.
         """
-        return cache.update_and_attend(
-            self.layer, q, k, v, self.window, CachedAttention(self.kernels, self.score_transform, relative)
-        )
+        return cache.update_and_attend(self.layer, q, k, v, self.window, self.bind_cached_attention(relative))
+
+    def bind_cached_attention(self, relative: PositionBias | None = None) -> CachedAttention:
+        """Return this layer's attention function for the KV cache."""
+        return CachedAttention(self.kernels, self.score_transform, relative, self.chunk is not None)
 
     def _attend_whole(
         self, context: ForwardContext, q: Tensor, k: Tensor, v: Tensor, how: ScoreTransform, first: int
@@ -123,8 +127,12 @@ class SelfAttention(nn.Module):
         self.relative = (
             LayerBiasTable(build, f"{name}.relative_bias", causal=not config.is_encoder_layer(layer)) if own else None
         )
+        self.clip = config.qkv_clip
         self.gated, self.saved = config.attention_gate, build.saved
-        self.norm_after_rope, self.scales_queries = config.qk_norm_after_rope, config.rope.query_scaling is not None
+        self.norm_after_rope = config.qk_norm_after_rope
+        self.scales_queries = config.rope.query_scaling is not None or bool(
+            config.no_rope_scaling and layer in (config.no_rope_layers or ())
+        )
         counts = {"g": config.num_attention_heads} if self.gated else {}  # first, so that q, k and v stay contiguous
         counts |= {"q": config.num_attention_heads, "k": config.key_value_heads, "v": config.key_value_heads}
         blocks = [SplitHeads(f"{name}.{x}_proj", count, self.size) for x, count in counts.items()]
@@ -132,18 +140,20 @@ class SelfAttention(nn.Module):
         self.out = build.build_row_linear(
             f"{name}.o_proj", config.num_attention_heads * self.size, bias=config.attention_out_bias
         )
-        self.q_norm = build.build_qk_norm(f"{name}.q_norm", config.num_attention_heads) if config.qk_norm else None
-        self.k_norm = build.build_qk_norm(f"{name}.k_norm", config.key_value_heads) if config.qk_norm else None
+        norms = config.qk_norm and (self.rotates or config.qk_norm_span != "plain")
+        self.q_norm = build.build_qk_norm(f"{name}.q_norm", config.num_attention_heads) if norms else None
+        self.k_norm = build.build_qk_norm(f"{name}.k_norm", config.key_value_heads) if norms else None
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
         """Map hidden states [B, S or S/T, D] to the output of self-attention, of an equal shape.
         S/T is the length under sequence parallelism.
         """
         gate, qkv = None, self.qkv(x, context.dropout)
+        qkv = qkv if self.clip is None else qkv.clamp(-self.clip, self.clip)
         if self.gated:
             gate, qkv = torch.tensor_split(qkv, [self.heads * self.size], -1)
         q, k, v = self._split_and_rotate(torch.unflatten(qkv, -1, (-1, self.size)), context)
-        q = q if context.query_scale is None else q * context.query_scale
+        q = q * context.query_scale if self.scales_queries and context.query_scale is not None else q
         y = self.core(q, k, v, context if self.relative is None else self.relative.add_to_context(context)).flatten(-2)
         out: Tensor = self.out(
             y if gate is None else self.saved.recompute_output("activation", apply_sigmoid_gate, y, gate),

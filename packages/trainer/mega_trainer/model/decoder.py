@@ -276,7 +276,7 @@ class Decoder(nn.Module):
         )
         return ForwardContext(
             attention_mask, rotation, local_rotation, cache, dropout, routing, self._linear_bias(positions.device),
-            query_scale=query_scale_by_position(self.config.rope, positions, self.dtype),
+            query_scale=query_scale_by_position(self.config, positions, self.dtype),
         )  # fmt: skip
 
     def _linear_bias(self, device: torch.device) -> LinearPositionBias | None:

@@ -5,6 +5,8 @@ Legend: B batch, S sequence, D model width, F feed-forward width, T tensor-paral
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -16,6 +18,10 @@ from mega_trainer.kernels.kernel_interface import Kernels
 from mega_trainer.model.forward_context import ForwardContext
 from mega_trainer.model.layer_builder import LayerBuilder
 from mega_trainer.parallel.tensor_parallel import SplitHeads
+
+XIELU_BETA = 0.5  # slope at zero
+# Inverse softplus of the initial slopes 0.8, the negative one without the slope at zero.
+XIELU_START = {"p": math.log(math.expm1(0.8)), "n": math.log(math.expm1(0.8 - XIELU_BETA))}
 
 
 def apply_activation(x: Tensor, weights: Tensor | None = None, *, config: ModelConfig, kernels: Kernels) -> Tensor:
@@ -44,6 +50,13 @@ def apply_ungated_activation(x: Tensor, activation: str) -> Tensor:
     return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
 
 
+def apply_xielu(x: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
+    """Apply xIELU (arXiv:2411.13010) to x [.., F], with slopes of positive and negative inputs [1] as softplus^-1."""
+    up, down = F.softplus(positive), XIELU_BETA + F.softplus(negative)
+    below = (torch.expm1(x.clamp(max=-1e-6)) - x) * down
+    return torch.where(x > 0, up * x * x, below) + XIELU_BETA * x
+
+
 def apply_sigmoid_gate(y: Tensor, gate: Tensor) -> Tensor:
     """Multiply y by the sigmoid of a gate of the same shape (arXiv:2505.06708)."""
     return y * torch.sigmoid(gate)
@@ -63,11 +76,17 @@ class FeedForward(nn.Module):
         config = build.config
         parts = ["gate_proj", "up_proj"] if config.has_gated_mlp else ["up_proj"]
         self.config, self.saved = config, build.saved
-        self.activate = partial(apply_activation, config=config, kernels=build.kernels)
+        self.activate: Callable[..., Tensor] = partial(apply_activation, config=config, kernels=build.kernels)
         self.up = build.build_column_linear(
             [SplitHeads(f"{name}.{part}", width) for part in parts], bias=config.mlp_bias
         )
         self.down = build.build_row_linear(f"{name}.down_proj", width, bias=config.mlp_bias)
+        self.slopes = nn.ParameterList()
+        if config.activation == "xielu":
+            # partial_grad: a rank's gradient is only from its own part of the width
+            slope = partial(build.build_replicated, shape=(1,), partial_grad=True)
+            self.slopes.extend(slope(f"{name}.act_fn.alpha_{sign}", fill=start) for sign, start in XIELU_START.items())
+            self.activate = apply_xielu
 
     def forward(self, x: Tensor, context: ForwardContext | None = None) -> Tensor:
         """Map hidden states to the feed-forward block's output of an equal shape.
@@ -75,6 +94,6 @@ class FeedForward(nn.Module):
         used, for LoRA adapters.
         """
         dropout = None if context is None else context.dropout
-        h = self.saved.recompute_output("activation", self.activate, self.up(x, dropout))
+        h = self.saved.recompute_output("activation", self.activate, self.up(x, dropout), *self.slopes)
         y: Tensor = self.down(h, dropout)
         return y

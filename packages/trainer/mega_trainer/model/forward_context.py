@@ -41,12 +41,13 @@ RecurrenceFunction = Callable[[Tensor, Sequence[Tensor] | None], tuple[Tensor, S
 @dataclass(frozen=True)
 class CachedAttention:
     """Attention function that a layer passes to the KV cache.
-    It has the layer's score transform and relative position bias.
+    It has the layer's score transform and relative position bias; `chunked`: its window is a chunk and does not slide.
     """
 
     kernels: Kernels
     how: ScoreTransform
     relative: PositionBias | None = None
+    chunked: bool = False
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMaskSpec) -> Tensor:
         """Compute the layer's attention of q to cached k and v; see `Kernels.attention`."""
@@ -114,6 +115,16 @@ class SequenceMask:
     bidirectional_blocks: Sequence[ImageBlock] = ()
     _masks: dict[tuple[range, int | None], AttentionMaskSpec] = field(default_factory=dict)
     _preceding: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    _chunked: dict[int, SequenceMask] = field(default_factory=dict)
+
+    def cut_into_chunks(self, size: int, rows: int) -> SequenceMask:
+        """Return this mask with each document of the `rows` sequences cut into documents of `size` tokens, as in Llama 4."""
+        if size not in self._chunked:
+            positions = np.arange(self.length)
+            starts = np.zeros((rows, self.length), int) if self.document_starts is None else self.document_starts
+            starts = positions - (positions - starts) % size
+            self._chunked[size] = SequenceMask(self.length, self.device, starts, self.causal)
+        return self._chunked[size]
 
     def mask_for_window(self, window: int | None) -> AttentionMaskSpec:
         """Return the attention mask over all queries and keys of a layer with a sliding window.
@@ -223,6 +234,11 @@ class ForwardContext:
     routes: RoutingReplay | None = None
     query_scale: Tensor | None = None
     images: BatchImages | None = None
+
+    def with_chunks(self, size: int, rows: int) -> ForwardContext:
+        """Return a copy for a layer whose queries attend within chunks of `size` tokens of each document, in `rows` rows."""
+        assert isinstance(self.attention_mask, SequenceMask)
+        return replace(self, attention_mask=self.attention_mask.cut_into_chunks(size, rows))
 
     def rotation_for_window(self, window: int | None) -> RotaryAngles | None:
         """Return the rotary angles of a layer whose queries attend to `window` keys, or to all."""

@@ -14,7 +14,7 @@ from mega_trainer.kernels.kernel_interface import Kernels
 from mega_trainer.kernels.leaf_compiler import LeafCompiler
 from mega_trainer.model.activation_checkpointing import SavedActivations
 from mega_trainer.model.lora_adapters import build_column_adapter, build_row_adapter
-from mega_trainer.model.norms import AllHeadsRMSNorm, Norm, PerHeadLayerNorm
+from mega_trainer.model.norms import AllHeadsRMSNorm, Norm, PerHeadLayerNorm, PlainNorm
 from mega_trainer.model.parameter_builder import ParameterBuilder
 from mega_trainer.parallel.context_parallel import ContextParallelKind
 from mega_trainer.parallel.expert_parallel import ExpertDispatcher
@@ -153,10 +153,12 @@ class LayerBuilder(ParameterBuilder):
             moe.latent_size or self.config.hidden_size,
         )
 
-    def build_residual_norm(self, name: str) -> Norm:
+    def build_residual_norm(self, name: str) -> Norm | PlainNorm:
         """Build the model's norm, RMSNorm or LayerNorm as configured, for the residual stream."""
         config, shape = self.config, (self.config.hidden_size,)
         layer = config.norm == "layernorm"
+        if not config.norm_weight:
+            return PlainNorm(config.norm_eps, layer=layer)
         bias = self.build_replicated(f"{name}.bias", shape) if layer and config.norm_bias else None
         weight = self.build_replicated(f"{name}.weight", shape, fill=self.norm_init_value)
         return Norm(self.kernels, weight, bias, config.norm_eps, zero_centered=config.zero_centered_norm, layer=layer)
@@ -166,9 +168,11 @@ class LayerBuilder(ParameterBuilder):
         """Initial value of a norm's weight: 0 for zero-centred norms, else 1."""
         return 0.0 if self.config.zero_centered_norm else 1.0
 
-    def build_qk_norm(self, name: str, heads: int) -> Norm | AllHeadsRMSNorm | PerHeadLayerNorm:
+    def build_qk_norm(self, name: str, heads: int) -> Norm | AllHeadsRMSNorm | PerHeadLayerNorm | PlainNorm:
         """Build the norm of queries or keys that the configuration asks for: over each head, or over all of them."""
         size, eps, centered = self.config.query_key_head_dim, self.config.norm_eps, self.config.zero_centered_norm
+        if self.config.qk_norm_span == "plain":
+            return PlainNorm(eps)
         if self.config.qk_norm_span == "all":
             weight = self.build_head_parameters([SplitHeads(f"{name}.weight", heads, size)], fill=self.norm_init_value)[
                 0

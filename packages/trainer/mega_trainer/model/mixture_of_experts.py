@@ -117,6 +117,7 @@ class GroupedExperts(nn.Module):
         config = build.config
         self.activate, self.saved = partial(apply_activation, config=config, kernels=build.kernels), build.saved
         self.linear = partial(apply_grouped_linear, kernels=build.linear_kernels, deferred=build.deferred)
+        self.weighted_inputs = config.moe is not None and config.moe.weighted_inputs
         self.first_part = build.groups.expert_tp.rank == 0
         parts = ["gate_proj", "up_proj"] if config.has_gated_mlp else ["up_proj"]
         self.up, self.up_bias = build.build_expert_rows([f"{name}.{part}" for part in parts], bias=config.mlp_bias)
@@ -127,15 +128,18 @@ class GroupedExperts(nn.Module):
 
     def forward(self, x: Tensor, weights: Tensor, rows: GroupedRows) -> Tensor:
         """Map token rows sorted by expert [M, D] and their routing weights [M] to the weighted expert outputs [M, D]."""
+        after: Tensor | None = weights
+        if self.weighted_inputs:
+            x, after = x * weights.to(x.dtype).unsqueeze(-1), None
         h = self.linear(x, self.up, rows)
         h = h if self.up_adapter is None else self.up_adapter(x, h, rows)
         h = h if self.up_bias is None else add_grouped_bias(h, self.up_bias, rows)
         # weighted before the last GEMM, which is linear, so that the outputs are not needed for the weights' gradients
-        h = self.saved.recompute_output("activation", self.activate, h, weights)
+        h = self.saved.recompute_output("activation", self.activate, h, *(() if after is None else (after,)))
         y = self.linear(h, self.down, rows)
         y = y if self.down_adapter is None else self.down_adapter(h, y, rows)
         if self.down_bias is None:
             return y
         # added by one of the parts
         bias = self.down_bias if self.first_part else self.down_bias * 0
-        return add_grouped_bias(y, bias, rows, weights)
+        return add_grouped_bias(y, bias, rows, after)

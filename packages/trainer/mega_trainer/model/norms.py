@@ -82,3 +82,20 @@ class PerHeadLayerNorm(nn.Module):
         wide = upcast_to_fp32(x)
         factor = 1 + self.weight.to(wide.dtype) if self.zero_centered else self.weight
         return (F.layer_norm(wide, x.shape[-1:], eps=self.eps) * factor).to(x.dtype)
+
+
+class PlainNorm(nn.Module):
+    """RMSNorm, or with `layer` LayerNorm, over the last axis without weight and bias."""
+
+    def __init__(self, eps: float, *, layer: bool = False) -> None:
+        super().__init__()
+        self.eps, self.normalize = eps, F.layer_norm if layer else F.rms_norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise x [.., D] over the last axis; statistics in at least fp32."""
+        return self.normalize(upcast_to_fp32(x), x.shape[-1:], eps=self.eps).to(x.dtype)
+
+    def add_and_norm(self, x: Tensor, y: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return the sum x + y (x without y) and its norm, all [.., D]."""
+        x = x if y is None else x + y
+        return x, self(x)

@@ -63,6 +63,7 @@ class RotaryEmbedding:
         if positions.dim() == 3:
             angles = self._select_sections(angles)
         cos, sin = angles.cos() * scale, angles.sin() * scale
+        sin = -sin if self.rope.clockwise else sin
         return RotaryAngles(cos.unsqueeze(2).to(dtype), sin.unsqueeze(2).to(dtype), self.rope.interleaved)
 
     def _select_sections(self, angles: Tensor) -> Tensor:
@@ -86,16 +87,21 @@ class RotaryEmbedding:
         return self._cache[length, device]
 
 
-def query_scale_by_position(rope: RopeConfig, positions: Tensor, dtype: torch.dtype) -> Tensor | None:
+def query_scale_by_position(config: ModelConfig, positions: Tensor, dtype: torch.dtype) -> Tensor | None:
     """Return the factor of each token's query by its position (scalable softmax), [B or 1, S, 1, 1], or None.
     The factor is 1 + b ln(1 + floor(position / original length)) (arXiv:2501.19399, in Llama 4's form), from int64
-    `positions` [B or 1, S]; None without `rope.query_scaling`.
+    `positions` [B or 1, S]; None without `rope.query_scaling`. With `no_rope_scaling` the first position is 1.
     """
-    if rope.query_scaling is None:
+    if config.no_rope_scaling is not None:
+        scaling, length = config.no_rope_scaling
+        positions = positions + 1
+    elif config.rope.query_scaling is not None:
+        assert config.rope.original_max_position is not None
+        scaling, length = config.rope.query_scaling, config.rope.original_max_position
+    else:
         return None
-    assert rope.original_max_position is not None
-    steps = torch.div(positions, rope.original_max_position, rounding_mode="floor")
-    return (1 + rope.query_scaling * torch.log1p(steps.float()))[..., None, None].to(dtype)
+    steps = torch.div(positions, length, rounding_mode="floor")
+    return (1 + scaling * torch.log1p(steps.float()))[..., None, None].to(dtype)
 
 
 def rotary_frequencies(rope: RopeConfig, head_size: int, max_position: int, length: int) -> tuple[Tensor, float]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -146,8 +147,8 @@ class ClassificationObjective(TaskObjective):
         self._check_labels(batch.targets[selected], batch)
         self._sums.zero_()
         return [
-            replace(one, weight_fn=_LabelWeights(self, *parts))
-            for one, parts in zip(micro, self.split_rows([selected, batch.targets], micro), strict=True)
+            replace(one, weight_fn=partial(self.compute_token_weights, selected=labeled, labels=labels))
+            for one, (labeled, labels) in zip(micro, self.split_rows([selected, batch.targets], micro), strict=True)
         ]
 
     def _check_labels(self, labels: npt.NDArray[np.float32], batch: StepBatch) -> None:
@@ -174,18 +175,6 @@ class ClassificationObjective(TaskObjective):
         weights = torch.zeros_like(outputs)
         weights[selected] = -gradient
         return weights
-
-
-@dataclass(frozen=True)
-class _LabelWeights:
-    """Weight function of a micro-batch; see `MicroBatch.weight_fn`."""
-
-    objective: ClassificationObjective
-    selected: Tensor
-    labels: Tensor
-
-    def __call__(self, outputs: Tensor) -> Tensor:
-        return self.objective.compute_token_weights(outputs, self.selected, self.labels)
 
 
 @dataclass(frozen=True)

@@ -184,10 +184,13 @@ class ScatterPoint:
 
 def draw_scatter_figure(
     title: str, found: Sequence[ScatterPoint], *, x_name: str, y_name: str, write_x: FormatNumber = format_compact, write_y: FormatNumber = format_compact,
-    limit: float | None = None,
+    limit: float | None = None, log_from: float = math.inf,
 ) -> str:  # fmt: skip
-    """Return an HTML figure with points, one colour for each name, and a dashed line at `limit` on the x axis."""
-    x = AxisScale.from_values([dot.x for dot in found] + ([] if limit is None else [limit]), LEFT, WIDTH - LEFT - RIGHT)
+    """Return an HTML figure with points, one colour for each name, and a dashed line at `limit` on the x axis.
+    The x axis is logarithmic if its largest value is at least `log_from` times the smallest.
+    """
+    shown = [dot.x for dot in found] + ([] if limit is None else [limit])
+    x = AxisScale.from_values(shown, LEFT, WIDTH - LEFT - RIGHT, log_from=log_from)
     bottom = BOTTOM + 14
     y = AxisScale.from_values([dot.y for dot in found], HEIGHT - bottom, TOP + bottom - HEIGHT)
     names = list(dict.fromkeys(dot.name for dot in found))
@@ -204,9 +207,8 @@ def draw_scatter_figure(
             f'<circle class="f{colour} dot" cx="{x.to_position(dot.x):.1f}" cy="{y.to_position(dot.y):.1f}" r="{7 if dot.large else 4}">'
             f"<title>{escape(dot.what)}</title></circle>"
         )
-    return format_figure(
-        title, format_svg(title, body), format_legend([(name, i % COLOURS, False) for i, name in enumerate(names)])
-    )
+    legend = format_legend([(name, i % COLOURS, False) for i, name in enumerate(names)]) if any(names) else ""
+    return format_figure(title, format_svg(title, body), legend)
 
 
 def format_figure(title: str, picture: str, below: str = "") -> str:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from mega_common.bounded_parsing import BoundedYamlLoader, parse_json_text, parse_yaml_text, read_settings_file
@@ -98,6 +99,16 @@ class RunLog:
     def metric_points(self, key: str) -> list[tuple[float, float]]:
         """Return (step, value) of each line of metrics.jsonl that has the key `key`."""
         return self.columns[key].list_points() if key in self.columns else []
+
+    def mean_of_last_steps(self, key: str, share: float = 0.1) -> float | None:
+        """Return the mean of a metric over the last tenth (`share`) of the steps so far; None if it is not logged.
+        A metric that is logged more rarely counts by its last value.
+        """
+        points = self.metric_points(key)
+        if not points:
+            return None
+        first = self.last["step"] * (1 - share)
+        return fmean([value for step, value in points if step > first] or [points[-1][1]])
 
     def list_key_suffixes(self, prefix: str) -> list[str]:
         """Return the remainders, without the prefix, of all metrics keys that begin with `prefix`."""

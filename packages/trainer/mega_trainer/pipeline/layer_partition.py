@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from heapq import heapify, heapreplace
 from itertools import accumulate
 
 from mega_common.errors import ConfigError
@@ -62,10 +63,12 @@ def _balance_by_count(
     work = [float(count) for count in counts]
     work[0] += embed_cost
     work[-1] += head_cost
+    queue = [(amount, -stage) for stage, amount in enumerate(work)]
+    heapify(queue)
     for _ in range(num_layers - sum(counts)):
-        least = min(range(stages), key=lambda stage: (work[stage], -stage))
-        counts[least] += 1
-        work[least] += 1.0
+        amount, stage = queue[0]
+        counts[-stage] += 1
+        heapreplace(queue, (amount + 1.0, stage))
     return counts
 
 

@@ -77,7 +77,7 @@ def _op_boxes(schedule: PipelineSchedule, timeline: PipelineTimeline) -> Iterato
     digits = len(str(schedule.microbatches - 1))
     for rank in range(schedule.pp):
         chunks = {stage: chunk for chunk, stage in enumerate(schedule.stages_of_rank(rank))}
-        for op in schedule.compute_ops(rank):
+        for op in schedule.orders[rank]:
             start, end = timeline.spans[op]
             colour = _shade(_COLOURS[op.kind], chunks[op.stage], schedule.virtual_stages)
             yield _op_box(op, _LEFT + start * scale, _row_top(rank), (end - start) * scale, colour, digits)
@@ -144,7 +144,7 @@ def _legend(schedule: PipelineSchedule, y: float) -> Iterator[str]:
         x += 24 + 6.4 * len(meaning)
     yield f'<rect class="idle" x="{x:.0f}" y="{y}" width="14" height="14" fill="{_EMPTY}"/>'
     yield _svg_text(x + 20, y + 11, "idle")
-    notes = ["lines: messages"] * (len(list(schedule.compute_ops(0))) * schedule.pp <= _MESSAGES and schedule.pp > 1)
+    notes = ["lines: messages"] * (len(schedule.orders[0]) * schedule.pp <= _MESSAGES and schedule.pp > 1)
     notes += ["lighter: a later chunk of the rank"] * (schedule.virtual_stages > 1)
     if notes:
         yield _svg_text(x + 62, y + 11, "; ".join(notes), f'class="quiet" fill="{_QUIET}"')

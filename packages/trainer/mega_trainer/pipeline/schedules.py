@@ -26,13 +26,13 @@ import difflib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 from mega_common.errors import ConfigError
 
 PipelineOpKind = Literal["F", "B", "I", "W", "SEND_F", "RECV_F", "SEND_B", "RECV_B"]
 ScheduleStep = tuple[PipelineOpKind, int]
-COMPUTE: frozenset[PipelineOpKind] = frozenset({"F", "B", "I", "W"})
 
 
 class PipelineOp(NamedTuple):
@@ -66,7 +66,7 @@ class PipelineSchedule:
         virtual_stages: stages per rank.
         microbatches: microbatches per step.
         owners: the rank of each stage, in stage order.
-        ranks: the operations of each rank, in the order in which it runs them.
+        orders: the forwards and backwards of each rank, in the order in which it runs them.
     """
 
     name: str
@@ -74,7 +74,12 @@ class PipelineSchedule:
     virtual_stages: int
     microbatches: int
     owners: tuple[int, ...]
-    ranks: tuple[tuple[PipelineOp, ...], ...]
+    orders: tuple[tuple[PipelineOp, ...], ...]
+
+    @cached_property
+    def ranks(self) -> tuple[tuple[PipelineOp, ...], ...]:
+        """Operations of each pipeline rank with the sends and receives of its messages, in the order in which it runs them."""
+        return _add_messages(self.orders, self.owners)
 
     def stages_of_rank(self, rank: int) -> list[int]:
         """Return the numbers of the pipeline stages that `rank` has, in model order."""
@@ -85,15 +90,11 @@ class PipelineSchedule:
         """True if the pipeline schedule splits each backward into two operations.
         They are `I`, the gradient of the input, and `W`, the gradient of the weights.
         """
-        return self.ranks[0][-1].kind == "W"
+        return self.orders[0][-1].kind == "W"
 
     def with_microbatches(self, microbatches: int) -> PipelineSchedule:
         """Return the pipeline schedule of this kind for another number of micro-batches."""
         return make_schedule(self.name, pp=self.pp, microbatches=microbatches, virtual_stages=self.virtual_stages)
-
-    def compute_ops(self, rank: int) -> list[PipelineOp]:
-        """Return the forwards and backwards of `rank` in order, without its messages."""
-        return [op for op in self.ranks[rank] if op.kind in COMPUTE]
 
 
 def make_schedule(name: str, *, pp: int, microbatches: int, virtual_stages: int = 1) -> PipelineSchedule:
@@ -118,8 +119,9 @@ def make_schedule(name: str, *, pp: int, microbatches: int, virtual_stages: int 
     orders = []
     for rank in range(pp):
         stages = [stage for stage, owner in enumerate(owners) if owner == rank]
-        orders.append(_number_microbatches(steps_of(rank, pp, virtual_stages, microbatches), stages, microbatches))
-    return PipelineSchedule(name, pp, virtual_stages, microbatches, owners, _add_messages(orders, owners))
+        steps = steps_of(rank, pp, virtual_stages, microbatches)
+        orders.append(tuple(_number_microbatches(steps, stages, microbatches)))
+    return PipelineSchedule(name, pp, virtual_stages, microbatches, owners, tuple(orders))
 
 
 def place_pipeline_stages(name: str, pp: int, virtual_stages: int) -> tuple[int, ...]:
@@ -278,10 +280,9 @@ def simulate_schedule(schedule: PipelineSchedule, costs: PipelineOpCosts | None 
     gradient : weight gradient = 1 : 1 : 1, are those of a GEMM.
     """
     costs = costs or PipelineOpCosts()
-    orders = [schedule.compute_ops(rank) for rank in range(schedule.pp)]
-    spans = _simulate_times(orders, schedule.owners, costs)
+    spans = _simulate_times(schedule.orders, schedule.owners, costs)
     makespan = max(end for _, end in spans.values())
-    busy = [sum(spans[op][1] - spans[op][0] for op in order) for order in orders]
+    busy = [sum(spans[op][1] - spans[op][0] for op in order) for order in schedule.orders]
     return PipelineTimeline(costs, spans, makespan, tuple(1 - time / makespan for time in busy))
 
 
@@ -328,7 +329,7 @@ def peak_held_memory(
         deferred: memory of one micro-batch in each stage, from `I` to `W`.
     """
     held = peak = 0.0
-    for kind, stage, _ in schedule.compute_ops(rank):
+    for kind, stage, _ in schedule.orders[rank]:
         kept, left = activations[stage], deferred[stage]
         held += {"F": kept, "B": -kept, "I": left - kept, "W": -left}[kind]
         peak = max(peak, held)

@@ -231,7 +231,7 @@ class LayerCostModel:
         """Return the work of attention scores."""
         model, run = self.model, self.run
         window = min(model.get_attention_window(index) or run.seq_length, run.seq_length)
-        visible = window - window * (window - 1) / (2 * run.seq_length) + TILE / 2
+        visible = window - window * (window - 1) / (2 * (window if model.chunked_window else run.seq_length)) + TILE / 2
         heads, q, v = model.num_attention_heads / run.tp, model.query_key_head_dim, model.attention_value_dim
         unfused = self.profile.attention == "unfused"
         pairs = 2.0 * self.micro_batch_tokens * heads * (run.seq_length if unfused else visible)

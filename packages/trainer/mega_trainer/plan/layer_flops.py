@@ -95,7 +95,8 @@ def mixing_flops(
         return 2 * pairs * scores + 6.0 * heads * key * value
     if mixer == "conv":
         return 0.0  # no GEMM
-    pairs = mean_visible_keys(window, seq_length, causal=causal)
+    span = min(window or seq_length, seq_length) if model.chunked_window else seq_length
+    pairs = mean_visible_keys(window, span, causal=causal)
     if not model.causal:  # as many keys after a query as before it
         pairs = min(2 * pairs - 1, seq_length)
     return 2 * pairs * model.num_attention_heads * (model.query_key_head_dim + model.attention_value_dim)

@@ -7,7 +7,7 @@ its pipeline schedule.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -80,7 +80,8 @@ def predict_peak_memory(model: ModelConfig, run: TrainingLayout) -> list[RankMem
         run.schedule, pp=run.pp, microbatches=run.microbatches, virtual_stages=run.virtual_stages
     )
     chunks = [_StageMemory.from_stage(model, run, parts, stages, index) for index in range(len(stages))]
-    return [_rank_peak(model, run, parts, schedule, chunks, rank) for rank in range(run.pp)]
+    quantised = _quantised_layer_bytes(model, run)
+    return [_rank_peak(model, run, parts, schedule, chunks, quantised, rank) for rank in range(run.pp)]
 
 
 @dataclass(frozen=True)
@@ -192,12 +193,13 @@ def _rank_peak(
     parts: ModelPartMemory,
     schedule: PipelineSchedule,
     chunks: Sequence[_StageMemory],
+    quantised: Mapping[int, float],
     rank: int,
 ) -> RankMemory:
     """Return the peak memory of a pipeline rank over its schedule."""
     mine = [chunks[stage] for stage in schedule.stages_of_rank(rank)]
     states = _state_bytes(run, [chunk.weights for chunk in mine])
-    states["weights"] += _quantised_bytes(model, run, mine)
+    states["weights"] += round(sum(quantised.get(index, 0.0) for chunk in mine for index in chunk.layers))
     gathered = sum(chunk.gathered for chunk in mine)
     in_forward, in_backward = (gathered + size for size in _bucket_bytes(run, mine))
     fed = run.microbatches * (parts.context + _batch_bytes(model, run))
@@ -271,13 +273,13 @@ def _state_bytes(run: TrainingLayout, stages: Sequence[WeightCounts]) -> dict[st
     }  # fmt: skip
 
 
-def _quantised_bytes(model: ModelConfig, run: TrainingLayout, mine: Sequence[_StageMemory]) -> int:
-    """Return the bytes of linear weights that are kept quantised, in two forms."""
+def _quantised_layer_bytes(model: ModelConfig, run: TrainingLayout) -> dict[int, float]:
+    """Return the bytes of each layer's linear weights that are kept quantised, in two forms, by layer index."""
     if run.is_zero3_sharded or not run.fp8_layers:
-        return 0
-    count = count_parameters_by_layer(model).layers
-    layers = [count[index] for chunk in mine for index in chunk.layers if index in run.fp8_layers]
-    return round(2 * sum(layer.split / run.tp + layer.experts / (run.ep * run.expert_tp) for layer in layers))
+        return {}
+    layers = count_parameters_by_layer(model).layers
+    split, block = run.tp, run.ep * run.expert_tp
+    return {index: 2 * (layers[index].split / split + layers[index].experts / block) for index in run.fp8_layers}
 
 
 def _bucket_bytes(run: TrainingLayout, mine: Sequence[_StageMemory]) -> tuple[int, int]:

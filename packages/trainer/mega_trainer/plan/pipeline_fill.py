@@ -5,6 +5,8 @@ A full pipeline is periodic, so a few micro-batches are simulated and the rest i
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from mega_common.errors import ConfigError
 from mega_trainer.pipeline.schedules import PipelineOpCosts, PipelineSchedule, make_schedule, simulate_schedule
 
@@ -13,6 +15,7 @@ MAX_SIMULATED = 60_000  # operations that are simulated one by one
 MAX_OPERATIONS = 1_200_000  # operations of a schedule for planning memory
 
 
+@lru_cache(maxsize=2)  # the search plans one layout several times, with more and more of its activations in host memory
 def make_planning_schedule(name: str, *, pp: int, microbatches: int, virtual_stages: int) -> PipelineSchedule:
     """Return a pipeline schedule with few micro-batches, but enough to fill the pipeline.
     `name` is the schedule, and `microbatches` the upper limit; gpipe, which holds all micro-batches in memory, gets

@@ -124,7 +124,8 @@ def _list_single_settings(case: LayoutCase) -> list[LayoutCase]:
 
     for degree in sorted({2, layout["tp"]} if layout["tp"] > 1 else ()):
         add(degree, {"tp": degree})
-        add(degree, {"tp": degree, "sp": True}) if layout["sp"] else None
+        if layout["sp"]:
+            add(degree, {"tp": degree, "sp": True})
     if layout["pp"] > 1:
         add(2, {"pp": 2}, micro=max(1, case.batch // 4))
         own = {key: parallel[key] for key in PIPELINE_KEYS if key in parallel}

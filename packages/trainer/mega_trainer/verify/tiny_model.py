@@ -174,6 +174,8 @@ def shrink_model(model: ModelConfig, layers: int) -> dict[str, Any]:
     fields["max_position"] = LENGTH if model.position == "learned" else max(LENGTH, min(model.max_position, 64))
     if model.sliding_window is not None:
         fields["sliding_window"] = min(model.sliding_window, WINDOW)
+    if model.no_rope_scaling is not None:
+        fields["no_rope_scaling"] = [model.no_rope_scaling[0], CHUNK]
     if model.moe is not None:
         fields["moe"] = {**fields["moe"], **_shrink_experts(model.moe)}
         if model.layers is None and model.moe.layers is not None:

@@ -176,9 +176,8 @@ class ImageEmbedder(nn.Module):
             return gathered[to_device(partition.feature_rows, device)]
         own = to_device(images.local_pixels(rank, ranks).to(self.dtype), device)
         features = self._all_gather(self.projector(self.tower(own))).flatten(0, 1)
-        return (
-            features.clone()
-        )  # not a view: FSDP hooks the result of a forward, and an operation in place would lose them
+        # Not a view: FSDP hooks the result of a forward, and an operation in place would lose the hooks.
+        return features.clone()
 
     def _all_gather(self, features: Tensor) -> Tensor:
         features = all_gather_features(features, self.groups.tp, partial=self.sp)

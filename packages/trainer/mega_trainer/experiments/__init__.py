@@ -1,0 +1,1 @@
+"""Experiments of several runs: sweeps over settings, comparison of seeds, scaling laws."""
