@@ -26,8 +26,8 @@ $(VENV)/.done: constraints.txt constraints-deepspeed.txt published.txt $(addsuff
 		--no-deps --prefer-binary --no-build-isolation --dest $(VENV)/published
 	touch $@
 
-demo: $(VENV)/.done  ## text -> tokens -> trained model -> HuggingFace folder -> score, on this machine, without network
-	$(BIN)/mega demo
+demo: $(VENV)/.done  ## text -> tokens -> trained model -> HuggingFace folder -> score, here, without network. STEPS=40: fewer steps
+	$(BIN)/mega demo $(if $(STEPS),--steps $(STEPS))
 
 test: $(VENV)/.done  ## every test that this machine can run, but a few long ones
 	$(TEST) -n 2 --dist worksteal

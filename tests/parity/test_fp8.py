@@ -61,7 +61,7 @@ def test_schedules_and_recomputation_change_no_bit() -> None:
 
 @pytest.mark.long
 def test_layouts_of_up_to_four_ranks() -> None:
-    """A hundred of the 692, drawn so that every pair of settings is there."""
+    """Forty-eight of the 752, the fewest of the covering that have every pair of settings."""
     assert not [
-        problem for one in results(covering(all_layouts("mxfp8"), 100)) if (problem := one.describe_problem(1e-10))
+        problem for one in results(covering(all_layouts("mxfp8"), 48)) if (problem := one.describe_problem(1e-10))
     ]

@@ -32,5 +32,6 @@ def test_items_arrive_by_rank_and_an_error_or_a_hang_comes_after_those_before_it
 
 
 def test_a_rank_that_waits_for_others_is_named() -> None:
+    run_ranks(count_steps, 2, 1, -1, -1)  # with the imports of the ranks, which would take part of the timeout below
     with pytest.raises(TimeoutError, match=r"ranks \[1\] are not done"):
         list(iterate_rank_results(count_steps, 2, 2, -1, 1, timeout=20, preload=PRELOAD))
