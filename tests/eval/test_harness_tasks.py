@@ -99,6 +99,16 @@ def test_chats_and_few_shots_are_those_of_the_harness_own_model(folder: Path, na
     assert_same(mine, other)
 
 
+def test_the_example_of_own_tasks_scores_as_with_the_harness_own_model(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(Path(__file__).parents[2] / "examples/own-tasks")
+    names, options = ["capitals.yaml", "sums.yaml"], HarnessTaskOptions(limit=4, log_samples=True)
+    mine = run_harness_tasks(harness_model(folder), names, options)
+    assert {task: len(samples) for task, samples in mine["samples"].items()} == {"capitals": 4, "sums": 4}
+    assert_same(mine, hf_results(folder, names, limit=4))
+
+
 def test_a_mega_checkpoint_scores_as_its_export(
     folder: Path, names: list[str], mega_results: dict[str, Any], tmp_path: Path
 ) -> None:
