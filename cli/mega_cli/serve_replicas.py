@@ -7,7 +7,6 @@ sends each request to the replica with the fewest, and passes streams on without
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import http.client
 import os
 import shutil
@@ -22,10 +21,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
+from mega_cli.train import terminate_with_parent
 from mega_common.errors import ConfigError, MissingPackageError, TrainingError
 from mega_common.progress_logging import logger
 
-PR_SET_PDEATHSIG = 1  # of Linux's prctl
 POLL_SECONDS = 0.2
 HEALTH_SECONDS = 5.0  # between checks of a replica that is ready
 RESTARTS = 3  # of a replica in a row without becoming healthy
@@ -228,14 +227,13 @@ def _start_child(
     command: Sequence[str], environment: Mapping[str, str], files: Sequence[int] = (), errors: IO[bytes] | None = None
 ) -> subprocess.Popen[bytes]:
     """Start a process that ends with this one, and does not get the signals of the terminal."""
-    library = ctypes.CDLL(None)
-
-    def follow_parent() -> None:
-        if sys.platform == "linux":
-            library.prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))
-
     return subprocess.Popen(
-        command, env=environment, start_new_session=True, preexec_fn=follow_parent, pass_fds=files, stderr=errors
+        command,
+        env=environment,
+        start_new_session=True,
+        preexec_fn=terminate_with_parent,
+        pass_fds=files,
+        stderr=errors,
     )
 
 

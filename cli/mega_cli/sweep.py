@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -226,7 +225,7 @@ def _start_run(run: SweptRun, nproc: int | None, lock: int, environment: Mapping
     with open(run.log_file, "ab") as log:
         return subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, process_group=0, pass_fds=[lock],
-            env={**os.environ, **environment}, preexec_fn=terminate_with_parent if sys.platform == "linux" else None,
+            env={**os.environ, **environment}, preexec_fn=terminate_with_parent,
         )  # fmt: skip
 
 

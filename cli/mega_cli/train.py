@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import signal
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -383,15 +386,12 @@ def _follow_launcher_death() -> None:
     Call it before torch is imported: the import takes long enough for the launcher to die meanwhile.
     """
     import os
-    import sys
 
-    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
+    if "TORCHELASTIC_RUN_ID" in os.environ:
         terminate_with_parent()
 
 
 def terminate_with_parent() -> None:
-    """Have Linux send this process SIGTERM when its parent dies."""
-    import ctypes
-    import signal
-
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))
+    """Have Linux send this process SIGTERM when its parent dies; other systems cannot."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))
