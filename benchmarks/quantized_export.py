@@ -36,7 +36,7 @@ from mega_eval.model_loading import load_inference_model, load_tokenizer
 from mega_eval.weight_calibration import WINDOW, TextCalibration
 
 CASES = [
-    "hf fp8 calibrated", "hf int4 calibrated", "gguf q8_0", "hf fp8", "hf int4", "gguf q4_k", "hf int8", "gguf q4_0",
+    "hf fp8 calibrated", "hf int4 calibrated", "gguf f16", "gguf q8_0", "hf fp8", "hf int4", "gguf q4_k", "hf int8", "gguf q4_0",
     "hf mxfp4 calibrated", "hf mxfp4", "mlx int8", "mlx int4 calibrated", "mlx int4",
 ]  # fmt: skip
 START = 200_000  # characters of the documentation before the text

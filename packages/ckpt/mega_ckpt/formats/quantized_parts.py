@@ -17,7 +17,7 @@ from mega_ckpt.formats.weight_quantization import SHAPE, EncodedParts, LinearQua
 from mega_ckpt.tensor_pieces import TensorShape
 from mega_common.errors import CheckpointError
 
-_SMALL_PARTS = {"weight_scale", "scales", "biases"}
+_SMALL_PARTS = {"weight_scale", "weight_zero_point", "scales", "biases"}
 TensorTypes = Mapping[str, tuple[torch.dtype, TensorShape]]
 _LINEAR = re.compile(r"model\.layers\..*_proj\.weight")  # canonical names of the weights that are quantized
 

@@ -1,13 +1,14 @@
 """Quantization of the weights of linear layers for HuggingFace folders, the inverse of `quantized_weights`.
 
-A weight W [O, I] becomes codes q, and a scale s for each block of codes, so that W is about q * s. Scales have the dtype of
-the weight. Rows are encoded independently, a few at a time. Codes are rounded to the nearest, or by `calibrated_rounding`
+A weight W [O, I] becomes codes q, and a scale s for each block of codes, so that W is about q * s, or (q - z) * s with a zero
+point z for each block. Scales have the dtype of the weight. Rows are encoded independently, a few at a time. Codes are rounded to the nearest, or by `calibrated_rounding`
 where the second moments of the layer's inputs are given.
 
     fp8         W.weight e4m3, W.weight_scale [O, 1]; servers also quantize activations to fp8, a scale for each token
     fp8-block   W.weight e4m3, W.weight_scale [O / 128, I / 128]; activations with a scale for 128 channels of a token
     int8        W.weight_packed: four codes in an int32, W.weight_scale [O, 1], W.weight_shape
-    int4        W.weight_packed: eight codes in an int32, W.weight_scale [O, I / 32], W.weight_shape
+    int4        W.weight_packed: eight codes in an int32, W.weight_scale [O, I / 32], W.weight_zero_point: those of eight rows
+                in an int32 [O / 8, I / 32], W.weight_shape
     mxfp4       W.weight_packed: two e2m1 in a byte, W.weight_scale [O, I / 32]: exponent of a power of two, plus 127
 
 These are compressed-tensors' float-quantized, pack-quantized and mxfp4-pack-quantized. MLX stores W = q * s + b for groups of
@@ -46,7 +47,7 @@ class LinearQuantizer:
 
     Attributes:
         description: codes and scales, for logs and model cards.
-        rows: number of consecutive rows that share scales.
+        rows: number of consecutive rows that share scales, or words of zero points.
         layouts: returns dtype and shape of each part of a weight, from its shape and dtype.
         encode: returns the parts of some rows [R, I] in fp32, except `weight_shape`; the second argument is the dtype of
             the scales, the third the moments of the layer's inputs, or None to round to the nearest.
@@ -152,57 +153,85 @@ def _e4m3_codes(weights: Tensor, scales: Tensor) -> Tensor:
 
 
 def _packed_integers(bits: int, group: int | None) -> LinearQuantizer:
-    """Return the quantization to signed integers with a scale for `group` weights of a row, or for the whole row."""
+    """Return the quantization to integers with a scale and a zero point for `group` weights of a row, or symmetric with a
+    scale for the whole row.
+    """
+    each = 32 // bits
 
     def layouts(shape: TensorShape, dtype: torch.dtype) -> PartLayouts:
         scales = 1 if group is None else shape[1] // group
+        zeros = {} if group is None else {"weight_zero_point": (torch.int32, (math.ceil(shape[0] / each), scales))}
         return {
-            "weight_packed": (torch.int32, (shape[0], math.ceil(shape[1] * bits / 32))),
-            "weight_scale": (dtype, (shape[0], scales)), SHAPE: (torch.int64, (2,)),
+            "weight_packed": (torch.int32, (shape[0], math.ceil(shape[1] / each))),
+            "weight_scale": (dtype, (shape[0], scales)), **zeros, SHAPE: (torch.int64, (2,)),
         }  # fmt: skip
 
     def encode(rows: Tensor, dtype: torch.dtype, moments: InputMoments | None) -> EncodedParts:
         groups = rows.reshape(len(rows), -1, group or rows.shape[1])
-        importance = torch.ones(rows.shape[1]) if moments is None else moments.importance
-        search = partial(_search_scales, importance=importance.view(groups.shape[1:])) if bits < 8 else _range_scales
-        scale = search(groups, bits, dtype)
-        scales = scale.float().expand(groups.shape).flatten(1)
-        if moments is not None:
-            rows = moments.compensate(
-                rows, scales, lambda weights, scale: _round_integers(weights, scale, bits) * scale
-            )
-        codes = _round_integers(rows, scales, bits).int() + (1 << bits - 1)
-        return {"weight_packed": _pack_words(codes, bits, torch.int32), "weight_scale": scale.squeeze(-1)}
+        if group is None:
+            scale = _make_scales(groups.abs().amax(-1, keepdim=True) * (2 / ((1 << bits) - 1)), dtype)
+            zero = torch.full_like(scale, 1 << bits - 1, dtype=torch.float32)
+        else:
+            importance = torch.ones(rows.shape[1]) if moments is None else moments.importance
+            scale, zero = _search_scales(groups, bits, dtype, importance.view(groups.shape[1:]))
+        codes = _find_codes(rows, groups, scale, -zero * scale, bits, moments)
+        parts = {"weight_packed": _pack_words(codes, bits, torch.int32), "weight_scale": scale.squeeze(-1)}
+        if group is not None:
+            parts["weight_zero_point"] = _pack_words(zero.squeeze(-1).T, bits, torch.int32).T.contiguous()
+        return parts
 
-    kind = {"type": "int", "num_bits": bits, "strategy": "channel" if group is None else "group", "group_size": group}
+    kind = {
+        "type": "int", "num_bits": bits, "strategy": "channel" if group is None else "group", "group_size": group,
+        "symmetric": group is None,
+    }  # fmt: skip
+    covered = "a scale for each row" if group is None else f"a scale and a zero point for {group} weights of a row"
     return LinearQuantizer(
-        f"int{bits}, a scale for {'each row' if group is None else f'{group} weights of a row'}", 1, layouts, encode,
+        f"int{bits}, {covered}", 1 if group is None else each, layouts, encode,
         partial(_compressed_settings, "pack-quantized", kind, None),
     )  # fmt: skip
 
 
-def _round_integers(weights: Tensor, scales: Tensor, bits: int) -> Tensor:
-    return (weights / scales).round().clamp(-(1 << bits - 1), (1 << bits - 1) - 1)
-
-
-def _range_scales(groups: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
-    """Return scales [R, G, 1] with which the codes cover all weights of groups [R, G, N]."""
-    return _make_scales(groups.abs().amax(-1, keepdim=True) / ((1 << bits - 1) - 0.5), dtype)
-
-
-def _search_scales(groups: Tensor, bits: int, dtype: torch.dtype, *, importance: Tensor) -> Tensor:
-    """Return scales [R, G, 1] of groups [R, G, N] with the smallest squared error, among scales that clip the largest
-    weights more or less. The errors of columns are weighted by `importance` [G, N].
+def _search_scales(groups: Tensor, bits: int, dtype: torch.dtype, importance: Tensor) -> tuple[Tensor, Tensor]:
+    """Return scales and zero points [R, G, 1] of groups [R, G, N], by the smallest and the largest weight and zero.
+    Scales have the smallest squared error among some that clip these weights more or less; the errors of columns are
+    weighted by `importance` [G, N].
     """
-    largest = groups.abs().amax(-1, keepdim=True)
-    best = _range_scales(groups, bits, dtype)
+    low, top = groups.amin(-1, keepdim=True).clamp_max(0), (1 << bits) - 1
+    extent = (groups.amax(-1, keepdim=True).clamp_min(0) - low).clamp_min(torch.finfo(torch.float32).tiny)
+    zero = (low / extent * -top).round()
+    best = _make_scales(extent / top, dtype)
     least = torch.full_like(best, math.inf, dtype=torch.float32)
     for factor in torch.linspace(1.1, 0.6, _SHRINK_STEPS).tolist():
-        scale = _make_scales(largest * (factor / ((1 << bits - 1) - 0.5)), dtype)
-        error = (_round_integers(groups, scale.float(), bits) * scale - groups).square()
+        scale = _make_scales(extent * (factor / top), dtype)
+        error = (_affine_values(groups, torch.stack((scale.float(), -zero * scale)), bits) - groups).square()
         error = (error * importance).sum(-1, keepdim=True)
         best, least = torch.where(error < least, scale, best), torch.minimum(error, least)
-    return best
+    return best, zero
+
+
+def _find_codes(
+    rows: Tensor, groups: Tensor, scale: Tensor, offset: Tensor, bits: int, moments: InputMoments | None
+) -> Tensor:
+    """Return unsigned codes q (int32) of weights [R, I], of about q * scale + offset.
+
+    Args:
+        groups: the weights by their groups [R, G, N].
+        scale: scale of each group [R, G, 1].
+        offset: offset of each group [R, G, 1].
+    """
+    affine = torch.stack([part.float().expand(groups.shape).flatten(1) for part in (scale, offset)])
+    if moments is not None:
+        rows = moments.compensate(rows, affine, partial(_affine_values, bits=bits))
+    return _affine_codes(rows, affine, bits).int()
+
+
+def _affine_codes(weights: Tensor, affine: Tensor, bits: int) -> Tensor:
+    """Return the nearest codes of weights; `affine` has their scales and their offsets."""
+    return ((weights - affine[1]) / affine[0]).round().clamp(0, (1 << bits) - 1)
+
+
+def _affine_values(weights: Tensor, affine: Tensor, bits: int) -> Tensor:
+    return _affine_codes(weights, affine, bits) * affine[0] + affine[1]
 
 
 def _make_scales(scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -263,8 +292,6 @@ def _e2m1_values(weights: Tensor, exponent: Tensor) -> Tensor:
 
 
 def _mlx_integers(bits: int) -> LinearQuantizer:
-    top = (1 << bits) - 1
-
     def layouts(shape: TensorShape, dtype: torch.dtype) -> PartLayouts:
         grid = (shape[0], shape[1] // _MLX_GROUP)
         return {
@@ -274,19 +301,12 @@ def _mlx_integers(bits: int) -> LinearQuantizer:
     def encode(rows: Tensor, dtype: torch.dtype, moments: InputMoments | None) -> EncodedParts:
         groups = rows.reshape(len(rows), -1, _MLX_GROUP)
         bias = groups.amin(-1, keepdim=True).to(dtype)
-        scale = _make_scales((groups.amax(-1, keepdim=True) - bias.float()) / top, dtype)
-        affine = torch.stack([part.float().expand(groups.shape).flatten(1) for part in (scale, bias)])
-        if moments is not None:
-            rows = moments.compensate(
-                rows, affine, lambda weights, affine: find_codes(weights, affine) * affine[0] + affine[1]
-            )
-        codes = find_codes(rows, affine).int()
+        extent = groups.amax(-1, keepdim=True) - bias.float()
+        scale = _make_scales(extent / ((1 << bits) - 1), dtype)
+        codes = _find_codes(rows, groups, scale, bias, bits, moments)
         return {
             "weight": _pack_words(codes, bits, torch.uint32), "scales": scale.squeeze(-1), "biases": bias.squeeze(-1)
         }  # fmt: skip
-
-    def find_codes(weights: Tensor, affine: Tensor) -> Tensor:
-        return ((weights - affine[1]) / affine[0]).round().clamp(0, top)
 
     def settings(_: list[str]) -> dict[str, Any]:
         section = {"group_size": _MLX_GROUP, "bits": bits, "mode": "affine"}
