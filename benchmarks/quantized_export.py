@@ -49,11 +49,13 @@ def score_with_mega(folder: Path, tokens: np.ndarray[Any, Any], window: int) -> 
 
 
 def score_with_transformers(folder: Path, tokens: np.ndarray[Any, Any], window: int) -> float:
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
     file = next((path.name for path in folder.glob("*.gguf")), None)
     dtype = torch.float32 if file or "mxfp4" not in folder.name else torch.bfloat16
-    model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=dtype).eval()
+    # compressed-tensors 0.20 expects unpacked shapes of zero points when a model is loaded without dequantization.
+    options = {"quantization_config": CompressedTensorsConfig(dequantize=True)} if folder.name == "hf-int4" else {}
+    model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=dtype, **options).eval()
     total = 0.0
     for start in range(0, len(tokens) - 1, window):
         part = torch.from_numpy(tokens[start : start + window + 1])

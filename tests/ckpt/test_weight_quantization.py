@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from hf_models import save_model
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from mega_ckpt.convert import ConvertOptions, convert_checkpoint
 from mega_ckpt.formats.hf_source import HfSource
@@ -22,7 +23,9 @@ SIZES = {
     "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 64,
 }  # fmt: skip
 # Largest root mean square error of the weights, as a share of theirs: normal weights, by the published formats.
-ERRORS = {"fp8": 0.03, "fp8-block": 0.03, "int8": 0.01, "int4": 0.12, "mxfp4": 0.15}
+ERRORS = {"fp8": 0.03, "fp8-block": 0.03, "int8": 0.01, "int4": 0.09, "mxfp4": 0.15}
+
+COMPRESSED = ("weight", "weight_scale", "weight_zero_point")  # what compressed-tensors makes the codes of
 
 
 def save(folder: Path, kind: str, **settings: Any) -> Path:
@@ -69,14 +72,53 @@ def test_transformers_and_mega_read_the_same_weights_which_are_close(
         error = float((values.float() - exact).norm() / exact.norm()) if quantized else (values - exact).abs().max()
         assert error <= (ERRORS[quantize] if quantized else 0), name
     tokens = torch.arange(20)[None]
+    # compressed-tensors 0.20 expects unpacked shapes of zero points when a model is loaded without dequantization.
+    options = {"quantization_config": settings} if quantize == "int4" else {}
     with torch.no_grad():
-        compressed, exact = (
-            load(folder, dtype=torch.bfloat16)(tokens).logits for folder in (tmp_path / "out", models[kind])
-        )
+        compressed = load(tmp_path / "out", dtype=torch.bfloat16, **options)(tokens).logits
+        exact = load(models[kind], dtype=torch.bfloat16)(tokens).logits
     assert (compressed - exact).abs().mean() < 5 * ERRORS[quantize] * exact.abs().mean()
     card = (tmp_path / "out" / "README.md").read_text()
     assert found.quantization is not None
     assert "rounded to the nearest without calibration data" in card
+
+
+def test_compressed_tensors_packs_int4_and_its_zero_points_the_same_way(tmp_path: Path) -> None:
+    pack_quantized = pytest.importorskip("compressed_tensors.compressors.pack_quantized.base")
+    schemes = importlib.import_module("compressed_tensors.quantization")
+    compressor = pack_quantized.PackedQuantizationCompressor
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 12}  # 12 rows: an int32 has 8 zero points
+    original = HfSource(save(tmp_path / "in", "llama", **heads))
+    found, file = export(tmp_path / "in", tmp_path / "out", "int4"), tmp_path / "out" / "model.safetensors"
+    section = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    scheme = schemes.QuantizationScheme.model_validate(section["config_groups"]["group_0"])
+    published = schemes.preset_name_to_scheme("W4A16_ASYM", ["Linear"]).weights
+    assert scheme.weights == published.model_copy(update={"group_size": 32, "observer": "minmax"})
+
+    written = load_file(file)
+    theirs, expected = dict(written), {}
+    layers = [name.removesuffix("weight_packed") for name in written if name.endswith("weight_packed")]
+    assert len(layers) == 14
+    for layer in layers:
+        parts = {name.removeprefix(layer): tensor for name, tensor in written.items() if name.startswith(layer)}
+        values = compressor.decompress(parts, scheme)
+        assert torch.equal(found.read_tensor(f"{layer}weight"), values["weight"])
+        again = compressor.compress({name: values[name] for name in COMPRESSED}, scheme)
+        assert all(torch.equal(again[name], part) for name, part in parts.items())
+
+        weight = original.read_tensor(f"{layer}weight")
+        groups = weight.unflatten(1, (-1, 32))
+        scale, zero = schemes.utils.calculate_qparams(groups.amin(-1), groups.amax(-1), scheme.weights)
+        values = dict(zip(COMPRESSED, (weight, scale, zero), strict=True))
+        parts = compressor.compress(values, scheme)
+        expected[f"{layer}weight"] = compressor.decompress(parts, scheme)["weight"]
+        theirs |= {f"{layer}{name}": part for name, part in parts.items()}
+
+    save_file(theirs, file)
+    convert_checkpoint(tmp_path / "out", tmp_path / "mega", "mega", verify=True)
+    convert_checkpoint(tmp_path / "mega", tmp_path / "plain", "hf")
+    plain = load_file(tmp_path / "plain" / "model.safetensors")
+    assert all(torch.equal(plain[name], weight) for name, weight in expected.items())
 
 
 @pytest.mark.parametrize("quantize", ["int4", "int8"])
