@@ -13,8 +13,10 @@ from hf_models import save_model
 from safetensors.torch import load_file, save_file
 
 from mega_ckpt.convert import ConvertOptions, convert_checkpoint
+from mega_ckpt.formats.calibrated_rounding import InputMoments
 from mega_ckpt.formats.hf_source import HfSource
 from mega_ckpt.formats.safetensors_file import SafetensorsFile
+from mega_ckpt.formats.weight_quantization import make_quantizer
 from mega_common.errors import CheckpointError
 
 transformers = pytest.importorskip("transformers", reason="the library that loads the folders")
@@ -81,6 +83,25 @@ def test_transformers_and_mega_read_the_same_weights_which_are_close(
     card = (tmp_path / "out" / "README.md").read_text()
     assert found.quantization is not None
     assert "rounded to the nearest without calibration data" in card
+
+
+@pytest.mark.parametrize("calibrated", [False, True])
+def test_weights_that_groups_of_int4_can_express_stay_the_same(*, calibrated: bool) -> None:
+    rng = torch.Generator().manual_seed(4)
+    codes, zeros = torch.randint(16, (24, 4, 32), generator=rng), torch.randint(16, (24, 4, 1), generator=rng)
+    codes[..., 0], codes[..., 7] = 0, 15
+    scales = 0.01 + torch.rand(24, 4, 1, generator=rng).bfloat16()
+    weights = ((codes - zeros) * scales.float()).flatten(1)
+    inputs = torch.randn(200, 128, generator=rng)
+    moments = InputMoments.prepare(inputs.T @ inputs) if calibrated else None
+    parts = make_quantizer("int4", {"weight": (24, 128)}).encode(weights, torch.bfloat16, moments)
+    assert torch.equal(parts["weight_scale"], scales.squeeze(-1))
+    for part, expected, words in (
+        ("weight_packed", codes.flatten(1), parts["weight_packed"]),
+        ("weight_zero_point", zeros.squeeze(-1).T, parts["weight_zero_point"].T),
+    ):
+        found = torch.stack([words >> shift & 15 for shift in range(0, 32, 4)], -1).flatten(1)
+        assert torch.equal(found, expected.int()), part
 
 
 def test_compressed_tensors_packs_int4_and_its_zero_points_the_same_way(tmp_path: Path) -> None:

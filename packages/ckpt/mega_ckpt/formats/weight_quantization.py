@@ -37,7 +37,7 @@ _E4M3, _E4M3_MAX = torch.float8_e4m3fn, 448.0
 _FP8_BLOCK, _MX_BLOCK, _MLX_GROUP, _INT4_GROUP = 128, 32, 64, 32
 _E2M1_MAX = 6.0
 _E2M1_BOUNDS = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])  # between the numbers that e2m1 has
-_SHRINK_STEPS = 12  # scales that are tried for a group of four-bit codes
+_EXTENTS = torch.linspace(1.1, 0.6, 11).tolist()  # shares of the extent of four-bit codes that are tried, 1 included
 SHAPE = "weight_shape"  # part that no row determines
 
 
@@ -201,7 +201,7 @@ def _search_scales(groups: Tensor, bits: int, dtype: torch.dtype, importance: Te
     zero = (low / extent * -top).round()
     best = _make_scales(extent / top, dtype)
     least = torch.full_like(best, math.inf, dtype=torch.float32)
-    for factor in torch.linspace(1.1, 0.6, _SHRINK_STEPS).tolist():
+    for factor in _EXTENTS:
         scale = _make_scales(extent * (factor / top), dtype)
         error = (_affine_values(groups, torch.stack((scale.float(), -zero * scale)), bits) - groups).square()
         error = (error * importance).sum(-1, keepdim=True)
