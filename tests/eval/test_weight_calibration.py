@@ -13,6 +13,7 @@ from mega_ckpt.convert import ConvertOptions, convert_checkpoint
 from mega_ckpt.families import family_by_name
 from mega_ckpt.formats.calibrated_rounding import DAMPING, InputMoments
 from mega_ckpt.formats.hf_source import HfSource
+from mega_ckpt.formats.weight_quantization import make_quantizer
 from mega_common.errors import CheckpointError
 from mega_common.model_config import ModelConfig
 from mega_eval.model_loading import load_inference_model
@@ -71,6 +72,22 @@ def test_logits_change_less_than_by_rounding_to_the_nearest(name: str, tmp_path:
         assert ("calibrated on 512 tokens of calibration.txt (GPTQ)." in card) == (calibration is not None)
         assert ("rounded to the nearest without calibration data" in card) == (calibration is None)
     assert errors[1] < 0.8 * errors[0]
+
+
+def test_calibration_changes_codes_of_int4_and_no_zero_points() -> None:
+    rng = torch.Generator().manual_seed(5)
+    inputs, weights = torch.randn(300, 64, generator=rng) + 1, torch.randn(24, 64, generator=rng) + 0.5
+    quantizer = make_quantizer("int4", {"weight": (24, 64)})
+    nearest, calibrated = (
+        quantizer.encode(weights, torch.bfloat16, moments)
+        for moments in (None, InputMoments.prepare(inputs.T @ inputs))
+    )
+    low, high = weights.unflatten(1, (-1, 32)).aminmax(dim=-1)
+    expected = (-15 * low / (high - low)).round().int()
+    for parts in (nearest, calibrated):
+        found = torch.stack([parts["weight_zero_point"] >> shift & 15 for shift in range(0, 32, 4)], 1).flatten(0, 1)
+        assert torch.equal(found, expected)
+    assert not torch.equal(nearest["weight_packed"], calibrated["weight_packed"])
 
 
 def _compute_logits(folder: Path) -> Tensor:
