@@ -1,7 +1,7 @@
 """How much quality does `mega ckpt convert --quantize` lose, and how small is the result?
 
-The model is SmolLM2-135M-Instruct in bf16, from a package that has it in Q4_1 of GGUF: formats whose blocks are alike, such as q4_k,
-lose less of it than of weights that were never quantized, and others may lose more. The text is the documentation of this
+The model is SmolLM2-135M-Instruct in bf16, from a package that has it in Q4_1 of GGUF: formats whose blocks are alike, such as q4_k and
+int4, lose less of it than of weights that were never quantized, and others may lose more. The text is the documentation of this
 Python; calibrated exports are calibrated on the first tokens of it, which end before the measured text begins. Perplexity
 is measured by mega from the written folder, and by transformers, which also quantizes the activations of fp8, and by
 llama.cpp if llama-cpp-python is installed. `error` is the standard error of the change by mega, from the differences of
