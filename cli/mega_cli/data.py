@@ -87,7 +87,7 @@ def convert_tokenizer_command(
     ] = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Convert a SentencePiece, tiktoken or Mistral (tekken) tokenizer to tokenizer.json.
+    """Convert a SentencePiece, tiktoken or Mistral (tekken) tokenizer to tokenizer.json, and compare both on texts.
 
     The original library and the converted tokenizer both encode the first four million characters of the input. The
     result is written only if all tokens agree.

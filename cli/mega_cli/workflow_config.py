@@ -52,7 +52,7 @@ class WorkflowStage(StrictConfig):
 
     @property
     def command_arguments(self) -> list[str]:
-        """Arguments of `mega` that run this stage."""
+        """Command-line arguments of `mega` that run this stage of the workflow."""
         return self._words(self.options, self.args)
 
     @property

@@ -154,7 +154,8 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         },
     ],
 }  # fmt: skip
-VARIANTS["deepseek"] = VARIANTS["mla"]
+# Its experts are in the depth of multi-token prediction, too, which so has to be there.
+VARIANTS["deepseek"] = [variant for variant in VARIANTS["mla"] if variant.get("mtp_layers") != 0]
 VARIANTS["hybrid"] = [
     {},
     {

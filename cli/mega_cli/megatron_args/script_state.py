@@ -251,7 +251,7 @@ class ScriptReader:
         ).evaluate()
 
     def comparison_text(self, text: str, node: Node) -> str | None:
-        """Return a text as a shell condition compares it, or None if it has unknown values.
+        """Return an operand of a shell condition with its variables and quotes resolved, or None for unknown values.
         Unset variables count as empty, with a remark on the line of `node`.
         """
         for name in MARK.findall(text):

@@ -185,7 +185,7 @@ REASONS: Mapping[NoteKind, Reasons] = {
 
 
 def translate_hf_args(path: Path, ranks: int | None = None) -> ScriptTranslation:
-    """Translate HuggingFace TrainingArguments of a run on `ranks` ranks to a run.yaml.
+    """Translate the settings file `path` of HuggingFace TrainingArguments, of a run on `ranks` ranks, to a run.yaml.
     The file may also be another settings file with their names.
 
     Raises:

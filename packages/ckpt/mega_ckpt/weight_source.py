@@ -81,7 +81,7 @@ class DerivedWeightSource:
         return self.base.tensor_dtype(name)
 
     def read_tensor(self, name: str) -> Tensor:
-        """Read a whole tensor of the changed source by its canonical name."""
+        """Read a whole tensor of the derived weights by its canonical name."""
         shape = self.tensor_shape(name)
         return self.read_tensor_slice(name, (0,) * len(shape), shape)
 

@@ -89,7 +89,7 @@ class RopeConfig(StrictConfig):
 
 
 class MoeConfig(StrictConfig):
-    """Mixture of experts (MoE) instead of the feed-forward block, in the layers listed in `layers`, by default all.
+    """Configuration of the mixture of experts (MoE) that replaces the feed-forward block, in all layers or those in `layers`.
 
     The router's scores are fp32: a softmax or sigmoid of x W^T over all experts. Each token goes to the `top_k` experts
     of the highest scores (plus the optional selection bias), of the `top_groups` best of `groups` groups. The outputs

@@ -180,7 +180,7 @@ class KeyValueHeadsEntry:
         }
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the config.json keys of the number of key/value heads and the head dimension, as numbers.
+        """Return the config.json keys for the number of key/value heads and for the size of a head.
         The head dimension is left out if the family's class has no such key and the default applies.
         """
         if self.divisible and model.hidden_size % model.num_attention_heads:

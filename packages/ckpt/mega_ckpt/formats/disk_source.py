@@ -64,7 +64,7 @@ class DiskSource:
         self._check_dtypes()
 
     def weight_files(self) -> Sequence[Location]:
-        """Return the paths of the files with the tensors."""
+        """Return the paths of the files that hold the model's tensors."""
         return sorted({stored.path for stored in self._disk.values()}, key=str)
 
     def tensor_names(self) -> Sequence[str]:

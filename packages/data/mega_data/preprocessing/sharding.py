@@ -72,7 +72,7 @@ class InputShard:
 
     @property
     def all_shards(self) -> list[InputShard]:
-        """All shards of the same division of the input, in order."""
+        """All shards of the division of the input that this shard belongs to, in order."""
         return [InputShard(number, self.of) for number in range(1, self.of + 1)]
 
 

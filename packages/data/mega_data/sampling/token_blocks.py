@@ -20,7 +20,7 @@ from mega_data.token_files.indexed_reader import IndexedReader, MappedArrays
 
 @dataclass(frozen=True)
 class TokenBlock:
-    """Open block of documents.
+    """Block of a bounded number of tokens that is still being filled with whole documents.
 
     Attributes:
         cache: folder of indices of this block alone; None for the cache of the run.

@@ -138,7 +138,7 @@ class MessageToolChoice(StrictRequestModel):
     disable_parallel_tool_use: bool | None = None
 
     def to_chat_choice(self) -> Any:
-        """Return the choice in the form of /v1/chat/completions."""
+        """Return the `tool_choice` of /v1/messages in the form of /v1/chat/completions."""
         if self.type == "tool":
             return {"type": "function", "function": {"name": self.name or ""}}
         return "required" if self.type == "any" else self.type

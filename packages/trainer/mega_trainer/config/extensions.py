@@ -156,7 +156,7 @@ class DataKind:
 
 @dataclass(frozen=True)
 class Extension:
-    """All that a module adds to mega, by name.
+    """Additions of one extension module to mega, such as mixers, objectives and optimizers, by kind and name.
 
     Attributes:
         name: name of the extension, which checkpoints record.
@@ -213,7 +213,7 @@ class ExtensionRegistry:
         return [family for extension in self.extensions for family in extension.families]
 
     def entries(self, kind: str) -> dict[str, Any]:
-        """Return all entries of a kind, such as `mixers`, by name."""
+        """Return the registered extension objects of one kind, such as `mixers`, by name."""
         return {name: entry for extension in self.extensions for name, entry in getattr(extension, kind).items()}
 
     def find_extension(self, kind: str, name: str) -> Extension:

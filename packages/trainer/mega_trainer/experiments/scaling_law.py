@@ -266,7 +266,7 @@ def read_points(path: Path) -> list[TrainedModel]:
 
 
 def read_run_point(log: RunLog, metric: str, count: ParameterCount) -> TrainedModel:
-    """Return the point of a run: its model's parameters, the tokens trained, and the metric over the last steps.
+    """Return a run as a point for a scaling-law fit: parameters, trained tokens, and the metric over the last steps.
 
     Raises:
         ConfigError: if its settings are missing, or the metric is not logged.

@@ -119,6 +119,6 @@ def short_convolution(
     silu: bool,
     leaves: LeafCompiler,
 ) -> Tensor:
-    """Compute the causal depthwise convolution, differentiable."""
+    """Convolve each channel of x [B, S, D] causally along S, with a kernel of its own; differentiable."""
     y: Tensor = apply_autograd_function(_ShortConvolution, x, before, weight, bias, preceding_tokens, silu, leaves)
     return y

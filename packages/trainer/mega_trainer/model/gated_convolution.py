@@ -35,7 +35,8 @@ class GatedConvolution(nn.Module):
         self.out = build.build_row_linear(f"{name}.out_proj", width, bias=conv.bias)
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
-        """Map hidden states [B, s or s/T, D] to the same shape; s/T under sequence parallelism."""
+        """Map hidden states [B, s or s/T, D] to the output of the gated convolution, of an equal shape.
+        Each of T tensor-parallel ranks has s/T tokens under sequence parallelism."""
         b, c, x = self.projection(x).chunk(3, -1)
         if context.cache is None:
             y = self.saved.checkpoint_module("attention", self._convolve, b, c, x, context)

@@ -100,7 +100,8 @@ def accumulate_squares(values: Tensor) -> Tensor:
 
 
 def accumulate_sums(sums: Tensor) -> Tensor:
-    """Add up the R sums, with their rounding errors, of each column: [2, R, N] -> [2, N]."""
+    """Add R partial sums of each of N columns without losing their rounding errors: [2, R, N] -> [2, N].
+    Index 0 of the first dimension has the sums, index 1 their rounding errors."""
     high, low = sums[0, 0], sums[1, 0]
     for more, error in zip(sums[0, 1:], sums[1, 1:], strict=True):
         high, rounding = _two_sum(high, more)

@@ -41,7 +41,7 @@ class MicroBatchRouting:
     loads: dict[int, Tensor] = field(default_factory=dict)
 
     def record_dropped_choices(self, layer: int, choices: Tensor) -> None:
-        """Record, for a layer, the number of expert choices that the expert-parallel dispatch dropped."""
+        """Record the number of expert choices that the expert-parallel dispatch of a layer has dropped, a scalar."""
         self.loads[layer][SUMS - 1] = choices
 
 

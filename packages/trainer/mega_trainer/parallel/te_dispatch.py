@@ -21,7 +21,8 @@ from mega_trainer.parallel.expert_parallel import SortedExpertRows, TokenDispatc
 
 @dataclass(frozen=True)
 class TransformerEngineDispatcher:
-    """`ExpertDispatcher` by NCCL's kernels in Transformer Engine, for all layers of a model, in bf16.
+    """Dispatcher that sends tokens to their experts' ranks and back by Transformer Engine's NCCL kernels, in bf16.
+    One serves all layers of a model.
 
     All ranks must have the same number of tokens.
 
