@@ -36,7 +36,7 @@ from mega_eval.model_loading import load_inference_model, load_tokenizer
 from mega_eval.weight_calibration import WINDOW, TextCalibration
 
 CASES = [
-    "hf fp8 calibrated", "hf int4 calibrated", "gguf f16", "gguf q8_0", "hf fp8", "hf int4", "gguf q4_k", "hf int8", "gguf q4_0",
+    "hf fp8 calibrated", "hf int4-asym calibrated", "hf int4 calibrated", "gguf f16", "gguf q8_0", "hf fp8", "hf int4-asym", "hf int4", "gguf q4_k", "hf int8", "gguf q4_0",
     "hf mxfp4 calibrated", "hf mxfp4", "mlx int8", "mlx int4 calibrated", "mlx int4",
 ]  # fmt: skip
 START = 200_000  # characters of the documentation before the text
@@ -54,7 +54,7 @@ def score_with_transformers(folder: Path, tokens: np.ndarray[Any, Any], window: 
     file = next((path.name for path in folder.glob("*.gguf")), None)
     dtype = torch.float32 if file or "mxfp4" not in folder.name else torch.bfloat16
     # compressed-tensors 0.20 expects unpacked shapes of zero points when a model is loaded without dequantization.
-    options = {"quantization_config": CompressedTensorsConfig(dequantize=True)} if folder.name == "hf-int4" else {}
+    options = {"quantization_config": CompressedTensorsConfig(dequantize=True)} if folder.name == "hf-int4-asym" else {}
     model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=dtype, **options).eval()
     total = 0.0
     for start in range(0, len(tokens) - 1, window):

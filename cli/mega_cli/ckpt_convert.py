@@ -38,6 +38,7 @@ class WeightQuantization(StrEnum):
     FP8_BLOCK = "fp8-block"
     INT8 = "int8"
     INT4 = "int4"
+    INT4_ASYM = "int4-asym"
     MXFP4 = "mxfp4"
     F16 = "f16"
     Q8_0 = "q8_0"
@@ -156,7 +157,7 @@ Quantize = Annotated[
     WeightQuantization | None,
     typer.Option(
         help="Quantize the weights, rounded to the nearest or by --calibrate. hf (compressed-tensors, for vLLM): fp8, fp8-block, int8, int4, "
-        "mxfp4. gguf: f16 (default), q8_0, q4_0, q4_k. mlx: int8, int4."
+        "int4-asym (with zero points), mxfp4. gguf: f16 (default), q8_0, q4_0, q4_k. mlx: int8, int4."
     ),
 ]
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mega_cli.compare import format_columns
-from mega_cli.train import check_inputs, terminate_with_parent
+from mega_cli.train import check_inputs
 from mega_cli.workflow_config import load_run_file
-from mega_cli.workflow_runner import MEGA, handle_stop_signals
+from mega_cli.workflow_runner import MEGA, handle_stop_signals, terminate_with_parent
 from mega_common.atomic_files import lock_folder
 from mega_common.errors import INTERRUPTED_STATUS, ConfigError
 from mega_common.progress_logging import logger

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,13 +10,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mega_cli.workflow_config import load_run_file
+from mega_cli.workflow_runner import terminate_with_parent
 
 if TYPE_CHECKING:
     from mega_trainer.config.run_config import RunConfig
     from mega_trainer.objectives.policy_objective import RolloutGenerator
     from mega_trainer.run.training_context import TaskScorer
-
-PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 EXAMPLES = """
 Examples:
@@ -242,7 +239,6 @@ def _resolve_layout(
 
 def _find_micro_batch(config: RunConfig, run: Path, overrides: Sequence[str], nproc: int | None) -> str:
     """Return the command that trains with the largest micro-batch that fits in memory."""
-    import sys
 
     from mega_common.progress_logging import configure_logging
     from mega_trainer.job.micro_batch_search import find_micro_batch
@@ -305,7 +301,6 @@ def _check_patterns(config: RunConfig, run: Path) -> None:
 def train_or_start_ranks(config: RunConfig, run: Path, nproc: int | None, overrides: Sequence[str] = ()) -> int:
     """Train in this process if it is a rank or the only one, else start the ranks. Returns the exit status."""
     import os
-    import sys
 
     _follow_launcher_death()
     from mega_common.errors import ConfigError, DataError, NumericalError, TrainingInterrupted, TrainingTerminated
@@ -389,9 +384,3 @@ def _follow_launcher_death() -> None:
 
     if "TORCHELASTIC_RUN_ID" in os.environ:
         terminate_with_parent()
-
-
-def terminate_with_parent() -> None:
-    """Have Linux send this process SIGTERM when its parent dies; other systems cannot."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))

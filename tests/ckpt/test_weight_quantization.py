@@ -25,7 +25,7 @@ SIZES = {
     "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 64,
 }  # fmt: skip
 # Largest root mean square error of the weights, as a share of theirs: normal weights, by the published formats.
-ERRORS = {"fp8": 0.03, "fp8-block": 0.03, "int8": 0.01, "int4": 0.09, "mxfp4": 0.15}
+ERRORS = {"fp8": 0.03, "fp8-block": 0.03, "int8": 0.01, "int4": 0.09, "int4-asym": 0.09, "mxfp4": 0.15}
 
 COMPRESSED = ("weight", "weight_scale", "weight_zero_point")  # what compressed-tensors makes the codes of
 
@@ -75,7 +75,7 @@ def test_transformers_and_mega_read_the_same_weights_which_are_close(
         assert error <= (ERRORS[quantize] if quantized else 0), name
     tokens = torch.arange(20)[None]
     # compressed-tensors 0.20 expects unpacked shapes of zero points when a model is loaded without dequantization.
-    options = {"quantization_config": settings} if quantize == "int4" else {}
+    options = {"quantization_config": settings} if quantize == "int4-asym" else {}
     with torch.no_grad():
         compressed = load(tmp_path / "out", dtype=torch.bfloat16, **options)(tokens).logits
         exact = load(models[kind], dtype=torch.bfloat16)(tokens).logits
@@ -94,7 +94,7 @@ def test_weights_that_groups_of_int4_can_express_stay_the_same(*, calibrated: bo
     weights = ((codes - zeros) * scales.float()).flatten(1)
     inputs = torch.randn(200, 128, generator=rng)
     moments = InputMoments.prepare(inputs.T @ inputs) if calibrated else None
-    parts = make_quantizer("int4", {"weight": (24, 128)}).encode(weights, torch.bfloat16, moments)
+    parts = make_quantizer("int4-asym", {"weight": (24, 128)}).encode(weights, torch.bfloat16, moments)
     assert torch.equal(parts["weight_scale"], scales.squeeze(-1))
     for part, expected, words in (
         ("weight_packed", codes.flatten(1), parts["weight_packed"]),
@@ -110,7 +110,7 @@ def test_compressed_tensors_packs_int4_and_its_zero_points_the_same_way(tmp_path
     compressor = pack_quantized.PackedQuantizationCompressor
     heads = {"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 12}  # 12 rows: an int32 has 8 zero points
     original = HfSource(save(tmp_path / "in", "llama", **heads))
-    found, file = export(tmp_path / "in", tmp_path / "out", "int4"), tmp_path / "out" / "model.safetensors"
+    found, file = export(tmp_path / "in", tmp_path / "out", "int4-asym"), tmp_path / "out" / "model.safetensors"
     section = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     scheme = schemes.QuantizationScheme.model_validate(section["config_groups"]["group_0"])
     published = schemes.preset_name_to_scheme("W4A16_ASYM", ["Linear"]).weights

@@ -58,7 +58,9 @@ def test_codes_are_those_of_one_column_after_the_other() -> None:
     assert calibrated < 0.5 * nearest
 
 
-@pytest.mark.parametrize("name", ["hf fp8", "hf fp8-block", "hf int8", "hf int4", "hf mxfp4", "mlx int4"])
+@pytest.mark.parametrize(
+    "name", ["hf fp8", "hf fp8-block", "hf int8", "hf int4", "hf int4-asym", "hf mxfp4", "mlx int4"]
+)
 def test_logits_change_less_than_by_rounding_to_the_nearest(name: str, tmp_path: Path) -> None:
     to, quantize = name.split()
     model = save_model(tmp_path / "model", **({"hidden_size": 128} if "block" in name else {}))
@@ -77,7 +79,7 @@ def test_logits_change_less_than_by_rounding_to_the_nearest(name: str, tmp_path:
 def test_calibration_changes_codes_of_int4_and_no_zero_points() -> None:
     rng = torch.Generator().manual_seed(5)
     inputs, weights = torch.randn(300, 64, generator=rng) + 1, torch.randn(24, 64, generator=rng) + 0.5
-    quantizer = make_quantizer("int4", {"weight": (24, 64)})
+    quantizer = make_quantizer("int4-asym", {"weight": (24, 64)})
     nearest, calibrated = (
         quantizer.encode(weights, torch.bfloat16, moments)
         for moments in (None, InputMoments.prepare(inputs.T @ inputs))

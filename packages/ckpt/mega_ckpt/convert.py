@@ -57,7 +57,7 @@ from mega_common.progress_logging import ProgressBar, logger
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 QUANTIZATIONS: Mapping[str, tuple[str, ...]] = {
-    "hf": ("fp8", "fp8-block", "int8", "int4", "mxfp4"), "gguf": ("f16", "q8_0", "q4_0", "q4_k"), "mlx": ("int4", "int8"),
+    "hf": ("fp8", "fp8-block", "int8", "int4", "int4-asym", "mxfp4"), "gguf": ("f16", "q8_0", "q4_0", "q4_k"), "mlx": ("int4", "int8"),
 }  # fmt: skip
 
 

@@ -1,14 +1,14 @@
 """Quantization of the weights of linear layers for HuggingFace folders, the inverse of `quantized_weights`.
 
 A weight W [O, I] becomes codes q, and a scale s for each block of codes, so that W is about q * s, or (q - z) * s with a zero
-point z for each block. Scales have the dtype of the weight. Rows are encoded independently, a few at a time. Codes are rounded to the nearest, or by `calibrated_rounding`
-where the second moments of the layer's inputs are given.
+point z for each block. Scales have the dtype of the weight. Rows are encoded independently, a few at a time. Codes are rounded
+to the nearest, or by `calibrated_rounding` where the second moments of the layer's inputs are given.
 
     fp8         W.weight e4m3, W.weight_scale [O, 1]; servers also quantize activations to fp8, a scale for each token
     fp8-block   W.weight e4m3, W.weight_scale [O / 128, I / 128]; activations with a scale for 128 channels of a token
     int8        W.weight_packed: four codes in an int32, W.weight_scale [O, 1], W.weight_shape
-    int4        W.weight_packed: eight codes in an int32, W.weight_scale [O, I / 32], W.weight_zero_point: those of eight rows
-                in an int32 [O / 8, I / 32], W.weight_shape
+    int4        W.weight_packed: eight codes in an int32, W.weight_scale [O, I / 32], W.weight_shape
+    int4-asym   the same, and W.weight_zero_point: those of eight rows in an int32 [O / 8, I / 32]
     mxfp4       W.weight_packed: two e2m1 in a byte, W.weight_scale [O, I / 32]: exponent of a power of two, plus 127
 
 These are compressed-tensors' float-quantized, pack-quantized and mxfp4-pack-quantized. MLX stores W = q * s + b for groups of
@@ -74,9 +74,9 @@ def make_quantizer(name: str, shapes: Mapping[str, TensorShape]) -> LinearQuanti
         return _fp8((_FP8_BLOCK, _FP8_BLOCK))
     if name == "int8":
         return _packed_integers(8, None)
-    if name == "int4":
+    if name in ("int4", "int4-asym"):
         _check_widths(shapes, _INT4_GROUP, name)
-        return _packed_integers(4, _INT4_GROUP)
+        return _packed_integers(4, _INT4_GROUP, symmetric=name == "int4")
     if name == "mxfp4":
         _check_widths(shapes, _MX_BLOCK, name)
         return _mxfp4()
@@ -152,15 +152,15 @@ def _e4m3_codes(weights: Tensor, scales: Tensor) -> Tensor:
     return (weights / scales).clamp(-_E4M3_MAX, _E4M3_MAX).to(_E4M3)
 
 
-def _packed_integers(bits: int, group: int | None) -> LinearQuantizer:
-    """Return the quantization to integers with a scale and a zero point for `group` weights of a row, or symmetric with a
-    scale for the whole row.
+def _packed_integers(bits: int, group: int | None, *, symmetric: bool = True) -> LinearQuantizer:
+    """Return the quantization to integers with a scale for `group` weights of a row, or for the whole row.
+    Unless it is `symmetric`, groups also have zero points.
     """
     each = 32 // bits
 
     def layouts(shape: TensorShape, dtype: torch.dtype) -> PartLayouts:
         scales = 1 if group is None else shape[1] // group
-        zeros = {} if group is None else {"weight_zero_point": (torch.int32, (math.ceil(shape[0] / each), scales))}
+        zeros = {} if symmetric else {"weight_zero_point": (torch.int32, (math.ceil(shape[0] / each), scales))}
         return {
             "weight_packed": (torch.int32, (shape[0], math.ceil(shape[1] / each))),
             "weight_scale": (dtype, (shape[0], scales)), **zeros, SHAPE: (torch.int64, (2,)),
@@ -173,32 +173,37 @@ def _packed_integers(bits: int, group: int | None) -> LinearQuantizer:
             zero = torch.full_like(scale, 1 << bits - 1, dtype=torch.float32)
         else:
             importance = torch.ones(rows.shape[1]) if moments is None else moments.importance
-            scale, zero = _search_scales(groups, bits, dtype, importance.view(groups.shape[1:]))
+            scale, zero = _search_scales(groups, bits, dtype, importance.view(groups.shape[1:]), symmetric=symmetric)
         codes = _find_codes(rows, groups, scale, -zero * scale, bits, moments)
         parts = {"weight_packed": _pack_words(codes, bits, torch.int32), "weight_scale": scale.squeeze(-1)}
-        if group is not None:
+        if not symmetric:
             parts["weight_zero_point"] = _pack_words(zero.squeeze(-1).T, bits, torch.int32).T.contiguous()
         return parts
 
     kind = {
         "type": "int", "num_bits": bits, "strategy": "channel" if group is None else "group", "group_size": group,
-        "symmetric": group is None,
+        "symmetric": symmetric,
     }  # fmt: skip
-    covered = "a scale for each row" if group is None else f"a scale and a zero point for {group} weights of a row"
+    covered = "each row" if group is None else f"{group} weights of a row"
     return LinearQuantizer(
-        f"int{bits}, {covered}", 1 if group is None else each, layouts, encode,
+        f"int{bits}, a scale {'' if symmetric else 'and a zero point '}for {covered}", 1 if symmetric else each, layouts, encode,
         partial(_compressed_settings, "pack-quantized", kind, None),
     )  # fmt: skip
 
 
-def _search_scales(groups: Tensor, bits: int, dtype: torch.dtype, importance: Tensor) -> tuple[Tensor, Tensor]:
+def _search_scales(
+    groups: Tensor, bits: int, dtype: torch.dtype, importance: Tensor, *, symmetric: bool
+) -> tuple[Tensor, Tensor]:
     """Return scales and zero points [R, G, 1] of groups [R, G, N], by the smallest and the largest weight and zero.
     Scales have the smallest squared error among some that clip these weights more or less; the errors of columns are
-    weighted by `importance` [G, N].
+    weighted by `importance` [G, N]. A `symmetric` zero point is the middle of the codes.
     """
-    low, top = groups.amin(-1, keepdim=True).clamp_max(0), (1 << bits) - 1
-    extent = (groups.amax(-1, keepdim=True).clamp_min(0) - low).clamp_min(torch.finfo(torch.float32).tiny)
-    zero = (low / extent * -top).round()
+    low, high, top = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True), (1 << bits) - 1
+    if symmetric:
+        high = torch.maximum(-low, high)
+        low = -high
+    extent = (high.clamp_min(0) - low.clamp_max(0)).clamp_min(torch.finfo(torch.float32).tiny)
+    zero = torch.full_like(extent, 1 << bits - 1) if symmetric else (low.clamp_max(0) / extent * -top).round()
     best = _make_scales(extent / top, dtype)
     least = torch.full_like(best, math.inf, dtype=torch.float32)
     for factor in _EXTENTS:
