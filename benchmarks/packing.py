@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import record
 
-from mega_data.batch_loader import BatchLoader, balance_samples
+from mega_data.batch_loader import BatchLoader, assign_samples_to_ranks
 from mega_data.blended_dataset import BlendedDataset, build_blended_datasets
 from mega_data.data_config import DataConfig
 from mega_data.token_files.indexed_writer import IndexedWriter
@@ -57,7 +57,10 @@ def balance(dataset: BlendedDataset, ranks: int) -> dict[str, float]:
     dealt_work, plain = [], []
     for step in range(STEPS):
         work = dataset.estimate_attention_work(range(1024 * step, 1024 * (step + 1)))
-        for found, hands in ((dealt_work, balance_samples(work, ranks)), (plain, np.arange(1024).reshape(ranks, -1))):
+        for found, hands in (
+            (dealt_work, assign_samples_to_ranks(work, ranks)),
+            (plain, np.arange(1024).reshape(ranks, -1)),
+        ):
             sums = work[hands].sum(1)
             found.append(sums.max() / sums.mean())
     return {"dealt": float(np.mean(dealt_work)), "by_number": float(np.mean(plain))}

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from mega_common.model_config import ModelConfig
-from mega_eval.engine_requests import EngineEvent, EngineRequest
+from mega_eval.engine_requests import EngineRequest, GenerationEvent
 from mega_eval.inference_engine import InferenceEngine
 from mega_eval.paged_cache import PAGE
 from mega_trainer.model.decoder import Decoder
@@ -27,9 +27,9 @@ class Numbers:
 
 def run(
     engine: InferenceEngine, requests: Sequence[EngineRequest] = (), *, every: int = 0
-) -> dict[int, list[EngineEvent]]:
+) -> dict[int, list[GenerationEvent]]:
     """The events of each request until all have finished; the next one is added after `every` so many steps."""
-    found: dict[int, list[EngineEvent]] = {}
+    found: dict[int, list[GenerationEvent]] = {}
     for request in requests:
         found[engine.add_request(request)] = []
         for _ in range(every):
@@ -39,13 +39,13 @@ def run(
     return found
 
 
-def step(engine: InferenceEngine, found: dict[int, list[EngineEvent]]) -> None:
+def step(engine: InferenceEngine, found: dict[int, list[GenerationEvent]]) -> None:
     """One step, its events behind those there are."""
     for event in engine.step():
         found[event.request].append(event)
 
 
-def tokens_of(events: Sequence[EngineEvent]) -> list[int]:
+def tokens_of(events: Sequence[GenerationEvent]) -> list[int]:
     return [token for event in events for token in event.tokens]
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from mega_data.token_files.dataset_info import UNPAIRED, ChatInfo, write_dataset_info
-from mega_data.token_files.indexed_reader import get_mask_prefix
+from mega_data.token_files.indexed_reader import get_loss_mask_prefix
 from mega_data.token_files.indexed_writer import IndexedWriter
 
 VOCABULARY, LENGTH = 32, 48
@@ -38,7 +38,7 @@ def rated(count: int, seed: int = 0) -> list[tuple[Answer, Answer]]:
 
 def write_pairs(prefix: Path, made: list[tuple[Answer, Answer]]) -> None:
     """As `mega data preprocess --kind pairs` makes them; a mask of zeros and ones."""
-    for path, dtype in ((prefix, "uint16"), (get_mask_prefix(prefix), "uint8")):
+    for path, dtype in ((prefix, "uint16"), (get_loss_mask_prefix(prefix), "uint8")):
         with IndexedWriter(path, dtype) as writer:
             for pair in made:
                 rows = [

@@ -14,7 +14,7 @@ from typing import Any
 from mega_common.errors import DataError
 from mega_data.chat.chat_template import read_chat_template
 from mega_data.tokenizer import Tokenizer
-from mega_eval.engine_requests import EngineEvent, EngineRequest
+from mega_eval.engine_requests import EngineRequest, GenerationEvent
 from mega_eval.server.embeddings_api import ServedEmbedder
 from mega_eval.server.engine_driver import EngineDriver
 from mega_eval.server.inference_server import InferenceServer, bind_server_socket
@@ -51,19 +51,19 @@ class Scripted:
     def drop_all_requests(self) -> None:
         self.requests.clear()
 
-    def step(self, *, isolate: bool = False) -> list[EngineEvent]:
+    def step(self, *, isolate: bool = False) -> list[GenerationEvent]:
         if not self.go.wait(0.01):
             return []
         if self.error is not None:
             raise self.error
         return [self._event(number, request) for number, request in list(self.requests.items())]
 
-    def _event(self, number: int, request: EngineRequest) -> EngineEvent:
+    def _event(self, number: int, request: EngineRequest) -> GenerationEvent:
         self.said[number] += 1
         finish = "length" if self.said[number] == request.limits.max_new_tokens else None
         if finish:
             del self.requests[number]
-        return EngineEvent(number, self.text, [0], [], None, finish)
+        return GenerationEvent(number, self.text, [0], [], None, finish)
 
 
 class Playback(Scripted):
@@ -85,13 +85,13 @@ class Playback(Scripted):
         self.texts[number] = Continuation(self.tokenizer, request.limits, request.prompt), answer
         return number
 
-    def _event(self, number: int, request: EngineRequest) -> EngineEvent:
+    def _event(self, number: int, request: EngineRequest) -> GenerationEvent:
         text, left = self.texts[number]
         token = left.pop(0) if left else next(iter(request.limits.ends))
         new = text.append_token(token)
         if text.finish:
             del self.requests[number]
-        return EngineEvent(number, new, [token], [], None, text.finish, stop=text.stop)
+        return GenerationEvent(number, new, [token], [], None, text.finish, stop=text.stop)
 
 
 def service_of(

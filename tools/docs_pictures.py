@@ -18,7 +18,7 @@ from pydoc_data.topics import topics
 
 from rich.console import Console, RenderableType
 
-from mega_cli.doctor import render_results
+from mega_cli.doctor import build_doctor_table
 from mega_trainer.doctor.check_result import CheckResult
 from mega_trainer.pages.run_log import RunLog
 from mega_trainer.pages.terminal_view import TAIL, render_run_view
@@ -115,7 +115,7 @@ def picture_doctor() -> None:
     """Write doctor.png: the table of `mega doctor` on four ranks of this machine."""
     mega("doctor", "--nproc", "4", "--json", "doctor.json")
     checks = json.loads(Path("doctor.json").read_text())["checks"]
-    table = render_results([CheckResult.from_json(check) for check in checks])
+    table = build_doctor_table([CheckResult.from_json(check) for check in checks])
     screenshot(draw_terminal(table, "mega doctor --nproc 4", 124), "doctor.png", 1400, 2012)
 
 

@@ -47,10 +47,10 @@ def inspect_command(path: Inspected, as_json: Json = False) -> None:
     """
     from mega_ckpt.formats.megatron_source import is_megatron_folder
     from mega_ckpt.inspect_foreign import inspect_foreign, inspect_megatron, is_foreign_model
-    from mega_ckpt.source import resolve_checkpoint
+    from mega_ckpt.source import resolve_run_to_checkpoint
     from mega_ckpt.verify import inspect_checkpoint
 
-    folder = resolve_checkpoint(path)
+    folder = resolve_run_to_checkpoint(path)
     if isinstance(folder, Path) and is_megatron_folder(folder):
         _print_report(inspect_megatron(folder), as_json)
     else:
@@ -68,10 +68,10 @@ def verify_command(
     HuggingFace and GGUF models have no checksums: for them, the check is that every tensor can be read.
     """
     from mega_ckpt.inspect_foreign import is_foreign_model, verify_foreign
-    from mega_ckpt.source import resolve_checkpoint
+    from mega_ckpt.source import resolve_run_to_checkpoint
     from mega_ckpt.verify import verify_checkpoint
 
-    folder = resolve_checkpoint(path)
+    folder = resolve_run_to_checkpoint(path)
     report = (verify_foreign if is_foreign_model(folder) else verify_checkpoint)(folder, finite=finite)
     _print_report(report, as_json)
     if not report.ok:
@@ -85,10 +85,10 @@ def diff_command(
     as_json: Json = False,
 ) -> None:
     """Compare two checkpoints: settings, and every tensor bit for bit. Exit status 2 if they differ."""
-    from mega_ckpt.source import resolve_checkpoint
+    from mega_ckpt.source import resolve_run_to_checkpoint
     from mega_ckpt.verify import diff_checkpoints
 
-    found = diff_checkpoints(resolve_checkpoint(a), resolve_checkpoint(b))
+    found = diff_checkpoints(resolve_run_to_checkpoint(a), resolve_run_to_checkpoint(b))
     _print_report(found, as_json)
     if not found.is_identical:
         raise typer.Exit(2)

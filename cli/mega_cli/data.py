@@ -16,7 +16,7 @@ from mega_cli.data_retrieve import retrieve_command
 from mega_cli.data_show import show_command
 from mega_cli.model_options import Input, JsonKey, MoreInput, Overwrite, TokenizerPath
 from mega_common.errors import ConfigError, DataError, MegaError
-from mega_common.progress_logging import format_number
+from mega_common.progress_logging import format_with_decimal_unit
 
 if TYPE_CHECKING:
     from mega_data.reports.inspect_dataset import DatasetInspection
@@ -166,7 +166,7 @@ def _format_cleaning_summary(output: Path, summary: dict[str, Any]) -> list[str]
     share = kept["bytes"] / max(1, read["bytes"])
     lines = [
         f"{output}: {kept['documents']:,} of {read['documents']:,} documents kept,"
-        f" {format_number(kept['bytes'])}B of {format_number(read['bytes'])}B of text ({share:.1%})"
+        f" {format_with_decimal_unit(kept['bytes'])}B of {format_with_decimal_unit(read['bytes'])}B of text ({share:.1%})"
     ]
     for name, rule in summary["rules"].items():
         if rule["dropped"]["documents"]:
@@ -201,7 +201,7 @@ def _inspection_to_json(found: DatasetInspection) -> dict[str, Any]:
 def _format_inspection(found: DatasetInspection) -> list[str]:
     lines = [
         f"{found.prefix}: {found.documents:,} documents, {found.sequences:,} sequences, {found.tokens:,} tokens"
-        f" ({found.dtype}, {format_number(found.bytes)}B), {found.distinct_tokens:,} distinct tokens"
+        f" ({found.dtype}, {format_with_decimal_unit(found.bytes)}B), {found.distinct_tokens:,} distinct tokens"
     ]
     if found.info and found.info.tokenizer:
         end = "with" if found.info.append_eod else "without"

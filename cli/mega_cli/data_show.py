@@ -73,19 +73,19 @@ def show_command(
 
 def _of_data_set(prefix: Path, number: int, tokenizer: Tokenizer | None) -> list[DisplayedPart]:
     from mega_data.reports.inspect_dataset import load_original_tokenizer
-    from mega_data.reports.show_tokens import show_document
+    from mega_data.reports.show_tokens import split_document_for_display
     from mega_data.token_files.dataset_info import read_dataset_info
     from mega_data.token_files.verify_dataset import check_dataset_tokenizer
 
     info = read_dataset_info(prefix)
     if tokenizer is not None and info is not None:
         check_dataset_tokenizer(prefix, info, tokenizer)
-    return show_document(prefix, number, tokenizer or load_original_tokenizer(info))
+    return split_document_for_display(prefix, number, tokenizer or load_original_tokenizer(info))
 
 
 def _of_run(config: RunConfig, number: int, tokenizer: Tokenizer | None) -> list[DisplayedPart]:
     from mega_data.blended_dataset import build_blended_datasets
-    from mega_data.reports.show_tokens import show_training_sample
+    from mega_data.reports.show_tokens import split_sample_for_display
     from mega_trainer.data.data_check import find_run_tokenizer
 
     tokenizer = tokenizer or find_run_tokenizer(config.data, config.model.vocab_size)
@@ -94,7 +94,7 @@ def _of_run(config: RunConfig, number: int, tokenizer: Tokenizer | None) -> list
         config.data, seed=config.train.seed, samples=config.samples_per_split, eod=eod, tokenizer=tokenizer,
         vision=config.model.vision, added_kinds=config.extension_sample_builders,
     )  # fmt: skip
-    return show_training_sample(train[number], tokenizer)
+    return split_sample_for_display(train[number], tokenizer)
 
 
 def _describe_raw_data(data: DataConfig) -> list[str]:

@@ -16,7 +16,7 @@ from typing import Annotated
 
 import typer
 
-from mega_cli.workflow_runner import rename_aside
+from mega_cli.workflow_runner import rename_to_numbered_backup
 
 EXAMPLES = """Examples:
 
@@ -150,7 +150,7 @@ def _write_workflow(output: Path, nproc: int, steps: int) -> None:
         if path.exists() and path.read_text() == text:
             continue
         if name == "run.yaml":
-            rename_aside(output / "run")
+            rename_to_numbered_backup(output / "run")
         path.write_text(text)
 
 
@@ -172,7 +172,7 @@ def _print_results(output: Path, nproc: int, steps: int, seconds: float) -> None
     from rich.console import Console
     from rich.table import Table
 
-    from mega_common.progress_logging import format_number
+    from mega_common.progress_logging import format_with_decimal_unit
 
     score = json.loads((output / "score.json").read_text())
     baseline = _unigram_perplexity(output)
@@ -180,9 +180,11 @@ def _print_results(output: Path, nproc: int, steps: int, seconds: float) -> None
     for column in ("result", "path", "value"):
         table.add_column(column)
     corpus = sum((output / name).stat().st_size for name in ("train.jsonl", "held-out.jsonl"))
-    table.add_row("text", f"{output}/train.jsonl", f"{format_number(corpus)}B of Python source")
+    table.add_row("text", f"{output}/train.jsonl", f"{format_with_decimal_unit(corpus)}B of Python source")
     table.add_row(
-        "tokens", f"{output}/data/train.bin, .idx", f"{format_number((output / 'data/train.bin').stat().st_size / 2)}"
+        "tokens",
+        f"{output}/data/train.bin, .idx",
+        f"{format_with_decimal_unit((output / 'data/train.bin').stat().st_size / 2)}",
     )
     length = f"{steps} steps, resumed once after {steps // 2}"
     table.add_row("training run", f"{output}/run/", length + (f" ({nproc} ranks, then 1)" if nproc > 1 else ""))

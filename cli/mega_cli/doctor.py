@@ -81,7 +81,7 @@ def doctor_command(
         except KeyboardInterrupt:
             status = INTERRUPTED_STATUS
     output = Console()
-    (output if output.is_terminal else Console(width=PLAIN_WIDTH)).print(render_results(results))
+    (output if output.is_terminal else Console(width=PLAIN_WIDTH)).print(build_doctor_table(results))
     _write_json(json_, results, examination.plan.ranks)
     if fit is not None and not status:
         _write_machine(fit, results, device, examination.plan.machine)
@@ -91,7 +91,7 @@ def doctor_command(
         raise typer.Exit(status or 1)
 
 
-def render_results(results: Sequence[CheckResult]) -> Table:
+def build_doctor_table(results: Sequence[CheckResult]) -> Table:
     """Return the results of `mega doctor` as a table, in which kernels of one family that agree are one row."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table

@@ -212,9 +212,9 @@ def eval_command(
         ))  # fmt: skip
         return
     if tasks is not None:
-        from mega_cli.eval_ranks import TaskEvalOptions, evaluate_tasks, import_harness
+        from mega_cli.eval_ranks import TaskEvalOptions, evaluate_tasks, import_lm_eval
 
-        import_harness(offline=offline)
+        import_lm_eval(offline=offline)
         from mega_eval.harness_tasks import HarnessTaskOptions
         from mega_eval.multi_rank_inference import ReplicaLayout
         from mega_eval.result_reports import check_picture_file

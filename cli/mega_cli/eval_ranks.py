@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def join_model_ranks(sharing: ReplicaLayout, nproc: int | None, device: str, wait_seconds: float) -> Iterator[RankInfo]:
+def join_replica_process_group(
+    sharing: ReplicaLayout, nproc: int | None, device: str, wait_seconds: float
+) -> Iterator[RankInfo]:
     """Join the process group of the ranks that share copies of a model, and yield this process's rank.
     The other ranks wait up to `wait_seconds` for rank 0.
 
@@ -84,7 +86,7 @@ class TaskEvalOptions:
     extensions: Sequence[str] = ()
 
 
-def import_harness(*, offline: bool) -> None:
+def import_lm_eval(*, offline: bool) -> None:
     """Import lm-evaluation-harness, online or offline.
     `offline` sets environment variables that forbid its HuggingFace libraries the network.
 
@@ -113,11 +115,11 @@ def evaluate_tasks(
     They run in this process if it is a rank or the only one, else on `nproc` ranks started here.
     """
 
-    with join_model_ranks(sharing, nproc, model_settings.device, WAIT_SECONDS) as ranks:
+    with join_replica_process_group(sharing, nproc, model_settings.device, WAIT_SECONDS) as ranks:
         if ranks.rank == 0:
             _lead(names, model_settings, options, sharing, ranks.world_size)
         else:
-            _load(model_settings, sharing, ranks.rank, ranks.world_size).follow_first_rank()
+            _load(model_settings, sharing, ranks.rank, ranks.world_size).repeat_rank_zero_calls()
 
 
 def _lead(
@@ -129,15 +131,15 @@ def _lead(
 ) -> None:
     from mega_eval.harness_tasks import (
         HarnessModel,
-        find_harness_tasks,
         format_results_table,
+        load_harness_task_manager,
         run_harness_tasks,
         write_task_results,
     )
     from mega_eval.model_loading import find_end_tokens
     from mega_eval.result_reports import draw_results, write_results_csv
 
-    manager = find_harness_tasks(names, options.include_path)  # reports unknown names before the model is loaded
+    manager = load_harness_task_manager(names, options.include_path)  # reports unknown names before the model is loaded
     replicas = _load(model_settings, sharing, 0, world_size)
     tokenizer = replicas.prompts.tokenizer
     length = model_settings.seq_length or replicas.model.config.max_position

@@ -92,7 +92,7 @@ class ServingOptions:
         ]
 
 
-def run_other_server(server: OtherServerName, options: ServingOptions) -> NoReturn:
+def exec_vllm_or_sglang(server: OtherServerName, options: ServingOptions) -> NoReturn:
     """Replace this process by another server of the same model.
 
     Raises:

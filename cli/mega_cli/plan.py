@@ -168,9 +168,9 @@ def plan_command(
         return
     config.check_world_size(ranks)
     if spec is not None and fit is not None:
-        from mega_cli.plan_prediction import fit_machine
+        from mega_cli.plan_prediction import calibrate_machine_spec
 
-        print(fit_machine(config, ranks, spec, name, fit))
+        print(calibrate_machine_spec(config, ranks, spec, name, fit))
         return
     from mega_cli.plan_prediction import describe_plan
 
@@ -178,9 +178,9 @@ def plan_command(
     if like is not None:
         plan |= {"like": like, "memory_bytes": _memory_like(config, ranks, like)}
     if spec is not None:
-        from mega_cli.plan_prediction import predict_run
+        from mega_cli.plan_prediction import predict_run_speed_and_cost
 
-        plan["time"] = predict_run(config, ranks, spec, name, limits, plan["memory_bytes"])
+        plan["time"] = predict_run_speed_and_cost(config, ranks, spec, name, limits, plan["memory_bytes"])
     if html is not None:
         from mega_cli.plan_prediction import write_plan_html
 
@@ -250,20 +250,25 @@ def _format_rampup(plan: dict[str, Any]) -> list[str]:
 
 
 def _format_plan(plan: dict[str, Any]) -> str:
-    from mega_common.progress_logging import format_number
+    from mega_common.progress_logging import format_with_decimal_unit
 
     formula = plan["bubble_by_formula"]
     degrees = ", ".join(f"{name} {size}" for name, size in plan["ranks"].items() if name != "world")
     lines = [
-        f"parameters       {format_number(plan['parameters'])}",
+        f"parameters       {format_with_decimal_unit(plan['parameters'])}",
         f"ranks            {plan['ranks']['world']} ({degrees})",
-        f"per step         {format_number(plan['tokens_per_step'])} tokens in {plan['microbatches']} micro-batches per rank, "
-        f"{format_number(plan['flops_per_step'])}FLOP",
+        f"per step         {format_with_decimal_unit(plan['tokens_per_step'])} tokens in {plan['microbatches']} micro-batches per rank, "
+        f"{format_with_decimal_unit(plan['flops_per_step'])}FLOP",
         "per token        "
         + ", ".join(
-            f"{format_number(plan['flops_per_token'][kind])}FLOP {how}" for kind, how in _FLOPS_CONVENTIONS.items()
+            f"{format_with_decimal_unit(plan['flops_per_token'][kind])}FLOP {how}"
+            for kind, how in _FLOPS_CONVENTIONS.items()
         ),
-        *([f"per image        {format_number(plan['flops_per_image'])}FLOP more"] if "flops_per_image" in plan else []),
+        *(
+            [f"per image        {format_with_decimal_unit(plan['flops_per_image'])}FLOP more"]
+            if "flops_per_image" in plan
+            else []
+        ),
         *_format_rampup(plan),
         f"pipeline bubble  {100 * plan['bubble']:.1f} %"
         + ("" if formula is None else f" (formula {100 * formula:.1f} %)"),

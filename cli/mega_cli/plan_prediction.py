@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mega_common.progress_logging import format_number, logger
+from mega_common.progress_logging import format_with_decimal_unit, logger
 from mega_trainer.plan.held_out_error import describe_prediction_error, format_prediction_error
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def describe_plan(config: RunConfig, ranks: int, draw: Path | None = None) -> di
     }
 
 
-def predict_run(
+def predict_run_speed_and_cost(
     config: RunConfig, ranks: int, machine: MachineSpec, name: str, limits: BudgetLimits | None,
     memory: Sequence[Mapping[str, int]]
 ) -> dict[str, Any]:  # fmt: skip
@@ -134,7 +134,7 @@ def predict_run(
 
 
 def format_prediction(prediction: Mapping[str, Any]) -> list[str]:
-    """Return the prediction of a run's step time, MFU and cost (the result of `predict_run`) as lines of text."""
+    """Return the prediction of a run's step time, MFU and cost (the result of `predict_run_speed_and_cost`) as lines of text."""
     seconds = prediction["seconds_per_step"]
     parts = ", ".join(f"{kind} {100 * part / seconds:.1f} %" for kind, part in prediction["seconds"].items())
     limit = prediction["memory_limit_bytes"] / 2**30
@@ -149,7 +149,7 @@ def format_prediction(prediction: Mapping[str, Any]) -> list[str]:
         *_format_fitting(prediction),
     ]
     if "hours" in prediction:
-        lines.append(f"  {format_number(prediction['tokens'])} tokens   {format_budget(prediction)}")
+        lines.append(f"  {format_with_decimal_unit(prediction['tokens'])} tokens   {format_budget(prediction)}")
         lines += [f"  over budget    {text}" for text in prediction["exceeds"]]
     for change in prediction["faster"]:
         settings = " ".join(f"--set {setting}" for setting in change["settings"])
@@ -177,7 +177,7 @@ def format_budget(budget: Mapping[str, Any]) -> str:
     return f"{budget['hours']:,.1f} hours, {budget['hours'] / 24:,.1f} days{cost}{energy}"
 
 
-def fit_machine(config: RunConfig, ranks: int, machine: MachineSpec, name: str, metrics: Path) -> str:
+def calibrate_machine_spec(config: RunConfig, ranks: int, machine: MachineSpec, name: str, metrics: Path) -> str:
     """Return a machine calibrated with the metrics file of a run, as YAML.
     The machine is `name`; predicted and measured times are comments.
 

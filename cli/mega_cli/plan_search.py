@@ -234,7 +234,7 @@ def write_search_html(
     Raises:
         ConfigError: if the file cannot be written.
     """
-    from mega_cli.plan_prediction import describe_plan, predict_run, write_plan_html
+    from mega_cli.plan_prediction import describe_plan, predict_run_speed_and_cost, write_plan_html
     from mega_trainer.pages.plan_page import LayoutCandidate
     from mega_trainer.plan.layout_search import explain_layout_time, format_layout
     from mega_trainer.plan.memory_advice import apply_settings
@@ -253,5 +253,5 @@ def write_search_html(
     ]
     chosen = apply_settings(config, best.settings)
     plan = describe_plan(chosen, ranks)
-    plan["time"] = predict_run(chosen, ranks, machine, name, limits, plan["memory_bytes"])
+    plan["time"] = predict_run_speed_and_cost(chosen, ranks, machine, name, limits, plan["memory_bytes"])
     write_plan_html(html, run, chosen, ranks, machine, plan, found)

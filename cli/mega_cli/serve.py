@@ -23,7 +23,7 @@ from mega_cli.model_options import (
     PrecisionOption,
     TokenizerOption,
 )
-from mega_cli.other_servers import OtherServerName, ServingOptions, run_other_server
+from mega_cli.other_servers import OtherServerName, ServingOptions, exec_vllm_or_sglang
 from mega_common.bounded_parsing import read_utf8_text
 from mega_common.errors import ConfigError, DataError, MegaError, MissingPackageError
 from mega_common.progress_logging import logger
@@ -174,8 +174,8 @@ def serve_command(
             allow_origin or (),
         ))  # fmt: skip
     _check_server_packages()
-    from mega_cli.eval_ranks import join_model_ranks
-    from mega_eval.multi_rank_inference import BroadcastingEngine, ReplicaLayout, follow_engine_calls
+    from mega_cli.eval_ranks import join_replica_process_group
+    from mega_eval.multi_rank_inference import BroadcastingEngine, ReplicaLayout, repeat_rank_zero_engine_calls
     from mega_eval.server.engine_driver import EngineDriver
     from mega_eval.server.inference_server import InferenceServer, bind_server_socket
     from mega_eval.server.model_service import ModelService
@@ -186,7 +186,7 @@ def serve_command(
     sharing = ReplicaLayout(tp, ep, pp)
     _check_options(sharing.ranks_per_copy, draft, others, adapter_folder)
     sources = {name or model: model, **others}
-    with join_model_ranks(sharing, sharing.ranks_per_copy, device, FOREVER) as ranks:
+    with join_replica_process_group(sharing, sharing.ranks_per_copy, device, FOREVER) as ranks:
         listener = bind_server_socket(host, port, key) if ranks.rank == 0 else None
         found = [
             load_served_model(
@@ -199,7 +199,7 @@ def serve_command(
         if listener is None:
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, signal.SIG_IGN)  # rank 0 stops the others after the running requests
-            follow_engine_calls(main)
+            repeat_rank_zero_engine_calls(main)
             return
         metrics = ServerMetrics(*(one.engine for one in found))
         services = [
@@ -250,7 +250,7 @@ def _run_other_server(ctx: typer.Context, engine: str, options: ServingOptions) 
         if source is not None and source.name == "COMMANDLINE":
             option = name.replace("_", "-")
             raise ConfigError(f"--{option} is not supported with --engine {engine}", hint=f"leave out --{option}")
-    run_other_server(cast("OtherServerName", engine), options)
+    exec_vllm_or_sglang(cast("OtherServerName", engine), options)
 
 
 def _check_options(ranks: int, draft: str | None, others: Mapping[str, str], adapter_folder: Path | None) -> None:

@@ -157,9 +157,9 @@ def train_command(
         print(translate_megatron_script(from_megatron_args, define or [], words or [], strict=strict), end="")
         return
     if from_deepspeed is not None or from_hf_args is not None:
-        from mega_cli.translation import translate_other_config
+        from mega_cli.translation import translate_deepspeed_or_hf_config
 
-        print(translate_other_config(from_deepspeed, from_hf_args, nproc), end="")
+        print(translate_deepspeed_or_hf_config(from_deepspeed, from_hf_args, nproc), end="")
         return
     if define or strict:
         raise ConfigError(
@@ -358,12 +358,12 @@ def _build_task_scorer(config: RunConfig) -> TaskScorer | None:
     """Return the scorer that runs the tasks of `eval.tasks`, or None without tasks."""
     if not config.eval.tasks:
         return None
-    from mega_cli.eval_ranks import import_harness
+    from mega_cli.eval_ranks import import_lm_eval
 
-    import_harness(offline=False)
-    from mega_eval.in_training_tasks import TrainingTasks
+    import_lm_eval(offline=False)
+    from mega_eval.in_training_tasks import InTrainingTaskEvaluator
 
-    return TrainingTasks(config)
+    return InTrainingTaskEvaluator(config)
 
 
 def _build_rollout_sampler(config: RunConfig) -> RolloutGenerator | None:

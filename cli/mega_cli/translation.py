@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from mega_cli import moving_in
-from mega_cli.megatron_args import render_run_yaml, translate_script
+from mega_cli.megatron_args import render_run_yaml, translate_launch_script
 from mega_common.bounded_parsing import MAX_SETTINGS_BYTES, explain_read_error, read_file_start
 from mega_common.errors import ConfigError
 
@@ -21,10 +21,12 @@ def translate_megatron_script(script: Path, define: list[str], arguments: list[s
     except OSError as error:
         raise ConfigError(f"{script}: cannot be read ({explain_read_error(error)})") from None
     variables = dict(_parse_definition(text) for text in define)
-    return render_run_yaml(translate_script(text, path=script, define=variables, arguments=arguments, strict=strict))
+    return render_run_yaml(
+        translate_launch_script(text, path=script, define=variables, arguments=arguments, strict=strict)
+    )
 
 
-def translate_other_config(deepspeed: Path | None, hf_args: Path | None, ranks: int | None) -> str:
+def translate_deepspeed_or_hf_config(deepspeed: Path | None, hf_args: Path | None, ranks: int | None) -> str:
     """Return the text of a run.yaml translated from another trainer's settings.
     They are a DeepSpeed configuration file, or a settings file with HuggingFace's names.
 

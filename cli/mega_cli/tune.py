@@ -10,13 +10,13 @@ import typer
 from mega_cli.tune_recipe import (
     TUNED_KINDS,
     Method,
-    TuningData,
+    TuningDataStatistics,
     TuningRequest,
     choose_precision,
-    draft_run,
+    draft_tuning_run_yaml,
     iterate_memory_settings,
     measure_usable_memory,
-    predict_run_bytes,
+    predict_peak_memory_bytes,
 )
 from mega_common.errors import CheckpointError, ConfigError, DataError
 
@@ -168,7 +168,7 @@ def write_tuning_run(request: dict[str, Any], output: Path) -> str:
     kind = _choose_kind(request, first)
     raw_data = {"train": inputs, "kind": kind, "tokenizer": base}
     probe = _parse_data(raw_data, request["set"])
-    found = TuningData.read([tokenize_raw_source(source, probe) for source in probe.train], kind)
+    found = TuningDataStatistics.read([tokenize_raw_source(source, probe) for source in probe.train], kind)
     wanted = TuningRequest(base, inputs, request["method"], output, request["epochs"])
     run, config, size, method = _fit_memory(wanted, found, read_model_config(base), request["set"])
     header = HEADER.format(
@@ -240,7 +240,7 @@ def _parse_data(raw: dict[str, Any], overrides: list[str]) -> DataConfig:
 
 
 def _fit_memory(
-    request: TuningRequest, data: TuningData, model: Any, overrides: list[str]
+    request: TuningRequest, data: TuningDataStatistics, model: Any, overrides: list[str]
 ) -> tuple[dict[str, Any], RunConfig, int, Method]:
     """Return the settings, configuration, predicted bytes and method that fit the memory of this machine; if none
     does, the smallest.
@@ -253,11 +253,11 @@ def _fit_memory(
     methods: list[Method] = [request.method] if request.method else ["lora", "qlora"]
     found = None
     for method in methods:
-        draft = draft_run(request, data, method, model, choose_precision())
+        draft = draft_tuning_run_yaml(request, data, method, model, choose_precision())
         for settings in iterate_memory_settings(draft["batch"]["global"]):
             run = apply_overrides(draft | settings, overrides)
             config = RunConfig.parse(resolve_run_config(run), source="mega tune")
-            found = run, config, predict_run_bytes(config), method
+            found = run, config, predict_peak_memory_bytes(config), method
             if limit is None or found[2] <= limit:
                 return found
     assert found is not None, "there is a method"

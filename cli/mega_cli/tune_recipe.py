@@ -29,7 +29,7 @@ RATES: dict[Method, float] = {"lora": 2e-4, "qlora": 2e-4, "full": 2e-5}
 
 
 @dataclass(frozen=True)
-class TuningData:
+class TuningDataStatistics:
     """Facts about tokenized training data on which the settings of `mega tune` depend.
 
     Attributes:
@@ -47,7 +47,7 @@ class TuningData:
     longest: int
 
     @classmethod
-    def read(cls, prefixes: Sequence[Path], kind: str) -> TuningData:
+    def read(cls, prefixes: Sequence[Path], kind: str) -> TuningDataStatistics:
         """Return the facts about the token data sets at `prefixes`, together."""
         import numpy as np
 
@@ -78,7 +78,7 @@ class TuningRequest:
     epochs: float | None = None
 
 
-def choose_sequence_length(data: TuningData, max_position: int) -> int:
+def choose_sequence_length(data: TuningDataStatistics, max_position: int) -> int:
     """Return the tokens of a packed training sample, so that the longest document fits.
     They are at most the model's context.
     """
@@ -106,7 +106,9 @@ def choose_learning_rate(method: Method, hidden_size: int, kind: str) -> float:
     return float(f"{rate:.1e}")
 
 
-def draft_run(request: TuningRequest, data: TuningData, method: Method, model: Any, precision: str) -> dict[str, Any]:
+def draft_tuning_run_yaml(
+    request: TuningRequest, data: TuningDataStatistics, method: Method, model: Any, precision: str
+) -> dict[str, Any]:
     """Return the run.yaml of a tuning as nested settings, with micro-batches of one sample.
 
     Args:
@@ -155,7 +157,7 @@ def iterate_memory_settings(batch: int) -> Iterator[dict[str, Any]]:
             yield {"batch": {"micro": size, "global": batch}} | ({} if kind == "none" else {"recompute": kind})
 
 
-def predict_run_bytes(config: RunConfig) -> int:
+def predict_peak_memory_bytes(config: RunConfig) -> int:
     """Return the predicted peak memory of one rank that trains a run alone."""
     from mega_trainer.plan.memory_advice import predict_peak_rank_bytes
 

@@ -55,12 +55,12 @@ def report_tuning(config: RunConfig, output: Path) -> None:
         found = TuningComparison(**read_json_file(kept, DataError))
     else:
         logger.info("generating answers to held-out prompts by the base and by %s", output / "model")
-        found = compare_models(config, output / "model")
+        found = compare_base_and_tuned_models(config, output / "model")
         write_json_atomically(kept, asdict(found))
     _print_comparison(found, output, adapter=config.lora is not None)
 
 
-def compare_models(config: RunConfig, tuned: Path) -> TuningComparison:
+def compare_base_and_tuned_models(config: RunConfig, tuned: Path) -> TuningComparison:
     """Return the comparison of the base model of a finished run with the exported model `tuned`."""
     prompts = list(islice(read_held_out_prompts(config.data), ANSWERS))
     template = config.data.raw.chat_template

@@ -98,9 +98,9 @@ def verify_command(
                 )
         progress.update(task, description="locating the failure")
         failure = verification.explain_failure() if verification.failures else None
-    report.print(render_rows(rows))
+    report.print(build_verify_table(rows))
     problems = [row for row in rows if row.problem]
-    report.print("\n".join(format_summary(rows, failure, run)), soft_wrap=True, highlight=False, markup=False)
+    report.print("\n".join(format_verify_summary(rows, failure, run)), soft_wrap=True, highlight=False, markup=False)
     if json_file is not None:
         _write_json(json_file, tiny.name, tiny.describe_changes(), tiny.unverified, rows, failure)
     if problems:
@@ -120,7 +120,7 @@ def _load_model(run: Path, overrides: Sequence[str]) -> RunConfig:
     return load_plan_config(run, overrides) if is_model else load_run_file(run, overrides)
 
 
-def render_rows(rows: Sequence[CheckRow]) -> Table:
+def build_verify_table(rows: Sequence[CheckRow]) -> Table:
     """Return the table of all checks."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
@@ -137,7 +137,7 @@ def render_rows(rows: Sequence[CheckRow]) -> Table:
     return table
 
 
-def format_summary(rows: Sequence[CheckRow], failure: FailureReport | None, run: Path) -> list[str]:
+def format_verify_summary(rows: Sequence[CheckRow], failure: FailureReport | None, run: Path) -> list[str]:
     """Return the lines below the table: how many checks passed, and what is known about a failure of `run`."""
     problems, layouts = [row for row in rows if row.problem], [row for row in rows if row.check == "layout"]
     if not problems:

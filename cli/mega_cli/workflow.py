@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from mega_cli.workflow_config import WorkflowConfig, find_command_problems, reject_run_config, suggest_nearest
+from mega_cli.workflow_config import WorkflowConfig, find_command_problems, reject_run_yaml_as_workflow, suggest_nearest
 from mega_cli.workflow_runner import WorkflowRunner, hold_workflow_lock
 from mega_common.errors import ConfigError
 from mega_common.progress_logging import logger
@@ -104,7 +104,7 @@ def load_workflow(file: Path, overrides: list[str], root: Any, *, names: Collect
         ConfigError: with all problems.
     """
     raw = apply_overrides(load_yaml_mapping(file), overrides)
-    reject_run_config(file, raw)
+    reject_run_yaml_as_workflow(file, raw)
     workflow = WorkflowConfig.parse(raw, source=str(file))
     found = [problem for name, stage in workflow.stages.items() for problem in find_command_problems(name, stage, root)]
     found += [
@@ -139,7 +139,7 @@ def forecast_stages(runner: WorkflowRunner, order: list[str], forced: set[str]) 
         if waits and name not in forced:
             run, why = None, f"depends on {', '.join(waits)}"
         else:
-            verdict = runner.judge_stage(name, force=name in forced)
+            verdict = runner.find_stage_rerun_reason(name, force=name in forced)
             run, why = verdict is not None, verdict.reason if verdict else "up to date"
         forecasts.append(WorkflowStageForecast(name, run, why, shlex.join(["mega", *stage.command_arguments])))
     return forecasts
@@ -163,7 +163,7 @@ def run_workflow_stages(runner: WorkflowRunner, order: list[str], forced: set[st
     Returns its exit status, else 0.
     """
     for name in order:
-        verdict = runner.judge_stage(name, force=name in forced)
+        verdict = runner.find_stage_rerun_reason(name, force=name in forced)
         if verdict is None:
             logger.info("%s: up to date", name)
             continue

@@ -56,7 +56,7 @@ class WorkflowStage(StrictConfig):
         return self._words(self.options, self.args)
 
     @property
-    def run_identity(self) -> list[str]:
+    def resume_identity_words(self) -> list[str]:
         """Words of the command of a workflow stage that must be unchanged for the stage to resume.
         If one of them changes, the stage starts over instead of resuming. Settings of a run.yaml are not included: they
         are compared by value.
@@ -87,7 +87,7 @@ class WorkflowStage(StrictConfig):
                 words += [flag] if isinstance(item, bool) else [flag, str(item)]
         return words + [str(arg) for arg in args]
 
-    def readable_arguments(self) -> Iterator[str]:
+    def possible_file_arguments(self) -> Iterator[str]:
         """Yield all arguments and option values of the stage that may name files.
         Each is yielded unchanged (a path or glob), and with .bin and .idx appended (a token data set's prefix).
         """
@@ -96,11 +96,13 @@ class WorkflowStage(StrictConfig):
                 if isinstance(item, str):
                     yield from (item, f"{item}.bin", f"{item}.idx")
 
-    def existing_read_arguments(self, base: Path) -> list[str]:
+    def existing_file_arguments(self, base: Path) -> list[str]:
         """Return the arguments and option values of the stage's command that name existing files.
         Its outputs and its run.yaml are left out. Paths are relative to `base`.
         """
-        return self.existing_inputs(base, (path for path in self.readable_arguments() if path != self.run_config_path))
+        return self.existing_inputs(
+            base, (path for path in self.possible_file_arguments() if path != self.run_config_path)
+        )
 
     def existing_inputs(self, base: Path, paths: Iterable[str]) -> list[str]:
         """Return those of `paths`, relative to `base`, that exist and are not outputs of this stage."""
@@ -149,7 +151,7 @@ class WorkflowConfig(StrictConfig):
             earlier = self.ordered_stages(name)
             for maker, output in outputs:
                 if maker not in earlier and any(
-                    is_inside_folder(path, output) for path in (*stage.inputs, *stage.readable_arguments())
+                    is_inside_folder(path, output) for path in (*stage.inputs, *stage.possible_file_arguments())
                 ):
                     yield ConfigProblem(
                         f"stages.{name}", f"reads {output}, an output of stage {maker!r}", hint=f"needs: [{maker}]"
@@ -181,7 +183,7 @@ def is_inside_folder(path: str | Path, folder: str | Path) -> bool:
     return Path(os.path.normpath(path)).is_relative_to(os.path.normpath(folder))
 
 
-def reject_workflow_file(file: Path, raw: Mapping[str, Any], hint: str) -> None:
+def reject_workflow_as_run_yaml(file: Path, raw: Mapping[str, Any], hint: str) -> None:
     """Raise a ConfigError if `raw`, the content of `file`, is a workflow where a run.yaml is expected."""
     if "stages" in raw and "model" not in raw:
         raise ConfigError(
@@ -201,11 +203,11 @@ def load_run_file(run: Path, overrides: Sequence[str], *, warn_unread: bool = Fa
         return load_run_config(run, overrides, warn_unread=warn_unread)
     except ConfigError:
         if run.is_file():
-            reject_workflow_file(run, load_yaml_mapping(run), f"mega run {run}")
+            reject_workflow_as_run_yaml(run, load_yaml_mapping(run), f"mega run {run}")
         raise
 
 
-def reject_run_config(file: Path, raw: Mapping[str, Any]) -> None:
+def reject_run_yaml_as_workflow(file: Path, raw: Mapping[str, Any]) -> None:
     """Raise a ConfigError if `raw`, the content of `file`, is a run.yaml where a workflow is expected."""
     if "model" in raw and "stages" not in raw:
         hint = f"mega train {file}, or give a workflow file with `stages`"
@@ -256,7 +258,7 @@ DECISIVE = ("train.steps", "train.seed", "checkpoint.path", "checkpoint.load")
 
 
 @dataclass(frozen=True)
-class StageVerdict:
+class StageRerunReason:
     """Reason why a workflow stage must run; with `start_over` it starts from nothing, else it resumes."""
 
     reason: str
@@ -302,9 +304,9 @@ def referenced_files(settings: FlatSettings) -> list[str]:
     return [*tokens, *map(str, paths), *(name for name in others if name)]
 
 
-def judge_settings_change(
+def find_settings_rerun_reason(
     stage: WorkflowStage, before: FlatSettings | None, now: FlatSettings | None, *, done: bool
-) -> StageVerdict | None:
+) -> StageRerunReason | None:
     """Return the reason why a workflow stage must run after its run.yaml settings changed.
     Returns None if no changed setting affects its result.
 
@@ -323,7 +325,7 @@ def judge_settings_change(
     another_model = any(path.split(".")[0] == "model" for path in changed)
     old_steps, new_steps = changed.get("train.steps", (0, 0))
     resumes = stage.run == "train" and not another_model and (not done or new_steps > old_steps)
-    return StageVerdict(reason + others, start_over=not resumes)
+    return StageRerunReason(reason + others, start_over=not resumes)
 
 
 def _affects_result(stage: WorkflowStage, path: str) -> bool:

@@ -23,10 +23,10 @@ from typing import Any, Literal
 from mega_cli.file_digests import FileDigests, FileRecord, compute_code_digest, expand_patterns
 from mega_cli.workflow_config import (
     FlatSettings,
-    StageVerdict,
+    StageRerunReason,
     WorkflowConfig,
     WorkflowStage,
-    judge_settings_change,
+    find_settings_rerun_reason,
     referenced_files,
     stage_settings,
 )
@@ -53,7 +53,7 @@ class WorkflowStageAttempt(StrictConfig):
     """Record of the last attempt at a workflow stage.
     `inputs` and `outputs` map the names of files read and written to SHA-256; times in seconds.
 
-    `command` is the stage's `run_identity`, `settings` are all settings of its run.yaml, and `named` are the files that
+    `command` is the stage's `resume_identity_words`, `settings` are all settings of its run.yaml, and `named` are the files that
     the run.yaml of a training names. None: saved by a version without that record.
     """
 
@@ -103,7 +103,7 @@ class WorkflowRunner:
         stages = {name: attempt for name, attempt in self.attempts.items() if name in self.workflow.stages}
         write_json_atomically(self.state_path, WorkflowState(stages=stages, files=self.digests.records).model_dump())
 
-    def judge_stage(self, name: str, *, force: bool = False) -> StageVerdict | None:
+    def find_stage_rerun_reason(self, name: str, *, force: bool = False) -> StageRerunReason | None:
         """Return why a stage must run when all stages that it needs are done, or None if the stage is up to date.
 
         With `start_over`, existing outputs are invalid (made from other inputs or settings, or damaged) and are moved
@@ -115,42 +115,42 @@ class WorkflowRunner:
         """
         stage, last = self.workflow.stages[name], self.attempts.get(name)
         if force:
-            return StageVerdict("forced", start_over=True)
+            return StageRerunReason("forced", start_over=True)
         if last is None:
-            return StageVerdict("never run", start_over=False)
+            return StageRerunReason("never run", start_over=False)
         changed = self._find_change(name, last)
         if last.status != "done":
             reasons = {"running": "was killed", "failed": f"failed with status {last.exit_status}"}
             reason = reasons.get(last.status, "was interrupted")
             blocked = last.status != "failed" and stage.command_arguments[0] in NO_OVERWRITE
             invalid = changed is not None and changed.start_over
-            return StageVerdict(f"{reason}, {changed.reason}" if changed else reason, start_over=invalid or blocked)
+            return StageRerunReason(f"{reason}, {changed.reason}" if changed else reason, start_over=invalid or blocked)
         if changed is None and compute_code_digest(stage.command_arguments[0]) != last.code:
-            return StageVerdict("the code changed", start_over=stage.run != "train")
+            return StageRerunReason("the code changed", start_over=stage.run != "train")
         return changed or self._find_damage(stage, last)
 
-    def _find_change(self, name: str, last: WorkflowStageAttempt) -> StageVerdict | None:
+    def _find_change(self, name: str, last: WorkflowStageAttempt) -> StageRerunReason | None:
         """Return a difference to the last attempt, and if it invalidates the outputs; None without one."""
         stage = self.workflow.stages[name]
-        if stage.run_identity != last.command:
-            return StageVerdict("its command changed", start_over=True)
+        if stage.resume_identity_words != last.command:
+            return StageRerunReason("its command changed", start_over=True)
         if reason := describe_difference("input", last.inputs, self.digest_inputs(stage)):
-            return StageVerdict(reason, start_over=True)
+            return StageRerunReason(reason, start_over=True)
         if last.named is not None and (
             reason := describe_difference("input", last.named, self.digest_referenced(name))
         ):
-            return StageVerdict(reason, start_over=True)
-        return judge_settings_change(stage, last.settings, self._settings(name), done=last.status == "done")
+            return StageRerunReason(reason, start_over=True)
+        return find_settings_rerun_reason(stage, last.settings, self._settings(name), done=last.status == "done")
 
-    def _find_damage(self, stage: WorkflowStage, last: WorkflowStageAttempt) -> StageVerdict | None:
+    def _find_damage(self, stage: WorkflowStage, last: WorkflowStageAttempt) -> StageRerunReason | None:
         """Return the damage to the outputs, if any. Training recreates missing files, and may have been continued by hand."""
         now = self.digests.digest_patterns(stage.outputs)
         if stage.run != "train":
             reason = describe_difference("output", last.outputs, now)
-            return StageVerdict(reason, start_over=True) if reason else None
+            return StageRerunReason(reason, start_over=True) if reason else None
         reason = describe_difference("output", last.outputs, {name: now[name] for name in last.outputs if name in now})
         damaged = any(now.get(name, digest) != digest for name, digest in last.outputs.items())
-        return StageVerdict(reason, start_over=damaged) if reason else None
+        return StageRerunReason(reason, start_over=damaged) if reason else None
 
     def digest_inputs(self, stage: WorkflowStage) -> dict[str, str]:
         """Return {file name: SHA-256} of all files that a stage reads; WorkflowError if a declared input is missing."""
@@ -161,7 +161,7 @@ class WorkflowRunner:
                     hint="correct `inputs` in the workflow, or add the stage that writes it to `needs`",
                 )
         needed = [output for need in stage.needs for output in self.workflow.stages[need].outputs]
-        return self.digests.digest_patterns([*stage.inputs, *stage.existing_read_arguments(self.base), *needed])
+        return self.digests.digest_patterns([*stage.inputs, *stage.existing_file_arguments(self.base), *needed])
 
     def digest_referenced(self, name: str) -> dict[str, str]:
         """Return {file name: SHA-256} of local files that the run.yaml of a training stage refers to.
@@ -171,7 +171,7 @@ class WorkflowRunner:
         files = referenced_files(settings) if stage.run == "train" and settings is not None else []
         return self.digests.digest_patterns(stage.existing_inputs(self.base, files))
 
-    def attempt_stage(self, name: str, verdict: StageVerdict, lock: int) -> int:
+    def attempt_stage(self, name: str, verdict: StageRerunReason, lock: int) -> int:
         """Run a workflow stage's command, record the attempt, and return the exit status.
         The attempt is recorded in the workflow's state file. The status is 0 when the stage is done. `lock` is a file
         descriptor that the process inherits.
@@ -184,7 +184,7 @@ class WorkflowRunner:
             self._set_aside(name)
         now, start = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()
         fresh = WorkflowStageAttempt(
-            status="running", command=stage.run_identity, settings=self._settings(name),
+            status="running", command=stage.resume_identity_words, settings=self._settings(name),
             code=compute_code_digest(stage.command_arguments[0]), inputs=self.digest_inputs(stage), named=self.digest_referenced(name), started=now,
         )  # fmt: skip
         self._record(name, fresh)
@@ -224,7 +224,7 @@ class WorkflowRunner:
         folder = self.base / run["output"] if run else None
         with files.lock_folder(folder) if folder is not None and folder.is_dir() else contextlib.nullcontext():
             for path in paths:
-                rename_aside(path)
+                rename_to_numbered_backup(path)
 
     def _stage_outputs(self, name: str) -> Iterator[Path]:
         """Yield the outputs of a stage; for a file of a token data set, all files of the set."""
@@ -248,7 +248,7 @@ class WorkflowRunner:
         return str(last.settings["output"])
 
 
-def rename_aside(path: Path) -> None:
+def rename_to_numbered_backup(path: Path) -> None:
     """Rename a path to the first free NAME.old-N in its folder, if the path exists."""
     if not path.exists():
         return

@@ -16,7 +16,13 @@ from crash.savers import MODEL, found, part
 
 from mega_ckpt.canonical_tensors import canonical_tensors
 from mega_ckpt.convert import convert_checkpoint
-from mega_ckpt.store import AsyncSaver, apply_retention, list_checkpoints, remove_leftovers, save_sharded_checkpoint
+from mega_ckpt.store import (
+    AsyncSaver,
+    delete_old_checkpoints,
+    list_checkpoints,
+    remove_leftovers,
+    save_sharded_checkpoint,
+)
 from mega_ckpt.tensor_pieces import ShardedTensor, TensorBox
 from mega_ckpt.verify import verify_checkpoint
 from mega_common.errors import CheckpointError
@@ -110,7 +116,7 @@ def test_removing_old_steps(tmp_path: Path, name: str, at: int, refusal: str) ->
     for version in (1, 2):
         save_version(tmp_path, version)
     with refused(name, REFUSALS[refusal], at), pytest.raises(CheckpointError) as raised:
-        apply_retention(tmp_path, keep=1)
+        delete_old_checkpoints(tmp_path, keep=1)
     assert_one_sentence(raised.value, tmp_path, REFUSALS[refusal])
     assert found(tmp_path) == 2
     assert all(verify_checkpoint(folder).ok for folder in list_checkpoints(tmp_path))

@@ -17,7 +17,7 @@ from mega_ckpt.families.image_processor import (
     PROCESSOR_FILE,
     apply_image_processor,
     build_preprocessor_config,
-    image_processor_section,
+    read_image_processor_settings,
     unsupported_image_settings,
 )
 from mega_ckpt.formats.hf_weight_files import decode_json_mapping
@@ -51,7 +51,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def read_unsupported(folder: Path) -> Any:
-    return image_processor_section(
+    return read_image_processor_settings(
         lambda name: json.loads((folder / name).read_text()) if (folder / name).is_file() else {}
     )
 
@@ -123,4 +123,4 @@ def test_what_no_image_could_be_made_by(raw: dict[str, Any]) -> None:
 @pytest.mark.parametrize("content", [b"[]", b"{", b"3"])
 def test_what_is_no_mapping(content: bytes) -> None:
     with pytest.raises(CheckpointError, match=FILE):
-        image_processor_section(lambda name: decode_json_mapping(content, name) if name == FILE else {})
+        read_image_processor_settings(lambda name: decode_json_mapping(content, name) if name == FILE else {})

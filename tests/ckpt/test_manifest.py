@@ -14,7 +14,15 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mega_ckpt.manifest import MANIFEST, FileEntry, Manifest, TensorChunk, TensorEntry, is_exact_tiling, make_manifest
+from mega_ckpt.manifest import (
+    MANIFEST,
+    FileEntry,
+    Manifest,
+    TensorChunk,
+    TensorEntry,
+    is_exact_tiling,
+    make_checkpoint_manifest,
+)
 from mega_common.errors import CheckpointError
 from mega_common.model_config import ModelConfig
 from mega_common.model_presets import load_model_preset
@@ -38,7 +46,7 @@ def sound() -> Manifest:
         shape=(3,),
         chunks=(TensorChunk(offset=(0,), shape=(3,), file="s.safetensors", begin=48, end=54, checksum=SUM),),
     )
-    return make_manifest(
+    return make_checkpoint_manifest(
         7, MODEL, {"samples": 1 << 70, "scale": 0.1, "list": [1, None, "x"]}, {"by": "test"}
     ).model_copy(
         update={
@@ -175,7 +183,7 @@ def test_a_manifest_behind_a_link_is_not_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize("state", [{"x": float("nan")}, {"x": (1, 2)}, {"x": {1: 2}}, {"x": object()}, {"x": b"y"}])
 def test_a_state_that_json_would_change_is_refused(state: dict[str, Any]) -> None:
     with pytest.raises(CheckpointError, match="state"):
-        make_manifest(1, MODEL, state, None)
+        make_checkpoint_manifest(1, MODEL, state, None)
 
 
 @given(st.data(), st.lists(st.integers(0, 4), max_size=3).map(tuple))

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint import save as save_distributed
 
 from mega_ckpt.canonical_tensors import canonical_tensors
 from mega_ckpt.convert import ConvertOptions, convert_checkpoint
-from mega_ckpt.families.model_equivalence import resolve_config
+from mega_ckpt.families.model_equivalence import canonicalize_model_config
 from mega_ckpt.formats import dcp
 from mega_ckpt.formats.megatron_args import read_megatron_args, write_megatron_args
 from mega_ckpt.formats.megatron_source import MegatronSource, is_megatron_folder
@@ -116,7 +116,7 @@ def test_there_and_back(
     assert equal_checkpoints(source, tmp_path / "back")
     one, other = open_weight_source(source).model, open_weight_source(tmp_path / "back").model
     assert write_megatron_args(one) == write_megatron_args(other)
-    assert resolve_config(one) == resolve_config(other)
+    assert canonicalize_model_config(one) == canonicalize_model_config(other)
 
 
 MAMBA = {"num_heads": 8, "head_dim": 4, "state_size": 5, "num_groups": 2, "norm_eps": 1e-5}
@@ -138,9 +138,9 @@ def test_hybrids_there_and_back(changes: dict[str, Any], kind: str, tp: int, pp:
         options = ConvertOptions(megatron_format=kind, tp=tp, pp=pp, implementation=implementation)
         convert_checkpoint(source, tmp_path / implementation, "megatron", options=options, verify=True)
         assert equal_checkpoints(source, tmp_path / implementation)
-        assert resolve_config(open_weight_source(tmp_path / implementation).model) == resolve_config(
-            open_weight_source(source).model
-        )
+        assert canonicalize_model_config(
+            open_weight_source(tmp_path / implementation).model
+        ) == canonicalize_model_config(open_weight_source(source).model)
 
 
 ENCODERS: dict[str, dict[str, Any]] = {
@@ -163,9 +163,9 @@ def test_encoders_there_and_back(name: str, kind: str, tp: int, pp: int, tmp_pat
         options = ConvertOptions(megatron_format=kind, tp=tp, pp=pp, implementation=implementation)
         convert_checkpoint(source, tmp_path / implementation, "megatron", options=options, verify=True)
         assert equal_checkpoints(source, tmp_path / implementation)
-        assert resolve_config(open_weight_source(tmp_path / implementation).model) == resolve_config(
-            open_weight_source(source).model
-        )
+        assert canonicalize_model_config(
+            open_weight_source(tmp_path / implementation).model
+        ) == canonicalize_model_config(open_weight_source(source).model)
 
 
 def test_no_t5_in_stages(tmp_path: Path) -> None:

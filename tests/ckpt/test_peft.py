@@ -17,7 +17,7 @@ from mega_ckpt.families import family_by_name
 from mega_ckpt.formats.peft_adapter import read_peft_adapter, write_peft_folder
 from mega_ckpt.lora_adapter import AdaptedWeightSource, SavedAdapter
 from mega_ckpt.lora_tensors import adapted_modules, adapter_tensor_shapes
-from mega_ckpt.source import load_with_adapter, open_weight_source
+from mega_ckpt.source import open_weight_source, open_weights_with_adapter
 from mega_ckpt.tensor_pieces import crop_tensor
 from mega_cli.ckpt import app
 from mega_common.errors import CheckpointError, ConfigError
@@ -87,7 +87,7 @@ def test_a_folder_of_ours_is_peft_s_and_comes_back(name: str, lora: LoraConfig, 
     ours = logits(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged"), tokens)
     assert (theirs - before).abs().max() > 0.01
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
-    back = load_with_adapter(out, folder)
+    back = open_weights_with_adapter(out, folder)
     for key in source.tensor_names():
         torch.testing.assert_close(back.read_tensor(key), source.read_tensor(key), rtol=1e-5, atol=1e-6)
 
@@ -102,7 +102,7 @@ def test_what_peft_saves_is_read_and_what_is_not_ours_is_refused(tmp_path: Path)
     model = peft.get_peft_model(base, config)
     model.save_pretrained(out)
     theirs = model.merge_and_unload().state_dict()
-    ours = load_with_adapter(out, folder)
+    ours = open_weights_with_adapter(out, folder)
     for key in ours.tensor_names():
         torch.testing.assert_close(ours.read_tensor(key), theirs[key], rtol=1e-5, atol=1e-6)
     raw = json.loads((out / "adapter_config.json").read_text())
@@ -117,7 +117,7 @@ def test_what_peft_saves_is_read_and_what_is_not_ours_is_refused(tmp_path: Path)
     (out / "adapter_config.json").write_text(json.dumps(raw))
     other = folder_of("gpt2", tmp_path / "other")
     with pytest.raises(CheckpointError, match=r"the module model\.layers\.0\..* is not supported in a gpt2 model"):
-        load_with_adapter(out, other)
+        open_weights_with_adapter(out, other)
 
 
 def test_magnitudes_of_experts_in_a_folder_are_refused(tmp_path: Path) -> None:

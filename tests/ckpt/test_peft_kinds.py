@@ -17,7 +17,7 @@ from tiny_models import BASE
 from mega_ckpt.convert import ConvertOptions, convert_checkpoint
 from mega_ckpt.families import family_by_name
 from mega_ckpt.formats.peft_tensor_changes import check_peft_options
-from mega_ckpt.source import load_with_adapter, open_weight_source
+from mega_ckpt.source import open_weight_source, open_weights_with_adapter
 from mega_common.errors import CheckpointError
 from mega_common.model_config import ModelConfig
 from mega_data.tokenizer import train_tokenizer
@@ -251,7 +251,7 @@ def test_an_embedding_that_an_encoder_shares_is_refused(targets: list[str], tmp_
     base = transformers.T5ForConditionalGeneration.from_pretrained(tmp_path / "base")
     peft.get_peft_model(base, peft.LoraConfig(target_modules=targets)).save_pretrained(tmp_path / "adapter")
     with pytest.raises(CheckpointError, match=f"an adapter of {targets[-1]}.weight is not supported in a t5 model"):
-        load_with_adapter(tmp_path / "adapter", tmp_path / "base")
+        open_weights_with_adapter(tmp_path / "adapter", tmp_path / "base")
 
 
 def test_every_other_type_and_option_is_refused_by_name(bases: Mapping[str, Path], tmp_path: Path) -> None:
@@ -270,7 +270,7 @@ def test_every_other_type_and_option_is_refused_by_name(bases: Mapping[str, Path
     for key, value in changes:
         path.write_text(json.dumps({**raw, key: value}))
         with pytest.raises(CheckpointError, match=rf"adapter_config.json: {key} = .* is not supported"):
-            load_with_adapter(tmp_path / "adapter", bases["untied"])
+            open_weights_with_adapter(tmp_path / "adapter", bases["untied"])
     harmless = {
         "eva_config": {"rho": 2.0},
         "velora_config": {"rank": 1},
@@ -279,7 +279,7 @@ def test_every_other_type_and_option_is_refused_by_name(bases: Mapping[str, Path
         "newest": [],
     }
     path.write_text(json.dumps({**raw, **harmless}))
-    load_with_adapter(tmp_path / "adapter", bases["untied"])
+    open_weights_with_adapter(tmp_path / "adapter", bases["untied"])
 
 
 def test_an_adapter_beside_other_files_of_a_model_is_not_ignored(bases: Mapping[str, Path], tmp_path: Path) -> None:
@@ -322,7 +322,7 @@ def test_of_several_adapters_each_is_read_from_its_folder(bases: Mapping[str, Pa
     model.add_adapter("two", second)
     model.save_pretrained(tmp_path)
     with pytest.raises(CheckpointError, match=r"(?s)must be an adapter.*one of the adapters inside: one, two"):
-        load_with_adapter(tmp_path, bases["untied"])
+        open_weights_with_adapter(tmp_path, bases["untied"])
     for name in ("one", "two"):
         theirs = logits(peft.PeftModel.from_pretrained(load(bases["untied"]), tmp_path / name).eval(), TOKENS)
         convert_checkpoint(

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from mega_ckpt.formats.safe_pickles import InertObject, load_untrusted_pickle
+from mega_ckpt.formats.safe_pickles import PickledObjectPlaceholder, load_untrusted_pickle
 from mega_ckpt.formats.torch_archive import StoredTensor, load_torch_archive, namespace_attributes
 from mega_common.errors import CheckpointError
 
@@ -90,7 +90,7 @@ def test_one_pickle_cannot_reach_another() -> None:
         load_untrusted_pickle(pickled, "x")
     found = load_untrusted_pickle(pickle.dumps(argparse.Namespace(a=1)), "x")
     assert (found.name, found.state, found.a) == ("argparse.Namespace", {"a": 1}, 1)
-    assert not any(hasattr(kind, "evil") for kind in (found, InertObject, argparse.Namespace))
+    assert not any(hasattr(kind, "evil") for kind in (found, PickledObjectPlaceholder, argparse.Namespace))
 
 
 def test_what_checkpoints_hold(tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ def test_what_checkpoints_hold(tmp_path: Path) -> None:
     found = load_torch_archive(tmp_path / "x.pt")
     args = namespace_attributes(found["args"])
     assert args["sizes"] == [1, 2]
-    assert isinstance(args["backend"], InertObject)
+    assert isinstance(args["backend"], PickledObjectPlaceholder)
     for name, tensor in value["model"].items():
         stored = found["model"][name]
         assert isinstance(stored, StoredTensor)

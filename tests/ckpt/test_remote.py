@@ -19,12 +19,12 @@ from mega_ckpt import dcp_planners
 from mega_ckpt.canonical_tensors import canonical_tensors
 from mega_ckpt.convert import convert_checkpoint
 from mega_ckpt.manifest import MANIFEST
-from mega_ckpt.source import copy_assets, open_weight_source, resolve_checkpoint
+from mega_ckpt.source import copy_assets, open_weight_source, resolve_run_to_checkpoint
 from mega_ckpt.store import (
     AsyncSaver,
     Checkpoint,
     RemotePath,
-    apply_retention,
+    delete_old_checkpoints,
     latest_checkpoint,
     list_checkpoints,
     load_sharded_checkpoint,
@@ -133,7 +133,7 @@ def test_every_moment_of_a_save(root: Location) -> None:
             with AsyncSaver() as saver:
                 saver.start_save(root, step, part(version, 0, 1), model=MODEL, state={"version": version})
         returned[len(Watched.contents)] = version
-        apply_retention(root, keep=1)
+        delete_old_checkpoints(root, keep=1)
     moments = list(Watched.contents)
     versions = []
     for done, content in enumerate(moments, 1):
@@ -243,7 +243,7 @@ def test_folders_without_a_manifest_are_absent_and_damaged_ones_are_told(root: L
 def test_retain(root: Location) -> None:
     for version in range(1, 7):
         save_version(root, version)
-    gone = apply_retention(root, keep=1, keep_every=3)
+    gone = delete_old_checkpoints(root, keep=1, keep_every=3)
     assert list_checkpoints(root) == [step_folder(root, 3), step_folder(root, 6)]
     assert len(gone) == 4
     assert len({path.split("/")[3] for path in object_stores.content()}) == 2
@@ -294,8 +294,8 @@ def test_inspect_verify_and_convert(root: Location, tmp_path: Path) -> None:
         root / "checkpoints", 5, whole_tensors(weights()), model=MODEL, state={"a": 1}, assets=tmp_path / "assets"
     )
     url = str(root)
-    assert resolve_checkpoint(url) == folder
-    assert inspect_checkpoint(resolve_checkpoint(url)).step == 5
+    assert resolve_run_to_checkpoint(url) == folder
+    assert inspect_checkpoint(resolve_run_to_checkpoint(url)).step == 5
     report = verify_checkpoint(folder, finite=True)
     assert report.ok
     assert not report.extra

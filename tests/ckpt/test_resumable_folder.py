@@ -21,7 +21,7 @@ from mega_ckpt import shard_files, stream_checkpoint
 from mega_ckpt.convert import ConvertOptions, convert_checkpoint
 from mega_ckpt.formats import megatron_dist_write
 from mega_ckpt.formats.hf_source import HfSource
-from mega_ckpt.formats.megatron_write import MegatronWriter
+from mega_ckpt.formats.megatron_write import MegatronWriteInput
 from mega_ckpt.resumable_folder import CONTENT, JOURNAL, open_resumable
 from mega_ckpt.source import MegaWeightSource, open_weight_source
 from mega_ckpt.verify import diff_checkpoints, verify_checkpoint
@@ -77,13 +77,13 @@ def interrupt_conversion(monkeypatch: pytest.MonkeyPatch, source: Path, out: Pat
 def written(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the files that are written from now on."""
     names: list[str] = []
-    make = shard_files.HashedFile.__init__
+    make = shard_files.HashingFileWriter.__init__
 
-    def told(self: shard_files.HashedFile, path: Path) -> None:
+    def told(self: shard_files.HashingFileWriter, path: Path) -> None:
         names.append(path.name)
         make(self, path)
 
-    monkeypatch.setattr(shard_files.HashedFile, "__init__", told)
+    monkeypatch.setattr(shard_files.HashingFileWriter, "__init__", told)
     return names
 
 
@@ -99,8 +99,8 @@ def convert_and_die(source: Path, out: Path, to: str, at: int, **more: Any) -> N
 
         return wrapped
 
-    shard_files.HashedFile.write_hashed = dying(shard_files.HashedFile.write_hashed)  # type: ignore[method-assign]
-    MegatronWriter.read_block = dying(MegatronWriter.read_block)  # type: ignore[method-assign]
+    shard_files.HashingFileWriter.write_hashed = dying(shard_files.HashingFileWriter.write_hashed)  # type: ignore[method-assign]
+    MegatronWriteInput.read_block = dying(MegatronWriteInput.read_block)  # type: ignore[method-assign]
     convert_checkpoint(source, out, to, **more)
 
 

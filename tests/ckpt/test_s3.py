@@ -18,7 +18,7 @@ from mega_ckpt.convert import convert_checkpoint
 from mega_ckpt.store import (
     AsyncSaver,
     Location,
-    apply_retention,
+    delete_old_checkpoints,
     latest_checkpoint,
     list_checkpoints,
     load_sharded_checkpoint,
@@ -79,7 +79,7 @@ def test_save_load_retain_sweep_verify(root: Location, tmp_path: Path) -> None:
             )
     assert found(root) == 3
     assert verify_checkpoint(step_folder(root, 3), finite=True).ok
-    assert apply_retention(root, keep=2) == [step_folder(root, 1)]
+    assert delete_old_checkpoints(root, keep=2) == [step_folder(root, 1)]
     (root / "step-00000009" / "1234" / "shard-00000-000.safetensors").write_bytes(b"half")
     assert list_checkpoints(root) == [step_folder(root, 2), step_folder(root, 3)]
     assert remove_leftovers(root) == [root / "step-00000009"]
@@ -98,14 +98,14 @@ def test_a_shard_of_several_parts_is_read_by_ranges(root: Location, monkeypatch:
     load_sharded_checkpoint(folder, {"t": ShardedTensor(tuple(tensor.shape), [TensorBox((32, 0), quarter)])})
     assert torch.equal(quarter, tensor[32:64])
 
-    write, calls = shard_files.HashedFile.write_hashed, iter(range(1000))
+    write, calls = shard_files.HashingFileWriter.write_hashed, iter(range(1000))
 
-    def failing(self: shard_files.HashedFile, *args: Any) -> None:
+    def failing(self: shard_files.HashingFileWriter, *args: Any) -> None:
         if next(calls) == 12:
             raise OSError(5, "no more")
         write(self, *args)
 
-    monkeypatch.setattr(shard_files.HashedFile, "write_hashed", failing)
+    monkeypatch.setattr(shard_files.HashingFileWriter, "write_hashed", failing)
     with pytest.raises(CheckpointError, match="no more"):
         save_sharded_checkpoint(root, 2, held, model=MODEL, state={})
     assert list(root.iterdir()) == [folder]

@@ -23,7 +23,7 @@ from mega_ckpt.manifest import DTYPE_NAMES, MANIFEST
 from mega_ckpt.store import (
     AsyncSaver,
     Checkpoint,
-    apply_retention,
+    delete_old_checkpoints,
     latest_checkpoint,
     list_checkpoints,
     load_sharded_checkpoint,
@@ -31,7 +31,13 @@ from mega_ckpt.store import (
     save_sharded_checkpoint,
     step_folder,
 )
-from mega_ckpt.tensor_pieces import ShardedTensor, TensorBox, TensorPiece, TensorShape, boxes_of_flat_range
+from mega_ckpt.tensor_pieces import (
+    ShardedTensor,
+    TensorBox,
+    TensorPiece,
+    TensorShape,
+    map_flat_range_to_sharded_tensors,
+)
 from mega_common.errors import CheckpointError
 from mega_common.model_config import ModelConfig
 from mega_common.model_presets import load_model_preset
@@ -79,7 +85,7 @@ def split(tensor: torch.Tensor, parts: int, choose: random.Random) -> list[Shard
         for part, (start, stop) in enumerate(zip([0, *ends], [*ends, tensor.numel()], strict=True)):
             flat = tensor.contiguous().view(-1)[start:stop]
             held[part].boxes += (
-                boxes_of_flat_range(flat, [TensorPiece.whole_tensor("t", shape)], shape, start)
+                map_flat_range_to_sharded_tensors(flat, [TensorPiece.whole_tensor("t", shape)], shape, start)
                 .get("t", held[part])
                 .boxes
             )
@@ -338,7 +344,7 @@ def test_a_newest_checkpoint_that_cannot_be_read_is_not_absent(tmp_path: Path, m
         with pytest.raises(CheckpointError, match=f"{new.name}.*{words}(.|\n)*move {new.name} elsewhere"):
             latest_checkpoint(tmp_path)
         assert new not in list_checkpoints(tmp_path)
-        assert apply_retention(tmp_path, keep=1) == []
+        assert delete_old_checkpoints(tmp_path, keep=1) == []
     new.rename(tmp_path / "aside")
     monkeypatch.undo()
     assert latest_checkpoint(tmp_path) == old
@@ -371,7 +377,7 @@ def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
 def test_retain(tmp_path: Path, keep: int | None, every: int | None, left: list[int]) -> None:
     for step in range(1, 7):
         save_step(tmp_path, step, {})
-    gone = apply_retention(tmp_path, keep=keep, keep_every=every)
+    gone = delete_old_checkpoints(tmp_path, keep=keep, keep_every=every)
     assert list_checkpoints(tmp_path) == [step_folder(tmp_path, step) for step in left]
     assert len(os.listdir(tmp_path)) == len(left) == 6 - len(gone)
 

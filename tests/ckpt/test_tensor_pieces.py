@@ -16,11 +16,11 @@ from mega_ckpt.tensor_pieces import (
     TensorPiece,
     TensorShape,
     boxes_by_name,
-    boxes_of_flat_range,
     copy_overlap,
+    map_flat_range_to_sharded_tensors,
     merge_sharded_tensors,
     select_replica_share,
-    split_box,
+    split_slice_by_elements,
 )
 
 shapes = st.lists(st.integers(1, 5), min_size=0, max_size=4).map(tuple)
@@ -84,7 +84,7 @@ def test_a_flat_range_becomes_few_boxes_that_hold_just_its_elements(data: st.Dat
     start = data.draw(st.integers(0, size))
     stop = data.draw(st.integers(start, size))
     flat = numbered((size,))[start:stop]
-    out = boxes_of_flat_range(flat, [TensorPiece.whole_tensor("w", shape)], shape, start)
+    out = map_flat_range_to_sharded_tensors(flat, [TensorPiece.whole_tensor("w", shape)], shape, start)
     expected = torch.full((size,), -1)
     expected[start:stop] = flat
     sharded = out.get("w", ShardedTensor(shape, []))
@@ -103,7 +103,7 @@ def test_flat_ranges_of_a_fused_projection_make_up_the_same_as_the_tensor(
     marks = sorted(data.draw(st.lists(st.integers(0, local.numel()), max_size=3)))
     ends = [0, *marks, local.numel()]
     ranges = [
-        boxes_of_flat_range(local.view(-1)[start:stop], pieces, tuple(local.shape), start)
+        map_flat_range_to_sharded_tensors(local.view(-1)[start:stop], pieces, tuple(local.shape), start)
         for start, stop in itertools.pairwise(ends)
     ]
     together, whole = merge_sharded_tensors(ranges), boxes_by_name([(local, pieces)])
@@ -129,14 +129,19 @@ def test_cut_gives_contiguous_parts_in_order(shape: TensorShape, limit: int) -> 
     whole = numbered(shape)
     parts = [
         whole[tuple(slice(o, o + n) for o, n in zip(offset, extent, strict=True))]
-        for offset, extent in split_box(shape, limit)
+        for offset, extent in split_slice_by_elements(shape, limit)
     ]
     assert torch.equal(torch.cat([part.reshape(-1) for part in parts]), whole.reshape(-1))
     assert all(part.numel() <= limit for part in parts)
 
 
 def test_cut_falls_where_other_powers_of_two_cut() -> None:
-    assert [offset for offset, _ in split_box((64, 3), 64 * 3 // 3)] == [(0, 0), (16, 0), (32, 0), (48, 0)]
+    assert [offset for offset, _ in split_slice_by_elements((64, 3), 64 * 3 // 3)] == [
+        (0, 0),
+        (16, 0),
+        (32, 0),
+        (48, 0),
+    ]
 
 
 @given(st.lists(shapes, min_size=1, max_size=4), st.integers(1, 5), st.integers(8, 400))

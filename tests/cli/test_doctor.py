@@ -16,7 +16,7 @@ import pytest
 from commands import typed
 from typer.testing import CliRunner
 
-from mega_cli.doctor import render_results
+from mega_cli.doctor import build_doctor_table
 from mega_cli.main import build_typer_app
 from mega_common.errors import ConfigError
 from mega_trainer.doctor.check_result import CheckResult
@@ -69,7 +69,7 @@ def test_the_exit_status_is_that_of_the_worst(
 
 
 def test_a_failed_case_has_a_row_of_its_own() -> None:
-    names = list(render_results([*GOOD, BAD]).columns[0].cells)
+    names = list(build_doctor_table([*GOOD, BAD]).columns[0].cells)
     assert "  attention sdpa, documents" in map(str, names)
 
 

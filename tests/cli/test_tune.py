@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from mega_cli import tune as tune_module
 from mega_cli import tune_recipe as recipe
 from mega_cli.main import build_typer_app
-from mega_cli.tune_recipe import TuningData, TuningRequest, draft_run
+from mega_cli.tune_recipe import TuningDataStatistics, TuningRequest, draft_tuning_run_yaml
 from mega_cli.tune_report import read_held_out_prompts
 from mega_common.errors import ConfigError, DataError, TrainingInterrupted
 from mega_data.tokenizer import train_tokenizer
@@ -147,8 +147,8 @@ def test_the_kind_follows_from_the_records(
     assert (run.get("objective") or {}).get("kind") == expected.get("objective")
 
 
-def make_data(**facts: Any) -> TuningData:
-    return TuningData(
+def make_data(**facts: Any) -> TuningDataStatistics:
+    return TuningDataStatistics(
         **{"kind": "conversations", "rated": False, "documents": 200, "tokens": 12_000, "longest": 150, **facts}
     )
 
@@ -170,7 +170,7 @@ def make_data(**facts: Any) -> TuningData:
 def test_settings_follow_from_the_data(facts: dict[str, Any], method: recipe.Method, expected: dict[str, Any]) -> None:
     request = TuningRequest("base", [{"path": "a.jsonl"}], None, Path("out"))
     model = SimpleNamespace(hidden_size=576, max_position=2048)
-    run = draft_run(request, make_data(**facts), method, model, "bf16")
+    run = draft_tuning_run_yaml(request, make_data(**facts), method, model, "bf16")
     assert {key: run[key.split(".")[0]][key.split(".")[1]] for key in expected} == expected
 
 
@@ -184,7 +184,7 @@ def test_settings_follow_from_the_memory(base: Path, here: Path, monkeypatch: py
         sizes.append((lora, config.batch.micro, config.recompute.kind))
         return 2 - (len(sizes) == 100)
 
-    monkeypatch.setattr(tune_module, "predict_run_bytes", too_large)
+    monkeypatch.setattr(tune_module, "predict_peak_memory_bytes", too_large)
     monkeypatch.setattr(tune_module, "measure_usable_memory", lambda _: 1)
     assert "quantize: nf4" in mega("tune", base, "many.jsonl", "--check")
     assert sizes[0][0] == "lora"

@@ -54,8 +54,8 @@ def test_an_old_file_of_known_size_and_time_is_not_read_unless_asked(flow: Flow)
     flow.run()
     (flow.base / "a.txt").write_text("TEXT")
     os.utime(flow.base / "a.txt", (1, 1))
-    assert flow.runner().judge_stage("first") is None
-    verdict = flow.runner(verify=True).judge_stage("first")
+    assert flow.runner().find_stage_rerun_reason("first") is None
+    verdict = flow.runner(verify=True).find_stage_rerun_reason("first")
     assert verdict is not None
     assert verdict.reason == "input a.txt changed"
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from mega_ckpt.store import (
-    apply_retention,
+    delete_old_checkpoints,
     list_checkpoints,
     load_sharded_checkpoint,
     parse_location,
@@ -242,7 +242,7 @@ def test_a_deletion_that_is_refused_leaves_whole_checkpoints_and_data(
         new.with_name(f"wiki.{suffix}").write_bytes(b"new")
     server.faults.append(DELETIONS[name])
     with pytest.raises(MegaError, match="s3://"):
-        apply_retention(bucket / "run", keep=1)
+        delete_old_checkpoints(bucket / "run", keep=1)
     with pytest.raises(ObjectStoreError, match=r"s3://\S*wiki"):
         upload_dataset(new, bucket / "wiki")
     server.faults.clear()

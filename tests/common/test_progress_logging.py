@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mega_common.progress_logging import ProgressBar, configure_logging, format_number, logger
+from mega_common.progress_logging import ProgressBar, configure_logging, format_with_decimal_unit, logger
 
 
 def test_rank_0_tells_all_on_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
@@ -71,12 +71,12 @@ def test_short_work_is_quiet(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )  # fmt: skip
 def test_human(number: float, text: str) -> None:
-    assert format_number(number) == text
+    assert format_with_decimal_unit(number) == text
 
 
 @given(st.floats(1e-3, 9e26))
 def test_human_keeps_three_digits(number: float) -> None:
-    text = format_number(number)
+    text = format_with_decimal_unit(number)
     factor = dict(zip("kMGTPEZY", (10.0 ** (3 * i) for i in range(1, 9)), strict=True)).get(text[-1], 1.0)
     assert float(text.rstrip("kMGTPEZY")) * factor == pytest.approx(number, rel=5.1e-3)
     assert "e" not in text

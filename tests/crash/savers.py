@@ -13,7 +13,7 @@ from crash.disk import Operation, recorded
 from mega_ckpt.store import (
     AsyncSaver,
     Checkpoint,
-    apply_retention,
+    delete_old_checkpoints,
     latest_checkpoint,
     load_sharded_checkpoint,
     remove_leftovers,
@@ -80,7 +80,7 @@ def save_and_watch(scratch: Path, steps: list[int], in_background: bool, keep: i
                     save_sharded_checkpoint(root, step, tensors, model=MODEL, state=state, assets=assets)
                 recording.mark(f"version {version} returned")
                 if keep and rank == 0:
-                    apply_retention(root, keep=keep)
+                    delete_old_checkpoints(root, keep=keep)
     return recording.operations
 
 
@@ -98,4 +98,4 @@ def save_until_killed(root: Path, pipe: Connection) -> None:
                 saver.start_save(root, version // 2, tensors, model=MODEL, state=state)
                 saver.wait_for_save()
             pipe.send(version)
-            apply_retention(root, keep=2)
+            delete_old_checkpoints(root, keep=2)

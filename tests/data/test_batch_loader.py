@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mega_common.errors import ConfigError, DataError
-from mega_data.batch_loader import BatchLoader, StepBatch, balance_samples
-from mega_data.blended_dataset import BlendedDataset, DocumentRules, TrainingSample, build_blended_datasets
+from mega_data.batch_loader import BatchLoader, StepBatch, assign_samples_to_ranks
+from mega_data.blended_dataset import BlendedDataset, EndOfDocumentRules, TrainingSample, build_blended_datasets
 from mega_data.data_config import DataConfig
 from mega_data.token_files.indexed_writer import IndexedWriter
 
@@ -31,7 +31,7 @@ class Numbered:
     def __getitem__(self, k: int) -> TrainingSample:
         if k >= self.end:
             raise DataError(f"sample {k} of {self.end}")
-        return DocumentRules().build_sample(np.full(S + 1, k))
+        return EndOfDocumentRules().build_sample(np.full(S + 1, k))
 
     def estimate_attention_work(self, numbers: Sequence[int]) -> npt.NDArray[np.int64]:
         return np.full(len(numbers), S * S)
@@ -89,7 +89,7 @@ def test_order_does_not_depend_on_caches(tmp_path: Path, order: str) -> None:
 
 
 def test_batch_has_shapes_and_types() -> None:
-    rules = DocumentRules(0, reset_attention_mask=True)
+    rules = EndOfDocumentRules(0, reset_attention_mask=True)
 
     class WithDocuments(Numbered):
         def __getitem__(self, k: int) -> TrainingSample:
@@ -113,7 +113,7 @@ def test_batch_has_shapes_and_types() -> None:
 def test_a_sample_without_documents_is_one_among_others() -> None:
     class Mixed(Numbered):
         def __getitem__(self, k: int) -> TrainingSample:
-            return DocumentRules(1, reset_attention_mask=k % 2 == 0).build_sample(np.arange(S + 1))
+            return EndOfDocumentRules(1, reset_attention_mask=k % 2 == 0).build_sample(np.arange(S + 1))
 
     batch = next(iter(BatchLoader(Mixed(), global_batch=2, seq_length=S)))
     assert batch.document_ids is not None
@@ -143,7 +143,7 @@ def test_samples_of_uneven_work_are_those_of_the_step_and_dealt_evenly(dp_size: 
 @settings(max_examples=60, deadline=None)
 def test_every_sample_is_dealt_once_the_large_ones_first(ranks: int, share: int, data: st.DataObject) -> None:
     work = data.draw(st.lists(st.integers(0, 99), min_size=ranks * share, max_size=ranks * share))
-    hands = balance_samples(np.array(work), ranks)
+    hands = assign_samples_to_ranks(np.array(work), ranks)
     assert hands.shape == (ranks, share)
     assert sorted(hands.ravel().tolist()) == list(range(ranks * share))
     if len(set(work)) > 1:
@@ -187,10 +187,10 @@ def test_a_dropped_loader_ends_its_thread_and_reads_no_more() -> None:
 def test_a_program_that_leaves_in_the_middle_ends() -> None:
     program = """
 import numpy as np
-from mega_data.blended_dataset import DocumentRules
+from mega_data.blended_dataset import EndOfDocumentRules
 from mega_data.batch_loader import BatchLoader
 class Data:
-    def __getitem__(self, k): return DocumentRules().build_sample(np.full(9, k))
+    def __getitem__(self, k): return EndOfDocumentRules().build_sample(np.full(9, k))
 batches = iter(BatchLoader(Data(), global_batch=4, seq_length=8))
 print(next(batches).sample_ids[0])
 raise SystemExit(3)

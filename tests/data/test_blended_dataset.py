@@ -9,7 +9,7 @@ import pytest
 from mega_common.errors import ConfigError, DataError
 from mega_data.blended_dataset import BlendedDataset, build_blended_datasets, open_sequential_dataset
 from mega_data.data_config import DataConfig
-from mega_data.kinds.running_text import DocumentRules
+from mega_data.kinds.running_text import EndOfDocumentRules
 from mega_data.sampling.dataset_parts import compute_split_bounds
 from mega_data.token_files.indexed_reader import IndexedReader
 from mega_data.token_files.indexed_writer import IndexedWriter
@@ -226,7 +226,7 @@ def test_rules_about_documents_need_the_token(tmp_path: Path) -> None:
 
 
 def test_document_rules_by_hand() -> None:
-    sample = DocumentRules(9, True, True, True).build_sample(np.array([1, 9, 2, 3, 9, 9, 4, 5]))
+    sample = EndOfDocumentRules(9, True, True, True).build_sample(np.array([1, 9, 2, 3, 9, 9, 4, 5]))
     assert sample.tokens.tolist() == [1, 9, 2, 3, 9, 9, 4]
     assert sample.labels.tolist() == [9, 2, 3, 9, 9, 4, 5]
     assert sample.loss_weights.tolist() == [1, 0, 1, 1, 0, 0, 1]

@@ -146,7 +146,7 @@ def test_pieces_encode_to_the_tokens_of_the_whole(
         blocks = [text[at : at + block] for at in range(0, len(text), block)]
         assert list(tokenizer.split_long_text(blocks, size)) == pieces
     assert "".join(piece.text for piece in pieces) == text
-    tokens = [token for piece in pieces for token in tokenizer.encode_after_lead(piece.lead, piece.text)]
+    tokens = [token for piece in pieces for token in tokenizer.encode_after_text(piece.lead, piece.text)]
     if all(piece.exact for piece in pieces):
         assert tokens == tokenizer.encode(text)
     assert tokenizer.decode(tokens) == text
@@ -168,7 +168,7 @@ def test_a_lead_keeps_the_mark_of_the_begin_from_a_piece(tmp_path: Path, text: s
     tokenizer = Tokenizer(tmp_path)
     pieces = list(tokenizer.split_long_text([text], 100))
     assert len(pieces) >= 10
-    tokens = [token for piece in pieces for token in tokenizer.encode_after_lead(piece.lead, piece.text)]
+    tokens = [token for piece in pieces for token in tokenizer.encode_after_text(piece.lead, piece.text)]
     assert tokens == tokenizer.encode(text)
 
 
@@ -183,7 +183,7 @@ def test_text_without_a_place_to_cut_is_cut_anywhere(tokenizer_folder: Path) -> 
     assert max(len(piece.text) for piece in pieces) < 2000
     assert {piece.exact for piece in pieces[:-1]} == {False}
     assert (
-        tokenizer.decode([token for piece in pieces for token in tokenizer.encode_after_lead(piece.lead, piece.text)])
+        tokenizer.decode([token for piece in pieces for token in tokenizer.encode_after_text(piece.lead, piece.text)])
         == text
     )
 
@@ -203,7 +203,7 @@ def test_the_space_that_a_tokenizer_puts_before_each_text_stands_for_the_one_at_
     pieces = list(tokenizer.split_long_text([text], 100))
     assert len(pieces) > 10
     assert [
-        token for piece in pieces for token in tokenizer.encode_after_lead(piece.lead, piece.text)
+        token for piece in pieces for token in tokenizer.encode_after_text(piece.lead, piece.text)
     ] == tokenizer.encode(text)
 
 

@@ -6,8 +6,8 @@ import torch
 from engines import model_of
 from tiny_models import VARIANTS, variant
 
-from mega_eval.cpu_layers import LayerFunction, flatten_layers
-from mega_eval.paged_cache import PagedCache, RowSpan
+from mega_eval.cpu_layers import LayerFunction, build_cpu_layer_function
+from mega_eval.paged_cache import PagedCache, RequestTokenSpan
 from mega_trainer.data.micro_batch import DocumentBounds
 from mega_trainer.model.attention import SelfAttention
 from mega_trainer.model.decoder import Decoder
@@ -25,7 +25,7 @@ def outputs(model: Decoder, layers: LayerFunction) -> list[torch.Tensor]:
         spans, places, first = [], [], 0
         for row, count in enumerate(counts):
             if count:
-                spans.append(RowSpan(slice(first, first + count), done[row] + count, [row], row))
+                spans.append(RequestTokenSpan(slice(first, first + count), done[row] + count, [row], row))
                 places += range(done[row], done[row] + count)
             first, done[row] = first + count, done[row] + count
         cache.begin_forward_pass(spans, torch.device("cpu"))
@@ -42,13 +42,13 @@ def outputs(model: Decoder, layers: LayerFunction) -> list[torch.Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_layers_as_calls_of_kernels_give_the_bits_of_the_modules(name: str, dtype: torch.dtype) -> None:
     model = model_of(variant(name), dtype)
-    for one, other in zip(outputs(model, flatten_layers(model)), outputs(model, model), strict=True):
+    for one, other in zip(outputs(model, build_cpu_layer_function(model)), outputs(model, model), strict=True):
         assert torch.equal(one, other)
 
 
 def test_a_plain_decoder_is_asked_without_its_modules(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of(variant("grouped"))
-    layers = flatten_layers(model)
+    layers = build_cpu_layer_function(model)
     for kind in (SelfAttention, FeedForward):
         monkeypatch.setattr(kind, "forward", None)
     assert all(torch.isfinite(one).all() for one in outputs(model, layers))

@@ -12,7 +12,7 @@ from tiny_models import variant
 
 from mega_common.errors import CheckpointError, MegaError
 from mega_eval.drafters import ModelDrafter
-from mega_eval.engine_requests import EngineEvent, EngineRequest
+from mega_eval.engine_requests import EngineRequest, GenerationEvent
 from mega_eval.inference_engine import InferenceEngine
 from mega_eval.paged_cache import PAGE
 from mega_eval.sampling import Sampling
@@ -75,7 +75,7 @@ BREAKS = ["mask", "accept", "excluded", "text", "stop", "drafts", "logprobs", "s
 def test_a_request_that_fails_ends_no_other(how: str, monkeypatch: pytest.MonkeyPatch):
     engine = engine_of(MODEL, cache_tokens=9 * PAGE)
     numbers = [engine.add_request(EngineRequest(prompt, GenerationLimits(12))) for prompt in PROMPTS]
-    found: dict[int, list[EngineEvent]] = {number: [] for number in numbers}
+    found: dict[int, list[GenerationEvent]] = {number: [] for number in numbers}
     for _ in range(3):
         step(engine, found)
     break_row(engine, numbers[1], how)

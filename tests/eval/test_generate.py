@@ -17,7 +17,7 @@ from mega_data.tokenizer import Tokenizer, train_tokenizer
 from mega_eval.generate import Completion, generate_completions, stream_completion
 from mega_eval.model_loading import load_inference_model
 from mega_eval.sampling import Sampling
-from mega_eval.text_stream import Continuation, GenerationLimits, TextStream
+from mega_eval.text_stream import Continuation, GenerationLimits, IncrementalDetokenizer
 from mega_trainer.model.decoder import Decoder
 from mega_trainer.model.layer_builder import LayerBuilder
 
@@ -177,13 +177,13 @@ def test_words_keep_the_space_before_them_and_bytes_become_characters():
         def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
             return backend.decode(ids)
 
-    told = TextStream(Backend(), [0, 1])
+    told = IncrementalDetokenizer(Backend(), [0, 1])
     assert [told.append_token(token) for token in (2, 0, 3, 4, 5, 1)] == [" of", " the", "", "", "€", " end"]
 
 
 @given(st.lists(st.integers(1, 256), max_size=200))
 def test_any_bytes_are_survived(tokenizer: Tokenizer, tokens: list[int]):
-    told = TextStream(tokenizer, [])
+    told = IncrementalDetokenizer(tokenizer, [])
     found = "".join(map(told.append_token, tokens))
     assert found == tokenizer.decode(tokens)[: len(found)]
     assert not tokenizer.decode(tokens)[len(found) :].strip("\ufffd")

@@ -21,8 +21,8 @@ pytest.importorskip("lm_eval", reason="lm-evaluation-harness")
 from mega_eval.harness_tasks import (
     HarnessModel,
     HarnessTaskOptions,
-    find_harness_tasks,
     format_results_table,
+    load_harness_task_manager,
     run_harness_tasks,
     unknown_task_error,
     write_task_results,
@@ -150,13 +150,13 @@ def test_results_are_told_and_written(mega_results: dict[str, Any], tmp_path: Pa
 def test_a_task_that_is_not_there_has_a_nearest_name(tmp_path: Path) -> None:
     assert "'hellaswag'" in str(unknown_task_error("hellaswg", ["arc_easy", "hellaswag", "mmlu"]))
     with pytest.raises(ConfigError, match="does not exist"):
-        find_harness_tasks([str(tmp_path / "none.yaml")])
+        load_harness_task_manager([str(tmp_path / "none.yaml")])
     with pytest.raises(ConfigError, match="does not exist"):
-        find_harness_tasks(["a"], tmp_path / "none")
+        load_harness_task_manager(["a"], tmp_path / "none")
 
 
 def test_tasks_of_a_folder_are_known_by_name_and_pattern(names: list[str]) -> None:
-    manager = find_harness_tasks(["local_choice", "local_r*"], Path(names[0]).parent)
+    manager = load_harness_task_manager(["local_choice", "local_r*"], Path(names[0]).parent)
     assert manager.match_tasks(["local_r*"]) == ["local_rolling"]
 
 

@@ -21,7 +21,7 @@ from mega_trainer.run.training_run import run_training
 
 pytest.importorskip("lm_eval", reason="lm-evaluation-harness")
 from mega_eval.harness_tasks import HarnessModel, HarnessTaskOptions, run_harness_tasks
-from mega_eval.in_training_tasks import TrainingTasks
+from mega_eval.in_training_tasks import InTrainingTaskEvaluator
 from mega_eval.live_model import build_inference_model
 from mega_eval.model_loading import find_end_tokens, load_inference_model, load_tokenizer
 from mega_eval.multi_rank_inference import ModelReplicas, PromptTokenizer
@@ -54,7 +54,7 @@ def trained(raw: dict[str, Any]) -> None:
     """A run on all ranks there are, with its tasks."""
     ranks = RankInfo(dist.get_rank(), dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else RankInfo()
     config = RunConfig.parse(raw)
-    run_training(config, ranks, scorer=TrainingTasks(config) if config.eval.tasks else None)
+    run_training(config, ranks, scorer=InTrainingTaskEvaluator(config) if config.eval.tasks else None)
 
 
 def lines(raw: dict[str, Any]) -> list[dict[str, Any]]:
@@ -160,4 +160,4 @@ def test_what_took_too_long_waits_and_what_cannot_be_is_refused(settings: dict[s
     )
     assert [any(name.startswith("eval/") for name in line) for line in lines(settings)] == [True, False, False]
     with pytest.raises(ConfigError, match=r"nothing.yaml: the task file does not exist"):
-        TrainingTasks(RunConfig.parse({**settings, "eval": {"tasks": ["nothing.yaml"]}}))
+        InTrainingTaskEvaluator(RunConfig.parse({**settings, "eval": {"tasks": ["nothing.yaml"]}}))

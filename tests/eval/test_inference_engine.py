@@ -19,7 +19,7 @@ from mega_common.errors import DataError
 from mega_common.model_config import ModelConfig
 from mega_data.tokenizer import Tokenizer, train_tokenizer
 from mega_eval.drafters import ModelDrafter, NgramDrafter
-from mega_eval.engine_requests import AdaptiveDraftLength, Drafter, EngineEvent, EngineRequest
+from mega_eval.engine_requests import AdaptiveDraftLength, Drafter, EngineRequest, GenerationEvent
 from mega_eval.inference_engine import InferenceEngine
 from mega_eval.paged_cache import PAGE
 from mega_eval.sampling import Sampling
@@ -101,7 +101,7 @@ def test_no_page_is_lost_and_no_token_changed_by_what_else_runs(rounds: int):
     draw, engine = random.Random(1), engine_of(MODEL, cache_tokens=9 * PAGE, batch_size=6, chunk_tokens=20)
     heads = [[draw.randrange(61) for _ in range(40)] for _ in range(3)]
     requests: dict[int, EngineRequest] = {}
-    found: dict[int, list[EngineEvent]] = {}
+    found: dict[int, list[GenerationEvent]] = {}
     while len(requests) < rounds or engine.num_waiting or engine.num_running:
         if len(requests) < rounds and draw.random() < 0.5:
             prompt = [

@@ -17,7 +17,12 @@ from mega_common.lora_config import LoraConfig
 from mega_eval.engine_requests import EngineRequest
 from mega_eval.inference_engine import InferenceEngine
 from mega_eval.model_loading import LoraAdapterSet, load_inference_model, load_tokenizer
-from mega_eval.multi_rank_inference import BroadcastingEngine, ReplicaLayout, build_replica_groups, follow_engine_calls
+from mega_eval.multi_rank_inference import (
+    BroadcastingEngine,
+    ReplicaLayout,
+    build_replica_groups,
+    repeat_rank_zero_engine_calls,
+)
 from mega_eval.sampling import Sampling
 from mega_eval.text_stream import GenerationLimits
 from mega_trainer.distributed.process_groups import ParallelGroups
@@ -68,7 +73,7 @@ def on_a_rank(folder: Path, layouts: list[ReplicaLayout]) -> list[Told]:
             found.append(run_engine(engine))
             engine.stop_followers()
         else:
-            follow_engine_calls(engine)
+            repeat_rank_zero_engine_calls(engine)
     return found
 
 

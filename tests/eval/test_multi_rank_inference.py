@@ -24,7 +24,7 @@ from mega_eval.multi_rank_inference import (
     PromptTokenizer,
     ReplicaLayout,
     build_replica_groups,
-    freeze_startup_objects,
+    exclude_objects_from_gc,
 )
 from mega_eval.sampling import Sampling
 from mega_eval.score import ContextContinuation, Score
@@ -40,7 +40,7 @@ class Node:
 
 def test_objects_of_before_are_excluded_and_come_back() -> None:
     early = [Node() for _ in range(10)]
-    with freeze_startup_objects():
+    with exclude_objects_from_gc():
         assert gc.get_freeze_count() > 10
         assert not any(one in early for one in gc.get_objects() if type(one) is Node)
     assert gc.get_freeze_count() == 0
@@ -48,14 +48,14 @@ def test_objects_of_before_are_excluded_and_come_back() -> None:
 
 
 def test_cycles_of_afterwards_are_collected() -> None:
-    with freeze_startup_objects():
+    with exclude_objects_from_gc():
         node = weakref.ref(Node())
         gc.collect()
         assert node() is None
 
 
 def test_objects_come_back_after_an_error() -> None:
-    with pytest.raises(ValueError, match="stop"), freeze_startup_objects():
+    with pytest.raises(ValueError, match="stop"), exclude_objects_from_gc():
         raise ValueError("stop")
     assert gc.get_freeze_count() == 0
 
@@ -95,7 +95,7 @@ def on_a_rank(folder: Path, layouts: list[ReplicaLayout]) -> list[object]:
         )
         replicas = ModelReplicas(model, PromptTokenizer(load_tokenizer(folder)), 4, rank, world, sharing)
         if rank:
-            replicas.follow_first_rank()
+            replicas.repeat_rank_zero_calls()
         else:
             found.append(work(replicas))
             replicas.stop_followers()

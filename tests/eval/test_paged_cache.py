@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from mega_eval.paged_cache import PAGE, PageAllocator, PagedCache, RowSpan, hash_full_pages
+from mega_eval.paged_cache import PAGE, PageAllocator, PagedCache, RequestTokenSpan, hash_full_pages
 
 
 def test_a_row_grows_in_one_piece_as_long_as_there_is_room():
@@ -37,7 +37,7 @@ def test_a_page_is_named_by_all_tokens_up_to_its_end():
 
 
 def test_slots_of_a_row_and_what_a_window_sees_of_them():
-    span = RowSpan(slice(5, 8), 2 * PAGE + 4, [4, 5, 1])
+    span = RequestTokenSpan(slice(5, 8), 2 * PAGE + 4, [4, 5, 1])
     assert span.slot_runs == [(4 * PAGE, 6 * PAGE), (PAGE, PAGE + 4)]
     assert span.new_token_slots == [PAGE + 1, PAGE + 2, PAGE + 3]
     assert span.visible_slot_runs(4) == [(6 * PAGE - 2, 6 * PAGE), (PAGE, PAGE + 4)]
@@ -46,7 +46,7 @@ def test_slots_of_a_row_and_what_a_window_sees_of_them():
 
 def test_a_latent_alone_is_kept_where_keys_are_values():
     cache, given = PagedCache(1, 2, 1), torch.randn(3, 1, 1, 6)
-    cache.begin_forward_pass([RowSpan(slice(0, 3), 3, [1])], torch.device("cpu"))
+    cache.begin_forward_pass([RequestTokenSpan(slice(0, 3), 3, [1])], torch.device("cpu"))
     seen = []
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: object) -> torch.Tensor:

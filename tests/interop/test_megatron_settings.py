@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mega_ckpt.families.model_equivalence import normalize_config
+from mega_ckpt.families.model_equivalence import drop_redundant_model_fields
 from mega_ckpt.formats.megatron_args import read_megatron_args
-from mega_cli.megatron_args import translate_script
+from mega_cli.megatron_args import translate_launch_script
 from mega_cli.megatron_args.arithmetic import parse_layer_pattern
 from mega_cli.megatron_args.flag_tables import load_flag_tables, parse_command_arguments
 from mega_cli.megatron_args.training_command import find_training_command
@@ -138,7 +138,7 @@ def args_of(script: str) -> dict[str, Any]:
 
 def meaning(model: ModelConfig) -> dict[str, Any]:
     """A model's fields without those that have no effect."""
-    fields = normalize_config(model).model_dump() | {
+    fields = drop_redundant_model_fields(model).model_dump() | {
         "num_kv_heads": model.key_value_heads,
         "head_dim": model.query_key_head_dim,
     }
@@ -160,7 +160,7 @@ def test_a_launch_script_and_the_checkpoint_of_its_run(flags: str) -> None:
     except CheckpointError:
         theirs = None
     try:
-        translation = translate_script(SCRIPT + flags)
+        translation = translate_launch_script(SCRIPT + flags)
         ours = ModelConfig.parse(translation.run["model"])
     except ConfigError:
         assert theirs is None
@@ -188,7 +188,7 @@ HYBRID = """
 )
 def test_a_launch_script_of_a_hybrid_and_the_checkpoint_of_its_run(flags: str) -> None:
     theirs = read_megatron_args(args_of(HYBRID + flags), "the checkpoint")
-    assert meaning(ModelConfig.parse(translate_script(HYBRID + flags).run["model"])) == meaning(theirs)
+    assert meaning(ModelConfig.parse(translate_launch_script(HYBRID + flags).run["model"])) == meaning(theirs)
 
 
 def test_shares_of_kinds_are_spread_as_megatron_spreads_them() -> None:
@@ -200,9 +200,9 @@ def test_shares_of_kinds_are_spread_as_megatron_spreads_them() -> None:
 
 
 def test_nothing_is_said_of_the_flags_that_all_have() -> None:
-    assert {note.kind for note in translate_script(SCRIPT).notes if note.flag} <= {"translated", "not needed"}
+    assert {note.kind for note in translate_launch_script(SCRIPT).notes if note.flag} <= {"translated", "not needed"}
 
 
 def test_latents_that_turn_a_part_of_their_rotary_dimensions_are_told_of() -> None:
-    notes = translate_script(SCRIPT + LATENT.replace("\n", " ") + "--rope-type rope --rotary-percent 0.5").notes
+    notes = translate_launch_script(SCRIPT + LATENT.replace("\n", " ") + "--rope-type rope --rotary-percent 0.5").notes
     assert [note.kind for note in notes if "--rotary-percent" in (note.flag or "")] == ["no equivalent"]

@@ -22,7 +22,7 @@ from mega_data.data_config import DataConfig
 from mega_data.kinds.dataset_kind import DatasetContext
 from mega_data.kinds.packed_documents import PackedSamples
 from mega_data.sampling.dataset_parts import DatasetPart
-from mega_data.token_files.indexed_reader import IndexedReader, get_mask_prefix
+from mega_data.token_files.indexed_reader import IndexedReader, get_loss_mask_prefix
 from mega_data.token_files.indexed_writer import IndexedWriter
 from mega_data.token_files.loss_mask import LossWeights
 from mega_trainer.config.run_config import RunConfig
@@ -71,7 +71,7 @@ def make_corpus(folder: Path, length: int, count: int) -> None:
             writer.add_documents(rng.integers(0, TOKENS, (sizes + 1).sum()), sizes + 1)
         if samples_of(folder, length, count, weighted=False).samples_per_epoch == count:
             break
-    with IndexedWriter(get_mask_prefix(prefix), "uint8") as writer:
+    with IndexedWriter(get_loss_mask_prefix(prefix), "uint8") as writer:
         writer.add_documents(rng.choice([0, 1, 2, 4], (sizes + 1).sum()).astype(np.uint8), sizes + 1)
 
 
@@ -103,7 +103,7 @@ def one_by_one(
     """
     length = config.data.seq_length
     prefix = folder / f"{length}-{count}"
-    reader, weights = IndexedReader(prefix), IndexedReader(get_mask_prefix(prefix)).tokens
+    reader, weights = IndexedReader(prefix), IndexedReader(get_loss_mask_prefix(prefix)).tokens
     rows, rest = np.zeros((3, len(reader), length)), np.ones((len(reader), length), np.int64)
     for row, (start, size) in enumerate(zip(reader.pointers // 4, reader.lengths, strict=True)):
         read = reader.tokens[start : start + size]

@@ -14,7 +14,7 @@ import torch
 
 from mega_ckpt.convert import convert_checkpoint
 from mega_ckpt.derive_checkpoint import average_checkpoints, prune_checkpoint
-from mega_ckpt.source import load_with_adapter, open_weight_source
+from mega_ckpt.source import open_weight_source, open_weights_with_adapter
 from mega_ckpt.store import Checkpoint, latest_checkpoint, parse_location
 from mega_common.errors import CheckpointError, ConfigError
 from mega_data.batch_loader import StepBatch
@@ -269,7 +269,7 @@ def test_a_run_starts_from_all_of_an_adapter_of_peft_s(
             trained(raw)
         return
     trained(raw)
-    expected = load_with_adapter(tmp_path / "adapter", tmp_path / "hf")
+    expected = open_weights_with_adapter(tmp_path / "adapter", tmp_path / "hf")
     found = open_weight_source(raw["output"])
     for name in found.tensor_names():
         torch.testing.assert_close(found.read_tensor(name), expected.read_tensor(name), rtol=1e-5, atol=1e-6)

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mega_cli.launch.kubernetes import GROUP, dump_documents
+from mega_cli.launch.kubernetes import GROUP, dump_kubernetes_yaml
 from mega_cli.launch.slurm import WAIT, SlurmJobPlan
 from mega_cli.launch.value_grammars import escape_kubernetes_references
-from mega_cli.workflow_config import WorkflowConfig, reject_run_config, suggest_nearest
+from mega_cli.workflow_config import WorkflowConfig, reject_run_yaml_as_workflow, suggest_nearest
 from mega_common.errors import ConfigError
 from mega_common.strict_config import load_yaml_mapping
 
@@ -45,7 +45,7 @@ def plan_array_job(workflow: Path, name: str, count: int) -> ArrayJobPlan:
         ConfigError: if the workflow has no such stage, or it runs another command.
     """
     raw = load_yaml_mapping(workflow)
-    reject_run_config(workflow, raw)
+    reject_run_yaml_as_workflow(workflow, raw)
     stages = WorkflowConfig.parse(raw, source=str(workflow)).stages
     if name not in stages:
         raise ConfigError(f"{workflow}: the workflow has no stage {name!r}", hint=suggest_nearest(name, stages))
@@ -64,7 +64,7 @@ def slurm_array_script(plan: SlurmJobPlan, parts: ArrayJobPlan) -> str:
     directives = [f"#SBATCH --{key}={shlex.quote(value)}" for key, value in plan.options.items()]
     directives += [f"#SBATCH --{flag}" for flag in plan.flags]
     task = "\n".join(["", *plan.prologue, parts.job_command(plan.python, "$SLURM_ARRAY_TASK_ID"), ""])
-    options, before = plan.container.wrap_command() if plan.container else ([], [])
+    options, before = plan.container.build_container_launch_words() if plan.container else ([], [])
     step = ['srun --ntasks=1 --cpus-per-task="$SLURM_CPUS_PER_TASK"', *options]
     step += [" ".join([*before, "bash", "-c", shlex.quote(task)])]
     return f"""#!/bin/bash
@@ -122,4 +122,4 @@ def indexed_job_manifest(parts: ArrayJobPlan, job: str, image: str, volume: str,
         "template": {"metadata": {"labels": {"app": job}}, "spec": pod},
     }  # fmt: skip
     metadata = {"name": job, "labels": {"app": job}}
-    return dump_documents([{"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": spec}])
+    return dump_kubernetes_yaml([{"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": spec}])

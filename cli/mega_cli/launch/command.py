@@ -12,11 +12,11 @@ from typing import Annotated
 import typer
 
 from mega_cli.launch.array_jobs import indexed_job_manifest, plan_array_job, slurm_array_script
-from mega_cli.launch.kubernetes import PodPlan, run_manifests
+from mega_cli.launch.kubernetes import PodPlan, build_training_job_manifests
 from mega_cli.launch.kubernetes_serving import ServingPlan, parse_serve_options, serving_manifests
 from mega_cli.launch.slurm import ContainerImage, SlurmJobPlan, slurm_batch_script
 from mega_cli.launch.value_grammars import KUBERNETES, PATH, SLURM, TEXT, check_option_value, check_option_values
-from mega_cli.workflow_config import reject_workflow_file
+from mega_cli.workflow_config import reject_workflow_as_run_yaml
 from mega_common.errors import ConfigError
 from mega_common.progress_logging import logger
 from mega_common.strict_config import apply_overrides, load_yaml_mapping
@@ -109,7 +109,7 @@ def slurm_command(
 
       mega launch slurm workflow.yaml --stage tokenize --nodes 64 --output tokenize.sh && sbatch tokenize.sh
     """
-    check_script_values(run, set_)
+    reject_control_characters(run, set_)
     given = {
         "name": name, "time": time, "partition": partition, "account": account, "mem": mem, "container": container,
         "python": python,
@@ -121,7 +121,7 @@ def slurm_command(
     runs = list_sweep_runs(run, set_ or [], stage) if run.is_dir() else []
     if stage is None:
         for file in runs or [run]:
-            check_launched_run(file, set_ or [], nodes * gpus_per_node)
+            check_run_for_rank_count(file, set_ or [], nodes * gpus_per_node)
         machines = {"nodes": nodes, "ntasks-per-node": 1, "gpus-per-node": gpus_per_node}
     else:
         machines = {"ntasks": 1}
@@ -203,7 +203,7 @@ def kubernetes_command(
 
       mega launch kubernetes models/llama-8b --serve --nodes 1 --max-nodes 8 --gpus-per-node 1 | kubectl apply -f -
     """
-    check_script_values(run, set_)
+    reject_control_characters(run, set_)
     if image is None:
         image = "mega-eval:latest" if serve else "mega-trainer:latest"
     for option, value in {"image": image, "volume": volume, "shared-memory": shared_memory}.items():
@@ -229,12 +229,12 @@ def kubernetes_command(
     if gpus_per_node == 0:
         raise ConfigError("--gpus-per-node 0 is supported with --serve only", hint="use --gpus-per-node 1")
     if stage is None:
-        check_launched_run(run, set_ or [], nodes * gpus_per_node)
+        check_run_for_rank_count(run, set_ or [], nodes * gpus_per_node)
     if stage is not None:
         _write(indexed_job_manifest(plan_array_job(run, stage, nodes), job, image, volume, cpus), output)
         return
     plan = PodPlan(job, nodes, gpus_per_node, image, volume, shared_memory, set_ or [], jobset)
-    _write(run_manifests(plan, run.read_text(encoding="utf-8")), output)
+    _write(build_training_job_manifests(plan, run.read_text(encoding="utf-8")), output)
 
 
 def _check_serve_use(serve: bool, *, for_serving: Mapping[str, object], for_training: Mapping[str, object]) -> None:
@@ -247,7 +247,7 @@ def _check_serve_use(serve: bool, *, for_serving: Mapping[str, object], for_trai
             )
 
 
-def check_script_values(run: Path, overrides: list[str] | None) -> None:
+def reject_control_characters(run: Path, overrides: list[str] | None) -> None:
     """Check the values that every launch script contains for control characters.
     They are the path of run.yaml and its `--set` overrides.
 
@@ -273,7 +273,7 @@ def list_sweep_runs(folder: Path, overrides: list[str], stage: str | None) -> li
     return runs
 
 
-def check_launched_run(run: Path, overrides: list[str], ranks: int) -> None:
+def check_run_for_rank_count(run: Path, overrides: list[str], ranks: int) -> None:
     """Check that the settings in run.yaml are valid for `ranks` ranks.
     Data is not checked: it need not be on this machine.
 
@@ -283,7 +283,7 @@ def check_launched_run(run: Path, overrides: list[str], ranks: int) -> None:
     from mega_trainer.config.run_config import load_run_config
 
     raw = apply_overrides(load_yaml_mapping(run), overrides)
-    reject_workflow_file(run, raw, "give a run.yaml, or --stage NAME to launch a stage of the workflow")
+    reject_workflow_as_run_yaml(run, raw, "give a run.yaml, or --stage NAME to launch a stage of the workflow")
     model = raw.get("model")
     if isinstance(model, dict) and "from" in model and not Path(str(model["from"])).exists():
         logger.warning("model.from = %s does not exist on this machine, so the run is not checked", model["from"])

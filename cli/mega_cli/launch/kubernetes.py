@@ -46,14 +46,14 @@ class PodPlan:
         return f"{self.job}-{NODES}-0-0.{self.job}" if self.jobset else f"{self.job}-0.{self.job}"
 
 
-def run_manifests(plan: PodPlan, config: str) -> str:
+def build_training_job_manifests(plan: PodPlan, config: str) -> str:
     """Return the Kubernetes manifests of a training job as YAML documents.
     They are a ConfigMap, a Service and a Job, or a JobSet. `config` is the text of run.yaml.
     """
     metadata = {"name": plan.job, "labels": {"app": plan.job}}
     config_map = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": {"run.yaml": config}}
     if plan.jobset:
-        return dump_documents([config_map, _job_set(plan, metadata)])
+        return dump_kubernetes_yaml([config_map, _job_set(plan, metadata)])
     # Pods resolve the address of the first pod before any of them is ready.
     service_spec = {
         "clusterIP": "None", "publishNotReadyAddresses": True, "selector": {"app": plan.job},
@@ -61,10 +61,10 @@ def run_manifests(plan: PodPlan, config: str) -> str:
     }  # fmt: skip
     service = {"apiVersion": "v1", "kind": "Service", "metadata": metadata, "spec": service_spec}
     job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": _job_spec(plan)}
-    return dump_documents([config_map, service, job])
+    return dump_kubernetes_yaml([config_map, service, job])
 
 
-def dump_documents(objects: Sequence[dict[str, Any]]) -> str:
+def dump_kubernetes_yaml(objects: Sequence[dict[str, Any]]) -> str:
     """Return Kubernetes objects as YAML text, one document each."""
     return yaml.dump_all(objects, Dumper=_ManifestDumper, sort_keys=False, width=120, explicit_start=True)
 

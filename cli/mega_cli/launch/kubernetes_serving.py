@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mega_cli.launch.kubernetes import dump_documents
+from mega_cli.launch.kubernetes import dump_kubernetes_yaml
 from mega_cli.launch.value_grammars import escape_kubernetes_references
 from mega_common.errors import ConfigError
 
@@ -96,7 +96,7 @@ def serving_manifests(plan: ServingPlan) -> str:
         "selector": selector,
         "podMetricsEndpoints": [{"port": "http", "path": "/metrics", "interval": "15s", "authorization": secret}],
     }
-    return dump_documents([
+    return dump_kubernetes_yaml([
         {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": metadata, "spec": deployment},
         {"apiVersion": "v1", "kind": "Service", "metadata": metadata, "spec": service},
         {"apiVersion": "monitoring.coreos.com/v1", "kind": "PodMonitor", "metadata": metadata, "spec": monitor},

@@ -1,11 +1,11 @@
 """Translation of Megatron-LM launch scripts into run.yaml. Imports no torch.
 
-    translation = translate_script(Path("pretrain.sh").read_text())
+    translation = translate_launch_script(Path("pretrain.sh").read_text())
     print(render_run_yaml(translation))
 
 `training_command` finds the training command of a script. `script_reader` interprets the script statement by statement
 over its tree-sitter syntax tree (`syntax_tree`), with `control_flow`, `assignments`, `shell_commands` and `conditions`,
-which share a `script_state.ScriptReader`; `script_variables` merges the variables of branches whose condition is unknown.
+which share a `script_state.ShellInterpreter`; `script_variables` merges the variables of branches whose condition is unknown.
 `word_expansion` expands words, with `shell_patterns`, `arithmetic`, and `text_tools` for the output of small commands.
 Values that only a running shell has stay in a `shell_words.ShellWord` as a mark.
 
@@ -15,6 +15,6 @@ Values that only a running shell has stay in a `shell_words.ShellWord` as a mark
 """
 
 from mega_cli.megatron_args.run_draft import FlagNote
-from mega_cli.megatron_args.translate import ScriptTranslation, render_run_yaml, translate_script
+from mega_cli.megatron_args.translate import RunYamlTranslation, render_run_yaml, translate_launch_script
 
-__all__ = ["FlagNote", "ScriptTranslation", "render_run_yaml", "translate_script"]
+__all__ = ["FlagNote", "RunYamlTranslation", "render_run_yaml", "translate_launch_script"]

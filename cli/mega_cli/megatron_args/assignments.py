@@ -7,23 +7,23 @@ import re
 from tree_sitter import Node
 
 from mega_cli.megatron_args.conditions import KnownTruth
-from mega_cli.megatron_args.script_state import ScriptReader
+from mega_cli.megatron_args.script_state import ShellInterpreter
 from mega_cli.megatron_args.script_variables import VariableValue
 from mega_cli.megatron_args.shell_words import MARK, ShellWord, make_unknown_mark
 from mega_cli.megatron_args.syntax_tree import node_text
 from mega_cli.megatron_args.word_expansion import WordExpander
 
 
-def assign_variables(reader: ScriptReader, node: Node) -> KnownTruth:
+def interpret_assignment_line(reader: ShellInterpreter, node: Node) -> KnownTruth:
     """Interpret a shell line with several assignments, `A=1 B=2`.
     The variables are set in the state of the interpreted script. Returns True: assignments succeed.
     """
     for child in node.named_children:
-        assign_variable(reader, child)
+        interpret_assignment(reader, child)
     return True
 
 
-def assign_variable(reader: ScriptReader, node: Node) -> KnownTruth:
+def interpret_assignment(reader: ShellInterpreter, node: Node) -> KnownTruth:
     """Interpret one shell assignment, `A=1`, `A+=x`, `A=(1 2)` or `A[k]=1`.
     The variable is set in the state of the interpreted script. Returns True: an assignment succeeds.
     """
@@ -39,7 +39,7 @@ def assign_variable(reader: ScriptReader, node: Node) -> KnownTruth:
         )
         return True
     text = words.expand_text(value) if value else ""
-    key = "0" if single else words.element_key(name, target)
+    key = "0" if single else words.expand_array_subscript(name, target)
     if key is None:
         words.assign_number(name, None)
     elif appended and key in old:
@@ -60,7 +60,7 @@ def _is_missing_argument(words: WordExpander, text: str) -> bool:
     return match is not None and (match[1].isdigit() or match[1] in words.awaited)
 
 
-def _assign_array(reader: ScriptReader, node: Node, value: VariableValue) -> VariableValue:
+def _assign_array(reader: ShellInterpreter, node: Node, value: VariableValue) -> VariableValue:
     """Return the value of `( ... )`, appended to a value."""
     position = 1 + max((int(key) for key in value if key.isdigit()), default=-1)
     for item in node.named_children:
@@ -80,7 +80,7 @@ def _assign_array(reader: ScriptReader, node: Node, value: VariableValue) -> Var
     return value
 
 
-def declare_variables(reader: ScriptReader, node: Node) -> KnownTruth:
+def interpret_declare_builtin(reader: ShellInterpreter, node: Node) -> KnownTruth:
     """Interpret the shell builtins `export`, `declare`, `local` and similar.
     Their variables are set in the state of the interpreted script. Returns True: the builtin succeeds.
     """
@@ -93,7 +93,7 @@ def declare_variables(reader: ScriptReader, node: Node) -> KnownTruth:
         if "A" in options and name:
             words.associative.add(name)
         if child.type == "variable_assignment":
-            assign_variable(reader, child)
+            interpret_assignment(reader, child)
             if "i" in options:
                 words.assign_number(name, None if (value := reader.evaluate_expression(name)) is None else str(value))
         elif child.type == "variable_name" and (command == "local" or "A" in options or "a" in options):
@@ -103,7 +103,7 @@ def declare_variables(reader: ScriptReader, node: Node) -> KnownTruth:
     return True
 
 
-def unset_variables(reader: ScriptReader, node: Node) -> KnownTruth:
+def interpret_unset_builtin(reader: ShellInterpreter, node: Node) -> KnownTruth:
     """Interpret the shell builtin `unset A B 'L[1]'`.
     These variables are removed from the reader's state. Returns True: the builtin succeeds.
     """
@@ -126,7 +126,7 @@ def unset_variables(reader: ScriptReader, node: Node) -> KnownTruth:
     return True
 
 
-def _element(reader: ScriptReader, name: str, index: str, value: VariableValue) -> str:
+def _element(reader: ShellInterpreter, name: str, index: str, value: VariableValue) -> str:
     """Return the key of an element of a list, which may be counted from its end, or of an associative array."""
     number = None if name in reader.words.associative else reader.evaluate_expression(index)
     if number is not None and number < 0:

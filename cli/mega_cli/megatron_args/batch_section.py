@@ -13,7 +13,7 @@ RAMPUP, STEPWISE = "rampup_batch_size", "step_batch_size_schedule"
 POWERS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
-def write_batch_section(draft: RunDraft) -> None:
+def translate_batch_flags(draft: RunDraft) -> None:
     """Add the `batch` section of a run.yaml to `draft`.
     It is translated from batch-size flags of Megatron-LM and DeepSpeed's configuration file.
     """
@@ -95,10 +95,10 @@ def _batch_size(draft: RunDraft, key: str, path: str, dest: str) -> None:
     return None
 
 
-def write_train_section(draft: RunDraft) -> None:
+def translate_train_flags(draft: RunDraft) -> None:
     """Add to `draft` the `train` section of a run.yaml (steps, evaluation, seed, exit), from Megatron-LM flags."""
     put = draft.set_key
-    steps, formula = _last_step(draft), describe_length(draft, "train_tokens", "train_samples")
+    steps, formula = _last_step(draft), format_training_length_formula(draft, "train_tokens", "train_samples")
     put("train.steps", steps, "train_iters", "train_samples", "train_tokens", ask=formula or "not in the script")
     evaluates = draft.is_enabled("eval_interval") and draft.is_enabled("eval_iters")
     every = draft["eval_interval"] if evaluates else 0
@@ -117,14 +117,14 @@ def write_train_section(draft: RunDraft) -> None:
 def _last_step(draft: RunDraft) -> int | None:
     """Return the last step: after --train-iters or --train-samples, or earlier when the number of tokens is reached."""
     samples: int | None = draft["train_samples"]
-    steps: int | None = draft["train_iters"] or samples_to_steps(draft, samples)
+    steps: int | None = draft["train_iters"] or convert_sample_count_to_steps(draft, samples)
     if "train_tokens" not in draft:
         return steps
-    enough = samples_to_steps(draft, tokens_to_samples(draft, "train_tokens"), up=True)
+    enough = convert_sample_count_to_steps(draft, convert_token_count_to_samples(draft, "train_tokens"), up=True)
     return min(enough, steps) if enough and steps else enough
 
 
-def tokens_to_samples(draft: RunDraft, dest: str) -> int | None:
+def convert_token_count_to_samples(draft: RunDraft, dest: str) -> int | None:
     """Convert the number of tokens in a Megatron setting to samples of data.seq_length tokens, rounded up.
     The setting is `dest`. Returns None if the number or the length is unknown.
     """
@@ -132,7 +132,7 @@ def tokens_to_samples(draft: RunDraft, dest: str) -> int | None:
     return -(-tokens // length) if tokens and length else None
 
 
-def samples_to_steps(draft: RunDraft, samples: int | None, *, up: bool = False) -> int | None:
+def convert_sample_count_to_steps(draft: RunDraft, samples: int | None, *, up: bool = False) -> int | None:
     """Return the number of whole optimizer steps in a number of samples, rounded up with `up`.
     The batch sizes are those translated so far. Returns None if `samples` or a batch size is unknown.
     """
@@ -148,7 +148,7 @@ def samples_to_steps(draft: RunDraft, samples: int | None, *, up: bool = False) 
     return steps + 1 if up and batch.samples_after_steps(steps) < samples else steps
 
 
-def describe_length(draft: RunDraft, *dests: str, steps: bool = True) -> str:
+def format_training_length_formula(draft: RunDraft, *dests: str, steps: bool = True) -> str:
     """Return a formula such as `$SAMPLES / batch.global` for a training length through an unset variable.
     The launch script gives the length in samples or tokens. The result is empty if none of the flags `dests` is given.
     """
@@ -171,7 +171,7 @@ DECAY = ("lr_decay_iters", "lr_decay_samples", "lr_decay_tokens")
 COOLDOWN = ("lr_wsd_decay_iters", "lr_wsd_decay_samples")
 
 
-def write_schedule_section(draft: RunDraft) -> None:
+def translate_lr_schedule_flags(draft: RunDraft) -> None:
     """Add to `draft` the `lr_schedule` section of a run.yaml, from Megatron-LM flags."""
     put, steps = draft.set_key, draft.run["train"]["steps"]
     name = SCHEDULES.get(draft["lr_decay_style"])
@@ -197,7 +197,7 @@ def write_schedule_section(draft: RunDraft) -> None:
 
 
 def _length(draft: RunDraft, key: str, steps: int | None, dests: tuple[str, ...]) -> None:
-    formula = describe_length(draft, *dests)
+    formula = format_training_length_formula(draft, *dests)
     ask = f"{formula}, which the script does not set" if formula else "not in the script"
     draft.set_key(f"lr_schedule.{key}", steps, *dests, ask=ask, instead=formula)
 
@@ -207,8 +207,8 @@ def _warmup(draft: RunDraft, decay: int | None) -> None:
     if "lr_warmup_fraction" in draft:
         return _warmup_fraction(draft, draft["lr_warmup_fraction"], decay)
     if tokens in draft:
-        formula = describe_length(draft, tokens, steps=False)
-        return put("lr_schedule.warmup_samples", tokens_to_samples(draft, tokens), tokens, instead=formula)
+        formula = format_training_length_formula(draft, tokens, steps=False)
+        return put("lr_schedule.warmup_samples", convert_token_count_to_samples(draft, tokens), tokens, instead=formula)
     if draft.is_enabled("lr_warmup_samples"):
         return put("lr_schedule.warmup_samples", draft["lr_warmup_samples"], "lr_warmup_samples")
     return put("lr_schedule.warmup_steps", draft["lr_warmup_iters"], "lr_warmup_iters", "lr_warmup_samples")
@@ -217,7 +217,7 @@ def _warmup(draft: RunDraft, decay: int | None) -> None:
 def _warmup_fraction(draft: RunDraft, share: float | None, decay: int | None) -> None:
     """Write a warm-up that is a fraction of the decay."""
     batch = draft.run["batch"]["global"]
-    length = tokens_to_samples(draft, DECAY[2]) or draft[DECAY[1]] or draft["train_samples"]
+    length = convert_token_count_to_samples(draft, DECAY[2]) or draft[DECAY[1]] or draft["train_samples"]
     length = length or (decay and batch and decay * batch)
     if share is None or not length or not batch:
         ask = f"{share} of the decay steps, which the script does not set"
@@ -244,10 +244,10 @@ def _length_in_steps(draft: RunDraft, iters: str, samples: str, tokens: str) -> 
     """Return a length given in steps, samples or tokens as steps, or None without one or with an unknown batch."""
     steps: int | None = draft[iters]
     dest = tokens if tokens in draft else samples
-    count: int | None = tokens_to_samples(draft, dest) if dest == tokens else draft[dest]
+    count: int | None = convert_token_count_to_samples(draft, dest) if dest == tokens else draft[dest]
     if steps or not count:
         return steps
-    whole = samples_to_steps(draft, count)
-    if whole and samples_to_steps(draft, count, up=True) != whole:
+    whole = convert_sample_count_to_steps(draft, count)
+    if whole and convert_sample_count_to_steps(draft, count, up=True) != whole:
         draft.add_note("changes meaning", "rounded to whole steps", dest)
     return max(1, whole) if whole is not None else None

@@ -6,7 +6,7 @@ from mega_cli.megatron_args.run_draft import RunDraft
 from mega_cli.megatron_args.training_command import BERT, T5
 
 
-def write_bert_section(draft: RunDraft) -> None:
+def translate_bert_flags(draft: RunDraft) -> None:
     """Add the keys of a run.yaml that only an encoder has to `draft`, for `pretrain_bert.py`.
     They are keys of `model` and `data`. Nothing is added for another script.
     """
@@ -38,7 +38,7 @@ def count_t5_layers(draft: RunDraft) -> int | None:
     return encoder + decoder if encoder and decoder else None
 
 
-def write_t5_section(draft: RunDraft) -> None:
+def translate_t5_flags(draft: RunDraft) -> None:
     """Add to `draft` the keys of `model` and `data` of a run.yaml that only an encoder-decoder model (T5) has."""
     put, tied = draft.set_key, not draft["untie_embeddings_and_output_weights"]
     flags = ("encoder_num_layers", "decoder_num_layers")

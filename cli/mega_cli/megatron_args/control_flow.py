@@ -10,7 +10,7 @@ from functools import partial
 from tree_sitter import Node
 
 from mega_cli.megatron_args.conditions import KnownTruth, three_valued_not
-from mega_cli.megatron_args.script_state import ScriptExit, ScriptReader
+from mega_cli.megatron_args.script_state import ShellControlFlowException, ShellInterpreter
 from mega_cli.megatron_args.shell_patterns import matches_pattern
 from mega_cli.megatron_args.shell_words import MARK, format_unknown_marks, make_unknown_mark
 from mega_cli.megatron_args.syntax_tree import VALUES, group_adjacent, if_branches, node_text
@@ -18,7 +18,7 @@ from mega_cli.megatron_args.syntax_tree import VALUES, group_adjacent, if_branch
 ROUNDS = 256  # most iterations of a loop
 
 
-def follow_for_loop(reader: ScriptReader, node: Node) -> KnownTruth:
+def interpret_for_loop(reader: ShellInterpreter, node: Node) -> KnownTruth:
     """Interpret a shell loop `for NAME in ...`, whose words may be unknown.
     If a word is unknown, the body is interpreted once with NAME unknown. Returns True if its last command succeeds,
     None if unknown.
@@ -38,35 +38,37 @@ def follow_for_loop(reader: ScriptReader, node: Node) -> KnownTruth:
         return value is not None
 
     if any(MARK.fullmatch(word.text) for word in values):
-        reader.follow_all_branches(
+        reader.interpret_all_branches(
             node,
             f"${name} of this loop has a value",
             lambda: _follow_unknown_iteration(reader, name, body, node),
             lambda: None,
         )
         return True
-    return _follow_iterations(reader, node, begin_iteration, lambda: reader.follow_statement(body))
+    return _follow_iterations(reader, node, begin_iteration, lambda: reader.interpret_shell_statement(body))
 
 
-def _follow_unknown_iteration(reader: ScriptReader, name: str, body: Node, node: Node) -> None:
+def _follow_unknown_iteration(reader: ShellInterpreter, name: str, body: Node, node: Node) -> None:
     reader.words.set_text_variable(name, make_unknown_mark("{" + name + "}"), reader.words.line_number(node))
-    reader.follow_statement(body)
+    reader.interpret_shell_statement(body)
 
 
-def follow_while_loop(reader: ScriptReader, node: Node) -> KnownTruth:
+def interpret_while_loop(reader: ShellInterpreter, node: Node) -> KnownTruth:
     """Interpret a shell loop `while ...` or `until ...`; return True if its last command succeeds, None if unknown."""
     body = node.child_by_field_name("body")
     conditions = [child for child in node.children_by_field_name("condition") if child.is_named]
     until = node.children[0].type == "until"
 
     def begin_iteration() -> KnownTruth:
-        holds = reader.follow_block(conditions)
+        holds = reader.interpret_statements(conditions)
         return three_valued_not(holds) if until else holds
 
-    return _follow_iterations(reader, node, begin_iteration, lambda: reader.follow_statement(body) if body else None)
+    return _follow_iterations(
+        reader, node, begin_iteration, lambda: reader.interpret_shell_statement(body) if body else None
+    )
 
 
-def follow_counting_loop(reader: ScriptReader, node: Node) -> KnownTruth:
+def interpret_c_style_for_loop(reader: ShellInterpreter, node: Node) -> KnownTruth:
     """Interpret a shell loop `for ((i = 0; i < 3; i++))`; return True if its last command succeeds, None if unknown."""
     parts = [part.strip() for part in node_text(node).partition("((")[2].partition("))")[0].split(";")]
     body = node.child_by_field_name("body")
@@ -79,14 +81,14 @@ def follow_counting_loop(reader: ScriptReader, node: Node) -> KnownTruth:
         return None if value is None else value != 0
 
     def follow_expression() -> None:
-        reader.follow_statement(body)
+        reader.interpret_shell_statement(body)
         reader.evaluate_expression(reader.words.expand_quoted(parts[2]))
 
     return _follow_iterations(reader, node, begin_iteration, follow_expression)
 
 
 def _follow_iterations(
-    reader: ScriptReader, node: Node, begin: Callable[[], KnownTruth], follow: Callable[[], object]
+    reader: ShellInterpreter, node: Node, begin: Callable[[], KnownTruth], follow: Callable[[], object]
 ) -> KnownTruth:
     """Follow the iterations of a loop while `begin` returns that there is another."""
     for _ in range(ROUNDS):
@@ -95,7 +97,7 @@ def _follow_iterations(
             break
         try:
             follow()
-        except ScriptExit as leave:
+        except ShellControlFlowException as leave:
             if leave.args[0] == "break":
                 return True
             if leave.args[0] != "continue":
@@ -105,35 +107,37 @@ def _follow_iterations(
     else:
         holds = None
     if holds is None:
-        reader.follow_all_branches(node, "this loop continues", follow, lambda: None)
+        reader.interpret_all_branches(node, "this loop continues", follow, lambda: None)
     return True
 
 
-def follow_if_statement(reader: ScriptReader, node: Node) -> KnownTruth:
+def interpret_if_statement(reader: ShellInterpreter, node: Node) -> KnownTruth:
     """Interpret a shell `if ...; then ...; elif ...; else ...; fi`.
     Every branch is interpreted if the condition is unknown. Returns True if its last command succeeds, None if unknown.
     """
     return _follow_branches(reader, node, list(if_branches(node)))
 
 
-def _follow_branches(reader: ScriptReader, node: Node, found: Sequence[tuple[list[Node], list[Node]]]) -> KnownTruth:
+def _follow_branches(
+    reader: ShellInterpreter, node: Node, found: Sequence[tuple[list[Node], list[Node]]]
+) -> KnownTruth:
     for number, (condition, body) in enumerate(found):
-        holds = reader.follow_block(condition)
+        holds = reader.interpret_statements(condition)
         if holds:
-            return reader.follow_block(body)
+            return reader.interpret_statements(body)
         if holds is None:
             rest = found[number + 1 :]
-            reader.follow_all_branches(
+            reader.interpret_all_branches(
                 node,
                 "this `if` holds",
-                partial(reader.follow_block, body),
+                partial(reader.interpret_statements, body),
                 partial(_follow_branches, reader, node, rest),
             )
             return None
     return True
 
 
-def follow_case_statement(reader: ScriptReader, node: Node) -> KnownTruth:
+def interpret_case_statement(reader: ShellInterpreter, node: Node) -> KnownTruth:
     """Interpret a shell `case ... in pattern) ...;; esac`.
     Every branch is interpreted if the value is unknown. Returns True if its last command succeeds, None if unknown.
     """
@@ -142,29 +146,29 @@ def follow_case_statement(reader: ScriptReader, node: Node) -> KnownTruth:
     return _follow_case_items(reader, node, text, [child for child in node.children if child.type == "case_item"])
 
 
-def _follow_case_items(reader: ScriptReader, node: Node, text: str, items: Sequence[Node]) -> KnownTruth:
+def _follow_case_items(reader: ShellInterpreter, node: Node, text: str, items: Sequence[Node]) -> KnownTruth:
     value = reader.comparison_text(text, node)
     for number, item in enumerate(items):
         patterns, body = _case_patterns(reader, item)
         found = [None if value is None and p != "*" else matches_pattern(value or "", p) for p in patterns]
         holds: KnownTruth = True if True in found else None if None in found else False
         if holds:
-            reader.follow_block(body)
+            reader.interpret_statements(body)
             through = any(child.type == ";&" for child in item.children) and number + 1 < len(items)
-            return reader.follow_block(_case_patterns(reader, items[number + 1])[1]) if through else True
+            return reader.interpret_statements(_case_patterns(reader, items[number + 1])[1]) if through else True
         if holds is None:
             follow, skip = (
-                partial(reader.follow_block, body),
+                partial(reader.interpret_statements, body),
                 partial(_follow_case_items, reader, node, text, items[number + 1 :]),
             )
-            reader.follow_all_branches(
+            reader.interpret_all_branches(
                 node, f"{format_unknown_marks(text)} is {format_unknown_marks(patterns[0])}", follow, skip
             )
             return None
     return True
 
 
-def _case_patterns(reader: ScriptReader, item: Node) -> tuple[list[str], list[Node]]:
+def _case_patterns(reader: ShellInterpreter, item: Node) -> tuple[list[str], list[Node]]:
     """Return the patterns of an item of a `case`, and its statements."""
     end = next(at for at, child in enumerate(item.children) if child.type == ")")
     groups = group_adjacent([child for child in item.children[:end] if child.type in VALUES])

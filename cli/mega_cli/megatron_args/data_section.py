@@ -15,7 +15,7 @@ NUMBER = re.compile(r"[.0-9]+")
 PLAIN_SPLIT = re.compile(r"[\[('\"]*[.0-9]+([,/ ]+[.0-9]+)*,? *[\])'\"]*")
 
 
-def write_data_section(draft: RunDraft) -> None:
+def translate_data_flags(draft: RunDraft) -> None:
     """Add to `draft` the `data` section of a run.yaml (data sets, tokenizer, sequence length), from Megatron-LM flags."""
     put = draft.set_key
     if any(name in draft for name in OWN):
@@ -72,7 +72,7 @@ def _fim(draft: RunDraft) -> None:
     draft.add_note("changes meaning", text, "fim_data")
 
 
-def parse_blend(words: Sequence[str]) -> list[dict[str, Any]]:
+def parse_megatron_data_path(words: Sequence[str]) -> list[dict[str, Any]]:
     """Parse the words of Megatron's `--data-path` to items of run.yaml's `data.train`.
     The words are weights and paths alternating, or paths alone.
     """
@@ -83,7 +83,7 @@ def parse_blend(words: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def _sources(draft: RunDraft, key: str, dest: str) -> None:
-    sources = parse_blend(draft[dest])
+    sources = parse_megatron_data_path(draft[dest])
     if len(sources) == 1:
         sources = [{"path": sources[0]["path"]}]
     elif sources and "weight" not in sources[0]:

@@ -7,19 +7,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from mega_cli.megatron_args.hybrid_layers import has_hybrid_layers, select_pattern_layers
+from mega_cli.megatron_args.hybrid_layers import compute_layer_pattern_mask, has_hybrid_layers
 from mega_cli.megatron_args.run_draft import DEFAULT, RunDraft
 
 SCOPES = {"aux_loss": "batch", "seq_aux_loss": "sequence"}
 BALANCING = ("moe_router_load_balancing_type", "moe_aux_loss_coeff")
 
 
-def has_experts(draft: RunDraft) -> bool:
+def has_moe_flags(draft: RunDraft) -> bool:
     """Return whether Megatron's flags give the model experts; Megatron-DeepSpeed's one expert means none."""
     return draft.is_unknown("num_experts") or any(count > 1 for count in draft["num_experts"])
 
 
-def write_experts_section(draft: RunDraft, width: int | None) -> None:
+def translate_moe_flags(draft: RunDraft, width: int | None) -> None:
     """Add the `model.moe` section of a run.yaml to `draft`, from Megatron-LM flags.
     `width` is the dense layers' feed-forward width, the default of an expert's.
     """
@@ -124,7 +124,7 @@ def _layers(draft: RunDraft) -> None:
     key, dest = "model.moe.layers", "moe_layer_freq"
     if has_hybrid_layers(draft):
         return draft.add_note("not needed", "the hybrid layer pattern sets it", dest)
-    kinds = select_pattern_layers(draft, key, dest, lambda layer, n: layer % n == 0)
+    kinds = compute_layer_pattern_mask(draft, key, dest, lambda layer, n: layer % n == 0)
     if kinds is not None and all(kinds):
         draft.add_note("translated", f"experts in all layers, the default of {key}", dest)
     elif kinds is not None:

@@ -12,7 +12,7 @@ from mega_cli.megatron_args.shell_words import MARK, explain_unknown, format_unk
 from mega_common.layer_kinds import NORM_EPS, HybridLayerPattern, build_hybrid_pattern, build_mamba_section
 
 
-def select_pattern_layers(
+def compute_layer_pattern_mask(
     draft: RunDraft, key: str, dest: str, every: Callable[[int, int], bool], further: int = 0
 ) -> list[bool] | None:
     """Return a list of booleans for layers, true if the layer has the kind that a Megatron pattern selects.
@@ -59,7 +59,7 @@ def has_hybrid_layers(draft: RunDraft) -> bool:
     return any(draft.is_enabled(dest) for dest in (*PATTERNS, *SHARES, "is_hybrid_model"))
 
 
-def pattern_lacks_experts(draft: RunDraft) -> bool:
+def is_hybrid_pattern_without_moe(draft: RunDraft) -> bool:
     """Return whether the model has a hybrid layer pattern without MoE layers, whatever other flags say."""
     pattern = hybrid_pattern(draft)
     return pattern is not None and not any("E" in letters for letters in (pattern.letters, *pattern.mtp_letters))
@@ -83,7 +83,7 @@ def hybrid_pattern(draft: RunDraft) -> HybridLayerPattern | None:
     return pattern
 
 
-def write_hybrid_section(draft: RunDraft) -> None:
+def translate_hybrid_layer_flags(draft: RunDraft) -> None:
     """Add the layers of a hybrid model to `draft`, from Megatron-LM flags.
     They are run.yaml's `model.layers` and `model.mamba` or `model.delta`.
     """
@@ -122,7 +122,7 @@ def _delta(draft: RunDraft) -> None:
         draft.set_key(f"model.delta.{name}", draft[dest], dest)
 
 
-def write_attention_variant(draft: RunDraft) -> None:
+def translate_attention_variant_flags(draft: RunDraft) -> None:
     """Add the attention gate and gated delta net layers of a model to `draft`, from Megatron-LM flags.
     They are run.yaml's `model.attention_gate`, and `model.layers` and `model.delta` if some layers are gated delta
     nets.
@@ -131,7 +131,7 @@ def write_attention_variant(draft: RunDraft) -> None:
         draft.set_key("model.attention_gate", True, "attention_output_gate")
     if draft[VARIANT] not in DELTA:
         return
-    mixers = select_pattern_layers(
+    mixers = compute_layer_pattern_mask(
         draft, "model.layers", "linear_attention_freq", lambda layer, n: (layer + 1) % n != 0
     )
     if mixers is None:
@@ -150,7 +150,7 @@ VIRTUAL = ("num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipel
 LAYOUT = "pipeline_model_parallel_layout"
 
 
-def write_pipeline_layout(draft: RunDraft) -> None:
+def translate_pipeline_layout_flags(draft: RunDraft) -> None:
     """Add the layout of pipeline stages to `draft`, if Megatron-LM flags give it.
     The keys of run.yaml are `parallel.virtual_stages` and `parallel.pipeline_layout`.
     """
@@ -210,7 +210,7 @@ def layers_per_stage(
     return [count // virtual for _ in range(virtual) for count in ranks]
 
 
-def parse_layout_string(text: str) -> list[int]:
+def parse_megatron_pipeline_layout(text: str) -> list[int]:
     """Return the number of decoder layers of each pipeline stage in a Megatron layout such as `Ett|(tt|)*6t|L`.
     In the layout, `t` is a layer, `|` ends a stage, and `*` repeats.
     """
@@ -224,7 +224,7 @@ def _explicit(draft: RunDraft, pp: int, layers: int) -> None:
     if MARK.search(draft[LAYOUT]):
         draft.set_key("parallel.pipeline_layout", None, LAYOUT, instead=format_unknown_marks(draft[LAYOUT]))
         return
-    _group_stages(draft, parse_layout_string(draft[LAYOUT]), pp, layers, LAYOUT)
+    _group_stages(draft, parse_megatron_pipeline_layout(draft[LAYOUT]), pp, layers, LAYOUT)
 
 
 def _group_stages(draft: RunDraft, layout: list[int], pp: int, layers: int, *flags: str) -> None:

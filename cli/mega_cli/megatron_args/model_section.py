@@ -5,15 +5,15 @@ from __future__ import annotations
 import re
 
 from mega_cli.megatron_args.bert_and_t5 import count_t5_layers, is_t5_script
-from mega_cli.megatron_args.experts_section import has_experts, write_experts_section
+from mega_cli.megatron_args.experts_section import has_moe_flags, translate_moe_flags
 from mega_cli.megatron_args.hybrid_layers import (
     PATTERNS,
+    compute_layer_pattern_mask,
     has_hybrid_layers,
     hybrid_pattern,
-    pattern_lacks_experts,
-    select_pattern_layers,
-    write_attention_variant,
-    write_hybrid_section,
+    is_hybrid_pattern_without_moe,
+    translate_attention_variant_flags,
+    translate_hybrid_layer_flags,
 )
 from mega_cli.megatron_args.run_draft import RunDraft
 from mega_cli.megatron_args.shell_words import MARK, format_unknown_marks
@@ -26,11 +26,11 @@ GPT2_TOKENS = 50_257
 GPT_OSS = "--activation-func-clamp-value and --glu-linear-offset 1"
 
 
-def write_model_section(draft: RunDraft) -> None:
+def translate_model_flags(draft: RunDraft) -> None:
     """Add to `draft` the `model` section of a run.yaml, from Megatron-LM flags."""
     _sizes(draft)
     if has_hybrid_layers(draft):
-        write_hybrid_section(draft)
+        translate_hybrid_layer_flags(draft)
     _parts(draft)
     _position(draft)
     if draft["multi_latent_attention"]:
@@ -39,9 +39,9 @@ def write_model_section(draft: RunDraft) -> None:
         draft.set_key("model.mtp_layers", draft["mtp_num_layers"], "mtp_num_layers")
         draft.set_key("model.mtp_loss", draft["mtp_loss_scaling_factor"], "mtp_loss_scaling_factor")
     _dropout_and_init(draft)
-    if has_experts(draft) and not pattern_lacks_experts(draft):
-        write_experts_section(draft, feed_forward_width(draft))
-    write_attention_variant(draft)
+    if has_moe_flags(draft) and not is_hybrid_pattern_without_moe(draft):
+        translate_moe_flags(draft, feed_forward_width(draft))
+    translate_attention_variant_flags(draft)
 
 
 def _sizes(draft: RunDraft) -> None:
@@ -240,7 +240,7 @@ def _full_attention_layers(draft: RunDraft) -> None:
     """Write which layers use full attention: every n-th, or those with a zero in the list."""
     key, dest = "model.full_attention_layers", "window_attn_skip_freq"
     further = draft["mtp_num_layers"] or 0
-    windowed = select_pattern_layers(draft, key, dest, lambda layer, n: (layer + 1) % n != 0, further)
+    windowed = compute_layer_pattern_mask(draft, key, dest, lambda layer, n: (layer + 1) % n != 0, further)
     if windowed is not None:
         draft.set_key(key, [layer for layer, narrow in enumerate(windowed) if not narrow], dest)
 

@@ -263,7 +263,7 @@ class RunDraft:
         """
         self.arguments.add_flag_problem(self.arguments.given[dest], rule)
 
-    def note_other_flags(self) -> None:
+    def note_untranslated_flags(self) -> None:
         """Add a note on each given flag of Megatron-LM that set no key of run.yaml and has no note yet."""
         handling = load_flag_handling()
         for dest, given in self.arguments.given.items():

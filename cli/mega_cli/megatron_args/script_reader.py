@@ -9,7 +9,12 @@ from pathlib import Path
 
 from tree_sitter import Node
 
-from mega_cli.megatron_args.assignments import assign_variable, assign_variables, declare_variables, unset_variables
+from mega_cli.megatron_args.assignments import (
+    interpret_assignment,
+    interpret_assignment_line,
+    interpret_declare_builtin,
+    interpret_unset_builtin,
+)
 from mega_cli.megatron_args.conditions import (
     ConditionOperand,
     KnownTruth,
@@ -18,14 +23,14 @@ from mega_cli.megatron_args.conditions import (
     three_valued_or,
 )
 from mega_cli.megatron_args.control_flow import (
-    follow_case_statement,
-    follow_counting_loop,
-    follow_for_loop,
-    follow_if_statement,
-    follow_while_loop,
+    interpret_c_style_for_loop,
+    interpret_case_statement,
+    interpret_for_loop,
+    interpret_if_statement,
+    interpret_while_loop,
 )
-from mega_cli.megatron_args.script_state import STEPS, ScriptReader, ScriptResult, Statement
-from mega_cli.megatron_args.shell_commands import follow_command, follow_redirection, read_redirected_input
+from mega_cli.megatron_args.script_state import STEPS, ScriptResult, ShellInterpreter, Statement
+from mega_cli.megatron_args.shell_commands import interpret_redirection, interpret_shell_command, read_redirected_input
 from mega_cli.megatron_args.shell_patterns import quote_pattern
 from mega_cli.megatron_args.shell_words import CLOSE, OPEN, ShellWord
 from mega_cli.megatron_args.syntax_tree import (
@@ -39,68 +44,71 @@ from mega_common.errors import ConfigError
 ASKING = re.compile(r"(?:grep|egrep|command|which|type|hash|pgrep|diff|cmp)\b")
 
 
-def _follow_subshell(reader: ScriptReader, node: Node) -> KnownTruth:
+def _follow_subshell(reader: ShellInterpreter, node: Node) -> KnownTruth:
     """Follow `( ... )`, whose assignments are local to it."""
     before = dict(reader.words.variables)
     try:
-        return reader.follow_block(node.named_children)
+        return reader.interpret_statements(node.named_children)
     finally:
         reader.words.variables = before
 
 
-def _compound(reader: ScriptReader, node: Node) -> KnownTruth:
+def _compound(reader: ShellInterpreter, node: Node) -> KnownTruth:
     """Follow `{ ... }` or `(( ... ))`."""
     if node.children[0].type != "((":
-        return reader.follow_block(node.named_children)
+        return reader.interpret_statements(node.named_children)
     value = reader.evaluate_expression(reader.words.source_from(node, 2, 2))
     return None if value is None else value != 0
 
 
-def _list(reader: ScriptReader, node: Node) -> KnownTruth:
+def _list(reader: ShellInterpreter, node: Node) -> KnownTruth:
     """Follow `a && b` and `a || b`."""
     left, right = node.named_children[0], node.named_children[-1]
     sign = next((child.type for child in node.children if child.type in ("&&", "||")), "&&")
-    return _joined(reader, reader.follow_statement(left), left, sign, right)
+    return _joined(reader, reader.interpret_shell_statement(left), left, sign, right)
 
 
-def _joined(reader: ScriptReader, status: KnownTruth, left: Node, sign: str, right: Node) -> KnownTruth:
+def _joined(reader: ShellInterpreter, status: KnownTruth, left: Node, sign: str, right: Node) -> KnownTruth:
     if status is None and left.type not in ("test_command", "list", "compound_statement"):
         status = None if ASKING.match(node_text(left)) else True  # commands are assumed to succeed
     if status is not None and status == (sign == "||"):
         return status
     if status is not None:
-        return reader.follow_statement(right)
+        return reader.interpret_shell_statement(right)
     found: list[KnownTruth] = []
-    reader.follow_all_branches(
-        right, "the condition before this holds", lambda: found.append(reader.follow_statement(right)), _skip_branch
+    reader.interpret_all_branches(
+        right,
+        "the condition before this holds",
+        lambda: found.append(reader.interpret_shell_statement(right)),
+        _skip_branch,
     )
     return (three_valued_and if sign == "&&" else three_valued_or)(status, found[0] if found else None)
 
 
-def _pipeline(reader: ScriptReader, node: Node) -> KnownTruth:
+def _pipeline(reader: ShellInterpreter, node: Node) -> KnownTruth:
     """Follow `a | b`, each in its own shell."""
     before, status = (dict(reader.words.variables), reader.entered), None
     *first, last = node.named_children
     for stage in first:
-        reader.entered, status = reader.capture_output(partial(reader.follow_statement, stage))
+        reader.entered, status = reader.capture_output(partial(reader.interpret_shell_statement, stage))
         reader.words.variables = dict(before[0])
-    status = reader.follow_statement(last)
+    status = reader.interpret_shell_statement(last)
     reader.words.variables, reader.entered = before
     return status
 
 
-def _negated(reader: ScriptReader, node: Node) -> KnownTruth:
-    return three_valued_not(reader.follow_statement(node.named_children[-1]))
+def _negated(reader: ShellInterpreter, node: Node) -> KnownTruth:
+    return three_valued_not(reader.interpret_shell_statement(node.named_children[-1]))
 
 
-def _define(reader: ScriptReader, node: Node) -> KnownTruth:
+def _define(reader: ShellInterpreter, node: Node) -> KnownTruth:
     name, body = node.child_by_field_name("name"), node.child_by_field_name("body")
     if name and body:
         reader.functions[node_text(name)] = (body, reader.words.place)
     return True
 
 
-def _command(reader: ScriptReader, node: Node) -> KnownTruth:
+def _command(reader: ShellInterpreter, node: Node) -> KnownTruth:
     words, before, entered = reader.words, dict(reader.words.variables), reader.entered
     prefixes = [child for child in node.named_children if child.type == "variable_assignment"]
     names = [child.children[0] for child in node.children_by_field_name("name")]
@@ -108,11 +116,11 @@ def _command(reader: ScriptReader, node: Node) -> KnownTruth:
     fields = [word for group in parts for word in words.expand_fields(*group)]
     for child in node.named_children:
         if child.type == "variable_assignment":
-            assign_variable(reader, child)
+            interpret_assignment(reader, child)
         elif child.type == "herestring_redirect":
             read_redirected_input(reader, child)
     try:
-        return follow_command(reader, fields, node) if fields else True
+        return interpret_shell_command(reader, fields, node) if fields else True
     finally:
         if any(child.type == "herestring_redirect" for child in node.named_children):
             reader.entered = entered
@@ -121,7 +129,7 @@ def _command(reader: ScriptReader, node: Node) -> KnownTruth:
             words.variables |= {name: before[name]} if name in before else {}
 
 
-def _test(reader: ScriptReader, node: Node) -> KnownTruth:
+def _test(reader: ShellInterpreter, node: Node) -> KnownTruth:
     """Follow `[ ... ]` and `[[ ... ]]`."""
     double = node.children[0].type == "[["
     found: list[ConditionOperand] = []
@@ -146,28 +154,28 @@ def _skip_branch() -> None:
 
 STATEMENTS: dict[str, Statement] = {
     "command": _command,
-    "variable_assignment": assign_variable,
-    "variable_assignments": assign_variables,
-    "declaration_command": declare_variables,
-    "unset_command": unset_variables,
+    "variable_assignment": interpret_assignment,
+    "variable_assignments": interpret_assignment_line,
+    "declaration_command": interpret_declare_builtin,
+    "unset_command": interpret_unset_builtin,
     "list": _list,
     "pipeline": _pipeline,
-    "redirected_statement": follow_redirection,
+    "redirected_statement": interpret_redirection,
     "negated_command": _negated,
-    "if_statement": follow_if_statement,
-    "case_statement": follow_case_statement,
-    "for_statement": follow_for_loop,
-    "c_style_for_statement": follow_counting_loop,
-    "while_statement": follow_while_loop,
+    "if_statement": interpret_if_statement,
+    "case_statement": interpret_case_statement,
+    "for_statement": interpret_for_loop,
+    "c_style_for_statement": interpret_c_style_for_loop,
+    "while_statement": interpret_while_loop,
     "function_definition": _define,
     "subshell": _follow_subshell,
     "compound_statement": _compound,
-    "do_group": lambda reader, node: reader.follow_block(node.named_children),
+    "do_group": lambda reader, node: reader.interpret_statements(node.named_children),
     "test_command": _test,
 }
 
 
-def follow_script(
+def interpret_shell_script(
     text: str,
     *,
     path: Path | None = None,
@@ -192,13 +200,13 @@ def follow_script(
             "the launch script contains characters of Unicode's private use area",
             hint="remove U+E000 and U+E001 from it",
         )
-    reader = ScriptReader(ScriptResult(path=path), STATEMENTS)
+    reader = ShellInterpreter(ScriptResult(path=path), STATEMENTS)
     for name, value in {**(environment or {}), **(define or {})}.items():
         reader.words.set_text_variable(name, value, 0)
     reader.words.defined = set(define or {})
     given = None if arguments is None else [ShellWord(argument, 0) for argument in arguments]
     try:
-        reader.read_source(text, 1, given, flat=False)
+        reader.interpret_source(text, 1, given, flat=False)
     except RecursionError:
         raise ConfigError(
             "the launch script is nested too deeply to be read", hint="check that the file is a shell script"

@@ -17,7 +17,7 @@ from mega_cli.megatron_args.conditions import (
     KnownTruth,
 )
 from mega_cli.megatron_args.script_variables import VariableValue, merge_branch_values, word_texts
-from mega_cli.megatron_args.shell_words import MARK, PARSED, ShellWord, WorkBudget
+from mega_cli.megatron_args.shell_words import MARK, PARSED, CharacterBudget, ShellWord
 from mega_cli.megatron_args.syntax_tree import (
     find_syntax_errors,
     node_text,
@@ -33,7 +33,7 @@ NESTED = 24  # functions, substitutions and scripts in scripts
 ALWAYS_SET = re.compile(r"HOME|USER|PWD|HOSTNAME|RANDOM|SECONDS|BASH\w*|(?:SLURM|OMPI|PMI|PBS)_\w+")
 
 
-class ScriptExit(Exception):
+class ShellControlFlowException(Exception):
     """Raised when an interpreted script leaves a loop, a function or itself: `break`, `continue`, `return`, `exit`."""
 
 
@@ -59,7 +59,7 @@ class ScriptResult:
     texts: list[str] = field(default_factory=list)
     path: Path | None = None
     files: dict[str, str] = field(default_factory=dict)
-    budget: WorkBudget = field(default_factory=WorkBudget)
+    budget: CharacterBudget = field(default_factory=CharacterBudget)
 
     def write_file(self, name: str, text: str, *, append: bool = False) -> None:
         """Record the text that the interpreted shell script would write or append to a file.
@@ -86,10 +86,10 @@ class ScriptResult:
         return None
 
 
-Statement = Callable[["ScriptReader", Node], KnownTruth]
+Statement = Callable[["ShellInterpreter", Node], KnownTruth]
 
 
-class ScriptReader:
+class ShellInterpreter:
     """State of the static interpretation of a shell script, and the steps that all its statements share.
 
     Attributes:
@@ -110,7 +110,7 @@ class ScriptReader:
         self.locals: list[dict[str, VariableValue | None]] = []
         self.depth = self.steps = 0
 
-    def read_source(
+    def interpret_source(
         self, text: str, line: int, arguments: list[ShellWord] | None = None, *, flat: bool = True
     ) -> KnownTruth:
         """Interpret the text of a shell script that begins at `line`.
@@ -122,13 +122,13 @@ class ScriptReader:
             raise ConfigError(f"the launch script is longer than {LARGEST_SCRIPT:,} characters")
         self.script.budget.spend_characters(PARSED * len(text) + len(self.words.marks))
         self.script.texts.append(text)
-        root = parse_script(self.words.encode_marks(text))
+        root = parse_script(self.words.number_unknown_marks(text))
         try:
-            with self.enter_level(), self.words.at_offset((line, flat), arguments):
+            with self.enter_level(), self.words.enter_nested_script((line, flat), arguments):
                 for node in find_syntax_errors(root):
                     self.add_remark(node, f"{node_text(node).strip()[:40]!r} is not valid shell syntax here")
-                return self.follow_block(root.named_children)
-        except ScriptExit:
+                return self.interpret_statements(root.named_children)
+        except ShellControlFlowException:
             return None
 
     def add_remark(self, node: Node, sentence: str) -> None:
@@ -137,24 +137,24 @@ class ScriptReader:
         if remark not in self.script.remarks:
             self.script.remarks.append(remark)
 
-    def follow_block(self, nodes: Sequence[Node]) -> KnownTruth:
+    def interpret_statements(self, nodes: Sequence[Node]) -> KnownTruth:
         """Interpret shell statements one after another; return whether the last one succeeds, or None if unknown."""
         status: KnownTruth = True
         for node in nodes:
             if node.type != "comment":
-                status = self.follow_statement(node)
+                status = self.interpret_shell_statement(node)
         return status
 
-    def follow_statement(self, node: Node) -> KnownTruth:
+    def interpret_shell_statement(self, node: Node) -> KnownTruth:
         """Interpret one shell statement; return whether it succeeds, or None if unknown."""
         self.steps += 1
         if self.steps > STEPS:
-            raise ScriptExit("exit")
+            raise ShellControlFlowException("exit")
         follow = self.statements.get(node.type)
         if follow:
             return follow(self, node)
         self.printed.append(None)
-        return self.follow_block([child for child in node.named_children if child.type in self.statements])
+        return self.interpret_statements([child for child in node.named_children if child.type in self.statements])
 
     def evaluate_expression(self, text: str) -> int | None:
         """Return the value of a shell arithmetic expression and carry out its assignments.
@@ -179,14 +179,14 @@ class ScriptReader:
         finally:
             self.printed = before
 
-    def follow_all_branches(self, node: Node, condition: str, *branches: Callable[[], object]) -> None:
+    def interpret_all_branches(self, node: Node, condition: str, *branches: Callable[[], object]) -> None:
         """Interpret each branch of a script, because it is unknown which one the script takes.
         Variables that differ afterwards keep their common prefix and are unknown from there.
         """
         before, ends = self.words.variables, list[dict[str, VariableValue]]()
         for follow_branch in branches:
             self.words.variables = dict(before)
-            with suppress(ScriptExit):
+            with suppress(ShellControlFlowException):
                 follow_branch()
             ends.append(self.words.variables)
         names = sorted({name for end in ends for name in end})
@@ -207,9 +207,9 @@ class ScriptReader:
         body, place = self.functions[name]
         self.locals.append({})
         try:
-            with self.enter_level(), self.words.at_offset(place, arguments):
-                return self.follow_statement(body)
-        except ScriptExit as leave:
+            with self.enter_level(), self.words.enter_nested_script(place, arguments):
+                return self.interpret_shell_statement(body)
+        except ShellControlFlowException as leave:
             if leave.args[0] != "return":
                 raise
             return None
@@ -223,12 +223,12 @@ class ScriptReader:
     @contextmanager
     def enter_level(self) -> Iterator[None]:
         """Enter one level of nested functions, substitutions or scripts.
-        Too deep a level raises `ScriptExit("return")`.
+        Too deep a level raises `ShellControlFlowException("return")`.
         """
         self.depth += 1
         try:
             if self.depth > NESTED:
-                raise ScriptExit("return")
+                raise ShellControlFlowException("return")
             yield
         finally:
             self.depth -= 1
@@ -238,8 +238,8 @@ class ScriptReader:
         before = dict(self.words.variables)
         try:
             with self.enter_level():
-                return self.capture_output(lambda: self.follow_block(node.named_children))[0]
-        except ScriptExit:
+                return self.capture_output(lambda: self.interpret_statements(node.named_children))[0]
+        except ShellControlFlowException:
             return None
         finally:
             self.words.variables = before

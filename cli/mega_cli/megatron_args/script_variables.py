@@ -17,8 +17,8 @@ from mega_cli.megatron_args.shell_words import (
     EXPRESSION,
     MARK,
     OPEN,
+    CharacterBudget,
     ShellWord,
-    WorkBudget,
     make_unknown_mark,
 )
 
@@ -52,14 +52,14 @@ class ScriptVariables:
     associative: set[str] = field(default_factory=set)
     marks: list[str] = field(default_factory=list)
     place: tuple[int, bool] = (1, False)
-    budget: WorkBudget = field(default_factory=WorkBudget)
+    budget: CharacterBudget = field(default_factory=CharacterBudget)
 
     def line_number(self, node: Node) -> int:
         """Return the line of the script where a node of its syntax tree begins."""
         first, flat = self.place
         return first if flat else first + node.start_point[0]
 
-    def encode_marks(self, text: str) -> str:
+    def number_unknown_marks(self, text: str) -> str:
         """Return a text in which the marks that stand for unknown values are replaced by numbered ones.
         They are replaced because their names may contain characters that the shell parser rejects.
         """
@@ -67,12 +67,12 @@ class ScriptVariables:
         numbers = iter(range(len(self.marks) - len(MARK.findall(text)), len(self.marks)))
         return MARK.sub(lambda _: f"{OPEN}#{next(numbers)}{CLOSE}", text)
 
-    def decode_marks(self, text: str) -> str:
-        """Return a text in which the numbered marks of unknown values (from `encode_marks`) have their names again."""
+    def restore_unknown_marks(self, text: str) -> str:
+        """Return a text in which the numbered marks of unknown values (from `number_unknown_marks`) have their names again."""
         return NUMBERED.sub(lambda match: make_unknown_mark(self.marks[int(match[1])]), text)
 
     @contextmanager
-    def at_offset(self, place: tuple[int, bool], arguments: list[ShellWord] | None) -> Iterator[None]:
+    def enter_nested_script(self, place: tuple[int, bool], arguments: list[ShellWord] | None) -> Iterator[None]:
         """Context manager in which line numbers and positional parameters are those of a nested script.
         Line numbers count from `place`, (first line, True if all text counts as this line), and `arguments` are `$1`,
         `$2`, ... unless None.
@@ -111,7 +111,7 @@ class ScriptVariables:
         """
         self.budget.spend_characters(EXPRESSION)
         name, _, index = name.removesuffix("]").partition("[")
-        key = "0" if not index else index if name in self.associative else self.element_index(index)
+        key = "0" if not index else index if name in self.associative else self.evaluate_array_index(index)
         word = (self.get_variable(name) or {}).get(key or "")
         return None if word is None or MARK.search(word.text) else word.text
 
@@ -119,7 +119,7 @@ class ScriptVariables:
         """Set a shell variable to the result of an arithmetic assignment; None marks its value as unknown."""
         self.set_text_variable(name, make_unknown_mark("{" + name + "}") if value is None else value, self.place[0])
 
-    def element_index(self, text: str) -> str | None:
+    def evaluate_array_index(self, text: str) -> str | None:
         """Return the key of a shell array's element, given by an arithmetic expression.
         Returns None if its value is unknown.
         """

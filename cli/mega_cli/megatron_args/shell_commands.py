@@ -9,7 +9,7 @@ from typing import NamedTuple
 from tree_sitter import Node
 
 from mega_cli.megatron_args.conditions import ConditionOperand, KnownTruth
-from mega_cli.megatron_args.script_state import ScriptExit, ScriptReader
+from mega_cli.megatron_args.script_state import ShellControlFlowException, ShellInterpreter
 from mega_cli.megatron_args.shell_patterns import quote_pattern
 from mega_cli.megatron_args.shell_words import MARK, ShellWord, format_unknown_marks
 from mega_cli.megatron_args.syntax_tree import node_text, stdout_redirection
@@ -35,7 +35,7 @@ class NestedScript(NamedTuple):
     arguments: list[ShellWord]
 
 
-def follow_command(reader: ScriptReader, words: list[ShellWord], node: Node) -> KnownTruth:
+def interpret_shell_command(reader: ShellInterpreter, words: list[ShellWord], node: Node) -> KnownTruth:
     """Interpret a shell command given as expanded words; return True if it succeeds, None if unknown.
     It is a function, a builtin, a simulated tool or a nested script; others are recorded as started.
     """
@@ -60,12 +60,12 @@ def follow_command(reader: ScriptReader, words: list[ShellWord], node: Node) -> 
     before = dict(reader.words.variables), reader.launcher, reader.entered
     reader.launcher, reader.entered = [*reader.launcher, *nested.launcher], None
     try:
-        return reader.read_source(nested.text, words[0].line, nested.arguments)
+        return reader.interpret_source(nested.text, words[0].line, nested.arguments)
     finally:
         reader.words.variables, reader.launcher, reader.entered = before
 
 
-def _split_read_files(reader: ScriptReader, name: str, arguments: list[str]) -> tuple[list[str], str | None]:
+def _split_read_files(reader: ShellInterpreter, name: str, arguments: list[str]) -> tuple[list[str], str | None]:
     """Return the arguments without the files that the command reads, and the content of those."""
     first = 0 if name == "cat" else max(1, len(arguments) - 1)
     files = [reader.script.read_file(argument) for argument in arguments[first:]]
@@ -75,7 +75,7 @@ def _split_read_files(reader: ScriptReader, name: str, arguments: list[str]) -> 
     return arguments[:first], "".join(filter(None, files))
 
 
-def _find_nested_script(reader: ScriptReader, words: list[ShellWord]) -> NestedScript | None:
+def _find_nested_script(reader: ShellInterpreter, words: list[ShellWord]) -> NestedScript | None:
     """Return the script that a command runs in a shell: `bash -c`, `bash file`, `sbatch`, `ssh host`."""
     for at, word in enumerate(() if words[0].text in HANDLING else words):
         if SHELL.fullmatch(word.text):
@@ -94,7 +94,7 @@ def _find_nested_script(reader: ScriptReader, words: list[ShellWord]) -> NestedS
     return NestedScript(words, reader.entered or "", []) if entered else None
 
 
-def _parse_shell_call(reader: ScriptReader, words: list[ShellWord], at: int) -> NestedScript | None:
+def _parse_shell_call(reader: ShellInterpreter, words: list[ShellWord], at: int) -> NestedScript | None:
     """Return the script of a `bash ...` at a position of a command."""
     following = at + 1
     while following < len(words) and re.match(r"[-+]\w", words[following].text):
@@ -110,11 +110,11 @@ def _parse_shell_call(reader: ScriptReader, words: list[ShellWord], at: int) -> 
 # Builtins.
 
 
-def _eval(reader: ScriptReader, words: list[ShellWord], node: Node) -> KnownTruth:
-    return reader.read_source(" ".join(word.text for word in words[1:]), words[0].line)
+def _eval(reader: ShellInterpreter, words: list[ShellWord], node: Node) -> KnownTruth:
+    return reader.interpret_source(" ".join(word.text for word in words[1:]), words[0].line)
 
 
-def _source(reader: ScriptReader, words: list[ShellWord], node: Node) -> KnownTruth:
+def _source(reader: ShellInterpreter, words: list[ShellWord], node: Node) -> KnownTruth:
     name = words[1].text if len(words) > 1 else ""
     text = reader.script.read_file(name)
     if text is None:
@@ -123,17 +123,17 @@ def _source(reader: ScriptReader, words: list[ShellWord], node: Node) -> KnownTr
                 node, f"the file of `{format_unknown_marks(' '.join(word.text for word in words))}` was not read"
             )
         return None
-    return reader.read_source(text, words[0].line, words[2:] or None)
+    return reader.interpret_source(text, words[0].line, words[2:] or None)
 
 
-def _set(reader: ScriptReader, words: list[ShellWord], node: Node) -> KnownTruth:
+def _set(reader: ShellInterpreter, words: list[ShellWord], node: Node) -> KnownTruth:
     texts = [word.text for word in words]
     if "--" in texts:
         reader.words.positional = words[texts.index("--") + 1 :]
     return True
 
 
-def _shift(reader: ScriptReader, words: list[ShellWord], node: Node) -> KnownTruth:
+def _shift(reader: ShellInterpreter, words: list[ShellWord], node: Node) -> KnownTruth:
     count = int(words[1].text) if len(words) > 1 and words[1].text.isdigit() else 1
     enough = len(reader.words.positional or []) >= count
     if reader.words.positional is not None and enough:
@@ -141,15 +141,15 @@ def _shift(reader: ScriptReader, words: list[ShellWord], node: Node) -> KnownTru
     return enough
 
 
-def _follow_exit(reader: ScriptReader, words: list[ShellWord], node: Node) -> KnownTruth:
+def _follow_exit(reader: ShellInterpreter, words: list[ShellWord], node: Node) -> KnownTruth:
     """Ignore `exit` in a branch, which handles missing arguments; elsewhere it ends the script."""
     name = words[0].text
     if name != "exit" or (node.parent is not None and node.parent.type == "program"):
-        raise ScriptExit(name)
+        raise ShellControlFlowException(name)
     return None
 
 
-def _read(reader: ScriptReader, words: list[ShellWord], node: Node) -> KnownTruth:
+def _read(reader: ShellInterpreter, words: list[ShellWord], node: Node) -> KnownTruth:
     names = [word.text for word in words[1:] if word.text.isidentifier()]
     array = any(re.fullmatch("-[a-z]*a", word.text) for word in words)
     line, entered = words[0].line, reader.entered
@@ -171,11 +171,11 @@ def _read(reader: ScriptReader, words: list[ShellWord], node: Node) -> KnownTrut
     return bool(entered)
 
 
-def _blank_separated(reader: ScriptReader) -> bool:
+def _blank_separated(reader: ShellInterpreter) -> bool:
     return not reader.words.variables.get("IFS")
 
 
-def _mapfile(reader: ScriptReader, words: list[ShellWord], node: Node) -> KnownTruth:
+def _mapfile(reader: ShellInterpreter, words: list[ShellWord], node: Node) -> KnownTruth:
     name, line = words[-1].text, words[0].line
     if reader.entered is None:
         reader.words.assign_number(name, None)
@@ -185,14 +185,14 @@ def _mapfile(reader: ScriptReader, words: list[ShellWord], node: Node) -> KnownT
     return True
 
 
-def _let(reader: ScriptReader, words: list[ShellWord], node: Node) -> KnownTruth:
+def _let(reader: ShellInterpreter, words: list[ShellWord], node: Node) -> KnownTruth:
     value: int | None = None
     for word in words[1:]:
         value = reader.evaluate_expression(word.text)
     return None if value is None else value != 0
 
 
-def _printf(reader: ScriptReader, words: list[ShellWord], node: Node) -> KnownTruth:
+def _printf(reader: ShellInterpreter, words: list[ShellWord], node: Node) -> KnownTruth:
     texts = [word.text for word in words[1:]]
     if texts[:1] != ["-v"] or len(texts) < 3:
         reader.printed.append(simulate_output("printf", texts, None))
@@ -205,7 +205,7 @@ def _printf(reader: ScriptReader, words: list[ShellWord], node: Node) -> KnownTr
     return True
 
 
-def _tee(reader: ScriptReader, words: list[ShellWord], node: Node) -> KnownTruth:
+def _tee(reader: ShellInterpreter, words: list[ShellWord], node: Node) -> KnownTruth:
     if reader.entered is not None:
         for word in words[1:]:
             if not word.text.startswith("-"):
@@ -214,13 +214,13 @@ def _tee(reader: ScriptReader, words: list[ShellWord], node: Node) -> KnownTruth
     return True
 
 
-def _test(reader: ScriptReader, words: list[ShellWord], node: Node) -> KnownTruth:
+def _test(reader: ShellInterpreter, words: list[ShellWord], node: Node) -> KnownTruth:
     return reader.evaluate_condition(
         [ConditionOperand(word.text, quote_pattern(word.text)) for word in words[1:]], node
     )
 
 
-def _getopts(reader: ScriptReader, words: list[ShellWord], node: Node) -> KnownTruth:
+def _getopts(reader: ShellInterpreter, words: list[ShellWord], node: Node) -> KnownTruth:
     """Follow `getopts`; a script without arguments has no options."""
     if not reader.words.positional:
         return False
@@ -229,7 +229,7 @@ def _getopts(reader: ScriptReader, words: list[ShellWord], node: Node) -> KnownT
     return None
 
 
-Builtin = Callable[[ScriptReader, list[ShellWord], Node], KnownTruth]
+Builtin = Callable[[ShellInterpreter, list[ShellWord], Node], KnownTruth]
 BUILTINS: dict[str, Builtin] = {
     "eval": _eval, "source": _source, ".": _source, "set": _set, "shift": _shift, "exit": _follow_exit, "return": _follow_exit,
     "break": _follow_exit, "continue": _follow_exit, "read": _read, "mapfile": _mapfile, "readarray": _mapfile, "let": _let,
@@ -237,7 +237,7 @@ BUILTINS: dict[str, Builtin] = {
 }  # fmt: skip
 
 
-def follow_redirection(reader: ScriptReader, node: Node) -> KnownTruth:
+def interpret_redirection(reader: ShellInterpreter, node: Node) -> KnownTruth:
     """Interpret a shell command with redirected input or output, `command < file > file` or `command <<EOF`.
     Known output to a file is recorded, not written. Return True if it succeeds, None if unknown.
     """
@@ -254,18 +254,18 @@ def follow_redirection(reader: ScriptReader, node: Node) -> KnownTruth:
         if body is None:
             return True
         if writing is None and not further:
-            return reader.follow_block([body, *after])
-        text, status = reader.capture_output(lambda: reader.follow_statement(body))
+            return reader.interpret_statements([body, *after])
+        text, status = reader.capture_output(lambda: reader.interpret_shell_statement(body))
         if writing is not None and text is not None:
             name = reader.words.expand_text(writing.named_children[-1])
             reader.script.write_file(name, text, append=writing.children[0].type == ">>")
         reader.entered = text
-        return reader.follow_block([*further, *after]) if further or after else status
+        return reader.interpret_statements([*further, *after]) if further or after else status
     finally:
         reader.entered = before
 
 
-def read_redirected_input(reader: ScriptReader, redirect: Node) -> None:
+def read_redirected_input(reader: ShellInterpreter, redirect: Node) -> None:
     """Set the interpreted script's standard input to the text of a redirection.
     The redirection is `< file`, a here-document or a here-string.
     """

@@ -15,7 +15,7 @@ import re2
 from mega_cli.megatron_args.shell_words import MARK, OPEN, WordPiece
 
 
-class LinearMatch(Protocol):
+class Re2Match(Protocol):
     """Match of a regular expression by RE2, with the interface of `re.Match`."""
 
     def __getitem__(self, group: int) -> str: ...
@@ -49,13 +49,13 @@ def matching_prefix_length(pattern: str, text: str, *, longest: bool) -> int | N
     The shortest prefix is found if the pattern has lazy repetitions (`*?`).
     """
     try:
-        found: LinearMatch | None = _compiled(pattern, longest=longest).match(text)
+        found: Re2Match | None = _compiled(pattern, longest=longest).match(text)
     except (re2.error, ValueError):
         return None
     return -1 if found is None else found.end()
 
 
-def substitute_longest(
+def replace_longest_matches(
     pattern: str, instead: str, text: str, spend: Callable[[int], None], *, every: bool
 ) -> str | None:
     """Replace the first match of a regular expression, or every match, each as long as possible.
@@ -116,7 +116,7 @@ def pieces_to_pattern(pieces: Sequence[WordPiece | None]) -> str:
     return "".join(quote_pattern(piece.text) if piece.kind == "quoted" else piece.text for piece in pieces if piece)
 
 
-def pattern_to_regex(pattern: str, *, repeat: str = "*", backwards: bool = False) -> str | None:
+def convert_shell_pattern_to_regex(pattern: str, *, repeat: str = "*", backwards: bool = False) -> str | None:
     """Return the regular expression of a shell pattern, or None for bash's extended patterns such as `@(a|b)`.
 
     Args:
@@ -139,11 +139,11 @@ def pattern_to_regex(pattern: str, *, repeat: str = "*", backwards: bool = False
 
 def matches_pattern(text: str, pattern: str) -> bool | None:
     """Return whether a shell pattern matches the whole text, or None if the pattern is not supported."""
-    regex = pattern_to_regex(pattern)
+    regex = convert_shell_pattern_to_regex(pattern)
     return None if regex is None or MARK.search(text + pattern) else matches_whole_text(regex, text)
 
 
-def apply_parameter_operator(
+def apply_parameter_expansion(
     text: str, operator: str, pieces: Sequence[WordPiece | None], spend: Callable[[int], None]
 ) -> str | None:
     """Return a shell variable's text after a parameter expansion such as `${NAME#pattern}`.
@@ -158,7 +158,7 @@ def apply_parameter_operator(
 
 def _trimmed(text: str, operator: str, pattern: str) -> str | None:
     backwards, longest = operator[0] == "%", len(operator) == 2
-    regex = pattern_to_regex(pattern, repeat="*" if longest else "*?", backwards=backwards)
+    regex = convert_shell_pattern_to_regex(pattern, repeat="*" if longest else "*?", backwards=backwards)
     if regex is None or MARK.search(pattern):
         return None
     length = matching_prefix_length(regex, text[::-1] if backwards else text, longest=longest)
@@ -186,8 +186,8 @@ def _replaced(text: str, operator: str, pieces: Sequence[WordPiece | None], spen
         return None  # the text that matches from bash 5.2 on, and itself before
     if not any(piece.text for piece in before):  # matches the empty text at an anchor, and nothing elsewhere
         return {"/#": instead + text, "/%": text + instead}.get(operator, text)
-    regex = pattern_to_regex(pieces_to_pattern(before))
+    regex = convert_shell_pattern_to_regex(pieces_to_pattern(before))
     if regex is None or MARK.search(text + pieces_to_pattern(before)):
         return None
     regex = {"/#": rf"\A{regex}", "/%": rf"{regex}\z"}.get(operator, regex)
-    return substitute_longest(regex, instead, text, spend, every=operator == "//")
+    return replace_longest_matches(regex, instead, text, spend, every=operator == "//")

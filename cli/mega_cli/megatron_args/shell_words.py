@@ -98,7 +98,7 @@ PARSED = 10  # cost of a parsed character
 
 
 @dataclass
-class WorkBudget:
+class CharacterBudget:
     """Limit of the characters that interpretation of a launch script may create and read, so that it always ends.
 
     Attributes:

@@ -9,7 +9,7 @@ from itertools import pairwise
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 
-from mega_cli.megatron_args.script_reader import follow_script
+from mega_cli.megatron_args.script_reader import interpret_shell_script
 from mega_cli.megatron_args.script_state import ScriptResult
 from mega_cli.megatron_args.shell_words import MARK, ShellWord, format_unknown_marks, split_on_blanks
 from mega_common.errors import ConfigError
@@ -71,7 +71,7 @@ def find_training_command(
     Raises:
         ConfigError: if there is none, or it trains an unsupported kind of model.
     """
-    script = follow_script(
+    script = interpret_shell_script(
         text, path=path, environment=_slurm_variables(_batch_options(text)), define=define, arguments=arguments or None
     )
     batch = _batch_options(*script.texts)

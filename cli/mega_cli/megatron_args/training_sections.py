@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from math import log2, prod
 
-from mega_cli.megatron_args.experts_section import has_experts
-from mega_cli.megatron_args.hybrid_layers import write_pipeline_layout
+from mega_cli.megatron_args.experts_section import has_moe_flags
+from mega_cli.megatron_args.hybrid_layers import translate_pipeline_layout_flags
 from mega_cli.megatron_args.run_draft import RunDraft
 
 COPY = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
@@ -17,7 +17,7 @@ STRATEGIES = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params":
 RECOMPUTED = {"layernorm": "norm", "moe_act": "activation", "mlp": "mlp", "moe": "moe"}
 
 
-def write_parallel_section(draft: RunDraft) -> None:
+def translate_parallel_flags(draft: RunDraft) -> None:
     """Add to `draft` the `parallel` section of a run.yaml, from Megatron-LM and DeepSpeed flags."""
     put, tp = draft.set_key, draft["tensor_model_parallel_size"]
     put("parallel.tp", tp, "tensor_model_parallel_size")
@@ -26,7 +26,7 @@ def write_parallel_section(draft: RunDraft) -> None:
     else:
         draft.add_note("not needed", "Megatron switches it off without tensor parallelism", "sequence_parallel")
     put("parallel.pp", draft["pipeline_model_parallel_size"], "pipeline_model_parallel_size")
-    write_pipeline_layout(draft)
+    translate_pipeline_layout_flags(draft)
     if draft["context_parallel_size"] != 1:
         put("parallel.cp", draft["context_parallel_size"], "context_parallel_size")
         _context(draft)
@@ -36,7 +36,7 @@ def write_parallel_section(draft: RunDraft) -> None:
         put("parallel.ep", draft["expert_model_parallel_size"], "expert_model_parallel_size")
     else:
         draft.add_note("translated", "parallel.ep, 1 by default", "expert_model_parallel_size")
-    if has_experts(draft):
+    if has_moe_flags(draft):
         _expert_parts(draft)
     _zero(draft)
 
@@ -113,7 +113,7 @@ def ranks_per_model(draft: RunDraft) -> int | None:
     return prod(sizes) if all(sizes) else None
 
 
-def write_optimizer_section(draft: RunDraft) -> None:
+def translate_optimizer_flags(draft: RunDraft) -> None:
     """Add to `draft` the `optimizer` section of a run.yaml, from Megatron-LM flags."""
     put, name = draft.set_key, draft["optimizer"]
     ours = {"adam": "adamw", "muon": "muon", "dist_muon": "muon", "sgd": "sgd", "lion": "lion"}
@@ -173,7 +173,7 @@ def _muon(draft: RunDraft) -> None:
     draft.add_note("changes meaning", text)
 
 
-def write_precision_section(draft: RunDraft) -> None:
+def translate_precision_flags(draft: RunDraft) -> None:
     """Add to `draft` the keys `precision`, `fp8` and `fp16` of a run.yaml, from Megatron-LM flags."""
     if draft.is_enabled("fp8"):
         _fp8(draft)
@@ -272,7 +272,7 @@ def note_deepspeed_file(draft: RunDraft) -> None:
         draft.add_note("no equivalent", f"{name} of {file.name} is enabled, but not supported")
 
 
-def write_recompute_section(draft: RunDraft) -> None:
+def translate_recompute_flags(draft: RunDraft) -> None:
     """Add to `draft` the `recompute` section of a run.yaml (activation recomputation), from Megatron-LM flags."""
     if draft.is_unknown("recompute_granularity"):
         return draft.set_key("recompute.kind", None, "recompute_granularity")
@@ -310,7 +310,7 @@ def _recomputed_modules(draft: RunDraft) -> None:
         )
 
 
-def write_checkpoint_section(draft: RunDraft) -> None:
+def translate_checkpoint_flags(draft: RunDraft) -> None:
     """Add to `draft` the `checkpoint` section and `init_from` of a run.yaml, from Megatron-LM flags."""
     put, save, load = draft.set_key, draft["save"], draft["load"]
     put("checkpoint.every", draft.get_setting("save_interval", 0), "save_interval")
@@ -338,7 +338,7 @@ def write_checkpoint_section(draft: RunDraft) -> None:
         put("checkpoint.async", True, "async_save")
 
 
-def write_log_section(draft: RunDraft) -> None:
+def translate_log_flags(draft: RunDraft) -> None:
     """Add to `draft` the `log` section and `output` of a run.yaml, from Megatron-LM flags."""
     draft.set_key("log.every", draft["log_interval"], "log_interval")
     draft.set_key("log.tensorboard", "tensorboard_dir" in draft, "tensorboard_dir")

@@ -11,23 +11,27 @@ from typing import Any
 
 import yaml
 
-from mega_cli.megatron_args.batch_section import write_batch_section, write_schedule_section, write_train_section
-from mega_cli.megatron_args.bert_and_t5 import is_t5_script, write_bert_section, write_t5_section
-from mega_cli.megatron_args.data_section import write_data_section
+from mega_cli.megatron_args.batch_section import (
+    translate_batch_flags,
+    translate_lr_schedule_flags,
+    translate_train_flags,
+)
+from mega_cli.megatron_args.bert_and_t5 import is_t5_script, translate_bert_flags, translate_t5_flags
+from mega_cli.megatron_args.data_section import translate_data_flags
 from mega_cli.megatron_args.flag_tables import CommandSettings, load_flag_tables, parse_command_arguments
-from mega_cli.megatron_args.model_section import write_model_section
+from mega_cli.megatron_args.model_section import translate_model_flags
 from mega_cli.megatron_args.run_draft import DeepSpeedConfigFile, FlagNote, NoteKind, RunDraft, read_deepspeed_file
 from mega_cli.megatron_args.shell_words import format_unknown_marks
 from mega_cli.megatron_args.training_command import NOTHING, TrainingCommand, find_training_command
 from mega_cli.megatron_args.training_sections import (
     note_deepspeed_file,
     ranks_per_model,
-    write_checkpoint_section,
-    write_log_section,
-    write_optimizer_section,
-    write_parallel_section,
-    write_precision_section,
-    write_recompute_section,
+    translate_checkpoint_flags,
+    translate_log_flags,
+    translate_optimizer_flags,
+    translate_parallel_flags,
+    translate_precision_flags,
+    translate_recompute_flags,
 )
 from mega_common.errors import ConfigError
 
@@ -35,7 +39,7 @@ SIZES = ("num_layers", "encoder_num_layers", "hidden_size", "num_attention_heads
 
 
 @dataclass(frozen=True)
-class ScriptTranslation:
+class RunYamlTranslation:
     """Translation of a launch script or another trainer's settings to the content of a run.yaml.
     It includes notes for the header of the run.yaml.
 
@@ -54,14 +58,14 @@ class ScriptTranslation:
     source: str = "a launch script of Megatron-LM"
 
 
-def translate_script(
+def translate_launch_script(
     script_text: str,
     *,
     path: Path | None = None,
     define: Mapping[str, str] = NOTHING,
     arguments: Sequence[str] = (),
     strict: bool = False,
-) -> ScriptTranslation:
+) -> RunYamlTranslation:
     """Translate a Megatron-LM launch script, or a bare list of arguments, to the content of a run.yaml.
     The script runs `pretrain_gpt.py`, `pretrain_bert.py` or `pretrain_t5.py`.
 
@@ -88,18 +92,18 @@ def translate_script(
         )
     draft = RunDraft(given, launch.world_size, launch.program, _deepspeed_file(given, launch))
     for section in (
-        write_model_section, write_data_section, write_bert_section, write_parallel_section, write_batch_section, write_train_section, write_optimizer_section,
-        write_schedule_section, write_precision_section, write_recompute_section, write_checkpoint_section, write_log_section, note_deepspeed_file,
+        translate_model_flags, translate_data_flags, translate_bert_flags, translate_parallel_flags, translate_batch_flags, translate_train_flags, translate_optimizer_flags,
+        translate_lr_schedule_flags, translate_precision_flags, translate_recompute_flags, translate_checkpoint_flags, translate_log_flags, note_deepspeed_file,
     ):  # fmt: skip
         section(draft)
     if is_t5_script(draft):
-        write_t5_section(draft)
+        translate_t5_flags(draft)
     given.raise_problems()
     for line, text in sorted([*launch.remarks, *given.remarks]):
         draft.add_line_remark(line, text)
     _note_differences(draft)
-    draft.note_other_flags()
-    return ScriptTranslation(draft.run, draft.collect_notes, draft.origins, _launch(launch, draft))
+    draft.note_untranslated_flags()
+    return RunYamlTranslation(draft.run, draft.collect_notes, draft.origins, _launch(launch, draft))
 
 
 def _refuse_vision(launch: TrainingCommand) -> None:
@@ -164,13 +168,13 @@ WIDTH = 118
 LONGEST_COMMENT = 70
 
 
-def render_run_yaml(translation: ScriptTranslation) -> str:
+def render_run_yaml(translation: RunYamlTranslation) -> str:
     """Return the text of run.yaml for a translation: notes at the top, and the flags that set each key as comments."""
     lines = [*_header(translation), *_mapping(translation.run, "", translation.origins)]
     return "\n".join(lines) + "\n"
 
 
-def _header(translation: ScriptTranslation) -> Iterator[str]:
+def _header(translation: RunYamlTranslation) -> Iterator[str]:
     yield f"# Translated from {translation.source}."
     if translation.launch:
         yield f"# Launch: {translation.launch}."

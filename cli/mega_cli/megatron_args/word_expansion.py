@@ -11,7 +11,7 @@ from tree_sitter import Node
 from mega_cli.megatron_args.arithmetic import evaluate_arithmetic
 from mega_cli.megatron_args.brace_expansion import expand_braces
 from mega_cli.megatron_args.script_variables import ScriptVariables
-from mega_cli.megatron_args.shell_patterns import apply_parameter_operator, pieces_to_pattern
+from mega_cli.megatron_args.shell_patterns import apply_parameter_expansion, pieces_to_pattern
 from mega_cli.megatron_args.shell_words import (
     MARK,
     WORD,
@@ -74,7 +74,7 @@ class WordExpander(ScriptVariables):
 
     def expand_heredoc(self, node: Node, *, literal: bool) -> str:
         """Return the text of a here-document, expanded unless it is `literal`."""
-        return self.decode_marks(node_text(node)) if literal else self.source_from(node, 0, quote="<<")
+        return self.restore_unknown_marks(node_text(node)) if literal else self.source_from(node, 0, quote="<<")
 
     def split_words(self, text: str) -> list[str]:
         """Return the words of a text, split at the characters of the shell variable IFS.
@@ -114,10 +114,10 @@ class WordExpander(ScriptVariables):
         """
         line, source = self.line_number(node), node_text(node)
         if node.type == "raw_string":
-            return [WordPiece(self.decode_marks(source[1:-1]), "quoted", line)]
+            return [WordPiece(self.restore_unknown_marks(source[1:-1]), "quoted", line)]
         if node.type == "ansi_c_string":
             text = re.sub(r"\\(.)", lambda match: ANSI.get(match[1], match[0]), source[2:-1], flags=re.DOTALL)
-            return [WordPiece(self.decode_marks(text), "quoted", line)]
+            return [WordPiece(self.restore_unknown_marks(text), "quoted", line)]
         if node.type in ("string", "translated_string"):
             inner = list(
                 self.expand_mixed(node, '"', source.index('"') + 1, len(source.encode()) - source.endswith('"'))
@@ -129,7 +129,7 @@ class WordExpander(ScriptVariables):
         if node.type in EXPANSIONS:
             return list(self._expansion(node, quote))
         if node.type == "process_substitution":
-            return [WordPiece(make_unknown_mark(self.decode_marks(source)), "quoted", line)]
+            return [WordPiece(make_unknown_mark(self.restore_unknown_marks(source)), "quoted", line)]
         return list(self.expand_mixed(node, quote, 0, len(source.encode())))
 
     def expand_mixed(self, node: Node, quote: str, start: int, end: int) -> Iterator[WordPiece | None]:
@@ -165,7 +165,7 @@ class WordExpander(ScriptVariables):
             text = source[at : match.start() if match else None]
             if text:
                 self.budget.spend_characters(len(text))
-                yield WordPiece(self.decode_marks(text), "quoted" if quote else "plain", line)
+                yield WordPiece(self.restore_unknown_marks(text), "quoted" if quote else "plain", line)
             if match:
                 at = match.end()
                 if match[1]:
@@ -180,7 +180,10 @@ class WordExpander(ScriptVariables):
             output = self.substitute(node)
             inner = source[1:] if source.startswith("$") else f"({source[1:-1]})"
             values = [
-                ShellWord(make_unknown_mark(self.decode_marks(inner)) if output is None else output.rstrip("\n"), line)
+                ShellWord(
+                    make_unknown_mark(self.restore_unknown_marks(inner)) if output is None else output.rstrip("\n"),
+                    line,
+                )
             ]
         elif node.type == "arithmetic_expansion":
             values = [ShellWord(self._arithmetic(node, source), line)]
@@ -206,7 +209,7 @@ class WordExpander(ScriptVariables):
         start, end = (2, 1) if source.startswith("$[") else (3, 2)
         text = self.source_from(node, len(node.text or b"") - len(source.encode()) + start, end)
         value = None if MARK.search(text) else evaluate_arithmetic(text, self)
-        return make_unknown_mark(self.decode_marks(source[1:])) if value is None else str(value)
+        return make_unknown_mark(self.restore_unknown_marks(source[1:])) if value is None else str(value)
 
     def expand_variable(self, name: str, line: int) -> list[ShellWord]:
         """Return the words that `$NAME` expands to in the interpreted script."""
@@ -217,7 +220,7 @@ class WordExpander(ScriptVariables):
         value = self.get_variable(name)
         return [ShellWord(make_unknown_mark(name), line)] if value is None else [value["0"]] if "0" in value else []
 
-    def element_key(self, name: str, subscript: Node) -> str | None:
+    def expand_array_subscript(self, name: str, subscript: Node) -> str | None:
         """Return the key of the shell array element `NAME[...]`, or None if it is unknown."""
         text = self.source_from(subscript, node_text(subscript).index("[") + 1, 1)
         value = self.get_variable(name) or {}
@@ -225,7 +228,7 @@ class WordExpander(ScriptVariables):
             return None
         if name in self.associative:
             return text
-        key = self.element_index(text)
+        key = self.evaluate_array_index(text)
         return list(value)[int(key)] if key and key.startswith("-") and len(value) >= -int(key) else key
 
 
@@ -262,14 +265,16 @@ class _ParameterExpansion:
             return self._slice(values, "".join(piece.text for piece in pieces if piece), name)
         return [
             self._changed(
-                value, apply_parameter_operator(value.text, operator, pieces, self.words.budget.spend_characters)
+                value, apply_parameter_expansion(value.text, operator, pieces, self.words.budget.spend_characters)
             )
             for value in values
         ]
 
     def _unknown(self) -> list[ShellWord]:
         return [
-            ShellWord(make_unknown_mark(self.words.decode_marks(self.source[1:])), self.words.line_number(self.node))
+            ShellWord(
+                make_unknown_mark(self.words.restore_unknown_marks(self.source[1:])), self.words.line_number(self.node)
+            )
         ]
 
     def _changed(self, value: ShellWord, text: str | None) -> ShellWord:
@@ -296,7 +301,7 @@ class _ParameterExpansion:
             return [ShellWord(make_unknown_mark(name), line)] if whole else self._unknown()
         if whole:
             return list(value.values())
-        key = self.words.element_key(name, index)
+        key = self.words.expand_array_subscript(name, index)
         return self._unknown() if key is None else [value[key]] if key in value else []
 
     def _length(self, values: list[ShellWord], whole: bool) -> list[ShellWord]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-from mega_cli.moving_in.settings_file import SettingsFile
+from mega_cli.moving_in.settings_file import ForeignSettingsFile
 
 
 @dataclass(frozen=True)
-class ModelParallelSplit:
+class ModelParallelSizes:
     """Tensor, pipeline and context parallel sizes: ranks that share one copy of the model and read the same samples.
 
     Attributes:
@@ -27,7 +27,7 @@ class ModelParallelSplit:
         return prod((self.tp, self.pp, self.cp))
 
 
-def set_parallel_sizes(given: SettingsFile, split: ModelParallelSplit, origins: dict[str, str]) -> None:
+def set_parallel_sizes(given: ForeignSettingsFile, split: ModelParallelSizes, origins: dict[str, str]) -> None:
     """Set the tensor, pipeline and context parallel sizes of run.yaml.
     The keys `parallel.tp`, `pp` and `cp` are set to the sizes of `split` that are not 1; `origins` has the comment for
     each key of run.yaml.
@@ -37,7 +37,7 @@ def set_parallel_sizes(given: SettingsFile, split: ModelParallelSplit, origins: 
         given.set_key(f"parallel.{key}", size if size > 1 else None, origin)
 
 
-def count_data_ranks(given: SettingsFile, ranks: int | None, split: ModelParallelSplit) -> int | None:
+def count_data_ranks(given: ForeignSettingsFile, ranks: int | None, split: ModelParallelSizes) -> int | None:
     """Return the number of data-parallel ranks, or None if the number of ranks is unknown.
 
     Raises:
@@ -54,7 +54,7 @@ def count_data_ranks(given: SettingsFile, ranks: int | None, split: ModelParalle
     return ranks // split.ranks_per_model
 
 
-def set_batch_sizes(given: SettingsFile, micro: int | None, rows: int | None, data_ranks: int | None) -> None:
+def set_batch_sizes(given: ForeignSettingsFile, micro: int | None, rows: int | None, data_ranks: int | None) -> None:
     """Set `batch` of run.yaml from the batch sizes of one data-parallel rank.
     They are its samples per forward pass (`micro`) and per optimizer step (`rows`).
 
@@ -76,7 +76,7 @@ ON_DISK = "nvme"
 WEIGHTS_STAY = "weights and gradients stay on the device; the optimizer is kept in host memory"
 
 
-def set_optimizer_offload(given: SettingsFile, *keys: str) -> None:
+def set_optimizer_offload(given: ForeignSettingsFile, *keys: str) -> None:
     """Set `optimizer.offload` of run.yaml from the device of the optimizer state in another settings file.
     The given file's `keys` name the device (cpu, nvme or true); disk becomes host memory, with a note.
     """
@@ -88,7 +88,7 @@ def set_optimizer_offload(given: SettingsFile, *keys: str) -> None:
             given.add_note("changes meaning", "optimizer state is kept in host memory, not on disk", f"{key}: {device}")
 
 
-def set_fsdp_offload(given: SettingsFile, *keys: str) -> None:
+def set_fsdp_offload(given: ForeignSettingsFile, *keys: str) -> None:
     """Set `optimizer.offload` of run.yaml if an FSDP offload key in the given file is true.
     One of `keys` must be true. A note says that mega keeps weights and gradients on the device.
     """

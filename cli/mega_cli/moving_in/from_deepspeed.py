@@ -15,15 +15,15 @@ from math import log2
 from pathlib import Path
 
 from mega_cli.megatron_args.run_draft import NoteKind
-from mega_cli.megatron_args.translate import ScriptTranslation
+from mega_cli.megatron_args.translate import RunYamlTranslation
 from mega_cli.moving_in.batch_and_layout import (
-    ModelParallelSplit,
+    ModelParallelSizes,
     count_data_ranks,
     set_batch_sizes,
     set_optimizer_offload,
     set_parallel_sizes,
 )
-from mega_cli.moving_in.settings_file import Reasons, SettingsFile
+from mega_cli.moving_in.settings_file import ForeignSettingsFile, Reasons
 
 AUTOCAST = {
     "bfloat16": "bf16", "bf16": "bf16", "torch.bfloat16": "bf16", "float16": "fp16", "fp16": "fp16", "half": "fp16",
@@ -32,7 +32,7 @@ AUTOCAST = {
 SAFE_MODULES = "torch_autocast.lower_precision_safe_modules"
 
 
-def set_deepspeed_precision(given: SettingsFile) -> None:
+def set_deepspeed_precision(given: ForeignSettingsFile) -> None:
     """Set `precision` of run.yaml, and for fp16 the loss scale, from a DeepSpeed configuration file."""
     bf16, fp16 = given.take_value("bf16.enabled", "bfloat16.enabled"), given.take_value("fp16.enabled")
     if given.take_value("torch_autocast.enabled") is True:
@@ -50,7 +50,7 @@ def set_deepspeed_precision(given: SettingsFile) -> None:
     given.note_matching("not needed", "inputs have the precision of the model", "fp16.auto_cast")
 
 
-def _put_autocast(given: SettingsFile) -> None:
+def _put_autocast(given: ForeignSettingsFile) -> None:
     """Set the precision of `torch_autocast`, which keeps weights in fp32 as mega keeps its main weights."""
     dtype = given.take_value("torch_autocast.dtype")
     precision = AUTOCAST.get(str(dtype).lower())
@@ -69,7 +69,7 @@ def _put_autocast(given: SettingsFile) -> None:
         given.add_note("changes meaning", text, f"{SAFE_MODULES}: {modules}")
 
 
-def _set_loss_scale(given: SettingsFile) -> None:
+def _set_loss_scale(given: ForeignSettingsFile) -> None:
     """Set `fp16` from the loss scale; DeepSpeed's 0 means dynamic."""
     fixed = given.take_number("fp16.loss_scale")
     if fixed:
@@ -95,7 +95,7 @@ SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "wsd", "WarmupCosineLR": "
 WARMUP_STEPS, DECAY_RATE, COSINE_FLOOR = 1000, 1e-3, 1e-4  # DeepSpeed's defaults
 
 
-def set_deepspeed_schedule(given: SettingsFile, lr: float | None) -> None:
+def set_deepspeed_schedule(given: ForeignSettingsFile, lr: float | None) -> None:
     """Set `lr_schedule` of run.yaml to the curve of a DeepSpeed file's scheduler, or leave it for the user to fill in.
 
     Args:
@@ -127,7 +127,7 @@ def set_deepspeed_schedule(given: SettingsFile, lr: float | None) -> None:
         _set_warmup_rates(given, name)
 
 
-def _put_warmup(given: SettingsFile) -> None:
+def _put_warmup(given: ForeignSettingsFile) -> None:
     steps = given.take_integer(f"{SCHEDULER_PARAMS}warmup_num_steps")
     given.set_key("lr_schedule.warmup_steps", max(2, WARMUP_STEPS if steps is None else steps), "warmup_num_steps")
     if given.take_value(f"{SCHEDULER_PARAMS}warmup_type") == "linear":
@@ -136,7 +136,7 @@ def _put_warmup(given: SettingsFile) -> None:
         given.set_key("lr_schedule.warmup_shape", "log", "warmup_type, by default log")
 
 
-def _set_warmup_rates(given: SettingsFile, name: str) -> None:
+def _set_warmup_rates(given: ForeignSettingsFile, name: str) -> None:
     """Set the rates of WarmupLR and WarmupDecayLR: the second decays to the lowest rate of its warm-up."""
     lowest, highest = (
         given.take_number(f"{SCHEDULER_PARAMS}warmup_min_lr"),
@@ -153,7 +153,7 @@ def _set_warmup_rates(given: SettingsFile, name: str) -> None:
     _set_decay_end(given, late=1)
 
 
-def _put_cosine(given: SettingsFile, lr: float | None) -> None:
+def _put_cosine(given: ForeignSettingsFile, lr: float | None) -> None:
     shares = {
         "warmup_init": given.take_number(f"{SCHEDULER_PARAMS}warmup_min_ratio"),
         "min_lr": given.take_number(f"{SCHEDULER_PARAMS}cos_min_ratio"),
@@ -171,11 +171,11 @@ def _put_cosine(given: SettingsFile, lr: float | None) -> None:
     _set_decay_end(given, late=0)
 
 
-def _set_decay_end(given: SettingsFile, *, late: int) -> None:
+def _set_decay_end(given: ForeignSettingsFile, *, late: int) -> None:
     """Set the end of the decay, and of WarmupDecayLR (`late` = 1) its length: it begins a step after the warm-up."""
     total, warmup = (
         given.take_integer(f"{SCHEDULER_PARAMS}total_num_steps"),
-        given.current_value("lr_schedule.warmup_steps"),
+        given.get_run_yaml_value("lr_schedule.warmup_steps"),
     )
     if total is None or total <= warmup:
         reason = "is not in the file" if total is None else f"= {total} must be above the warm-up of {warmup} steps"
@@ -210,14 +210,14 @@ REASONS: Mapping[NoteKind, Reasons] = {
 }  # fmt: skip
 
 
-def translate_deepspeed(path: Path, ranks: int | None = None) -> ScriptTranslation:
+def translate_deepspeed(path: Path, ranks: int | None = None) -> RunYamlTranslation:
     """Translate a DeepSpeed configuration file of a run on `ranks` ranks to a run.yaml.
     Model, data and training length, which it lacks, are left for the user to fill in.
 
     Raises:
         ConfigError: if it is not such a file, or its batch does not match the ranks.
     """
-    given = SettingsFile(path, "a file of DeepSpeed's settings")
+    given = ForeignSettingsFile(path, "a file of DeepSpeed's settings")
     given.leave_open("model.from", "the folder of the model or checkpoint that the training program loads")
     given.leave_open("data.train", "a token data set, written by `mega data preprocess`")
     given.add_note("open", "is set by the training program; mega's default is 1000", "train.steps")
@@ -237,10 +237,10 @@ def translate_deepspeed(path: Path, ranks: int | None = None) -> ScriptTranslati
             "gradient_clipping",
         )
     given.write_defaults({"optimizer.clip_grad": 0.0, "parallel.zero": 0}, "DeepSpeed's")
-    return given.finish_run(REASONS, f"{ranks} ranks" if ranks else "")
+    return given.finish_translation(REASONS, f"{ranks} ranks" if ranks else "")
 
 
-def _set_batch(given: SettingsFile, ranks: int | None) -> None:
+def _set_batch(given: ForeignSettingsFile, ranks: int | None) -> None:
     """Set `batch` and the layout.
 
     DeepSpeed's train_batch_size counts all ranks except Ulysses and pipeline ranks as data ranks, including AutoTP's tensor
@@ -250,7 +250,7 @@ def _set_batch(given: SettingsFile, ranks: int | None) -> None:
         given.take_integer("tensor_parallel.autotp_size") or 1,
         given.take_integer("sequence_parallel_size") or 1,
     )
-    split = ModelParallelSplit(tp=tp, pp=given.take_integer("pipeline.stages") or 1, cp=ulysses)
+    split = ModelParallelSizes(tp=tp, pp=given.take_integer("pipeline.stages") or 1, cp=ulysses)
     set_parallel_sizes(given, split, {"tp": "autotp_size", "pp": "pipeline.stages", "cp": "sequence_parallel_size"})
     given.set_key("parallel.cp_kind", "alltoall" if ulysses > 1 else None, "as Ulysses exchanges heads")
     data_ranks = given.take_integer("data_parallel_size")
@@ -268,11 +268,11 @@ def _set_batch(given: SettingsFile, ranks: int | None) -> None:
 
 
 def _set_global_batch(
-    given: SettingsFile,
+    given: ForeignSettingsFile,
     whole: int,
     micro: int | None,
     accumulation: int | None,
-    split: ModelParallelSplit,
+    split: ModelParallelSizes,
     data_ranks: int | None,
 ) -> None:
     """Set `batch` if the file gives the global batch, where two of the three sizes determine the third."""
@@ -294,7 +294,7 @@ def _set_global_batch(
     given.set_key("batch.micro", micro, "train_micro_batch_size_per_gpu")
 
 
-def _set_optimizer(given: SettingsFile) -> float | None:
+def _set_optimizer(given: ForeignSettingsFile) -> float | None:
     """Set `optimizer`, and return its learning rate if the file has it."""
     name = given.take_value("optimizer.type")
     if name is not None and str(name).lower() not in ADAM:
@@ -315,11 +315,11 @@ def _set_optimizer(given: SettingsFile) -> float | None:
         given.write_defaults({f"optimizer.{key}": value for key, value in DEFAULTS.items()}, "DeepSpeed's")
     set_optimizer_offload(given, "zero_optimization.offload_optimizer.device", "zero_optimization.cpu_offload")
     _account_for_adam(given)
-    lr = given.current_value("optimizer.lr")
+    lr = given.get_run_yaml_value("optimizer.lr")
     return float(lr) if isinstance(lr, int | float) else None
 
 
-def _account_for_adam(given: SettingsFile) -> None:
+def _account_for_adam(given: ForeignSettingsFile) -> None:
     """Note the settings of DeepSpeed's Adam that select its implementation, or another algorithm."""
     for key, plain in (("amsgrad", False), ("bias_correction", True)):
         if given.take_value(f"{PARAMS}{key}") is (not plain):

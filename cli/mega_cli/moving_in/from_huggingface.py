@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from mega_cli.megatron_args.run_draft import NoteKind
-from mega_cli.megatron_args.translate import ScriptTranslation
+from mega_cli.megatron_args.translate import RunYamlTranslation
 from mega_cli.moving_in.batch_and_layout import (
     WEIGHTS_STAY,
-    ModelParallelSplit,
+    ModelParallelSizes,
     count_data_ranks,
     set_batch_sizes,
     set_fsdp_offload,
@@ -21,13 +21,13 @@ from mega_cli.moving_in.batch_and_layout import (
 )
 from mega_cli.moving_in.hf_objective import (
     LEARNING_RATES,
-    ToolDefaults,
-    find_dialect,
+    TrainingProgramDefaults,
+    detect_training_program,
     set_lora_section,
     set_objective_section,
 )
 from mega_cli.moving_in.hf_schedule import set_hf_schedule
-from mega_cli.moving_in.settings_file import Reasons, SettingsFile
+from mega_cli.moving_in.settings_file import ForeignSettingsFile, Reasons
 
 SHARDING = {
     "FULL_SHARD": 3, "HYBRID_SHARD": 3, "SHARD_GRAD_OP": 2, "HYBRID_SHARD_ZERO2": 2, "NO_SHARD": 0, "1": 3, "2": 2, "3": 0,
@@ -41,12 +41,12 @@ FSDP_OFFLOAD = (
 MEGATRON = "megatron_lm_config.megatron_lm_"
 
 
-def _parallel_size(given: SettingsFile, name: str, *others: str) -> int:
+def _parallel_size(given: ForeignSettingsFile, name: str, *others: str) -> int:
     """Return a size that Accelerate's parallelism_config or one of the other keys gives, by default 1."""
     return given.take_integer(*others, f"{CONFIG}{name}_size", f"{CONFIG}{CONFIG[:-1]}_{name}_size") or 1
 
 
-def read_model_parallel_sizes(given: SettingsFile) -> ModelParallelSplit:
+def read_model_parallel_sizes(given: ForeignSettingsFile) -> ModelParallelSizes:
     """Read the tensor, pipeline and context parallel sizes of a settings file, and return them.
     The section `parallel` of run.yaml is set to them.
     """
@@ -55,7 +55,7 @@ def read_model_parallel_sizes(given: SettingsFile) -> ModelParallelSplit:
     )
     cp = _parallel_size(given, "cp", "context_parallel_size", "sequence_parallel_degree")
     ulysses = _parallel_size(given, "sp", "deepspeed.sequence_parallel_size")
-    split = ModelParallelSplit(tp=tp, pp=given.take_integer(f"{MEGATRON}pp_degree") or 1, cp=cp * ulysses)
+    split = ModelParallelSizes(tp=tp, pp=given.take_integer(f"{MEGATRON}pp_degree") or 1, cp=cp * ulysses)
     set_parallel_sizes(
         given, split, {"tp": "tensor parallel size", "pp": "pp_degree", "cp": "context and sequence parallel size"}
     )
@@ -63,7 +63,7 @@ def read_model_parallel_sizes(given: SettingsFile) -> ModelParallelSplit:
     return split
 
 
-def read_world_size(given: SettingsFile, ranks: int | None, split: ModelParallelSplit) -> int | None:
+def read_world_size(given: ForeignSettingsFile, ranks: int | None, split: ModelParallelSizes) -> int | None:
     """Return the number of ranks of a run from its settings file, or None if unknown.
     It is `ranks` if given, else the file's `num_processes`, else the number by its data-parallel sizes. Also sets
     `parallel.zero` of run.yaml if the file shards.
@@ -91,7 +91,7 @@ def read_world_size(given: SettingsFile, ranks: int | None, split: ModelParallel
     return ranks
 
 
-def set_zero_level(given: SettingsFile) -> None:
+def set_zero_level(given: ForeignSettingsFile) -> None:
     """Set `parallel.zero` and `optimizer.offload` of run.yaml from the FSDP and DeepSpeed settings of a settings file."""
     kind = given.take_value("fsdp_config.fsdp_sharding_strategy", "fsdp_config.fsdp_reshard_after_forward", "fsdp")
     kind = _fsdp_kind(given, kind)
@@ -112,7 +112,7 @@ def set_zero_level(given: SettingsFile) -> None:
         given.add_note("no equivalent", "weights stay on the device", "deepspeed_config.offload_param_device")
 
 
-def _fsdp_kind(given: SettingsFile, value: Any) -> Any:
+def _fsdp_kind(given: ForeignSettingsFile, value: Any) -> Any:
     """Return the sharding strategy in FSDP's value, which may have several words: full_shard auto_wrap offload."""
     words = value.split() if isinstance(value, str) else value if isinstance(value, list) else [value]
     if "offload" in words:
@@ -121,7 +121,7 @@ def _fsdp_kind(given: SettingsFile, value: Any) -> Any:
     return next((word for word in words if word not in ("auto_wrap", "offload")), None)
 
 
-def include_deepspeed_file(given: SettingsFile) -> None:
+def include_deepspeed_file(given: ForeignSettingsFile) -> None:
     """Add the settings of the DeepSpeed configuration file that a settings file names, if any, and a note on it."""
     other = given.take_value("deepspeed", "deepspeed_config.deepspeed_config_file")
     if other is None:
@@ -184,15 +184,15 @@ REASONS: Mapping[NoteKind, Reasons] = {
 }  # fmt: skip
 
 
-def translate_hf_args(path: Path, ranks: int | None = None) -> ScriptTranslation:
+def translate_hf_args(path: Path, ranks: int | None = None) -> RunYamlTranslation:
     """Translate the settings file `path` of HuggingFace TrainingArguments, of a run on `ranks` ranks, to a run.yaml.
     The file may also be another settings file with their names.
 
     Raises:
         ConfigError: if it is not such a file, its sizes do not match the ranks, or its objective is not supported.
     """
-    given = SettingsFile(path, "TrainingArguments as JSON, or a configuration of Axolotl or Accelerate")
-    dialect = find_dialect(given)
+    given = ForeignSettingsFile(path, "TrainingArguments as JSON, or a configuration of Axolotl or Accelerate")
+    dialect = detect_training_program(given)
     _model_and_data(given, dialect)
     objective = set_objective_section(given, dialect)
     include_deepspeed_file(given)
@@ -201,7 +201,7 @@ def translate_hf_args(path: Path, ranks: int | None = None) -> ScriptTranslation
     _set_batch(given, dialect, count_data_ranks(given, ranks, split))
     given.copy_settings(SAME)
     clips_by_default = dialect.program not in ("transformers", "TRL") or not given.has_key("max_grad_norm")
-    if not clips_by_default and given.current_value("optimizer.clip_grad") is None:
+    if not clips_by_default and given.get_run_yaml_value("optimizer.clip_grad") is None:
         given.set_key("optimizer.clip_grad", 0, "max_grad_norm: null does not clip")
     if not given.has_key(*SAME["data.seq_length"].split()):
         given.set_key("data.seq_length", dialect.seq_length, f"{dialect.program}'s default")
@@ -211,10 +211,10 @@ def translate_hf_args(path: Path, ranks: int | None = None) -> ScriptTranslation
     set_zero_level(given)
     set_lora_section(given, dialect)
     given.write_defaults(DEFAULTS, "HuggingFace's")
-    return given.finish_run(REASONS, f"{ranks} ranks" if ranks else "")
+    return given.finish_translation(REASONS, f"{ranks} ranks" if ranks else "")
 
 
-def _model_and_data(given: SettingsFile, dialect: ToolDefaults) -> None:
+def _model_and_data(given: ForeignSettingsFile, dialect: TrainingProgramDefaults) -> None:
     model = given.take_value("model_name_or_path", "base_model", "model_id")
     if model is None:
         given.leave_open("model.from", "the folder of the model or checkpoint that the training program loads")
@@ -244,7 +244,7 @@ def _masks_prompts(datasets: Any) -> bool:
     return bool(types) and not any(kind.startswith(("completion", "pretrain", "{")) for kind in types)
 
 
-def _set_batch(given: SettingsFile, dialect: ToolDefaults, data_ranks: int | None) -> None:
+def _set_batch(given: ForeignSettingsFile, dialect: TrainingProgramDefaults, data_ranks: int | None) -> None:
     """Set `batch`; Axolotl's batch_size is the batch of one data rank, split into micro-batches."""
     micro = given.take_integer("per_device_train_batch_size", "micro_batch_size", "per_gpu_train_batch_size")
     accumulation = given.take_integer("gradient_accumulation_steps", "deepspeed_config.gradient_accumulation_steps")
@@ -262,7 +262,7 @@ def _set_batch(given: SettingsFile, dialect: ToolDefaults, data_ranks: int | Non
     set_batch_sizes(given, micro, micro * (accumulation or 1), data_ranks)
 
 
-def _set_learning_rate(given: SettingsFile, dialect: ToolDefaults, objective: str) -> float:
+def _set_learning_rate(given: ForeignSettingsFile, dialect: TrainingProgramDefaults, objective: str) -> float:
     """Set and return the peak learning rate; the default depends on program and objective."""
     lr = given.take_number("learning_rate")
     if lr is None and dialect.lr is None:
@@ -273,7 +273,7 @@ def _set_learning_rate(given: SettingsFile, dialect: ToolDefaults, objective: st
     return rate
 
 
-def _set_length(given: SettingsFile, dialect: ToolDefaults) -> int | None:
+def _set_length(given: ForeignSettingsFile, dialect: TrainingProgramDefaults) -> int | None:
     """Set the length of the run, and return its steps if the file has them."""
     steps, epochs = given.take_integer("max_steps"), given.take_number("num_train_epochs", "num_epochs")
     if steps is not None and steps > 0:
@@ -293,7 +293,7 @@ def _set_length(given: SettingsFile, dialect: ToolDefaults) -> int | None:
     return steps
 
 
-def _set_interval(given: SettingsFile, key: str, name: str, steps: int | None) -> None:
+def _set_interval(given: ForeignSettingsFile, key: str, name: str, steps: int | None) -> None:
     """Set an interval in steps, which is a fraction of the run's steps if below 1."""
     every = given.take_number(name)
     if every is not None and 0 < every < 1:
@@ -306,7 +306,7 @@ def _set_interval(given: SettingsFile, key: str, name: str, steps: int | None) -
     given.set_key(key, int(every) if every is not None and every >= 1 else None, name)
 
 
-def _optimizer(given: SettingsFile) -> None:
+def _optimizer(given: ForeignSettingsFile) -> None:
     betas = [given.take_number("adam_beta1"), given.take_number("adam_beta2")]
     if any(beta is not None for beta in betas):
         given.set_key(
@@ -327,7 +327,7 @@ def _optimizer(given: SettingsFile) -> None:
         given.note_matching("open", text, "optim_args optim_args.*")
 
 
-def _savings(given: SettingsFile, dialect: ToolDefaults) -> None:
+def _savings(given: ForeignSettingsFile, dialect: TrainingProgramDefaults) -> None:
     saved = given.take_value("gradient_checkpointing")
     wrapped = given.take_value("fsdp_config.activation_checkpointing", "fsdp_config.fsdp_activation_checkpointing")
     enabled = saved in (True, "true", "unsloth", "offload") or (saved is None and dialect.program == "TRL")

@@ -15,7 +15,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from mega_cli.moving_in.settings_file import SettingsFile
+from mega_cli.moving_in.settings_file import ForeignSettingsFile
 
 Program = Literal["transformers", "TRL", "Axolotl", "LLaMA-Factory"]
 AXOLOTL = (
@@ -35,7 +35,7 @@ ACCELERATE = ("compute_environment", "distributed_type")
 
 
 @dataclass(frozen=True)
-class ToolDefaults:
+class TrainingProgramDefaults:
     """Training program that a settings file with HuggingFace's names is for, and the defaults of this program.
 
     Attributes:
@@ -54,20 +54,20 @@ class ToolDefaults:
     seq_length: int | None = None
 
 
-def find_dialect(given: SettingsFile) -> ToolDefaults:
+def detect_training_program(given: ForeignSettingsFile) -> TrainingProgramDefaults:
     """Return the program that a settings file is for, with its defaults, by keys that only this program has.
     The default is transformers.
     """
     if given.has_key(*AXOLOTL):
-        return ToolDefaults("Axolotl", micro=1, epochs=1.0, lr=None, schedule="cosine", seq_length=512)
+        return TrainingProgramDefaults("Axolotl", micro=1, epochs=1.0, lr=None, schedule="cosine", seq_length=512)
     if given.has_key(*LLAMA_FACTORY):
-        return ToolDefaults("LLaMA-Factory", seq_length=2048)
+        return TrainingProgramDefaults("LLaMA-Factory", seq_length=2048)
     if given.has_key(*TRL):
-        return ToolDefaults("TRL", lr=2e-5)
+        return TrainingProgramDefaults("TRL", lr=2e-5)
     known = ("per_device_train_batch_size", "learning_rate", "max_steps", "num_train_epochs")
     if given.has_key(*ACCELERATE) and not given.has_key(*known):
-        return ToolDefaults("transformers", micro=None)
-    return ToolDefaults("transformers")
+        return TrainingProgramDefaults("transformers", micro=None)
+    return TrainingProgramDefaults("transformers")
 
 
 KINDS = ("dpo", "ipo", "kto", "simpo")
@@ -93,7 +93,7 @@ FOREIGN = (
 PLUGINS = re.compile(r"diffusion|\bkd\b|distill|grpo|nemo_gym|ebft|\brl\b", re.IGNORECASE)
 
 
-def set_objective_section(given: SettingsFile, dialect: ToolDefaults) -> str:
+def set_objective_section(given: ForeignSettingsFile, dialect: TrainingProgramDefaults) -> str:
     """Set `objective` and the data settings of run.yaml from a settings file with HuggingFace's names.
     Returns the kind of the objective, such as dpo; `dialect` is the program of the file.
 
@@ -125,7 +125,7 @@ def set_objective_section(given: SettingsFile, dialect: ToolDefaults) -> str:
     return kind
 
 
-def _axolotl_kind(given: SettingsFile) -> str:
+def _axolotl_kind(given: ForeignSettingsFile) -> str:
     kind = given.take_value("rl")
     if kind is None:
         return "reward" if given.take_value("reward_model") is True else "cross_entropy"
@@ -137,7 +137,7 @@ def _axolotl_kind(given: SettingsFile) -> str:
     return str(kind)
 
 
-def _trl_kind(given: SettingsFile) -> str | None:
+def _trl_kind(given: ForeignSettingsFile) -> str | None:
     """Return the kind of objective of TRL's settings, or None if they belong to several."""
     loss, raw = _single_loss(given, "loss_type"), given.peek_value("loss_type")
     if given.has_key("desirable_weight", "undesirable_weight") or loss == "kto":
@@ -157,7 +157,7 @@ def _trl_kind(given: SettingsFile) -> str | None:
     return None if given.has_key("beta") else "cross_entropy"
 
 
-def _single_loss(given: SettingsFile, key: str) -> Any:
+def _single_loss(given: ForeignSettingsFile, key: str) -> Any:
     """Return the loss of a key, given as a name or a list of one name."""
     value = given.take_value(key)
     if not isinstance(value, list):
@@ -167,7 +167,7 @@ def _single_loss(given: SettingsFile, key: str) -> Any:
     return value[0]
 
 
-def _put_preference(given: SettingsFile, kind: str) -> None:
+def _put_preference(given: ForeignSettingsFile, kind: str) -> None:
     beta = given.take_number("trl.beta", "rl_beta", "beta")
     given.set_key("objective.beta", BETA if beta is None else beta, "beta")
     smoothing = given.take_number("dpo_label_smoothing", "label_smoothing")
@@ -216,7 +216,7 @@ DOUBLE = (
 )  # fmt: skip
 
 
-def set_lora_section(given: SettingsFile, dialect: ToolDefaults) -> None:
+def set_lora_section(given: ForeignSettingsFile, dialect: TrainingProgramDefaults) -> None:
     """Set `lora` of run.yaml if a settings file with HuggingFace's names trains a LoRA adapter.
 
     Raises:
@@ -238,10 +238,10 @@ def set_lora_section(given: SettingsFile, dialect: ToolDefaults) -> None:
         return
     given.copy_settings(SAME)
     rank, alpha, dropout = DEFAULTS[dialect.program]
-    found = given.current_value("lora.rank")
+    found = given.get_run_yaml_value("lora.rank")
     if dialect.program == "LLaMA-Factory" and isinstance(found, int | float):
         alpha = int(2 * found)
-    saved = given.current_value("lora.modules_to_save")
+    saved = given.get_run_yaml_value("lora.modules_to_save")
     if isinstance(saved, str):
         given.set_key("lora.modules_to_save", [name.strip() for name in saved.split(",")], "additional_target")
     given.write_defaults({"lora.rank": rank, "lora.alpha": alpha, "lora.dropout": dropout}, f"{dialect.program}'s")
@@ -250,7 +250,7 @@ def set_lora_section(given: SettingsFile, dialect: ToolDefaults) -> None:
         _put_bits(given, dialect)
 
 
-def _llama_factory(given: SettingsFile) -> tuple[str | None, bool]:
+def _llama_factory(given: ForeignSettingsFile) -> tuple[str | None, bool]:
     """Return LLaMA-Factory's adapter, by default LoRA, and True if the weights have 4 bits.
 
     Raises:
@@ -264,7 +264,7 @@ def _llama_factory(given: SettingsFile) -> tuple[str | None, bool]:
     return None if kind == "full" else "lora", bits == 4
 
 
-def _trains_adapter(given: SettingsFile, dialect: ToolDefaults, adapter: str | None) -> bool:
+def _trains_adapter(given: ForeignSettingsFile, dialect: TrainingProgramDefaults, adapter: str | None) -> bool:
     """Return True if the run trains an adapter: by `adapter` (Axolotl), `use_peft` (TRL), else by its settings."""
     use_peft = given.take_value("use_peft")
     if dialect.program in ("Axolotl", "LLaMA-Factory"):
@@ -276,7 +276,7 @@ def _trains_adapter(given: SettingsFile, dialect: ToolDefaults, adapter: str | N
     )
 
 
-def _put_modules(given: SettingsFile, dialect: ToolDefaults) -> None:
+def _put_modules(given: ForeignSettingsFile, dialect: TrainingProgramDefaults) -> None:
     modules = given.take_value("lora_target_modules", "peft_config.target_modules", "lora_target")
     if dialect.program == "LLaMA-Factory":
         modules = [name.strip() for name in modules.split(",")] if isinstance(modules, str) else modules or ["all"]
@@ -298,7 +298,7 @@ def _module_suffix_pattern(module: str) -> str:
     return f".*{module}" if re.fullmatch(r"[a-z]\w*_proj", module) else re.escape(module)
 
 
-def _put_bits(given: SettingsFile, dialect: ToolDefaults) -> None:
+def _put_bits(given: ForeignSettingsFile, dialect: TrainingProgramDefaults) -> None:
     kind, double = given.take_value(*QUANT_TYPES), given.take_value(*DOUBLE)
     if kind is None and dialect.program == "transformers":
         kind = "fp4"
@@ -309,6 +309,6 @@ def _put_bits(given: SettingsFile, dialect: ToolDefaults) -> None:
         given.add_note(
             "changes meaning", "the scales of 4-bit blocks are not quantised (no double quantisation)", "4 bits"
         )
-    if given.current_value("parallel.zero") == 3:
+    if given.get_run_yaml_value("parallel.zero") == 3:
         given.set_key("parallel.zero", 2, "weights in 4 bits are not sharded")
         given.add_note("changes meaning", "is 2, because 4-bit weights are not sharded", "parallel.zero")

@@ -10,8 +10,8 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from mega_cli.moving_in.hf_objective import ToolDefaults
-from mega_cli.moving_in.settings_file import SettingsFile
+from mega_cli.moving_in.hf_objective import TrainingProgramDefaults
+from mega_cli.moving_in.settings_file import ForeignSettingsFile
 
 KWARGS = "lr_scheduler_kwargs."
 AXOLOTL_SHARE, AXOLOTL_MOST = 0.03, 100  # default warm-up: fraction of the steps, and the maximum
@@ -35,7 +35,7 @@ class ScheduleDraft:
         lr: highest learning rate.
     """
 
-    given: SettingsFile
+    given: ForeignSettingsFile
     lr: float
     steps: int | None
     warmup: WarmupLength
@@ -58,7 +58,7 @@ class ScheduleDraft:
         found = self.given.take_number(f"{KWARGS}{key}")
         return default if found is None else found
 
-    def require_num_cycles(self, cycles: float = 0.5) -> bool:
+    def has_num_cycles(self, cycles: float = 0.5) -> bool:
         """Return whether the schedule's num_cycles is `cycles`, so that the cosine falls once.
         If not, `lr_schedule` of run.yaml is left for the user to fill in.
         """
@@ -78,25 +78,25 @@ class ScheduleDraft:
 
 
 def _cosine(schedule: ScheduleDraft, origin: str) -> None:
-    if schedule.require_num_cycles():
+    if schedule.has_num_cycles():
         schedule.set_schedule("cosine", origin)
 
 
 def _cosine_with_restarts(schedule: ScheduleDraft, origin: str) -> None:
-    if schedule.require_num_cycles(1):
+    if schedule.has_num_cycles(1):
         schedule.set_schedule("cosine", origin)
 
 
 def _cosine_with_min_lr(schedule: ScheduleDraft, origin: str) -> None:
     lowest = schedule.minimum_rate()
-    if lowest is not None and schedule.require_num_cycles():
+    if lowest is not None and schedule.has_num_cycles():
         schedule.set_schedule("cosine", origin, min_lr=lowest)
 
 
 def _cosine_warmup_with_min_lr(schedule: ScheduleDraft, origin: str) -> None:
     """Set the cosine whose warm-up and decay both end one step early."""
     lowest, first = schedule.minimum_rate(), schedule.given.take_number(f"{KWARGS}warmup_lr_rate")
-    warmup, falls = schedule.warmup.steps, schedule.require_num_cycles()
+    warmup, falls = schedule.warmup.steps, schedule.has_num_cycles()
     if schedule.steps is None or not warmup:
         schedule.leave_open(
             "cosine_warmup_with_min_lr requires max_steps and a warm-up of at least one step to translate"
@@ -126,7 +126,7 @@ def _warmup_stable_decay(schedule: ScheduleDraft, origin: str) -> None:
     shapes = [schedule.given.take_value(f"{KWARGS}{key}_type") for key in ("warmup", "decay")]
     lowest, warmup = schedule.take_number("min_lr_ratio", 0.0) * schedule.lr, schedule.warmup.steps
     rise, fall = ("minus-sqrt" if shape == "1-sqrt" else shape for shape in shapes)
-    falls = schedule.require_num_cycles()
+    falls = schedule.has_num_cycles()
     if not decay or (stable is not None and warmup is None):
         schedule.leave_open(
             "warmup_stable_decay requires num_decay_steps, and with num_stable_steps a warm-up in steps"
@@ -155,7 +155,7 @@ CURVES: Mapping[str, Callable[[ScheduleDraft, str], None]] = {
 }
 
 
-def set_hf_schedule(given: SettingsFile, dialect: ToolDefaults, lr: float, steps: int | None) -> None:
+def set_hf_schedule(given: ForeignSettingsFile, dialect: TrainingProgramDefaults, lr: float, steps: int | None) -> None:
     """Set `lr_schedule` of run.yaml to the curve of a transformers or Axolotl scheduler.
     If that is not possible, it is left for the user to fill in.
     """
@@ -176,7 +176,7 @@ def set_hf_schedule(given: SettingsFile, dialect: ToolDefaults, lr: float, steps
         CURVES[name](schedule, origin)
 
 
-def _warmup(given: SettingsFile, steps: int | None) -> WarmupLength:
+def _warmup(given: ForeignSettingsFile, steps: int | None) -> WarmupLength:
     """Read transformers' warm-up, which is a fraction if below 1, rounded up."""
     count, share = given.take_number("warmup_steps"), given.take_number("warmup_ratio")
     if count is not None and 0 < count < 1:
@@ -188,7 +188,7 @@ def _warmup(given: SettingsFile, steps: int | None) -> WarmupLength:
     return WarmupLength(None, share) if steps is None else WarmupLength(math.ceil(steps * share))
 
 
-def _axolotl_warmup(given: SettingsFile, steps: int | None) -> WarmupLength:
+def _axolotl_warmup(given: ForeignSettingsFile, steps: int | None) -> WarmupLength:
     """Read Axolotl's warm-up, which is never one step, and is rounded down if it is a fraction."""
     count, share = given.take_number("warmup_steps"), given.take_number("warmup_ratio")
     most = math.inf

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from mega_cli.megatron_args.run_draft import FlagNote, NoteKind
-from mega_cli.megatron_args.translate import ScriptTranslation
+from mega_cli.megatron_args.translate import RunYamlTranslation
 from mega_common.bounded_parsing import BoundedYamlLoader, parse_yaml_text, read_settings_file
 from mega_common.errors import ConfigError
 
@@ -18,7 +18,7 @@ AUTO = ("auto", None)  # values in files of DeepSpeed and HuggingFace for "decid
 Reasons = Mapping[str, str]
 
 
-class SettingsFile:
+class ForeignSettingsFile:
     """Settings of another trainer's JSON or YAML file by dotted keys, and the run.yaml they are translated to.
 
     Raises:
@@ -80,7 +80,7 @@ class SettingsFile:
         """
         raise ConfigError(f"{self.path}: {rule}", hint=hint)
 
-    def current_value(self, key: str) -> Any:
+    def get_run_yaml_value(self, key: str) -> Any:
         """Return the value that a dotted key of the new run.yaml has so far, else None."""
         node: Any = self._run
         for part in key.split("."):
@@ -176,7 +176,7 @@ class SettingsFile:
         """Return True if the value of one of the settings file's keys is `auto`, that is, decided elsewhere."""
         return any(self._values.get(key) == "auto" for key in keys)
 
-    def finish_run(self, reasons: Mapping[NoteKind, Reasons], launch: str) -> ScriptTranslation:
+    def finish_translation(self, reasons: Mapping[NoteKind, Reasons], launch: str) -> RunYamlTranslation:
         """Return the translation, with a note for every key of the settings file that is left untranslated.
         The argument `reasons` has the texts.
         """
@@ -196,7 +196,7 @@ class SettingsFile:
             )
             kind, why = next(found, ("open", "is not translated; check if it changes the model or the run"))
             self.add_note(kind, why, f"{key}: {self._values[key]}")
-        return ScriptTranslation(self._run, self._notes, self._origins, launch, self._description)
+        return RunYamlTranslation(self._run, self._notes, self._origins, launch, self._description)
 
 
 def _read(path: Path, description: str) -> Mapping[str, Any]:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from mega_ckpt.manifest import DTYPES, Manifest, TensorChunk, TensorEntry
-from mega_ckpt.shard_files import ShardFile, ShardSlab, check_file_size
+from mega_ckpt.shard_files import ShardFile, UnwrittenTensorChunk, check_file_size
 from mega_ckpt.storage import open_storage_folder
-from mega_ckpt.tensor_pieces import TensorBox, TensorShape, box_overlap, copy_overlap
+from mega_ckpt.tensor_pieces import TensorBox, TensorShape, compute_slice_overlap, copy_overlap
 from mega_common.errors import CheckpointError
 from mega_common.model_config import ModelConfig
 from mega_common.object_store import Location
@@ -41,10 +41,10 @@ class Checkpoint:
         self._storage = open_storage_folder(self.files)
         self._shards: dict[str, ShardFile] = {}
         self._verified: set[tuple[str, int]] = set()
-        self._layout: dict[str, list[tuple[TensorChunk, ShardSlab]]] = defaultdict(list)
+        self._layout: dict[str, list[tuple[TensorChunk, UnwrittenTensorChunk]]] = defaultdict(list)
         for key, tensor in manifest.tensors.items():
             for chunk in tensor.chunks:
-                slab = ShardSlab(key, DTYPES[tensor.dtype], tensor.shape, chunk.offset, chunk.shape)
+                slab = UnwrittenTensorChunk(key, DTYPES[tensor.dtype], tensor.shape, chunk.offset, chunk.shape)
                 self._layout[chunk.file].append((chunk, slab))
         for chunks in self._layout.values():
             chunks.sort(key=lambda pair: (pair[0].begin, pair[0].end, pair[1].sort_key))
@@ -127,7 +127,7 @@ class Checkpoint:
         shape = tuple(n - o for n, o in zip(whole, offset, strict=True)) if shape is None else shape
         box = TensorBox(offset, torch.empty(shape, dtype=self.tensor_dtype(key)))
         for chunk in self.tensor_entry(key).chunks:
-            if box_overlap(offset, shape, chunk.offset, chunk.shape):
+            if compute_slice_overlap(offset, shape, chunk.offset, chunk.shape):
                 copy_overlap(box, TensorBox(chunk.offset, self.map_chunk(key, chunk)))
         return box.tensor
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from mega_ckpt.manifest import MANIFEST, Manifest
-from mega_ckpt.shard_files import HashedFile
+from mega_ckpt.shard_files import HashingFileWriter
 from mega_common.atomic_files import describe_disk_error, fsync_directory
 from mega_common.errors import CheckpointError, NoCheckpointError
 from mega_common.object_store import Location, ObjectStoreError, RemotePath
@@ -252,7 +252,7 @@ def put_manifest(folder: Location, manifest: Manifest) -> None:
     if isinstance(folder, RemotePath):
         (folder.parent / MANIFEST).write_bytes(manifest.model_copy(update={"folder": folder.name}).encode_json())
         return
-    with HashedFile(folder / MANIFEST) as file:
+    with HashingFileWriter(folder / MANIFEST) as file:
         file.write_hashed(manifest.encode_json())
         file.close()
 
@@ -319,7 +319,7 @@ def latest_checkpoint(root: Location) -> Location | None:
 
 
 @wrap_disk_errors()
-def apply_retention(
+def delete_old_checkpoints(
     root: Location, *, keep: int | None, keep_every: int | None = None, best: int | None = None
 ) -> list[Location]:
     """Delete old checkpoints below `root` and return their paths.

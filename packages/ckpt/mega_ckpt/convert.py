@@ -30,27 +30,27 @@ from mega_ckpt.formats.hf_write import METADATA, plan_hf_folder, write_hf_folder
 from mega_ckpt.formats.megatron_dist_write import write_dist_checkpoint
 from mega_ckpt.formats.megatron_legacy_write import write_legacy_checkpoint
 from mega_ckpt.formats.megatron_source import TRACKER, MegatronSource
-from mega_ckpt.formats.megatron_write import MegatronWriter, check_parallel_sizes, write_release_folder
+from mega_ckpt.formats.megatron_write import MegatronWriteInput, check_parallel_sizes, write_release_folder
 from mega_ckpt.formats.peft_adapter import CONFIG as PEFT_CONFIG
 from mega_ckpt.formats.peft_adapter import write_peft_folder
 from mega_ckpt.formats.quantized_parts import Calibration
 from mega_ckpt.formats.transformers_module import write_transformers_folder
 from mega_ckpt.lora_adapter import AdaptedWeightSource
 from mega_ckpt.manifest import MANIFEST
-from mega_ckpt.model_card import MODEL_CARD, build_cards, describe_quantization
+from mega_ckpt.model_card import MODEL_CARD, add_quantization_to_readme, build_cards
 from mega_ckpt.resumable_folder import WriteJournal, open_resumable
 from mega_ckpt.source import (
     Implementation,
     MegaWeightSource,
-    load_with_adapter,
     open_weight_source,
-    resolve_checkpoint,
+    open_weights_with_adapter,
+    resolve_run_to_checkpoint,
     warn_of_unsupported_parts,
 )
 from mega_ckpt.storage import open_storage_folder
 from mega_ckpt.store import Checkpoint
 from mega_ckpt.stream_checkpoint import split_blocks, write_weights
-from mega_ckpt.weight_source import ConvertedTraining, OptimizerNotConverted, WeightSource, cast_dtype
+from mega_ckpt.weight_source import ConvertedTraining, OptimizerNotConverted, WeightSource, choose_cast_dtype
 from mega_common.errors import CheckpointError
 from mega_common.object_store import Location, RemotePath, parse_location
 from mega_common.progress_logging import ProgressBar, logger
@@ -198,7 +198,7 @@ def _open_input(source: str | Location, to: str, options: ConvertOptions) -> Wei
             hint="add them to the base and train the adapter on that, or convert --to hf",
         )
     if options.adapter is not None:
-        return load_with_adapter(options.adapter, source, families=options.families)
+        return open_weights_with_adapter(options.adapter, source, families=options.families)
     weights = open_weight_source(
         source, settings=options.settings, averaged=options.averaged, families=options.families
     )
@@ -231,11 +231,11 @@ def _write_peft(source: WeightSource, folder: Path, options: ConvertOptions, jou
 
 def _conversion_identity(source: str | Location, to: str, options: ConvertOptions) -> dict[str, Any]:
     """Return everything that determines the output, as JSON."""
-    folder = resolve_checkpoint(source)
+    folder = resolve_run_to_checkpoint(source)
     return {
         "source": str(_absolute(folder)),
         "files": _file_stamps(folder),
-        "adapter": None if options.adapter is None else _file_stamps(resolve_checkpoint(options.adapter)),
+        "adapter": None if options.adapter is None else _file_stamps(resolve_run_to_checkpoint(options.adapter)),
         "to": to,
         "options": {
             field.name: str(getattr(options, field.name))
@@ -299,7 +299,7 @@ def _add_cards(
     if isinstance(source, MegaWeightSource):
         parameters = sum(math.prod(source.tensor_shape(name)) for name in source.tensor_names())
         others = {**others, **build_cards(source.checkpoint, parameters, others)}
-    return others if quantization is None else {**others, MODEL_CARD: describe_quantization(others, quantization)}
+    return others if quantization is None else {**others, MODEL_CARD: add_quantization_to_readme(others, quantization)}
 
 
 def _read_training_state(source: WeightSource, options: ConvertOptions) -> ConvertedTraining | None:
@@ -326,9 +326,9 @@ def _read_training_state(source: WeightSource, options: ConvertOptions) -> Conve
     return training
 
 
-def _prepare_megatron(source: WeightSource, options: ConvertOptions) -> MegatronWriter:
+def _prepare_megatron(source: WeightSource, options: ConvertOptions) -> MegatronWriteInput:
     """Return Megatron's tensors and settings of a source, for parallel sizes that Megatron can load."""
-    writing = MegatronWriter(source, options.tp, options.pp, options.dtype, options.implementation)
+    writing = MegatronWriteInput(source, options.tp, options.pp, options.dtype, options.implementation)
     ranks, local = options.megatron_format == "torch", options.implementation == "local"
     check_parallel_sizes(source.model, writing.parts, options.tp, options.pp, ranks=ranks, local=local)
     return writing
@@ -367,7 +367,7 @@ def _compare_weights(source: WeightSource, output: WeightSource, dtype: torch.dt
     total = sum(output.tensor_dtype(name).itemsize * torch.Size(output.tensor_shape(name)).numel() for name in names)
     with ProgressBar("comparing", total=total, unit="bytes") as bar:
         for name in names:
-            kind = cast_dtype(source, name, dtype)
+            kind = choose_cast_dtype(source, name, dtype)
             for offset, shape in split_blocks(source.tensor_shape(name), kind):
                 read, written = (each.read_tensor_slice(name, offset, shape) for each in (source, output))
                 _check_equal(name, read.to(kind), written)

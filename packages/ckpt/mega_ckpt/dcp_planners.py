@@ -37,8 +37,8 @@ from torch.futures import Future
 
 from mega_ckpt.checkpoint import Checkpoint
 from mega_ckpt.manifest import DTYPE_NAMES, DTYPES, FileEntry, TensorChunk, is_exact_tiling
-from mega_ckpt.shard_files import ShardSlab, write_shards
-from mega_ckpt.tensor_pieces import MAX_SLAB_BYTES, ShardedTensor, TensorBox, TensorShape, split_into_slabs
+from mega_ckpt.shard_files import UnwrittenTensorChunk, write_shards
+from mega_ckpt.tensor_pieces import MAX_SLAB_BYTES, ShardedTensor, TensorBox, TensorShape, split_slice_by_bytes
 from mega_common.errors import CheckpointError, MegaError
 from mega_common.object_store import Location
 
@@ -55,7 +55,7 @@ class DcpTensor:
     def __init__(self, key: str, sharded: ShardedTensor, slab_bytes: int | None = None) -> None:
         boxes = [TensorBox(box.offset, box.tensor.detach()) for box in sharded.boxes if box.tensor.numel()]
         if slab_bytes is not None:
-            boxes = [slab for box in boxes for slab in split_into_slabs(box, slab_bytes)]
+            boxes = [slab for box in boxes for slab in split_slice_by_bytes(box, slab_bytes)]
             # An empty tensor has no box with elements, but must be in the checkpoint.
             boxes = boxes or sharded.boxes[:1]
         self.key, self.shape, self.boxes = key, torch.Size(sharded.shape), boxes
@@ -89,7 +89,7 @@ def _chunk_of(box: TensorBox) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(offsets=torch.Size(box.offset), sizes=box.tensor.shape)
 
 
-class BoxSavePlanner(DefaultSavePlanner):
+class TensorSliceSavePlanner(DefaultSavePlanner):
     """Save planner of torch.distributed.checkpoint (DCP) for tensors that are split into rectangular slices.
     It rejects a save unless the slices of all ranks tile each tensor exactly.
 
@@ -133,7 +133,7 @@ class BoxSavePlanner(DefaultSavePlanner):
         return held.__get_tensor_shard__(index)
 
 
-class BoxLoadPlanner(DefaultLoadPlanner):
+class TensorSliceLoadPlanner(DefaultLoadPlanner):
     """Load planner of torch.distributed.checkpoint (DCP) for tensors that are split into rectangular slices.
     It rejects a checkpoint whose tensors differ in name, shape or dtype from the slices to fill.
     """
@@ -192,7 +192,7 @@ class WrittenChunk:
     """Record of one tensor chunk that a rank wrote to a shard file, with the length and checksum of that file."""
 
     chunk: TensorChunk
-    slab: ShardSlab
+    slab: UnwrittenTensorChunk
     file: FileEntry
 
 
@@ -238,7 +238,7 @@ class ShardStorageWriter(StorageWriter):
         folder, prefix = plan.storage_data
         items = {_slab_of(item): item for item in plan.items}
 
-        def resolve_slab(slab: ShardSlab) -> Tensor:
+        def resolve_slab(slab: UnwrittenTensorChunk) -> Tensor:
             tensor = planner.resolve_data(items[slab])
             assert isinstance(tensor, Tensor)
             self.advance(slab.nbytes)
@@ -336,10 +336,10 @@ class ShardStorageReader(StorageReader):
         return True
 
 
-def _slab_of(item: WriteItem) -> ShardSlab:
+def _slab_of(item: WriteItem) -> UnwrittenTensorChunk:
     data = item.tensor_data
     assert data is not None
-    return ShardSlab(
+    return UnwrittenTensorChunk(
         item.index.fqn, data.properties.dtype, tuple(data.size), tuple(data.chunk.offsets), tuple(data.chunk.sizes)
     )
 

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from mega_ckpt.checkpoint import BUFFERS, WEIGHTS, Checkpoint
 from mega_ckpt.checkpoint_folders import make_durable_folder, wrap_disk_errors
-from mega_ckpt.families import is_same_model
+from mega_ckpt.families import is_equivalent_config
 from mega_ckpt.lora_adapter import is_adapter_checkpoint
 from mega_ckpt.manifest import MANIFEST
-from mega_ckpt.source import MegaWeightSource, open_weight_source, resolve_checkpoint
+from mega_ckpt.source import MegaWeightSource, open_weight_source, resolve_run_to_checkpoint
 from mega_ckpt.stream_checkpoint import write_weights
 from mega_common.atomic_files import create_atomic_folder
 from mega_common.errors import CheckpointError, ConfigError
@@ -45,7 +45,7 @@ def prune_checkpoint(source: str | Location, destination: str | Location) -> Non
             are left then.
     """
     with create_output_folder(destination) as folder:
-        checkpoint = Checkpoint.open_folder(resolve_checkpoint(source))
+        checkpoint = Checkpoint.open_folder(resolve_run_to_checkpoint(source))
         if is_adapter_checkpoint(checkpoint):
             raise CheckpointError(
                 f"{checkpoint.folder}: must be the checkpoint of a full model, not of an adapter",
@@ -93,7 +93,7 @@ def average_checkpoints(
             return total
 
         note = [
-            {"source": str(resolve_checkpoint(path)), "weight": share}
+            {"source": str(resolve_run_to_checkpoint(path)), "weight": share}
             for path, share in zip(sources, shares, strict=True)
         ]
         write_weights(opened[0], folder, "averaging", read=weighted_mean, provenance={"average": note})
@@ -129,12 +129,12 @@ def _normalize_weights(count: int, weights: Sequence[float] | None) -> list[floa
 
 def _check_same_model(one: ModelConfig, other: ModelConfig, first: str | Location, path: str | Location) -> None:
     """Reject a source of a different model, and name the settings that differ."""
-    if is_same_model(one, other):
+    if is_equivalent_config(one, other):
         return
     differences = [
         f"{name} is {getattr(other, name)} instead of {getattr(one, name)}"
         for name in ModelConfig.model_fields
-        if not is_same_model(one, one.model_copy(update={name: getattr(other, name)}))
+        if not is_equivalent_config(one, one.model_copy(update={name: getattr(other, name)}))
     ]
     raise CheckpointError(
         f"{path}: not the same model as {first}: {', '.join(differences)}", hint="average checkpoints of one model"

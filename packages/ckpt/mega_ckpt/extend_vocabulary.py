@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mega_ckpt.canonical_tensors import EMBEDDING, HEAD
-from mega_ckpt.tensor_pieces import TensorShape, split_box
+from mega_ckpt.tensor_pieces import TensorShape, split_slice_by_elements
 from mega_ckpt.weight_source import DerivedWeightSource, WeightSource
 from mega_common.errors import CheckpointError
 
@@ -71,7 +71,7 @@ class ExtendedVocabularySource(DerivedWeightSource):
     def _compute_mean_row(self, name: str) -> Tensor:
         """Return the mean row [D], accumulated in fp64."""
         total = torch.zeros(self.base.tensor_shape(name)[1], dtype=torch.float64)
-        for offset, shape in split_box((self._old, len(total)), BLOCK):
+        for offset, shape in split_slice_by_elements((self._old, len(total)), BLOCK):
             total[offset[1] : offset[1] + shape[1]] += self.base.read_tensor_slice(name, offset, shape).double().sum(0)
         return (total / self._old).to(self.tensor_dtype(name))
 
@@ -82,7 +82,7 @@ class ExtendedVocabularySource(DerivedWeightSource):
         return {**self.base.asset_files(), **self._files}
 
 
-def extend_to_size(base: WeightSource, size: int) -> WeightSource:
+def extend_vocabulary_to_size(base: WeightSource, size: int) -> WeightSource:
     """Return a source of weights with its vocabulary extended to `size` tokens.
     It is `base` itself if `base` has as many already.
     """

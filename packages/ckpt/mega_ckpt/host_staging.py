@@ -38,7 +38,7 @@ def copy_into_buffer(tensors: Mapping[str, ShardedTensor], buffer: torch.Tensor)
     """
     out = {key: ShardedTensor(sharded.shape, []) for key, sharded in tensors.items()}
     devices = set[torch.device]()
-    for key, box, view in place_in_buffer(tensors, buffer):
+    for key, box, view in iterate_buffer_views(tensors, buffer):
         view.copy_(box.tensor.detach(), non_blocking=True)
         out[key].boxes.append(TensorBox(box.offset, view))
         devices.add(box.tensor.device)
@@ -58,7 +58,7 @@ def staging_bytes(tensors: Mapping[str, ShardedTensor]) -> int:
     return sum(_aligned_bytes(box.tensor) for sharded in tensors.values() for box in sharded.boxes)
 
 
-def place_in_buffer(
+def iterate_buffer_views(
     tensors: Mapping[str, ShardedTensor], buffer: torch.Tensor
 ) -> Iterator[tuple[str, TensorBox, torch.Tensor]]:
     """Yield each slice of sharded tensors with its tensor's key and a view of `buffer` for it.

@@ -23,7 +23,7 @@ from torch import Tensor
 from mega_ckpt.canonical_tensors import EMBEDDING, HEAD, abbreviate_names, canonical_tensors
 from mega_ckpt.checkpoint import AVERAGE, WEIGHTS, Checkpoint
 from mega_ckpt.lora_tensors import MAGNITUDE, A, AdaptedModule, B, adapted_modules, adapter_tensor_shapes
-from mega_ckpt.tensor_pieces import TensorShape, crop_tensor, split_box
+from mega_ckpt.tensor_pieces import TensorShape, crop_tensor, split_slice_by_elements
 from mega_ckpt.weight_source import DerivedWeightSource, WeightSource
 from mega_common.errors import CheckpointError
 from mega_common.lora_config import LoraConfig, is_adapter_tensor
@@ -112,7 +112,7 @@ class SavedAdapter:
         shapes = {key.removeprefix(WEIGHTS): checkpoint.tensor_shape(key) for key in checkpoint.tensor_keys(WEIGHTS)}
         modules = check_adapter_modules(checkpoint.model, lora, shapes, str(checkpoint.folder))
         base = dict(checkpoint.trainer_state.get("base", {}))
-        prefix = AVERAGE if averaged and averaged_weights(checkpoint) else WEIGHTS
+        prefix = AVERAGE if averaged and find_ema_weight_names(checkpoint) else WEIGHTS
         return cls(lora, modules, shapes, lambda name, *box: checkpoint.read_tensor(prefix + name, *box), base)
 
     def read_tensor(self, name: str) -> Tensor:
@@ -122,7 +122,7 @@ class SavedAdapter:
         return self.read_tensor_slice(name, (0,) * len(self.shapes[name]), self.shapes[name])
 
 
-def averaged_weights(checkpoint: Checkpoint) -> frozenset[str]:
+def find_ema_weight_names(checkpoint: Checkpoint) -> frozenset[str]:
     """Return the names of the weights that have an exponential moving average in the checkpoint.
     Raises CheckpointError if there are none.
 
@@ -287,7 +287,7 @@ def fingerprint_base(path: str, source: WeightSource) -> dict[str, str]:
     """
     where, digest = parse_location(path), xxhash.xxh3_128()
     for name in source.tensor_names():
-        offset, shape = next(split_box(source.tensor_shape(name), SAMPLE))
+        offset, shape = next(split_slice_by_elements(source.tensor_shape(name), SAMPLE))
         digest.update(f"{name} {source.tensor_shape(name)} {source.tensor_dtype(name)}\n".encode())
         digest.update(
             source.read_tensor_slice(name, offset, shape).contiguous().flatten().view(torch.uint8).numpy().tobytes()

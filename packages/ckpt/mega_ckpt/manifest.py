@@ -201,7 +201,7 @@ def _missing_manifest_error(folder: Location) -> NoCheckpointError:
     return NoCheckpointError(f"{folder}: not a mega checkpoint: {MANIFEST} is missing", hint=hint)
 
 
-def make_manifest(
+def make_checkpoint_manifest(
     step: int, model: ModelConfig, state: Mapping[str, Any], provenance: Mapping[str, Any] | None
 ) -> Manifest:
     """Create a manifest without tensors and files; CheckpointError if `state` or `provenance` is not JSON.

@@ -17,7 +17,7 @@ import yaml
 from mega_ckpt.store import Checkpoint
 from mega_common.bounded_parsing import parse_json_text
 from mega_common.model_config import ModelConfig
-from mega_common.progress_logging import format_number
+from mega_common.progress_logging import format_with_decimal_unit
 
 MODEL_CARD, OTHER_NAME, DATA_CARD = "README.md", "MODEL_CARD.md", "DATA_CARD.md"
 LINES = 1 << 20  # bytes at the end of metrics.jsonl that are searched for the checkpoint's step
@@ -53,7 +53,7 @@ def build_cards(checkpoint: Checkpoint, num_parameters: int, existing_files: Map
     return {name: text.encode() for name, text in found.items()}
 
 
-def describe_quantization(existing_files: Mapping[str, Path | bytes], quantization: str) -> bytes:
+def add_quantization_to_readme(existing_files: Mapping[str, Path | bytes], quantization: str) -> bytes:
     """Return the README.md of an export, or a new one, with a section on the quantization of its weights."""
     card = existing_files.get(MODEL_CARD, b"# Model\n")
     text = card.read_bytes() if isinstance(card, Path) else card
@@ -72,7 +72,7 @@ def _model_card(checkpoint: Checkpoint, settings: Mapping[str, Any], parameters:
         *_architecture(checkpoint.model),
         (
             "trained",
-            f"{checkpoint.step:,} steps, {samples:,} samples of {length:,} tokens: {format_number(samples * length)} tokens",
+            f"{checkpoint.step:,} steps, {samples:,} samples of {length:,} tokens: {format_with_decimal_unit(samples * length)} tokens",
         ),
         ("started from", str(initial) if initial else "random weights"),
         *_losses(checkpoint),
@@ -133,7 +133,7 @@ def _data_card(checkpoint: Checkpoint, settings: Mapping[str, Any]) -> str:
     length, whole = data.get("seq_length", 0), sum(read.values()) or 1
     rows = [
         (
-            path, f"{samples:,}", format_number(samples * length), f"{100 * samples / whole:.1f} %",
+            path, f"{samples:,}", format_with_decimal_unit(samples * length), f"{100 * samples / whole:.1f} %",
             *(_format_count(info, key) for key in ("documents", "tokens")), str(info.get("license") or "unknown"),
         )
         for path, samples in read.items()

@@ -49,7 +49,7 @@ class FinishedFile(StrictConfig):
 RunOnce = Callable[[str, bytes, Callable[[], FinishedFile]], FinishedFile]
 
 
-def write_always(_name: str, _header: bytes, make: Callable[[], FinishedFile]) -> FinishedFile:
+def write_without_journal(_name: str, _header: bytes, make: Callable[[], FinishedFile]) -> FinishedFile:
     """Write a file without a journal, so that no file is skipped.
     Calls `make` to write it, and returns its result. This is a variant of `WriteJournal.write_once`.
     """

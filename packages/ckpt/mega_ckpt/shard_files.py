@@ -20,7 +20,7 @@ import xxhash
 from torch import Tensor
 
 from mega_ckpt.manifest import DTYPE_NAMES, FileEntry, TensorChunk
-from mega_ckpt.resumable_folder import FinishedFile, RunOnce, write_always
+from mega_ckpt.resumable_folder import FinishedFile, RunOnce, write_without_journal
 from mega_ckpt.storage import open_storage_folder
 from mega_ckpt.tensor_pieces import TensorShape
 from mega_common.errors import CheckpointError
@@ -30,7 +30,7 @@ BLOCK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
-class ShardSlab:
+class UnwrittenTensorChunk:
     """Rectangular slice of a global tensor, to be written to a shard file as one chunk.
     It is [offset, offset + shape) of the tensor `key`.
     """
@@ -63,7 +63,7 @@ class ShardSlab:
         return f"{self.key}[{','.join(f'{o}:{o + n}' for o, n in zip(self.offset, self.shape, strict=True))}]"
 
 
-def safetensors_header(slabs: Iterable[ShardSlab]) -> bytes:
+def safetensors_header(slabs: Iterable[UnwrittenTensorChunk]) -> bytes:
     """Return the safetensors header of a file with these tensor slices in this order, padded to a multiple of 8 bytes."""
     entries, position = {}, 0
     for slab in slabs:
@@ -77,7 +77,7 @@ def safetensors_header(slabs: Iterable[ShardSlab]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-class HashedFile:
+class HashingFileWriter:
     """A new file that is hashed (XXH3-128) while it is written.
     It is complete and durable when `close` returns. An existing file is never overwritten.
     """
@@ -119,11 +119,11 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
 def write_shards(
     folder: Location,
     prefix: str,
-    slabs: Sequence[ShardSlab],
-    resolve: Callable[[ShardSlab], Tensor],
+    slabs: Sequence[UnwrittenTensorChunk],
+    resolve: Callable[[UnwrittenTensorChunk], Tensor],
     max_bytes: int,
-    once: RunOnce = write_always,
-) -> Iterator[tuple[list[tuple[ShardSlab, TensorChunk]], FileEntry]]:
+    once: RunOnce = write_without_journal,
+) -> Iterator[tuple[list[tuple[UnwrittenTensorChunk, TensorChunk]], FileEntry]]:
     """Write tensor slices to shard files of about `max_bytes` at most.
     The files are `<prefix>-000.safetensors`, ...; `resolve` returns the content of a slice. Yields, per file, its
     slices with their chunks, and its length and checksum.
@@ -131,7 +131,7 @@ def write_shards(
     `resolve` is called for one slab at a time, so tensors on a device need host memory for one slab only. `once` skips
     files that are already complete.
     """
-    for number, group in enumerate(group_slabs_by_file(sorted(slabs, key=lambda slab: slab.sort_key), max_bytes)):
+    for number, group in enumerate(group_chunks_by_file(sorted(slabs, key=lambda slab: slab.sort_key), max_bytes)):
         name, head = f"{prefix}-{number:03d}.safetensors", safetensors_header(group)
         done = once(name, head, partial(_write_shard, folder / name, head, group, resolve))
         ends = list(itertools.accumulate((slab.nbytes for slab in group), initial=len(head)))
@@ -146,9 +146,12 @@ def write_shards(
 
 
 def _write_shard(
-    path: Location, head: bytes, slabs: Sequence[ShardSlab], resolve: Callable[[ShardSlab], Tensor]
+    path: Location,
+    head: bytes,
+    slabs: Sequence[UnwrittenTensorChunk],
+    resolve: Callable[[UnwrittenTensorChunk], Tensor],
 ) -> FinishedFile:
-    with HashedFile(path) as file:
+    with HashingFileWriter(path) as file:
         file.write_hashed(head)
         checksums = []
         for slab in slabs:
@@ -158,11 +161,11 @@ def _write_shard(
         return FinishedFile(file=file.close(), parts=tuple(checksums))
 
 
-def group_slabs_by_file(slabs: Sequence[ShardSlab], max_bytes: int) -> Iterator[list[ShardSlab]]:
+def group_chunks_by_file(slabs: Sequence[UnwrittenTensorChunk], max_bytes: int) -> Iterator[list[UnwrittenTensorChunk]]:
     """Split a sequence of tensor slices into groups that are written to one new file each.
     A group has as many slices in order as fit in `max_bytes`, and at least one.
     """
-    group: list[ShardSlab] = []
+    group: list[UnwrittenTensorChunk] = []
     size = 0
     for slab in slabs:
         if group and size + slab.nbytes > max_bytes:
@@ -177,7 +180,7 @@ def group_slabs_by_file(slabs: Sequence[ShardSlab], max_bytes: int) -> Iterator[
 class ShardFile:
     """An existing shard file, opened for reading: only the accessed bytes are read, and kept only while in use."""
 
-    def __init__(self, path: Location, slabs: Sequence[ShardSlab], first_byte: int) -> None:
+    def __init__(self, path: Location, slabs: Sequence[UnwrittenTensorChunk], first_byte: int) -> None:
         self.path = path
         self._file = open_storage_folder(path.parent).open_file(path.name)
         expected = safetensors_header(slabs)

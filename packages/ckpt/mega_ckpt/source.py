@@ -24,14 +24,14 @@ from mega_ckpt.formats.hf_weight_files import has_readable_weights, read_json_ma
 from mega_ckpt.formats.megatron_source import MegatronSource, is_megatron_folder
 from mega_ckpt.formats.peft_adapter import CONFIG as PEFT_CONFIG
 from mega_ckpt.formats.peft_adapter import read_peft_adapter
-from mega_ckpt.formats.transformers_module import TransformersSource, describe_module
+from mega_ckpt.formats.transformers_module import TransformersSource, read_transformers_model_config
 from mega_ckpt.lora_adapter import (
     AVERAGES_HINT,
     AdaptedWeightSource,
     SavedAdapter,
-    averaged_weights,
     check_adapter_base,
     compute_row_norms,
+    find_ema_weight_names,
     fingerprint_base,
     is_adapter_checkpoint,
 )
@@ -64,7 +64,7 @@ class MegaWeightSource:
 
     def __init__(self, checkpoint: Checkpoint, *, averaged: bool = False) -> None:
         self.checkpoint = checkpoint
-        self._averaged = averaged_weights(checkpoint) if averaged else frozenset()
+        self._averaged = find_ema_weight_names(checkpoint) if averaged else frozenset()
         self.model: ModelConfig = checkpoint.model
         shapes = {key.removeprefix(WEIGHTS): checkpoint.tensor_shape(key) for key in checkpoint.tensor_keys(WEIGHTS)}
         self._names = _check_tensors(self.model, shapes, checkpoint.folder)
@@ -220,7 +220,7 @@ def _find_transformer_folder(folder: Path) -> Path | None:
     return inner
 
 
-def load_with_adapter(
+def open_weights_with_adapter(
     path: str | Location, base: str | Location, *, averaged: bool = False, families: Sequence[ModelFamily] = ()
 ) -> AdaptedWeightSource:
     """Open the weights at `base` merged with the LoRA adapter at `path`.
@@ -260,7 +260,7 @@ def _open_with_named_base(folder: Location, base: object, *, averaged: bool = Fa
         raise CheckpointError(
             f"{folder}: the base of the adapter cannot be opened: {error.message}", hint=hint
         ) from error
-    return load_with_adapter(folder, base, averaged=averaged)
+    return open_weights_with_adapter(folder, base, averaged=averaged)
 
 
 def read_model_config(
@@ -282,7 +282,7 @@ def read_model_config(
     folder = parse_location(path)
     config = folder if folder.name.endswith(".json") else folder / CONFIG
     if implementation == "transformers" and _find_checkpoint(folder) is None:
-        return describe_module(read_json_mapping(config))
+        return read_transformers_model_config(read_json_mapping(config))
     if config is not folder and not (
         _find_checkpoint(folder) is None and config.is_file() and not has_weight_files(folder)
     ):
@@ -323,7 +323,7 @@ def _single_gguf_model(folder: Path, files: Sequence[Path]) -> Path:
     return firsts[0]
 
 
-def resolve_checkpoint(path: str | Location) -> Location:
+def resolve_run_to_checkpoint(path: str | Location) -> Location:
     """Return the mega checkpoint at `path`, or the latest one if `path` is a run folder; else `path` itself."""
     folder = parse_location(path)
     return _find_checkpoint(folder) or folder

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mega_common.atomic_files import add_path_to_errors, fsync_directory
 from mega_common.errors import CheckpointError
-from mega_common.object_store import Location, RemotePath, translate_store_errors
+from mega_common.object_store import Location, RemotePath, convert_object_store_errors
 
 READ_AHEAD_BYTES = 2 << 20  # per request; the kernel limits requests to a few megabytes
 WRITEBACK_BYTES = 64 << 20
@@ -146,7 +146,7 @@ class RemoteFolder:
 
     def file_stamps(self) -> dict[str, str]:
         """Return {name: length and the store's version information} of each object except hidden ones."""
-        return {name: stamp for name, stamp in self._path.list_object_stamps().items() if _is_visible(name)}
+        return {name: stamp for name, stamp in self._path.list_object_versions().items() if _is_visible(name)}
 
     def create_folder(self) -> contextlib.AbstractContextManager[None]:
         """Context manager that does nothing: on an object store a folder is only a prefix of object names."""
@@ -201,11 +201,11 @@ class _RemoteObjectWriter:
         self._finished = False
 
     def write_block(self, block: memoryview) -> None:
-        with translate_store_errors(self._path, writing=True):
+        with convert_object_store_errors(self._path, writing=True):
             self._stream.write(block)
 
     def finish_file(self) -> None:
-        with translate_store_errors(self._path, writing=True):
+        with convert_object_store_errors(self._path, writing=True):
             self._stream.close()
         self._finished = True
 

@@ -25,17 +25,23 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from mega_ckpt.checkpoint import Checkpoint
 from mega_ckpt.checkpoint_folders import (
-    apply_retention,
     committer_for,
+    delete_old_checkpoints,
     latest_checkpoint,
     list_checkpoints,
     remove_leftovers,
     step_folder,
 )
-from mega_ckpt.dcp_planners import BoxLoadPlanner, BoxSavePlanner, ShardStorageReader, ShardStorageWriter, WrittenChunk
+from mega_ckpt.dcp_planners import (
+    ShardStorageReader,
+    ShardStorageWriter,
+    TensorSliceLoadPlanner,
+    TensorSliceSavePlanner,
+    WrittenChunk,
+)
 from mega_ckpt.host_staging import HostStaging
-from mega_ckpt.manifest import DTYPE_NAMES, FileEntry, Manifest, TensorEntry, make_manifest
-from mega_ckpt.shard_files import HashedFile
+from mega_ckpt.manifest import DTYPE_NAMES, FileEntry, Manifest, TensorEntry, make_checkpoint_manifest
+from mega_ckpt.shard_files import HashingFileWriter
 from mega_ckpt.storage import open_storage_folder
 from mega_ckpt.tensor_pieces import ShardedTensor
 from mega_common.atomic_files import describe_disk_error
@@ -49,7 +55,7 @@ __all__ = [
     "Checkpoint",
     "Location",
     "RemotePath",
-    "apply_retention",
+    "delete_old_checkpoints",
     "latest_checkpoint",
     "list_checkpoints",
     "load_sharded_checkpoint",
@@ -102,7 +108,7 @@ class _CheckpointTarget:
 
     def begin_save(self) -> Location:
         """Create the folder of a new checkpoint, after checking that the checkpoint can be described."""
-        make_manifest(self.step, self.model, self.state, self.provenance)
+        make_checkpoint_manifest(self.step, self.model, self.state, self.provenance)
         if self.assets and not self.assets.is_dir():
             raise CheckpointError(f"{self.assets}: no such folder; it must have the asset files of the checkpoint")
         self.folder = committer_for(self.root).begin_save(self.step)
@@ -114,7 +120,7 @@ class _CheckpointTarget:
         """
         assert self.folder is not None
         files = _copy_assets(self.assets, self.folder) if self.assets else {}
-        manifest = make_manifest(self.step, self.model, self.state, self.provenance)
+        manifest = make_checkpoint_manifest(self.step, self.model, self.state, self.provenance)
         folder, self.folder = self.folder, None
         committer_for(self.root).commit_save(folder, _fill_manifest(manifest, written, files))
         logger.info(
@@ -138,7 +144,7 @@ def _save_with_dcp(
 ) -> None:
     try:
         with _same_error_on_all_ranks(group):
-            writer, planner = ShardStorageWriter(target, advance), BoxSavePlanner(tensors)
+            writer, planner = ShardStorageWriter(target, advance), TensorSliceSavePlanner(tensors)
             dcp_save({}, storage_writer=writer, planner=planner, process_group=group, no_dist=not _distributed())
     except CheckpointError as error:
         # Only DCP's own error guarantees that no rank is still writing.
@@ -167,7 +173,7 @@ def load_sharded_checkpoint(
     with _same_error_on_all_ranks(group), _progress_on_first_rank(f"loading {folder.name}", group, size) as advance:
         reader, planner = (
             ShardStorageReader(folder, list(tensors), advance, verify=verify),
-            BoxLoadPlanner(folder, tensors),
+            TensorSliceLoadPlanner(folder, tensors),
         )
         dcp_load({}, storage_reader=reader, planner=planner, process_group=group, no_dist=not _distributed())
 
@@ -333,7 +339,7 @@ def _copy_assets(source: Path, folder: Location) -> dict[str, FileEntry]:
         inside = Path("assets") / Path(parent).relative_to(source)
         with open_storage_folder(folder / inside).create_folder():
             for name in sorted(names):
-                with open(Path(parent) / name, "rb") as stream, HashedFile(folder / inside / name) as file:
+                with open(Path(parent) / name, "rb") as stream, HashingFileWriter(folder / inside / name) as file:
                     while block := stream.read(1 << 22):
                         file.write_hashed(block)
                     files[(inside / name).as_posix()] = file.close()

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from mega_ckpt.checkpoint import BUFFERS, OPTIMIZER, WEIGHTS
 from mega_ckpt.checkpoint_folders import put_manifest
-from mega_ckpt.manifest import DTYPE_NAMES, FileEntry, TensorChunk, TensorEntry, make_manifest
-from mega_ckpt.resumable_folder import RunOnce, WriteJournal, write_always
-from mega_ckpt.shard_files import HashedFile, ShardSlab, write_shards
-from mega_ckpt.tensor_pieces import TensorShape, crop_tensor, split_box
-from mega_ckpt.weight_source import ConvertedTraining, WeightSource, cast_dtype
+from mega_ckpt.manifest import DTYPE_NAMES, FileEntry, TensorChunk, TensorEntry, make_checkpoint_manifest
+from mega_ckpt.resumable_folder import RunOnce, WriteJournal, write_without_journal
+from mega_ckpt.shard_files import HashingFileWriter, UnwrittenTensorChunk, write_shards
+from mega_ckpt.tensor_pieces import TensorShape, crop_tensor, split_slice_by_elements
+from mega_ckpt.weight_source import ConvertedTraining, WeightSource, choose_cast_dtype
 from mega_common.model_config import ModelConfig
 from mega_common.object_store import Location
 from mega_common.progress_logging import ProgressBar
@@ -30,25 +30,25 @@ FILE_BYTES = 4 << 30
 
 def split_blocks(shape: TensorShape, dtype: torch.dtype) -> Iterator[tuple[TensorShape, TensorShape]]:
     """Split a tensor of `shape` into contiguous slices (offset, shape) of at most `BLOCK_BYTES`, in row-major order."""
-    return split_box(shape, BLOCK_BYTES // dtype.itemsize)
+    return split_slice_by_elements(shape, BLOCK_BYTES // dtype.itemsize)
 
 
-def split_tensor_into_slabs(key: str, dtype: torch.dtype, shape: TensorShape) -> list[ShardSlab]:
+def split_tensor_for_checkpoint(key: str, dtype: torch.dtype, shape: TensorShape) -> list[UnwrittenTensorChunk]:
     """Return the slices of at most `BLOCK_BYTES` that a checkpoint stores the tensor `key` as."""
-    return [ShardSlab(key, dtype, shape, offset, extent) for offset, extent in split_blocks(shape, dtype)]
+    return [UnwrittenTensorChunk(key, dtype, shape, offset, extent) for offset, extent in split_blocks(shape, dtype)]
 
 
 def write_checkpoint(
     folder: Location,
-    slabs: Sequence[ShardSlab],
-    resolve: Callable[[ShardSlab], Tensor],
+    slabs: Sequence[UnwrittenTensorChunk],
+    resolve: Callable[[UnwrittenTensorChunk], Tensor],
     *,
     model: ModelConfig,
     step: int = 0,
     state: Mapping[str, Any] | None = None,
     assets: Mapping[str, Path | bytes] | None = None,
     provenance: Mapping[str, Any] | None = None,
-    once: RunOnce = write_always,
+    once: RunOnce = write_without_journal,
 ) -> None:
     """Write the files of a mega checkpoint into an existing folder, in one process.
     The function `resolve` returns the content of each tensor slice in `slabs`. The files are durable when this returns.
@@ -64,7 +64,7 @@ def write_checkpoint(
         provenance: origin of the checkpoint, as free-form JSON.
         once: skips shards that are already complete; other files are always written.
     """
-    manifest = make_manifest(step, model, state or {}, provenance)
+    manifest = make_checkpoint_manifest(step, model, state or {}, provenance)
     files = {
         f"assets/{name}": _write_asset(folder / "assets" / name, content) for name, content in (assets or {}).items()
     }
@@ -108,27 +108,20 @@ def write_weights(
         training: optimizer and trainer state to resume from; its step replaces `step`, its tensors become fp32.
         journal: journal of finished files.
     """
-    slabs = [
-        slab
-        for name in source.tensor_names()
-        for slab in split_tensor_into_slabs(WEIGHTS + name, cast_dtype(source, name, dtype), source.tensor_shape(name))
-    ]
-    for name in source.buffer_names():
-        buffer = source.read_buffer(name)
-        slabs += split_tensor_into_slabs(BUFFERS + name, buffer.dtype, tuple(buffer.shape))
+    slabs = _split_model_tensors(source, dtype)
     state = {f"{OPTIMIZER}{kind}/": tensors for kind, tensors in training.tensors.items()} if training else {}
     for prefix, tensors in state.items():
         slabs += [
             slab
             for name in tensors.tensor_names()
-            for slab in split_tensor_into_slabs(prefix + name, torch.float32, tensors.tensor_shape(name))
+            for slab in split_tensor_for_checkpoint(prefix + name, torch.float32, tensors.tensor_shape(name))
         ]
     readers = {WEIGHTS: read or source.read_tensor_slice} | {
         prefix: tensors.read_tensor_slice for prefix, tensors in state.items()
     }
     with ProgressBar(title, total=sum(slab.nbytes for slab in slabs), unit="bytes") as bar:
 
-        def resolve_slab(slab: ShardSlab) -> Tensor:
+        def resolve_slab(slab: UnwrittenTensorChunk) -> Tensor:
             bar.advance(slab.nbytes)
             if slab.key.startswith(BUFFERS):
                 return crop_tensor(source.read_buffer(slab.key.removeprefix(BUFFERS)), slab.offset, slab.shape)
@@ -137,7 +130,7 @@ def write_weights(
 
         if journal:
             journal.advance = bar.advance
-        once = journal.write_once if journal else write_always
+        once = journal.write_once if journal else write_without_journal
         write_checkpoint(
             folder, slabs, resolve_slab,
             model=source.model, step=training.step if training else step, state=training.state if training else None,
@@ -145,9 +138,24 @@ def write_weights(
         )  # fmt: skip
 
 
+def _split_model_tensors(source: WeightSource, dtype: torch.dtype | None) -> list[UnwrittenTensorChunk]:
+    """The chunks of a model's weights, cast to `dtype` where they are floating point, and of its buffers."""
+    slabs = [
+        slab
+        for name in source.tensor_names()
+        for slab in split_tensor_for_checkpoint(
+            WEIGHTS + name, choose_cast_dtype(source, name, dtype), source.tensor_shape(name)
+        )
+    ]
+    for name in source.buffer_names():
+        buffer = source.read_buffer(name)
+        slabs += split_tensor_for_checkpoint(BUFFERS + name, buffer.dtype, tuple(buffer.shape))
+    return slabs
+
+
 def _write_asset(path: Location, content: Path | bytes) -> FileEntry:
     if isinstance(path, Path):
         path.parent.mkdir(parents=True, exist_ok=True)
-    with HashedFile(path) as file:
+    with HashingFileWriter(path) as file:
         file.write_hashed(content.read_bytes() if isinstance(content, Path) else content)
         return file.close()

@@ -93,7 +93,7 @@ def boxes_by_name(tensors: Iterable[tuple[Tensor, Sequence[TensorPiece]]]) -> di
     return out
 
 
-def boxes_of_flat_range(
+def map_flat_range_to_sharded_tensors(
     flat: Tensor, pieces: Sequence[TensorPiece], local_shape: TensorShape, start: int
 ) -> dict[str, ShardedTensor]:
     """Return {global name: ShardedTensor} for a range of a flattened local tensor, as ZeRO shards it.
@@ -106,7 +106,7 @@ def boxes_of_flat_range(
     for low, extent, first in split_flat_range(local_shape, start, start + flat.numel()):
         block = flat[first - start : first - start + math.prod(extent)].view(extent)
         for piece in pieces:
-            overlap = box_overlap(low, extent, piece.local_start, piece.shape)
+            overlap = compute_slice_overlap(low, extent, piece.local_start, piece.shape)
             if overlap is None:
                 continue
             begin, size = overlap
@@ -144,7 +144,7 @@ def _row_part(shape: TensorShape, row: int, start: int, stop: int) -> Iterator[t
         yield (row, *low), (1, *extent), first + base
 
 
-def split_box(shape: TensorShape, max_elements: int) -> Iterator[tuple[TensorShape, TensorShape]]:
+def split_slice_by_elements(shape: TensorShape, max_elements: int) -> Iterator[tuple[TensorShape, TensorShape]]:
     """Split a rectangle into rectangles of at most `max_elements`, each contiguous in row-major order.
     The rectangle has `shape`. Its parts (offset, shape) are yielded in row-major order.
 
@@ -160,13 +160,13 @@ def split_box(shape: TensorShape, max_elements: int) -> Iterator[tuple[TensorSha
     rows = -(-shape[axis] // parts)
     for start in range(0, shape[axis], rows):
         inner = (*shape[:axis], min(rows, shape[axis] - start), *shape[axis + 1 :])
-        for offset, extent in split_box(inner, max_elements):
+        for offset, extent in split_slice_by_elements(inner, max_elements):
             yield (*offset[:axis], offset[axis] + start, *offset[axis + 1 :]), extent
 
 
-def split_into_slabs(box: TensorBox, max_bytes: int) -> Iterator[TensorBox]:
+def split_slice_by_bytes(box: TensorBox, max_bytes: int) -> Iterator[TensorBox]:
     """Split a tensor slice into slices of at most `max_bytes`, each contiguous in row-major order, as views."""
-    for start, shape in split_box(tuple(box.tensor.shape), max_bytes // box.tensor.element_size()):
+    for start, shape in split_slice_by_elements(tuple(box.tensor.shape), max_bytes // box.tensor.element_size()):
         yield TensorBox(
             tuple(o + s for o, s in zip(box.offset, start, strict=True)), crop_tensor(box.tensor, start, shape)
         )
@@ -183,7 +183,7 @@ def select_replica_share(
     out: dict[str, ShardedTensor] = {}
     loads = [(0, saver) for saver in range(size)]  # a heap
     for name, held in tensors.items():
-        for slab in (slab for box in held.boxes for slab in split_into_slabs(box, max_bytes)):
+        for slab in (slab for box in held.boxes for slab in split_slice_by_bytes(box, max_bytes)):
             load, saver = loads[0]
             heapq.heapreplace(loads, (load + slab.tensor.nbytes, saver))
             if saver == rank:
@@ -200,7 +200,7 @@ def merge_sharded_tensors(parts: Iterable[Mapping[str, ShardedTensor]]) -> dict[
     return out
 
 
-def box_overlap(
+def compute_slice_overlap(
     offset: TensorShape, shape: TensorShape, other_offset: TensorShape, other_shape: TensorShape
 ) -> tuple[TensorShape, TensorShape] | None:
     """Return the overlap of two rectangular slices of one tensor as (offset, shape); None if it has no elements."""
@@ -213,7 +213,7 @@ def copy_overlap(destination: TensorBox, source: TensorBox) -> int:
     """Copy the overlap of two slices of one global tensor from `source` to `destination`.
     Returns the number of elements copied.
     """
-    overlap = box_overlap(destination.offset, destination.tensor.shape, source.offset, source.tensor.shape)
+    overlap = compute_slice_overlap(destination.offset, destination.tensor.shape, source.offset, source.tensor.shape)
     if overlap is None:
         return 0
     begin, shape = overlap

@@ -19,11 +19,11 @@ from mega_ckpt.checkpoint import Checkpoint
 from mega_ckpt.manifest import DTYPE_NAMES, DTYPES, MANIFEST, Manifest
 from mega_ckpt.shard_files import tensor_bytes
 from mega_ckpt.storage import open_storage_folder
-from mega_ckpt.tensor_pieces import TensorShape, split_box
+from mega_ckpt.tensor_pieces import TensorShape, split_slice_by_elements
 from mega_ckpt.weight_source import WeightSource
 from mega_common.errors import CheckpointError
 from mega_common.object_store import Location
-from mega_common.progress_logging import ProgressBar, format_number
+from mega_common.progress_logging import ProgressBar, format_with_decimal_unit
 
 SLAB_ELEMENTS = 1 << 22
 READ_BYTES = 1 << 22
@@ -54,7 +54,7 @@ class VerifyReport:
 
     def __str__(self) -> str:
         lines = [
-            f"{self.folder}: step {self.step}, {self.tensors} tensors, {format_number(self.bytes)}B in {self.files} files"
+            f"{self.folder}: step {self.step}, {self.tensors} tensors, {format_with_decimal_unit(self.bytes)}B in {self.files} files"
         ]
         lines += [f"  {problem}" for problem in self.problems]
         lines += [f"  {key}: {count} elements are not finite" for key, count in self.not_finite.items()]
@@ -120,7 +120,7 @@ def _count_not_finite(checkpoint: Checkpoint, key: str) -> int:
 
 
 def _iter_slabs(checkpoint: Checkpoint, key: str) -> Iterator[Tensor]:
-    for offset, shape in split_box(checkpoint.tensor_shape(key), SLAB_ELEMENTS):
+    for offset, shape in split_slice_by_elements(checkpoint.tensor_shape(key), SLAB_ELEMENTS):
         yield checkpoint.read_tensor(key, offset, shape)
 
 
@@ -253,15 +253,15 @@ class CheckpointSummary:
     groups: list[TensorGroup]
 
     def __str__(self) -> str:
-        lines = [f"{self.folder}: step {self.step}, {format_number(self.parameters)} parameters"]
-        lines += [f"{format_number(self.bytes)}B in {self.files} files"]
+        lines = [f"{self.folder}: step {self.step}, {format_with_decimal_unit(self.parameters)} parameters"]
+        lines += [f"{format_with_decimal_unit(self.bytes)}B in {self.files} files"]
         lines += [f"original quantization: {kind}" for kind in [self.provenance.get("quantised")] if kind]
         lines += ["", "model"]
         lines += [f"  {name:24} {value}" for name, value in self.model.items()]
         lines += ["", "state"] + [f"  {name:24} {_truncate(value)}" for name, value in self.state.items()]
         lines += ["", f"{'tensors':26} {'dtype':8} {'count':>7} {'elements':>10} {'bytes':>10}"]
         for one in self.groups:
-            sizes = f"{one.tensors:7} {format_number(one.elements):>10} {format_number(one.bytes) + 'B':>10}"
+            sizes = f"{one.tensors:7} {format_with_decimal_unit(one.elements):>10} {format_with_decimal_unit(one.bytes) + 'B':>10}"
             lines.append(f"  {one.prefix:24} {one.dtype:8} {sizes}")
         return "\n".join(lines)
 

@@ -102,7 +102,7 @@ class DerivedWeightSource:
         return self.base.asset_files()
 
 
-def cast_dtype(source: WeightSource, name: str, dtype: torch.dtype | None) -> torch.dtype:
+def choose_cast_dtype(source: WeightSource, name: str, dtype: torch.dtype | None) -> torch.dtype:
     """Return the dtype of a tensor after a cast to `dtype`.
     Integers are not cast, nor is a router's selection bias, whose updates are small and which published folders have in
     fp32.

@@ -156,7 +156,7 @@ def _explain_yaml_error(error: yaml.YAMLError) -> str:
     )
 
 
-def check_yaml_limits(path: Path) -> None:
+def check_yaml_file_size(path: Path) -> None:
     """Check that a YAML file, which another library loads with its own tags, is not too large to parse.
     The limits are those in `BoundedYamlLoader`.
 

@@ -80,7 +80,7 @@ class RelativePositionConfig(StrictConfig):
     every_layer: bool = Field(False, description="one table per layer, as in UMT5; else one per stack")
 
 
-def find_encoder_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
+def find_encoder_config_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
     """Yield the settings of `model` that conflict with an encoder section or with relative position biases."""
     if model.position == "relative":
         if model.encoder is None:

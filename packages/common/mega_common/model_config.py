@@ -35,7 +35,7 @@ from mega_common.layer_kinds import (
     expand_layer_pattern,
     validate_layer_pattern,
 )
-from mega_common.model_rules import find_model_problems
+from mega_common.model_rules import find_model_config_problems
 from mega_common.retro_config import RetroConfig
 from mega_common.strict_config import ConfigProblem, DimensionSize, ExpertCount, LayerCount, StrictConfig
 from mega_common.transformers_config import TransformersModuleConfig
@@ -525,5 +525,5 @@ class ModelConfig(StrictConfig):
         return {**raw, "num_layers": len(expand_layer_pattern(repeats))}
 
     def problems(self) -> Iterator[ConfigProblem]:
-        """Yield violated rules between the fields of this model configuration, as `find_model_problems` does."""
-        return find_model_problems(self)
+        """Yield violated rules between the fields of this model configuration, as `find_model_config_problems` does."""
+        return find_model_config_problems(self)

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from mega_common.encoder_config import find_encoder_problems
+from mega_common.encoder_config import find_encoder_config_problems
 from mega_common.layer_kinds import FEEDS, MIXERS, expand_layer_pattern, find_missing_sections
-from mega_common.retro_config import find_retro_problems
+from mega_common.retro_config import find_retro_config_problems
 from mega_common.strict_config import ConfigProblem
 
 if TYPE_CHECKING:
     from mega_common.model_config import ModelConfig, RopeConfig
 
 
-def find_model_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
+def find_model_config_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
     """Yield violated rules between the fields of a model configuration."""
     yield from _find_head_problems(model) if "attention" in model.heads_by_mixer else ()
     layers = model.num_layers + model.mtp_layers
@@ -61,8 +61,8 @@ def find_model_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
         yield ConfigProblem("attention_gate", "is not supported with mla", hint="leave out mla")
     yield from _find_layer_problems(model) if model.layers is not None else ()
     yield from _find_block_problems(model)
-    yield from find_encoder_problems(model)
-    yield from find_retro_problems(model)
+    yield from find_encoder_config_problems(model)
+    yield from find_retro_config_problems(model)
 
 
 def _find_vision_problems(model: ModelConfig) -> Iterator[ConfigProblem]:

@@ -24,7 +24,7 @@ _URL = re.compile(r"(?P<protocol>[a-z][a-z0-9+.-]*)://(?P<path>.+)")
 READ_AHEAD = 1 << 23  # bytes of one request
 
 
-class Stamp(NamedTuple):
+class ObjectVersion(NamedTuple):
     """Version of an object in an object store.
     It has the size in bytes, and the ETag or modification time, empty if the store reports neither.
     """
@@ -116,7 +116,7 @@ class RemotePath(str):
         """Return {name relative to this path: size in bytes} of all objects below this path."""
         return {name: int(entry["size"]) for name, entry in self._list_entries_below().items()}
 
-    def list_object_stamps(self) -> dict[str, str]:
+    def list_object_versions(self) -> dict[str, str]:
         """Return the versions of all objects below this path, by name.
         The result is {name relative to this path: text with size and ETag or modification time}.
         """
@@ -137,16 +137,16 @@ class RemotePath(str):
             cache.fetcher = _require_exact_ranges(self, cache.fetcher)
         return stream  # type: ignore[no-any-return]
 
-    def match_objects(self) -> dict[str, Stamp]:
+    def match_objects(self) -> dict[str, ObjectVersion]:
         """Return {URL: size and version} of all objects that match this path, sorted by name.
         Objects match it as a glob, or are at or below it if it is not a glob.
         """
         with self._connect() as (files, path):
             entries = files.glob(path, detail=True) if glob.has_magic(path) else files.find(path, detail=True)
             return {
-                f"{self}{name[len(path) :]}" if name.startswith(path) else str(files.unstrip_protocol(name)): Stamp(
-                    int(entry["size"] or 0), _get_entry_state(entry)
-                )
+                f"{self}{name[len(path) :]}"
+                if name.startswith(path)
+                else str(files.unstrip_protocol(name)): ObjectVersion(int(entry["size"] or 0), _get_entry_state(entry))
                 for name, entry in sorted(entries.items())
                 if entry["type"] == "file"
             }
@@ -201,7 +201,7 @@ class RemotePath(str):
     @contextlib.contextmanager
     def _connect(self, *, writing: bool = False) -> Iterator[tuple[Any, str]]:
         """Yield the file system and the path on it; convert errors in the block to one sentence."""
-        with translate_store_errors(self, writing=writing):
+        with convert_object_store_errors(self, writing=writing):
             files, path = fsspec.core.url_to_fs(str(self))
             files.invalidate_cache()  # other machines may have written
             yield files, path
@@ -231,7 +231,7 @@ def _get_entry_state(entry: Mapping[str, Any]) -> str:
 
 
 @contextlib.contextmanager
-def translate_store_errors(path: RemotePath, *, writing: bool = False) -> Iterator[None]:
+def convert_object_store_errors(path: RemotePath, *, writing: bool = False) -> Iterator[None]:
     """Context manager that converts exceptions of an object store's client to an ObjectStoreError.
     The client's exceptions share no base class. The error is one sentence that names `path`.
 

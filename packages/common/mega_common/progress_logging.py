@@ -77,11 +77,13 @@ class ProgressBar:
 
     def _format_line(self) -> str:
         seconds = max(time.monotonic() - self._start, 1e-9)
-        text = f"{self.title}: {format_number(self.done)} {self.unit}".rstrip()
+        text = f"{self.title}: {format_with_decimal_unit(self.done)} {self.unit}".rstrip()
         if self.total:
             left = seconds * (self.total / self.done - 1) if self.done else float("nan")
-            text += f" of {format_number(self.total)} ({100 * self.done / self.total:.0f} %, {left:.0f} s left)"
-        return f"{text}, {format_number(self.done / seconds)} {self.unit}/s".replace(" /s", "/s")
+            text += (
+                f" of {format_with_decimal_unit(self.total)} ({100 * self.done / self.total:.0f} %, {left:.0f} s left)"
+            )
+        return f"{text}, {format_with_decimal_unit(self.done / seconds)} {self.unit}/s".replace(" /s", "/s")
 
     def __enter__(self) -> Self:
         if self._live is not None:
@@ -95,7 +97,7 @@ class ProgressBar:
             self._live.stop()
 
 
-def format_number(number: float) -> str:
+def format_with_decimal_unit(number: float) -> str:
     """Return a number as text with a decimal unit: 1234567 -> '1.23M'. Small whole numbers stay unchanged."""
     for exponent, suffix in zip(range(24, 0, -3), "YZEPTGMk", strict=True):
         factor = 10.0**exponent

@@ -52,7 +52,7 @@ class RetroConfig(StrictConfig):
         return list(range(5 if count <= 15 else 8, count, 3)) if self.layers is None else sorted(set(self.layers))
 
 
-def find_retro_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
+def find_retro_config_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
     """Yield the settings of `model` that conflict with its retrieval (`retro`) section."""
     if model.retro is None:
         return

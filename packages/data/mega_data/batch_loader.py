@@ -75,7 +75,7 @@ class BatchLoader:
     """Iterator over one data-parallel rank's share of successive global batches, as `StepBatch`.
 
     A step has the samples [g, g + global_batch); each rank gets n = global_batch / dp_size of them, by
-    `balance_samples`. For a batch size that changes, `global_batch` is a function of the consumed samples.
+    `assign_samples_to_ranks`. For a batch size that changes, `global_batch` is a function of the consumed samples.
     `consumed_samples` is the only state: the number of samples of all returned batches, over all ranks. A loader
     created with that number continues with the next batch, in any world size.
 
@@ -158,7 +158,7 @@ class BatchLoader:
     def _select_own_samples(self, step: range) -> npt.NDArray[np.int64]:
         if self._dp_size == 1:
             return np.arange(len(step))
-        assigned = balance_samples(self._dataset.estimate_attention_work(step), self._dp_size)
+        assigned = assign_samples_to_ranks(self._dataset.estimate_attention_work(step), self._dp_size)
         own: npt.NDArray[np.int64] = assigned[self._dp_rank]
         return own
 
@@ -212,7 +212,7 @@ def _stack_t5_samples(samples: Sequence[T5Sample], ids: npt.NDArray[np.int64]) -
     )
 
 
-def balance_samples(work: npt.NDArray[np.int64], ranks: int) -> npt.NDArray[np.int64]:
+def assign_samples_to_ranks(work: npt.NDArray[np.int64], ranks: int) -> npt.NDArray[np.int64]:
     """Assign the samples of a step to data-parallel ranks, equally many each and with about equal work.
     The attention work of the samples is `work`; there are `ranks` ranks. Returns sample numbers, int64 [ranks, samples
     / ranks].

@@ -21,10 +21,10 @@ from mega_data.kinds import get_dataset_builders
 from mega_data.kinds.blocked_samples import BlockedSamples
 from mega_data.kinds.dataset_kind import DatasetContext, DatasetFactory, DatasetSamples, TrainingSample
 from mega_data.kinds.retro_samples import RetroSamples
-from mega_data.kinds.running_text import DocumentRules
+from mega_data.kinds.running_text import EndOfDocumentRules
 from mega_data.retrieval.neighbor_files import open_dataset_neighbors
 from mega_data.sampling.dataset_parts import SPLITS, DatasetPart, DatasetPartitioner
-from mega_data.sampling.staged_blend import build_fixed_blend, build_training_blend, number_repeated_paths
+from mega_data.sampling.staged_blend import build_evaluation_blend, build_training_blend, number_repeated_paths
 from mega_data.sampling.weighted_blend import MegatronBlend, StableBlend
 from mega_data.token_files.image_references import reject_images
 from mega_data.token_files.indexed_reader import IndexedReader
@@ -57,7 +57,7 @@ class BlendedDataset:
         parts: Sequence[DatasetPart],
         sources: Sequence[DatasetSamples[Any]],
         blend: SampleBlend,
-        rules: DocumentRules,
+        rules: EndOfDocumentRules,
         seq_length: int,
     ) -> None:
         self._parts, self._sources, self._blend = parts, sources, blend
@@ -190,8 +190,8 @@ def _build_blended_dataset(
         _check_neighbor_shapes(parts, sources)
         epoch_sizes = [partial(getattr, source, "samples_per_epoch") for source in sources]
         limits = [part.get_sample_limit(size) for part, size in zip(parts, epoch_sizes, strict=True)]
-        staged = build_training_blend(parts, config, limits) if training else build_fixed_blend(parts)
-        return BlendedDataset(parts, sources, staged, DocumentRules.from_context(setting), config.seq_length)
+        staged = build_training_blend(parts, config, limits) if training else build_evaluation_blend(parts)
+        return BlendedDataset(parts, sources, staged, EndOfDocumentRules.from_context(setting), config.seq_length)
     blend: SampleBlend = StableBlend([parts[0].weights_by_tokens[0]])
     sizes, separate_splits = [num_samples], config.valid is not None or config.test is not None
     # Megatron blends a single data set, with its surplus of samples, only if it has a weight and shares a split.
@@ -199,7 +199,7 @@ def _build_blended_dataset(
         blend = MegatronBlend([part.weights_by_tokens[0] for part in parts], num_samples, setting.cache)
         sizes = blend.sizes
     sources = [builders[part.kind](part, setting, size) for part, size in zip(parts, sizes, strict=True)]
-    return BlendedDataset(parts, sources, blend, DocumentRules.from_context(setting), config.seq_length)
+    return BlendedDataset(parts, sources, blend, EndOfDocumentRules.from_context(setting), config.seq_length)
 
 
 def _build_sources(
@@ -302,7 +302,7 @@ def plan_dataset_usage(config: DataConfig, samples: Mapping[str, int], eod: int 
         blend = (
             build_training_blend(chosen, config, limits)
             if name == "train"
-            else build_fixed_blend(chosen)
+            else build_evaluation_blend(chosen)
             if chosen
             else None
         )

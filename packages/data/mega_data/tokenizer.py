@@ -162,7 +162,7 @@ class Tokenizer:
             start, lead = cut.begin, cut.lead
         yield TextPiece("".join([text[start:], *blocks]), True, True, lead)
 
-    def encode_after_lead(self, lead: str, text: str) -> list[int]:
+    def encode_after_text(self, lead: str, text: str) -> list[int]:
         """Return the token ids that `text` has directly after the text `lead`, without the tokens of `lead`."""
         return self.encode(lead + text)[len(self.encode(lead)) :]
 
@@ -174,7 +174,7 @@ class Tokenizer:
                 left, right = text[max(end - WINDOW, 0) : end], text[begin : begin + WINDOW]
                 whole, first = self.encode(left + text[end:begin] + right), self.encode(left)
                 for lead in leads:
-                    second = self.encode_after_lead(lead, right)  # empty if lead and text are one unknown word
+                    second = self.encode_after_text(lead, right)  # empty if lead and text are one unknown word
                     if second and whole == first + second:
                         return TextCut(end, begin, lead)
         return None
@@ -185,7 +185,7 @@ class Tokenizer:
             left, right = text[max(cut - WINDOW, 0) : cut], text[cut : cut + WINDOW]
             whole, first = self.decode(self.encode(left + right)), self.encode(left)
             for lead in leads:
-                second = self.encode_after_lead(lead, right)
+                second = self.encode_after_text(lead, right)
                 if second and whole == self.decode(first + second):
                     return TextCut(cut, cut, lead)
         return None

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer as Backend
 from mega_common.errors import DataError
 from mega_common.progress_logging import ProgressBar, logger
 from mega_data.plain_text_tokenizer import PlainTextBackend, list_token_spellings
-from mega_data.reading.decompression import import_optional
+from mega_data.reading.decompression import import_optional_package
 from mega_data.tokenizer import Tokenizer, save_tokenizer
 
 SAMPLE = 1 << 22  # characters that are compared
@@ -123,10 +123,10 @@ def _check_tekken_counts(file: Path) -> None:
 
 def _convert_tekken(file: Path) -> ConvertedTokenizer:
     _check_tekken_counts(file)
-    converter = import_optional(
+    converter = import_optional_package(
         "transformers.integrations.mistral.tokenizer", "converting tekken files"
     ).MistralConverter
-    library = import_optional(
+    library = import_optional_package(
         "mistral_common.tokens.tokenizers.tekken", "converting tekken files"
     ).Tekkenizer.from_file(file)
     return ConvertedTokenizer(
@@ -139,8 +139,10 @@ def _convert_tekken(file: Path) -> ConvertedTokenizer:
 def _convert_tiktoken(file: Path, pattern: str, special_tokens: Sequence[str]) -> ConvertedTokenizer:
     pairs = (line.split() for line in file.read_bytes().splitlines() if line.strip())
     ranks = {base64.b64decode(token): int(rank) for token, rank in pairs}
-    tiktoken = import_optional("tiktoken", "converting tiktoken files")
-    base: Any = import_optional("transformers.convert_slow_tokenizer", "converting tiktoken files").TikTokenConverter
+    tiktoken = import_optional_package("tiktoken", "converting tiktoken files")
+    base: Any = import_optional_package(
+        "transformers.convert_slow_tokenizer", "converting tiktoken files"
+    ).TikTokenConverter
 
     class Converter(base):  # type: ignore[misc]
         @staticmethod
@@ -155,10 +157,12 @@ def _convert_tiktoken(file: Path, pattern: str, special_tokens: Sequence[str]) -
 
 
 def _convert_sentencepiece(file: Path) -> ConvertedTokenizer:
-    library = import_optional("sentencepiece", "converting .model files").SentencePieceProcessor(model_file=str(file))
-    proto = import_optional("sentencepiece.sentencepiece_model_pb2", "converting .model files").ModelProto.FromString(
-        file.read_bytes()
+    library = import_optional_package("sentencepiece", "converting .model files").SentencePieceProcessor(
+        model_file=str(file)
     )
+    proto = import_optional_package(
+        "sentencepiece.sentencepiece_model_pb2", "converting .model files"
+    ).ModelProto.FromString(file.read_bytes())
     trained, text = proto.trainer_spec, proto.normalizer_spec
     scores = [(piece.piece, piece.score) for piece in proto.pieces]
     if trained.model_type == BPE:

@@ -29,7 +29,7 @@ from mega_trainer.parallel.tensor_parallel import ColumnParallelLinear, RowParal
 LayerFunction = Callable[[Tensor, ForwardContext], Tensor]  # hidden states [N, D], normed or not, to [N, D]
 
 
-def flatten_layers(model: Decoder) -> LayerFunction:
+def build_cpu_layer_function(model: Decoder) -> LayerFunction:
     """Return a function that applies all layers of a decoder with a KV cache, faster on a CPU.
     It maps hidden states [N, 1, D]. Where `model` itself is as fast, such as on a GPU, return `model`.
 

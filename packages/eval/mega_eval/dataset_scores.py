@@ -98,12 +98,12 @@ def evaluate_perplexity(
     windows = open_sequential_dataset(prefix, seq_length)
     together = 1 if model.device.type == "cpu" else batch_size
     losses = compute_window_losses(model, windows, together)
-    return sum_window_losses(
+    return compute_dataset_score(
         losses, len(windows), prefix, model, seq_length, per_sample, text_bytes=info.text_bytes if info else 0
     )
 
 
-def sum_window_losses(
+def compute_dataset_score(
     losses: Losses, windows: int, prefix: Path, model: Decoder, seq_length: int, per_sample: Path | None, *,
     text_bytes: int = 0,
 ) -> DatasetScore:  # fmt: skip
@@ -162,7 +162,7 @@ def _batch_losses(model: Decoder, samples: Sequence[TrainingSample]) -> list[flo
     return out
 
 
-def check_vocabulary(prefix: Path, vocab_size: int) -> None:
+def check_token_ids_in_vocabulary(prefix: Path, vocab_size: int) -> None:
     """Raise DataError at the first token of a data set that is outside the model's vocabulary.
     Tokens of the data set `prefix` must be below `vocab_size`; the whole data set is read once.
 
@@ -191,7 +191,7 @@ def check_eval_data(prefix: Path, model: Decoder, seq_length: int, tokenizer: To
     info = read_dataset_info(prefix)
     if tokenizer is not None and info is not None and info.tokenizer is not None:
         check_same_tokenizer(prefix, info.tokenizer, tokenizer)
-    check_vocabulary(prefix, model.config.vocab_size)
+    check_token_ids_in_vocabulary(prefix, model.config.vocab_size)
     check_sequence_length(model.config, seq_length, f"windows of {seq_length} tokens")
     return info
 
@@ -252,7 +252,7 @@ def evaluate_preferences(model: Decoder, prefix: Path) -> PreferenceAccuracy:
         raise DataError(
             f"{prefix}: a reward model requires preference pairs, but {unpaired} answers here have no counterpart"
         )
-    check_vocabulary(prefix, model.config.vocab_size)
+    check_token_ids_in_vocabulary(prefix, model.config.vocab_size)
     check_sequence_length(model.config, int(reader.lengths.max()), f"answers of up to {reader.lengths.max()} tokens")
     scores = np.empty(len(reader))
     with ProgressBar("scoring", total=len(reader), unit="answers") as bar:

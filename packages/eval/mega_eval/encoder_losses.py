@@ -23,11 +23,11 @@ from torch import Tensor
 from mega_common.errors import DataError
 from mega_data.blended_dataset import BlendedDataset, build_blended_datasets
 from mega_data.data_config import DataConfig
-from mega_data.kinds.masked_lm_samples import find_mask_token, find_unmaskable_tokens
+from mega_data.kinds.masked_lm_samples import find_mask_token, mark_unmaskable_tokens
 from mega_data.kinds.t5_samples import T5Sample
 from mega_data.token_files.indexed_reader import IndexedReader
 from mega_data.tokenizer import Tokenizer
-from mega_eval.dataset_scores import DatasetScore, Losses, check_eval_data, sum_window_losses
+from mega_eval.dataset_scores import DatasetScore, Losses, check_eval_data, compute_dataset_score
 from mega_trainer.config.sections import TrainConfig
 from mega_trainer.data.micro_batch import DocumentBounds, MicroBatch, build_encoder_batch
 from mega_trainer.distributed.comm import CommGroup
@@ -63,7 +63,7 @@ def evaluate_masked_lm(
     check_eval_data(prefix, model, seq_length, tokenizer if same_tokenizer else None)
     windows = MaskedLmWindows(prefix, seq_length, tokenizer)
     losses = (_window_loss(model, window, windows, number, share, batch_size) for number, window in enumerate(windows))
-    return sum_window_losses(losses, len(windows), prefix, model, seq_length, per_sample)
+    return compute_dataset_score(losses, len(windows), prefix, model, seq_length, per_sample)
 
 
 class MaskedLmWindows:
@@ -88,7 +88,7 @@ class MaskedLmWindows:
         size = max(tokenizer.vocab_size, int(self._tokens.max(initial=0)) + 1)
         self.mask, self.never_masked = (
             find_mask_token(tokenizer),
-            find_unmaskable_tokens(tokenizer, tokenizer.eos_id, size),
+            mark_unmaskable_tokens(tokenizer, tokenizer.eos_id, size),
         )
 
     def __len__(self) -> int:
@@ -182,7 +182,7 @@ def evaluate_span_corruption(
     samples, *_ = build_blended_datasets(config, seed=seed, samples={}, eod=tokenizer.eos_id, tokenizer=tokenizer)
     count = int(samples.samples_per_epoch)
     losses = _sample_losses(model, samples, count, 1 if model.device.type == "cpu" else batch_size)
-    return sum_window_losses(losses, count, prefix, model, seq_length, per_sample)
+    return compute_dataset_score(losses, count, prefix, model, seq_length, per_sample)
 
 
 def _sample_losses(model: Decoder, samples: BlendedDataset, count: int, batch_size: int) -> Losses:

@@ -95,7 +95,7 @@ class ScoredToken:
 
 
 @dataclass(frozen=True)
-class EngineEvent:
+class GenerationEvent:
     """New text and tokens of one request after one step of the inference engine.
 
     Attributes:
@@ -214,7 +214,7 @@ class RequestState:
         """
         return len(self.tokens) + len(self.drafts) - self.num_computed
 
-    def align_to_images(self, count: int) -> int:
+    def extend_to_image_end(self, count: int) -> int:
         """Return the number of tokens to compute next, raised to the end of an image that it would cut.
         `count` is the number before; only images with bidirectional attention matter.
         """

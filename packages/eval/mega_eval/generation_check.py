@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from mega_data.batch_loader import EncoderInput, StepBatch
-from mega_eval.engine_requests import EngineEvent, EngineRequest
+from mega_eval.engine_requests import EngineRequest, GenerationEvent
 from mega_eval.inference_engine import InferenceEngine
 from mega_eval.live_model import build_inference_model
 from mega_eval.text_stream import GenerationLimits
@@ -56,7 +56,7 @@ def compare_generation(case: LayoutCase) -> tuple[float, str] | str:
     engine = InferenceEngine(model, _TokenNumbers(), cache_tokens=CACHE_TOKENS, batch_size=1, chunk_tokens=CHUNK_TOKENS)
     encodes = config.model.encoder is not None
     engine.add_request(EngineRequest(prompt, GenerationLimits(NEW), logprobs=1, prompt_logprobs=not encodes))
-    events: list[EngineEvent] = []
+    events: list[GenerationEvent] = []
     while engine.num_waiting or engine.num_running:
         events += engine.step()
     prompt_scores = [one.logprob for event in events for one in event.prompt or [] if one is not None]

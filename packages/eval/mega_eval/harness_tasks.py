@@ -24,7 +24,7 @@ from lm_eval.tasks import TaskManager
 from lm_eval.utils import handle_non_serializable, make_table
 
 from mega_common.atomic_files import open_atomic_file
-from mega_common.bounded_parsing import check_yaml_limits, read_settings_file
+from mega_common.bounded_parsing import check_yaml_file_size, read_settings_file
 from mega_common.errors import ConfigError, DataError
 from mega_common.progress_logging import ProgressBar, logger
 from mega_data.chat.chat_records import Conversation
@@ -234,7 +234,7 @@ class HarnessTaskOptions:
     gen_kwargs: str | None = None
 
 
-def find_harness_tasks(names: Sequence[str], include_path: Path | None = None) -> TaskManager:
+def load_harness_task_manager(names: Sequence[str], include_path: Path | None = None) -> TaskManager:
     """Return an index of lm-evaluation-harness tasks that contains the named ones.
     `names` are tasks or groups of the harness, patterns such as `mmlu_*`, or YAML files.
 
@@ -247,7 +247,7 @@ def find_harness_tasks(names: Sequence[str], include_path: Path | None = None) -
         if _is_file(name) and not Path(name).is_file():
             raise ConfigError(f"{name}: the task file does not exist")
     for file in _task_files(names, include_path):
-        check_yaml_limits(file)
+        check_yaml_file_size(file)
     others = [name for name in names if not _is_file(name)]
     # a group in a file can name other tasks
     groups = [name for name in names if _is_file(name) and re.search(r"(?m)^group\s*:", read_settings_file(Path(name)))]
@@ -279,14 +279,14 @@ def run_harness_tasks(
     manager: TaskManager | None = None,
 ) -> Results:
     """Run tasks of the lm-evaluation-harness on a model and return its results.
-    It is called on rank 0, while the other ranks run `follow_first_rank`.
+    It is called on rank 0, while the other ranks run `repeat_rank_zero_calls`.
 
     Args:
         model: the model.
-        names: names of tasks, as for `find_harness_tasks`.
+        names: names of tasks, as for `load_harness_task_manager`.
         options: options for running tasks.
         model_info: fields to add under "config" of the results.
-        manager: result of `find_harness_tasks` for these names; found if None.
+        manager: result of `load_harness_task_manager` for these names; found if None.
 
     Raises:
         ConfigError: when a task does not exist.
@@ -299,7 +299,7 @@ def run_harness_tasks(
         )
     if options.chat_template_name is not None and model.template is not None:
         model.template = model.template.select_template(options.chat_template_name)
-    manager = manager or find_harness_tasks(names, options.include_path)
+    manager = manager or load_harness_task_manager(names, options.include_path)
     results: Results = simple_evaluate(
         model, tasks=_load_tasks(manager, names), task_manager=manager, num_fewshot=options.num_fewshot,
         limit=options.limit if options.limit is None or options.limit < 1 else int(options.limit),

@@ -13,8 +13,8 @@ from lm_eval.tasks import TaskManager
 
 from mega_common.errors import ConfigError
 from mega_common.progress_logging import logger
-from mega_eval.harness_tasks import HarnessModel, HarnessTaskOptions, find_harness_tasks, run_harness_tasks
-from mega_eval.live_model import make_live_replicas
+from mega_eval.harness_tasks import HarnessModel, HarnessTaskOptions, load_harness_task_manager, run_harness_tasks
+from mega_eval.live_model import make_training_model_replicas
 from mega_eval.multi_rank_inference import ModelReplicas, PromptTokenizer
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.data.data_check import find_run_tokenizer
@@ -22,7 +22,7 @@ from mega_trainer.pipeline.executor import PipelineExecutor
 
 
 @dataclass
-class TrainingTasks:
+class InTrainingTaskEvaluator:
     """Evaluation during training on lm-evaluation-harness tasks.
     The tasks are listed under `eval` in run.yaml; all ranks of the run take part.
 
@@ -44,15 +44,15 @@ class TrainingTasks:
         self._prompts = PromptTokenizer(tokenizer)
         # a long timeout: other ranks wait while the first rank reads a data set or aggregates; a watchdog detects hangs
         self._group = dist.new_group(backend="gloo", timeout=timedelta(days=1)) if dist.is_initialized() else None
-        self._manager: TaskManager = find_harness_tasks(self.config.eval.tasks, self.config.eval.include_path)
+        self._manager: TaskManager = load_harness_task_manager(self.config.eval.tasks, self.config.eval.include_path)
 
     def __call__(self, executor: PipelineExecutor) -> Mapping[str, float]:
         """Return the task scores of the model in training as `eval/TASK/METRIC` on rank 0; empty on other ranks, or
         when evaluation has used up its share of the run's time.
         """
-        replicas = make_live_replicas(executor, self.config, self._prompts, self._group)
+        replicas = make_training_model_replicas(executor, self.config, self._prompts, self._group)
         if replicas.rank:
-            replicas.follow_first_rank()
+            replicas.repeat_rank_zero_calls()
             return {}
         begin = time.monotonic()
         allowed = self.config.eval.max_share * (begin - self._run_start)

@@ -22,13 +22,13 @@ from torch import Tensor
 
 from mega_common.errors import CheckpointError, ConfigError, DataError, MegaError
 from mega_common.progress_logging import logger
-from mega_eval.cpu_layers import flatten_layers
-from mega_eval.engine_requests import Drafter, EngineEvent, EngineRequest, RequestState, score_token
+from mega_eval.cpu_layers import build_cpu_layer_function
+from mega_eval.engine_requests import Drafter, EngineRequest, GenerationEvent, RequestState, score_token
 from mega_eval.grammar_matcher import GrammarCache
 from mega_eval.image_prompts import attach_image_features, find_image_ranges, gather_token_images
 from mega_eval.model_loading import add_lora_adapter, remove_lora_adapter
 from mega_eval.mtp_drafter import MtpDrafter
-from mega_eval.paged_cache import PAGE, PageAllocator, PagedCache, RowSpan, hash_full_pages
+from mega_eval.paged_cache import PAGE, PageAllocator, PagedCache, RequestTokenSpan, hash_full_pages
 from mega_eval.sampling import select_most_likely
 from mega_eval.text_stream import Continuation, TextTokenizer
 from mega_trainer.data.batch_images import BatchImages
@@ -72,7 +72,7 @@ class InferenceEngine:
                 hint="use mega generate, or convert it (mega ckpt convert --to hf) and serve it with another server",
             )
         self._model, self._tokenizer, self._adapters = model, tokenizer, adapters or PerRowAdapterSelection([])
-        self._layers, self._batch_size, self._chunk = flatten_layers(model), batch_size, chunk_tokens
+        self._layers, self._batch_size, self._chunk = build_cpu_layer_function(model), batch_size, chunk_tokens
         self._pages = PageAllocator(-(-cache_tokens // PAGE))
         self._cache = PagedCache(model.config.num_layers + len(model.predictors), self._pages.count, batch_size)
         self._free_states = list(range(batch_size))  # indices of recurrent states that no row uses
@@ -157,7 +157,7 @@ class InferenceEngine:
         if isinstance(self._drafter, MtpDrafter):
             raise ConfigError("LoRA adapters are not supported with draft = mtp", hint="use draft = ngrams")
         add_lora_adapter(self._model, base, folder, name, self._adapters)
-        self._layers = flatten_layers(self._model)
+        self._layers = build_cpu_layer_function(self._model)
 
     def unload_adapter(self, name: str) -> None:
         """Remove the LoRA adapter `name`.
@@ -170,7 +170,7 @@ class InferenceEngine:
             raise DataError(f"the adapter is in use by {users} requests", hint="unload it when they have ended")
         remove_lora_adapter(self._model, name, self._adapters)
 
-    def step(self, *, isolate: bool = False) -> list[EngineEvent]:
+    def step(self, *, isolate: bool = False) -> list[GenerationEvent]:
         """Run one forward pass over the scheduled requests and return the events with their new text.
         The list is empty when the engine is idle or only computes prompts.
 
@@ -204,7 +204,7 @@ class InferenceEngine:
         self._running.clear()
         self._pages, self._free_states = PageAllocator(self._pages.count), list(range(self._batch_size))
 
-    def _isolate_failure(self, row: RequestState, act: Callable[[], list[EngineEvent]]) -> list[EngineEvent]:
+    def _isolate_failure(self, row: RequestState, act: Callable[[], list[GenerationEvent]]) -> list[GenerationEvent]:
         """Return the events of `act`; if it raises, drop the row and return the event of its failure."""
         try:
             return act()
@@ -212,11 +212,11 @@ class InferenceEngine:
             if not isinstance(error, MegaError):
                 logger.exception("request %d of the engine failed", row.number)
             self.cancel_request(row.number)
-            return [EngineEvent(row.number, "", [], [], None, None, error)]
+            return [GenerationEvent(row.number, "", [], [], None, None, error)]
 
     def _process_outputs(
         self, row: RequestState, count: int, logits: Tensor, likeliest: Sequence[int]
-    ) -> list[EngineEvent]:
+    ) -> list[GenerationEvent]:
         """Record `count` computed tokens of a row, and choose the next token once its prompt is complete."""
         if -1 in likeliest:
             raise CheckpointError(
@@ -230,9 +230,9 @@ class InferenceEngine:
         verified = 1 + len(row.drafts)
         return [self._accept_tokens(row, logits[-verified:], likeliest[-verified:])]
 
-    def _admit_requests(self) -> list[EngineEvent]:
+    def _admit_requests(self) -> list[GenerationEvent]:
         """Start the requests that have waited longest while all of their tokens fit; return events of failures."""
-        failed: list[EngineEvent] = []
+        failed: list[GenerationEvent] = []
         while self._waiting and len(self._running) < self._batch_size:
             row = self._waiting[0]
             self._share_prefix_pages(row)
@@ -244,7 +244,7 @@ class InferenceEngine:
             failed += self._isolate_failure(row, partial(self._run_encoder, row))
         return failed
 
-    def _run_encoder(self, row: RequestState) -> list[EngineEvent]:
+    def _run_encoder(self, row: RequestState) -> list[GenerationEvent]:
         """Compute the encoder output for a row's prompt if the model has an encoder."""
         if isinstance(self._model, EncoderDecoderModel) and row.cross_memory is None:
             row.cross_memory = self._model.encode_keys_values(
@@ -298,7 +298,9 @@ class InferenceEngine:
             if self._exceeds_rope_bound(row):
                 row.num_computed, row.first_length = 0, len(row.tokens)
             count = (
-                row.num_pending_tokens if row.is_generating else row.align_to_images(min(row.num_pending_tokens, room))
+                row.num_pending_tokens
+                if row.is_generating
+                else row.extend_to_image_end(min(row.num_pending_tokens, room))
             )
             if count and self._reserve_pages(row, row.num_computed + count):
                 work.append((row, count))
@@ -325,7 +327,7 @@ class InferenceEngine:
         tokens of each row.
         """
         model, device = self._model, self._model.device
-        spans: list[RowSpan] = []
+        spans: list[RequestTokenSpan] = []
         tokens: list[int] = []
         positions: list[int] = []
         lengths: list[int] = []
@@ -333,7 +335,7 @@ class InferenceEngine:
         for row, count in work:
             first, total = len(tokens), row.num_computed + count
             spans.append(
-                RowSpan(
+                RequestTokenSpan(
                     slice(first, first + count),
                     total,
                     row.pages,
@@ -392,7 +394,7 @@ class InferenceEngine:
             for page, page_hash in zip(row.pages, row.page_hashes, strict=False):
                 self._pages.register_page(page, page_hash)
 
-    def _accept_tokens(self, row: RequestState, logits: Tensor, likeliest: Sequence[int]) -> EngineEvent:
+    def _accept_tokens(self, row: RequestState, logits: Tensor, likeliest: Sequence[int]) -> GenerationEvent:
         """Choose the next token, and the tokens after it as long as the draft tokens before them are accepted.
 
         Args:
@@ -419,7 +421,7 @@ class InferenceEngine:
             self._running.remove(row)
             self._release_row(row)
         prompt = row.prompt_scores if row.request.prompt_logprobs and first else None
-        return EngineEvent(row.number, new, tokens, scored, prompt, row.text.finish, stop=row.text.stop)
+        return GenerationEvent(row.number, new, tokens, scored, prompt, row.text.finish, stop=row.text.stop)
 
 
 def _count_pages(tokens: int) -> int:

@@ -17,7 +17,7 @@ from mega_eval.engine_requests import EngineRequest
 from mega_eval.inference_engine import InferenceEngine
 from mega_eval.multi_rank_inference import ModelReplicas, PromptTokenizer, ReplicaLayout
 from mega_eval.sampling import Sampling
-from mega_eval.sharded_decoders import GatheredDecoder, GatheredPipelineDecoder, GatheredWeights, PipelineDecoder
+from mega_eval.sharded_decoders import GatheredDecoder, GatheredPipelineDecoder, PipelineDecoder, WeightGatheringDecoder
 from mega_eval.text_stream import GenerationLimits
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.data.data_check import find_run_tokenizer
@@ -57,7 +57,7 @@ class RolloutSampler:
 
     def __call__(self, executor: PipelineExecutor, prompts: Sequence[tuple[int, Sequence[int]]]) -> list[Rollout]:
         """Return an answer for each (sample number, prompt), on all ranks."""
-        replicas = make_live_replicas(executor, self.config, self._prompts, self._group)
+        replicas = make_training_model_replicas(executor, self.config, self._prompts, self._group)
         own = self._sample_share(replicas.model, prompts[replicas.copy_index :: replicas.num_copies])
         parts = [own]
         if replicas.world_size > 1:
@@ -95,7 +95,7 @@ class RolloutSampler:
         return [found[number] for number in numbers]
 
 
-def make_live_replicas(
+def make_training_model_replicas(
     executor: PipelineExecutor, config: RunConfig, prompts: PromptTokenizer, group: dist.ProcessGroup | None
 ) -> ModelReplicas:
     """Return the copies of the model in training that the ranks of its layout form, with its current weights."""
@@ -126,8 +126,10 @@ def build_inference_model(executor: PipelineExecutor, run: RunConfig) -> Decoder
     else:
         model = (GatheredDecoder if sharded else select_model_class(config))(build)
     weights = _select_tensors(executor, lambda stage: stage.named_parameters(), dict(model.named_parameters()))
-    if isinstance(model, GatheredWeights):
-        model.gather_from({name: tensor for name, tensor in weights.items() if isinstance(tensor, nn.Parameter)})
+    if isinstance(model, WeightGatheringDecoder):
+        model.set_training_parameters(
+            {name: tensor for name, tensor in weights.items() if isinstance(tensor, nn.Parameter)}
+        )
         weights = {}
     buffers = _select_tensors(executor, lambda stage: stage.named_buffers(), dict(model.named_buffers()))
     for name, tensor in {**weights, **buffers}.items():

@@ -14,7 +14,7 @@ from mega_ckpt.source import WeightSource, open_weight_source
 from mega_common.errors import CheckpointError
 from mega_common.object_store import Location
 from mega_data.token_files.indexed_reader import IndexedReader
-from mega_eval.dataset_scores import check_vocabulary
+from mega_eval.dataset_scores import check_token_ids_in_vocabulary
 from mega_eval.encoder_losses import compute_decoder_states
 from mega_eval.model_loading import ModelKind, load_inference_model, load_tokenizer
 from mega_trainer.config.extensions import load_extensions
@@ -102,7 +102,7 @@ def _choose_tokens(
     """Return the token ids to compare on, and a description of their source."""
     count = min(TOKENS, source.model.max_position)
     if data is not None:
-        check_vocabulary(data, source.model.vocab_size)
+        check_token_ids_in_vocabulary(data, source.model.vocab_size)
         return [int(token) for token in IndexedReader(data).tokens[:count]], str(data)
     if "tokenizer.json" in source.asset_files():
         ids = load_tokenizer(path, extensions=extensions).encode(TEXT)[:count]

@@ -22,8 +22,8 @@ from mega_ckpt.source import (
     copy_assets,
     load_adapter_weights,
     load_weights,
-    load_with_adapter,
     open_weight_source,
+    open_weights_with_adapter,
     warn_of_unsupported_parts,
 )
 from mega_ckpt.tensor_pieces import TensorPiece, boxes_by_name
@@ -67,7 +67,7 @@ class LoraAdapterSet:
             CheckpointError: when an adapter is of another model, or changes parts that texts with other adapters share.
         """
         found = {
-            name: _check_separable(load_with_adapter(folder, base), str(base), folder)
+            name: _check_separable(open_weights_with_adapter(folder, base), str(base), folder)
             for name, folder in folders.items()
         }
         modules = {name: adapter.modules for name, adapter in found.items()}
@@ -91,7 +91,7 @@ def add_lora_adapter(
     Raises:
         CheckpointError: as `LoraAdapterSet.open_adapters`.
     """
-    adapter = _check_separable(load_with_adapter(folder, base), str(base), folder)
+    adapter = _check_separable(open_weights_with_adapter(folder, base), str(base), folder)
     pool = LoraAdapterPool(selection, {name: adapter.modules})
     # a second model without storage has the adapter's layers where the model needs them
     build = LayerBuilder(model.config, ParallelGroups(), dtype=model.dtype, device=torch.device("meta"), choice=pool)
@@ -292,7 +292,7 @@ def open_inference_source(
     families = load_extensions(extensions).families
     if adapter is None:
         return open_weight_source(path, families=families)
-    return load_with_adapter(adapter, path, families=families)
+    return open_weights_with_adapter(adapter, path, families=families)
 
 
 def _check_loadable(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mega_eval.engine_requests import RequestState
-from mega_eval.paged_cache import PagedCache, RowSpan
+from mega_eval.paged_cache import PagedCache, RequestTokenSpan
 from mega_trainer.data.micro_batch import DocumentBounds
 from mega_trainer.model.decoder import Decoder, apply_embedding_scale
 from mega_trainer.parallel.tensor_parallel import embed_token_ids
@@ -90,14 +90,14 @@ class MtpDrafter:
     ) -> list[Tensor]:
         """Return the outputs of MTP layer k for each row's tokens from `starts`, [N, 1, D]."""
         model, device = self._model, self._model.device
-        spans: list[RowSpan] = []
+        spans: list[RequestTokenSpan] = []
         tokens: list[int] = []
         positions: list[int] = []
         for row, start, drafted in zip(rows, starts, drafts, strict=True):
             first = len(positions)
             positions += range(start, row.num_computed)
             tokens += (row.tokens + drafted)[start + k + 1 : row.num_computed + k + 1]
-            spans.append(RowSpan(slice(first, len(positions)), row.num_computed, row.pages))
+            spans.append(RequestTokenSpan(slice(first, len(positions)), row.num_computed, row.pages))
         self._cache.begin_forward_pass(spans, device)
         columns, ids = (torch.tensor(values, device=device)[:, None] for values in (positions, tokens))
         lengths = [

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from mega_common.errors import ConfigError
 from mega_common.model_config import ModelConfig
 from mega_data.tokenizer import Tokenizer
-from mega_eval.engine_requests import EngineEvent, EngineRequest
+from mega_eval.engine_requests import EngineRequest, GenerationEvent
 from mega_eval.generate import Completion, generate_completions
 from mega_eval.inference_engine import InferenceEngine
 from mega_eval.sampling import Sampling
@@ -27,7 +27,7 @@ from mega_trainer.model.decoder import Decoder
 
 
 @contextlib.contextmanager
-def freeze_startup_objects() -> Iterator[None]:
+def exclude_objects_from_gc() -> Iterator[None]:
     """Context manager that excludes all objects that exist when it is entered from Python's garbage collection.
 
     These are some 300,000 of the imported libraries, over which a full collection takes 0.2 s of processor time.
@@ -150,7 +150,7 @@ class ModelReplicas:
 
     def score_pairs(self, pairs: Sequence[ContextContinuation]) -> Iterator[tuple[int, Score]]:
         """Yield (index, score) of each (context, continuation) pair as it is computed, in any order.
-        It is called on rank 0 while the other ranks run `follow_first_rank`.
+        It is called on rank 0 while the other ranks run `repeat_rank_zero_calls`.
 
         Raises:
             DataError, CheckpointError: as `score.score_continuations`.
@@ -163,7 +163,7 @@ class ModelReplicas:
         self, prompts: Sequence[str], longest: int, limits: GenerationLimits, sampling: Sampling
     ) -> list[Completion]:
         """Return a continuation of each prompt, which is cut to its last `longest` tokens.
-        It is called on rank 0 while the other ranks run `follow_first_rank`.
+        It is called on rank 0 while the other ranks run `repeat_rank_zero_calls`.
 
         Raises:
             DataError: as `generate.generate_completions`.
@@ -171,7 +171,7 @@ class ModelReplicas:
         self._broadcast_work(("generate", (prompts, longest, limits, sampling)))
         return self._generate_share(prompts, longest, limits, sampling)
 
-    def follow_first_rank(self) -> None:
+    def repeat_rank_zero_calls(self) -> None:
         """Take part in the scoring and generation that rank 0 starts, until rank 0 calls `stop_followers`.
         It is called on all other ranks.
         """
@@ -184,7 +184,7 @@ class ModelReplicas:
                 self._generate_share(*arguments)
 
     def stop_followers(self) -> None:
-        """End `follow_first_rank` on the other ranks; called on rank 0 after its last work."""
+        """End `repeat_rank_zero_calls` on the other ranks; called on rank 0 after its last work."""
         self._broadcast_work(None)
 
     def _score_share(self, pairs: Sequence[ContextContinuation]) -> Iterator[dict[int, Score]]:
@@ -270,22 +270,22 @@ class BroadcastingEngine(InferenceEngine):
         super().drop_all_requests()
         self._calls = [InferenceEngine.drop_all_requests]
 
-    def step(self, *, isolate: bool = False) -> list[EngineEvent]:
+    def step(self, *, isolate: bool = False) -> list[GenerationEvent]:
         """Broadcast the queued calls to the other ranks, run one engine step on all ranks and return its events."""
         dist.broadcast_object_list([self._calls])
         self._calls = []
         return super().step(isolate=isolate)
 
     def stop_followers(self) -> None:
-        """End `follow_engine_calls` on the other ranks; called on rank 0 after its last step."""
+        """End `repeat_rank_zero_engine_calls` on the other ranks; called on rank 0 after its last step."""
         dist.broadcast_object_list([None])
 
 
-def follow_engine_calls(engine: InferenceEngine) -> None:
+def repeat_rank_zero_engine_calls(engine: InferenceEngine) -> None:
     """Repeat on this rank's inference engine the calls that rank 0 makes, until rank 0 calls `stop_followers`.
     Rank 0 makes the calls on its `BroadcastingEngine`.
     """
-    with freeze_startup_objects():
+    with exclude_objects_from_gc():
         while (calls := _receive_calls()) is not None:
             for call in calls:
                 call(engine)

@@ -140,7 +140,7 @@ SlotRun = tuple[int, int]  # slots from the first to before the second
 
 
 @dataclass(frozen=True)
-class RowSpan:
+class RequestTokenSpan:
     """Tokens of one row (request) that a forward pass computes, and the cache pages of that row.
 
     Attributes:
@@ -220,12 +220,12 @@ class PagedCache:
         self._slots, self._rows = pages * PAGE, rows
         self._held: list[tuple[Tensor, ...]] = [()] * layers
         self._by_head = list(self._held)  # views of the same memory, in the layout of attention
-        self._spans: list[RowSpan] = []
+        self._spans: list[RequestTokenSpan] = []
         self._visible_runs: dict[tuple[int | None, bool], list[list[SlotRun]]] = {}
         self._single = 0  # number of leading spans with one token
         self._new = torch.empty(0)
 
-    def begin_forward_pass(self, spans: list[RowSpan], device: torch.device) -> None:
+    def begin_forward_pass(self, spans: list[RequestTokenSpan], device: torch.device) -> None:
         """Set the rows (requests) that the next forward pass computes.
         `spans` are the rows; rows with a single new token should come first, which saves work.
         """
@@ -280,7 +280,7 @@ class PagedCache:
 
         Rows with equal numbers of new tokens are one batch; rows without a state yet are batched separately.
         """
-        batches: dict[tuple[int, bool], list[RowSpan]] = {}
+        batches: dict[tuple[int, bool], list[RequestTokenSpan]] = {}
         for span in self._spans:
             batches.setdefault((span.new_token_count, span.is_uncached), []).append(span)
         outputs, order = [], []

@@ -12,7 +12,7 @@ from mega_common.bounded_parsing import read_utf8_text
 from mega_common.errors import DataError
 from mega_common.object_store import Location
 from mega_data.blended_dataset import SequentialDataset
-from mega_eval.dataset_scores import DatasetScore, compute_window_losses, evaluate_perplexity, sum_window_losses
+from mega_eval.dataset_scores import DatasetScore, compute_dataset_score, compute_window_losses, evaluate_perplexity
 from mega_eval.model_loading import load_inference_model, load_tokenizer
 
 WINDOW = 1024  # tokens at most
@@ -73,4 +73,4 @@ def _score(path: str | Location, data: Path, tokens: npt.NDArray[np.int64] | Non
     if tokens is None:
         return evaluate_perplexity(model, data, length)
     windows = SequentialDataset(tokens, length)
-    return sum_window_losses(compute_window_losses(model, windows, 1), len(windows), data, model, length, None)
+    return compute_dataset_score(compute_window_losses(model, windows, 1), len(windows), data, model, length, None)

@@ -273,7 +273,7 @@ def _read_json(file: Path, kind: type, missing: Any = None) -> Any:
     return content
 
 
-def log_folder_settings(found: SentenceTransformersSettings) -> None:
+def log_sentence_transformers_settings(found: SentenceTransformersSettings) -> None:
     """Log the settings that are taken from a sentence-transformers folder."""
     parts = [f"pooling {' + '.join(found.modes)}"]
     parts += [f"{len(found.layers)} further modules"] if found.layers else []

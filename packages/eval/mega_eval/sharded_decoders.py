@@ -87,12 +87,12 @@ class PipelineDecoder(Decoder):
         return self._owners[max(0, stage - 1)], self._owners[min(last, stage + 1)]
 
 
-class GatheredWeights(Decoder):
+class WeightGatheringDecoder(Decoder):
     """Part of a decoder for inference that gathers the weights of a model in training under ZeRO-3 as it needs them.
     Legend: B batch, S sequence, D model width, V vocabulary.
     """
 
-    def gather_from(self, live: Mapping[str, nn.Parameter]) -> None:
+    def set_training_parameters(self, live: Mapping[str, nn.Parameter]) -> None:
         """Set the sharded parameters of the model in training by the names of this model's parameters."""
         self._live, self._stubs = dict(live), dict(self.named_parameters())
         for index, layer in enumerate(self.layers):
@@ -150,9 +150,9 @@ class GatheredWeights(Decoder):
         return all_gather(rows, group, 0)[: parameter.shape[0]]
 
 
-class GatheredDecoder(GatheredWeights):
+class GatheredDecoder(WeightGatheringDecoder):
     """Decoder for inference, whole on every rank but for the weights, which are gathered on use."""
 
 
-class GatheredPipelineDecoder(GatheredWeights, PipelineDecoder):
+class GatheredPipelineDecoder(WeightGatheringDecoder, PipelineDecoder):
     """Decoder for inference whose layers are divided over pipeline ranks, with weights that are gathered on use."""

@@ -26,7 +26,7 @@ from mega_eval.model_loading import load_inference_model, load_tokenizer
 from mega_eval.sentence_transformers_folder import (
     PoolingMode,
     SentenceTransformersSettings,
-    log_folder_settings,
+    log_sentence_transformers_settings,
     normalize_vectors,
     pool_hidden_states,
     read_sentence_transformers_folder,
@@ -163,7 +163,7 @@ def load_text_embedder(
         )
         settings = replace(settings, normalized=normalize, layers=layers)
     if found is not None:
-        log_folder_settings(settings)
+        log_sentence_transformers_settings(settings)
     folder = str(settings.model) if found else path
     model = load_inference_model(folder, dtype=dtype, device=device, kinds=("decoder", "encoder"))
     return TextEmbedder(model, Tokenizer(tokenizer) if tokenizer else load_tokenizer(folder), settings)

@@ -55,7 +55,7 @@ class GenerationLimits:
             raise ConfigError("stop strings must not be empty")
 
 
-class TextStream:
+class IncrementalDetokenizer:
     """Incremental detokenizer of generated tokens; a character is returned once all of its bytes are decoded."""
 
     def __init__(self, tokenizer: TextTokenizer, prompt: Sequence[int], *, skip_special_tokens: bool = True) -> None:
@@ -94,7 +94,9 @@ class Continuation:
     stop: str | int | None = None
 
     def __post_init__(self) -> None:
-        self._stream = TextStream(self.tokenizer, self.prompt, skip_special_tokens=self.limits.skip_special_tokens)
+        self._stream = IncrementalDetokenizer(
+            self.tokenizer, self.prompt, skip_special_tokens=self.limits.skip_special_tokens
+        )
         self._held = ""  # end of the text so far that may be the start of a stop string
 
     def append_token(self, token: int) -> str:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mega_common.errors import CheckpointError, ConfigError
-from mega_eval.engine_requests import EngineEvent, EngineRequest, RequestState, score_token
+from mega_eval.engine_requests import EngineRequest, GenerationEvent, RequestState, score_token
 from mega_eval.grammar_matcher import GrammarCache
 from mega_eval.sampling import select_most_likely
 from mega_eval.text_stream import Continuation, TextTokenizer
@@ -61,7 +61,7 @@ class TransformersEngine:
         self._number += 1
         return self._number - 1
 
-    def step(self) -> list[EngineEvent]:
+    def step(self) -> list[GenerationEvent]:
         """Generate one token of the running request and return its event; an empty list without a request.
 
         Raises:
@@ -87,7 +87,7 @@ class TransformersEngine:
         if row.text.finish is not None:
             self._waiting.popleft()
             self._cache = None
-        return [EngineEvent(row.number, new, [token], scored, None, row.text.finish)]
+        return [GenerationEvent(row.number, new, [token], scored, None, row.text.finish)]
 
     @torch.inference_mode()
     def _next_logits(self, row: RequestState) -> Tensor:

@@ -28,8 +28,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mega_ckpt.extend_vocabulary import extend_to_size
-from mega_ckpt.source import open_weight_source, resolve_checkpoint, write_file_durably
+from mega_ckpt.extend_vocabulary import extend_vocabulary_to_size
+from mega_ckpt.source import open_weight_source, resolve_run_to_checkpoint, write_file_durably
 from mega_ckpt.store import Location, parse_location, save_sharded_checkpoint
 from mega_common.errors import ConfigError, DataError
 from mega_trainer.config.run_config import RunConfig, resolve_run_config
@@ -288,7 +288,7 @@ class TrainingEngine:
         """
         foreign = self.config.model.transformers is not None
         opened = open_weight_source(path, implementation="transformers" if foreign else "mega")
-        source = opened if foreign else extend_to_size(opened, self.config.model.vocab_size)
+        source = opened if foreign else extend_vocabulary_to_size(opened, self.config.model.vocab_size)
         load_stage_weights(source, self._state.stages)
         self._assets = source.asset_files()
         self._state.optimizer.load_main_from_model()
@@ -314,7 +314,7 @@ class TrainingEngine:
             CheckpointError: when the folder holds no checkpoint.
             ConfigError: when it is of another model.
         """
-        self._state.restore_checkpoint(resolve_checkpoint(folder), self._groups.world.process_group)
+        self._state.restore_checkpoint(resolve_run_to_checkpoint(folder), self._groups.world.process_group)
 
     # ---------------------------------------------------------------------------------------------------------- memory
 

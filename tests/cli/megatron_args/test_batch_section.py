@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import yaml
 
-from mega_cli.megatron_args import render_run_yaml, translate_script
+from mega_cli.megatron_args import render_run_yaml, translate_launch_script
 from mega_common.errors import ConfigError
 from mega_trainer.config.run_config import RunConfig, resolve_run_config
 
@@ -16,7 +16,9 @@ SMALL = (
 
 
 def translated(arguments: str) -> RunConfig:
-    return RunConfig.parse(resolve_run_config(yaml.safe_load(render_run_yaml(translate_script(SMALL + arguments)))))
+    return RunConfig.parse(
+        resolve_run_config(yaml.safe_load(render_run_yaml(translate_launch_script(SMALL + arguments))))
+    )
 
 
 @pytest.mark.parametrize(
@@ -69,10 +71,10 @@ def test_steps_follow_from_the_sizes() -> None:
 )
 def test_a_schedule_that_is_none_is_refused_by_name(arguments: str, rule: str) -> None:
     with pytest.raises(ConfigError, match=f"(?s)--step-batch-size-schedule.*{rule}"):
-        translate_script(SMALL + arguments)
+        translate_launch_script(SMALL + arguments)
 
 
 def test_a_schedule_that_the_script_does_not_set_is_to_be_filled_in() -> None:
-    text = render_run_yaml(translate_script(SMALL + '--step-batch-size-schedule "$SCHEDULE"'))
+    text = render_run_yaml(translate_launch_script(SMALL + '--step-batch-size-schedule "$SCHEDULE"'))
     assert "batch.global: the last size of the schedule" in text
     assert yaml.safe_load(text)["batch"]["global"] is None

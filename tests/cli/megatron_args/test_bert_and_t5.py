@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mega_cli.megatron_args.translate import translate_script
+from mega_cli.megatron_args.translate import translate_launch_script
 from mega_trainer.config.run_config import RunConfig
 
 SCRIPT = """
@@ -14,7 +14,7 @@ torchrun --nproc_per_node 8 examples/bert/pretrain_bert.py --tensor-model-parall
 
 
 def test_a_bert_is_an_encoder_with_two_heads_and_its_own_data() -> None:
-    run = translate_script(SCRIPT.format(more="--mask-prob 0.2")).run
+    run = translate_launch_script(SCRIPT.format(more="--mask-prob 0.2")).run
     config = RunConfig.parse(run, source="run.yaml")
     model, data = config.model, config.data
     assert (model.causal, model.token_types, model.pooler, model.sentence_pairs) == (False, 2, True, True)
@@ -29,5 +29,7 @@ def test_a_bert_is_an_encoder_with_two_heads_and_its_own_data() -> None:
 
 
 def test_without_the_binary_head_there_is_one_segment() -> None:
-    config = RunConfig.parse(translate_script(SCRIPT.format(more="--bert-no-binary-head")).run, source="run.yaml")
+    config = RunConfig.parse(
+        translate_launch_script(SCRIPT.format(more="--bert-no-binary-head")).run, source="run.yaml"
+    )
     assert (config.model.token_types, config.model.sentence_pairs, config.data.bert.sentence_pairs) == (0, False, False)

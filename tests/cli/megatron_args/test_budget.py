@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from mega_cli.megatron_args.brace_expansion import expand_braces
-from mega_cli.megatron_args.shell_patterns import apply_parameter_operator, search_extended_regex
-from mega_cli.megatron_args.shell_words import WordPiece, WorkBudget, make_unknown_mark, split_on_blanks
+from mega_cli.megatron_args.shell_patterns import apply_parameter_expansion, search_extended_regex
+from mega_cli.megatron_args.shell_words import CharacterBudget, WordPiece, make_unknown_mark, split_on_blanks
 from mega_cli.megatron_args.training_command import find_training_command
 from mega_common.errors import ConfigError
 
@@ -68,7 +68,7 @@ def test_a_script_that_makes_endless_text_is_refused(name: str) -> None:
     ],
 )  # fmt: skip
 def test_braces_expand_as_in_bash(word: str, made: str) -> None:
-    words = expand_braces([WordPiece(word, "plain", 1)], WorkBudget().spend_characters)
+    words = expand_braces([WordPiece(word, "plain", 1)], CharacterBudget().spend_characters)
     assert " ".join("".join(piece.text for piece in pieces if piece) for pieces in words) == made
 
 
@@ -83,7 +83,7 @@ def test_braces_expand_as_in_bash(word: str, made: str) -> None:
 )  # fmt: skip
 def test_patterns_cut_and_replace_as_in_bash(text: str, operator: str, pattern: str, kept: str) -> None:
     assert (
-        apply_parameter_operator(text, operator, [WordPiece(pattern, "plain", 1)], WorkBudget().spend_characters)
+        apply_parameter_expansion(text, operator, [WordPiece(pattern, "plain", 1)], CharacterBudget().spend_characters)
         == kept
     )
 

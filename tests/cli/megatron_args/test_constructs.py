@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tests.cli.megatron_args.test_shell_words import BASH, in_bash, needs_bash, words
 
-from mega_cli.megatron_args.script_reader import follow_script
+from mega_cli.megatron_args.script_reader import interpret_shell_script
 from mega_cli.megatron_args.shell_words import format_unknown_marks
 
 PARAMETERS = [
@@ -165,7 +165,10 @@ def run_in_bash(script: str, folder: Path) -> list[list[str]]:
 @needs_bash
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_scripts(name: str, tmp_path: Path):
-    found = [[format_unknown_marks(word.text) for word in command] for command in follow_script(SCRIPTS[name]).commands]
+    found = [
+        [format_unknown_marks(word.text) for word in command]
+        for command in interpret_shell_script(SCRIPTS[name]).commands
+    ]
     ours = [
         command[command.index("run2" if "run2" in command else "run") :]
         for command in found

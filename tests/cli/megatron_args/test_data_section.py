@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mega_cli.megatron_args import translate_script
+from mega_cli.megatron_args import translate_launch_script
 from mega_common.errors import ConfigError
 
 SMALL = (
@@ -42,9 +42,9 @@ def test_split(text: str, shares: list[float] | None, named: str) -> None:
     script = f"{SMALL} --split={text}"
     if shares is None:
         with pytest.raises(ConfigError, match=named):
-            translate_script(script)
+            translate_launch_script(script)
         return
-    made = translate_script(script)
+    made = translate_launch_script(script)
     notes = [note.text for note in made.notes if note.flag and note.flag.startswith("--split")]
     assert made.run["data"]["split"] == shares
     assert bool(named) == any("reads the numbers" in note for note in notes)

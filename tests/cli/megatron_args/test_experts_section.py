@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from mega_cli.megatron_args import ScriptTranslation, render_run_yaml, translate_script
+from mega_cli.megatron_args import RunYamlTranslation, render_run_yaml, translate_launch_script
 from mega_cli.megatron_args.arithmetic import parse_layer_pattern
 from mega_common.errors import ConfigError
 from mega_trainer.config.run_config import RunConfig, resolve_run_config
@@ -60,18 +60,18 @@ EXPERTS = SMALL + "--num-experts 8 --disable-bias-linear "
 LATENT = "--multi-latent-attention --qk-layernorm --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 6"
 
 
-def parsed(translation: ScriptTranslation) -> RunConfig:
+def parsed(translation: RunYamlTranslation) -> RunConfig:
     """As `mega train` reads the file."""
     return RunConfig.parse(resolve_run_config(yaml.safe_load(render_run_yaml(translation))))
 
 
-def notes(translation: ScriptTranslation, kind: str) -> dict[str, str]:
+def notes(translation: RunYamlTranslation, kind: str) -> dict[str, str]:
     return {
         (note.flag or note.key or "").partition(" ")[0]: note.text for note in translation.notes if note.kind == kind
     }
 
 
-def check(translation: ScriptTranslation, expected: dict[str, Any]) -> None:
+def check(translation: RunYamlTranslation, expected: dict[str, Any]) -> None:
     flat = flattened(translation.run)
     assert {key: flat.get(key) for key in expected} == expected
 
@@ -84,7 +84,7 @@ def flattened(run: dict[str, Any], path: str = "") -> dict[str, Any]:
 
 
 def test_deepseek_v3():
-    translation = translate_script(DEEPSEEK_V3)
+    translation = translate_launch_script(DEEPSEEK_V3)
     assert translation.run["model"]["moe"] == {
         "num_experts": 256, "top_k": 8, "ffn_hidden_size": 2048, "layers": [*range(3, 62)],
         "shared_ffn_hidden_size": 2048, "score": "sigmoid", "normalize": True, "router_bias": False, "scaling": 2.5,
@@ -103,7 +103,7 @@ def test_deepseek_v3():
 
 
 def test_gpt_oss():
-    translation = translate_script(GPT_OSS)
+    translation = translate_launch_script(GPT_OSS)
     expected: dict[str, Any] = {
         "model.activation": "swiglu", "model.activation_limit": 7.0, "model.attention_sinks": True,
         "model.sliding_window": 128, "model.full_attention_layers": [1, 3], "model.rope.scaling": "yarn",
@@ -158,7 +158,7 @@ def test_gpt_oss():
     ],
 )  # fmt: skip
 def test_single_settings(arguments: str, expected: dict[str, Any]):
-    translation = translate_script(EXPERTS + arguments)
+    translation = translate_launch_script(EXPERTS + arguments)
     check(translation, expected)
     parsed(translation)
 
@@ -186,29 +186,29 @@ def test_single_settings(arguments: str, expected: dict[str, Any]):
     ],
 )  # fmt: skip
 def test_what_differs_is_told(arguments: str, kind: str, flag: str):
-    assert flag in notes(translate_script(EXPERTS + arguments), kind)
+    assert flag in notes(translate_launch_script(EXPERTS + arguments), kind)
 
 
 def test_copies_of_sharded_weights():
     script = "torchrun --nproc-per-node 8 --nnodes 2 pretrain_gpt.py " + " ".join(SMALL.split())
     flags = " --use-megatron-fsdp --num-distributed-optimizer-instances 2 --tensor-model-parallel-size 2"
-    config = parsed(translate_script(script + flags))
+    config = parsed(translate_launch_script(script + flags))
     assert config.parallel.zero3_shard == 4
     config.check_world_size(16)
-    unknown = translate_script(script.replace("8", "$GPUS", 1) + flags)
+    unknown = translate_launch_script(script.replace("8", "$GPUS", 1) + flags)
     assert unknown.run["parallel"]["zero3_shard"] == "ranks of a copy", "null would mean all of them"
 
 
 def test_without_a_number_of_layers_theirs_are_to_be_filled_in():
     flags = "--num-experts 8 --moe-layer-freq 2 --window-size 7,0 --window-attn-skip-freq 2"
-    translation = translate_script(SMALL.replace("--num-layers 4", "") + flags)
+    translation = translate_launch_script(SMALL.replace("--num-layers 4", "") + flags)
     keys = {note.key for note in translation.notes if note.kind == "open"}
     assert {"model.moe.layers", "model.full_attention_layers"} <= keys
 
 
 def test_without_experts_their_flags_say_nothing():
     flags = "--moe-layer-freq 2 --moe-router-score-function sigmoid --expert-tensor-parallel-size 2"
-    translation = translate_script(SMALL + flags)
+    translation = translate_launch_script(SMALL + flags)
     assert "moe" not in translation.run["model"]
     assert "expert_tp" not in translation.run["parallel"]
     assert {"--moe-layer-freq", "--expert-tensor-parallel-size"} <= notes(translation, "not needed").keys()
@@ -218,7 +218,7 @@ def test_without_experts_their_flags_say_nothing():
 @pytest.mark.parametrize("flag", ["--moe-layer-freq", "--window-size 7,0 --window-attn-skip-freq"])
 def test_a_pattern_that_fits_no_layers_is_refused(flag: str, pattern: str):
     with pytest.raises(ConfigError, match=r"-freq .*must be a number, or a list of 4 zeros and ones"):
-        translate_script(f"{EXPERTS} {flag} '{pattern}'")
+        translate_launch_script(f"{EXPERTS} {flag} '{pattern}'")
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from mega_cli.megatron_args import ScriptTranslation, render_run_yaml, translate_script
+from mega_cli.megatron_args import RunYamlTranslation, render_run_yaml, translate_launch_script
 from mega_common.errors import ConfigError
 from mega_trainer.config.run_config import RunConfig, resolve_run_config
 
@@ -27,12 +27,12 @@ def value(run: dict[str, Any], key: str) -> Any:
     return node
 
 
-def parsed(translation: ScriptTranslation) -> RunConfig:
+def parsed(translation: RunYamlTranslation) -> RunConfig:
     """As `mega train` reads the file."""
     return RunConfig.parse(resolve_run_config(yaml.safe_load(render_run_yaml(translation))))
 
 
-def texts(translation: ScriptTranslation, kind: str) -> str:
+def texts(translation: RunYamlTranslation, kind: str) -> str:
     return "\n".join(f"{note.flag or note.key}: {note.text}" for note in translation.notes if note.kind == kind)
 
 
@@ -64,7 +64,7 @@ def texts(translation: ScriptTranslation, kind: str) -> str:
     ],
 )  # fmt: skip
 def test_what_has_an_exact_meaning_is_translated(arguments: str, expected: dict[str, Any]):
-    translation = translate_script(STEPS + arguments)
+    translation = translate_launch_script(STEPS + arguments)
     assert {key: value(translation.run, key) for key in expected} == expected
     parsed(translation)
 
@@ -96,17 +96,17 @@ def test_what_has_an_exact_meaning_is_translated(arguments: str, expected: dict[
     ],
 )  # fmt: skip
 def test_megatron_deepspeed(arguments: str, expected: dict[str, Any]):
-    translation = translate_script(DEEPSPEED + arguments)
+    translation = translate_launch_script(DEEPSPEED + arguments)
     assert {key: value(translation.run, key) for key in expected} == expected
     parsed(translation)
     assert "gradient_clipping" in texts(translation, "changes meaning"), "DeepSpeed's own file counts too"
 
 
 def test_flags_with_underscores_are_those_of_megatron_llm():
-    translation = translate_script(STEPS.replace("-layers", "_layers").replace("hidden-size", "hidden_size"))
+    translation = translate_launch_script(STEPS.replace("-layers", "_layers").replace("hidden-size", "hidden_size"))
     assert translation.run["model"]["num_layers"] == 4
     assert translation.run["model"]["qkv_bias"] is False
-    assert translate_script(f"{STEPS} --use_bias").run["model"]["qkv_bias"] is True
+    assert translate_launch_script(f"{STEPS} --use_bias").run["model"]["qkv_bias"] is True
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_flags_with_underscores_are_those_of_megatron_llm():
     ],
 )
 def test_what_cannot_be_expressed_stays_open(arguments: str, key: str, reason: str):
-    translation = translate_script(STEPS + arguments)
+    translation = translate_launch_script(STEPS + arguments)
     assert value(translation.run, key) is None
     assert reason in texts(translation, "open")
     with pytest.raises(ConfigError, match=key.replace(".", r"\.")):
@@ -132,7 +132,7 @@ def test_what_cannot_be_expressed_stays_open(arguments: str, key: str, reason: s
 
 
 def test_an_unknown_flag_takes_the_words_up_to_the_next_flag():
-    translation = translate_script(f"{STEPS} --colour red green --seed 7 --quiet --swiglu")
+    translation = translate_launch_script(f"{STEPS} --colour red green --seed 7 --quiet --swiglu")
     assert translation.run["train"]["seed"] == 7
     assert translation.run["model"]["activation"] == "swiglu"
     assert "--colour red green: is not a flag of Megatron-LM" in texts(translation, "open")
@@ -141,19 +141,21 @@ def test_an_unknown_flag_takes_the_words_up_to_the_next_flag():
 
 def test_strict_refuses_what_only_forks_have():
     with pytest.raises(ConfigError, match=r"--num-key-value-heads: is not a flag of Megatron-LM"):
-        translate_script(f"{STEPS} --num-key-value-heads 2", strict=True)
+        translate_launch_script(f"{STEPS} --num-key-value-heads 2", strict=True)
 
 
 def test_without_a_global_batch_a_decay_in_samples_is_open():
-    translation = translate_script(STEPS.replace("--global-batch-size 8", "--lr-decay-samples 800"))
+    translation = translate_launch_script(STEPS.replace("--global-batch-size 8", "--lr-decay-samples 800"))
     assert translation.run["lr_schedule"]["decay_steps"] == "800 / batch.global"
     assert "--lr-decay-samples" not in texts(translation, "not needed")
 
 
 def test_a_ramp_up_lengthens_the_run_in_steps():
-    run = translate_script(f"{SMALL} --rampup-batch-size 4 4 40 --train-samples 840 --lr-warmup-fraction 0.1").run
+    run = translate_launch_script(
+        f"{SMALL} --rampup-batch-size 4 4 40 --train-samples 840 --lr-warmup-fraction 0.1"
+    ).run
     config = parsed(
-        translate_script(f"{SMALL} --rampup-batch-size 4 4 40 --train-samples 840 --lr-warmup-fraction 0.1")
+        translate_launch_script(f"{SMALL} --rampup-batch-size 4 4 40 --train-samples 840 --lr-warmup-fraction 0.1")
     )
     assert run["batch"]["rampup"] == {"start": 4, "increment": 4, "samples": 40}
     assert config.batch.samples_after_steps(run["train"]["steps"]) == 840
@@ -173,29 +175,31 @@ def test_a_ramp_up_lengthens_the_run_in_steps():
     ],
 )
 def test_the_default_tokenizer_is_gpt2s(program: str, flags: str, tokens: int | None):
-    translation = translate_script(f"python {program} {STEPS.replace('--vocab-size 512', flags)}")
+    translation = translate_launch_script(f"python {program} {STEPS.replace('--vocab-size 512', flags)}")
     assert translation.run["model"]["vocab_size"] == tokens
 
 
 def test_latent_attention_with_plain_rope_can_be_run():
     flags = "--multi-latent-attention --qk-layernorm --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 6"
     plain = "--position-embedding-type rope --rope-type rope --normalization RMSNorm --disable-bias-linear"
-    assert "fraction" not in translate_script(f"{STEPS} {flags} {plain}").run["model"]["rope"]
-    parsed(translate_script(f"{STEPS} {flags} {plain}"))
+    assert "fraction" not in translate_launch_script(f"{STEPS} {flags} {plain}").run["model"]["rope"]
+    parsed(translate_launch_script(f"{STEPS} {flags} {plain}"))
 
 
 def test_hysteresis_is_told_without_its_flag():
-    assert "tolerates 1" in texts(translate_script(STEPS.replace("--bf16", "--fp16")), "changes meaning")
+    assert "tolerates 1" in texts(translate_launch_script(STEPS.replace("--bf16", "--fp16")), "changes meaning")
 
 
 def test_flags_that_were_not_read_leave_the_precision_open():
-    translation = translate_script(f"python pretrain_gpt.py {STEPS.replace('--bf16', '')} $PRECISION_OPTIONS")
+    translation = translate_launch_script(f"python pretrain_gpt.py {STEPS.replace('--bf16', '')} $PRECISION_OPTIONS")
     assert translation.run["precision"] is None
     assert "$PRECISION_OPTIONS may contain --bf16" in texts(translation, "open")
 
 
 def test_a_placeholder_is_no_value():
-    translation = translate_script(STEPS.replace("data/text", "'<path to data>'").replace("--lr 1e-3", "--lr '<rate>'"))
+    translation = translate_launch_script(
+        STEPS.replace("data/text", "'<path to data>'").replace("--lr 1e-3", "--lr '<rate>'")
+    )
     assert translation.run["optimizer"]["lr"] is None
     with pytest.raises(ConfigError, match=r"optimizer\.lr"):
         parsed(translation)

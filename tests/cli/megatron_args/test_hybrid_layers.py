@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import yaml
 
-from mega_ckpt.families import is_same_model
-from mega_cli.megatron_args import ScriptTranslation, render_run_yaml, translate_script
+from mega_ckpt.families import is_equivalent_config
+from mega_cli.megatron_args import RunYamlTranslation, render_run_yaml, translate_launch_script
 from mega_common.errors import ConfigError
 from mega_common.model_config import ModelConfig
 from mega_common.model_presets import load_model_preset
@@ -35,18 +35,20 @@ NEXT = f"""{SMALL} --num-layers 8 --experimental-attention-variant gated_delta_n
 
 def run(text: str) -> dict[str, Any]:
     """The run.yaml of a script, which is one of mega."""
-    translation = translate_script(text)
+    translation = translate_launch_script(text)
     RunConfig.parse(resolve_run_config(yaml.safe_load(render_run_yaml(translation))))
     return translation.run
 
 
-def notes(translation: ScriptTranslation, kind: str) -> str:
+def notes(translation: RunYamlTranslation, kind: str) -> str:
     return "\n".join(f"{note.flag} {note.text}" for note in translation.notes if note.kind == kind)
 
 
 def test_nemotron_3_nano_is_the_preset() -> None:
-    assert is_same_model(ModelConfig.parse(run(NANO)["model"]), ModelConfig.parse(load_model_preset("nemotron-3-nano")))
-    translation = translate_script(NANO)
+    assert is_equivalent_config(
+        ModelConfig.parse(run(NANO)["model"]), ModelConfig.parse(load_model_preset("nemotron-3-nano"))
+    )
+    translation = translate_launch_script(NANO)
     assert notes(translation, "no equivalent") == ""
     assert notes(translation, "open") == ""
 
@@ -98,9 +100,9 @@ def test_gated_delta_nets_in_three_of_four_layers() -> None:
 )
 def test_patterns_that_cannot_be_are_refused(flags: str, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
-        translate_script(SMALL + flags)
+        translate_launch_script(SMALL + flags)
 
 
 def test_a_pattern_that_the_script_does_not_say_is_left_open() -> None:
-    found = translate_script(SMALL + "--num-layers 4 --hybrid-override-pattern $PATTERN")
+    found = translate_launch_script(SMALL + "--num-layers 4 --hybrid-override-pattern $PATTERN")
     assert any(note.key == "model.layers" for note in found.notes if note.kind == "open")

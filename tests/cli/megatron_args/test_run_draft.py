@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tests.cli.megatron_args.test_forks import SMALL, parsed, texts, value
 
-from mega_cli.megatron_args import ScriptTranslation, render_run_yaml, translate_script
+from mega_cli.megatron_args import RunYamlTranslation, render_run_yaml, translate_launch_script
 
 FLAGS = SMALL.replace("--global-batch-size 8 ", "").replace("--bf16", "--fp16") + "--train-iters 10 --clip-grad 0.5 "
 WRITTEN = {
@@ -38,7 +38,7 @@ def heredoc(values: dict[str, Any] | str) -> str:
     return f"CONFIG=./ds.$SLURM_JOBID.json\ncat <<EOT > $CONFIG\n{text}\nEOT\n{RUN}"
 
 
-def found(translation: ScriptTranslation) -> dict[str, Any]:
+def found(translation: RunYamlTranslation) -> dict[str, Any]:
     return {key: value(translation.run, key) for key in TRANSLATED}
 
 
@@ -50,7 +50,7 @@ def beside(folder: Path, name: str, text: str) -> Path:
 
 
 def test_a_file_that_the_script_writes_is_read():
-    translation = translate_script(heredoc(WRITTEN))
+    translation = translate_launch_script(heredoc(WRITTEN))
     assert found(translation) == TRANSLATED
     assert "zero_optimization.stage of ./ds.$SLURM_JOBID.json" in render_run_yaml(translation)
     assert "--zero-stage 1: zero_optimization.stage" in texts(translation, "changes meaning")
@@ -61,8 +61,8 @@ def test_a_file_that_the_script_writes_is_read():
 def test_a_file_beside_the_script_is_read(tmp_path: Path):
     path = beside(tmp_path, "ds.json", json.dumps(WRITTEN))
     script = f"CONFIG=configs/ds.json\n{RUN}"
-    assert found(translate_script(script, path=path)) == TRANSLATED
-    missing = translate_script(script)
+    assert found(translate_launch_script(script, path=path)) == TRANSLATED
+    missing = translate_launch_script(script)
     assert value(missing.run, "batch.global") == 4, "Megatron's default"
     assert "could not be read beside the script" in texts(missing, "changes meaning")
 
@@ -71,8 +71,8 @@ def test_a_template_beside_the_script_is_filled_by_sed(tmp_path: Path):
     template = json.dumps(WRITTEN).replace('"stage": 2', '"stage": STAGE').replace("2.0", "CLIP")
     path = beside(tmp_path, "template.json", template)
     filled = 'Z=2\nCONFIG=ds.json\nsed "s/STAGE/${Z}/" template.json | sed "s/CLIP/2.0/" > $CONFIG\n' + RUN
-    assert found(translate_script(filled, path=path)) == TRANSLATED
-    unset = translate_script(filled.replace("Z=2\n", ""), path=path)
+    assert found(translate_launch_script(filled, path=path)) == TRANSLATED
+    unset = translate_launch_script(filled.replace("Z=2\n", ""), path=path)
     assert value(unset.run, "parallel.zero") == 1, "that of --zero-stage, where the file's is not known"
     assert value(unset.run, "optimizer.clip_grad") == 2.0
 
@@ -90,32 +90,34 @@ def test_a_template_beside_the_script_is_filled_by_sed(tmp_path: Path):
     ],
 )
 def test_what_the_file_says(change: dict[str, Any], key: str, expected: Any):
-    translation = translate_script(heredoc(WRITTEN | change))
+    translation = translate_launch_script(heredoc(WRITTEN | change))
     assert value(translation.run, key) == expected
     parsed(translation)
 
 
 def test_without_a_clip_in_the_file_the_user_is_told_that_deepspeed_does_not_clip():
-    translation = translate_script(heredoc({name: v for name, v in WRITTEN.items() if name != "gradient_clipping"}))
+    translation = translate_launch_script(
+        heredoc({name: v for name, v in WRITTEN.items() if name != "gradient_clipping"})
+    )
     assert value(translation.run, "optimizer.clip_grad") == 0.5
     assert "does not clip" in texts(translation, "open")
 
 
 def test_a_batch_that_differs_from_the_flags_is_told():
-    translation = translate_script(heredoc(WRITTEN) + " --global-batch-size 32")
+    translation = translate_launch_script(heredoc(WRITTEN) + " --global-batch-size 32")
     assert value(translation.run, "batch.global") == 32
     assert "train_batch_size of ./ds.$SLURM_JOBID.json is 16, and the flags say 32" in texts(translation, "open")
 
 
 def test_sections_without_a_counterpart_are_told():
     curriculum = {"curriculum_learning": {"enabled": True}, "progressive_layer_drop": {"enabled": False}}
-    told = texts(translate_script(heredoc(WRITTEN | curriculum)), "no equivalent")
+    told = texts(translate_launch_script(heredoc(WRITTEN | curriculum)), "no equivalent")
     assert "curriculum_learning of ./ds.$SLURM_JOBID.json" in told
     assert "progressive_layer_drop" not in told
 
 
 @pytest.mark.parametrize("text", ["", "[1]", '{"train_batch_size": 16,', "{'train_batch_size': TRAIN}"])
 def test_what_is_no_json_is_not_read(text: str):
-    translation = translate_script(heredoc(text))
+    translation = translate_launch_script(heredoc(text))
     assert value(translation.run, "batch.global") == 4
     assert "could not be read" in texts(translation, "changes meaning")

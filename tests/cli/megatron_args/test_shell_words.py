@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mega_cli.megatron_args.arithmetic import evaluate_arithmetic
-from mega_cli.megatron_args.script_reader import follow_script
+from mega_cli.megatron_args.script_reader import interpret_shell_script
 from mega_cli.megatron_args.shell_words import format_unknown_marks
 from mega_common.errors import ConfigError
 
@@ -25,7 +25,7 @@ NAMES = st.sampled_from(["A", "B_2", "long_name"])
 
 def words(script: str) -> list[str]:
     """The arguments of the command `run` in a script."""
-    found = [command for command in follow_script(script).commands if command[0].text == "run"]
+    found = [command for command in interpret_shell_script(script).commands if command[0].text == "run"]
     return [format_unknown_marks(word.text) for word in found[0][1:]] if found else []
 
 
@@ -148,13 +148,13 @@ def test_what_is_not_set_counts_as_not_set_where_that_is_asked():
 
 
 def test_a_variable_that_is_not_set_is_empty_in_a_comparison_and_that_is_told():
-    script = follow_script('A=1\nif [ "x$X" = xa ]; then A=2; else A=3; fi\nrun $A')
+    script = interpret_shell_script('A=1\nif [ "x$X" = xa ]; then A=2; else A=3; fi\nrun $A')
     assert [word.text for word in script.commands[-1]] == ["run", "3"]
     assert [line for line, text in script.remarks if "--define X=" in text] == [2]
 
 
 def test_where_it_is_not_known_which_way_a_script_goes_what_differs_is_open():
-    script = follow_script(
+    script = interpret_shell_script(
         'A=1; B=2; C="--x 1"; L=(--y)\n'
         'if [ "$1" = a ]; then A=2; C="$C --z 3"; L+=(--w); elif [ -d /y ]; then mkdir y; B=2; fi\nrun $A $B $C ${L[@]}'
     )
@@ -165,18 +165,22 @@ def test_where_it_is_not_known_which_way_a_script_goes_what_differs_is_open():
 
 
 def test_commands_of_every_way_are_found():
-    script = follow_script("if [ -d /y ]; then run 1; else run 2; fi; [ -f /z ] && run 3; case $1 in a) run 4;; esac")
+    script = interpret_shell_script(
+        "if [ -d /y ]; then run 1; else run 2; fi; [ -f /z ] && run 3; case $1 in a) run 4;; esac"
+    )
     assert [words[1].text for words in script.commands] == ["1", "2", "3", "4"]
 
 
 def test_loops_that_nobody_knows_the_end_of_leave_open_what_they_set():
-    script = follow_script("for i in $(ls); do\n A=$i\ndone\nB=1\nwhile [ -f x ]; do\n B=2; done\nrun $A $B $i")
+    script = interpret_shell_script(
+        "for i in $(ls); do\n A=$i\ndone\nB=1\nwhile [ -f x ]; do\n B=2; done\nrun $A $B $i"
+    )
     assert [format_unknown_marks(word.text) for word in script.commands[-1]] == ["run", "${A}", "${B}", "${i}"]
     assert [line for line, _ in script.remarks] == [1, 5]
 
 
 def test_words_know_their_lines():
-    script = follow_script('L=(\n --a 1\n\n --b 2\n)\nrun \\\n  "${L[@]}" \\\n  --c')
+    script = interpret_shell_script('L=(\n --a 1\n\n --b 2\n)\nrun \\\n  "${L[@]}" \\\n  --c')
     assert [(word.text, word.line) for word in script.commands[0][1:]] == [
         ("--a", 2), ("1", 2), ("--b", 4), ("2", 4), ("--c", 8),
     ]  # fmt: skip
@@ -186,7 +190,7 @@ def test_words_know_their_lines():
     "text", ["A=1\nrun 'x", '\n\nrun "x', "run ${A", "L=(1 2", "if [ a = a ]; then A=1", "if [ a = a ]", "run )"]
 )
 def test_what_the_shell_would_not_understand_is_told(text: str):
-    assert any("is not valid shell syntax" in sentence for _, sentence in follow_script(text).remarks)
+    assert any("is not valid shell syntax" in sentence for _, sentence in interpret_shell_script(text).remarks)
 
 
 TOKENS = [
@@ -201,7 +205,7 @@ TOKENS = [
 )
 def test_any_text_is_read_or_refused(text: str):
     try:
-        script = follow_script(text)
+        script = interpret_shell_script(text)
     except ConfigError:
         return
     lines = [line for line, _ in script.remarks] + [word.line for command in script.commands for word in command]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import yaml
 
-from mega_cli.megatron_args import render_run_yaml, translate_script
+from mega_cli.megatron_args import render_run_yaml, translate_launch_script
 from mega_trainer.config.run_config import RunConfig, resolve_run_config
 
 SCRIPT = """
@@ -16,7 +16,7 @@ torchrun --nproc-per-node 8 pretrain_t5.py --encoder-num-layers 12 --decoder-num
 
 
 def test_a_script_of_t5() -> None:
-    told = render_run_yaml(translate_script(SCRIPT.replace("\n    ", " ")))
+    told = render_run_yaml(translate_launch_script(SCRIPT.replace("\n    ", " ")))
     config = RunConfig.parse(resolve_run_config(yaml.safe_load(told)), source="run.yaml")
     model, data = config.model, config.data
     assert (model.num_layers, model.encoder and model.encoder.num_layers, model.position) == (18, 12, "learned")
@@ -30,7 +30,7 @@ def test_relative_positions() -> None:
     flags = (
         "--position-embedding-type relative --relative-attention-num-buckets 16 --untie-embeddings-and-output-weights"
     )
-    told = render_run_yaml(translate_script(SCRIPT.replace("\n    ", " ").replace("--bf16", f"--bf16 {flags}")))
+    told = render_run_yaml(translate_launch_script(SCRIPT.replace("\n    ", " ").replace("--bf16", f"--bf16 {flags}")))
     model = RunConfig.parse(resolve_run_config(yaml.safe_load(told)), source="run.yaml").model
     assert (model.position, model.relative.buckets, model.relative.max_distance) == ("relative", 16, 128)
     assert not model.has_output_bias

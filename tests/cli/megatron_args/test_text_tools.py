@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tests.cli.megatron_args.test_shell_words import in_bash, needs_bash, words
 
-from mega_cli.megatron_args.script_reader import follow_script
+from mega_cli.megatron_args.script_reader import interpret_shell_script
 from mega_cli.megatron_args.shell_words import MARK
 
 VARIABLES = "x=a.b; n=8; L='1,2,3'; P=/a/b/c.sh\n"
@@ -155,7 +155,7 @@ def test_output_of_files_is_that_of_bash(name: str, tmp_path: Path, monkeypatch:
 
 @pytest.mark.parametrize("word", UNKNOWN)
 def test_output_that_is_not_followed_is_named(word: str) -> None:
-    (command,) = [one for one in follow_script(f"{VARIABLES}run {word} end").commands if one[0].text == "run"]
+    (command,) = [one for one in interpret_shell_script(f"{VARIABLES}run {word} end").commands if one[0].text == "run"]
     assert any(MARK.search(part.text) for part in command)
 
 
@@ -168,5 +168,5 @@ def test_output_that_is_not_followed_is_named(word: str) -> None:
     ],
 )  # fmt: skip
 def test_output_of_unknown_input_is_named(word: str) -> None:
-    (command,) = [one for one in follow_script(f"run {word}").commands if one[0].text == "run"]
+    (command,) = [one for one in interpret_shell_script(f"run {word}").commands if one[0].text == "run"]
     assert any(MARK.search(part.text) for part in command)

@@ -16,7 +16,7 @@ from hypothesis import example, given
 from hypothesis import settings as tried
 from hypothesis import strategies as st
 
-from mega_cli.megatron_args import ScriptTranslation, render_run_yaml, translate_script
+from mega_cli.megatron_args import RunYamlTranslation, render_run_yaml, translate_launch_script
 from mega_cli.megatron_args import flag_tables as flags
 from mega_cli.megatron_args.flag_tables import FlagSpec, load_flag_tables
 from mega_cli.megatron_args.run_draft import load_flag_handling
@@ -158,16 +158,16 @@ def value(run: dict[str, Any], key: str) -> Any:
     return run
 
 
-def check(translation: ScriptTranslation, expected: dict[str, Any]) -> None:
+def check(translation: RunYamlTranslation, expected: dict[str, Any]) -> None:
     assert {key: value(translation.run, key) for key in expected} == expected
 
 
-def parsed(translation: ScriptTranslation) -> RunConfig:
+def parsed(translation: RunYamlTranslation) -> RunConfig:
     """As `mega train` reads the file."""
     return RunConfig.parse(resolve_run_config(yaml.safe_load(render_run_yaml(translation))))
 
 
-def notes(translation: ScriptTranslation, kind: str) -> dict[str, str]:
+def notes(translation: RunYamlTranslation, kind: str) -> dict[str, str]:
     return {
         (note.flag or note.key or "").partition(" ")[0]: note.text for note in translation.notes if note.kind == kind
     }
@@ -175,7 +175,9 @@ def notes(translation: ScriptTranslation, kind: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("script", [GPT_345M, LLAMA3_8B, MIXTRAL, SLURM], ids=["gpt", "llama", "mixtral", "slurm"])
 def test_the_result_can_be_run_but_for_what_cannot_be_run_yet(script: str):
-    translation = translate_script(script.replace("$(pwd)", "data").replace("=$1", "=old").replace("=$2", "=data/text"))
+    translation = translate_launch_script(
+        script.replace("$(pwd)", "data").replace("=$1", "=old").replace("=$2", "=data/text")
+    )
     ModelConfig.parse(translation.run["model"])
     try:
         parsed(translation)
@@ -187,7 +189,7 @@ def test_the_result_can_be_run_but_for_what_cannot_be_run_yet(script: str):
 
 
 def test_gpt_345m():
-    translation = translate_script(GPT_345M)
+    translation = translate_launch_script(GPT_345M)
     check(
         translation,
         {
@@ -214,7 +216,7 @@ def test_gpt_345m():
 
 
 def test_llama3_8b():
-    translation = translate_script(LLAMA3_8B)
+    translation = translate_launch_script(LLAMA3_8B)
     check(
         translation,
         {
@@ -251,7 +253,7 @@ def test_llama3_8b():
 
 def test_middles_to_fill_in():
     flags = "--fim-data --fim-rate 0.5 --fim-spm-rate 0.25 --fim-middle-token '<mid>' --fim-split-sample '<file>'"
-    translation = translate_script(COMPLETE + flags)
+    translation = translate_launch_script(COMPLETE + flags)
     tokens = ["<fim_prefix>", "<mid>", "<fim_suffix>"]
     check(translation, {"data.kind": "fim", "data.fim": {"rate": 0.5, "spm_rate": 0.25, "tokens": tokens}})
     assert parsed(translation).data.fim.tokens == tokens
@@ -260,7 +262,7 @@ def test_middles_to_fill_in():
 
 
 def test_mixtral():
-    translation = translate_script(MIXTRAL)
+    translation = translate_launch_script(MIXTRAL)
     check(
         translation,
         {
@@ -286,7 +288,7 @@ def test_mixtral():
 
 
 def test_slurm():
-    translation = translate_script(SLURM)
+    translation = translate_launch_script(SLURM)
     check(
         translation,
         {
@@ -301,7 +303,7 @@ def test_slurm():
 
 def test_a_bare_list_of_arguments():
     text = "--num-layers 2 --hidden-size=64\n--num-attention-heads 4 --swiglu"
-    translation = translate_script(text)
+    translation = translate_launch_script(text)
     check(translation, {"model.num_layers": 2, "model.hidden_size": 64, "model.ffn_hidden_size": 128})
     missing = {"model.vocab_size", "model.max_position", "data.train", "data.seq_length", "batch.micro", "batch.global"}
     assert set(notes(translation, "open")) == missing | {"train.steps", "optimizer.lr"}
@@ -319,7 +321,7 @@ COMPLETE = """
     "arguments", ["", "--optimizer muon", "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout 'Et*3|tL'"]
 )
 def test_what_is_given_completely_can_be_run(arguments: str):
-    assert parsed(translate_script(COMPLETE + arguments)).train.steps == 10
+    assert parsed(translate_launch_script(COMPLETE + arguments)).train.steps == 10
 
 
 @pytest.mark.parametrize(
@@ -389,7 +391,7 @@ def test_what_is_given_completely_can_be_run(arguments: str):
     ],
 )  # fmt: skip
 def test_single_settings(arguments: str, expected: dict[str, Any]):
-    check(translate_script(COMPLETE + arguments), expected)
+    check(translate_launch_script(COMPLETE + arguments), expected)
 
 
 def test_latent_attention_and_further_tokens():
@@ -397,7 +399,7 @@ def test_latent_attention_and_further_tokens():
         --qk-pos-emb-head-dim 4 --v-head-dim 6 --position-embedding-type rope --rotary-scaling-factor 40 --mscale 1.0
         --mscale-all-dim 1.0 --disable-bias-linear --normalization RMSNorm --norm-epsilon 1e-6 --kv-channels 128
         --group-query-attention --num-query-groups 2 --mtp-num-layers 1 --mtp-loss-scaling-factor 0.3"""
-    translation = translate_script(COMPLETE + flags)
+    translation = translate_launch_script(COMPLETE + flags)
     check(
         translation,
         {
@@ -412,7 +414,7 @@ def test_latent_attention_and_further_tokens():
     )  # fmt: skip
     assert {"num_kv_heads", "head_dim", "qk_norm", "qkv_bias"}.isdisjoint(translation.run["model"])
     assert parsed(translation).model.mla is not None
-    plain = translate_script(COMPLETE + flags.replace("--qk-layernorm", "--rope-type rope"))
+    plain = translate_launch_script(COMPLETE + flags.replace("--qk-layernorm", "--rope-type rope"))
     assert "scaling" not in plain.run["model"]["rope"]
     assert plain.run["model"]["mla"]["latent_norm"] is False
     assert "norm_eps" not in plain.run["model"]["mla"]
@@ -421,14 +423,14 @@ def test_latent_attention_and_further_tokens():
 
 def test_fp8_scaled_by_earlier_steps_is_scaled_by_the_numbers_at_hand():
     for text, flag in (("--fp8-hybrid", "--fp8-hybrid"), ("--fp8-format e4m3 --fp8-recipe delayed", "--fp8-recipe")):
-        assert flag in notes(translate_script(COMPLETE + text), "changes meaning")
-    translation = translate_script(COMPLETE + "--fp8-format e4m3 --fp8-recipe custom")
+        assert flag in notes(translate_launch_script(COMPLETE + text), "changes meaning")
+    translation = translate_launch_script(COMPLETE + "--fp8-format e4m3 --fp8-recipe custom")
     assert translation.run["fp8"]["recipe"] is None
     assert "fp8.recipe" in notes(translation, "open")
 
 
 def test_a_warmup_share_is_that_of_the_decay():
-    run = translate_script(COMPLETE + "--lr-warmup-fraction 0.5 --lr-decay-iters 4").run
+    run = translate_launch_script(COMPLETE + "--lr-warmup-fraction 0.5 --lr-decay-iters 4").run
     assert (run["lr_schedule"]["warmup_steps"], run["lr_schedule"]["decay_steps"]) == (2, 4)
 
 
@@ -447,7 +449,7 @@ def dummy(flag: FlagSpec) -> list[str]:
 
 @pytest.mark.parametrize("flag", FLAGS, ids=lambda flag: flag.name)
 def test_every_flag_ends_in_one_note_with_a_reason(flag: FlagSpec):
-    translation = translate_script(" ".join([COMPLETE, flag.name, *dummy(flag)]))
+    translation = translate_launch_script(" ".join([COMPLETE, flag.name, *dummy(flag)]))
     found = [note for note in translation.notes if note.flag and note.flag.split()[0] == flag.name]
     assert [note.kind in HEADINGS or note.kind == "translated" for note in found] == [True]
     assert "not known" not in found[0].text
@@ -472,8 +474,8 @@ def test_no_line_of_the_handling_is_idle():
 
 
 def test_a_value_that_is_megatrons_default_is_no_missing_feature():
-    assert "--softmax-type" in notes(translate_script(COMPLETE + "--softmax-type vanilla"), "not needed")
-    assert "--softmax-type" in notes(translate_script(COMPLETE + "--softmax-type off-by-one"), "no equivalent")
+    assert "--softmax-type" in notes(translate_launch_script(COMPLETE + "--softmax-type vanilla"), "not needed")
+    assert "--softmax-type" in notes(translate_launch_script(COMPLETE + "--softmax-type off-by-one"), "no equivalent")
 
 
 @pytest.mark.parametrize(
@@ -495,7 +497,7 @@ def test_a_value_that_is_megatrons_default_is_no_missing_feature():
 )
 def test_what_cannot_be_understood(arguments: str, message: str):
     with pytest.raises(ConfigError, match=message):
-        translate_script(arguments)
+        translate_launch_script(arguments)
 
 
 @pytest.mark.parametrize(
@@ -519,27 +521,27 @@ def test_what_cannot_be_understood(arguments: str, message: str):
     ],
 )
 def test_what_megatron_would_refuse_is_to_be_looked_at(arguments: str, message: str, note: str):
-    assert note in render_run_yaml(translate_script(f"{COMPLETE.rstrip()} {arguments}")).replace("\n#     ", " ")
+    assert note in render_run_yaml(translate_launch_script(f"{COMPLETE.rstrip()} {arguments}")).replace("\n#     ", " ")
     with pytest.raises(ConfigError, match=message):
-        translate_script(f"{COMPLETE.rstrip()} {arguments}", strict=True)
+        translate_launch_script(f"{COMPLETE.rstrip()} {arguments}", strict=True)
 
 
 @pytest.mark.parametrize("text", ["", "echo hello", "# nothing\n", "ls *.txt"])
 def test_a_script_without_training(text: str):
     with pytest.raises(ConfigError, match="no training command"):
-        translate_script(text)
+        translate_launch_script(text)
 
 
 def test_other_kinds_of_models():
     with pytest.raises(ConfigError, match=r"line 2: pretrain_ict\.py"):
-        translate_script("A=1\ntorchrun pretrain_ict.py --num-layers 2")
+        translate_launch_script("A=1\ntorchrun pretrain_ict.py --num-layers 2")
 
 
 def test_remarks_of_the_script_stand_on_top():
     text = "if [ -f x ]; then ARGS=--swiglu; fi\nsource env.sh\npython pretrain_gpt.py $EXTRA " + " ".join(
         COMPLETE.split()
     )
-    lines = render_run_yaml(translate_script(text)).splitlines()
+    lines = render_run_yaml(translate_launch_script(text)).splitlines()
     assert any("line 1: it is unknown if this `if` holds" in line for line in lines)
     assert any("line 2: the file of `source env.sh` was not read" in line for line in lines)
     assert any("line 3: the value of $EXTRA is unknown" in line for line in lines)
@@ -571,5 +573,7 @@ PATHS = st.text(
 def test_any_path_comes_back_from_the_file(path: str):
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "run.yaml"
-        file.write_text(render_run_yaml(translate_script(f"{COMPLETE} --save {shlex.quote(path)}")), encoding="utf-8")
+        file.write_text(
+            render_run_yaml(translate_launch_script(f"{COMPLETE} --save {shlex.quote(path)}")), encoding="utf-8"
+        )
         assert load_yaml_mapping(file)["output"] == path

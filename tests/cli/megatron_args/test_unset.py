@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from mega_cli.megatron_args import ScriptTranslation, render_run_yaml, translate_script
+from mega_cli.megatron_args import RunYamlTranslation, render_run_yaml, translate_launch_script
 from mega_cli.megatron_args.flag_tables import FlagSpec, load_flag_tables
 from mega_cli.megatron_args.run_draft import load_flag_handling
 from mega_common.errors import ConfigError
@@ -22,7 +22,7 @@ COMPLETE = """
 """
 
 
-def parsed(translation: ScriptTranslation) -> RunConfig:
+def parsed(translation: RunYamlTranslation) -> RunConfig:
     """As `mega train` reads the file."""
     return RunConfig.parse(resolve_run_config(yaml.safe_load(render_run_yaml(translation))))
 
@@ -30,12 +30,12 @@ def parsed(translation: ScriptTranslation) -> RunConfig:
 @pytest.mark.parametrize("path", ["$DATA_PATH", "$(pwd)/text", "${ROOT}/text", "'<your data>'"])
 def test_a_path_that_the_script_does_not_set_is_refused_by_the_check(path: str):
     with pytest.raises(ConfigError, match=r"data\.train = .*: must not contain a shell variable or a placeholder"):
-        parsed(translate_script(COMPLETE.replace("data/text", path)))
+        parsed(translate_launch_script(COMPLETE.replace("data/text", path)))
 
 
 def test_a_number_that_the_script_does_not_set_is_to_be_filled_in():
     flags = "--distributed-timeout-minutes $MINUTES --train-iters $STEPS"
-    translation = translate_script(COMPLETE.replace("--train-iters 10", flags))
+    translation = translate_launch_script(COMPLETE.replace("--train-iters 10", flags))
     assert translation.run["train"]["steps"] is None
     assert [(note.key, note.text) for note in translation.notes if note.kind == "open"] == [
         ("train.steps", "$STEPS is not set in the script; to be filled in")
@@ -57,13 +57,13 @@ def test_a_number_that_the_script_does_not_set_is_to_be_filled_in():
 )
 def test_why_a_value_is_open(value: str, told: str):
     loop = "for T in $LIST; do Q=$T; done\npython pretrain_gpt.py "
-    translation = translate_script(
+    translation = translate_launch_script(
         loop + " ".join(COMPLETE.split()).replace("--train-iters 10", f"--train-iters {value}")
     )
     assert [note.text for note in translation.notes if note.kind == "open" and note.key] == [f"{told}; to be filled in"]
 
 
-def settings(translation: ScriptTranslation) -> Any:
+def settings(translation: RunYamlTranslation) -> Any:
     """What `mega train` makes of the file; None where it refuses it."""
     try:
         return parsed(translation)
@@ -97,8 +97,8 @@ def has_key(flag: FlagSpec) -> bool:
 def test_no_setting_follows_from_a_value_that_the_script_does_not_set(flag: FlagSpec):
     """Either the result is refused until it is filled in, or any value gives the same."""
     for base in (COMPLETE, RICH, LATENT):
-        unset = settings(translate_script(f"{base} {flag.name} $X"))
+        unset = settings(translate_launch_script(f"{base} {flag.name} $X"))
         if unset is not None:
             values = list(dict.fromkeys(flag.choices.values())) or ["1", "2", "4"]
-            given = [settings(translate_script(f"{base} {flag.name} {value}")) for value in values]
+            given = [settings(translate_launch_script(f"{base} {flag.name} {value}")) for value in values]
             assert {config.model_dump_json() for config in given if config is not None} <= {unset.model_dump_json()}

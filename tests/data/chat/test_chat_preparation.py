@@ -20,7 +20,7 @@ from mega_data.token_files.dataset_info import (
     list_dataset_files,
     read_dataset_info,
 )
-from mega_data.token_files.indexed_reader import IndexedReader, get_bin_path, get_idx_path, get_mask_prefix
+from mega_data.token_files.indexed_reader import IndexedReader, get_bin_path, get_idx_path, get_loss_mask_prefix
 from mega_data.token_files.loss_mask import LossWeights, open_loss_mask
 from mega_data.token_files.merge_datasets import merge_datasets
 from mega_data.token_files.verify_dataset import verify_dataset
@@ -155,7 +155,7 @@ def test_a_run_that_was_ended_goes_on_with_the_mask(
             preprocess_corpus([tmp_path / "d.jsonl"], tokenizer, tmp_path / "e", chat=chat, workers=1)
     assert preprocess_corpus([tmp_path / "d.jsonl"], tokenizer, tmp_path / "e", chat=chat) == straight
     assert "e: resuming an interrupted run after " in caplog.text
-    for prefix in (tmp_path / "d", get_mask_prefix(tmp_path / "d")):
+    for prefix in (tmp_path / "d", get_loss_mask_prefix(tmp_path / "d")):
         for path in (get_bin_path, get_idx_path):
             assert path(prefix).read_bytes() == path(tmp_path / prefix.name.replace("d", "e")).read_bytes()
 
@@ -193,7 +193,10 @@ def test_shards_and_merges_keep_the_mask(tmp_path: Path, tokenizer: Path) -> Non
     for other in (tmp_path / "s", tmp_path / "m"):
         for path in (get_bin_path, get_idx_path):
             assert path(other).read_bytes() == path(tmp_path / "d").read_bytes()
-            assert path(get_mask_prefix(other)).read_bytes() == path(get_mask_prefix(tmp_path / "d")).read_bytes()
+            assert (
+                path(get_loss_mask_prefix(other)).read_bytes()
+                == path(get_loss_mask_prefix(tmp_path / "d")).read_bytes()
+            )
         assert (info := read_dataset_info(other)) is not None
         assert info.chat == whole.chat
         verify_dataset(other)
@@ -206,7 +209,7 @@ def test_shards_and_merges_keep_the_mask(tmp_path: Path, tokenizer: Path) -> Non
 def test_text_in_place_of_conversations_has_no_mask(tmp_path: Path, tokenizer: Path) -> None:
     preprocess_records(tmp_path, tokenizer, [{"prompt": "Hi", "response": "a"}])
     preprocess_corpus([tmp_path / "d.jsonl"], tokenizer, tmp_path / "d", json_key="prompt", overwrite=True)
-    assert not get_idx_path(get_mask_prefix(tmp_path / "d")).exists()
+    assert not get_idx_path(get_loss_mask_prefix(tmp_path / "d")).exists()
     with pytest.raises(DataError, match=r"the loss mask .* is missing"):
         open_loss_mask(IndexedReader(tmp_path / "d"))
 
@@ -215,7 +218,7 @@ def test_a_mask_of_other_tokens_is_refused(tmp_path: Path, tokenizer: Path) -> N
     preprocess_records(tmp_path, tokenizer, [CONVERSATIONS["one"]])
     preprocess_records(tmp_path, tokenizer, [CONVERSATIONS["turns"]], "e")
     for path in (get_bin_path, get_idx_path):
-        path(get_mask_prefix(tmp_path / "d")).write_bytes(path(get_mask_prefix(tmp_path / "e")).read_bytes())
+        path(get_loss_mask_prefix(tmp_path / "d")).write_bytes(path(get_loss_mask_prefix(tmp_path / "e")).read_bytes())
     with pytest.raises(DataError, match="is not the loss mask of"):
         open_loss_mask(IndexedReader(tmp_path / "d"))
     with pytest.raises(DataError, match="is not the loss mask of"):

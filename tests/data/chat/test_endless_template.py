@@ -17,7 +17,7 @@ from mega_data.chat.chat_records import Conversation
 from mega_data.chat.chat_template import (
     ChatTemplateMemoryError,
     ChatTemplateTimeout,
-    limit_time,
+    limit_render_time,
     read_chat_template,
 )
 from mega_data.tokenizer import train_tokenizer
@@ -104,7 +104,7 @@ def test_preprocessing_with_an_endless_template_ends(
 
 def test_the_timer_and_the_handler_are_put_back() -> None:
     before = signal.getsignal(signal.SIGALRM), signal.getitimer(signal.ITIMER_REAL)[0] > 0
-    with limit_time(60):
+    with limit_render_time(60):
         assert signal.getsignal(signal.SIGALRM) is not before[0]
     assert (signal.getsignal(signal.SIGALRM), signal.getitimer(signal.ITIMER_REAL)[0] > 0) == before
 
@@ -113,7 +113,7 @@ def test_other_threads_render_without_a_timer() -> None:
     done: list[int] = []
 
     def render() -> None:
-        with limit_time(0.001):
+        with limit_render_time(0.001):
             done.append(sum(range(1000)))
 
     thread = threading.Thread(target=render)

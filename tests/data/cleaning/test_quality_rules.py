@@ -12,9 +12,9 @@ from mega_data.cleaning.quality_rules import (
     _measure_duplicate_ngrams,
     _measure_top_ngram,
     apply_c4_rule,
+    apply_gopher_quality_rule,
+    apply_gopher_repetition_rule,
     apply_pii_rule,
-    apply_quality_rule,
-    apply_repetition_rule,
 )
 from mega_data.cleaning.text_words import AnalyzedText
 
@@ -91,14 +91,14 @@ PROSE = " ".join(f"word{i} and some that number{i} of things" for i in range(12)
 
 
 def why(text: str) -> str | None:
-    found = apply_quality_rule(AnalyzedText(text), GopherQualityRule())
+    found = apply_gopher_quality_rule(AnalyzedText(text), GopherQualityRule())
     return found and found.why
 
 
 def test_prose_stays() -> None:
     assert why(PROSE) is None
     varied = " ".join(f"w{i}" for i in range(300))
-    assert apply_repetition_rule(AnalyzedText(varied), GopherRepetitionRule()) is None
+    assert apply_gopher_repetition_rule(AnalyzedText(varied), GopherRepetitionRule()) is None
 
 
 @pytest.mark.parametrize(
@@ -135,14 +135,14 @@ def test_limits_are_included() -> None:
     ],
 )
 def test_repeated_lines(text: str, reason: str) -> None:
-    found = apply_repetition_rule(AnalyzedText(text), GopherRepetitionRule())
+    found = apply_gopher_repetition_rule(AnalyzedText(text), GopherRepetitionRule())
     assert found is not None
     assert found.why == reason
 
 
 def test_repeated_paragraphs() -> None:
     lines = GopherRepetitionRule(max_duplicate_lines=1, max_duplicate_line_chars=1)
-    found = apply_repetition_rule(AnalyzedText("a b\n\nc d\n \na b\n\na b"), lines)
+    found = apply_gopher_repetition_rule(AnalyzedText("a b\n\nc d\n \na b\n\na b"), lines)
     assert found is not None
     assert (found.why, found.detail) == ("duplicate paragraphs above 0.3", "0.5")
 

@@ -10,7 +10,7 @@ from mega_common.errors import ConfigError, DataError
 from mega_data.blended_dataset import BlendedDataset, build_blended_datasets
 from mega_data.data_config import DataConfig
 from mega_data.token_files.dataset_info import ChatInfo, TokenizerInfo, write_dataset_info
-from mega_data.token_files.indexed_reader import get_bin_path, get_idx_path, get_mask_prefix
+from mega_data.token_files.indexed_reader import get_bin_path, get_idx_path, get_loss_mask_prefix
 from mega_data.token_files.indexed_writer import IndexedWriter
 
 LENGTH = 32
@@ -62,21 +62,21 @@ def test_labels_weigh_what_the_mask_says_of_them(tmp_path: Path, one: int | None
 def test_the_fingerprint_is_that_of_tokens_and_mask(tmp_path: Path) -> None:
     one, other = data_set(tmp_path / "one", [5, 20, 9]), data_set(tmp_path / "other", [5, 20, 9])
     assert built(one).fingerprint == built(other).fingerprint
-    path = get_bin_path(get_mask_prefix(other))
+    path = get_bin_path(get_loss_mask_prefix(other))
     path.write_bytes(bytes([1 - byte for byte in path.read_bytes()]))
     assert built(one).fingerprint != built(other).fingerprint
 
 
 @pytest.mark.parametrize(("byte", "said"), [(0, "selects no token"), (1, "selects every token, including")])
 def test_a_mask_of_nothing_or_everything_is_refused(tmp_path: Path, byte: int, said: str) -> None:
-    path = get_bin_path(get_mask_prefix(data_set(tmp_path / "d", [5, 20])))
+    path = get_bin_path(get_loss_mask_prefix(data_set(tmp_path / "d", [5, 20])))
     path.write_bytes(bytes([byte] * 25))
     with pytest.raises(DataError, match=said):
         built(tmp_path / "d").fingerprint  # noqa: B018 - what a run asks for first
 
 
 def test_a_mask_of_everything_may_be_what_was_asked_for(tmp_path: Path) -> None:
-    path = get_bin_path(get_mask_prefix(data_set(tmp_path / "d", [5, 20], one=1, loss_on="all")))
+    path = get_bin_path(get_loss_mask_prefix(data_set(tmp_path / "d", [5, 20], one=1, loss_on="all")))
     path.write_bytes(bytes([1] * 25))
     assert built(tmp_path / "d")[0].loss_weights.any()
 
@@ -87,7 +87,7 @@ def test_conversations_are_no_text_and_text_is_no_conversations(tmp_path: Path) 
         with pytest.raises(DataError, match=f"has conversations, which conflicts with data.kind = {kind}"):
             built(tmp_path / "chat", kind=kind)
     for path in (get_bin_path, get_idx_path):
-        path(get_mask_prefix(tmp_path / "chat")).unlink()
+        path(get_loss_mask_prefix(tmp_path / "chat")).unlink()
     with pytest.raises(DataError, match=r"has text, which conflicts with data.kind = conversations"):
         built(tmp_path / "chat")
     data_set(tmp_path / "pairs", [5, 20], one=1, kind="pairs")

@@ -14,7 +14,7 @@ from mega_data.blended_dataset import build_blended_datasets
 from mega_data.data_config import DataConfig
 from mega_data.kinds.dataset_kind import DatasetContext, TrainingSample
 from mega_data.kinds.fill_in_middle import FimContextSamples, build_fim_samples
-from mega_data.kinds.masked_lm_samples import create_sample_stream
+from mega_data.kinds.masked_lm_samples import make_sample_random_generator
 from mega_data.kinds.running_text import build_text_samples
 from mega_data.preprocessing.preprocess_corpus import preprocess_corpus
 from mega_data.sampling.dataset_parts import DatasetPartitioner
@@ -96,7 +96,9 @@ def test_samples_follow_the_rule(
     changed = 0
     for k in range(60):
         before = [*plain[k].tokens.tolist(), int(plain[k].labels[-1])]
-        expected = rearrange_by_rule(before, coder, create_sample_stream(found.content_key, k), spm_rate, cut)[: S + 1]
+        expected = rearrange_by_rule(before, coder, make_sample_random_generator(found.content_key, k), spm_rate, cut)[
+            : S + 1
+        ]
         filled = [*expected, *[303] * (S + 1 - len(expected))]
         sample = found[k]
         assert [*sample.tokens.tolist(), int(sample.labels[-1])] == filled

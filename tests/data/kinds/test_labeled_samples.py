@@ -15,7 +15,7 @@ from mega_data.chat.chat_preparation import ChatOptions
 from mega_data.chat.labeled_records import parse_labeled_record
 from mega_data.data_config import DataConfig
 from mega_data.preprocessing.preprocess_corpus import preprocess_corpus
-from mega_data.reports.show_tokens import show_document
+from mega_data.reports.show_tokens import split_document_for_display
 from mega_data.token_files.indexed_reader import IndexedReader
 from mega_data.token_files.loss_mask import read_dataset_kind
 
@@ -125,7 +125,7 @@ def test_groups_are_whole_and_in_order(tokenizer: Path, tmp_path: Path) -> None:
 
 def test_documents_are_shown_with_their_labels(tokenizer: Path, tmp_path: Path) -> None:
     prefix = write(tmp_path, [{"text": "the cat", "label": 0.25}], tokenizer, kind="labels")
-    (part,) = show_document(prefix, 0, None)
+    (part,) = split_document_for_display(prefix, 0, None)
     assert (part.name, len(part.tokens)) == ("document 0, label 0.25", 8)
 
 

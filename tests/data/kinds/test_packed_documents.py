@@ -12,7 +12,7 @@ from mega_common.errors import ConfigError, DataError
 from mega_data.blended_dataset import build_blended_datasets
 from mega_data.data_config import DataConfig
 from mega_data.kinds.dataset_kind import DatasetContext, TrainingSample
-from mega_data.kinds.packed_documents import PackedSamples, pack_best_fit
+from mega_data.kinds.packed_documents import PackedSamples, assign_bins_best_fit
 from mega_data.sampling.dataset_parts import DatasetPart
 from mega_data.token_files.indexed_reader import IndexedReader
 from mega_data.token_files.indexed_writer import IndexedWriter
@@ -34,13 +34,13 @@ def one_by_one(sizes: list[int], capacity: int) -> list[int]:
 @settings(max_examples=150, deadline=None)
 def test_items_of_a_size_at_once_fit_as_one_by_one(capacity: int, drawn: list[int]) -> None:
     sizes = [size for size in drawn if size <= capacity]
-    bins = pack_best_fit(np.array(sizes, np.int64), capacity)
+    bins = assign_bins_best_fit(np.array(sizes, np.int64), capacity)
     rooms = capacity - np.bincount(bins, sizes) if sizes else np.empty(0)
     assert sorted(rooms.astype(int).tolist()) == one_by_one(sizes, capacity)
 
 
 def test_equal_items_go_to_bins_in_their_order() -> None:
-    assert pack_best_fit(np.array([2, 3, 2, 3, 1]), 6).tolist() == [1, 0, 1, 0, 1]
+    assert assign_bins_best_fit(np.array([2, 3, 2, 3, 1]), 6).tolist() == [1, 0, 1, 0, 1]
 
 
 S = 16

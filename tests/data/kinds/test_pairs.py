@@ -20,9 +20,9 @@ from mega_data.kinds import get_dataset_builders
 from mega_data.kinds.chat_samples import PreferencePairSamples
 from mega_data.kinds.dataset_kind import DatasetContext
 from mega_data.preprocessing.preprocess_corpus import preprocess_corpus
-from mega_data.reports.show_tokens import show_training_sample
+from mega_data.reports.show_tokens import split_sample_for_display
 from mega_data.sampling.dataset_parts import DatasetPart
-from mega_data.token_files.indexed_reader import IndexedReader, get_mask_prefix
+from mega_data.token_files.indexed_reader import IndexedReader, get_loss_mask_prefix
 from mega_data.token_files.indexed_writer import IndexedWriter
 from mega_data.tokenizer import train_tokenizer
 
@@ -34,7 +34,7 @@ def data_set(prefix: Path, lengths: list[int]) -> IndexedReader:
     tokens = np.arange(10, 10 + sum(lengths))
     counts = 1 + tokens % 2
     counts[np.cumsum([0, *lengths[:-1]])] = 0
-    for path, values, dtype in ((prefix, tokens, "int32"), (get_mask_prefix(prefix), counts, "uint8")):
+    for path, values, dtype in ((prefix, tokens, "int32"), (get_loss_mask_prefix(prefix), counts, "uint8")):
         with IndexedWriter(path, dtype) as writer:
             at = 0
             for first, second in zip(lengths[::2], lengths[1::2], strict=False):
@@ -106,13 +106,13 @@ def test_a_split_cuts_no_pair(tmp_path: Path) -> None:
     config = DataConfig.parse({"train": str(tmp_path / "p"), "split": [1, 1], "seq_length": 256, "kind": "pairs"})
     cut, rest, _ = build_blended_datasets(config, seed=1, samples={"train": 1, "valid": 1}, eod=None)
     assert rest is not None
-    shown = [[part.name for part in show_training_sample(data[0], None)] for data in (cut, rest)]
+    shown = [[part.name for part in split_sample_for_display(data[0], None)] for data in (cut, rest)]
     assert sorted(map(len, shown)) == [3, 5]  # with what is left of the sample; by sequences it would be three each
 
 
 def test_documents_that_are_no_pairs_are_refused(tmp_path: Path) -> None:
     reader = data_set(tmp_path / "d", [5, 9])
-    for path in (tmp_path / "e", get_mask_prefix(tmp_path / "e")):
+    for path in (tmp_path / "e", get_loss_mask_prefix(tmp_path / "e")):
         with IndexedWriter(path, "uint8") as writer:
             writer.add_documents(np.arange(12) % 2, [4, 8])
     with pytest.raises(DataError, match=r"data.kind = pairs requires documents of two sequences"):

@@ -15,7 +15,7 @@ from mega_data.batch_loader import BatchLoader
 from mega_data.blended_dataset import BlendedDataset, build_blended_datasets, plan_dataset_usage
 from mega_data.data_config import DataConfig
 from mega_data.kinds.dataset_kind import TrainingSample
-from mega_data.reports.show_tokens import show_training_sample
+from mega_data.reports.show_tokens import split_sample_for_display
 from mega_data.retrieval.neighbor_files import DatasetNeighbors, get_neighbors_path
 
 M, S = 8, 32
@@ -161,7 +161,7 @@ def test_what_a_run_reads_is_counted_with_padding(data: Path) -> None:
 def test_neighbors_are_shown_behind_the_documents(data: Path) -> None:
     sample = built(data)[0]
     assert sample.neighbors is not None
-    shown = [part for part in show_training_sample(sample, None) if part.name.startswith("neighbor")]
+    shown = [part for part in split_sample_for_display(sample, None) if part.name.startswith("neighbor")]
     assert len(shown) == 8
     assert shown[3].name == "neighbor 1 of the chunk at 8-15"
     first = sample.neighbors[1, 1]

@@ -28,7 +28,7 @@ from mega_data.preprocessing.token_cache import (
     read_first_record,
     tokenize_raw_data,
     tokenize_raw_source,
-    translate_options,
+    translate_options_to_run_yaml,
 )
 from mega_data.reading.corpus_sources import find_corpus_sources
 from mega_data.tokenizer import Tokenizer
@@ -398,5 +398,5 @@ def test_messages_name_settings_of_run_yaml(module: str) -> None:
     options = [text for text in texts if re.search(r"(^| )--[a-z]", text)]
     assert options
     for text in options:
-        translated = translate_options(text).replace("mega data preprocess --", "")
+        translated = translate_options_to_run_yaml(text).replace("mega data preprocess --", "")
         assert "--" not in translated, translated

@@ -20,7 +20,7 @@ from mega_common.errors import DataError
 from mega_data.preprocessing.preprocess_corpus import preprocess_corpus
 from mega_data.preprocessing.sharding import InputShard
 from mega_data.reading.corpus_sources import CorpusSource, find_corpus_sources
-from mega_data.reading.documents import SHOWN, Document, LongText, RejectedItem
+from mega_data.reading.documents import SHOWN, DiskBackedText, Document, RejectedItem
 from mega_data.reading.source_readers import read_documents
 
 TEXT = st.text(alphabet=st.sampled_from('a\\"\n\t/é日😀\ud83d\ude00u0{}[],: '), max_size=40)
@@ -108,7 +108,7 @@ def test_a_full_disk_is_no_damaged_file(
 
 
 def test_a_word_is_found_across_blocks(tmp_path: Path) -> None:
-    with LongText.from_blocks(["the c", "at sat ", "on the mat"], tmp_path) as text:
+    with DiskBackedText.from_blocks(["the c", "at sat ", "on the mat"], tmp_path) as text:
         assert [word in text for word in ("cat", "the cat sat on", "mat", "t s", "dog")] == [True] * 4 + [False]
 
 

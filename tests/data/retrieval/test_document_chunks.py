@@ -8,7 +8,7 @@ from chunked_data import documents
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from mega_data.retrieval.document_chunks import DocumentChunks, NeighborLeakFilter, contains_continuation
+from mega_data.retrieval.document_chunks import DocumentChunks, NeighborLeakFilter, mark_leaking_neighbors
 
 
 def test_chunks_begin_with_their_document_and_end_with_it(tmp_path: Path) -> None:
@@ -93,8 +93,8 @@ def test_stretches_are_found_wherever_they_begin() -> None:
         [*[99] * 13, 12, 13, -1],
         [*[99] * 13, 13, 14, -1],  # two that end nowhere
     ])  # fmt: skip
-    assert contains_continuation(np.tile(own, (4, 1)), rows).tolist() == [True, False, True, False]
+    assert mark_leaking_neighbors(np.tile(own, (4, 1)), rows).tolist() == [True, False, True, False]
     short = np.where(own < 9, own, -1)  # one token comes next: it, and the one before
-    assert contains_continuation(np.tile(short, (2, 1)), rows[:2]).tolist() == [True, True]
+    assert mark_leaking_neighbors(np.tile(short, (2, 1)), rows[:2]).tolist() == [True, True]
     last = np.where(own < 8, own, -1)
-    assert not contains_continuation(last[None], last[None]).any()
+    assert not mark_leaking_neighbors(last[None], last[None]).any()

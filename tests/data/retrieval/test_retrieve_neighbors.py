@@ -17,7 +17,7 @@ from mega_data.retrieval.document_chunks import DocumentChunks, NeighborLeakFilt
 from mega_data.retrieval.neighbor_files import DatasetNeighbors, get_neighbors_path
 from mega_data.retrieval.retrieve_neighbors import (
     ChunkEncoder,
-    NearestVectors,
+    NearestNeighborIndex,
     RetrievalSettings,
     VectorShards,
     retrieve_neighbors,
@@ -55,14 +55,16 @@ def test_exact_search_is_brute_force_among_what_is_allowed(
 ) -> None:
     rows, values = vectors
     good = np.random.default_rng(2).random((N, N)) < share
-    index = NearestVectors(rows, 250, factory="Flat", probes=1)
+    index = NearestNeighborIndex(rows, 250, factory="Flat", probes=1)
     found = index.search_nearest(values, 3, lambda own, other: good[own[:, None], other] & (other >= 0))
     assert found.tolist() == brute(values, 250, 3, good)
 
 
 def test_fewer_vectors_than_neighbors_are_all_found(vectors: tuple[VectorShards, npt.NDArray[np.float32]]) -> None:
     rows, values = vectors
-    found = NearestVectors(rows, 2, factory="Flat", probes=1).search_nearest(values[:5], 3, lambda _, other: other >= 0)
+    found = NearestNeighborIndex(rows, 2, factory="Flat", probes=1).search_nearest(
+        values[:5], 3, lambda _, other: other >= 0
+    )
     assert np.sort(found, 1).tolist() == [[-1, 0, 1]] * 5
 
 
@@ -73,7 +75,7 @@ def test_lists_that_are_all_looked_at_find_what_exact_search_does(
 
     def nearest(factory: str, probes: int) -> list[list[int]]:
         return (
-            NearestVectors(rows, N, factory=factory, probes=probes)
+            NearestNeighborIndex(rows, N, factory=factory, probes=probes)
             .search_nearest(values, 2, lambda _, o: o >= 0)
             .tolist()
         )
@@ -85,9 +87,9 @@ def test_lists_that_are_all_looked_at_find_what_exact_search_does(
 
 def test_what_cannot_be_built_is_told(vectors: tuple[VectorShards, npt.NDArray[np.float32]]) -> None:
     with pytest.raises(ConfigError, match="--index PQ3: faiss cannot build it for 300 vectors of 16 numbers"):
-        NearestVectors(vectors[0], N, factory="PQ3", probes=1)
+        NearestNeighborIndex(vectors[0], N, factory="PQ3", probes=1)
     with pytest.raises(ConfigError, match=r"--index Nope: .*could not parse"):
-        NearestVectors(vectors[0], N, factory="Nope", probes=1)
+        NearestNeighborIndex(vectors[0], N, factory="Nope", probes=1)
 
 
 def test_without_faiss_it_is_told_what_to_install(
@@ -95,7 +97,7 @@ def test_without_faiss_it_is_told_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "faiss", None)
     with pytest.raises(MissingPackageError, match=r"pip install 'mega-data\[retro\]'"):
-        NearestVectors(vectors[0], N, factory="Flat", probes=1)
+        NearestNeighborIndex(vectors[0], N, factory="Flat", probes=1)
 
 
 def test_an_index_is_chosen_by_size() -> None:

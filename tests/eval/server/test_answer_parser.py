@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from chat_templates import ALL_FORMS as FORMS
 
-from mega_eval.server.answer_formats import AnswerPart
-from mega_eval.server.answer_parser import AnswerParser, AnswerSyntax, parse_answer_parts
+from mega_eval.server.answer_formats import ChoiceDelta
+from mega_eval.server.answer_parser import ModelOutputParser, ModelOutputSyntax, parse_answer_parts
 from mega_eval.server.tool_formats import PLAIN_FORMAT, TOOL_FORMATS
 
 WEATHER = {"type": "object", "properties": {"place": {"type": "string"}, "days": {"type": "integer"}, "units": {"enum": ["C", "F"]}}}  # fmt: skip
@@ -65,7 +65,9 @@ def parse(
     form: str, pieces: list[str], reasoning: tuple[str, str] | None = THINK, **how: Any
 ) -> tuple[str, str, list[Any]]:
     """Content, reasoning and calls of an answer in pieces."""
-    parser = AnswerParser(AnswerSyntax(FORMS_BY_NAME[form], None if form == "harmony" else reasoning), TOOLS, **how)
+    parser = ModelOutputParser(
+        ModelOutputSyntax(FORMS_BY_NAME[form], None if form == "harmony" else reasoning), TOOLS, **how
+    )
     deltas = [delta for at, piece in enumerate(pieces) for delta in parser.parse(piece, ended=at == len(pieces) - 1)]
     content = "".join(delta.text for delta in deltas if delta.kind == "content")
     thought = "".join(delta.text for delta in deltas if delta.kind == "reasoning")
@@ -109,7 +111,7 @@ def test_reasoning_that_the_prompt_opened() -> None:
 
 
 def test_a_call_streams_its_arguments() -> None:
-    parser = AnswerParser(AnswerSyntax(), TOOLS)
+    parser = ModelOutputParser(ModelOutputSyntax(), TOOLS)
     first = parser.parse('<tool_call>{"name": "weather", "arguments": {"pl', ended=False)
     assert [(delta.kind, delta.text) for delta in first] == [("call", "weather"), ("arguments", '{"pl')]
     assert [delta.text for delta in parser.parse('ace": "Rome"}', ended=False)] == ['ace": "Rome"}']
@@ -133,23 +135,25 @@ def test_a_call_streams_its_arguments() -> None:
     ],
 )  # fmt: skip
 def test_a_template_has_a_syntax(template: str, form: str, reasoning: tuple[str, str] | None) -> None:
-    syntax = AnswerSyntax.detect(template)
+    syntax = ModelOutputSyntax.detect(template)
     assert (syntax.format.name, syntax.reasoning, syntax.unsupported) == (form, reasoning, None)
 
 
 def test_a_foreign_format_is_named() -> None:
-    assert AnswerSyntax.detect("{{ tools }}<|START_ACTION|>").unsupported == "<|START_ACTION|>"
+    assert ModelOutputSyntax.detect("{{ tools }}<|START_ACTION|>").unsupported == "<|START_ACTION|>"
 
 
 def test_choices_are_parsed_apart() -> None:
-    async def said() -> AsyncIterator[AnswerPart]:
+    async def said() -> AsyncIterator[ChoiceDelta]:
         for number, text in enumerate(('<tool_call>{"name": "clo', 'ck", "arguments": {}}</tool_call>')):
-            yield AnswerPart(0, text, None, 1, "stop" if number else None, begins=not number)
-            yield AnswerPart(1, "other", None, 1, "length" if number else None, begins=not number)
+            yield ChoiceDelta(0, text, None, 1, "stop" if number else None, begins=not number)
+            yield ChoiceDelta(1, "other", None, 1, "length" if number else None, begins=not number)
 
-    async def found() -> dict[int, AnswerPart]:
-        whole: dict[int, AnswerPart] = {}
-        parser = parse_answer_parts(said(), lambda: AnswerParser(AnswerSyntax(), TOOLS), PLAIN_FORMAT.make_call_id)
+    async def found() -> dict[int, ChoiceDelta]:
+        whole: dict[int, ChoiceDelta] = {}
+        parser = parse_answer_parts(
+            said(), lambda: ModelOutputParser(ModelOutputSyntax(), TOOLS), PLAIN_FORMAT.make_call_id
+        )
         async for part in parser:
             if part.begins:
                 whole[part.choice] = part

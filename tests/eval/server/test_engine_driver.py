@@ -17,7 +17,7 @@ from serving import Scripted, service_of, serving, until
 
 from mega_common.errors import ConfigError, DataError, MegaError
 from mega_data.tokenizer import train_tokenizer
-from mega_eval.engine_requests import EngineEvent
+from mega_eval.engine_requests import GenerationEvent
 from mega_eval.server.inference_server import bind_server_socket
 
 
@@ -165,10 +165,10 @@ def test_a_request_that_fails_while_it_runs_ends_no_other(
     engine = Scripted()
     told = engine._event
 
-    def event_of(number: int, request: Any) -> EngineEvent:
+    def event_of(number: int, request: Any) -> GenerationEvent:
         if request.limits.max_new_tokens == 5:
             engine.requests.pop(number)
-            return EngineEvent(number, "", [], [], None, None, error)
+            return GenerationEvent(number, "", [], [], None, None, error)
         return told(number, request)
 
     monkeypatch.setattr(engine, "_event", event_of)

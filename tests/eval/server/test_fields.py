@@ -352,8 +352,8 @@ def test_a_refusal_is_one_sentence(client: httpx.Client, path: str, fields: dict
 
 @pytest.mark.parametrize("scheme", ["Bearer", "bearer", "BEARER", "bEaReR"])
 def test_the_scheme_of_the_key_has_any_case(service: ModelService, scheme: str) -> None:
-    from mega_eval.server.request_gate import RequestGate, ServerLimits
+    from mega_eval.server.request_gate import RequestCheckMiddleware, ServerLimits
 
-    gate = RequestGate(lambda *_: None, ServerLimits("secret-key", None, 1, 1, 1), service.metrics)  # type: ignore[arg-type,return-value]
+    gate = RequestCheckMiddleware(lambda *_: None, ServerLimits("secret-key", None, 1, 1, 1), service.metrics)  # type: ignore[arg-type,return-value]
     headers = [(b"authorization", f"{scheme} secret-key".encode())]
     gate._check_access({"type": "http", "path": "/v1/models", "method": "GET", "headers": headers})

@@ -24,8 +24,8 @@ from mega_data.tokenizer import Tokenizer, train_tokenizer
 from mega_eval.grammar_matcher import GrammarCache
 from mega_eval.inference_engine import InferenceEngine
 from mega_eval.model_loading import load_inference_model
-from mega_eval.server.answer_parser import AnswerSyntax
-from mega_eval.server.call_grammars import CallableTool, build_call_grammar
+from mega_eval.server.answer_parser import ModelOutputSyntax
+from mega_eval.server.call_grammars import CallableTool, build_tool_call_grammar
 from mega_eval.server.messages_api import MessagesRequest
 from mega_eval.server.request_schemas import ChatRequest
 from mega_eval.server.responses_api import ResponsesRequest
@@ -244,9 +244,9 @@ ONE_CALL: list[tuple[str, str, list[Any], bool]] = [
 def test_a_single_call_is_all_that_the_grammar_allows(folders: dict[str, Path], family: str) -> None:
     tokenizer = Tokenizer(folders[family])
     specials = Vocabulary(tokenizer).specials
-    form = {"llama3": LLAMA3}.get(family) or AnswerSyntax.detect(read_chat_template(tokenizer.path).source).format
+    form = {"llama3": LLAMA3}.get(family) or ModelOutputSyntax.detect(read_chat_template(tokenizer.path).source).format
     tools = [CallableTool(name, None) for name in ("weather", "clock")]
-    grammar = build_call_grammar(form, tools, specials, required=False, reasoning_end=None)
+    grammar = build_tool_call_grammar(form, tools, specials, required=False, reasoning_end=None)
     cache, ends = GrammarCache(tokenizer), [specials["<|endoftext|>"]]
 
     def allows(text: str, *, spelled: bool = False) -> bool:

@@ -184,7 +184,7 @@ def test_old_checkpoints_that_cannot_be_removed_end_no_run(
     def refuse(*_: Any, **__: Any) -> None:
         raise ObjectStoreError("no answer")
 
-    monkeypatch.setattr("mega_trainer.run.train_state.apply_retention", refuse)
+    monkeypatch.setattr("mega_trainer.run.train_state.delete_old_checkpoints", refuse)
     url = f"memory://bucket/{tmp_path.name}"
     trained(settings(train={"steps": 2}, checkpoint={"path": url, "every": 1, "keep": 1}))
     assert "old checkpoints were not deleted: no answer" in caplog.text

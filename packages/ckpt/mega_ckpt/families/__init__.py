@@ -68,7 +68,7 @@ from mega_ckpt.families.llama_decoders import (
     SMOLLM3,
 )
 from mega_ckpt.families.mamba_decoders import BAMBA, GRANITE_MOE_HYBRID, MAMBA2
-from mega_ckpt.families.model_equivalence import is_same_model
+from mega_ckpt.families.model_equivalence import is_equivalent_config
 from mega_ckpt.families.moe_decoders import (
     ERNIE4_5_MOE,
     FLEX_OLMO,
@@ -99,7 +99,7 @@ from mega_common.bounded_parsing import describe_json_type
 from mega_common.errors import CheckpointError
 from mega_common.model_config import ModelConfig
 
-__all__ = ["FAMILIES", "ModelFamily", "family_by_name", "family_for_model", "family_of_config", "is_same_model"]
+__all__ = ["FAMILIES", "ModelFamily", "family_by_name", "family_for_model", "family_of_config", "is_equivalent_config"]
 
 # In order of preference: a model that several families can express is written as the first of them.
 FAMILIES: tuple[ModelFamily, ...] = (

@@ -189,7 +189,7 @@ class KeyValueHeadsEntry:
             )
         derived = model.query_key_head_dim * model.num_attention_heads == model.hidden_size
         if self.derived:
-            check_head_size(model)
+            check_heads_fill_hidden_size(model)
         out = {"num_key_value_heads": model.key_value_heads}
         return out if derived and not self.explicit_dim else {**out, "head_dim": model.query_key_head_dim}
 
@@ -293,7 +293,7 @@ class PerHeadNormEntry:
         return {self.key: model.qk_norm}
 
 
-def check_head_dim(raw: ConfigDict) -> None:
+def check_config_json_head_dim(raw: ConfigDict) -> None:
     """Check that `head_dim` in a config.json, if given, is hidden_size / num_attention_heads.
     Raises ConfigMismatchError if not.
 
@@ -305,7 +305,7 @@ def check_head_dim(raw: ConfigDict) -> None:
         raise ConfigMismatchError(f"head_dim = {size!r} must be {width // heads}")
 
 
-def check_head_size(model: ModelConfig) -> None:
+def check_heads_fill_hidden_size(model: ModelConfig) -> None:
     """Check that head_dim * num_attention_heads is hidden_size; ConfigMismatchError if not.
 
     Raises:
@@ -381,7 +381,7 @@ class MultiHeadEntry:
         """Check the head dimension of multi-head attention in config.json; return no `ModelConfig` fields.
         Multi-head attention is the default of `ModelConfig`. Raises ConfigMismatchError for another `head_dim`.
         """
-        check_head_dim(raw)
+        check_config_json_head_dim(raw)
         return {}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
@@ -390,5 +390,5 @@ class MultiHeadEntry:
         """
         if model.key_value_heads != model.num_attention_heads:
             raise ConfigMismatchError(f"num_kv_heads must be num_attention_heads, not {model.key_value_heads}")
-        check_head_size(model)
+        check_heads_fill_hidden_size(model)
         return {}

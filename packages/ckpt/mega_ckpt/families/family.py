@@ -18,7 +18,7 @@ from mega_ckpt.families.config_entries import (
     split_words,
 )
 from mega_ckpt.families.disk_layouts import DiskTensor, TensorRule, expand_tensor_rules
-from mega_ckpt.families.model_equivalence import ATTENTION_FIELDS, TRAINING_FIELDS, normalize_config
+from mega_ckpt.families.model_equivalence import ATTENTION_FIELDS, TRAINING_FIELDS, drop_redundant_model_fields
 from mega_ckpt.families.rope_entries import unread_rope_keys
 from mega_common.encoder_config import TaskHeadConfig
 from mega_common.errors import CheckpointError, ConfigError
@@ -223,7 +223,7 @@ class ModelFamily:
         """Return the configuration `model` without redundant settings.
         Attention settings of a model without attention get the family's fixed values.
         """
-        model = normalize_config(model)
+        model = drop_redundant_model_fields(model)
         if any(kind.mixer == "attention" for kind in model.layer_kinds):
             return model
         fixed = {

@@ -18,8 +18,8 @@ from mega_ckpt.families.config_entries import (
     FixedFieldsEntry,
     KeyEntry,
     MultiHeadEntry,
-    check_head_dim,
-    check_head_size,
+    check_config_json_head_dim,
+    check_heads_fill_hidden_size,
 )
 from mega_ckpt.families.disk_layouts import LAYER, PLAIN, QKV, TRANSPOSED, DiskLayout, TensorRule, weight_bias_rules
 from mega_ckpt.families.family import ModelFamily
@@ -172,14 +172,14 @@ class MultiQueryEntry:
         """Return the `ModelConfig` field `num_kv_heads` from config.json.
         It is 1 for multi-query attention, else None (as many as query heads).
         """
-        check_head_dim(raw)
+        check_config_json_head_dim(raw)
         return {"num_kv_heads": 1 if raw.get("multi_query", True) else None}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
         """Return the config.json key `multi_query`; ConfigMismatchError for grouped-query attention."""
         if model.key_value_heads not in (1, model.num_attention_heads):
             raise ConfigMismatchError(f"num_kv_heads must be 1 or num_attention_heads, not {model.key_value_heads}")
-        check_head_size(model)
+        check_heads_fill_hidden_size(model)
         return {"multi_query": model.key_value_heads == 1}
 
 

@@ -18,7 +18,7 @@ PROCESSOR_FILE, SECTION = "processor_config.json", "image_processor"
 _FILTERS = {2: "bilinear", 3: "bicubic"}  # Pillow's numbers
 
 
-def image_processor_section(read: Callable[[str], ConfigDict]) -> ConfigDict:
+def read_image_processor_settings(read: Callable[[str], ConfigDict]) -> ConfigDict:
     """Return the image processor settings of a HuggingFace folder.
     `read` returns the content of the JSON file of a given name, empty if the file is missing.
     """

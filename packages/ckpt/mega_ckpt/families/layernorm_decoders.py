@@ -31,8 +31,8 @@ from mega_ckpt.families.config_entries import (
     KeyValueHeadsEntry,
     MultiHeadEntry,
     PerHeadNormEntry,
-    check_head_dim,
-    check_head_size,
+    check_config_json_head_dim,
+    check_heads_fill_hidden_size,
 )
 from mega_ckpt.families.disk_layouts import LAYER, QKV, TensorRule, UnstackedLayout, weight_bias_rules
 from mega_ckpt.families.family import ModelFamily
@@ -268,7 +268,7 @@ class FalconArchitectureEntry:
             raise ConfigMismatchError("parallel_attn = False is not supported (only True)")
         if norms not in ((None, 1, 2) if new else (None, 1)):
             raise ConfigMismatchError(f"num_ln_in_parallel_attn = {norms!r} is not supported")
-        check_head_dim(raw)
+        check_config_json_head_dim(raw)
         single = not new and raw.get("multi_query", True)
         return {
             "num_kv_heads": 1 if single else raw.get("num_kv_heads"),
@@ -280,7 +280,7 @@ class FalconArchitectureEntry:
         """Return the config.json keys of Falcon's old architecture if it can express the model, else of the new one."""
         if not model.parallel_residual:
             raise ConfigMismatchError("parallel_residual must be True")
-        check_head_size(model)
+        check_heads_fill_hidden_size(model)
         new = not model.shared_norm or model.key_value_heads not in (1, model.num_attention_heads)
         return {
             "new_decoder_architecture": new,

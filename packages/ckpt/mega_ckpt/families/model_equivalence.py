@@ -24,14 +24,14 @@ ATTENTION_FIELDS = frozenset({
 MOE_TRAINING_FIELDS = frozenset({"aux_loss", "aux_loss_scope", "bias_rate", "capacity_factor", "sinkhorn", "z_loss"})
 
 
-def is_same_model(one: ModelConfig, other: ModelConfig) -> bool:
+def is_equivalent_config(one: ModelConfig, other: ModelConfig) -> bool:
     """Return whether two model configurations compute the same function from the same weights.
     Training settings are ignored.
     """
-    return one.num_layers == other.num_layers and resolve_config(one) == resolve_config(other)
+    return one.num_layers == other.num_layers and canonicalize_model_config(one) == canonicalize_model_config(other)
 
 
-def normalize_config(model: ModelConfig) -> ModelConfig:
+def drop_redundant_model_fields(model: ModelConfig) -> ModelConfig:
     """Return an equivalent configuration of `model` without redundant layer lists and settings of absent parts."""
     unused: dict[str, Any] = {} if model.norm == "layernorm" and model.norm_weight else {"norm_bias": True}
     if model.attention_scale and math.isclose(model.attention_scale, model.query_key_head_dim**-0.5, rel_tol=1e-12):
@@ -51,7 +51,7 @@ def normalize_config(model: ModelConfig) -> ModelConfig:
     )
 
 
-def resolve_config(model: ModelConfig) -> ModelConfig:
+def canonicalize_model_config(model: ModelConfig) -> ModelConfig:
     """Return a model configuration in a normal form in which equivalent models compare equal.
     Defaults are filled in, and settings that do not affect the output for given weights are reset.
     """
@@ -61,7 +61,7 @@ def resolve_config(model: ModelConfig) -> ModelConfig:
     heads = {"num_kv_heads": model.key_value_heads, "head_dim": model.query_key_head_dim}
     unread = _NO_HEADS | ({} if model.position == "learned" else {"max_position": 1})
     width = {} if any(kind.feed_forward == "mlp" for kind in kinds) else {"ffn_hidden_size": 0}
-    out = normalize_config(model).model_copy(update={**training, **(heads if attends else unread), **width})
+    out = drop_redundant_model_fields(model).model_copy(update={**training, **(heads if attends else unread), **width})
     sections: dict[str, Any] = {}
     for name in ("mamba", "delta"):
         if section := getattr(out, name):

@@ -27,9 +27,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from mega_ckpt.formats.dcp import malformed_as_error
+from mega_ckpt.formats.dcp import convert_parse_errors
 from mega_ckpt.formats.disk_source import LazyTensor
-from mega_ckpt.formats.safe_pickles import InertObject
+from mega_ckpt.formats.safe_pickles import PickledObjectPlaceholder
 from mega_ckpt.formats.torch_archive import StoredTensor, load_torch_archive
 from mega_ckpt.weight_source import MOMENTS
 from mega_common.errors import CheckpointError
@@ -70,7 +70,7 @@ def parse_integer(value: Any) -> int | None:
     """Return an integer that may be stored as a one-element tensor or an enumeration's value.
     Returns None for anything else.
     """
-    if isinstance(value, InertObject) and len(value.args) == 1:
+    if isinstance(value, PickledObjectPlaceholder) and len(value.args) == 1:
         (value,) = value.args
     if isinstance(value, StoredTensor | LazyTensor):
         value = value.read().reshape(-1)[:1].sum().item()
@@ -87,10 +87,10 @@ def attach_moments(path: Path, weights: Mapping[str, StoredTensor], optimizer: M
     The numbered parameters of the state dict, `optimizer`, are in the order of `weights`.
     """
     held = {name: to_lazy_tensor(one.path, one) for name, one in weights.items()}
-    return assign_moment_names(path, held, optimizer, [[_distinct_names(weights)]])
+    return match_adam_moments_to_names(path, held, optimizer, [[_distinct_names(weights)]])
 
 
-def assign_moment_names(
+def match_adam_moments_to_names(
     path: Path, held: Mapping[str, LazyTensor], optimizer: Mapping[Any, Any], orders: Sequence[Sequence[Sequence[str]]]
 ) -> NamedAdamState:
     """Return weights with the Adam moments of a torch optimizer's state dict, by weight name.
@@ -106,7 +106,7 @@ def assign_moment_names(
     Raises:
         CheckpointError: when `optimizer` is no state dict of an optimizer.
     """
-    with malformed_as_error(f"{path}: not a state dict of a torch optimizer"):
+    with convert_parse_errors(f"{path}: not a state dict of a torch optimizer"):
         groups, state = optimizer["param_groups"], optimizer["state"]
         keys = [key for group in groups for key in group["params"]]
         names = [name for group in groups for name in group.get("param_names", ())] or keys
@@ -145,13 +145,13 @@ def read_colossalai_state(folder: Path, files: Mapping[str, Mapping[str, StoredT
     index = folder.parent / OPTIMIZER_FOLDER / SHARDED
     if not index.is_file():
         return None
-    with malformed_as_error(f"{index}: not an index of optimizer files"):
+    with convert_parse_errors(f"{index}: not an index of optimizer files"):
         shards = sorted({str(Path(name).name) for name in json.loads(index.read_bytes())["weight_map"].values()})
     if missing := [name for name in (*shards, GROUPS) if not (index.parent / name).is_file()]:
         raise CheckpointError(f"{index.parent}: {missing[0]} is missing", hint="copy the folder again")
     parts = [load_torch_archive(index.parent / name) for name in shards]
     weights = {name: one for _, file in sorted(files.items()) for name, one in file.items()}
-    with malformed_as_error(f"{index}: its files have no optimizer state"):
+    with convert_parse_errors(f"{index}: its files have no optimizer state"):
         optimizer = {
             "state": {key: one for part in parts for key, one in part.items()},
             "param_groups": load_torch_archive(index.parent / GROUPS),
@@ -171,7 +171,7 @@ FILES = ("optimizer.pt", "optimizer.bin")
 _UNDECAYED = re.compile(r"bias|layernorm|rmsnorm|(^|\.|_)norm(\.|$)")
 
 
-def read_trainer_state(folder: Path, weights: Mapping[str, LazyTensor]) -> NamedAdamState | None:
+def read_hf_adam_state(folder: Path, weights: Mapping[str, LazyTensor]) -> NamedAdamState | None:
     """Return `weights` with the Adam moments that transformers or Accelerate saved in `folder`.
     The moments are in optimizer.pt (transformers) or optimizer.bin (Accelerate). If they cannot be read, the result has
     the reason. Returns None without either file.
@@ -192,7 +192,7 @@ def read_trainer_state(folder: Path, weights: Mapping[str, LazyTensor]) -> Named
         optimizer = load_torch_archive(path)
         if not isinstance(optimizer, Mapping):
             raise CheckpointError(f"{path}: not a state dict of a torch optimizer")
-        return assign_moment_names(path, weights, optimizer, orders)
+        return match_adam_moments_to_names(path, weights, optimizer, orders)
     except CheckpointError as error:
         return NamedAdamState(weights, missing_reason=error.message)
 

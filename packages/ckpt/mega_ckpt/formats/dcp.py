@@ -126,7 +126,7 @@ def read_dcp_folder(folder: Path) -> DcpFolder:
 
 
 @contextmanager
-def malformed_as_error(message: str) -> Iterator[None]:
+def convert_parse_errors(message: str) -> Iterator[None]:
     """Context manager that converts exceptions of code that parses untrusted data into a CheckpointError.
     The error has the given `message`.
 
@@ -143,7 +143,7 @@ def bad_metadata_as_error(folder: Path) -> AbstractContextManager[None]:
     """Context manager that converts exceptions of code that parses DCP's `.metadata` into a CheckpointError.
     The metadata is in `folder`. DCP is torch.distributed.checkpoint.
     """
-    return malformed_as_error(f"{folder / METADATA}: not the metadata of a checkpoint of torch.distributed")
+    return convert_parse_errors(f"{folder / METADATA}: not the metadata of a checkpoint of torch.distributed")
 
 
 @dataclass(frozen=True)

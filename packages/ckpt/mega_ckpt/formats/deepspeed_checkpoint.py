@@ -91,7 +91,7 @@ def read_zero_checkpoint(folder: Path) -> NamedAdamState:
     states = [_load_mapping(path).get("optimizer_state_dict") for path in _rank_files(folder, OPTIM_STATES)]
     if not states:
         return _without_zero(folder, model, held)
-    with dcp.malformed_as_error(f"{folder}: its files do not have DeepSpeed's format"):
+    with dcp.convert_parse_errors(f"{folder}: its files do not have DeepSpeed's format"):
         found, moments, steps = _from_partitions(folder, states, model)
         buffers = set(model.get("buffer_names") or ())
         found |= {name: held[name] for name in held if name in buffers and name not in found}

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mega_ckpt.canonical_tensors import canonical_tensors
 from mega_ckpt.families.disk_layouts import DiskTensor, TensorSlice
-from mega_ckpt.tensor_pieces import TensorBox, TensorShape, box_overlap, copy_overlap, crop_tensor
+from mega_ckpt.tensor_pieces import TensorBox, TensorShape, compute_slice_overlap, copy_overlap, crop_tensor
 from mega_common.errors import CheckpointError
 from mega_common.model_config import ModelConfig
 from mega_common.object_store import Location
@@ -96,7 +96,7 @@ class DiskSource:
             return crop_tensor(self._view(*locations[0]), offset, shape)
         out = torch.empty(shape, dtype=self.tensor_dtype(name))
         for disk, slab in locations:
-            if box_overlap(offset, shape, slab.offset, slab.shape):
+            if compute_slice_overlap(offset, shape, slab.offset, slab.shape):
                 copy_overlap(TensorBox(offset, out), TensorBox(slab.offset, self._view(disk, slab)))
         return out
 

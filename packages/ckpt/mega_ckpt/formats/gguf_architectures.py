@@ -216,7 +216,7 @@ ARCHITECTURES: Mapping[str, GgufArchitecture] = {
 }  # fmt: skip
 
 
-def list_config_keys(architecture: GgufArchitecture) -> dict[str, str]:
+def map_gguf_config_keys(architecture: GgufArchitecture) -> dict[str, str]:
     """Return {metadata key without the architecture's name: config.json key}, of keys with equal values."""
     return {**_KEYS, **architecture.keys}
 
@@ -246,7 +246,7 @@ def gguf_config_json(file: GgufModel, architecture: GgufArchitecture) -> GgufMet
     """
     name = file.metadata["general.architecture"]
     given = {key.removeprefix(f"{name}."): value for key, value in file.metadata.items() if key.startswith(f"{name}.")}
-    keys = list_config_keys(architecture)
+    keys = map_gguf_config_keys(architecture)
     for key in given:
         if key not in {*keys, *_IMPLIED, *_SCALING, *_UNUSED, *architecture.derived_keys}:
             raise CheckpointError(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mega_ckpt.canonical_tensors import canonical_tensors
-from mega_ckpt.families import family_by_name, is_same_model
+from mega_ckpt.families import family_by_name, is_equivalent_config
 from mega_ckpt.families.disk_layouts import DiskTensor, expand_tensor_rules
 from mega_ckpt.formats.disk_source import LazyTensor
 from mega_ckpt.formats.gguf_architectures import (
@@ -24,7 +24,7 @@ from mega_ckpt.formats.gguf_architectures import (
     GgufArchitecture,
     GgufMetadata,
     gguf_config_json,
-    list_config_keys,
+    map_gguf_config_keys,
 )
 from mega_ckpt.formats.gguf_file import GgufModel
 from mega_common.errors import CheckpointError
@@ -55,7 +55,7 @@ class GgufDescription:
     extra: Mapping[str, Tensor]
 
 
-def describe_gguf(model: ModelConfig, kind: str) -> GgufDescription:
+def describe_model_as_gguf(model: ModelConfig, kind: str) -> GgufDescription:
     """Return the description of `model` in the first architecture of llama.cpp that can express it.
 
     Args:
@@ -98,7 +98,7 @@ def _describe(name: str, family: str, model: ModelConfig) -> tuple[GgufDescripti
         read = family_by_name(config["model_type"]).read_config_json(config)
     except CheckpointError as error:
         return description, [error.message]
-    if is_same_model(read, model):
+    if is_equivalent_config(read, model):
         return description, []
     return description, [
         f"{key} = {value!r} would be read as {getattr(read, key)!r}"
@@ -125,7 +125,9 @@ def _encode_config(
     head = raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"]
     values = {**raw, "head_dim": head}
     found = {
-        key: values[config] for key, config in list_config_keys(architecture).items() if values.get(config) is not None
+        key: values[config]
+        for key, config in map_gguf_config_keys(architecture).items()
+        if values.get(config) is not None
     }
     found |= {"vocab_size": raw["vocab_size"], "attention.value_length": head, "rope.dimension_count": head}
     extra: dict[str, Tensor] = {}

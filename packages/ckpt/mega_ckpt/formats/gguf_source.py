@@ -20,7 +20,7 @@ from torch import Tensor
 from mega_ckpt.canonical_tensors import canonical_tensors
 from mega_ckpt.families import family_by_name
 from mega_ckpt.families.disk_layouts import expand_tensor_rules
-from mega_ckpt.formats.dcp import malformed_as_error
+from mega_ckpt.formats.dcp import convert_parse_errors
 from mega_ckpt.formats.disk_source import DiskSource, LazyTensor
 from mega_ckpt.formats.gguf_architectures import GgufArchitecture, gguf_architecture_of, gguf_config_json
 from mega_ckpt.formats.gguf_file import GgufModel, open_gguf_model
@@ -191,7 +191,7 @@ class GgufSource(DiskSource):
     def __init__(self, path: Path) -> None:
         file = open_gguf_model(path)
         architecture = gguf_architecture_of(file)
-        with malformed_as_error(f"{path}: its metadata does not describe a model"):
+        with convert_parse_errors(f"{path}: its metadata does not describe a model"):
             raw = gguf_config_json(file, architecture)
             self.family = family_by_name(raw["model_type"])
             model = self.family.read_config_json(raw, str(path))

@@ -28,7 +28,7 @@ _SAMPLES = (
 )  # fmt: skip
 
 
-def encode_tokenizer(
+def build_gguf_tokenizer_metadata(
     files: Mapping[str, Path | bytes], vocab_size: int, architecture: str, source: object
 ) -> dict[str, Any]:
     """Return the metadata `tokenizer.*` of a model with `vocab_size` tokens from the files of its folder.

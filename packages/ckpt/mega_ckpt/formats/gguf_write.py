@@ -16,12 +16,12 @@ from torch import Tensor
 
 from mega_ckpt.families.disk_layouts import DiskTensor
 from mega_ckpt.formats.gguf_blocks import choose_gguf_type, encode_gguf
-from mega_ckpt.formats.gguf_metadata import GgufDescription, describe_gguf
-from mega_ckpt.formats.gguf_tokenizer_write import encode_tokenizer
+from mega_ckpt.formats.gguf_metadata import GgufDescription, describe_model_as_gguf
+from mega_ckpt.formats.gguf_tokenizer_write import build_gguf_tokenizer_metadata
 from mega_ckpt.formats.hf_source import CONFIG
 from mega_ckpt.formats.hf_weight_files import decode_json_mapping
-from mega_ckpt.resumable_folder import FinishedFile, RunOnce, write_always
-from mega_ckpt.shard_files import HashedFile
+from mega_ckpt.resumable_folder import FinishedFile, RunOnce, write_without_journal
+from mega_ckpt.shard_files import HashingFileWriter
 from mega_ckpt.tensor_pieces import TensorShape
 from mega_ckpt.weight_source import WeightSource, write_file_durably
 from mega_common.errors import MissingPackageError
@@ -113,10 +113,10 @@ def plan_gguf_folder(source: WeightSource, quantize: str, max_shard: int | None 
     assets = source.asset_files()
     config = assets.get(CONFIG, b"{}")
     kind = decode_json_mapping(config.read_bytes() if isinstance(config, Path) else config, CONFIG).get("model_type")
-    description = describe_gguf(source.model, str(kind or "a model without config.json"))
+    description = describe_model_as_gguf(source.model, str(kind or "a model without config.json"))
     metadata = {
         "general.file_type": _FILE_TYPES[quantize], "general.quantization_version": _QUANTIZATION_VERSION,
-        **description.metadata, **encode_tokenizer(assets, source.model.vocab_size, description.name, kind),
+        **description.metadata, **build_gguf_tokenizer_metadata(assets, source.model.vocab_size, description.name, kind),
     }  # fmt: skip
     tensors: dict[str, GgufTensor] = {}
     shapes = {name: tuple(tensor.shape) for name, tensor in description.extra.items()}
@@ -155,7 +155,7 @@ def write_gguf_folder(
     plan: GgufPlan,
     folder: Path,
     advance: Callable[[int], object],
-    once: RunOnce = write_always,
+    once: RunOnce = write_without_journal,
     others: Mapping[str, Path | bytes] = {},
 ) -> None:
     """Write the files of `plan`, and `others`, into an existing folder; durable on return.
@@ -177,7 +177,7 @@ def _write_file(
     path: Path,
     advance: Callable[[int], object],
 ) -> FinishedFile:
-    with HashedFile(path) as file:
+    with HashingFileWriter(path) as file:
         file.write_hashed(header)
         for name, tensor in tensors.items():
             for part in _read_parts(source, plan.description, name):

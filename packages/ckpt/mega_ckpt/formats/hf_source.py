@@ -253,7 +253,7 @@ def add_image_settings(model: ModelConfig, read: Callable[[str], Mapping[str, An
     """
     if model.vision is None:
         return model
-    vision = image_processor.apply_image_processor(model.vision, image_processor.image_processor_section(read))
+    vision = image_processor.apply_image_processor(model.vision, image_processor.read_image_processor_settings(read))
     return model.model_copy(update={"vision": vision})
 
 
@@ -264,7 +264,7 @@ def warn_of_unread_keys(path: Location, keys: Sequence[str], model: ModelConfig)
     if keys:
         logger.warning("%s: neither transformers nor mega reads %s; kept unchanged", path, ", ".join(keys))
     if model.vision is not None:
-        settings = image_processor.image_processor_section(partial(_read_sibling, path.parent))
+        settings = image_processor.read_image_processor_settings(partial(_read_sibling, path.parent))
         if ignored := list(image_processor.unsupported_image_settings(model.vision, settings)):
             logger.warning(
                 "%s: these settings of its image processor are not supported and ignored: %s",

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from mega_ckpt.formats.adam_state import NamedAdamState, read_colossalai_state, read_trainer_state, to_lazy_tensor
+from mega_ckpt.formats.adam_state import NamedAdamState, read_colossalai_state, read_hf_adam_state, to_lazy_tensor
 from mega_ckpt.formats.disk_source import LazyTensor
 from mega_ckpt.formats.foreign_checkpoint import read_foreign_checkpoint, strip_wrappers
 from mega_ckpt.formats.safetensors_file import SafetensorsFile, SafetensorsHeader
@@ -90,7 +90,7 @@ def _open_files(folder: Location) -> WeightFiles:
         headers = {file.path.name: file.header for file in files}
         if not isinstance(folder, Path):
             return WeightFiles(tensors, headers)
-        return WeightFiles(tensors, headers, partial(read_trainer_state, folder, tensors))
+        return WeightFiles(tensors, headers, partial(read_hf_adam_state, folder, tensors))
     if (folder / TORCH_SINGLE).is_file() or (folder / TORCH_INDEX).is_file():
         if not isinstance(folder, Path):
             raise CheckpointError(
@@ -102,7 +102,7 @@ def _open_files(folder: Location) -> WeightFiles:
         if state is not None:
             return WeightFiles(state.weights, read_adam_state=lambda: state, has_foreign_names=True)
         tensors = {key: to_lazy_tensor(one.path, one) for part in saved.values() for key, one in part.items()}
-        return WeightFiles(tensors, read_adam_state=partial(read_trainer_state, folder, tensors))
+        return WeightFiles(tensors, read_adam_state=partial(read_hf_adam_state, folder, tensors))
     foreign = read_foreign_checkpoint(folder) if isinstance(folder, Path) else None
     if foreign is not None:
         return WeightFiles(foreign.weights, read_adam_state=lambda: foreign, has_foreign_names=True)

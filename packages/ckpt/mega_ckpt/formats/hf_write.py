@@ -24,7 +24,7 @@ from mega_ckpt.families import (
     family_for_model,
     family_of_config,
     image_processor,
-    is_same_model,
+    is_equivalent_config,
 )
 from mega_ckpt.families.disk_layouts import PLAIN, DiskTensor, TensorSlice
 from mega_ckpt.families.family import CARRIED
@@ -42,17 +42,17 @@ from mega_ckpt.formats.quantized_parts import (
     TensorTypes,
     describe_rounding,
     encode_calibrated,
-    find_ignored_layers,
+    find_unquantized_layers,
     list_quantized_parts,
     replace_quantized,
     select_quantizer,
 )
 from mega_ckpt.formats.safetensors_file import SafetensorsHeader, write_safetensors
 from mega_ckpt.formats.weight_quantization import EncodedParts, LinearQuantizer
-from mega_ckpt.resumable_folder import FinishedFile, RunOnce, write_always
+from mega_ckpt.resumable_folder import FinishedFile, RunOnce, write_without_journal
 from mega_ckpt.stream_checkpoint import split_blocks
 from mega_ckpt.tensor_pieces import TensorShape
-from mega_ckpt.weight_source import VISION, WeightSource, cast_dtype, find_unsupported_parts, write_file_durably
+from mega_ckpt.weight_source import VISION, WeightSource, choose_cast_dtype, find_unsupported_parts, write_file_durably
 from mega_common.errors import CheckpointError
 from mega_common.model_config import ModelConfig
 from mega_common.progress_logging import logger
@@ -68,7 +68,7 @@ _OWN_KEYS = frozenset({"architectures", "auto_map", "dtype", "model_type", "torc
 
 
 @dataclass(frozen=True)
-class HfOrigin:
+class OriginalHfFolder:
     """Settings and weight-file headers of the HuggingFace folder that a weight source was converted from.
     They are taken from the files that accompany the source's weights, and empty for other sources.
     """
@@ -79,7 +79,7 @@ class HfOrigin:
     others: Mapping[str, Path | bytes]
 
     @classmethod
-    def from_source(cls, source: WeightSource) -> HfOrigin:
+    def from_source(cls, source: WeightSource) -> OriginalHfFolder:
         """Return settings and weight-file headers of the HuggingFace folder that weights were converted from.
         They are taken from the files that accompany the weights of `source`.
         """
@@ -105,12 +105,12 @@ class HfOrigin:
             return {}
         return raw if isinstance(raw, dict) else {}
 
-    def without_vision(self, family: ModelFamily) -> HfOrigin:
+    def without_vision(self, family: ModelFamily) -> OriginalHfFolder:
         """Return settings of a vision-language folder reduced to the language model.
         Config.json is cut to the text model's section; weight-file headers and image files are dropped.
         """
         others = {name: content for name, content in self.others.items() if name not in _IMAGE_FILES}
-        return HfOrigin(encode_json_mapping(family.select_text_config(self.config_json)), None, {}, others)
+        return OriginalHfFolder(encode_json_mapping(family.select_text_config(self.config_json)), None, {}, others)
 
     def describe_model(
         self, model: ModelConfig, families: Sequence[ModelFamily] = ()
@@ -185,17 +185,17 @@ def plan_hf_folder(
         CheckpointError: when the family, or every family, cannot express settings of the model, or the quantization
             does not support its layers.
     """
-    origin = HfOrigin.from_source(source)
+    origin = OriginalHfFolder.from_source(source)
     described = origin.describe_model(source.model, families)
     chosen = _choose_family(source.model, family, described, families)
     if described is not None and described[0] == chosen and _lacks_vision(source, origin.config_json, chosen):
         origin, described = _leave_out_vision(origin, chosen), None
-    same = described is not None and described[0] == chosen and is_same_model(described[1], source.model)
+    same = described is not None and described[0] == chosen and is_equivalent_config(described[1], source.model)
     headers = origin.headers if same else {}
     shapes = {name: entry.shape for header in headers.values() for name, entry in header.entries.items()}
     checked = build_checked_tensor_table(chosen, source.model, shapes, LAYOUT) if shapes else None
     table = chosen.disk_tensor_table(source.model) if checked is None else checked
-    tensors = {name: (cast_dtype(source, disk.slabs[0].name, dtype), disk.shape) for name, disk in table.items()}
+    tensors = {name: (choose_cast_dtype(source, disk.slabs[0].name, dtype), disk.shape) for name, disk in table.items()}
     buffers = {name: (source.read_buffer(name).dtype, shapes[name]) for name in source.buffer_names() if name in shapes}
     quantizer = select_quantizer(quantize, table) if quantize else None
     quantized = list_quantized_parts(quantizer, table, tensors) if quantizer else {}
@@ -209,7 +209,7 @@ def plan_hf_folder(
         config, index = origin.config, origin.index
     else:
         raw = origin.config_json if same else _new_config(origin.config_json, chosen, source.model)
-        settings = quantizer.settings(find_ignored_layers(table, {**tensors, **buffers})) if quantizer else {}
+        settings = quantizer.settings(find_unquantized_layers(table, {**tensors, **buffers})) if quantizer else {}
         raw = _with_dtype(raw, tensors) | settings
         config, index = origin.config if raw == origin.config_json else encode_json_mapping(raw), _encode_index(files)
     others |= {} if same else _image_files(origin, source.model)
@@ -219,7 +219,7 @@ def plan_hf_folder(
     return plan if quantizer is None else _add_rounding(plan, source, quantizer, tensors, calibration)
 
 
-def _leave_out_vision(origin: HfOrigin, chosen: ModelFamily) -> HfOrigin:
+def _leave_out_vision(origin: OriginalHfFolder, chosen: ModelFamily) -> OriginalHfFolder:
     """Return the origin without its vision encoder, and warn that only the language model is written."""
     logger.warning(
         "the original model (%s) has a vision encoder whose weights are not in this checkpoint; only the language model is "
@@ -258,7 +258,7 @@ def write_hf_folder(
     plan: HfFolderPlan,
     folder: Path,
     advance: Callable[[int], object],
-    once: RunOnce = write_always,
+    once: RunOnce = write_without_journal,
 ) -> None:
     """Write the files of `plan` into an existing HuggingFace folder, one tensor in memory at a time; durable on return.
 
@@ -422,11 +422,11 @@ def _new_config(raw: Mapping[str, Any], family: ModelFamily, model: ModelConfig)
     return absent_tokens | carried | family.write_config_json(model)
 
 
-def _image_files(origin: HfOrigin, model: ModelConfig) -> dict[str, bytes]:
+def _image_files(origin: OriginalHfFolder, model: ModelConfig) -> dict[str, bytes]:
     """Return the image preprocessing files; empty if the origin's files have the same settings."""
     if model.vision is None:
         return {}
-    settings = image_processor.image_processor_section(origin.read_other_json)
+    settings = image_processor.read_image_processor_settings(origin.read_other_json)
     if settings and image_processor.apply_image_processor(model.vision, settings) == model.vision:
         return {}
     files = {image_processor.FILE: image_processor.build_preprocessor_config(model.vision)}

@@ -21,7 +21,7 @@ from mega_ckpt.families.config_entries import (
     KeyEntry,
     split_words,
 )
-from mega_ckpt.families.model_equivalence import normalize_config, resolve_config
+from mega_ckpt.families.model_equivalence import canonicalize_model_config, drop_redundant_model_fields
 from mega_ckpt.formats.megatron_entries import (
     MegatronActivationEntry,
     MegatronAttentionWindowEntry,
@@ -272,7 +272,7 @@ def write_megatron_args(model: ModelConfig, tp: int = 1, pp: int = 1) -> dict[st
     """
     if model.retro is not None:
         raise CheckpointError("retro is not supported with --to megatron", hint="use --to mega")
-    out, model = dict[str, Any](), normalize_config(model)
+    out, model = dict[str, Any](), drop_redundant_model_fields(model)
     for entry in SETTINGS:
         try:
             out |= entry.config_from_fields(model)
@@ -298,7 +298,7 @@ def write_megatron_args(model: ModelConfig, tp: int = 1, pp: int = 1) -> dict[st
 
 
 def _comparable_fields(model: ModelConfig) -> dict[str, Any]:
-    fields, rope = resolve_config(model).model_dump(), model.rope
+    fields, rope = canonicalize_model_config(model).model_dump(), model.rope
     if model.mla and not model.mla.latent_norm:
         fields["mla"].pop("norm_eps")  # without effect
     if model.position != "rope":

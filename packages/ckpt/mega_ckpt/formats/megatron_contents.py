@@ -22,10 +22,17 @@ from torch import Tensor
 
 from mega_ckpt.canonical_tensors import abbreviate_names
 from mega_ckpt.formats.dcp import StoredBox
-from mega_ckpt.formats.megatron_names import MegatronPart
+from mega_ckpt.formats.megatron_names import MegatronTensorMapping
 from mega_ckpt.formats.torch_archive import StoredTensor
 from mega_ckpt.manifest import is_exact_tiling
-from mega_ckpt.tensor_pieces import TensorBox, TensorPiece, TensorShape, box_overlap, copy_overlap, crop_tensor
+from mega_ckpt.tensor_pieces import (
+    TensorBox,
+    TensorPiece,
+    TensorShape,
+    compute_slice_overlap,
+    copy_overlap,
+    crop_tensor,
+)
 from mega_ckpt.weight_source import LOW, MOMENTS, ConvertedTraining, OptimizerNotConverted, make_trainer_state
 from mega_common.errors import CheckpointError
 from mega_common.model_config import ModelConfig
@@ -41,7 +48,7 @@ class MegatronTensor:
 
 
 @dataclass(frozen=True)
-class MegatronOptimizer:
+class MegatronOptimizerState:
     """Optimizer state in a Megatron checkpoint folder.
 
     Attributes:
@@ -73,9 +80,9 @@ class MegatronContents:
     args: Mapping[str, Any]
     iteration: int | None
     count: int
-    tensors: Callable[[Sequence[MegatronPart]], Mapping[str, MegatronTensor]]
+    tensors: Callable[[Sequence[MegatronTensorMapping]], Mapping[str, MegatronTensor]]
     scheduled_samples: int | None = None
-    optimizer: MegatronOptimizer = MegatronOptimizer()
+    optimizer: MegatronOptimizerState = MegatronOptimizerState()
 
 
 class MegatronTensorReader:
@@ -86,7 +93,9 @@ class MegatronTensorReader:
         CheckpointError: naming a missing, unknown or incomplete tensor, and the folder.
     """
 
-    def __init__(self, parts: Sequence[MegatronPart], tensors: Mapping[str, MegatronTensor], folder: Path) -> None:
+    def __init__(
+        self, parts: Sequence[MegatronTensorMapping], tensors: Mapping[str, MegatronTensor], folder: Path
+    ) -> None:
         self._locations = _locate_tensors(parts, tensors, folder)
 
     def tensor_names(self) -> Sequence[str]:
@@ -110,10 +119,10 @@ class MegatronTensorReader:
         found = [
             (target, stored, local)
             for tensor, piece in self._locations[name]
-            if (target := box_overlap(offset, shape, piece.global_offset, piece.shape))
+            if (target := compute_slice_overlap(offset, shape, piece.global_offset, piece.shape))
             for local in [_translate(target[0], piece.local_start, piece.global_offset)]
             for stored in tensor.stored_boxes
-            if box_overlap(local, target[1], stored.offset, stored.shape)
+            if compute_slice_overlap(local, target[1], stored.offset, stored.shape)
         ]
         if len(found) == 1:
             (start, extent), stored, local = found[0]
@@ -127,7 +136,7 @@ class MegatronTensorReader:
 
 
 def _locate_tensors(
-    parts: Sequence[MegatronPart], tensors: Mapping[str, MegatronTensor], folder: Path
+    parts: Sequence[MegatronTensorMapping], tensors: Mapping[str, MegatronTensor], folder: Path
 ) -> Mapping[str, list[tuple[MegatronTensor, TensorPiece]]]:
     """Return the location of each canonical tensor, after checking that `tensors` are exactly those of the model."""
     missing = {part.name for part in parts} - tensors.keys()
@@ -168,7 +177,11 @@ _MAIN = ("fp32_param", "param")
 
 
 def read_optimizer_state(
-    contents: MegatronContents, parts: Sequence[MegatronPart], folder: Path, model: ModelConfig, dtype: torch.dtype
+    contents: MegatronContents,
+    parts: Sequence[MegatronTensorMapping],
+    folder: Path,
+    model: ModelConfig,
+    dtype: torch.dtype,
 ) -> ConvertedTraining:
     """Return the optimizer state in the contents of a Megatron checkpoint.
     The state is for weights of type `dtype`; `parts` are the model's tensors in Megatron.

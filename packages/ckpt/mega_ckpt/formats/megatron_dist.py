@@ -27,7 +27,7 @@ from torch import Tensor
 
 from mega_ckpt.formats import dcp
 from mega_ckpt.formats.dcp import DcpEntries, SavedTensor, StoredBox
-from mega_ckpt.formats.megatron_contents import MegatronContents, MegatronOptimizer, MegatronTensor
+from mega_ckpt.formats.megatron_contents import MegatronContents, MegatronOptimizerState, MegatronTensor
 from mega_ckpt.formats.megatron_names import STACKS, infer_args_from_names, normalize_tensor_name, split_layer_prefix
 from mega_ckpt.formats.torch_archive import load_torch_archive, namespace_attributes
 from mega_ckpt.tensor_pieces import TensorShape, split_flat_range
@@ -104,7 +104,7 @@ _WRAPPER = re.compile(r"^((?:chained_\d+\.)?(?:optimizer\.state\.\w+\.)?)module\
 _CONV1D = re.compile(r"mixer\.conv1d\.weight\.\w+")  # stored as [channels, 1, k]
 
 
-def read_dist_checkpoint(folder: Path) -> MegatronContents:
+def open_megatron_dist_checkpoint(folder: Path) -> MegatronContents:
     """Open a Megatron checkpoint folder of the format `torch_dist` without reading its tensors.
 
     Raises:
@@ -128,7 +128,7 @@ def read_dist_checkpoint(folder: Path) -> MegatronContents:
         len(held),
         lambda _: held,
         _integer_of(schedule, "num_steps"),
-        MegatronOptimizer(kinds, lambda: _optimizer_objects(common, saved.entries), _BUCKETS if by_rank else ""),
+        MegatronOptimizerState(kinds, lambda: _optimizer_objects(common, saved.entries), _BUCKETS if by_rank else ""),
     )
 
 

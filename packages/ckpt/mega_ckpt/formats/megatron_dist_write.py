@@ -30,17 +30,17 @@ from mega_ckpt.formats.megatron_names import (
     EXPERTS,
     HEAD_STATES,
     STACKS,
-    MegatronPart,
+    MegatronTensorMapping,
     count_stack_layers,
     is_hybrid_model,
     is_projection_weight,
     split_layer_prefix,
 )
-from mega_ckpt.formats.megatron_write import RELEASE, MegatronWriter, open_durable
+from mega_ckpt.formats.megatron_write import RELEASE, MegatronWriteInput, open_durable
 from mega_ckpt.formats.torch_archive import load_torch_archive
 from mega_ckpt.resumable_folder import FinishedFile, RunOnce, hash_file
-from mega_ckpt.shard_files import ShardSlab, group_slabs_by_file, tensor_bytes
-from mega_ckpt.stream_checkpoint import split_tensor_into_slabs
+from mega_ckpt.shard_files import UnwrittenTensorChunk, group_chunks_by_file, tensor_bytes
+from mega_ckpt.stream_checkpoint import split_tensor_for_checkpoint
 from mega_ckpt.tensor_pieces import TensorShape
 from mega_ckpt.weight_source import write_file_durably
 from mega_common.model_config import ModelConfig
@@ -50,7 +50,7 @@ ALIGNMENT = 64  # of storages in an archive
 
 
 def write_dist_checkpoint(
-    writing: MegatronWriter, folder: Path, advance: Callable[[int], object], once: RunOnce
+    writing: MegatronWriteInput, folder: Path, advance: Callable[[int], object], once: RunOnce
 ) -> None:
     """Write a Megatron checkpoint of the format `torch_dist` into an existing folder.
     Tensors, settings and metadata are written. The files are durable when this returns.
@@ -58,10 +58,10 @@ def write_dist_checkpoint(
     slabs = [
         slab
         for part in writing.parts
-        for slab in split_tensor_into_slabs(part.name, writing.part_dtype(part), part.shape)
+        for slab in split_tensor_for_checkpoint(part.name, writing.part_dtype(part), part.shape)
     ]
-    chunks: defaultdict[str, list[tuple[ShardSlab, _StorageInfo]]] = defaultdict(list)
-    files = list(group_slabs_by_file(slabs, BYTES_PER_FILE))
+    chunks: defaultdict[str, list[tuple[UnwrittenTensorChunk, _StorageInfo]]] = defaultdict(list)
+    files = list(group_chunks_by_file(slabs, BYTES_PER_FILE))
     for number, group in enumerate(files):
         name = f"__0_{number}.distcp"
         done = once(f"{RELEASE}/{name}", b"", partial(_write_file, writing, folder / name, group, advance))
@@ -79,7 +79,7 @@ def write_dist_checkpoint(
 
 
 def _write_file(
-    writing: MegatronWriter, path: Path, slabs: Sequence[ShardSlab], advance: Callable[[int], object]
+    writing: MegatronWriteInput, path: Path, slabs: Sequence[UnwrittenTensorChunk], advance: Callable[[int], object]
 ) -> FinishedFile:
     """Write one archive after another."""
     parts, places = {part.name: part for part in writing.parts}, []
@@ -123,14 +123,14 @@ class _LayerStack:
     name: str
 
     @classmethod
-    def from_part(cls, part: MegatronPart, model: ModelConfig) -> _LayerStack:
+    def from_part(cls, part: MegatronTensorMapping, model: ModelConfig) -> _LayerStack:
         head, _ = split_layer_prefix(part.name)
         alike = len(set(model.layer_kinds[: model.num_layers])) == 1 and not is_hybrid_model(model)
         stack = next((stack for stack in STACKS if head.startswith(stack)), "") if alike else ""
         layer = int(head.split(".")[2]) if stack else None
         return cls(layer, count_stack_layers(model, stack), part.taps, stack)
 
-    def tensor_keys(self, part: MegatronPart, *, latent: bool) -> list[str]:
+    def tensor_keys(self, part: MegatronTensorMapping, *, latent: bool) -> list[str]:
         """Return the names of a tensor: all of them if its name depends on the kind of layer."""
         head, tail = split_layer_prefix(part.name)
         tails = dict.fromkeys([tail, part.te or tail, *([part.local or tail] if latent else [])])
@@ -152,7 +152,7 @@ class _LayerStack:
             numbers = (numbers[0], middle, *numbers[1:])
         return numbers if self.layer is None else (layer, *numbers)
 
-    def extra_state_keys(self, key: str, part: MegatronPart) -> Iterator[str]:
+    def extra_state_keys(self, key: str, part: MegatronTensorMapping) -> Iterator[str]:
         """Yield the keys of Transformer Engine's extra state of a module, one per expert."""
         module, _, rest = key.partition(".weight")
         norm = key.endswith(("norm.weight", ".softmax_offset")) and not key.endswith(".mixer.norm.weight")
@@ -166,7 +166,9 @@ class _LayerStack:
 
 
 def _build_metadata(
-    writing: MegatronWriter, chunks: Mapping[str, Sequence[tuple[ShardSlab, _StorageInfo]]], empty: _StorageInfo
+    writing: MegatronWriteInput,
+    chunks: Mapping[str, Sequence[tuple[UnwrittenTensorChunk, _StorageInfo]]],
+    empty: _StorageInfo,
 ) -> Metadata:
     """Return the DCP metadata: each tensor with its chunks, and the empty object for each extra state."""
     metadata = Metadata({}, storage_data={})

@@ -19,12 +19,12 @@ from typing import Any
 from torch import Tensor
 
 from mega_ckpt.formats.dcp import StoredBox
-from mega_ckpt.formats.megatron_contents import MegatronContents, MegatronOptimizer, MegatronTensor
+from mega_ckpt.formats.megatron_contents import MegatronContents, MegatronOptimizerState, MegatronTensor
 from mega_ckpt.formats.megatron_names import (
     EMBEDDING,
     EXPERTS,
     HEAD,
-    MegatronPart,
+    MegatronTensorMapping,
     infer_args_from_names,
     normalize_tensor_name,
     split_layer_prefix,
@@ -62,7 +62,7 @@ class _RankFile:
 
 @dataclass(frozen=True)
 class _LocalTensor:
-    """A tensor of one rank as a rectangle of a `MegatronPart`, without the offset of tensor parallelism; experts are on
+    """A tensor of one rank as a rectangle of a `MegatronTensorMapping`, without the offset of tensor parallelism; experts are on
     axis 0, starting at `expert`.
     """
 
@@ -72,7 +72,7 @@ class _LocalTensor:
     expert: int = 0
 
 
-def read_legacy_checkpoint(folder: Path) -> MegatronContents:
+def open_megatron_legacy_checkpoint(folder: Path) -> MegatronContents:
     """Open a Megatron checkpoint of the legacy format `torch`, one file per rank, without reading its tensors.
 
     Raises:
@@ -107,7 +107,7 @@ def read_legacy_checkpoint(folder: Path) -> MegatronContents:
     has_optimizer = "optimizer" in states[0][1] or any(folder.glob(f"mp_rank_*/{BUCKETS}"))
     return MegatronContents(
         "torch", args, iteration if isinstance(iteration, int) else None, tensors, lambda parts: _assemble_tensors(ranks, sizes, parts),
-        optimizer=MegatronOptimizer(unreadable_reason=_NO_NAMES if has_optimizer else ""),
+        optimizer=MegatronOptimizerState(unreadable_reason=_NO_NAMES if has_optimizer else ""),
     )  # fmt: skip
 
 
@@ -139,11 +139,11 @@ def _iter_chunks(state: Mapping[str, Any], source: Path) -> Iterator[Chunk]:
 
 
 def _assemble_tensors(
-    ranks: Sequence[_RankFile], sizes: Sequence[int], parts: Sequence[MegatronPart]
+    ranks: Sequence[_RankFile], sizes: Sequence[int], parts: Sequence[MegatronTensorMapping]
 ) -> dict[str, MegatronTensor]:
     """Assemble the tensors of the ranks, by the names of `parts`."""
     by_name, held = {part.name: part for part in parts}, dict[str, MegatronTensor]()
-    fused = defaultdict[str, list[MegatronPart]](list)
+    fused = defaultdict[str, list[MegatronTensorMapping]](list)
     for one in parts:
         fused[one.inside].append(one)
     for rank, chunk, before in _iter_with_offset(ranks):
@@ -165,8 +165,8 @@ def _assemble_tensors(
 
 
 def _split_fused_rows(
-    parts: Sequence[MegatronPart], stored: StoredTensor, tp: int
-) -> list[tuple[MegatronPart, _LocalTensor]]:
+    parts: Sequence[MegatronTensorMapping], stored: StoredTensor, tp: int
+) -> list[tuple[MegatronTensorMapping, _LocalTensor]]:
     """Return the rows of a rank's tensor that belong to each part; empty if the shape does not match."""
     rows = [part.shape[0] // tp for part in parts]
     if stored.shape[:1] != (sum(rows),):
@@ -200,7 +200,7 @@ def _offset_layer(name: str, layers: int) -> str:
 
 
 def _locate_in_part(
-    name: str, stored: StoredTensor, parts: Mapping[str, MegatronPart], ep: int
+    name: str, stored: StoredTensor, parts: Mapping[str, MegatronTensorMapping], ep: int
 ) -> tuple[str, _LocalTensor]:
     """Return the name of the part that a tensor belongs to, and its rectangle of the part."""
     head, tail = split_layer_prefix(name)
@@ -223,7 +223,11 @@ def _split_grouped_experts(stored: StoredTensor, experts: int, *, first: bool) -
 
 
 def _add_local_tensor(
-    held: dict[str, MegatronTensor], part: MegatronPart, local: _LocalTensor, rank: _RankFile, sizes: Sequence[int]
+    held: dict[str, MegatronTensor],
+    part: MegatronTensorMapping,
+    local: _LocalTensor,
+    rank: _RankFile,
+    sizes: Sequence[int],
 ) -> None:
     """Add a rank's tensor at its position, separately for each half that tensor parallelism splits."""
     tp, _, ep = sizes

@@ -24,11 +24,11 @@ from mega_ckpt.formats.megatron_names import (
     HEAD,
     HEAD_STATES,
     STACKS,
-    MegatronPart,
+    MegatronTensorMapping,
     is_projection_weight,
     split_layer_prefix,
 )
-from mega_ckpt.formats.megatron_write import RELEASE, MegatronWriter, open_durable
+from mega_ckpt.formats.megatron_write import RELEASE, MegatronWriteInput, open_durable
 from mega_ckpt.formats.torch_archive import load_torch_archive
 from mega_ckpt.resumable_folder import FinishedFile, RunOnce, hash_file
 from mega_ckpt.shard_files import tensor_bytes
@@ -45,14 +45,14 @@ class _RankTensor:
     """
 
     name: str
-    part: MegatronPart
+    part: MegatronTensorMapping
     shape: TensorShape
-    boxes: tuple[tuple[MegatronPart, TensorShape, TensorShape], ...]
+    boxes: tuple[tuple[MegatronTensorMapping, TensorShape, TensorShape], ...]
     copy: bool
 
 
 def write_legacy_checkpoint(
-    writing: MegatronWriter, folder: Path, advance: Callable[[int], object], once: RunOnce
+    writing: MegatronWriteInput, folder: Path, advance: Callable[[int], object], once: RunOnce
 ) -> None:
     """Write a Megatron checkpoint of the legacy format `torch` into an existing folder.
     There is one file per rank. The files are durable when this returns.
@@ -66,7 +66,7 @@ def write_legacy_checkpoint(
 
 
 def _write_rank(
-    writing: MegatronWriter, path: Path, tensors: list[_RankTensor], *, last: bool, advance: Callable[[int], object]
+    writing: MegatronWriteInput, path: Path, tensors: list[_RankTensor], *, last: bool, advance: Callable[[int], object]
 ) -> FinishedFile:
     model: dict[str, Any] = {}
     for one in tensors:
@@ -92,7 +92,7 @@ def _write_rank(
     return FinishedFile(file=hash_file(path))
 
 
-def _iter_rank_tensors(writing: MegatronWriter, tp: int, pp: int) -> Iterator[_RankTensor]:
+def _iter_rank_tensors(writing: MegatronWriteInput, tp: int, pp: int) -> Iterator[_RankTensor]:
     """Yield the tensors of one rank, in the order of the forward pass."""
     own, first, last = writing.model.num_layers // writing.pp, pp == 0, pp == writing.pp - 1
     for parts in _group_fused_parts(writing.parts):
@@ -116,12 +116,12 @@ def _iter_rank_tensors(writing: MegatronWriter, tp: int, pp: int) -> Iterator[_R
                 yield replace(_rank_tensor(name, embedding, tp, writing.tp), copy=True)
 
 
-def _group_fused_parts(parts: Sequence[MegatronPart]) -> list[list[MegatronPart]]:
+def _group_fused_parts(parts: Sequence[MegatronTensorMapping]) -> list[list[MegatronTensorMapping]]:
     """Group parts by the rank tensors that they are stored in."""
     return [list(group) for _, group in itertools.groupby(parts, lambda part: part.inside or part.name)]
 
 
-def _fused_tensor(name: str, parts: Sequence[MegatronPart], rank: int, tp: int) -> _RankTensor:
+def _fused_tensor(name: str, parts: Sequence[MegatronTensorMapping], rank: int, tp: int) -> _RankTensor:
     """Return a rank's rows of several parts that share all other axes."""
     first = parts[0]
     boxes = [
@@ -133,7 +133,7 @@ def _fused_tensor(name: str, parts: Sequence[MegatronPart], rank: int, tp: int) 
 
 
 def _iter_layer_tensors(
-    writing: MegatronWriter, part: MegatronPart, head: str, tail: str, tp: int
+    writing: MegatronWriteInput, part: MegatronTensorMapping, head: str, tail: str, tp: int
 ) -> Iterator[_RankTensor]:
     if not tail.startswith(EXPERTS):
         name = part.local if writing.implementation == "local" else part.te
@@ -146,7 +146,7 @@ def _iter_layer_tensors(
 
 
 def _rank_tensor(
-    name: str, part: MegatronPart, rank: int, tp: int, expert: int | None = None, *, whole: bool = False
+    name: str, part: MegatronTensorMapping, rank: int, tp: int, expert: int | None = None, *, whole: bool = False
 ) -> _RankTensor:
     """Return a rank's shard of a part, or of one expert of it, which then has no expert axis."""
     shape, offset = list(part.shape), [0] * len(part.shape)

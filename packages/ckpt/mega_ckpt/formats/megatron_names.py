@@ -1,6 +1,6 @@
 """Names of a model's tensors in Megatron-Core, and positions of the canonical tensors in them.
 
-A `MegatronPart` is one tensor of one layer as on a single rank (tp = pp = ep = 1); its pieces map rectangles of it to
+A `MegatronTensorMapping` is one tensor of one layer as on a single rank (tp = pp = ep = 1); its pieces map rectangles of it to
 rectangles of canonical tensors. Legend: V vocabulary, D width, F feed-forward width, E experts, G key/value groups.
 
     linear_qkv   per group: queries, key, value                                    [(H + 2G) d, D]
@@ -38,7 +38,7 @@ HEAD_STATES = ("output_layer._extra_state", "lm_head.output_layer._extra_state")
 
 
 @dataclass(frozen=True)
-class MegatronPart:
+class MegatronTensorMapping:
     """One tensor of a Megatron model, and the canonical tensors in it.
 
     Attributes:
@@ -72,7 +72,7 @@ class MegatronPart:
         return self.name in (EMBEDDING, HEAD, HEAD_BIAS)
 
 
-def megatron_parts(model: ModelConfig, padded_vocab: int | None = None) -> list[MegatronPart]:
+def list_megatron_tensor_mappings(model: ModelConfig, padded_vocab: int | None = None) -> list[MegatronTensorMapping]:
     """Return every tensor that `model` has in Megatron, in the order of the forward pass.
 
     Raises:
@@ -204,10 +204,10 @@ _ALIASES = (
 
 def _layer_parts(
     model: ModelConfig, index: int, shapes: Mapping[str, TensorShape], prefix: str
-) -> Iterator[MegatronPart]:
+) -> Iterator[MegatronTensorMapping]:
     source_prefix = f"model.layers.{index}."
 
-    def join_parts(name: str, sources: Sequence[str], axis: int = 0) -> Iterator[MegatronPart]:
+    def join_parts(name: str, sources: Sequence[str], axis: int = 0) -> Iterator[MegatronTensorMapping]:
         names = [source_prefix + source for source in sources if source_prefix + source in shapes]
         if names:
             yield _concatenated_part(prefix + name, names, shapes, axis)
@@ -233,7 +233,7 @@ def _layer_parts(
     yield from join_parts("mlp.shared_experts.linear_fc1.weight", shared)
 
 
-def _mamba_parts(source_prefix: str, prefix: str, shapes: Mapping[str, TensorShape]) -> Iterator[MegatronPart]:
+def _mamba_parts(source_prefix: str, prefix: str, shapes: Mapping[str, TensorShape]) -> Iterator[MegatronTensorMapping]:
     """Yield the Mamba-2 tensors that are fused in rank files."""
     for name, blocks in _BLOCKS.items():
         module, kind = name.split(".")
@@ -244,7 +244,7 @@ def _mamba_parts(source_prefix: str, prefix: str, shapes: Mapping[str, TensorSha
                 yield replace(part, inside=f"{prefix}mixer.{name}", taps=name == "conv1d.weight")
 
 
-def _mtp_parts(model: ModelConfig, index: int, shapes: Mapping[str, TensorShape]) -> Iterator[MegatronPart]:
+def _mtp_parts(model: ModelConfig, index: int, shapes: Mapping[str, TensorShape]) -> Iterator[MegatronTensorMapping]:
     layer, prefix = model.num_layers + index, f"{MTP_STACK}{index}."
     for source, (name, split) in _MTP.items():
         if f"model.layers.{layer}.{source}" in shapes:
@@ -252,15 +252,21 @@ def _mtp_parts(model: ModelConfig, index: int, shapes: Mapping[str, TensorShape]
     yield from _layer_parts(model, layer, shapes, prefix + MTP_INNER)
 
 
-def _plain_part(name: str, source: str, shapes: Mapping[str, TensorShape], axis: int | None = None) -> MegatronPart:
-    return MegatronPart(name, shapes[source], (TensorPiece.whole_tensor(source, shapes[source]),), axis)
+def _plain_part(
+    name: str, source: str, shapes: Mapping[str, TensorShape], axis: int | None = None
+) -> MegatronTensorMapping:
+    return MegatronTensorMapping(name, shapes[source], (TensorPiece.whole_tensor(source, shapes[source]),), axis)
 
 
-def _vocabulary_part(name: str, source: str, shapes: Mapping[str, TensorShape], rows: int) -> MegatronPart:
-    return MegatronPart(name, (rows, *shapes[source][1:]), (TensorPiece.whole_tensor(source, shapes[source]),), 0)
+def _vocabulary_part(name: str, source: str, shapes: Mapping[str, TensorShape], rows: int) -> MegatronTensorMapping:
+    return MegatronTensorMapping(
+        name, (rows, *shapes[source][1:]), (TensorPiece.whole_tensor(source, shapes[source]),), 0
+    )
 
 
-def _concatenated_part(name: str, sources: Sequence[str], shapes: Mapping[str, TensorShape], axis: int) -> MegatronPart:
+def _concatenated_part(
+    name: str, sources: Sequence[str], shapes: Mapping[str, TensorShape], axis: int
+) -> MegatronTensorMapping:
     """Return a part of several tensors of equal shape, concatenated on `axis`."""
     shape = shapes[sources[0]]
 
@@ -269,12 +275,14 @@ def _concatenated_part(name: str, sources: Sequence[str], shapes: Mapping[str, T
 
     zeros = (0,) * len(shape)
     pieces = tuple(TensorPiece(source, shape, zeros, offset_of(count), shape) for count, source in enumerate(sources))
-    return MegatronPart(
+    return MegatronTensorMapping(
         name, (*shape[:axis], len(sources) * shape[axis], *shape[axis + 1 :]), pieces, axis, len(sources)
     )
 
 
-def _grouped_part(name: str, sources: Sequence[str], shapes: Mapping[str, TensorShape], groups: int) -> MegatronPart:
+def _grouped_part(
+    name: str, sources: Sequence[str], shapes: Mapping[str, TensorShape], groups: int
+) -> MegatronTensorMapping:
     """Return a part with the rows of all sources interleaved by group."""
     pieces, at = [], 0
     for group in range(groups):
@@ -283,7 +291,7 @@ def _grouped_part(name: str, sources: Sequence[str], shapes: Mapping[str, Tensor
             share, tail = rows // groups, (0,) * len(others)
             pieces.append(TensorPiece(source, shapes[source], (group * share, *tail), (at, *tail), (share, *others)))
             at += share
-    return MegatronPart(name, (at, *shapes[sources[0]][1:]), tuple(pieces), 0)
+    return MegatronTensorMapping(name, (at, *shapes[sources[0]][1:]), tuple(pieces), 0)
 
 
 def layer_prefix(model: ModelConfig, index: int) -> str:
@@ -318,7 +326,7 @@ def infer_args_from_names(names: Iterable[str]) -> dict[str, Any]:
 
 
 def normalize_tensor_name(name: str) -> str:
-    """Return the name that `megatron_parts` uses for a tensor of a Megatron checkpoint.
+    """Return the name that `list_megatron_tensor_mappings` uses for a tensor of a Megatron checkpoint.
     The tensor's name may be from any version of Megatron and kind of layer.
     """
     head, tail = split_layer_prefix(name)

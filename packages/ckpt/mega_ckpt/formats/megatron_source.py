@@ -22,7 +22,7 @@ from mega_ckpt.canonical_tensors import canonical_tensors
 from mega_ckpt.formats import megatron_dist, megatron_legacy
 from mega_ckpt.formats.megatron_args import read_megatron_args
 from mega_ckpt.formats.megatron_contents import MegatronContents, MegatronTensorReader, read_optimizer_state
-from mega_ckpt.formats.megatron_names import megatron_parts
+from mega_ckpt.formats.megatron_names import list_megatron_tensor_mappings
 from mega_ckpt.tensor_pieces import TensorShape
 from mega_ckpt.weight_source import ConvertedTraining
 from mega_common.errors import CheckpointError
@@ -42,7 +42,7 @@ _PLAIN: Mapping[str, Mapping[str, Any]] = {
 }  # fmt: skip
 
 
-def read_provider_args(folder: Path) -> dict[str, Any]:
+def read_nemo_or_bridge_args(folder: Path) -> dict[str, Any]:
     """Return Megatron's `args` from the model settings that NeMo or Megatron-Bridge saved with a checkpoint.
     The checkpoint's iteration folder is `folder`. The result is empty without such files.
 
@@ -131,7 +131,7 @@ def _nemo_weights_folder(folder: Path) -> Path | None:
     )
 
 
-def read_megatron_contents(folder: Path) -> MegatronContents:
+def open_megatron_checkpoint(folder: Path) -> MegatronContents:
     """Open a Megatron checkpoint of either format (`torch_dist` or `torch`) without reading its tensors.
 
     Raises:
@@ -139,9 +139,9 @@ def read_megatron_contents(folder: Path) -> MegatronContents:
     """
     folder = iteration_folder(folder)
     if (folder / ".metadata").exists():
-        return megatron_dist.read_dist_checkpoint(folder)
+        return megatron_dist.open_megatron_dist_checkpoint(folder)
     if any(folder.glob("mp_rank_*")):
-        return megatron_legacy.read_legacy_checkpoint(folder)
+        return megatron_legacy.open_megatron_legacy_checkpoint(folder)
     raise CheckpointError(
         f"{folder}: must be a torch_dist checkpoint (.metadata) or have mp_rank_ folders",
         hint="save other formats (zarr, fsdp_dtensor) again with --ckpt-format torch_dist, in NeMo with dist_ckpt_format: torch_dist",
@@ -161,8 +161,8 @@ class MegatronSource:
 
     def __init__(self, folder: Path, settings: Mapping[str, Any] | None = None) -> None:
         self.folder = folder
-        self.contents = read_megatron_contents(folder)
-        args = self.contents.args or read_provider_args(iteration_folder(folder))
+        self.contents = open_megatron_checkpoint(folder)
+        args = self.contents.args or read_nemo_or_bridge_args(iteration_folder(folder))
         self.model: ModelConfig = read_megatron_args(args, folder, settings)
         if not args.get("vocab_size") and "vocab_size" not in (settings or {}):
             rows = self.model.vocab_size
@@ -171,7 +171,7 @@ class MegatronSource:
         if layers > self.contents.count:
             raise CheckpointError(f"{folder}: {layers} layers, but only {self.contents.count} tensors")
         self._shapes = canonical_tensors(self.model)
-        self._parts = megatron_parts(self.model)
+        self._parts = list_megatron_tensor_mappings(self.model)
         self._weights = MegatronTensorReader(self._parts, self.contents.tensors(self._parts), folder)
 
     def tensor_names(self) -> Sequence[str]:

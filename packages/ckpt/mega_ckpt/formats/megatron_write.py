@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from mega_ckpt.formats.megatron_args import write_megatron_args
-from mega_ckpt.formats.megatron_names import MegatronPart, megatron_parts
+from mega_ckpt.formats.megatron_names import MegatronTensorMapping, list_megatron_tensor_mappings
 from mega_ckpt.formats.megatron_source import TRACKER
-from mega_ckpt.resumable_folder import RunOnce, write_always
-from mega_ckpt.tensor_pieces import TensorShape, box_overlap, crop_tensor
-from mega_ckpt.weight_source import WeightSource, cast_dtype, write_file_durably
+from mega_ckpt.resumable_folder import RunOnce, write_without_journal
+from mega_ckpt.tensor_pieces import TensorShape, compute_slice_overlap, crop_tensor
+from mega_ckpt.weight_source import WeightSource, choose_cast_dtype, write_file_durably
 from mega_common.atomic_files import add_path_to_errors
 from mega_common.errors import CheckpointError
 from mega_common.model_config import ModelConfig
@@ -28,7 +28,7 @@ from mega_common.model_config import ModelConfig
 RELEASE = "release"
 
 
-class MegatronWriter:
+class MegatronWriteInput:
     """Input of the writers of Megatron's checkpoint formats `torch_dist` and `torch`.
     It has the weights of a source as Megatron's tensors, cast, readable by rectangle.
 
@@ -51,18 +51,18 @@ class MegatronWriter:
         self._source, self._dtype = source, dtype
         self.model, self.tp, self.pp, self.implementation = source.model, tp, pp, implementation
         self.args = write_megatron_args(source.model, tp, pp) | {"transformer_impl": implementation}
-        self.parts = megatron_parts(source.model, self.args["padded_vocab_size"])
+        self.parts = list_megatron_tensor_mappings(source.model, self.args["padded_vocab_size"])
 
     @property
     def total_bytes(self) -> int:
         """Total size in bytes of the tensors to write."""
         return sum(self.part_dtype(part).itemsize * torch.Size(part.shape).numel() for part in self.parts)
 
-    def part_dtype(self, part: MegatronPart) -> torch.dtype:
+    def part_dtype(self, part: MegatronTensorMapping) -> torch.dtype:
         """Return the dtype that a Megatron tensor is written in."""
-        return cast_dtype(self._source, part.pieces[0].name, self._dtype)
+        return choose_cast_dtype(self._source, part.pieces[0].name, self._dtype)
 
-    def read_block(self, part: MegatronPart, offset: TensorShape, shape: TensorShape) -> Tensor:
+    def read_block(self, part: MegatronTensorMapping, offset: TensorShape, shape: TensorShape) -> Tensor:
         """Return `tensor[offset : offset + shape]` of the Megatron tensor `part`.
         Padding rows of the vocabulary are zeros.
         """
@@ -72,7 +72,7 @@ class MegatronWriter:
             else torch.empty(shape, dtype=self.part_dtype(part))
         )
         for piece in part.pieces:
-            shared = box_overlap(offset, shape, piece.local_start, piece.shape)
+            shared = compute_slice_overlap(offset, shape, piece.local_start, piece.shape)
             if shared:
                 start, extent = shared
                 global_start = tuple(
@@ -84,11 +84,11 @@ class MegatronWriter:
 
 
 def write_release_folder(
-    writing: MegatronWriter,
+    writing: MegatronWriteInput,
     folder: Path,
-    write: Callable[[MegatronWriter, Path, Callable[[int], object], RunOnce], None],
+    write: Callable[[MegatronWriteInput, Path, Callable[[int], object], RunOnce], None],
     advance: Callable[[int], object] = lambda _: None,
-    once: RunOnce = write_always,
+    once: RunOnce = write_without_journal,
 ) -> None:
     """Write a Megatron checkpoint, with tracker file and subfolder `release`, into an existing folder.
     The files are durable when this returns.
@@ -117,7 +117,7 @@ def open_durable(path: Path) -> Iterator[IO[bytes]]:
 
 
 def check_parallel_sizes(
-    model: ModelConfig, parts: Sequence[MegatronPart], tp: int, pp: int, *, ranks: bool, local: bool
+    model: ModelConfig, parts: Sequence[MegatronTensorMapping], tp: int, pp: int, *, ranks: bool, local: bool
 ) -> None:
     """Reject tensor and pipeline parallel sizes with which Megatron cannot load the model.
 
@@ -143,7 +143,7 @@ def check_parallel_sizes(
 
 
 def _size_problems(
-    model: ModelConfig, parts: Sequence[MegatronPart], tp: int, *, ranks: bool, local: bool
+    model: ModelConfig, parts: Sequence[MegatronTensorMapping], tp: int, *, ranks: bool, local: bool
 ) -> Iterator[str]:
     """Yield a description of everything that `tp` does not divide."""
     groups, heads = model.key_value_heads, model.num_attention_heads

@@ -144,7 +144,7 @@ def describe_rounding(quantized: Mapping[str, QuantizedPart], encoded: int, cali
     return f"{quantizer.description}, calibrated on {calibration.description} (GPTQ){others}"
 
 
-def find_ignored_layers(table: Mapping[str, DiskTensor], tensors: TensorTypes) -> list[str]:
+def find_unquantized_layers(table: Mapping[str, DiskTensor], tensors: TensorTypes) -> list[str]:
     """Return the names of the modules that have a matrix among `tensors`, and are not quantized."""
     linear = _find_linear_weights(table)
     matrices = [name for name, (_, shape) in tensors.items() if len(shape) == 2 and name.endswith(".weight")]

@@ -1,7 +1,7 @@
 """Reader of untrusted pickles that runs none of their code.
 
 A pickle names functions to call and classes to create. Here every name is looked up in an allowlist and gives a builtin
-container or an `InertObject`, a placeholder that stores its arguments and runs no code. Any other name is an error. The
+container or an `PickledObjectPlaceholder`, a placeholder that stores its arguments and runs no code. Any other name is an error. The
 placeholder classes are created per pickle, so that pickles cannot affect each other.
 """
 
@@ -19,7 +19,7 @@ from mega_common.errors import CheckpointError
 MAX_PICKLE_BYTES = 1 << 30
 
 
-class InertObject:
+class PickledObjectPlaceholder:
     """Placeholder for a pickled object, whose class is not imported.
     `name` is the class, `args` and `state` are its pickled data.
     """
@@ -105,7 +105,7 @@ class _SafeUnpickler(pickle._Unpickler):
                 hint="pickles can run programs: use the file only if you trust its source, and save it as safetensors",
             )
         if full not in self._classes:
-            self._classes[full] = type("Inert", (InertObject,), {"name": full})
+            self._classes[full] = type("Inert", (PickledObjectPlaceholder,), {"name": full})
         return self._classes[full]
 
     dispatch: ClassVar[dict[int, Any]] = {**pickle._Unpickler.dispatch, pickle.BYTEARRAY8[0]: _load_bytearray8}
@@ -137,7 +137,7 @@ def load_untrusted_pickle(
     stored: Callable[[Any], Any] = _reject_persistent_id,
 ) -> Any:
     """Load a pickle without running code in it.
-    The result has builtin containers and `InertObject` placeholders. Raises CheckpointError for functions and classes
+    The result has builtin containers and `PickledObjectPlaceholder` placeholders. Raises CheckpointError for functions and classes
     that are not allowed.
 
     Args:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mega_ckpt.manifest import DTYPE_NAMES, DTYPES
 from mega_ckpt.resumable_folder import FinishedFile
-from mega_ckpt.shard_files import HashedFile, tensor_bytes
+from mega_ckpt.shard_files import HashingFileWriter, tensor_bytes
 from mega_ckpt.storage import open_storage_folder
 from mega_ckpt.tensor_pieces import TensorShape
 from mega_common.bounded_parsing import parse_json_text
@@ -176,7 +176,7 @@ def write_safetensors(
 
     A thread reads the next tensor while one is written. `advance` is called with the bytes of each.
     """
-    with HashedFile(path) as file:
+    with HashingFileWriter(path) as file:
         file.write_hashed(header.file_prefix)
         for tensor in _prefetch(tensors):
             file.write_hashed(tensor_bytes(tensor))

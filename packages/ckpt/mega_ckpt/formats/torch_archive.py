@@ -23,7 +23,7 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
-from mega_ckpt.formats.safe_pickles import MAX_PICKLE_BYTES, InertObject, load_untrusted_pickle
+from mega_ckpt.formats.safe_pickles import MAX_PICKLE_BYTES, PickledObjectPlaceholder, load_untrusted_pickle
 from mega_ckpt.storage import map_file_range
 from mega_ckpt.tensor_pieces import TensorShape
 from mega_common.errors import CheckpointError
@@ -118,7 +118,7 @@ def open_file_range(file: IO[bytes], begin: int, end: int) -> IO[bytes]:
 
 def load_torch_archive(path: Path, begin: int = 0, end: int | None = None) -> Any:
     """Load the content of a `torch.save` archive without running code in it.
-    The archive is `path[begin:end]`. The result has containers, `InertObject` placeholders, and `StoredTensor`s for
+    The archive is `path[begin:end]`. The result has containers, `PickledObjectPlaceholder` placeholders, and `StoredTensor`s for
     tensors.
 
     Raises:
@@ -194,7 +194,7 @@ def _stored_tensor(
     return StoredTensor(path, dtype, shape, stride, start, storage.begin, storage.end)
 
 
-def storage_dtype(marker: InertObject) -> torch.dtype:
+def storage_dtype(marker: PickledObjectPlaceholder) -> torch.dtype:
     """Return the element dtype of the torch storage class that a pickle names, such as FloatStorage.
 
     Raises:
@@ -228,7 +228,7 @@ class _Storages:
 
 def namespace_attributes(value: Any) -> dict[str, Any]:
     """Return the attributes of a pickled `argparse.Namespace`; empty for anything else."""
-    return dict(value.state) if isinstance(value, InertObject) and isinstance(value.state, dict) else {}
+    return dict(value.state) if isinstance(value, PickledObjectPlaceholder) and isinstance(value.state, dict) else {}
 
 
 _MAGIC = 0x1950A86A20F9469CFC6C

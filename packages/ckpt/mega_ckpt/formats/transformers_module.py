@@ -22,7 +22,7 @@ from mega_ckpt.canonical_tensors import abbreviate_names
 from mega_ckpt.formats.hf_source import CONFIG, LAYOUT, read_asset_files
 from mega_ckpt.formats.hf_weight_files import INDEX, read_json_mapping, set_config_dtype
 from mega_ckpt.tensor_pieces import TensorShape, crop_tensor
-from mega_ckpt.weight_source import WeightSource, cast_dtype, write_file_durably
+from mega_ckpt.weight_source import WeightSource, choose_cast_dtype, write_file_durably
 from mega_common.errors import CheckpointError, MegaError, MissingPackageError
 from mega_common.model_config import ModelConfig
 from mega_common.object_store import Location
@@ -54,7 +54,7 @@ def import_transformers() -> Any:
 
 
 @contextmanager
-def explain_module_errors(kind: str, doing: str) -> Iterator[None]:
+def convert_transformers_errors(kind: str, doing: str) -> Iterator[None]:
     """Context manager that turns any error that transformers raises into a `CheckpointError`.
     The error names the model type `kind` and the operation `doing`.
     """
@@ -70,7 +70,7 @@ def explain_module_errors(kind: str, doing: str) -> Iterator[None]:
         ) from error
 
 
-def select_module_class(model_type: str) -> Any:
+def get_causal_lm_class(model_type: str) -> Any:
     """Return the class of causal language models of a model type.
 
     Raises:
@@ -84,43 +84,43 @@ def select_module_class(model_type: str) -> Any:
             f"{transformers.__version__} has no causal language model of this type",
             hint="install a transformers that has it; code from the hub (trust_remote_code) is never run",
         )
-    with explain_module_errors(model_type, f"import {names[model_type]}"):
+    with convert_transformers_errors(model_type, f"import {names[model_type]}"):
         return getattr(transformers, names[model_type])
 
 
-def parse_module_config(raw: Mapping[str, Any]) -> Any:
+def build_transformers_config(raw: Mapping[str, Any]) -> Any:
     """Return the configuration object of transformers for the content of a config.json.
 
     Raises:
         CheckpointError: when it is not one of a known model type, or is quantized.
     """
     kind = raw.get("model_type")
-    module = select_module_class(str(kind))
+    module = get_causal_lm_class(str(kind))
     if raw.get("quantization_config"):
         raise CheckpointError(
             f"model_type {kind}: quantized weights (quantization_config) are not supported with implementation: transformers",
             hint="give a folder of weights that are not quantized",
         )
-    with explain_module_errors(str(kind), "read config.json"):
+    with convert_transformers_errors(str(kind), "read config.json"):
         cls = import_transformers().CONFIG_MAPPING[str(kind)]
         found = cls.from_dict(dict(raw))
         wanted = module.config_class  # the text part of a configuration with several parts
         return found if isinstance(found, wanted) else found.get_text_config()
 
 
-def build_empty_module(described: TransformersModuleConfig, dtype: torch.dtype) -> Any:
+def build_uninitialized_module(described: TransformersModuleConfig, dtype: torch.dtype) -> Any:
     """Return a transformers module in host memory with uninitialised parameters of `dtype`.
     Memory is used only once the parameters are written.
 
     Buffers have the values that transformers computes.
     """
     kind = described.model_type
-    cls, config = select_module_class(kind), parse_module_config(described.config)
+    cls, config = get_causal_lm_class(kind), build_transformers_config(described.config)
     from transformers.initialization import no_init_weights
 
-    with explain_module_errors(kind, "build the model"), no_init_weights(), torch.random.fork_rng(devices=[]):
+    with convert_transformers_errors(kind, "build the model"), no_init_weights(), torch.random.fork_rng(devices=[]):
         module = cls._from_config(config, dtype=dtype, **_kernel_choice(dtype))
-    with explain_module_errors(kind, "tie its weights"):
+    with convert_transformers_errors(kind, "tie its weights"):
         module.tie_weights()  # skipped with the initialisation
     return module
 
@@ -130,11 +130,11 @@ def _kernel_choice(dtype: torch.dtype) -> dict[str, str]:
     return {"experts_implementation": "eager"} if dtype == torch.float64 else {}
 
 
-def build_fresh_module(described: TransformersModuleConfig, dtype: torch.dtype, seed: int) -> Any:
+def build_randomly_initialized_module(described: TransformersModuleConfig, dtype: torch.dtype, seed: int) -> Any:
     """Return the module in host memory with the random weights of transformers, drawn from `seed`."""
     kind = described.model_type
-    cls, config = select_module_class(kind), parse_module_config(described.config)
-    with explain_module_errors(kind, "initialise the model"), torch.random.fork_rng(devices=[]):
+    cls, config = get_causal_lm_class(kind), build_transformers_config(described.config)
+    with convert_transformers_errors(kind, "initialise the model"), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return cls._from_config(config, dtype=dtype)
 
@@ -148,19 +148,19 @@ def list_module_tensors(module: nn.Module) -> dict[str, Tensor]:
     return {**{name: parameter.detach() for name, parameter in parameters.items()}, **buffers}
 
 
-def describe_module(raw: Mapping[str, Any]) -> ModelConfig:
+def read_transformers_model_config(raw: Mapping[str, Any]) -> ModelConfig:
     """Return the model configuration of a module of transformers from the content of its config.json.
 
     Raises:
         CheckpointError: when transformers cannot build it.
     """
-    config = parse_module_config(raw)
+    config = build_transformers_config(raw)
     bare = TransformersModuleConfig(config=dict(raw), tensors={})
-    module = build_empty_module(bare, torch.bfloat16)
+    module = build_uninitialized_module(bare, torch.bfloat16)
     tensors = {name: tuple(value.shape) for name, value in list_module_tensors(module).items()}
     text = config.get_text_config()
     sizes = {name: _find_size(text, keys) for name, keys in _SIZES.items()}
-    with explain_module_errors(bare.model_type, "name its embeddings"):
+    with convert_transformers_errors(bare.model_type, "name its embeddings"):
         # Mllama has no logits for its image tokens, the last rows of the embedding
         ends = (module.get_input_embeddings(), module.get_output_embeddings())
         vocab = min(int(end.weight.shape[0]) for end in ends if getattr(end, "weight", None) is not None)
@@ -198,7 +198,7 @@ class TransformersSource:
                 hint="copy the folder to a local disk",
             )
         self.folder = folder
-        self.model = describe_module(read_json_mapping(folder / CONFIG))
+        self.model = read_transformers_model_config(read_json_mapping(folder / CONFIG))
         self._loaded: dict[str, Tensor] = {}
 
     def tensor_names(self) -> Sequence[str]:
@@ -245,9 +245,9 @@ class TransformersSource:
         described = self.model.transformers
         assert described is not None
         kind = described.model_type
-        with explain_module_errors(kind, f"load {self.folder}"):
-            module, found = select_module_class(kind).from_pretrained(
-                self.folder, config=parse_module_config(described.config), dtype="auto", local_files_only=True,
+        with convert_transformers_errors(kind, f"load {self.folder}"):
+            module, found = get_causal_lm_class(kind).from_pretrained(
+                self.folder, config=build_transformers_config(described.config), dtype="auto", local_files_only=True,
                 use_safetensors=True, output_loading_info=True,
             )  # fmt: skip
         wrong = {key: sorted(map(str, found.get(key) or ())) for key in ("missing_keys", "mismatched_keys")}
@@ -275,13 +275,13 @@ def write_transformers_folder(
     """
     described = source.model.transformers
     assert described is not None
-    kinds = {name: cast_dtype(source, name, dtype) for name in source.tensor_names()}
+    kinds = {name: choose_cast_dtype(source, name, dtype) for name in source.tensor_names()}
     floating = [kind for kind in kinds.values() if kind.is_floating_point]
-    module = build_empty_module(described, floating[0])
+    module = build_uninitialized_module(described, floating[0])
     for name in list_module_tensors(module):
         _set_tensor(module, name, source.read_tensor(name).to(kinds[name], copy=True))
     shard = {} if max_shard is None else {"max_shard_size": max_shard}
-    with explain_module_errors(described.model_type, f"write {folder}"):
+    with convert_transformers_errors(described.model_type, f"write {folder}"):
         module.tie_weights()
         module.save_pretrained(folder, **shard)
     assets = {name: content for name, content in source.asset_files().items() if name not in (LAYOUT, INDEX)}

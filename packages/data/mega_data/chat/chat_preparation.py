@@ -18,7 +18,7 @@ from mega_common.errors import DataError
 from mega_common.progress_logging import logger
 from mega_data.chat.chat_records import Conversation, LossOn, parse_chat_record
 from mega_data.chat.chat_template import read_chat_template
-from mega_data.reading.documents import AnswerSpan, Document, RejectedItem, RenderedChat
+from mega_data.reading.documents import Document, LossSpan, RejectedItem, RenderedChat
 from mega_data.token_files.dataset_info import UNPAIRED, ChatInfo, RecordKind
 from mega_data.tokenizer import LEADS, Tokenizer
 
@@ -151,7 +151,7 @@ class ChatEncoder:
                 return EncodedText(ids, [(low + shift, high + shift) for low, high in encoding.offsets[count:]])
         return None
 
-    def _build_mask(self, text: EncodedText, spans: Sequence[AnswerSpan]) -> tuple[npt.NDArray[np.uint8], int]:
+    def _build_mask(self, text: EncodedText, spans: Sequence[LossSpan]) -> tuple[npt.NDArray[np.uint8], int]:
         """Return the mask byte of each token, uint8 [n], and the number of spans truncated by the length limit."""
         begins, ends = np.array(text.offsets, np.int64).reshape(-1, 2).T
         mask, cut = np.zeros(begins.size, np.uint8), 0
@@ -198,7 +198,7 @@ class ChatOptions:
     negatives: int = 0
 
 
-class RecordPreparation(Protocol):
+class RecordConverter(Protocol):
     """Interface of the conversion of JSON records to token sequences with mask bytes.
 
     Attributes:
@@ -214,7 +214,7 @@ class RecordPreparation(Protocol):
         """Return the token sequences of each document, with mask bytes (`masked_token_dtype`)."""
 
 
-class ChatPreparation:
+class ChatRecordConverter:
     """Conversion of JSON records to conversations rendered by the chat template.
 
     Attributes:

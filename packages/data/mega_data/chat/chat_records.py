@@ -122,7 +122,7 @@ def select_record_columns(record: dict[str, Any], columns: Mapping[str, str]) ->
     return values
 
 
-def name_record_form(record: Any) -> tuple[str, str | None]:
+def detect_record_form(record: Any) -> tuple[str, str | None]:
     """Return the form of a JSON record by its keys, and the dataset kind that reads it.
     A form is for example `messages (OpenAI)`. The kind is `conversations`, `pairs`, `labels`, `token_labels`, `groups`,
     `text`, or None for an unknown form.

@@ -26,8 +26,8 @@ from mega_common.bounded_parsing import read_json_file, read_utf8_text
 from mega_common.errors import DataError
 from mega_data.chat.chat_records import Conversation, LossOn, Message
 from mega_data.chat.unrendered_parts import find_unrendered_parts
-from mega_data.reading.decompression import import_optional
-from mega_data.reading.documents import AnswerSpan, RenderedChat
+from mega_data.reading.decompression import import_optional_package
+from mega_data.reading.documents import LossSpan, RenderedChat
 
 RENDER_SECONDS = 30.0  # per text; a template is a program and may not terminate
 RENDER_MEMORY = 1 << 30  # bytes per text, beyond those in use before
@@ -57,7 +57,7 @@ class ChatTemplate:
         """Create the chat template from Jinja sources by name: `default`, and optionally `tool_use` for conversations
         with tools; `special` tokens and `options` are template variables.
         """
-        library = import_optional("transformers.utils.chat_template_utils", "rendering chat templates")
+        library = import_optional_package("transformers.utils.chat_template_utils", "rendering chat templates")
         self._render = library.render_jinja_template
         self._templates, self._variables = templates, {**special, **options}
         self.marks = all(GENERATION.search(template) for template in templates.values())
@@ -70,12 +70,12 @@ class ChatTemplate:
         Raises:
             DataError: naming the `source` of the templates.
         """
-        jinja2 = import_optional("jinja2", "rendering chat templates")
+        jinja2 = import_optional_package("jinja2", "rendering chat templates")
         for template in self._templates.values():
             if not template.strip():
                 raise DataError(f"{source}: the chat template is empty")
             try:
-                with limit_time(RENDER_SECONDS), limit_memory(RENDER_MEMORY):
+                with limit_render_time(RENDER_SECONDS), limit_render_memory(RENDER_MEMORY):
                     self._render([[]], chat_template=template, **self._variables)
             except jinja2.TemplateSyntaxError as error:
                 reason = f"the chat template is not valid Jinja ({error.message}, line {error.lineno})"
@@ -102,7 +102,7 @@ class ChatTemplate:
         """
         if loss_on == "all":
             text, _ = self._render_messages(conversation, conversation.messages)
-            return RenderedChat(text, (AnswerSpan(0, len(text), 1.0),), self._collect_notes(conversation, text))
+            return RenderedChat(text, (LossSpan(0, len(text), 1.0),), self._collect_notes(conversation, text))
         text, spans = (self._find_marked_answers if self.marks else self._find_answers_by_prefix)(conversation)
         spans = [span for span in spans if span.weight and span.begin < span.end]
         if not spans:
@@ -199,7 +199,7 @@ class ChatTemplate:
         )
         return find_unrendered_parts(conversation, text, render) + unused
 
-    def _find_marked_answers(self, conversation: Conversation) -> tuple[str, list[AnswerSpan]]:
+    def _find_marked_answers(self, conversation: Conversation) -> tuple[str, list[LossSpan]]:
         text, marked = self._render_messages(conversation, conversation.messages, return_assistant_tokens_mask=True)
         answers = [
             weight
@@ -212,9 +212,9 @@ class ChatTemplate:
                     f"the chat template marks {len(marked)} texts as answers, but the conversation has {len(answers)}"
                 )
             answers = answers[:1] * len(marked)
-        return text, [AnswerSpan(begin, end, weight) for (begin, end), weight in zip(marked, answers, strict=True)]
+        return text, [LossSpan(begin, end, weight) for (begin, end), weight in zip(marked, answers, strict=True)]
 
-    def _find_answers_by_prefix(self, conversation: Conversation) -> tuple[str, list[AnswerSpan]]:
+    def _find_answers_by_prefix(self, conversation: Conversation) -> tuple[str, list[LossSpan]]:
         messages = conversation.messages
         text, _ = self._render_messages(conversation, messages)
         spans = []
@@ -229,7 +229,7 @@ class ChatTemplate:
                             " answers cannot be separated from the rest",
                             hint=MARK,
                         )
-                spans.append(AnswerSpan(len(before), len(upto), weight))
+                spans.append(LossSpan(len(before), len(upto), weight))
         return text, spans
 
     def _render_messages(
@@ -244,7 +244,7 @@ class ChatTemplate:
         name = "tool_use" if (tools_of or conversation).tools and "tool_use" in self._templates else "default"
         variables = {**self._variables, **conversation.options}
         try:
-            with limit_time(RENDER_SECONDS), limit_memory(RENDER_MEMORY):
+            with limit_render_time(RENDER_SECONDS), limit_render_memory(RENDER_MEMORY):
                 texts, marked = self._render(
                     [list(messages)],
                     tools=conversation.tools,
@@ -293,7 +293,7 @@ def read_chat_template(
 
 
 @contextlib.contextmanager
-def limit_time(seconds: float) -> Iterator[None]:
+def limit_render_time(seconds: float) -> Iterator[None]:
     """Context manager that raises `ChatTemplateTimeout` in its block after `seconds` seconds.
     It works in the main thread only, because other threads get no signals.
 
@@ -327,7 +327,7 @@ def limit_time(seconds: float) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def limit_memory(size: int) -> Iterator[None]:
+def limit_render_memory(size: int) -> Iterator[None]:
     """Context manager that raises `ChatTemplateMemoryError` when its block allocates more than `size` bytes.
     The bytes are counted from the start of the block. It works in the main thread on Linux only, because the limit
     applies to the process's address space.

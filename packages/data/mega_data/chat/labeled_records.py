@@ -110,7 +110,7 @@ def _require_text(record: Mapping[str, Any], key: str) -> str:
     return value
 
 
-class LabeledPreparation:
+class LabeledRecordConverter:
     """Conversion of JSON records to token sequences of texts and labels.
 
     Attributes:

@@ -26,7 +26,7 @@ from mega_common.errors import DataError
 from mega_data.cleaning.clean_config import DuplicatesRule
 from mega_data.cleaning.duplicate_detection import Signatures, get_rensa_version
 from mega_data.cleaning.text_words import Hashes
-from mega_data.reading.decompression import import_optional
+from mega_data.reading.decompression import import_optional_package
 
 
 class AppendJournal:
@@ -117,7 +117,7 @@ def compress_lines(lines: Iterable[bytes], compression: str) -> bytes:
         return raw
     if compression == "gz":
         return gzip.compress(raw, compresslevel=6, mtime=0)
-    return bytes(import_optional("pyarrow", "writing .zst files").Codec("zstd").compress(raw))
+    return bytes(import_optional_package("pyarrow", "writing .zst files").Codec("zstd").compress(raw))
 
 
 # Number of the input, number of the source (-1 - i for the i-th earlier folder), line, and size in UTF-8 bytes.

@@ -22,7 +22,7 @@ Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Shares = dict[PositiveInt, Share]
 
 
-class RuleSection(StrictConfig):
+class CleaningRuleConfig(StrictConfig):
     """Base of the configuration sections of data cleaning rules.
     In the file, `rule:` and `rule: true` enable the defaults, and `rule: {key: value}` changes some.
     """
@@ -33,7 +33,7 @@ class RuleSection(StrictConfig):
         return {} if raw is True else raw
 
 
-class LengthRule(RuleSection):
+class LengthRule(CleaningRuleConfig):
     """Cleaning rule: limits on the number of characters and words of a document."""
 
     min_chars: NonNegativeInt = 1
@@ -42,7 +42,7 @@ class LengthRule(RuleSection):
     max_words: PositiveInt | None = None
 
 
-class LanguageRule(RuleSection):
+class LanguageRule(CleaningRuleConfig):
     """Cleaning rule: languages to keep, by ISO 639-1 code, and the language detector."""
 
     keep: Strings = Field(description="codes such as en, de, zh", min_length=1)
@@ -64,7 +64,7 @@ class LanguageRule(RuleSection):
                 yield ConfigProblem("keep", "must be ISO 639 codes", code, "such as en, de or zh")
 
 
-class GopherQualityRule(RuleSection):
+class GopherQualityRule(CleaningRuleConfig):
     """Cleaning rule: quality filter for English of Gopher, with the paper's limits as defaults.
     The paper is Rae et al. 2021, arXiv:2112.11446, A1.1.
     """
@@ -81,7 +81,7 @@ class GopherQualityRule(RuleSection):
     stop_words: Strings = ["the", "be", "to", "of", "and", "that", "have", "with"]
 
 
-class GopherRepetitionRule(RuleSection):
+class GopherRepetitionRule(CleaningRuleConfig):
     """Cleaning rule: repetition filter of Gopher, with limits on repeated text in a document.
     The limits apply to the shares of a document that repeat earlier text (Rae et al. 2021, arXiv:2112.11446, table A1).
     """
@@ -94,7 +94,7 @@ class GopherRepetitionRule(RuleSection):
     max_duplicate_ngram_chars: Shares = {5: 0.15, 6: 0.14, 7: 0.13, 8: 0.12, 9: 0.11, 10: 0.10}
 
 
-class C4Rule(RuleSection):
+class C4Rule(CleaningRuleConfig):
     """Cleaning rule: line and document filter of C4, with the paper's limits as defaults.
     The paper is Raffel et al. 2020, arXiv:1910.10683, section 2.2.
 
@@ -114,7 +114,7 @@ class C4Rule(RuleSection):
     bad_words: Path | None = None
 
 
-class PiiRule(RuleSection):
+class PiiRule(CleaningRuleConfig):
     """Cleaning rule for personal data found by patterns.
     The data is replaced by its kind in angle brackets (`<EMAIL>`), or the document is dropped.
     """
@@ -134,7 +134,7 @@ class PiiRule(RuleSection):
                 yield ConfigProblem(f"patterns.{name}", f"must be a regular expression ({error})", pattern)
 
 
-class DecontaminationRule(RuleSection):
+class DecontaminationRule(CleaningRuleConfig):
     """Cleaning rule that drops documents which share a run of words with an evaluation set.
     The run has `ngram` words, as in GPT-3 (arXiv:2005.14165, appendix C).
     """
@@ -144,7 +144,7 @@ class DecontaminationRule(RuleSection):
     ngram: PositiveInt = 13
 
 
-class MinHashConfig(RuleSection):
+class MinHashConfig(CleaningRuleConfig):
     """Near-duplicate detection by MinHash and banding, with the defaults of FineWeb (arXiv:2406.17557).
 
     Two documents are compared if at least one of `bands` bands of `rows` hashes is equal in both, which has the
@@ -163,7 +163,7 @@ def _false_to_none(raw: Any) -> Any:
     return None if raw is False else raw
 
 
-class DuplicatesRule(RuleSection):
+class DuplicatesRule(CleaningRuleConfig):
     """Deduplication rule: of documents with equal or nearly equal texts only the first is kept.
     Similarity is transitive.
     """

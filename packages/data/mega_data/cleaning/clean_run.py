@@ -33,10 +33,10 @@ from mega_data.cleaning.document_judge import (
     CleaningBatch,
     CleaningTally,
     CleaningWorkerSettings,
-    DocumentAmount,
+    DocumentAndByteCounts,
     DocumentCleaner,
     clean_batch,
-    sum_document_amounts,
+    sum_document_and_byte_counts,
 )
 from mega_data.cleaning.duplicate_removal import (
     FirstPassPart,
@@ -358,13 +358,13 @@ class CleaningRun:
         summary = {
             "version": 1,
             "config": self.config.model_dump(mode="json", exclude_none=True),
-            "read": asdict(sum_document_amounts(tally.read.values())),
-            "kept": asdict(sum_document_amounts(tally.kept.values())),
-            "dropped": asdict(sum_document_amounts(dropped)),
+            "read": asdict(sum_document_and_byte_counts(tally.read.values())),
+            "kept": asdict(sum_document_and_byte_counts(tally.kept.values())),
+            "dropped": asdict(sum_document_and_byte_counts(dropped)),
             "inputs": {
                 name: {
-                    "read": asdict(tally.read.get(name, DocumentAmount())),
-                    "kept": asdict(tally.kept.get(name, DocumentAmount())),
+                    "read": asdict(tally.read.get(name, DocumentAndByteCounts())),
+                    "kept": asdict(tally.kept.get(name, DocumentAndByteCounts())),
                 }
                 for name in self.inputs
             },

@@ -14,7 +14,7 @@ import xxhash
 from mega_common.errors import DataError, MegaError
 from mega_data.cleaning.append_files import POSITION, DocumentPositions, compress_lines, encode_json_line
 from mega_data.cleaning.clean_config import CleanConfig
-from mega_data.cleaning.duplicate_detection import compute_text_signatures, hash_texts
+from mega_data.cleaning.duplicate_detection import compute_text_minhash_signatures, hash_texts
 from mega_data.cleaning.quality_rules import CleaningRule, DropDocument, TextRecord
 from mega_data.cleaning.rule_builder import build_clean_rules
 from mega_data.cleaning.text_words import AnalyzedText
@@ -24,21 +24,21 @@ SHOWN = 300  # characters of a sample
 
 
 @dataclass
-class DocumentAmount:
+class DocumentAndByteCounts:
     """Number of documents, and UTF-8 bytes of their texts."""
 
     documents: int = 0
     bytes: int = 0
 
-    def add_amount(self, other: DocumentAmount) -> None:
+    def add_amount(self, other: DocumentAndByteCounts) -> None:
         """Add the documents and bytes of another amount to this one, in place."""
         self.documents += other.documents
         self.bytes += other.bytes
 
 
-def sum_document_amounts(amounts: Iterable[DocumentAmount]) -> DocumentAmount:
+def sum_document_and_byte_counts(amounts: Iterable[DocumentAndByteCounts]) -> DocumentAndByteCounts:
     """Return the total documents and bytes of several amounts."""
-    result = DocumentAmount()
+    result = DocumentAndByteCounts()
     for amount in amounts:
         result.add_amount(amount)
     return result
@@ -68,8 +68,8 @@ class RuleExample:
 class RuleTally:
     """Counts of one cleaning rule: dropped documents by reason, changed documents by finding, and examples."""
 
-    dropped: DocumentAmount = field(default_factory=DocumentAmount)
-    changed: DocumentAmount = field(default_factory=DocumentAmount)
+    dropped: DocumentAndByteCounts = field(default_factory=DocumentAndByteCounts)
+    changed: DocumentAndByteCounts = field(default_factory=DocumentAndByteCounts)
     why: dict[str, int] = field(default_factory=dict)
     found: dict[str, int] = field(default_factory=dict)
     samples: list[RuleExample] = field(default_factory=list)
@@ -88,8 +88,8 @@ class CleaningTally:
     detected language.
     """
 
-    read: dict[str, DocumentAmount] = field(default_factory=dict)
-    kept: dict[str, DocumentAmount] = field(default_factory=dict)
+    read: dict[str, DocumentAndByteCounts] = field(default_factory=dict)
+    kept: dict[str, DocumentAndByteCounts] = field(default_factory=dict)
     rules: dict[str, RuleTally] = field(default_factory=dict)
     languages: dict[str, int] = field(default_factory=dict)
 
@@ -101,7 +101,7 @@ class CleaningTally:
         """Add the counts of another tally to this one, and keep at most `samples` examples per rule."""
         for amounts, more in ((self.read, other.read), (self.kept, other.kept)):
             for name, amount in more.items():
-                amounts.setdefault(name, DocumentAmount()).add_amount(amount)
+                amounts.setdefault(name, DocumentAndByteCounts()).add_amount(amount)
         add_counts(self.languages, other.languages)
         for name, added in other.rules.items():
             rule = self.get_rule_tally(name)
@@ -190,7 +190,7 @@ class DocumentCleaner:
             if isinstance(item, RejectedItem):
                 lines["dropped"].append(self._drop_unreadable(item, tally))
                 continue
-            tally.read.setdefault(batch.input, DocumentAmount()).add_amount(DocumentAmount(1, item.size))
+            tally.read.setdefault(batch.input, DocumentAndByteCounts()).add_amount(DocumentAndByteCounts(1, item.size))
             text, record = self._judge_document(item, tally, lines)
             if text is not None:
                 kept.append(text)
@@ -198,7 +198,7 @@ class DocumentCleaner:
                 lines["kept"].append(encode_json_line(record))
         array = np.array(positions, POSITION)
         if kept and self.config.duplicates is None:
-            tally.kept[batch.input] = DocumentAmount(len(kept), int(array["size"].sum()))
+            tally.kept[batch.input] = DocumentAndByteCounts(len(kept), int(array["size"].sum()))
         exact, minhash = self._compute_fingerprints(kept)
         compressed = {name: compress_lines(records, self.config.compression) for name, records in lines.items()}
         return CleanedBatch(compressed, exact, minhash, array, tally)
@@ -208,11 +208,11 @@ class DocumentCleaner:
         if duplicates is None:
             return b"", b""
         exact = hash_texts(kept).tobytes() if duplicates.exact else b""
-        return exact, compute_text_signatures(kept, duplicates.minhash).tobytes() if duplicates.minhash else b""
+        return exact, compute_text_minhash_signatures(kept, duplicates.minhash).tobytes() if duplicates.minhash else b""
 
     def _drop_unreadable(self, item: RejectedItem, tally: CleaningTally) -> bytes:
         rule = tally.get_rule_tally("unreadable")
-        rule.dropped.add_amount(DocumentAmount(1, 0))
+        rule.dropped.add_amount(DocumentAndByteCounts(1, 0))
         add_counts(rule.why, {item.reason.partition(" (")[0]: 1})
         rule.add_sample(
             RuleExample.from_document(item.file, item.line, item.reason, "", item.content), self.config.samples
@@ -238,7 +238,7 @@ class DocumentCleaner:
                 continue
             counts = tally.get_rule_tally(name)
             if isinstance(verdict, DropDocument):
-                counts.dropped.add_amount(DocumentAmount(1, item.size))
+                counts.dropped.add_amount(DocumentAndByteCounts(1, item.size))
                 add_counts(counts.why, {verdict.why: 1})
                 counts.add_sample(
                     RuleExample.from_document(item.file, item.line, *verdict, item.text), self.config.samples
@@ -246,7 +246,7 @@ class DocumentCleaner:
                 about = {"rule": name, "why": verdict.why, "detail": verdict.detail}
                 lines["dropped"].append(encode_json_line({**about, **position, "record": original}))
                 return None, record
-            counts.changed.add_amount(DocumentAmount(1, item.size))
+            counts.changed.add_amount(DocumentAndByteCounts(1, item.size))
             add_counts(counts.found, verdict.counts)
             detail = ", ".join(f"{count} {kind}" for kind, count in verdict.counts.items())
             counts.add_sample(

@@ -15,7 +15,7 @@ import xxhash
 from mega_common.progress_logging import ProgressBar
 from mega_data.cleaning.clean_config import MinHashConfig
 from mega_data.cleaning.text_words import FACTOR, AnalyzedText, Hashes, hash_ngrams
-from mega_data.reading.decompression import import_optional
+from mega_data.reading.decompression import import_optional_package
 
 Signatures = npt.NDArray[np.uint32]
 
@@ -28,7 +28,7 @@ def hash_texts(texts: Sequence[AnalyzedText]) -> Hashes:
     return np.frombuffer(digests, np.uint64).reshape(-1, 2)
 
 
-def compute_text_signatures(texts: Sequence[AnalyzedText], settings: MinHashConfig) -> Signatures:
+def compute_text_minhash_signatures(texts: Sequence[AnalyzedText], settings: MinHashConfig) -> Signatures:
     """Return the MinHash signatures of texts, uint32 [documents, bands * rows].
 
     A shingle is a run of `ngram` words. A text of fewer words is one shingle; the signature of a text without words is
@@ -37,7 +37,7 @@ def compute_text_signatures(texts: Sequence[AnalyzedText], settings: MinHashConf
     Raises:
         MissingPackageError: if rensa is not installed.
     """
-    return compute_signatures([hash_shingles(text.word_hashes, settings) for text in texts], settings)
+    return compute_minhash_signatures([hash_shingles(text.word_hashes, settings) for text in texts], settings)
 
 
 def hash_shingles(hashes: Hashes, settings: MinHashConfig) -> Hashes:
@@ -47,13 +47,13 @@ def hash_shingles(hashes: Hashes, settings: MinHashConfig) -> Hashes:
     return hash_ngrams(hashes, min(settings.ngram, max(1, len(hashes))))
 
 
-def compute_signatures(sets: Sequence[Hashes], settings: MinHashConfig) -> Signatures:
+def compute_minhash_signatures(sets: Sequence[Hashes], settings: MinHashConfig) -> Signatures:
     """Return the MinHash signature of each set of shingle hashes, by the package rensa, uint32 [sets, bands * rows].
 
     Raises:
         MissingPackageError: if rensa is not installed.
     """
-    rensa = import_optional("rensa", "near-duplicate detection")
+    rensa = import_optional_package("rensa", "near-duplicate detection")
     offsets = np.cumsum([0, *map(len, sets)], dtype=np.uint64)
     flat = np.concatenate([np.zeros(0, np.uint64), *sets])
     hashes = settings.bands * settings.rows
@@ -67,7 +67,7 @@ def get_rensa_version() -> int:
     Raises:
         MissingPackageError: if rensa is not installed.
     """
-    return int(import_optional("rensa", "near-duplicate detection").RMinHash.ALGORITHM_VERSION)
+    return int(import_optional_package("rensa", "near-duplicate detection").RMinHash.ALGORITHM_VERSION)
 
 
 Numbers = npt.NDArray[np.int64]
@@ -75,7 +75,7 @@ Numbers = npt.NDArray[np.int64]
 CHUNK = 1 << 15  # documents whose signatures are in memory at once
 
 
-def find_exact_leaders(hashes: Hashes, dataset_numbers: Numbers | None = None) -> Numbers:
+def find_first_exact_duplicates(hashes: Hashes, dataset_numbers: Numbers | None = None) -> Numbers:
     """Return for each of N documents the index of the first document with equal text, possibly itself: int64 [N].
 
     Args:
@@ -89,7 +89,7 @@ def find_exact_leaders(hashes: Hashes, dataset_numbers: Numbers | None = None) -
     return leaders
 
 
-def find_near_leaders(
+def find_first_near_duplicates(
     signatures: Signatures, settings: MinHashConfig, leaders: Numbers, dataset_numbers: Numbers | None = None
 ) -> Numbers:
     """Return for each of N documents the index of the first document of its near-duplicate cluster.

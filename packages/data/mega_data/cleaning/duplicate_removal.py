@@ -22,8 +22,13 @@ from mega_data.cleaning.append_files import (
     load_text_hashes,
 )
 from mega_data.cleaning.clean_config import CleanConfig, DuplicatesRule
-from mega_data.cleaning.document_judge import CleaningTally, DocumentAmount, RuleExample
-from mega_data.cleaning.duplicate_detection import Numbers, estimate_similarity, find_exact_leaders, find_near_leaders
+from mega_data.cleaning.document_judge import CleaningTally, DocumentAndByteCounts, RuleExample
+from mega_data.cleaning.duplicate_detection import (
+    Numbers,
+    estimate_similarity,
+    find_first_exact_duplicates,
+    find_first_near_duplicates,
+)
 from mega_data.reading.corpus_sources import lookup_record_value
 from mega_data.reading.decompression import open_decompressed
 
@@ -64,10 +69,10 @@ def find_duplicates(work: Path, rule: DuplicatesRule) -> None:
     own = np.arange(len(positions))
     leaders, rules = own, np.zeros(len(positions), np.uint8)
     if rule.exact:
-        leaders = find_exact_leaders(load_text_hashes(work), dataset_numbers)
+        leaders = find_first_exact_duplicates(load_text_hashes(work), dataset_numbers)
         rules[leaders != own] = EXACT
     if rule.minhash is not None:
-        clusters = find_near_leaders(load_signatures(work, rule), rule.minhash, leaders, dataset_numbers)
+        clusters = find_first_near_duplicates(load_signatures(work, rule), rule.minhash, leaders, dataset_numbers)
         near = (clusters != own) & (rules == 0)
         rules[near] = NEAR
         leaders = np.where(near, clusters, leaders)
@@ -119,7 +124,7 @@ class FirstPassDeduplication:
         for number, name in enumerate(self.names.inputs):
             sizes = positions["size"][(positions["input"] == number) & (self.rules == 0)]
             if sizes.size:
-                self.tally.kept[name] = DocumentAmount(sizes.size, int(sizes.sum()))
+                self.tally.kept[name] = DocumentAndByteCounts(sizes.size, int(sizes.sum()))
         result = self.work / "result"
         if (self.rules == 0).any():
             with open_atomic_file(result / "kept" / f"{self.part.number:05}{self.suffix}") as stream:
@@ -154,7 +159,7 @@ class FirstPassDeduplication:
         detail = f"the text of {first}" if rule == "exact" else f"{self.similarity[i]:.2f} like {first}"
         file, number, record = self.names.sources[position["source"]], int(position["line"]), json.loads(raw)
         counts = self.tally.get_rule_tally(rule)
-        counts.dropped.add_amount(DocumentAmount(1, int(position["size"])))
+        counts.dropped.add_amount(DocumentAndByteCounts(1, int(position["size"])))
         counts.why["duplicate"] = counts.why.get("duplicate", 0) + 1
         text = str(lookup_record_value(record, self.names.json_key))
         counts.add_sample(RuleExample.from_document(file, number, "duplicate", detail, text), self.config.samples)

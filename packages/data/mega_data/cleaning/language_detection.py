@@ -9,7 +9,7 @@ from mega_common.errors import DataError, MissingPackageError
 from mega_data.cleaning.clean_config import LanguageRule
 from mega_data.cleaning.quality_rules import CleaningRule, DropDocument, TextRecord
 from mega_data.cleaning.text_words import AnalyzedText
-from mega_data.reading.decompression import import_optional
+from mega_data.reading.decompression import import_optional_package
 
 HEAD = 1000  # characters used for detection; more change little and cost time
 
@@ -44,7 +44,7 @@ def load_lingua_detector() -> Detector:
         MissingPackageError: if it is not installed.
     """
     try:
-        module = import_optional("lingua", "language detection")
+        module = import_optional_package("lingua", "language detection")
     except MissingPackageError as error:
         raise MissingPackageError(error.message, hint="pip install lingua-language-detector") from None
     detector = module.LanguageDetectorBuilder.from_all_languages().with_low_accuracy_mode().build()
@@ -67,7 +67,7 @@ def load_fasttext_detector(model: Path) -> Detector:
         DataError: if the model cannot be read.
     """
     try:
-        module = import_optional("fasttext", "language.detector: fasttext")
+        module = import_optional_package("fasttext", "language.detector: fasttext")
     except MissingPackageError as error:
         raise MissingPackageError(error.message, hint="pip install fasttext-predict") from None
     try:

@@ -135,14 +135,14 @@ BULLETS = ("•", "‣", "◦", "▪", "-", "*", "–")
 PARAGRAPHS = re.compile(r"\n\s*\n")
 
 
-def apply_quality_rule(text: AnalyzedText, limits: GopherQualityRule) -> DropDocument | None:
+def apply_gopher_quality_rule(text: AnalyzedText, limits: GopherQualityRule) -> DropDocument | None:
     """Apply the Gopher quality filter to a document's words, symbols, lines and stop words.
     Returns a `DropDocument` with the reason, or None to keep it.
     """
     return check_measure_bounds(_measure_quality(text, limits))
 
 
-def apply_repetition_rule(text: AnalyzedText, limits: GopherRepetitionRule) -> DropDocument | None:
+def apply_gopher_repetition_rule(text: AnalyzedText, limits: GopherRepetitionRule) -> DropDocument | None:
     """Apply the Gopher repetition filter to the shares of a document that repeat its earlier text.
     Returns a `DropDocument` with the reason, or None to keep it.
     """

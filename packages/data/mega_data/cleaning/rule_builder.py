@@ -22,9 +22,9 @@ from mega_data.cleaning.quality_rules import (
     DropDocument,
     TextRecord,
     apply_c4_rule,
+    apply_gopher_quality_rule,
+    apply_gopher_repetition_rule,
     apply_pii_rule,
-    apply_quality_rule,
-    apply_repetition_rule,
     check_measure_bounds,
     load_bad_words,
 )
@@ -142,9 +142,9 @@ def _build_rules(config: CleanConfig, folder: Path, ngrams: Path) -> Iterator[tu
     if config.language is not None:
         yield "language", build_language_rule(config.language)
     if (qualities := config.gopher_quality) is not None:
-        yield "gopher_quality", lambda text, _: apply_quality_rule(text, qualities)
+        yield "gopher_quality", lambda text, _: apply_gopher_quality_rule(text, qualities)
     if (repetitions := config.gopher_repetition) is not None:
-        yield "gopher_repetition", lambda text, _: apply_repetition_rule(text, repetitions)
+        yield "gopher_repetition", lambda text, _: apply_gopher_repetition_rule(text, repetitions)
     if (lines := config.c4) is not None:
         yield "c4", lambda text, _: apply_c4_rule(text, lines)
     if (kinds := config.pii) is not None:

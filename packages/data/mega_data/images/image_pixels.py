@@ -106,7 +106,7 @@ def select_tile_resolution(vision: VisionConfig, height: int, width: int) -> tup
     return max(vision.pinpoints, key=rate)
 
 
-def fit_to_resolution(resolution: tuple[int, int], height: int, width: int) -> tuple[int, int]:
+def compute_fitted_image_size(resolution: tuple[int, int], height: int, width: int) -> tuple[int, int]:
     """Return the size of an image scaled with its aspect ratio to fit into `resolution`.
     The image has `height` x `width` pixels. Both `resolution` and the result are (height, width).
     """
@@ -244,7 +244,7 @@ def _cut_tiles(image: Image.Image, vision: VisionConfig) -> list[Image.Image]:
     if vision.pinpoints is None:
         return []
     size, (full_height, full_width) = vision.image_size, select_tile_resolution(vision, image.height, image.width)
-    height, width = fit_to_resolution((full_height, full_width), image.height, image.width)
+    height, width = compute_fitted_image_size((full_height, full_width), image.height, image.width)
     padded = Image.new("RGB", (full_width, full_height))
     resized = image.resize((width, height), Image.Resampling[vision.resample.upper()])
     padded.paste(resized, ((full_width - width) // 2, (full_height - height) // 2))

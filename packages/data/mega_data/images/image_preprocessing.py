@@ -19,9 +19,9 @@ import numpy.typing as npt
 
 from mega_common.atomic_files import compute_file_sha256
 from mega_common.errors import DataError
-from mega_common.progress_logging import ProgressBar, format_number, logger
+from mega_common.progress_logging import ProgressBar, format_with_decimal_unit, logger
 from mega_common.vision_config import VisionConfig
-from mega_data.chat.chat_preparation import ChatEncoder, ChatOptions, ChatPreparation, log_chat_notes
+from mega_data.chat.chat_preparation import ChatEncoder, ChatOptions, ChatRecordConverter, log_chat_notes
 from mega_data.images.image_records import IMAGE, ImageChatRecord, insert_placeholders, iterate_image_records
 from mega_data.reading.corpus_sources import SkippedFiles
 from mega_data.reading.documents import Document, RejectedItem
@@ -40,7 +40,7 @@ from mega_data.token_files.image_references import (
     ImageReference,
     encode_references,
     read_image_bytes,
-    write_shard_member,
+    write_tar_member,
 )
 from mega_data.token_files.indexed_reader import get_images_prefix, select_token_dtype, strip_data_suffix
 from mega_data.token_files.indexed_writer import IndexedWriter
@@ -109,7 +109,7 @@ def preprocess_image_chats(
         raise DataError(f"--image-text must contain {images.placeholder} exactly once, and is {images.text!r}")
     with ExitStack() as stack:
         writer = stack.enter_context(
-            _ImageDatasetWriter(prefix, tokenizer, ChatPreparation(chat, tokenizer, images.text), images, token)
+            _ImageDatasetWriter(prefix, tokenizer, ChatRecordConverter(chat, tokenizer, images.text), images, token)
         )
         skipped_files, bar = (
             SkippedFiles(),
@@ -146,7 +146,7 @@ class _ImageDatasetWriter:
     """Writer of a data set of conversations with images."""
 
     def __init__(
-        self, prefix: Path, tokenizer: Tokenizer, chats: ChatPreparation, images: ImageOptions, token: int
+        self, prefix: Path, tokenizer: Tokenizer, chats: ChatRecordConverter, images: ImageOptions, token: int
     ) -> None:
         self.prefix, self.tokenizer, self.chats, self.images, self.token = prefix, tokenizer, chats, images, token
         self.dtype = select_token_dtype(tokenizer.vocab_size)
@@ -263,7 +263,7 @@ class _ImageDatasetWriter:
         if self._shard is None:
             self._shard = tarfile.open(path, "w")  # noqa: SIM115 - closed in __exit__
         offset = self._shard.offset + tarfile.BLOCKSIZE
-        write_shard_member(self._shard, f"{self.documents:09d}.{hashlib.sha256(content).hexdigest()[:8]}", content)
+        write_tar_member(self._shard, f"{self.documents:09d}.{hashlib.sha256(content).hexdigest()[:8]}", content)
         return str(path.resolve()), offset, len(content)
 
     def commit_files(self, images: ImagesInfo) -> DatasetInfo:
@@ -292,7 +292,10 @@ class _ImageDatasetWriter:
         )  # fmt: skip
         commit_dataset(self.writer, "images")
         logger.info(
-            "%s: %s conversations, %s tokens", self.prefix, format_number(self.documents), format_number(self.tokens)
+            "%s: %s conversations, %s tokens",
+            self.prefix,
+            format_with_decimal_unit(self.documents),
+            format_with_decimal_unit(self.tokens),
         )
         if self.cut:
             logger.warning("%d answers were truncated to %s tokens", self.cut, self.chats.info.max_length)

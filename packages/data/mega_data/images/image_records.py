@@ -19,7 +19,7 @@ from mega_common.bounded_parsing import describe_json_type, parse_json_text
 from mega_data.reading.corpus_sources import SkippedFiles, find_corpus_sources
 from mega_data.reading.documents import RejectedItem
 from mega_data.reading.source_readers import read_documents
-from mega_data.token_files.image_references import ImageReference, iterate_shard_samples
+from mega_data.token_files.image_references import ImageReference, iterate_webdataset_samples
 
 IMAGE = "<image>"  # placeholder in LLaVA's texts
 CAPTION = "Describe the image."
@@ -55,7 +55,7 @@ def iterate_image_records(
 
 
 def _read_shard_records(path: Path) -> Iterator[ImageChatRecord | RejectedItem]:
-    for number, (name, texts, others) in enumerate(iterate_shard_samples(path), 1):
+    for number, (name, texts, others) in enumerate(iterate_webdataset_samples(path), 1):
         position = str(path), number
         if "json" in texts:
             try:

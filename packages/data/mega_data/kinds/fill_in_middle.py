@@ -20,7 +20,7 @@ import numpy.typing as npt
 from mega_common.errors import ConfigError
 from mega_data.data_config import ROOM, FimConfig
 from mega_data.kinds.dataset_kind import DatasetContext, TrainingSample
-from mega_data.kinds.masked_lm_samples import Random, create_sample_stream
+from mega_data.kinds.masked_lm_samples import Random, make_sample_random_generator
 from mega_data.kinds.packed_documents import (
     DocumentPieces,
     PackedSamples,
@@ -28,7 +28,7 @@ from mega_data.kinds.packed_documents import (
     reject_megatron_order,
     split_documents,
 )
-from mega_data.kinds.running_text import DocumentRules, TextSamples, build_token_windows
+from mega_data.kinds.running_text import EndOfDocumentRules, TextSamples, build_token_windows
 from mega_data.sampling.dataset_parts import DatasetPart
 from mega_data.token_files.indexed_reader import IndexedReader, Tokens
 from mega_data.tokenizer import Tokenizer
@@ -113,7 +113,9 @@ class FimContextSamples(TextSamples):
     def __init__(self, part: DatasetPart, setting: DatasetContext, num_samples: int) -> None:
         seq_length = setting.config.seq_length
         super().__init__(
-            build_token_windows(part, setting, num_samples, seq_length), DocumentRules.from_context(setting), seq_length
+            build_token_windows(part, setting, num_samples, seq_length),
+            EndOfDocumentRules.from_context(setting),
+            seq_length,
         )
         self._fim = FillInTheMiddle(setting.config.fim, setting.text_tokenizer, setting.eod)
 
@@ -124,7 +126,7 @@ class FimContextSamples(TextSamples):
 
     def __getitem__(self, k: int, /) -> TrainingSample:
         window = self._windows[k]
-        tokens = self._rearrange_window(window, create_sample_stream(self.content_key, k))[: window.size]
+        tokens = self._rearrange_window(window, make_sample_random_generator(self.content_key, k))[: window.size]
         padded = np.pad(tokens, (0, window.size - tokens.size), constant_values=self._fim.pad)
         sample = self._rules.build_sample(padded)
         sample.loss_weights[max(tokens.size - 1, 0) :] = 0
@@ -164,7 +166,7 @@ class FimDocumentSamples(PackedSamples):
         return replace(pieces, sizes=pieces.sizes + ROOM)
 
     def _read_documents(self, k: int, starts: list[int], sizes: list[int]) -> list[Tokens]:
-        random, documents = create_sample_stream(self.content_key, k), []
+        random, documents = make_sample_random_generator(self.content_key, k), []
         for tokens in super()._read_documents(k, starts, [size - ROOM for size in sizes]):
             end = tokens.size - int(tokens[-1] == self._setting.eod)
             rearranged = self._fim.rearrange_document(tokens[:end].astype(np.int64), random)

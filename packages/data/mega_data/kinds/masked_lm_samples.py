@@ -19,7 +19,7 @@ import xxhash
 
 from mega_common.errors import DataError
 from mega_data.kinds.dataset_kind import DatasetContext, TrainingSample
-from mega_data.kinds.running_text import DocumentRules, TextSamples, build_token_windows
+from mega_data.kinds.running_text import EndOfDocumentRules, TextSamples, build_token_windows
 from mega_data.sampling.dataset_parts import DatasetPart
 from mega_data.tokenizer import Tokenizer
 
@@ -27,12 +27,12 @@ Random = np.random.RandomState
 Ints = npt.NDArray[np.int64]
 
 
-def create_megatron_stream(seed: int, k: int) -> Random:
+def make_megatron_random_generator(seed: int, k: int) -> Random:
     """Return the numpy random generator with which Megatron masks sample `k`, seeded with seed + k."""
     return Random((seed + k) % (1 << 32))
 
 
-def create_sample_stream(content_key: str, k: int) -> Random:
+def make_sample_random_generator(content_key: str, k: int) -> Random:
     """Return a numpy random generator for sample `k` of the data set named by `content_key`, independent of other samples."""
     return Random(np.random.PCG64(xxhash.xxh3_64_intdigest(f"{content_key} sample={k}".encode())))
 
@@ -126,7 +126,7 @@ def find_mask_token(tokenizer: Tokenizer) -> int:
     return find_special_token(tokenizer, "[MASK]", "<mask>", "<|mask|>")
 
 
-def find_unmaskable_tokens(tokenizer: Tokenizer, eod: int | None, size: int) -> npt.NDArray[np.bool_]:
+def mark_unmaskable_tokens(tokenizer: Tokenizer, eod: int | None, size: int) -> npt.NDArray[np.bool_]:
     """Return for each of `size` token ids whether it is never masked (special tokens and `eod`): bool [size]."""
     vocab, unmaskable = tokenizer.backend.get_vocab(with_added_tokens=True), np.zeros(size, np.bool_)
     unmaskable[[vocab[name] for name in SPECIALS if name in vocab]] = True
@@ -150,13 +150,13 @@ class MaskedLmSamples(TextSamples):
         config, tokenizer = setting.config, setting.tokenizer
         super().__init__(
             build_token_windows(part, setting, num_samples, config.seq_length),
-            DocumentRules.from_context(setting),
+            EndOfDocumentRules.from_context(setting),
             config.seq_length,
         )
         self._share, self._tokenizer = config.bert.mask_probability, tokenizer.fingerprint
         self._mask = find_mask_token(tokenizer)
         self._vocabulary = np.array(sorted(tokenizer.backend.get_vocab(with_added_tokens=True).values()))
-        self._is_unmaskable = find_unmaskable_tokens(tokenizer, setting.eod, int(self._vocabulary[-1]) + 1)
+        self._is_unmaskable = mark_unmaskable_tokens(tokenizer, setting.eod, int(self._vocabulary[-1]) + 1)
 
     @cached_property
     def content_key(self) -> str:
@@ -164,7 +164,7 @@ class MaskedLmSamples(TextSamples):
         return f"masked share={self._share} tokenizer={self._tokenizer} {self._windows.content_key}"
 
     def __getitem__(self, k: int, /) -> TrainingSample:
-        sample, random = self._rules.build_sample(self._windows[k]), create_sample_stream(self.content_key, k)
+        sample, random = self._rules.build_sample(self._windows[k]), make_sample_random_generator(self.content_key, k)
         tokens = sample.tokens.astype(np.int64)
         selected = (random.random_sample(tokens.size) < self._share) & ~self._is_unmaskable[tokens]
         draw = random.random_sample(tokens.size)

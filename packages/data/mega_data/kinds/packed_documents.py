@@ -26,7 +26,7 @@ from mega_data.token_files.loss_mask import LossWeights
 Ints = npt.NDArray[np.int64]
 
 
-def pack_best_fit(sizes: npt.NDArray[np.integer[Any]], capacity: int) -> Ints:
+def assign_bins_best_fit(sizes: npt.NDArray[np.integer[Any]], capacity: int) -> Ints:
     """Assign each item, the largest first, to the bin with the least free space that fits it: bin numbers, int64 [n].
 
     Items of one size are assigned together: the bin with the least space remains the best fit while it takes another
@@ -136,7 +136,7 @@ def split_documents(reader: IndexedReader, begins: Ints, ends: Ints, seq_length:
     return DocumentPieces(starts[:, None], piece_sizes[:, None], summary)
 
 
-def pack_pieces(pieces: DocumentPieces, seq_length: int, key: int) -> Arrays:
+def pack_document_segments(pieces: DocumentPieces, seq_length: int, key: int) -> Arrays:
     """Pack documents and segments of documents into samples of `seq_length` positions by best fit.
     They are packed in groups of `GROUP` (1 Mi) drawn by the 64-bit `key`.
 
@@ -151,7 +151,7 @@ def pack_pieces(pieces: DocumentPieces, seq_length: int, key: int) -> Arrays:
     for first in range(0, order.size, GROUP):
         group = order[first : first + GROUP]
         sizes = totals[group]
-        bins = pack_best_fit(sizes, seq_length)
+        bins = assign_bins_best_fit(sizes, seq_length)
         packed.append(group[np.lexsort((sizes, bins))])
         bounds.append(first + np.cumsum(np.bincount(bins)))
     order = np.concatenate(packed)
@@ -205,7 +205,7 @@ class PackedSamples:
         reader = self._part.reader
         pieces = self._list_pieces(reader)
         reader.close()
-        arrays = pack_pieces(pieces, self._seq_length, xxhash.xxh3_64_intdigest(self.content_key.encode()))
+        arrays = pack_document_segments(pieces, self._seq_length, xxhash.xxh3_64_intdigest(self.content_key.encode()))
         samples = arrays["bins"].size - 1
         full = 100 * pieces.sizes.sum() / (samples * self._seq_length)
         logger.info("%s: %d samples, filled to %.2f %%; %s", reader.prefix, samples, full, pieces.summary)

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from mega_common.errors import ConfigError, DataError
 from mega_data.kinds.dataset_kind import DatasetContext, TrainingSample
-from mega_data.kinds.running_text import DocumentRules
+from mega_data.kinds.running_text import EndOfDocumentRules
 from mega_data.retrieval.neighbor_files import open_dataset_neighbors
 from mega_data.sampling.dataset_parts import DatasetPart
 from mega_data.sampling.document_order import DocumentOrder
@@ -39,7 +39,7 @@ class RetroSamples:
     def __init__(self, part: DatasetPart, setting: DatasetContext) -> None:
         config, self._part, self._seed = setting.config, part, setting.seed
         self._rules, self._seq_length, self._cache = (
-            DocumentRules.from_context(setting),
+            EndOfDocumentRules.from_context(setting),
             config.seq_length,
             setting.cache,
         )

@@ -28,7 +28,7 @@ class TokenWindows(Protocol):
 
 
 @dataclass(frozen=True)
-class DocumentRules:
+class EndOfDocumentRules:
     """Effects of the end-of-document token `eod` on a sample's positions, attention and loss.
     The flags are named as in `DataConfig`.
     """
@@ -39,7 +39,7 @@ class DocumentRules:
     eod_mask_loss: bool = False
 
     @classmethod
-    def from_context(cls, setting: DatasetContext) -> DocumentRules:
+    def from_context(cls, setting: DatasetContext) -> EndOfDocumentRules:
         """Return the document rules that the data configuration of a run sets."""
         config = setting.config
         return cls(setting.eod, config.reset_position_ids, config.reset_attention_mask, config.eod_mask_loss)
@@ -65,7 +65,7 @@ class TextSamples:
     Positions, attention and loss at boundaries follow the run's configuration.
     """
 
-    def __init__(self, windows: TokenWindows, rules: DocumentRules, seq_length: int) -> None:
+    def __init__(self, windows: TokenWindows, rules: EndOfDocumentRules, seq_length: int) -> None:
         self._windows, self._rules, self._seq_length = windows, rules, seq_length
 
     @property
@@ -106,5 +106,7 @@ def build_text_samples(part: DatasetPart, setting: DatasetContext, num_samples: 
     """
     seq_length = setting.config.seq_length
     return TextSamples(
-        build_token_windows(part, setting, num_samples, seq_length), DocumentRules.from_context(setting), seq_length
+        build_token_windows(part, setting, num_samples, seq_length),
+        EndOfDocumentRules.from_context(setting),
+        seq_length,
     )

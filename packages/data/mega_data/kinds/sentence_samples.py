@@ -19,7 +19,7 @@ import xxhash
 from mega_common.errors import DataError
 from mega_common.progress_logging import ProgressBar
 from mega_data.kinds.dataset_kind import DatasetContext
-from mega_data.kinds.masked_lm_samples import Random, create_megatron_stream, create_sample_stream
+from mega_data.kinds.masked_lm_samples import Random, make_megatron_random_generator, make_sample_random_generator
 from mega_data.sampling.dataset_parts import DatasetPart
 from mega_data.sampling.document_order import permute_index
 from mega_data.sampling.index_cache import Arrays, load_or_build_arrays
@@ -262,7 +262,7 @@ class MegatronSentenceRanges:
                 hint="start the run with its final number of steps, or set data.order: shuffled",
             )
         first, last, length = self._rows[k].tolist()
-        return SentenceRange(first, last, length, create_megatron_stream(self.setting.seed, k))
+        return SentenceRange(first, last, length, make_megatron_random_generator(self.setting.seed, k))
 
 
 @dataclass(frozen=True)
@@ -308,7 +308,7 @@ class SeededSentenceRanges:
         epoch, number = divmod(k, len(self._rows))
         key = xxhash.xxh3_64_intdigest(f"{self.content_key} epoch={epoch}".encode())
         first, last = self._rows[permute_index(number, len(self._rows), key)].tolist()
-        random = create_sample_stream(self.content_key, k)
+        random = make_sample_random_generator(self.content_key, k)
         short = random.random_sample() < self.short_probability
         return SentenceRange(first, last, random.randint(2, self.tokens + 1) if short else self.tokens, random)
 

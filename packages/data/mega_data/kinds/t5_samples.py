@@ -19,9 +19,9 @@ from mega_data.data_config import SpanCorruption
 from mega_data.kinds.dataset_kind import DatasetContext
 from mega_data.kinds.masked_lm_samples import (
     WholeWordMasker,
-    create_sample_stream,
     find_special_token,
     geometric_ngram_sampler,
+    make_sample_random_generator,
 )
 from mega_data.kinds.running_text import build_token_windows
 from mega_data.kinds.sentence_samples import MegatronSentenceRanges
@@ -208,7 +208,7 @@ class T5Samples:
         return np.full(numbers.size, self._config.seq_length**2)
 
     def __getitem__(self, k: int, /) -> T5Sample:
-        runs = self._spans.draw_spans(create_sample_stream(self.content_key, k))
+        runs = self._spans.draw_spans(make_sample_random_generator(self.content_key, k))
         return self._corruption.build_sample(self._windows[k][:-1], runs, end=True)
 
 

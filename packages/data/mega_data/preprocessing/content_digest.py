@@ -13,8 +13,8 @@ from mega_common.bounded_parsing import explain_read_error, read_json_file
 from mega_common.errors import DataError
 from mega_common.progress_logging import ProgressBar, logger
 from mega_data.reading.corpus_sources import CorpusSource, split_hub_dataset_name
-from mega_data.reading.decompression import STDIN, import_optional
-from mega_data.token_files.partial_folder import translate_write_errors
+from mega_data.reading.decompression import STDIN, import_optional_package
+from mega_data.token_files.partial_folder import convert_write_errors_to_data_error
 from mega_data.tokenizer import Tokenizer
 
 # Globs of files on which tokens depend in addition to tokenizer.json: the end token, chat templates and their variables.
@@ -126,14 +126,14 @@ def _digest_files(files: Sequence[Path], cache: Path) -> list[str]:
 
 
 def _keep_json(path: Path, value: object) -> None:
-    with translate_write_errors(path):
+    with convert_write_errors_to_data_error(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json_atomically(path, value)
 
 
 def _identify_hub_dataset(name: str, cache: Path) -> list[str]:
     """Return the name of a data set and its newest commit on the HuggingFace Hub; offline, that of the last use."""
-    hub = import_optional("huggingface_hub", "reading hf: inputs")
+    hub = import_optional_package("huggingface_hub", "reading hf: inputs")
     repository = split_hub_dataset_name(name).repository
     kept = cache / "digests" / f"hub-{hashlib.sha256(repository.encode()).hexdigest()[:32]}.json"
     try:

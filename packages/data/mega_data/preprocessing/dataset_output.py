@@ -40,7 +40,7 @@ from mega_data.token_files.dataset_info import (
 )
 from mega_data.token_files.indexed_reader import CHUNK, select_token_dtype
 from mega_data.token_files.indexed_writer import IndexedWriter
-from mega_data.token_files.partial_folder import translate_write_errors
+from mega_data.token_files.partial_folder import convert_write_errors_to_data_error
 from mega_data.tokenizer import Tokenizer
 
 Sequences = list[npt.NDArray[Any]]  # token sequences of one document
@@ -98,7 +98,7 @@ class DatasetOutput:
         """
         progress = self._read_interrupted_progress()
         if progress is None:
-            with translate_write_errors(self.writer.folder):
+            with convert_write_errors_to_data_error(self.writer.folder):
                 self.writer.clear_partial_files()
             return self.done
         self.done = progress
@@ -173,7 +173,7 @@ class DatasetOutput:
             return
         self.done.bad += 1
         record = {"file": item.file, "line": item.line, "reason": item.reason, "content": item.content}
-        with translate_write_errors(get_quarantine_path(self.prefix)):
+        with convert_write_errors_to_data_error(get_quarantine_path(self.prefix)):
             if self._quarantine is None:
                 self._quarantine = open(self._bad_lines, "ab")  # noqa: SIM115 - closed in __exit__
                 self._quarantine.truncate(self.done.quarantined)
@@ -183,7 +183,7 @@ class DatasetOutput:
         """Flush everything written so far to disk and record the progress in `progress.json`, for a later resume."""
         if not self.lasting:
             return
-        with translate_write_errors(self.writer.folder):
+        with convert_write_errors_to_data_error(self.writer.folder):
             self._flush_quarantine()
             self.writer.sync_to_disk()
             write_json_atomically(self._record, dataclasses.asdict(self.done))
@@ -214,7 +214,7 @@ class DatasetOutput:
 
     def _commit_files(self) -> None:
         """Commit all files of the data set together."""
-        with translate_write_errors(self.prefix):
+        with convert_write_errors_to_data_error(self.prefix):
             self._flush_quarantine()
             self.writer.finish_files()
             chat = self.chat

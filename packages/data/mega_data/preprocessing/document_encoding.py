@@ -13,11 +13,11 @@ import numpy as np
 import numpy.typing as npt
 
 from mega_common.errors import DataError, MegaError
-from mega_data.chat.chat_preparation import EncodedChats, RecordPreparation
+from mega_data.chat.chat_preparation import EncodedChats, RecordConverter
 from mega_data.preprocessing.dataset_output import Sequences
 from mega_data.preprocessing.text_batches import TextBatch
 from mega_data.preprocessing.text_encoder import BatchEncoder, EncoderMismatch
-from mega_data.reading.decompression import import_optional
+from mega_data.reading.decompression import import_optional_package
 from mega_data.reading.documents import Document
 from mega_data.tokenizer import Tokenizer
 
@@ -40,7 +40,7 @@ class SentenceEncoder:
                 f"--language must be an ISO 639 language code, not {language!r}",
                 hint="use a code such as en, de or zh",
             )
-        self._segment = import_optional("sentencex", "--split-sentences").segment
+        self._segment = import_optional_package("sentencex", "--split-sentences").segment
         self.language = language
         self._keep_space = tokenizer.encode("a. a") == tokenizer.encode("a.") + tokenizer.encode(" a")
 
@@ -78,7 +78,7 @@ class DocumentEncoder:
     """Encoder of documents to token sequences: each as one text, by sentences, or as a conversation."""
 
     encoder: BatchEncoder
-    chats: RecordPreparation | None
+    chats: RecordConverter | None
     by_sentence: SentenceEncoder | None
 
     def encode_documents(self, documents: Sequence[Document], dtype: np.dtype[Any]) -> EncodedChats:

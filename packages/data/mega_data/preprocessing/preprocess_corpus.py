@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mega_common.errors import DataError, MegaError
-from mega_common.progress_logging import ProgressBar, format_number, logger
-from mega_data.chat.chat_preparation import ChatOptions, ChatPreparation, RecordPreparation, log_chat_notes
-from mega_data.chat.labeled_records import LabeledPreparation
+from mega_common.progress_logging import ProgressBar, format_with_decimal_unit, logger
+from mega_data.chat.chat_preparation import ChatOptions, ChatRecordConverter, RecordConverter, log_chat_notes
+from mega_data.chat.labeled_records import LabeledRecordConverter
 from mega_data.preprocessing.dataset_output import DatasetOutput, Sequences
 from mega_data.preprocessing.dataset_upload import create_upload_prefix, resolve_upload_target, upload_dataset
 from mega_data.preprocessing.document_encoding import DocumentEncoder, SentenceEncoder, encode_batches
@@ -176,15 +176,15 @@ class PreprocessJob:
         return tokenizer
 
     @cached_property
-    def chat_preparation(self) -> RecordPreparation | None:
+    def chat_preparation(self) -> RecordConverter | None:
         """Converter of JSON records to conversations rendered by the chat template, or to labeled texts.
         It is None if the job does not read whole records.
         """
         if self.chat is None:
             return None
         if self.chat.kind in ("conversations", "pairs"):
-            return ChatPreparation(self.chat, self.tokenizer)
-        return LabeledPreparation(self.chat, self.tokenizer)
+            return ChatRecordConverter(self.chat, self.tokenizer)
+        return LabeledRecordConverter(self.chat, self.tokenizer)
 
     @cached_property
     def skipped_files(self) -> SkippedFiles:
@@ -399,7 +399,12 @@ def count_usable_cores() -> int:
 
 
 def _log_result(info: DatasetInfo, output: DatasetOutput, tokenizer: Tokenizer) -> None:
-    logger.info("%s: %s documents, %s tokens", output.prefix, format_number(info.documents), format_number(info.tokens))
+    logger.info(
+        "%s: %s documents, %s tokens",
+        output.prefix,
+        format_with_decimal_unit(info.documents),
+        format_with_decimal_unit(info.tokens),
+    )
     if info.skipped.bad:
         logger.warning("%d bad lines are in %s", info.skipped.bad, get_quarantine_path(output.prefix))
     if info.skipped.empty:

@@ -35,7 +35,7 @@ from mega_data.token_files.dataset_info import DatasetInfo, get_quarantine_path,
 from mega_data.token_files.indexed_reader import IndexedReader, get_idx_path
 from mega_data.token_files.indexed_writer import IndexedWriter
 from mega_data.token_files.merge_datasets import append_datasets
-from mega_data.token_files.partial_folder import translate_write_errors
+from mega_data.token_files.partial_folder import convert_write_errors_to_data_error
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def record_failure(prefix: Path) -> Iterator[None]:
     try:
         yield
     except MegaError as error:
-        with translate_write_errors(prefix):
+        with convert_write_errors_to_data_error(prefix):
             write_json_atomically(_get_failure_path(prefix), {"reason": str(error)})
         raise
     _get_failure_path(prefix).unlink(missing_ok=True)
@@ -192,7 +192,7 @@ def _join_bad_lines(
     if not any(info.skipped.bad for info in infos):
         return
     before = 0  # lines in earlier shards of the file that continues into the next one
-    with translate_write_errors(writer.prefix), open(writer.folder / "quarantine.jsonl", "wb") as joined:
+    with convert_write_errors_to_data_error(writer.prefix), open(writer.folder / "quarantine.jsonl", "wb") as joined:
         for prefix, info, sources in zip(prefixes, infos, read, strict=True):
             for record in _read_bad_lines(prefix):
                 if sources[0].begin and record["file"] == sources[0].display_name:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mega_common.errors import DataError
-from mega_common.progress_logging import ProgressBar, format_number, logger
+from mega_common.progress_logging import ProgressBar, format_with_decimal_unit, logger
 from mega_data.preprocessing.text_encoder import EncoderChoice
 from mega_data.reading.corpus_sources import CorpusSource, FileFormat, SkippedFiles, log_file_formats
 from mega_data.reading.documents import Document, RejectedItem
@@ -224,7 +224,7 @@ def _split_into_batches(
         for piece in tokenizer.split_long_text(blocks, PIECE, leads):
             if len(piece.text) > 8 * PIECE:
                 logger.warning("%s: %s characters are encoded at once and take much memory; %s allows no cut in them",
-                               document.location, format_number(len(piece.text)), tokenizer.path)  # fmt: skip
+                               document.location, format_with_decimal_unit(len(piece.text)), tokenizer.path)  # fmt: skip
             size = len(piece.text) if piece.text.isascii() else len(piece.text.encode())
             done, exact = done + size, exact and piece.exact
             part = document._replace(text=piece.lead + piece.text, long=None, size=document.size if piece.last else 0)
@@ -234,4 +234,4 @@ def _split_into_batches(
             )
     if not exact:
         logger.warning("%s: has no exact cut in over %s characters; tokens at the cuts may differ from those of the"
-                       " whole document", document.location, format_number(PIECE))  # fmt: skip
+                       " whole document", document.location, format_with_decimal_unit(PIECE))  # fmt: skip

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from mega_common.errors import DataError
 from mega_common.progress_logging import logger
 from mega_data.plain_text_tokenizer import list_token_spellings
-from mega_data.reading.decompression import import_optional
+from mega_data.reading.decompression import import_optional_package
 from mega_data.tokenizer import Tokenizer
 
 EncoderChoice = Literal["auto", "tokenizers", "fastokens"]
@@ -91,7 +91,7 @@ def choose_text_encoder(choice: EncoderChoice, tokenizer: Tokenizer, size: int, 
 
 
 def _open(tokenizer: Tokenizer) -> Any:
-    native = import_optional("fastokens", "--encoder fastokens")
+    native = import_optional_package("fastokens", "--encoder fastokens")
     try:
         if tokenizer.plain is not None:
             fast = native.Tokenizer.from_json_str(tokenizer.plain.json)

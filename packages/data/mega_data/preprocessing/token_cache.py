@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, cast
 from mega_common.bounded_parsing import parse_json_text
 from mega_common.errors import DataError
 from mega_data.chat.chat_preparation import ChatOptions
-from mega_data.chat.chat_records import name_record_form
+from mega_data.chat.chat_records import detect_record_form
 from mega_data.data_config import DataConfig, DatasetSource
 from mega_data.preprocessing.content_digest import digest_tokenizer_files, read_content_digest, read_stream_digest
 from mega_data.preprocessing.preprocess_corpus import PreprocessJob, count_usable_cores
@@ -32,7 +32,7 @@ from mega_data.reading.documents import Document
 from mega_data.reading.source_readers import read_documents
 from mega_data.token_files.dataset_info import RecordKind, read_dataset_info
 from mega_data.token_files.indexed_reader import get_idx_path
-from mega_data.token_files.partial_folder import hold_partial_folder, translate_write_errors
+from mega_data.token_files.partial_folder import convert_write_errors_to_data_error, hold_partial_folder
 from mega_data.token_files.remote_copies import default_cache_folder, resolve_local_prefix
 
 # Terms of the command line in messages of preprocessing, and the settings of run.yaml that they are.
@@ -106,7 +106,10 @@ def tokenize_raw_source(source: DatasetSource, config: DataConfig) -> Path:
         job = build_raw_data_job(source, config)
         if not _is_complete(job):
             waiting = f"{job.whole}: waiting for another process that tokenizes it"
-            with translate_write_errors(job.whole), hold_partial_folder(job.whole.parent / ".making", waiting):
+            with (
+                convert_write_errors_to_data_error(job.whole),
+                hold_partial_folder(job.whole.parent / ".making", waiting),
+            ):
                 if job.check_output(accept_finished=True) is None:
                     workers = config.raw.workers or count_usable_cores()
                     job.build_dataset(job.whole, job.sources, job.made_from, workers)
@@ -206,7 +209,9 @@ def _in_terms_of_settings(source: DatasetSource, config: DataConfig) -> Iterator
             raise DataError(
                 f"{source.input_name}: data.kind = {kind} does not read records of the form {found.form}", hint=hint
             ) from error
-        raise DataError(translate_options(error.message), hint=translate_options(error.hint or "") or None) from error
+        raise DataError(
+            translate_options_to_run_yaml(error.message), hint=translate_options_to_run_yaml(error.hint or "") or None
+        ) from error
 
 
 def _reads_other_kind(kind: str, found: RawRecord) -> bool:
@@ -214,7 +219,7 @@ def _reads_other_kind(kind: str, found: RawRecord) -> bool:
     return found.kind != needed
 
 
-def translate_options(text: str) -> str:
+def translate_options_to_run_yaml(text: str) -> str:
     """Return a message of preprocessing with settings of run.yaml in place of options of `mega data preprocess`."""
     for term, setting in SETTING_OF_OPTION:
         text = text.replace(term, setting)
@@ -240,7 +245,7 @@ def read_first_record(sources: Sequence[CorpusSource]) -> RawRecord:
                 if source.kind in (None, "text"):
                     return RawRecord("plain text", "text", item.text)
                 record = parse_json_text(item.text)
-                form, kind = name_record_form(record)
+                form, kind = detect_record_form(record)
                 return RawRecord(form, kind, record)
             if not item.skipped:
                 raise DataError(f"{item.file}:{item.line}: {item.reason}")

@@ -26,13 +26,13 @@ from threading import Lock, Thread
 
 from mega_common.atomic_files import write_json_atomically
 from mega_common.errors import DataError
-from mega_common.progress_logging import ProgressBar, format_number, logger
+from mega_common.progress_logging import ProgressBar, format_with_decimal_unit, logger
 from mega_data.preprocessing.dataset_output import DatasetOutput, Sequences
 from mega_data.preprocessing.preprocess_corpus import PreprocessJob
 from mega_data.preprocessing.sharding import InputShard, select_shard_sources
 from mega_data.preprocessing.text_batches import PreprocessProgress, TextBatch
 from mega_data.reading.corpus_sources import no_text_error
-from mega_data.token_files.partial_folder import hold_partial_folder, translate_write_errors
+from mega_data.token_files.partial_folder import convert_write_errors_to_data_error, hold_partial_folder
 from mega_data.tokenizer import disable_encoder_threads
 
 PIECE = 1 << 26  # bytes of input that a block's start is counted in: what is read again at most when a run resumes
@@ -139,7 +139,7 @@ class TokenStream:
 
     def _find_or_make_block(self, start: BlockPosition) -> StreamedFiles | None:
         folder = self._get_folder(start)
-        with translate_write_errors(folder):
+        with convert_write_errors_to_data_error(folder):
             while not self._hold_block(start):
                 with hold_partial_folder(folder.with_name(f".{folder.name}.making")):
                     if not (folder / COMPLETE).exists():
@@ -168,7 +168,12 @@ class TokenStream:
                 documents = output.done.documents
                 if not documents:
                     raise _NoDocumentsError
-            logger.info("%s: %s documents, %s tokens", folder, format_number(documents), format_number(output.tokens))
+            logger.info(
+                "%s: %s documents, %s tokens",
+                folder,
+                format_with_decimal_unit(documents),
+                format_with_decimal_unit(output.tokens),
+            )
             if output.done.bad:
                 logger.warning("%s: %d bad records of this block are left out", folder, output.done.bad)
         write_json_atomically(folder / COMPLETE, {"documents": documents, "end": end})

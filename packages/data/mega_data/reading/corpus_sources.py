@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from mega_common.errors import DataError
-from mega_common.object_store import RemotePath, Stamp, parse_location
+from mega_common.object_store import ObjectVersion, RemotePath, parse_location
 from mega_common.progress_logging import logger
 from mega_data.reading.decompression import DAMAGE, STDIN, open_decompressed, peek_first_bytes
 from mega_data.token_files.dataset_info import get_file_identity, is_dataset_info
@@ -188,7 +188,7 @@ def _list_objects(url: RemotePath, key: str, skipped_files: SkippedFiles) -> lis
     )
 
 
-def _describe_object(name: str, stamp: Stamp, key: str, found: bool) -> CorpusSource:
+def _describe_object(name: str, stamp: ObjectVersion, key: str, found: bool) -> CorpusSource:
     path = Path(name)
     kind = _detect_format_by_name(path)
     if kind == "json":

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mega_common.errors import DataError, MissingPackageError
-from mega_common.object_store import RemotePath, translate_store_errors
+from mega_common.object_store import RemotePath, convert_object_store_errors
 
 ReportBytes = Callable[[int], None]
 
@@ -75,7 +75,7 @@ def _decompress(plain: io.BufferedReader[Any]) -> io.RawIOBase | None:
         return _DecompressedStream(_LzmaStream(plain))
     if begin.startswith(b"\x28\xb5\x2f\xfd"):
         return _DecompressedStream(
-            import_optional("pyarrow", "reading .zst files").input_stream(plain, compression="zstd")
+            import_optional_package("pyarrow", "reading .zst files").input_stream(plain, compression="zstd")
         )
     return None
 
@@ -144,7 +144,7 @@ def _memory_error(limit: str, command: str) -> DecompressionMemoryError:
     )
 
 
-def import_optional(module: str, purpose: str) -> Any:
+def import_optional_package(module: str, purpose: str) -> Any:
     """Import and return an optional package.
     If it is missing, raises MissingPackageError with the subject `purpose`: "reading Parquet files".
 
@@ -184,7 +184,7 @@ class _CountedObject(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        with translate_store_errors(self.path):
+        with convert_object_store_errors(self.path):
             block = self.stream.read(len(buffer))
         buffer[: len(block)] = block
         self.advance(len(block))

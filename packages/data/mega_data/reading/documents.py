@@ -21,7 +21,7 @@ from typing import IO, Any, NamedTuple, Self
 from mega_common.bounded_parsing import describe_json_type, explain_read_error
 from mega_data.reading.corpus_sources import ABSENT, lookup_record_value
 from mega_data.reading.decompression import DecompressionMemoryError
-from mega_data.token_files.partial_folder import translate_write_errors
+from mega_data.token_files.partial_folder import convert_write_errors_to_data_error
 
 LONG = 1 << 22  # bytes of a text or line; longer ones are not kept in memory
 BLOCK = 1 << 20  # bytes of a block in memory
@@ -39,7 +39,7 @@ INSIDE = re.compile(
 LONGEST_ESCAPE = 12  # characters: a pair of surrogates
 
 
-class LongText:
+class DiskBackedText:
     """Text too long for memory, in an unnamed temporary file that disappears with the process.
 
     Attributes:
@@ -52,13 +52,13 @@ class LongText:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        with translate_write_errors(folder):
+        with convert_write_errors_to_data_error(folder):
             self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - closed in __exit__, after encoding
         self.size = self._characters = 0
         self.lone_surrogate: int | None = None
 
     @classmethod
-    def from_blocks(cls, blocks: Iterable[str], folder: Path) -> LongText:
+    def from_blocks(cls, blocks: Iterable[str], folder: Path) -> DiskBackedText:
         """Store consecutive blocks of a text as a long text in a temporary file in `folder`."""
         text = cls(folder)
         for block in blocks:
@@ -73,7 +73,7 @@ class LongText:
             if self.lone_surrogate is None:
                 self.lone_surrogate = self._characters + error.start
             raw = text.encode("utf-8", "replace")
-        with translate_write_errors(self._folder):
+        with convert_write_errors_to_data_error(self._folder):
             self._file.write(raw)
         self.size += len(raw)
         self._characters += len(text)
@@ -101,7 +101,7 @@ class LongText:
 
     def read_blocks(self) -> Iterator[str]:
         """Yield a long text in a temporary file from its beginning, in blocks."""
-        with translate_write_errors(self._folder):
+        with convert_write_errors_to_data_error(self._folder):
             self._file.seek(0)  # also flushes
         return decode_blocks(iterate_blocks(self._file))
 
@@ -122,8 +122,8 @@ class LongText:
         self._file.close()
 
 
-def extract_long_strings(blocks: Iterator[str], folder: Path, strings: dict[str, LongText]) -> Iterator[str]:
-    """Yield JSON text, in blocks, with each long string moved to `strings` as a `LongText`.
+def extract_long_strings(blocks: Iterator[str], folder: Path, strings: dict[str, DiskBackedText]) -> Iterator[str]:
+    """Yield JSON text, in blocks, with each long string moved to `strings` as a `DiskBackedText`.
     The string is replaced in the JSON by its key in that dictionary.
 
     Raises:
@@ -137,7 +137,7 @@ def extract_long_strings(blocks: Iterator[str], folder: Path, strings: dict[str,
         rest = rest[end:]
         if len(rest) >= LONG:
             name = secrets.token_hex(16)  # occurs nowhere else in the text
-            strings[name] = LongText(folder)
+            strings[name] = DiskBackedText(folder)
             rest = strings[name].append_json_string(rest[1:], blocks)
             yield f'"{name}"'
     yield rest
@@ -170,7 +170,7 @@ SHOWN = 1 << 16  # bytes of a long bad line that are shown
 MAX_TEXT_BYTES = 1 << 28  # of a text in CSV or Parquet
 
 
-class AnswerSpan(NamedTuple):
+class LossSpan(NamedTuple):
     """Characters [begin, end) of a conversation's text that count in the loss, and their weight in the loss."""
 
     begin: int
@@ -184,7 +184,7 @@ class RenderedChat(NamedTuple):
     """
 
     text: str
-    spans: tuple[AnswerSpan, ...]
+    spans: tuple[LossSpan, ...]
     notes: tuple[str, ...] = ()
 
 
@@ -205,7 +205,7 @@ class Document(NamedTuple):
     line: int
     chats: tuple[RenderedChat, ...] = ()
     record: dict[str, Any] | None = None
-    long: LongText | None = None
+    long: DiskBackedText | None = None
     notes: tuple[str, ...] = ()
 
     @property
@@ -241,7 +241,7 @@ def document_from_text(value: object, key: str, file: str, line: int) -> Documen
     """Return the document with the text `value`, found under `key` of a record, or a rejected item.
     The text is rejected if it is not a string, is too large or has lone surrogates, which JSON can encode.
     """
-    if isinstance(value, LongText):
+    if isinstance(value, DiskBackedText):
         return _document_from_long_text(value, key, file, line)
     if not isinstance(value, str):
         return RejectedItem(f"{key!r} is {describe_json_type(value)}, not a string", repr(value), file, line)
@@ -257,7 +257,7 @@ def document_from_text(value: object, key: str, file: str, line: int) -> Documen
     return Document(value, size, file, line)
 
 
-def _document_from_long_text(text: LongText, key: str, file: str, line: int) -> Document | RejectedItem:
+def _document_from_long_text(text: DiskBackedText, key: str, file: str, line: int) -> Document | RejectedItem:
     if text.lone_surrogate is None:
         return Document("", text.size, file, line, long=text)
     with text:
@@ -274,7 +274,7 @@ def reject_damaged_rest(error: Exception, file: str, line: int) -> RejectedItem:
 
 
 def document_from_record(
-    record: object, key: str, file: str, line: int, whole: bool, strings: dict[str, LongText]
+    record: object, key: str, file: str, line: int, whole: bool, strings: dict[str, DiskBackedText]
 ) -> Document | RejectedItem:
     """Return the document of a record's text under `key`, or a rejected item.
     `strings` maps placeholder names in the record to long strings.
@@ -296,7 +296,7 @@ def document_from_record(
     return attach_record(document_from_text(value, key, file, line), record if whole else None)
 
 
-def _close_unused(strings: dict[str, LongText], record: str) -> None:
+def _close_unused(strings: dict[str, DiskBackedText], record: str) -> None:
     """Close the long strings named in a record that are not the text."""
     for name in [name for name in strings if name in record]:
         with strings.pop(name):
@@ -316,6 +316,6 @@ def format_key_names(record: dict[str, Any]) -> str:
     return ", ".join(name for group in names for name in group) or "none"
 
 
-def escape_bytes(raw: bytes) -> str:
+def escape_invalid_utf8(raw: bytes) -> str:
     """Return a raw line as text, with invalid UTF-8 bytes escaped as hexadecimal."""
     return raw.decode("utf-8", "backslashreplace").rstrip("\n")

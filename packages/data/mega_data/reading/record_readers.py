@@ -18,22 +18,22 @@ from typing import Any
 from mega_common.bounded_parsing import explain_read_error, reject_duplicate_keys
 from mega_common.errors import DataError
 from mega_data.reading.corpus_sources import BOM, WHOLE, CorpusSource, lookup_record_value
-from mega_data.reading.decompression import DAMAGE, ReportBytes, import_optional, open_decompressed
+from mega_data.reading.decompression import DAMAGE, ReportBytes, import_optional_package, open_decompressed
 from mega_data.reading.documents import (
     BLOCK,
     LONG,
     MAX_RECORD_BYTES,
     MAX_TEXT_BYTES,
     SHOWN,
+    DiskBackedText,
     Document,
     DocumentStream,
-    LongText,
     RejectedItem,
     attach_record,
     decode_blocks,
     document_from_record,
     document_from_text,
-    escape_bytes,
+    escape_invalid_utf8,
     explain_too_large,
     extract_long_strings,
     iterate_blocks,
@@ -53,8 +53,8 @@ def read_parquet(source: CorpusSource, key: str, advance: ReportBytes, whole: bo
         DataError: if the file cannot be opened, or the column is missing.
         MissingPackageError: if pyarrow is not installed.
     """
-    parquet = import_optional("pyarrow.parquet", "reading Parquet files")
-    arrow = import_optional("pyarrow", "reading Parquet files")
+    parquet = import_optional_package("pyarrow.parquet", "reading Parquet files")
+    arrow = import_optional_package("pyarrow", "reading Parquet files")
     line = 0
     try:
         with contextlib.ExitStack() as stack:
@@ -151,7 +151,9 @@ def read_json_lines(
                 raw = raw.removeprefix(BOM)
             if rest is not None:
                 if folder is None:
-                    yield RejectedItem(explain_too_large(longest), escape_bytes(raw[:SHOWN]), source.display_name, line)
+                    yield RejectedItem(
+                        explain_too_large(longest), escape_invalid_utf8(raw[:SHOWN]), source.display_name, line
+                    )
                 else:
                     yield _parse_long_line(raw, rest, key, source.display_name, line, folder)
             elif not raw.isspace():
@@ -193,11 +195,11 @@ def _parse_line(raw: bytes, key: str, file: str, line: int, whole: bool) -> Docu
     try:
         record = _parse_record(raw.decode(), key)
     except UnicodeDecodeError as error:
-        return RejectedItem(f"not UTF-8 (byte {error.start} of the line)", escape_bytes(raw), file, line)
+        return RejectedItem(f"not UTF-8 (byte {error.start} of the line)", escape_invalid_utf8(raw), file, line)
     except (ValueError, RecursionError) as error:
-        return RejectedItem(f"not JSON ({error})", escape_bytes(raw), file, line)
+        return RejectedItem(f"not JSON ({error})", escape_invalid_utf8(raw), file, line)
     item = document_from_record(record, key, file, line, whole, {})
-    return item._replace(content=escape_bytes(raw)) if isinstance(item, RejectedItem) else item
+    return item._replace(content=escape_invalid_utf8(raw)) if isinstance(item, RejectedItem) else item
 
 
 def _parse_record(text: str, key: str) -> Any:
@@ -216,8 +218,8 @@ def _parse_long_line(
     begin: bytes, rest: Iterator[bytes], key: str, file: str, line: int, folder: Path
 ) -> Document | RejectedItem:
     """Parse a line of any length; the content of a bad line is truncated to `SHOWN` bytes."""
-    strings: dict[str, LongText] = {}
-    shown = escape_bytes(begin[:SHOWN])
+    strings: dict[str, DiskBackedText] = {}
+    shown = escape_invalid_utf8(begin[:SHOWN])
     suffix = f"; the first {SHOWN} bytes of a long line are shown"
     try:
         record = json.loads(_join_blocks(extract_long_strings(decode_blocks(chain([begin], rest)), folder, strings)))
@@ -258,7 +260,7 @@ def read_json_values(
     """Yield one document per JSON object of a file, with the text under `key`.
     Objects are one after another or in an array, in any layout; `line` counts the objects.
     """
-    line, strings = 0, dict[str, LongText]()
+    line, strings = 0, dict[str, DiskBackedText]()
     blocks = decode_blocks(iterate_blocks(stream))
     try:
         values = _iterate_values(extract_long_strings(blocks, folder, strings) if folder else blocks)

@@ -31,18 +31,24 @@ from mega_data.reading.corpus_sources import (
     lookup_record_value,
     split_hub_dataset_name,
 )
-from mega_data.reading.decompression import DAMAGE, ReportBytes, import_optional, open_decompressed, peek_first_bytes
+from mega_data.reading.decompression import (
+    DAMAGE,
+    ReportBytes,
+    import_optional_package,
+    open_decompressed,
+    peek_first_bytes,
+)
 from mega_data.reading.documents import (
     LONG,
     MAX_TEXT_BYTES,
+    DiskBackedText,
     Document,
     DocumentStream,
-    LongText,
     RejectedItem,
     attach_record,
     decode_blocks,
     document_from_text,
-    escape_bytes,
+    escape_invalid_utf8,
     explain_too_large,
     format_key_names,
     iterate_blocks,
@@ -167,12 +173,14 @@ def _read_text(stream: io.BufferedReader, source: CorpusSource, folder: Path | N
     try:
         raw = stream.read(LONG if folder else -1).removeprefix(BOM)
         if folder and len(raw) >= LONG - len(BOM):
-            text: str | LongText = LongText.from_blocks(decode_blocks(chain([raw], iterate_blocks(stream))), folder)
+            text: str | DiskBackedText = DiskBackedText.from_blocks(
+                decode_blocks(chain([raw], iterate_blocks(stream))), folder
+            )
         else:
             text = raw.decode()
     except UnicodeDecodeError as error:
         reason = "not UTF-8 text" if source.found else f"not UTF-8 (byte {error.start} of the file)"
-        yield RejectedItem(reason, escape_bytes(raw[:200]), source.name, 1, skipped=source.found)
+        yield RejectedItem(reason, escape_invalid_utf8(raw[:200]), source.name, 1, skipped=source.found)
     except DAMAGE as error:
         yield reject_damaged_rest(error, source.name, 1)
     else:
@@ -186,7 +194,7 @@ def _read_text(stream: io.BufferedReader, source: CorpusSource, folder: Path | N
 
 
 def _read_datasets(source: CorpusSource, key: str, whole: bool) -> DocumentStream:
-    datasets = import_optional("datasets", "reading hf: inputs")
+    datasets = import_optional_package("datasets", "reading hf: inputs")
     name = split_hub_dataset_name(source.name)
     try:
         for line, row in enumerate(_load_datasets(datasets, name), 1):

@@ -20,17 +20,17 @@ import xxhash
 from mega_common.atomic_files import open_atomic_file, write_json_atomically
 from mega_common.bounded_parsing import parse_json_text
 from mega_common.errors import DataError, MissingPackageError
-from mega_common.progress_logging import ProgressBar, format_number, logger
+from mega_common.progress_logging import ProgressBar, format_with_decimal_unit, logger
 from mega_data.cleaning.clean_config import MinHashConfig
 from mega_data.cleaning.duplicate_detection import (
-    compute_signatures,
-    find_exact_leaders,
-    find_near_leaders,
+    compute_minhash_signatures,
+    find_first_exact_duplicates,
+    find_first_near_duplicates,
     hash_shingles,
 )
 from mega_data.cleaning.language_detection import load_lingua_detector
 from mega_data.cleaning.text_words import hash_ngrams, hash_numbers
-from mega_data.reading.decompression import import_optional
+from mega_data.reading.decompression import import_optional_package
 from mega_data.reports.inspect_dataset import DatasetInspection, inspect_dataset, load_original_tokenizer
 from mega_data.token_files.dataset_info import read_dataset_info
 from mega_data.token_files.indexed_reader import IndexedReader
@@ -91,7 +91,7 @@ def count_duplicates(reader: IndexedReader, sampled: Sequence[Tokens]) -> Duplic
             digest = xxhash.xxh3_128_digest(reader.read_sequence(i).data)
             hashes[i] = np.frombuffer(digest, np.uint64)
             bar.advance(1)
-    again = find_exact_leaders(hashes) != np.arange(len(hashes))
+    again = find_first_exact_duplicates(hashes) != np.arange(len(hashes))
     return DuplicateCounts(
         of=len(reader), exact=int(again.sum()), exact_tokens=int(reader.lengths[again].sum(dtype=np.int64)),
         sampled=len(sampled), near=count_near_duplicates(sampled),
@@ -105,12 +105,12 @@ def count_near_duplicates(sequences: Sequence[Tokens]) -> int | None:
     settings = MinHashConfig(ngram=SHINGLE)
     sets = [hash_shingles(hash_numbers(tokens), settings) for tokens in sequences]
     try:
-        signatures = compute_signatures(sets, settings)
+        signatures = compute_minhash_signatures(sets, settings)
     except MissingPackageError as error:
         logger.warning("near duplicates are not counted: %s", error.message)
         return None
     numbers = np.arange(len(signatures))
-    return int((find_near_leaders(signatures, settings, numbers) != numbers).sum())
+    return int((find_first_near_duplicates(signatures, settings, numbers) != numbers).sum())
 
 
 def find_frequent_ngrams(sequences: Sequence[Tokens], n: int, count: int) -> list[tuple[list[int], int]]:
@@ -197,7 +197,7 @@ def write_html_report(
     report: dict[str, Any] = {
         "version": 1,
         "made": datetime.now().astimezone().isoformat(" ", "minutes"),
-        "sets": [asdict(describe_dataset(path, tokenizer, samples)) for path in paths if path not in cleaned],
+        "sets": [asdict(build_dataset_report(path, tokenizer, samples)) for path in paths if path not in cleaned],
         "cleaned": [{"name": str(path), **_read_clean_summary(path)} for path in cleaned],
     }
     for described in report["sets"]:
@@ -209,7 +209,7 @@ def write_html_report(
     return report
 
 
-def describe_dataset(prefix: Path, tokenizer: Tokenizer | None, samples: int) -> DatasetReport:
+def build_dataset_report(prefix: Path, tokenizer: Tokenizer | None, samples: int) -> DatasetReport:
     """Measure one token data set for a report: lengths, duplicates, frequent n-grams and languages.
     The report shows `samples` sequences.
 
@@ -267,10 +267,14 @@ def _read_clean_summary(folder: Path) -> dict[str, Any]:
 
 
 def _load_template() -> Any:
-    jinja2 = import_optional("jinja2", "mega data report")
+    jinja2 = import_optional_package("jinja2", "mega data report")
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
     environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"human": format_number, "number": lambda value: f"{value:,}", "visible": _mark_whitespace}
+    environment.filters |= {
+        "human": format_with_decimal_unit,
+        "number": lambda value: f"{value:,}",
+        "visible": _mark_whitespace,
+    }
     return environment.get_template("report.html.jinja")
 
 

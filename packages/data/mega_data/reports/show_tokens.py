@@ -43,7 +43,7 @@ class DisplayedPart:
     tokens: list[DisplayedToken]
 
 
-def show_document(prefix: Path, number: int, tokenizer: Tokenizer | None) -> list[DisplayedPart]:
+def split_document_for_display(prefix: Path, number: int, tokenizer: Tokenizer | None) -> list[DisplayedPart]:
     """Return the sequences of document `number` of a data set for display.
     There is usually one, for a preference pair the chosen and the rejected one.
 
@@ -78,7 +78,7 @@ def _show_labeled_document(
     return _select_tokens(name, ids >= 0, ids, labels.astype(np.float64) if by_token else np.ones(ids.size), tokenizer)
 
 
-def show_training_sample(
+def split_sample_for_display(
     sample: TrainingSample | BertSample | T5Sample, tokenizer: Tokenizer | None
 ) -> list[DisplayedPart]:
     """Return a training sample for display as sections, one per document.

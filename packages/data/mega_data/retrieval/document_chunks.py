@@ -162,10 +162,10 @@ class NeighborLeakFilter:
         """Return whether the neighbors contain the continuation of the chunks `numbers`; int64 [n] each."""
         width = 2 * self._data.length
         tokens = self._data.read_tokens(numbers, width)
-        return contains_continuation(tokens, self._database.read_tokens(neighbors, width))
+        return mark_leaking_neighbors(tokens, self._database.read_tokens(neighbors, width))
 
 
-def contains_continuation(chunks: Ints, neighbors: Ints) -> Bools:
+def mark_leaking_neighbors(chunks: Ints, neighbors: Ints) -> Bools:
     """Return for each row whether a neighbor contains a part of the chunk's continuation, bool [n].
     The tokens `neighbors` are searched for a part of the second half (the continuation) of the tokens `chunks`.
 

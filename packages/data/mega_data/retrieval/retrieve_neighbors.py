@@ -24,10 +24,10 @@ from mega_data.sampling.dataset_parts import compute_split_bounds
 from mega_data.token_files.dataset_info import read_dataset_info
 from mega_data.token_files.indexed_reader import IndexedReader
 from mega_data.token_files.partial_folder import (
+    convert_write_errors_to_data_error,
     get_partial_folder,
     lock_partial_folder,
     remove_partial_folder,
-    translate_write_errors,
 )
 from mega_data.tokenizer import Tokenizer
 
@@ -91,7 +91,7 @@ def select_index_type(vectors: int, width: int) -> str:
     return f"IVF{lists},Flat" if vectors <= MAX_UNCOMPRESSED else f"IVF{lists},PQ{math.gcd(width, 64)}"
 
 
-class NearestVectors:
+class NearestNeighborIndex:
     """Faiss index of the first `count` rows of `vectors` that finds nearest neighbors by Euclidean distance.
 
     Args:
@@ -221,7 +221,7 @@ def retrieve_neighbors(
     _check_tokenizers(chunks.reader, searched.reader)
     train = _select_train_chunks(searched, search.split)
     folder = get_partial_folder(output)
-    with translate_write_errors(output):
+    with convert_write_errors_to_data_error(output):
         lock = lock_partial_folder(folder, wait=False)
         if lock is None:
             raise DataError(
@@ -299,7 +299,7 @@ class _RetrievalRun:
         missing = list(self._found.iterate_missing_ranges())
         if not missing:
             return factory, self._found
-        index = NearestVectors(self._keys, self.train.stop, factory=factory, probes=self.search.probes)
+        index = NearestNeighborIndex(self._keys, self.train.stop, factory=factory, probes=self.search.probes)
         leak_filter = NeighborLeakFilter(self.chunks, self.database)
         with ProgressBar("searching", total=sum(map(len, missing)), unit="chunks") as bar:
             for span in missing:

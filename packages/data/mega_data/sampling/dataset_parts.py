@@ -173,7 +173,7 @@ class DatasetPartitioner:
             try:
                 if check_now:
                     reader.check_index()
-                check_document_ends(reader, self._eod, [] if path in without_rules else self._rules)
+                check_end_of_document_tokens(reader, self._eod, [] if path in without_rules else self._rules)
             except DataError as error:
                 errors.append(error)
         if len(errors) == 1:
@@ -259,7 +259,7 @@ def compute_split_bounds(shares: Sequence[float]) -> list[SplitBounds | None]:
     return [(low, high) if low < high else None for low, high in pairwise(edges)]
 
 
-def check_document_ends(reader: IndexedReader, eod: int | None, rules: Sequence[str]) -> None:
+def check_end_of_document_tokens(reader: IndexedReader, eod: int | None, rules: Sequence[str]) -> None:
     """Check that documents are separated by the end-of-document token, if a setting needs it.
     Raises DataError if documents are not separated by `eod` and `rules` (names of configuration flags that need it) is
     not empty.

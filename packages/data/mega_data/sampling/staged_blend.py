@@ -154,7 +154,7 @@ def build_training_blend(
     return StagedBlend(weights, limits, read)
 
 
-def build_fixed_blend(parts: Sequence[DatasetPart]) -> StableBlend | StagedBlend:
+def build_evaluation_blend(parts: Sequence[DatasetPart]) -> StableBlend | StagedBlend:
     """Return the blend of a validation or test split, with the data sets' initial weights over the whole run."""
     weights = [part.weights_by_tokens[0] for part in parts]
     return StableBlend(weights) if all(weights) else StagedBlend([(0, weights)], [None] * len(parts), [0] * len(parts))

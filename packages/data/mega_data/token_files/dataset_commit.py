@@ -19,11 +19,11 @@ from mega_data.token_files.indexed_reader import get_bin_path, get_idx_path, lis
 from mega_data.token_files.indexed_writer import IndexedWriter, remove_earlier_index
 from mega_data.token_files.partial_folder import (
     LOCK,
+    convert_write_errors_to_data_error,
     get_partial_folder,
     lock_partial_folder,
     remove_partial_folder,
     rename_files,
-    translate_write_errors,
 )
 
 READY = "ready.json"
@@ -37,7 +37,7 @@ def commit_dataset(writer: IndexedWriter, made_from: str, obsolete: Iterable[Pat
     Raises:
         DataError: if a file cannot be written or renamed; nothing is lost, and `finish_commit` completes the commit.
     """
-    with translate_write_errors(writer.prefix):
+    with convert_write_errors_to_data_error(writer.prefix):
         write_json_atomically(
             writer.folder / READY, {"made_from": made_from, "obsolete": [str(path) for path in obsolete]}
         )
@@ -54,7 +54,7 @@ def finish_commit(prefix: Path) -> str | None:
     Raises:
         DataError: if a file cannot be renamed.
     """
-    with translate_write_errors(prefix):
+    with convert_write_errors_to_data_error(prefix):
         return _finish_commit(prefix)
 
 

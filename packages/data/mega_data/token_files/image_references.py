@@ -107,7 +107,7 @@ def read_image_bytes(reference: ImageReference, folder: Path) -> bytes:
         raise DataError(f"{folder / path}: cannot be read ({error.strerror})") from None
 
 
-def iterate_shard_samples(path: Path) -> Iterator[tuple[str, dict[str, bytes], dict[str, ImageReference]]]:
+def iterate_webdataset_samples(path: Path) -> Iterator[tuple[str, dict[str, bytes], dict[str, ImageReference]]]:
     """Yield the samples of a webdataset shard.
     A sample is adjacent tar members that share a name up to its first dot. An item is the name, content of json and txt
     members by ending, and references to the other members.
@@ -140,7 +140,7 @@ def iterate_shard_samples(path: Path) -> Iterator[tuple[str, dict[str, bytes], d
         yield name, texts, others
 
 
-def write_shard_member(shard: tarfile.TarFile, name: str, content: bytes) -> None:
+def write_tar_member(shard: tarfile.TarFile, name: str, content: bytes) -> None:
     """Add a file `name` with `content` to a tar archive that is being written."""
     member = tarfile.TarInfo(name)
     member.size = len(content)

@@ -62,7 +62,7 @@ def get_idx_path(prefix: Path) -> Path:
     return prefix.with_name(prefix.name + ".idx")
 
 
-def get_mask_prefix(prefix: Path) -> Path:
+def get_loss_mask_prefix(prefix: Path) -> Path:
     """Return `PREFIX.mask`, the prefix of the data set that stores the loss mask of another data set.
     It has one byte per token of the data set at `prefix`: the token's weight in the loss.
     """
@@ -80,7 +80,7 @@ def get_images_prefix(prefix: Path) -> Path:
 
 def list_companion_files(prefix: Path) -> dict[str, Path]:
     """Return {name while being written: final path} of the mask and image files of a data set."""
-    mask, images = get_mask_prefix(prefix), get_images_prefix(prefix)
+    mask, images = get_loss_mask_prefix(prefix), get_images_prefix(prefix)
     return {
         "mask.bin": get_bin_path(mask), "mask.idx": get_idx_path(mask), "images.bin": get_bin_path(images), "images.idx": get_idx_path(images),
     }  # fmt: skip

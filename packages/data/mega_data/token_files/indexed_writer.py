@@ -29,11 +29,11 @@ from mega_data.token_files.indexed_reader import (
 )
 from mega_data.token_files.partial_folder import (
     LOCK,
+    convert_write_errors_to_data_error,
     get_partial_folder,
     lock_partial_folder,
     remove_partial_folder,
     rename_files,
-    translate_write_errors,
 )
 
 
@@ -84,7 +84,7 @@ class IndexedWriter:
         self._ends = array("q", [0])
         self._durable = False
         self.folder = get_partial_folder(self.prefix)
-        with translate_write_errors(self.prefix):
+        with convert_write_errors_to_data_error(self.prefix):
             self._lock = lock_partial_folder(self.folder, wait=wait)
             if self._lock is None:
                 raise DataError(f"{self.prefix}: another process is writing this data set")
@@ -112,7 +112,7 @@ class IndexedWriter:
 
     def sync_to_disk(self) -> None:
         """Flush everything added so far to disk, so that `resume_after` of a later writer can continue from there."""
-        with translate_write_errors(self.prefix):
+        with convert_write_errors_to_data_error(self.prefix):
             self._flush()
             for name, values in (("lengths", self._lengths), ("ends", self._ends)):
                 with open(self.folder / name, "ab") as stream:
@@ -130,7 +130,7 @@ class IndexedWriter:
         Raises:
             DataError: if the partial files have fewer documents.
         """
-        with translate_write_errors(self.prefix):
+        with convert_write_errors_to_data_error(self.prefix):
             ends = np.fromfile(self.folder / "ends", np.int64, documents + 1)
             sequences = int(ends[-1]) if ends.size else 0
             lengths = np.fromfile(self.folder / "lengths", np.int32, sequences)
@@ -210,7 +210,7 @@ class IndexedWriter:
 
     def finish_files(self) -> None:
         """Write the index and flush all files in the partial folder to disk; only `close` renames them."""
-        with translate_write_errors(self.prefix):
+        with convert_write_errors_to_data_error(self.prefix):
             self._write_index("idx", self.dtype, self._code)
             if self._mask is not None:
                 self._write_index("mask.idx", np.dtype(np.uint8), 1)
@@ -226,7 +226,7 @@ class IndexedWriter:
             return
         try:
             self.finish_files()
-            with translate_write_errors(self.prefix):
+            with convert_write_errors_to_data_error(self.prefix):
                 remove_earlier_index(self.prefix)
                 rename_files(
                     self.folder,
@@ -290,7 +290,7 @@ class IndexedWriter:
     def _write_checked(self, values: npt.NDArray[Any], mask: Tokens | None) -> None:
         if (self._mask is None) != (mask is None) or (mask is not None and mask.size != values.size):
             raise ValueError(f"a mask of {None if mask is None else mask.size} bytes for {values.size} tokens")
-        with translate_write_errors(self.prefix):
+        with convert_write_errors_to_data_error(self.prefix):
             self._bin.write(np.ascontiguousarray(values).data)
             if self._mask is not None:
                 self._mask.write(np.ascontiguousarray(mask).data)

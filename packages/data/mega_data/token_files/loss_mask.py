@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from mega_common.errors import DataError
 from mega_data.token_files.dataset_info import read_dataset_info
-from mega_data.token_files.indexed_reader import CHUNK, IndexedReader, get_bin_path, get_idx_path, get_mask_prefix
+from mega_data.token_files.indexed_reader import CHUNK, IndexedReader, get_bin_path, get_idx_path, get_loss_mask_prefix
 
 
 def open_loss_mask(reader: IndexedReader) -> IndexedReader:
@@ -19,7 +19,7 @@ def open_loss_mask(reader: IndexedReader) -> IndexedReader:
     Raises:
         DataError: if the mask is missing, or has other sequence lengths.
     """
-    prefix = get_mask_prefix(reader.prefix)
+    prefix = get_loss_mask_prefix(reader.prefix)
     if not get_idx_path(prefix).exists():
         raise DataError(
             f"{reader.prefix}: the loss mask {get_idx_path(prefix)} is missing",
@@ -83,7 +83,7 @@ def _check_bytes(mask: IndexedReader) -> None:
 
 def read_dataset_kind(reader: IndexedReader) -> str:
     """Return the kind of content of a data set: `text`, `conversations` or `pairs`."""
-    if not get_idx_path(get_mask_prefix(reader.prefix)).exists():
+    if not get_idx_path(get_loss_mask_prefix(reader.prefix)).exists():
         return "text"
     info = read_dataset_info(reader.prefix)
     return info.chat.kind if info and info.chat else "conversations"

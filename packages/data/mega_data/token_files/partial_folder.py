@@ -16,7 +16,7 @@ LOCK = "lock"
 
 
 @contextlib.contextmanager
-def translate_write_errors(path: Path) -> Iterator[None]:
+def convert_write_errors_to_data_error(path: Path) -> Iterator[None]:
     """Context manager that converts OS errors of code that writes `path` to a one-sentence DataError.
     The error has a hint if the disk is full.
     """

@@ -15,13 +15,19 @@ from pathlib import Path
 from typing import IO
 
 from mega_common.errors import DataError
-from mega_common.object_store import ObjectStoreError, RemotePath, Stamp, parse_location, translate_store_errors
+from mega_common.object_store import (
+    ObjectStoreError,
+    ObjectVersion,
+    RemotePath,
+    convert_object_store_errors,
+    parse_location,
+)
 from mega_common.progress_logging import ProgressBar
 from mega_data.token_files.partial_folder import (
+    convert_write_errors_to_data_error,
     get_partial_folder,
     hold_partial_folder,
     rename_files,
-    translate_write_errors,
 )
 
 BLOCK = 1 << 23  # bytes
@@ -58,7 +64,7 @@ def resolve_local_prefix(prefix: Path, cache: Path | None = None) -> Path:
     key = hashlib.sha256(repr([remote, stamps]).encode()).hexdigest()[:12]
     local = (cache or default_cache_folder()) / f"{remote.name}-{key}" / remote.name
     if not _add_suffix(local, "idx").exists():
-        with translate_write_errors(local):
+        with convert_write_errors_to_data_error(local):
             _download_dataset(remote, stamps, local)
     return local
 
@@ -77,7 +83,7 @@ def _add_suffix(prefix: Path, name: str) -> Path:
     return prefix.with_name(f"{prefix.name}.{name}")
 
 
-def _download_dataset(remote: RemotePath, stamps: Mapping[str, Stamp], local: Path) -> None:
+def _download_dataset(remote: RemotePath, stamps: Mapping[str, ObjectVersion], local: Path) -> None:
     folder = get_partial_folder(local)
     with hold_partial_folder(folder):
         total = sum(stamp.size for stamp in stamps.values())
@@ -113,5 +119,5 @@ def _open_object(source: RemotePath) -> IO[bytes]:
 
 
 def _read_block(source: RemotePath, stream: IO[bytes]) -> bytes:
-    with translate_store_errors(source, writing=True):
+    with convert_object_store_errors(source, writing=True):
         return stream.read(BLOCK)

@@ -11,7 +11,7 @@ from mega_common.atomic_files import compute_file_sha256
 from mega_common.errors import DataError
 from mega_common.progress_logging import ProgressBar
 from mega_data.token_files.dataset_info import DatasetInfo, get_dtype_name, get_info_path, read_dataset_info
-from mega_data.token_files.indexed_reader import CHUNK, IndexedReader, get_bin_path, get_idx_path, get_mask_prefix
+from mega_data.token_files.indexed_reader import CHUNK, IndexedReader, get_bin_path, get_idx_path, get_loss_mask_prefix
 from mega_data.token_files.loss_mask import open_loss_mask
 from mega_data.tokenizer import Tokenizer
 
@@ -40,7 +40,7 @@ def verify_dataset(prefix: Path, tokenizer: Tokenizer | None = None) -> DatasetI
         raise DataError(_format_difference(get_bin_path(reader.prefix), reader.prefix, digest, info.bin_sha256))
     if info is not None and info.chat is not None:
         open_loss_mask(reader)
-        mask = get_bin_path(get_mask_prefix(reader.prefix))
+        mask = get_bin_path(get_loss_mask_prefix(reader.prefix))
         if (digest := compute_file_sha256(mask)) != info.chat.mask_sha256:
             raise DataError(_format_difference(mask, reader.prefix, digest, info.chat.mask_sha256))
     return info

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, Protocol
 
-from mega_eval.engine_requests import EngineEvent, ScoredToken
+from mega_eval.engine_requests import GenerationEvent, ScoredToken
 from mega_eval.server.api_errors import ApiRequestError
 from mega_eval.server.request_schemas import StreamOptions
 from mega_eval.server.token_spelling import TokenText, Vocabulary
@@ -33,7 +33,7 @@ class EchoedPrompt(NamedTuple):
 
 
 @dataclass
-class CallDelta:
+class ToolCallDelta:
     """New piece of one function call of a choice.
     `index` is the number of the call; the first piece has its name and id, and all have JSON text of its arguments.
     """
@@ -51,7 +51,7 @@ class CallDelta:
 
 
 @dataclass
-class AnswerPart:
+class ChoiceDelta:
     """Newly generated content of one choice of an API answer: text, tokens, finish reason and function calls.
 
     Attributes:
@@ -74,9 +74,9 @@ class AnswerPart:
     begins: bool
     stop: str | int | None = None
     reasoning: str = ""
-    calls: list[CallDelta] = field(default_factory=list)
+    calls: list[ToolCallDelta] = field(default_factory=list)
 
-    def append_part(self, more: AnswerPart) -> None:
+    def append_part(self, more: ChoiceDelta) -> None:
         """Append the content of `more`, which follows in the same choice of an answer, in place."""
         self.text += more.text
         self.reasoning += more.reasoning
@@ -87,7 +87,7 @@ class AnswerPart:
         if self.tokens is not None:
             self.tokens += more.tokens or []
 
-    def add_call_delta(self, delta: CallDelta) -> None:
+    def add_call_delta(self, delta: ToolCallDelta) -> None:
         """Add a piece of a function call, joined to the last piece if that is of the same call."""
         if self.calls and self.calls[-1].index == delta.index:
             self.calls[-1].arguments += delta.arguments
@@ -115,10 +115,10 @@ class AnswerFormat(Protocol):
     whole: str
     chunk: str
 
-    def format_choice(self, part: AnswerPart) -> dict[str, Any]:
+    def format_choice(self, part: ChoiceDelta) -> dict[str, Any]:
         """Return an item of the JSON list `choices` for a whole answer."""
 
-    def format_delta(self, part: AnswerPart) -> dict[str, Any]:
+    def format_delta(self, part: ChoiceDelta) -> dict[str, Any]:
         """Return an item of the JSON list `choices` for a streamed chunk of an answer."""
 
 
@@ -131,10 +131,10 @@ class AnswerWriter(Protocol):
 
     usage: TokenUsage
 
-    async def build_answer(self, parts: AsyncIterator[AnswerPart]) -> dict[str, Any]:
+    async def build_answer(self, parts: AsyncIterator[ChoiceDelta]) -> dict[str, Any]:
         """Collect all parts and return the complete answer as a JSON object."""
 
-    def stream_chunks(self, parts: AsyncIterator[AnswerPart], options: StreamOptions) -> AsyncIterator[bytes]:
+    def stream_chunks(self, parts: AsyncIterator[ChoiceDelta], options: StreamOptions) -> AsyncIterator[bytes]:
         """Yield the answer as server-sent events."""
 
     def format_stream_error(self, error: ApiRequestError) -> bytes:
@@ -181,7 +181,7 @@ class CompletionFormat:
     whole = chunk = "text_completion"
     _offsets: defaultdict[int, TokenTextOffsets] = field(default_factory=lambda: defaultdict(TokenTextOffsets))
 
-    def format_choice(self, part: AnswerPart) -> dict[str, Any]:
+    def format_choice(self, part: ChoiceDelta) -> dict[str, Any]:
         """Return an item of the JSON list `choices`, for a whole answer or a streamed chunk of /v1/completions."""
         logprobs = None if part.tokens is None else self._format_logprobs(part, part.tokens)
         return {
@@ -191,7 +191,7 @@ class CompletionFormat:
 
     format_delta = format_choice
 
-    def _format_logprobs(self, part: AnswerPart, tokens: Sequence[TokenEvent]) -> dict[str, Any]:
+    def _format_logprobs(self, part: ChoiceDelta, tokens: Sequence[TokenEvent]) -> dict[str, Any]:
         """Return the log-probabilities of a part in the form of the API."""
         texts = [self.vocabulary[token] for token, _ in tokens]
         return {
@@ -218,14 +218,14 @@ class ChatFormat:
     whole = "chat.completion"
     chunk = "chat.completion.chunk"
 
-    def format_choice(self, part: AnswerPart) -> dict[str, Any]:
+    def format_choice(self, part: ChoiceDelta) -> dict[str, Any]:
         """Return an item of the JSON list `choices` with a `message`, for a whole chat answer."""
         calls = {"tool_calls": [call.format_call() for call in part.calls]} if part.calls else {}
         reasoning = {"reasoning_content": part.reasoning} if part.reasoning else {}
         message = {"role": "assistant", "content": part.text or (None if calls else ""), **reasoning, **calls}
         return {"index": part.choice, "message": message, **self._common_fields(part)}
 
-    def format_delta(self, part: AnswerPart) -> dict[str, Any]:
+    def format_delta(self, part: ChoiceDelta) -> dict[str, Any]:
         """Return an item of the JSON list `choices` with a `delta`, for a streamed chat chunk.
         The first delta of a choice has the role.
         """
@@ -235,7 +235,7 @@ class ChatFormat:
         delta = {**role, "content": part.text, **reasoning, **(calls if part.calls else {})}
         return {"index": part.choice, "delta": delta, **self._common_fields(part)}
 
-    def _common_fields(self, part: AnswerPart) -> dict[str, Any]:
+    def _common_fields(self, part: ChoiceDelta) -> dict[str, Any]:
         """Return the log-probabilities and the finish reason of a part."""
         content = [self._format_scored_token(scored) for _, scored in part.tokens or () if scored]
         return {
@@ -255,12 +255,12 @@ class ChatFormat:
 
 
 async def stream_answer_parts(
-    events: AsyncIterator[tuple[int, EngineEvent]],
+    events: AsyncIterator[tuple[int, GenerationEvent]],
     echoes: Sequence[EchoedPrompt | None],
     scored: bool,
     *,
     echo_only: bool = False,
-) -> AsyncIterator[AnswerPart]:
+) -> AsyncIterator[ChoiceDelta]:
     """Convert events of the inference engine to new content of an answer's choices, as it is generated.
     The content is yielded; each choice begins with its echoed prompt, if any.
 
@@ -281,7 +281,7 @@ async def stream_answer_parts(
         tokens: list[TokenEvent] = [(token.token, token) for token in event.scored]
         if echo and scored:
             tokens = [*zip(echo.tokens, event.prompt or (), strict=True), *tokens]
-        yield AnswerPart(
+        yield ChoiceDelta(
             choice, text, tokens if scored else None, len(event.tokens), FINISH.get(event.finish), first, event.stop
         )
 
@@ -308,9 +308,9 @@ class AnswerBuilder:
         head = {"id": self._id, "object": kind, "created": self._created, "model": self.model}
         return {**head, "choices": choices, **more}
 
-    async def build_answer(self, parts: AsyncIterator[AnswerPart]) -> dict[str, Any]:
+    async def build_answer(self, parts: AsyncIterator[ChoiceDelta]) -> dict[str, Any]:
         """Collect all generated content and return the complete answer as a JSON object."""
-        choices: dict[int, AnswerPart] = {}
+        choices: dict[int, ChoiceDelta] = {}
         async for part in parts:
             self.usage.completion += part.count
             if part.begins:
@@ -320,7 +320,7 @@ class AnswerBuilder:
         ready = [self.form.format_choice(choices[number]) for number in sorted(choices)]
         return self._format_body(self.form.whole, ready, usage=self.usage.format_usage())
 
-    async def stream_chunks(self, parts: AsyncIterator[AnswerPart], options: StreamOptions) -> AsyncIterator[bytes]:
+    async def stream_chunks(self, parts: AsyncIterator[ChoiceDelta], options: StreamOptions) -> AsyncIterator[bytes]:
         """Yield the answer as server-sent events of JSON chunks, ended by `[DONE]`."""
         async for part in parts:
             self.usage.completion += part.count

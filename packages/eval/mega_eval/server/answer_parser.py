@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, replace
 
-from mega_eval.server.answer_formats import AnswerPart, CallDelta
-from mega_eval.server.growing_text import Delta, Deltas, GrowingText, Waits
+from mega_eval.server.answer_formats import ChoiceDelta, ToolCallDelta
+from mega_eval.server.growing_text import Deltas, ParsedAnswerDelta, StreamingTextReader, Waits
 from mega_eval.server.tool_formats import (
     PLAIN_FORMAT,
     REASONING_MARKS,
@@ -20,7 +20,7 @@ from mega_eval.text_stream import GenerationLimits
 
 
 @dataclass(frozen=True)
-class AnswerSyntax:
+class ModelOutputSyntax:
     """Form in which a model writes tool calls and reasoning, detected by its chat template.
 
     Attributes:
@@ -34,7 +34,7 @@ class AnswerSyntax:
     unsupported: str | None = None
 
     @classmethod
-    def detect(cls, template: str) -> AnswerSyntax:
+    def detect(cls, template: str) -> ModelOutputSyntax:
         """Return the syntax of the source of a chat template."""
         known = next((form for form in TOOL_FORMATS if form.template.search(template)), None)
         foreign = UNKNOWN_FORMATS.search(template) if known is None else None
@@ -65,7 +65,7 @@ class AnswerSyntax:
         return replace(limits, skip_special_tokens=False, hidden_tokens=hidden)
 
 
-class AnswerParser:
+class ModelOutputParser:
     """Parser of one answer, which takes text in pieces.
 
     White space around reasoning and calls is dropped.
@@ -78,23 +78,23 @@ class AnswerParser:
     """
 
     def __init__(
-        self, syntax: AnswerSyntax, tools: Tools, *, in_reasoning: bool = False, keep_reasoning: bool = True
+        self, syntax: ModelOutputSyntax, tools: Tools, *, in_reasoning: bool = False, keep_reasoning: bool = True
     ) -> None:
-        self._text, self._form = GrowingText(), syntax.format if tools or syntax.has_channels else TEXT_FORMAT
+        self._text, self._form = StreamingTextReader(), syntax.format if tools or syntax.has_channels else TEXT_FORMAT
         self._deltas = self._read_answer(syntax.reasoning, tools, in_reasoning)
         self._kind, self._space, self._parted, self._keep = "", "", False, keep_reasoning
 
-    def parse(self, text: str, *, ended: bool) -> list[Delta]:
+    def parse(self, text: str, *, ended: bool) -> list[ParsedAnswerDelta]:
         """Return the new deltas after `text`, which is the last text if `ended`."""
         self._text.unread += text
         self._text.ended = ended
-        found: list[Delta] = []
+        found: list[ParsedAnswerDelta] = []
         for delta in self._deltas:
             if delta is None:
                 break
             found += self._trim(delta)
         if ended and self._space and self._kind == "content":
-            found.append(Delta("content", self._space))
+            found.append(ParsedAnswerDelta("content", self._space))
         return found
 
     def _read_answer(self, reasoning: tuple[str, str] | None, tools: Tools, opened: bool) -> Deltas:
@@ -115,7 +115,7 @@ class AnswerParser:
         self._text.unread = self._text.unread if found else space + self._text.unread
         return found
 
-    def _trim(self, delta: Delta) -> list[Delta]:
+    def _trim(self, delta: ParsedAnswerDelta) -> list[ParsedAnswerDelta]:
         """Return a delta without white space that may turn out to be around reasoning or calls."""
         if delta.kind not in ("content", "reasoning"):
             self._kind, self._space, self._parted = delta.kind, "", True
@@ -129,16 +129,18 @@ class AnswerParser:
         shown = text.rstrip()
         self._space = text[len(shown) :]
         self._parted = self._parted and not shown
-        return [Delta(delta.kind, shown)] if shown and (self._keep or delta.kind == "content") else []
+        return [ParsedAnswerDelta(delta.kind, shown)] if shown and (self._keep or delta.kind == "content") else []
 
 
 async def parse_answer_parts(
-    parts: AsyncIterator[AnswerPart], make_parser: Callable[[], AnswerParser], make_call_id: Callable[[str, int], str]
-) -> AsyncIterator[AnswerPart]:
+    parts: AsyncIterator[ChoiceDelta],
+    make_parser: Callable[[], ModelOutputParser],
+    make_call_id: Callable[[str, int], str],
+) -> AsyncIterator[ChoiceDelta]:
     """Yield the parts of an answer with reasoning and tool calls separated from the text.
     A choice that ends after calls has the finish reason `tool_calls`.
     """
-    parsers: dict[int, AnswerParser] = {}
+    parsers: dict[int, ModelOutputParser] = {}
     counts: dict[int, int] = {}
     async for part in parts:
         parser = parsers.setdefault(part.choice, make_parser())
@@ -150,10 +152,10 @@ async def parse_answer_parts(
             elif delta.kind == "reasoning":
                 new.reasoning += delta.text
             elif delta.kind == "arguments":
-                new.add_call_delta(CallDelta(count - 1, arguments=delta.text))
+                new.add_call_delta(ToolCallDelta(count - 1, arguments=delta.text))
             else:
                 counts[part.choice] = count + 1
-                new.add_call_delta(CallDelta(count, delta.text, delta.call_id or make_call_id(delta.text, count)))
+                new.add_call_delta(ToolCallDelta(count, delta.text, delta.call_id or make_call_id(delta.text, count)))
         if counts.get(part.choice) and part.finish == "stop":
             new.finish = "tool_calls"
         yield new

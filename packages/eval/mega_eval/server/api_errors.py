@@ -110,7 +110,7 @@ class AnthropicErrorBody(BaseModel):
     error: AnthropicErrorDetail
 
 
-def error_to_response(error: Exception) -> ApiRequestError:
+def convert_to_api_error(error: Exception) -> ApiRequestError:
     """Return any exception as an error response with an HTTP status.
     Internal errors get status 500 and reveal no details.
     """
@@ -182,7 +182,7 @@ def install_error_handlers(app: FastAPI) -> None:
         if isinstance(error, StarletteHTTPException) and error.status_code in (404, 405):
             paths = {route.path: sorted(route.methods or ()) for route in app.routes if isinstance(route, APIRoute)}
             error = StarletteHTTPException(error.status_code, _explain_route(request, paths), error.headers)
-        return error_to_response(error).make_response(request.url.path)
+        return convert_to_api_error(error).make_response(request.url.path)
 
     for kind in (ApiRequestError, MegaError, RequestValidationError, StarletteHTTPException, HTTPException, Exception):
         app.add_exception_handler(kind, send_error_response)

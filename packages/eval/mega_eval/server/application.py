@@ -18,7 +18,7 @@ from mega_eval.server import api_errors
 from mega_eval.server.api_errors import AnthropicErrorBody, ApiRequestError, ErrorBody
 from mega_eval.server.embeddings_api import EmbeddingRequest
 from mega_eval.server.messages_api import CountTokensRequest, MessagesRequest
-from mega_eval.server.request_gate import PAGE_FILES, RequestGate, ServerLimits
+from mega_eval.server.request_gate import PAGE_FILES, RequestCheckMiddleware, ServerLimits
 from mega_eval.server.request_schemas import (
     ChatRequest,
     CompletionRequest,
@@ -37,7 +37,7 @@ MESSAGES_ERRORS: dict[int | str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def create_application(models: ServedModels, bounds: ServerLimits) -> RequestGate:
+def create_application(models: ServedModels, bounds: ServerLimits) -> RequestCheckMiddleware:
     """Return the ASGI application of the server, behind its request checks.
     Start the engine drivers of `models` before the first request.
     """
@@ -50,7 +50,7 @@ def create_application(models: ServedModels, bounds: ServerLimits) -> RequestGat
         responses={"4XX": {"model": ErrorBody}, "5XX": {"model": ErrorBody}},
     )
     api_errors.install_error_handlers(app)
-    gate = RequestGate(app, bounds, models.main.metrics)
+    gate = RequestCheckMiddleware(app, bounds, models.main.metrics)
     _add_answer_routes(app, models)
     _add_embedding_routes(app, models)
     _add_tokenizer_routes(app, models)
@@ -223,7 +223,7 @@ def _add_model_routes(app: FastAPI, models: ServedModels) -> None:
         return {"id": body.lora_name, "object": "model", "deleted": True}
 
 
-def _add_info_routes(app: FastAPI, models: ServedModels, gate: RequestGate) -> None:
+def _add_info_routes(app: FastAPI, models: ServedModels, gate: RequestCheckMiddleware) -> None:
     """Add the routes about the state of the server."""
 
     @app.get("/health")

@@ -29,7 +29,7 @@ class CallableTool:
 
 
 @dataclass
-class GrammarWriter:
+class LarkGrammarBuilder:
     """Rules of a Lark grammar.
 
     Attributes:
@@ -141,7 +141,7 @@ def find_opening(form: ToolFormat, specials: Mapping[str, int]) -> str:
     return tag[0]
 
 
-def build_call_grammar(
+def build_tool_call_grammar(
     form: ToolFormat,
     tools: Sequence[CallableTool],
     specials: Mapping[str, int],
@@ -161,7 +161,7 @@ def build_call_grammar(
     Raises:
         DataError: for a schema that the format cannot express.
     """
-    writer = GrammarWriter(specials)
+    writer = LarkGrammarBuilder(specials)
     call = writer.add_rule(" | ".join(writer.add_call(form, tool) for tool in tools))
     opening = find_opening(form, specials)
     literal = writer.write_literal(opening)
@@ -195,7 +195,7 @@ def build_answer_grammar(
         specials: token ids of special tokens, by their texts.
         reasoning_end: mark that ends reasoning that the prompt has opened; None for answers on channels (GPT-OSS).
     """
-    writer = GrammarWriter(specials)
+    writer = LarkGrammarBuilder(specials)
     content = writer.add_json(json.loads(schema))
     if reasoning_end is None:
         final = writer.write_literal("<|channel|>final<|message|>")
@@ -205,13 +205,13 @@ def build_answer_grammar(
     return "\n".join([f"start: {start}", *writer.rules])
 
 
-def _add_analysis(writer: GrammarWriter) -> str:
+def _add_analysis(writer: LarkGrammarBuilder) -> str:
     """Add a rule of reasoning on a channel of its own, up to the channel of the next message."""
     begin = writer.write_literal("<|channel|>analysis<|message|>")
     return writer.add_rule(f"{begin} {ANY_TEXT} {writer.write_literal('<|end|><|start|>assistant')}")
 
 
-def _add_reasoning(writer: GrammarWriter, end: str) -> str:
+def _add_reasoning(writer: LarkGrammarBuilder, end: str) -> str:
     """Add a rule of the rest of reasoning up to its `end` and the white space after it."""
     before, space = writer.add_text_until(end), writer.add_rule(r"/[ \n]{0,2}/")
     return f"{before} {space}"

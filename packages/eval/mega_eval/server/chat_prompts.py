@@ -11,24 +11,24 @@ from typing import Any
 from mega_common.errors import DataError
 from mega_data.chat.chat_records import Conversation
 from mega_data.chat.chat_template import ChatTemplate
-from mega_eval.server.answer_parser import AnswerParser, AnswerSyntax
+from mega_eval.server.answer_parser import ModelOutputParser, ModelOutputSyntax
 from mega_eval.server.api_errors import ApiRequestError
-from mega_eval.server.call_grammars import NO_ARGUMENTS, CallableTool, build_answer_grammar, build_call_grammar
-from mega_eval.server.chat_tools import describe_tools, write_call_arguments
+from mega_eval.server.call_grammars import NO_ARGUMENTS, CallableTool, build_answer_grammar, build_tool_call_grammar
+from mega_eval.server.chat_tools import add_tools_to_messages, encode_tool_call_arguments
 from mega_eval.server.request_schemas import ChatMessage, ChatRequest, ChatTemplateFields
 from mega_eval.server.worker_processes import WorkerProcesses
 from mega_trainer.data.batch_images import BatchImages
 
 
 @dataclass(frozen=True)
-class AnswerPlan:
+class AnswerGrammarAndParser:
     """Grammar and parser of an answer, and the images of its prompt.
     `make_parser` and `syntax` separate reasoning and calls, and are None for plain text; `images` have no features yet.
     """
 
     grammar: str | None
-    make_parser: Callable[[], AnswerParser] | None = None
-    syntax: AnswerSyntax | None = None
+    make_parser: Callable[[], ModelOutputParser] | None = None
+    syntax: ModelOutputSyntax | None = None
     images: BatchImages | None = None
 
 
@@ -43,7 +43,7 @@ class ChatPromptRenderer:
     """
 
     template: ChatTemplate | None
-    syntax: AnswerSyntax
+    syntax: ModelOutputSyntax
     workers: WorkerProcesses
 
     async def render_prompt(self, messages: Sequence[ChatMessage], body: ChatTemplateFields) -> str:
@@ -57,7 +57,7 @@ class ChatPromptRenderer:
             raise ApiRequestError(400, "this model has no chat template; use /v1/completions", param="messages")
         turns, tools = [message.to_template_message() for message in messages], self._list_tools(body)
         if not self.template.renders_tools:
-            turns, tools = describe_tools(turns, tools), []
+            turns, tools = add_tools_to_messages(turns, tools), []
         if self.syntax.has_channels:
             turns = [_rename_reasoning(turn) for turn in turns]
         try:
@@ -66,10 +66,14 @@ class ChatPromptRenderer:
             if not any(turn.get("tool_calls") for turn in turns):
                 raise
             with contextlib.suppress(DataError):
-                return await self._render(self.template, [write_call_arguments(turn) for turn in turns], tools, body)
+                return await self._render(
+                    self.template, [encode_tool_call_arguments(turn) for turn in turns], tools, body
+                )
             raise
 
-    def plan_answer(self, body: ChatRequest, prompt: str, specials: Mapping[str, int]) -> AnswerPlan:
+    def build_grammar_and_parser(
+        self, body: ChatRequest, prompt: str, specials: Mapping[str, int]
+    ) -> AnswerGrammarAndParser:
         """Return the grammar and the parser of an answer in a chat.
         `prompt` is the rendered chat, and `specials` are the token ids of special tokens.
 
@@ -89,18 +93,20 @@ class ChatPromptRenderer:
                 CallableTool(tool.name, (tool.parameters or NO_ARGUMENTS) if strict or tool.strict else None)
                 for tool in tools
             ]
-            grammar = build_call_grammar(syntax.format, callable_tools, specials, required=strict, reasoning_end=end)
+            grammar = build_tool_call_grammar(
+                syntax.format, callable_tools, specials, required=strict, reasoning_end=end
+            )
         elif schema is not None and schema.startswith("{") and (opened or syntax.has_channels):
             grammar = build_answer_grammar(syntax.format, schema, specials, reasoning_end=end)
         elif schema is not None:
             opened = False  # the grammar holds from the first token
         if not tools and syntax.reasoning is None and not syntax.has_channels:
-            return AnswerPlan(grammar)
+            return AnswerGrammarAndParser(grammar)
         make_parser = partial(
-            AnswerParser, syntax, {tool.name: tool.parameters or {} for tool in tools}, in_reasoning=opened,
+            ModelOutputParser, syntax, {tool.name: tool.parameters or {} for tool in tools}, in_reasoning=opened,
             keep_reasoning=body.include_reasoning is not False,
         )  # fmt: skip
-        return AnswerPlan(grammar, make_parser, syntax)
+        return AnswerGrammarAndParser(grammar, make_parser, syntax)
 
     async def _render(
         self, template: ChatTemplate, turns: list[dict[str, Any]], tools: list[dict[str, Any]], body: ChatTemplateFields

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from mega_eval.server.request_validation import StrictRequestModel, expect_union
+from mega_eval.server.request_validation import StrictRequestModel, make_union_validator
 
 DESCRIPTION = """You can call functions. Their JSON schemas are, one a line:
 <tools>
@@ -56,11 +56,11 @@ class NamedToolChoice(StrictRequestModel):
 ToolChoice = Annotated[
     Literal["none", "auto", "required"] | NamedToolChoice,
     Field(),
-    expect_union('"none", "auto", "required" or {"type": "function", "function": {"name": NAME}}'),
+    make_union_validator('"none", "auto", "required" or {"type": "function", "function": {"name": NAME}}'),
 ]
 
 
-def describe_tools(messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def add_tools_to_messages(messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the messages of a chat for a chat template that does not render tools.
     A description of `tools` is appended to the system message, and calls and their results become text.
     """
@@ -86,7 +86,7 @@ def _write_calls(message: dict[str, Any]) -> dict[str, Any]:
     return {**{name: value for name, value in message.items() if name != "tool_calls"}, "content": content}
 
 
-def parse_call_arguments(message: dict[str, Any]) -> dict[str, Any]:
+def decode_tool_call_arguments(message: dict[str, Any]) -> dict[str, Any]:
     """Return a chat message in which the arguments of each tool call are a JSON object instead of JSON text."""
     calls = message.get("tool_calls")
     if not isinstance(calls, list):
@@ -103,7 +103,7 @@ def _parse_arguments(call: Any) -> Any:
     return {**call, "function": {**call["function"], "arguments": arguments}}
 
 
-def write_call_arguments(message: dict[str, Any]) -> dict[str, Any]:
+def encode_tool_call_arguments(message: dict[str, Any]) -> dict[str, Any]:
     """Return a chat message in which the arguments of each tool call are JSON text, as some chat templates expect."""
     calls = message.get("tool_calls")
     if not isinstance(calls, list):

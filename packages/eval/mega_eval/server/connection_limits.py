@@ -95,7 +95,7 @@ class LimitedProtocol(H11Protocol):
         if self.transport.is_closing() and not self._closing:
             self._since, self._closing = now, True
         if self._closed or not (self._closing or self.cycle is None or self.cycle.response_complete):
-            return  # `RequestGate` bounds the time for a body and for an answer
+            return  # `RequestCheckMiddleware` bounds the time for a body and for an answer
         flushes = self.transport.get_write_buffer_size() > 0
         if now - self._since > (self.bounds.flush if flushes else self.bounds.head):
             self.close_connection()

@@ -20,12 +20,12 @@ from mega_common.errors import DataError
 from mega_data.tokenizer import Tokenizer
 from mega_eval.sentence_transformers_folder import (
     SentenceTransformersSettings,
-    log_folder_settings,
+    log_sentence_transformers_settings,
     read_sentence_transformers_folder,
 )
 from mega_eval.server.api_errors import ApiRequestError, check_unicode
 from mega_eval.server.request_schemas import RequestBody
-from mega_eval.server.request_validation import Many, TokenId, expect_union
+from mega_eval.server.request_validation import Many, TokenId, make_union_validator
 from mega_eval.text_embedding import TextEmbedder, check_pooling_modes
 from mega_trainer.model.decoder import Decoder
 from mega_trainer.parallel.lora_layers import PerRowAdapterSelection
@@ -36,7 +36,7 @@ Vectors = npt.NDArray[np.float32]
 EmbeddingInputField = Annotated[
     str | Many[str] | Many[TokenId] | Many[Many[TokenId]],
     Field(min_length=1, max_length=1_000_000),
-    expect_union("a text, a list of texts, a list of token ids or a list of lists of token ids, and not empty"),
+    make_union_validator("a text, a list of texts, a list of token ids or a list of lists of token ids, and not empty"),
 ]
 
 
@@ -119,7 +119,7 @@ def make_served_embedder(
     settings.select_prompt(None)
     check_pooling_modes(model, settings.modes)
     if found is not None:
-        log_folder_settings(settings)
+        log_sentence_transformers_settings(settings)
     pooled = torch.zeros(1, model.config.hidden_size * len(settings.modes))
     for layer in settings.layers:
         pooled = layer(pooled)

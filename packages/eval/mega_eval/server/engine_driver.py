@@ -21,7 +21,7 @@ from typing import TypeVar
 
 from mega_common.errors import DataError
 from mega_common.progress_logging import logger
-from mega_eval.engine_requests import EngineEvent, EngineRequest
+from mega_eval.engine_requests import EngineRequest, GenerationEvent
 from mega_eval.inference_engine import InferenceEngine
 from mega_eval.server.api_errors import ApiRequestError
 
@@ -30,7 +30,7 @@ MAX_FAILURES = 3  # consecutive failed steps, after which the engine is not rest
 LAST_STEP = 30.0  # seconds for the last step when the server ends
 
 T = TypeVar("T")
-RowEvent = tuple[int, EngineEvent]  # index of the request in its group, and its event
+RowEvent = tuple[int, GenerationEvent]  # index of the request in its group, and its event
 
 
 class RequestGroup:
@@ -267,7 +267,7 @@ class EngineDriver:
             self._cancel_group(group)
             group.publish_events(reason)
 
-    def _dispatch_events(self, events: Sequence[EngineEvent]) -> None:
+    def _dispatch_events(self, events: Sequence[GenerationEvent]) -> None:
         """Send the events of a step to their groups."""
         published: dict[RequestGroup, list[RowEvent]] = defaultdict(list)
         failed: dict[RequestGroup, Exception] = {}

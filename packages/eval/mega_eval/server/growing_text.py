@@ -1,6 +1,6 @@
 """Text of an answer that arrives in pieces, with generator functions that read it as far as it is final.
 
-A generator yields `Delta`s, and None when it needs more text. Its work is linear in the length of the text.
+A generator yields `ParsedAnswerDelta`s, and None when it needs more text. Its work is linear in the length of the text.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ LONGEST_MATCH = 1000  # characters of a text that patterns are matched with, eac
 DeltaKind = Literal["content", "reasoning", "call", "arguments"]
 
 
-class Delta(NamedTuple):
+class ParsedAnswerDelta(NamedTuple):
     """New piece of a parsed answer.
     It is text of the content or of the reasoning, the name of a function to call, or JSON text of the arguments of the
     last call; `call_id` is the id that the model gave the call, if any.
@@ -27,7 +27,7 @@ class Delta(NamedTuple):
     call_id: str | None = None
 
 
-Deltas = Generator[Delta | None, None, None]
+Deltas = Generator[ParsedAnswerDelta | None, None, None]
 Waits = Generator[None, None, bool]
 
 
@@ -58,7 +58,7 @@ class JsonScanner:
         return None
 
 
-class GrowingText:
+class StreamingTextReader:
     """Unread part of a text that grows.
 
     Attributes:
@@ -96,17 +96,17 @@ class GrowingText:
         self.read(len(found))
         return bool(found)
 
-    def stream_until(self, kind: DeltaKind, *marks: str) -> Generator[Delta | None, None, str | None]:
+    def stream_until(self, kind: DeltaKind, *marks: str) -> Generator[ParsedAnswerDelta | None, None, str | None]:
         """Yield the text before the first of `marks` as it arrives, drop the mark and return it.
         Returns None if the text ends without a mark.
         """
         while (found := self._find_first(marks)) is None and not self.ended:
             held = max((measure_stop_overlap(self.unread, mark) for mark in marks), default=0)
             if ready := self.read(len(self.unread) - held):
-                yield Delta(kind, ready)
+                yield ParsedAnswerDelta(kind, ready)
             yield None
         if text := self.read(len(self.unread) if found is None else found[0]):
-            yield Delta(kind, text)
+            yield ParsedAnswerDelta(kind, text)
         if found is not None:
             self.read(len(found[1]))
         return None if found is None else found[1]
@@ -150,10 +150,10 @@ class GrowingText:
         scanner = JsonScanner()
         while (end := scanner.find_end(self.unread)) is None and not self.ended:
             if self.unread:
-                yield Delta("arguments", self.read(len(self.unread)))
+                yield ParsedAnswerDelta("arguments", self.read(len(self.unread)))
             yield None
         if text := self.read(len(self.unread) if end is None else end):
-            yield Delta("arguments", text)
+            yield ParsedAnswerDelta("arguments", text)
 
     def _find_first(self, marks: tuple[str, ...]) -> tuple[int, str] | None:
         """Return the position and text of the first of `marks` in the unread text."""

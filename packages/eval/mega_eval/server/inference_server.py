@@ -17,7 +17,7 @@ from starlette.types import ASGIApp
 
 from mega_common.errors import ConfigError
 from mega_common.progress_logging import logger
-from mega_eval.multi_rank_inference import freeze_startup_objects
+from mega_eval.multi_rank_inference import exclude_objects_from_gc
 from mega_eval.server.api_errors import ApiRequestError
 from mega_eval.server.application import create_application
 from mega_eval.server.connection_limits import (
@@ -113,7 +113,7 @@ class InferenceServer(uvicorn.Server):
         for service in self._services:
             service.driver.start_thread()
         try:
-            with freeze_startup_objects():
+            with exclude_objects_from_gc():
                 super().run(sockets)
         finally:
             ended = [service.driver.stop_thread() for service in self._services]

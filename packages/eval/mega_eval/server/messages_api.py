@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 
-from mega_eval.server.answer_formats import AnswerPart, TokenUsage, format_sse_event
+from mega_eval.server.answer_formats import ChoiceDelta, TokenUsage, format_sse_event
 from mega_eval.server.api_errors import ApiRequestError
 from mega_eval.server.output_constraints import JsonObject
 from mega_eval.server.request_schemas import ChatRequest, RequestBody, StopText, StreamOptions, make_chat_request
@@ -20,7 +20,7 @@ BLOCK_TYPES = ("text", "image", "thinking", "redacted_thinking", "tool_use", "to
 STOP_REASONS: Mapping[str | None, str] = {"length": "max_tokens", "tool_calls": "tool_use"}
 
 
-class MessageBlock(StrictRequestModel):
+class AnthropicContentBlock(StrictRequestModel):
     """Block in the content of a message: text, reasoning, the use of a tool or its result."""
 
     model_config = ConfigDict(extra="ignore", strict=True)  # ignores fields such as `cache_control` and `citations`
@@ -73,7 +73,7 @@ class MessageBlock(StrictRequestModel):
 
 
 BlocksField = Annotated[
-    Annotated[str, Tag("[text]")] | Annotated[Many[MessageBlock], Tag("[blocks]")],
+    Annotated[str, Tag("[text]")] | Annotated[Many[AnthropicContentBlock], Tag("[blocks]")],
     Discriminator(
         lambda value: {str: "[text]", list: "[blocks]"}.get(type(value)),
         custom_error_type="union",
@@ -82,7 +82,7 @@ BlocksField = Annotated[
 ]
 
 
-class MessageTurn(StrictRequestModel):
+class AnthropicMessage(StrictRequestModel):
     """Message of a conversation in a request to /v1/messages."""
 
     role: Literal["user", "assistant", "system"]
@@ -90,7 +90,9 @@ class MessageTurn(StrictRequestModel):
 
     def to_chat_messages(self) -> Iterator[dict[str, Any]]:
         """Yield the turn as messages of /v1/chat/completions: results of tools have messages of their own."""
-        blocks = [MessageBlock(type="text", text=self.content)] if isinstance(self.content, str) else self.content
+        blocks = (
+            [AnthropicContentBlock(type="text", text=self.content)] if isinstance(self.content, str) else self.content
+        )
         for block in blocks:
             if block.type == "tool_result":
                 yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": block.read_result()}
@@ -106,7 +108,7 @@ class MessageTurn(StrictRequestModel):
             yield {"role": self.role, "content": parts, **more}
 
 
-class MessageTool(StrictRequestModel):
+class AnthropicTool(StrictRequestModel):
     """Tool that the model may use, in a request to /v1/messages."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
@@ -130,7 +132,7 @@ class MessageTool(StrictRequestModel):
         return {"type": "function", "function": function}
 
 
-class MessageToolChoice(StrictRequestModel):
+class AnthropicToolChoice(StrictRequestModel):
     """Field `tool_choice` of a request to /v1/messages."""
 
     type: Literal["auto", "any", "tool", "none"]
@@ -152,32 +154,32 @@ class ThinkingSetting(StrictRequestModel):
     display: Literal["summarized", "omitted"] | None = None
 
 
-class MessageFormat(StrictRequestModel):
+class AnthropicOutputFormat(StrictRequestModel):
     """Field `output_config.format` of a request to /v1/messages."""
 
     type: Literal["json_schema"]
     json_schema: Annotated[JsonObject, Field(alias="schema")]
 
 
-class OutputSettings(StrictRequestModel):
+class AnthropicOutputConfig(StrictRequestModel):
     """Field `output_config` of a request to /v1/messages."""
 
-    format: MessageFormat | None = None
+    format: AnthropicOutputFormat | None = None
 
 
 class CountTokensRequest(RequestBody):
     """Body of a request to /v1/messages/count_tokens: a conversation with tools."""
 
-    messages: Annotated[Many[MessageTurn], Field(min_length=1)]
+    messages: Annotated[Many[AnthropicMessage], Field(min_length=1)]
     system: BlocksField | None = None
-    tools: Annotated[list[MessageTool] | None, Field(max_length=128)] = None
-    tool_choice: MessageToolChoice | None = None
+    tools: Annotated[list[AnthropicTool] | None, Field(max_length=128)] = None
+    tool_choice: AnthropicToolChoice | None = None
     thinking: ThinkingSetting | None = None
-    output_config: OutputSettings | None = None
+    output_config: AnthropicOutputConfig | None = None
 
     def to_chat_request(self, **more: Any) -> ChatRequest:
         """Return the equivalent request to /v1/chat/completions, with the fields `more`."""
-        system = [] if self.system is None else MessageTurn(role="system", content=self.system).to_chat_messages()
+        system = [] if self.system is None else AnthropicMessage(role="system", content=self.system).to_chat_messages()
         turns = [*system, *(message for turn in self.messages for message in turn.to_chat_messages())]
         on = None if self.thinking is None else self.thinking.type != "disabled"
         form = None if self.output_config is None or self.output_config.format is None else self.output_config.format
@@ -230,9 +232,9 @@ class MessagesAnswerBuilder:
     usage: TokenUsage
     _id: str = field(default_factory=lambda: f"msg_{uuid.uuid4().hex}")
 
-    async def build_answer(self, parts: AsyncIterator[AnswerPart]) -> dict[str, Any]:
+    async def build_answer(self, parts: AsyncIterator[ChoiceDelta]) -> dict[str, Any]:
         """Collect all generated content and return the complete answer of /v1/messages as a JSON object."""
-        whole: AnswerPart | None = None
+        whole: ChoiceDelta | None = None
         async for part in parts:
             self.usage.completion += part.count
             if whole is None:
@@ -249,11 +251,11 @@ class MessagesAnswerBuilder:
         ]
         return self._format_message(content, whole)
 
-    async def stream_chunks(self, parts: AsyncIterator[AnswerPart], _: StreamOptions) -> AsyncIterator[bytes]:
+    async def stream_chunks(self, parts: AsyncIterator[ChoiceDelta], _: StreamOptions) -> AsyncIterator[bytes]:
         """Yield the answer as the server-sent events of /v1/messages, such as content_block_delta."""
         yield self._format_event("message_start", message=self._format_message([], None))
         index, opened = -1, ""
-        last: AnswerPart | None = None
+        last: ChoiceDelta | None = None
         async for part in parts:
             last = part
             self.usage.completion += part.count
@@ -279,7 +281,7 @@ class MessagesAnswerBuilder:
         """Return an event of the stream."""
         return format_sse_event({"type": kind, **more}, kind)
 
-    def _format_message(self, content: list[dict[str, Any]], last: AnswerPart | None) -> dict[str, Any]:
+    def _format_message(self, content: list[dict[str, Any]], last: ChoiceDelta | None) -> dict[str, Any]:
         """Return the message; it is in progress while `last` is None."""
         return {
             "id": self._id, "type": "message", "role": "assistant", "model": self.model, "content": content,
@@ -291,7 +293,7 @@ class MessagesAnswerBuilder:
         }  # fmt: skip
 
 
-def _list_block_deltas(part: AnswerPart) -> Iterator[tuple[str, dict[str, Any], dict[str, str]]]:
+def _list_block_deltas(part: ChoiceDelta) -> Iterator[tuple[str, dict[str, Any], dict[str, str]]]:
     """Yield the pieces of a part, each with a key of its block, the start of that block, and the piece."""
     if part.reasoning:
         thought = {"type": "thinking", "thinking": "", "signature": ""}
@@ -303,7 +305,7 @@ def _list_block_deltas(part: AnswerPart) -> Iterator[tuple[str, dict[str, Any], 
         yield f"tool {call.index}", start, {"type": "input_json_delta", "partial_json": call.arguments}
 
 
-def _format_stop(last: AnswerPart | None) -> dict[str, Any]:
+def _format_stop(last: ChoiceDelta | None) -> dict[str, Any]:
     """Return the fields about the end of an answer; null while it is in progress."""
     if last is None or last.finish is None:
         return {"stop_reason": None, "stop_sequence": None}

@@ -28,9 +28,9 @@ from mega_eval.server.answer_formats import (
     TokenUsage,
     stream_answer_parts,
 )
-from mega_eval.server.answer_parser import AnswerSyntax, parse_answer_parts
+from mega_eval.server.answer_parser import ModelOutputSyntax, parse_answer_parts
 from mega_eval.server.api_errors import ApiRequestError, check_unicode
-from mega_eval.server.chat_prompts import AnswerPlan, ChatPromptRenderer
+from mega_eval.server.chat_prompts import AnswerGrammarAndParser, ChatPromptRenderer
 from mega_eval.server.embeddings_api import (
     EmbeddingRequest,
     ServedEmbedder,
@@ -114,7 +114,7 @@ class ModelService:
         self._encoders = CapacityLimiter(2)
         self._workers = WorkerProcesses(getattr(self.driver.engine, "grammars", None))
         self._longest = find_max_token_bytes(self.tokenizer)
-        syntax = AnswerSyntax() if self.template is None else AnswerSyntax.detect(self.template.source)
+        syntax = ModelOutputSyntax() if self.template is None else ModelOutputSyntax.detect(self.template.source)
         self._chats = ChatPromptRenderer(self.template, syntax, self._workers)
 
     async def load_adapter(self, name: str, folder: str) -> None:
@@ -213,7 +213,7 @@ class ModelService:
             self._answer_builder(CompletionFormat(self.vocabulary), body.model),
             prompts,
             echoes,
-            AnswerPlan(body.resolve_constraint()),
+            AnswerGrammarAndParser(body.resolve_constraint()),
         )
 
     async def start_chat_answer(self, body: ChatRequest) -> RunningAnswer:
@@ -242,7 +242,7 @@ class ModelService:
         text = await self._chats.render_prompt(body.messages, body)
         self._check_text_size(text, body)
         tokens, images = await self._encode_chat_text(text, pictures)
-        plan = replace(self._chats.plan_answer(body, text, self.vocabulary.specials), images=images)
+        plan = replace(self._chats.build_grammar_and_parser(body, text, self.vocabulary.specials), images=images)
         return await self._start_answer(body, answer_for, [self._truncate_prompt(tokens, body)], [None], plan)
 
     def _answer_builder(self, form: AnswerFormat, model: str | None) -> Callable[[TokenUsage], AnswerBuilder]:
@@ -326,7 +326,7 @@ class ModelService:
         answer_for: Callable[[TokenUsage], AnswerWriter],
         prompts: Sequence[list[int]],
         echoes: Sequence[EchoedPrompt | None],
-        plan: AnswerPlan,
+        plan: AnswerGrammarAndParser,
     ) -> RunningAnswer:
         """Submit `n` requests for each prompt to the engine; choice number j of prompt p is p * n + j."""
         choices, alternatives, limits = body.n or 1, body.count_alternatives(), self._make_limits(body)

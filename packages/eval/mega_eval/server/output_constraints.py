@@ -11,10 +11,15 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from mega_eval.server.request_validation import StrictRequestModel, check_at_most_one, expect_union, make_field_error
+from mega_eval.server.request_validation import (
+    StrictRequestModel,
+    check_at_most_one,
+    make_field_error,
+    make_union_validator,
+)
 
 JsonObject = dict[str, Any]
-SchemaField = Annotated[JsonObject | str, Field(), expect_union("a JSON schema, as an object or as text")]
+SchemaField = Annotated[JsonObject | str, Field(), make_union_validator("a JSON schema, as an object or as text")]
 RegexField = Annotated[str, Field(min_length=1, max_length=20_000)]
 ChoiceField = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=1000)]
 GrammarField = Annotated[str, Field(min_length=1, max_length=20_000, description="a Lark or GBNF grammar")]

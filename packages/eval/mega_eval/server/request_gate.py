@@ -18,7 +18,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mega_common.progress_logging import logger
-from mega_eval.server.api_errors import ApiRequestError, error_to_response
+from mega_eval.server.api_errors import ApiRequestError, convert_to_api_error
 from mega_eval.server.connection_limits import ConnectionLimits
 from mega_eval.server.server_metrics import ServerMetrics
 
@@ -60,7 +60,7 @@ class ServerLimits:
     origins: Sequence[str] = ()
 
 
-class RequestGate:
+class RequestCheckMiddleware:
     """ASGI middleware that checks the key, host, size and number of requests before it passes them to the application.
 
     Attributes:
@@ -98,7 +98,7 @@ class RequestGate:
             elif not isinstance(error, ApiRequestError):
                 logger.exception("request %s failed", answer.id)
             if answer.status == 0:
-                await error_to_response(error).make_response(scope["path"])(scope, receive, answer.send_message)
+                await convert_to_api_error(error).make_response(scope["path"])(scope, receive, answer.send_message)
         finally:
             self._metrics.record_request(scope, answer.status, time.monotonic() - start)
 

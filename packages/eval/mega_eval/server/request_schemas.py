@@ -15,20 +15,26 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import ConfigDict, Discriminator, Field, Tag, ValidationError, field_validator, model_validator
 
 from mega_eval.sampling import Sampling
-from mega_eval.server.chat_tools import ChatTool, NamedToolChoice, ToolChoice, parse_call_arguments
+from mega_eval.server.chat_tools import ChatTool, NamedToolChoice, ToolChoice, decode_tool_call_arguments
 from mega_eval.server.output_constraints import ConstrainedRequest
-from mega_eval.server.request_validation import Many, StrictRequestModel, TokenId, expect_union, make_field_error
+from mega_eval.server.request_validation import (
+    Many,
+    StrictRequestModel,
+    TokenId,
+    make_field_error,
+    make_union_validator,
+)
 
 StopText = Annotated[str, Field(min_length=1, max_length=1000)]
 StopField = Annotated[
     StopText | Annotated[Many[StopText], Field(max_length=16)],
     Field(),
-    expect_union("a text or a list of at most 16 texts, each of 1 to 1000 characters"),
+    make_union_validator("a text or a list of at most 16 texts, each of 1 to 1000 characters"),
 ]
 PromptField = Annotated[
     str | Many[str] | Many[TokenId] | Many[Many[TokenId]],
     Field(min_length=1),
-    expect_union("a text, a list of texts, a list of token ids or a list of lists of token ids, and not empty"),
+    make_union_validator("a text, a list of texts, a list of token ids or a list of lists of token ids, and not empty"),
 ]
 TokenIds = Annotated[Many[TokenId], Field(max_length=100_000)]
 RESERVED_OPTIONS = frozenset({
@@ -261,7 +267,7 @@ class ChatMessage(StrictRequestModel):
             content = [
                 {"type": "text", "text": part.text} if part.image is None else {"type": "image"} for part in parts
             ]
-        return parse_call_arguments({**(self.model_extra or {}), "role": self.role, "content": content})
+        return decode_tool_call_arguments({**(self.model_extra or {}), "role": self.role, "content": content})
 
     def list_images(self) -> list[bytes]:
         """Return the image files in the message's content."""

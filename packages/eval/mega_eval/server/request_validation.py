@@ -188,7 +188,7 @@ def make_field_error(message: str, field: str | None = None) -> PydanticCustomEr
     return PydanticCustomError("sentence", "{message}", {"message": message, "field": field})
 
 
-def expect_union(expected: str) -> WrapValidator:
+def make_union_validator(expected: str) -> WrapValidator:
     """Return a pydantic validator that reports one error for a union type.
     It replaces the errors of all members of the union with one: "must be `expected`; found ...".
     """

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from mega_eval.server.embeddings_api import ServedEmbedder, Vectors
 from mega_eval.server.request_schemas import RequestBody
-from mega_eval.server.request_validation import Many, StrictRequestModel, expect_union
+from mega_eval.server.request_validation import Many, StrictRequestModel, make_union_validator
 
 # names of prompts in sentence-transformers folders
 QUERY_PROMPTS = ("query",)
@@ -26,7 +26,7 @@ class RerankDocument(StrictRequestModel):
 DocumentsField = Annotated[
     Many[str] | Many[RerankDocument],
     Field(min_length=1, max_length=10_000),
-    expect_union('a list of texts or of objects {"text": TEXT}, and not empty'),
+    make_union_validator('a list of texts or of objects {"text": TEXT}, and not empty'),
 ]
 
 

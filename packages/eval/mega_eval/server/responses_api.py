@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 
-from mega_eval.server.answer_formats import AnswerPart, CallDelta, TokenUsage, format_sse_event
+from mega_eval.server.answer_formats import ChoiceDelta, TokenUsage, ToolCallDelta, format_sse_event
 from mega_eval.server.api_errors import ApiRequestError
 from mega_eval.server.output_constraints import JsonObject
 from mega_eval.server.request_schemas import (
@@ -25,7 +25,7 @@ from mega_eval.server.request_schemas import (
     StreamOptions,
     make_chat_request,
 )
-from mega_eval.server.request_validation import Many, StrictRequestModel, expect_union, make_field_error
+from mega_eval.server.request_validation import Many, StrictRequestModel, make_field_error, make_union_validator
 
 
 class ResponsesInputMessage(ChatMessage):
@@ -89,7 +89,7 @@ ResponsesItem = Annotated[
 ]
 
 
-def check_input_item(value: Any) -> Any:
+def validate_responses_input_item(value: Any) -> Any:
     """Return an item of the field `input` of a request to /v1/responses.
 
     Raises:
@@ -119,7 +119,7 @@ class ResponsesToolChoice(StrictRequestModel):
     name: str
 
 
-class TextFormat(StrictRequestModel):
+class ResponsesTextFormat(StrictRequestModel):
     """Field `text.format` of a request to /v1/responses: free text, JSON, or JSON by a schema."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
@@ -141,16 +141,16 @@ class TextFormat(StrictRequestModel):
         return {"type": self.type, "json_schema": {"name": self.name or "", "schema": self.json_schema}}
 
 
-class TextSettings(StrictRequestModel):
+class ResponsesTextSettings(StrictRequestModel):
     """Field `text` of a request to /v1/responses."""
 
-    format: TextFormat | None = None
+    format: ResponsesTextFormat | None = None
 
 
 ResponseInputField = Annotated[
     Annotated[Annotated[str, Field(min_length=1)], Tag("[text]")]
     | Annotated[
-        Annotated[Many[Annotated[ResponsesItem, BeforeValidator(check_input_item)]], Field(min_length=1)],
+        Annotated[Many[Annotated[ResponsesItem, BeforeValidator(validate_responses_input_item)]], Field(min_length=1)],
         Tag("[messages]"),
     ],
     Discriminator(
@@ -169,12 +169,12 @@ class ResponsesRequest(RequestBody):
     max_output_tokens: Annotated[int | None, Field(ge=1, lt=2**31)] = None
     temperature: Annotated[float | None, Field(ge=0, le=100)] = None
     top_p: Annotated[float | None, Field(gt=0, le=1)] = None
-    text: TextSettings | None = None
+    text: ResponsesTextSettings | None = None
     tools: Annotated[list[ResponsesTool] | None, Field(max_length=128)] = None
     tool_choice: Annotated[
         Literal["none", "auto", "required"] | ResponsesToolChoice | None,
         Field(),
-        expect_union('"none", "auto", "required" or {"type": "function", "name": NAME}'),
+        make_union_validator('"none", "auto", "required" or {"type": "function", "name": NAME}'),
     ] = None
     parallel_tool_calls: bool | None = None
     stream: bool | None = False
@@ -235,7 +235,7 @@ PREFIXES: Mapping[ItemKind, str] = {"message": "msg", "reasoning": "rs", "functi
 
 
 @dataclass
-class OutputItem:
+class ResponsesOutputItem:
     """Item of the field `output` of an answer of /v1/responses.
     It is text, reasoning, or the JSON arguments of a call of function `name`; `closed` is its status once it is
     complete.
@@ -282,9 +282,9 @@ class ResponsesAnswerBuilder:
     def __post_init__(self) -> None:
         self._created, self._sequence = int(time.time()), 0
         self._id = f"resp_{uuid.uuid4().hex}"
-        self._items: list[OutputItem] = []
+        self._items: list[ResponsesOutputItem] = []
 
-    async def build_answer(self, parts: AsyncIterator[AnswerPart]) -> dict[str, Any]:
+    async def build_answer(self, parts: AsyncIterator[ChoiceDelta]) -> dict[str, Any]:
         """Collect all generated content and return the complete answer of /v1/responses as a JSON object."""
         finish = None
         async for part in parts:
@@ -294,7 +294,7 @@ class ResponsesAnswerBuilder:
         list(self._close_item(finish))
         return self._format_response(finish or "stop")
 
-    async def stream_chunks(self, parts: AsyncIterator[AnswerPart], _: StreamOptions) -> AsyncIterator[bytes]:
+    async def stream_chunks(self, parts: AsyncIterator[ChoiceDelta], _: StreamOptions) -> AsyncIterator[bytes]:
         """Yield the answer as the server-sent events of /v1/responses, such as response.output_text.delta."""
         yield self._format_event("response.created", response=self._format_response(None))
         yield self._format_event("response.in_progress", response=self._format_response(None))
@@ -308,7 +308,7 @@ class ResponsesAnswerBuilder:
         last = self._format_response(finish or "stop")
         yield self._format_event(f"response.{last['status']}", response=last)
 
-    def _stream_part(self, part: AnswerPart) -> Iterator[bytes]:
+    def _stream_part(self, part: ChoiceDelta) -> Iterator[bytes]:
         """Add a part to the output items, and yield its events."""
         self.usage.completion += part.count
         if part.reasoning:
@@ -320,11 +320,11 @@ class ResponsesAnswerBuilder:
         if part.finish is not None and not self._items:
             yield from self._extend_item("message", "")
 
-    def _extend_item(self, kind: ItemKind, text: str, call: CallDelta | None = None) -> Iterator[bytes]:
+    def _extend_item(self, kind: ItemKind, text: str, call: ToolCallDelta | None = None) -> Iterator[bytes]:
         """Add text to the last output item, or to a new one for another kind or another call, and yield the events."""
         if not self._items or self._items[-1].kind != kind or (call is not None and call.name is not None):
             yield from self._close_item(None)
-            item = OutputItem(kind, name=(call and call.name) or "", call_id=(call and call.id) or "")
+            item = ResponsesOutputItem(kind, name=(call and call.name) or "", call_id=(call and call.id) or "")
             self._items.append(item)
             shown = item.format_item("in_progress")
             yield self._format_event("response.output_item.added", output_index=len(self._items) - 1, item=shown)

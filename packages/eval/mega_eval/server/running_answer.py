@@ -7,8 +7,8 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
-from mega_eval.server.answer_formats import AnswerPart, AnswerWriter
-from mega_eval.server.api_errors import ApiRequestError, error_to_response
+from mega_eval.server.answer_formats import AnswerWriter, ChoiceDelta
+from mega_eval.server.api_errors import ApiRequestError, convert_to_api_error
 from mega_eval.server.engine_driver import EngineDriver, RequestGroup
 from mega_eval.server.request_schemas import StreamOptions
 from mega_eval.server.server_metrics import ServerMetrics
@@ -20,7 +20,7 @@ class RunningAnswer:
 
     answer: AnswerWriter
     group: RequestGroup
-    parts: AsyncIterator[AnswerPart]
+    parts: AsyncIterator[ChoiceDelta]
     driver: EngineDriver
     metrics: ServerMetrics
     seconds: float
@@ -46,14 +46,14 @@ class RunningAnswer:
             async for chunk in self.answer.stream_chunks(self._parts_until_deadline(), options):
                 yield chunk
         except Exception as error:  # noqa: BLE001 - the status is already sent, so the error must be an event
-            yield self.answer.format_stream_error(error_to_response(error))
+            yield self.answer.format_stream_error(convert_to_api_error(error))
 
     def release_requests(self) -> None:
         """Cancel the answer's unfinished engine requests and count its tokens in the server's metrics."""
         self.driver.release_group(self.group)
         self.metrics.record_tokens(self.answer.usage.prompt, self.answer.usage.completion)
 
-    async def _parts_until_deadline(self) -> AsyncIterator[AnswerPart]:
+    async def _parts_until_deadline(self) -> AsyncIterator[ChoiceDelta]:
         """Yield parts until the deadline; each wait has its own timer, since the reader may be another task."""
         first = True
         while True:

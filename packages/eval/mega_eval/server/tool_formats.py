@@ -1,6 +1,6 @@
 """Formats in which model families write tool calls and reasoning: detection by the chat template, parsing and grammars.
 
-Each parser reads a `GrowingText` and yields `Delta`s. Text that looks like a call but names no tool of the request stays
+Each parser reads a `StreamingTextReader` and yields `ParsedAnswerDelta`s. Text that looks like a call but names no tool of the request stays
 content.
 """
 
@@ -16,7 +16,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mega_eval.server.growing_text import Delta, Deltas, GrowingText
+from mega_eval.server.growing_text import Deltas, ParsedAnswerDelta, StreamingTextReader
 
 Tools = Mapping[str, Mapping[str, Any]]  # JSON schema of the arguments of each tool, by name
 
@@ -24,7 +24,7 @@ NAME = r"[\w.-]{1,64}"
 JSON_HEAD = re.compile(rf'\s{{0,99}}\{{\s{{0,99}}"name"\s{{0,99}}:\s{{0,99}}"({NAME})"\s{{0,99}},\s{{0,99}}"(?:arguments|parameters)"\s{{0,99}}:\s{{0,99}}(?=\{{)')  # fmt: skip
 
 
-def list_json_calls(text: str, tools: Tools) -> list[Delta] | None:
+def parse_json_list_of_tool_calls(text: str, tools: Tools) -> list[ParsedAnswerDelta] | None:
     """Return the deltas of the tool calls in JSON text; None if it is anything else.
     The text is one call or a list of calls, each with a name and arguments; None also if one of them names no tool.
     """
@@ -39,11 +39,11 @@ def list_json_calls(text: str, tools: Tools) -> list[Delta] | None:
     for call in calls:
         arguments = call.get("arguments", call.get("parameters", {}))
         shown = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-        found += [Delta("call", call["name"]), Delta("arguments", shown)]
+        found += [ParsedAnswerDelta("call", call["name"]), ParsedAnswerDelta("arguments", shown)]
     return found
 
 
-def _read_json_call(text: GrowingText, tools: Tools) -> Generator[Delta | None, None, str | None]:
+def _read_json_call(text: StreamingTextReader, tools: Tools) -> Generator[ParsedAnswerDelta | None, None, str | None]:
     """Read the JSON object of one call; return its text if it is none, else None."""
 
     def match_head(unread: str) -> re.Match[str] | None:
@@ -53,30 +53,30 @@ def _read_json_call(text: GrowingText, tools: Tools) -> Generator[Delta | None, 
     raw = yield from text.take_json(match_head)
     if not isinstance(raw, str):
         text.read(raw.end())
-        yield Delta("call", raw[1])
+        yield ParsedAnswerDelta("call", raw[1])
         yield from text.stream_json()
         text.unread = "{" + text.unread  # so that the rest of the object ends as an object
         yield from text.take_json()
         return None
-    if (calls := list_json_calls(raw, tools)) is None:
+    if (calls := parse_json_list_of_tool_calls(raw, tools)) is None:
         return raw
     yield from calls
     return None
 
 
-def _parse_bare_json(text: GrowingText, tools: Tools) -> Deltas:
+def _parse_bare_json(text: StreamingTextReader, tools: Tools) -> Deltas:
     """Parse the JSON of calls, separated by semicolons or commas, at the beginning of an answer (Llama)."""
     yield from text.skip_mark("<|python_tag|>")
     begin = ""
     if (yield from text.wait_past_space()).startswith("["):
         items = str((yield from text.take_json()))
-        calls = list_json_calls(items, tools)
-        yield from [Delta("content", items)] if calls is None else calls
+        calls = parse_json_list_of_tool_calls(items, tools)
+        yield from [ParsedAnswerDelta("content", items)] if calls is None else calls
         return
     while text.unread.lstrip().startswith("{"):
         raw = yield from _read_json_call(text, tools)
         if raw is not None:
-            yield Delta("content", begin + raw)
+            yield ParsedAnswerDelta("content", begin + raw)
             return
         if not (yield from text.skip_space()):
             return
@@ -84,28 +84,28 @@ def _parse_bare_json(text: GrowingText, tools: Tools) -> Deltas:
         yield from text.skip_space()
 
 
-def parse_json(text: GrowingText, tools: Tools) -> Deltas:
+def parse_json_tool_calls(text: StreamingTextReader, tools: Tools) -> Deltas:
     """Parse an answer that is the JSON of calls (Llama 3)."""
     yield from _parse_bare_json(text, tools)
     yield from text.stream_until("content")
 
 
-def parse_tagged_json(text: GrowingText, tools: Tools) -> Deltas:
+def parse_hermes_tool_calls(text: StreamingTextReader, tools: Tools) -> Deltas:
     """Parse calls as JSON in `<tool_call>` tags (Hermes, Qwen), or an answer that is the JSON of calls."""
     yield from _parse_bare_json(text, tools)
     while (yield from text.stream_until("content", "<tool_call>")):
         yield from text.skip_space()
         if not text.unread.startswith("{"):
-            yield Delta("content", "<tool_call>")
+            yield ParsedAnswerDelta("content", "<tool_call>")
             continue
         raw = yield from _read_json_call(text, tools)
         if raw is not None:
-            yield Delta("content", "<tool_call>" + raw)
+            yield ParsedAnswerDelta("content", "<tool_call>" + raw)
             continue
         yield from text.take_until("</tool_call>")
 
 
-def parse_mistral(text: GrowingText, tools: Tools) -> Deltas:
+def parse_mistral_tool_calls(text: StreamingTextReader, tools: Tools) -> Deltas:
     """Parse `[TOOL_CALLS]` with a JSON list of calls, or with `NAME[ARGS]{...}` for each call (Mistral)."""
     while (yield from text.stream_until("content", "[TOOL_CALLS]")):
         yield from text.skip_space()
@@ -113,21 +113,21 @@ def parse_mistral(text: GrowingText, tools: Tools) -> Deltas:
             text.read(1)
             while (yield from text.skip_space()) and text.unread.startswith("{"):
                 raw = yield from _read_json_call(text, tools)
-                yield from [] if raw is None else [Delta("content", raw)]
+                yield from [] if raw is None else [ParsedAnswerDelta("content", raw)]
                 yield from text.skip_space()
                 yield from text.skip_mark(",", "]")
             continue
         head = re.compile(rf"({NAME})(?:\[CALL_ID\](\w{{1,64}}))?(?:\[ARGS\])?\s*(?=\{{)")
         found = yield from text.wait_for_match(head)
         if found is None or found[1] not in tools:
-            yield Delta("content", "[TOOL_CALLS]")
+            yield ParsedAnswerDelta("content", "[TOOL_CALLS]")
             continue
         text.read(found.end())
-        yield Delta("call", found[1], found[2])
+        yield ParsedAnswerDelta("call", found[1], found[2])
         yield from text.stream_json()
 
 
-def parse_deepseek(text: GrowingText, tools: Tools) -> Deltas:
+def parse_deepseek_tool_calls(text: StreamingTextReader, tools: Tools) -> Deltas:
     """Parse calls between `<｜tool▁call▁begin｜>` and `<｜tool▁call▁end｜>` (DeepSeek).
     They are `NAME<｜tool▁sep｜>{...}` (V3.1), or `function<｜tool▁sep｜>NAME` and JSON in a code block (V3, R1).
     """
@@ -143,7 +143,7 @@ def parse_deepseek(text: GrowingText, tools: Tools) -> Deltas:
             _, mark = yield from text.take_until(begins[1], "<｜tool▁calls▁end｜>")
 
 
-def parse_kimi(text: GrowingText, tools: Tools) -> Deltas:
+def parse_kimi_tool_calls(text: StreamingTextReader, tools: Tools) -> Deltas:
     """Parse `<|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>{...}` (Kimi K2)."""
     begin, end = "<|tool_call_begin|>", "<|tool_calls_section_end|>"
     while mark := (yield from text.stream_until("content", "<|tool_calls_section_begin|>", begin)):
@@ -157,23 +157,25 @@ def parse_kimi(text: GrowingText, tools: Tools) -> Deltas:
             _, mark = yield from text.take_until(begin, end)
 
 
-def _stream_named_call(text: GrowingText, name: str, tools: Tools, raw: str, call_id: str | None = None) -> Deltas:
+def _stream_named_call(
+    text: StreamingTextReader, name: str, tools: Tools, raw: str, call_id: str | None = None
+) -> Deltas:
     """Yield a call whose arguments follow as JSON, or `raw`, the text before them, as content if `name` is no tool."""
     if name in tools and text.unread.startswith("{"):
-        yield Delta("call", name, call_id)
+        yield ParsedAnswerDelta("call", name, call_id)
         yield from text.stream_json()
     else:
-        yield Delta("content", raw)
+        yield ParsedAnswerDelta("content", raw)
 
 
-def parse_glm(text: GrowingText, tools: Tools) -> Deltas:
+def parse_glm_tool_calls(text: StreamingTextReader, tools: Tools) -> Deltas:
     """Parse `<tool_call>NAME` with `<arg_key>` and `<arg_value>` (GLM 4.5)."""
     while (yield from text.stream_until("content", "<tool_call>")):
         head, mark = yield from text.take_until("<arg_key>", "</tool_call>")
         if (name := head.strip()) not in tools:
-            yield Delta("content", f"<tool_call>{head}{mark or ''}")
+            yield ParsedAnswerDelta("content", f"<tool_call>{head}{mark or ''}")
             continue
-        yield Delta("call", name)
+        yield ParsedAnswerDelta("call", name)
         count = 0
         while mark == "<arg_key>":
             key, _ = yield from text.take_until("</arg_key>")
@@ -185,34 +187,34 @@ def parse_glm(text: GrowingText, tools: Tools) -> Deltas:
             yield _format_argument(count, key.strip(), value, tools[name])
             count += 1
             _, mark = yield from text.take_until("<arg_key>", "</tool_call>")
-        yield Delta("arguments", "}" if count else "{}")
+        yield ParsedAnswerDelta("arguments", "}" if count else "{}")
 
 
-def parse_xml(text: GrowingText, tools: Tools) -> Deltas:
+def parse_qwen_coder_tool_calls(text: StreamingTextReader, tools: Tools) -> Deltas:
     """Parse `<function=NAME>` with `<parameter=KEY>` (Qwen3-Coder)."""
     while mark := (yield from text.stream_until("content", "<tool_call>", "<function=")):
         if mark == "<tool_call>":
             yield from text.skip_space()
             if not (yield from text.skip_mark("<function=")):
-                yield Delta("content", "<tool_call>")
+                yield ParsedAnswerDelta("content", "<tool_call>")
                 continue
         name, _ = yield from text.take_until(">")
         if name not in tools:
-            yield Delta("content", f"<function={name}>")
+            yield ParsedAnswerDelta("content", f"<function={name}>")
             continue
-        yield Delta("call", name)
+        yield ParsedAnswerDelta("call", name)
         count = 0
         while (yield from text.take_until("<parameter=", "</function>"))[1] == "<parameter=":
             key, _ = yield from text.take_until(">")
             value, _ = yield from text.take_until("</parameter>")
             yield _format_argument(count, key, value.removeprefix("\n").removesuffix("\n"), tools[name])
             count += 1
-        yield Delta("arguments", "}" if count else "{}")
+        yield ParsedAnswerDelta("arguments", "}" if count else "{}")
         yield from text.skip_space()
         yield from text.skip_mark("</tool_call>")
 
 
-def _format_argument(count: int, key: str, value: str, schema: Mapping[str, Any]) -> Delta:
+def _format_argument(count: int, key: str, value: str, schema: Mapping[str, Any]) -> ParsedAnswerDelta:
     """Return number `count` of the arguments of a call as JSON; a value is text if the schema says so, else JSON."""
     properties = schema.get("properties")
     wanted = properties.get(key) if isinstance(properties, dict) else None
@@ -220,7 +222,7 @@ def _format_argument(count: int, key: str, value: str, schema: Mapping[str, Any]
     if not is_text_schema(wanted):
         with contextlib.suppress(ValueError, RecursionError):
             shown = json.dumps(json.loads(value), ensure_ascii=False)
-    return Delta("arguments", f"{', ' if count else '{'}{json.dumps(key, ensure_ascii=False)}: {shown}")
+    return ParsedAnswerDelta("arguments", f"{', ' if count else '{'}{json.dumps(key, ensure_ascii=False)}: {shown}")
 
 
 def is_text_schema(schema: Any) -> bool:
@@ -232,7 +234,7 @@ def is_text_schema(schema: Any) -> bool:
     return schema.get("type") == "string" or ("type" not in schema and texts)
 
 
-def parse_harmony(text: GrowingText, tools: Tools) -> Deltas:
+def parse_harmony_channels(text: StreamingTextReader, tools: Tools) -> Deltas:
     """Parse messages on channels: reasoning on `analysis`, calls `to=functions.NAME`, content elsewhere (GPT-OSS)."""
     if not (yield from text.skip_mark("<|channel|>", "<|start|>assistant", " to=")):
         yield from text.stream_until("content", "<|end|>", "<|return|>", "<|start|>")
@@ -242,7 +244,7 @@ def parse_harmony(text: GrowingText, tools: Tools) -> Deltas:
             return
         name = re.search(rf"(?:to=)?functions\.({NAME})", header)
         if name is not None and name[1] in tools:
-            yield Delta("call", name[1])
+            yield ParsedAnswerDelta("call", name[1])
             yield from text.stream_until("arguments", "<|call|>", "<|end|>", "<|start|>")
         else:
             analysis = header.rpartition("<|channel|>")[2].startswith("analysis")
@@ -251,7 +253,7 @@ def parse_harmony(text: GrowingText, tools: Tools) -> Deltas:
             )
 
 
-def parse_text(text: GrowingText, tools: Tools) -> Deltas:
+def pass_text_as_content(text: StreamingTextReader, tools: Tools) -> Deltas:
     """Pass all text on as content."""
     yield from text.stream_until("content")
 
@@ -271,7 +273,7 @@ class ToolFormat:
 
     name: str
     template: re.Pattern[str]
-    parse: Callable[[GrowingText, Tools], Deltas]
+    parse: Callable[[StreamingTextReader, Tools], Deltas]
     call: tuple[str, str]
     argument: tuple[str, str] | None = None
     others: tuple[str, ...] = ()
@@ -293,21 +295,21 @@ class ToolFormat:
 DEEPSEEK = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>"
 DEEPSEEK_END = "<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
 CODE = "function<｜tool▁sep｜>NAME\n```json\n"
-TEXT_FORMAT = ToolFormat("text", re.compile(r"(?!)"), parse_text, ("", ""))
-PLAIN_FORMAT = ToolFormat("hermes", re.compile("<tool_call>"), parse_tagged_json, ('<tool_call>\n{"name": "NAME", "arguments": ', "}\n</tool_call>"))  # fmt: skip
+TEXT_FORMAT = ToolFormat("text", re.compile(r"(?!)"), pass_text_as_content, ("", ""))
+PLAIN_FORMAT = ToolFormat("hermes", re.compile("<tool_call>"), parse_hermes_tool_calls, ('<tool_call>\n{"name": "NAME", "arguments": ', "}\n</tool_call>"))  # fmt: skip
 """Format that the server itself describes for templates without tools."""
 
 TOOL_FORMATS: Sequence[ToolFormat] = (
-    ToolFormat("harmony", re.compile(r"<\|channel\|>"), parse_harmony, ("<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>", ""), others=("<|start|>", "<|end|>", "<|call|>", "<|return|>")),
-    ToolFormat("kimi", re.compile(r"<\|tool_calls_section_begin\|>"), parse_kimi, ("<|tool_calls_section_begin|><|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>", "<|tool_call_end|><|tool_calls_section_end|>")),
-    ToolFormat("deepseek-v3", re.compile(r"<｜tool▁sep｜>(?s:.)*```json"), parse_deepseek, (DEEPSEEK + CODE, "\n```" + DEEPSEEK_END)),
-    ToolFormat("deepseek-v3.1", re.compile("<｜tool▁sep｜>"), parse_deepseek, (DEEPSEEK + "NAME<｜tool▁sep｜>", DEEPSEEK_END)),
-    ToolFormat("mistral-v11", re.compile(r"\[TOOL_CALLS\](?s:.)*\[ARGS\]"), parse_mistral, ("[TOOL_CALLS]NAME[ARGS]", ""), others=("[CALL_ID]",)),
-    ToolFormat("mistral", re.compile(r"\[TOOL_CALLS\]"), parse_mistral, ('[TOOL_CALLS] [{"name": "NAME", "arguments": ', "}]"), others=("[ARGS]", "[CALL_ID]")),
-    ToolFormat("glm", re.compile("<arg_key>"), parse_glm, ("<tool_call>NAME\n", "</tool_call>"), ("<arg_key>KEY</arg_key>\n<arg_value>", "</arg_value>\n")),
-    ToolFormat("qwen3-coder", re.compile("<function="), parse_xml, ("<tool_call>\n<function=NAME>\n", "</function>\n</tool_call>"), ("<parameter=KEY>\n", "\n</parameter>\n")),
+    ToolFormat("harmony", re.compile(r"<\|channel\|>"), parse_harmony_channels, ("<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>", ""), others=("<|start|>", "<|end|>", "<|call|>", "<|return|>")),
+    ToolFormat("kimi", re.compile(r"<\|tool_calls_section_begin\|>"), parse_kimi_tool_calls, ("<|tool_calls_section_begin|><|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>", "<|tool_call_end|><|tool_calls_section_end|>")),
+    ToolFormat("deepseek-v3", re.compile(r"<｜tool▁sep｜>(?s:.)*```json"), parse_deepseek_tool_calls, (DEEPSEEK + CODE, "\n```" + DEEPSEEK_END)),
+    ToolFormat("deepseek-v3.1", re.compile("<｜tool▁sep｜>"), parse_deepseek_tool_calls, (DEEPSEEK + "NAME<｜tool▁sep｜>", DEEPSEEK_END)),
+    ToolFormat("mistral-v11", re.compile(r"\[TOOL_CALLS\](?s:.)*\[ARGS\]"), parse_mistral_tool_calls, ("[TOOL_CALLS]NAME[ARGS]", ""), others=("[CALL_ID]",)),
+    ToolFormat("mistral", re.compile(r"\[TOOL_CALLS\]"), parse_mistral_tool_calls, ('[TOOL_CALLS] [{"name": "NAME", "arguments": ', "}]"), others=("[ARGS]", "[CALL_ID]")),
+    ToolFormat("glm", re.compile("<arg_key>"), parse_glm_tool_calls, ("<tool_call>NAME\n", "</tool_call>"), ("<arg_key>KEY</arg_key>\n<arg_value>", "</arg_value>\n")),
+    ToolFormat("qwen3-coder", re.compile("<function="), parse_qwen_coder_tool_calls, ("<tool_call>\n<function=NAME>\n", "</function>\n</tool_call>"), ("<parameter=KEY>\n", "\n</parameter>\n")),
     PLAIN_FORMAT,
-    ToolFormat("llama3", re.compile(r"<\|python_tag\|>|\"parameters\""), parse_json, ('{"name": "NAME", "parameters": ', "}"), others=("<|python_tag|>",)),
+    ToolFormat("llama3", re.compile(r"<\|python_tag\|>|\"parameters\""), parse_json_tool_calls, ('{"name": "NAME", "parameters": ', "}"), others=("<|python_tag|>",)),
 )  # fmt: skip
 """All formats, the most specific first: a template has the first one whose pattern it contains."""
 

@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from mega_common.errors import DataError
-from mega_data.batch_loader import StepBatch, balance_samples
-from mega_data.kinds.packed_documents import pack_best_fit
+from mega_data.batch_loader import StepBatch, assign_samples_to_ranks
+from mega_data.kinds.packed_documents import assign_bins_best_fit
 
 Ints = npt.NDArray[np.int64]
 
@@ -48,7 +48,7 @@ class PackedRows:
             raise DataError(
                 f"each sequence must have from 2 to data.seq_length + 1 = {length + 1} tokens, found {found}"
             )
-        bins = pack_best_fit(sizes, length)
+        bins = assign_bins_best_fit(sizes, length)
         count = -(-int(bins.max() + 1) // multiple) * multiple
         tokens, labels, positions = (np.zeros((count, length), np.int64) for _ in range(3))
         documents, ends, positions_of_sequences = np.zeros((count, length), np.int32), np.zeros(count, np.int64), []
@@ -67,7 +67,7 @@ class PackedRows:
         Data rank `rank` of `ranks` gets as many rows as each other rank, with balanced attention work.
         """
         work = np.array([(np.bincount(row) ** 2).sum() for row in self.documents])
-        own: Ints = balance_samples(work, ranks)[rank]
+        own: Ints = assign_samples_to_ranks(work, ranks)[rank]
         return own
 
     def make_step_batch(self, rows: Ints, weights: npt.NDArray[np.floating]) -> StepBatch:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from mega_common.progress_logging import format_number
+from mega_common.progress_logging import format_with_decimal_unit
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.distributed.device import select_rank_device
 from mega_trainer.doctor.check_result import CheckResult, CheckVerdict
@@ -52,7 +52,9 @@ def check_environment(device_name: str) -> Iterator[CheckResult]:
         yield CheckResult(PART, f"kernels, {name}", "ok", str(choose_kernels(config, device)).removeprefix("kernels: "))
     if SHARED_MEMORY.is_dir():
         free = shutil.disk_usage(SHARED_MEMORY).free
-        yield CheckResult(PART, f"free in {SHARED_MEMORY}", "ok", f"{format_number(free)}B", value=free, unit="B")
+        yield CheckResult(
+            PART, f"free in {SHARED_MEMORY}", "ok", f"{format_with_decimal_unit(free)}B", value=free, unit="B"
+        )
     if device.type == "cuda":
         yield from _check_gpus()
 

@@ -20,7 +20,7 @@ from mega_ckpt.store import load_sharded_checkpoint, save_sharded_checkpoint, st
 from mega_ckpt.tensor_pieces import ShardedTensor, TensorBox
 from mega_common.model_config import ModelConfig
 from mega_common.model_presets import load_model_preset
-from mega_common.progress_logging import format_number
+from mega_common.progress_logging import format_with_decimal_unit
 from mega_data.token_files.indexed_writer import IndexedWriter
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.distributed.process_groups import RankInfo
@@ -129,7 +129,7 @@ def _compare_plan(
     memory: float | None,
 ) -> Iterator[CheckResult]:
     seconds = statistics.median(line["seconds"] for line in lines)
-    speed = f"{seconds:.3g} s, {format_number(statistics.median(line['tokens_per_second'] for line in lines))} tokens/s"
+    speed = f"{seconds:.3g} s, {format_with_decimal_unit(statistics.median(line['tokens_per_second'] for line in lines))} tokens/s"
     if machine is None:
         yield CheckResult("plan", f"step time, {name}", "no expectation", speed, value=seconds, unit="s")
     else:
@@ -139,13 +139,13 @@ def _compare_plan(
         yield CheckResult("plan", f"step time, {name}", "ok" if fits else "failed", speed, expected, seconds, "s")
     needed = sum(predict_memory(config.model, make_training_layout(config, ranks))[0].values())
     if memory is None:
-        wanted = f"plan: {format_number(needed)}B"
+        wanted = f"plan: {format_with_decimal_unit(needed)}B"
         yield CheckResult("plan", f"peak memory, {name}", "no expectation", "not measured on a CPU", wanted)
         return
     near = abs(memory / needed - 1) <= MEMORY_BOUND
     yield CheckResult(
-        "plan", f"peak memory, {name}", "ok" if near else "failed", f"{format_number(memory)}B",
-        f"{format_number(needed)}B within {100 * MEMORY_BOUND:.0f} %", memory, "B",
+        "plan", f"peak memory, {name}", "ok" if near else "failed", f"{format_with_decimal_unit(memory)}B",
+        f"{format_with_decimal_unit(needed)}B within {100 * MEMORY_BOUND:.0f} %", memory, "B",
     )  # fmt: skip
 
 

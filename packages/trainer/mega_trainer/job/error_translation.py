@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 
 from mega_common.errors import MegaError, TrainingError
-from mega_common.progress_logging import format_number
+from mega_common.progress_logging import format_with_decimal_unit
 from mega_trainer.distributed.comm import connection_error_reason, is_lost_connection
 from mega_trainer.job.metrics_log import get_peak_allocated_bytes
 from mega_trainer.plan.memory_advice import PredictedMemoryNeeds
@@ -50,7 +50,9 @@ def translate_errors(rank: int, step: Callable[[], str], needs: Callable[[], Pre
         raise _out_of_memory_error(message, _without_offload(needs()), _memory_on_host()) from error
     except RuntimeError as error:
         if requested := _HOST_MEMORY.search(str(error)):
-            message = f"{OUT_OF_MEMORY} on the host: cannot allocate {format_number(int(requested[1]))}B more"
+            message = (
+                f"{OUT_OF_MEMORY} on the host: cannot allocate {format_with_decimal_unit(int(requested[1]))}B more"
+            )
             raise _out_of_memory_error(
                 f"{where.format(step())}: {message}", _without_offload(needs()), _memory_on_host()
             ) from error
@@ -80,7 +82,7 @@ def _out_of_memory_error(message: str, needs: PredictedMemoryNeeds, used: Mappin
         f"  predicted peak of this rank: {_format_sizes(needs.predicted)}",
     ]
     most = [
-        f"{' '.join(advice.settings)} ({format_number(advice.freed)}B)"
+        f"{' '.join(advice.settings)} ({format_with_decimal_unit(advice.freed)}B)"
         for advice in needs.suggestions[:MAX_SUGGESTIONS]
     ]
     hint = f"settings that free most on a rank, as predicted: --set {', '.join(most)}" if most else "use more ranks"
@@ -96,7 +98,9 @@ def _without_offload(needs: PredictedMemoryNeeds) -> PredictedMemoryNeeds:
 
 def _format_sizes(kinds: Mapping[str, int]) -> str:
     return ", ".join(
-        f"{kind} {format_number(size)}B" for kind, size in sorted(kinds.items(), key=lambda pair: -pair[1]) if size
+        f"{kind} {format_with_decimal_unit(size)}B"
+        for kind, size in sorted(kinds.items(), key=lambda pair: -pair[1])
+        if size
     )
 
 
@@ -122,4 +126,4 @@ def _device_message(error: torch.OutOfMemoryError) -> str:
     free, total = torch.cuda.mem_get_info(device)
     requested = re.search(r"allocate ([\d.]+ \w+)", str(error))
     failed = f": cannot allocate {requested[1]} more" if requested else ""
-    return f"{OUT_OF_MEMORY} on cuda:{device}{failed}, {format_number(free)}B of {format_number(total)}B are free"
+    return f"{OUT_OF_MEMORY} on cuda:{device}{failed}, {format_with_decimal_unit(free)}B of {format_with_decimal_unit(total)}B are free"

@@ -27,12 +27,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mega_ckpt.host_staging import copy_into_buffer, is_on_cuda, pin_host_memory, place_in_buffer, staging_bytes
+from mega_ckpt.host_staging import copy_into_buffer, is_on_cuda, iterate_buffer_views, pin_host_memory, staging_bytes
 from mega_ckpt.manifest import DTYPE_NAMES, DTYPES
 from mega_ckpt.tensor_pieces import ShardedTensor, TensorBox
 from mega_common.atomic_files import open_atomic_file
 from mega_common.errors import ConfigError
-from mega_common.progress_logging import format_number, logger
+from mega_common.progress_logging import format_with_decimal_unit, logger
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.distributed.comm import CommGroup, raise_on_all_ranks
 from mega_trainer.job.private_folder import (
@@ -82,7 +82,7 @@ class TrainingStateCopy:
     def copy_into(self, tensors: Mapping[str, ShardedTensor]) -> None:
         """Copy the tensor data of this memory copy into this rank's slices of `tensors`, in place."""
         assert staging_bytes(tensors) <= len(self.data)
-        for _, box, copied in place_in_buffer(tensors, self.data):
+        for _, box, copied in iterate_buffer_views(tensors, self.data):
             box.tensor.copy_(copied)
 
 
@@ -136,7 +136,7 @@ class MemoryCopyFolder:
             box = TensorBox(tuple(offset), torch.empty(size, dtype=DTYPES[dtype], device="meta"))
             empty.setdefault(key, ShardedTensor(tuple(shape), [])).boxes.append(box)
         copied = {key: ShardedTensor(sharded.shape, []) for key, sharded in empty.items()}
-        for key, box, values in place_in_buffer(empty, data):
+        for key, box, values in iterate_buffer_views(empty, data):
             copied[key].boxes.append(TensorBox(box.offset, values))
         return copied
 
@@ -159,7 +159,9 @@ class MemoryCopyFolder:
                     os.posix_fallocate(stream.fileno(), 0, max(1, size))
                 except OSError as error:
                     path.unlink()
-                    rule = f"requires {format_number(size)}B in {self.path.parent} for a copy: {error.strerror}"
+                    rule = (
+                        f"requires {format_with_decimal_unit(size)}B in {self.path.parent} for a copy: {error.strerror}"
+                    )
                     hint = "enlarge it, or set checkpoint.memory_every=0"
                     raise ConfigError(f"checkpoint.memory_every {rule}", hint=hint) from error
         return torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)

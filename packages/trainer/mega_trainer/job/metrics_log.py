@@ -19,7 +19,7 @@ from mega_ckpt.canonical_tensors import canonical_tensors
 from mega_common.atomic_files import add_path_to_errors, open_atomic_file
 from mega_common.bounded_parsing import parse_json_text
 from mega_common.model_config import ModelConfig
-from mega_common.progress_logging import format_number, logger
+from mega_common.progress_logging import format_with_decimal_unit, logger
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.distributed.comm import CommGroup, all_reduce
 from mega_trainer.distributed.device import to_host
@@ -190,7 +190,11 @@ class MetricsLogger:
         steps = self._config.train.steps
         parts = [f"step {step:{len(str(steps))}}/{steps}", f"loss {n['loss']:.4f}"]
         parts += [f"valid loss {n['valid_loss']:.4f}"] if "valid_loss" in n else []
-        parts += [f"lr {n['lr']:.2e}", f"grad {n['grad_norm']:.3f}", f"{format_number(n['tokens_per_second'])} tok/s"]
+        parts += [
+            f"lr {n['lr']:.2e}",
+            f"grad {n['grad_norm']:.3f}",
+            f"{format_with_decimal_unit(n['tokens_per_second'])} tok/s",
+        ]
         parts += [f"MFU {100 * n['mfu']:.1f} %"] if self._speed.peak_is_known else []
         parts += [f"{n['memory_bytes'] / 2**30:.1f} GiB", f"{timedelta(seconds=round(n['seconds_left']))} left"]
         parts += [f"goodput {100 * n['goodput']:.1f} %", _format_phases(n)]

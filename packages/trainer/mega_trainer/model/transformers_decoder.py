@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mega_ckpt.formats.transformers_module import (
-    build_empty_module,
-    build_fresh_module,
-    explain_module_errors,
+    build_randomly_initialized_module,
+    build_uninitialized_module,
+    convert_transformers_errors,
     list_module_tensors,
 )
 from mega_ckpt.tensor_pieces import TensorBox, TensorPiece, copy_overlap
@@ -65,7 +65,7 @@ class TransformersDecoder(Decoder):
         self.stage = stage or StageLayers.for_whole_model(build.config)
         self.saved, self.deferred, self.borrows = ActivationCheckpointer(recompute, offload), None, False
         self.vision, self.predictors = None, nn.ModuleList()
-        self.module = build_empty_module(self.described, build.dtype)
+        self.module = build_uninitialized_module(self.described, build.dtype)
         self._accepted = inspect.signature(self.module.forward).parameters
         self._verified = {False: False, True: False}
         if self.saved.recompute.kind == "full":
@@ -134,7 +134,7 @@ class TransformersDecoder(Decoder):
         Each rank draws the whole model in host memory.
         """
         fresh = list_module_tensors(
-            build_fresh_module(self.described, torch.promote_types(self.dtype, torch.float32), seed)
+            build_randomly_initialized_module(self.described, torch.promote_types(self.dtype, torch.float32), seed)
         )
         parts = [(get_local_values(p), get_parameter_info(p).pieces) for p in self.parameters()]
         for local, pieces in [*parts, *self.saved_buffers()]:
@@ -208,7 +208,7 @@ class TransformersDecoder(Decoder):
 
     def _call_module(self, tokens: Tensor, arguments: Mapping[str, Any]) -> Any:
         accepted = {key: value for key, value in arguments.items() if key in self._accepted and value is not None}
-        with explain_module_errors(self.described.model_type, f"run on tokens of shape {list(tokens.shape)}"):
+        with convert_transformers_errors(self.described.model_type, f"run on tokens of shape {list(tokens.shape)}"):
             return self.module(input_ids=tokens, **accepted)
 
     def compute_logits(self, x: Tensor) -> Tensor:
@@ -272,7 +272,7 @@ class TransformersDecoder(Decoder):
         positions = torch.arange(PROBE_TOKENS, device=device)[None] % half if packed else None
         training = self.module.training
         self.module.eval()
-        with explain_module_errors(kind, "differentiate the logits in the embeddings"):
+        with convert_transformers_errors(kind, "differentiate the logits in the embeddings"):
             late = self.differentiate_logits(tokens, positions, PROBE_TOKENS - 1)[0, :half]
             early = self.differentiate_logits(tokens, positions, half - 1)[0, half:]
         self.module.train(training)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mega_ckpt.host_staging import allocate_host_memory
-from mega_ckpt.tensor_pieces import ShardedTensor, boxes_of_flat_range, merge_sharded_tensors
+from mega_ckpt.tensor_pieces import ShardedTensor, map_flat_range_to_sharded_tensors, merge_sharded_tensors
 from mega_trainer.distributed.comm import CommGroup
 from mega_trainer.parallel.gradient_buckets import SLICE_ELEMENTS
 from mega_trainer.parallel.parameter_shards import (
@@ -166,7 +166,7 @@ def boxes_by_name(pairs: Iterable[tuple[OptimizerSlot, Tensor]]) -> dict[str, Sh
     Each tensor is at least as long as its shard.
     """
     return merge_sharded_tensors(
-        boxes_of_flat_range(values[part.shard_slice], part.pieces, part.shape, part.start)
+        map_flat_range_to_sharded_tensors(values[part.shard_slice], part.pieces, part.shape, part.start)
         for slot, values in pairs
         for part in slot.shard.parts
     )

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from mega_common.progress_logging import format_number
+from mega_common.progress_logging import format_with_decimal_unit
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def format_compact(value: float) -> str:
     """Return a number as text of a few characters: 12345 -> 12.3k, 0.0003 -> 3e-04."""
     if value and abs(value) < 1e-2:
         return f"{value:.1e}".replace(".0e", "e")
-    return format_number(round(value, 6))
+    return format_with_decimal_unit(round(value, 6))
 
 
 def format_bytes(value: float) -> str:

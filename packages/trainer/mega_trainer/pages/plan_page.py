@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from mega_common.progress_logging import format_number
+from mega_common.progress_logging import format_with_decimal_unit
 from mega_trainer.pages.axis_scale import format_bytes, format_compact, format_duration, format_gib, format_percent
 from mega_trainer.pages.page_elements import (
     PageSection,
@@ -100,9 +100,9 @@ def _make_tiles(plan: Mapping[str, Any], timed: Mapping[str, Any]) -> list[tuple
     """Return the tiles of a plan."""
     most = max(sum(kinds.values()) for kinds in plan["memory_bytes"])
     tiles = [
-        ("parameters", format_number(plan["parameters"])),
-        ("tokens per step", format_number(plan["tokens_per_step"])),
-        ("FLOPs per step", format_number(plan["flops_per_step"])),
+        ("parameters", format_with_decimal_unit(plan["parameters"])),
+        ("tokens per step", format_with_decimal_unit(plan["tokens_per_step"])),
+        ("FLOPs per step", format_with_decimal_unit(plan["flops_per_step"])),
         ("predicted peak memory of a rank", format_bytes(most)),
         ("pipeline bubble for equal stages", format_percent(plan["bubble"])),
     ]
@@ -120,10 +120,10 @@ def _make_tiles(plan: Mapping[str, Any], timed: Mapping[str, Any]) -> list[tuple
             ),
         ]
     if "hours" in timed:
-        suffix = f"{format_number(timed['tokens'])} tokens" + ("" if timed["fits"] else ", if it fitted")
+        suffix = f"{format_with_decimal_unit(timed['tokens'])} tokens" + ("" if timed["fits"] else ", if it fitted")
         tiles.append((f"predicted time for {suffix}", format_duration(3600 * timed["hours"])))
         if "cost" in timed:
-            tiles.append((f"predicted cost of {suffix}", format_number(timed["cost"])))
+            tiles.append((f"predicted cost of {suffix}", format_with_decimal_unit(timed["cost"])))
     return tiles
 
 

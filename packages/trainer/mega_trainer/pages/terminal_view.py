@@ -12,7 +12,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from mega_common.progress_logging import format_number
+from mega_common.progress_logging import format_with_decimal_unit
 from mega_trainer.job.goodput import REASONS
 from mega_trainer.pages.axis_scale import format_bytes, format_duration, format_percent
 from mega_trainer.pages.run_log import LAUNCHER, RunLog
@@ -84,7 +84,7 @@ def _iterate_facts(run: RunLog, now: float) -> Iterator[tuple[str, str]]:
     rates = [value for _, value in run.metric_points("tokens_per_second")]
     yield (
         "tokens/s",
-        f"{format_number(last['tokens_per_second'])}  {draw_sparkline(rates)}  MFU {format_percent(last['mfu'])}",
+        f"{format_with_decimal_unit(last['tokens_per_second'])}  {draw_sparkline(rates)}  MFU {format_percent(last['mfu'])}",
     )
     yield "step time", format_duration(last["seconds"])
     yield "memory", format_bytes(last["memory_bytes"])

@@ -10,7 +10,7 @@ from mega_ckpt.canonical_tensors import canonical_tensors, count_model_parameter
 from mega_ckpt.lora_tensors import adapted_modules, adapter_tensor_shapes
 from mega_ckpt.store import step_folder
 from mega_common.errors import TrainingInterrupted, TrainingTerminated
-from mega_common.progress_logging import format_number, logger
+from mega_common.progress_logging import format_with_decimal_unit, logger
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.plan.flops import count_parameters_by_layer
 from mega_trainer.plan.layout_search import make_planned_run
@@ -27,7 +27,7 @@ def log_run_size(state: TrainState, world_size: int) -> None:
         logger.warning(warning)
     logger.info(
         "%s parameters%s, %s on %d rank(s), steps %d to %d of %s tokens",
-        format_number(
+        format_with_decimal_unit(
             count_model_parameters(config.model)
             if config.model.transformers
             else count_parameters_by_layer(config.model).total
@@ -37,7 +37,9 @@ def log_run_size(state: TrainState, world_size: int) -> None:
         world_size,
         state.step + 1,
         config.train.steps,
-        format_number(config.batch.batch_size_after_samples(state.consumed_samples) * config.tokens_per_sample),
+        format_with_decimal_unit(
+            config.batch.batch_size_after_samples(state.consumed_samples) * config.tokens_per_sample
+        ),
     )
     if growing := list(config.batch.iterate_rampup_sizes(state.consumed_samples)):
         (first, _), steps = growing[0], sum(steps for _, steps in growing)
@@ -49,7 +51,7 @@ def format_trained_share(config: RunConfig) -> str:
     modules = {} if config.lora is None else adapted_modules(config.model, config.lora)
     shapes = canonical_tensors(config.model) | adapter_tensor_shapes(modules)
     trained = [math.prod(shape) for name, shape in shapes.items() if config.is_trainable(name)]
-    return "" if len(trained) == len(shapes) else f" of which {format_number(sum(trained))} are trained"
+    return "" if len(trained) == len(shapes) else f" of which {format_with_decimal_unit(sum(trained))} are trained"
 
 
 def predict_step_seconds(config: RunConfig, world_size: int) -> float | None:

@@ -22,7 +22,7 @@ from mega_ckpt.store import (
     AsyncSaver,
     Checkpoint,
     Location,
-    apply_retention,
+    delete_old_checkpoints,
     load_sharded_checkpoint,
     remove_leftovers,
     save_sharded_checkpoint,
@@ -351,6 +351,6 @@ class CheckpointSaver:
         if self._is_leader:
             settings = self._config.checkpoint
             try:
-                apply_retention(self.root, keep=settings.keep, keep_every=settings.keep_every, best=self._best)
+                delete_old_checkpoints(self.root, keep=settings.keep, keep_every=settings.keep_every, best=self._best)
             except ObjectStoreError as error:  # the next save tries again
                 logger.warning("old checkpoints were not deleted: %s", error)

@@ -23,7 +23,7 @@ from mega_ckpt.source import (
     WeightSource,
     init_dora_magnitudes,
     load_adapter_weights,
-    load_with_adapter,
+    open_weights_with_adapter,
     warn_of_unsupported_parts,
 )
 from mega_ckpt.store import Location
@@ -328,7 +328,7 @@ def _load_initial_adapter(state: TrainState, base: str, source: WeightSource) ->
     if lora.init_from is None:
         init_dora_magnitudes(source, modules, trained)
         return
-    adapter = load_with_adapter(str(lora.init_from), base).adapter
+    adapter = open_weights_with_adapter(str(lora.init_from), base).adapter
     check_initial_adapter(adapter, modules, state.config.is_trainable, str(lora.init_from))
     load_adapter_weights(adapter, trained)
     logger.info("starting from the adapter of %s", lora.init_from)
