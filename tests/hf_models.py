@@ -114,6 +114,13 @@ ENCODERS = {
     "ernie",
     "roberta-prelayernorm",
     "xlm-roberta-xl",
+    "distilbert",
+    "electra",
+    "roformer",
+    "nomic_bert",
+    "jina_embeddings_v3",
+    "gte",
+    "eurobert",
 }
 _T5 = {
     "vocab_size": 97, "d_model": 24, "d_kv": 5, "d_ff": 40, "num_layers": 2, "num_decoder_layers": 3, "num_heads": 4,
@@ -576,6 +583,19 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "codegen-eight-heads": ("codegen", {**_GPT2, "n_embd": 32, "n_head": 8, "rotary_dim": 2, "n_inner": 40}),
     "opt": ("opt", _OPT),
     "opt-untied-no-bias": ("opt", {**_OPT, "enable_bias": False, "tie_word_embeddings": False, "activation_function": "gelu"}),
+    "distilbert": (
+        "distilbert", {"vocab_size": 97, "dim": 24, "hidden_dim": 40, "n_layers": 3, "n_heads": 4, "max_position_embeddings": 32},
+    ),
+    "electra": ("electra", {**_BERT, "embedding_size": 14}),
+    "electra-wide": ("electra", {**_BERT, "embedding_size": 24, "hidden_act": "gelu_new", "type_vocab_size": 3}),
+    "roformer": ("roformer", {**_BERT, "embedding_size": 14}),
+    "roformer-wide": ("roformer", _BERT),
+    "nomic_bert": ("nomic_bert", {**_BERT, "head_dim": 8}),
+    "nomic_bert-theta": ("nomic_bert", {**_BERT, "rope_parameters": LINEAR, "layer_norm_eps": 1e-5}),
+    "jina_embeddings_v3": ("jina_embeddings_v3", {**_BERT, "hidden_act": "gelu_new"}),
+    "gte": ("gte", {**_BERT, "type_vocab_size": 2, "hidden_act": "gelu_pytorch_tanh"}),
+    "eurobert": ("eurobert", {**_BERT, "num_key_value_heads": 2, "mlp_bias": True, "attention_bias": True}),
+    "eurobert-tied": ("eurobert", {**_BERT, "tie_word_embeddings": True, "rope_parameters": YARN}),
     "qwen3_5_moe": ("qwen3_5_moe_text", {key: value for key, value in _DELTA_MOE.items() if key != "intermediate_size"}),
 }  # fmt: skip
 

@@ -432,6 +432,23 @@ VARIANTS |= {
         **_MODERN, **_BIASES, "norm_bias": True, "activation": "geglu", "full_attention_layers": [1], "tie_embeddings": False,
         "masked_lm": {"activation": "gelu_tanh", "bias": False},
     },
+    "distilbert": {**_BERT, "token_types": 0, "norm_eps": 1e-12},
+    "electra": {**_BERT, "embedding_size": 14},
+    "roformer": {**_BERT, "embedding_size": 14, "position": "rope", "rope": {"interleaved": True}},
+    "nomic": {
+        **_BERT, "position": "rope", "rope": {"theta": 500.0}, "activation": "swiglu", **dict.fromkeys(_BIASES, False),
+        "masked_lm": {"activation": "silu"},
+    },
+    "jina": {**_BERT, "token_types": 1, "position": "rope", "rope": {"scaling": "linear", "factor": 2.0}},
+    "gte": {
+        **_BERT, "position": "rope", "activation": "geglu_erf", "mlp_bias": False, "mlp_out_bias": True,
+    },
+    "eurobert": {
+        "causal": False, "masked_lm": {"dense": False, "dense_bias": False, "bias": True}, **_BIASES, "num_kv_heads": 2,
+    },
+    "eurobert-tied": {
+        "causal": False, "masked_lm": {"dense": False, "dense_bias": False, "bias": False}, "tie_embeddings": True, "rope": YARN,
+    },
     "modernbert-without-windows": {**_MODERN, "sliding_window": None, "full_attention_layers": None, "local_rope": None},
 }  # fmt: skip
 
@@ -468,7 +485,9 @@ def save_tiny(
         kind.from_config if auto else kind._from_config,
         {k: raw[k] for k in raw if k != "architectures"},
     )
-    raw.setdefault("pad_token_id", None)  # some families' default lies outside a tiny vocabulary
+    raw.setdefault(
+        "pad_token_id", 0 if family.name == "nomic_bert" else None
+    )  # some families' default lies outside a tiny vocabulary
     config = transformers.AutoConfig.for_model(raw.pop("model_type"), **raw)
     torch.manual_seed(seed)
     made = make(config, attn_implementation="eager", experts_implementation="eager").to(dtype).eval()
@@ -480,7 +499,13 @@ def save_tiny(
             module.time_step_limit = (low, float("inf") if high is None else high)
     with torch.no_grad():
         biases = [buffer for name, buffer in made.named_buffers() if name.endswith("e_score_correction_bias")]
-        for parameter in [*made.parameters(), *biases]:
+        fixed = {
+            name
+            for name, _ in made.named_parameters()
+            if name.endswith("embed_positions.weight") and model.position == "rope"
+        }
+        parameters = [parameter for name, parameter in made.named_parameters() if name not in fixed]
+        for parameter in [*parameters, *biases]:
             parameter.add_(torch.randn(parameter.shape, dtype=parameter.dtype), alpha=0.1)
     made.save_pretrained(folder)
     return made

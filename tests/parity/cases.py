@@ -235,6 +235,15 @@ VARIANTS["encoder"] = [
         "attention_out_bias": False, "mlp_bias": False, "masked_lm": {"dense_bias": False}, "pooler": False,
         "sentence_pairs": False, "sliding_window": 4, "full_attention_layers": [0],
     },
+    {
+        "embedding_size": 20, "position": "rope", "rope": {"theta": 100.0, "interleaved": True}, "activation": "geglu_erf",
+        "mlp_bias": False, "mlp_out_bias": True, "masked_lm": {"activation": "silu"}, "pooler_activation": "gelu",
+    },
+    {
+        "norm_position": "pre", "embedding_norm": False, "norm": "rmsnorm", "activation": "swiglu", "position": "rope",
+        "token_types": 0, "num_kv_heads": 4, "tie_embeddings": False, "masked_lm": {"dense": False, "dense_bias": False},
+        "pooler": False, "sentence_pairs": False,
+    },
 ]  # fmt: skip
 VARIANTS["retro"] = [
     {},

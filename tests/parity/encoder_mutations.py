@@ -27,6 +27,7 @@ TP, SP = (case("encoder", 2, parallel={"tp": 2, "sp": sp}) for sp in (False, Tru
 RING = case("encoder", 2, parallel={"cp": 2})
 RING_WINDOW = case("encoder", 2, parallel={"cp": 2}, variant=WINDOW)
 DP = case("encoder", 2, micro=2)
+NARROW = case("encoder", 2, parallel={"tp": 2, "sp": True}, variant=VARIANTS["encoder"][4])
 
 
 def _short_behind() -> AbstractContextManager[Any]:
@@ -92,6 +93,16 @@ def _output_bias_of_the_first_rank() -> AbstractContextManager[Any]:
     return swap(LayerBuilder, "build_vocab_bias", vocabulary_bias)
 
 
+def _projection_gradient_of_a_part() -> AbstractContextManager[Any]:
+    """Tensor ranks that have parts of a sequence keep their part of the gradient of the embeddings' projection."""
+    real = LayerBuilder.build_replicated
+
+    def replicated(self: LayerBuilder, name: str, shape: tuple[int, ...], **options: Any) -> Any:
+        return real(replace(self, sp=False) if name.startswith("model.embed_proj") else self, name, shape, **options)
+
+    return swap(LayerBuilder, "build_replicated", replicated)
+
+
 ENCODERS: list[tuple[str, LayoutCase, Patch]] = [
     ("encoder: a window one too short behind", RING_WINDOW, _short_behind),
     ("encoder: keys behind a chunk are not seen", RING, _parts(lambda it: replace(it, causal=True))),
@@ -101,6 +112,11 @@ ENCODERS: list[tuple[str, LayoutCase, Patch]] = [
     ("encoder: every context part has a first token", RING, _first_token_on_every_rank),
     ("encoder: whole gradients of the pair head are summed", TP, _pair_head_summed),
     ("encoder: the output's bias is the first rank's", TP, _output_bias_of_the_first_rank),
+    (
+        "encoder: each rank projects its embeddings with its part of the gradient",
+        NARROW,
+        _projection_gradient_of_a_part,
+    ),
     (
         "encoder: pairs weigh as tokens do",
         DP,

@@ -63,6 +63,27 @@ def test_latents_without_norms(every: int) -> None:
 
 
 @ONE_IN_THREE
+def test_narrow_embeddings_and_plain_output_layers_of_encoders(every: int) -> None:
+    shapes: list[tuple[int, dict[str, Any]]] = [
+        (2, {"tp": 2}), (2, {"tp": 2, "sp": True}), (2, {"pp": 2}), (2, {"zero": 3}), (4, {"tp": 4, "sp": True}),
+        (4, {"tp": 2, "pp": 2, "zero": 1}), (4, {"tp": 2, "sp": True, "cp": 2, "cp_kind": "alltoall"}), (4, {"cp": 2, "pp": 2}),
+    ]  # fmt: skip
+    cases = [
+        case(
+            "encoder",
+            ranks,
+            layers=shape.get("pp", 1) * 2,
+            parallel=shape,
+            micro=2,
+            variant=VARIANTS["encoder"][number],
+        )
+        for number in (4, 5)
+        for ranks, shape in shapes
+    ]
+    assert not problems(cases[::every], 4)
+
+
+@ONE_IN_THREE
 def test_linear_biases_scaled_queries_norms_after_rotation_and_a_head_bias(every: int) -> None:
     shapes: list[tuple[int, dict[str, Any]]] = [
         (2, {"tp": 2}), (2, {"tp": 2, "sp": True}), (2, {"pp": 2}), (2, {"zero": 3}), (4, {"tp": 4, "sp": True}),

@@ -185,6 +185,11 @@ class ModelConfig(StrictConfig):
     )
     layers: LayerPatternSpec | None = None
     hidden_size: DimensionSize
+    embedding_size: DimensionSize | None = Field(
+        None,
+        description="width of the embeddings, which a projection widens to hidden_size, as in ELECTRA (arXiv:1909.11942); "
+        "default: hidden_size",
+    )
     ffn_hidden_size: DimensionSize
     num_attention_heads: DimensionSize
     vocab_size: DimensionSize
@@ -232,6 +237,7 @@ class ModelConfig(StrictConfig):
     )
     attention_out_bias: bool = False
     mlp_bias: bool = False
+    mlp_out_bias: bool = Field(False, description="a bias of the MLP's output projection alone, as in GTE")
     qk_norm: bool = Field(False, description="RMSNorm over each head's query and key, as in Qwen3")
     qk_norm_span: Literal["head", "all", "each", "plain"] = Field(
         "head",
@@ -290,6 +296,9 @@ class ModelConfig(StrictConfig):
     )
     masked_lm: MaskedLmConfig | None = None
     pooler: bool = Field(False, description="tanh(W x) of the first token, as in BERT")
+    pooler_activation: Literal["tanh", "relu", "gelu"] = Field(
+        "tanh", description="activation of the pooler: relu in classifiers of DistilBERT, gelu in those of ELECTRA"
+    )
     sentence_pairs: bool = Field(False, description="predict from the pooled first token whether segments are swapped")
     mtp_layers: NonNegativeInt = Field(0, le=64, description="multi-token prediction (MTP) depths, as in DeepSeek-V3")
     mtp_loss: float = Field(0.3, ge=0, description="weight of the mean MTP loss (arXiv:2412.19437)")
@@ -298,6 +307,11 @@ class ModelConfig(StrictConfig):
         description="the model runs as a module of the transformers library; set by `implementation: transformers`, and "
         "then only num_layers, hidden_size, vocab_size and max_position of the other fields describe it",
     )
+
+    @property
+    def embedding_width(self) -> int:
+        """Width of the token embeddings and of the output matrix."""
+        return self.embedding_size or self.hidden_size
 
     @property
     def key_value_heads(self) -> int:
@@ -506,7 +520,7 @@ class ModelConfig(StrictConfig):
         if not raw.get("task_head") or raw.get("causal", True):
             return raw
         head, masked = TaskHeadConfig.model_validate(raw["task_head"]), raw.get("masked_lm")
-        dense = masked is not None and raw.get("position", "rope") == "rope" and head.kind != "embedding"
+        dense = masked is not None and not raw.get("first_norm", True) and head.kind != "embedding"
         if dense:
             masked = {**MaskedLmConfig.model_validate(masked).model_dump(), "bias": False}
         pooler = head.kind == "sequence" and not dense

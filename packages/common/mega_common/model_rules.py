@@ -55,6 +55,9 @@ def find_model_config_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
         yield ConfigProblem("activation_limit", rule, model.activation_limit, "activation: swiglu")
     if model.activation == "xielu" and (model.moe or model.encoder or model.retro):
         yield ConfigProblem("activation", "is not supported with moe, encoder and retro", "xielu", "activation: swiglu")
+    if model.mlp_out_bias and (model.moe or model.mlp_bias):
+        rule = "is not supported with moe, and is part of mlp_bias"
+        yield ConfigProblem("mlp_out_bias", rule, True, "mlp_out_bias: false")
     if model.qkv_clip and model.mla:
         yield ConfigProblem("qkv_clip", "is not supported with mla", model.qkv_clip, "leave out mla")
     if model.attention_gate and model.mla:
@@ -98,6 +101,9 @@ def _find_bidirectional_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
             yield ConfigProblem(name, "requires bidirectional attention", hint="causal: false")
     if model.sentence_pairs and not model.pooler:
         yield ConfigProblem("sentence_pairs", "requires pooler", True, "pooler: true")
+    if model.embedding_size and (model.causal or (model.masked_lm and not model.masked_lm.dense)):
+        rule = "requires causal: false, without masked_lm.dense: false"
+        yield ConfigProblem("embedding_size", rule, model.embedding_size, "leave it out")
     if model.position_offset and model.position != "learned":
         rule = "requires position: learned"
         yield ConfigProblem("position_offset", rule, model.position_offset, "position: learned")

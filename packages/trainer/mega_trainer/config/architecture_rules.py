@@ -67,6 +67,9 @@ def _bidirectional_problems(model: ModelConfig, data: DataConfig, tasks: Sequenc
     if not model.causal and not masked and model.task_head is None:
         rule = "requires data with masked tokens (data.kind = masked or bert)"
         yield ConfigProblem("model.causal", rule, False, "set data.kind=masked")
+    if model.embedding_size and masked and not model.masked_lm:
+        rule = "requires a head for masked tokens (model.masked_lm)"
+        yield ConfigProblem("model.embedding_size", rule, model.embedding_size, "set model.masked_lm={}")
     if model.task_head is not None and tasks:
         yield ConfigProblem("eval.tasks", "is not supported with model.task_head", list(tasks), "remove eval.tasks")
     elif not model.causal and tasks:

@@ -112,12 +112,13 @@ class StageLayers:
 
 class PositionTypeEmbeddings(nn.Module):
     """Learned position and segment-type embeddings and their norm: norm(x + position + type).
-    The sum has the terms that the model has; weights are whole on every tensor rank.
+    The sum has the terms that the model has; embeddings narrower than the layers are projected. Weights are whole on every
+    tensor rank.
     """
 
     def __init__(self, build: LayerBuilder) -> None:
         super().__init__()
-        config, width = build.config, build.config.hidden_size
+        config, width = build.config, build.config.embedding_width
         self.offset, self.tp, self.sp = config.position_offset, build.groups.tp, build.sp
 
         def build_table(name: str, rows: int) -> nn.Parameter | None:
@@ -126,10 +127,15 @@ class PositionTypeEmbeddings(nn.Module):
         rows = config.max_position + self.offset if config.position == "learned" else 0
         self.positions = build_table("embed_positions", rows)
         self.types = build_table("embed_types", config.token_types)
-        self.norm = build.build_residual_norm("model.embed_norm") if config.embedding_norm else None
+        self.norm = build.build_residual_norm("model.embed_norm", width) if config.embedding_norm else None
+        self.linear, self.weight, self.bias = build.unsharded_linear, None, None
+        if config.embedding_size:
+            shape, std = (config.hidden_size,), config.init_std
+            self.weight = build.build_replicated("model.embed_proj.weight", (*shape, width), std=std)
+            self.bias = build.build_replicated("model.embed_proj.bias", shape)
 
     def forward(self, x: Tensor, positions: Tensor, types: Tensor | None) -> Tensor:
-        """Add position and type embeddings to token embeddings, and normalise.
+        """Add position and type embeddings to token embeddings, normalise, and project to D.
         x is [B, S or S/T, D] (S/T under sequence parallelism over T ranks), positions int64 [B or 1, S], types int64
         [B, S] (None: all are 0).
         """
@@ -138,7 +144,8 @@ class PositionTypeEmbeddings(nn.Module):
             x = x + F.embedding(positions[:, part] + self.offset if self.offset else positions[:, part], self.positions)
         if self.types is not None:
             x = x + F.embedding(torch.zeros_like(positions[:, part]) if types is None else types[:, part], self.types)
-        return x if self.norm is None else self.norm(x)
+        x = x if self.norm is None else self.norm(x)
+        return x if self.weight is None else self.linear(x, self.weight, self.bias)
 
 
 def apply_embedding_scale(x: Tensor, config: ModelConfig) -> Tensor:

@@ -80,7 +80,7 @@ class FeedForward(nn.Module):
         self.up = build.build_column_linear(
             [SplitHeads(f"{name}.{part}", width) for part in parts], bias=config.mlp_bias
         )
-        self.down = build.build_row_linear(f"{name}.down_proj", width, bias=config.mlp_bias)
+        self.down = build.build_row_linear(f"{name}.down_proj", width, bias=config.mlp_bias or config.mlp_out_bias)
         self.slopes = nn.ParameterList()
         if config.activation == "xielu":
             # partial_grad: a rank's gradient is only from its own part of the width

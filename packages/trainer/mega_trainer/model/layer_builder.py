@@ -153,9 +153,9 @@ class LayerBuilder(ParameterBuilder):
             moe.latent_size or self.config.hidden_size,
         )
 
-    def build_residual_norm(self, name: str) -> Norm | PlainNorm:
-        """Build the model's norm, RMSNorm or LayerNorm as configured, for the residual stream."""
-        config, shape = self.config, (self.config.hidden_size,)
+    def build_residual_norm(self, name: str, width: int | None = None) -> Norm | PlainNorm:
+        """Build the model's norm, RMSNorm or LayerNorm as configured, for the residual stream, or of another `width`."""
+        config, shape = self.config, (width or self.config.hidden_size,)
         layer = config.norm == "layernorm"
         if not config.norm_weight:
             return PlainNorm(config.norm_eps, layer=layer)
