@@ -583,6 +583,59 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "codegen-eight-heads": ("codegen", {**_GPT2, "n_embd": 32, "n_head": 8, "rotary_dim": 2, "n_inner": 40}),
     "opt": ("opt", _OPT),
     "opt-untied-no-bias": ("opt", {**_OPT, "enable_bias": False, "tie_word_embeddings": False, "activation_function": "gelu"}),
+    "bitnet": ("bitnet", _SIZES),
+    "bitnet-silu-bias-tied": ("bitnet", {**_SIZES, "hidden_act": "silu", "attention_bias": True, "tie_word_embeddings": True, "rope_parameters": YARN}),
+    "persimmon": ("persimmon", {**_SIZES, "hidden_size": 32}),
+    "persimmon-unnormed-tied": (
+        "persimmon", {**_SIZES, "qk_layernorm": False, "tie_word_embeddings": True, "partial_rotary_factor": 1.0, "hidden_act": "relu"},
+    ),
+    "phi-normed": ("phi", {**_SIZES, "hidden_size": 32, "qk_layernorm": True}),
+    "dbrx": (
+        "dbrx", {"vocab_size": 97, "d_model": 24, "n_heads": 4, "n_layers": 3, "max_seq_len": 64, "rope_theta": 500.0,
+                 "attn_config": {"kv_n_heads": 2, "clip_qkv": 0.3, "rope_theta": 500.0},
+                 "ffn_config": {"ffn_hidden_size": 12, "moe_num_experts": 5, "moe_top_k": 2}},
+    ),
+    "dbrx-unnormalized": (
+        "dbrx", {"vocab_size": 97, "d_model": 24, "n_heads": 4, "n_layers": 2, "max_seq_len": 64,
+                 "attn_config": {"kv_n_heads": 1, "clip_qkv": 8, "rope_theta": 10000.0},
+                 "ffn_config": {"ffn_hidden_size": 12, "moe_num_experts": 4, "moe_top_k": 3, "moe_normalize_expert_weights": None}},
+    ),
+    "phimoe": ("phimoe", {**_SIZES, "num_local_experts": 5}),
+    "phimoe-long-bias-jitter": (
+        "phimoe", {**_SIZES, "num_local_experts": 6, "router_jitter_noise": 0.3, "attention_bias": True, "lm_head_bias": True, "sliding_window": 8,
+                   "rope_parameters": {**LONG, "original_max_position_embeddings": 64, "short_mscale": 1.25, "long_mscale": 1.25}},
+    ),
+    "flint": ("flint", {**_EXPERTS, "num_experts": 5, "head_dim": 10, "shared_expert_intermediate_size": 20, "num_hidden_layers": 5, "sliding_window": 8}),
+    "flint-kinds-bias-tied": (
+        "flint", {**_EXPERTS, "num_experts": 4, "head_dim": 8, "shared_expert_intermediate_size": 16, "mlp_only_layers": [], "norm_topk_prob": False,
+                  "layer_types": _WINDOWS, "sliding_window": 8, "attention_bias": True, "tie_word_embeddings": True},
+    ),
+    "kolibri1": (
+        "kolibri1", {key: value for key, value in {**_EXPERTS, "num_experts": 6, "head_dim": 10, "shared_expert_intermediate_size": 20,
+                     "sliding_window": 8, "num_hidden_layers": 5}.items() if key != "intermediate_size"},
+    ),
+    "kolibri1-kinds-normalized-tied": (
+        "kolibri1", {key: value for key, value in {**_EXPERTS, "num_experts": 5, "head_dim": 6, "shared_expert_intermediate_size": 16,
+                     "sliding_window": 8, "layer_types": KINDS, "norm_topk_prob": True, "tie_word_embeddings": True}.items() if key != "intermediate_size"},
+    ),
+    "axk1": ("axk1", {**_DEEPSEEK, "n_group": 4, "topk_group": 2}),
+    "axk1-kinds-bias-tied": (
+        "axk1", {**_DEEPSEEK, "n_group": 1, "topk_group": 1, "attention_bias": True, "mlp_layer_types": ["sparse", "dense", "sparse"],
+                 "n_shared_experts": 2, "norm_topk_prob": False, "tie_word_embeddings": True, "rope_parameters": YARN},
+    ),
+    "cohere2_moe": (
+        "cohere2_moe", {**_SIZES, "head_dim": 6, "num_experts": 4, "num_shared_experts": 1, "sliding_window": 8, "num_hidden_layers": 5},
+    ),
+    "cohere2_moe-dense-rms-sigmoid": (
+        "cohere2_moe", {**_SIZES, "head_dim": 10, "num_experts": 5, "num_experts_per_tok": 3, "sliding_window": 8, "mlp_layer_types": ["dense", "sparse", "sparse"],
+                        "layer_types": KINDS, "rms_norm_eps": 1e-5, "expert_selection_fn": "sigmoid", "norm_topk_prob": False,
+                        "num_shared_experts": 2, "shared_expert_combination_strategy": "sum", "prefix_dense_intermediate_size": 50,
+                        "attention_bias": True, "tie_word_embeddings": False},
+    ),
+    "cohere2_moe-dense-unrotated": (
+        "cohere2_moe", {**_SIZES, "head_dim": 6, "num_experts": 4, "sliding_window": 8, "mlp_layer_types": ["dense", "sparse", "sparse"],
+                        "layer_types": KINDS, "prefix_dense_sliding_window_pattern": 2, "logit_scale": 1.0},
+    ),
     "distilbert": (
         "distilbert", {"vocab_size": 97, "dim": 24, "hidden_dim": 40, "n_layers": 3, "n_heads": 4, "max_position_embeddings": 32},
     ),

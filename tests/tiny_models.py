@@ -402,6 +402,28 @@ VARIANTS |= {
             **MOE, "top_k": 1, "score": "sigmoid", "normalize": False, "weighted_inputs": True, "shared_ffn_hidden_size": 12, "layers": [1, 2],
         },
     },
+    "bitnet": {"activation": "reglu2", "output_input_norms": True, "num_kv_heads": 2, "rope": {"theta": 1000.0}},
+    "persimmon": {
+        "norm": "layernorm", "activation": "relu2", **_BIASES, "qk_norm": True, "qk_norm_span": "layernorm", "hidden_size": 32,
+        "rope": {"fraction": 0.5},
+    },
+    "dbrx": {"norm": "layernorm", "norm_bias": False, "qkv_clip": 0.5, "num_kv_heads": 2, "ffn_hidden_size": 12, "moe": MOE},
+    "phimoe": {
+        "norm": "layernorm", "head_bias": True, "num_kv_heads": 2, "moe": {**MOE, "score": "sparsemixer", "jitter": 0.2, "normalize": False},
+    },
+    "flint": {
+        "num_layers": 3, "qk_norm": True, "attention_sinks": True, "sliding_window": 7, "full_attention_layers": [0], "no_rope_layers": [0],
+        "num_kv_heads": 2, "moe": {**MOE, "score": "sigmoid", "shared_ffn_hidden_size": 20, "layers": [1, 2]},
+    },
+    "kolibri": {
+        "norm_position": "both", "qk_norm": True, "sliding_window": 7, "full_attention_layers": [1], "no_rope_layers": [1],
+        "moe": {**MOE, "score": "sigmoid", "selection_bias": True, "choice": "logits", "normalize": False, "shared_ffn_hidden_size": 20},
+    },
+    "axk1": {**LATENT, "moe": {**V3, "output_norm": True}},
+    "cohere2-moe": {
+        **_COHERE, "num_layers": 3, "sliding_window": 7, "full_attention_layers": [0, 2], "no_rope_layers": [2],
+        "moe": {**MOE, "shared_ffn_hidden_size": 24, "scaling": 0.5, "shared_scaling": 0.5, "layers": [1, 2]},
+    },
     "granite4-dense": {
         **_GRANITE, "layers": ["mamba+mlp", "attention+mlp"], "mamba": _MAMBA, "tie_embeddings": True, "rope": YARN,
         "qkv_bias": True, "attention_out_bias": True,

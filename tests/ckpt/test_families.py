@@ -340,6 +340,7 @@ _NO_KEYS = {
     "gemma3_text": {"image_token_id", "mm_tokens_per_image", "text_config", "vision_config"},
     "llama4_text": {"image_token_id"},
     "minicpm3": {"logits_scaling"},
+    "dbrx": {"ffn_act_fn", "ffn_hidden_size", "moe_jitter_eps", "moe_num_experts"},  # of its section
     "aria_text": {"image_token_id", "projector_patch_to_query_dict", "max_value_projector_patch_to_query_dict", "patch_size", "text_config", "vision_config", "vision_feature_layer"},
     "": {"_attn_implementation", "get_text_config", "default_theta", "standardize_rope_params", "validate_rope", "json",
          "rope_parameters"},

@@ -63,6 +63,22 @@ def test_latents_without_norms(every: int) -> None:
 
 
 @ONE_IN_THREE
+def test_norms_before_output_projections_heads_of_decoders_and_other_routers(every: int) -> None:
+    shapes: list[tuple[int, dict[str, Any]]] = [
+        (2, {"tp": 2}), (2, {"tp": 2, "sp": True}), (2, {"pp": 2}), (2, {"zero": 3}), (4, {"tp": 4, "sp": True}),
+        (4, {"tp": 2, "pp": 2, "zero": 1}), (4, {"tp": 2, "sp": True, "cp": 2, "cp_kind": "alltoall"}), (4, {"cp": 2, "pp": 2}),
+        (2, {"ep": 2}), (4, {"ep": 2, "expert_tp": 2}), (4, {"tp": 2, "sp": True, "ep": 2, "zero": 1}),
+    ]  # fmt: skip
+    cases = [
+        case(name, ranks, layers=shape.get("pp", 1) * 2, parallel=shape, micro=2, variant=VARIANTS[name][number])
+        for name, number in (("dense", 6), ("moe", 3), ("moe", 4))
+        for ranks, shape in shapes
+        if name == "moe" or not {"cp", "ep"} & shape.keys()
+    ]
+    assert not problems(cases[::every], 4)
+
+
+@ONE_IN_THREE
 def test_narrow_embeddings_and_plain_output_layers_of_encoders(every: int) -> None:
     shapes: list[tuple[int, dict[str, Any]]] = [
         (2, {"tp": 2}), (2, {"tp": 2, "sp": True}), (2, {"pp": 2}), (2, {"zero": 3}), (4, {"tp": 4, "sp": True}),

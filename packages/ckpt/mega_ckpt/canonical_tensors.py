@@ -203,12 +203,15 @@ def _attention(config: ModelConfig) -> TensorShapes:
     width, head = config.hidden_size, config.query_key_head_dim
     queries, keys = config.num_attention_heads * head, config.key_value_heads * head
     spans: dict[str, tuple[TensorShape, TensorShape]] = {
-        **dict.fromkeys(("head", "plain"), ((head,), (head,))),
+        **dict.fromkeys(("head", "layernorm", "plain"), ((head,), (head,))),
         "all": ((queries,), (keys,)),
         "each": ((config.num_attention_heads, head), (config.key_value_heads, head)),
     }
+    kinds = ("weight", "bias") if config.qk_norm_span == "layernorm" else ("weight",)
     norms: TensorShapes = {
-        f"self_attn.{name}_norm.weight": span for name, span in zip("qk", spans[config.qk_norm_span], strict=True)
+        f"self_attn.{name}_norm.{kind}": span
+        for name, span in zip("qk", spans[config.qk_norm_span], strict=True)
+        for kind in kinds
     }
     return {
         **_linear("self_attn.q_proj", queries, width, config.qkv_bias),
@@ -218,6 +221,7 @@ def _attention(config: ModelConfig) -> TensorShapes:
         **(_linear("self_attn.g_proj", queries, width, config.qkv_bias) if config.attention_gate else {}),
         **({"self_attn.sinks": (config.num_attention_heads,)} if config.attention_sinks else {}),
         **({"self_attn.relative_bias.weight": _relative(config)} if _own_table(config) else {}),
+        **({"self_attn.o_norm.weight": (queries,)} if config.output_input_norms else {}),
         **_linear("self_attn.o_proj", width, queries, config.attention_out_bias),
     }
 
@@ -338,6 +342,7 @@ def _mlp(config: ModelConfig, ffn: int, name: str = "mlp", latent: int | None = 
     return {
         **(_linear(f"{name}.gate_proj", ffn, width, bias) if config.has_gated_mlp else {}),
         **_linear(f"{name}.up_proj", ffn, width, bias),
+        **({f"{name}.down_norm.weight": (ffn,)} if config.output_input_norms else {}),
         **_linear(f"{name}.down_proj", width, ffn, bias or config.mlp_out_bias),
         **(
             dict.fromkeys((f"{name}.act_fn.alpha_p", f"{name}.act_fn.alpha_n"), (1,))
@@ -361,4 +366,5 @@ def _experts(config: ModelConfig) -> TensorShapes:
         **({"mlp.fc2_latent_proj.weight": (width, latent)} if latent else {}),
         **(_mlp(config, shared, "mlp.shared_expert") if shared else {}),
         **({"mlp.shared_expert_gate.weight": (1, width)} if moe.shared_gate else {}),
+        **(_norm(config, "mlp.output_norm") if moe.output_norm else {}),
     }
