@@ -121,6 +121,7 @@ ENCODERS = {
     "jina_embeddings_v3",
     "gte",
     "eurobert",
+    "mpnet",
 }
 _T5 = {
     "vocab_size": 97, "d_model": 24, "d_kv": 5, "d_ff": 40, "num_layers": 2, "num_decoder_layers": 3, "num_heads": 4,
@@ -636,6 +637,15 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         "cohere2_moe", {**_SIZES, "head_dim": 6, "num_experts": 4, "sliding_window": 8, "mlp_layer_types": ["dense", "sparse", "sparse"],
                         "layer_types": KINDS, "prefix_dense_sliding_window_pattern": 2, "logit_scale": 1.0},
     ),
+    "mpnet": ("mpnet", {**_BERT, "pad_token_id": 1, "hidden_act": "gelu_new"}),
+    "modernbert-decoder": ("modernbert-decoder", {**_BERT, **_MODERNBERT}),
+    "modernbert-decoder-biases-kinds": (
+        "modernbert-decoder", {**_BERT, **_MODERNBERT, "attention_bias": True, "mlp_bias": True, "norm_bias": True, "classifier_bias": True,
+                               "decoder_bias": False, "classifier_activation": "silu", "layer_types": KINDS, "tie_word_embeddings": False,
+                               "hidden_activation": "silu"},
+    ),
+    "bert-generation": ("bert-generation", {**_BERT, "is_decoder": True}),
+    "bert-generation-tanh": ("bert-generation", {**_BERT, "is_decoder": True, "hidden_act": "gelu_new"}),
     "distilbert": (
         "distilbert", {"vocab_size": 97, "dim": 24, "hidden_dim": 40, "n_layers": 3, "n_heads": 4, "max_position_embeddings": 32},
     ),

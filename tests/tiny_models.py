@@ -424,6 +424,11 @@ VARIANTS |= {
         **_COHERE, "num_layers": 3, "sliding_window": 7, "full_attention_layers": [0, 2], "no_rope_layers": [2],
         "moe": {**MOE, "shared_ffn_hidden_size": 24, "scaling": 0.5, "shared_scaling": 0.5, "layers": [1, 2]},
     },
+    "modernbert-decoder": {
+        "norm": "layernorm", "norm_bias": False, "embedding_norm": True, "first_norm": False, "activation": "geglu_erf", "num_layers": 3,
+        "masked_lm": {"dense_bias": False}, "sliding_window": 5, "full_attention_layers": [0], "local_rope": {"theta": 20.0}, "tie_embeddings": True,
+    },
+    "bert-generation": {**GPT2, "activation": "gelu", "norm_position": "sum", "embedding_norm": True, "head_bias": True},
     "granite4-dense": {
         **_GRANITE, "layers": ["mamba+mlp", "attention+mlp"], "mamba": _MAMBA, "tie_embeddings": True, "rope": YARN,
         "qkv_bias": True, "attention_out_bias": True,
@@ -454,6 +459,7 @@ VARIANTS |= {
         **_MODERN, **_BIASES, "norm_bias": True, "activation": "geglu", "full_attention_layers": [1], "tie_embeddings": False,
         "masked_lm": {"activation": "gelu_tanh", "bias": False},
     },
+    "mpnet": {**_BERT, "token_types": 0, "position_offset": 2, "relative_bias": True},
     "distilbert": {**_BERT, "token_types": 0, "norm_eps": 1e-12},
     "electra": {**_BERT, "embedding_size": 14},
     "roformer": {**_BERT, "embedding_size": 14, "position": "rope", "rope": {"interleaved": True}},
@@ -508,7 +514,7 @@ def save_tiny(
         {k: raw[k] for k in raw if k != "architectures"},
     )
     raw.setdefault(
-        "pad_token_id", 0 if family.name == "nomic_bert" else None
+        "pad_token_id", 0 if family.name in ("nomic_bert", "modernbert-decoder") else None
     )  # some families' default lies outside a tiny vocabulary
     config = transformers.AutoConfig.for_model(raw.pop("model_type"), **raw)
     torch.manual_seed(seed)

@@ -135,6 +135,7 @@ def _few(family: ModelFamily) -> dict[str, Any]:
     few = {
         "deepseek_v2": {"num_experts_per_tok": 2}, "glm4_moe": {"num_attention_heads": 32},
         "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1},
+        "bert-generation": {"is_decoder": True},
         "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
     }  # fmt: skip
     return few.get(family.name, {})

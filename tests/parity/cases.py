@@ -256,6 +256,12 @@ VARIANTS["encoder"] = [
         "pooler": False, "sentence_pairs": False,
     },
 ]  # fmt: skip
+# A bias table that all layers share, which the layers of other stages would lack.
+SHARED_BIAS: dict[str, Any] = {
+    "relative_bias": True,
+    "relative": {"buckets": 8, "max_distance": 12},
+    "position_offset": 2,
+}
 VARIANTS["retro"] = [
     {},
     {

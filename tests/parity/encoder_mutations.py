@@ -9,11 +9,12 @@ from typing import Any
 from unittest import mock
 
 import torch
-from parity.cases import VARIANTS, case
+from parity.cases import SHARED_BIAS, VARIANTS, case
 from parity.recurrence_mutations import Patch
 from torch import Tensor
 
 from mega_trainer.kernels.attention_masks import BandMask
+from mega_trainer.model import decoder
 from mega_trainer.model.decoder import PositionTypeEmbeddings
 from mega_trainer.model.forward_context import SequenceMask
 from mega_trainer.model.layer_builder import LayerBuilder
@@ -27,6 +28,7 @@ TP, SP = (case("encoder", 2, parallel={"tp": 2, "sp": sp}) for sp in (False, Tru
 RING = case("encoder", 2, parallel={"cp": 2})
 RING_WINDOW = case("encoder", 2, parallel={"cp": 2}, variant=WINDOW)
 DP = case("encoder", 2, micro=2)
+BIASED = case("encoder", 2, parallel={"tp": 2}, variant=SHARED_BIAS)
 NARROW = case("encoder", 2, parallel={"tp": 2, "sp": True}, variant=VARIANTS["encoder"][4])
 
 
@@ -93,6 +95,16 @@ def _output_bias_of_the_first_rank() -> AbstractContextManager[Any]:
     return swap(LayerBuilder, "build_vocab_bias", vocabulary_bias)
 
 
+def _bias_of_the_first_heads() -> AbstractContextManager[Any]:
+    """Each tensor rank takes the first rank's heads of the table."""
+    real = decoder.build_bias_table
+
+    def table(build: LayerBuilder, name: str) -> torch.nn.Parameter:
+        return real(replace(build, groups=replace(build.groups, tp=replace(build.groups.tp, rank=0))), name)
+
+    return swap(decoder, "build_bias_table", table)
+
+
 def _projection_gradient_of_a_part() -> AbstractContextManager[Any]:
     """Tensor ranks that have parts of a sequence keep their part of the gradient of the embeddings' projection."""
     real = LayerBuilder.build_replicated
@@ -117,6 +129,7 @@ ENCODERS: list[tuple[str, LayoutCase, Patch]] = [
         NARROW,
         _projection_gradient_of_a_part,
     ),
+    ("encoder: the shared bias of the first rank's heads", BIASED, _bias_of_the_first_heads),
     (
         "encoder: pairs weigh as tokens do",
         DP,

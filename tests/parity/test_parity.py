@@ -9,7 +9,7 @@ from itertools import product
 from typing import Any
 
 import pytest
-from parity.cases import MODELS, SINKHORN, VARIANTS, all_layouts, case, covering
+from parity.cases import MODELS, SHARED_BIAS, SINKHORN, VARIANTS, all_layouts, case, covering
 from ranks import run_ranks
 
 from mega_trainer.verify.case_comparison import CaseVerdict, compare_cases_with_one_process, merge_findings_by_case
@@ -76,6 +76,15 @@ def test_norms_before_output_projections_heads_of_decoders_and_other_routers(eve
         if name == "moe" or not {"cp", "ep"} & shape.keys()
     ]
     assert not problems(cases[::every], 4)
+
+
+def test_a_bias_table_that_all_layers_of_an_encoder_share() -> None:
+    shapes: list[tuple[int, dict[str, Any]]] = [
+        (2, {"tp": 2, "sp": True}), (4, {"tp": 4}), (2, {"zero": 2}), (4, {"tp": 2, "sp": True, "cp": 2, "cp_kind": "alltoall"}),
+    ]  # fmt: skip
+    assert not problems(
+        [case("encoder", ranks, parallel=one, micro=2, variant=SHARED_BIAS) for ranks, one in shapes], 4
+    )
 
 
 @ONE_IN_THREE

@@ -36,6 +36,7 @@ def canonical_tensors(config: ModelConfig) -> TensorShapes:
     out |= _vision(config)
     if config.position == "relative" and not config.relative.every_layer:
         out |= {f"model.{stack}_relative_bias.weight": _relative(config) for stack in ("encoder", "decoder")}
+    out |= {"model.relative_bias.weight": _relative(config)} if config.relative_bias else {}
     if config.token_types:
         out["model.embed_types.weight"] = (config.token_types, embedded)
     out |= _norm(config, "model.embed_norm", embedded) if config.embedding_norm else {}

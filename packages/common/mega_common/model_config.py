@@ -245,6 +245,11 @@ class ModelConfig(StrictConfig):
     embedding_norm: bool = Field(False, description="a norm of the embeddings, as in BERT")
     rope: RopeConfig = RopeConfig()
     relative: RelativePositionConfig = RelativePositionConfig()
+    relative_bias: bool = Field(
+        False,
+        description="an encoder's attention scores have a bias by distance, from one table for all layers, besides its positions, "
+        "as in MPNet; `relative` has the buckets",
+    )
     local_rope: RopeConfig | None = Field(None, description="RoPE of layers with a sliding window; default: `rope`")
     no_rope_layers: list[NonNegativeInt] | None = Field(None, description="layers without RoPE, as in SmolLM3")
     no_rope_scaling: tuple[PositiveFloat, PositiveInt] | None = Field(
@@ -333,6 +338,11 @@ class ModelConfig(StrictConfig):
         description="the model runs as a module of the transformers library; set by `implementation: transformers`, and "
         "then only num_layers, hidden_size, vocab_size and max_position of the other fields describe it",
     )
+
+    @property
+    def has_position_bias(self) -> bool:
+        """True if attention scores have a bias by the distance of query and key."""
+        return self.position in ("relative", "alibi") or self.relative_bias
 
     @property
     def embedding_width(self) -> int:

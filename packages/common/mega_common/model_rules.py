@@ -109,6 +109,15 @@ def _find_bidirectional_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
     if model.embedding_size and (model.causal or (model.masked_lm and not model.masked_lm.dense)):
         rule = "requires causal: false, without masked_lm.dense: false"
         yield ConfigProblem("embedding_size", rule, model.embedding_size, "leave it out")
+    if model.relative_bias and (
+        model.causal
+        or model.encoder
+        or model.position in ("relative", "alibi")
+        or model.attention_softcap
+        or model.attention_sinks
+    ):
+        rule = "requires causal: false, without encoder, attention_softcap, attention_sinks, and another position than relative"
+        yield ConfigProblem("relative_bias", rule, True, "relative_bias: false")
     if model.position_offset and model.position != "learned":
         rule = "requires position: learned"
         yield ConfigProblem("position_offset", rule, model.position_offset, "position: learned")

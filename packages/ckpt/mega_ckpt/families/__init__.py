@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from mega_ckpt.families.alibi_decoders import BLOOM, MPT
+from mega_ckpt.families.bert_decoders import BERT_GENERATION, MODERNBERT_DECODER
 from mega_ckpt.families.bert_encoders import (
     BERT,
     CAMEMBERT,
@@ -38,6 +39,7 @@ from mega_ckpt.families.further_encoders import (
     EUROBERT,
     GTE,
     JINA_EMBEDDINGS_V3,
+    MPNET,
     NOMIC_BERT,
     ROFORMER,
 )
@@ -133,7 +135,7 @@ FAMILIES: tuple[ModelFamily, ...] = (
     CAMEMBERT, DATA2VEC_TEXT, GPT_NEO, YOUTU, MPT, CODEGEN, LLAMA4,
     OLMO, NANOCHAT, MINICPM3, MISTRAL4, ARIA_TEXT, OPENAI_GPT, APERTUS, ERNIE, ROBERTA_PRE_LAYER_NORM, XLM_ROBERTA_XL,
     DISTILBERT, ELECTRA, ROFORMER, NOMIC_BERT, JINA_EMBEDDINGS_V3, GTE, EUROBERT, BITNET, PERSIMMON, DBRX, PHIMOE, FLINT, KOLIBRI1,
-    COHERE2_MOE, AXK1,
+    COHERE2_MOE, AXK1, MPNET, MODERNBERT_DECODER, BERT_GENERATION,
 )  # fmt: skip
 
 VISION_FAMILIES: tuple[VisionLanguageFamily, ...] = (

@@ -418,7 +418,7 @@ XLM_ROBERTA_XL = replace(
 )
 
 
-_HEAD_ACTIVATIONS = {**GELUS, "silu": "silu"}
+HEAD_ACTIVATIONS = {**GELUS, "silu": "silu"}
 
 
 @dataclass(frozen=True)
@@ -436,12 +436,12 @@ class _ModernBertHeadEntry:
         is_classifier = str(raw.get("architectures")).endswith("ForSequenceClassification']")
         if is_classifier and raw.get("classifier_pooling", "cls") != "cls":
             raise ConfigMismatchError("classifier_pooling must be 'cls' in a classifier")
-        if activation not in _HEAD_ACTIVATIONS:
+        if activation not in HEAD_ACTIVATIONS:
             raise ConfigMismatchError(
-                f"classifier_activation = {activation!r} is not supported (only {', '.join(_HEAD_ACTIVATIONS)})"
+                f"classifier_activation = {activation!r} is not supported (only {', '.join(HEAD_ACTIVATIONS)})"
             )
         biases = {"dense_bias": raw.get("classifier_bias", False), "bias": raw.get("decoder_bias", True)}
-        return {"masked_lm": {"activation": _HEAD_ACTIVATIONS[activation], **biases}}
+        return {"masked_lm": {"activation": HEAD_ACTIVATIONS[activation], **biases}}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
         """Return the config.json keys of ModernBERT's masked-language-model head, and `architectures`."""
@@ -454,7 +454,7 @@ class _ModernBertHeadEntry:
             head = head.model_copy(update={"bias": True})  # of the output layer, which the class does not have
         return {
             "architectures": [encoder_class_name("ModernBert", model)],
-            "classifier_activation": next(key for key, value in _HEAD_ACTIVATIONS.items() if value == head.activation),
+            "classifier_activation": next(key for key, value in HEAD_ACTIVATIONS.items() if value == head.activation),
             "classifier_bias": head.dense_bias,
             "decoder_bias": head.bias,
             **({"classifier_pooling": "cls"} if model.task_head else {}),

@@ -1,7 +1,7 @@
 """Encoders one setting away from BERT. DistilBERT (arXiv:1910.01108): BERT without segments and pooler. ELECTRA
 (arXiv:2003.10555) and RoFormer (arXiv:2104.09864): embeddings that may be narrower than the layers; RoFormer has rotary positions.
 Embedding models with rotary positions and post-norms: Nomic (arXiv:2402.01613) with SwiGLU, GTE (arXiv:2407.19669) with
-GeGLU, Jina v3 (arXiv:2409.10173). EuroBERT (arXiv:2503.05500): Llama with bidirectional attention.
+GeGLU, Jina v3 (arXiv:2409.10173). MPNet (arXiv:2004.09297): learned positions and a bias by distance. EuroBERT (arXiv:2503.05500): Llama with bidirectional attention.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from mega_ckpt.families.config_entries import (
 from mega_ckpt.families.disk_layouts import LAYER, QKV, TensorRule, weight_bias_rules
 from mega_ckpt.families.rope_entries import RopeEntry
 from mega_ckpt.families.window_entries import UniformWindowEntry
-from mega_common.encoder_config import MaskedLmConfig
+from mega_common.encoder_config import MaskedLmConfig, RelativePositionConfig
 from mega_common.model_config import ModelConfig, RopeConfig
 
 _ATTENTION, _MLP = f"{LAYER}.self_attn", f"{LAYER}.mlp"
@@ -291,6 +291,57 @@ JINA_EMBEDDINGS_V3 = EncoderFamily(
             "roberta.encoder.layers.{i}.norm2": _NORM_2,
         }),
         *_outer_rules("roberta", _HEAD),
+    ),
+    carried=CARRIED_BERT,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class OnePaddingRowEntry:
+    """Config entry for MPNet's learned positions, which start at row 2 whatever the padding token is."""
+
+    handled_config_keys: frozenset[str] = frozenset({"max_position_embeddings"})
+    handled_model_fields: frozenset[str] = frozenset({"max_position", "position_offset"})
+
+    def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
+        """Return the `ModelConfig` fields `max_position` and `position_offset`."""
+        return {"max_position": raw.get("max_position_embeddings", 512) - 2, "position_offset": 2}
+
+    def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
+        """Return the config.json key of the number of rows; ConfigMismatchError for another offset."""
+        if model.position_offset != 2:
+            raise ConfigMismatchError(f"position_offset must be 2, not {model.position_offset}")
+        return {"max_position_embeddings": model.max_position + 2}
+
+
+_BUCKETS = RelativePositionConfig()  # 32 buckets up to a distance of 128
+MPNET = EncoderFamily(
+    name="mpnet",
+    architecture="MPNetForMaskedLM",
+    prefix="mpnet.",
+    head=_HEAD["matrix"],
+    bias_copy="lm_head.decoder.bias",
+    dense_classifier=True,
+    buffers=r"(mpnet\.)?embeddings\.position_ids",
+    entries=(
+        *_with_fixed(
+            _replace_entries(
+                (entry for entry in bert_config_entries("MPNet", norm_position="sum") if not isinstance(entry, TokenTypesEntry)),
+                EncoderHeadsEntry("MPNet", "gelu", has_pairs=False),
+                OnePaddingRowEntry(),
+            ),
+            {"relative_bias": True, "relative": _BUCKETS, "token_types": 0},
+        ),
+        # transformers uses 32 buckets whatever the number of rows
+        AllowedValuesEntry({"relative_attention_num_buckets": (_BUCKETS.buckets,)}),
+    ),
+    rules=(
+        *_module_rules({
+            **{f"mpnet.encoder.layer.{{i}}.attention.attn.{x}": f"{_ATTENTION}.{x}_proj" for x in "qkvo"},
+            "mpnet.encoder.layer.{i}.attention.LayerNorm": _NORM_1,
+        }),
+        *(rule for rule in bert_tensor_rules("mpnet", POST_NORMS, _HEAD) if ".attention." not in rule.disk),
+        TensorRule("mpnet.encoder.relative_attention_bias.weight", ("model.relative_bias.weight",)),
     ),
     carried=CARRIED_BERT,
 )  # fmt: skip

@@ -38,7 +38,7 @@ def drop_redundant_model_fields(model: ModelConfig) -> ModelConfig:
         unused["attention_scale"] = None
     if model.position != "rope":
         unused |= {"rope": RopeConfig(), "local_rope": None}
-    if model.position != "relative":
+    if model.position != "relative" and not model.relative_bias:
         unused["relative"] = RelativePositionConfig()
     return model.model_copy(
         update={

@@ -20,10 +20,11 @@ from mega_trainer.data.batch_images import BatchImages
 from mega_trainer.data.micro_batch import DocumentBounds, HeadTargets, MicroBatch, MtpTargets
 from mega_trainer.distributed.rng import DropoutFactory, SeededDropout
 from mega_trainer.model.activation_checkpointing import ActivationCheckpointer, ActivationOffload, RecomputePolicy
+from mega_trainer.model.attention import build_bias_table
 from mega_trainer.model.forward_context import AttentionMask, ForwardContext, KVCache, SequenceMask
 from mega_trainer.model.layer_builder import LayerBuilder
 from mega_trainer.model.output_heads import OutputHead, OutputProjection
-from mega_trainer.model.relative_position_bias import LinearPositionBias
+from mega_trainer.model.relative_position_bias import BucketedPositionBias, LinearPositionBias, PositionBias
 from mega_trainer.model.rotary_embedding import RotaryEmbedding, query_scale_by_position
 from mega_trainer.model.transformer_layer import build_transformer_layer
 from mega_trainer.model.vision.vision_encoder import ImageEmbedder
@@ -193,6 +194,7 @@ class Decoder(nn.Module):
             self.embedding = build.build_token_embedding(table())
         if self.stage.embeds:
             self.inputs = PositionTypeEmbeddings(build)
+        self.bias_table = build_bias_table(build, "model.relative_bias") if config.relative_bias else None
         self.vision = ImageEmbedder.from_layer_builder(build) if self.stage.embeds else None
         self.layers = nn.ModuleList(
             self._build_layer(build, index) for index in range(self.stage.first, self.stage.last)
@@ -221,7 +223,9 @@ class Decoder(nn.Module):
         units = [ForwardUnit(layer, list(layer.parameters())) for layer in self.layers]
         if self.stage.embeds:
             vision = [ForwardUnit(self.vision, list(self.vision.parameters()))] if self.vision else []
-            units[:0] = [ForwardUnit(self.embedding, [self.embedding.weight, *self.inputs.parameters()]), *vision]
+            tables = [] if self.bias_table is None else [self.bias_table]
+            first = ForwardUnit(self.embedding, [self.embedding.weight, *self.inputs.parameters(), *tables])
+            units[:0] = [first, *vision]
         if self.stage.heads:
             copy = self.embedding.weight if hasattr(self, "embedding") and not self.stage.embeds else None
             output = [weight for weight in (self.matrix, self.head_bias, copy) if weight is not None]
@@ -282,12 +286,14 @@ class Decoder(nn.Module):
             length, positions.device, bounds.document_starts, self.config.causal, bounds.bidirectional_blocks
         )
         return ForwardContext(
-            attention_mask, rotation, local_rotation, cache, dropout, routing, self._linear_bias(positions.device),
+            attention_mask, rotation, local_rotation, cache, dropout, routing, self._position_bias(positions.device),
             query_scale=query_scale_by_position(self.config, positions, self.dtype),
         )  # fmt: skip
 
-    def _linear_bias(self, device: torch.device) -> LinearPositionBias | None:
-        """Return the linear position bias (ALiBi) of this rank's heads, or None if the model has none."""
+    def _position_bias(self, device: torch.device) -> PositionBias | None:
+        """Return the position bias (ALiBi or MPNet's) of this rank's heads, or None if the model has none."""
+        if self.bias_table is not None:
+            return BucketedPositionBias(self.bias_table, self.config.relative, causal=False)
         if self.config.position != "alibi":
             return None
         if device not in self._linear_biases:

@@ -105,7 +105,7 @@ def count_parameters_by_layer(model: ModelConfig, tensors: TensorShapes | None =
             layers[int(within[1])][_parameter_group(within[2])] += math.prod(shape)
         else:
             ends["vision" if name.startswith((TOWER, PROJECTOR)) else name.split(".")[-2]] += math.prod(shape)
-    tables = ends["encoder_relative_bias"] + ends["decoder_relative_bias"]
+    tables = ends["encoder_relative_bias"] + ends["decoder_relative_bias"] + ends["relative_bias"]
     return ParameterCounts(
         embedding=sum(ends[name] for name in ("embed_tokens", "embed_positions", "embed_types", "embed_proj")) + tables,
         head=sum(ends[name] for name in ("lm_head", "dense", "pooler", "pair_head")),
