@@ -52,7 +52,8 @@ class TrainerProfile:
         attention: attention kernel; `unfused` writes and reads all scores.
         passes: bytes moved by elementwise work, as a multiple of those of fused kernels.
         tp_waited: number of exposed collectives among the ten of a layer under tensor and sequence parallelism.
-        dispatch: destinations of a token: each of its experts, each rank with such experts, or each such node.
+        dispatch: destinations of a token: each of its experts and then the ranks that share the expert, each rank with such
+            experts, or each such node.
         gradient_bytes: bytes per element of gradients reduced over data ranks.
         bucket_bytes: bytes of a gradient bucket that is reduced at once; None: as mega's, large enough for many ranks.
         host: minimum seconds of a layer with experts, forward and backward: the time in which the host launches its
@@ -356,8 +357,13 @@ class LayerCostModel:
             return max(
                 near, size * expected_hits(block.num_nodes) * (1 - 1 / block.num_nodes) / self.interconnect.exchange
             )
-        times = moe.top_k if self.profile.dispatch == "expert" else expected_hits(run.ep)
-        return self.interconnect.all_to_all_seconds(size * times * run.expert_tp, block)
+        if self.profile.dispatch == "expert":  # an all-to-all, and an all-gather by the ranks that share an expert
+            sent, parts = size * moe.top_k, self.interconnect.make_rank_group(run.expert_tp, 1)
+            exchanged = self.interconnect.all_to_all_seconds(
+                sent, self.interconnect.make_rank_group(run.ep, run.expert_tp)
+            )
+            return exchanged + self.interconnect.all_gather_seconds(sent * run.expert_tp, parts)
+        return self.interconnect.all_to_all_seconds(size * expected_hits(run.ep) * run.expert_tp, block)
 
     def _recompute_work(self, work: PassWork) -> PassWork:
         """Return the work that the backward recomputes."""
