@@ -286,11 +286,11 @@ class Decoder(nn.Module):
             length, positions.device, bounds.document_starts, self.config.causal, bounds.bidirectional_blocks
         )
         return ForwardContext(
-            attention_mask, rotation, local_rotation, cache, dropout, routing, self._position_bias(positions.device),
+            attention_mask, rotation, local_rotation, cache, dropout, routing, self._build_attention_bias(positions.device),
             query_scale=query_scale_by_position(self.config, positions, self.dtype),
         )  # fmt: skip
 
-    def _position_bias(self, device: torch.device) -> PositionBias | None:
+    def _build_attention_bias(self, device: torch.device) -> PositionBias | None:
         """Return the position bias (ALiBi or MPNet's) of this rank's heads, or None if the model has none."""
         if self.bias_table is not None:
             return BucketedPositionBias(self.bias_table, self.config.relative, causal=False)
