@@ -91,7 +91,7 @@ def _find_vision_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
 def _find_bidirectional_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
     """Yield violated rules of bidirectional attention and of encoder models."""
     if not model.causal and (model.is_recurrent or model.mtp_layers):
-        rule = "is not supported with recurrent layers (mamba, delta, conv) or mtp_layers"
+        rule = "is not supported with recurrent layers (mamba, delta, kda, lightning, conv) or mtp_layers"
         yield ConfigProblem("causal", rule, model.causal, "use attention in all layers, and mtp_layers: 0")
     for name in ("masked_lm", "pooler", "sentence_pairs"):
         if model.causal and getattr(model, name):
@@ -101,6 +101,13 @@ def _find_bidirectional_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
     if model.position_offset and model.position != "learned":
         rule = "requires position: learned"
         yield ConfigProblem("position_offset", rule, model.position_offset, "position: learned")
+    unused = [kind for kind in model.residual_factors if all(kind not in layer for layer in model.layer_kinds)]
+    if model.residual_factors and (unused or model.norm_position != "stream"):
+        rule = "requires norm_position: stream, and must name mixers and feed-forward blocks that layers have"
+        yield ConfigProblem("residual_factors", rule, model.residual_factors, "leave it out")
+    if model.norm_position == "stream" and (model.parallel_residual or not model.first_norm or model.has_encoder):
+        rule = "is not supported with parallel_residual, encoder, retro and first_norm: false"
+        yield ConfigProblem("norm_position", rule, "stream", "norm_position: pre")
     if model.norm_position == "sum" and (model.parallel_residual or any(None in layer for layer in model.layer_kinds)):
         rule = "requires a mixer and a feed-forward block in every layer, without parallel_residual"
         hint = "parallel_residual: false, and layers such as attention+mlp"
@@ -131,8 +138,8 @@ def _find_head_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
     if model.mla and (model.qk_norm or model.key_value_heads != heads or model.head_dim or model.attention_sinks):
         rule = "conflicts with head_dim, num_kv_heads, qk_norm and attention_sinks"
         yield ConfigProblem("mla", rule, hint="leave out head_dim, num_kv_heads, qk_norm and attention_sinks")
-    if model.mla and (model.position != "rope" or model.rope.fraction != 1):
-        rule = "requires position: rope and rope.fraction = 1"
+    if model.mla and (model.position not in ("rope", "none") or model.rope.fraction != 1):
+        rule = "requires position: rope or none, and rope.fraction = 1"
         yield ConfigProblem("mla", rule, hint="position: rope, without rope.fraction")
     if model.mla and model.no_rope_layers:
         yield ConfigProblem("no_rope_layers", "is not supported with mla", hint="leave it out")
@@ -154,6 +161,8 @@ def _find_layer_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
     given = {
         "mamba": model.mamba is not None,
         "delta": model.delta is not None,
+        "kda": model.kda is not None,
+        "lightning": model.lightning is not None,
         "conv": model.conv is not None,
         "moe": model.moe is not None,
     }
