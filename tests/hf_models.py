@@ -92,6 +92,10 @@ _KIMI = {
     **_LATENT_SIZES, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "num_local_experts": 6, "layer_types": _KINDS, "pad_token_id": None,
     "linear_head_dim": 5, "linear_num_heads": 4, "linear_conv_kernel_dim": 3,
 }  # fmt: skip
+_LING = {
+    **{key: value for key, value in _KIMI.items() if key != "q_lora_rank" and not key.startswith("linear_")}, "head_dim": 5,
+    "short_conv_kernel_size": 3, "kda_lower_bound": -3.0, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+}  # fmt: skip
 _V3_EXPERTS = {**_EXPERTS, "n_routed_experts": 8, "n_group": 4, "topk_group": 2}
 _OPT = {
     "vocab_size": 97, "hidden_size": 24, "ffn_dim": 40, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -399,6 +403,12 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         "kimi_linear", {**_KIMI, "num_local_experts": 8, "n_group": 4, "topk_group": 2, "norm_topk_prob": False, "q_lora_rank": None,
                         "n_shared_experts": 2, "attention_bias": True, "first_k_dense_replace": 0, "rms_norm_eps": 1e-3, "layer_types": None,
                         "linear_attn_config": {"full_attn_layers": [1, 3], "kda_layers": [2], "num_heads": 2, "head_dim": 7, "short_conv_kernel_size": 2}},
+    ),
+    "bailing_hybrid": ("bailing_hybrid", _LING),
+    "bailing_hybrid-unbounded-groups": (
+        "bailing_hybrid", {**_LING, "num_local_experts": 8, "n_group": 4, "topk_group": 2, "norm_topk_prob": False, "n_shared_experts": 2,
+                           "attention_bias": True, "kda_safe_gate": False, "rms_norm_eps": 1e-3, "first_k_dense_replace": 0, "layer_types": None,
+                           "layer_group_size": 2, "rope_parameters": YARN, "rope_theta": 1e6},
     ),
     "minimax": ("minimax", {**_SIZES, "num_local_experts": 6, "block_size": 8, "layer_types": _KINDS}),
     "minimax-factors-window": (

@@ -385,6 +385,12 @@ VARIANTS |= {
         "mla": {"kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 10},
         "moe": {**MOE, "score": "sigmoid", "selection_bias": True, "shared_ffn_hidden_size": 24, "scaling": 2.5},
     },
+    "ling3": {
+        "layers": ["kda+mlp", "attention+moe", "kda+moe"], "num_layers": 3, "attention_gate": True, "rope": {"interleaved": True},
+        "kda": {"num_heads": 4, "head_dim": 5, "conv_kernel": 3, "chunk_size": 8, "low_rank_gates": False, "gate_floor": -4.0},
+        "mla": {"kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 10},
+        "moe": {**MOE, "score": "sigmoid", "selection_bias": True, "shared_ffn_hidden_size": 24, "scaling": 2.5},
+    },
     "minimax": {
         "layers": ["lightning+moe", "attention+moe", "lightning+moe"], "num_layers": 3, "norm_position": "stream", "num_kv_heads": 2,
         "lightning": {"num_heads": 4, "head_dim": 6, "chunk_size": 8}, "moe": MOE, "ffn_hidden_size": 12,

@@ -95,7 +95,10 @@ def test_what_follows_from_what_is_given() -> None:
             "the lower limit must be at most the upper limit",
         ),
         ({"delta": {**DELTA, "num_key_heads": 3}}, "delta.num_key_heads = 3: must divide num_value_heads = 4"),
-        ({"mla": LATENT, "attention_gate": True}, "attention_gate: is not supported with mla -> leave out mla"),
+        (
+            {"mla": {**LATENT, "q_lora_rank": 8}, "attention_gate": True},
+            "attention_gate: is not supported with mla.q_lora_rank -> leave out mla.q_lora_rank",
+        ),
         ({"num_layer": 2}, "num_layer: unknown key -> did you mean 'num_layers'?"),
         ({"activation": "swish"}, "activation = 'swish': must be 'swiglu'"),
         ({"vocab_size": 0}, "vocab_size = 0: must be greater than 0"),

@@ -185,6 +185,12 @@ VARIANTS["hybrid"] = [
         "mla": {"kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 10},
     },
     {
+        "layers": ["kda+moe", "attention+moe"], "num_kv_heads": None, "position": "rope", "attention_gate": True,
+        "rope": {"theta": 100.0, "interleaved": True},
+        "kda": {"num_heads": 8, "head_dim": 2, "chunk_size": 5, "low_rank_gates": False, "gate_floor": -5.0},
+        "mla": {"kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 10},
+    },
+    {
         "layers": ["lightning+moe", "attention+moe", "lightning+mlp", "lightning"], "position": "rope", "norm_position": "stream",
         "lightning": {"num_heads": 8, "head_dim": 3, "chunk_size": 5}, "residual_dropout": 0.1, "residual_multiplier": 1.0,
         "residual_factors": {"lightning": [2.0, 0.8], "attention": [0.9, 1.1], "moe": [1.5, 0.7]},

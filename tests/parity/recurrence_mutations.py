@@ -36,7 +36,7 @@ KDA = VARIANTS["hybrid"][6] | {"layers": ["kda+mlp", "attention"], "moe": None}
 KDA_TP = case("hybrid", 2, parallel={"tp": 2}, variant=KDA, length=16)
 KDA_PASSED = case("hybrid", 2, parallel={"cp": 2}, variant=KDA)
 KDA_EXCHANGED = case("hybrid", 2, parallel={"cp": 2, "cp_kind": "alltoall"}, variant=KDA, length=16)
-LIGHTNING = VARIANTS["hybrid"][7] | {"layers": ["lightning+mlp", "attention"], "moe": None, "residual_factors": {}}
+LIGHTNING = VARIANTS["hybrid"][8] | {"layers": ["lightning+mlp", "attention"], "moe": None, "residual_factors": {}}
 LIGHTNING_TP = case("hybrid", 2, parallel={"tp": 2}, variant=LIGHTNING, length=16)
 EXCHANGED = case("hybrid", 2, parallel={"cp": 2, "cp_kind": "alltoall"}, variant=GATED, length=16)
 

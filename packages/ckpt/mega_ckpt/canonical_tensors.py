@@ -281,6 +281,7 @@ def _latent_attention(config: ModelConfig) -> TensorShapes:
     }
     return {
         **(latent if mla.q_lora_rank else {"self_attn.q_proj.weight": (queries, width)}),
+        **({"self_attn.g_proj.weight": (heads, width)} if config.attention_gate else {}),
         **_linear("self_attn.kv_a_proj_with_mqa", mla.kv_lora_rank + mla.qk_rope_head_dim, width, bias),
         **latent_norm("kv_a_layernorm", mla.kv_lora_rank),
         "self_attn.kv_b_proj.weight": (heads * (mla.qk_nope_head_dim + mla.v_head_dim), mla.kv_lora_rank),
@@ -322,17 +323,18 @@ def _delta(config: ModelConfig) -> TensorShapes:
 
 
 def _kimi_delta(config: ModelConfig) -> TensorShapes:
-    """Return the tensors of Kimi Delta Attention: projections of queries, keys, values and steps, and the low-rank
-    forget gate f and output gate g.
+    """Return the tensors of Kimi Delta Attention: projections of queries, keys, values and steps, and the forget gate f
+    and output gate g, each one matrix or two of low rank.
     """
     kda, width = config.kda, config.hidden_size
     assert kda is not None
     inner, heads, rank = kda.inner_size, kda.num_heads, kda.head_dim
     gates: TensorShapes = {}
-    for part in "fg":
+    for part in "fg" if kda.low_rank_gates else "":
         gates |= {f"kda.{part}_a_proj.weight": (rank, width), f"kda.{part}_b_proj.weight": (inner, rank)}
+    projected = "qkvb" if kda.low_rank_gates else "qkvbfg"
     return {
-        **{f"kda.in_proj.{part}.weight": (heads if part == "b" else inner, width) for part in "qkvb"},
+        **{f"kda.in_proj.{part}.weight": (heads if part == "b" else inner, width) for part in projected},
         **{f"kda.conv1d.{part}.weight": (inner, kda.conv_kernel) for part in "qkv"},
         **gates,
         "kda.dt_bias": (inner,),

@@ -176,7 +176,7 @@ class KimiDeltaConfig(StrictConfig):
     """Configuration of Kimi Delta Attention layers (KDA, arXiv:2510.26692).
     Each head has a state of `head_dim` x `head_dim`, whose key channels decay separately.
 
-    The forget gate and the output gate are low-rank projections of rank `head_dim`.
+    The decays are exp(-exp(A) softplus(f + bias)), or with `gate_floor` exp(gate_floor sigmoid(exp(A) (f + bias))).
     """
 
     num_heads: PositiveInt
@@ -187,6 +187,13 @@ class KimiDeltaConfig(StrictConfig):
     )
     norm_eps: PositiveFloat | None = Field(
         None, description="epsilon of the per-head output norm; default: the model's"
+    )
+    low_rank_gates: bool = Field(
+        True,
+        description="the forget gate f and the output gate are projections of rank head_dim; false: full, as in Ling 3",
+    )
+    gate_floor: float | None = Field(
+        None, lt=0, description="lower bound of the decays' logarithms, as in Ling 3; default: unbounded"
     )
 
     @property

@@ -271,7 +271,11 @@ class ModelConfig(StrictConfig):
     attention_scale: float | None = Field(None, gt=0, description="factor on scores; default: 1 / sqrt(head size)")
     attention_softcap: float | None = Field(None, gt=0, description="scores become cap tanh(scores / cap)")
     attention_sinks: bool = Field(False, description="a learned score per head without a value, as in GPT-OSS")
-    attention_gate: bool = Field(False, description="attention's output times a sigmoid gate, as in Qwen3-Next")
+    attention_gate: bool = Field(
+        False,
+        description="attention's output times a sigmoid gate: of each channel, as in Qwen3-Next, or with mla of each head, as in "
+        "Ling 3",
+    )
     head_bias: bool = Field(False, description="a bias per vocabulary token on the logits, as in Phi-2 and GPT-J")
     logit_scale: float = Field(1.0, gt=0, description="factor on logits, before the softcap, as in Cohere")
     logit_softcap: float | None = Field(None, gt=0, description="logits become cap tanh(logits / cap)")

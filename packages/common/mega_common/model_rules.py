@@ -57,8 +57,8 @@ def find_model_config_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
         yield ConfigProblem("activation", "is not supported with moe, encoder and retro", "xielu", "activation: swiglu")
     if model.qkv_clip and model.mla:
         yield ConfigProblem("qkv_clip", "is not supported with mla", model.qkv_clip, "leave out mla")
-    if model.attention_gate and model.mla:
-        yield ConfigProblem("attention_gate", "is not supported with mla", hint="leave out mla")
+    if model.attention_gate and model.mla and model.mla.q_lora_rank:
+        yield ConfigProblem("attention_gate", "is not supported with mla.q_lora_rank", hint="leave out mla.q_lora_rank")
     yield from _find_layer_problems(model) if model.layers is not None else ()
     yield from _find_block_problems(model)
     yield from find_encoder_config_problems(model)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -244,12 +245,25 @@ HYBRID = {
 }  # fmt: skip
 
 
+LING = {
+    "kda": {**HYBRID["kda"], "low_rank_gates": False, "gate_floor": -5.0}, "num_kv_heads": None,
+    "mla": {"kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 10},
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    "layers", [["mamba"], ["delta"], ["kda"], ["lightning"], ["conv"], ["attention", "mlp"], HYBRID["layers"]]
+    ("layers", "changes"),
+    [
+        *((layers, {}) for layers in (["mamba"], ["delta"], ["kda"], ["lightning"], ["conv"], ["attention", "mlp"])),
+        (HYBRID["layers"], {}),
+        (["kda", "attention"], LING),
+    ],
 )
-def test_each_kind_of_layer_is_counted_as_it_multiplies(layers: list[str]) -> None:
+def test_each_kind_of_layer_is_counted_as_it_multiplies(layers: list[str], changes: dict[str, Any]) -> None:
     """Torch counts the products of 16 tokens in a real forward, but attention's scores and a delta rule's triangular solve."""
-    small = ModelConfig.parse({**HYBRID, "layers": layers, "moe": HYBRID["moe"] if "moe" in layers else None})
+    small = ModelConfig.parse(
+        {**HYBRID, **changes, "layers": layers, "moe": HYBRID["moe"] if "moe" in layers else None}
+    )
     built, tokens = Decoder(LayerBuilder(small)), 16
     assert count_parameters_by_layer(small).total == sum(p.numel() for p in built.parameters())
     counted = FlopCounterMode(display=False)

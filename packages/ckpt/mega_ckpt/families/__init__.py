@@ -46,7 +46,7 @@ from mega_ckpt.families.layernorm_decoders import (
     STARCODER2,
 )
 from mega_ckpt.families.lfm2_decoders import LFM2, LFM2_MOE
-from mega_ckpt.families.linear_attention_decoders import KIMI_LINEAR, MINIMAX
+from mega_ckpt.families.linear_attention_decoders import BAILING_HYBRID, KIMI_LINEAR, MINIMAX
 from mega_ckpt.families.llama4_decoders import LLAMA4
 from mega_ckpt.families.llama_decoders import (
     ARCEE,
@@ -111,7 +111,7 @@ FAMILIES: tuple[ModelFamily, ...] = (
     MODERNBERT, MEGATRON_BERT, MINIMAX_M2, GLM4_MOE_LITE, DOTS1, EXAONE_MOE, SOLAR_OPEN, HY_V3, AFMOE, CWM, INTERNLM3,
     IQUESTCODER, VAULT_GEMMA, FLEX_OLMO, MELLUM, ERNIE4_5_MOE, GRANITE_MOE_SHARED, GRANITE_SWA, GRANITE_MOE_SWA, HYPERCLOVAX,
     OPT, MINISTRAL3, HUNYUAN_V1_DENSE, HUNYUAN_V1_MOE, PHI, GPTJ, BLOOM, LFM2, LFM2_MOE, XLM_ROBERTA,
-    CAMEMBERT, DATA2VEC_TEXT, GPT_NEO, YOUTU, MPT, CODEGEN, LLAMA4, KIMI_LINEAR, MINIMAX,
+    CAMEMBERT, DATA2VEC_TEXT, GPT_NEO, YOUTU, MPT, CODEGEN, LLAMA4, KIMI_LINEAR, MINIMAX, BAILING_HYBRID,
     OLMO, NANOCHAT, MINICPM3, MISTRAL4, ARIA_TEXT, OPENAI_GPT, APERTUS, ERNIE, ROBERTA_PRE_LAYER_NORM, XLM_ROBERTA_XL,
 )  # fmt: skip
 

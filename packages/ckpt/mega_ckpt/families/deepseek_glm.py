@@ -49,18 +49,24 @@ class LatentAttentionEntry:
     """Config entry for DeepSeek's multi-head latent attention (MLA), section `mla` of `ModelConfig`.
     The norms of the latents always have transformers' default epsilon. `whole_head`: `head_dim` counts all elements of a
     head, not the rotated ones; `any_head_dim`: it is not used.
+    `query_latent`: the family's class has the key `q_lora_rank`.
     """
 
     whole_head: bool = False
     any_head_dim: bool = False
+    query_latent: bool = True
     handled_config_keys: frozenset[str] = frozenset({*_LATENT, "head_dim", "qk_head_dim", "num_key_value_heads"})
     handled_model_fields: frozenset[str] = frozenset({"mla", "num_kv_heads", "head_dim"})
+
+    @property
+    def _keys(self) -> list[str]:
+        return [key for key in _LATENT if self.query_latent or key != "q_lora_rank"]
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the `ModelConfig` section `mla` with the ranks and head dimensions, from config.json.
         Raises ConfigMismatchError if one is missing or `head_dim`, `qk_head_dim` or `num_key_value_heads` conflicts.
         """
-        absent = [key for key in _LATENT if key not in raw]
+        absent = [key for key in self._keys if key not in raw]
         if absent:
             raise ConfigMismatchError(f"{', '.join(absent)} is missing")
         rotated, heads = raw["qk_rope_head_dim"], raw.get("num_attention_heads")
@@ -70,7 +76,7 @@ class LatentAttentionEntry:
         for key, value in derived.items():
             if raw.get(key, value) not in (value, None):
                 raise ConfigMismatchError(f"{key} = {raw[key]!r} must be {value}")
-        return {"mla": {key: raw[key] for key in _LATENT}}
+        return {"mla": {key: raw[key] for key in self._keys}}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
         """Return the config.json keys of multi-head latent attention (MLA).
@@ -82,9 +88,9 @@ class LatentAttentionEntry:
             raise ConfigMismatchError(
                 "mla.latent_norm = false is not supported: models of this family normalize latents"
             )
-        if model.mla != MlaConfig(**{key: getattr(model.mla, key) for key in _LATENT}):
+        if model.mla != MlaConfig(**{key: getattr(model.mla, key) for key in self._keys}):
             raise ConfigMismatchError(f"mla = {model.mla!r} has fields without a counterpart")
-        return {key: getattr(model.mla, key) for key in _LATENT} | {"num_key_value_heads": model.num_attention_heads}
+        return {key: getattr(model.mla, key) for key in self._keys} | {"num_key_value_heads": model.num_attention_heads}
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Decoders with linear attention in most layers and softmax attention in the others, both with experts.
 
 Kimi Linear (Moonshot AI, arXiv:2510.26692): Kimi Delta Attention next to DeepSeek's latent attention without rotary
-positions. MiniMax-Text-01 (arXiv:2501.08313): lightning attention; the residual is the normalized stream, and residual and
+positions. Ling 3 (inclusionAI): the same with rotary positions, a gate for each head of latent attention, and bounded decays. MiniMax-Text-01 (arXiv:2501.08313): lightning attention; the residual is the normalized stream, and residual and
 addend have a factor each.
 """
 
@@ -16,6 +16,7 @@ from mega_ckpt.families.config_entries import (
     SILU,
     AllowedValuesEntry,
     ConfigDict,
+    ConfigEntry,
     ConfigMismatchError,
     FixedFieldsEntry,
     KeyEntry,
@@ -23,8 +24,16 @@ from mega_ckpt.families.config_entries import (
     layer_indices,
     llama_config_entries,
 )
-from mega_ckpt.families.deepseek_glm import ExpertGroupsEntry, LatentAttentionEntry
-from mega_ckpt.families.disk_layouts import LAYER, ConvLayout, SingletonAxesLayout, TensorRule
+from mega_ckpt.families.deepseek_glm import SHARED_EXPERT_RULES, ExpertGroupsEntry, LatentAttentionEntry
+from mega_ckpt.families.disk_layouts import (
+    LAYER,
+    ConcatLayout,
+    ConvLayout,
+    DiskLayout,
+    SingletonAxesLayout,
+    TensorRule,
+    weight_bias_rules,
+)
 from mega_ckpt.families.family import ModelFamily
 from mega_ckpt.families.hybrid_entries import NO_WINDOW, check_layer_mixers, mixer_names, parse_mixer_names
 from mega_ckpt.families.moe_entries import (
@@ -89,15 +98,76 @@ class KimiLayersEntry:
         kda = model.kda or KimiDeltaConfig(num_heads=1, head_dim=1)
         if kda.norm_eps not in (None, model.norm_eps):
             raise ConfigMismatchError(f"kda.norm_eps must be norm_eps = {model.norm_eps}, not {kda.norm_eps}")
+        if not kda.low_rank_gates or kda.gate_floor is not None:
+            raise ConfigMismatchError("kda must have low_rank_gates, and no gate_floor")
         listed = {
             "full_attn_layers": [i + 1 for i, mixer in enumerate(mixers) if mixer == "attention"],
             "kda_layers": [i + 1 for i, mixer in enumerate(mixers) if mixer == "kda"],
         }
         section = {**listed, **{key: getattr(kda, name) for key, name in _FIELDS.items()}}
-        feeds = _FEEDS.config_from_fields(model)
-        dense = feeds["mlp_layer_types"].count("dense")
-        older = {} if "sparse" in feeds["mlp_layer_types"][:dense] else {"first_k_dense_replace": dense}
-        return {"linear_attn_config": section, **feeds, **older}
+        return {"linear_attn_config": section, **_feed_forward_keys(model)}
+
+
+def _feed_forward_keys(model: ModelConfig) -> dict[str, Any]:
+    """Return config.json's list of feed-forward blocks, and the number of dense layers if these are the first ones."""
+    listed = _FEEDS.config_from_fields(model)
+    kinds = listed["mlp_layer_types"]
+    dense = kinds.count("dense")
+    return {**listed, **({} if "sparse" in kinds[:dense] else {"first_k_dense_replace": dense})}
+
+
+_LING_FEEDS = MlpLayerTypesEntry(2, "first_k_dense_replace")
+
+
+@dataclass(frozen=True)
+class LingLayersEntry:
+    """Config entry for the kind of each layer of Ling 3 and for the sizes and the forget gate of Kimi Delta Attention.
+
+    By default the last layer of each `layer_group_size` has attention. Published folders give the head size of Kimi Delta
+    Attention as `head_dim`; transformers saves that of the rotated part there, and its own in `linear_head_dim`.
+    """
+
+    handled_config_keys: frozenset[str] = frozenset(
+        {"layer_types", "layer_group_size", "short_conv_kernel_size", "kda_safe_gate", "kda_lower_bound"}
+        | set(_LATER_NAMES.values())
+        | _LING_FEEDS.handled_config_keys
+    )
+    handled_model_fields: frozenset[str] = frozenset({"layers", "kda"})
+
+    def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
+        """Return, from config.json, the `ModelConfig` fields `layers` ("mixer+feed" of each layer) and `kda`."""
+        layers, every = layer_indices(raw), raw.get("layer_group_size", 6)
+        default = ["linear_attention" if (i + 1) % every else "full_attention" for i in layers]
+        mixers = parse_mixer_names(raw.get("layer_types") or default, "kda", layers, names=("linear_attention",))
+        sparse = _LING_FEEDS.fields_from_config(raw)
+        feeds = ["moe" if sparse is None or layer in sparse else "mlp" for layer in layers]
+        section = {
+            "num_heads": raw.get("linear_num_heads", raw["num_attention_heads"]),
+            "head_dim": raw.get("linear_head_dim", raw.get("head_dim", 128)),
+            "conv_kernel": raw.get("linear_conv_kernel_dim", raw.get("short_conv_kernel_size", 4)),
+            "gate_floor": raw.get("kda_lower_bound", -5.0) if raw.get("kda_safe_gate", True) else None,
+            "low_rank_gates": False,
+        }
+        return {"layers": [f"{mixer}+{feed}" for mixer, feed in zip(mixers, feeds, strict=True)], "kda": section}
+
+    def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
+        """Return config.json's keys of the layers' kinds, and of the sizes and the forget gate of Kimi Delta Attention.
+
+        Raises:
+            ConfigMismatchError: for other mixers, low-rank gates, another number of heads than that of attention, and another
+                epsilon of the output norm than the model's.
+        """
+        mixers, heads = check_layer_mixers(model, "kda"), model.num_attention_heads
+        kda = model.kda or KimiDeltaConfig(num_heads=heads, head_dim=1, low_rank_gates=False)
+        if kda.low_rank_gates or kda.num_heads != heads or kda.norm_eps not in (None, model.norm_eps):
+            raise ConfigMismatchError(f"kda must have {heads} heads, low_rank_gates = false and the model's norm_eps")
+        sizes = {"linear_num_heads": heads, "linear_head_dim": kda.head_dim, "linear_conv_kernel_dim": kda.conv_kernel}
+        gate = {"kda_safe_gate": kda.gate_floor is not None}
+        floor = {} if kda.gate_floor is None else {"kda_lower_bound": kda.gate_floor}
+        return {
+            "layer_types": mixer_names(mixers), **_feed_forward_keys(model), **sizes, **gate, **floor,
+            "head_dim": kda.head_dim, "short_conv_kernel_size": kda.conv_kernel,
+        }  # fmt: skip
 
 
 _FULL, _LINEAR, _MLP = "full_attn", "linear_attn", "mlp"
@@ -173,51 +243,75 @@ _EXPERTS = (
 _GATES = tuple(f"{gate}_{half}_proj" for gate in "fg" for half in "ab")
 _NO_BIASES = {"qkv_bias": False, "attention_out_bias": False, "mlp_bias": False, "qk_norm": False}
 
+
+def _kimi_experts(experts: int, width: int, scaling: float, groups: tuple[int, int]) -> MoeSectionEntry:
+    """Return the config entry of DeepSeek-V3's experts with Kimi's names of keys; the arguments are transformers' defaults."""
+    return MoeSectionEntry(
+        (
+            KeyEntry("num_experts num_local_experts", "num_experts", experts),
+            KeyEntry("num_experts_per_token num_experts_per_tok", "top_k", 8),
+            KeyEntry("moe_intermediate_size", "ffn_hidden_size", width),
+            KeyEntry("routed_scaling_factor", "scaling", scaling),
+            KeyEntry("moe_renormalize norm_topk_prob", "normalize", True),
+            SharedExpertsEntry(1, "num_shared_experts n_shared_experts", width_default=width),
+            ExpertGroupsEntry(("noaux_tc", "noaux_tc"), "top2", groups, key="num_expert_group n_group"),
+            FixedFieldsEntry({"score": "sigmoid", "selection_bias": True}),
+        ),
+        MoeInLayerPatternEntry(),
+    )
+
+
+def _kimi_entries(max_position: int, norm_eps: float) -> tuple[ConfigEntry, ...]:
+    """Return the config entries that Kimi Linear and Ling 3 share; the arguments are transformers' defaults."""
+    return (
+        *CORE_SIZES,
+        KeyEntry("model_max_length max_position_embeddings", "max_position", max_position),
+        KeyEntry("initializer_range", "init_std", 0.02),
+        KeyEntry("attention_dropout", "attention_dropout", 0.0),
+        KeyEntry("hidden_act", "activation", "silu", SILU),
+        KeyEntry("rms_norm_eps", "norm_eps", norm_eps),
+        KeyEntry("attention_bias", "qkv_bias attention_out_bias", False),
+        AllowedValuesEntry({"tie_word_embeddings": (False,)}),
+        *NO_WINDOW,
+        FixedFieldsEntry({"norm": "rmsnorm", "tie_embeddings": False, "mlp_bias": False, "qk_norm": False}),
+    )
+
+
+def _kda_rules(module: str, parts: tuple[str, ...], out: str, a_log: DiskLayout) -> tuple[TensorRule, ...]:
+    """Return the tensor rules of Kimi Delta Attention, whose disk module is `module`, with the output projection `out`.
+    `parts` are the projections that have one matrix, and `a_log` is the layout of A.
+    """
+    return (
+        *(TensorRule(f"{module}.{part}_proj.weight", (f"{_KDA}.in_proj.{part}.weight",)) for part in parts),
+        *(
+            TensorRule(f"{module}.{part}_conv1d.weight", (f"{_KDA}.conv1d.{part}.weight",), ConvLayout())
+            for part in "qkv"
+        ),
+        *(TensorRule(f"{module}.{gate}.weight", (f"{_KDA}.{gate}.weight",)) for gate in _GATES),
+        TensorRule(f"{module}.dt_bias", (f"{_KDA}.dt_bias",)),
+        TensorRule(f"{module}.A_log", (f"{_KDA}.A_log",), a_log),
+        TensorRule(f"{module}.o_norm.weight", (f"{_KDA}.norm.weight",)),
+        TensorRule(f"{module}.{out}.weight", (f"{_KDA}.out_proj.weight",)),
+    )
+
+
 KIMI_LINEAR = ModelFamily(
     name="kimi_linear",
     architecture="KimiLinearForCausalLM",
     entries=(
-        *CORE_SIZES,
-        KeyEntry("model_max_length max_position_embeddings", "max_position", 1_048_576),
-        KeyEntry("initializer_range", "init_std", 0.02),
-        KeyEntry("attention_dropout", "attention_dropout", 0.0),
-        KeyEntry("hidden_act", "activation", "silu", SILU),
-        KeyEntry("rms_norm_eps", "norm_eps", 1e-5),
-        KeyEntry("attention_bias", "qkv_bias attention_out_bias", False),
+        *_kimi_entries(1_048_576, 1e-5),
         LatentAttentionEntry(any_head_dim=True),
         KimiLayersEntry(),
-        MoeSectionEntry(
-            (
-                KeyEntry("num_experts num_local_experts", "num_experts", 256),
-                KeyEntry("num_experts_per_token num_experts_per_tok", "top_k", 8),
-                KeyEntry("moe_intermediate_size", "ffn_hidden_size", 1024),
-                KeyEntry("routed_scaling_factor", "scaling", 2.446),
-                KeyEntry("moe_renormalize norm_topk_prob", "normalize", True),
-                SharedExpertsEntry(1, "num_shared_experts n_shared_experts", width_default=1024),
-                ExpertGroupsEntry(("noaux_tc", "noaux_tc"), "top2", (1, 1), key="num_expert_group n_group"),
-                FixedFieldsEntry({"score": "sigmoid", "selection_bias": True}),
-            ),
-            MoeInLayerPatternEntry(),
-        ),
+        _kimi_experts(256, 1024, 2.446, (1, 1)),
         # Settings of the first code of the family, which transformers does not read, at the values that it implies.
         AllowedValuesEntry({
-            "tie_word_embeddings": (False,), "mla_use_nope": (True,), "moe_router_activation_func": ("sigmoid",),
-            "use_grouped_topk": (True,), "num_nextn_predict_layers": (0, None), "moe_layer_freq": (1,),
+            "mla_use_nope": (True,), "moe_router_activation_func": ("sigmoid",), "use_grouped_topk": (True,),
+            "num_nextn_predict_layers": (0, None), "moe_layer_freq": (1,),
         }),
-        *NO_WINDOW,
-        FixedFieldsEntry({"norm": "rmsnorm", "position": "none", "tie_embeddings": False, "mlp_bias": False, "qk_norm": False}),
+        FixedFieldsEntry({"position": "none"}),
     ),
     rules=(
-        *(TensorRule(f"{_ATTENTION}.{part}_proj.weight", (f"{_KDA}.in_proj.{part}.weight",)) for part in "qkvb"),
-        *(
-            TensorRule(f"{_ATTENTION}.{part}_conv1d.weight", (f"{_KDA}.conv1d.{part}.weight",), ConvLayout())
-            for part in "qkv"
-        ),
-        *(TensorRule(f"{_ATTENTION}.{gate}.weight", (f"{_KDA}.{gate}.weight",)) for gate in _GATES),
-        TensorRule(f"{_ATTENTION}.dt_bias", (f"{_KDA}.dt_bias",)),
-        TensorRule(f"{_ATTENTION}.A_log", (f"{_KDA}.A_log",), SingletonAxesLayout(before=2, after=1)),
-        TensorRule(f"{_ATTENTION}.o_norm.weight", (f"{_KDA}.norm.weight",)),
-        TensorRule(f"{_ATTENTION}.o_proj.weight", (f"{_KDA}.out_proj.weight",)),
+        *_kda_rules(_ATTENTION, ("q", "k", "v", "b"), "o_proj", SingletonAxesLayout(before=2, after=1)),
         *_EXPERTS,
         TensorRule(f"{_MIXTRAL}.gate.e_score_correction_bias", (f"{_FEED}.gate.e_score_correction_bias",)),
         *(
@@ -227,6 +321,34 @@ KIMI_LINEAR = ModelFamily(
     ),
     other_names=((".mlp.", ".block_sparse_moe."),),  # of dense layers, in folders that transformers saved
     carried=frozenset({"rope_theta", "rope_scaling", "rope_parameters"}),
+    tokens=("pad_token_id", "bos_token_id", "eos_token_id"),
+)  # fmt: skip
+
+_LING = f"{LAYER}.attention"
+_LATENTS = ("q_proj", "g_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj")
+
+BAILING_HYBRID = ModelFamily(
+    name="bailing_hybrid",
+    architecture="BailingHybridForCausalLM",
+    entries=(
+        *_kimi_entries(262_144, 1e-6),
+        LatentAttentionEntry(any_head_dim=True, query_latent=False),
+        RopeEntry(theta=6_000_000.0, scalings=frozenset({"none", "yarn"}), interleaved=True),
+        LingLayersEntry(),
+        _kimi_experts(512, 768, 2.5, (8, 4)),
+        FixedFieldsEntry({"position": "rope", "attention_gate": True}),
+    ),
+    rules=(
+        TensorRule("model.word_embeddings.weight", ("model.embed_tokens.weight",)),
+        *_kda_rules(_LING, tuple("qkvbfg"), "dense", ConcatLayout()),
+        *(rule for part in _LATENTS for rule in weight_bias_rules(f"{_LING}.{part}", f"{_ATTENTION}.{part}")),
+        *weight_bias_rules(f"{_LING}.dense", f"{_ATTENTION}.o_proj"),
+        TensorRule(f"{_FEED}.gate.expert_bias", (f"{_FEED}.gate.e_score_correction_bias",)),
+        *per_expert_rules(f"{_FEED}.experts"),
+        *SHARED_EXPERT_RULES,
+    ),
+    buffers=r"(.*\.)?rotary_emb\.inv_freq|model\.layers\.42\..*",  # the MTP layer of Ling 3 Flash, as in transformers
+    carried=frozenset({"num_nextn_predict_layers", "num_mtp_layers", "mtp_loss_scaling_factor"}),
     tokens=("pad_token_id", "bos_token_id", "eos_token_id"),
 )  # fmt: skip
 

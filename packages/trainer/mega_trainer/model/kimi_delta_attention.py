@@ -5,7 +5,8 @@
     g = -exp(A) softplus(f + bias), beta = sigmoid(b)       y = delta rule (q, k, v, g, beta), with a decay per key channel
     out(norm(y) sigmoid(z))                                 the norm over each head, with one weight
 
-It differs from the gated delta net in the decay, which is of each channel of a key rather than of a head.
+It differs from the gated delta net in the decay, which is of each channel of a key rather than of a head. In Ling 3, f and z
+are full projections, and g is at least a bound m: g = m sigmoid(exp(A) (f + bias)).
 
 Legend: B batch, S sequence, T tensor ranks, D model width, H this rank's heads of K channels, r rank of the gates.
 """
@@ -49,14 +50,20 @@ class KimiDeltaAttention(nn.Module):
         convolved = [channels(part) for part in "qkv"]
         blocks = [channels(f"{name}.in_proj.{part}") for part in "qkv"]
         blocks.append(SplitHeads(f"{name}.in_proj.b", kda.num_heads))
+        gates = () if kda.low_rank_gates else ("f", "g")
+        blocks += [channels(f"{name}.in_proj.{gate}") for gate in gates]
         self.kernels, self.tp, self.sp, self.size = build.kernels, tp, build.sp, kda.head_dim
         self.projection = build.build_column_linear(blocks, bias=False)
-        self.forget_gate = LowRankGate(build, f"{name}.f", kda.inner_size, kda.head_dim)
-        self.output_gate = LowRankGate(build, f"{name}.g", kda.inner_size, kda.head_dim)
+        self.gates = nn.ModuleList(
+            LowRankGate(build, f"{name}.{gate}", kda.inner_size, kda.head_dim) for gate in "fg" if not gates
+        )
+        self.gate_floor = kda.gate_floor
         self.recurrence = RecurrentMixer(
             build, layer, f"{name}.conv1d", convolved, kda.conv_kernel, bias=False, chunk=kda.chunk_size,
             heads=channels("v"), state=2 * kda.head_dim**2,
         )  # fmt: skip
+        heads, inner = kda.num_heads // tp.size, kda.inner_size // tp.size
+        self.widths = [self.recurrence.convolved_channels, heads, *(inner for _ in gates)]
         self.dt_bias = build.build_head_parameters(
             [channels(f"{name}.dt_bias")], uniform=UniformInit(*DT_INIT, _draw_dt_bias)
         )[0]
@@ -71,14 +78,18 @@ class KimiDeltaAttention(nn.Module):
         """Map hidden states [B, S or S/T, D] to the output of Kimi Delta Attention, of an equal shape.
         S/T is the length under sequence parallelism.
         """
-        gates, dropout = (self.forget_gate, self.output_gate), context.dropout
-        latents = gather_sequence(torch.cat([gate.down(x, dropout) for gate in gates], -1), self.tp, sp=self.sp)
-        f, z = (gate(latent, dropout) for gate, latent in zip(gates, latents.chunk(2, -1), strict=True))
-        widths = [self.recurrence.convolved_channels, self.recurrence.heads]
-        conv_input, b = torch.split(self.projection(x, dropout), widths, -1)
+        dropout = context.dropout
+        conv_input, b, *full = torch.split(self.projection(x, dropout), self.widths, -1)
+        f, z = full or self._project_low_rank_gates(x, dropout)
         normed = self.norm(self.recurrence(self._apply_delta_rule, conv_input, (b, f), context)).flatten(-2)
         out: Tensor = self.out((upcast_to_fp32(normed) * upcast_to_fp32(z).sigmoid()).to(z.dtype), dropout)
         return out
+
+    def _project_low_rank_gates(self, x: Tensor, dropout: SeededDropout | None) -> list[Tensor]:
+        """Return this rank's channels of the gates f and z, [B, S, H K] of the whole sequence."""
+        gates = [gate for gate in self.gates if isinstance(gate, LowRankGate)]
+        latents = gather_sequence(torch.cat([gate.down(x, dropout) for gate in gates], -1), self.tp, sp=self.sp)
+        return [gate(latent, dropout) for gate, latent in zip(gates, latents.chunk(2, -1), strict=True)]
 
     def _apply_delta_rule(
         self,
@@ -93,7 +104,8 @@ class KimiDeltaAttention(nn.Module):
         b, f = (upcast_to_fp32(step) for step in steps)
         bias = torch.unflatten(upcast_to_fp32(self.dt_bias), 0, (-1, self.size))[heads]
         decay = upcast_to_fp32(self.a_log[heads]).exp().unsqueeze(-1)
-        g = -decay * F.softplus(torch.unflatten(f, -1, (-1, self.size)) + bias)
+        f = torch.unflatten(f, -1, (-1, self.size)) + bias
+        g = -decay * F.softplus(f) if self.gate_floor is None else self.gate_floor * (decay * f).sigmoid()
         return self.kernels.gated_delta_rule(DeltaRuleInputs(q, k, v, g, b.sigmoid()), chunks, states)
 
 

@@ -6,6 +6,8 @@ Keys and values come from one narrow latent per token, and a rotated part of the
     k_h = [c K_h, k_rot]           v_h = c V_h                           (K_h and V_h are `kv_b_proj`)
     q_h = [x Q_h, rotate(x Q'_h)], or with norm(x A'') instead of x      (`q_proj`, or `q_b_proj` after `q_a_proj`)
 
+With `attention_gate` the output of a head is multiplied by sigmoid(x g_h), one number (`g_proj`).
+
 Without `mla.latent_norm`, as Megatron without `--qk-layernorm`, both norms are the identity; without rotary positions, as
 in Kimi Linear, so is `rotate`.
 
@@ -51,9 +53,11 @@ class MultiLatentAttention(nn.Module):
         name, heads = f"model.layers.{layer}.self_attn", config.num_attention_heads
         self.mla, self.size = mla, config.query_key_head_dim
         self.linear, self.tp, self.sp = build.unsharded_linear, tp, build.sp
+        self.query_channels = heads // tp.size * self.size
         self.core = AttentionCore(build, layer, scale=mla_score_scale(config))
         if mla.q_lora_rank is None:
-            self.query = build.build_column_linear([SplitHeads(f"{name}.q_proj", heads, self.size)], bias=False)
+            gate = [SplitHeads(f"{name}.g_proj", heads)] if config.attention_gate else []
+            self.query = build.build_column_linear([SplitHeads(f"{name}.q_proj", heads, self.size), *gate], bias=False)
         else:
             self.query_latent = LatentProjection(
                 build, f"{name}.q_a_proj", mla.q_lora_rank, f"{name}.q_a_layernorm", bias=config.qkv_bias
@@ -81,6 +85,7 @@ class MultiLatentAttention(nn.Module):
         """
         rotation = context.rotation_for_window(self.core.window)
         q, latent, k_rot = self._project_latents(x, context.dropout)
+        q, gate = q[..., : self.query_channels], q[..., self.query_channels :]
         parts = [self.mla.qk_nope_head_dim, self.mla.qk_rope_head_dim]
         q, q_rot = torch.split(torch.unflatten(q, -1, (-1, self.size)), parts, -1)
         k_rot = k_rot.unsqueeze(-2)
@@ -92,11 +97,13 @@ class MultiLatentAttention(nn.Module):
             y = self._attend(q, q_rot, latent, k_rot, context)
         else:
             y = self._attend_cached(q, q_rot, latent.unsqueeze(-2), k_rot, context.cache)
+        if gate.shape[-1]:
+            y = y * gate.sigmoid().unsqueeze(-1)
         out: Tensor = self.out(y.flatten(-2), context.dropout)
         return out
 
     def _project_latents(self, x: Tensor, dropout: SeededDropout | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries [B, S, H (n + r)], latent [B, S, c] and shared key part [B, S, r] of the whole sequence."""
+        """Return queries [B, S, H (n + r)] and gates [B, S, H] in one tensor, latent [B, S, c] and shared key part [B, S, r] of the whole sequence."""
         widths = [self.mla.kv_lora_rank, self.mla.qk_rope_head_dim]
         if self.mla.q_lora_rank is None:
             latent, k_rot = torch.split(gather_sequence(self.latent(x, dropout), self.tp, sp=self.sp), widths, -1)

@@ -37,8 +37,9 @@ def projection_shapes(model: ModelConfig, mixer: MixerKind | None) -> tuple[list
         return [(rows, width), (width, values)], []
     if mixer == "kda" and (kda := model.kda):
         inner, rank = kda.inner_size, kda.head_dim
-        gate = (inner, rank)
-        return [(3 * inner + kda.num_heads, width), gate, gate, (width, inner)], [(rank, width)] * 2
+        if not kda.low_rank_gates:
+            return [(5 * inner + kda.num_heads, width), (width, inner)], []
+        return [(3 * inner + kda.num_heads, width), *[(inner, rank)] * 2, (width, inner)], [(rank, width)] * 2
     if mixer == "lightning" and (lightning := model.lightning):
         return [(4 * lightning.inner_size, width), (width, lightning.inner_size)], []
     if mixer == "conv":
@@ -63,7 +64,7 @@ def _attention_shapes(model: ModelConfig) -> tuple[list[MatrixShape], list[Matri
         return [query, *([query] if model.attention_gate else []), key_value, key_value, out], []
     unfolded = (heads * (mla.qk_nope_head_dim + mla.v_head_dim), mla.kv_lora_rank)
     latent = (mla.kv_lora_rank + mla.qk_rope_head_dim, width)
-    split = [(query[0], mla.q_lora_rank or width), unfolded, out]
+    split = [(query[0] + (heads if model.attention_gate else 0), mla.q_lora_rank or width), unfolded, out]
     return split, [(mla.q_lora_rank, width), latent] if mla.q_lora_rank else [latent]
 
 
