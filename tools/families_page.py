@@ -74,6 +74,9 @@ SETTINGS = """
 ## Differences from transformers
 
 - Nemotron-H and Nemotron-3: `mega` bounds the time step by `time_step_limit` of config.json; transformers 5.23 uses `time_step_min`.
+- MiniMax-Text-01: transformers stores the decays of lightning attention, which follow from the number of layer and head. `mega` derives them; of a
+  folder they are carried, and of models trained here not written: transformers then derives them, too.
+- Ling 3: the MTP layer of a folder is carried, not trained; transformers does not load it.
 - A layer's experts are one tensor in a `mega` checkpoint, and one tensor per expert in most HuggingFace folders. Conversion needs memory for one
   expert at a time.
 

@@ -187,7 +187,7 @@ VARIANTS["hybrid"] = [
     {
         "layers": ["kda+moe", "attention+moe"], "num_kv_heads": None, "position": "rope", "attention_gate": True,
         "rope": {"theta": 100.0, "interleaved": True},
-        "kda": {"num_heads": 8, "head_dim": 2, "chunk_size": 5, "low_rank_gates": False, "gate_floor": -5.0},
+        "kda": {"num_heads": 8, "head_dim": 3, "chunk_size": 5, "low_rank_gates": False, "gate_floor": -2.0},
         "mla": {"kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 10},
     },
     {
