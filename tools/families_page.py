@@ -74,6 +74,9 @@ SETTINGS = """
 ## Differences from transformers
 
 - Nemotron-H and Nemotron-3: `mega` bounds the time step by `time_step_limit` of config.json; transformers 5.23 uses `time_step_min`.
+- Phi-3.5-MoE: `mega` chooses SparseMixer's experts without sampling in training, and has no input jitter; past the original length it uses
+  the long factors of the rotary frequencies, transformers 5.23 the short ones.
+- DBRX: `mega` reads the base frequency in `attn_config` if there is no other; transformers 5.23 uses 10,000 then. `mega` has no router jitter.
 - MiniMax-Text-01: transformers stores the decays of lightning attention, which follow from the number of layer and head. `mega` derives them; of a
   folder they are carried, and of models trained here not written: transformers then derives them, too.
 - Ling 3: the MTP layer of a folder is carried, not trained; transformers does not load it.
