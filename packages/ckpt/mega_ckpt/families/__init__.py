@@ -21,6 +21,7 @@ from mega_ckpt.families.bert_encoders import (
     XLM_ROBERTA_XL,
 )
 from mega_ckpt.families.config_entries import ConfigDict
+from mega_ckpt.families.dbrx import DBRX
 from mega_ckpt.families.deepseek_glm import DEEPSEEK_V2, DEEPSEEK_V3, GLM, GLM4, GLM4_MOE, YOUTU
 from mega_ckpt.families.family import ModelFamily
 from mega_ckpt.families.further_decoders import (
@@ -43,7 +44,7 @@ from mega_ckpt.families.further_encoders import (
     NOMIC_BERT,
     ROFORMER,
 )
-from mega_ckpt.families.further_moe_decoders import AXK1, COHERE2_MOE, DBRX, FLINT, KOLIBRI1, PHIMOE
+from mega_ckpt.families.further_moe_decoders import AXK1, COHERE2_MOE, FLINT, KOLIBRI1, PHIMOE
 from mega_ckpt.families.gemma import GEMMA, GEMMA2, GEMMA3, VAULT_GEMMA
 from mega_ckpt.families.gpt2_decoders import CODEGEN, GPT2, GPT_BIGCODE, GPT_NEO, GPTJ
 from mega_ckpt.families.granite import (
