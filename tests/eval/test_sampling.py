@@ -15,17 +15,31 @@ from torch import Tensor
 from mega_common.errors import ConfigError, DataError
 from mega_eval.generate import generate_completions
 from mega_eval.model_loading import load_inference_model, load_sampling_settings, warn_unsupported_settings
+from mega_eval import sampling as batched
 from mega_eval.sampling import (
+    NO_CHOICE,
+    NOT_A_NUMBER,
     Sampling,
-    apply_penalties,
-    compute_probabilities,
-    draw_token,
+    TokenChoice,
+    choose_tokens,
     list_unsupported_generation_settings,
     parse_sampling_settings,
 )
 from mega_eval.text_stream import GenerationLimits
 
 LOGITS = torch.tensor([1.0, 3.0, 2.0, -1.0, 0.0])
+
+
+def apply_penalties(logits: Tensor, sampling: Sampling, prompt: Sequence[int], generated: Sequence[int]) -> Tensor:
+    return batched.apply_penalties(logits[None], [TokenChoice(sampling, prompt, generated)])[0]
+
+
+def compute_probabilities(scores: Tensor, sampling: Sampling) -> Tensor:
+    return batched.compute_probabilities(scores[None], [sampling])[0]
+
+
+def draw_token(p: Tensor, sampling: Sampling, sample: int, step: int) -> int:
+    return int(batched.draw_tokens(p[None], [TokenChoice(sampling, [], [0] * step, sample)]))
 
 
 @pytest.mark.parametrize(
@@ -81,11 +95,14 @@ def test_no_setting_within_bounds_breaks_the_scores(settings: dict[str, float], 
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
-def test_scores_without_a_choice_are_an_error(broken: float, temperature: float):
-    for scores in (LOGITS.clone().index_fill_(0, torch.tensor(2), broken), torch.full((5,), float("-inf"))):
-        with pytest.raises(DataError, match="no token can be chosen"):
-            compute_probabilities(scores, Sampling(temperature=temperature))
+def test_scores_without_a_choice_are_named(temperature: float):
+    rows = LOGITS.repeat(4, 1)
+    rows[0, 2], rows[1, 2], rows[2] = float("nan"), float("inf"), float("-inf")
+    sampling = Sampling(temperature=temperature, seed=3, repetition_penalty=1.1)
+    choices = [TokenChoice(sampling)] * 4
+    *wrong, right = choose_tokens(rows, choices)
+    assert wrong == [NOT_A_NUMBER, NO_CHOICE, NO_CHOICE]
+    assert choose_tokens(LOGITS[None], choices[:1]) == [right]
 
 
 def test_seeds_samples_and_steps_differ():
