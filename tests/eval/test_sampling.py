@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mega_common.errors import ConfigError, DataError
+from mega_eval import sampling as batched
 from mega_eval.generate import generate_completions
 from mega_eval.model_loading import load_inference_model, load_sampling_settings, warn_unsupported_settings
-from mega_eval import sampling as batched
 from mega_eval.sampling import (
+    CHOSEN_LATER,
     NO_CHOICE,
     NOT_A_NUMBER,
     Sampling,
@@ -103,6 +104,39 @@ def test_scores_without_a_choice_are_named(temperature: float):
     *wrong, right = choose_tokens(rows, choices)
     assert wrong == [NOT_A_NUMBER, NO_CHOICE, NO_CHOICE]
     assert choose_tokens(LOGITS[None], choices[:1]) == [right]
+
+
+MIXED = [
+    {}, {"temperature": 0.7}, {"temperature": 1.3, "top_k": 3}, {"temperature": 1.0, "top_p": 0.6, "seed": 5},
+    {"temperature": 2.0, "min_p": 0.05, "repetition_penalty": 1.4}, {"presence_penalty": 0.5, "logit_bias": {7: 9.0}},
+    {"temperature": 1.0, "frequency_penalty": -0.3, "top_k": 40, "top_p": 0.9}, {"allowed_token_ids": [4, 9], "seed": 2},
+    {"temperature": 1.0, "no_repeat_ngram_size": 2, "suppress_tokens": [1]}, {"temperature": 1.0, "forced_bos_token_id": 6},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("size", [40, 700])
+def test_rows_chosen_at_once_get_what_each_gets_alone(size: int, monkeypatch: pytest.MonkeyPatch):
+    """Also in several parts, as on a CPU with a large vocabulary; 700 equal tokens are more than are sorted at first."""
+    logits = torch.randn(len(MIXED), size, generator=torch.Generator().manual_seed(1))
+    logits[3] = 0
+    choices = [
+        None if not settings else TokenChoice(Sampling.parse(settings), [2] if row % 3 else [3, 4, 3], [4, 4, 8][: row % 4], row)
+        for row, settings in enumerate(MIXED)
+    ]  # fmt: skip
+    alone = [choose_tokens(logits[row : row + 1], [choice])[0] for row, choice in enumerate(choices)]
+    assert choose_tokens(logits, choices) == alone
+    monkeypatch.setattr(batched, "CPU_ELEMENTS", 3 * size)
+    assert choose_tokens(logits, choices) == alone
+    assert choose_tokens(logits, ["later" if choice else None for choice in choices]) == [
+        alone[0],
+        *([CHOSEN_LATER] * 9),
+    ]
+
+
+def test_a_token_outside_of_the_vocabulary_is_refused():
+    for settings in ({"logit_bias": {5: 1.0}}, {"allowed_token_ids": [1, 5]}):
+        with pytest.raises(DataError, match=r"token 5 .*vocabulary of 5"):
+            choose_tokens(LOGITS[None], [TokenChoice(Sampling.parse(settings))])
 
 
 def test_seeds_samples_and_steps_differ():

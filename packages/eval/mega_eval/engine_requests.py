@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import repeat
 from typing import Literal, Protocol
 
 import torch
@@ -245,10 +246,11 @@ class RequestState:
         first = TokenChoice(
             request.sampling, prompt, generated, request.sample, None if grammar is None else grammar.mask_scores
         )
-        if grammar is not None:
-            return [first, *(["later"] * len(self.drafts))]
-        drafted = (self.drafts[:count] for count in range(1, 1 + len(self.drafts)))
-        return [first, *(replace(first, generated=[*generated, *drafts]) for drafts in drafted)]
+        after_drafts: Iterable[TokenChoice | Literal["later"]] = repeat("later", len(self.drafts))
+        if grammar is None:
+            counts = range(1, 1 + len(self.drafts))
+            after_drafts = (replace(first, generated=[*generated, *self.drafts[:count]]) for count in counts)
+        return [first, *after_drafts]
 
     def choose_token(self, logits: Tensor) -> int:
         """Return the next token chosen from logits [V], see `choose_tokens`."""

@@ -1,9 +1,9 @@
 """Continuous batching: requests enter and leave between forward passes, and each pass serves all running requests.
 
 A step computes the next tokens of all running rows as one batch: one token of each row that generates, and chunks of new
-prompts (chunked prefill). Rows do not affect each other, except for rounding in GEMMs. Keys and values are in a paged KV
-cache (`paged_cache`); rows with a common prefix share its full pages. When no page is free, the youngest
-row is preempted: it releases its pages and is recomputed later. With a drafter the rows decode speculatively (`drafters`).
+prompts (chunked prefill). Rows do not affect each other, except for rounding in GEMMs and attention. Keys and values are in
+a paged KV cache (`paged_cache`); rows with a common prefix share its full pages. When no page is free, the youngest row is
+preempted: it releases its pages and is recomputed later. With a drafter the rows decode speculatively (`drafters`).
 
 Legend: N tokens of a step, V vocabulary, D model width.
 """
@@ -20,7 +20,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mega_common.errors import CheckpointError, ConfigError, DataError, MegaError
+from mega_common.errors import ConfigError, DataError, MegaError
 from mega_common.progress_logging import logger
 from mega_eval.cpu_layers import build_cpu_layer_function
 from mega_eval.engine_requests import Drafter, EngineRequest, GenerationEvent, RequestState, score_tokens
@@ -28,14 +28,13 @@ from mega_eval.grammar_matcher import GrammarCache
 from mega_eval.image_prompts import attach_image_features, find_image_ranges, gather_token_images
 from mega_eval.model_loading import add_lora_adapter, remove_lora_adapter
 from mega_eval.mtp_drafter import MtpDrafter
-from mega_eval.paged_cache import PAGE, PageAllocator, PagedCache, RequestTokenSpan, hash_full_pages
+from mega_eval.paged_cache import PAGE, PageAllocator, PagedCache, RequestTokenSpan, choose_page_size, hash_full_pages
 from mega_eval.sampling import CHOSEN_LATER, TokenChoice, check_chosen_tokens, choose_tokens
 from mega_eval.text_stream import Continuation, TextTokenizer
 from mega_trainer.data.batch_images import BatchImages
 from mega_trainer.data.micro_batch import DocumentBounds
 from mega_trainer.distributed.device import to_device
 from mega_trainer.kernels.attention_masks import PagedAttentionName
-from mega_trainer.kernels.paged_attention import flash_page_size
 from mega_trainer.model.decoder import Decoder
 from mega_trainer.model.encoder_decoder import EncoderDecoderModel
 from mega_trainer.parallel.lora_layers import PerRowAdapterSelection
@@ -79,7 +78,7 @@ class InferenceEngine:
             )
         self._model, self._tokenizer, self._adapters = model, tokenizer, adapters or PerRowAdapterSelection([])
         self._layers, self._batch_size, self._chunk = build_cpu_layer_function(model), batch_size, chunk_tokens
-        self._page_size = flash_page_size(model.device, model.dtype) or PAGE
+        self._page_size = choose_page_size(model.config, model.device, model.dtype)
         # a larger page leaves part of each row's last page unused
         self._pages = PageAllocator(-(-cache_tokens // self._page_size) + (batch_size if self._page_size > PAGE else 0))
         self._cache = PagedCache(
@@ -200,7 +199,9 @@ class InferenceEngine:
             end, done = 0, [row.num_computed for row, _ in work]
             for row, count in work:
                 own = slice(end, end := end + row.count_logits(count))
-                events += self._isolate_failure(row, partial(self._process_outputs, row, count, logits, own, chosen[own]))
+                events += self._isolate_failure(
+                    row, partial(self._process_outputs, row, count, logits, own, chosen[own])
+                )
             if isinstance(self._drafter, MtpDrafter):
                 self._drafter.record_hidden_states(work, done, x)
         if not isolate and (failed := next((event.error for event in events if event.error), None)):

@@ -25,8 +25,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mega_common.model_config import ModelConfig
 from mega_trainer.distributed.device import to_device
 from mega_trainer.kernels.attention_masks import ALL, BandMask, PagedAttentionName, PagedRows
+from mega_trainer.kernels.flash_attention import fits_flash_head
+from mega_trainer.kernels.paged_attention import flash_page_size
 from mega_trainer.model.forward_context import AttendFunction, CacheAttentionFunction, RecurrenceFunction
 
 PAGE = 16  # tokens per page, unless the attention kernel requires more
@@ -224,6 +227,17 @@ class RequestTokenSpan:
         return _last_slots(self.slot_runs, self.total - first) if first else self.slot_runs
 
 
+def choose_page_size(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> int:
+    """Return the number of tokens per page: `PAGE`, or as many as a fused kernel requires that the model can use."""
+    fused = (
+        config.mla is None
+        and config.attention_softcap is None
+        and config.position not in ("alibi", "relative")
+        and fits_flash_head(config.query_key_head_dim)
+    )
+    return (flash_page_size(device, dtype) if fused else None) or PAGE
+
+
 class PagedCache:
     """Paged KV cache of all layers of a model.
     It has keys and values, or the latents that replace them, as tensors [slots, K, d] with `page_size` slots a page.
@@ -290,21 +304,19 @@ class PagedCache:
         return attend.decode_attention(q, keys, values).unsqueeze(1)
 
     def _list_paged_rows(self, window: int | None, device: torch.device, *, chunked: bool) -> PagedRows:
-        """Return the visible keys of the rows with a single new token, under a window or none."""
+        """Return the visible keys of the rows with a single new token, under a window or none.
+        The block table is copied to the device once per forward pass.
+        """
         spans = self._spans[: self._single]
         if not self._paged_rows:
             table = np.zeros((len(spans), max(-(-span.total // self.page_size) for span in spans)), dtype=np.int32)
             for row, span in zip(table, spans, strict=True):
                 row[: len(span.pages)] = span.pages[: len(row)]
             self._block_table = to_device(torch.from_numpy(table), device)
-        first = np.array([span.first_visible_position(window, chunked=chunked) for span in spans])
-        stop = np.array([span.total for span in spans])
-        bounds = to_device(torch.from_numpy(np.stack([first, stop])), device)
-        counts = stop - first
-        return PagedRows(
-            self._block_table, bounds[0], bounds[1], self.page_size, int(counts.max()), int(counts.sum()),
-            None if window is None or chunked else window - 1, chunked and window is not None,
-        )  # fmt: skip
+        first = [span.first_visible_position(window, chunked=chunked) for span in spans]
+        return PagedRows.from_bounds(
+            self._block_table, first, [span.total for span in spans], self.page_size, window=window, chunked=chunked
+        )
 
     def _view_visible_keys(
         self, layer: int, window: int | None, attend: CacheAttentionFunction, some: slice

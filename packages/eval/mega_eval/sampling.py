@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -201,14 +202,14 @@ def _list_edits(
     Raises:
         DataError: for a token outside the vocabulary.
     """
-    vocab_size, rows, values = logits.shape[-1], [np.empty(0, dtype=np.int64)], []
-    for row, edits in enumerate(map(values_by_token, choices)):
-        tokens = np.fromiter(edits, np.int64, len(edits))
-        check_token_ids(tokens, vocab_size)
-        rows.append(tokens + row * vocab_size)
-        values += edits.values()
-    indices = to_device(torch.from_numpy(np.concatenate(rows)), logits.device)
-    return (indices, to_device(values, logits.device)) if values else None
+    edits, vocab_size = [values_by_token(choice) for choice in choices], logits.shape[-1]
+    if not any(edits):
+        return None
+    tokens = np.fromiter(chain.from_iterable(edits), np.int64)
+    check_token_ids(tokens, vocab_size)
+    indices = tokens + np.repeat(np.arange(len(edits)) * vocab_size, [len(own) for own in edits])
+    values = np.fromiter(chain.from_iterable(own.values() for own in edits), np.float64)
+    return to_device(torch.from_numpy(indices), logits.device), to_device(torch.from_numpy(values), logits.device)
 
 
 def check_token_ids(tokens: np.ndarray, vocab_size: int) -> None:
@@ -217,8 +218,8 @@ def check_token_ids(tokens: np.ndarray, vocab_size: int) -> None:
     Raises:
         DataError: when one is outside the vocabulary.
     """
-    wrong = tokens[(tokens < 0) | (tokens >= vocab_size)]
-    if wrong.size:
+    if len(tokens) and not 0 <= tokens.min() <= tokens.max() < vocab_size:
+        wrong = tokens[(tokens < 0) | (tokens >= vocab_size)]
         raise DataError(
             f"token {wrong[0]} of the sampling settings is outside the model's vocabulary of {vocab_size}",
             hint="use token ids of this model's tokenizer",
@@ -298,18 +299,24 @@ def compute_probabilities(scores: Tensor, samplings: Sequence[Sampling]) -> Tens
     if kept := [k for k in top_k if k < vocab_size]:
         values = p.topk(max(kept)).values
         last = to_device(torch.tensor([min(k, max(kept)) - 1 for k in top_k]), p.device)[:, None]
-        unlimited = to_device(torch.tensor([k == vocab_size for k in top_k]), p.device)[:, None]
-        p = p.where(unlimited | (p >= values.gather(-1, last)), 0.0)
+        likely = p >= values.gather(-1, last)
+        if len(kept) < len(top_k):
+            likely |= to_device(torch.tensor([k == vocab_size for k in top_k]), p.device)[:, None]
+        p = p.where(likely, 0.0)
     if any(one.top_p < 1 for one in samplings):
         cut = _keep_top_p(p, (column(one.top_p for one in samplings) * p.sum(-1, keepdim=True)).clamp(min=SMALLEST))
-        p = cut.where(column(one.top_p < 1 for one in samplings).bool(), p)
+        p = (
+            cut
+            if all(one.top_p < 1 for one in samplings)
+            else cut.where(column(one.top_p < 1 for one in samplings) > 0, p)
+        )
     if any(one.min_p for one in samplings):
         p = p.where(p >= column(one.min_p for one in samplings) * p.amax(-1, keepdim=True), 0.0)
     p = p / p.sum(-1, keepdim=True)
     if all(one.temperature for one in samplings):
         return p
     greedy = torch.nn.functional.one_hot(scores.argmax(-1), vocab_size).double()
-    return greedy.where(column(one.temperature == 0 for one in samplings).bool(), p)
+    return greedy.where(column(one.temperature == 0 for one in samplings) > 0, p)
 
 
 def _keep_top_p(p: Tensor, share: Tensor) -> Tensor:

@@ -163,6 +163,28 @@ class PagedRows:
     left: int | None = None
     chunked: bool = False
 
+    @classmethod
+    def from_bounds(
+        cls,
+        block_table: Tensor,
+        first: Sequence[int],
+        stop: Sequence[int],
+        page: int,
+        *,
+        window: int | None = None,
+        chunked: bool = False,
+    ) -> PagedRows:
+        """Return the visible keys of rows, on the block table's device, from positions in host memory.
+        `window` is the sliding window in tokens, or None; `chunked`: it is a chunk that does not slide.
+        """
+        counts = [last - begin for begin, last in zip(first, stop, strict=True)]
+        bounds = to_device(torch.tensor([first, stop]), block_table.device)
+        left = None if window is None or chunked else window - 1
+        return cls(
+            block_table, bounds[0], bounds[1], page, max(counts), sum(counts), left,
+            chunked and window is not None,
+        )  # fmt: skip
+
     @cached_property
     def mask(self) -> Tensor | None:
         """Mask of the visible keys in the padded batch, bool [N, 1, 1, T]; None if no row is padded."""

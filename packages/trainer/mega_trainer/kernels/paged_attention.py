@@ -76,6 +76,7 @@ def attend_paged_flash(
     Arguments and result are as in `Kernels.paged_attention`.
     """
     pages = [held.view(-1, rows.page, *held.shape[1:]) for held in (keys, values)]
+    y: Tensor
     y, lse, *_ = torch.ops.aten._flash_attention_forward(
         q, *pages, rows.query_starts, rows.query_starts, 1, rows.block_table.shape[1] * rows.page, 0.0, False, False,
         scale=how.scale, window_size_left=rows.left, window_size_right=None if rows.left is None else 0,
@@ -86,9 +87,7 @@ def attend_paged_flash(
     return y.to(q.dtype)
 
 
-def attend_gathered(
-    q: Tensor, keys: Tensor, values: Tensor, rows: PagedRows, how: AttentionScoreTransform
-) -> Tensor:
+def attend_gathered(q: Tensor, keys: Tensor, values: Tensor, rows: PagedRows, how: AttentionScoreTransform) -> Tensor:
     """Compute attention to the keys and values of all rows, gathered into one padded batch.
     Arguments and result are as in `Kernels.paged_attention`.
     """
@@ -105,9 +104,7 @@ def attend_gathered(
         mask = bias if mask is None else bias.masked_fill(~mask, float("-inf"))
     # heads that share a key are queries of it, so that it is read once
     grouped = q.view(len(q), k.shape[2], -1, q.shape[-1])
-    y = F.scaled_dot_product_attention(
-        grouped, k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask, scale=how.scale
-    )
+    y = F.scaled_dot_product_attention(grouped, k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask, scale=how.scale)
     return y.flatten(1, 2)
 
 
