@@ -204,8 +204,8 @@ def measure_paged_attention_error(name: PagedAttentionName, window: int | None, 
     exact = []
     for row, (start, stop) in enumerate(zip(first, lengths, strict=True)):
         slots = (pages[row, :, None] * FLASH_PAGE + torch.arange(FLASH_PAGE)).flatten()[start:stop].to(device)
-        own = (t.float()[None] for t in (q[row : row + 1], keys[slots], values[slots]))
-        exact.append(reference_attention(*own, ALL, how)[0])
+        own_q, own_k, own_v = (t.float()[None] for t in (q[row : row + 1], keys[slots], values[slots]))
+        exact.append(reference_attention(own_q, own_k, own_v, ALL, how)[0])
     return relative_error(y, torch.cat(exact))
 
 
