@@ -304,12 +304,9 @@ def compute_probabilities(scores: Tensor, samplings: Sequence[Sampling]) -> Tens
             likely |= to_device(torch.tensor([k == vocab_size for k in top_k]), p.device)[:, None]
         p = p.where(likely, 0.0)
     if any(one.top_p < 1 for one in samplings):
-        cut = _keep_top_p(p, (column(one.top_p for one in samplings) * p.sum(-1, keepdim=True)).clamp(min=SMALLEST))
-        p = (
-            cut
-            if all(one.top_p < 1 for one in samplings)
-            else cut.where(column(one.top_p < 1 for one in samplings) > 0, p)
-        )
+        shares = column(one.top_p for one in samplings)
+        cut = _keep_top_p(p, (shares * p.sum(-1, keepdim=True)).clamp(min=SMALLEST))
+        p = cut if all(one.top_p < 1 for one in samplings) else cut.where(shares < 1, p)
     if any(one.min_p for one in samplings):
         p = p.where(p >= column(one.min_p for one in samplings) * p.amax(-1, keepdim=True), 0.0)
     p = p / p.sum(-1, keepdim=True)
