@@ -64,3 +64,5 @@ int nvmlDeviceGetNvLinkRemoteDeviceType(void) { return 0; }
 int nvmlDeviceGetNvLinkRemotePciInfo_v2(void) { return 0; }
 int nvmlDeviceGetComputeRunningProcesses(void) { return 0; }
 int nvmlSystemGetCudaDriverVersion_v2(int *out) { return *out = 13000, 0; }
+
+size_t cudnnGetVersion(void) { return 90000; } /* too old for torch to prefer its attention, which it plans by asking a real driver */
