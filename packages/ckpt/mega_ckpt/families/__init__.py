@@ -34,6 +34,7 @@ from mega_ckpt.families.granite import (
     HYPERCLOVAX,
 )
 from mega_ckpt.families.hunyuan import HUNYUAN_V1_DENSE, HUNYUAN_V1_MOE
+from mega_ckpt.families.indexed_decoders import DEEPSEEK_V32, GLM_MOE_DSA
 from mega_ckpt.families.layernorm_decoders import (
     COHERE,
     COHERE2,
@@ -112,6 +113,7 @@ FAMILIES: tuple[ModelFamily, ...] = (
     OPT, MINISTRAL3, HUNYUAN_V1_DENSE, HUNYUAN_V1_MOE, PHI, GPTJ, BLOOM, LFM2, LFM2_MOE, XLM_ROBERTA,
     CAMEMBERT, DATA2VEC_TEXT, GPT_NEO, YOUTU, MPT, CODEGEN, LLAMA4,
     OLMO, NANOCHAT, MINICPM3, MISTRAL4, ARIA_TEXT, OPENAI_GPT, APERTUS, ERNIE, ROBERTA_PRE_LAYER_NORM, XLM_ROBERTA_XL,
+    DEEPSEEK_V32, GLM_MOE_DSA,
 )  # fmt: skip
 
 VISION_FAMILIES: tuple[VisionLanguageFamily, ...] = (

@@ -162,6 +162,10 @@ class MegatronMlaEntry(MegatronMultiKeyEntry):
         mla = model.mla
         if mla is None:
             return {"multi_latent_attention": False}
+        if mla.indexer is not None:
+            raise ConfigMismatchError(
+                "mla.indexer is not supported: Megatron checkpoints with an indexer are not written"
+            )
         yarn = model.rope.scaling == "yarn"
         return {
             "multi_latent_attention": True,

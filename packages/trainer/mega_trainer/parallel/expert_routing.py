@@ -32,6 +32,7 @@ class MicroBatchRouting:
         loads: routing statistics of this rank's tokens, by layer: fp64 [6 + E], tokens, choices dropped over capacity, sum
             of entropies, the two weighted losses, choices dropped by the dispatch, then the choices of each expert.
             Overwritten, not added to, since a forward may be repeated.
+        indexer_losses: this rank's part of the weighted loss of the indexers of sparse attention, by layer.
     """
 
     affects_loss_mask: Tensor | None
@@ -39,6 +40,7 @@ class MicroBatchRouting:
     sequence_weight: float
     batch_weight: float
     loads: dict[int, Tensor] = field(default_factory=dict)
+    indexer_losses: dict[int, Tensor] = field(default_factory=dict)
 
     def record_dropped_choices(self, layer: int, choices: Tensor) -> None:
         """Record the number of expert choices that the expert-parallel dispatch of a layer has dropped, a scalar."""

@@ -89,8 +89,9 @@ class PipelineExecutor:
         """
         total = torch.zeros(2, dtype=torch.float64, device=batches[0].tokens.device)
         model = self.first_local_stage
+        has_layer_losses = model.config.moe or model.config.trains_indexer
         self._routings = (
-            make_step_routings(batches, model.groups.dp, loss_scale) if model.config.moe and model.training else ()
+            make_step_routings(batches, model.groups.dp, loss_scale) if has_layer_losses and model.training else ()
         )
         remaining, self.losses = dict.fromkeys(self.stages, len(batches)), {}
         for op in self._schedule_for(len(batches)).ranks[self.group.rank]:
