@@ -131,6 +131,14 @@ def sum_expert_loads(routings: Sequence[MicroBatchRouting]) -> dict[int, Tensor]
     return {layer: torch.stack([one.loads[layer] for one in routings]).sum(0) for layer in layers}
 
 
+def sum_indexer_losses(routings: Sequence[MicroBatchRouting], like: Tensor) -> Tensor:
+    """Return this rank's part of the weighted loss of the indexers of sparse attention, a scalar of the dtype of `like`.
+    It is summed over layers and micro-batches, and 0 without an indexer that is trained.
+    """
+    losses = [loss.to(like) for one in routings for loss in one.indexer_losses.values()]
+    return torch.stack(losses).sum() if losses else like.new_zeros(())
+
+
 def tabulate_expert_loads(loads: Mapping[int, Tensor], config: ModelConfig, device: torch.device) -> Tensor:
     """Return this rank's expert routing statistics as fp64 [layers, 6 + experts].
     Layers of other ranks are zeros. A layer has six sums (tokens, dropped choices, losses and so on), then the choices

@@ -82,15 +82,18 @@ def train_step(
         for stage in optimizer.stages:
             stage.finish_gradients()
     with executor.phase("norm"):
-        scalars = torch.cat([sums, to_device(hooks.local_scalars().to_list(), sums.device)])
+        local = to_device(hooks.local_scalars().to_list(), sums.device)
+        scalars = torch.cat([sums, local, executor.indexer_loss.view(1)])
         scalars, loads = sum_step_scalars(executor, scalars)
         numbers = to_host(torch.cat([optimizer.compute_grad_norm().view(1), scalars, loads.flatten()]))
-    norm, *totals = numbers[: 1 + len(scalars)].tolist()
+    norm, *totals, indexer_loss = numbers[: 1 + len(scalars)].tolist()
     norm /= factor
     loss, second_loss, *metrics = (total / max(tokens[0], 1.0) for total in totals[: len(sums)])
     updates = math.isfinite(loss) and math.isfinite(norm) and hooks.accepts_loss(loss)
     expert_loads = numbers[1 + len(scalars) :].view_as(loads)
     routing = compute_routing_metrics(executor.model_config.moe, expert_loads, factor)  # raises before an update
+    if executor.model_config.trains_indexer:
+        routing["indexer_loss"] = indexer_loss / factor
     if updates:
         with executor.phase("update"):
             optimizer.apply_update(lr, gradient_clip_factor(norm, clip) / factor, decoupled_lr)
