@@ -267,7 +267,14 @@ def test_sparse_attention_is_counted_as_it_multiplies(indexer: dict[str, Any]) -
     """But attention's scores, which torch does not count; with a loss the indexer scores short sequences, too."""
     mla = {**MLA, "q_lora_rank": 20, "indexer": {"num_heads": 3, "head_dim": 8, **indexer}}
     small = ModelConfig.parse(
-        {"num_layers": 2, "hidden_size": 24, "ffn_hidden_size": 40, "num_attention_heads": 4, "vocab_size": 61, "mla": mla}
+        {
+            "num_layers": 2,
+            "hidden_size": 24,
+            "ffn_hidden_size": 40,
+            "num_attention_heads": 4,
+            "vocab_size": 61,
+            "mla": mla,
+        }
     )
     tokens, built = 16, Decoder(LayerBuilder(small))
     assert count_parameters_by_layer(small).total == sum(p.numel() for p in built.parameters())

@@ -82,8 +82,9 @@ class MultiLatentAttention(nn.Module):
     def project_latents(
         self, x: Tensor, context: ForwardContext
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-        """Return the parts of queries [B, S, H, n] and [B, S, H, r], the latent [B, S, c], the rotated part of keys
-        [B, S, 1, r], and the latent of the queries [B, S, q] or None.
+        """Return the parts of queries and the latents of hidden states in multi-head latent attention (MLA).
+        They are queries [B, S, H, n] and [B, S, H, r], the latent [B, S, c], the rotated part of keys [B, S, 1, r], and
+        the latent of the queries [B, S, q] or None.
         """
         rotation = context.rotation_for_window(self.core.window)
         assert rotation is not None

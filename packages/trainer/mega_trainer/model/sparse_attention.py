@@ -72,7 +72,7 @@ class LightningIndexer(nn.Module):
 
     @property
     def is_trained(self) -> bool:
-        """Whether a loss trains the indexer."""
+        """True if a loss trains the indexer."""
         return bool(self.config.kl_loss) and self.query.requires_grad
 
     def forward(self, x: Tensor, query_latent: Tensor, rotation: RotaryAngles) -> tuple[Tensor, Tensor, Tensor]:

@@ -109,9 +109,7 @@ def mixing_flops(
     return 2 * pairs * model.num_attention_heads * (model.query_key_head_dim + model.attention_value_dim)
 
 
-def _sparse_attention_flops(
-    model: ModelConfig, indexer: IndexerConfig, seq_length: int, *, causal: bool
-) -> float:
+def _sparse_attention_flops(model: ModelConfig, indexer: IndexerConfig, seq_length: int, *, causal: bool) -> float:
     """Return the forward FLOPs per token of sparse attention and the scores of its indexer.
     With `causal` attention is counted over the selected tokens, as a sparse kernel computes it; without, over all, as the
     masked product does. Index scores are over all earlier tokens, and there are none if all of these are selected and no
