@@ -69,7 +69,7 @@ class IndexedAttentionEntry(LatentAttentionEntry):
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
         """Return the config.json keys of latent attention and of its indexer; those of its training are left out."""
-        indexer = model.mla and model.mla.indexer
+        indexer = None if model.mla is None else model.mla.indexer
         if indexer is None or model.mla is None:
             raise ConfigMismatchError("mla.indexer is missing (all models of this family have one)")
         if indexer.interleaved != self.interleaved:

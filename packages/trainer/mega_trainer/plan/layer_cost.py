@@ -247,8 +247,8 @@ class LayerCostModel:
 
     def _index_seconds(self) -> float:
         """Return the seconds of the index scores of sparse attention, over all pairs of tokens; 0 without an indexer."""
-        indexer = self.model.mla and self.model.mla.indexer
-        if not indexer:
+        indexer = None if self.model.mla is None else self.model.mla.indexer
+        if indexer is None:
             return 0.0
         scores = self.micro_batch_tokens * self.run.seq_length * indexer.num_heads / self.run.tp
         return 2 * scores * (indexer.head_dim + 1) / self.rates.product["bf16"] + 3 * 4 * scores / self.rates.memory
