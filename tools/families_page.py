@@ -74,6 +74,9 @@ SETTINGS = """
 ## Differences from transformers
 
 - Nemotron-H and Nemotron-3: `mega` bounds the time step by `time_step_limit` of config.json; transformers 5.23 uses `time_step_min`.
+- Phi-3.5-MoE: `mega` chooses SparseMixer's experts without sampling in training, and has no input jitter; past the original length it uses
+  the long factors of the rotary frequencies, transformers 5.23 the short ones.
+- DBRX: `mega` reads the base frequency in `attn_config` if there is no other; transformers 5.23 uses 10,000 then. `mega` has no router jitter.
 - A layer's experts are one tensor in a `mega` checkpoint, and one tensor per expert in most HuggingFace folders. Conversion needs memory for one
   expert at a time.
 

@@ -128,6 +128,10 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
             "norm_position": "sum", "norm": "layernorm", "position": "learned", "max_position": 16, "activation": "gelu_tanh",
             "qkv_bias": True, "attention_out_bias": True, "mlp_bias": True, "residual_dropout": 0.1,
         },
+        {
+            "output_input_norms": True, "activation": "reglu2", "qk_norm": True, "qk_norm_span": "layernorm", "num_kv_heads": 4,
+            "masked_lm": {"dense_bias": False}, "tie_embeddings": True,
+        },
     ],
     "gqa": [
         {}, {"attention_gate": True, "zero_centered_norm": True},
@@ -143,6 +147,13 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
             "no_rope_scaling": [0.4, 3], "qk_norm": True, "qk_norm_span": "plain", "qk_norm_after_rope": True,
             "moe": MODELS["moe"]["moe"] | {"score": "sigmoid", "normalize": False, "weighted_inputs": True},
         },
+        {
+            "moe": MODELS["moe"]["moe"] | {
+                "score": "sparsemixer", "jitter": 0.3, "normalize": False, "scaling": 1.0, "selection_bias": False, "bias_rate": 0.0,
+                "shared_gate": False, "shared_scaling": 0.5, "output_norm": True,
+            },
+        },
+        {"moe": MODELS["moe"]["moe"] | {"score": "sigmoid", "choice": "logits", "router_bias": False}},
         {"moe": MODELS["moe"]["moe"] | SINKHORN},
     ],
     "mla": [
@@ -238,7 +249,22 @@ VARIANTS["encoder"] = [
         "attention_out_bias": False, "mlp_bias": False, "masked_lm": {"dense_bias": False}, "pooler": False,
         "sentence_pairs": False, "sliding_window": 4, "full_attention_layers": [0],
     },
+    {
+        "embedding_size": 20, "position": "rope", "rope": {"theta": 100.0, "interleaved": True}, "activation": "geglu_erf",
+        "mlp_bias": False, "mlp_out_bias": True, "masked_lm": {"activation": "silu"}, "pooler_activation": "gelu",
+    },
+    {
+        "norm_position": "pre", "embedding_norm": False, "norm": "rmsnorm", "activation": "swiglu", "position": "rope",
+        "token_types": 0, "num_kv_heads": 4, "tie_embeddings": False, "masked_lm": {"dense": False, "dense_bias": False},
+        "pooler": False, "sentence_pairs": False,
+    },
 ]  # fmt: skip
+# A bias table that all layers share, which the layers of other stages would lack.
+SHARED_BIAS: dict[str, Any] = {
+    "relative_bias": True,
+    "relative": {"buckets": 8, "max_distance": 12},
+    "position_offset": 2,
+}
 VARIANTS["retro"] = [
     {},
     {

@@ -30,16 +30,18 @@ def canonical_tensors(config: ModelConfig) -> TensorShapes:
     """
     if config.transformers is not None:
         return dict(config.transformers.tensors)
-    width, vocab = config.hidden_size, config.vocab_size
-    out: TensorShapes = {EMBEDDING: (vocab, width)}
+    width, vocab, embedded = config.hidden_size, config.vocab_size, config.embedding_width
+    out: TensorShapes = {EMBEDDING: (vocab, embedded)}
     if config.position == "learned":
-        out["model.embed_positions.weight"] = (config.max_position + config.position_offset, width)
+        out["model.embed_positions.weight"] = (config.max_position + config.position_offset, embedded)
     out |= _vision(config)
     if config.position == "relative" and not config.relative.every_layer:
         out |= {f"model.{stack}_relative_bias.weight": _relative(config) for stack in ("encoder", "decoder")}
+    out |= {"model.relative_bias.weight": _relative(config)} if config.relative_bias else {}
     if config.token_types:
-        out["model.embed_types.weight"] = (config.token_types, width)
-    out |= _norm(config, "model.embed_norm") if config.embedding_norm else {}
+        out["model.embed_types.weight"] = (config.token_types, embedded)
+    out |= _norm(config, "model.embed_norm", embedded) if config.embedding_norm else {}
+    out |= _linear("model.embed_proj", width, embedded, True) if config.embedding_size else {}
     for index in range(config.num_layers):
         if config.encoder and index == config.encoder.num_layers:
             out |= _norm(config, "model.encoder_norm")
@@ -51,7 +53,7 @@ def canonical_tensors(config: ModelConfig) -> TensorShapes:
         out[SCORE] = (config.num_scores, width)
         out |= {SCORE_BIAS: (config.num_scores,)} if config.has_score_bias else {}
     elif config.task_head is None and not config.tie_embeddings:
-        out[HEAD] = (vocab, width)
+        out[HEAD] = (vocab, embedded)
     for index in range(config.num_layers, config.num_layers + config.mtp_layers):
         out |= {f"model.layers.{index}.{name}": shape for name, shape in _mtp_layer(config, index).items()}
     return out
@@ -125,8 +127,9 @@ def _encoder_heads(config: ModelConfig) -> TensorShapes:
     """Return the tensors of the masked-language-model head, the pooler and the sentence-pair head."""
     width, head = config.hidden_size, config.masked_lm
     masked_lm: TensorShapes = {}
-    if head:
-        masked_lm = {**_linear("lm_head.dense", width, width, head.dense_bias), **_norm(config, "lm_head.norm")}
+    if head and head.dense:
+        out = config.embedding_width
+        masked_lm = {**_linear("lm_head.dense", out, width, head.dense_bias), **_norm(config, "lm_head.norm", out)}
     return {
         **masked_lm,
         **({"lm_head.bias": (config.vocab_size,)} if config.has_output_bias else {}),
@@ -186,8 +189,8 @@ def _mtp_layer(config: ModelConfig, index: int) -> TensorShapes:
     }
 
 
-def _norm(config: ModelConfig, name: str) -> TensorShapes:
-    shape: TensorShape = (config.hidden_size,)
+def _norm(config: ModelConfig, name: str, width: int | None = None) -> TensorShapes:
+    shape: TensorShape = (width or config.hidden_size,)
     if not config.norm_weight:
         return {}
     biased = config.norm == "layernorm" and config.norm_bias
@@ -202,12 +205,15 @@ def _attention(config: ModelConfig) -> TensorShapes:
     width, head = config.hidden_size, config.query_key_head_dim
     queries, keys = config.num_attention_heads * head, config.key_value_heads * head
     spans: dict[str, tuple[TensorShape, TensorShape]] = {
-        **dict.fromkeys(("head", "plain"), ((head,), (head,))),
+        **dict.fromkeys(("head", "layernorm", "plain"), ((head,), (head,))),
         "all": ((queries,), (keys,)),
         "each": ((config.num_attention_heads, head), (config.key_value_heads, head)),
     }
+    kinds = ("weight", "bias") if config.qk_norm_span == "layernorm" else ("weight",)
     norms: TensorShapes = {
-        f"self_attn.{name}_norm.weight": span for name, span in zip("qk", spans[config.qk_norm_span], strict=True)
+        f"self_attn.{name}_norm.{kind}": span
+        for name, span in zip("qk", spans[config.qk_norm_span], strict=True)
+        for kind in kinds
     }
     return {
         **_linear("self_attn.q_proj", queries, width, config.qkv_bias),
@@ -217,6 +223,7 @@ def _attention(config: ModelConfig) -> TensorShapes:
         **(_linear("self_attn.g_proj", queries, width, config.qkv_bias) if config.attention_gate else {}),
         **({"self_attn.sinks": (config.num_attention_heads,)} if config.attention_sinks else {}),
         **({"self_attn.relative_bias.weight": _relative(config)} if _own_table(config) else {}),
+        **({"self_attn.o_norm.weight": (queries,)} if config.output_input_norms else {}),
         **_linear("self_attn.o_proj", width, queries, config.attention_out_bias),
     }
 
@@ -349,7 +356,8 @@ def _mlp(config: ModelConfig, ffn: int, name: str = "mlp", latent: int | None = 
     return {
         **(_linear(f"{name}.gate_proj", ffn, width, bias) if config.has_gated_mlp else {}),
         **_linear(f"{name}.up_proj", ffn, width, bias),
-        **_linear(f"{name}.down_proj", width, ffn, bias),
+        **({f"{name}.down_norm.weight": (ffn,)} if config.output_input_norms else {}),
+        **_linear(f"{name}.down_proj", width, ffn, bias or config.mlp_out_bias),
         **(
             dict.fromkeys((f"{name}.act_fn.alpha_p", f"{name}.act_fn.alpha_n"), (1,))
             if config.activation == "xielu"
@@ -372,4 +380,5 @@ def _experts(config: ModelConfig) -> TensorShapes:
         **({"mlp.fc2_latent_proj.weight": (width, latent)} if latent else {}),
         **(_mlp(config, shared, "mlp.shared_expert") if shared else {}),
         **({"mlp.shared_expert_gate.weight": (1, width)} if moe.shared_gate else {}),
+        **(_norm(config, "mlp.output_norm") if moe.output_norm else {}),
     }

@@ -37,7 +37,8 @@ class MaskedLmConfig(StrictConfig):
     It is norm(act(W x)) of each hidden state x, then the output matrix and a bias per vocabulary token.
     """
 
-    activation: Literal["gelu", "gelu_tanh"] = "gelu"
+    dense: bool = Field(True, description="false: logits of x itself, without W, activation and norm, as in EuroBERT")
+    activation: Literal["gelu", "gelu_tanh", "silu"] = "gelu"
     dense_bias: bool = Field(True, description="bias of W")
     bias: bool = Field(True, description="bias of each token's logit")
 

@@ -55,6 +55,12 @@ def find_model_config_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
         yield ConfigProblem("activation_limit", rule, model.activation_limit, "activation: swiglu")
     if model.activation == "xielu" and (model.moe or model.encoder or model.retro):
         yield ConfigProblem("activation", "is not supported with moe, encoder and retro", "xielu", "activation: swiglu")
+    if model.mlp_out_bias and (model.moe or model.mlp_bias):
+        rule = "is not supported with moe, and is part of mlp_bias"
+        yield ConfigProblem("mlp_out_bias", rule, True, "mlp_out_bias: false")
+    if model.output_input_norms and (model.moe or model.mla or model.encoder or model.retro or model.layers):
+        rule = "is not supported with moe, mla, encoder, retro and layers"
+        yield ConfigProblem("output_input_norms", rule, True, "output_input_norms: false")
     if model.qkv_clip and model.mla:
         yield ConfigProblem("qkv_clip", "is not supported with mla", model.qkv_clip, "leave out mla")
     if model.attention_gate and model.mla:
@@ -93,11 +99,25 @@ def _find_bidirectional_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
     if not model.causal and (model.is_recurrent or model.mtp_layers):
         rule = "is not supported with recurrent layers (mamba, delta, conv) or mtp_layers"
         yield ConfigProblem("causal", rule, model.causal, "use attention in all layers, and mtp_layers: 0")
-    for name in ("masked_lm", "pooler", "sentence_pairs"):
+    if model.causal and model.masked_lm and (model.mtp_layers or model.score or model.task_head):
+        yield ConfigProblem("masked_lm", "is not supported with causal: true and mtp_layers, score or task_head")
+    for name in ("pooler", "sentence_pairs"):
         if model.causal and getattr(model, name):
             yield ConfigProblem(name, "requires bidirectional attention", hint="causal: false")
     if model.sentence_pairs and not model.pooler:
         yield ConfigProblem("sentence_pairs", "requires pooler", True, "pooler: true")
+    if model.embedding_size and (model.causal or (model.masked_lm and not model.masked_lm.dense)):
+        rule = "requires causal: false, without masked_lm.dense: false"
+        yield ConfigProblem("embedding_size", rule, model.embedding_size, "leave it out")
+    if model.relative_bias and (
+        model.causal
+        or model.encoder
+        or model.position in ("relative", "alibi")
+        or model.attention_softcap
+        or model.attention_sinks
+    ):
+        rule = "requires causal: false, without encoder, attention_softcap, attention_sinks, and another position than relative"
+        yield ConfigProblem("relative_bias", rule, True, "relative_bias: false")
     if model.position_offset and model.position != "learned":
         rule = "requires position: learned"
         yield ConfigProblem("position_offset", rule, model.position_offset, "position: learned")

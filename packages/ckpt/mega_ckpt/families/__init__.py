@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from mega_ckpt.families.alibi_decoders import BLOOM, MPT
+from mega_ckpt.families.bert_decoders import BERT_GENERATION, MODERNBERT_DECODER
 from mega_ckpt.families.bert_encoders import (
     BERT,
     CAMEMBERT,
@@ -22,7 +23,27 @@ from mega_ckpt.families.bert_encoders import (
 from mega_ckpt.families.config_entries import ConfigDict
 from mega_ckpt.families.deepseek_glm import DEEPSEEK_V2, DEEPSEEK_V3, GLM, GLM4, GLM4_MOE, YOUTU
 from mega_ckpt.families.family import ModelFamily
-from mega_ckpt.families.further_decoders import APERTUS, ARIA_TEXT, MINICPM3, MISTRAL4, NANOCHAT, OLMO, OPENAI_GPT
+from mega_ckpt.families.further_decoders import (
+    APERTUS,
+    ARIA_TEXT,
+    BITNET,
+    MINICPM3,
+    MISTRAL4,
+    NANOCHAT,
+    OLMO,
+    OPENAI_GPT,
+)
+from mega_ckpt.families.further_encoders import (
+    DISTILBERT,
+    ELECTRA,
+    EUROBERT,
+    GTE,
+    JINA_EMBEDDINGS_V3,
+    MPNET,
+    NOMIC_BERT,
+    ROFORMER,
+)
+from mega_ckpt.families.further_moe_decoders import AXK1, COHERE2_MOE, DBRX, FLINT, KOLIBRI1, PHIMOE
 from mega_ckpt.families.gemma import GEMMA, GEMMA2, GEMMA3, VAULT_GEMMA
 from mega_ckpt.families.gpt2_decoders import CODEGEN, GPT2, GPT_BIGCODE, GPT_NEO, GPTJ
 from mega_ckpt.families.granite import (
@@ -42,6 +63,7 @@ from mega_ckpt.families.layernorm_decoders import (
     GPT_NEOX,
     JAIS2,
     NEMOTRON,
+    PERSIMMON,
     PHI,
     STABLELM,
     STARCODER2,
@@ -114,6 +136,8 @@ FAMILIES: tuple[ModelFamily, ...] = (
     CAMEMBERT, DATA2VEC_TEXT, GPT_NEO, YOUTU, MPT, CODEGEN, LLAMA4,
     OLMO, NANOCHAT, MINICPM3, MISTRAL4, ARIA_TEXT, OPENAI_GPT, APERTUS, ERNIE, ROBERTA_PRE_LAYER_NORM, XLM_ROBERTA_XL,
     DEEPSEEK_V32, GLM_MOE_DSA,
+    DISTILBERT, ELECTRA, ROFORMER, NOMIC_BERT, JINA_EMBEDDINGS_V3, GTE, EUROBERT, BITNET, PERSIMMON, DBRX, PHIMOE, FLINT, KOLIBRI1,
+    COHERE2_MOE, AXK1, MPNET, MODERNBERT_DECODER, BERT_GENERATION,
 )  # fmt: skip
 
 VISION_FAMILIES: tuple[VisionLanguageFamily, ...] = (

@@ -17,7 +17,7 @@ TRAINING_FIELDS = frozenset(
 _MIXER_TRAINING = ("chunk_size", "dt_init", "dt_init_floor")  # of Mamba-2 and of gated delta nets
 _NO_HEADS = {"num_attention_heads": 1, "num_kv_heads": 1, "head_dim": 1}
 ATTENTION_FIELDS = frozenset({
-    "num_kv_heads", "head_dim", "rope", "local_rope", "no_rope_layers", "qkv_bias", "qkv_clip", "attention_out_bias", "qk_norm",
+    "num_kv_heads", "head_dim", "rope", "local_rope", "no_rope_layers", "qkv_bias", "qkv_clip", "attention_out_bias", "output_input_norms", "qk_norm",
     "qk_norm_span", "qk_norm_after_rope", "sliding_window", "full_attention_layers", "chunked_window", "no_rope_scaling", "attention_scale", "attention_softcap", "attention_sinks",
     "attention_gate",
 })  # fmt: skip
@@ -38,7 +38,7 @@ def drop_redundant_model_fields(model: ModelConfig) -> ModelConfig:
         unused["attention_scale"] = None
     if model.position != "rope":
         unused |= {"rope": RopeConfig(), "local_rope": None}
-    if model.position != "relative":
+    if model.position != "relative" and not model.relative_bias:
         unused["relative"] = RelativePositionConfig()
     return model.model_copy(
         update={
@@ -74,6 +74,7 @@ def canonicalize_model_config(model: ModelConfig) -> ModelConfig:
         sections["mla"] = out.mla.model_copy(update={"indexer": indexer})
     if out.moe:
         unused = MOE_TRAINING_FIELDS | ({"group_score"} if out.moe.groups == 1 else set())
+        unused |= {"jitter"} if out.moe.score != "sparsemixer" else set()
         sections["moe"] = _reset_fields(out.moe, unused)
     return out.model_copy(update=sections)
 

@@ -148,14 +148,16 @@ class MoeInLayerPatternEntry:
 @dataclass(frozen=True)
 class SparseStepEntry:
     """`MoeLayersEntry` of Qwen, with experts in every n-th layer.
-    The key `decoder_sparse_step` is n. The layers in `mlp_only_layers` have no experts.
+    The key `decoder_sparse_step` is n. The layers in `mlp_only_layers` have no experts; if the key is absent, those in `dense`.
     """
 
+    dense: tuple[int, ...] = ()
     handled_config_keys: frozenset[str] = frozenset({"decoder_sparse_step", "mlp_only_layers"})
 
     def fields_from_config(self, raw: ConfigDict) -> list[int] | None:
         """Return, from config.json, the indices of the layers with experts; None if all layers have them."""
-        step, dense = raw.get("decoder_sparse_step", 1), raw.get("mlp_only_layers") or []
+        step, dense = raw.get("decoder_sparse_step", 1), raw.get("mlp_only_layers")
+        dense = self.dense if dense is None else dense
         if step < 1:
             raise ConfigMismatchError(f"decoder_sparse_step = {step} must be at least 1")
         if step == 1 and not dense:

@@ -119,7 +119,7 @@ def choose_kernels(config: RunConfig, device: torch.device) -> BackendChoice:
         half=compute_dtype(config) in (torch.bfloat16, torch.float16),
         head=(model.query_key_head_dim, model.attention_value_dim),
         softcap=model.attention_softcap is not None,
-        biased=model.position in ("relative", "alibi"),
+        biased=model.has_position_bias,
         taps=frozenset(recurrence.conv_kernel for recurrence in (model.mamba, model.delta) if recurrence)
         | ({model.conv.kernel} if model.conv else frozenset()),
         compiler_problem=find_compiler_problem(device) if gpu else None,
