@@ -263,4 +263,5 @@ def sum_attention_probabilities(q: Tensor, k: Tensor, chosen: Tensor, scale: flo
 def index_divergence(scores: Tensor, share: Tensor, chosen: Tensor) -> Tensor:
     """Return KL(share || softmax(scores)) over the chosen tokens of each query, [B, s], from [B, s, S]."""
     logs = scores.masked_fill(~chosen, float("-inf")).log_softmax(-1).masked_fill(~chosen, 0.0)
-    return (torch.special.xlogy(share, share) - share * logs).sum(-1)
+    terms: Tensor = torch.special.xlogy(share, share) - share * logs
+    return terms.sum(-1)

@@ -242,8 +242,8 @@ class LayerCostModel:
             product = pairs * (q + v) / self.rates.product["bf16"]
             scores = self.micro_batch_tokens * heads * run.seq_length
             moved = scores * self.bytes_per_activation / self.rates.memory
-            index = self._index_seconds()
-            return {"attention": PassSeconds(product + 6 * moved + index, 2 * product + 8 * moved + 2 * index)}
+            indexing = self._index_seconds()
+            return {"attention": PassSeconds(product + 6 * moved + indexing, 2 * product + 8 * moved + 2 * indexing)}
         size, seconds = (q + v) / 2, self.rates.attention_seconds
         return {"attention": PassSeconds(seconds(pairs * (q + v), size), seconds(pairs * (3 * q + 2 * v), size))}
 
