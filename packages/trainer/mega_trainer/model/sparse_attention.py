@@ -73,7 +73,7 @@ class LightningIndexer(nn.Module):
     @property
     def is_trained(self) -> bool:
         """True if a loss trains the indexer."""
-        return bool(self.config.kl_loss) and self.query.requires_grad
+        return bool(self.config.kl_loss) and any(weight.requires_grad for weight in self.parameters())
 
     def forward(self, x: Tensor, query_latent: Tensor, rotation: RotaryAngles) -> tuple[Tensor, Tensor, Tensor]:
         """Return index queries [B, s, h, d], their weights [B, s, h] in at least fp32, and index keys [B, s, d].
