@@ -88,6 +88,14 @@ _DELTA_MOE = {
     **_DELTA, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "shared_expert_intermediate_size": 20,
 }  # fmt: skip
 
+_KIMI = {
+    **_LATENT_SIZES, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "num_local_experts": 6, "layer_types": _KINDS, "pad_token_id": None,
+    "linear_head_dim": 5, "linear_num_heads": 4, "linear_conv_kernel_dim": 3,
+}  # fmt: skip
+_LING = {
+    **{key: value for key, value in _KIMI.items() if key != "q_lora_rank" and not key.startswith("linear_")}, "head_dim": 5,
+    "short_conv_kernel_size": 3, "kda_lower_bound": -3.0, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+}  # fmt: skip
 _V3_EXPERTS = {**_EXPERTS, "n_routed_experts": 8, "n_group": 4, "topk_group": 2}
 _OPT = {
     "vocab_size": 97, "hidden_size": 24, "ffn_dim": 40, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -411,6 +419,25 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         "lfm2_moe", {**_SIZES, "layer_types": ["full_attention", "conv", "conv"], "num_experts": 4, "num_experts_per_tok": 3,
                      "moe_intermediate_size": 12, "num_dense_layers": 0, "use_expert_bias": False, "norm_topk_prob": False,
                      "routed_scaling_factor": 2.5, "conv_bias": True, "tie_word_embeddings": False},
+    ),
+    "kimi_linear": ("kimi_linear", {**_KIMI, "linear_num_heads": 3}),
+    "kimi_linear-lists-groups": (
+        "kimi_linear", {**_KIMI, "num_local_experts": 8, "n_group": 4, "topk_group": 2, "norm_topk_prob": False, "q_lora_rank": None,
+                        "n_shared_experts": 2, "attention_bias": True, "first_k_dense_replace": 0, "rms_norm_eps": 1e-3, "layer_types": None,
+                        "linear_attn_config": {"full_attn_layers": [1, 3], "kda_layers": [2], "num_heads": 2, "head_dim": 7, "short_conv_kernel_size": 2}},
+    ),
+    "bailing_hybrid": ("bailing_hybrid", _LING),
+    "bailing_hybrid-unbounded-groups": (
+        "bailing_hybrid", {**_LING, "num_local_experts": 8, "n_group": 4, "topk_group": 2, "norm_topk_prob": False, "n_shared_experts": 2,
+                           "attention_bias": True, "kda_safe_gate": False, "rms_norm_eps": 1e-3, "first_k_dense_replace": 0, "layer_types": None,
+                           "layer_group_size": 2, "rope_parameters": YARN, "rope_theta": 1e6},
+    ),
+    "minimax": ("minimax", {**_SIZES, "num_local_experts": 6, "block_size": 8, "layer_types": _KINDS}),
+    "minimax-factors-window": (
+        "minimax", {**_SIZES, "num_local_experts": 4, "num_experts_per_tok": 3, "block_size": 5, "head_dim": 10, "num_key_value_heads": 4,
+                    "sliding_window": 6, "tie_word_embeddings": True, "full_attn_alpha_factor": 0.7, "full_attn_beta_factor": 1.5,
+                    "linear_attn_alpha_factor": 3.55, "linear_attn_beta_factor": 0.8, "mlp_alpha_factor": 2, "mlp_beta_factor": 0.6,
+                    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
     ),
     "llama4": (
         "llama4_text", {**_SIZES, "num_hidden_layers": 4, "head_dim": 10, "intermediate_size": 24, "intermediate_size_mlp": 40, "num_local_experts": 4,

@@ -379,6 +379,23 @@ VARIANTS |= {
         "layers": ["conv+mlp", "attention+moe", "conv+moe"], "num_layers": 3, "conv": {}, "qk_norm": True, "num_kv_heads": 2,
         "moe": {**MOE, "score": "sigmoid", "selection_bias": True, "scaling": 1.5}, "tie_embeddings": True,
     },
+    "kimi-linear": {
+        "layers": ["kda+mlp", "attention+moe", "kda+moe"], "num_layers": 3, "position": "none", "qkv_bias": True, "attention_out_bias": True,
+        "kda": {"num_heads": 6, "head_dim": 5, "conv_kernel": 3, "chunk_size": 8},
+        "mla": {"kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 10},
+        "moe": {**MOE, "score": "sigmoid", "selection_bias": True, "shared_ffn_hidden_size": 24, "scaling": 2.5},
+    },
+    "ling3": {
+        "layers": ["kda+mlp", "attention+moe", "kda+moe"], "num_layers": 3, "attention_gate": True, "rope": {"interleaved": True},
+        "kda": {"num_heads": 4, "head_dim": 5, "conv_kernel": 3, "chunk_size": 8, "low_rank_gates": False, "gate_floor": -4.0},
+        "mla": {"kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 10},
+        "moe": {**MOE, "score": "sigmoid", "selection_bias": True, "shared_ffn_hidden_size": 24, "scaling": 2.5},
+    },
+    "minimax": {
+        "layers": ["lightning+moe", "attention+moe", "lightning+moe"], "num_layers": 3, "norm_position": "stream", "num_kv_heads": 2,
+        "lightning": {"num_heads": 4, "head_dim": 6, "chunk_size": 8}, "moe": MOE, "ffn_hidden_size": 12,
+        "residual_factors": {"lightning": (3.5, 0.8), "attention": (0.7, 1.0), "moe": (2.0, 0.5)},
+    },
     "apertus": {"activation": "xielu", "qk_norm": True, "num_kv_heads": 2},
     "olmo": {"norm": "layernorm", "norm_weight": False, "qkv_clip": 0.5},
     "nanochat": {

@@ -87,6 +87,8 @@ def test_config_round_trip_through_transformers(case: str, tmp_path: Path) -> No
         "interleave_moe_layer_step",
         "attention_types",  # as one list of all layers
         "first_k_dense_replace",  # mlp_layer_types says it of each layer
+        "layer_group_size",
+        "kda_lower_bound",  # of a gate that has none
     }
     if family.name == "lfm2":  # the width before its adjustment, and the layers with attention
         spelled |= {"full_attn_idxs", *AdjustedWidthEntry().handled_config_keys}

@@ -193,6 +193,22 @@ VARIANTS["hybrid"] = [
         },
     },
     {"layers": ["conv+mlp", "conv+moe", "attention", "conv"], "conv": {"kernel": 4, "bias": True}, "qk_norm": True},
+    {
+        "layers": ["kda+moe", "attention+mlp", "kda+mlp", "kda"], "num_kv_heads": None,
+        "kda": {"num_heads": 8, "head_dim": 3, "conv_kernel": 3, "chunk_size": 5, "norm_eps": 1e-2},
+        "mla": {"kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 10},
+    },
+    {
+        "layers": ["kda+moe", "attention+moe"], "num_kv_heads": None, "position": "rope", "attention_gate": True,
+        "rope": {"theta": 100.0, "interleaved": True},
+        "kda": {"num_heads": 8, "head_dim": 3, "chunk_size": 5, "low_rank_gates": False, "gate_floor": -2.0},
+        "mla": {"kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 10},
+    },
+    {
+        "layers": ["lightning+moe", "attention+moe", "lightning+mlp", "lightning"], "position": "rope", "norm_position": "stream",
+        "lightning": {"num_heads": 8, "head_dim": 3, "chunk_size": 5}, "residual_dropout": 0.1, "residual_multiplier": 1.0,
+        "residual_factors": {"lightning": [2.0, 0.8], "attention": [0.9, 1.1], "moe": [1.5, 0.7]},
+    },
 ]  # fmt: skip
 VARIANTS["vision"] = [
     {},
@@ -356,7 +372,7 @@ def _add_deepstack_layers(variant: Mapping[str, Any], parallel: dict[str, Any]) 
 def most_steps(case: LayoutCase) -> int:
     """Steps that can be told from rounding: many layers with delta nets move, in each, by forty times what it changed."""
     layers = case.model.get("layers", [])
-    return 1 if len(layers) > 4 and any("delta" in layer for layer in layers) else STEPS
+    return 1 if len(layers) > 4 and any("delta" in layer or "kda" in layer for layer in layers) else STEPS
 
 
 def covering(cases: Sequence[LayoutCase], count: int) -> list[LayoutCase]:

@@ -148,6 +148,22 @@ def test_linear_biases_scaled_queries_norms_after_rotation_and_a_head_bias(every
     assert not problems(cases[::every], 4)
 
 
+@ONE_IN_THREE
+def test_linear_attention_with_decays_per_channel_and_fixed_decays(every: int) -> None:
+    """Kimi Delta Attention next to latent attention without positions; lightning attention, whose residual is normalized."""
+    shapes: list[tuple[int, dict[str, Any]]] = [
+        (4, {"tp": 4, "sp": True}), (2, {"cp": 2}), (2, {"tp": 2}), (4, {"pp": 2, "cp": 2}), (4, {"ep": 4, "zero": 2}),
+        (4, {"tp": 2, "sp": True, "cp": 2, "cp_kind": "alltoall"}), (4, {"tp": 2, "sp": True, "pp": 2, "zero": 1}),
+        (4, {"tp": 2, "ep": 2, "zero": 3}), (4, {"cp": 4}),
+    ]  # fmt: skip
+    cases = [
+        case("hybrid", ranks, layers=4, parallel=shape, micro=2, steps=1, variant=VARIANTS["hybrid"][number])
+        for ranks, shape in shapes
+        for number in (6, 7, 8)
+    ]
+    assert not problems(cases[every // 2 :: 1 + every // 3 * 3], 4)
+
+
 def test_images_in_different_numbers_of_tiles() -> None:
     """The row behind lines of patches is on every rank, whether these share a sequence or have all of it."""
     shapes: list[dict[str, Any]] = [

@@ -139,7 +139,7 @@ def _encoder_heads(config: ModelConfig) -> TensorShapes:
 
 
 def _layer(config: ModelConfig, index: int) -> TensorShapes:
-    before, after = config.norm_position in ("pre", "both"), config.norm_position != "pre"
+    before, after = config.norm_position in ("pre", "both", "stream"), config.norm_position not in ("pre", "stream")
     mixer, feed = config.get_mixer_kind(index), config.get_feed_forward_kind(index)
     mlp_norm = "pre_feedforward_layernorm" if config.norm_position == "both" else "post_attention_layernorm"
     return {
@@ -161,6 +161,8 @@ def _mixer(config: ModelConfig, kind: str | None) -> TensorShapes:
     mixers = {
         "mamba": _mamba,
         "delta": _delta,
+        "kda": _kimi_delta,
+        "lightning": _lightning,
         "conv": _short_convolution,
         "attention": _latent_attention if config.mla else _attention,
     }
@@ -287,6 +289,7 @@ def _latent_attention(config: ModelConfig) -> TensorShapes:
     }
     return {
         **(latent if mla.q_lora_rank else {"self_attn.q_proj.weight": (queries, width)}),
+        **({"self_attn.g_proj.weight": (heads, width)} if config.attention_gate else {}),
         **_linear("self_attn.kv_a_proj_with_mqa", mla.kv_lora_rank + mla.qk_rope_head_dim, width, bias),
         **latent_norm("kv_a_layernorm", mla.kv_lora_rank),
         "self_attn.kv_b_proj.weight": (heads * (mla.qk_nope_head_dim + mla.v_head_dim), mla.kv_lora_rank),
@@ -336,6 +339,40 @@ def _delta(config: ModelConfig) -> TensorShapes:
         **{f"linear_attn.{name}": (delta.num_value_heads,) for name in ("dt_bias", "A_log")},
         "linear_attn.norm.weight": (delta.value_head_dim,),
         "linear_attn.out_proj.weight": (width, values),
+    }
+
+
+def _kimi_delta(config: ModelConfig) -> TensorShapes:
+    """Return the tensors of Kimi Delta Attention: projections of queries, keys, values and steps, and the forget gate f
+    and output gate g, each one matrix or two of low rank.
+    """
+    kda, width = config.kda, config.hidden_size
+    assert kda is not None
+    inner, heads, rank = kda.inner_size, kda.num_heads, kda.head_dim
+    gates: TensorShapes = {}
+    for part in "fg" if kda.low_rank_gates else "":
+        gates |= {f"kda.{part}_a_proj.weight": (rank, width), f"kda.{part}_b_proj.weight": (inner, rank)}
+    projected = "qkvb" if kda.low_rank_gates else "qkvbfg"
+    return {
+        **{f"kda.in_proj.{part}.weight": (heads if part == "b" else inner, width) for part in projected},
+        **{f"kda.conv1d.{part}.weight": (inner, kda.conv_kernel) for part in "qkv"},
+        **gates,
+        "kda.dt_bias": (inner,),
+        "kda.A_log": (heads,),
+        "kda.norm.weight": (rank,),
+        "kda.out_proj.weight": (width, inner),
+    }
+
+
+def _lightning(config: ModelConfig) -> TensorShapes:
+    """Return the tensors of lightning attention: projections of queries, keys, values and the output gate z."""
+    lightning, width = config.lightning, config.hidden_size
+    assert lightning is not None
+    inner = lightning.inner_size
+    return {
+        **{f"lightning.in_proj.{part}.weight": (inner, width) for part in "qkvz"},
+        "lightning.norm.weight": (inner,),
+        "lightning.out_proj.weight": (width, inner),
     }
 
 

@@ -26,8 +26,10 @@ from mega_common.layer_kinds import (
     INDEXER,
     FeedForwardKind,
     GatedDeltaConfig,
+    KimiDeltaConfig,
     LayerKind,
     LayerPatternSpec,
+    LightningConfig,
     MambaConfig,
     MixerKind,
     MlaConfig,
@@ -195,7 +197,8 @@ class ModelConfig(StrictConfig):
     """Architecture of a language model: a decoder, an encoder (`causal: false`) or, with `encoder`, both.
 
     Sizes are counts of elements; see the README for presets. `layers` gives the kind of each layer: a mixer
-    ("attention", "mamba", "delta" or "conv"), a feed-forward block ("mlp" or "moe"), or both, as "attention+mlp";
+    ("attention", "mamba", "delta", "kda", "lightning" or "conv"), a feed-forward block ("mlp" or "moe"), or both, as
+    "attention+mlp";
     `{times: 3, of: [mamba, mlp]}` repeats several. A string has one letter per layer: M mamba, G delta, * attention,
     - mlp, E moe. Without `layers`, all layers have attention, and experts in the layers of `moe.layers`. The same holds
     for MTP layers, unless `layers` names them after the others.
@@ -277,10 +280,16 @@ class ModelConfig(StrictConfig):
         "`layernorm`: one LayerNorm for all heads, as in Persimmon; `plain`: RMSNorm of each head without a weight, in layers with RoPE, as in Llama 4",
     )
     qk_norm_after_rope: bool = Field(False, description="norms of queries and keys follow the rotation, as in Hunyuan")
-    norm_position: Literal["pre", "post", "both", "sum"] = Field(
+    norm_position: Literal["pre", "post", "both", "sum", "stream"] = Field(
         "pre",
         description="`post`: after attention and MLP, as in OLMo-2; `both`: before and after, as in Gemma 2; `sum`: of the "
-        "residual stream after each addition, as in BERT",
+        "residual stream after each addition, as in BERT; `stream`: of the residual stream before attention and MLP, which the "
+        "outputs are added to, as in MiniMax-Text-01",
+    )
+    residual_factors: dict[str, tuple[PositiveFloat, PositiveFloat]] = Field(
+        {},
+        description="with norm_position: stream, {mixer or feed-forward block: [alpha, beta]} of x = alpha norm(x) + beta "
+        "block(norm(x)); default: 1 and 1",
     )
     first_norm: bool = Field(True, description="false: no norm before the first layer's mixer, as in ModernBERT")
     parallel_residual: bool = Field(False, description="attention and MLP have the same input, as in GPT-NeoX")
@@ -300,7 +309,11 @@ class ModelConfig(StrictConfig):
     attention_scale: float | None = Field(None, gt=0, description="factor on scores; default: 1 / sqrt(head size)")
     attention_softcap: float | None = Field(None, gt=0, description="scores become cap tanh(scores / cap)")
     attention_sinks: bool = Field(False, description="a learned score per head without a value, as in GPT-OSS")
-    attention_gate: bool = Field(False, description="attention's output times a sigmoid gate, as in Qwen3-Next")
+    attention_gate: bool = Field(
+        False,
+        description="attention's output times a sigmoid gate: of each channel, as in Qwen3-Next, or with mla of each head, as in "
+        "Ling 3",
+    )
     head_bias: bool = Field(False, description="a bias per vocabulary token on the logits, as in Phi-2 and GPT-J")
     logit_scale: float = Field(1.0, gt=0, description="factor on logits, before the softcap, as in Cohere")
     logit_softcap: float | None = Field(None, gt=0, description="logits become cap tanh(logits / cap)")
@@ -315,6 +328,8 @@ class ModelConfig(StrictConfig):
     mla: MlaConfig | None = None
     mamba: MambaConfig | None = None
     delta: GatedDeltaConfig | None = None
+    kda: KimiDeltaConfig | None = None
+    lightning: LightningConfig | None = None
     conv: ShortConvolutionConfig | None = None
     vision: VisionConfig | None = None
     encoder: EncoderDecoderConfig | None = None
@@ -366,6 +381,11 @@ class ModelConfig(StrictConfig):
             "attention": (self.num_attention_heads, self.key_value_heads),
             **({"mamba": (mamba.num_heads, mamba.num_groups)} if mamba else {}),
             **({"delta": (delta.num_value_heads, delta.num_key_heads)} if delta else {}),
+            **{
+                name: (section.num_heads, section.num_heads)
+                for name, section in (("kda", self.kda), ("lightning", self.lightning))
+                if section
+            },
             "conv": (self.hidden_size, self.hidden_size),
             **{name: (block.heads, block.shared_heads) for name, block in self._declared_mixers.items()},
         }
@@ -375,7 +395,7 @@ class ModelConfig(StrictConfig):
     def is_recurrent(self) -> bool:
         """True if any layer of mega or of an extension carries a state from token to token."""
         added = {name for name, block in self._declared_mixers.items() if block.recurrent}
-        return not self._mixer_kinds.isdisjoint({"mamba", "delta", "conv"} | added)
+        return not self._mixer_kinds.isdisjoint({"mamba", "delta", "kda", "lightning", "conv"} | added)
 
     @property
     def _declared_mixers(self) -> dict[MixerKind, BlockDeclaration]:
@@ -505,7 +525,7 @@ class ModelConfig(StrictConfig):
         return LayerKind("attention", "moe" if sparse else "mlp")
 
     def get_mixer_kind(self, layer: int) -> MixerKind | None:
-        """Return the token mixer of the layer with this index (attention, mamba, delta or conv); None if it has none."""
+        """Return the token mixer of the layer with this index (attention, mamba, delta, kda, lightning or conv); None if it has none."""
         return self.get_layer_kind(layer).mixer
 
     def get_feed_forward_kind(self, layer: int) -> FeedForwardKind | None:

@@ -72,10 +72,10 @@ def test_the_loss_is_the_divergence_of_softmaxed_scores_from_the_mean_of_the_hea
     normed = branch.add_and_norm(x)[1]
     layer = branch.work
     with torch.no_grad():
-        q, q_rot, latent, k_rot, query_latent = layer.project_latents(normed, context)
-        k, _ = layer.expand_latent(latent, k_rot, None)
-        index_query, weights, index_key = layer.indexer(normed, query_latent, context.rotation)
-    q, total = torch.cat([q, q_rot], -1), 0.0
+        parts = layer.project_latents(normed, context)
+        k, _ = layer.expand_latent(parts.latent, parts.k_rot, None)
+        index_query, weights, index_key = layer.indexer(normed, parts.query_latent, context.rotation)
+    q, total = torch.cat([parts.q, parts.q_rot], -1), 0.0
     for row in range(2):
         for s in range(int(mask[row].sum())):
             scores = sum(
@@ -109,6 +109,7 @@ def test_a_query_sees_its_best_tokens_alone() -> None:
         ({"mla": {**MLA, "indexer": INDEX}, "attention_softcap": 2.0}, "attention_softcap is not supported|leave out"),
         ({"mla": {**MLA, "indexer": INDEX}, "attention_dropout": 0.1}, "attention_dropout"),
         ({"mla": {**MLA, "indexer": INDEX}, "sliding_window": 8}, "sliding_window"),
+        ({"mla": {**MLA, "indexer": INDEX}, "position": "none"}, "must be rope with mla.indexer"),
     ],
 )
 def test_settings_that_an_indexer_does_not_have(fields: dict[str, Any], message: str) -> None:

@@ -6,7 +6,10 @@ Keys and values come from one narrow latent per token, and a rotated part of the
     k_h = [c K_h, k_rot]           v_h = c V_h                           (K_h and V_h are `kv_b_proj`)
     q_h = [x Q_h, rotate(x Q'_h)], or with norm(x A'') instead of x      (`q_proj`, or `q_b_proj` after `q_a_proj`)
 
-Without `mla.latent_norm`, as Megatron without `--qk-layernorm`, both norms are the identity.
+With `attention_gate` the output of a head is multiplied by sigmoid(x g_h), one number (`g_proj`).
+
+Without `mla.latent_norm`, as Megatron without `--qk-layernorm`, both norms are the identity; without rotary positions, as
+in Kimi Linear, so is `rotate`.
 
 The projections from latents to heads are split over the tensor ranks by heads; those into latents are narrow, and whole
 on every rank. Under sequence parallelism each rank computes the latents of its part of the sequence, and these are
@@ -22,6 +25,7 @@ with rotation, e size of a value, c of the latent, q of the queries' latent.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +42,25 @@ from mega_trainer.parallel.parallel_linear import ParallelLinearFunction
 from mega_trainer.parallel.tensor_parallel import SplitHeads, gather_sequence
 
 
+@dataclass(frozen=True)
+class LatentParts:
+    """Projections of hidden states in multi-head latent attention (MLA), of the whole sequence.
+
+    Attributes:
+        q, q_rot: queries without and with rotation, [B, S, H, n] and [B, S, H, r].
+        latent, k_rot: latent [B, S, c] and rotated part of keys [B, S, 1, r].
+        gate: gates [B, S, H], or [B, S, 0] without.
+        query_latent: latent of the queries [B, S, q], or None.
+    """
+
+    q: Tensor
+    q_rot: Tensor
+    latent: Tensor
+    k_rot: Tensor
+    gate: Tensor
+    query_latent: Tensor | None
+
+
 class MultiLatentAttention(nn.Module):
     """Multi-head latent attention (MLA, DeepSeek).
     It has low-rank projections of queries and of keys and values, attention and an output projection.
@@ -50,17 +73,26 @@ class MultiLatentAttention(nn.Module):
         name, heads = f"model.layers.{layer}.self_attn", config.num_attention_heads
         self.mla, self.size = mla, config.query_key_head_dim
         self.linear, self.tp, self.sp = build.unsharded_linear, tp, build.sp
+        self.query_channels = heads // tp.size * self.size
         self.core = AttentionCore(build, layer, scale=mla_score_scale(config))
         if mla.q_lora_rank is None:
-            self.query = build.build_column_linear([SplitHeads(f"{name}.q_proj", heads, self.size)], bias=False)
+            gate = [SplitHeads(f"{name}.g_proj", heads)] if config.attention_gate else []
+            self.query = build.build_column_linear([SplitHeads(f"{name}.q_proj", heads, self.size), *gate], bias=False)
         else:
-            self.query_latent = LatentProjection(build, f"{name}.q_a_proj", mla.q_lora_rank, f"{name}.q_a_layernorm")
+            self.query_latent = LatentProjection(
+                build, f"{name}.q_a_proj", mla.q_lora_rank, f"{name}.q_a_layernorm", bias=config.qkv_bias
+            )
             self.query_heads = build.build_column_weight(f"{name}.q_b_proj", heads * self.size, mla.q_lora_rank)
             self.query_adapter = build.build_column_weight_adapter(
                 f"{name}.q_b_proj", heads * self.size, mla.q_lora_rank
             )
         self.latent = LatentProjection(
-            build, f"{name}.kv_a_proj_with_mqa", mla.kv_lora_rank, f"{name}.kv_a_layernorm", mla.qk_rope_head_dim
+            build,
+            f"{name}.kv_a_proj_with_mqa",
+            mla.kv_lora_rank,
+            f"{name}.kv_a_layernorm",
+            mla.qk_rope_head_dim,
+            bias=config.qkv_bias,
         )
         rows = mla.qk_nope_head_dim + mla.v_head_dim
         self.key_value_heads = build.build_column_weight(f"{name}.kv_b_proj", heads * rows, mla.kv_lora_rank)
@@ -71,34 +103,33 @@ class MultiLatentAttention(nn.Module):
         """Map hidden states [B, S or S/T, D] to the output of multi-head latent attention, of an equal shape.
         S/T is the length under sequence parallelism.
         """
-        q, q_rot, latent, k_rot, _ = self.project_latents(x, context)
+        parts = self.project_latents(x, context)
         if context.cache is None:
-            y = self._attend(q, q_rot, latent, k_rot, context)
+            y = self._attend(parts.q, parts.q_rot, parts.latent, parts.k_rot, context)
         else:
-            y = self._attend_cached(q, q_rot, latent.unsqueeze(-2), k_rot, context.cache)
+            y = self._attend_cached(parts.q, parts.q_rot, parts.latent.unsqueeze(-2), parts.k_rot, context.cache)
+        if parts.gate.shape[-1]:
+            y = y * parts.gate.sigmoid().unsqueeze(-1)
         out: Tensor = self.out(y.flatten(-2), context.dropout)
         return out
 
-    def project_latents(
-        self, x: Tensor, context: ForwardContext
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-        """Return the parts of queries and the latents of hidden states in multi-head latent attention (MLA).
-        They are queries [B, S, H, n] and [B, S, H, r], the latent [B, S, c], the rotated part of keys [B, S, 1, r], and
-        the latent of the queries [B, S, q] or None.
-        """
+    def project_latents(self, x: Tensor, context: ForwardContext) -> LatentParts:
+        """Project hidden states to queries and latents, rotate their rotated parts, and scale the queries."""
         rotation = context.rotation_for_window(self.core.window)
-        assert rotation is not None
         q, latent, k_rot, query_latent = self._project(x, context.dropout)
+        q, gate = q[..., : self.query_channels], q[..., self.query_channels :]
         parts = [self.mla.qk_nope_head_dim, self.mla.qk_rope_head_dim]
         q, q_rot = torch.split(torch.unflatten(q, -1, (-1, self.size)), parts, -1)
-        q_rot, k_rot = (self.core.kernels.apply_rotary(x, rotation) for x in (q_rot, k_rot.unsqueeze(-2)))
+        k_rot = k_rot.unsqueeze(-2)
+        if rotation is not None:
+            q_rot, k_rot = (self.core.kernels.apply_rotary(x, rotation) for x in (q_rot, k_rot))
         if context.query_scale is not None:
             q, q_rot = q * context.query_scale, q_rot * context.query_scale
-        return q, q_rot, latent, k_rot, query_latent
+        return LatentParts(q, q_rot, latent, k_rot, gate, query_latent)
 
     def _project(self, x: Tensor, dropout: SeededDropout | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Return queries [B, S, H (n + r)], latent [B, S, c] and shared key part [B, S, r] of the whole sequence, and the
-        latent of the queries.
+        """Return queries [B, S, H (n + r)] and gates [B, S, H] in one tensor, latent [B, S, c] and shared key part
+        [B, S, r] of the whole sequence, and the latent of the queries.
         """
         widths = [self.mla.kv_lora_rank, self.mla.qk_rope_head_dim]
         if self.mla.q_lora_rank is None:
@@ -147,27 +178,28 @@ class MultiLatentAttention(nn.Module):
 
 
 class LatentProjection(nn.Module):
-    """Down-projection x A to the latent of multi-head latent attention (MLA), whole on every tensor rank.
-    Its output has `width` columns, normalised if `mla.latent_norm`, and then `extra` columns without norm.
+    """Down-projection x A to a latent (MLA's, or that of a low-rank gate), whole on every tensor rank.
+    Its output has `width` columns, normalised if there is a `norm`, and then `extra` columns without norm.
     """
 
-    def __init__(self, build: LayerBuilder, projection: str, width: int, norm: str, extra: int = 0) -> None:
+    def __init__(
+        self, build: LayerBuilder, projection: str, width: int, norm: str = "", extra: int = 0, *, bias: bool = False
+    ) -> None:
         super().__init__()
-        config, mla = build.config, build.config.mla
-        assert mla is not None
+        config = build.config
         # never in fp8: small, and widths such as 576 are not multiples of fp8 block sizes
         self.linear, self.width = ParallelLinearFunction(build.kernels, build.deferred), width
         rows = width + extra
         self.weight = build.build_replicated(f"{projection}.weight", (rows, config.hidden_size), std=config.init_std)
-        self.bias = build.build_replicated(f"{projection}.bias", (rows,)) if config.qkv_bias else None
+        self.bias = build.build_replicated(f"{projection}.bias", (rows,)) if bias else None
         self.adapter = build_replicated_adapter(build, projection)
         self.norm = None
-        if mla.latent_norm:
+        if norm and (mla := config.mla) and mla.latent_norm:
             weight = build.build_replicated(f"{norm}.weight", (width,), fill=1.0)
             self.norm = Norm(build.kernels, weight, None, mla.norm_eps)
 
     def forward(self, x: Tensor, dropout: SeededDropout | None = None) -> Tensor:
-        """Map hidden states to the latent of multi-head latent attention, [B, S or S/T, width + extra].
+        """Map hidden states to the latent, [B, S or S/T, width + extra].
         The hidden states are [B, S or S/T, D] (S/T under sequence parallelism over T ranks).
         """
         y = self.linear(x, self.weight, self.bias)

@@ -128,13 +128,14 @@ class SparseLatentAttention(MultiLatentAttention):
         """Map hidden states [B, s or s/T, D] to the output of sparse attention, of an equal shape.
         s/T is the length under sequence parallelism over T ranks.
         """
-        q, q_rot, latent, k_rot, query_latent = self.project_latents(x, context)
+        projected = self.project_latents(x, context)
+        q, q_rot, latent, k_rot = projected.q, projected.q_rot, projected.latent, projected.k_rot
         trained = self.indexer.is_trained and context.routing is not None and torch.is_grad_enabled()
         config, length = self.indexer.config, q.shape[1] * self.cp.size
         if context.cache is None and not trained and (config.dense or length <= config.top_k):
             y = self._attend(q, q_rot, latent, k_rot, context)
         else:
-            rotation = context.rotation
+            rotation, query_latent = context.rotation, projected.query_latent
             assert rotation is not None
             assert query_latent is not None
             with torch.set_grad_enabled(trained):

@@ -123,7 +123,7 @@ def _parameter_group(name: str) -> str:
         return "experts"
     return (
         "whole"
-        if re.search(r"(?<!mamba\.)norm\b|_a_proj|^mlp\.gate\.|expert_gate|latent_proj|^eh_proj", name)
+        if re.search(r"(?<!mamba\.)(?<!lightning\.)norm\b|_a_proj|^mlp\.gate\.|expert_gate|latent_proj|^eh_proj", name)
         else "split"
     )
 
@@ -238,6 +238,8 @@ MIXING: dict[MixerKind, tuple[str, str]] = {
     "attention": ("attention projections", "attention scores"),
     "mamba": ("mamba projections", "mamba scan"),
     "delta": ("delta projections", "delta rule"),
+    "kda": ("KDA projections", "KDA delta rule"),
+    "lightning": ("lightning projections", "lightning scan"),
     "conv": ("convolution projections", "short convolution"),
 }
 

@@ -285,7 +285,7 @@ class LayerCostModel:
         if mixer in model.mixers:  # its inputs and outputs, read and written once
             moved = 2 * sum(out for out, _ in shapes)
             return moved, 2 * moved
-        (rows, _), (_, inner) = shapes
+        rows, inner = sum(out for out, _ in shapes[:-1]), shapes[-1][1]
         convolved = rows - inner  # plus a few elements per head, which are ignored
         return 3 * convolved + 4 * inner, 5 * convolved + 7 * inner  # convolution and recurrence, gated norm
 
