@@ -95,6 +95,7 @@ from mega_ckpt.families.sigmoid_moe_decoders import (
 from mega_ckpt.families.t5 import MT5, T5, UMT5
 from mega_ckpt.families.vision_family import VisionLanguageFamily, text_only_config
 from mega_ckpt.families.vision_language import GEMMA3_VISION, LLAVA, LLAVA_NEXT
+from mega_ckpt.families.vision_modules import VISION_MODULE_FAMILIES
 from mega_common.bounded_parsing import describe_json_type
 from mega_common.errors import CheckpointError
 from mega_common.model_config import ModelConfig
@@ -115,7 +116,7 @@ FAMILIES: tuple[ModelFamily, ...] = (
 )  # fmt: skip
 
 VISION_FAMILIES: tuple[VisionLanguageFamily, ...] = (
-    LLAVA, LLAVA_NEXT, GEMMA3_VISION, QWEN2_5_VL, QWEN3_VL, QWEN3_VL_MOE,
+    LLAVA, LLAVA_NEXT, GEMMA3_VISION, QWEN2_5_VL, QWEN3_VL, QWEN3_VL_MOE, *VISION_MODULE_FAMILIES,
 )  # fmt: skip
 
 _NEAREST = 8  # families named in the error if none fits
@@ -206,8 +207,11 @@ def family_for_model(model: ModelConfig, added: Sequence[ModelFamily] = ()) -> M
 
 
 def _vision_candidates(model: ModelConfig) -> list[ModelFamily]:
-    """Return the families with multimodal rotary positions, or else those that accept a text model of any family."""
+    """Return the families with multimodal rotary positions, or else those that accept a text model of any family.
+    A vision encoder that is a module of transformers has its own.
+    """
     if model.rope.sections is not None:
         return [family for family in VISION_FAMILIES if family.text is not None]
-    text = family_for_model(text_only_config(model))
-    return [replace(family, text=text) for family in VISION_FAMILIES if family.text is None]
+    text, module = family_for_model(text_only_config(model)), model.vision and model.vision.module
+    families = VISION_MODULE_FAMILIES if module else VISION_FAMILIES
+    return [replace(family, text=text) for family in families if family.text is None]

@@ -17,6 +17,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from mega_data.images.image_inputs import ImageInputs
 from mega_trainer.distributed.comm import CommGroup, all_gather, reduce_scatter
 from mega_trainer.kernels.attention_masks import ALL, AttentionMaskBlock, BandMask
 
@@ -30,14 +31,15 @@ class BatchImages:
     """All images of a micro-batch, and for each token the row of the image features that replaces its embedding.
 
     Attributes:
-        pixels: fp32 [n, 3, H, W] in host memory, normalised; a list of [3, H, W] for images of different shapes.
+        pixels: fp32 [n, 3, H, W] in host memory, normalised; a list of [3, H, W] for images of different shapes; a list of
+            the inputs of a module of transformers.
         rows: int64 [B, S], index into all features [n P] for each token; -1 for text.
         features: [n P, D], once computed; with DeepStack [n P, (1 + L) D]: the features that replace embeddings, and those
             that are added to the outputs of the first L decoder layers.
         positions: int64 [3, B, S], time, line and column of each token for M-RoPE; None: the positions in the text.
     """
 
-    pixels: Tensor | Sequence[Tensor]
+    pixels: Tensor | Sequence[Tensor] | Sequence[ImageInputs]
     rows: Tensor
     features: Tensor | None = None
     positions: Tensor | None = None

@@ -327,6 +327,8 @@ def _collect_images(batch: StepBatch, part: slice, vision: VisionConfig, device:
                     mrope[0, number], sample.placeholder_positions, sample.features, grids
                 )
     where = to_device(torch.from_numpy(rows), device)
+    if vision.module is not None:
+        return BatchImages(images, where)
     if mrope is not None:
         return BatchImages(
             [*map(torch.from_numpy, images)], where, positions=to_device(torch.from_numpy(mrope), device)
