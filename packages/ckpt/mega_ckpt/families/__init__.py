@@ -95,7 +95,7 @@ from mega_ckpt.families.sigmoid_moe_decoders import (
 from mega_ckpt.families.t5 import MT5, T5, UMT5
 from mega_ckpt.families.vision_family import VisionLanguageFamily, text_only_config
 from mega_ckpt.families.vision_language import GEMMA3_VISION, LLAVA, LLAVA_NEXT
-from mega_ckpt.families.vision_modules import VISION_MODULE_FAMILIES
+from mega_ckpt.families.vision_modules import REFUSED, VISION_MODULE_FAMILIES
 from mega_common.bounded_parsing import describe_json_type
 from mega_common.errors import CheckpointError
 from mega_common.model_config import ModelConfig
@@ -165,8 +165,9 @@ def family_of_config(raw: ConfigDict, source: str = "config.json", added: Sequen
     outer = next((family for family in FAMILIES if family.outer_model_type and family.outer_model_type == kind), None)
     if outer is None and "vision_config" in raw:
         supported = ", ".join(family.name for family in VISION_FAMILIES)
+        reason = f": {REFUSED[kind]}" if kind in REFUSED else ""
         raise CheckpointError(
-            f"{source}: vision-language model type {kind!r} is not supported", hint=f"supported: {supported}"
+            f"{source}: vision-language model type {kind!r} is not supported{reason}", hint=f"supported: {supported}"
         )
     return outer or family_by_name(kind, source, added)
 

@@ -197,3 +197,14 @@ VISION_MODULE_FAMILIES: tuple[VisionModuleFamily, ...] = (
     _family("exaone4_5", "Exaone4_5_", encoder="visual"),
     _family("deepseek_vl", "DeepseekVL", encoder="vision_model"),
 )
+
+_MROPE = "rotary positions of rows and columns (M-RoPE) with a vision encoder of its own"
+# Types whose images enter in another way than by features in place of placeholders.
+REFUSED: Mapping[str, str] = {
+    "glm4v": _MROPE,
+    "glm4v_moe": _MROPE,
+    "glm_ocr": _MROPE,
+    "ovis2": "embeddings of visual indicator tokens come from the vision encoder",
+    "paligemma": "tokens of a prompt attend to later ones",
+    "qwen2_vl": _MROPE,
+}

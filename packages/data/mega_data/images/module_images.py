@@ -45,15 +45,15 @@ class ModuleImageProcessor:
         load = _PixtralProcessor if self.kind == "mistral3" else _load_processor
         try:
             self._processor: Any = load(module, _load_image_processor(module.image_processor))
-        except ImportError as error:
-            line = " ".join(str(error).split())[:120]
-            raise MissingPackageError(
-                f"model_type {self.kind}: its processor in transformers requires a package that is missing ({line})",
-                hint="install the package that transformers names, such as torchvision",
-            ) from None
         except Exception as error:
+            line = " ".join(str(error).split())[:400]
+            if isinstance(error, ImportError) or "optional dependencies" in line:
+                raise MissingPackageError(
+                    f"model_type {self.kind}: its processor in transformers requires a package that is missing ({line})",
+                    hint="install the package that transformers names, such as torchvision",
+                ) from None
             raise DataError(
-                f"model_type {self.kind}: transformers cannot load its processor ({error})",
+                f"model_type {self.kind}: transformers cannot load its processor ({line})",
                 hint="add processor_config.json and tokenizer_config.json of the published model to its folder",
             ) from error
 
