@@ -119,13 +119,12 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], dict[str,
     "got_ocr2": (
         {
             "vision_config": {
-                **TOWER, "model_type": "got_ocr2_vision", "output_channels": 16, "image_size": 256, "window_size": 2,
+                **TOWER, "model_type": "got_ocr2_vision", "output_channels": 16, "image_size": 64, "window_size": 2,
                 "global_attn_indexes": [1], "mlp_dim": 40,
             },
-            "text_config": text("qwen2"), "image_token_index": IMAGE, "image_seq_length": 256,
+            "text_config": text("qwen2"), "image_token_index": IMAGE, "image_seq_length": 16,
         },
-        {"image_processor_type": "GotOcr2ImageProcessor", "size": {"height": 256, "width": 256}}, {},
-        {"image_token": "<imgpad>"},
+        {}, {}, {"image_token": "<imgpad>"},
     ),
     "lighton_ocr": (
         {"vision_config": PIXTRAL, "text_config": text("qwen3", head_dim=8), "image_token_id": IMAGE},
@@ -193,8 +192,10 @@ def draw_picture(number: int, size: tuple[int, int] = (20, 15)) -> Image.Image:
 
 
 def draw_inputs(kind: str, number: int) -> ImageInputs:
-    """Inputs of an image for a type whose processor the tests lack."""
+    """Inputs of an image for a type whose processor the tests lack, or whose processor makes too many features for them."""
     draw = np.random.default_rng(number).standard_normal
+    if kind == "got_ocr2":
+        return ImageInputs({"pixel_values": draw((1, 3, 64, 64), np.float32)}, (1, 1, 16))
     if kind == "lfm2_vl":
         arrays = {
             "pixel_values": draw((2, 16, 48), np.float32),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,11 @@ from mega_data.images.image_inputs import ImageInputs
 from mega_data.images.module_images import ModuleImageProcessor
 from mega_data.tokenizer import Tokenizer
 from mega_eval.generate import generate_completions
-from mega_eval.image_prompts import ImagePrompt
+from mega_eval.image_prompts import ImagePrompt, attach_image_features
 from mega_eval.model_loading import load_inference_model
-from mega_eval.text_stream import GenerationLimits
+from mega_eval.text_stream import GenerationLimits, TextTokenizer
 from mega_trainer.data.batch_images import BatchImages
+from mega_trainer.model.decoder import Decoder
 
 SIZES = [(37, 50), (20, 15), (30, 31)]
 
@@ -93,26 +95,39 @@ def encode_png(number: int, size: tuple[int, int]) -> bytes:
     return stream.getvalue()
 
 
-@pytest.mark.parametrize("kind", PREPARED)
+@dataclass(frozen=True)
+class InputsPrompt(ImagePrompt):
+    """A prompt whose image has been prepared."""
+
+    image: ImageInputs
+
+    def encode_prompt(self, model: Decoder, tokenizer: TextTokenizer) -> tuple[list[int], BatchImages]:
+        tokens = [9, 8, *[IMAGE] * self.image.shape[2], 7]
+        rows = torch.tensor([[-1, -1, *range(self.image.shape[2]), -1]])
+        return tokens, attach_image_features(model, BatchImages([self.image], rows))
+
+
+@pytest.mark.parametrize("kind", CASES)
 def test_greedy_text_image_by_image(tmp_path: Path, kind: str) -> None:
     theirs = save_model(kind, tmp_path)
     ours, tokenizer = load_inference_model(tmp_path), Tokenizer(tmp_path)
     assert ours.config.vision is not None
     assert ours.config.vision.module is not None
-    processor = ModuleImageProcessor(ours.config.vision.module)
-    mark = processor.prepare(draw_picture(0))[1].placeholder
-    prompts = [ImagePrompt(f"what is {mark} it", [encode_png(number, SIZES[number])]) for number in range(3)]
+    images, prompts = draw_images(kind, ours.config.vision), list[Any]()
+    if kind in PREPARED:
+        mark = ModuleImageProcessor(ours.config.vision.module).prepare(draw_picture(0))[1].placeholder
+        prompts = [ImagePrompt(f"what is {mark} it", [encode_png(number, SIZES[number])]) for number in range(3)]
+        with pytest.raises(DataError, match=r"one placeholder .* for each of its 2 image.s., but has 1"):
+            ImagePrompt(f"what {mark}", [encode_png(1, SIZES[1])] * 2).encode_prompt(ours, tokenizer)
+    prompts = prompts or [InputsPrompt("", (), image) for image in images]
     found = generate_completions(ours, tokenizer, [*prompts, [5, 6, 7]], GenerationLimits(20))
-    for number, (prompt, one) in enumerate(zip(prompts, found, strict=False)):
+    for prompt, image, one in zip(prompts, images, found, strict=False):
         tokens, _ = prompt.encode_prompt(ours, tokenizer)
-        inputs = join_inputs([processor.prepare(draw_picture(number, SIZES[number]))[0]])
         row = theirs.generate(
-            torch.tensor([tokens]), do_sample=False, max_new_tokens=20, eos_token_id=None, pad_token_id=0, **inputs
-        )
+            torch.tensor([tokens]), do_sample=False, max_new_tokens=20, eos_token_id=None, pad_token_id=0,
+            **join_inputs([image]),
+        )  # fmt: skip
         assert one.tokens == row[0, len(tokens) :].tolist()
-    with pytest.raises(DataError, match=r"one placeholder .* for each of its 2 image.s., but has 1"):
-        two = ImagePrompt(f"what {mark}", [encode_png(1, SIZES[1]), encode_png(2, SIZES[2])])
-        two.encode_prompt(ours, tokenizer)
 
 
 @pytest.mark.parametrize("kind", ["idefics3", "aya_vision", "lighton_ocr", "vipllava", "deepseek_vl"])
