@@ -157,6 +157,14 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], dict[str,
         {"num_image_tokens": 16}, {"image_token": "<image_placeholder>"},
     ),
 }  # fmt: skip
+CASES["qwen2_vl"] = (
+    {
+        "vision_config": {"depth": 2, "embed_dim": 24, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2, "patch_size": 4},
+        "text_config": text("qwen2_vl_text", rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}),
+        "image_token_id": IMAGE, "video_token_id": 301,
+    },
+    *CASES["exaone4_5"][1:],
+)  # fmt: skip
 PREPARED = [kind for kind, (_, image_processor, *_) in CASES.items() if image_processor]
 
 
@@ -206,13 +214,17 @@ def draw_inputs(kind: str, number: int) -> ImageInputs:
     if kind == "smolvlm":
         tiles = 1 + number % 3
         mask = np.ones((1, tiles, 16, 16), bool)
-        return ImageInputs({"pixel_values": draw((1, tiles, 3, 16, 16), np.float32), "pixel_attention_mask": mask}, (1, 1, 4 * tiles))
+        return ImageInputs(
+            {"pixel_values": draw((1, tiles, 3, 16, 16), np.float32), "pixel_attention_mask": mask}, (1, 1, 4 * tiles)
+        )
     return ImageInputs({"pixel_values": draw((2, 3, 16, 16), np.float32)}, (1, 1, 8))
 
 
-def join_inputs(images: list[ImageInputs]) -> dict[str, Tensor]:
-    """Inputs of several images for transformers, which are padded to the largest one."""
-    return {name: _pad_and_join([torch.from_numpy(one.arrays[name]) for one in images]) for name in images[0].arrays}
+def join_inputs(images: list[ImageInputs], tokens: Tensor) -> dict[str, Tensor]:
+    """Inputs of several images for transformers, which are padded to the largest one; Qwen's with the kind of each token."""
+    found = {name: _pad_and_join([torch.from_numpy(one.arrays[name]) for one in images]) for name in images[0].arrays}
+    kinds = {"mm_token_type_ids": (tokens == IMAGE).long()} if "image_grid_thw" in found else {}
+    return found | kinds
 
 
 def _pad_and_join(parts: list[Tensor]) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from mega_ckpt.families import family_of_config
 from mega_common.errors import CheckpointError, DataError, MissingPackageError
 from mega_common.vision_config import VisionConfig
 from mega_data.images.image_inputs import ImageInputs
+from mega_data.images.image_pixels import compute_mrope_positions
 from mega_data.images.module_images import ModuleImageProcessor
 from mega_data.tokenizer import Tokenizer
 from mega_eval.generate import generate_completions
@@ -43,7 +45,7 @@ def draw_images(kind: str, vision: VisionConfig) -> list[ImageInputs]:
 
 def draw_tokens(images: list[ImageInputs]) -> tuple[Tensor, Tensor]:
     """Two rows of tokens, with one image and with two; and the feature row of each token."""
-    a, b, c = (one.shape[2] for one in images)
+    a, b, c = (math.prod(one.shape) for one in images)
     tokens = torch.randint(3, 250, (2, 8 + max(a, b + c)), generator=torch.Generator().manual_seed(3))
     for row, first, count in ((0, 2, a), (1, 1, b), (1, 4 + b, c)):
         tokens[row, first : first + count] = IMAGE
@@ -60,14 +62,25 @@ def test_logits_losses_gradients_and_a_round_trip(tmp_path: Path, kind: str) -> 
     images = draw_images(kind, ours.config.vision)
     tokens, rows = draw_tokens(images)
     labels = torch.where(tokens == IMAGE, -100, tokens)
-    expected = theirs(input_ids=tokens, labels=labels, **join_inputs(images))
+    expected = theirs(input_ids=tokens, labels=labels, **join_inputs(images, tokens))
     others = [ImageInputs({**one.arrays, "pixel_values": -one.arrays["pixel_values"]}, one.shape) for one in images]
     with torch.no_grad():
-        seen = theirs(input_ids=tokens, **join_inputs(others)).logits
+        seen = theirs(input_ids=tokens, **join_inputs(others, tokens)).logits
     assert (expected.logits - seen).abs().max() > 1e-3, "images that say nothing"
-    positions = torch.arange(tokens.shape[1])[None]
-    batch = ours.encode_images(BatchImages(images, rows))
-    x = ours(ours.embed_inputs(tokens, positions, images=batch), ours.make_forward_context(positions))
+    positions, mrope = torch.arange(tokens.shape[1])[None], None
+    if ours.config.vision.has_grid_positions:
+        grids = [[one.shape[1:] for one in images[:1]], [one.shape[1:] for one in images[1:]]]
+        first = math.prod(images[0].shape)
+        each = [
+            compute_mrope_positions(
+                positions[0].numpy(), np.flatnonzero(row >= 0), row[row >= 0] - first * number, grids[number]
+            )
+            for number, row in enumerate(rows.numpy())
+        ]
+        mrope = torch.from_numpy(np.stack(each, 1))
+    batch = ours.encode_images(BatchImages(images, rows, positions=mrope))
+    context = ours.make_forward_context(positions if mrope is None else mrope)
+    x = ours(ours.embed_inputs(tokens, positions, images=batch), context)
     torch.testing.assert_close(ours.compute_logits(x), expected.logits, rtol=0, atol=1e-5)
     weights = torch.nn.functional.pad((labels[:, 1:] >= 0).float(), (0, 1))
     loss, _ = ours.compute_token_loss(x, tokens.roll(-1, 1), weights / weights.sum())
@@ -125,7 +138,7 @@ def test_greedy_text_image_by_image(tmp_path: Path, kind: str) -> None:
         tokens, _ = prompt.encode_prompt(ours, tokenizer)
         row = theirs.generate(
             torch.tensor([tokens]), do_sample=False, max_new_tokens=20, eos_token_id=None, pad_token_id=0,
-            **join_inputs([image]),
+            **join_inputs([image], torch.tensor([tokens])),
         )  # fmt: skip
         assert one.tokens == row[0, len(tokens) :].tolist()
 

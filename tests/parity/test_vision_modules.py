@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from parity.cases import COMMON, case
 from ranks import run_ranks
-from vision_modules import CASES, PREPARED
 from transformers import CONFIG_MAPPING
+from vision_modules import CASES, PREPARED
 
 from mega_ckpt.families import family_of_config
 from mega_ckpt.families.image_processor import add_module_processor, apply_image_processor
@@ -32,7 +32,8 @@ def read_vision(kind: str) -> dict[str, Any]:
 def make_cases(kind: str, shapes: list[tuple[int, dict[str, Any]]], **more: Any) -> list[LayoutCase]:
     variant = {"vision": read_vision(kind)}
     return [
-        case("vision", ranks, parallel=parallel, micro=2, variant=variant, length=24, **more) for ranks, parallel in shapes
+        case("vision", ranks, parallel=parallel, micro=2, variant=variant, length=24, **more)
+        for ranks, parallel in shapes
     ]
 
 

@@ -33,6 +33,7 @@ class VisionModuleConfig(StrictConfig):
         image_processor: settings of transformers' image processor; empty if the folder has none.
         processor: settings of transformers' processor, which writes the text of an image.
         tokens: special tokens that the processor reads from its tokenizer, by name.
+        grid_positions: rotary positions of an image are those of the rows and columns of its features (M-RoPE).
     """
 
     config: dict[str, Any]
@@ -40,6 +41,7 @@ class VisionModuleConfig(StrictConfig):
     image_processor: dict[str, Any] = {}
     processor: dict[str, Any] = {}
     tokens: dict[str, str] = {}
+    grid_positions: bool = False
 
     @property
     def model_type(self) -> str:

@@ -149,6 +149,11 @@ class VisionConfig(StrictConfig):
         return self.pinpoints is not None or self.native is not None or self.module is not None
 
     @property
+    def has_grid_positions(self) -> bool:
+        """True if the rotary positions of an image are those of the rows and columns of its features (M-RoPE)."""
+        return self.native is not None or (self.module is not None and self.module.grid_positions)
+
+    @property
     def native_size_limits(self) -> tuple[int, int, int] | None:
         """Sizes of images at native resolution, in pixels; None without native resolution.
         They are the side of the square of an image that one vision feature stands for, and the minimum and maximum

@@ -122,7 +122,13 @@ def _assemble_module_prompt(
             f"{features} features",
             hint="use the tokenizer of the model",
         )
-    return tokens.tolist(), BatchImages([part for one in pictures for part in one.pixels], torch.from_numpy(rows)[None])
+    inputs, positions = [part for one in pictures for part in one.pixels], None
+    if vision.has_grid_positions:
+        columns, grids = np.flatnonzero(rows >= 0), [(one.shape[1], one.shape[2]) for one in inputs]
+        positions = torch.from_numpy(compute_mrope_positions(np.arange(tokens.size), columns, rows[columns], grids))[
+            :, None
+        ]
+    return tokens.tolist(), BatchImages(inputs, torch.from_numpy(rows)[None], positions=positions)
 
 
 def _add_image_frames(text: str, vision: VisionConfig, tokenizer: TextTokenizer) -> str:

@@ -27,9 +27,8 @@ def read_image_processor_settings(read: Callable[[str], ConfigDict]) -> ConfigDi
 
 
 def add_module_processor(vision: VisionConfig, read: Callable[[str], ConfigDict]) -> VisionConfig:
-    """Return the vision configuration with the processor and the special tokens of a HuggingFace folder, by which
-    transformers writes the text of an image.
-    They are unchanged unless the vision encoder is a module of transformers. `read` is as in
+    """Return the vision configuration with a folder's settings by which transformers writes the text of an image.
+    They are those of its processor and the special tokens of its tokenizer; the configuration is unchanged unless the vision encoder is a module of transformers. `read` is as in
     `read_image_processor_settings`.
     """
     if vision.module is None:

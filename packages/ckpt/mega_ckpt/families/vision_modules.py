@@ -15,7 +15,9 @@ from mega_ckpt.canonical_tensors import canonical_tensors
 from mega_ckpt.families.config_entries import ConfigDict
 from mega_ckpt.families.disk_layouts import TensorRule
 from mega_ckpt.families.family import CARRIED
+from mega_ckpt.families.qwen_vision import QWEN2_5_VL, QWEN2_5_VL_TEXT
 from mega_ckpt.families.vision_family import STYLES, TensorNameStyle, VisionLanguageFamily, text_only_config
+from mega_ckpt.transformers_library import build_vision_language_config, list_vision_tensors
 from mega_common.errors import CheckpointError, ConfigError
 from mega_common.model_config import ModelConfig
 from mega_common.vision_config import PROJECTOR, TOWER, VisionConfig
@@ -25,7 +27,7 @@ _TIED = "tie_word_embeddings"
 _NEUTRAL: Mapping[str, Any] = {"final_logit_softcapping": None, "logit_scale": 1.0, "logits_scaling": 1.0}
 _SIZES = {
     "num_layers": ("num_hidden_layers", "depth"),
-    "hidden_size": ("hidden_size",),
+    "hidden_size": ("embed_dim", "hidden_size"),
     "ffn_hidden_size": ("intermediate_size", "mlp_dim"),
     "num_attention_heads": ("num_attention_heads", "num_heads"),
     "image_size": ("image_size",),
@@ -52,8 +54,6 @@ class VisionModuleFamily(VisionLanguageFamily):
         Raises:
             CheckpointError: when transformers rejects a setting, or the text model is not supported.
         """
-        from mega_ckpt.formats.vision_module import list_vision_tensors  # local: it requires transformers
-
         text = self.text_family.read_config_json(self.text_config_of(raw), f"{source}: text_config")
         if text.embedding_multiplier != 1:
             raise CheckpointError(
@@ -74,7 +74,8 @@ class VisionModuleFamily(VisionLanguageFamily):
         patches = sizes["image_size"] // sizes["patch_size"] or isqrt(inner.get("num_patches") or 256)
         sizes["image_size"] = patches * sizes["patch_size"]
         sizes["num_attention_heads"] = _largest_divisor(sizes["hidden_size"], sizes["num_attention_heads"])
-        module = {"config": dict(raw), "tensors": list_vision_tensors(raw)}
+        positions = text.rope.sections is not None
+        module = {"config": dict(raw), "tensors": list_vision_tensors(raw), "grid_positions": positions}
         fields = {**sizes, "image_token": token, "feature_layer": -1, "class_token": False, "module": module}
         try:
             vision = VisionConfig.parse(fields, source=f"{source}: vision_config")
@@ -83,8 +84,6 @@ class VisionModuleFamily(VisionLanguageFamily):
             raise CheckpointError(error.message, hint=error.hint) from None
 
     def _parse(self, raw: ConfigDict) -> Any:
-        from mega_ckpt.formats.vision_module import build_vision_language_config
-
         return build_vision_language_config(raw)
 
     def text_config_of(self, raw: ConfigDict) -> dict[str, Any]:
@@ -101,10 +100,14 @@ class VisionModuleFamily(VisionLanguageFamily):
         Keys with null are left out.
         """
         config = type(self._parse(raw))()
-        sections: list[tuple[str, ConfigDict, set[str]]] = [("", raw, set(vars(config)) | set(config.attribute_map))]
+        outer = set(vars(config)) | set(config.attribute_map)
+        outer |= set() if "text_config" in raw else set(config.text_config.to_dict())  # older folders, without sections
+        sections: list[tuple[str, ConfigDict, set[str]]] = [("", raw, outer)]
         inner = self._parse(raw).vision_config
         defaults = type(inner)()
-        sections.append(("vision_config.", raw.get("vision_config") or {}, set(defaults.to_dict()) | set(vars(defaults))))
+        sections.append(
+            ("vision_config.", raw.get("vision_config") or {}, set(defaults.to_dict()) | set(vars(defaults)))
+        )
         unread = [
             f"{prefix}{key}"
             for prefix, section, known in sections
@@ -168,7 +171,12 @@ def _styles(encoder: str, decoder: str, *, legacy: bool) -> tuple[TensorNameStyl
 
 
 def _family(
-    name: str, architecture: str, *, encoder: str = "vision_tower", decoder: str = "language_model", legacy: bool = False
+    name: str,
+    architecture: str,
+    *,
+    encoder: str = "vision_tower",
+    decoder: str = "language_model",
+    legacy: bool = False,
 ) -> VisionModuleFamily:
     return VisionModuleFamily(
         name=name,
@@ -196,9 +204,14 @@ VISION_MODULE_FAMILIES: tuple[VisionModuleFamily, ...] = (
     _family("vipllava", "VipLlava", legacy=True),
     _family("exaone4_5", "Exaone4_5_", encoder="visual"),
     _family("deepseek_vl", "DeepseekVL", encoder="vision_model"),
+    replace(
+        _family("qwen2_vl", "Qwen2VL", encoder="visual"),
+        text=replace(QWEN2_5_VL_TEXT, name="qwen2_vl_text", architecture="Qwen2VLTextModel"),
+        styles=QWEN2_5_VL.styles,
+    ),
 )
 
-_MROPE = "rotary positions of rows and columns (M-RoPE) with a vision encoder of its own"
+_MROPE = "a text model of its own with rotary positions of rows and columns (M-RoPE)"
 # Types whose images enter in another way than by features in place of placeholders.
 REFUSED: Mapping[str, str] = {
     "glm4v": _MROPE,
@@ -206,5 +219,4 @@ REFUSED: Mapping[str, str] = {
     "glm_ocr": _MROPE,
     "ovis2": "embeddings of visual indicator tokens come from the vision encoder",
     "paligemma": "tokens of a prompt attend to later ones",
-    "qwen2_vl": _MROPE,
 }

@@ -110,7 +110,9 @@ def preprocess_image_chats(
         raise DataError(f"--image-text must contain {images.placeholder} exactly once, and is {images.text!r}")
     with ExitStack() as stack:
         writer = stack.enter_context(
-            _ImageDatasetWriter(prefix, tokenizer, ChatRecordConverter(chat, tokenizer, images.text), images, token)
+            _ImageDatasetWriter(
+                prefix, tokenizer, ChatRecordConverter(chat, tokenizer, _write_sample_image(images)), images, token
+            )
         )
         skipped_files, bar = (
             SkippedFiles(),
@@ -141,6 +143,17 @@ def _fill_placeholder_text(images: ImageOptions, tokenizer: Tokenizer) -> ImageO
     if not text and begin is not None and end is not None:
         text = vision.wrap_image_tokens(read(begin) or "", placeholder, read(end) or "")
     return replace(images, placeholder=placeholder, text=text)
+
+
+def _write_sample_image(images: ImageOptions) -> str:
+    """Return the text of an image, with the special tokens that images may have."""
+    if images.vision is None or images.vision.module is None:
+        return images.text
+    from PIL import Image
+
+    from mega_data.images.module_images import ModuleImageProcessor
+
+    return ModuleImageProcessor(images.vision.module).prepare(Image.new("RGB", (1536, 1024)))[1].text
 
 
 class _ImageDatasetWriter:
@@ -215,9 +228,7 @@ class _ImageDatasetWriter:
                 )
         return counts
 
-    def _render_record(
-        self, record: ImageChatRecord, folder: Path, images: list[ImageText]
-    ) -> Document | RejectedItem:
+    def _render_record(self, record: ImageChatRecord, folder: Path, images: list[ImageText]) -> Document | RejectedItem:
         """Return the rendered conversation of a record after checking that its images exist.
         `images` are the texts of the images that a processor of transformers writes, empty for other vision encoders.
         """

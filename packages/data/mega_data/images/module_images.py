@@ -70,11 +70,14 @@ class ModuleImageProcessor:
             )
             ((replaced,),) = found.pop("text_replacement_offsets")
         except Exception as error:
-            raise DataError(f"model_type {self.kind}: transformers cannot process the image ({error})") from None
+            raise DataError(f"model_type {self.kind}: transformers cannot process the image ({error})") from error
         text, token = str(replaced["replacement"]), processor.tokenizer.convert_ids_to_tokens(processor.image_token_id)
         arrays = {name: np.asarray(value) for name, value in found.items() if name not in _TEXT_INPUTS}
         shape = (1, 1, text.count(token))
-        return ImageInputs(arrays, shape), ImageText(processor.image_token, text, shape[2])
+        if "image_grid_thw" in arrays:
+            high, wide = (int(side) // processor.image_processor.merge_size for side in arrays["image_grid_thw"][0, 1:])
+            shape = (1, high, wide)
+        return ImageInputs(arrays, shape), ImageText(processor.image_token, text, shape[1] * shape[2])
 
 
 class _PixtralProcessor:
@@ -105,15 +108,15 @@ def _load_image_processor(settings: Mapping[str, Any]) -> Any:
 
     with tempfile.TemporaryDirectory() as folder:  # the class that has the settings is found by transformers
         (Path(folder) / "preprocessor_config.json").write_text(json.dumps(settings))
-        return AutoImageProcessor.from_pretrained(folder)
+        return AutoImageProcessor.from_pretrained(folder)  # type: ignore[no-untyped-call]
 
 
 def _load_processor(module: VisionModuleConfig, image_processor: Any) -> Any:
     """Return the processor with a tokenizer of special tokens alone: it replaces placeholders, and encodes no text."""
     import transformers
-    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+    from transformers.models.auto import processing_auto
 
-    found = getattr(transformers, PROCESSOR_MAPPING_NAMES[module.model_type])
+    found = getattr(transformers, vars(processing_auto)["PROCESSOR_MAPPING_NAMES"][module.model_type])
 
     class ImagesOnly(found):  # type: ignore[misc, valid-type]
         def check_argument_for_proper_class(self, name: str, argument: Any) -> type:
@@ -135,6 +138,6 @@ def _make_tokenizer(module: VisionModuleConfig, tokens: list[str]) -> Any:
     backend = Backend(WordLevel({"<unk>": 0}, unk_token="<unk>"))
     backend.add_special_tokens(sorted(set(tokens)))
     named = {key: value for key, value in module.tokens.items() if key not in _STANDARD}
-    return PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=backend, unk_token="<unk>", pad_token="<unk>", extra_special_tokens=named
     )

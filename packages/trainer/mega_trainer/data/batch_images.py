@@ -17,7 +17,6 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from mega_data.images.image_inputs import ImageInputs
 from mega_trainer.distributed.comm import CommGroup, all_gather, reduce_scatter
 from mega_trainer.kernels.attention_masks import ALL, AttentionMaskBlock, BandMask
 
@@ -32,14 +31,14 @@ class BatchImages:
 
     Attributes:
         pixels: fp32 [n, 3, H, W] in host memory, normalised; a list of [3, H, W] for images of different shapes; a list of
-            the inputs of a module of transformers.
+            `ImageInputs` of a module of transformers.
         rows: int64 [B, S], index into all features [n P] for each token; -1 for text.
         features: [n P, D], once computed; with DeepStack [n P, (1 + L) D]: the features that replace embeddings, and those
             that are added to the outputs of the first L decoder layers.
         positions: int64 [3, B, S], time, line and column of each token for M-RoPE; None: the positions in the text.
     """
 
-    pixels: Tensor | Sequence[Tensor] | Sequence[ImageInputs]
+    pixels: Tensor | Sequence[Any]
     rows: Tensor
     features: Tensor | None = None
     positions: Tensor | None = None

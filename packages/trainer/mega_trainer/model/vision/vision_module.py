@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -19,9 +18,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mega_ckpt.formats.transformers_module import convert_transformers_errors
-from mega_ckpt.formats.vision_module import build_vision_module, compute_vision_buffers, name_vision_tensor
 from mega_ckpt.tensor_pieces import TensorPiece
+from mega_ckpt.transformers_library import (
+    build_vision_module,
+    compute_vision_buffers,
+    convert_transformers_errors,
+    name_vision_tensor,
+)
 from mega_common.vision_config import TOWER
 from mega_trainer.distributed.device import to_device
 from mega_trainer.model.layer_builder import LayerBuilder
@@ -44,7 +47,7 @@ class ModuleImagePartition(ImagePartition):
     def rank_inputs(self) -> list[Mapping[str, Tensor]]:
         """Return the module's inputs for each of this rank's images, in host memory."""
         own = [self.images[number] for number in self.images_of_ranks[self.rank]]
-        return [{name: torch.from_numpy(array) for name, array in image.arrays.items()} for image in own]  # type: ignore[attr-defined]
+        return [{name: torch.from_numpy(array) for name, array in image.arrays.items()} for image in own]
 
 
 class TransformersVisionModule(nn.Module):
@@ -73,7 +76,9 @@ class TransformersVisionModule(nn.Module):
 
     def _move_buffers(self, device: torch.device) -> None:
         for owner in self.module.modules():
-            owner._buffers.update({name: value.to(device) for name, value in owner._buffers.items() if value is not None})
+            owner._buffers.update(
+                {name: value.to(device) for name, value in owner._buffers.items() if value is not None}
+            )
 
     def _apply(self, fn: Any, recurse: bool = True) -> TransformersVisionModule:
         """Apply a function to the parameters alone, and move the buffers, whose values `to_empty` would discard."""
@@ -101,11 +106,9 @@ class TransformersVisionModule(nn.Module):
         """
         found = [self._encode(group, device) for group in _group_by_shape(images)]
         rows = torch.cat(found) if found else torch.zeros(0, self._width, dtype=self.dtype, device=device)
-        trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
-        if trained and torch.is_grad_enabled():
-            rows = F.pad(rows, (0, 0, 0, features - len(rows)))
-            return rows + sum((parameter.flatten()[:1] * 0).sum() for parameter in trained).to(rows.dtype)
-        return F.pad(rows, (0, 0, 0, features - len(rows)))
+        rows = F.pad(rows, (0, 0, 0, features - len(rows)))
+        trained = [parameter.flatten()[:1] * 0 for parameter in self.module.parameters() if parameter.requires_grad]
+        return rows + torch.cat(trained).sum() if trained and torch.is_grad_enabled() else rows
 
     @property
     def _width(self) -> int:

@@ -1,26 +1,65 @@
-"""Vision encoders and projectors as modules of the transformers library, built from a config.json without the text model.
+"""The transformers library: its import, its errors, and vision encoders with projectors that it builds from a config.json.
 
 The classes are those of the installed library: no code from a folder or from the hub runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from mega_ckpt.formats.transformers_module import (
-    convert_transformers_errors,
-    import_transformers,
-    list_module_tensors,
-)
-from mega_common.errors import CheckpointError
+from mega_common.errors import CheckpointError, MegaError, MissingPackageError
 from mega_common.vision_config import PROJECTOR, TOWER
 
 TOWER_MODULES = ("vision_tower", "vision_model", "vision_encoder", "visual")  # attributes of encoders in transformers
 TEXT_MODULES = ("language_model", "text_model")
+
+
+def import_transformers() -> Any:
+    """Return the transformers package, which must be installed; its download of kernels is turned off.
+
+    Raises:
+        MissingPackageError: when it is not installed.
+    """
+    os.environ.setdefault("USE_HUB_KERNELS", "NO")
+    try:
+        import transformers
+    except ImportError:
+        raise MissingPackageError(
+            "implementation: transformers requires the package transformers", hint="pip install transformers"
+        ) from None
+    return transformers
+
+
+@contextmanager
+def convert_transformers_errors(kind: str, doing: str) -> Iterator[None]:
+    """Context manager that turns any error that transformers raises into a `CheckpointError`.
+    The error names the model type `kind` and the operation `doing`.
+    """
+    try:
+        yield
+    except (MegaError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        line = " ".join(str(error).split())[:300]
+        raise CheckpointError(
+            f"model_type {kind}: transformers cannot {doing} ({type(error).__name__}: {line})",
+            hint="check the model with transformers alone; mega adds no code to it",
+        ) from error
+
+
+def list_module_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters of a module, tied ones once, and its persistent buffers, by name."""
+    parameters = dict(module.named_parameters())
+    every = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    state = module.state_dict()
+    buffers = {name: value for name, value in module.named_buffers() if name in state and name not in every}
+    return {**{name: parameter.detach() for name, parameter in parameters.items()}, **buffers}
 
 
 def build_vision_language_config(raw: Mapping[str, Any]) -> Any:
