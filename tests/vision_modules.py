@@ -14,6 +14,8 @@ from tokenizers import Tokenizer as Backend
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
+from mega_ckpt.families import family_of_config
+from mega_ckpt.families.image_processor import add_module_processor, apply_image_processor
 from mega_data.images.image_inputs import ImageInputs
 from mega_data.tokenizer import train_tokenizer
 
@@ -194,6 +196,18 @@ def save_model(kind: str, folder: Path) -> Any:
     return model
 
 
+def read_vision(kind: str) -> dict[str, Any]:
+    """The section `vision` of a type, for any text model as wide as its own."""
+    config, image_processor, processor, named = CASES[kind]
+    raw = json.loads(CONFIG_MAPPING[kind](**config).to_json_string(use_diff=False)) | {"model_type": kind}
+    vision = family_of_config(raw).read_config_json(raw).vision
+    assert vision is not None
+    files = {"processor_config.json": processor, "tokenizer_config.json": {"extra_special_tokens": named}}
+    vision = add_module_processor(apply_image_processor(vision, image_processor), lambda name: files.get(name, {}))
+    found: dict[str, Any] = vision.model_dump(mode="json", exclude_unset=True)
+    return found
+
+
 def draw_picture(number: int, size: tuple[int, int] = (20, 15)) -> Image.Image:
     """An image of noise, of (height, width) pixels."""
     return Image.fromarray(np.random.default_rng(number).integers(0, 256, (*size, 3), np.uint8))
@@ -220,10 +234,10 @@ def draw_inputs(kind: str, number: int) -> ImageInputs:
     return ImageInputs({"pixel_values": draw((2, 3, 16, 16), np.float32)}, (1, 1, 8))
 
 
-def join_inputs(images: list[ImageInputs], tokens: Tensor) -> dict[str, Tensor]:
+def join_inputs(kind: str, images: list[ImageInputs], tokens: Tensor) -> dict[str, Tensor]:
     """Inputs of several images for transformers, which are padded to the largest one; Qwen's with the kind of each token."""
     found = {name: _pad_and_join([torch.from_numpy(one.arrays[name]) for one in images]) for name in images[0].arrays}
-    kinds = {"mm_token_type_ids": (tokens == IMAGE).long()} if "image_grid_thw" in found else {}
+    kinds = {"mm_token_type_ids": (tokens == IMAGE).long()} if kind == "qwen2_vl" else {}
     return found | kinds
 
 

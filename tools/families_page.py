@@ -16,6 +16,7 @@ from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import model_type_to_module_name
 
 from mega_ckpt.families import FAMILIES, VISION_FAMILIES
+from mega_ckpt.families.vision_modules import REFUSED
 
 PAGE = Path(__file__).parent.parent / "docs" / "families.md"
 
@@ -135,6 +136,8 @@ def missing_parts(model_type: str) -> str:
     """Return what mega lacks for a type of transformers, by `REASONS`, else the keys of its configuration that no
     supported family has.
     """
+    if model_type in REFUSED:
+        return REFUSED[model_type]
     try:
         features = sorted(set(list_features(model_type)))
     except (

@@ -62,10 +62,10 @@ def test_logits_losses_gradients_and_a_round_trip(tmp_path: Path, kind: str) -> 
     images = draw_images(kind, ours.config.vision)
     tokens, rows = draw_tokens(images)
     labels = torch.where(tokens == IMAGE, -100, tokens)
-    expected = theirs(input_ids=tokens, labels=labels, **join_inputs(images, tokens))
+    expected = theirs(input_ids=tokens, labels=labels, **join_inputs(kind, images, tokens))
     others = [ImageInputs({**one.arrays, "pixel_values": -one.arrays["pixel_values"]}, one.shape) for one in images]
     with torch.no_grad():
-        seen = theirs(input_ids=tokens, **join_inputs(others, tokens)).logits
+        seen = theirs(input_ids=tokens, **join_inputs(kind, others, tokens)).logits
     assert (expected.logits - seen).abs().max() > 1e-3, "images that say nothing"
     positions, mrope = torch.arange(tokens.shape[1])[None], None
     if ours.config.vision.has_grid_positions:
@@ -138,7 +138,7 @@ def test_greedy_text_image_by_image(tmp_path: Path, kind: str) -> None:
         tokens, _ = prompt.encode_prompt(ours, tokenizer)
         row = theirs.generate(
             torch.tensor([tokens]), do_sample=False, max_new_tokens=20, eos_token_id=None, pad_token_id=0,
-            **join_inputs([image], torch.tensor([tokens])),
+            **join_inputs(kind, [image], torch.tensor([tokens])),
         )  # fmt: skip
         assert one.tokens == row[0, len(tokens) :].tolist()
 
