@@ -28,7 +28,7 @@ def read_image_processor_settings(read: Callable[[str], ConfigDict]) -> ConfigDi
 
 def add_module_processor(vision: VisionConfig, read: Callable[[str], ConfigDict]) -> VisionConfig:
     """Return the vision configuration with a folder's settings by which transformers writes the text of an image.
-    They are those of its processor and the special tokens of its tokenizer; the configuration is unchanged unless the vision encoder is a module of transformers. `read` is as in
+    They come from its processor and, as special tokens, from its tokenizer; the configuration is unchanged unless the vision encoder is a module of transformers. `read` is as in
     `read_image_processor_settings`.
     """
     if vision.module is None:

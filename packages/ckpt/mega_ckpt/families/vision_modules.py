@@ -23,7 +23,7 @@ from mega_common.model_config import ModelConfig
 from mega_common.vision_config import PROJECTOR, TOWER, VisionConfig
 
 _TIED = "tie_word_embeddings"
-# Text settings that transformers ignores in these models, whose logits are those of the output layer alone; neutral values.
+# Text settings that transformers ignores in these models, which have an output layer alone; neutral values.
 _NEUTRAL: Mapping[str, Any] = {"final_logit_softcapping": None, "logit_scale": 1.0, "logits_scaling": 1.0}
 _SIZES = {
     "num_layers": ("num_hidden_layers", "depth"),
