@@ -71,7 +71,8 @@ class VisionModuleFamily(VisionLanguageFamily):
                 hint=f"set {dropout[0]} to 0",
             )
         sizes = {name: _find_size(inner, keys) for name, keys in _SIZES.items()}
-        patches = sizes["image_size"] // sizes["patch_size"] or isqrt(inner.get("num_patches") or 256)
+        native = isqrt(_find_size(inner, ("num_patches",), 256))  # of encoders for images of any shape
+        patches = sizes["image_size"] // sizes["patch_size"] or native
         sizes["image_size"] = patches * sizes["patch_size"]
         sizes["num_attention_heads"] = _largest_divisor(sizes["hidden_size"], sizes["num_attention_heads"])
         positions = text.rope.sections is not None
@@ -146,10 +147,11 @@ class VisionModuleFamily(VisionLanguageFamily):
         return VisionLanguageFamily.disk_tensor_table(rules, model, names)
 
 
-def _find_size(section: ConfigDict, keys: Sequence[str]) -> int:
-    """Return the first of some sizes that a `vision_config` has, 1 without any; of a list its first number."""
-    found = next((section[key] for key in keys if section.get(key)), 1)
-    return int(found[0] if isinstance(found, list | tuple) else found)
+def _find_size(section: ConfigDict, keys: Sequence[str], default: int = 1) -> int:
+    """Return the first of some sizes that a `vision_config` has, else `default`; of a list its first number."""
+    values = (section.get(key) for key in keys)
+    firsts = (value[0] if isinstance(value, list | tuple) and value else value for value in values)
+    return next((value for value in firsts if isinstance(value, int) and value > 0), default)
 
 
 def _largest_divisor(number: int, most: int) -> int:
