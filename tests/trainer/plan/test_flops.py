@@ -123,6 +123,17 @@ def test_an_encoder_sees_to_both_sides_and_has_a_head_of_its_own() -> None:
     assert forward_flops(full, 5)["head"] == 2 * 768 * (768 + 50_368)
 
 
+def test_narrow_embeddings_have_two_projections_and_a_plain_output_layer_none() -> None:
+    fields = {
+        "num_layers": 2, "hidden_size": 24, "ffn_hidden_size": 40, "num_attention_heads": 4, "vocab_size": 61, "causal": False, "masked_lm": {},
+    }  # fmt: skip
+    narrow, plain = (
+        ModelConfig.parse(fields | more) for more in ({"embedding_size": 14}, {"masked_lm": {"dense": False}})
+    )
+    assert forward_flops(narrow, 5)["head"] == 2 * 14 * (61 + 24 + 24)
+    assert forward_flops(plain, 5)["head"] == 2 * 24 * 61
+
+
 def test_llama3_8b_by_hand() -> None:
     """At 8192 tokens; multiplications and additions of each product, per token and layer, worked out on paper."""
     parts = forward_flops(model("llama3-8b"), 8192, causal=False)

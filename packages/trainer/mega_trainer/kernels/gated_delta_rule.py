@@ -59,13 +59,13 @@ def gated_delta_rule(updates: DeltaRuleInputs, chunks: SequenceChunks, pass_stat
     """Return the outputs [B, S, H value heads, V] of the gated delta rule, computed chunk by chunk.
     The computation is in the dtype of g; no state crosses documents.
     """
-    dtype, groups = updates.g.dtype, updates.k.shape[2]
+    dtype, groups, per_head = updates.g.dtype, updates.k.shape[2], updates.g.dim() == 3
     parts = (updates.q, updates.k, updates.v, updates.g, updates.beta)
     q, k, v, g, beta = (_by_group(chunks.split_chunks(part.to(dtype)), groups) for part in parts)
     q, k, beta = _l2_normalize(q) * k.shape[-1] ** -0.5, _l2_normalize(k), beta.unsqueeze(-1)
-    sums = (g.unsqueeze(-1) if updates.g.dim() == 3 else g).cumsum(-2)
+    sums = (g.unsqueeze(-1) if per_head else g).cumsum(-2)
     since_start, to_end, through, hidden = _decays(sums, chunks)
-    if updates.g.dim() == 3:
+    if per_head:
         between = (sums - sums.mT).masked_fill(hidden, float("-inf")).exp()
         lower, reads = k @ k.mT * beta * between, q @ k.mT * between
     else:
@@ -76,7 +76,8 @@ def gated_delta_rule(updates: DeltaRuleInputs, chunks: SequenceChunks, pass_stat
     ends, unit = (to_end * k).mT, torch.eye(k.shape[-1], dtype=dtype, device=k.device)
     before = pass_states((through * unit - ends @ w).flatten(2, 3), (ends @ u).flatten(2, 3))
     before = torch.unflatten(before, 2, (groups, -1))
-    y = (since_start * q) @ before + reads @ (u - w @ before)
+    carried = since_start * (q @ before) if per_head else (since_start * q) @ before
+    y = carried + reads @ (u - w @ before)
     return chunks.join_chunks(y.flatten(2, 3).movedim(2, 3), updates.v.shape[1])
 
 

@@ -82,7 +82,8 @@ class FlaDeltaRuleKernel:
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
         from fla.ops.kda import chunk_kda
 
-        self.rule, self.channel_rule = chunk_gated_delta_rule, chunk_kda
+        self.rule = chunk_gated_delta_rule
+        self.channel_rule = chunk_kda
 
     def __call__(self, updates: DeltaRuleInputs, chunks: SequenceChunks) -> Tensor:
         """Compute the gated delta rule, with the arguments of `Kernels.gated_delta_rule`."""
