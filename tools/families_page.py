@@ -15,7 +15,12 @@ from transformers import CONFIG_MAPPING
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import model_type_to_module_name
 
+<<<<<<< HEAD
+from mega_ckpt.families import FAMILIES, VISION_FAMILIES
+from mega_ckpt.families.vision_modules import REFUSED
+=======
 from mega_ckpt.families import FAMILIES, TEXT_OF_VISION, VISION_FAMILIES
+>>>>>>> main
 
 PAGE = Path(__file__).parent.parent / "docs" / "families.md"
 
@@ -141,6 +146,8 @@ def missing_parts(model_type: str) -> str:
     """Return what mega lacks for a type of transformers, by `REASONS`, else the keys of its configuration that no
     supported family has.
     """
+    if model_type in REFUSED:
+        return REFUSED[model_type]
     try:
         features = sorted(set(list_features(model_type)))
     except (

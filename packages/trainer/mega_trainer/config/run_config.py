@@ -346,13 +346,16 @@ def find_lora_problems(lora: LoraConfig, init_from: str | None, precision: str) 
         yield ConfigProblem("lora.quantize", "is not supported with precision = fp8", lora.quantize, hint)
 
 
+_OF_TRANSFORMERS = ("model.transformers.", "model.vision.module.")
+
+
 def find_placeholder_problems(settings: Mapping[str, Any]) -> Iterator[ConfigProblem]:
     """Yield settings that still contain a shell variable or a placeholder.
     A run.yaml may contain them after its translation from a launch script.
     """
     rule = "must not contain a shell variable or a placeholder"
     for path, value in flatten_settings(settings).items():
-        if path == "data.fim.tokens" or path.startswith("model.transformers."):  # tokens spelt like placeholders
+        if path == "data.fim.tokens" or path.startswith(_OF_TRANSFORMERS):  # tokens spelt like placeholders
             continue
         for text in filter(UNFINISHED.search, _iterate_texts(value)):
             yield ConfigProblem(path, rule, text, "replace it by its value")

@@ -336,9 +336,11 @@ class PartMemoryCounter:
         return replace(whole, source=EncoderBatch(read, read, bounds, None))
 
     def _make_images(self, ids: Tensor) -> BatchImages | None:
-        """Return as many images as fit in a sequence, or None."""
+        """Return as many images as fit in a sequence, or None.
+        Activations of a module of transformers are not measured.
+        """
         vision = self.model.vision
-        if vision is None:
+        if vision is None or vision.module is not None:
             return None
         count, size = self.run.micro_batch * (self.run.seq_length // vision.tokens_per_image), vision.image_size
         squares = torch.empty(count, 3, size, size, device=self.device)
