@@ -81,7 +81,7 @@ def test_what_follows_from_what_is_given() -> None:
         ({"delta": {**DELTA, "num_key_heads": 3}}, "delta.num_key_heads = 3: must divide num_value_heads = 4"),
         ({"mla": LATENT, "attention_gate": True}, "attention_gate: is not supported with mla -> leave out mla"),
         ({"num_layer": 2}, "num_layer: unknown key -> did you mean 'num_layers'?"),
-        ({"activation": "swish"}, "activation = 'swish': must be 'swiglu'"),
+        ({"activation": "swish"}, "activation = 'swish': must be swiglu"),
         ({"vocab_size": 0}, "vocab_size = 0: must be greater than 0"),
     ],
 )
