@@ -257,11 +257,11 @@ class RunConfig(StrictConfig):
         other += [key for key in ("mtp_layers", "score", "task_head") if getattr(model, key)]
         other += sorted(model.heads_by_mixer.keys() - {"attention"}) + sorted(model.feed_forwards)
         if other:
-            rule = f"supports decoders of attention and MLP layers, and the model has {', '.join(other)}"
+            rule = f"requires a decoder of attention and MLP layers, and the model has {', '.join(other)}"
             yield ConfigProblem("optimizer.mup", rule, hint="remove optimizer.mup")
         if not isclose(model.logit_scale, scale):
             rule = f"must be optimizer.mup.base_width / model.hidden_size = {scale:g} with optimizer.mup"
-            hint = f"remove it, or set model.logit_scale={scale!r}"
+            hint = f"set model.logit_scale={scale!r}"
             yield ConfigProblem("model.logit_scale", rule, model.logit_scale, hint)
 
     def is_periodic_action_due(self, step: int, every: int) -> bool:
