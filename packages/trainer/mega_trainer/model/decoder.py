@@ -181,6 +181,7 @@ class Decoder(nn.Module):
         self.saved = ActivationCheckpointer(recompute, offload)
         build = replace(build, saved=self.saved)
         self.rotary = RotaryEmbedding.from_model_config(config, config.rope)
+        self.has_own_positions = "position" in build.functions
         self.local_rotary = (
             None if config.local_rope is None else RotaryEmbedding.from_model_config(config, config.local_rope)
         )
@@ -288,6 +289,7 @@ class Decoder(nn.Module):
         return ForwardContext(
             attention_mask, rotation, local_rotation, cache, dropout, routing, self._build_attention_bias(positions.device),
             query_scale=query_scale_by_position(self.config, positions, self.dtype),
+            positions=positions if self.has_own_positions else None,
         )  # fmt: skip
 
     def _build_attention_bias(self, device: torch.device) -> PositionBias | None:
