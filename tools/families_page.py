@@ -15,12 +15,8 @@ from transformers import CONFIG_MAPPING
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import model_type_to_module_name
 
-<<<<<<< HEAD
-from mega_ckpt.families import FAMILIES, VISION_FAMILIES
-from mega_ckpt.families.vision_modules import REFUSED
-=======
 from mega_ckpt.families import FAMILIES, TEXT_OF_VISION, VISION_FAMILIES
->>>>>>> main
+from mega_ckpt.families.vision_modules import REFUSED
 
 PAGE = Path(__file__).parent.parent / "docs" / "families.md"
 
