@@ -111,7 +111,8 @@ def test_tensors_are_those_of_transformers(case: str) -> None:
         theirs = auto_class(kind).from_config(config)
     family = family_by_name(kind)
     disk = {"lm_head.weight": family.head}  # one family calls it differently on disk
-    named = theirs.named_parameters(remove_duplicate=False)
+    named = [*theirs.named_parameters(remove_duplicate=False)]
+    named += [(name, value) for name, value in theirs.named_buffers() if name.endswith("layer_scalar")]
     once = {name: value for name, value in named if name not in theirs.all_tied_weights_keys}
     shapes = {disk.get(name, name): tuple(value.shape) for name, value in once.items()}
     model = family.read_config_json(json.loads(config.to_json_string(use_diff=False)))
@@ -335,6 +336,12 @@ _READ = re.compile(r"\b(?:self\.)?config\.(\w+)|getattr\(\s*(?:self\.|decoder_)?
 _NO_KEYS = {
     "gemma3_text": {"image_token_id", "mm_tokens_per_image", "text_config", "vision_config"},
     "llama4_text": {"image_token_id"},
+    "gemma4_text": {
+        "attention_chunk_size", "attention_context_left", "attention_context_right", "attention_invalid_logits_value",
+        "attention_logit_cap", "conv_kernel_size", "gradient_clipping", "hidden_act", "output_proj_dims", "residual_weight",
+        "subsampling_conv_channels", "use_clipped_linears", "kv_sharing_modes", "is_causal",
+    },
+    "gemma4_unified_text": {"kv_sharing_modes", "mm_tokens_per_image"},
     "minicpm3": {"logits_scaling"},
     "aria_text": {"image_token_id", "projector_patch_to_query_dict", "max_value_projector_patch_to_query_dict", "patch_size", "text_config", "vision_config", "vision_feature_layer"},
     "": {"_attn_implementation", "get_text_config", "default_theta", "standardize_rope_params", "validate_rope", "json",
@@ -352,7 +359,7 @@ def test_every_key_that_transformers_reads_is_answered_for(family: ModelFamily) 
     code = importlib.import_module(getattr(transformers, family.architecture).__module__)
     others = _NO_KEYS.get(family.name, set()) | _NO_KEYS[""]
     if family.outer_model_type:  # whose code is in the same file
-        whole = transformers.AutoConfig.for_model(family.outer_model_type)
+        whole = transformers.AutoConfig.for_model(family.outer_model_type, vision_config={})
         others |= {field.name for part in (whole, whole.vision_config) for field in dataclasses.fields(part)}
     assert _read_by(code) - others - family.known_keys == set()
     for name in ("masking_utils", "cache_utils", "modeling_rope_utils"):

@@ -46,6 +46,7 @@ PARTS = case("moe", 4, parallel={"ep": 2, "expert_tp": 2}, micro=2)
 COUNTED = case("moe", 2, parallel={"ep": 2, "dispatch": "nvshmem", "dispatch_bound": 2.0}, micro=2)
 MASKED = case("moe", 1, micro=2)
 CHUNKED = case("moe", 2, parallel={"cp": 2}, variant=VARIANTS["moe"][2])
+HEADS = case("gqa", 2, parallel={"tp": 2, "sp": True}, variant=VARIANTS["gqa"][3])
 PLAIN = case("dense", 2, parallel={"tp": 2, "sp": True}, variant=VARIANTS["dense"][4])
 BALANCED = case("moe", 2, parallel={"tp": 2, "sp": True}, micro=4, variant=VARIANTS["moe"][-1])
 
@@ -288,6 +289,24 @@ def _counterclockwise() -> AbstractContextManager[Any]:
     return swap(rotary_embedding, "RotaryAngles", lambda cos, sin, neighbors: real(cos, -sin, neighbors))
 
 
+def _values_after_the_norm_of_keys() -> AbstractContextManager[Any]:
+    real = attention.SelfAttention._split_and_rotate
+
+    def split(self: Any, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = real(self, *args)
+        return q, k, v if len(self.parts) == 3 else k
+
+    return swap(attention.SelfAttention, "_split_and_rotate", split)
+
+
+def _frequencies_by_the_rotated_part() -> AbstractContextManager[Any]:
+    def by_part(rope: Any, size: int) -> Tensor:
+        plain, _ = rotary_embedding.rotary_frequencies(rope.model_copy(update={"scaling": "none"}), size, 16, 16)
+        return F.pad(plain, (0, size // 2 - len(plain)))
+
+    return swap(rotary_embedding, "_proportional_frequencies", by_part)
+
+
 def _norms_with_a_mean() -> AbstractContextManager[Any]:
     return swap(norms.PlainNorm, "forward", lambda self, x: F.layer_norm(x, x.shape[-1:], eps=self.eps))
 
@@ -324,6 +343,8 @@ EXPERTS: list[tuple[str, LayoutCase, Patch]] = [
     ("attention: queries, keys and values not clipped", PLAIN, _unclipped),
     ("xIELU: gradients of slopes not summed over tensor ranks", PLAIN, _slopes_without_sync),
     ("rotary positions: the other direction", PLAIN, _counterclockwise),
+    ("attention: normalised and rotated keys as values", HEADS, _values_after_the_norm_of_keys),
+    ("proportional rotary positions: frequencies by the rotated part", HEADS, _frequencies_by_the_rotated_part),
     ("norms without weights: LayerNorm for RMSNorm", PLAIN, _norms_with_a_mean),
     ("experts: norm of this rank's experts alone", BOTH, _norm_without("ep")),
 ]

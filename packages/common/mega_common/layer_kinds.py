@@ -130,6 +130,14 @@ class MambaConfig(StrictConfig):
                 yield ConfigProblem(name, "the lower limit must be at most the upper limit", [low, high])
 
 
+class FullAttentionConfig(StrictConfig):
+    """Attention heads of the layers without a sliding window, where they differ from the other layers' (Gemma 4)."""
+
+    head_dim: PositiveInt
+    num_kv_heads: PositiveInt
+    keys_are_values: bool = Field(False, description="no value projection: values are the projected keys")
+
+
 class MlaConfig(StrictConfig):
     """Configuration of multi-head latent attention (MLA, arXiv:2405.04434).
     Keys and values are projected from a narrow latent.
