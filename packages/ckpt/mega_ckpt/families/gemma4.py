@@ -25,6 +25,7 @@ from mega_ckpt.families.window_entries import model_layer_types, window_fields, 
 from mega_common.model_config import ModelConfig
 
 _FULL = "full_attention"
+_HEADS = KeyValueHeadsEntry(kv_default=4, dim_default=256)
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,6 @@ class Gemma4AttentionEntry:
     """
 
     size: int
-    heads: KeyValueHeadsEntry = KeyValueHeadsEntry(kv_default=4, dim_default=256)
     handled_config_keys: frozenset[str] = split_words(
         """sliding_window layer_types num_key_value_heads head_dim global_head_dim num_global_key_value_heads
         attention_k_eq_v per_layer_config"""
@@ -51,7 +51,7 @@ class Gemma4AttentionEntry:
         kinds = list(raw.get("layer_types") or window_layer_types([(layer + 1) % 6 == 0 for layer in layers]))
         kinds[-1] = _FULL
         fields, usual = window_fields(kinds, raw.get("sliding_window", self.size), layers), raw.get("attention_k_eq_v")
-        heads = self.heads.fields_from_config(raw)
+        heads = _HEADS.fields_from_config(raw)
         full = {**heads, "keys_are_values": bool(usual), **self._full_heads(raw, kinds, heads)}
         return {**fields, **heads, "full_attention": None if full == {**heads, "keys_are_values": False} else full}
 
@@ -86,7 +86,7 @@ class Gemma4AttentionEntry:
         size, shared = full.query_key_head_dim, full.key_value_heads
         heads = {"head_dim": size, "num_key_value_heads": shared}
         return {
-            **self.heads.config_from_fields(model),
+            **_HEADS.config_from_fields(model),
             "sliding_window": model.sliding_window or self.size,
             "layer_types": kinds,
             "attention_k_eq_v": full.keys_are_values,
