@@ -9,7 +9,7 @@ UNDER_NULL_GPU = LD_LIBRARY_PATH=$(CURDIR)/$(NULL_GPU)/null LD_PRELOAD=$(CURDIR)
 TEST = PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 PACKAGES = packages/common packages/data packages/ckpt packages/trainer packages/eval cli
 
-.PHONY: setup demo test test-long test-null-gpu null-gpu-counts parity parity-fuzz lint docs wheels clean
+.PHONY: setup demo test test-long test-null-gpu null-gpu-counts null-gpu-kernels parity parity-fuzz lint docs wheels clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -50,6 +50,9 @@ test-null-gpu: $(NULL_GPU)/null/libnull_gpu.so  ## host code of CUDA runs, on to
 	$(UNDER_NULL_GPU) $(NULL_GPU)/bin/python -m pytest tests/null_gpu
 	for capability in 80 100; do \
 		$(UNDER_NULL_GPU) NULL_GPU_CAPABILITY=$$capability $(NULL_GPU)/bin/python -m pytest tests/null_gpu/test_training.py || exit 1; done
+
+null-gpu-kernels: $(NULL_GPU)/null/libnull_gpu.so  ## registers, spills and shared memory of the kernels that test-null-gpu compiled
+	$(NULL_GPU)/bin/python tests/null_gpu/kernel_resources.py $(NULL_GPU)/cache/triton
 
 null-gpu-counts: $(NULL_GPU)/null/libnull_gpu.so  ## record launches and host waits of a training step, which test-null-gpu compares
 	PYTHONPATH=tests $(UNDER_NULL_GPU) $(NULL_GPU)/bin/python -m null_gpu.counts

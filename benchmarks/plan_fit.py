@@ -47,8 +47,8 @@ CONSTANTS = {
     "blackwell.power": Constant(0.8, 0.3, 1.5), "amd.bf16": Constant(0.45, 0.2, 1.0), "amd.fp8": Constant(0.35, 0.1, 1.0),
     "trainer.eager": Constant(2.0, 1.0, 4.0), "trainer.compiled": Constant(1.2, 1.0, 3.0),
     "trainer.host": Constant(8e-3, 1e-3, 2e-2), "trainer.stall": Constant(2e-3, 2e-4, 1e-2),
-    "trainer.looped": Constant(0.7, 0.3, 1.0),
-    "trainer.fused": Constant(1.2, 1.0, 2.0),
+    "trainer.looped": Constant(2e-5, 2e-6, 2e-4),
+    "trainer.fused": Constant(1.2, 1.0, 2.0), "trainer.interleaved": Constant(2.0, 1.0, 4.0),
 }  # fmt: skip
 GROUPS = {
     "amd": ("cdna3", "cdna4"),
@@ -81,9 +81,13 @@ class Predictor:
         own = own_constants(constants, generation)
         profile, machine = run.profile, run.machine
         profile = replace(profile, passes=constants.get(f"trainer.{run.fusion}", profile.passes))
-        assumed = {"host": profile.host, "stall": profile.stall, "looped": profile.looped % 1}
+        assumed = {"host": profile.host, "stall": profile.stall, "looped": profile.looped}
         fitted = {name: constants.get(f"trainer.{name}", value) for name, value in assumed.items() if value}
         profile = replace(profile, **fitted)
+        if (
+            profile.hides_dispatch and profile.graphs < 1
+        ):  # two micro-batches' layers are launched piece by piece in turn
+            profile = replace(profile, host=profile.host * constants["trainer.interleaved"])
         efficiency = self.base[generation].model_copy(update=own)
         if id(run) not in self.plans:
             self.plans[id(run)] = PlannedRun.from_settings(run.model, run.run, machine, efficiency, profile)

@@ -1,6 +1,8 @@
 """Published training runs as what the planner plans: a table's rows as models, layouts, machines and seconds a step.
 
-What a row leaves open is taken from what its source is known to do, and said here.
+What a row leaves open is taken from what its source is known to do, and said here. published/bridge_recipes.csv has how
+Megatron-Bridge's recipes run experts: CUDA graphs, dispatcher, whether another micro-batch hides the exchange, and recomputation
+(NVIDIA-NeMo/Megatron-Bridge, scripts/performance at the tags v0.1.0rc4 to v0.5.1, releases 25.09 to 26.06.01).
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ import csv
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 from mega_common.lora_config import LoraConfig
@@ -40,8 +43,9 @@ HABITS = {
     ),  # as torch's DDP has it
 }
 HOST = 8e-3  # before any fit
-LOOPED, STALL = 0.7, 2e-3  # before any fit
-PARTIAL = 0.5  # share of a layer's launches in the graphs of attention, router and preprocessing, before any fit
+LOOPED, STALL = 2e-5, 2e-3  # before any fit
+# Share of a layer's launches that graphs replay: of the router and what precedes the dispatch, of mixers as well, of all.
+GRAPHS = {"none": 0.0, "router": 0.2, "mixer": 0.5, "layer": 1.0, "iteration": 1.0}
 GPUS = {
     "A100-40GB": "a100-40", "A100-80GB": "a100-80", "H100": "h100", "H100-96GB-HBM2e-500W": "h100-500w", "B200": "b200",
     "GB200": "gb200", "H200": "h200", "GB300": "gb300", "B300": "b300", "MI300X": "mi300x",
@@ -188,28 +192,46 @@ def _published(row: Row) -> Published | None:
     profile = HABITS[maker_of(row)]
     if "eager" in row["source"]:
         profile = replace(profile, passes=2.0)
-    if "Bridge" in row["source"]:  # whose recipes use DeepEP or HybridEP, and hide the exchange wherever a pipeline is
-        profile = replace(profile, dispatch="node", hides_dispatch=run.pp > 1)
-    if model.moe and maker_of(row) == "megatron" and "tokendrop" not in row["source"]:
-        graphs = _graphs(row)
-        kernels = (
-            {} if graphs == 1.0 else {"looped": LOOPED, "stall": STALL}
-        )  # whole graphs need one kernel for all experts
-        profile = replace(profile, host=HOST, graphs=graphs, **kernels)
+    if model.moe and maker_of(row) == "megatron":
+        profile = _moe_profile(row, profile)
     if "async" in row["source"].lower():
         profile = replace(profile, tp_waited=4)
     return Published(row, model, run, machine, profile, gpus, tokens / gpus / rate)
 
 
-def _graphs(row: Row) -> float:
-    """Share of launches that graphs replay: Bridge's recipes for Blackwell capture attention, router and preprocessing, from
-    26.06 on with MXFP8 whole iterations, but for hybrids; NeMo's capture none, and few of those for H100.
+def _moe_profile(row: Row, profile: TrainerProfile) -> TrainerProfile:
+    """How Megatron-LM ran a model with experts: by the recipe of Megatron-Bridge's release, or NeMo's before, with neither graphs
+    nor a hidden exchange. Runs that drop tokens do not read the number of rows of each expert.
     """
-    release = re.search(r"Bridge (\d+\.\d+)", row["source"])
-    if release is None or row["gpu"] == "H100":
-        return 0.0
-    whole = float(release[1]) >= 26.06 and row["precision"] == "MXFP8" and "Nemotron" not in row["model"]
-    return 1.0 if whole else PARTIAL
+    recipe = recipe_of(row)
+    graphs = GRAPHS[recipe["graphs"]] if recipe else 0.0
+    profile = replace(profile, host=HOST, graphs=graphs)
+    if not recipe or recipe["graphs"] != "iteration":  # which need one kernel for all experts
+        profile = replace(profile, looped=LOOPED, stall=0.0 if "tokendrop" in row["source"] else STALL)
+    if recipe:
+        profile = replace(
+            profile, dispatch="expert" if recipe["dispatcher"] == "alltoall" else "node",
+            hides_dispatch=recipe["overlap"] == "yes",
+        )  # fmt: skip
+    return profile
+
+
+@cache
+def _recipes() -> dict[tuple[str, ...], Row]:
+    """Recipes of Megatron-Bridge by release, model, GPU and precision."""
+    with (Path(__file__).parent / "published" / "bridge_recipes.csv").open(encoding="utf-8") as file:
+        return {(row["release"], row["model"], row["gpu"], row["precision"]): row for row in csv.DictReader(file)}
+
+
+def recipe_of(row: Row) -> Row | None:
+    """The recipe of a run's release, or of the last one before that has one."""
+    release = re.search(r"Bridge (\d+\.\d+(?:\.\d+)?)", row["source"])
+    if release is None:
+        return None
+    key = (row["model"], row["gpu"], _precision(row))
+    known = sorted(found[0] for found in _recipes() if found[1:] == key)
+    before = [one for one in known if one <= release[1]] or known[:1]
+    return _recipes()[(before[-1], *key)] if before else None
 
 
 def _rate(row: Row, model: ModelConfig, seq: int, machine: MachineSpec) -> float:
@@ -261,7 +283,9 @@ def _recompute(row: Row, maker: str) -> tuple[RecomputeKind, tuple[str, ...]]:
         row = {**row, "recompute": "full" if row["model"] == "Llama3-70B" else "selective"}
     if row["recompute"].startswith("full"):
         return "full", ()
-    if "Bridge" in row["source"] and not row["recompute"] and row["model"].startswith("GPT-OSS"):
+    recipe = recipe_of(row) if "Bridge" in row["source"] else None
+    again = recipe["recompute"] if recipe else ""
+    if "layernorm" in again or "moe_act" in again:
         return "selective", ("norm", "activation")
     if row["recompute"] == "selective" and maker == "torchtitan":  # every second product, all between them
         return "selective", ("norm", "activation", "mlp")

@@ -89,6 +89,14 @@ _DELTA_MOE = {
     **_DELTA, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "shared_expert_intermediate_size": 20,
 }  # fmt: skip
 
+_KIMI = {
+    **_LATENT_SIZES, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "num_local_experts": 6, "layer_types": _KINDS, "pad_token_id": None,
+    "linear_head_dim": 5, "linear_num_heads": 4, "linear_conv_kernel_dim": 3,
+}  # fmt: skip
+_LING = {
+    **{key: value for key, value in _KIMI.items() if key != "q_lora_rank" and not key.startswith("linear_")}, "head_dim": 5,
+    "short_conv_kernel_size": 3, "kda_lower_bound": -3.0, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+}  # fmt: skip
 _V3_EXPERTS = {**_EXPERTS, "n_routed_experts": 8, "n_group": 4, "topk_group": 2}
 _OPT = {
     "vocab_size": 97, "hidden_size": 24, "ffn_dim": 40, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -115,6 +123,14 @@ ENCODERS = {
     "ernie",
     "roberta-prelayernorm",
     "xlm-roberta-xl",
+    "distilbert",
+    "electra",
+    "roformer",
+    "nomic_bert",
+    "jina_embeddings_v3",
+    "gte",
+    "eurobert",
+    "mpnet",
 }
 _T5 = {
     "vocab_size": 97, "d_model": 24, "d_kv": 5, "d_ff": 40, "num_layers": 2, "num_decoder_layers": 3, "num_heads": 4,
@@ -403,6 +419,25 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
                      "moe_intermediate_size": 12, "num_dense_layers": 0, "use_expert_bias": False, "norm_topk_prob": False,
                      "routed_scaling_factor": 2.5, "conv_bias": True, "tie_word_embeddings": False},
     ),
+    "kimi_linear": ("kimi_linear", {**_KIMI, "linear_num_heads": 3}),
+    "kimi_linear-lists-groups": (
+        "kimi_linear", {**_KIMI, "num_local_experts": 8, "n_group": 4, "topk_group": 2, "norm_topk_prob": False, "q_lora_rank": None,
+                        "n_shared_experts": 2, "attention_bias": True, "first_k_dense_replace": 0, "rms_norm_eps": 1e-3, "layer_types": None,
+                        "linear_attn_config": {"full_attn_layers": [1, 3], "kda_layers": [2], "num_heads": 2, "head_dim": 7, "short_conv_kernel_size": 2}},
+    ),
+    "bailing_hybrid": ("bailing_hybrid", _LING),
+    "bailing_hybrid-unbounded-groups": (
+        "bailing_hybrid", {**_LING, "num_local_experts": 8, "n_group": 4, "topk_group": 2, "norm_topk_prob": False, "n_shared_experts": 2,
+                           "attention_bias": True, "kda_safe_gate": False, "rms_norm_eps": 1e-3, "first_k_dense_replace": 0, "layer_types": None,
+                           "layer_group_size": 2, "rope_parameters": YARN, "rope_theta": 1e6},
+    ),
+    "minimax": ("minimax", {**_SIZES, "num_local_experts": 6, "block_size": 8, "layer_types": _KINDS}),
+    "minimax-factors-window": (
+        "minimax", {**_SIZES, "num_local_experts": 4, "num_experts_per_tok": 3, "block_size": 5, "head_dim": 10, "num_key_value_heads": 4,
+                    "sliding_window": 6, "tie_word_embeddings": True, "full_attn_alpha_factor": 0.7, "full_attn_beta_factor": 1.5,
+                    "linear_attn_alpha_factor": 3.55, "linear_attn_beta_factor": 0.8, "mlp_alpha_factor": 2, "mlp_beta_factor": 0.6,
+                    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
+    ),
     "llama4": (
         "llama4_text", {**_SIZES, "num_hidden_layers": 4, "head_dim": 10, "intermediate_size": 24, "intermediate_size_mlp": 40, "num_local_experts": 4,
                         "attention_chunk_size": 8, "floor_scale": 5, "attn_scale": 0.4, "interleave_moe_layer_step": 2, "rope_parameters": LLAMA3},
@@ -589,6 +624,81 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "codegen-eight-heads": ("codegen", {**_GPT2, "n_embd": 32, "n_head": 8, "rotary_dim": 2, "n_inner": 40}),
     "opt": ("opt", _OPT),
     "opt-untied-no-bias": ("opt", {**_OPT, "enable_bias": False, "tie_word_embeddings": False, "activation_function": "gelu"}),
+    "bitnet": ("bitnet", _SIZES),
+    "bitnet-silu-bias-tied": ("bitnet", {**_SIZES, "hidden_act": "silu", "attention_bias": True, "tie_word_embeddings": True, "rope_parameters": YARN}),
+    "persimmon": ("persimmon", {**_SIZES, "hidden_size": 32}),
+    "persimmon-unnormed-tied": (
+        "persimmon", {**_SIZES, "qk_layernorm": False, "tie_word_embeddings": True, "partial_rotary_factor": 1.0, "hidden_act": "relu"},
+    ),
+    "phi-normed": ("phi", {**_SIZES, "hidden_size": 32, "qk_layernorm": True}),
+    "dbrx": (
+        "dbrx", {"vocab_size": 97, "d_model": 24, "n_heads": 4, "n_layers": 3, "max_seq_len": 64, "rope_theta": 500.0,
+                 "attn_config": {"kv_n_heads": 2, "clip_qkv": 0.3, "rope_theta": 500.0},
+                 "ffn_config": {"ffn_hidden_size": 12, "moe_num_experts": 5, "moe_top_k": 2}},
+    ),
+    "dbrx-unnormalized": (
+        "dbrx", {"vocab_size": 97, "d_model": 24, "n_heads": 4, "n_layers": 2, "max_seq_len": 64,
+                 "attn_config": {"kv_n_heads": 1, "clip_qkv": 8, "rope_theta": 10000.0},
+                 "ffn_config": {"ffn_hidden_size": 12, "moe_num_experts": 4, "moe_top_k": 3, "moe_normalize_expert_weights": None}},
+    ),
+    "phimoe": ("phimoe", {**_SIZES, "num_local_experts": 5}),
+    "phimoe-long-bias-jitter": (
+        "phimoe", {**_SIZES, "num_local_experts": 6, "router_jitter_noise": 0.3, "attention_bias": True, "lm_head_bias": True, "sliding_window": 8,
+                   "rope_parameters": {**LONG, "original_max_position_embeddings": 64, "short_mscale": 1.25, "long_mscale": 1.25}},
+    ),
+    "flint": ("flint", {**_EXPERTS, "num_experts": 5, "head_dim": 10, "shared_expert_intermediate_size": 20, "num_hidden_layers": 5, "sliding_window": 8}),
+    "flint-kinds-bias-tied": (
+        "flint", {**_EXPERTS, "num_experts": 4, "head_dim": 8, "shared_expert_intermediate_size": 16, "mlp_only_layers": [], "norm_topk_prob": False,
+                  "layer_types": _WINDOWS, "sliding_window": 8, "attention_bias": True, "tie_word_embeddings": True},
+    ),
+    "kolibri1": (
+        "kolibri1", {key: value for key, value in {**_EXPERTS, "num_experts": 6, "head_dim": 10, "shared_expert_intermediate_size": 20,
+                     "sliding_window": 8, "num_hidden_layers": 5}.items() if key != "intermediate_size"},
+    ),
+    "kolibri1-kinds-normalized-tied": (
+        "kolibri1", {key: value for key, value in {**_EXPERTS, "num_experts": 5, "head_dim": 6, "shared_expert_intermediate_size": 16,
+                     "sliding_window": 8, "layer_types": KINDS, "norm_topk_prob": True, "tie_word_embeddings": True}.items() if key != "intermediate_size"},
+    ),
+    "axk1": ("axk1", {**_DEEPSEEK, "n_group": 4, "topk_group": 2}),
+    "axk1-kinds-bias-tied": (
+        "axk1", {**_DEEPSEEK, "n_group": 1, "topk_group": 1, "attention_bias": True, "mlp_layer_types": ["sparse", "dense", "sparse"],
+                 "n_shared_experts": 2, "norm_topk_prob": False, "tie_word_embeddings": True, "rope_parameters": YARN},
+    ),
+    "cohere2_moe": (
+        "cohere2_moe", {**_SIZES, "head_dim": 6, "num_experts": 4, "num_shared_experts": 1, "sliding_window": 8, "num_hidden_layers": 5},
+    ),
+    "cohere2_moe-dense-rms-sigmoid": (
+        "cohere2_moe", {**_SIZES, "head_dim": 10, "num_experts": 5, "num_experts_per_tok": 3, "sliding_window": 8, "mlp_layer_types": ["dense", "sparse", "sparse"],
+                        "layer_types": KINDS, "rms_norm_eps": 1e-5, "expert_selection_fn": "sigmoid", "norm_topk_prob": False,
+                        "num_shared_experts": 2, "shared_expert_combination_strategy": "sum", "prefix_dense_intermediate_size": 50,
+                        "attention_bias": True, "tie_word_embeddings": False},
+    ),
+    "cohere2_moe-dense-unrotated": (
+        "cohere2_moe", {**_SIZES, "head_dim": 6, "num_experts": 4, "sliding_window": 8, "mlp_layer_types": ["dense", "sparse", "sparse"],
+                        "layer_types": KINDS, "prefix_dense_sliding_window_pattern": 2, "logit_scale": 1.0},
+    ),
+    "mpnet": ("mpnet", {**_BERT, "pad_token_id": 1, "hidden_act": "gelu_new"}),
+    "modernbert-decoder": ("modernbert-decoder", {**_BERT, **_MODERNBERT}),
+    "modernbert-decoder-biases-kinds": (
+        "modernbert-decoder", {**_BERT, **_MODERNBERT, "attention_bias": True, "mlp_bias": True, "norm_bias": True, "classifier_bias": True,
+                               "decoder_bias": False, "classifier_activation": "silu", "layer_types": KINDS, "tie_word_embeddings": False,
+                               "hidden_activation": "silu"},
+    ),
+    "bert-generation": ("bert-generation", {**_BERT, "is_decoder": True}),
+    "bert-generation-tanh": ("bert-generation", {**_BERT, "is_decoder": True, "hidden_act": "gelu_new"}),
+    "distilbert": (
+        "distilbert", {"vocab_size": 97, "dim": 24, "hidden_dim": 40, "n_layers": 3, "n_heads": 4, "max_position_embeddings": 32},
+    ),
+    "electra": ("electra", {**_BERT, "embedding_size": 14}),
+    "electra-wide": ("electra", {**_BERT, "embedding_size": 24, "hidden_act": "gelu_new", "type_vocab_size": 3}),
+    "roformer": ("roformer", {**_BERT, "embedding_size": 14}),
+    "roformer-wide": ("roformer", _BERT),
+    "nomic_bert": ("nomic_bert", {**_BERT, "head_dim": 8}),
+    "nomic_bert-theta": ("nomic_bert", {**_BERT, "rope_parameters": LINEAR, "layer_norm_eps": 1e-5}),
+    "jina_embeddings_v3": ("jina_embeddings_v3", {**_BERT, "hidden_act": "gelu_new"}),
+    "gte": ("gte", {**_BERT, "type_vocab_size": 2, "hidden_act": "gelu_pytorch_tanh"}),
+    "eurobert": ("eurobert", {**_BERT, "num_key_value_heads": 2, "mlp_bias": True, "attention_bias": True}),
+    "eurobert-tied": ("eurobert", {**_BERT, "tie_word_embeddings": True, "rope_parameters": YARN}),
     "qwen3_5_moe": ("qwen3_5_moe_text", {key: value for key, value in _DELTA_MOE.items() if key != "intermediate_size"}),
 }  # fmt: skip
 

@@ -379,6 +379,23 @@ VARIANTS |= {
         "layers": ["conv+mlp", "attention+moe", "conv+moe"], "num_layers": 3, "conv": {}, "qk_norm": True, "num_kv_heads": 2,
         "moe": {**MOE, "score": "sigmoid", "selection_bias": True, "scaling": 1.5}, "tie_embeddings": True,
     },
+    "kimi-linear": {
+        "layers": ["kda+mlp", "attention+moe", "kda+moe"], "num_layers": 3, "position": "none", "qkv_bias": True, "attention_out_bias": True,
+        "kda": {"num_heads": 6, "head_dim": 5, "conv_kernel": 3, "chunk_size": 8},
+        "mla": {"kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 10},
+        "moe": {**MOE, "score": "sigmoid", "selection_bias": True, "shared_ffn_hidden_size": 24, "scaling": 2.5},
+    },
+    "ling3": {
+        "layers": ["kda+mlp", "attention+moe", "kda+moe"], "num_layers": 3, "attention_gate": True, "rope": {"interleaved": True},
+        "kda": {"num_heads": 4, "head_dim": 5, "conv_kernel": 3, "chunk_size": 8, "low_rank_gates": False, "gate_floor": -4.0},
+        "mla": {"kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 10},
+        "moe": {**MOE, "score": "sigmoid", "selection_bias": True, "shared_ffn_hidden_size": 24, "scaling": 2.5},
+    },
+    "minimax": {
+        "layers": ["lightning+moe", "attention+moe", "lightning+moe"], "num_layers": 3, "norm_position": "stream", "num_kv_heads": 2,
+        "lightning": {"num_heads": 4, "head_dim": 6, "chunk_size": 8}, "moe": MOE, "ffn_hidden_size": 12,
+        "residual_factors": {"lightning": (3.5, 0.8), "attention": (0.7, 1.0), "moe": (2.0, 0.5)},
+    },
     "apertus": {"activation": "xielu", "qk_norm": True, "num_kv_heads": 2},
     "olmo": {"norm": "layernorm", "norm_weight": False, "qkv_clip": 0.5},
     "nanochat": {
@@ -407,6 +424,33 @@ VARIANTS |= {
         "attention_scale": 1.0, "full_attention": {"head_dim": 16, "num_kv_heads": 1, "keys_are_values": True},
         "rope": {"theta": 5000.0, "fraction": 0.25, "scaling": "proportional"}, "local_rope": {"theta": 100.0},
     },
+    "bitnet": {"activation": "reglu2", "output_input_norms": True, "num_kv_heads": 2, "rope": {"theta": 1000.0}},
+    "persimmon": {
+        "norm": "layernorm", "activation": "relu2", **_BIASES, "qk_norm": True, "qk_norm_span": "layernorm", "hidden_size": 32,
+        "rope": {"fraction": 0.5},
+    },
+    "dbrx": {"norm": "layernorm", "norm_bias": False, "qkv_clip": 0.5, "num_kv_heads": 2, "ffn_hidden_size": 12, "moe": MOE},
+    "phimoe": {
+        "norm": "layernorm", "head_bias": True, "num_kv_heads": 2, "moe": {**MOE, "score": "sparsemixer", "jitter": 0.2, "normalize": False},
+    },
+    "flint": {
+        "num_layers": 3, "qk_norm": True, "attention_sinks": True, "sliding_window": 7, "full_attention_layers": [0], "no_rope_layers": [0],
+        "num_kv_heads": 2, "moe": {**MOE, "score": "sigmoid", "shared_ffn_hidden_size": 20, "layers": [1, 2]},
+    },
+    "kolibri": {
+        "norm_position": "both", "qk_norm": True, "sliding_window": 7, "full_attention_layers": [1], "no_rope_layers": [1],
+        "moe": {**MOE, "score": "sigmoid", "selection_bias": True, "choice": "logits", "normalize": False, "shared_ffn_hidden_size": 20},
+    },
+    "axk1": {**LATENT, "moe": {**V3, "output_norm": True}},
+    "cohere2-moe": {
+        **_COHERE, "num_layers": 3, "sliding_window": 7, "full_attention_layers": [0, 2], "no_rope_layers": [2],
+        "moe": {**MOE, "shared_ffn_hidden_size": 24, "scaling": 0.5, "shared_scaling": 0.5, "layers": [1, 2]},
+    },
+    "modernbert-decoder": {
+        "norm": "layernorm", "norm_bias": False, "embedding_norm": True, "first_norm": False, "activation": "geglu_erf", "num_layers": 3,
+        "masked_lm": {"dense_bias": False}, "sliding_window": 5, "full_attention_layers": [0], "local_rope": {"theta": 20.0}, "tie_embeddings": True,
+    },
+    "bert-generation": {**GPT2, "activation": "gelu", "norm_position": "sum", "embedding_norm": True, "head_bias": True},
     "granite4-dense": {
         **_GRANITE, "layers": ["mamba+mlp", "attention+mlp"], "mamba": _MAMBA, "tie_embeddings": True, "rope": YARN,
         "qkv_bias": True, "attention_out_bias": True,
@@ -436,6 +480,24 @@ VARIANTS |= {
     "modernbert-biased": {
         **_MODERN, **_BIASES, "norm_bias": True, "activation": "geglu", "full_attention_layers": [1], "tie_embeddings": False,
         "masked_lm": {"activation": "gelu_tanh", "bias": False},
+    },
+    "mpnet": {**_BERT, "token_types": 0, "position_offset": 2, "relative_bias": True},
+    "distilbert": {**_BERT, "token_types": 0, "norm_eps": 1e-12},
+    "electra": {**_BERT, "embedding_size": 14},
+    "roformer": {**_BERT, "embedding_size": 14, "position": "rope", "rope": {"interleaved": True}},
+    "nomic": {
+        **_BERT, "position": "rope", "rope": {"theta": 500.0}, "activation": "swiglu", **dict.fromkeys(_BIASES, False),
+        "masked_lm": {"activation": "silu"},
+    },
+    "jina": {**_BERT, "token_types": 1, "position": "rope", "rope": {"scaling": "linear", "factor": 2.0}},
+    "gte": {
+        **_BERT, "position": "rope", "activation": "geglu_erf", "mlp_bias": False, "mlp_out_bias": True,
+    },
+    "eurobert": {
+        "causal": False, "masked_lm": {"dense": False, "dense_bias": False, "bias": True}, **_BIASES, "num_kv_heads": 2,
+    },
+    "eurobert-tied": {
+        "causal": False, "masked_lm": {"dense": False, "dense_bias": False, "bias": False}, "tie_embeddings": True, "rope": YARN,
     },
     "modernbert-without-windows": {**_MODERN, "sliding_window": None, "full_attention_layers": None, "local_rope": None},
 }  # fmt: skip
@@ -473,7 +535,9 @@ def save_tiny(
         kind.from_config if auto else kind._from_config,
         {k: raw[k] for k in raw if k != "architectures"},
     )
-    raw.setdefault("pad_token_id", None)  # some families' default lies outside a tiny vocabulary
+    raw.setdefault(
+        "pad_token_id", 0 if family.name in ("nomic_bert", "modernbert-decoder") else None
+    )  # some families' default lies outside a tiny vocabulary
     config = transformers.AutoConfig.for_model(raw.pop("model_type"), **raw)
     torch.manual_seed(seed)
     made = make(config, attn_implementation="eager", experts_implementation="eager").to(dtype).eval()
@@ -485,7 +549,13 @@ def save_tiny(
             module.time_step_limit = (low, float("inf") if high is None else high)
     with torch.no_grad():
         biases = [buffer for name, buffer in made.named_buffers() if name.endswith("e_score_correction_bias")]
-        for parameter in [*made.parameters(), *biases]:
+        fixed = {
+            name
+            for name, _ in made.named_parameters()
+            if name.endswith("embed_positions.weight") and model.position == "rope"
+        }
+        parameters = [parameter for name, parameter in made.named_parameters() if name not in fixed]
+        for parameter in [*parameters, *biases]:
             parameter.add_(torch.randn(parameter.shape, dtype=parameter.dtype), alpha=0.1)
     made.save_pretrained(folder)
     return made

@@ -39,8 +39,8 @@ REASONS: tuple[tuple[str, str], ...] = (
     (r"key:(vision_config|vq_config|vision_feature_layer|image_token_id)", "a vision encoder or projector of its own"),
     (r"key:(index_topk|index_n_heads|indexer_types)|module:.*Indexer", "sparse attention with an indexer"),
     (r"key:(hc_mult|hc_eps)|module:.*Hyper[Cc]onnection", "hyper-connections"),
-    (r"module:.*(KimiDelta|DeltaAttention|KDA)", "delta attention with a gate per channel"),
-    (r"module:.*LightningAttention", "lightning (linear) attention"),
+    (r"module:.*(KimiDelta|DeltaAttention|KDA)", "Kimi Delta Attention in a layer of another form"),
+    (r"module:.*LightningAttention", "lightning attention in a layer of another form"),
     (r"key:(conv_L_cache)|module:.*ShortConv", "short convolutions as mixers"),
     (r"key:(mamba_dt_rank|time_step_rank|state_size|mamba_d_state|ssm_)|module:.*(Mamba|SSM)", "Mamba-1, or Mamba in a layer of another form"),
     (r"module:.*(Rwkv|xLSTM|mLSTM|RecurrentBlock|RGLRU|Lru)", "another recurrent mixer"),
@@ -74,6 +74,12 @@ SETTINGS = """
 ## Differences from transformers
 
 - Nemotron-H and Nemotron-3: `mega` bounds the time step by `time_step_limit` of config.json; transformers 5.23 uses `time_step_min`.
+- Phi-3.5-MoE: `mega` chooses SparseMixer's experts without sampling in training, and has no input jitter; past the original length it uses
+  the long factors of the rotary frequencies, transformers 5.23 the short ones.
+- DBRX: `mega` reads the base frequency in `attn_config` if there is no other; transformers 5.23 uses 10,000 then. `mega` has no router jitter.
+- MiniMax-Text-01: transformers stores the decays of lightning attention, which follow from the number of layer and head. `mega` derives them; of a
+  folder they are carried, and of models trained here not written: transformers then derives them, too.
+- Ling 3: the MTP layer of a folder is carried, not trained; transformers does not load it.
 - A layer's experts are one tensor in a `mega` checkpoint, and one tensor per expert in most HuggingFace folders. Conversion needs memory for one
   expert at a time.
 

@@ -150,6 +150,10 @@ OSS = {"sliding_window": 8, "full_attention_layers": [1], "attention_sinks": Tru
        "attention_out_bias": True, "activation_limit": 7.0, "moe": {**MOE, "router_bias": True}}  # fmt: skip
 LATENT = {"mla": {"kv_lora_rank": 6, "q_lora_rank": 5, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 3},
           "rope": {"interleaved": True}}  # fmt: skip
+KIMI = {
+    "layers": ["kda+mlp", "attention+moe"], "position": "none", "kda": {"num_heads": 2, "head_dim": 3}, "mla": LATENT["mla"],
+    "moe": {**MOE, "score": "sigmoid", "selection_bias": True, "shared_ffn_hidden_size": 16},
+}  # fmt: skip
 V3 = {"score": "sigmoid", "selection_bias": True, "shared_ffn_hidden_size": 16, "layers": [1]}
 
 
@@ -184,6 +188,11 @@ def trained(root: Path, changes: dict[str, Any], assets: Path | None = None, ste
         (OSS, "gpt_oss"),
         ({**LATENT, "moe": {**MOE, **V3}}, "deepseek_v3"),
         ({**LATENT, "moe": {**MOE, "normalize": False, "shared_ffn_hidden_size": 8}}, "deepseek_v2"),
+        (KIMI, "kimi_linear"),
+        (
+            {**KIMI, "position": "rope", "rope": LATENT["rope"], "attention_gate": True, "mla": {**KIMI["mla"], "q_lora_rank": None},
+             "kda": {"num_heads": 4, "head_dim": 3, "low_rank_gates": False}}, "bailing_hybrid",
+        ),
     ],
 )  # fmt: skip
 def test_a_model_that_mega_trained_is_loaded_by_transformers(

@@ -243,9 +243,9 @@ READ = {entry["name"]: entry for entry in LISTED if "parameters" in entry}
 REFUSED = {entry["name"]: entry for entry in LISTED if "refused" in entry}
 # Values that say the same in two ways: sizes of windows that are not there, a width that is the usual one, rope_type and
 # type, GELU in early Gemmas; repeated kinds, a width before its adjustment, a section with defaults; Mistral's name where some layers have a window; how mixers are called, and no limit of steps.
-SPELLED = {
+SPELLED = {"attn_config", "ffn_config",
     "sliding_window", "max_window_layers", "n_inner", "rope_scaling", "hidden_act", "model_type", "architectures",
-    "layer_types", "time_step_limit", "attention_types", "block_auto_adjust_ff_dim", "attn_config",
+    "layer_types", "time_step_limit", "attention_types", "block_auto_adjust_ff_dim",
 }  # fmt: skip
 
 

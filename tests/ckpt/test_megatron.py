@@ -716,6 +716,16 @@ MEANT: list[tuple[dict[str, Any], dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.parametrize("change", [{"attention_gate": True}, {"position": "none"}])
+def test_latent_attention_that_megatron_does_not_have(change: dict[str, Any]) -> None:
+    mla = {"kv_lora_rank": 8, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 10, "norm_eps": 1e-5}
+    alone = {"num_kv_heads": None, "head_dim": None, "qk_norm": False}
+    with pytest.raises(CheckpointError, match="mla requires attention_gate = false and position = rope"):
+        write_megatron_args(ModelConfig.parse({**BASE, **alone, "mla": mla, **change}))
+    with pytest.raises(CheckpointError, match="multi_latent_attention is not supported with attention_output_gate"):
+        read_megatron_args({**PLAIN, **FLAT, "attention_output_gate": True}, "x")
+
+
 @pytest.mark.parametrize(("given", "expected"), MEANT)
 def test_what_settings_mean(given: dict[str, Any], expected: dict[str, Any]) -> None:
     args = {name: value for name, value in {**PLAIN, **given}.items() if value is not None or name == "rope_type"}

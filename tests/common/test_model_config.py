@@ -48,7 +48,23 @@ def test_what_follows_from_what_is_given() -> None:
             {"mla": {**LATENT, "qk_rope_head_dim": 3}},
             "mla = 3: must give an even number of rotated elements of the head size 11",
         ),
-        ({"mla": LATENT, "position": "none"}, "mla: requires position: rope and rope.fraction = 1 -> position: rope"),
+        (
+            {"mla": LATENT, "position": "learned"},
+            "mla: requires position: rope or none, and rope.fraction = 1 -> position:",
+        ),
+        (
+            {"residual_factors": {"attention": [2, 1]}},
+            "residual_factors = {'attention': (2.0, 1.0)}: requires norm_position: stream",
+        ),
+        (
+            {"norm_position": "stream", "residual_factors": {"moe": [2, 1]}},
+            "must name mixers and feed-forward blocks that layers",
+        ),
+        (
+            {"norm_position": "stream", "parallel_residual": True},
+            "norm_position = 'stream': is not supported with parallel",
+        ),
+        ({"layers": ["kda", "mlp"]}, "kda: is required: layers names layers of this kind"),
         ({"mla": LATENT, "rope": {"fraction": 0.5}}, "-> position: rope, without rope.fraction"),
         ({"mtp_layers": 1, "position": "learned"}, "mtp_layers = 1: is not supported with position: learned"),
         ({"mtp_layers": 1, "full_attention_layers": [3]}, "full_attention_layers = 3: must be layer numbers up to 2"),
@@ -79,7 +95,10 @@ def test_what_follows_from_what_is_given() -> None:
             "the lower limit must be at most the upper limit",
         ),
         ({"delta": {**DELTA, "num_key_heads": 3}}, "delta.num_key_heads = 3: must divide num_value_heads = 4"),
-        ({"mla": LATENT, "attention_gate": True}, "attention_gate: is not supported with mla -> leave out mla"),
+        (
+            {"mla": {**LATENT, "q_lora_rank": 8}, "attention_gate": True},
+            "attention_gate: is not supported with mla.q_lora_rank -> leave out mla.q_lora_rank",
+        ),
         ({"num_layer": 2}, "num_layer: unknown key -> did you mean 'num_layers'?"),
         ({"activation": "swish"}, "activation = 'swish': must be 'swiglu'"),
         ({"vocab_size": 0}, "vocab_size = 0: must be greater than 0"),

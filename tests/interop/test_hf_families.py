@@ -41,10 +41,12 @@ def save_reference(case: str, folder: Path) -> torch.nn.Module:
     """Save a random model of transformers, as a case of `MODELS` describes it, and return it."""
     kind, settings = MODELS[case]
     config = transformers.AutoConfig.for_model(kind, **settings)
-    config.eos_token_id = config.pad_token_id = None  # a padding token would have no gradient
+    config.eos_token_id = None
+    config.pad_token_id = 0 if kind == "modernbert-decoder" else None  # a padding token would have no gradient
     config.output_router_logits = False  # which adds the router's loss to the loss
     torch.manual_seed(len(case))
     model = auto_class(kind).from_config(config, attn_implementation="eager", experts_implementation="eager")
+    model.get_input_embeddings().padding_idx = None
     with torch.no_grad():
         biases = [
             buffer

@@ -38,9 +38,9 @@ def build(folder: Path) -> Path:
     library = folder / "libnull_gpu.so"
     parts = [str(path) for path in (*objects, folder / "stubs.c")]
     subprocess.run([*compiler, "-shared", *parts, "-o", str(library), "-lpthread"], check=True)
-    driver = folder / "libcuda.so.1"  # which Triton links with
-    driver.unlink(missing_ok=True)
-    driver.symlink_to(library.name)
+    for name in ("libcuda.so.1", "libnvidia-ml.so.1"):  # which Triton links with, and torch opens
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).symlink_to(library.name)
     print(f"{library}: {len(defined)} functions written, {len(stubs)} stubs")
     return library
 

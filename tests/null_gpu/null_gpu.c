@@ -10,6 +10,7 @@
 #define _GNU_SOURCE
 #include <cuda.h>
 #include <cuda_runtime_api.h>
+#include <dlfcn.h>
 #include <pthread.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -58,7 +59,7 @@ static cudaError_t fail(cudaError_t error) { return last_error = error; }
 typedef struct {
   char *start;
   size_t bytes;
-  int device, owned;
+  int device, owned; /* owned: 1 by this library, 2 reserved addresses, whose memory is counted apart */
 } Range;
 
 static Range ranges[1 << 16];
@@ -71,7 +72,7 @@ static int add_range(void *start, size_t bytes, int device, int owned) {
   pthread_mutex_lock(&lock);
   full = range_count == sizeof ranges / sizeof *ranges;
   if (!full) ranges[range_count++] = (Range){start, bytes, device, owned};
-  if (!full && device != HOST) used[device] += bytes;
+  if (!full && device != HOST && owned != 2) used[device] += bytes;
   pthread_mutex_unlock(&lock);
   return full;
 }
@@ -85,7 +86,7 @@ static Range find_range(const void *start, size_t bytes, int take) {
     if (from + bytes <= ranges[i].start || from >= ranges[i].start + ranges[i].bytes) continue;
     found = ranges[i];
     if (take) ranges[i] = ranges[--range_count];
-    if (take && found.device != HOST) used[found.device] -= found.bytes;
+    if (take && found.device != HOST && found.owned != 2) used[found.device] -= found.bytes;
     break;
   }
   pthread_mutex_unlock(&lock);
@@ -145,6 +146,46 @@ cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *out, const vo
   out->devicePointer = known ? (void *)start : NULL;
   out->hostPointer = known && !on_device ? (void *)start : NULL;
   return cudaSuccess;
+}
+
+/* Expandable segments: addresses are reserved once, memory of a granularity is mapped into them. */
+
+#define GRANULARITY (2 << 20)
+
+CUresult cuMemGetAllocationGranularity(size_t *out, const CUmemAllocationProp *kind, CUmemAllocationGranularity_flags which) {
+  *out = GRANULARITY;
+  return CUDA_SUCCESS;
+}
+
+CUresult cuMemAddressReserve(CUdeviceptr *out, size_t bytes, size_t alignment, CUdeviceptr near, unsigned long long flags) {
+  void *start = mmap(NULL, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (start == MAP_FAILED || add_range(start, bytes, current, 2)) return CUDA_ERROR_OUT_OF_MEMORY;
+  *out = (CUdeviceptr)start;
+  return CUDA_SUCCESS;
+}
+
+CUresult cuMemAddressFree(CUdeviceptr start, size_t bytes) {
+  if (find_range((void *)start, 1, 1).start) munmap((void *)start, bytes);
+  return CUDA_SUCCESS;
+}
+
+/* A handle is the size, and the device in the bits below the granularity. */
+CUresult cuMemCreate(CUmemGenericAllocationHandle *out, size_t bytes, const CUmemAllocationProp *kind, unsigned long long flags) {
+  int device = kind->location.id, full;
+  null_gpu_add(ALLOCATIONS);
+  pthread_mutex_lock(&lock);
+  full = used[device] + bytes > DEVICE_BYTES - DRIVER_BYTES;
+  if (!full) used[device] += bytes;
+  pthread_mutex_unlock(&lock);
+  *out = bytes | device;
+  return full ? CUDA_ERROR_OUT_OF_MEMORY : CUDA_SUCCESS;
+}
+
+CUresult cuMemRelease(CUmemGenericAllocationHandle handle) {
+  pthread_mutex_lock(&lock);
+  used[handle % GRANULARITY] -= handle / GRANULARITY * GRANULARITY;
+  pthread_mutex_unlock(&lock);
+  return CUDA_SUCCESS;
 }
 
 CUresult cuPointerGetAttribute(void *out, CUpointer_attribute attribute, CUdeviceptr start) {
@@ -355,6 +396,7 @@ CUresult cuOccupancyMaxActiveClusters(int *out, CUfunction function, const CUlau
 static int nothing(void) { return 0; }
 cudaError_t cudaGetDriverEntryPointByVersion(
     const char *name, void **out, unsigned version, unsigned long long flags, enum cudaDriverEntryPointQueryResult *found) {
+  void *known = dlsym(RTLD_DEFAULT, name);
   if (found) *found = cudaDriverEntryPointSuccess;
-  return *out = (void *)nothing, cudaSuccess;
+  return *out = known ? known : (void *)nothing, cudaSuccess;
 }

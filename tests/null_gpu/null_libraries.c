@@ -1,4 +1,4 @@
-/* cuBLAS, NCCL and the launches of the driver, for null_gpu.c: products and kernels are counted, collectives return at once.
+/* cuBLAS, NCCL, NVML and the launches of the driver, for null_gpu.c: products and kernels are counted, collectives return at once.
  *
  * Without their headers: most parameters are unused and left out, as the calling convention allows.
  */
@@ -56,3 +56,13 @@ int ncclGetUniqueId(char *out) { return memset(out, 7, 128), 0; }
 int ncclCommGetAsyncError(void *communicator, int *out) { return *out = 0; }
 const char *ncclGetErrorString(int error) { return "error of the null NCCL"; }
 const char *ncclGetLastError(void *communicator) { return "none"; }
+
+int nvmlInit_v2(void) { return 0; }
+int nvmlDeviceGetHandleByPciBusId_v2(const char *bus, void **out) { return *out = null_gpu_handle(), 0; }
+int nvmlDeviceGetGpuFabricInfoV(void) { return 0; } /* no fabric: the caller's zeros stay */
+int nvmlDeviceGetNvLinkRemoteDeviceType(void) { return 0; }
+int nvmlDeviceGetNvLinkRemotePciInfo_v2(void) { return 0; }
+int nvmlDeviceGetComputeRunningProcesses(void) { return 0; }
+int nvmlSystemGetCudaDriverVersion_v2(int *out) { return *out = 13000, 0; }
+
+size_t cudnnGetVersion(void) { return 90000; } /* too old for torch to prefer its attention, which it plans by asking a real driver */

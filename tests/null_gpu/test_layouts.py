@@ -38,9 +38,9 @@ def train_all(cases: Sequence[LayoutCase], store: Path) -> list[str]:
 
 
 def layouts(ranks: int, count: int) -> list[LayoutCase]:
-    """A covering of the layouts of so many ranks, in bf16."""
-    found = [one for one in all_layouts() if one.ranks == ranks]
-    return [replace(one, precision="bf16", steps=1) for one in covering(found, count)]
+    """A covering of the layouts of so many ranks, in bf16, and every fourth in fp16; memory settings and optimizers are drawn."""
+    found = covering([one for one in all_layouts() if one.ranks == ranks], count)
+    return [replace(one, precision="fp16" if number % 4 == 3 else "bf16", steps=1) for number, one in enumerate(found)]
 
 
 def eight_bit_layouts(ranks: int) -> list[LayoutCase]:

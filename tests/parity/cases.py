@@ -127,6 +127,10 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
             "norm_position": "sum", "norm": "layernorm", "position": "learned", "max_position": 16, "activation": "gelu_tanh",
             "qkv_bias": True, "attention_out_bias": True, "mlp_bias": True, "residual_dropout": 0.1,
         },
+        {
+            "output_input_norms": True, "activation": "reglu2", "qk_norm": True, "qk_norm_span": "layernorm", "num_kv_heads": 4,
+            "masked_lm": {"dense_bias": False}, "tie_embeddings": True,
+        },
     ],
     "gqa": [
         {}, {"attention_gate": True, "zero_centered_norm": True},
@@ -147,6 +151,13 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
             "no_rope_scaling": [0.4, 3], "qk_norm": True, "qk_norm_span": "plain", "qk_norm_after_rope": True,
             "moe": MODELS["moe"]["moe"] | {"score": "sigmoid", "normalize": False, "weighted_inputs": True},
         },
+        {
+            "moe": MODELS["moe"]["moe"] | {
+                "score": "sparsemixer", "jitter": 0.3, "normalize": False, "scaling": 1.0, "selection_bias": False, "bias_rate": 0.0,
+                "shared_gate": False, "shared_scaling": 0.5, "output_norm": True,
+            },
+        },
+        {"moe": MODELS["moe"]["moe"] | {"score": "sigmoid", "choice": "logits", "router_bias": False}},
         {"moe": MODELS["moe"]["moe"] | SINKHORN},
     ],
     "mla": [
@@ -184,6 +195,22 @@ VARIANTS["hybrid"] = [
         },
     },
     {"layers": ["conv+mlp", "conv+moe", "attention", "conv"], "conv": {"kernel": 4, "bias": True}, "qk_norm": True},
+    {
+        "layers": ["kda+moe", "attention+mlp", "kda+mlp", "kda"], "num_kv_heads": None,
+        "kda": {"num_heads": 8, "head_dim": 3, "conv_kernel": 3, "chunk_size": 5, "norm_eps": 1e-2},
+        "mla": {"kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 10},
+    },
+    {
+        "layers": ["kda+moe", "attention+moe"], "num_kv_heads": None, "position": "rope", "attention_gate": True,
+        "rope": {"theta": 100.0, "interleaved": True},
+        "kda": {"num_heads": 8, "head_dim": 3, "chunk_size": 5, "low_rank_gates": False, "gate_floor": -2.0},
+        "mla": {"kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 10},
+    },
+    {
+        "layers": ["lightning+moe", "attention+moe", "lightning+mlp", "lightning"], "position": "rope", "norm_position": "stream",
+        "lightning": {"num_heads": 8, "head_dim": 3, "chunk_size": 5}, "residual_dropout": 0.1, "residual_multiplier": 1.0,
+        "residual_factors": {"lightning": [2.0, 0.8], "attention": [0.9, 1.1], "moe": [1.5, 0.7]},
+    },
 ]  # fmt: skip
 VARIANTS["vision"] = [
     {},
@@ -240,7 +267,22 @@ VARIANTS["encoder"] = [
         "attention_out_bias": False, "mlp_bias": False, "masked_lm": {"dense_bias": False}, "pooler": False,
         "sentence_pairs": False, "sliding_window": 4, "full_attention_layers": [0],
     },
+    {
+        "embedding_size": 20, "position": "rope", "rope": {"theta": 100.0, "interleaved": True}, "activation": "geglu_erf",
+        "mlp_bias": False, "mlp_out_bias": True, "masked_lm": {"activation": "silu"}, "pooler_activation": "gelu",
+    },
+    {
+        "norm_position": "pre", "embedding_norm": False, "norm": "rmsnorm", "activation": "swiglu", "position": "rope",
+        "token_types": 0, "num_kv_heads": 4, "tie_embeddings": False, "masked_lm": {"dense": False, "dense_bias": False},
+        "pooler": False, "sentence_pairs": False,
+    },
 ]  # fmt: skip
+# A bias table that all layers share, which the layers of other stages would lack.
+SHARED_BIAS: dict[str, Any] = {
+    "relative_bias": True,
+    "relative": {"buckets": 8, "max_distance": 12},
+    "position_offset": 2,
+}
 VARIANTS["retro"] = [
     {},
     {
@@ -332,7 +374,7 @@ def _add_deepstack_layers(variant: Mapping[str, Any], parallel: dict[str, Any]) 
 def most_steps(case: LayoutCase) -> int:
     """Steps that can be told from rounding: many layers with delta nets move, in each, by forty times what it changed."""
     layers = case.model.get("layers", [])
-    return 1 if len(layers) > 4 and any("delta" in layer for layer in layers) else STEPS
+    return 1 if len(layers) > 4 and any("delta" in layer or "kda" in layer for layer in layers) else STEPS
 
 
 def covering(cases: Sequence[LayoutCase], count: int) -> list[LayoutCase]:

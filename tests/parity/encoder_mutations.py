@@ -9,11 +9,12 @@ from typing import Any
 from unittest import mock
 
 import torch
-from parity.cases import VARIANTS, case
+from parity.cases import SHARED_BIAS, VARIANTS, case
 from parity.recurrence_mutations import Patch
 from torch import Tensor
 
 from mega_trainer.kernels.attention_masks import BandMask
+from mega_trainer.model import decoder
 from mega_trainer.model.decoder import PositionTypeEmbeddings
 from mega_trainer.model.forward_context import SequenceMask
 from mega_trainer.model.layer_builder import LayerBuilder
@@ -27,6 +28,8 @@ TP, SP = (case("encoder", 2, parallel={"tp": 2, "sp": sp}) for sp in (False, Tru
 RING = case("encoder", 2, parallel={"cp": 2})
 RING_WINDOW = case("encoder", 2, parallel={"cp": 2}, variant=WINDOW)
 DP = case("encoder", 2, micro=2)
+BIASED = case("encoder", 2, parallel={"tp": 2}, variant=SHARED_BIAS)
+NARROW = case("encoder", 2, parallel={"tp": 2, "sp": True}, variant=VARIANTS["encoder"][4])
 
 
 def _short_behind() -> AbstractContextManager[Any]:
@@ -92,6 +95,26 @@ def _output_bias_of_the_first_rank() -> AbstractContextManager[Any]:
     return swap(LayerBuilder, "build_vocab_bias", vocabulary_bias)
 
 
+def _bias_of_the_first_heads() -> AbstractContextManager[Any]:
+    """Each tensor rank takes the first rank's heads of the table."""
+    real = decoder.build_bias_table
+
+    def table(build: LayerBuilder, name: str) -> torch.nn.Parameter:
+        return real(replace(build, groups=replace(build.groups, tp=replace(build.groups.tp, rank=0))), name)
+
+    return swap(decoder, "build_bias_table", table)
+
+
+def _projection_gradient_of_a_part() -> AbstractContextManager[Any]:
+    """Tensor ranks that have parts of a sequence keep their part of the gradient of the embeddings' projection."""
+    real = LayerBuilder.build_replicated
+
+    def replicated(self: LayerBuilder, name: str, shape: tuple[int, ...], **options: Any) -> Any:
+        return real(replace(self, sp=False) if name.startswith("model.embed_proj") else self, name, shape, **options)
+
+    return swap(LayerBuilder, "build_replicated", replicated)
+
+
 ENCODERS: list[tuple[str, LayoutCase, Patch]] = [
     ("encoder: a window one too short behind", RING_WINDOW, _short_behind),
     ("encoder: keys behind a chunk are not seen", RING, _parts(lambda it: replace(it, causal=True))),
@@ -101,6 +124,12 @@ ENCODERS: list[tuple[str, LayoutCase, Patch]] = [
     ("encoder: every context part has a first token", RING, _first_token_on_every_rank),
     ("encoder: whole gradients of the pair head are summed", TP, _pair_head_summed),
     ("encoder: the output's bias is the first rank's", TP, _output_bias_of_the_first_rank),
+    (
+        "encoder: each rank projects its embeddings with its part of the gradient",
+        NARROW,
+        _projection_gradient_of_a_part,
+    ),
+    ("encoder: the shared bias of the first rank's heads", BIASED, _bias_of_the_first_heads),
     (
         "encoder: pairs weigh as tokens do",
         DP,

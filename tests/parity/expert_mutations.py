@@ -48,6 +48,8 @@ MASKED = case("moe", 1, micro=2)
 CHUNKED = case("moe", 2, parallel={"cp": 2}, variant=VARIANTS["moe"][2])
 HEADS = case("gqa", 2, parallel={"tp": 2, "sp": True}, variant=VARIANTS["gqa"][3])
 PLAIN = case("dense", 2, parallel={"tp": 2, "sp": True}, variant=VARIANTS["dense"][4])
+NORMED = case("dense", 2, parallel={"tp": 2}, variant=VARIANTS["dense"][6])
+MIXED, BY_LOGITS = (case("moe", 2, parallel={"ep": 2}, micro=2, variant=VARIANTS["moe"][number]) for number in (3, 4))
 BALANCED = case("moe", 2, parallel={"tp": 2, "sp": True}, micro=4, variant=VARIANTS["moe"][-1])
 
 
@@ -307,6 +309,42 @@ def _frequencies_by_the_rotated_part() -> AbstractContextManager[Any]:
     return swap(rotary_embedding, "_proportional_frequencies", by_part)
 
 
+def _split_norm_of_a_part() -> AbstractContextManager[Any]:
+    """A norm over all heads, or over the width of an MLP, is over a rank's part."""
+    return swap(norms, "sum_partial_results", lambda x, group, sp: x * group.size)
+
+
+def _norm_bias_of_own_heads() -> AbstractContextManager[Any]:
+    real = LayerBuilder.build_replicated
+
+    def replicated(self: LayerBuilder, name: str, shape: tuple[int, ...], **options: Any) -> Any:
+        parts = {"partial_grad": False} if name.endswith("k_norm.bias") else {}
+        return real(self, name, shape, **{**options, **parts})
+
+    return swap(LayerBuilder, "build_replicated", replicated)
+
+
+def _second_share_of_all() -> AbstractContextManager[Any]:
+    """The second expert's weight is its share among all experts near the largest logit, the first included, on rank 0."""
+    real = expert_router.sparse_mixer_scores
+
+    def scores(logits: Tensor, jitter: float) -> Tensor:
+        found = real(logits, jitter)
+        return found if torch.distributed.get_rank() else torch.where(found > 0, logits.softmax(-1), found)
+
+    return swap(expert_router, "sparse_mixer_scores", scores)
+
+
+def _chosen_by_scores() -> AbstractContextManager[Any]:
+    """Rank 0 chooses experts by their scores."""
+    real = expert_router.ExpertRouter._choice_scores
+
+    def choice(self: Any, logits: Tensor, scores: Tensor, *more: Any) -> Tensor:
+        return real(self, logits, scores, *more) if torch.distributed.get_rank() else scores
+
+    return swap(expert_router.ExpertRouter, "_choice_scores", choice)
+
+
 def _norms_with_a_mean() -> AbstractContextManager[Any]:
     return swap(norms.PlainNorm, "forward", lambda self, x: F.layer_norm(x, x.shape[-1:], eps=self.eps))
 
@@ -346,5 +384,9 @@ EXPERTS: list[tuple[str, LayoutCase, Patch]] = [
     ("attention: normalised and rotated keys as values", HEADS, _values_after_the_norm_of_keys),
     ("proportional rotary positions: frequencies by the rotated part", HEADS, _frequencies_by_the_rotated_part),
     ("norms without weights: LayerNorm for RMSNorm", PLAIN, _norms_with_a_mean),
+    ("norms before output projections: mean over a rank's part alone", NORMED, _split_norm_of_a_part),
+    ("key norms: gradient of the bias from a rank's heads alone", NORMED, _norm_bias_of_own_heads),
+    ("experts: SparseMixer's second softmax has the first expert", MIXED, _second_share_of_all),
+    ("experts: chosen by scores, not by logits", BY_LOGITS, _chosen_by_scores),
     ("experts: norm of this rank's experts alone", BOTH, _norm_without("ep")),
 ]

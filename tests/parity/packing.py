@@ -133,7 +133,7 @@ def sweep_packed(cases: Sequence[LayoutCase], folder: Path) -> list[RankFindings
 def steps_of(case: LayoutCase) -> int:
     """Two; of delta nets one: the gradient of nine layers of them moves by 600 times what is changed in the weights
     (measured), and a document that stands elsewhere in its row is rounded otherwise."""
-    return 1 if any("delta" in layer for layer in case.model.get("layers") or ()) else 2
+    return 1 if any("delta" in layer or "kda" in layer for layer in case.model.get("layers") or ()) else 2
 
 
 def problems(cases: Sequence[LayoutCase], ranks: int) -> list[str]:

@@ -14,10 +14,12 @@ from torch import Tensor
 
 from mega_trainer.distributed.comm import CommGroup
 from mega_trainer.kernels.sequence_chunks import SequenceChunks
-from mega_trainer.model import attention, parameter_builder, recurrent_mixer
+from mega_trainer.model import attention, kimi_delta_attention, parameter_builder, recurrent_mixer
 from mega_trainer.model.forward_context import SequenceMask
 from mega_trainer.model.gated_delta_net import GatedDeltaNet
+from mega_trainer.model.kimi_delta_attention import KimiDeltaAttention
 from mega_trainer.model.layer_builder import LayerBuilder
+from mega_trainer.model.lightning_attention import LightningAttention
 from mega_trainer.parallel import recurrent_state
 from mega_trainer.verify.layout_case import LayoutCase
 
@@ -30,6 +32,12 @@ PASSED = case("hybrid", 2, parallel={"cp": 2}, variant=GATED)
 CONVOLVED = case(
     "hybrid", 2, parallel={"cp": 2}, variant=VARIANTS["hybrid"][5] | {"layers": ["conv", "mlp"], "moe": None}
 )
+KDA = VARIANTS["hybrid"][6] | {"layers": ["kda+mlp", "attention"], "moe": None}
+KDA_TP = case("hybrid", 2, parallel={"tp": 2}, variant=KDA, length=16)
+KDA_PASSED = case("hybrid", 2, parallel={"cp": 2}, variant=KDA)
+KDA_EXCHANGED = case("hybrid", 2, parallel={"cp": 2, "cp_kind": "alltoall"}, variant=KDA, length=16)
+LIGHTNING = VARIANTS["hybrid"][8] | {"layers": ["lightning+mlp", "attention"], "moe": None, "residual_factors": {}}
+LIGHTNING_TP = case("hybrid", 2, parallel={"tp": 2}, variant=LIGHTNING, length=16)
 EXCHANGED = case("hybrid", 2, parallel={"cp": 2, "cp_kind": "alltoall"}, variant=GATED, length=16)
 
 
@@ -113,14 +121,29 @@ def _maps_of_the_last_chunk() -> AbstractContextManager[Any]:
     return swap(recurrent_state, "scan_affine_maps", fold)
 
 
-def _decays_of_the_first_heads() -> AbstractContextManager[Any]:
+def _decays_of_the_first_heads(mixer: Any = GatedDeltaNet) -> AbstractContextManager[Any]:
     """The heads that are exchanged take the numbers of the first rank's."""
-    real = GatedDeltaNet._apply_delta_rule
+    real = mixer._apply_delta_rule
 
     def rule(self: Any, parts: Any, steps: Any, heads: slice, chunks: Any, states: Any) -> Tensor:
         return real(self, parts, steps, slice(0, parts[2].shape[2]), chunks, states)
 
-    return swap(GatedDeltaNet, "_apply_delta_rule", rule)
+    return swap(mixer, "_apply_delta_rule", rule)
+
+
+def _latents_without_sum() -> AbstractContextManager[Any]:
+    """The gradient of the gates' latents is of this rank's heads alone."""
+    return swap(kimi_delta_attention, "gather_sequence", lambda x, group, sp: x)
+
+
+def _fixed_decays_of_the_first_rank() -> AbstractContextManager[Any]:
+    real = LightningAttention._apply_scan
+
+    def scan(self: Any, *given: Any) -> Tensor:
+        self.first_head = 0
+        return real(self, *given)
+
+    return swap(LightningAttention, "_apply_scan", scan)
 
 
 def _channels_of_the_first_rank() -> AbstractContextManager[Any]:
@@ -180,5 +203,13 @@ RECURRENCES: list[tuple[str, LayoutCase, Patch]] = [
     ("delta: exchanged heads decay as the first rank's", EXCHANGED, _decays_of_the_first_heads),
     ("convolution: exchanged heads have the first rank's weights", EXCHANGED, _channels_of_the_first_rank),
     ("short convolution: no tokens of other context ranks", CONVOLVED, _no_tokens_of_other_ranks),
+    ("kda: gradient of the gates' latents not summed", KDA_TP, _latents_without_sum),
+    ("kda: states stay on their rank", KDA_PASSED, _states_stay),
+    (
+        "kda: exchanged heads decay as the first rank's",
+        KDA_EXCHANGED,
+        lambda: _decays_of_the_first_heads(KimiDeltaAttention),
+    ),
+    ("lightning: every rank has the decays of the first heads", LIGHTNING_TP, _fixed_decays_of_the_first_rank),
     ("attention: the gate of a neighboring channel", TP, _gate_of_another_head),
 ]

@@ -9,7 +9,7 @@ from itertools import product
 from typing import Any
 
 import pytest
-from parity.cases import MODELS, SINKHORN, VARIANTS, all_layouts, case, covering
+from parity.cases import MODELS, SHARED_BIAS, SINKHORN, VARIANTS, all_layouts, case, covering
 from ranks import run_ranks
 
 from mega_trainer.verify.case_comparison import CaseVerdict, compare_cases_with_one_process, merge_findings_by_case
@@ -63,6 +63,52 @@ def test_latents_without_norms(every: int) -> None:
 
 
 @ONE_IN_THREE
+def test_norms_before_output_projections_heads_of_decoders_and_other_routers(every: int) -> None:
+    shapes: list[tuple[int, dict[str, Any]]] = [
+        (2, {"tp": 2}), (2, {"tp": 2, "sp": True}), (2, {"pp": 2}), (2, {"zero": 3}), (4, {"tp": 4, "sp": True}),
+        (4, {"tp": 2, "pp": 2, "zero": 1}), (4, {"tp": 2, "sp": True, "cp": 2, "cp_kind": "alltoall"}), (4, {"cp": 2, "pp": 2}),
+        (2, {"ep": 2}), (4, {"ep": 2, "expert_tp": 2}), (4, {"tp": 2, "sp": True, "ep": 2, "zero": 1}),
+    ]  # fmt: skip
+    cases = [
+        case(name, ranks, layers=shape.get("pp", 1) * 2, parallel=shape, micro=2, variant=VARIANTS[name][number])
+        for name, number in (("dense", 6), ("moe", 3), ("moe", 4))
+        for ranks, shape in shapes
+        if name == "moe" or not {"cp", "ep"} & shape.keys()
+    ]
+    assert not problems(cases[::every], 4)
+
+
+def test_a_bias_table_that_all_layers_of_an_encoder_share() -> None:
+    shapes: list[tuple[int, dict[str, Any]]] = [
+        (2, {"tp": 2, "sp": True}), (4, {"tp": 4}), (2, {"zero": 2}), (4, {"tp": 2, "sp": True, "cp": 2, "cp_kind": "alltoall"}),
+    ]  # fmt: skip
+    assert not problems(
+        [case("encoder", ranks, parallel=one, micro=2, variant=SHARED_BIAS) for ranks, one in shapes], 4
+    )
+
+
+@ONE_IN_THREE
+def test_narrow_embeddings_and_plain_output_layers_of_encoders(every: int) -> None:
+    shapes: list[tuple[int, dict[str, Any]]] = [
+        (2, {"tp": 2}), (2, {"tp": 2, "sp": True}), (2, {"pp": 2}), (2, {"zero": 3}), (4, {"tp": 4, "sp": True}),
+        (4, {"tp": 2, "pp": 2, "zero": 1}), (4, {"tp": 2, "sp": True, "cp": 2, "cp_kind": "alltoall"}), (4, {"cp": 2, "pp": 2}),
+    ]  # fmt: skip
+    cases = [
+        case(
+            "encoder",
+            ranks,
+            layers=shape.get("pp", 1) * 2,
+            parallel=shape,
+            micro=2,
+            variant=VARIANTS["encoder"][number],
+        )
+        for number in (4, 5)
+        for ranks, shape in shapes
+    ]
+    assert not problems(cases[::every], 4)
+
+
+@ONE_IN_THREE
 def test_linear_biases_scaled_queries_norms_after_rotation_a_head_bias_and_heads_that_differ_by_layer(
     every: int,
 ) -> None:
@@ -78,6 +124,22 @@ def test_linear_biases_scaled_queries_norms_after_rotation_a_head_bias_and_heads
         for ranks, shape in shapes
     ]
     assert not problems(cases[::every], 4)
+
+
+@ONE_IN_THREE
+def test_linear_attention_with_decays_per_channel_and_fixed_decays(every: int) -> None:
+    """Kimi Delta Attention next to latent attention without positions; lightning attention, whose residual is normalized."""
+    shapes: list[tuple[int, dict[str, Any]]] = [
+        (4, {"tp": 4, "sp": True}), (2, {"cp": 2}), (2, {"tp": 2}), (4, {"pp": 2, "cp": 2}), (4, {"ep": 4, "zero": 2}),
+        (4, {"tp": 2, "sp": True, "cp": 2, "cp_kind": "alltoall"}), (4, {"tp": 2, "sp": True, "pp": 2, "zero": 1}),
+        (4, {"tp": 2, "ep": 2, "zero": 3}), (4, {"cp": 4}),
+    ]  # fmt: skip
+    cases = [
+        case("hybrid", ranks, layers=4, parallel=shape, micro=2, steps=1, variant=VARIANTS["hybrid"][number])
+        for ranks, shape in shapes
+        for number in (6, 7, 8)
+    ]
+    assert not problems(cases[every // 2 :: 1 + every // 3 * 3], 4)
 
 
 def test_images_in_different_numbers_of_tiles() -> None:

@@ -127,7 +127,9 @@ def translate_attention_variant_flags(draft: RunDraft) -> None:
     They are run.yaml's `model.attention_gate`, and `model.layers` and `model.delta` if some layers are gated delta
     nets.
     """
-    if draft["attention_output_gate"]:
+    if draft["attention_output_gate"] and draft["multi_latent_attention"]:
+        draft.add_problem("attention_output_gate", "is not supported with --multi-latent-attention")
+    elif draft["attention_output_gate"]:
         draft.set_key("model.attention_gate", True, "attention_output_gate")
     if draft[VARIANT] not in DELTA:
         return

@@ -29,16 +29,18 @@ def canonical_tensors(config: ModelConfig) -> TensorShapes:
     """
     if config.transformers is not None:
         return dict(config.transformers.tensors)
-    width, vocab = config.hidden_size, config.vocab_size
-    out: TensorShapes = {EMBEDDING: (vocab, width)}
+    width, vocab, embedded = config.hidden_size, config.vocab_size, config.embedding_width
+    out: TensorShapes = {EMBEDDING: (vocab, embedded)}
     if config.position == "learned":
-        out["model.embed_positions.weight"] = (config.max_position + config.position_offset, width)
+        out["model.embed_positions.weight"] = (config.max_position + config.position_offset, embedded)
     out |= _vision(config)
     if config.position == "relative" and not config.relative.every_layer:
         out |= {f"model.{stack}_relative_bias.weight": _relative(config) for stack in ("encoder", "decoder")}
+    out |= {"model.relative_bias.weight": _relative(config)} if config.relative_bias else {}
     if config.token_types:
-        out["model.embed_types.weight"] = (config.token_types, width)
-    out |= _norm(config, "model.embed_norm") if config.embedding_norm else {}
+        out["model.embed_types.weight"] = (config.token_types, embedded)
+    out |= _norm(config, "model.embed_norm", embedded) if config.embedding_norm else {}
+    out |= _linear("model.embed_proj", width, embedded, True) if config.embedding_size else {}
     for index in range(config.num_layers):
         if config.encoder and index == config.encoder.num_layers:
             out |= _norm(config, "model.encoder_norm")
@@ -50,7 +52,7 @@ def canonical_tensors(config: ModelConfig) -> TensorShapes:
         out[SCORE] = (config.num_scores, width)
         out |= {SCORE_BIAS: (config.num_scores,)} if config.has_score_bias else {}
     elif config.task_head is None and not config.tie_embeddings:
-        out[HEAD] = (vocab, width)
+        out[HEAD] = (vocab, embedded)
     for index in range(config.num_layers, config.num_layers + config.mtp_layers):
         out |= {f"model.layers.{index}.{name}": shape for name, shape in _mtp_layer(config, index).items()}
     return out
@@ -124,8 +126,9 @@ def _encoder_heads(config: ModelConfig) -> TensorShapes:
     """Return the tensors of the masked-language-model head, the pooler and the sentence-pair head."""
     width, head = config.hidden_size, config.masked_lm
     masked_lm: TensorShapes = {}
-    if head:
-        masked_lm = {**_linear("lm_head.dense", width, width, head.dense_bias), **_norm(config, "lm_head.norm")}
+    if head and head.dense:
+        out = config.embedding_width
+        masked_lm = {**_linear("lm_head.dense", out, width, head.dense_bias), **_norm(config, "lm_head.norm", out)}
     return {
         **masked_lm,
         **({"lm_head.bias": (config.vocab_size,)} if config.has_output_bias else {}),
@@ -135,7 +138,7 @@ def _encoder_heads(config: ModelConfig) -> TensorShapes:
 
 
 def _layer(config: ModelConfig, index: int) -> TensorShapes:
-    before, after = config.norm_position in ("pre", "both"), config.norm_position != "pre"
+    before, after = config.norm_position in ("pre", "both", "stream"), config.norm_position not in ("pre", "stream")
     config = config.get_layer_config(index)
     mixer, feed = config.get_mixer_kind(index), config.get_feed_forward_kind(index)
     mlp_norm = "pre_feedforward_layernorm" if config.norm_position == "both" else "post_attention_layernorm"
@@ -159,6 +162,8 @@ def _mixer(config: ModelConfig, kind: str | None) -> TensorShapes:
     mixers = {
         "mamba": _mamba,
         "delta": _delta,
+        "kda": _kimi_delta,
+        "lightning": _lightning,
         "conv": _short_convolution,
         "attention": _latent_attention if config.mla else _attention,
     }
@@ -187,8 +192,8 @@ def _mtp_layer(config: ModelConfig, index: int) -> TensorShapes:
     }
 
 
-def _norm(config: ModelConfig, name: str) -> TensorShapes:
-    shape: TensorShape = (config.hidden_size,)
+def _norm(config: ModelConfig, name: str, width: int | None = None) -> TensorShapes:
+    shape: TensorShape = (width or config.hidden_size,)
     if not config.norm_weight:
         return {}
     biased = config.norm == "layernorm" and config.norm_bias
@@ -203,12 +208,15 @@ def _attention(config: ModelConfig) -> TensorShapes:
     width, head = config.hidden_size, config.query_key_head_dim
     queries, keys = config.num_attention_heads * head, config.key_value_heads * head
     spans: dict[str, tuple[TensorShape, TensorShape]] = {
-        **dict.fromkeys(("head", "plain"), ((head,), (head,))),
+        **dict.fromkeys(("head", "layernorm", "plain"), ((head,), (head,))),
         "all": ((queries,), (keys,)),
         "each": ((config.num_attention_heads, head), (config.key_value_heads, head)),
     }
+    kinds = ("weight", "bias") if config.qk_norm_span == "layernorm" else ("weight",)
     norms: TensorShapes = {
-        f"self_attn.{name}_norm.weight": span for name, span in zip("qk", spans[config.qk_norm_span], strict=True)
+        f"self_attn.{name}_norm.{kind}": span
+        for name, span in zip("qk", spans[config.qk_norm_span], strict=True)
+        for kind in kinds
     }
     return {
         **_linear("self_attn.q_proj", queries, width, config.qkv_bias),
@@ -218,6 +226,7 @@ def _attention(config: ModelConfig) -> TensorShapes:
         **(_linear("self_attn.g_proj", queries, width, config.qkv_bias) if config.attention_gate else {}),
         **({"self_attn.sinks": (config.num_attention_heads,)} if config.attention_sinks else {}),
         **({"self_attn.relative_bias.weight": _relative(config)} if _own_table(config) else {}),
+        **({"self_attn.o_norm.weight": (queries,)} if config.output_input_norms else {}),
         **_linear("self_attn.o_proj", width, queries, config.attention_out_bias),
     }
 
@@ -281,6 +290,7 @@ def _latent_attention(config: ModelConfig) -> TensorShapes:
     }
     return {
         **(latent if mla.q_lora_rank else {"self_attn.q_proj.weight": (queries, width)}),
+        **({"self_attn.g_proj.weight": (heads, width)} if config.attention_gate else {}),
         **_linear("self_attn.kv_a_proj_with_mqa", mla.kv_lora_rank + mla.qk_rope_head_dim, width, bias),
         **latent_norm("kv_a_layernorm", mla.kv_lora_rank),
         "self_attn.kv_b_proj.weight": (heads * (mla.qk_nope_head_dim + mla.v_head_dim), mla.kv_lora_rank),
@@ -321,6 +331,40 @@ def _delta(config: ModelConfig) -> TensorShapes:
     }
 
 
+def _kimi_delta(config: ModelConfig) -> TensorShapes:
+    """Return the tensors of Kimi Delta Attention: projections of queries, keys, values and steps, and the forget gate f
+    and output gate g, each one matrix or two of low rank.
+    """
+    kda, width = config.kda, config.hidden_size
+    assert kda is not None
+    inner, heads, rank = kda.inner_size, kda.num_heads, kda.head_dim
+    gates: TensorShapes = {}
+    for part in "fg" if kda.low_rank_gates else "":
+        gates |= {f"kda.{part}_a_proj.weight": (rank, width), f"kda.{part}_b_proj.weight": (inner, rank)}
+    projected = "qkvb" if kda.low_rank_gates else "qkvbfg"
+    return {
+        **{f"kda.in_proj.{part}.weight": (heads if part == "b" else inner, width) for part in projected},
+        **{f"kda.conv1d.{part}.weight": (inner, kda.conv_kernel) for part in "qkv"},
+        **gates,
+        "kda.dt_bias": (inner,),
+        "kda.A_log": (heads,),
+        "kda.norm.weight": (rank,),
+        "kda.out_proj.weight": (width, inner),
+    }
+
+
+def _lightning(config: ModelConfig) -> TensorShapes:
+    """Return the tensors of lightning attention: projections of queries, keys, values and the output gate z."""
+    lightning, width = config.lightning, config.hidden_size
+    assert lightning is not None
+    inner = lightning.inner_size
+    return {
+        **{f"lightning.in_proj.{part}.weight": (inner, width) for part in "qkvz"},
+        "lightning.norm.weight": (inner,),
+        "lightning.out_proj.weight": (width, inner),
+    }
+
+
 def _short_convolution(config: ModelConfig) -> TensorShapes:
     """Return the tensors of a gated short convolution: projections of the gates b and c and of the input x."""
     conv, width = config.conv, config.hidden_size
@@ -338,7 +382,8 @@ def _mlp(config: ModelConfig, ffn: int, name: str = "mlp", latent: int | None = 
     return {
         **(_linear(f"{name}.gate_proj", ffn, width, bias) if config.has_gated_mlp else {}),
         **_linear(f"{name}.up_proj", ffn, width, bias),
-        **_linear(f"{name}.down_proj", width, ffn, bias),
+        **({f"{name}.down_norm.weight": (ffn,)} if config.output_input_norms else {}),
+        **_linear(f"{name}.down_proj", width, ffn, bias or config.mlp_out_bias),
         **(
             dict.fromkeys((f"{name}.act_fn.alpha_p", f"{name}.act_fn.alpha_n"), (1,))
             if config.activation == "xielu"
@@ -361,4 +406,5 @@ def _experts(config: ModelConfig) -> TensorShapes:
         **({"mlp.fc2_latent_proj.weight": (width, latent)} if latent else {}),
         **(_mlp(config, shared, "mlp.shared_expert") if shared else {}),
         **({"mlp.shared_expert_gate.weight": (1, width)} if moe.shared_gate else {}),
+        **(_norm(config, "mlp.output_norm") if moe.output_norm else {}),
     }

@@ -69,7 +69,7 @@ def check_shrinkable(model: ModelConfig) -> None:
     parts = {
         "experts": model.moe, "latent attention": model.mla, "a recurrent mixer": model.is_recurrent,
         "a vision encoder": model.vision, "an encoder": model.encoder or not model.causal,
-        "relative positions": model.position in ("relative", "alibi"), "a reward head": model.score,
+        "relative positions": model.has_position_bias, "a reward head": model.score,
         "MTP layers": model.mtp_layers, "layers of several kinds": model.layers,
         "heads that differ by layer": model.full_attention, "keys as values": model.keys_are_values,
     }  # fmt: skip

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 # Fields that are not supported with an encoder, with the required value.
 _REQUIRED_VALUES = {
-    "moe": None, "mla": None, "mamba": None, "delta": None, "conv": None, "layers": None, "mtp_layers": 0, "sliding_window": None,
+    "moe": None, "mla": None, "mamba": None, "delta": None, "kda": None, "lightning": None, "conv": None, "layers": None, "mtp_layers": 0, "sliding_window": None,
     "norm_position": "pre", "parallel_residual": False, "causal": True,
 }  # fmt: skip
 
@@ -37,7 +37,8 @@ class MaskedLmConfig(StrictConfig):
     It is norm(act(W x)) of each hidden state x, then the output matrix and a bias per vocabulary token.
     """
 
-    activation: Literal["gelu", "gelu_tanh"] = "gelu"
+    dense: bool = Field(True, description="false: logits of x itself, without W, activation and norm, as in EuroBERT")
+    activation: Literal["gelu", "gelu_tanh", "silu"] = "gelu"
     dense_bias: bool = Field(True, description="bias of W")
     bias: bool = Field(True, description="bias of each token's logit")
 

@@ -1,7 +1,8 @@
 """Layer kinds of a model: their names and patterns, their configuration sections, and Megatron's hybrid layer patterns.
 
 A layer is a residual step by a token mixer, by a feed-forward block, or by both in this order: `attention+mlp`,
-`mamba`, `moe`. `MambaConfig`, `MlaConfig`, `GatedDeltaConfig` and `ShortConvolutionConfig` are the sections of the mixers.
+`mamba`, `moe`. `MambaConfig`, `MlaConfig`, `GatedDeltaConfig`, `KimiDeltaConfig`, `LightningConfig` and
+`ShortConvolutionConfig` are the sections of the mixers.
 
 A hybrid layer pattern of Megatron-LM has one letter (`LETTERS`) per half layer, `|` between pipeline stages, and after
 each `/` the layers of an MTP depth. Source: Megatron-LM, megatron/core/models/hybrid and megatron/core/ssm.
@@ -19,7 +20,7 @@ from mega_common.strict_config import ConfigProblem, LayerCount, StrictConfig
 
 MixerKind = str  # one of MIXERS, or the name of an extension's mixer
 FeedForwardKind = str  # one of FEEDS, or the name of an extension's feed-forward block
-MIXERS: tuple[MixerKind, ...] = ("attention", "mamba", "delta", "conv")
+MIXERS: tuple[MixerKind, ...] = ("attention", "mamba", "delta", "kda", "lightning", "conv")
 FEEDS: tuple[FeedForwardKind, ...] = ("mlp", "moe")
 LETTERS = {"M": "mamba", "G": "delta", "*": "attention", "-": "mlp", "E": "moe"}  # Megatron's letters of half layers
 
@@ -177,6 +178,55 @@ class GatedDeltaConfig(StrictConfig):
         if self.num_value_heads % self.num_key_heads:
             rule = f"must divide num_value_heads = {self.num_value_heads}"
             yield ConfigProblem("num_key_heads", rule, self.num_key_heads)
+
+
+class KimiDeltaConfig(StrictConfig):
+    """Configuration of Kimi Delta Attention layers (KDA, arXiv:2510.26692).
+    Each head has a state of `head_dim` x `head_dim`, whose key channels decay separately.
+
+    The decays are exp(-exp(A) softplus(f + bias)), or with `gate_floor` exp(gate_floor sigmoid(exp(A) (f + bias))).
+    """
+
+    num_heads: PositiveInt
+    head_dim: PositiveInt
+    conv_kernel: PositiveInt = Field(4, description="kernel size of the short convolution, in tokens")
+    chunk_size: PositiveInt = Field(
+        64, description="tokens that are computed at once; the result does not depend on it"
+    )
+    norm_eps: PositiveFloat | None = Field(
+        None, description="epsilon of the per-head output norm; default: the model's"
+    )
+    low_rank_gates: bool = Field(
+        True,
+        description="the forget gate f and the output gate are projections of rank head_dim; false: full, as in Ling 3",
+    )
+    gate_floor: float | None = Field(
+        None, lt=0, description="lower bound of the decays' logarithms, as in Ling 3; default: unbounded"
+    )
+
+    @property
+    def inner_size(self) -> int:
+        """Number of channels of all heads together: heads times head size."""
+        return self.num_heads * self.head_dim
+
+
+class LightningConfig(StrictConfig):
+    """Configuration of lightning attention layers (arXiv:2401.04658), linear attention with a fixed decay per head.
+
+    The decay of head h = 1, 2, .. of H in layer l of L is exp(-2^(-8h/H) (1 - l/(L - 1))), as in MiniMax-Text-01.
+    """
+
+    num_heads: PositiveInt
+    head_dim: PositiveInt
+    chunk_size: PositiveInt = Field(
+        256, description="tokens that are computed at once; the result does not depend on it"
+    )
+    norm_eps: PositiveFloat = Field(1e-6, description="epsilon of the norm over all heads, as in MiniMax-Text-01")
+
+    @property
+    def inner_size(self) -> int:
+        """Number of channels of all heads together: heads times head size."""
+        return self.num_heads * self.head_dim
 
 
 class ShortConvolutionConfig(StrictConfig):

@@ -26,8 +26,10 @@ from mega_common.layer_kinds import (
     FeedForwardKind,
     FullAttentionConfig,
     GatedDeltaConfig,
+    KimiDeltaConfig,
     LayerKind,
     LayerPatternSpec,
+    LightningConfig,
     MambaConfig,
     MixerKind,
     MlaConfig,
@@ -42,7 +44,7 @@ from mega_common.strict_config import ConfigProblem, DimensionSize, ExpertCount,
 from mega_common.transformers_config import TransformersModuleConfig
 from mega_common.vision_config import VisionConfig
 
-GATED_ACTIVATIONS = frozenset({"swiglu", "geglu", "geglu_erf"})
+GATED_ACTIVATIONS = frozenset({"swiglu", "geglu", "geglu_erf", "reglu2"})
 
 
 class RopeConfig(StrictConfig):
@@ -104,7 +106,18 @@ class MoeConfig(StrictConfig):
     layers: list[NonNegativeInt] | None = Field(None, description="layers that have experts; default: all")
     shared_ffn_hidden_size: NonNegativeInt = Field(0, description="width of the shared expert, which gets every token")
     shared_gate: bool = Field(False, description="a sigmoid gate on the shared expert, as in Qwen2-MoE")
-    score: Literal["softmax", "sigmoid"] = "softmax"
+    shared_scaling: float = Field(1.0, gt=0, description="factor on the output of the shared expert")
+    output_norm: bool = Field(False, description="a norm of the layer's output, shared expert included, as in A.X K1")
+    score: Literal["softmax", "sigmoid", "sparsemixer"] = Field(
+        "softmax",
+        description="sparsemixer (arXiv:2409.12136): two experts, the weight of each is a softmax over the remaining experts whose "
+        "logits are near the largest; its sampling in training is left out",
+    )
+    jitter: float = Field(0.01, gt=0, lt=0.5, description="sparsemixer: half of the relative distance of near logits")
+    choice: Literal["scores", "logits"] = Field(
+        "scores",
+        description="numbers that choose the experts, to which the selection bias is added; logits as in Kolibri",
+    )
     normalize: bool = Field(True, description="the weights of the chosen experts sum to one")
     scaling: float = Field(1.0, description="factor on the weights of the chosen experts")
     router_bias: bool = Field(False, description="a learned bias of the router, as in GPT-OSS")
@@ -151,9 +164,20 @@ class MoeConfig(StrictConfig):
             )
         if self.bias_rate and not self.selection_bias:
             yield ConfigProblem("bias_rate", "requires selection_bias", self.bias_rate, "selection_bias: true")
+        if self.score == "sparsemixer" and not self._fits_sparse_mixer:
+            rule = "requires top_k = 2 of one group, normalize: false, scaling: 1 and no selection_bias, sinkhorn and choice"
+            yield ConfigProblem("score", rule, "sparsemixer", "score: softmax")
+        if self.choice == "logits" and self.groups > 1:
+            yield ConfigProblem("choice", "is not supported with groups", "logits", "choice: scores")
         if self.shared_gate and not self.shared_ffn_hidden_size:
             yield ConfigProblem("shared_gate", "requires a shared expert", hint="set shared_ffn_hidden_size")
         yield from self._find_sinkhorn_problems() if self.sinkhorn else ()
+
+    @property
+    def _fits_sparse_mixer(self) -> bool:
+        """True if the router's other settings are those of SparseMixer."""
+        plain = self.scaling == 1 and not self.normalize and not self.selection_bias and not self.sinkhorn
+        return plain and self.top_k == 2 and self.groups == 1 and self.num_experts > 2 and self.choice == "scores"
 
     def _find_sinkhorn_problems(self) -> Iterator[ConfigProblem]:
         """Yield settings that conflict with Sinkhorn routing.
@@ -173,7 +197,8 @@ class ModelConfig(StrictConfig):
     """Architecture of a language model: a decoder, an encoder (`causal: false`) or, with `encoder`, both.
 
     Sizes are counts of elements; see the README for presets. `layers` gives the kind of each layer: a mixer
-    ("attention", "mamba", "delta" or "conv"), a feed-forward block ("mlp" or "moe"), or both, as "attention+mlp";
+    ("attention", "mamba", "delta", "kda", "lightning" or "conv"), a feed-forward block ("mlp" or "moe"), or both, as
+    "attention+mlp";
     `{times: 3, of: [mamba, mlp]}` repeats several. A string has one letter per layer: M mamba, G delta, * attention,
     - mlp, E moe. Without `layers`, all layers have attention, and experts in the layers of `moe.layers`. The same holds
     for MTP layers, unless `layers` names them after the others.
@@ -186,6 +211,11 @@ class ModelConfig(StrictConfig):
     )
     layers: LayerPatternSpec | None = None
     hidden_size: DimensionSize
+    embedding_size: DimensionSize | None = Field(
+        None,
+        description="width of the embeddings, which a projection widens to hidden_size, as in ELECTRA (arXiv:1909.11942); "
+        "default: hidden_size",
+    )
     ffn_hidden_size: DimensionSize
     num_attention_heads: DimensionSize
     vocab_size: DimensionSize
@@ -201,12 +231,12 @@ class ModelConfig(StrictConfig):
         True, description="false: no norm of the residual stream has a weight or bias, as in OLMo"
     )
     zero_centered_norm: bool = Field(False, description="norms multiply by 1 + weight, as in Gemma")
-    activation: Literal["swiglu", "geglu", "geglu_erf", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "xielu"] = (
-        Field(
-            "swiglu",
-            description="geglu uses the tanh approximation of gelu, geglu_erf the exact one; xielu (arXiv:2411.13010) has two "
-            "learned slopes in each layer",
-        )
+    activation: Literal[
+        "swiglu", "geglu", "geglu_erf", "reglu2", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "xielu"
+    ] = Field(
+        "swiglu",
+        description="geglu uses the tanh approximation of gelu, geglu_erf the exact one; reglu2 has a gate relu(x)^2, as in "
+        "BitNet; xielu (arXiv:2411.13010) has two learned slopes in each layer",
     )
     activation_limit: float | None = Field(None, gt=0, description="clamp of swiglu's inputs, as in GPT-OSS")
     position: Literal["rope", "learned", "relative", "alibi", "none"] = Field(
@@ -219,6 +249,11 @@ class ModelConfig(StrictConfig):
     embedding_norm: bool = Field(False, description="a norm of the embeddings, as in BERT")
     rope: RopeConfig = RopeConfig()
     relative: RelativePositionConfig = RelativePositionConfig()
+    relative_bias: bool = Field(
+        False,
+        description="an encoder's attention scores have a bias by distance, from one table for all layers, besides its positions, "
+        "as in MPNet; `relative` has the buckets",
+    )
     local_rope: RopeConfig | None = Field(None, description="RoPE of layers with a sliding window; default: `rope`")
     no_rope_layers: list[NonNegativeInt] | None = Field(None, description="layers without RoPE, as in SmolLM3")
     no_rope_scaling: tuple[PositiveFloat, PositiveInt] | None = Field(
@@ -233,21 +268,32 @@ class ModelConfig(StrictConfig):
     )
     attention_out_bias: bool = False
     mlp_bias: bool = False
+    mlp_out_bias: bool = Field(False, description="a bias of the MLP's output projection alone, as in GTE")
     qk_norm: bool = Field(False, description="RMSNorm over each head's query and key, as in Qwen3")
-    qk_norm_span: Literal["head", "all", "each", "plain"] = Field(
+    output_input_norms: bool = Field(
+        False,
+        description="RMSNorm of the inputs of the output projections of attention (over all heads) and MLP, as in BitNet",
+    )
+    qk_norm_span: Literal["head", "all", "each", "layernorm", "plain"] = Field(
         "head",
         description="`all`: over all heads at once, as in OLMo-2; `each`: a LayerNorm without bias for each head, as in Command R+; "
-        "`plain`: RMSNorm of each head without a weight, in layers with RoPE, as in Llama 4",
+        "`layernorm`: one LayerNorm for all heads, as in Persimmon; `plain`: RMSNorm of each head without a weight, in layers with RoPE, as in Llama 4",
     )
     qk_norm_after_rope: bool = Field(False, description="norms of queries and keys follow the rotation, as in Hunyuan")
     value_norm: bool = Field(False, description="RMSNorm of each head's value without a weight, as in Gemma 4")
     keys_are_values: bool = Field(
         False, description="no value projection: values are the projected keys before norm and rotation, as in Gemma 4"
     )
-    norm_position: Literal["pre", "post", "both", "sum"] = Field(
+    norm_position: Literal["pre", "post", "both", "sum", "stream"] = Field(
         "pre",
         description="`post`: after attention and MLP, as in OLMo-2; `both`: before and after, as in Gemma 2; `sum`: of the "
-        "residual stream after each addition, as in BERT",
+        "residual stream after each addition, as in BERT; `stream`: of the residual stream before attention and MLP, which the "
+        "outputs are added to, as in MiniMax-Text-01",
+    )
+    residual_factors: dict[str, tuple[PositiveFloat, PositiveFloat]] = Field(
+        {},
+        description="with norm_position: stream, {mixer or feed-forward block: [alpha, beta]} of x = alpha norm(x) + beta "
+        "block(norm(x)); default: 1 and 1",
     )
     first_norm: bool = Field(True, description="false: no norm before the first layer's mixer, as in ModernBERT")
     parallel_residual: bool = Field(False, description="attention and MLP have the same input, as in GPT-NeoX")
@@ -273,7 +319,11 @@ class ModelConfig(StrictConfig):
     attention_scale: float | None = Field(None, gt=0, description="factor on scores; default: 1 / sqrt(head size)")
     attention_softcap: float | None = Field(None, gt=0, description="scores become cap tanh(scores / cap)")
     attention_sinks: bool = Field(False, description="a learned score per head without a value, as in GPT-OSS")
-    attention_gate: bool = Field(False, description="attention's output times a sigmoid gate, as in Qwen3-Next")
+    attention_gate: bool = Field(
+        False,
+        description="attention's output times a sigmoid gate: of each channel, as in Qwen3-Next, or with mla of each head, as in "
+        "Ling 3",
+    )
     head_bias: bool = Field(False, description="a bias per vocabulary token on the logits, as in Phi-2 and GPT-J")
     logit_scale: float = Field(1.0, gt=0, description="factor on logits, before the softcap, as in Cohere")
     logit_softcap: float | None = Field(None, gt=0, description="logits become cap tanh(logits / cap)")
@@ -288,6 +338,8 @@ class ModelConfig(StrictConfig):
     mla: MlaConfig | None = None
     mamba: MambaConfig | None = None
     delta: GatedDeltaConfig | None = None
+    kda: KimiDeltaConfig | None = None
+    lightning: LightningConfig | None = None
     conv: ShortConvolutionConfig | None = None
     vision: VisionConfig | None = None
     encoder: EncoderDecoderConfig | None = None
@@ -301,6 +353,9 @@ class ModelConfig(StrictConfig):
     )
     masked_lm: MaskedLmConfig | None = None
     pooler: bool = Field(False, description="tanh(W x) of the first token, as in BERT")
+    pooler_activation: Literal["tanh", "relu", "gelu"] = Field(
+        "tanh", description="activation of the pooler: relu in classifiers of DistilBERT, gelu in those of ELECTRA"
+    )
     sentence_pairs: bool = Field(False, description="predict from the pooled first token whether segments are swapped")
     mtp_layers: NonNegativeInt = Field(0, le=64, description="multi-token prediction (MTP) depths, as in DeepSeek-V3")
     mtp_loss: float = Field(0.3, ge=0, description="weight of the mean MTP loss (arXiv:2412.19437)")
@@ -309,6 +364,16 @@ class ModelConfig(StrictConfig):
         description="the model runs as a module of the transformers library; set by `implementation: transformers`, and "
         "then only num_layers, hidden_size, vocab_size and max_position of the other fields describe it",
     )
+
+    @property
+    def has_position_bias(self) -> bool:
+        """True if attention scores have a bias by the distance of query and key."""
+        return self.position in ("relative", "alibi") or self.relative_bias
+
+    @property
+    def embedding_width(self) -> int:
+        """Width of the token embeddings and of the output matrix."""
+        return self.embedding_size or self.hidden_size
 
     @property
     def key_value_heads(self) -> int:
@@ -326,6 +391,11 @@ class ModelConfig(StrictConfig):
             "attention": (self.num_attention_heads, self.key_value_heads),
             **({"mamba": (mamba.num_heads, mamba.num_groups)} if mamba else {}),
             **({"delta": (delta.num_value_heads, delta.num_key_heads)} if delta else {}),
+            **{
+                name: (section.num_heads, section.num_heads)
+                for name, section in (("kda", self.kda), ("lightning", self.lightning))
+                if section
+            },
             "conv": (self.hidden_size, self.hidden_size),
             **{name: (block.heads, block.shared_heads) for name, block in self._declared_mixers.items()},
         }
@@ -335,7 +405,7 @@ class ModelConfig(StrictConfig):
     def is_recurrent(self) -> bool:
         """True if any layer of mega or of an extension carries a state from token to token."""
         added = {name for name, block in self._declared_mixers.items() if block.recurrent}
-        return not self._mixer_kinds.isdisjoint({"mamba", "delta", "conv"} | added)
+        return not self._mixer_kinds.isdisjoint({"mamba", "delta", "kda", "lightning", "conv"} | added)
 
     @property
     def _declared_mixers(self) -> dict[MixerKind, BlockDeclaration]:
@@ -490,7 +560,7 @@ class ModelConfig(StrictConfig):
         return LayerKind("attention", "moe" if sparse else "mlp")
 
     def get_mixer_kind(self, layer: int) -> MixerKind | None:
-        """Return the token mixer of the layer with this index (attention, mamba, delta or conv); None if it has none."""
+        """Return the token mixer of the layer with this index (attention, mamba, delta, kda, lightning or conv); None if it has none."""
         return self.get_layer_kind(layer).mixer
 
     def get_feed_forward_kind(self, layer: int) -> FeedForwardKind | None:
@@ -542,7 +612,7 @@ class ModelConfig(StrictConfig):
         if not raw.get("task_head") or raw.get("causal", True):
             return raw
         head, masked = TaskHeadConfig.model_validate(raw["task_head"]), raw.get("masked_lm")
-        dense = masked is not None and raw.get("position", "rope") == "rope" and head.kind != "embedding"
+        dense = masked is not None and not raw.get("first_norm", True) and head.kind != "embedding"
         if dense:
             masked = {**MaskedLmConfig.model_validate(masked).model_dump(), "bias": False}
         pooler = head.kind == "sequence" and not dense

@@ -47,8 +47,8 @@ def find_model_config_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
     if model.no_rope_scaling and not model.no_rope_layers:
         yield ConfigProblem("no_rope_scaling", "requires no_rope_layers", model.no_rope_scaling, "set no_rope_layers")
     yield from _find_full_attention_problems(model)
-    if model.layer_scale and (model.norm_position == "sum" or model.encoder or model.retro):
-        rule = "is not supported with norm_position: sum, encoder and retro"
+    if model.layer_scale and (model.norm_position in ("sum", "stream") or model.encoder or model.retro):
+        rule = "is not supported with norm_position: sum or stream, encoder and retro"
         yield ConfigProblem("layer_scale", rule, True, "layer_scale: false")
     if model.head_bias and (model.encoder or model.masked_lm):
         yield ConfigProblem("head_bias", "is not supported with encoder and masked_lm, which have biases of their own")
@@ -59,10 +59,16 @@ def find_model_config_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
         yield ConfigProblem("activation_limit", rule, model.activation_limit, "activation: swiglu")
     if model.activation == "xielu" and (model.moe or model.encoder or model.retro):
         yield ConfigProblem("activation", "is not supported with moe, encoder and retro", "xielu", "activation: swiglu")
+    if model.mlp_out_bias and (model.moe or model.mlp_bias):
+        rule = "is not supported with moe, and is part of mlp_bias"
+        yield ConfigProblem("mlp_out_bias", rule, True, "mlp_out_bias: false")
+    if model.output_input_norms and (model.moe or model.mla or model.encoder or model.retro or model.layers):
+        rule = "is not supported with moe, mla, encoder, retro and layers"
+        yield ConfigProblem("output_input_norms", rule, True, "output_input_norms: false")
     if model.qkv_clip and model.mla:
         yield ConfigProblem("qkv_clip", "is not supported with mla", model.qkv_clip, "leave out mla")
-    if model.attention_gate and model.mla:
-        yield ConfigProblem("attention_gate", "is not supported with mla", hint="leave out mla")
+    if model.attention_gate and model.mla and model.mla.q_lora_rank:
+        yield ConfigProblem("attention_gate", "is not supported with mla.q_lora_rank", hint="leave out mla.q_lora_rank")
     yield from _find_layer_problems(model) if model.layers is not None else ()
     yield from _find_block_problems(model)
     yield from find_encoder_config_problems(model)
@@ -112,16 +118,37 @@ def _find_vision_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
 def _find_bidirectional_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
     """Yield violated rules of bidirectional attention and of encoder models."""
     if not model.causal and (model.is_recurrent or model.mtp_layers):
-        rule = "is not supported with recurrent layers (mamba, delta, conv) or mtp_layers"
+        rule = "is not supported with recurrent layers (mamba, delta, kda, lightning, conv) or mtp_layers"
         yield ConfigProblem("causal", rule, model.causal, "use attention in all layers, and mtp_layers: 0")
-    for name in ("masked_lm", "pooler", "sentence_pairs"):
+    if model.causal and model.masked_lm and (model.mtp_layers or model.score or model.task_head):
+        yield ConfigProblem("masked_lm", "is not supported with causal: true and mtp_layers, score or task_head")
+    for name in ("pooler", "sentence_pairs"):
         if model.causal and getattr(model, name):
             yield ConfigProblem(name, "requires bidirectional attention", hint="causal: false")
     if model.sentence_pairs and not model.pooler:
         yield ConfigProblem("sentence_pairs", "requires pooler", True, "pooler: true")
+    if model.embedding_size and (model.causal or (model.masked_lm and not model.masked_lm.dense)):
+        rule = "requires causal: false, without masked_lm.dense: false"
+        yield ConfigProblem("embedding_size", rule, model.embedding_size, "leave it out")
+    if model.relative_bias and (
+        model.causal
+        or model.encoder
+        or model.position in ("relative", "alibi")
+        or model.attention_softcap
+        or model.attention_sinks
+    ):
+        rule = "requires causal: false, without encoder, attention_softcap, attention_sinks, and another position than relative"
+        yield ConfigProblem("relative_bias", rule, True, "relative_bias: false")
     if model.position_offset and model.position != "learned":
         rule = "requires position: learned"
         yield ConfigProblem("position_offset", rule, model.position_offset, "position: learned")
+    unused = [kind for kind in model.residual_factors if all(kind not in layer for layer in model.layer_kinds)]
+    if model.residual_factors and (unused or model.norm_position != "stream"):
+        rule = "requires norm_position: stream, and must name mixers and feed-forward blocks that layers have"
+        yield ConfigProblem("residual_factors", rule, model.residual_factors, "leave it out")
+    if model.norm_position == "stream" and (model.parallel_residual or not model.first_norm or model.has_encoder):
+        rule = "is not supported with parallel_residual, encoder, retro and first_norm: false"
+        yield ConfigProblem("norm_position", rule, "stream", "norm_position: pre")
     if model.norm_position == "sum" and (model.parallel_residual or any(None in layer for layer in model.layer_kinds)):
         rule = "requires a mixer and a feed-forward block in every layer, without parallel_residual"
         hint = "parallel_residual: false, and layers such as attention+mlp"
@@ -152,8 +179,8 @@ def _find_head_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
     if model.mla and (model.qk_norm or model.key_value_heads != heads or model.head_dim or model.attention_sinks):
         rule = "conflicts with head_dim, num_kv_heads, qk_norm and attention_sinks"
         yield ConfigProblem("mla", rule, hint="leave out head_dim, num_kv_heads, qk_norm and attention_sinks")
-    if model.mla and (model.position != "rope" or model.rope.fraction != 1):
-        rule = "requires position: rope and rope.fraction = 1"
+    if model.mla and (model.position not in ("rope", "none") or model.rope.fraction != 1):
+        rule = "requires position: rope or none, and rope.fraction = 1"
         yield ConfigProblem("mla", rule, hint="position: rope, without rope.fraction")
     if model.mla and model.no_rope_layers:
         yield ConfigProblem("no_rope_layers", "is not supported with mla", hint="leave it out")
@@ -175,6 +202,8 @@ def _find_layer_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
     given = {
         "mamba": model.mamba is not None,
         "delta": model.delta is not None,
+        "kda": model.kda is not None,
+        "lightning": model.lightning is not None,
         "conv": model.conv is not None,
         "moe": model.moe is not None,
     }

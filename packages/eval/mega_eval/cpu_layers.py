@@ -103,6 +103,7 @@ def _flatten_sublayer(work: nn.Module) -> LayerFunction:
         and work.rotates
         and not work.gated
         and work.clip is None
+        and work.out_norm is None
         and work.relative is None
         and work.q_norm is None
         and work.v_norm is None
@@ -110,7 +111,7 @@ def _flatten_sublayer(work: nn.Module) -> LayerFunction:
         and not work.scales_queries
     ):
         return _flatten_attention(work)
-    if isinstance(work, FeedForward) and work.config.has_gated_mlp:
+    if isinstance(work, FeedForward) and work.config.has_gated_mlp and work.norm is None:
         up, down, activation = _flatten_linear(work.up), _flatten_linear(work.down), work.config.activation
         limit = work.config.activation_limit
         return lambda x, context: down(gated_activation_leaf(up(x), activation, limit))

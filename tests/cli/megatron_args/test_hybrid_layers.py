@@ -76,6 +76,11 @@ def test_further_tokens_behind_slashes() -> None:
     assert (found["num_layers"], found["mtp_layers"]) == (3, 2)
 
 
+def test_latent_attention_has_no_output_gate() -> None:
+    with pytest.raises(ConfigError, match="--attention-output-gate: is not supported with --multi-latent"):
+        run(SMALL + "--num-layers 2 --multi-latent-attention --attention-output-gate")
+
+
 def test_gated_delta_nets_in_three_of_four_layers() -> None:
     model = run(NEXT)["model"]
     assert model["layers"] == (["delta+mlp"] * 3 + ["attention+mlp"]) * 2

@@ -129,12 +129,17 @@ def ruled(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **how: Any) 
     return torch.cat(done, 1), None
 
 
+@pytest.mark.parametrize("per_channel", [False, True])
 @pytest.mark.parametrize("kind", SIGHTS)
-def test_the_delta_rule(monkeypatch: Any, kind: str) -> None:
-    library(monkeypatch, "fla.ops.gated_delta_rule", chunk_gated_delta_rule=ruled)
+def test_the_delta_rule(monkeypatch: Any, kind: str, per_channel: bool) -> None:
+    """Each of the two functions for its decays: the other one is missing."""
+    library(monkeypatch, "fla.ops.gated_delta_rule", chunk_gated_delta_rule=None if per_channel else ruled)
+    library(monkeypatch, "fla.ops.kda", chunk_kda=ruled if per_channel else None)
+    groups, widths = (H, (N,)) if per_channel else (G, ())
     updates = DeltaRuleInputs(
-        drawn(B, S, G, N), drawn(B, S, G, N), drawn(B, S, H, P), -drawn(B, S, H).abs(), drawn(B, S, H).sigmoid()
-    )
+        drawn(B, S, groups, N), drawn(B, S, groups, N), drawn(B, S, H, P), -drawn(B, S, H, *widths).abs(),
+        drawn(B, S, H).sigmoid(),
+    )  # fmt: skip
     kernels, held = TorchKernels(recurrent=RecurrentLibraries(delta=FlaDeltaRuleKernel())), chunks(SIGHTS[kind])
     torch.testing.assert_close(
         kernels.gated_delta_rule(updates, held, alone), TorchKernels().gated_delta_rule(updates, held, alone)

@@ -16,7 +16,9 @@ from mega_trainer.distributed.comm import CommGroup, CommTrafficCounter
 from mega_trainer.distributed.process_groups import ParallelGroups
 from mega_trainer.model.forward_context import ForwardContext, SequenceMask
 from mega_trainer.model.gated_delta_net import GatedDeltaNet
+from mega_trainer.model.kimi_delta_attention import KimiDeltaAttention
 from mega_trainer.model.layer_builder import LayerBuilder
+from mega_trainer.model.lightning_attention import LightningAttention
 from mega_trainer.model.mamba import MambaMixer
 from mega_trainer.model.weight_init import initialize_weights
 from mega_trainer.parallel.parameter_info import get_parameter_info
@@ -27,7 +29,8 @@ MAMBA = {"num_heads": 4, "head_dim": 3, "state_size": 2, "num_groups": 2, "conv_
 CONFIG = ModelConfig.parse(
     {
         "hidden_size": D, "ffn_hidden_size": D, "num_attention_heads": 2, "vocab_size": 8, "init_std": 0.3, "norm_eps": 1e-6,
-        "layers": "GM", "delta": DELTA, "mamba": MAMBA,
+        "layers": ["delta", "mamba", "kda", "lightning"], "delta": DELTA, "mamba": MAMBA,
+        "kda": {"num_heads": 4, "head_dim": K}, "lightning": {"num_heads": 4, "head_dim": 3},
     }
 )  # fmt: skip
 
@@ -93,17 +96,22 @@ def test_gradients_are_those_of_transformers() -> None:
         torch.testing.assert_close(mine.grad, their.grad, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", [GatedDeltaNet, MambaMixer])
+@pytest.mark.parametrize(
+    ("kind", "index", "steps"),
+    [(GatedDeltaNet, 0, 2), (MambaMixer, 1, 1), (KimiDeltaAttention, 2, 1 + K), (LightningAttention, 3, 0)],
+)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_context_ranks_send_what_theory_says_and_the_less_of_two(kind: Any, dtype: torch.dtype) -> None:
+def test_context_ranks_send_what_theory_says_and_the_less_of_two(
+    kind: Any, index: int, steps: int, dtype: torch.dtype
+) -> None:
     counted = set()
-    for size, tokens in ((2, 6), (2, 64)):
+    for size, tokens in ((2, 2), (2, 64)):
         log = CommTrafficCounter()
         cp = CommGroup("cp", tuple(range(size)), 0, log=log)
-        layer = kind(LayerBuilder(CONFIG, replace(ParallelGroups(), cp=cp), dtype=dtype), kind is MambaMixer)
+        layer = kind(LayerBuilder(CONFIG, replace(ParallelGroups(), cp=cp), dtype=dtype), index)
         x = torch.zeros(2, tokens, D, dtype=dtype)
         projected = layer.projection(x)
-        seen, steps = projected[..., : layer.recurrence.convolved_channels], 2 - (kind is MambaMixer)
+        seen = projected[..., : layer.recurrence.convolved_channels]
         gathered, exchanged = (
             layer.recurrence.state_passing_bytes(seen),
             layer.recurrence.head_exchange_bytes(seen, steps),

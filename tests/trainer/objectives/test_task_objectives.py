@@ -37,6 +37,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "Bert": {**NO_DROPOUT, "max_position_embeddings": 64, "pad_token_id": 0},
     "Roberta": {**NO_DROPOUT, "max_position_embeddings": 66, "pad_token_id": 0},
     "ModernBert": {"max_position_embeddings": 64, "classifier_pooling": "cls", "local_attention": 8, **IDS},
+    "DistilBert": {"dim": 16, "hidden_dim": 24, "n_layers": 2, "n_heads": 4, "dropout": 0.0, "attention_dropout": 0.0, "seq_classif_dropout": 0.0},
+    "Electra": {**NO_DROPOUT, "embedding_size": 8, "max_position_embeddings": 64, "pad_token_id": 0},
+    "NomicBert": {"max_position_embeddings": 64, "pad_token_id": 0},
+    "EuroBert": {"max_position_embeddings": 64, "classifier_pooling": "bos", **IDS},
     "Qwen3Moe": {"num_key_value_heads": 2, "head_dim": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8,
                  "router_aux_loss_coef": 0.0, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": None},
     "Llama": {"num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": None},
@@ -104,6 +108,10 @@ CASES: dict[str, tuple[str, str, int, str, dict[str, Any]]] = {
     "bert": ("Bert", "ForSequenceClassification", 3, "classes", {}),
     "roberta": ("Roberta", "ForSequenceClassification", 3, "classes", {}),
     "modernbert": ("ModernBert", "ForSequenceClassification", 3, "classes", {}),
+    "distilbert": ("DistilBert", "ForSequenceClassification", 3, "classes", {}),
+    "electra": ("Electra", "ForSequenceClassification", 3, "classes", {}),
+    "nomic": ("NomicBert", "ForSequenceClassification", 3, "classes", {}),
+    "eurobert": ("EuroBert", "ForSequenceClassification", 3, "classes", {}),
     "llama": ("Llama", "ForSequenceClassification", 3, "classes", {}),
     "experts": ("Qwen3Moe", "ForSequenceClassification", 3, "classes", {}),
     "regression": ("Llama", "ForSequenceClassification", 1, "numbers", {"task_head": {"labels": 1}}),
@@ -150,7 +158,11 @@ def texts_of(batch: Any) -> list[dict[str, Tensor]]:
 
 
 def outputs_of(model: Any, text: dict[str, Tensor]) -> Any:
-    types = {"token_type_ids": text["token_type_ids"]} if type(model).__name__.startswith(("Bert", "Roberta")) else {}
+    types = (
+        {"token_type_ids": text["token_type_ids"]}
+        if type(model).__name__.startswith(("Bert", "Roberta", "Electra", "Nomic"))
+        else {}
+    )
     return model(input_ids=text["input_ids"], attention_mask=torch.ones_like(text["input_ids"]), **types)
 
 

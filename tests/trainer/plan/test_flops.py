@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -239,14 +240,30 @@ HYBRID = {
     "hidden_size": 24, "ffn_hidden_size": 40, "num_attention_heads": 4, "num_kv_heads": 2, "vocab_size": 61,
     "mamba": {"num_heads": 4, "head_dim": 6, "state_size": 10, "num_groups": 2, "chunk_size": 8},
     "delta": {"num_key_heads": 2, "num_value_heads": 4, "key_head_dim": 6, "value_head_dim": 10, "chunk_size": 8},
+    "kda": {"num_heads": 4, "head_dim": 6, "chunk_size": 8}, "lightning": {"num_heads": 4, "head_dim": 10, "chunk_size": 8},
     "conv": {"kernel": 3}, "moe": {**MOE}, "attention_gate": True, "layers": ["mamba", "delta", "attention", "mlp", "moe"],
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("layers", [["mamba"], ["delta"], ["conv"], ["attention", "mlp"], HYBRID["layers"]])
-def test_each_kind_of_layer_is_counted_as_it_multiplies(layers: list[str]) -> None:
+LING = {
+    "kda": {**HYBRID["kda"], "low_rank_gates": False, "gate_floor": -5.0}, "num_kv_heads": None,
+    "mla": {"kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 10},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("layers", "changes"),
+    [
+        *((layers, {}) for layers in (["mamba"], ["delta"], ["kda"], ["lightning"], ["conv"], ["attention", "mlp"])),
+        (HYBRID["layers"], {}),
+        (["kda", "attention"], LING),
+    ],
+)
+def test_each_kind_of_layer_is_counted_as_it_multiplies(layers: list[str], changes: dict[str, Any]) -> None:
     """Torch counts the products of 16 tokens in a real forward, but attention's scores and a delta rule's triangular solve."""
-    small = ModelConfig.parse({**HYBRID, "layers": layers, "moe": HYBRID["moe"] if "moe" in layers else None})
+    small = ModelConfig.parse(
+        {**HYBRID, **changes, "layers": layers, "moe": HYBRID["moe"] if "moe" in layers else None}
+    )
     built, tokens = Decoder(LayerBuilder(small)), 16
     assert count_parameters_by_layer(small).total == sum(p.numel() for p in built.parameters())
     counted = FlopCounterMode(display=False)
@@ -256,6 +273,7 @@ def test_each_kind_of_layer_is_counted_as_it_multiplies(layers: list[str]) -> No
     exact = forward_flops(small, tokens, causal=False)
     # of 4 heads: a chunk's map of the state, and the map's product, stand for what the solve is not counted for
     delta = 4 * layers.count("delta") * (2 * 6 * 6 + 2 * 6 * 6 * 10 / 8 - 2 * 8 * (6 + 10))
+    delta += 4 * layers.count("kda") * (2 * 6 * 6 + 2 * 6 * 6 * 6 / 8 - 2 * 8 * (6 + 6))
     uncounted = exact["head"] + exact["attention scores"]
     assert counted.get_total_flops() == tokens * (sum(exact.values()) - uncounted + delta)
 

@@ -37,6 +37,11 @@ RECURRENT = {
     "mamba": {"num_heads": 8, "head_dim": 32, "state_size": 16, "num_groups": 2, "chunk_size": 32},
     "delta": {"num_key_heads": 2, "num_value_heads": 4, "key_head_dim": 16, "value_head_dim": 32, "chunk_size": 32},
 }
+LINEAR = {
+    "layers": ["kda", "lightning", "mlp", "attention"],
+    "kda": {"num_heads": 4, "head_dim": 32, "chunk_size": 32},
+    "lightning": {"num_heads": 8, "head_dim": 16, "chunk_size": 32},
+}
 PAIR = {
     "num_layers": 4, "encoder": {"num_layers": 2}, "position": "relative", "activation": "relu", "tie_embeddings": True,
 }  # fmt: skip
@@ -76,6 +81,7 @@ ONE = {
     "full of some": layout(1, {}, recompute={"kind": "full", "layers": 2}),
     "experts": layout(1, {}, model={"moe": EXPERTS}),
     "recurrences": layout(1, {}, model=RECURRENT),
+    "linear attention": layout(1, {}, model=LINEAR),
     "encoder-decoder": layout(1, {}, model=PAIR),
     "retrieval": layout(1, {}, model=RETRO),
     "retrieval, full": layout(1, {}, model=RETRO, recompute=FULL),
@@ -195,7 +201,7 @@ def wrong(cases: Mapping[str, LayoutCase], counted: Callable[[Callable[[], objec
 @pytest.mark.long
 def test_a_rank_holds_what_was_planned() -> None:
     some = (
-        "alone", "sinks", "latents, further tokens", "dropout", "adapters", "experts", "recurrences", "encoder-decoder",
+        "alone", "sinks", "latents, further tokens", "dropout", "adapters", "experts", "recurrences", "linear attention", "encoder-decoder",
     )  # fmt: skip
     assert not wrong({"interleaved": SEVERAL["interleaved"], **{name: ONE[name] for name in some}}, profiled)
 

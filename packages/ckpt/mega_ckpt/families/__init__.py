@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from mega_ckpt.families.alibi_decoders import BLOOM, MPT
+from mega_ckpt.families.bert_decoders import BERT_GENERATION, MODERNBERT_DECODER
 from mega_ckpt.families.bert_encoders import (
     BERT,
     CAMEMBERT,
@@ -22,7 +23,27 @@ from mega_ckpt.families.bert_encoders import (
 from mega_ckpt.families.config_entries import ConfigDict
 from mega_ckpt.families.deepseek_glm import DEEPSEEK_V2, DEEPSEEK_V3, GLM, GLM4, GLM4_MOE, YOUTU
 from mega_ckpt.families.family import ModelFamily
-from mega_ckpt.families.further_decoders import APERTUS, ARIA_TEXT, MINICPM3, MISTRAL4, NANOCHAT, OLMO, OPENAI_GPT
+from mega_ckpt.families.further_decoders import (
+    APERTUS,
+    ARIA_TEXT,
+    BITNET,
+    MINICPM3,
+    MISTRAL4,
+    NANOCHAT,
+    OLMO,
+    OPENAI_GPT,
+)
+from mega_ckpt.families.further_encoders import (
+    DISTILBERT,
+    ELECTRA,
+    EUROBERT,
+    GTE,
+    JINA_EMBEDDINGS_V3,
+    MPNET,
+    NOMIC_BERT,
+    ROFORMER,
+)
+from mega_ckpt.families.further_moe_decoders import AXK1, COHERE2_MOE, DBRX, FLINT, KOLIBRI1, PHIMOE
 from mega_ckpt.families.gemma import GEMMA, GEMMA2, GEMMA3, VAULT_GEMMA
 from mega_ckpt.families.gemma4 import GEMMA4, GEMMA4_UNIFIED
 from mega_ckpt.families.gpt2_decoders import CODEGEN, GPT2, GPT_BIGCODE, GPT_NEO, GPTJ
@@ -42,11 +63,13 @@ from mega_ckpt.families.layernorm_decoders import (
     GPT_NEOX,
     JAIS2,
     NEMOTRON,
+    PERSIMMON,
     PHI,
     STABLELM,
     STARCODER2,
 )
 from mega_ckpt.families.lfm2_decoders import LFM2, LFM2_MOE
+from mega_ckpt.families.linear_attention_decoders import BAILING_HYBRID, KIMI_LINEAR, MINIMAX
 from mega_ckpt.families.llama4_decoders import LLAMA4
 from mega_ckpt.families.llama_decoders import (
     ARCEE,
@@ -111,8 +134,10 @@ FAMILIES: tuple[ModelFamily, ...] = (
     MODERNBERT, MEGATRON_BERT, MINIMAX_M2, GLM4_MOE_LITE, DOTS1, EXAONE_MOE, SOLAR_OPEN, HY_V3, AFMOE, CWM, INTERNLM3,
     IQUESTCODER, VAULT_GEMMA, FLEX_OLMO, MELLUM, ERNIE4_5_MOE, GRANITE_MOE_SHARED, GRANITE_SWA, GRANITE_MOE_SWA, HYPERCLOVAX,
     OPT, MINISTRAL3, HUNYUAN_V1_DENSE, HUNYUAN_V1_MOE, PHI, GPTJ, BLOOM, LFM2, LFM2_MOE, XLM_ROBERTA,
-    CAMEMBERT, DATA2VEC_TEXT, GPT_NEO, YOUTU, MPT, CODEGEN, LLAMA4, GEMMA4, GEMMA4_UNIFIED,
+    CAMEMBERT, DATA2VEC_TEXT, GPT_NEO, YOUTU, MPT, CODEGEN, LLAMA4, KIMI_LINEAR, MINIMAX, BAILING_HYBRID, GEMMA4, GEMMA4_UNIFIED,
     OLMO, NANOCHAT, MINICPM3, MISTRAL4, ARIA_TEXT, OPENAI_GPT, APERTUS, ERNIE, ROBERTA_PRE_LAYER_NORM, XLM_ROBERTA_XL,
+    DISTILBERT, ELECTRA, ROFORMER, NOMIC_BERT, JINA_EMBEDDINGS_V3, GTE, EUROBERT, BITNET, PERSIMMON, DBRX, PHIMOE, FLINT, KOLIBRI1,
+    COHERE2_MOE, AXK1, MPNET, MODERNBERT_DECODER, BERT_GENERATION,
 )  # fmt: skip
 
 VISION_FAMILIES: tuple[VisionLanguageFamily, ...] = (

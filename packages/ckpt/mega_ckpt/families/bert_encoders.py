@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from mega_ckpt.canonical_tensors import HEAD
 from mega_ckpt.families.config_entries import (
     CORE_SIZES,
     GELUS,
@@ -29,6 +30,7 @@ from mega_ckpt.families.rope_entries import GlobalLocalRopeEntry, RopeEntry
 from mega_ckpt.families.window_entries import model_layer_types, window_fields, window_layer_types
 from mega_common.encoder_config import MaskedLmConfig
 from mega_common.model_config import ModelConfig
+from mega_common.strict_config import StrictConfig
 
 OUTPUT_BIAS = "lm_head.bias"
 
@@ -67,9 +69,11 @@ class EncoderFamily(ModelFamily):
             if name in names
             for slab in disk.slabs
         }
+        has_plain_head = not head.dense and (model.tie_embeddings or HEAD in stored)
         return model.model_copy(
             update={
-                "masked_lm": head if "lm_head.dense.weight" in stored else None,
+                "tie_embeddings": model.tie_embeddings or HEAD not in stored,
+                "masked_lm": head if "lm_head.dense.weight" in stored or has_plain_head else None,
                 "pooler": "model.pooler.weight" in stored,
                 "sentence_pairs": "pair_head.weight" in stored,
             }
@@ -117,10 +121,12 @@ class EncoderHeadsEntry:
     Attributes:
         name: prefix of the names of the family's classes.
         activation: activation of the masked-language-model head; empty: the model's.
+        has_pairs: the class for pre-training has the sentence-pair head.
     """
 
     name: str
     activation: str = ""
+    has_pairs: bool = True
     handled_config_keys: frozenset[str] = frozenset()  # `architectures` is every family's
     handled_model_fields: frozenset[str] = frozenset({"masked_lm", "pooler", "sentence_pairs"})
 
@@ -129,13 +135,15 @@ class EncoderHeadsEntry:
         The fields `masked_lm`, `pooler` and `sentence_pairs` follow from the class in `architectures`.
         """
         (kind, *_) = raw.get("architectures") or [f"{self.name}ForMaskedLM"]
-        pairs = str(kind).endswith("ForPreTraining")
+        pairs = self.has_pairs and str(kind).endswith("ForPreTraining")
         head = {"activation": self.activation or GELUS.get(raw.get("hidden_act", "gelu"))}
         return {"masked_lm": head, "pooler": pairs, "sentence_pairs": pairs}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
         """Return the config.json key `architectures` with the transformers class that has the model's heads."""
-        expected = {"activation": self.activation or model.activation, "dense_bias": True, "bias": True}
+        expected = {"activation": self.activation or model.activation, "dense": True, "dense_bias": True, "bias": True}
+        if model.sentence_pairs and not self.has_pairs:
+            raise ConfigMismatchError("sentence_pairs must be False")
         if model.masked_lm and model.masked_lm.model_dump() != expected:
             raise ConfigMismatchError(f"masked_lm must be {expected}, not {model.masked_lm.model_dump()}")
         return {"architectures": [encoder_class_name(self.name, model)]}
@@ -205,6 +213,25 @@ class LocalAttentionEntry:
         return {"local_attention": size, "layer_types": model_layer_types(model)}
 
 
+@dataclass(frozen=True)
+class TokenTypesEntry(KeyEntry):
+    """Config entry for the number of segment types of a family that always has embeddings of them."""
+
+    def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
+        """Return the `ModelConfig` field `token_types`; ConfigMismatchError for 0."""
+        fields = super().fields_from_config(raw)
+        if fields["token_types"] == 0:
+            raise ConfigMismatchError(f"{self.key} = 0 is not supported")
+        return fields
+
+    def config_from_fields(self, model: StrictConfig) -> dict[str, Any]:
+        """Return the config.json key of the number of segment types; ConfigMismatchError for 0."""
+        (value,) = (out := super().config_from_fields(model)).values()
+        if value == 0:
+            raise ConfigMismatchError("token_types must be at least 1")
+        return out
+
+
 def bert_config_entries(
     name: str,
     *,
@@ -220,7 +247,7 @@ def bert_config_entries(
     return (
         *CORE_SIZES,
         positions or KeyEntry("max_position_embeddings", "max_position", 512),
-        KeyEntry("type_vocab_size", "token_types", 2),
+        TokenTypesEntry("type_vocab_size", "token_types", 2),
         KeyEntry("initializer_range", "init_std", 0.02),
         KeyEntry("hidden_act", "activation", "gelu", GELUS),
         KeyEntry("layer_norm_eps", "norm_eps", 1e-12),
@@ -391,6 +418,9 @@ XLM_ROBERTA_XL = replace(
 )
 
 
+HEAD_ACTIVATIONS = {**GELUS, "silu": "silu"}
+
+
 @dataclass(frozen=True)
 class _ModernBertHeadEntry:
     """ModernBERT's masked-language-model head; its keys are named after classifiers."""
@@ -406,23 +436,25 @@ class _ModernBertHeadEntry:
         is_classifier = str(raw.get("architectures")).endswith("ForSequenceClassification']")
         if is_classifier and raw.get("classifier_pooling", "cls") != "cls":
             raise ConfigMismatchError("classifier_pooling must be 'cls' in a classifier")
-        if activation not in GELUS:
+        if activation not in HEAD_ACTIVATIONS:
             raise ConfigMismatchError(
-                f"classifier_activation = {activation!r} is not supported (only {', '.join(GELUS)})"
+                f"classifier_activation = {activation!r} is not supported (only {', '.join(HEAD_ACTIVATIONS)})"
             )
         biases = {"dense_bias": raw.get("classifier_bias", False), "bias": raw.get("decoder_bias", True)}
-        return {"masked_lm": {"activation": GELUS[activation], **biases}}
+        return {"masked_lm": {"activation": HEAD_ACTIVATIONS[activation], **biases}}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
         """Return the config.json keys of ModernBERT's masked-language-model head, and `architectures`."""
         if model.pooler:
             raise ConfigMismatchError("pooler must be False")
         head = model.masked_lm or MaskedLmConfig(dense_bias=False)
+        if not head.dense:
+            raise ConfigMismatchError("masked_lm.dense must be True")
         if model.task_head:
             head = head.model_copy(update={"bias": True})  # of the output layer, which the class does not have
         return {
             "architectures": [encoder_class_name("ModernBert", model)],
-            "classifier_activation": next(key for key, value in GELUS.items() if value == head.activation),
+            "classifier_activation": next(key for key, value in HEAD_ACTIVATIONS.items() if value == head.activation),
             "classifier_bias": head.dense_bias,
             "decoder_bias": head.bias,
             **({"classifier_pooling": "cls"} if model.task_head else {}),

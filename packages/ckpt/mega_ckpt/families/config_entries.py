@@ -262,11 +262,17 @@ class AllowedValuesEntry:
 
 @dataclass(frozen=True)
 class PerHeadNormEntry:
-    """Config entry for a boolean key of config.json that gives each head of queries and keys its own LayerNorm.
-    These norms have no bias.
+    """Config entry for a boolean key of config.json that gives each head of queries and keys a LayerNorm.
+
+    Attributes:
+        key: the key.
+        span: `qk_norm_span` of the norms: "each" (each head has its own, without bias) or "layernorm".
+        default: value if the key is absent.
     """
 
     key: str
+    span: str = "each"
+    default: bool = False
 
     @property
     def handled_config_keys(self) -> frozenset[str]:
@@ -280,16 +286,16 @@ class PerHeadNormEntry:
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the `ModelConfig` fields of per-head query/key norms from config.json.
-        They are `qk_norm` and `qk_norm_span` if the boolean key is true, and no fields if it is absent, null or false.
+        They are `qk_norm` and `qk_norm_span` if the boolean key is true, and no fields if it is null or false.
         """
-        return {"qk_norm": True, "qk_norm_span": "each"} if raw.get(self.key) else {}
+        return {"qk_norm": True, "qk_norm_span": self.span} if raw.get(self.key, self.default) else {}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
         """Return the boolean config.json key of per-head query/key norms from the `ModelConfig` field `qk_norm`.
         Raises ConfigMismatchError for norms that span more or less than a head (`qk_norm_span`).
         """
-        if model.qk_norm and model.qk_norm_span != "each":
-            raise ConfigMismatchError(f"qk_norm_span must be 'each', not {model.qk_norm_span!r}")
+        if model.qk_norm and model.qk_norm_span != self.span:
+            raise ConfigMismatchError(f"qk_norm_span must be {self.span!r}, not {model.qk_norm_span!r}")
         return {self.key: model.qk_norm}
 
 

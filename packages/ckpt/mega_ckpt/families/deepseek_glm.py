@@ -48,27 +48,35 @@ _LATENT = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim"
 class LatentAttentionEntry:
     """Config entry for DeepSeek's multi-head latent attention (MLA), section `mla` of `ModelConfig`.
     The norms of the latents always have transformers' default epsilon. `whole_head`: `head_dim` counts all elements of a
-    head, not the rotated ones.
+    head, not the rotated ones; `any_head_dim`: it is not used.
+    `query_latent`: the family's class has the key `q_lora_rank`.
     """
 
     whole_head: bool = False
+    any_head_dim: bool = False
+    query_latent: bool = True
     handled_config_keys: frozenset[str] = frozenset({*_LATENT, "head_dim", "qk_head_dim", "num_key_value_heads"})
     handled_model_fields: frozenset[str] = frozenset({"mla", "num_kv_heads", "head_dim"})
+
+    @property
+    def _keys(self) -> list[str]:
+        return [key for key in _LATENT if self.query_latent or key != "q_lora_rank"]
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the `ModelConfig` section `mla` with the ranks and head dimensions, from config.json.
         Raises ConfigMismatchError if one is missing or `head_dim`, `qk_head_dim` or `num_key_value_heads` conflicts.
         """
-        absent = [key for key in _LATENT if key not in raw]
+        absent = [key for key in self._keys if key not in raw]
         if absent:
             raise ConfigMismatchError(f"{', '.join(absent)} is missing")
         rotated, heads = raw["qk_rope_head_dim"], raw.get("num_attention_heads")
         whole = rotated + (raw["qk_nope_head_dim"] if self.whole_head else 0)
         derived = {"head_dim": whole, "qk_head_dim": raw["qk_nope_head_dim"] + rotated, "num_key_value_heads": heads}
+        derived = {key: value for key, value in derived.items() if key != "head_dim" or not self.any_head_dim}
         for key, value in derived.items():
             if raw.get(key, value) not in (value, None):
                 raise ConfigMismatchError(f"{key} = {raw[key]!r} must be {value}")
-        return {"mla": {key: raw[key] for key in _LATENT}}
+        return {"mla": {key: raw[key] for key in self._keys}}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
         """Return the config.json keys of multi-head latent attention (MLA).
@@ -80,9 +88,9 @@ class LatentAttentionEntry:
             raise ConfigMismatchError(
                 "mla.latent_norm = false is not supported: models of this family normalize latents"
             )
-        if model.mla != MlaConfig(**{key: getattr(model.mla, key) for key in _LATENT}):
+        if model.mla != MlaConfig(**{key: getattr(model.mla, key) for key in self._keys}):
             raise ConfigMismatchError(f"mla = {model.mla!r} has fields without a counterpart")
-        return {key: getattr(model.mla, key) for key in _LATENT} | {"num_key_value_heads": model.num_attention_heads}
+        return {key: getattr(model.mla, key) for key in self._keys} | {"num_key_value_heads": model.num_attention_heads}
 
 
 @dataclass(frozen=True)
@@ -94,13 +102,19 @@ class ExpertGroupsEntry:
         methods: names of the routing methods without and with groups; equal if there is one method.
         score: score of a group, by which groups are selected.
         defaults: number of groups, and of groups per token, if the keys are absent.
+        key: the key of the number of groups, and after spaces its aliases.
     """
 
     methods: tuple[str, str]
     score: str
     defaults: tuple[int | None, int | None] = (None, None)
-    handled_config_keys: frozenset[str] = frozenset({"n_group", "topk_group", "topk_method"})
+    key: str = "n_group"
     handled_model_fields: frozenset[str] = frozenset({"groups", "top_groups", "group_score"})
+
+    @property
+    def handled_config_keys(self) -> frozenset[str]:
+        """Keys of config.json that this config entry translates or checks."""
+        return frozenset({*self.key.split(), "topk_group", "topk_method"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the `MoeConfig` fields of group-limited expert routing from config.json.
@@ -112,16 +126,17 @@ class ExpertGroupsEntry:
             raise ConfigMismatchError(f"topk_method = {method!r} is not supported (only {' or '.join(self.methods)})")
         if method != self.methods[1]:
             return {"groups": 1, "top_groups": 1, "group_score": self.score}
-        groups, top = raw.get("n_group", self.defaults[0]), raw.get("topk_group", self.defaults[1])
+        groups = KeyEntry(self.key, "groups", self.defaults[0]).fields_from_config(raw)["groups"]
+        top = raw.get("topk_group", self.defaults[1])
         return {"groups": groups or 1, "top_groups": top or 1, "group_score": self.score}
 
     def config_from_fields(self, model: StrictConfig) -> dict[str, Any]:
-        """Return the config.json keys `n_group`, `topk_group` and `topk_method`."""
+        """Return the config.json keys of the number of groups, `topk_group` and `topk_method`."""
         assert isinstance(model, MoeConfig)
         if model.groups > 1 and model.group_score != self.score:
             raise ConfigMismatchError(f"moe.group_score must be {self.score!r}, not {model.group_score!r}")
         return {
-            "n_group": model.groups,
+            self.key.split()[0]: model.groups,
             "topk_group": model.top_groups,
             "topk_method": self.methods[model.groups > 1],
         }

@@ -88,19 +88,22 @@ class ConvLayout:
 
 
 @dataclass(frozen=True)
-class RowLayout:
-    """Layout of a vector stored as a matrix of one row."""
+class SingletonAxesLayout:
+    """Layout of a tensor stored with axes of length one `before` and `after` its own; by default a vector as one row."""
 
+    before: int = 1
+    after: int = 0
     splits_on_first_axis: bool = False
 
     def disk_shape(self, parts: Sequence[TensorShape]) -> TensorShape:
-        """Return the part's shape with an axis of length one in front."""
+        """Return the part's shape with the axes of length one around it."""
         (part,) = parts
-        return (1, *part)
+        return (*(1,) * self.before, *part, *(1,) * self.after)
 
     def canonical_views(self, disk: Tensor, parts: Sequence[TensorShape]) -> list[Tensor]:
-        """Return the disk tensor without its first axis, of length one."""
-        return [disk.squeeze(0)]
+        """Return the disk tensor without the axes of length one."""
+        (part,) = parts
+        return [disk.view(part)]
 
 
 @dataclass(frozen=True)
@@ -167,7 +170,7 @@ class TensorRule:
         disk: name on disk.
         parts: canonical names of the tensors in it.
         layout: their layout.
-        per_head: kind of heads ("kv", "query", "delta", or "quarter" for four groups of heads) by which the rows of the parts are interleaved: all parts of the
+        per_head: kind of heads ("kv", "query", "delta", "lightning", or "quarter" for four groups of heads) by which the rows of the parts are interleaved: all parts of the
             first head, then all of the second. Empty: the parts are not interleaved.
         requires: a canonical tensor that the model must have.
         unless: a canonical tensor that the model must not have.

@@ -80,6 +80,7 @@ class ModelFamily:
         inner_prefix: beginning of the tensor names of the text model, and its replacement in that vision-language model.
         fused: rules of folders with one stacked tensor per projection of all experts; `rules` are of those with one
             tensor per expert.
+        other_names: (part of a name, its replacement) of tensors that some folders have under another name.
         tokens: special tokens whose default in transformers is outside a small vocabulary; written as null if the model
             has none.
         aliases: further `model_type`s with the same config.json and tensors.
@@ -98,6 +99,7 @@ class ModelFamily:
     outer_model_type: str = ""
     inner_prefix: tuple[str, str] = ("model.", "model.language_model.")
     fused: tuple[TensorRule, ...] = ()
+    other_names: tuple[tuple[str, str], ...] = ()
     tokens: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()
     has_task_heads: bool = False
@@ -253,6 +255,10 @@ class ModelFamily:
                 table[copy] = replace(original, name=copy)
                 if names is not None and not names & self._name_variants(original.name):
                     del table[original.name]  # a shared tensor may be stored under either name alone
+        for usual, other in self.other_names if names is not None else ():
+            renamed = (replace(disk, name=disk.name.replace(usual, other)) for disk in table.values())
+            pairs = zip(table.values(), renamed, strict=True)
+            table = {disk.name: disk for disk in (new if new.name in (names or ()) else old for old, new in pairs)}
         if names is not None and not any(name.startswith((self.prefix, self.inner_prefix[1])) for name in names):
             table = {disk.name: disk for disk in (_with_prefix(disk, self.prefix, "") for disk in table.values())}
         if names is not None and any(name.startswith(self.inner_prefix[1]) for name in names):
@@ -306,7 +312,9 @@ class ModelFamily:
 def _head_counts(model: ModelConfig) -> dict[str, int]:
     """Return the number of heads of each kind that rules refer to."""
     delta = model.delta.num_key_heads if model.delta else 0
-    return {"kv": model.key_value_heads, "query": model.num_attention_heads, "delta": delta, "quarter": 4}
+    lightning = model.lightning.num_heads if model.lightning else 0
+    heads = {"kv": model.key_value_heads, "query": model.num_attention_heads}
+    return {**heads, "delta": delta, "lightning": lightning, "quarter": 4}
 
 
 def _layers_below(bound: int, layers: list[int] | None) -> list[int] | None:

@@ -1,6 +1,6 @@
 """Decoders one setting away from other families. OLMo (arXiv:2402.00838): norms without weights, clipped queries, keys and
 values. nanochat (Karpathy): norms without weights, rotation by negative angles, squared ReLU. MiniCPM3 (OpenBMB): latent
-attention with scaled embeddings, branches and logits. Mistral 4: DeepSeek-V3's attention with queries scaled by position,
+attention with scaled embeddings, branches and logits. BitNet (arXiv:2504.12285) in floating point: norms before output projections. Mistral 4: DeepSeek-V3's attention with queries scaled by position,
 experts by softmax. The text model of Aria (arXiv:2410.05993). Apertus (arXiv:2509.14233): xIELU. GPT (Radford et al. 2018): post-norms.
 """
 
@@ -246,6 +246,23 @@ APERTUS = ModelFamily(
     buffers=r".*\.act_fn\.(beta|eps)|(.*\.)?rotary_emb\.inv_freq",
     constants={f"{_MLP}.act_fn.beta": 0.5, f"{_MLP}.act_fn.eps": -1e-6},
     tokens=("pad_token_id",),
+)
+
+BITNET = ModelFamily(
+    name="bitnet",
+    architecture="BitNetForCausalLM",
+    entries=(
+        *llama_config_entries(norm_eps=1e-5, hidden_act={"relu2": "reglu2", "silu": "swiglu"}),
+        KeyValueHeadsEntry(kv_default=5, explicit_dim=False, derived=True),
+        RopeEntry(theta=500_000.0),
+        _BOTH_BIASES,
+        _NO_WINDOW,
+        FixedFieldsEntry({"qk_norm": False, "mlp_bias": False, "output_input_norms": True}),
+    ),
+    rules=(
+        TensorRule(f"{LAYER}.self_attn.attn_sub_norm.weight", (f"{LAYER}.self_attn.o_norm.weight",)),
+        TensorRule(f"{_MLP}.ffn_sub_norm.weight", (f"{_MLP}.down_norm.weight",)),
+    ),
 )
 
 _BLOCK = "transformer.h.{i}"

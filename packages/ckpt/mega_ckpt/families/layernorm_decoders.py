@@ -80,6 +80,9 @@ COHERE2 = ModelFamily(
 )
 
 
+_QK_LAYERNORM_RULES = tuple(
+    rule for x in "qk" for rule in weight_bias_rules(f"{LAYER}.self_attn.{x}_layernorm", f"{LAYER}.self_attn.{x}_norm")
+)
 PHI = ModelFamily(
     name="phi",
     architecture="PhiForCausalLM",
@@ -93,13 +96,14 @@ PHI = ModelFamily(
         KeyValueHeadsEntry(explicit_dim=False),
         RopeEntry(fraction=0.5, partial=True),
         UniformWindowEntry(supports_windows=False),
-        AllowedValuesEntry({"qk_layernorm": (False,)}),
+        PerHeadNormEntry("qk_layernorm", "layernorm"),
         FixedFieldsEntry(
             {"norm": "layernorm", "position": "rope", "parallel_residual": True, "shared_norm": True, "head_bias": True,
-             "qkv_bias": True, "attention_out_bias": True, "mlp_bias": True, "qk_norm": False}
+             "qkv_bias": True, "attention_out_bias": True, "mlp_bias": True}
         ),
     ),
     rules=(
+        *_QK_LAYERNORM_RULES,
         *weight_bias_rules(f"{LAYER}.self_attn.dense", f"{LAYER}.self_attn.o_proj"),
         *weight_bias_rules(f"{LAYER}.mlp.fc1", f"{LAYER}.mlp.up_proj"),
         *weight_bias_rules(f"{LAYER}.mlp.fc2", f"{LAYER}.mlp.down_proj"),
@@ -107,6 +111,33 @@ PHI = ModelFamily(
     ),
 )  # fmt: skip
 
+
+PERSIMMON = ModelFamily(
+    name="persimmon",
+    architecture="PersimmonForCausalLM",
+    entries=(
+        *SIZES,
+        TIED,
+        KeyEntry("hidden_act", "activation", "relu2", {"relu2": "relu2", "relu": "relu"}),
+        KeyEntry("layer_norm_eps", "norm_eps", 1e-5),
+        KeyEntry("hidden_dropout", "residual_dropout", 0.0),
+        MultiHeadEntry(),
+        RopeEntry(fraction=0.5, partial=True),
+        UniformWindowEntry(supports_windows=False),
+        PerHeadNormEntry("qk_layernorm", "layernorm", default=True),
+        FixedFieldsEntry(
+            {"norm": "layernorm", "position": "rope", "qkv_bias": True, "attention_out_bias": True, "mlp_bias": True}
+        ),
+    ),
+    rules=(
+        *_QK_LAYERNORM_RULES,
+        *weight_bias_rules(f"{LAYER}.self_attn.query_key_value", *QKV, per_head="kv"),
+        *weight_bias_rules(f"{LAYER}.self_attn.dense", f"{LAYER}.self_attn.o_proj"),
+        *weight_bias_rules(f"{LAYER}.mlp.dense_h_to_4h", f"{LAYER}.mlp.up_proj"),
+        *weight_bias_rules(f"{LAYER}.mlp.dense_4h_to_h", f"{LAYER}.mlp.down_proj"),
+        *weight_bias_rules("model.final_layernorm", "model.norm"),
+    ),
+)
 
 _NEOX = "gpt_neox.layers.{i}"
 

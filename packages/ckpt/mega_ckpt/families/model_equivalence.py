@@ -14,10 +14,10 @@ from mega_common.strict_config import StrictConfig
 TRAINING_FIELDS = frozenset(
     {"attention_dropout", "embedding_dropout", "init_std", "mtp_loss", "residual_dropout", "scale_residual_init"}
 )
-_MIXER_TRAINING = ("chunk_size", "dt_init", "dt_init_floor")  # of Mamba-2 and of gated delta nets
+_MIXER_TRAINING = ("chunk_size", "dt_init", "dt_init_floor")  # of recurrent mixers
 _NO_HEADS = {"num_attention_heads": 1, "num_kv_heads": 1, "head_dim": 1}
 ATTENTION_FIELDS = frozenset({
-    "num_kv_heads", "head_dim", "rope", "local_rope", "no_rope_layers", "qkv_bias", "qkv_clip", "attention_out_bias", "qk_norm",
+    "num_kv_heads", "head_dim", "rope", "local_rope", "no_rope_layers", "qkv_bias", "qkv_clip", "attention_out_bias", "output_input_norms", "qk_norm",
     "qk_norm_span", "qk_norm_after_rope", "sliding_window", "full_attention_layers", "chunked_window", "no_rope_scaling", "attention_scale", "attention_softcap", "attention_sinks",
     "attention_gate", "full_attention", "value_norm", "keys_are_values",
 })  # fmt: skip
@@ -42,7 +42,7 @@ def drop_redundant_model_fields(model: ModelConfig) -> ModelConfig:
         unused["attention_scale"] = None
     if model.position != "rope":
         unused |= {"rope": RopeConfig(), "local_rope": None}
-    if model.position != "relative":
+    if model.position != "relative" and not model.relative_bias:
         unused["relative"] = RelativePositionConfig()
     return model.model_copy(
         update={
@@ -67,7 +67,7 @@ def canonicalize_model_config(model: ModelConfig) -> ModelConfig:
     width = {} if any(kind.feed_forward == "mlp" for kind in kinds) else {"ffn_hidden_size": 0}
     out = drop_redundant_model_fields(model).model_copy(update={**training, **(heads if attends else unread), **width})
     sections: dict[str, Any] = {}
-    for name in ("mamba", "delta"):
+    for name in ("mamba", "delta", "kda", "lightning"):
         if section := getattr(out, name):
             own = ("norm_eps",) if section.norm_eps == model.norm_eps else ()
             sections[name] = _reset_fields(section, (*_MIXER_TRAINING, *own))
@@ -75,6 +75,7 @@ def canonicalize_model_config(model: ModelConfig) -> ModelConfig:
         sections["vision"] = _reset_fields(out.vision, ("mean", "std", "resize", "resample"))
     if out.moe:
         unused = MOE_TRAINING_FIELDS | ({"group_score"} if out.moe.groups == 1 else set())
+        unused |= {"jitter"} if out.moe.score != "sparsemixer" else set()
         sections["moe"] = _reset_fields(out.moe, unused)
     return out.model_copy(update=sections)
 
@@ -116,7 +117,7 @@ def _normalize_layers(model: ModelConfig) -> dict[str, Any]:
 def _reset_unused_mixers(model: ModelConfig) -> dict[str, Any]:
     """Return default settings for the mixers that no layer has."""
     used = {kind.mixer for kind in model.layer_kinds}
-    unused: dict[str, Any] = dict.fromkeys({"mamba", "delta", "conv"} - used)
+    unused: dict[str, Any] = dict.fromkeys({"mamba", "delta", "kda", "lightning", "conv"} - used)
     if "attention" not in used:
         unused |= {
             name: ModelConfig.model_fields[name].get_default(call_default_factory=True) for name in ATTENTION_FIELDS

@@ -26,7 +26,7 @@ from mega_ckpt.families.config_entries import (
     llama_config_entries,
 )
 from mega_ckpt.families.deepseek_glm import SHARED_EXPERT_RULES
-from mega_ckpt.families.disk_layouts import InterleavedExpertsLayout, RowLayout, TensorRule
+from mega_ckpt.families.disk_layouts import InterleavedExpertsLayout, SingletonAxesLayout, TensorRule
 from mega_ckpt.families.family import ModelFamily
 from mega_ckpt.families.moe_entries import (
     MlpLayerTypesEntry,
@@ -248,7 +248,7 @@ ERNIE4_5_MOE = ModelFamily(
         TensorRule(
             "model.layers.{i}.mlp.moe_statics.e_score_correction_bias",
             ("model.layers.{i}.mlp.gate.e_score_correction_bias",),
-            RowLayout(),
+            SingletonAxesLayout(),
         ),
     ),
     buffers=r"mtp.*|model\.mtp.*|(.*\.)?rotary_emb\.inv_freq",

@@ -148,14 +148,16 @@ class MoeInLayerPatternEntry:
 @dataclass(frozen=True)
 class SparseStepEntry:
     """`MoeLayersEntry` of Qwen, with experts in every n-th layer.
-    The key `decoder_sparse_step` is n. The layers in `mlp_only_layers` have no experts.
+    The key `decoder_sparse_step` is n. The layers in `mlp_only_layers` have no experts; if the key is absent, those in `dense`.
     """
 
+    dense: tuple[int, ...] = ()
     handled_config_keys: frozenset[str] = frozenset({"decoder_sparse_step", "mlp_only_layers"})
 
     def fields_from_config(self, raw: ConfigDict) -> list[int] | None:
         """Return, from config.json, the indices of the layers with experts; None if all layers have them."""
-        step, dense = raw.get("decoder_sparse_step", 1), raw.get("mlp_only_layers") or []
+        step, dense = raw.get("decoder_sparse_step", 1), raw.get("mlp_only_layers")
+        dense = self.dense if dense is None else dense
         if step < 1:
             raise ConfigMismatchError(f"decoder_sparse_step = {step} must be at least 1")
         if step == 1 and not dense:
@@ -296,30 +298,30 @@ class SharedExpertsEntry:
 
     Attributes:
         default: number of shared experts if the key is absent; `...` marks a required key.
-        key: the number's key.
+        key: the number's key, and after spaces its aliases.
         may_be_absent: a model may have no shared experts.
         width_key: key of the width of an expert.
+        width_default: that width if the key is absent.
     """
 
     default: Any
     key: str = "n_shared_experts"
     may_be_absent: bool = False
     width_key: str = "moe_intermediate_size"
+    width_default: int = 0
     handled_model_fields: frozenset[str] = frozenset({"shared_ffn_hidden_size"})
 
     @property
     def handled_config_keys(self) -> frozenset[str]:
         """Keys of config.json that this config entry translates or checks."""
-        return frozenset({self.key})
+        return frozenset(self.key.split())
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the `MoeConfig` field `shared_ffn_hidden_size` from config.json.
         It is the total width of the shared experts.
         """
-        count = raw.get(self.key, self.default) or 0
-        if count is ...:
-            raise ConfigMismatchError(f"{self.key} is missing")
-        return {"shared_ffn_hidden_size": count * raw.get(self.width_key, 0)}
+        count = KeyEntry(self.key, "count", self.default).fields_from_config(raw)["count"] or 0
+        return {"shared_ffn_hidden_size": count * raw.get(self.width_key, self.width_default)}
 
     def config_from_fields(self, model: StrictConfig) -> dict[str, Any]:
         """Return the config.json key of the number of shared experts.
@@ -331,4 +333,4 @@ class SharedExpertsEntry:
             raise ConfigMismatchError(
                 f"moe.shared_ffn_hidden_size must be a positive multiple of moe.ffn_hidden_size = {model.ffn_hidden_size}"
             )
-        return {self.key: count}
+        return {self.key.split()[0]: count}

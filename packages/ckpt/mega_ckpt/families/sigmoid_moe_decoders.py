@@ -46,18 +46,23 @@ _BOTH_BIASES = KeyEntry("attention_bias", "qkv_bias attention_out_bias", False)
 _WIDTH = KeyEntry("moe_intermediate_size", "ffn_hidden_size")
 
 
-def _routed(
-    experts: int | None, top_k: int | None, scaling: float, normalize: bool, key: str = "n_routed_experts"
+def sigmoid_router_entries(
+    experts: int | None,
+    top_k: int | None,
+    scaling: float,
+    normalize: bool,
+    key: str = "n_routed_experts",
+    groups: tuple[int, int] = (1, 1),
 ) -> tuple[MoeFieldEntry, ...]:
-    """Return the entries of DeepSeek-V3's router in these families, with transformers' defaults for absent keys; None
-    marks a required key. `key` is that of the number of experts.
+    """Return the entries of DeepSeek-V3's router, with transformers' defaults of absent keys.
+    None marks a required key. `key` is that of the number of experts; `groups`: groups of experts, and groups per token.
     """
     return (
         KeyEntry(f"{key} num_local_experts", "num_experts", ... if experts is None else experts),
         KeyEntry("num_experts_per_tok", "top_k", ... if top_k is None else top_k),
         KeyEntry("routed_scaling_factor", "scaling", scaling),
         KeyEntry("norm_topk_prob", "normalize", normalize),
-        ExpertGroupsEntry(("noaux_tc", "noaux_tc"), "top2", (1, 1)),
+        ExpertGroupsEntry(("noaux_tc", "noaux_tc"), "top2", groups),
         _WIDTH,
         _SIGMOID_WITH_BIAS,
     )
@@ -100,7 +105,10 @@ GLM4_MOE_LITE = ModelFamily(
         RopeEntry(interleaved=True),
         LatentAttentionEntry(),
         _BOTH_BIASES,
-        MoeSectionEntry((*_routed(64, 4, 1.8, True), SharedExpertsEntry(1)), MlpLayerTypesEntry(1, mtp_entry=_GLM_MTP)),
+        MoeSectionEntry(
+            (*sigmoid_router_entries(64, 4, 1.8, True), SharedExpertsEntry(1)),
+            MlpLayerTypesEntry(1, mtp_entry=_GLM_MTP),
+        ),
         _GLM_MTP,
         UniformWindowEntry(supports_windows=False),
         AllowedValuesEntry({"rope_interleave": (True,)}),
@@ -118,7 +126,7 @@ DOTS1 = ModelFamily(
         RopeEntry(),
         QwenWindowEntry(first=62, switched=False),
         _BOTH_BIASES,
-        MoeSectionEntry((*_routed(None, None, 1.0, False), SharedExpertsEntry(...)), DenseFirstEntry(0)),
+        MoeSectionEntry((*sigmoid_router_entries(None, None, 1.0, False), SharedExpertsEntry(...)), DenseFirstEntry(0)),
         FixedFieldsEntry({"qk_norm": True, "mlp_bias": False}),
     ),
     rules=(*_EXPERTS, *SHARED_EXPERT_RULES),
@@ -133,7 +141,7 @@ EXAONE_MOE = ModelFamily(
         RopeEntry(),
         RopeInWindowsEntry(every_key="sliding_window_pattern"),
         MoeSectionEntry(
-            (*_routed(64, 8, 2.5, True, "num_experts"), SharedExpertsEntry(1, "num_shared_experts")),
+            (*sigmoid_router_entries(64, 8, 2.5, True, "num_experts"), SharedExpertsEntry(1, "num_shared_experts")),
             MlpLayerTypesEntry(1, "first_k_dense_replace"),
         ),
         FixedFieldsEntry({"qk_norm": True}),
@@ -159,7 +167,7 @@ SOLAR_OPEN = ModelFamily(
         KeyValueHeadsEntry(kv_default=8, dim_default=128),
         RopeEntry(theta=1_000_000.0),
         KeyEntry("attention_bias", "qkv_bias", False),
-        MoeSectionEntry((*_routed(128, 8, 1.0, True), SharedExpertsEntry(1)), MoeInAllLayersEntry()),
+        MoeSectionEntry((*sigmoid_router_entries(128, 8, 1.0, True), SharedExpertsEntry(1)), MoeInAllLayersEntry()),
         UniformWindowEntry(supports_windows=False),
         FixedFieldsEntry({"qk_norm": False, "attention_out_bias": False, "mlp_bias": False}),
     ),

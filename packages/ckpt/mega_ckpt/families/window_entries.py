@@ -159,11 +159,11 @@ class RopeInWindowsEntry:
     Every n-th layer has full attention without positions.
 
     Attributes:
-        every_key: the key of `every`, read without a list of layer types.
+        every_key: the key of `every`, read without a list of layer types; empty: there is none.
         none_rotates_all: in a model without windows, all layers have rotary positions, as in EXAONE 4.
     """
 
-    every_key: str
+    every_key: str = ""
     none_rotates_all: bool = False
     size: int = 4096
     every: int = 4
@@ -172,7 +172,7 @@ class RopeInWindowsEntry:
     @property
     def handled_config_keys(self) -> frozenset[str]:
         """Keys of config.json that this config entry translates or checks."""
-        return frozenset({"sliding_window", "layer_types", self.every_key})
+        return frozenset({"sliding_window", "layer_types", *self.every_key.split()})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the `ModelConfig` fields of sliding-window layers with rotary positions from config.json.

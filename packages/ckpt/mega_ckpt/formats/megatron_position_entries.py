@@ -150,6 +150,8 @@ class MegatronMlaEntry(MegatronMultiKeyEntry):
     def _check_supported(self, raw: ConfigDict) -> None:
         if POSITIONS[_position_kind(raw)] == "learned":
             raise ConfigMismatchError("multi_latent_attention is not supported with learned positions")
+        if raw.get("attention_output_gate"):
+            raise ConfigMismatchError("multi_latent_attention is not supported with attention_output_gate")
         if raw.get("qk_layernorm") and raw.get("layernorm_zero_centered_gamma", raw.get("apply_layernorm_1p")):
             raise ConfigMismatchError(
                 "multi_latent_attention with qk_layernorm is not supported with apply_layernorm_1p"
@@ -162,6 +164,8 @@ class MegatronMlaEntry(MegatronMultiKeyEntry):
         mla = model.mla
         if mla is None:
             return {"multi_latent_attention": False}
+        if model.attention_gate or model.position != "rope":
+            raise ConfigMismatchError("mla requires attention_gate = false and position = rope")
         yarn = model.rope.scaling == "yarn"
         return {
             "multi_latent_attention": True,

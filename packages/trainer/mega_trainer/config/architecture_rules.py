@@ -33,6 +33,8 @@ def find_architecture_problems(
     if parallel.cp > 1 and model.position == "alibi" and parallel.cp_kind != "alltoall":
         rule = "is not supported with linear position biases (model.position = alibi)"
         yield ConfigProblem("parallel.cp_kind", rule, parallel.cp_kind, "set parallel.cp_kind=alltoall")
+    if model.relative_bias:
+        yield from _shared_bias_problems(parallel)
     yield from _bidirectional_problems(model, data, tasks)
     yield from _encoder_decoder_problems(model, data, parallel, precision, tasks)
     if (model.retro is not None) != ("retro" in data.dataset_kinds):
@@ -40,6 +42,17 @@ def find_architecture_problems(
     if model.retro is not None:
         yield from _retrieval_problems(model.retro, data.seq_length, parallel, precision)
         yield from _retrieval_use_problems(tasks, lora)
+
+
+def _shared_bias_problems(parallel: ParallelConfig) -> Iterator[ConfigProblem]:
+    """Yield layouts in which a layer lacks the bias table that all layers share, or context ranks the whole sequence."""
+    rule = "is not supported with a bias table that all layers share (model.relative_bias)"
+    if parallel.pp > 1:
+        yield ConfigProblem("parallel.pp", rule, parallel.pp, "set parallel.pp=1")
+    if parallel.zero == 3:
+        yield ConfigProblem("parallel.zero", rule, parallel.zero, "set parallel.zero=2")
+    if parallel.cp > 1 and parallel.cp_kind != "alltoall":
+        yield ConfigProblem("parallel.cp_kind", rule, parallel.cp_kind, "set parallel.cp_kind=alltoall")
 
 
 def _position_problems(model: ModelConfig, data: DataConfig) -> Iterator[ConfigProblem]:
@@ -67,6 +80,9 @@ def _bidirectional_problems(model: ModelConfig, data: DataConfig, tasks: Sequenc
     if not model.causal and not masked and model.task_head is None:
         rule = "requires data with masked tokens (data.kind = masked or bert)"
         yield ConfigProblem("model.causal", rule, False, "set data.kind=masked")
+    if model.embedding_size and masked and not model.masked_lm:
+        rule = "requires a head for masked tokens (model.masked_lm)"
+        yield ConfigProblem("model.embedding_size", rule, model.embedding_size, "set model.masked_lm={}")
     if model.task_head is not None and tasks:
         yield ConfigProblem("eval.tasks", "is not supported with model.task_head", list(tasks), "remove eval.tasks")
     elif not model.causal and tasks:

@@ -195,9 +195,7 @@ class ParallelRules:
                 "parallel.cp_kind = alltoall"
             )
             ring = "set parallel.cp_kind=ring" + " and model.attention_dropout=0" * bool(model.attention_dropout)
-            hint = suggest_parallel_degree("parallel.cp", cp, degrees) + f", or {ring}" * (
-                model.position not in ("relative", "alibi")
-            )
+            hint = suggest_parallel_degree("parallel.cp", cp, degrees) + f", or {ring}" * (not model.has_position_bias)
             yield ConfigProblem("parallel.cp", rule, cp, hint)
 
     def _expert_problems(self) -> Iterator[ConfigProblem]:

@@ -298,10 +298,11 @@ class KernelsConfig(StrictConfig):
         "auto", description="short convolutions of recurrent mixers"
     )
     scan: Literal["auto", "torch", "mamba_ssm"] = Field(
-        "auto", description="Mamba-2's scan, without context parallelism"
+        "auto", description="scan of Mamba-2 and of lightning attention, without context parallelism"
     )
     delta: Literal["auto", "torch", "fla"] = Field(
-        "auto", description="gated delta rule, without context parallelism; fla: flash-linear-attention"
+        "auto",
+        description="delta rule of gated delta nets and of Kimi Delta Attention, without context parallelism; fla: flash-linear-attention",
     )
 
 

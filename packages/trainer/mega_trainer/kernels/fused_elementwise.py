@@ -33,6 +33,8 @@ def gated_activation_leaf(gate_up: Tensor, activation: str, limit: float | None)
     if limit is not None:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
         return torch.sigmoid(SLOPE * gate).mul_(gate).mul_(up + 1)
+    if activation == "reglu2":
+        return F.relu(gate).square_().mul_(up)
     return (F.silu(gate) if activation == "swiglu" else F.gelu(gate, approximate=APPROXIMATE[activation])).mul_(up)
 
 
@@ -45,6 +47,9 @@ def gated_activation_backward_leaf(dy: Tensor, gate_up: Tensor, activation: str,
         share = torch.sigmoid(SLOPE * gate)
         dgate = dy * (up + 1) * share * (1 + SLOPE * gate * (1 - share))
         return torch.cat([dgate * inside[0], dy * gate * share * inside[1]], -1)
+    if activation == "reglu2":
+        positive = F.relu(gate)
+        return torch.cat([2 * positive * up * dy, positive.square() * dy], -1)
     if activation == "swiglu":
         return torch.cat([torch.ops.aten.silu_backward(dy * up, gate), F.silu(gate).mul_(dy)], -1)
     dgate = torch.ops.aten.gelu_backward(dy * up, gate, approximate=APPROXIMATE[activation])

@@ -216,7 +216,7 @@ class Kernels(Protocol):
     def gated_activation(
         self, gate_up: Tensor, activation: str, limit: float | None = None, weights: Tensor | None = None
     ) -> Tensor:
-        """Return act(gate) * up for a fused [.., 2F] -> [.., F]: swiglu, geglu or geglu_erf (arXiv:2002.05202).
+        """Return act(gate) * up for a fused [.., 2F] -> [.., F]: swiglu, geglu, geglu_erf (arXiv:2002.05202) or reglu2.
 
         With a `limit`, swiglu is GPT-OSS's: gate sigmoid(1.702 gate) (up + 1), with gate <= limit, |up| <= limit. Rows
         are multiplied by `weights` [..], in at least fp32.

@@ -80,8 +80,10 @@ class FlaDeltaRuleKernel:
 
     def __init__(self) -> None:
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+        from fla.ops.kda import chunk_kda
 
         self.rule = chunk_gated_delta_rule
+        self.channel_rule = chunk_kda
 
     def __call__(self, updates: DeltaRuleInputs, chunks: SequenceChunks) -> Tensor:
         """Compute the gated delta rule, with the arguments of `Kernels.gated_delta_rule`."""
@@ -90,7 +92,14 @@ class FlaDeltaRuleKernel:
         if device is not None:
             parts = [part.flatten(0, 1).unsqueeze(0) for part in parts]
         q, k, v, g, beta = parts
-        y, _ = self.rule(q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=True, cu_seqlens=device, cu_seqlens_cpu=host)
+        if g.dim() == 3:
+            y, _ = self.rule(
+                q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=True, cu_seqlens=device, cu_seqlens_cpu=host
+            )
+        else:
+            y, _ = self.channel_rule(
+                q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=True, cu_seqlens=device, cu_seqlens_cpu=host
+            )
         out: Tensor = y.view_as(updates.v)
         return out
 

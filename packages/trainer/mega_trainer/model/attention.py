@@ -145,6 +145,9 @@ class SelfAttention(nn.Module):
         self.out = build.build_row_linear(
             f"{name}.o_proj", config.num_attention_heads * self.size, bias=config.attention_out_bias
         )
+        self.out_norm = None
+        if config.output_input_norms:
+            self.out_norm = build.build_split_norm(f"{name}.o_norm", config.num_attention_heads, self.size)
         norms = config.qk_norm and (self.rotates or config.qk_norm_span != "plain")
         self.q_norm = build.build_qk_norm(f"{name}.q_norm", config.num_attention_heads) if norms else None
         self.k_norm = build.build_qk_norm(f"{name}.k_norm", config.key_value_heads) if norms else None
@@ -159,7 +162,8 @@ class SelfAttention(nn.Module):
             gate, qkv = torch.tensor_split(qkv, [self.heads * self.size], -1)
         q, k, v = self._split_and_rotate(torch.unflatten(qkv, -1, (-1, self.size)), context)
         q = q * context.query_scale if self.scales_queries and context.query_scale is not None else q
-        y = self.core(q, k, v, context if self.relative is None else self.relative.add_to_context(context)).flatten(-2)
+        y = self.core(q, k, v, context if self.relative is None else self.relative.add_to_context(context))
+        y = (y if self.out_norm is None else self.out_norm(y)).flatten(-2)
         out: Tensor = self.out(
             y if gate is None else self.saved.recompute_output("activation", apply_sigmoid_gate, y, gate),
             context.dropout,

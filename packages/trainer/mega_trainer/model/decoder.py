@@ -20,10 +20,11 @@ from mega_trainer.data.batch_images import BatchImages
 from mega_trainer.data.micro_batch import DocumentBounds, HeadTargets, MicroBatch, MtpTargets
 from mega_trainer.distributed.rng import DropoutFactory, SeededDropout
 from mega_trainer.model.activation_checkpointing import ActivationCheckpointer, ActivationOffload, RecomputePolicy
+from mega_trainer.model.attention import build_bias_table
 from mega_trainer.model.forward_context import AttentionMask, ForwardContext, KVCache, SequenceMask
 from mega_trainer.model.layer_builder import LayerBuilder
 from mega_trainer.model.output_heads import OutputHead, OutputProjection
-from mega_trainer.model.relative_position_bias import LinearPositionBias
+from mega_trainer.model.relative_position_bias import BucketedPositionBias, LinearPositionBias, PositionBias
 from mega_trainer.model.rotary_embedding import RotaryEmbedding, query_scale_by_position
 from mega_trainer.model.transformer_layer import build_transformer_layer
 from mega_trainer.model.vision.vision_encoder import ImageEmbedder
@@ -112,12 +113,13 @@ class StageLayers:
 
 class PositionTypeEmbeddings(nn.Module):
     """Learned position and segment-type embeddings and their norm: norm(x + position + type).
-    The sum has the terms that the model has; weights are whole on every tensor rank.
+    The sum has the terms that the model has; embeddings narrower than the layers are projected. Weights are whole on every
+    tensor rank.
     """
 
     def __init__(self, build: LayerBuilder) -> None:
         super().__init__()
-        config, width = build.config, build.config.hidden_size
+        config, width = build.config, build.config.embedding_width
         self.offset, self.tp, self.sp = config.position_offset, build.groups.tp, build.sp
 
         def build_table(name: str, rows: int) -> nn.Parameter | None:
@@ -126,10 +128,15 @@ class PositionTypeEmbeddings(nn.Module):
         rows = config.max_position + self.offset if config.position == "learned" else 0
         self.positions = build_table("embed_positions", rows)
         self.types = build_table("embed_types", config.token_types)
-        self.norm = build.build_residual_norm("model.embed_norm") if config.embedding_norm else None
+        self.norm = build.build_residual_norm("model.embed_norm", width) if config.embedding_norm else None
+        self.linear, self.weight, self.bias = build.unsharded_linear, None, None
+        if config.embedding_size:
+            shape, std = (config.hidden_size,), config.init_std
+            self.weight = build.build_replicated("model.embed_proj.weight", (*shape, width), std=std)
+            self.bias = build.build_replicated("model.embed_proj.bias", shape)
 
     def forward(self, x: Tensor, positions: Tensor, types: Tensor | None) -> Tensor:
-        """Add position and type embeddings to token embeddings, and normalise.
+        """Add position and type embeddings to token embeddings, normalise, and project to D.
         x is [B, S or S/T, D] (S/T under sequence parallelism over T ranks), positions int64 [B or 1, S], types int64
         [B, S] (None: all are 0).
         """
@@ -138,7 +145,8 @@ class PositionTypeEmbeddings(nn.Module):
             x = x + F.embedding(positions[:, part] + self.offset if self.offset else positions[:, part], self.positions)
         if self.types is not None:
             x = x + F.embedding(torch.zeros_like(positions[:, part]) if types is None else types[:, part], self.types)
-        return x if self.norm is None else self.norm(x)
+        x = x if self.norm is None else self.norm(x)
+        return x if self.weight is None else self.linear(x, self.weight, self.bias)
 
 
 def apply_embedding_scale(x: Tensor, config: ModelConfig) -> Tensor:
@@ -185,6 +193,7 @@ class Decoder(nn.Module):
             self.embedding = build.build_token_embedding(table())
         if self.stage.embeds:
             self.inputs = PositionTypeEmbeddings(build)
+        self.bias_table = build_bias_table(build, "model.relative_bias") if config.relative_bias else None
         self.vision = ImageEmbedder.from_layer_builder(build) if self.stage.embeds else None
         self.layers = nn.ModuleList(
             self._build_layer(build, index) for index in range(self.stage.first, self.stage.last)
@@ -213,7 +222,9 @@ class Decoder(nn.Module):
         units = [ForwardUnit(layer, list(layer.parameters())) for layer in self.layers]
         if self.stage.embeds:
             vision = [ForwardUnit(self.vision, list(self.vision.parameters()))] if self.vision else []
-            units[:0] = [ForwardUnit(self.embedding, [self.embedding.weight, *self.inputs.parameters()]), *vision]
+            tables = [] if self.bias_table is None else [self.bias_table]
+            first = ForwardUnit(self.embedding, [self.embedding.weight, *self.inputs.parameters(), *tables])
+            units[:0] = [first, *vision]
         if self.stage.heads:
             copy = self.embedding.weight if hasattr(self, "embedding") and not self.stage.embeds else None
             output = [weight for weight in (self.matrix, self.head_bias, copy) if weight is not None]
@@ -274,12 +285,14 @@ class Decoder(nn.Module):
             length, positions.device, bounds.document_starts, self.config.causal, bounds.bidirectional_blocks
         )
         return ForwardContext(
-            attention_mask, rotation, local_rotation, cache, dropout, routing, self._linear_bias(positions.device),
+            attention_mask, rotation, local_rotation, cache, dropout, routing, self._build_attention_bias(positions.device),
             query_scale=query_scale_by_position(self.config, positions, self.dtype),
         )  # fmt: skip
 
-    def _linear_bias(self, device: torch.device) -> LinearPositionBias | None:
-        """Return the linear position bias (ALiBi) of this rank's heads, or None if the model has none."""
+    def _build_attention_bias(self, device: torch.device) -> PositionBias | None:
+        """Return the position bias (ALiBi or MPNet's) of this rank's heads, or None if the model has none."""
+        if self.bias_table is not None:
+            return BucketedPositionBias(self.bias_table, self.config.relative, causal=False)
         if self.config.position != "alibi":
             return None
         if device not in self._linear_biases:

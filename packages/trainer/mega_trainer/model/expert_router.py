@@ -119,7 +119,10 @@ class ExpertRouter(nn.Module):
         """
         logits, x = compute_router_logits(x, self.weight)
         logits = logits if self.bias is None else logits + self.bias
-        scores = logits.softmax(-1) if self.moe.score == "softmax" else logits.sigmoid()
+        if self.moe.score == "sparsemixer":
+            scores = sparse_mixer_scores(logits, self.moe.jitter)
+        else:
+            scores = logits.softmax(-1) if self.moe.score == "softmax" else logits.sigmoid()
         bias = None if self.selection is None else self.selection.values
         chosen = select_experts(self._choice_scores(logits.detach(), scores.detach(), tokens, routing), self.moe, bias)
         if routes is not None:
@@ -141,7 +144,7 @@ class ExpertRouter(nn.Module):
     ) -> Tensor:
         """Return the scores by which experts are chosen, [N, E]; in training with Sinkhorn the balanced scores."""
         if not self.moe.sinkhorn or routing is None:
-            return scores
+            return logits if self.moe.choice == "logits" else scores
         return sinkhorn_choice_scores(logits, tokens, self.sequence_groups)
 
     def _attach_losses(
@@ -156,6 +159,7 @@ class ExpertRouter(nn.Module):
     ) -> Tensor:
         """Return the weights with the auxiliary losses in their backward, and record the loads in `routing`."""
         table, valid = count_expert_choices(expert_ids, tokens, self.moe.num_experts), tokens.affects_loss_mask
+        scores = logits.softmax(-1) if self.moe.score == "sparsemixer" else scores
         p = (scores / scores.sum(-1, keepdim=True)).masked_fill(~valid.unsqueeze(-1), 0.0)
         squares = torch.logsumexp(logits, -1).square().masked_fill(~valid, 0.0)
         aux, z = self._auxiliary_losses(p, squares, table, tokens, routing)
@@ -182,6 +186,26 @@ class ExpertRouter(nn.Module):
         shares = table[:, :-1] / table[:, -1:].clamp(min=1).square()  # n_e / T^2
         aux = (p * shares[tokens.row]).sum() * (weight * moe.aux_loss * moe.num_experts / moe.top_k)
         return aux, z
+
+
+def sparse_mixer_scores(logits: Tensor, jitter: float) -> Tensor:
+    """Return SparseMixer's weights [N, E] of the two experts with the largest logits [N, E], 0 for the others.
+
+    The first expert's weight is its share of a softmax over the experts whose logits are at most 2 `jitter` below the
+    largest, relative to the larger of the two in absolute value; the second's is that among the experts without the first.
+    Without the random choice in training of arXiv:2409.12136.
+    """
+    first = logits.argmax(-1, keepdim=True)
+    rest = logits.scatter(-1, first, float("-inf"))
+    second = rest.argmax(-1, keepdim=True)
+    out = torch.zeros_like(logits)
+    for chosen, candidates in ((first, logits), (second, rest)):
+        with torch.no_grad():
+            largest = candidates.gather(-1, chosen)
+            far = (largest - logits) / torch.maximum(logits.abs(), largest) > 2 * jitter
+        weights = candidates.masked_fill(far, float("-inf")).softmax(-1)
+        out = out.scatter(-1, chosen, weights.gather(-1, chosen))
+    return out
 
 
 class _Logits(Function):

@@ -80,7 +80,8 @@ class FeedForward(nn.Module):
         self.up = build.build_column_linear(
             [SplitHeads(f"{name}.{part}", width) for part in parts], bias=config.mlp_bias
         )
-        self.down = build.build_row_linear(f"{name}.down_proj", width, bias=config.mlp_bias)
+        self.down = build.build_row_linear(f"{name}.down_proj", width, bias=config.mlp_bias or config.mlp_out_bias)
+        self.norm = build.build_split_norm(f"{name}.down_norm", width) if config.output_input_norms else None
         self.slopes = nn.ParameterList()
         if config.activation == "xielu":
             # partial_grad: a rank's gradient is only from its own part of the width
@@ -95,5 +96,5 @@ class FeedForward(nn.Module):
         """
         dropout = None if context is None else context.dropout
         h = self.saved.recompute_output("activation", self.activate, self.up(x, dropout), *self.slopes)
-        y: Tensor = self.down(h, dropout)
+        y: Tensor = self.down(h if self.norm is None else self.norm(h.unsqueeze(-2)).squeeze(-2), dropout)
         return y

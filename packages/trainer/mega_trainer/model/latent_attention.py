@@ -6,7 +6,10 @@ Keys and values come from one narrow latent per token, and a rotated part of the
     k_h = [c K_h, k_rot]           v_h = c V_h                           (K_h and V_h are `kv_b_proj`)
     q_h = [x Q_h, rotate(x Q'_h)], or with norm(x A'') instead of x      (`q_proj`, or `q_b_proj` after `q_a_proj`)
 
-Without `mla.latent_norm`, as Megatron without `--qk-layernorm`, both norms are the identity.
+With `attention_gate` the output of a head is multiplied by sigmoid(x g_h), one number (`g_proj`).
+
+Without `mla.latent_norm`, as Megatron without `--qk-layernorm`, both norms are the identity; without rotary positions, as
+in Kimi Linear, so is `rotate`.
 
 The projections from latents to heads are split over the tensor ranks by heads; those into latents are narrow, and whole
 on every rank. Under sequence parallelism each rank computes the latents of its part of the sequence, and these are
@@ -50,17 +53,26 @@ class MultiLatentAttention(nn.Module):
         name, heads = f"model.layers.{layer}.self_attn", config.num_attention_heads
         self.mla, self.size = mla, config.query_key_head_dim
         self.linear, self.tp, self.sp = build.unsharded_linear, tp, build.sp
+        self.query_channels = heads // tp.size * self.size
         self.core = AttentionCore(build, layer, scale=mla_score_scale(config))
         if mla.q_lora_rank is None:
-            self.query = build.build_column_linear([SplitHeads(f"{name}.q_proj", heads, self.size)], bias=False)
+            gate = [SplitHeads(f"{name}.g_proj", heads)] if config.attention_gate else []
+            self.query = build.build_column_linear([SplitHeads(f"{name}.q_proj", heads, self.size), *gate], bias=False)
         else:
-            self.query_latent = LatentProjection(build, f"{name}.q_a_proj", mla.q_lora_rank, f"{name}.q_a_layernorm")
+            self.query_latent = LatentProjection(
+                build, f"{name}.q_a_proj", mla.q_lora_rank, f"{name}.q_a_layernorm", bias=config.qkv_bias
+            )
             self.query_heads = build.build_column_weight(f"{name}.q_b_proj", heads * self.size, mla.q_lora_rank)
             self.query_adapter = build.build_column_weight_adapter(
                 f"{name}.q_b_proj", heads * self.size, mla.q_lora_rank
             )
         self.latent = LatentProjection(
-            build, f"{name}.kv_a_proj_with_mqa", mla.kv_lora_rank, f"{name}.kv_a_layernorm", mla.qk_rope_head_dim
+            build,
+            f"{name}.kv_a_proj_with_mqa",
+            mla.kv_lora_rank,
+            f"{name}.kv_a_layernorm",
+            mla.qk_rope_head_dim,
+            bias=config.qkv_bias,
         )
         rows = mla.qk_nope_head_dim + mla.v_head_dim
         self.key_value_heads = build.build_column_weight(f"{name}.kv_b_proj", heads * rows, mla.kv_lora_rank)
@@ -72,22 +84,26 @@ class MultiLatentAttention(nn.Module):
         S/T is the length under sequence parallelism.
         """
         rotation = context.rotation_for_window(self.core.window)
-        assert rotation is not None
         q, latent, k_rot = self._project_latents(x, context.dropout)
+        q, gate = q[..., : self.query_channels], q[..., self.query_channels :]
         parts = [self.mla.qk_nope_head_dim, self.mla.qk_rope_head_dim]
         q, q_rot = torch.split(torch.unflatten(q, -1, (-1, self.size)), parts, -1)
-        q_rot, k_rot = (self.core.kernels.apply_rotary(x, rotation) for x in (q_rot, k_rot.unsqueeze(-2)))
+        k_rot = k_rot.unsqueeze(-2)
+        if rotation is not None:
+            q_rot, k_rot = (self.core.kernels.apply_rotary(x, rotation) for x in (q_rot, k_rot))
         if context.query_scale is not None:
             q, q_rot = q * context.query_scale, q_rot * context.query_scale
         if context.cache is None:
             y = self._attend(q, q_rot, latent, k_rot, context)
         else:
             y = self._attend_cached(q, q_rot, latent.unsqueeze(-2), k_rot, context.cache)
+        if gate.shape[-1]:
+            y = y * gate.sigmoid().unsqueeze(-1)
         out: Tensor = self.out(y.flatten(-2), context.dropout)
         return out
 
     def _project_latents(self, x: Tensor, dropout: SeededDropout | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries [B, S, H (n + r)], latent [B, S, c] and shared key part [B, S, r] of the whole sequence."""
+        """Return queries [B, S, H (n + r)] and gates [B, S, H] in one tensor, latent [B, S, c] and shared key part [B, S, r] of the whole sequence."""
         widths = [self.mla.kv_lora_rank, self.mla.qk_rope_head_dim]
         if self.mla.q_lora_rank is None:
             latent, k_rot = torch.split(gather_sequence(self.latent(x, dropout), self.tp, sp=self.sp), widths, -1)
@@ -122,27 +138,28 @@ class MultiLatentAttention(nn.Module):
 
 
 class LatentProjection(nn.Module):
-    """Down-projection x A to the latent of multi-head latent attention (MLA), whole on every tensor rank.
-    Its output has `width` columns, normalised if `mla.latent_norm`, and then `extra` columns without norm.
+    """Down-projection x A to a latent (MLA's, or that of a low-rank gate), whole on every tensor rank.
+    Its output has `width` columns, normalised if there is a `norm`, and then `extra` columns without norm.
     """
 
-    def __init__(self, build: LayerBuilder, projection: str, width: int, norm: str, extra: int = 0) -> None:
+    def __init__(
+        self, build: LayerBuilder, projection: str, width: int, norm: str = "", extra: int = 0, *, bias: bool = False
+    ) -> None:
         super().__init__()
-        config, mla = build.config, build.config.mla
-        assert mla is not None
+        config = build.config
         # never in fp8: small, and widths such as 576 are not multiples of fp8 block sizes
         self.linear, self.width = ParallelLinearFunction(build.kernels, build.deferred), width
         rows = width + extra
         self.weight = build.build_replicated(f"{projection}.weight", (rows, config.hidden_size), std=config.init_std)
-        self.bias = build.build_replicated(f"{projection}.bias", (rows,)) if config.qkv_bias else None
+        self.bias = build.build_replicated(f"{projection}.bias", (rows,)) if bias else None
         self.adapter = build_replicated_adapter(build, projection)
         self.norm = None
-        if mla.latent_norm:
+        if norm and (mla := config.mla) and mla.latent_norm:
             weight = build.build_replicated(f"{norm}.weight", (width,), fill=1.0)
             self.norm = Norm(build.kernels, weight, None, mla.norm_eps)
 
     def forward(self, x: Tensor, dropout: SeededDropout | None = None) -> Tensor:
-        """Map hidden states to the latent of multi-head latent attention, [B, S or S/T, width + extra].
+        """Map hidden states to the latent, [B, S or S/T, width + extra].
         The hidden states are [B, S or S/T, D] (S/T under sequence parallelism over T ranks).
         """
         y = self.linear(x, self.weight, self.bias)

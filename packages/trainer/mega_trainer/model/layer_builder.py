@@ -153,9 +153,9 @@ class LayerBuilder(ParameterBuilder):
             moe.latent_size or self.config.hidden_size,
         )
 
-    def build_residual_norm(self, name: str) -> Norm | PlainNorm:
-        """Build the model's norm, RMSNorm or LayerNorm as configured, for the residual stream."""
-        config, shape = self.config, (self.config.hidden_size,)
+    def build_residual_norm(self, name: str, width: int | None = None) -> Norm | PlainNorm:
+        """Build the model's norm, RMSNorm or LayerNorm as configured, for the residual stream, or of another `width`."""
+        config, shape = self.config, (width or self.config.hidden_size,)
         layer = config.norm == "layernorm"
         if not config.norm_weight:
             return PlainNorm(config.norm_eps, layer=layer)
@@ -174,10 +174,7 @@ class LayerBuilder(ParameterBuilder):
         if self.config.qk_norm_span == "plain":
             return PlainNorm(eps)
         if self.config.qk_norm_span == "all":
-            weight = self.build_head_parameters([SplitHeads(f"{name}.weight", heads, size)], fill=self.norm_init_value)[
-                0
-            ]
-            return AllHeadsRMSNorm(weight, eps, self.groups.tp, zero_centered=centered)
+            return self.build_split_norm(name, heads, size)
         if self.config.qk_norm_span == "each":
             weight = self.build_head_parameters(
                 [SplitHeads(f"{name}.weight", heads)], (size,), fill=self.norm_init_value
@@ -185,7 +182,16 @@ class LayerBuilder(ParameterBuilder):
             return PerHeadLayerNorm(weight, eps, zero_centered=centered)
         # partial_grad: a rank's gradient is only from its own heads
         weight = self.build_replicated(f"{name}.weight", (size,), fill=self.norm_init_value, partial_grad=True)
-        return Norm(self.kernels, weight, None, eps, zero_centered=centered)
+        layer = self.config.qk_norm_span == "layernorm"
+        bias = self.build_replicated(f"{name}.bias", (size,), partial_grad=True) if layer else None
+        return Norm(self.kernels, weight, bias, eps, zero_centered=centered, layer=layer)
+
+    def build_split_norm(self, name: str, count: int, size: int = 1) -> AllHeadsRMSNorm:
+        """Build the RMSNorm of a vector of `count` parts of `size`, which the tensor ranks split."""
+        block = SplitHeads(f"{name}.weight", count, size)
+        (weight,) = self.build_head_parameters([block], fill=self.norm_init_value)
+        centered = self.config.zero_centered_norm
+        return AllHeadsRMSNorm(weight, self.config.norm_eps, self.groups.tp, zero_centered=centered)
 
     def build_attention_sinks(self, name: str) -> nn.Parameter:
         """Build this rank's attention sinks [H/T], one number per head, for H heads split over T tensor ranks."""

@@ -55,7 +55,8 @@ class MixtureOfExperts(nn.Module):
             self.out_of_latent = whole(
                 f"{name}.fc2_latent_proj.weight", (config.hidden_size, width), std=build.residual_init_std
             )
-        self.shared = self.shared_gate = None
+        self.norm = build.build_residual_norm(f"{name}.output_norm") if moe.output_norm else None
+        self.shared, self.shared_gate, self.shared_scaling = None, None, moe.shared_scaling
         if moe.shared_ffn_hidden_size:
             self.shared = FeedForward(build, f"{name}.shared_expert", moe.shared_ffn_hidden_size)
         if moe.shared_gate:
@@ -81,10 +82,12 @@ class MixtureOfExperts(nn.Module):
             context.routing.record_dropped_choices(self.router.layer, dropped)
         y = y if self.out_of_latent is None else self.linear(y, self.out_of_latent)
         y = (y if self.sp else gather_token_shares(y, self.tp, flat.shape[0])).view_as(x)
-        return y if shared is None else y + shared
+        y = y if shared is None else y + shared
+        return y if self.norm is None else self.norm(y)
 
     def _run_shared_expert(self, x: Tensor, expert: FeedForward, context: ForwardContext) -> Tensor:
         y: Tensor = expert(x, context)
+        y = y if self.shared_scaling == 1 else y * self.shared_scaling
         return y if self.shared_gate is None else y * torch.sigmoid(nn.functional.linear(x, self.shared_gate))
 
     def _describe_tokens(self, x: Tensor, context: ForwardContext) -> RoutedTokens:

@@ -8,8 +8,11 @@ Legend: B batch, S sequence, D model width, V vocabulary, T tensor-parallel rank
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -25,6 +28,10 @@ from mega_trainer.model.vocab_parallel_loss import (
 )
 from mega_trainer.parallel.tensor_parallel import gather_sequence
 
+_ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "tanh": torch.tanh, "relu": F.relu, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh"), "silu": F.silu,
+}  # fmt: skip
+
 
 class MaskedLanguageHead(nn.Module):
     """BERT's transform norm(act(W x + b)) of hidden states before the output matrix."""
@@ -34,26 +41,30 @@ class MaskedLanguageHead(nn.Module):
         config, head = build.config, build.config.masked_lm
         assert head is not None
         self.weight, self.bias = build_dense_parameters(
-            build, "lm_head.dense", config.hidden_size, bias=head.dense_bias
+            build, "lm_head.dense", config.embedding_width, bias=head.dense_bias
         )
-        self.approximate = "tanh" if head.activation == "gelu_tanh" else "none"
-        self.linear, self.norm = build.unsharded_linear, build.build_residual_norm("lm_head.norm")
+        self.activate = _ACTIVATIONS[head.activation]
+        self.linear, self.norm = (
+            build.unsharded_linear,
+            build.build_residual_norm("lm_head.norm", config.embedding_width),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply BERT's transform of hidden states before the output matrix, which keeps their shape.
         They are [B, S or S/T, D] (S/T under sequence parallelism over T ranks).
         """
-        y: Tensor = self.norm(F.gelu(self.linear(x, self.weight, self.bias), approximate=self.approximate))
+        y: Tensor = self.norm(self.activate(self.linear(x, self.weight, self.bias)))
         return y
 
 
 class SequencePooler(nn.Module):
-    """BERT's pooler tanh(W x + b) of the first token, with an optional classifier of whether two segments are swapped."""
+    """BERT's pooler act(W x + b) of the first token, with an optional classifier of whether two segments are swapped."""
 
     def __init__(self, build: LayerBuilder) -> None:
         super().__init__()
         width, groups = build.config.hidden_size, build.groups
         self.weight, self.bias = build_dense_parameters(build, "model.pooler", width, bias=True)
+        self.activate = _ACTIVATIONS[build.config.pooler_activation]
         self.classes: nn.Parameter | None = None
         self.offset: nn.Parameter | None = None
         if build.config.sentence_pairs:
@@ -66,13 +77,13 @@ class SequencePooler(nn.Module):
         The hidden states are [B, S or S/T, D] (S/T under sequence parallelism over T ranks). The result is only
         meaningful on a rank that has the first token.
         """
-        return self.linear(x[:, :1], self.weight, self.bias).tanh()[:, 0]
+        return self.activate(self.linear(x[:, :1], self.weight, self.bias))[:, 0]
 
     def pool_tokens(self, x: Tensor) -> Tensor:
         """Apply the pooler to the hidden states of each token.
         They are [B, S or S/T, D] (S/T under sequence parallelism over T ranks), as the result.
         """
-        return self.linear(x, self.weight, self.bias).tanh()
+        return self.activate(self.linear(x, self.weight, self.bias))
 
     def segment_order_logits(self, x: Tensor) -> Tensor:
         """Map hidden states to segment-order logits [B, 2]: segments in order, and segments swapped.
@@ -121,7 +132,7 @@ class OutputHead(nn.Module):
         config = build.config
         self.config, self.tp, self.sp, self.leaves = config, build.groups.tp, build.sp, build.leaves
         self.norm = build.build_residual_norm("model.norm") if config.norm_position != "sum" else nn.Identity()
-        self.transform = MaskedLanguageHead(build) if config.masked_lm else None
+        self.transform = MaskedLanguageHead(build) if config.masked_lm and config.masked_lm.dense else None
         self.pooler = SequencePooler(build) if config.pooler else None
 
     def prepare_hidden(self, hidden: Tensor) -> Tensor:

@@ -159,7 +159,7 @@ class ParameterBuilder:
         config = self.config
         accumulate_in_place = not (config.tie_embeddings or config.mtp_layers or config.has_encoder or self.deferred)
         return make_vocab_parameter(
-            name, config.vocab_size, config.hidden_size, group=self.groups.tp, data=self.groups.dp_cp,
+            name, config.vocab_size, config.embedding_width, group=self.groups.tp, data=self.groups.dp_cp,
             dtype=self.parameter_dtype, device=self.device, std=config.init_std, grad_sync=shared, replicas=shared,
             parts=self.groups.tp, accumulate_in_place=accumulate_in_place,
         )  # fmt: skip

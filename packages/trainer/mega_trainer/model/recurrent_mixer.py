@@ -15,6 +15,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from mega_trainer.distributed.comm import CommGroup
 from mega_trainer.kernels.selective_scan import ScanPass
@@ -102,8 +103,26 @@ class ShortConvolution(nn.Module):
         return self.kernels.short_convolution(x, before, weight, biases, preceding_tokens, silu=self.silu)
 
 
+class SiluActivation(nn.Module):
+    """SiLU of each channel, in place of a short convolution in mixers without one."""
+
+    taps = 1
+
+    def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
+        """Return the SiLU of x [B, s, c]."""
+        return F.silu(x)
+
+    def convolve_channels(self, x: Tensor, context: ForwardContext, channels: Tensor) -> Tensor:
+        """Return the SiLU of all tokens of some channels, x [B, S, c']."""
+        return F.silu(x)
+
+    def convolve_step(self, x: Tensor, tail: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the SiLU of the next tokens x [B, S, c] in generation, and the empty tail unchanged."""
+        return F.silu(x), tail
+
+
 class RecurrenceRule(Protocol):
-    """Interface of a recurrence over the sequence: Mamba-2's scan or the gated delta rule.
+    """Interface of a recurrence over the sequence: Mamba-2's scan or a gated delta rule.
     It is computed for some of a tensor rank's heads.
     """
 
@@ -111,7 +130,7 @@ class RecurrenceRule(Protocol):
         self, parts: Sequence[Tensor], steps: Sequence[Tensor], heads: slice, chunks: SequenceChunks, states: ScanPass
     ) -> Tensor:
         """Return outputs y [B, S, H, P] from each convolved block's heads [B, S, count, size] and from per-token
-        numbers for each head [B, S, H].
+        numbers for each head [B, S, H e], e each.
         """
 
 
@@ -123,7 +142,7 @@ class RecurrentMixer(nn.Module):
         build, layer: builder of the model, and number of the layer.
         name: prefix of the convolution's tensors.
         blocks: convolved blocks, by heads that the tensor ranks split or share.
-        taps, bias: of the convolution.
+        taps, bias: of the convolution; taps None: SiLU without a convolution.
         chunk: tokens per chunk.
         heads: heads of the recurrence, of P channels.
         state: elements of a head's state and of its affine map, which context ranks exchange.
@@ -135,7 +154,7 @@ class RecurrentMixer(nn.Module):
         layer: int,
         name: str,
         blocks: Sequence[SplitHeads],
-        taps: int,
+        taps: int | None,
         *,
         bias: bool,
         chunk: int,
@@ -148,7 +167,7 @@ class RecurrentMixer(nn.Module):
         self.layer, self.always_exchanges_heads = layer, build.cp_kind == "alltoall"
         self.counts, self.sizes = [max(1, block.count // tp.size) for block in blocks], [block.size for block in blocks]
         self.heads, self.size = heads.count // tp.size, heads.size
-        self.conv = ShortConvolution(build, name, blocks, taps, bias=bias)
+        self.conv = ShortConvolution(build, name, blocks, taps, bias=bias) if taps else SiluActivation()
 
     @property
     def convolved_channels(self) -> int:
@@ -159,15 +178,16 @@ class RecurrentMixer(nn.Module):
         self, rule: RecurrenceRule, conv_input: Tensor, steps: Sequence[Tensor], context: ForwardContext
     ) -> Tensor:
         """Convolve this rank's channels [B, s, c] and apply a recurrence: [B, s, H, P].
-        `rule` is the recurrence, and `steps` [B, s, H] are its per-token numbers for each head.
+        `rule` is the recurrence, and `steps` [B, s, H e] are its per-token numbers for each head, e each.
         """
+        widths = [step.shape[-1] for step in steps]
         if context.cache is not None:
             return context.cache.update_and_recur(
-                self.layer, torch.cat([conv_input, *steps], -1), partial(self._continue_cached, rule)
+                self.layer, torch.cat([conv_input, *steps], -1), partial(self._continue_cached, rule, widths)
             )
         mix = (
             self._run_by_heads
-            if self.cp.size > 1 and self._should_exchange_heads(conv_input, len(steps))
+            if self.cp.size > 1 and self._should_exchange_heads(conv_input, sum(widths) // self.heads)
             else self._run_by_states
         )
         y: Tensor = self.saved.checkpoint_module("attention", mix, rule, conv_input, context, *steps)
@@ -215,9 +235,12 @@ class RecurrentMixer(nn.Module):
         """Compute with all tokens of a share of the heads."""
         exchange = AllToAllAttention(self.cp)
         received = exchange.exchange_tokens_for_heads(
-            [*self._split_blocks(conv_input, self.counts), *(step.unsqueeze(-1) for step in steps)]
+            [
+                *self._split_blocks(conv_input, self.counts),
+                *(torch.unflatten(step, -1, (self.heads, -1)) for step in steps),
+            ]
         )
-        parts, steps = received[: len(self.counts)], tuple(step.squeeze(-1) for step in received[len(self.counts) :])
+        parts, steps = received[: len(self.counts)], tuple(step.flatten(-2) for step in received[len(self.counts) :])
         blocks = self._split_blocks(torch.arange(conv_input.shape[-1], device=conv_input.device), self.counts)
         channels = torch.cat([block[exchange.local_head_slice(len(block))].flatten() for block in blocks])
         joined = self.conv.convolve_channels(torch.cat([part.flatten(-2) for part in parts], -1), context, channels)
@@ -227,15 +250,13 @@ class RecurrentMixer(nn.Module):
         return exchange.exchange_heads_for_tokens(y.to(conv_input.dtype))
 
     def _continue_cached(
-        self, rule: RecurrenceRule, x: Tensor, state: Sequence[Tensor] | None
+        self, rule: RecurrenceRule, widths: Sequence[int], x: Tensor, state: Sequence[Tensor] | None
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Continue cached sequences from the convolution's tail and the state S; see `RecurrenceFunction`.
 
-        The columns of x are channels, then numbers per head.
+        The columns of x are channels, then the numbers per head, of these `widths`.
         """
-        conv_input, *steps = torch.split(
-            x, [self.convolved_channels, *[self.heads] * ((x.shape[-1] - self.convolved_channels) // self.heads)], -1
-        )
+        conv_input, *steps = torch.split(x, [self.convolved_channels, *widths], -1)
         zeros = conv_input.new_zeros(len(conv_input), self.conv.taps - 1, self.convolved_channels)
         tail, first = state or (zeros, None)
         convolved, tail = self.conv.convolve_step(conv_input, tail)

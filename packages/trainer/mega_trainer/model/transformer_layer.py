@@ -20,8 +20,10 @@ from mega_trainer.model.feed_forward import FeedForward
 from mega_trainer.model.forward_context import ForwardContext
 from mega_trainer.model.gated_convolution import GatedConvolution
 from mega_trainer.model.gated_delta_net import GatedDeltaNet
+from mega_trainer.model.kimi_delta_attention import KimiDeltaAttention
 from mega_trainer.model.latent_attention import MultiLatentAttention
 from mega_trainer.model.layer_builder import LayerBuilder, LayerFactory
+from mega_trainer.model.lightning_attention import LightningAttention
 from mega_trainer.model.mamba import MambaMixer
 from mega_trainer.model.mixture_of_experts import MixtureOfExperts
 from mega_trainer.model.norms import Norm
@@ -40,6 +42,8 @@ MIXERS: Mapping[MixerKind, LayerFactory] = {
     "attention": _build_attention,
     "mamba": MambaMixer,
     "delta": GatedDeltaNet,
+    "kda": KimiDeltaAttention,
+    "lightning": LightningAttention,
     "conv": GatedConvolution,
 }
 FEEDS: Mapping[FeedForwardKind, LayerFactory] = {"mlp": _build_feed_forward, "moe": MixtureOfExperts}
@@ -110,7 +114,7 @@ class TransformerLayer(nn.Module):
     def __init__(self, build: LayerBuilder, layer: int) -> None:
         super().__init__()
         (mixer, feed), config, build = build.config.get_layer_kind(layer), build.config, build.builder_for_layer(layer)
-        before, after = config.norm_position in ("pre", "both"), config.norm_position in ("post", "both")
+        before, after = config.norm_position in ("pre", "both", "stream"), config.norm_position in ("post", "both")
         self.parallel, self.shared_norm = config.parallel_residual, config.shared_norm
         self.mixer = self.feed = None
         self.cross: ResidualBranch | None = None  # set by `build_transformer_layer`
@@ -175,13 +179,35 @@ class PostNormLayer(TransformerLayer):
         return x
 
 
+class NormedResidualLayer(TransformerLayer):
+    """Layer whose residual is the normalised stream: x = a norm(x) + b mixer(norm x), then alike with the feed-forward.
+
+    The factors a and b are `residual_factors`, by the kind of mixer or feed-forward block, as in MiniMax-Text-01
+    (arXiv:2501.08313).
+    """
+
+    def __init__(self, build: LayerBuilder, layer: int) -> None:
+        super().__init__(build, layer)
+        factors = build.config.residual_factors
+        self.factors = [factors.get(kind, (1.0, 1.0)) for kind in build.config.get_layer_kind(layer) if kind]
+
+    def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
+        """Return the residual stream [B, S or S/T, D] (S/T under sequence parallelism over T ranks) after this layer."""
+        branches = [branch for branch in (self.mixer, self.feed) if branch is not None]
+        for branch, (alpha, beta) in zip(branches, self.factors, strict=True):
+            x = branch.add_and_norm(x)[1]
+            x = alpha * x + beta * branch(x, context)
+        return x
+
+
 def build_transformer_layer(build: LayerBuilder, layer: int) -> TransformerLayer:
-    """Build one pre-norm or post-norm transformer layer as configured.
+    """Build one transformer layer, with the norms at the configured places.
     `layer` is its number in the model; the configuration gives it its mixer and feed-forward.
     """
     post_norm = build.config.norm_position == "sum"
-    pre_norm = ScaledLayer if build.config.layer_scale else TransformerLayer
-    block = (PostNormLayer if post_norm else pre_norm)(build, layer)
+    layers = {"sum": PostNormLayer, "stream": NormedResidualLayer}
+    usual = ScaledLayer if build.config.layer_scale else TransformerLayer
+    block = layers.get(build.config.norm_position, usual)(build, layer)
     if build.config.has_cross_attention(layer):
         before = "" if post_norm else "cross_attn"
         block.cross = ResidualBranch(build.builder_for_layer(layer), layer, "cross", CrossAttention, before, "")

@@ -105,9 +105,9 @@ def count_parameters_by_layer(model: ModelConfig, tensors: TensorShapes | None =
             layers[int(within[1])][_parameter_group(within[2])] += math.prod(shape)
         else:
             ends["vision" if name.startswith((TOWER, PROJECTOR)) else name.split(".")[-2]] += math.prod(shape)
-    tables = ends["encoder_relative_bias"] + ends["decoder_relative_bias"]
+    tables = ends["encoder_relative_bias"] + ends["decoder_relative_bias"] + ends["relative_bias"]
     return ParameterCounts(
-        embedding=sum(ends[name] for name in ("embed_tokens", "embed_positions", "embed_types")) + tables,
+        embedding=sum(ends[name] for name in ("embed_tokens", "embed_positions", "embed_types", "embed_proj")) + tables,
         head=sum(ends[name] for name in ("lm_head", "dense", "pooler", "pair_head")),
         final_norm=ends["norm"] + ends["embed_norm"] + ends["encoder_norm"],
         vision=ends["vision"],
@@ -123,7 +123,7 @@ def _parameter_group(name: str) -> str:
         return "experts"
     return (
         "whole"
-        if re.search(r"(?<!mamba\.)norm\b|_a_proj|^mlp\.gate\.|expert_gate|latent_proj|^eh_proj", name)
+        if re.search(r"(?<!mamba\.)(?<!lightning\.)norm\b|_a_proj|^mlp\.gate\.|expert_gate|latent_proj|^eh_proj", name)
         else "split"
     )
 
@@ -147,11 +147,12 @@ def forward_flops(
     for layer in model.retrieval_layers:
         for name, operations in retrieval_flops(model, layer).items():
             parts[name] = parts.get(name, 0.0) + operations
-    width = model.hidden_size
+    width, narrow = model.hidden_size, model.embedding_width
+    dense = (model.masked_lm is not None and model.masked_lm.dense) + (model.embedding_size is not None)
     return {
         **parts,
         **({"further tokens": 4.0 * width * width * model.mtp_layers} if model.mtp_layers else {}),
-        "head": 2.0 * width * (model.vocab_size * (1 + model.mtp_layers) + (width if model.masked_lm else 0)),
+        "head": 2.0 * narrow * (model.vocab_size * (1 + model.mtp_layers) + width * dense),
     }
 
 
@@ -238,6 +239,8 @@ MIXING: dict[MixerKind, tuple[str, str]] = {
     "attention": ("attention projections", "attention scores"),
     "mamba": ("mamba projections", "mamba scan"),
     "delta": ("delta projections", "delta rule"),
+    "kda": ("KDA projections", "KDA delta rule"),
+    "lightning": ("lightning projections", "lightning scan"),
     "conv": ("convolution projections", "short convolution"),
 }
 
@@ -274,7 +277,7 @@ def palm_flops(model: ModelConfig, seq_length: int, target: int | None = None) -
     if model.has_encoder:
         return model_flops(model, seq_length, causal=False, target=target)
     count = count_parameters_by_layer(model)
-    tables = count.embedding - (model.vocab_size * model.hidden_size if model.tie_embeddings else 0)
+    tables = count.embedding - (model.vocab_size * model.embedding_width if model.tie_embeddings else 0)
     # H Q, where Q is the mean of the head sizes of keys and values
     pairs = model.num_attention_heads * (model.query_key_head_dim + model.attention_value_dim) // 2
     attention = 12 * sum(kind.mixer == "attention" for kind in model.layer_kinds) * pairs * seq_length
@@ -300,7 +303,7 @@ def published_flops(
             return palm_flops(model, seq_length)
         case "mosaic":
             count = count_parameters_by_layer(model)
-            tables = count.embedding - (model.vocab_size * model.hidden_size if model.tie_embeddings else 0)
+            tables = count.embedding - (model.vocab_size * model.embedding_width if model.tie_embeddings else 0)
             return palm_flops(model, seq_length) + 6 * tables
 
 

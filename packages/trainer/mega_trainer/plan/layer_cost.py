@@ -39,6 +39,7 @@ HEAD_BYTES = 7  # bytes that the loss moves per logit, forward and backward, in 
 NORM_ACTIVATION_SHARE = 0.7  # approximate share of norms and activations in elementwise work
 FFN_SHARE = 0.6  # approximate share of recomputed feed-forward GEMMs in a layer's GEMMs
 KERNELS = 6  # elementwise kernels of a layer, in each direction
+BIAS_PASSES = 2  # of experts' outputs in each direction: a bias is added, its gradient is summed over rows
 EXPERT_KERNELS = 20  # kernels that route, sort and pack the rows of experts, in each direction
 
 
@@ -51,14 +52,15 @@ class TrainerProfile:
         attention: attention kernel; `unfused` writes and reads all scores.
         passes: bytes moved by elementwise work, as a multiple of those of fused kernels.
         tp_waited: number of exposed collectives among the ten of a layer under tensor and sequence parallelism.
-        dispatch: destinations of a token: each of its experts, each rank with such experts, or each such node.
+        dispatch: destinations of a token: each of its experts and then the ranks that share the expert, each rank with such
+            experts, or each such node.
         gradient_bytes: bytes per element of gradients reduced over data ranks.
         bucket_bytes: bytes of a gradient bucket that is reduced at once; None: as mega's, large enough for many ranks.
         host: minimum seconds of a layer with experts, forward and backward: the time in which the host launches its
             kernels, if it reads the number of rows of each expert and so cannot run ahead of the GPU.
         stall: seconds of a layer with experts in which the GPU is idle after the host has read those numbers.
         graphs: share of a layer's launches that CUDA graphs replay, which take no time of the host.
-        looped: rate of experts' GEMMs relative to one grouped kernel with fused activation, if they are launched one by one.
+        looped: seconds of starting the GEMM of an expert, if experts' GEMMs are launched one by one; 0: in one grouped kernel.
         hides_dispatch: compute of another micro-batch runs beside dispatch and combine.
     """
 
@@ -71,7 +73,7 @@ class TrainerProfile:
     host: float = 0.0
     stall: float = 0.0
     graphs: float = 0.0
-    looped: float = 1.0
+    looped: float = 0.0
     hides_dispatch: bool = False
 
 
@@ -179,8 +181,8 @@ class LayerCostModel:
         out = self.bytes_per_activation
 
         together, slower = (count, 1.0) if count == 1 else (count, 1 / self.rates.grouped)
-        if count > 1 and self.profile.looped < 1:
-            together, slower = 1, count / self.rates.grouped / self.profile.looped
+        if count > 1 and self.profile.looped:
+            together, slower, start = 1, slower * count, start + count * self.profile.looped
 
         def gemm_seconds(shape: tuple[float, float, float], read: float, written: float) -> float:
             product = slower * self.rates.gemm_compute_seconds(shape, kind, together)
@@ -275,7 +277,7 @@ class LayerCostModel:
         if mixer in model.mixers:  # its inputs and outputs, read and written once
             moved = 2 * sum(out for out, _ in shapes)
             return moved, 2 * moved
-        (rows, _), (_, inner) = shapes
+        rows, inner = sum(out for out, _ in shapes[:-1]), shapes[-1][1]
         convolved = rows - inner  # plus a few elements per head, which are ignored
         return 3 * convolved + 4 * inner, 5 * convolved + 7 * inner  # convolution and recurrence, gated norm
 
@@ -300,6 +302,8 @@ class LayerCostModel:
         ordered = (
             2 * (2 if run.ep > 1 else 1) * rows * width * self.bytes_per_activation + 4 * 8 * mine * moe.num_experts
         )
+        if model.mlp_bias:  # which grouped GEMMs do not add
+            ordered += BIAS_PASSES * rows * ((1 + model.has_gated_mlp) * part + width) * self.bytes_per_activation
         ordered = max(ordered * self.profile.passes / self.rates.memory, EXPERT_KERNELS * self.rates.kernel)
         yield {"elementwise": PassSeconds(ordered, ordered)}
         block = self.interconnect.make_rank_group(run.ep * run.expert_tp, 1)
@@ -355,8 +359,13 @@ class LayerCostModel:
             return max(
                 near, size * expected_hits(block.num_nodes) * (1 - 1 / block.num_nodes) / self.interconnect.exchange
             )
-        times = moe.top_k if self.profile.dispatch == "expert" else expected_hits(run.ep)
-        return self.interconnect.all_to_all_seconds(size * times * run.expert_tp, block)
+        if self.profile.dispatch == "expert":  # an all-to-all, and an all-gather by the ranks that share an expert
+            sent, parts = size * moe.top_k, self.interconnect.make_rank_group(run.expert_tp, 1)
+            exchanged = self.interconnect.all_to_all_seconds(
+                sent, self.interconnect.make_rank_group(run.ep, run.expert_tp)
+            )
+            return exchanged + self.interconnect.all_gather_seconds(sent * run.expert_tp, parts)
+        return self.interconnect.all_to_all_seconds(size * expected_hits(run.ep) * run.expert_tp, block)
 
     def _recompute_work(self, work: PassWork) -> PassWork:
         """Return the work that the backward recomputes."""

@@ -22,7 +22,7 @@ MatrixShape = tuple[int, int]  # (out, in)
 def projection_shapes(model: ModelConfig, mixer: MixerKind | None) -> tuple[list[MatrixShape], list[MatrixShape]]:
     """Return the shapes [out, in] of a token mixer's projection matrices as two lists.
     One list has the matrices that tensor ranks split by heads, with the output projection last; the other has the ones
-    that project into latents (MLA).
+    that project into latents (MLA, gates of KDA).
     """
     width = model.hidden_size
     if mixer in model.mixers:
@@ -35,6 +35,13 @@ def projection_shapes(model: ModelConfig, mixer: MixerKind | None) -> tuple[list
         values = delta.num_value_heads * delta.value_head_dim
         rows = 2 * delta.num_key_heads * delta.key_head_dim + 2 * values + 2 * delta.num_value_heads
         return [(rows, width), (width, values)], []
+    if mixer == "kda" and (kda := model.kda):
+        inner, rank = kda.inner_size, kda.head_dim
+        if not kda.low_rank_gates:
+            return [(5 * inner + kda.num_heads, width), (width, inner)], []
+        return [(3 * inner + kda.num_heads, width), *[(inner, rank)] * 2, (width, inner)], [(rank, width)] * 2
+    if mixer == "lightning" and (lightning := model.lightning):
+        return [(4 * lightning.inner_size, width), (width, lightning.inner_size)], []
     if mixer == "conv":
         return [(3 * width, width), (width, width)], []
     return _attention_shapes(model) if mixer else ([], [])
@@ -58,7 +65,7 @@ def _attention_shapes(model: ModelConfig) -> tuple[list[MatrixShape], list[Matri
         return [query, *([query] if model.attention_gate else []), *keys_values, out], []
     unfolded = (heads * (mla.qk_nope_head_dim + mla.v_head_dim), mla.kv_lora_rank)
     latent = (mla.kv_lora_rank + mla.qk_rope_head_dim, width)
-    split = [(query[0], mla.q_lora_rank or width), unfolded, out]
+    split = [(query[0] + (heads if model.attention_gate else 0), mla.q_lora_rank or width), unfolded, out]
     return split, [(mla.q_lora_rank, width), latent] if mla.q_lora_rank else [latent]
 
 
@@ -94,6 +101,12 @@ def mixing_flops(
         key, value, heads = delta.key_head_dim, delta.value_head_dim, delta.num_value_heads
         scores = 2 * key * delta.num_key_heads + heads * (key + 2 * value)
         return 2 * pairs * scores + 6.0 * heads * key * value
+    if mixer == "kda" and (kda := model.kda):
+        pairs = mean_visible_keys(kda.chunk_size, min(kda.chunk_size, seq_length), causal=causal)
+        return 10 * pairs * kda.inner_size + 6.0 * kda.inner_size * kda.head_dim
+    if mixer == "lightning" and (lightning := model.lightning):
+        pairs = mean_visible_keys(lightning.chunk_size, min(lightning.chunk_size, seq_length), causal=causal)
+        return 4 * pairs * lightning.inner_size + 4.0 * lightning.inner_size * lightning.head_dim
     if mixer == "conv":
         return 0.0  # no GEMM
     span = min(window or seq_length, seq_length) if model.chunked_window else seq_length
@@ -111,6 +124,10 @@ def recurrent_state_elements(model: ModelConfig, mixer: MixerKind) -> int:
         return mamba.num_heads * (mamba.head_dim * mamba.state_size + 1)
     if mixer == "delta" and (delta := model.delta):
         return delta.num_value_heads * delta.key_head_dim * (delta.key_head_dim + delta.value_head_dim)
+    if mixer == "kda" and (kda := model.kda):
+        return 2 * kda.inner_size * kda.head_dim
+    if mixer == "lightning" and (lightning := model.lightning):
+        return lightning.num_heads * (lightning.head_dim**2 + 1)
     return 0
 
 

@@ -364,7 +364,7 @@ class PartMemoryCounter:
     def _make_tied_weight(self) -> Tensor:
         """Return a stand-in for the tied embedding of another stage."""
         rows = -(-self.model.vocab_size // self.run.tp)
-        return self._make_input((rows, self.model.hidden_size))
+        return self._make_input((rows, self.model.embedding_width))
 
     def _make_input(self, shape: Sequence[int]) -> Tensor:
         """Return an empty tensor that requires a gradient."""

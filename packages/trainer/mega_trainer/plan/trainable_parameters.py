@@ -56,7 +56,7 @@ class TrainableParameters:
         """
         active = [layer.total - layer.experts * (1 - whole.top_k / whole.num_experts) for layer in whole.layers]
         frozen = sum((1 - share) * each for share, each in zip(self.shares, active, strict=True))
-        frozen += (not self.head) * model.vocab_size * model.hidden_size
+        frozen += (not self.head) * model.vocab_size * model.embedding_width
         added = sum(
             (of.in_features + of.out_features) * of.rank * (whole.top_k if of.num_experts else 1)
             for adapters in self.adapters.values()

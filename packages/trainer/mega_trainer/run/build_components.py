@@ -119,12 +119,18 @@ def choose_kernels(config: RunConfig, device: torch.device) -> BackendChoice:
         half=compute_dtype(config) in (torch.bfloat16, torch.float16),
         head=max((each.query_key_head_dim, each.attention_value_dim) for each in (model, model.full_layer_config)),
         softcap=model.attention_softcap is not None,
-        biased=model.position in ("relative", "alibi"),
-        taps=frozenset(recurrence.conv_kernel for recurrence in (model.mamba, model.delta) if recurrence)
+        biased=model.has_position_bias,
+        taps=frozenset(recurrence.conv_kernel for recurrence in (model.mamba, model.delta, model.kda) if recurrence)
         | ({model.conv.kernel} if model.conv else frozenset()),
         compiler_problem=find_compiler_problem(device) if gpu else None,
     )
-    parts = {"mamba": ("conv", "scan"), "delta": ("conv", "delta"), "conv": ("conv",)}
+    parts = {
+        "mamba": ("conv", "scan"),
+        "delta": ("conv", "delta"),
+        "kda": ("conv", "delta"),
+        "lightning": ("scan",),
+        "conv": ("conv",),
+    }
     used = {part: getattr(config.kernels, part) for kind in model.heads_by_mixer for part in parts.get(kind, ())}
     return choose_backends(config.kernels.linear, config.kernels.attention, facts, used)
 

@@ -315,6 +315,13 @@ def _shrink_sections(model: ModelConfig) -> dict[str, dict[str, Any]]:
             "num_key_heads": shrink_shared_head_count(delta.num_value_heads, delta.num_key_heads, heads),
             "conv_kernel": min(delta.conv_kernel, CONVOLUTION),
         }  # fmt: skip
+    if (kda := model.kda) is not None:
+        found["kda"] = {
+            "num_heads": shrink_count(kda.num_heads), "head_dim": 3, "chunk_size": CHUNK,
+            "conv_kernel": min(kda.conv_kernel, CONVOLUTION),
+        }  # fmt: skip
+    if (lightning := model.lightning) is not None:
+        found["lightning"] = {"num_heads": shrink_count(lightning.num_heads), "head_dim": 3, "chunk_size": CHUNK}
     return found
 
 

@@ -199,7 +199,7 @@ class Verification:
         case, model = self._single_case, dict(self._single_case.model)
         first = replace(case, steps=1, clip=0.0)
         found = [("bf16", "bf16 against fp32", replace(first, precision="bf16"), replace(first, precision="fp32"))]
-        for section in ("mamba", "delta"):
+        for section in ("mamba", "delta", "kda", "lightning"):
             if section in model:
                 stepwise = {**model, section: {**model[section], "chunk_size": 1}}
                 name = f"{section}: token by token against chunks of {model[section]['chunk_size']}"
@@ -330,9 +330,9 @@ def make_case(tiny: TinyRun, layers: int, ranks: int, **fields: Any) -> LayoutCa
 def count_stable_steps(tiny: TinyRun, layers: int) -> int:
     """Return the number of steps whose errors are distinct from rounding.
 
-    Many layers with delta nets magnify rounding by forty in each step.
+    Many layers with delta rules magnify rounding by forty in each step.
     """
-    return 1 if layers > 4 and tiny.config.model.delta is not None else STEPS
+    return 1 if layers > 4 and (tiny.config.model.delta or tiny.config.model.kda) else STEPS
 
 
 def choose_layouts(tiny: TinyRun, count: int, ranks: int, seed: int) -> list[LayoutCase]:

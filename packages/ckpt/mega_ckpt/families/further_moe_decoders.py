@@ -1,0 +1,577 @@
+"""Mixture-of-experts decoders one setting away from other families. DBRX (Databricks): clipped queries, keys and values, settings in
+sections. Phi-3.5-MoE (`phimoe`): SparseMixer routing (arXiv:2409.12136). Command A+ (`cohere2_moe`): Command R7B with experts whose
+outputs are averaged with those of shared ones. Flint: Qwen 3's attention with sinks, sigmoid scores. Kolibri (Aleph Alpha): experts chosen
+by logits, norms before and after. A.X K1 (SKT): DeepSeek-V3 with a norm of the experts' output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from mega_ckpt.families.config_entries import (
+    CORE_SIZES,
+    DECODER,
+    SILU,
+    SIZES,
+    TIED,
+    AllowedValuesEntry,
+    ConfigDict,
+    ConfigMismatchError,
+    FixedFieldsEntry,
+    KeyEntry,
+    KeyValueHeadsEntry,
+    check_config_json_head_dim,
+    check_heads_fill_hidden_size,
+    layer_indices,
+    llama_config_entries,
+)
+from mega_ckpt.families.deepseek_glm import SHARED_EXPERT_RULES, LatentAttentionEntry
+from mega_ckpt.families.disk_layouts import LAYER, QKV, TensorRule, weight_bias_rules
+from mega_ckpt.families.family import CARRIED, ModelFamily
+from mega_ckpt.families.hybrid_entries import UnusedFieldsEntry
+from mega_ckpt.families.moe_entries import (
+    MlpLayerTypesEntry,
+    MoeInAllLayersEntry,
+    MoeSectionEntry,
+    SharedExpertsEntry,
+    SparseStepEntry,
+    per_expert_rules,
+    router_entries,
+)
+from mega_ckpt.families.rope_entries import RopeEntry
+from mega_ckpt.families.sigmoid_moe_decoders import sigmoid_router_entries
+from mega_ckpt.families.window_entries import (
+    RopeInWindowsEntry,
+    UniformWindowEntry,
+    model_layer_types,
+    window_fields,
+    window_layer_types,
+)
+from mega_ckpt.tensor_pieces import TensorShape
+from mega_common.model_config import ModelConfig, MoeConfig
+from mega_common.strict_config import StrictConfig
+
+_MLP = f"{LAYER}.mlp"
+_EXPERTS = per_expert_rules(f"{_MLP}.experts")
+_BOTH_BIASES = KeyEntry("attention_bias", "qkv_bias attention_out_bias", False)
+_NO_WINDOW = UniformWindowEntry(supports_windows=False)
+
+
+@dataclass(frozen=True)
+class ExpertRowsLayout:
+    """Disk layout of DBRX, where the rows of all experts' matrices are one matrix; with `transposed`, of matrices (in, out)."""
+
+    transposed: bool = False
+    splits_on_first_axis: bool = False
+
+    def disk_shape(self, parts: Sequence[TensorShape]) -> TensorShape:
+        """Return the shape [experts * rows, columns] of the only part [experts, rows, columns]."""
+        ((experts, rows, columns),) = parts
+        return (experts * columns, rows) if self.transposed else (experts * rows, columns)
+
+    def canonical_views(self, disk: Tensor, parts: Sequence[TensorShape]) -> list[Tensor]:
+        """Return the disk tensor with the experts on an axis of their own."""
+        ((experts, _, _),) = parts
+        view = disk.view(experts, -1, disk.shape[1])
+        return [view.mT if self.transposed else view]
+
+
+_SECTIONS = ("attn_config", "ffn_config")
+
+
+@dataclass(frozen=True)
+class DbrxFamily(ModelFamily):
+    """The family of DBRX, whose config.json has sections; entries read `section.key`."""
+
+    def select_text_config(self, raw: ConfigDict) -> ConfigDict:
+        """Return the config.json with the keys of its sections as `section.key`."""
+        parts = {section: raw.get(section) for section in _SECTIONS}
+        inner = {
+            f"{section}.{key}": value
+            for section, part in parts.items()
+            if isinstance(part, Mapping)
+            for key, value in part.items()
+            if key not in CARRIED and key not in ("hidden_size", "is_encoder_decoder")
+        }
+        return {**raw, **inner}
+
+    def write_config_json(self, model: ModelConfig) -> dict[str, Any]:
+        """Return the content of a config.json for `model`, with sections."""
+        flat = super().write_config_json(model)
+        out: dict[str, Any] = {key: value for key, value in flat.items() if "." not in key}
+        for section in _SECTIONS:
+            start = f"{section}."
+            out[section] = {key.removeprefix(start): value for key, value in flat.items() if key.startswith(start)}
+        return out
+
+
+@dataclass(frozen=True)
+class DbrxRopeEntry(RopeEntry):
+    """Config entry for DBRX's rotary positions, whose base frequency may be in the section of attention alone."""
+
+    @property
+    def handled_config_keys(self) -> frozenset[str]:
+        """Keys of config.json that this config entry translates or checks."""
+        return super().handled_config_keys | {"attn_config.rope_theta", *_SECTIONS}
+
+    def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
+        """Return the `ModelConfig` field `rope` from config.json; ConfigMismatchError if its two base frequencies differ."""
+        if wrong := [key for key in _SECTIONS if not isinstance(raw.get(key, {}), Mapping)]:
+            raise ConfigMismatchError(f"{' and '.join(wrong)} must be a section")
+        inner = raw.get("attn_config.rope_theta")
+        outer = raw.get("rope_theta") or (raw.get("rope_parameters") or {}).get("rope_theta")
+        if inner and outer and inner != outer:
+            raise ConfigMismatchError(f"attn_config.rope_theta = {inner!r} and rope_theta = {outer!r} must be equal")
+        return super().fields_from_config({**raw, "rope_theta": inner} if inner and not outer else raw)
+
+    def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
+        """Return the config.json keys of rotary positions."""
+        return {**super().config_from_fields(model), "attn_config.rope_theta": model.rope.theta}
+
+
+@dataclass(frozen=True)
+class DbrxHeadsEntry:
+    """Config entry for DBRX's key/value heads; heads together are as wide as the model."""
+
+    handled_config_keys: frozenset[str] = frozenset({"attn_config.kv_n_heads", "num_key_value_heads", "head_dim"})
+    handled_model_fields: frozenset[str] = frozenset({"num_kv_heads", "head_dim"})
+
+    def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
+        """Return the `ModelConfig` field `num_kv_heads` from config.json."""
+        heads = raw.get("attn_config.kv_n_heads", 1)
+        if raw.get("num_key_value_heads", heads) != heads:
+            raise ConfigMismatchError(f"num_key_value_heads must be attn_config.kv_n_heads = {heads!r}")
+        sizes = {"hidden_size": raw.get("d_model"), "num_attention_heads": raw.get("n_heads")}
+        check_config_json_head_dim({**sizes, "head_dim": raw.get("head_dim")})
+        return {"num_kv_heads": heads}
+
+    def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
+        """Return the config.json key of the number of key/value heads."""
+        check_heads_fill_hidden_size(model)
+        return {"attn_config.kv_n_heads": model.key_value_heads}
+
+
+@dataclass(frozen=True)
+class DbrxNormalizeEntry:
+    """`MoeFieldEntry` of the p-norm by which DBRX divides the weights of a token's experts: 1, or none."""
+
+    key: str = "ffn_config.moe_normalize_expert_weights"
+    handled_model_fields: frozenset[str] = frozenset({"normalize"})
+
+    @property
+    def handled_config_keys(self) -> frozenset[str]:
+        """Keys of config.json that this config entry translates or checks."""
+        return frozenset({self.key})
+
+    def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
+        """Return the `MoeConfig` field `normalize`; ConfigMismatchError for another norm."""
+        value = raw.get(self.key, 1.0)
+        if value not in (None, 1):
+            raise ConfigMismatchError(f"{self.key} = {value!r} is not supported (only 1 or null)")
+        return {"normalize": value is not None}
+
+    def config_from_fields(self, model: Any) -> dict[str, Any]:
+        """Return the config.json key of the norm."""
+        return {self.key: 1.0 if model.normalize else None}
+
+
+_BLOCK = "transformer.blocks.{i}"
+DBRX = DbrxFamily(
+    name="dbrx",
+    architecture="DbrxForCausalLM",
+    prefix="transformer.",
+    entries=(
+        KeyEntry("vocab_size", "vocab_size", 32000),
+        KeyEntry("d_model hidden_size", "hidden_size", 2048),
+        KeyEntry("n_layers num_hidden_layers", "num_layers", 24),
+        KeyEntry("n_heads num_attention_heads", "num_attention_heads", 16),
+        KeyEntry("max_seq_len max_position_embeddings", "max_position", 2048),
+        KeyEntry("initializer_range", "init_std", 0.02),
+        KeyEntry("emb_pdrop", "embedding_dropout", 0.0),
+        KeyEntry("resid_pdrop", "residual_dropout", 0.0),
+        KeyEntry("attn_config.attn_pdrop", "attention_dropout", 0.0),
+        KeyEntry("attn_config.clip_qkv", "qkv_clip", None),
+        DbrxHeadsEntry(),
+        DbrxRopeEntry(),
+        _NO_WINDOW,
+        MoeSectionEntry(
+            (
+                KeyEntry("ffn_config.moe_num_experts", "num_experts", 4),
+                KeyEntry("ffn_config.moe_top_k", "top_k", 1),
+                KeyEntry("ffn_config.ffn_hidden_size", "ffn_hidden_size", 3584),
+                KeyEntry("ffn_config.moe_loss_weight", "aux_loss", 0.01),
+                DbrxNormalizeEntry(),
+                FixedFieldsEntry({"score": "softmax"}),
+            ),
+            MoeInAllLayersEntry(),
+        ),
+        UnusedFieldsEntry({"ffn_hidden_size": "ffn_config.ffn_hidden_size"}),
+        AllowedValuesEntry({"ffn_config.ffn_act_fn": ({"name": "silu"}, None), "tie_word_embeddings": (False,)}),
+        FixedFieldsEntry({
+            "norm": "layernorm", "norm_bias": False, "norm_eps": 1e-5, "position": "rope", "activation": "swiglu", "tie_embeddings": False,
+            "qkv_bias": False, "attention_out_bias": False, "mlp_bias": False, "qk_norm": False,
+        }),
+    ),
+    rules=(
+        TensorRule("transformer.wte.weight", ("model.embed_tokens.weight",)),
+        *weight_bias_rules(f"{_BLOCK}.norm_attn_norm.norm_1", f"{LAYER}.input_layernorm"),
+        *weight_bias_rules(f"{_BLOCK}.norm_attn_norm.attn.Wqkv", *QKV),
+        *weight_bias_rules(f"{_BLOCK}.norm_attn_norm.attn.out_proj", f"{LAYER}.self_attn.o_proj"),
+        *weight_bias_rules(f"{_BLOCK}.norm_attn_norm.norm_2", f"{LAYER}.post_attention_layernorm"),
+        TensorRule(f"{_BLOCK}.ffn.router.layer.weight", (f"{_MLP}.gate.weight",)),
+        TensorRule(f"{_BLOCK}.ffn.experts.mlp.w1", (f"{_MLP}.experts.gate_proj.weight",), ExpertRowsLayout()),
+        TensorRule(f"{_BLOCK}.ffn.experts.mlp.v1", (f"{_MLP}.experts.up_proj.weight",), ExpertRowsLayout()),
+        TensorRule(f"{_BLOCK}.ffn.experts.mlp.w2", (f"{_MLP}.experts.down_proj.weight",), ExpertRowsLayout(transposed=True)),
+        TensorRule("transformer.norm_f.weight", ("model.norm.weight",)),
+    ),
+    carried=frozenset({"ffn_config.moe_jitter_eps"}),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class PhimoeRopeEntry(RopeEntry):
+    """Config entry for Phi-3.5-MoE's rotary positions, where two keys are the factor on scores within and past the original length."""
+
+    def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
+        """Return the `ModelConfig` field `rope` from config.json; ConfigMismatchError if the two factors differ."""
+        given = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+        fields = super().fields_from_config(raw)
+        if fields["rope"]["scaling"] != "longrope":
+            return fields
+        short, long = given.get("short_mscale"), given.get("long_mscale")
+        if short is None or short != long:
+            raise ConfigMismatchError(f"short_mscale = {short!r} and long_mscale = {long!r} must be equal numbers")
+        return {"rope": {**fields["rope"], "attention_factor": short}}
+
+    def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
+        """Return the config.json keys of rotary positions, with the two factors."""
+        out, factor = super().config_from_fields(model), model.rope.attention_factor
+        if model.rope.scaling != "longrope":
+            return out
+        if factor is None:
+            raise ConfigMismatchError("rope.attention_factor is missing")
+        factors = {"short_mscale": factor, "long_mscale": factor}
+        return out | {key: out[key] | factors for key in ("rope_parameters", "rope_scaling")}
+
+
+_MIXTRAL = f"{LAYER}.block_sparse_moe"
+PHIMOE = ModelFamily(
+    name="phimoe",
+    architecture="PhimoeForCausalLM",
+    entries=(
+        *SIZES,
+        TIED,
+        KeyEntry("hidden_act", "activation", "silu", SILU),
+        KeyEntry("rms_norm_eps", "norm_eps", 1e-5),
+        KeyEntry("lm_head_bias", "head_bias", False),
+        KeyValueHeadsEntry(kv_default=8, explicit_dim=False),
+        PhimoeRopeEntry(theta=1_000_000.0, scalings=frozenset({"none", "longrope"})),
+        UniformWindowEntry(),
+        _BOTH_BIASES,
+        MoeSectionEntry(
+            (
+                *router_entries("num_local_experts", top_k=2, normalize=False, experts=16)[:3],
+                KeyEntry("intermediate_size", "ffn_hidden_size", 6400),
+                KeyEntry("router_jitter_noise", "jitter", 0.01),
+                FixedFieldsEntry({"score": "sparsemixer", "normalize": False}),
+            ),
+            MoeInAllLayersEntry(),
+        ),
+        FixedFieldsEntry({"norm": "layernorm", "position": "rope", "mlp_bias": False, "qk_norm": False}),
+    ),
+    rules=(
+        TensorRule(f"{_MIXTRAL}.gate.weight", (f"{_MLP}.gate.weight",)),
+        *per_expert_rules(f"{_MIXTRAL}.experts", ("w1", "w3", "w2")),
+    ),
+    carried=frozenset({"input_jitter_noise"}),
+)
+
+
+@dataclass(frozen=True)
+class FlintWindowEntry(RopeInWindowsEntry):
+    """Config entry for Flint's windows: by default all but the first two layers, every fourth and the last have one."""
+
+    def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
+        """Return the `ModelConfig` fields of sliding-window layers with rotary positions from config.json."""
+        layers = layer_indices(raw)
+        kinds = window_layer_types([layer < 2 or layer % 4 == 1 or layer == len(layers) - 1 for layer in layers])
+        return super().fields_from_config({**raw, "layer_types": raw.get("layer_types") or kinds})
+
+
+FLINT = ModelFamily(
+    name="flint",
+    architecture="FlintForCausalLM",
+    entries=(
+        *DECODER,
+        KeyValueHeadsEntry(kv_default=4, dim_default=128),
+        RopeEntry(),
+        FlintWindowEntry(size=513),
+        _BOTH_BIASES,
+        MoeSectionEntry(
+            (
+                *router_entries("num_experts", top_k=6, normalize=False, experts=256, aux_loss=0.0005)[:3],
+                KeyEntry("norm_topk_prob", "normalize", True),
+                KeyEntry("moe_intermediate_size", "ffn_hidden_size", 512),
+                KeyEntry("shared_expert_intermediate_size", "shared_ffn_hidden_size", 1024),
+                FixedFieldsEntry({"score": "sigmoid"}),
+            ),
+            SparseStepEntry(dense=(0, 1)),
+        ),
+        FixedFieldsEntry({"qk_norm": True, "mlp_bias": False, "attention_sinks": True}),
+    ),
+    rules=(*_EXPERTS, TensorRule(f"{LAYER}.self_attn.softmax_offset", (f"{LAYER}.self_attn.sinks",))),
+)
+
+KOLIBRI1 = ModelFamily(
+    name="kolibri1",
+    architecture="Kolibri1ForCausalLM",
+    entries=(
+        *(entry for entry in DECODER if "ffn_hidden_size" not in entry.handled_model_fields),
+        KeyValueHeadsEntry(kv_default=4, dim_default=128),
+        RopeEntry(),
+        RopeInWindowsEntry(size=513, every=5, none_rotates_all=True),
+        MoeSectionEntry(
+            (
+                *router_entries("num_local_experts num_experts", top_k=6, normalize=False, experts=384)[:2],
+                KeyEntry("norm_topk_prob", "normalize", False),
+                KeyEntry("moe_intermediate_size", "ffn_hidden_size", 512),
+                KeyEntry("shared_expert_intermediate_size", "shared_ffn_hidden_size", 512),
+                FixedFieldsEntry({"score": "sigmoid", "selection_bias": True, "choice": "logits"}),
+            ),
+            MoeInAllLayersEntry(),
+        ),
+        UnusedFieldsEntry({"ffn_hidden_size": "moe_intermediate_size"}),
+        FixedFieldsEntry({
+            "norm_position": "both", "qk_norm": True, "qkv_bias": False, "attention_out_bias": False, "mlp_bias": False,
+        }),
+    ),
+    rules=(
+        *_EXPERTS,
+        *SHARED_EXPERT_RULES,
+        TensorRule(f"{LAYER}.moe.router.expert_bias", (f"{_MLP}.gate.e_score_correction_bias",)),
+        TensorRule(f"{LAYER}.post_attn_norm.weight", (f"{LAYER}.post_attention_layernorm.weight",)),
+        TensorRule(f"{LAYER}.post_attention_layernorm.weight", (f"{LAYER}.pre_feedforward_layernorm.weight",)),
+        TensorRule(f"{LAYER}.post_ffn_norm.weight", (f"{LAYER}.post_feedforward_layernorm.weight",)),
+    ),
+    carried=frozenset({"intermediate_size"}),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class AxK1Family(ModelFamily):
+    """The family of A.X K1, whose published folders lack the selection bias that transformers' class has."""
+
+    def restrict_to_stored(self, model: ModelConfig, names: Iterable[str]) -> ModelConfig:
+        """Return `model` without the selection bias if a folder stores none."""
+        names = set(names)
+        if model.moe is None or not names or any(name.endswith("e_score_correction_bias") for name in names):
+            return model
+        return model.model_copy(update={"moe": model.moe.model_copy(update={"selection_bias": False})})
+
+
+@dataclass(frozen=True)
+class OptionalSelectionBiasEntry:
+    """`MoeFieldEntry` of a selection bias that folders may lack."""
+
+    handled_config_keys: frozenset[str] = frozenset()
+    handled_model_fields: frozenset[str] = frozenset({"selection_bias"})
+
+    def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
+        """Return the `MoeConfig` field `selection_bias`, which is true unless the folder lacks it."""
+        return {"selection_bias": True}
+
+    def config_from_fields(self, model: StrictConfig) -> dict[str, Any]:
+        """Return no config.json keys."""
+        return {}
+
+
+AXK1 = AxK1Family(
+    name="axk1",
+    architecture="AXK1ForCausalLM",
+    entries=(
+        *llama_config_entries(norm_eps=1e-6),
+        RopeEntry(interleaved=True),
+        LatentAttentionEntry(),
+        _BOTH_BIASES,
+        MoeSectionEntry(
+            (
+                *sigmoid_router_entries(192, 8, 2.5, True, groups=(8, 4))[:-1],
+                SharedExpertsEntry(1),
+                OptionalSelectionBiasEntry(),
+                FixedFieldsEntry({"score": "sigmoid", "output_norm": True}),
+            ),
+            MlpLayerTypesEntry(1, "first_k_dense_replace"),
+        ),
+        _NO_WINDOW,
+        AllowedValuesEntry({"rope_interleave": (True,), "moe_layer_freq": (1,)}),
+        FixedFieldsEntry({"qk_norm": False, "mlp_bias": False}),
+    ),
+    rules=(
+        *_EXPERTS,
+        *SHARED_EXPERT_RULES,
+        TensorRule(f"{LAYER}.post_mlp_layernorm.weight", (f"{_MLP}.output_norm.weight",)),
+    ),
+    # the first: of dense layers, which do not use it
+    buffers=r"(.*\.)?post_mlp_layernorm\.weight|(.*\.)?rotary_emb\.inv_freq",
+)
+
+
+@dataclass(frozen=True)
+class CohereExpertLayersEntry:
+    """Config entry for the layers of Command A+ with a window, which alone have rotary positions.
+    Dense layers at the start have a period of their own; if it is 1, they have positions without a window.
+    """
+
+    size: int = 4096
+    handled_config_keys: frozenset[str] = frozenset(
+        {"sliding_window", "layer_types", "sliding_window_pattern", "prefix_dense_sliding_window_pattern"}
+    )
+    handled_model_fields: frozenset[str] = frozenset({"sliding_window", "full_attention_layers", "no_rope_layers"})
+
+    def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
+        """Return the `ModelConfig` fields of windows and rotary positions from config.json."""
+        layers, first = layer_indices(raw), raw.get("first_k_dense_replace", 0)
+        every, prefix = raw.get("sliding_window_pattern", 4), raw.get("prefix_dense_sliding_window_pattern", 1)
+        full = [(layer + 1) % prefix == 0 for layer in layers[:first]]
+        full += [(layer + 1) % every == 0 for layer in range(len(layers) - first)]
+        kinds = raw.get("layer_types") or window_layer_types(full)
+        fields = window_fields(kinds, raw.get("sliding_window", self.size), layers)
+        feeds = raw.get("mlp_layer_types") or ["dense" if layer < first else "sparse" for layer in layers]
+        rotated = {layer for layer in layers if prefix == 1 and feeds[layer] == "dense"}
+        return {
+            **fields,
+            "no_rope_layers": [n for n in layers if kinds[n] == "full_attention" and n not in rotated] or None,
+        }
+
+    def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
+        """Return the config.json keys of windows; ConfigMismatchError if another layer has rotary positions."""
+        layers = range(model.num_layers)
+        full = {layer for layer in layers if model.get_attention_window(layer) is None}
+        dense = {layer for layer in layers if not model.is_moe_layer(layer)}
+        unrotated = {layer for layer in layers if not model.has_rotary_positions(layer)}
+        for prefix, expected in ((1, full - dense), (2, full)):
+            if unrotated == expected:
+                kinds = {"layer_types": model_layer_types(model), "sliding_window": model.sliding_window or self.size}
+                return {**kinds, "prefix_dense_sliding_window_pattern": prefix}
+        raise ConfigMismatchError(f"no_rope_layers must be the layers without a window, {sorted(full)}")
+
+
+@dataclass(frozen=True)
+class CohereExpertNormEntry:
+    """Config entry for the norms of Command A+: RMSNorm if it has an epsilon of its own, else LayerNorm without bias."""
+
+    handled_config_keys: frozenset[str] = frozenset({"rms_norm_eps", "layer_norm_eps"})
+    handled_model_fields: frozenset[str] = frozenset({"norm", "norm_eps", "norm_bias"})
+
+    def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
+        """Return the `ModelConfig` fields of norms from config.json."""
+        if raw.get("rms_norm_eps") is not None:
+            return {"norm": "rmsnorm", "norm_eps": raw["rms_norm_eps"]}
+        return {"norm": "layernorm", "norm_bias": False, "norm_eps": raw.get("layer_norm_eps", 1e-5)}
+
+    def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
+        """Return the config.json keys of norms; ConfigMismatchError for a LayerNorm with bias."""
+        if model.norm == "rmsnorm":
+            return {"rms_norm_eps": model.norm_eps}
+        if model.norm_bias:
+            raise ConfigMismatchError("norm_bias must be False")
+        return {"rms_norm_eps": None, "layer_norm_eps": model.norm_eps}
+
+
+@dataclass(frozen=True)
+class CohereExpertsEntry:
+    """`MoeFieldEntry` of the scores and shared experts of Command A+, whose outputs are added or averaged."""
+
+    handled_config_keys: frozenset[str] = frozenset(
+        {"expert_selection_fn", "norm_topk_prob", "num_shared_experts", "shared_expert_combination_strategy"}
+    )
+    handled_model_fields: frozenset[str] = frozenset(
+        {"score", "normalize", "scaling", "shared_ffn_hidden_size", "shared_scaling"}
+    )
+
+    def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
+        """Return the `MoeConfig` fields of scores and shared experts from config.json."""
+        score, count = raw.get("expert_selection_fn", "softmax"), raw.get("num_shared_experts", 0)
+        strategy = raw.get("shared_expert_combination_strategy", "average")
+        if score not in ("softmax", "sigmoid") or strategy not in ("average", "sum"):
+            raise ConfigMismatchError(
+                f"expert_selection_fn = {score!r} with shared_expert_combination_strategy = {strategy!r} is not supported"
+            )
+        factor = 0.5 if count and strategy == "average" else 1.0
+        return {
+            "score": score,
+            "normalize": score == "softmax" or raw.get("norm_topk_prob", True),
+            "scaling": factor,
+            "shared_scaling": factor,
+            "shared_ffn_hidden_size": count * raw.get("intermediate_size", 22528),
+        }
+
+    def config_from_fields(self, model: StrictConfig) -> dict[str, Any]:
+        """Return the config.json keys of scores and shared experts; ConfigMismatchError for other factors."""
+        assert isinstance(model, MoeConfig)
+        count, rest = divmod(model.shared_ffn_hidden_size, model.ffn_hidden_size)
+        averaged = bool(count) and model.scaling == model.shared_scaling == 0.5
+        if rest or (not averaged and (model.scaling != 1 or model.shared_scaling != 1)):
+            raise ConfigMismatchError("moe.scaling and moe.shared_scaling must be 1, or 0.5 with whole shared experts")
+        if model.score == "softmax" and not model.normalize:
+            raise ConfigMismatchError("moe.normalize must be True with score: softmax")
+        return {
+            "expert_selection_fn": model.score,
+            "norm_topk_prob": model.normalize,
+            "num_shared_experts": count,
+            "shared_expert_combination_strategy": "average" if averaged or not count else "sum",
+        }
+
+
+@dataclass(frozen=True)
+class DenseWidthEntry:
+    """Config entry for the width of dense layers, which is that of an expert if the key is absent."""
+
+    handled_config_keys: frozenset[str] = frozenset({"prefix_dense_intermediate_size"})
+    handled_model_fields: frozenset[str] = frozenset({"ffn_hidden_size"})
+
+    def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
+        """Return the `ModelConfig` field `ffn_hidden_size`."""
+        return {"ffn_hidden_size": raw.get("prefix_dense_intermediate_size") or raw.get("intermediate_size", 22528)}
+
+    def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
+        """Return the config.json key of the width of dense layers."""
+        same = model.moe is not None and model.moe.ffn_hidden_size == model.ffn_hidden_size
+        return {"prefix_dense_intermediate_size": None if same else model.ffn_hidden_size}
+
+
+COHERE2_MOE = ModelFamily(
+    name="cohere2_moe",
+    architecture="Cohere2MoeForCausalLM",
+    entries=(
+        *(entry for entry in CORE_SIZES if "ffn_hidden_size" not in entry.handled_model_fields),
+        *SIZES[len(CORE_SIZES) :],
+        DenseWidthEntry(),
+        CohereExpertNormEntry(),
+        KeyEntry("tie_word_embeddings", "tie_embeddings", True),
+        KeyEntry("hidden_act", "activation", "silu", SILU),
+        KeyEntry("logit_scale", "logit_scale", 0.0625, forbids_null=True),
+        _BOTH_BIASES,
+        KeyValueHeadsEntry(dim_default=128),
+        RopeEntry(interleaved=True),
+        CohereExpertLayersEntry(),
+        MoeSectionEntry(
+            (
+                KeyEntry("num_experts", "num_experts", 8),
+                KeyEntry("num_experts_per_tok", "top_k", 2),
+                KeyEntry("intermediate_size", "ffn_hidden_size", 22528),
+                CohereExpertsEntry(),
+            ),
+            MlpLayerTypesEntry(0, "first_k_dense_replace"),
+        ),
+        FixedFieldsEntry(
+            {"position": "rope", "parallel_residual": True, "shared_norm": True, "mlp_bias": False, "qk_norm": False}
+        ),
+    ),
+    rules=(*_EXPERTS, *SHARED_EXPERT_RULES),
+    tokens=("bos_token_id", "eos_token_id"),
+)
