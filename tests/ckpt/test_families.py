@@ -310,6 +310,22 @@ def test_all_that_is_wrong_is_told_at_once() -> None:
     assert all(key in str(caught.value) for key in ("hidden_act", "is_causal", "partial_rotary_factor"))
 
 
+@pytest.mark.parametrize(
+    ("more", "key"),
+    [
+        ({}, "hidden_size_per_layer_input"), ({"hidden_size_per_layer_input": 8}, "hidden_size_per_layer_input"),
+        ({"enable_moe_block": True}, "enable_moe_block"), ({"num_kv_shared_layers": 1}, "num_kv_shared_layers"),
+        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
+        ({"per_layer_config": {"0": {"head_dim": 4}}}, "per_layer_config"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default", "partial_rotary_factor": 0.5}}}, "proportional"),
+    ],
+)  # fmt: skip
+def test_what_gemma_4_cannot_be_is_named(more: dict[str, Any], key: str) -> None:
+    raw = {**LLAMA, "model_type": "gemma4_text", **({"hidden_size_per_layer_input": 0} if more else {}), **more}
+    with pytest.raises(CheckpointError, match=key):
+        read(raw)
+
+
 HARMLESS = {
     "architectures": ["LlamaForCausalLM"], "torch_dtype": "bfloat16", "use_cache": True, "bos_token_id": 1,
     "pretraining_tp": 4, "something_unused": None, "transformers_version": "4.40.0",
