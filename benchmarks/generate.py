@@ -1,6 +1,7 @@
 """Tokens per second of generation on a CPU against transformers: the same model, requests, precision (fp32) and threads.
 
     python benchmarks/generate.py [--smollm2 FOLDER] [--rounds 3] [--threads 2] [--dry]
+    python benchmarks/generate.py --steps [--before FOLDER] [--rounds 7] [--dry]
 
 Each side is a process of its own, and they take turns. Batch 1: requests one after another. Batch 32: 64 requests of mixed
 lengths, 32 at a time, evenly from 8 to 256 tokens of prompt and to 128 new ones, or with the same means and a long tail;
@@ -8,6 +9,10 @@ transformers pads a batch and ends with its longest, mega lets the next one in. 
 by repetition of the text, as it does where nobody says otherwise; a third side is mega without. The random model has
 ten million weights; FOLDER is SmolLM2-135M as a HuggingFace folder. Greedy tokens are compared, too. On a busy machine take
 one thread: those that wait for each other count as busy.
+
+`--steps` counts the operations of a decode step of a model of tiny width, and takes its time on one thread, nearly all of
+which is that of the host: Python and torch's dispatch, which on a GPU must stay ahead of the device. FOLDER is a checkout
+of another commit, whose steps are taken in turn. The result is `decode_steps.json`.
 """
 
 from __future__ import annotations
@@ -25,9 +30,15 @@ from statistics import median
 from typing import Any
 
 import record
-from sides import Side
+from sides import Side, spread
 
 HERE = Path(__file__).parent
+STEPS = 20
+STEPPED = {
+    "hidden_size": 32, "ffn_hidden_size": 48, "num_attention_heads": 4, "num_kv_heads": 2, "vocab_size": 512,
+    "max_position": 128,
+}  # fmt: skip
+SAMPLED = {"temperature": 0.8, "top_k": 50, "top_p": 0.9, "repetition_penalty": 1.1}
 
 
 def workloads(vocabulary: int) -> dict[str, dict[str, Any]]:
@@ -50,6 +61,16 @@ def workloads(vocabulary: int) -> dict[str, dict[str, Any]]:
     }
 
 
+class NoText:
+    """Tokens are all that is wanted, as of transformers' side."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        raise NotImplementedError
+
+    def decode(self, ids: object, *, skip_special_tokens: bool = False) -> str:
+        return ""
+
+
 def serve_ours(folder: str, workload_file: str, threads: str, guesses: str) -> None:
     """As `bare_generate.main`, by mega, with its usual guesses or without."""
     import torch
@@ -59,15 +80,6 @@ def serve_ours(folder: str, workload_file: str, threads: str, guesses: str) -> N
     from mega_eval.inference_engine import InferenceEngine
     from mega_eval.model_loading import load_inference_model
     from mega_eval.text_stream import GenerationLimits
-
-    class NoText:
-        """Tokens are all that is wanted, as of transformers' side."""
-
-        def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-            raise NotImplementedError
-
-        def decode(self, ids: object, *, skip_special_tokens: bool = False) -> str:
-            return ""
 
     torch.set_num_threads(int(threads))
     model, workload = load_inference_model(folder), json.loads(Path(workload_file).read_text())
@@ -119,6 +131,78 @@ def compare(folder: str, workload: dict[str, Any], rounds: int, threads: int) ->
     }
 
 
+def serve_steps(checkout: str, layers: str) -> None:
+    """Answer each line, a number of rows and `greedy` or `sampled`, with counts and milliseconds of a decode step."""
+    sys.path[:0] = [f"{checkout}/packages/{package}" for package in ("common", "data", "ckpt", "trainer", "eval")]
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from mega_common.model_config import ModelConfig
+    from mega_eval.engine_requests import EngineRequest
+    from mega_eval.inference_engine import InferenceEngine
+    from mega_eval.sampling import Sampling
+    from mega_eval.text_stream import GenerationLimits
+    from mega_trainer.model.decoder import Decoder
+    from mega_trainer.model.layer_builder import LayerBuilder
+
+    class Operations(TorchDispatchMode):
+        """Names of the operations that torch dispatches."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.names: list[str] = []
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.names.append(str(func.overloadpacket))
+            return func(*args, **(kwargs or {}))
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    config = ModelConfig.parse({**STEPPED, "num_layers": int(layers)})
+    model = Decoder(LayerBuilder(config)).eval().requires_grad_(False)
+    for line in sys.stdin:
+        rows, kind = line.split()
+        engine = InferenceEngine(model, NoText(), cache_tokens=64 * int(rows), batch_size=int(rows), chunk_tokens=4096)
+        sampling = Sampling(**SAMPLED if kind == "sampled" else {})
+        for row in range(int(rows)):
+            prompt = [(7 * row + number) % config.vocab_size for number in range(4 + row % 8)]
+            engine.add_request(EngineRequest(prompt, GenerationLimits(STEPS + 8), sampling, sample=row))
+        for _ in range(3):
+            engine.step()
+        with Operations() as operations:
+            engine.step()
+        start = time.process_time()
+        for _ in range(STEPS):
+            engine.step()
+        spent = (time.process_time() - start) / STEPS
+        attention = sum("scaled_dot_product" in name for name in operations.names)
+        counts = {"attention_calls": attention, "operations": len(operations.names)}
+        print(json.dumps({**counts, "milliseconds": 1e3 * spent}), flush=True)
+
+
+def count_steps(before: str | None, rounds: int) -> dict[str, Any]:
+    """A decode step of this checkout and of the one before, by layers, rows and sampling."""
+    results = {}
+    for layers in (2, 32):
+        sides = {
+            name: Side(str(HERE / "generate.py"), "--serve-steps", folder, str(layers))
+            for name, folder in {"before": before, "now": str(HERE.parent)}.items()
+            if folder
+        }
+        for rows in (1, 16, 64):
+            for kind in ("greedy", "sampled"):
+                runs = [{name: side.run(f"{rows} {kind}") for name, side in sides.items()} for _ in range(rounds + 1)][
+                    1:
+                ]
+                results[f"{layers} layers, {rows} rows, {kind}"] = {
+                    name: {**runs[0][name], "milliseconds": spread([run[name]["milliseconds"] for run in runs])}
+                    for name in sides
+                }
+        for side in sides.values():
+            side.close()
+    return results
+
+
 def main() -> None:
     """See the top."""
     parser = argparse.ArgumentParser()
@@ -127,7 +211,16 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--case", choices=["batch 1", "batch 32", "batch 32, long tail"])
     parser.add_argument("--dry", action="store_true", help="write no result")
+    parser.add_argument("--steps", action="store_true", help="decode steps of a model of tiny width")
+    parser.add_argument("--before", help="with --steps: checkout of another commit, to compare with")
     options = parser.parse_args()
+    if options.steps:
+        results = count_steps(options.before, options.rounds)
+        for name, result in results.items():
+            print(name, result)
+        if not options.dry:
+            record.write("decode_steps", results, ["torch"])
+        return
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run([sys.executable, str(HERE / "bare_generate.py"), folder], check=True)
         models = {"random-10M": (folder, 8192)}
@@ -148,5 +241,7 @@ def main() -> None:
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--serve"]:
         serve_ours(*sys.argv[2:])
+    elif sys.argv[1:2] == ["--serve-steps"]:
+        serve_steps(*sys.argv[2:])
     else:
         main()

@@ -264,6 +264,20 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
                         "norm_topk_prob": False, "routed_scaling_factor": 1.5, "rope_parameters": YARN | {"mscale": 0.5},
                         "q_lora_rank": None, "num_nextn_predict_layers": 0},
     ),
+    # enough index heads that no two tokens have a score of exactly 0: ties are broken by the length of the sequence
+    "deepseek_v32": (
+        "deepseek_v32", {**_DEEPSEEK, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2, "index_topk": 5,
+                         "index_head_dim": 10, "index_n_heads": 12},
+    ),
+    "deepseek_v32-bias-yarn": (
+        "deepseek_v32", {**_DEEPSEEK, "mlp_layer_types": ["sparse", "dense", "sparse"],
+                         "n_group": 1, "topk_group": 1, "attention_bias": True, "norm_topk_prob": False, "index_topk": 3,
+                         "routed_scaling_factor": 1.5, "rope_parameters": YARN | {"mscale": 0.5, "mscale_all_dim": 0.8},
+                         "index_head_dim": 4, "index_n_heads": 15, "tie_word_embeddings": True},
+    ),
+    "glm_moe_dsa": (
+        "glm_moe_dsa", {**_DEEPSEEK, "first_k_dense_replace": 0, "index_topk": 4, "index_head_dim": 8, "index_n_heads": 16},
+    ),
     "gpt_neox": ("gpt_neox", _NEOX),
     "gpt_neox-no-bias": (
         "gpt_neox", {**_NEOX, "attention_bias": False, "rotary_pct": 0.5, "rotary_emb_base": 500,

@@ -50,6 +50,7 @@ V3 = {
     **LLAMA, "model_type": "deepseek_v3", "num_key_value_heads": 4, "kv_lora_rank": 6, "q_lora_rank": 5, "qk_nope_head_dim": 4,
     "qk_rope_head_dim": 2, "v_head_dim": 3, "n_routed_experts": 16, "moe_intermediate_size": 8,
 }  # fmt: skip
+DSA = {**V3, "model_type": "glm_moe_dsa", "num_hidden_layers": 3}
 GPT2 = {"model_type": "gpt2", "vocab_size": 97, "n_embd": 24, "n_layer": 3, "n_head": 4, "n_positions": 32}
 
 
@@ -85,6 +86,7 @@ def test_config_round_trip_through_transformers(case: str, tmp_path: Path) -> No
         "moe_topk",
         "interleave_moe_layer_step",
         "attention_types",  # as one list of all layers
+        "first_k_dense_replace",  # mlp_layer_types says it of each layer
         "layer_group_size",
         "kda_lower_bound",  # of a gate that has none
     }
@@ -224,6 +226,15 @@ def test_rope_of_older_and_newer_folders(old: dict[str, Any], rope: RopeConfig) 
         ({**V3, "rope_interleave": False}, "rope_interleave = False"),
         ({**V3, "num_key_value_heads": 2}, "num_key_value_heads = 2 must be 4"),
         ({**V3, "head_dim": 7}, "head_dim = 7 must be 2"),
+        ({**DSA, "index_topk_freq": 3}, "selection of an earlier layer, such as 2, are not supported"),
+        (
+            {**DSA, "indexer_types": ["full", "shared", "full"]},
+            "selection of an earlier layer, such as 1, are not supported",
+        ),
+        ({**DSA, "index_topk_pattern": "FFS"}, "selection of an earlier layer, such as 2, are not supported"),
+        ({**DSA, "layer_types": ["full_attention"] * 3}, "(only indexed_attention)"),
+        ({**DSA, "indexer_rope_interleave": False}, "indexer_rope_interleave = False"),
+        ({**DSA, "model_type": "deepseek_v32", "index_head_dim": 1}, "must be at least qk_rope_head_dim = 2"),
         ({key: value for key, value in V3.items() if key != "kv_lora_rank"}, "kv_lora_rank is missing"),
         ({**V3, "model_type": "deepseek_v2", "norm_topk_prob": True}, "norm_topk_prob = True"),
         ({**GEMMA, "use_bidirectional_attention": True}, "use_bidirectional_attention = True"),

@@ -24,6 +24,7 @@ from mega_eval.inference_engine import InferenceEngine
 from mega_eval.paged_cache import PAGE
 from mega_eval.sampling import Sampling
 from mega_eval.text_stream import GenerationLimits
+from mega_trainer.kernels.attention_masks import PagedAttentionName
 from mega_trainer.model.decoder import Decoder
 
 
@@ -53,11 +54,20 @@ DECODERS = [name for name in VARIANTS if name != "dynamic" and variant(name).cau
 MODELS = [variant(name) for name in DECODERS] + [ModelConfig.parse(one) for one in (*LATENTS, HYBRID, STATES)]
 
 
-@pytest.mark.parametrize("config", MODELS, ids=[*DECODERS, "mla", "mla-window", "hybrid", "states"])
-def test_a_row_computes_what_it_would_alone_and_without_a_cache(config: ModelConfig):
+SEPARATE = [variant(name) for name in ("grouped", "oss", "gemma2", "bloom", "llama4")] + [ModelConfig.parse(LATENTS[1])]
+
+
+@pytest.mark.parametrize(
+    ("config", "attention"),
+    [*((config, None) for config in MODELS), *((config, "rows") for config in SEPARATE)],
+    ids=[*DECODERS, "mla", "mla-window", "hybrid", "states", *(f"rows {number}" for number in range(len(SEPARATE)))],
+)
+def test_a_row_computes_what_it_would_alone_and_without_a_cache(
+    config: ModelConfig, attention: PagedAttentionName | None
+):
     """In chunks of a prompt, beside rows that come and go, and begun anew where pages are few."""
     model = model_of(config)
-    engine = engine_of(model, cache_tokens=3 * PAGE, chunk_tokens=7)
+    engine = engine_of(model, cache_tokens=3 * PAGE, chunk_tokens=7, attention=attention)
     requests = [EngineRequest(prompt, GenerationLimits(18), logprobs=2, prompt_logprobs=True) for prompt in PROMPTS]
     for number, events in run(engine, requests, every=1).items():
         row = list(PROMPTS[number])

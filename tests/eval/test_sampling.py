@@ -13,19 +13,34 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mega_common.errors import ConfigError, DataError
+from mega_eval import sampling as batched
 from mega_eval.generate import generate_completions
 from mega_eval.model_loading import load_inference_model, load_sampling_settings, warn_unsupported_settings
 from mega_eval.sampling import (
+    CHOSEN_LATER,
+    NO_CHOICE,
+    NOT_A_NUMBER,
     Sampling,
-    apply_penalties,
-    compute_probabilities,
-    draw_token,
+    TokenChoice,
+    choose_tokens,
     list_unsupported_generation_settings,
     parse_sampling_settings,
 )
 from mega_eval.text_stream import GenerationLimits
 
 LOGITS = torch.tensor([1.0, 3.0, 2.0, -1.0, 0.0])
+
+
+def apply_penalties(logits: Tensor, sampling: Sampling, prompt: Sequence[int], generated: Sequence[int]) -> Tensor:
+    return batched.apply_penalties(logits[None], [TokenChoice(sampling, prompt, generated)])[0]
+
+
+def compute_probabilities(scores: Tensor, sampling: Sampling) -> Tensor:
+    return batched.compute_probabilities(scores[None], [sampling])[0]
+
+
+def draw_token(p: Tensor, sampling: Sampling, sample: int, step: int) -> int:
+    return int(batched.draw_tokens(p[None], [TokenChoice(sampling, [], [0] * step, sample)]))
 
 
 @pytest.mark.parametrize(
@@ -81,11 +96,47 @@ def test_no_setting_within_bounds_breaks_the_scores(settings: dict[str, float], 
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
-def test_scores_without_a_choice_are_an_error(broken: float, temperature: float):
-    for scores in (LOGITS.clone().index_fill_(0, torch.tensor(2), broken), torch.full((5,), float("-inf"))):
-        with pytest.raises(DataError, match="no token can be chosen"):
-            compute_probabilities(scores, Sampling(temperature=temperature))
+def test_scores_without_a_choice_are_named(temperature: float):
+    rows = LOGITS.repeat(4, 1)
+    rows[0, 2], rows[1, 2], rows[2] = float("nan"), float("inf"), float("-inf")
+    sampling = Sampling(temperature=temperature, seed=3, repetition_penalty=1.1)
+    choices = [TokenChoice(sampling)] * 4
+    *wrong, right = choose_tokens(rows, choices)
+    assert wrong == [NOT_A_NUMBER, NO_CHOICE, NO_CHOICE]
+    assert choose_tokens(LOGITS[None], choices[:1]) == [right]
+
+
+MIXED = [
+    {}, {"temperature": 0.7}, {"temperature": 1.3, "top_k": 3}, {"temperature": 1.0, "top_p": 0.6, "seed": 5},
+    {"temperature": 2.0, "min_p": 0.05, "repetition_penalty": 1.4}, {"presence_penalty": 0.5, "logit_bias": {7: 9.0}},
+    {"temperature": 1.0, "frequency_penalty": -0.3, "top_k": 40, "top_p": 0.9}, {"allowed_token_ids": [4, 9], "seed": 2},
+    {"temperature": 1.0, "no_repeat_ngram_size": 2, "suppress_tokens": [1]}, {"temperature": 1.0, "forced_bos_token_id": 6},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("size", [40, 700])
+def test_rows_chosen_at_once_get_what_each_gets_alone(size: int, monkeypatch: pytest.MonkeyPatch):
+    """Also in several parts, as on a CPU with a large vocabulary; 700 equal tokens are more than are sorted at first."""
+    logits = torch.randn(len(MIXED), size, generator=torch.Generator().manual_seed(1))
+    logits[3] = 0
+    choices = [
+        None if not settings else TokenChoice(Sampling.parse(settings), [2] if row % 3 else [3, 4, 3], [4, 4, 8][: row % 4], row)
+        for row, settings in enumerate(MIXED)
+    ]  # fmt: skip
+    alone = [choose_tokens(logits[row : row + 1], [choice])[0] for row, choice in enumerate(choices)]
+    assert choose_tokens(logits, choices) == alone
+    monkeypatch.setattr(batched, "CPU_ELEMENTS", 3 * size)
+    assert choose_tokens(logits, choices) == alone
+    assert choose_tokens(logits, ["later" if choice else None for choice in choices]) == [
+        alone[0],
+        *([CHOSEN_LATER] * 9),
+    ]
+
+
+def test_a_token_outside_of_the_vocabulary_is_refused():
+    for settings in ({"logit_bias": {5: 1.0}}, {"allowed_token_ids": [1, 5]}):
+        with pytest.raises(DataError, match=r"token 5 .*vocabulary of 5"):
+            choose_tokens(LOGITS[None], [TokenChoice(Sampling.parse(settings))])
 
 
 def test_seeds_samples_and_steps_differ():

@@ -102,6 +102,7 @@ SINKHORN = {
     "sinkhorn": True, "normalize": False, "scaling": 1.0, "groups": 1, "selection_bias": False, "bias_rate": 0.0,
     "aux_loss": 0.0,
 }  # fmt: skip
+INDEXER = {"num_heads": 8, "head_dim": 6, "top_k": 3, "kl_loss": 0.7}
 # Of which each layout draws one.
 VARIANTS: dict[str, list[dict[str, Any]]] = {
     "dense": [
@@ -168,6 +169,8 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
             "rope": {"theta": 100.0}, "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logit_scale": 0.25,
             "tie_embeddings": True, "mtp_layers": 0,
         },
+        {"mla": {**MODELS["mla"]["mla"], "indexer": INDEXER}},
+        {"mla": {**MODELS["mla"]["mla"], "indexer": {**INDEXER, "dense": True, "interleaved": True}}, "mtp_layers": 2},
     ],
 }  # fmt: skip
 # Its experts are in the depth of multi-token prediction, too, which so has to be there.

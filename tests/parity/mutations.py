@@ -39,7 +39,14 @@ from mega_trainer.distributed.comm import CommGroup, RingTransfer, all_reduce
 from mega_trainer.distributed.process_groups import ParallelGroups
 from mega_trainer.kernels import gemm_accumulation as products
 from mega_trainer.kernels.torch_kernels import TorchKernels
-from mega_trainer.model import decoder, latent_attention, output_heads, parameter_builder, vocab_parallel_loss
+from mega_trainer.model import (
+    decoder,
+    latent_attention,
+    output_heads,
+    parameter_builder,
+    sparse_attention,
+    vocab_parallel_loss,
+)
 from mega_trainer.model.activation_checkpointing import OffloadedActivations, _RecomputedTensor
 from mega_trainer.model.attention import AttentionCore
 from mega_trainer.model.decoder import Decoder
@@ -81,6 +88,8 @@ AGAIN = case("gqa", 1, recompute={"kind": "selective"})
 AWAY = case("gqa", 1, offload={"activations": 1, "min_bytes": 0})
 LATENT = case("mla", 2, parallel={"tp": 2, "sp": True})
 RAW_LATENT = case("mla", 2, parallel={"tp": 2, "sp": True}, variant=VARIANTS["mla"][2])
+INDEXED = case("mla", 2, parallel={"tp": 2}, variant=VARIANTS["mla"][5])
+INDEXED_CP = replace(INDEXED, parallel={"cp": 2})
 AHEAD_DP = case("mla", 2, parallel={"zero": 0}, micro=2)
 AHEAD_CP = case("mla", 2, parallel={"cp": 2})
 AHEAD_PP = case("mla", 2, parallel={"pp": 2}, micro=2)
@@ -706,6 +715,26 @@ MUTATIONS = [
         "latents: gradient of this rank's heads alone",
         replace(LATENT, parallel={"tp": 2}),
         lambda: swap(latent_attention, "gather_sequence", lambda x, g, sp: x),
+    ),
+    Mutation(
+        "sparse attention: scores of this rank's index heads alone",
+        INDEXED,
+        lambda: swap(sparse_attention, "sum_partial_results", lambda x, group, sp: x),
+    ),
+    Mutation(
+        "sparse attention: divergence from this rank's heads alone",
+        INDEXED,
+        lambda: swap(sparse_attention, "all_reduce", lambda x, group: None),
+    ),
+    Mutation(
+        "sparse attention: mean over a context rank's own tokens",
+        INDEXED_CP,
+        lambda: swap(sparse_attention, "all_reduce", lambda x, group: None),
+    ),
+    Mutation(
+        "sparse attention: masks of the first tokens on every context rank",
+        INDEXED_CP,
+        lambda: swap(sparse_attention, "rank_token_indices", lambda length, group: torch.arange(length // group.size)),
     ),
     Mutation("further tokens: each rank divides by its own", AHEAD_DP, _ahead_by_own_counts),
     Mutation("further tokens: each context rank divides by its own", AHEAD_CP, _ahead_by_own_counts),

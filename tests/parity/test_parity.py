@@ -62,6 +62,30 @@ def test_latents_without_norms(every: int) -> None:
     assert not problems(cases[every // 2 :: every], 4)
 
 
+def test_sparse_attention_and_the_loss_of_its_indexer() -> None:
+    shapes: list[tuple[int, dict[str, Any]]] = [
+        (2, {"tp": 2}), (2, {"pp": 2, "schedule": "zb-h1"}), (4, {"tp": 4, "sp": True}),
+        (4, {"tp": 2, "sp": True, "cp": 2}), (4, {"cp": 2, "pp": 2, "cp_kind": "alltoall"}), (4, {"tp": 2, "zero": 3}),
+        (4, {"cp": 2, "zero": 1, "cp_kind": "allgather"}),
+    ]  # fmt: skip
+    cases = [
+        case(
+            "mla",
+            ranks,
+            layers=shape.get("pp", 1) * 2,
+            parallel=shape,
+            micro=2,
+            variant=VARIANTS["mla"][5 + number % 2],
+        )
+        for number, (ranks, shape) in enumerate(shapes)
+    ]
+    experts = case("deepseek", 4, parallel={"tp": 2, "ep": 4}, micro=2, variant=VARIANTS["mla"][5])
+    again = case("mla", 2, parallel={"tp": 2}, variant=VARIANTS["mla"][5], recompute={"kind": "full"})
+    some = {"kind": "selective", "modules": ["attention"]}
+    part = case("mla", 2, parallel={"cp": 2}, variant=VARIANTS["mla"][5], recompute=some)
+    assert not problems([*cases, experts, again, part], 4)
+
+
 @ONE_IN_THREE
 def test_norms_before_output_projections_heads_of_decoders_and_other_routers(every: int) -> None:
     shapes: list[tuple[int, dict[str, Any]]] = [

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable
 
 from mega_ckpt.tensor_pieces import TensorShape
+from mega_common.layer_kinds import IndexerConfig
 from mega_common.model_config import ModelConfig
 from mega_common.vision_config import PROJECTOR, TOWER, VisionConfig
 
@@ -295,6 +296,18 @@ def _latent_attention(config: ModelConfig) -> TensorShapes:
         **latent_norm("kv_a_layernorm", mla.kv_lora_rank),
         "self_attn.kv_b_proj.weight": (heads * (mla.qk_nope_head_dim + mla.v_head_dim), mla.kv_lora_rank),
         **_linear("self_attn.o_proj", width, heads * mla.v_head_dim, config.attention_out_bias),
+        **(_indexer(mla.indexer, mla.q_lora_rank or 0, width) if mla.indexer else {}),
+    }
+
+
+def _indexer(indexer: IndexerConfig, rank: int, width: int) -> TensorShapes:
+    """Return the tensors of the indexer of sparse attention (DSA): queries, key and its norm, weights of the heads."""
+    return {
+        "self_attn.indexer.wq_b.weight": (indexer.num_heads * indexer.head_dim, rank),
+        "self_attn.indexer.wk.weight": (indexer.head_dim, width),
+        "self_attn.indexer.k_norm.weight": (indexer.head_dim,),
+        "self_attn.indexer.k_norm.bias": (indexer.head_dim,),
+        "self_attn.indexer.weights_proj.weight": (indexer.num_heads, width),
     }
 
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from mega_ckpt.canonical_tensors import TensorShapes, canonical_tensors
 from mega_ckpt.tensor_pieces import TensorShape
 from mega_common.errors import ConfigError
+from mega_common.layer_kinds import INDEXER
 from mega_common.lora_config import LoraConfig, matches_module_pattern
 from mega_common.model_config import ModelConfig
 
@@ -100,7 +101,7 @@ def adaptable_projections(model: ModelConfig) -> dict[str, TensorShapes]:
     out: dict[str, TensorShapes] = {}
     for name, shape in canonical_tensors(model).items():
         found = _PROJECTION.fullmatch(name)
-        if found is None or int(found["layer"]) >= model.num_layers:
+        if found is None or int(found["layer"]) >= model.num_layers or INDEXER in name:
             continue
         stacked = _STACKED.fullmatch(found["module"])
         fused = stacked is not None and model.has_gated_mlp

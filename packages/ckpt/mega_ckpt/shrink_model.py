@@ -70,6 +70,7 @@ def check_shrinkable(model: ModelConfig) -> None:
         "experts": model.moe, "latent attention": model.mla, "a recurrent mixer": model.is_recurrent,
         "a vision encoder": model.vision, "an encoder": model.encoder or not model.causal,
         "relative positions": model.has_position_bias, "a reward head": model.score,
+        "norms before output projections": model.output_input_norms, "a transform before the output layer": model.masked_lm,
         "MTP layers": model.mtp_layers, "layers of several kinds": model.layers,
         "heads that differ by layer": model.full_attention, "keys as values": model.keys_are_values,
     }  # fmt: skip
@@ -220,7 +221,7 @@ def _axis_kinds(name: str, model: ModelConfig) -> Sequence[str]:
     module = part.rpartition(".")[2]
     if module in ("q_norm", "k_norm"):
         head = "H" if module == "q_norm" else "K"
-        return {"head": ["d"], "all": [f"{head}d"], "each": [head, "d"]}[model.qk_norm_span]
+        return {"head": ["d"], "layernorm": ["d"], "all": [f"{head}d"], "each": [head, "d"]}[model.qk_norm_span]
     if name == "self_attn.sinks":
         return ["H"]
     axes = {

@@ -139,6 +139,28 @@ class FullAttentionConfig(StrictConfig):
     keys_are_values: bool = Field(False, description="no value projection: values are the projected keys")
 
 
+INDEXER = ".self_attn.indexer."  # in the names of the tensors of an indexer
+
+
+class IndexerConfig(StrictConfig):
+    """Configuration of the lightning indexer of DeepSeek's sparse attention (DSA, DeepSeek-V3.2).
+    It scores the earlier tokens of each query; attention is over the `top_k` best.
+
+    Selection has no gradient: the indexer is trained by its divergence from the attention that it selects for.
+    """
+
+    num_heads: PositiveInt = Field(64, description="index heads, whose weighted ReLU scores are summed")
+    head_dim: PositiveInt = Field(128, description="size of index queries and of the index key that heads share")
+    top_k: PositiveInt = Field(2048, description="earlier tokens that a query attends to, its own included")
+    interleaved: bool = Field(False, description="rotate pairs of neighbors; default: halves, as in DeepSeek-V3.2")
+    dense: bool = Field(
+        False, description="attend to all tokens, and train the indexer on all: DeepSeek's warm-up of the indexer"
+    )
+    kl_loss: float = Field(
+        0.0, ge=0, description="weight of the divergence of index scores from attention; 0: the indexer is not trained"
+    )
+
+
 class MlaConfig(StrictConfig):
     """Configuration of multi-head latent attention (MLA, arXiv:2405.04434).
     Keys and values are projected from a narrow latent.
@@ -154,6 +176,17 @@ class MlaConfig(StrictConfig):
     v_head_dim: PositiveInt
     norm_eps: float = Field(1e-6, gt=0, description="epsilon of the latents' norms, as in DeepSeek")
     latent_norm: bool = Field(True, description="RMSNorm of each latent; false as Megatron without --qk-layernorm")
+    indexer: IndexerConfig | None = Field(None, description="sparse attention (DSA); default: over all tokens")
+
+    def problems(self) -> Iterator[ConfigProblem]:
+        """Yield violated rules of the indexer: its queries come from the queries' latent, and it has rotated parts."""
+        if self.indexer is None:
+            return
+        if self.q_lora_rank is None:
+            yield ConfigProblem("q_lora_rank", "is required with indexer, whose queries come from it", hint="set it")
+        if self.indexer.head_dim < self.qk_rope_head_dim:
+            rule = f"must be at least qk_rope_head_dim = {self.qk_rope_head_dim}"
+            yield ConfigProblem("indexer.head_dim", rule, self.indexer.head_dim)
 
 
 class GatedDeltaConfig(StrictConfig):

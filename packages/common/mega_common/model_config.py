@@ -23,6 +23,7 @@ from pydantic import (
 from mega_common.encoder_config import EncoderDecoderConfig, MaskedLmConfig, RelativePositionConfig, TaskHeadConfig
 from mega_common.extension_block import BlockDeclaration, ExtensionBlocks
 from mega_common.layer_kinds import (
+    INDEXER,
     FeedForwardKind,
     FullAttentionConfig,
     GatedDeltaConfig,
@@ -587,6 +588,17 @@ class ModelConfig(StrictConfig):
         The last layers of a vision encoder may be unused.
         """
         return self.vision is None or self.vision.uses_tensor(name)
+
+    def trains_tensor(self, name: str) -> bool:
+        """Return whether the losses of training have a gradient for a tensor, by its canonical name.
+        An indexer without a loss of its own has none.
+        """
+        return self.uses_tensor(name) and (self.trains_indexer or INDEXER not in name)
+
+    @property
+    def trains_indexer(self) -> bool:
+        """True if the indexer of sparse attention has a loss that trains it."""
+        return self.mla is not None and self.mla.indexer is not None and self.mla.indexer.kl_loss > 0
 
     @property
     def has_gated_mlp(self) -> bool:

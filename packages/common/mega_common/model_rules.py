@@ -184,6 +184,15 @@ def _find_head_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
         yield ConfigProblem("mla", rule, hint="position: rope, without rope.fraction")
     if model.mla and model.no_rope_layers:
         yield ConfigProblem("no_rope_layers", "is not supported with mla", hint="leave it out")
+    if model.mla and model.mla.indexer:
+        unsupported = ("sliding_window", "attention_softcap", "attention_dropout", "vision", "encoder", "retro")
+        for name in unsupported:
+            if getattr(model, name):
+                yield ConfigProblem(name, "is not supported with mla.indexer", hint=f"leave out {name}")
+        if not model.causal:
+            yield ConfigProblem("causal", "must be true with mla.indexer", False, "causal: true")
+        if model.position != "rope":
+            yield ConfigProblem("position", "must be rope with mla.indexer", model.position, "position: rope")
 
 
 def _find_layer_problems(model: ModelConfig) -> Iterator[ConfigProblem]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from itertools import repeat
+from typing import Literal, Protocol
 
+import torch
 from torch import Tensor
 
 from mega_common.errors import DataError
@@ -13,9 +15,10 @@ from mega_common.model_config import ModelConfig
 from mega_eval.grammar_matcher import GrammarMatcher
 from mega_eval.model_loading import check_sequence_length
 from mega_eval.paged_cache import EncoderMemory
-from mega_eval.sampling import Sampling, apply_penalties, compute_probabilities, draw_token
+from mega_eval.sampling import Sampling, TokenChoice, choose_tokens
 from mega_eval.text_stream import Continuation, FinishCause, GenerationLimits
 from mega_trainer.data.batch_images import BatchImages
+from mega_trainer.distributed.device import to_device
 
 SHORT_DRAFT = 2  # tokens; a CPU verifies them in little more time than it computes one
 LONG_DRAFT = 8  # tokens, used when drafts are likely to be accepted
@@ -119,13 +122,15 @@ class GenerationEvent:
     stop: str | int | None = None
 
 
-def score_token(logits: Tensor, token: int, alternatives: int) -> ScoredToken:
-    """Return the log-probability of a token, and the most likely tokens with their log-probabilities.
-    They are under logits [V] over the vocabulary; there are `alternatives` most likely tokens.
+def score_tokens(logits: Tensor, tokens: Sequence[int], alternatives: int) -> list[ScoredToken]:
+    """Return the log-probability of one token per row, and of the most likely tokens of the row.
+    They are under logits [M, V] over the vocabulary; there are `alternatives` most likely tokens.
     """
     logprobs = logits.double().log_softmax(-1)
-    values, tokens = logprobs.topk(min(alternatives, len(logprobs)))
-    return ScoredToken(token, float(logprobs[token]), list(zip(tokens.tolist(), values.tolist(), strict=True)))
+    own = logprobs.gather(-1, to_device(torch.tensor(tokens), logits.device)[:, None])
+    values, top = logprobs.topk(min(alternatives, logprobs.shape[-1]))
+    found = zip(tokens, own[:, 0].tolist(), top.tolist(), values.tolist(), strict=True)
+    return [ScoredToken(token, one, list(zip(ids, likely, strict=True))) for token, one, ids, likely in found]
 
 
 class Drafter(Protocol):
@@ -229,18 +234,28 @@ class RequestState:
             return count
         return 1 + len(self.drafts) if count == self.num_pending_tokens else 0
 
-    def choose_token(self, logits: Tensor, likeliest: int) -> int:
-        """Return the next token chosen from logits [V], of which `likeliest` is the largest."""
-        request, new = self.request, self.text.tokens
-        if request.sampling.is_greedy and self.grammar is None:
-            return likeliest
+    def list_token_choices(self) -> list[TokenChoice | Literal["later"] | None]:
+        """Return how to choose the next token, and the token after each draft token if that is accepted.
+        None is greedy; a grammar constrains tokens after draft tokens only once these are accepted (`later`).
+        """
+        request, new, grammar = self.request, self.text.tokens, self.grammar
+        if request.sampling.is_greedy and grammar is None:
+            return [None] * (1 + len(self.drafts))
         prompt_length = len(self.tokens) - len(new) - request.drawn
         prompt, generated = self.tokens[:prompt_length], self.tokens[prompt_length:]
-        scores = apply_penalties(logits, request.sampling, prompt, generated)
-        if self.grammar is not None:
-            scores = self.grammar.mask_scores(scores)
-        p = compute_probabilities(scores, request.sampling)
-        return draw_token(p, request.sampling, request.sample, request.drawn + len(new))
+        first = TokenChoice(
+            request.sampling, prompt, generated, request.sample, None if grammar is None else grammar.mask_scores
+        )
+        after_drafts: Iterable[TokenChoice | Literal["later"]] = repeat("later", len(self.drafts))
+        if grammar is None:
+            counts = range(1, 1 + len(self.drafts))
+            after_drafts = (replace(first, generated=[*generated, *self.drafts[:count]]) for count in counts)
+        return [first, *after_drafts]
+
+    def choose_token(self, logits: Tensor) -> int:
+        """Return the next token chosen from logits [V], see `choose_tokens`."""
+        (token,) = choose_tokens(logits[None], self.list_token_choices()[:1])
+        return token
 
     def make_draft_request(self, count: int) -> EngineRequest:
         """Return the request that makes a draft model continue this request's text by at most `count` tokens.

@@ -1,9 +1,9 @@
 """Continuous batching: requests enter and leave between forward passes, and each pass serves all running requests.
 
 A step computes the next tokens of all running rows as one batch: one token of each row that generates, and chunks of new
-prompts (chunked prefill). Rows do not affect each other, except for rounding in GEMMs. Keys and values are in a paged KV
-cache (`paged_cache`); rows with a common prefix share its full pages. When no page is free, the youngest
-row is preempted: it releases its pages and is recomputed later. With a drafter the rows decode speculatively (`drafters`).
+prompts (chunked prefill). Rows do not affect each other, except for rounding in GEMMs and attention. Keys and values are in
+a paged KV cache (`paged_cache`); rows with a common prefix share its full pages. When no page is free, the youngest row is
+preempted: it releases its pages and is recomputed later. With a drafter the rows decode speculatively (`drafters`).
 
 Legend: N tokens of a step, V vocabulary, D model width.
 """
@@ -20,19 +20,21 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mega_common.errors import CheckpointError, ConfigError, DataError, MegaError
+from mega_common.errors import ConfigError, DataError, MegaError
 from mega_common.progress_logging import logger
 from mega_eval.cpu_layers import build_cpu_layer_function
-from mega_eval.engine_requests import Drafter, EngineRequest, GenerationEvent, RequestState, score_token
+from mega_eval.engine_requests import Drafter, EngineRequest, GenerationEvent, RequestState, score_tokens
 from mega_eval.grammar_matcher import GrammarCache
 from mega_eval.image_prompts import attach_image_features, find_image_ranges, gather_token_images
 from mega_eval.model_loading import add_lora_adapter, remove_lora_adapter
 from mega_eval.mtp_drafter import MtpDrafter
-from mega_eval.paged_cache import PAGE, PageAllocator, PagedCache, RequestTokenSpan, hash_full_pages
-from mega_eval.sampling import select_most_likely
+from mega_eval.paged_cache import PAGE, PageAllocator, PagedCache, RequestTokenSpan, choose_page_size, hash_full_pages
+from mega_eval.sampling import CHOSEN_LATER, TokenChoice, check_chosen_tokens, choose_tokens
 from mega_eval.text_stream import Continuation, TextTokenizer
 from mega_trainer.data.batch_images import BatchImages
 from mega_trainer.data.micro_batch import DocumentBounds
+from mega_trainer.distributed.device import to_device
+from mega_trainer.kernels.attention_masks import PagedAttentionName
 from mega_trainer.model.decoder import Decoder
 from mega_trainer.model.encoder_decoder import EncoderDecoderModel
 from mega_trainer.parallel.lora_layers import PerRowAdapterSelection
@@ -53,6 +55,8 @@ class InferenceEngine:
             depend on the length, with recurrent states, which cannot be rolled back, or with an encoder, whose texts are
             short.
         adapters: selects the LoRA adapter of each row.
+        attention: implementation of attention for rows with one new token (`mega_trainer.kernels.paged_attention`), where
+            it supports the model; None: the fastest.
     """
 
     def __init__(
@@ -65,6 +69,7 @@ class InferenceEngine:
         chunk_tokens: int = 512,
         drafter: Drafter | Literal["mtp"] | None = None,
         adapters: PerRowAdapterSelection | None = None,
+        attention: PagedAttentionName | None = None,
     ) -> None:
         if model.config.transformers is not None:
             raise ConfigError(
@@ -73,8 +78,13 @@ class InferenceEngine:
             )
         self._model, self._tokenizer, self._adapters = model, tokenizer, adapters or PerRowAdapterSelection([])
         self._layers, self._batch_size, self._chunk = build_cpu_layer_function(model), batch_size, chunk_tokens
-        self._pages = PageAllocator(-(-cache_tokens // PAGE))
-        self._cache = PagedCache(model.config.num_layers + len(model.predictors), self._pages.count, batch_size)
+        self._page_size = choose_page_size(model.config, model.device, model.dtype)
+        # a larger page leaves part of each row's last page unused
+        self._pages = PageAllocator(-(-cache_tokens // self._page_size) + (batch_size if self._page_size > PAGE else 0))
+        self._cache = PagedCache(
+            model.config.num_layers + len(model.predictors), self._pages.count, batch_size,
+            page_size=self._page_size, attention=attention,
+        )  # fmt: skip
         self._free_states = list(range(batch_size))  # indices of recurrent states that no row uses
         self.grammars = GrammarCache(tokenizer)
         self._waiting: deque[RequestState] = deque()
@@ -103,7 +113,7 @@ class InferenceEngine:
 
     @property
     def num_pages(self) -> int:
-        """Number of pages of the KV cache, of `PAGE` tokens each."""
+        """Number of pages of the KV cache, of equal size."""
         return self._pages.count
 
     @property
@@ -118,7 +128,7 @@ class InferenceEngine:
             DataError: when the prompt is empty, too long or has tokens outside the vocabulary, the adapter is unknown, or
                 the grammar is invalid.
         """
-        request.check_fits(self._model.config, self._adapters.names, self.num_pages * PAGE)
+        request.check_fits(self._model.config, self._adapters.names, self.num_pages * self._page_size)
         before = () if self._model.config.encoder else request.prompt  # the text does not continue an encoder's input
         text = Continuation(self._tokenizer, request.limits, before)
         grammar = (
@@ -185,12 +195,12 @@ class InferenceEngine:
         self._draft_tokens()
         if work := self._schedule_step():
             x, logits = self._forward(work)
-            likeliest = select_most_likely(logits)
+            chosen = self._choose_tokens(work, logits)
             end, done = 0, [row.num_computed for row, _ in work]
             for row, count in work:
                 own = slice(end, end := end + row.count_logits(count))
                 events += self._isolate_failure(
-                    row, partial(self._process_outputs, row, count, logits[own], likeliest[own])
+                    row, partial(self._process_outputs, row, count, logits, own, chosen[own])
                 )
             if isinstance(self._drafter, MtpDrafter):
                 self._drafter.record_hidden_states(work, done, x)
@@ -214,21 +224,36 @@ class InferenceEngine:
             self.cancel_request(row.number)
             return [GenerationEvent(row.number, "", [], [], None, None, error)]
 
+    def _choose_tokens(self, work: Sequence[tuple[RequestState, int]], logits: Tensor) -> list[int]:
+        """Return the next token after each row of logits [M, V] of the scheduled requests, see `choose_tokens`."""
+        choices: list[TokenChoice | Literal["later"] | None] = []
+        for row, count in work:
+            own = row.list_token_choices() if count == row.num_pending_tokens else []
+            choices += [*([None] * (row.count_logits(count) - len(own))), *own]
+        try:
+            return choose_tokens(logits, choices)
+        except Exception:  # noqa: BLE001 - due to one row's settings, which are to fail that row alone, when it is accepted
+            return choose_tokens(logits, [choice and "later" for choice in choices])
+
     def _process_outputs(
-        self, row: RequestState, count: int, logits: Tensor, likeliest: Sequence[int]
+        self, row: RequestState, count: int, logits: Tensor, own: slice, chosen: Sequence[int]
     ) -> list[GenerationEvent]:
-        """Record `count` computed tokens of a row, and choose the next token once its prompt is complete."""
-        if -1 in likeliest:
-            raise CheckpointError(
-                f"the model's output is not a number in {self._model.dtype}",
-                hint="use a precision with a wider range, such as fp32",
-            )
+        """Record `count` computed tokens of a row, and accept the next token once its prompt is complete.
+
+        Args:
+            row: state of the request.
+            count: number of the row's tokens that the forward pass computed.
+            logits: [M, V] of all rows.
+            own: the row's part of them.
+            chosen: token chosen from each row of `logits[own]`, see `choose_tokens`.
+        """
+        check_chosen_tokens(chosen, self._model.dtype)
         if count < row.num_pending_tokens:
-            self._record_computed(row, count, logits)
+            self._record_computed(row, count, logits, own)
             return []
-        self._record_computed(row, count - len(row.drafts), logits)
+        self._record_computed(row, count - len(row.drafts), logits, own)
         verified = 1 + len(row.drafts)
-        return [self._accept_tokens(row, logits[-verified:], likeliest[-verified:])]
+        return [self._accept_tokens(row, logits, own.stop - verified, chosen[-verified:])]
 
     def _admit_requests(self) -> list[GenerationEvent]:
         """Start the requests that have waited longest while all of their tokens fit; return events of failures."""
@@ -236,7 +261,7 @@ class InferenceEngine:
         while self._waiting and len(self._running) < self._batch_size:
             row = self._waiting[0]
             self._share_prefix_pages(row)
-            if _count_pages(len(row.tokens)) - len(row.pages) > self._pages.num_free_pages:
+            if self._count_pages(len(row.tokens)) - len(row.pages) > self._pages.num_free_pages:
                 self._release_row(row)
                 break
             row.first_length, row.state_index = len(row.tokens), self._free_states.pop()
@@ -256,9 +281,9 @@ class InferenceEngine:
         """Give the row the cached pages of rows with an identical prefix; at least its last token has to be computed."""
         if not self._shares_prefixes or row.request.prompt_logprobs or row.request.images:
             return
-        hashes = hash_full_pages(row.tokens[:-1], adapter=row.request.adapter)
+        hashes = hash_full_pages(row.tokens[:-1], adapter=row.request.adapter, page_size=self._page_size)
         row.pages = self._pages.share_cached_pages(hashes)
-        row.num_computed, row.page_hashes = len(row.pages) * PAGE, hashes[: len(row.pages)]
+        row.num_computed, row.page_hashes = len(row.pages) * self._page_size, hashes[: len(row.pages)]
 
     def _release_row(self, row: RequestState) -> None:
         """Free all pages of a row and its state slot."""
@@ -311,7 +336,7 @@ class InferenceEngine:
         """Reserve pages for `total` tokens, preempting younger rows if necessary; return False if the row itself is
         preempted.
         """
-        needed = _count_pages(total) - len(row.pages)
+        needed = self._count_pages(total) - len(row.pages)
         while needed > self._pages.num_free_pages:
             youngest = self._running.pop()
             self._release_row(youngest)
@@ -342,6 +367,7 @@ class InferenceEngine:
                     row.state_index or 0,
                     row.image_ranges,
                     row.cross_memory or {},
+                    self._page_size,
                 )
             )
             tokens += (row.tokens[row.num_computed : total] + row.drafts)[:count]
@@ -352,15 +378,14 @@ class InferenceEngine:
         if self._adapters.names:
             self._adapters.select_adapters([row.request.adapter for row, count in work for _ in range(count)], device)
         # each token is a batch row of its own; the cache computes its attention to other tokens
-        columns = torch.tensor(positions, device=device)[:, None]
+        columns = to_device(torch.tensor(positions), device)[:, None]
         images = gather_token_images([(row.request.images, row.num_computed, count) for row, count in work], device)
         rotary = columns if images is None or images.positions is None else images.positions
         context = model.make_forward_context(rotary, sequence_bounds=DocumentBounds(lengths), cache=self._cache)
         context = context if images is None else replace(context, images=images)
-        x = self._layers(
-            model.embed_inputs(torch.tensor(tokens, device=device)[:, None], columns, images=images), context
-        )
-        return x, model.compute_logits(x[torch.tensor(wanted, dtype=torch.int64, device=device)]).squeeze(1)
+        ids = to_device(torch.tensor(tokens), device)[:, None]
+        x = self._layers(model.embed_inputs(ids, columns, images=images), context)
+        return x, model.compute_logits(x[to_device(torch.tensor(wanted, dtype=torch.int64), device)]).squeeze(1)
 
     def _rope_lengths(self, row: RequestState, count: int) -> list[int]:
         """Return the lengths that determine the RoPE angles of the row's next tokens: the text length when each token
@@ -377,37 +402,39 @@ class InferenceEngine:
         """Return whether the row has outgrown the RoPE angles of its cached keys (LongRoPE)."""
         return any(row.first_length <= bound < len(row.tokens) for bound in self._longrope_bounds)
 
-    def _record_computed(self, row: RequestState, count: int, logits: Tensor) -> None:
-        """Mark the row's next `count` tokens as cached, and record prompt log-probabilities from logits [count, V] if
+    def _record_computed(self, row: RequestState, count: int, logits: Tensor, own: slice) -> None:
+        """Mark the row's next `count` tokens as cached, and record prompt log-probabilities from `logits[own]` if
         requested.
         """
-        prompt = row.request.prompt
-        if row.request.prompt_logprobs:
-            for position, own in zip(range(row.num_computed, row.num_computed + count), logits, strict=False):
-                if position + 1 == len(row.prompt_scores) < len(prompt):  # not recorded before a preemption
-                    row.prompt_scores.append(score_token(own, prompt[position + 1], row.request.logprobs or 0))
+        prompt, first = row.request.prompt, len(row.prompt_scores) - 1
+        targets = prompt[first + 1 : row.num_computed + count + 1]  # others were recorded before a preemption
+        if row.request.prompt_logprobs and row.num_computed <= first and targets:
+            start = own.start + first - row.num_computed
+            scored = score_tokens(logits[start : start + len(targets)], targets, row.request.logprobs or 0)
+            row.prompt_scores += scored
         row.num_computed += count
-        full = row.num_computed // PAGE
+        full = row.num_computed // self._page_size
         hashable = row.request.images is None  # tokens do not identify images
         if self._shares_prefixes and hashable and full > len(row.page_hashes):
-            row.page_hashes = hash_full_pages(row.tokens[: full * PAGE], row.page_hashes, row.request.adapter)
+            row.page_hashes = hash_full_pages(
+                row.tokens[: full * self._page_size], row.page_hashes, row.request.adapter, self._page_size
+            )
             for page, page_hash in zip(row.pages, row.page_hashes, strict=False):
                 self._pages.register_page(page, page_hash)
 
-    def _accept_tokens(self, row: RequestState, logits: Tensor, likeliest: Sequence[int]) -> GenerationEvent:
-        """Choose the next token, and the tokens after it as long as the draft tokens before them are accepted.
+    def _accept_tokens(self, row: RequestState, logits: Tensor, start: int, chosen: Sequence[int]) -> GenerationEvent:
+        """Accept the next token, and the tokens after it as long as the draft tokens before them are right.
 
         Args:
             row: state of the request, with all tokens computed.
-            logits: [1 + number of draft tokens, V].
-            likeliest: most likely token of each row of logits.
+            logits: [M, V] of all rows; the row's own 1 + number of draft tokens begin at `start`.
+            chosen: token chosen from each of them, see `choose_tokens`.
         """
         drafts, row.drafts = row.drafts, []
-        first, new, tokens, scored = not row.text.tokens, "", [], []
-        for own, best, draft in zip_longest(logits, likeliest, drafts):
-            token = row.choose_token(own, best)
-            if row.request.logprobs is not None:
-                scored.append(score_token(own, token, row.request.logprobs))
+        first, new, tokens = not row.text.tokens, "", []
+        for index, (token, draft) in enumerate(zip_longest(chosen, drafts)):
+            token = row.choose_token(logits[start + index]) if token == CHOSEN_LATER else token
+            check_chosen_tokens([token], self._model.dtype)
             tokens.append(token)
             row.tokens.append(token)
             new += row.text.append_token(token)
@@ -416,6 +443,8 @@ class InferenceEngine:
             if row.text.finish is not None or token != draft:
                 break
             row.num_computed += 1  # the accepted draft token is in the cache already
+        wanted = row.request.logprobs
+        scored = [] if wanted is None else score_tokens(logits[start : start + len(tokens)], tokens, wanted)
         row.draft_length.record_acceptance(len(drafts), len(tokens) - 1)
         if row.text.finish is not None:
             self._running.remove(row)
@@ -423,7 +452,6 @@ class InferenceEngine:
         prompt = row.prompt_scores if row.request.prompt_logprobs and first else None
         return GenerationEvent(row.number, new, tokens, scored, prompt, row.text.finish, stop=row.text.stop)
 
-
-def _count_pages(tokens: int) -> int:
-    """Return the number of pages that `tokens` tokens need."""
-    return -(-tokens // PAGE)
+    def _count_pages(self, tokens: int) -> int:
+        """Return the number of pages that `tokens` tokens need."""
+        return -(-tokens // self._page_size)

@@ -18,6 +18,7 @@ from torch import Tensor
 from mega_eval.engine_requests import RequestState
 from mega_eval.paged_cache import PagedCache, RequestTokenSpan
 from mega_trainer.data.micro_batch import DocumentBounds
+from mega_trainer.distributed.device import to_device
 from mega_trainer.model.decoder import Decoder, apply_embedding_scale
 from mega_trainer.parallel.tensor_parallel import embed_token_ids
 
@@ -97,9 +98,10 @@ class MtpDrafter:
             first = len(positions)
             positions += range(start, row.num_computed)
             tokens += (row.tokens + drafted)[start + k + 1 : row.num_computed + k + 1]
-            spans.append(RequestTokenSpan(slice(first, len(positions)), row.num_computed, row.pages))
+            own = slice(first, len(positions))
+            spans.append(RequestTokenSpan(own, row.num_computed, row.pages, page_size=self._cache.page_size))
         self._cache.begin_forward_pass(spans, device)
-        columns, ids = (torch.tensor(values, device=device)[:, None] for values in (positions, tokens))
+        columns, ids = (to_device(torch.tensor(values), device)[:, None] for values in (positions, tokens))
         lengths = [
             max(len(row.request.prompt), position + 1)
             for row, start in zip(rows, starts, strict=True)

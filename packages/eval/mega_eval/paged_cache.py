@@ -1,10 +1,12 @@
-"""Paged KV cache (arXiv:2309.06180): allocator of pages, prefix cache of full pages, and attention row by row.
+"""Paged KV cache (arXiv:2309.06180): allocator of pages, prefix cache of full pages, and attention to cached keys.
 
-A row of tokens has pages of `PAGE` tokens each. A full page can be shared by all rows that begin with the same tokens; its
-key is a hash of all of these. The allocator's bookkeeping is in host memory and has no tensors.
+A row of tokens has pages of equal size, `PAGE` tokens where the attention kernel does not require more. A full page can be
+shared by all rows that begin with the same tokens; its key is a hash of all of these. The allocator's bookkeeping is in host
+memory and has no tensors.
 
-The layers compute the new tokens of all rows as one batch of N tokens. Attention runs separately for each row, so rows of any
-lengths are neither padded nor concatenated.
+The layers compute the new tokens of all rows as one batch of N tokens. Rows with one new token attend in one call, by block
+tables (`mega_trainer.kernels.paged_attention`). Other rows, and all rows where separate calls are faster, attend one by one,
+so they are neither padded nor concatenated.
 
 Legend: N new tokens of all rows, S of one row, T tokens of a row so far, H query heads, K key/value heads, d head size.
 """
@@ -23,10 +25,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mega_trainer.kernels.attention_masks import ALL, BandMask
+from mega_common.model_config import ModelConfig
+from mega_trainer.distributed.device import to_device
+from mega_trainer.kernels.attention_masks import ALL, BandMask, PagedAttentionName, PagedRows
+from mega_trainer.kernels.flash_attention import fits_flash_head
+from mega_trainer.kernels.paged_attention import flash_page_size
 from mega_trainer.model.forward_context import AttendFunction, CacheAttentionFunction, RecurrenceFunction
 
-PAGE = 16  # tokens
+PAGE = 16  # tokens per page, unless the attention kernel requires more
 
 
 class PageAllocator:
@@ -119,19 +125,21 @@ class PageAllocator:
         return int(starts[widest] + (max(0, widths[widest] - wanted) // 2 if before else 0))
 
 
-def hash_full_pages(tokens: Sequence[int], known: Sequence[bytes] = (), adapter: str | None = None) -> list[bytes]:
+def hash_full_pages(
+    tokens: Sequence[int], known: Sequence[bytes] = (), adapter: str | None = None, page_size: int = PAGE
+) -> list[bytes]:
     """Return the hashes of the full KV cache pages of a request's tokens.
-    The request begins with `tokens`; `known` are hashes of its first pages computed before, and `adapter` is the name
-    of its LoRA adapter.
+    The request begins with `tokens`; `known` are hashes of its first pages computed before, `adapter` is the name of its
+    LoRA adapter, and a page has `page_size` tokens.
 
     A hash covers the page's tokens and the hash of the page before it; for the first page, the name of the LoRA adapter
     that its keys depend on.
     """
     first = b"" if adapter is None else sha256(adapter.encode()).digest()
     hashes = list(known)
-    for start in range(len(hashes) * PAGE, len(tokens) - PAGE + 1, PAGE):
+    for start in range(len(hashes) * page_size, len(tokens) - page_size + 1, page_size):
         before = hashes[-1] if hashes else first
-        hashes.append(sha256(before + array("q", tokens[start : start + PAGE]).tobytes()).digest())
+        hashes.append(sha256(before + array("q", tokens[start : start + page_size]).tobytes()).digest())
     return hashes
 
 
@@ -150,6 +158,7 @@ class RequestTokenSpan:
         state_index: index of the row's recurrent states.
         image_ranges: positions of images with bidirectional attention; a step computes all tokens of an image or none.
         cross_memory: for each decoder layer, keys and values of the encoded text [1, E, K, d].
+        page_size: tokens per page.
     """
 
     tokens: slice
@@ -158,6 +167,7 @@ class RequestTokenSpan:
     state_index: int = 0
     image_ranges: Sequence[range] = ()
     cross_memory: EncoderMemory = field(default_factory=dict)
+    page_size: int = PAGE
 
     @property
     def new_token_count(self) -> int:
@@ -185,12 +195,13 @@ class RequestTokenSpan:
     def new_token_slots(self) -> list[int]:
         """Indices of the cache slots into which the keys and values of the row's new tokens go."""
         positions = range(self.total - self.new_token_count, self.total)
-        return [self.pages[position // PAGE] * PAGE + position % PAGE for position in positions]
+        size = self.page_size
+        return [self.pages[position // size] * size + position % size for position in positions]
 
     @cached_property
     def slot_runs(self) -> list[SlotRun]:
         """Runs of contiguous cache slots of all the row's tokens in order; adjacent pages form one run."""
-        return _page_slot_runs(self.pages, self.total)
+        return _page_slot_runs(self.pages, self.total, self.page_size)
 
     def split_at_chunks(self, positions: range, size: int) -> Iterator[tuple[range, int]]:
         """Yield the parts of a range of positions in chunks of `size` tokens, each with the position of its first key."""
@@ -199,39 +210,72 @@ class RequestTokenSpan:
             yield positions[: first + size - positions.start], first
             positions = positions[first + size - positions.start :]
 
+    def first_visible_position(self, window: int | None, *, chunked: bool = False) -> int:
+        """Return the position of the first key that the row's first new token attends to.
+        `window` is the sliding window in tokens, or None; `chunked`: it is a chunk that does not slide.
+        """
+        first = self.total - self.new_token_count
+        if window is None:
+            return 0
+        return first - first % window if chunked else max(0, first + 1 - window)
+
     def visible_slot_runs(self, window: int | None, *, chunked: bool = False) -> list[SlotRun]:
         """Return the runs of cache slots whose keys at least one new token of the row attends to.
         `window` is the sliding window in tokens, or None; `chunked`: it is a chunk that does not slide.
         """
-        if window is not None and chunked:
-            first = self.total - self.new_token_count
-            return _last_slots(self.slot_runs, self.total - first + first % window)
-        return self.slot_runs if window is None else _last_slots(self.slot_runs, window - 1 + self.new_token_count)
+        first = self.first_visible_position(window, chunked=chunked)
+        return _last_slots(self.slot_runs, self.total - first) if first else self.slot_runs
+
+
+def choose_page_size(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> int:
+    """Return the number of tokens per page: `PAGE`, or as many as a fused kernel requires that the model can use."""
+    fused = (
+        config.mla is None
+        and config.attention_softcap is None
+        and config.position not in ("alibi", "relative")
+        and fits_flash_head(config.query_key_head_dim)
+    )
+    return (flash_page_size(device, dtype) if fused else None) or PAGE
 
 
 class PagedCache:
     """Paged KV cache of all layers of a model.
-    It has keys and values, or the latents that replace them, as tensors [slots, K, d] with `PAGE` slots a page.
+    It has keys and values, or the latents that replace them, as tensors [slots, K, d] with `page_size` slots a page.
 
     Of a recurrent layer it holds the state of each row: tensors [rows, ..], whose size does not depend on the rows' length.
+
+    Args:
+        layers, pages, rows: number of layers, of pages, and of requests at once.
+        page_size: tokens per page.
+        attention: implementation of attention for rows with one new token, where it supports the call; None: the fastest.
     """
 
-    def __init__(self, layers: int, pages: int, rows: int) -> None:
-        self._slots, self._rows = pages * PAGE, rows
+    def __init__(
+        self,
+        layers: int,
+        pages: int,
+        rows: int,
+        *,
+        page_size: int = PAGE,
+        attention: PagedAttentionName | None = None,
+    ) -> None:
+        self.page_size, self._attention = page_size, attention
+        self._slots, self._rows = pages * page_size, rows
         self._held: list[tuple[Tensor, ...]] = [()] * layers
         self._by_head = list(self._held)  # views of the same memory, in the layout of attention
         self._spans: list[RequestTokenSpan] = []
         self._visible_runs: dict[tuple[int | None, bool], list[list[SlotRun]]] = {}
+        self._paged_rows: dict[tuple[int | None, bool], PagedRows] = {}
         self._single = 0  # number of leading spans with one token
-        self._new = torch.empty(0)
+        self._new = self._block_table = torch.empty(0)
 
     def begin_forward_pass(self, spans: list[RequestTokenSpan], device: torch.device) -> None:
         """Set the rows (requests) that the next forward pass computes.
         `spans` are the rows; rows with a single new token should come first, which saves work.
         """
-        self._spans, self._visible_runs = spans, {}
+        self._spans, self._visible_runs, self._paged_rows = spans, {}, {}
         self._single = sum(1 for _ in takewhile(lambda span: span.new_token_count == 1, spans))
-        self._new = torch.tensor([slot for span in spans for slot in span.new_token_slots], device=device)
+        self._new = to_device(torch.tensor([slot for span in spans for slot in span.new_token_slots]), device)
 
     def update_and_attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor | None, window: int | None, attend: CacheAttentionFunction
@@ -239,18 +283,58 @@ class PagedCache:
         """Store the keys and values of a layer's new tokens and return the attention output.
         It follows the `KVCache` interface; each of the N tokens is a batch row of its own: [N, 1, H or K, d].
         """
-        by_head = self._store_tokens(layer, k) if v is None else self._store_tokens(layer, k, v)
-        kind = window, attend.chunked
+        self._store_tokens(layer, *((k,) if v is None else (k, v)))
+        outputs = [self._attend_single_tokens(layer, q[: self._single, 0], window, attend)] if self._single else []
+        if self._single < len(self._spans):
+            outputs += self._attend_spans(layer, q, window, attend)
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def _attend_single_tokens(
+        self, layer: int, q: Tensor, window: int | None, attend: CacheAttentionFunction
+    ) -> Tensor:
+        """Return the attention output [N, 1, H, e] of the rows with a single new token, from their queries [N, H, d]."""
+        held, kind = self._held[layer], (window, attend.chunked)
+        if (len(q) > 1 or q.is_cuda) and self._attention != "rows":
+            if kind not in self._paged_rows:
+                self._paged_rows[kind] = self._list_paged_rows(window, q.device, chunked=attend.chunked)
+            y = attend.paged_attention(q, held[0], held[-1], self._paged_rows[kind], self._attention)
+            if y is not None:
+                return y.unsqueeze(1)
+        keys, values = self._view_visible_keys(layer, window, attend, slice(self._single))
+        return attend.decode_attention(q, keys, values).unsqueeze(1)
+
+    def _list_paged_rows(self, window: int | None, device: torch.device, *, chunked: bool) -> PagedRows:
+        """Return the visible keys of the rows with a single new token, under a window or none.
+        The block table is copied to the device once per forward pass.
+        """
+        spans = self._spans[: self._single]
+        if not self._paged_rows:
+            table = np.zeros((len(spans), max(-(-span.total // self.page_size) for span in spans)), dtype=np.int32)
+            for row, span in zip(table, spans, strict=True):
+                row[: len(span.pages)] = span.pages[: len(row)]
+            self._block_table = to_device(torch.from_numpy(table), device)
+        first = [span.first_visible_position(window, chunked=chunked) for span in spans]
+        return PagedRows.from_bounds(
+            self._block_table, first, [span.total for span in spans], self.page_size, window=window, chunked=chunked
+        )
+
+    def _view_visible_keys(
+        self, layer: int, window: int | None, attend: CacheAttentionFunction, some: slice
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the visible keys and values of some rows, [1, K, T, d] and [1, K, T, e]; views where pages adjoin."""
+        by_head, kind = self._by_head[layer], (window, attend.chunked)
         if kind not in self._visible_runs:
             self._visible_runs[kind] = [span.visible_slot_runs(window, chunked=attend.chunked) for span in self._spans]
-        keys = [_gather_slots(by_head[0], runs) for runs in self._visible_runs[kind]]
-        values = keys if v is None else [_gather_slots(by_head[1], runs) for runs in self._visible_runs[kind]]
-        single = self._single
-        if single == len(self._spans):
-            return attend.decode_attention(q.squeeze(1), keys, values).unsqueeze(1)
-        rows = [attend.decode_attention(q[:single, 0], keys[:single], values[:single]).unsqueeze(1)] if single else []
-        left = None if window is None else window - 1
-        for span, *kept in zip(self._spans[single:], keys[single:], values[single:], strict=True):
+        keys, *values = ([_gather_slots(held, runs) for runs in self._visible_runs[kind][some]] for held in by_head)
+        return keys, values[0] if values else keys
+
+    def _attend_spans(
+        self, layer: int, q: Tensor, window: int | None, attend: CacheAttentionFunction
+    ) -> Iterator[Tensor]:
+        """Yield the attention outputs [S, 1, H, e] of the other rows, in segments with one mask each."""
+        left, others = None if window is None else window - 1, slice(self._single, None)
+        keys, values = self._view_visible_keys(layer, window, attend, others)
+        for span, *kept in zip(self._spans[others], keys, values, strict=True):
             for positions, image in filter(lambda segment: segment[0], span.attention_segments):
                 parts = [(positions, 0)]
                 if window is not None and attend.chunked:
@@ -261,8 +345,7 @@ class PagedCache:
                     start = max(0, first_key - span.total + length)
                     own, value = (held[:, :, start : length - behind].transpose(1, 2) for held in kept)
                     new = q[first : first + len(part)].transpose(0, 1)
-                    rows.append(attend(new, own, value, BandMask(left, None if image else 0)).transpose(0, 1))
-        return rows[0] if len(rows) == 1 else torch.cat(rows)
+                    yield attend(new, own, value, BandMask(left, None if image else 0)).transpose(0, 1)
 
     def cross_attend(self, layer: int, q: Tensor, attend: AttendFunction) -> Tensor:
         """Return the cross attention of a layer's queries to each row's encoded text.
@@ -285,7 +368,7 @@ class PagedCache:
             batches.setdefault((span.new_token_count, span.is_uncached), []).append(span)
         outputs, order = [], []
         for (count, begins), spans in batches.items():
-            indices = torch.tensor([span.state_index for span in spans], device=x.device)
+            indices = to_device(torch.tensor([span.state_index for span in spans]), x.device)
             order += [token for span in spans for token in range(span.tokens.start, span.tokens.stop)]
             new = x[order[-count * len(spans) :]].view(len(spans), count, -1)
             y, states = step(new, None if begins else [held[indices] for held in self._held[layer]])
@@ -295,23 +378,24 @@ class PagedCache:
                 held.index_copy_(0, indices, state)
             outputs.append(y.flatten(0, 1))
         joined = torch.cat(outputs)
-        return torch.empty_like(joined).index_copy_(0, torch.tensor(order, device=x.device), joined).unsqueeze(1)
+        return torch.empty_like(joined).index_copy_(0, to_device(torch.tensor(order), x.device), joined).unsqueeze(1)
 
-    def _store_tokens(self, layer: int, *new: Tensor) -> tuple[Tensor, ...]:
-        """Store tensors [N, 1, K, d]; return the layer's whole cache, [1, K, slots, d]."""
+    def _store_tokens(self, layer: int, *new: Tensor) -> None:
+        """Store tensors [N, 1, K, d] of all rows in the layer's pages, in place."""
         if not self._held[layer]:  # allocated lazily and left untouched: a CPU commits memory on first write
             self._held[layer] = tuple(part.new_empty(self._slots, *part.shape[2:]) for part in new)
             self._by_head[layer] = tuple(held.transpose(0, 1).unsqueeze(0) for held in self._held[layer])
         for held, part in zip(self._held[layer], new, strict=True):
             held.index_copy_(0, self._new, part.squeeze(1))
-        return self._by_head[layer]
 
 
-def _page_slot_runs(pages: Sequence[int], total: int) -> list[SlotRun]:
-    """Return the slots of the first `total` tokens of a row with these pages; adjacent pages form one run."""
+def _page_slot_runs(pages: Sequence[int], total: int, size: int) -> list[SlotRun]:
+    """Return the slots of the first `total` tokens of a row with these pages of `size` tokens; adjacent pages form one
+    run.
+    """
     runs: list[SlotRun] = []
-    for number, page in enumerate(pages[: -(-total // PAGE)]):
-        start, stop = page * PAGE, page * PAGE + min(PAGE, total - number * PAGE)
+    for number, page in enumerate(pages[: -(-total // size)]):
+        start, stop = page * size, page * size + min(size, total - number * size)
         if runs and runs[-1][1] == start:
             runs[-1] = (runs[-1][0], stop)
         else:

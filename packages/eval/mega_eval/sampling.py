@@ -1,28 +1,35 @@
 """Sampling of the next token: greedy, or with temperature, top-k, top-p (arXiv:1904.09751) and min-p
 (arXiv:2407.01082).
 
-A draw is a function of (seed, sample, step) alone. It uses one uniform random number from the CPU, regardless of the
-model's device, so a sample's text depends neither on the rest of the batch nor on the device.
+The tokens of all rows of a batch are chosen at once. A draw is a function of (seed, sample, step) alone. It uses one uniform
+random number from the CPU, regardless of the model's device, so a sample's text depends neither on the rest of the batch nor
+on the device.
 
-Legend: V vocabulary.
+Legend: M rows, V vocabulary.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Annotated, Any, Literal
 
+import numpy as np
 import torch
 from pydantic import Field, NonNegativeInt, PositiveInt
 from torch import Tensor
 
 from mega_ckpt.families.config_entries import split_words
-from mega_common.errors import ConfigError, DataError
+from mega_common.errors import CheckpointError, ConfigError, DataError
 from mega_common.strict_config import StrictConfig
+from mega_trainer.distributed.device import to_device
 from mega_trainer.distributed.rng import seeded_generator
 
 SMALLEST = 1e-300  # lower bound of temperature and of top-p times the sum of probabilities
+CPU_ELEMENTS = 1 << 18  # most scores that are sampled at once on a CPU, so that they stay in its cache
+NOT_A_NUMBER, NO_CHOICE, CHOSEN_LATER = -1, -2, -3  # in place of a token id
 
 
 class Sampling(StrictConfig):
@@ -95,52 +102,166 @@ class Sampling(StrictConfig):
         return bool(self.no_repeat_ngram_size or lists or shorter or single)
 
 
-def apply_penalties(logits: Tensor, sampling: Sampling, prompt: Sequence[int], generated: Sequence[int]) -> Tensor:
-    """Return the scores [V] of the next token after penalties, biases and restrictions.
-    They are in fp64, where no penalty within its bounds makes them infinite; the logits themselves if the settings have
-    none.
+@dataclass(frozen=True)
+class TokenChoice:
+    """Choice of one next token: the sampling settings and the tokens before it.
+
+    Attributes:
+        sampling: sampling settings.
+        prompt, generated: token ids before the one to choose; the length of `generated` is the step of the draw.
+        sample: index of the sample, which a draw depends on.
+        constrain: maps scores [V] after penalties to scores with minus infinity for excluded tokens (a grammar), or None.
+    """
+
+    sampling: Sampling
+    prompt: Sequence[int] = ()
+    generated: Sequence[int] = ()
+    sample: int = 0
+    constrain: Callable[[Tensor], Tensor] | None = None
+
+
+def choose_tokens(logits: Tensor, choices: Sequence[TokenChoice | Literal["later"] | None]) -> list[int]:
+    """Return the next token for each row of logits [M, V], all chosen at once; the host waits for the device once.
+
+    Args:
+        logits: scores of the next token.
+        choices: settings of each row; None: greedy. A row that is `later` gets `CHOSEN_LATER`.
+
+    Returns:
+        token ids; `NOT_A_NUMBER` for a row with NaN, `NO_CHOICE` for a row whose scores exclude all tokens.
+    """
+    values, chosen = logits.max(-1)
+    drawn = [(index, choice) for index, choice in enumerate(choices) if isinstance(choice, TokenChoice)]
+    size = max(1, CPU_ELEMENTS // logits.shape[-1] if logits.device.type == "cpu" else len(drawn))
+    for start in range(0, len(drawn), size):
+        indices, some = zip(*drawn[start : start + size], strict=True)
+        rows = to_device(torch.tensor(indices), logits.device)
+        own = logits if len(rows) == len(logits) else logits.index_select(0, rows)
+        chosen = chosen.index_copy(0, rows, _draw_tokens(own, some))
+    found: list[int] = chosen.masked_fill_(values.isnan(), NOT_A_NUMBER).tolist()
+    return [CHOSEN_LATER if choice == "later" else token for token, choice in zip(found, choices, strict=True)]
+
+
+def check_chosen_tokens(chosen: Sequence[int], dtype: torch.dtype) -> None:
+    """Check that `choose_tokens` chose tokens, from logits in `dtype`.
+
+    Raises:
+        CheckpointError: when a row of logits has NaN.
+        DataError: when the only token is `NO_CHOICE`.
+    """
+    if NOT_A_NUMBER in chosen:
+        raise CheckpointError(
+            f"the model's output is not a number in {dtype}", hint="use a precision with a wider range, such as fp32"
+        )
+    if list(chosen) == [NO_CHOICE]:
+        raise DataError("no token can be chosen: the scores of all tokens are masked, infinite or not a number")
+
+
+def _draw_tokens(logits: Tensor, choices: Sequence[TokenChoice]) -> Tensor:
+    """Return the next tokens int64 [M] by the settings of each row of logits [M, V], or `NO_CHOICE`."""
+    scores = apply_penalties(logits, choices)
+    for row, choice in enumerate(choices):
+        if choice.constrain is not None:
+            scores = scores.clone() if scores is logits else scores
+            scores[row] = choice.constrain(scores[row])
+    p = compute_probabilities(scores, [choice.sampling for choice in choices])
+    return draw_tokens(p, choices).masked_fill_(~scores.amax(-1).isfinite(), NO_CHOICE)
+
+
+def apply_penalties(logits: Tensor, choices: Sequence[TokenChoice]) -> Tensor:
+    """Return the scores of the next token after penalties, biases and restrictions, for rows of logits [M, V].
+    They are in fp64, where no penalty within its bounds makes them infinite; the logits themselves if no row's settings
+    change them.
 
     The repetition penalty counts prompt tokens, as in transformers (arXiv:1909.05858); presence and frequency penalties do
     not, as in OpenAI's API.
     """
-    if not sampling.modifies_scores:
+    if not any(choice.sampling.modifies_scores for choice in choices):
         return logits
-    scores, device = logits.to(torch.float64, copy=True), logits.device
-    seen = torch.tensor(sorted({*prompt, *generated}), device=device)
-    before = scores[seen]
-    scores[seen] = torch.where(before < 0, before * sampling.repetition_penalty, before / sampling.repetition_penalty)
-    if generated:
-        tokens, counts = (
-            torch.tensor(column, device=device) for column in zip(*Counter(generated).items(), strict=True)
+    scores = logits.to(torch.float64, copy=True)
+    flat = scores.view(-1)
+    if edits := _list_edits(choices, _list_repetitions, logits):
+        indices, penalties = edits
+        before = flat[indices]
+        flat[indices] = torch.where(before < 0, before * penalties, before / penalties)
+    if edits := _list_edits(choices, _list_repeat_counts, logits):
+        flat.index_add_(0, *edits, alpha=-1)
+    if edits := _list_edits(choices, lambda choice: choice.sampling.logit_bias, logits):
+        flat.index_add_(0, *edits)
+    for row, choice in enumerate(choices):
+        if choice.sampling.restricts_tokens:
+            scores[row] = _restrict_tokens(scores[row], choice)
+    return scores
+
+
+def _list_edits(
+    choices: Sequence[TokenChoice], values_by_token: Callable[[TokenChoice], Mapping[int, float]], logits: Tensor
+) -> tuple[Tensor, Tensor] | None:
+    """Return the changes of scores in all rows: indices into the flat logits [M V] and values; None without any.
+
+    Raises:
+        DataError: for a token outside the vocabulary.
+    """
+    edits, vocab_size = [values_by_token(choice) for choice in choices], logits.shape[-1]
+    if not any(edits):
+        return None
+    tokens = np.fromiter(chain.from_iterable(edits), np.int64)
+    check_token_ids(tokens, vocab_size)
+    indices = tokens + np.repeat(np.arange(len(edits)) * vocab_size, [len(own) for own in edits])
+    values = np.fromiter(chain.from_iterable(own.values() for own in edits), np.float64)
+    return to_device(torch.from_numpy(indices), logits.device), to_device(torch.from_numpy(values), logits.device)
+
+
+def check_token_ids(tokens: np.ndarray, vocab_size: int) -> None:
+    """Check the token ids of sampling settings.
+
+    Raises:
+        DataError: when one is outside the vocabulary.
+    """
+    if len(tokens) and not 0 <= tokens.min() <= tokens.max() < vocab_size:
+        wrong = tokens[(tokens < 0) | (tokens >= vocab_size)]
+        raise DataError(
+            f"token {wrong[0]} of the sampling settings is outside the model's vocabulary of {vocab_size}",
+            hint="use token ids of this model's tokenizer",
         )
-        scores[tokens] -= sampling.presence_penalty + sampling.frequency_penalty * counts.to(scores.dtype)
-    for token, bias in sampling.logit_bias.items():
-        scores[token] += bias
-    return apply_token_restrictions(scores, sampling, prompt, generated) if sampling.restricts_tokens else scores
 
 
-def apply_token_restrictions(
-    scores: Tensor, sampling: Sampling, prompt: Sequence[int], generated: Sequence[int]
-) -> Tensor:
-    """Return the scores [V] of the next token after the exclusion of tokens by the settings.
+def _list_repetitions(choice: TokenChoice) -> Mapping[int, float]:
+    """Return the repetition penalty by token of the text."""
+    penalty = choice.sampling.repetition_penalty
+    return {} if penalty == 1 else dict.fromkeys([*choice.prompt, *choice.generated], penalty)
+
+
+def _list_repeat_counts(choice: TokenChoice) -> Mapping[int, float]:
+    """Return the sum of presence and frequency penalties by generated token."""
+    presence, frequency = choice.sampling.presence_penalty, choice.sampling.frequency_penalty
+    if not (presence or frequency):
+        return {}
+    return {token: presence + frequency * count for token, count in Counter(choice.generated).items()}
+
+
+def _restrict_tokens(scores: Tensor, choice: TokenChoice) -> Tensor:
+    """Return the scores [V] of one row's next token after the exclusion of tokens by the settings.
     Tokens that the settings exclude have the least finite number (in transformers -inf), and tokens outside
     `allowed_token_ids` have -inf.
 
     The lowest finite number, unlike -inf, leaves these tokens available if a grammar or `allowed_token_ids`, which set
     other scores to -inf, permit nothing else.
     """
+    sampling, forced, lowest = choice.sampling, choice.sampling.forced_bos_token_id, torch.finfo(scores.dtype).min
     if sampling.allowed_token_ids is not None:
-        allowed = torch.tensor(sorted(set(sampling.allowed_token_ids)), device=scores.device)
+        ids = np.unique(np.array(sampling.allowed_token_ids, dtype=np.int64))
+        check_token_ids(ids, len(scores))
+        allowed = to_device(torch.from_numpy(ids), scores.device)
         scores = torch.full_like(scores, float("-inf")).index_copy(0, allowed, scores[allowed])
-    forced, lowest = sampling.forced_bos_token_id, torch.finfo(scores.dtype).min
-    begins = forced is not None and forced < len(scores) and len(prompt) + len(generated) == 1
-    if begins and bool(scores[forced].isfinite()):
+    if forced is not None and forced < len(scores) and len(choice.prompt) + len(choice.generated) == 1:
         others = torch.arange(len(scores), device=scores.device) != forced
-        scores = scores.where(~others | scores.isinf(), lowest)
-    banned = {token for token in _iterate_banned(sampling, prompt, generated) if 0 <= token < len(scores)}
+        scores = scores.where(~(others & scores[forced].isfinite()) | scores.isinf(), lowest)
+    tokens = _iterate_banned(sampling, choice.prompt, choice.generated)
+    banned = {token for token in tokens if 0 <= token < len(scores)}
     if not banned:
         return scores
-    return scores.index_fill(0, torch.tensor(sorted(banned), device=scores.device), lowest)
+    return scores.index_fill(0, to_device(torch.tensor(sorted(banned)), scores.device), lowest)
 
 
 def _iterate_banned(sampling: Sampling, prompt: Sequence[int], generated: Sequence[int]) -> Iterator[int]:
@@ -161,60 +282,61 @@ def _iterate_banned(sampling: Sampling, prompt: Sequence[int], generated: Sequen
         yield from sampling.begin_suppress_tokens
 
 
-def select_most_likely(logits: Tensor) -> list[int]:
-    """Return the id of the most likely token in each row of logits [M, V]; -1 for a row with NaN."""
-    values, tokens = logits.max(-1)
-    found: list[int] = tokens.where(~values.isnan(), -1).tolist()
-    return found
-
-
-def compute_probabilities(scores: Tensor, sampling: Sampling) -> Tensor:
-    """Return the probabilities of the next token, fp64 [V], from scores after penalties.
-    They follow from the scores by temperature, `top_k`, `top_p` and `min_p`.
-
-    Raises:
-        DataError: when the largest of the scores [V] is infinite or not a number.
+def compute_probabilities(scores: Tensor, samplings: Sequence[Sampling]) -> Tensor:
+    """Return the probabilities of the next token, fp64 [M, V], from scores after penalties.
+    They follow from the scores by each row's temperature, `top_k`, `top_p` and `min_p`; a row whose largest score is
+    infinite or not a number has no meaningful ones.
     """
-    if not bool(scores.amax().isfinite()):
-        raise DataError("no token can be chosen: the scores of all tokens are masked, infinite or not a number")
-    if sampling.temperature == 0:
-        return torch.nn.functional.one_hot(scores.argmax(-1), len(scores)).double()
-    wide = scores.double()
+
+    def column(values: Iterable[float]) -> Tensor:
+        return to_device(list(values), scores.device)[:, None]
+
+    vocab_size, wide = scores.shape[-1], scores.double()
     # a GPU multiplies by the reciprocal, which overflows for smaller temperatures
-    p = ((wide - wide.amax()) / max(sampling.temperature, SMALLEST)).softmax(-1)
-    if sampling.top_k is not None and sampling.top_k < len(p):
-        p = p.where(p >= p.topk(sampling.top_k).values[-1], 0.0)
-    if sampling.top_p < 1:
-        p = _keep_top_p(p, (sampling.top_p * p.sum()).clamp(min=SMALLEST))
-    if sampling.min_p:
-        p = p.where(p >= sampling.min_p * p.amax(), 0.0)
-    return p / p.sum()
+    temperatures = column(max(one.temperature, SMALLEST) if one.temperature else 1.0 for one in samplings)
+    p = ((wide - wide.amax(-1, keepdim=True)) / temperatures).softmax(-1)
+    top_k = [min(one.top_k or vocab_size, vocab_size) for one in samplings]
+    if kept := [k for k in top_k if k < vocab_size]:
+        values = p.topk(max(kept)).values
+        last = to_device(torch.tensor([min(k, max(kept)) - 1 for k in top_k]), p.device)[:, None]
+        likely = p >= values.gather(-1, last)
+        if len(kept) < len(top_k):
+            likely |= to_device(torch.tensor([k == vocab_size for k in top_k]), p.device)[:, None]
+        p = p.where(likely, 0.0)
+    if any(one.top_p < 1 for one in samplings):
+        shares = column(one.top_p for one in samplings)
+        cut = _keep_top_p(p, (shares * p.sum(-1, keepdim=True)).clamp(min=SMALLEST))
+        p = cut if all(one.top_p < 1 for one in samplings) else cut.where(shares < 1, p)
+    if any(one.min_p for one in samplings):
+        p = p.where(p >= column(one.min_p for one in samplings) * p.amax(-1, keepdim=True), 0.0)
+    p = p / p.sum(-1, keepdim=True)
+    if all(one.temperature for one in samplings):
+        return p
+    greedy = torch.nn.functional.one_hot(scores.argmax(-1), vocab_size).double()
+    return greedy.where(column(one.temperature == 0 for one in samplings) > 0, p)
 
 
 def _keep_top_p(p: Tensor, share: Tensor) -> Tensor:
-    """Keep the fewest most likely tokens whose sum reaches `share`, and set the others to zero; only as many as needed
-    are sorted.
+    """Keep the fewest most likely tokens of each row whose sum reaches `share` [M, 1], and set the others to zero.
+    On a CPU only as many as needed are sorted; on a GPU the host does not wait to know how many that are.
     """
-    for count in (min(256, len(p)), len(p)):
-        values, tokens = p.topk(count)
+    values, tokens = p.topk(min(256, p.shape[-1]) if p.device.type == "cpu" else p.shape[-1])
+    likelier = values.cumsum(-1) - values
+    cut = torch.zeros_like(p).scatter_(-1, tokens, values.where(likelier < share, 0.0))
+    if values.shape[-1] < p.shape[-1] and bool((more := likelier[:, -1] < share[:, 0]).any()):
+        values, tokens = p[more].topk(p.shape[-1])
         likelier = values.cumsum(-1) - values
-        if count == len(p) or likelier[-1] >= share:
-            break
-    return torch.zeros_like(p).scatter_(0, tokens, values.where(likelier < share, 0.0))
+        cut[more] = torch.zeros_like(p[more]).scatter_(-1, tokens, values.where(likelier < share[more], 0.0))
+    return cut
 
 
-def draw_token(p: Tensor, sampling: Sampling, sample: int, step: int) -> int:
-    """Draw a token id at random with given weights, fp64 [V].
-    The weights p need not add up to 1; the draw depends only on the seed, `sample` and `step`.
-
-    Args:
-        p: not all zero.
-        sampling: settings with the seed.
-        sample: index of the sample.
-        step: number of tokens drawn before.
+def draw_tokens(p: Tensor, choices: Sequence[TokenChoice]) -> Tensor:
+    """Draw one token id per row at random with given weights, fp64 [M, V] -> int64 [M].
+    The weights of a row need not add up to 1; a draw depends only on the seed, the sample and the step.
     """
     cumulative = p.cumsum(-1)
-    return int(torch.searchsorted(cumulative, draw_uniform(sampling.seed, sample, step) * cumulative[-1:]))
+    uniform = [draw_uniform(one.sampling.seed, one.sample, len(one.generated)) for one in choices]
+    return torch.searchsorted(cumulative, to_device(uniform, p.device)[:, None] * cumulative[:, -1:])[:, 0]
 
 
 def draw_uniform(seed: int, sample: int, step: int, use: str = "sample") -> float:

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mega_common.errors import CheckpointError, ConfigError
-from mega_eval.engine_requests import EngineRequest, GenerationEvent, RequestState, score_token
+from mega_common.errors import ConfigError
+from mega_eval.engine_requests import EngineRequest, GenerationEvent, RequestState, score_tokens
 from mega_eval.grammar_matcher import GrammarCache
-from mega_eval.sampling import select_most_likely
+from mega_eval.sampling import check_chosen_tokens
 from mega_eval.text_stream import Continuation, TextTokenizer
 from mega_trainer.model.transformers_decoder import TransformersDecoder
 
@@ -71,15 +71,9 @@ class TransformersEngine:
             return []
         row = self._waiting[0]
         logits = self._next_logits(row)
-        (likeliest,) = select_most_likely(logits[None])
-        if likeliest == -1:
-            raise CheckpointError(
-                f"the model's output is not a number in {self._model.dtype}",
-                hint="use a precision with a wider range, such as fp32",
-            )
-        token = row.choose_token(logits, likeliest)
-        wanted = row.request.logprobs
-        scored = [] if wanted is None else [score_token(logits, token, wanted)]
+        token, wanted = row.choose_token(logits), row.request.logprobs
+        check_chosen_tokens([token], self._model.dtype)
+        scored = [] if wanted is None else score_tokens(logits[None], [token], wanted)
         row.tokens.append(token)
         new = row.text.append_token(token)
         if row.grammar is not None and row.grammar.accept_token(token):

@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from mega_common.errors import ConfigError
+from mega_trainer.config.parallel_layout import can_split_model, tensor_degree_rule
 from mega_trainer.config.run_config import RunConfig, load_run_config, resolve_run_config
 
 Settings = Callable[..., dict[str, Any]]
@@ -177,6 +178,20 @@ def test_rules_of_encoder_decoders(change: dict[str, Any], told: str | None) -> 
     with pytest.raises(ConfigError) as error:
         RunConfig.parse(resolve_run_config(raw))
     assert told in str(error.value)
+
+
+@pytest.mark.parametrize(("loss", "noted"), [(0.0, True), (1.0, False)])
+def test_an_indexer_that_nothing_trains_is_noted(settings: Any, loss: float, noted: bool) -> None:
+    raw = settings()
+    mla = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
+    mla |= {"indexer": {"num_heads": 6, "head_dim": 8, "kl_loss": loss}}
+    raw["model"] = {**{key: value for key, value in raw["model"].items() if key != "num_kv_heads"}, "mla": mla}
+    config = RunConfig.parse(raw)
+    assert ("kl_loss = 0 does not train the indexer" in " ".join(config.find_warnings())) == noted
+    assert config.is_trainable("model.layers.0.self_attn.indexer.wk.weight") != noted
+    assert config.is_trainable("model.layers.0.self_attn.o_proj.weight")
+    assert not can_split_model(config.model, 4)
+    assert "and 6 index heads" in tensor_degree_rule(config.model)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from mega_trainer.kernels.torch_kernels import TorchKernels
 
 CPU = torch.device("cpu")
 CHECKS = {check.name: check for check in iterate_kernel_checks()}
-ON_CPU = {"attention sdpa", "attention varlen", "grouped GEMM", "weight gradients"}
+ON_CPU = {"attention sdpa", "attention varlen", "paged attention gathered", "grouped GEMM", "weight gradients"}
 
 
 @pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS)
@@ -27,6 +27,7 @@ def test_kernels_pass_or_say_why_they_cannot_run(check: KernelCheck) -> None:
 
 WRONG: dict[str, tuple[object, str, str]] = {
     "attention": (TorchKernels, "attention", "attention sdpa, documents"),
+    "paged attention": (TorchKernels, "paged_attention", "paged attention gathered"),
     "a grouped GEMM": (TorchKernels, "grouped_linear", "grouped GEMM, 3+0+13+8 rows"),
     "weight gradients": (gemm_accumulation, "gemm_into", "weight gradients added to fp32"),
 }

@@ -20,6 +20,7 @@ from mega_trainer.distributed.rng import SeededDropout
 from mega_trainer.model.decoder import Decoder
 from mega_trainer.model.encoder_decoder import select_model_class
 from mega_trainer.model.layer_builder import LayerBuilder
+from mega_trainer.parallel.expert_routing import MicroBatchRouting
 from mega_trainer.pipeline.layer_partition import split_stage_layers
 from mega_trainer.plan.flops import (
     count_parameters_by_layer,
@@ -121,6 +122,17 @@ def test_an_encoder_sees_to_both_sides_and_has_a_head_of_its_own() -> None:
     assert forward_flops(full, 5)["attention scores"] == 22 * 4 * 5 * 24
     assert forward_flops(local, 5)["attention scores"] == pytest.approx(22 * 4 * (3 + 4 + 5 + 4 + 3) / 5 * 24)
     assert forward_flops(full, 5)["head"] == 2 * 768 * (768 + 50_368)
+
+
+def test_narrow_embeddings_have_two_projections_and_a_plain_output_layer_none() -> None:
+    fields = {
+        "num_layers": 2, "hidden_size": 24, "ffn_hidden_size": 40, "num_attention_heads": 4, "vocab_size": 61, "causal": False, "masked_lm": {},
+    }  # fmt: skip
+    narrow, plain = (
+        ModelConfig.parse(fields | more) for more in ({"embedding_size": 14}, {"masked_lm": {"dense": False}})
+    )
+    assert forward_flops(narrow, 5)["head"] == 2 * 14 * (61 + 24 + 24)
+    assert forward_flops(plain, 5)["head"] == 2 * 24 * 61
 
 
 def test_llama3_8b_by_hand() -> None:
@@ -292,6 +304,38 @@ def test_heads_that_differ_by_layer_are_counted_as_they_multiply() -> None:
         built(torch.zeros(1, tokens, 24), context)
     exact = forward_flops(config, tokens, causal=False)
     assert counted.get_total_flops() == tokens * (sum(exact.values()) - exact["head"] - exact["attention scores"])
+
+
+@pytest.mark.parametrize("indexer", [{"top_k": 4}, {"top_k": 20, "kl_loss": 1.0}, {"top_k": 20}, {"dense": True}])
+def test_sparse_attention_is_counted_as_it_multiplies(indexer: dict[str, Any]) -> None:
+    """But attention's scores, which torch does not count; with a loss the indexer scores short sequences, too."""
+    mla = {**MLA, "q_lora_rank": 20, "indexer": {"num_heads": 3, "head_dim": 8, **indexer}}
+    small = ModelConfig.parse(
+        {
+            "num_layers": 2,
+            "hidden_size": 24,
+            "ffn_hidden_size": 40,
+            "num_attention_heads": 4,
+            "vocab_size": 61,
+            "mla": mla,
+        }
+    )
+    tokens, built = 16, Decoder(LayerBuilder(small))
+    assert count_parameters_by_layer(small).total == sum(p.numel() for p in built.parameters())
+    scored = indexer["top_k"] < tokens or "kl_loss" in indexer if "top_k" in indexer else False
+    with FlopCounterMode(display=False) as counted:
+        routing = MicroBatchRouting(None, None, 1.0, 1.0)
+        built(torch.zeros(1, tokens, 24), built.make_forward_context(torch.arange(tokens)[None], routing=routing))
+    exact, attention = forward_flops(small, tokens, causal=False), 2 * 2 * tokens * 4 * (10 + 10)
+    index = 2 * 2 * tokens * 3 * 9 if scored else 0
+    assert exact["attention scores"] == attention + index
+    # no products of an indexer that scores nothing; with a loss once more attention's products of queries and keys
+    unused = 0 if scored else 2 * 2 * (3 * 8 * 20 + 8 * 24 + 3 * 24)
+    again = 2 * 2 * tokens * 4 * 10 if "kl_loss" in indexer else 0
+    assert counted.get_total_flops() == tokens * (sum(exact.values()) - exact["head"] - attention - unused + again)
+    few = forward_flops(small, tokens)["attention scores"]
+    visible = 8.5 if indexer != {"top_k": 4} else 4 - 4 * 3 / 32
+    assert few == 2 * (2 * visible * 4 * 20 + (2 * 8.5 * 3 * 9 if scored else 0))
 
 
 def test_layers_of_several_kinds_cost_what_their_parts_do() -> None:

@@ -37,6 +37,7 @@ RECURRENT = {
     "mamba": {"num_heads": 8, "head_dim": 32, "state_size": 16, "num_groups": 2, "chunk_size": 32},
     "delta": {"num_key_heads": 2, "num_value_heads": 4, "key_head_dim": 16, "value_head_dim": 32, "chunk_size": 32},
 }
+INDEXER = {"num_heads": 4, "head_dim": 16, "top_k": 32, "kl_loss": 1.0}
 LINEAR = {
     "layers": ["kda", "lightning", "mlp", "attention"],
     "kda": {"num_heads": 4, "head_dim": 32, "chunk_size": 32},
@@ -72,6 +73,7 @@ ONE = {
     "latents": layout(1, {}, model={"mla": LATENT}),
     "latents without norms": layout(1, {}, model={"mla": {**LATENT, "latent_norm": False}}),
     "latents, further tokens": layout(1, {}, model={"mla": LATENT, "mtp_layers": 1}),
+    "sparse attention": layout(1, {}, model={"mla": {**LATENT, "q_lora_rank": 20, "indexer": INDEXER}}),
     "dropout": layout(1, {}, model={"residual_dropout": 0.1, "attention_dropout": 0.1, "embedding_dropout": 0.1}),
     "gpt": layout(1, {}, model={"tie_embeddings": True, "norm": "layernorm", "activation": "gelu_tanh", "mlp_bias": True}),
     "adapters": layout(1, {}, lora={"rank": 8}),

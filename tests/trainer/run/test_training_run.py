@@ -205,6 +205,35 @@ def test_loss_falls_and_metrics_have_the_promised_keys(settings: Settings) -> No
     assert [line["step"] for line in told if "valid_loss" in line] == [20, 40]
 
 
+def test_an_indexer_is_warmed_up_alone(settings: Settings, tmp_path: Path) -> None:
+    """With the rest frozen by the patterns that the documentation has; then trained with it, over the selected tokens."""
+    raw = settings(
+        train={
+            "steps": 12,
+            "freeze": [
+                "model.embed_tokens.*",
+                "model.norm.*",
+                "lm_head.*",
+                "*layernorm*",
+                "*.mlp.*",
+                "*.self_attn.[!i]*",
+            ],
+        }
+    )
+    indexer = {"num_heads": 4, "head_dim": 8, "top_k": 4, "kl_loss": 1.0, "dense": True}
+    mla = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
+    raw["model"] = {**raw["model"], "mla": {**mla, "indexer": indexer}}
+    raw["model"].pop("num_kv_heads", None)
+    trained(raw)
+    told = [line["indexer_loss"] for line in lines(raw)]
+    assert told[-1] < 0.9 * told[0]
+    losses = [line["loss"] for line in lines(raw)]
+    sparse = {**raw, "model": {**raw["model"], "mla": {**mla, "indexer": {**indexer, "dense": False}}}}
+    sparse |= {"output": str(tmp_path / "sparse"), "train": {**raw["train"], "freeze": []}}
+    trained(sparse)
+    assert lines(sparse)[-1]["loss"] < losses[-1]
+
+
 def test_further_tokens_are_learned_beside_the_next(settings: Settings, tmp_path: Path) -> None:
     raw = settings(train={"steps": 40, "eval_every": 20, "eval_steps": 2}, lr_schedule={"decay_steps": 40})
     mla = {"kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}

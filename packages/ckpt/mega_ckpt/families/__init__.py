@@ -21,6 +21,7 @@ from mega_ckpt.families.bert_encoders import (
     XLM_ROBERTA_XL,
 )
 from mega_ckpt.families.config_entries import ConfigDict
+from mega_ckpt.families.dbrx import DBRX
 from mega_ckpt.families.deepseek_glm import DEEPSEEK_V2, DEEPSEEK_V3, GLM, GLM4, GLM4_MOE, YOUTU
 from mega_ckpt.families.family import ModelFamily
 from mega_ckpt.families.further_decoders import (
@@ -43,7 +44,7 @@ from mega_ckpt.families.further_encoders import (
     NOMIC_BERT,
     ROFORMER,
 )
-from mega_ckpt.families.further_moe_decoders import AXK1, COHERE2_MOE, DBRX, FLINT, KOLIBRI1, PHIMOE
+from mega_ckpt.families.further_moe_decoders import AXK1, COHERE2_MOE, FLINT, KOLIBRI1, PHIMOE
 from mega_ckpt.families.gemma import GEMMA, GEMMA2, GEMMA3, VAULT_GEMMA
 from mega_ckpt.families.gemma4 import GEMMA4, GEMMA4_UNIFIED
 from mega_ckpt.families.gpt2_decoders import CODEGEN, GPT2, GPT_BIGCODE, GPT_NEO, GPTJ
@@ -56,6 +57,7 @@ from mega_ckpt.families.granite import (
     HYPERCLOVAX,
 )
 from mega_ckpt.families.hunyuan import HUNYUAN_V1_DENSE, HUNYUAN_V1_MOE
+from mega_ckpt.families.indexed_decoders import DEEPSEEK_V32, GLM_MOE_DSA
 from mega_ckpt.families.layernorm_decoders import (
     COHERE,
     COHERE2,
@@ -117,13 +119,22 @@ from mega_ckpt.families.sigmoid_moe_decoders import (
     SOLAR_OPEN,
 )
 from mega_ckpt.families.t5 import MT5, T5, UMT5
+from mega_ckpt.families.text_of_vision import TEXT_OF_VISION, text_family_of_vision_model
 from mega_ckpt.families.vision_family import VisionLanguageFamily, text_only_config
 from mega_ckpt.families.vision_language import GEMMA3_VISION, LLAVA, LLAVA_NEXT
 from mega_common.bounded_parsing import describe_json_type
 from mega_common.errors import CheckpointError
 from mega_common.model_config import ModelConfig
 
-__all__ = ["FAMILIES", "ModelFamily", "family_by_name", "family_for_model", "family_of_config", "is_equivalent_config"]
+__all__ = [
+    "FAMILIES",
+    "TEXT_OF_VISION",
+    "ModelFamily",
+    "family_by_name",
+    "family_for_model",
+    "family_of_config",
+    "is_equivalent_config",
+]
 
 # In order of preference: a model that several families can express is written as the first of them.
 FAMILIES: tuple[ModelFamily, ...] = (
@@ -136,6 +147,7 @@ FAMILIES: tuple[ModelFamily, ...] = (
     OPT, MINISTRAL3, HUNYUAN_V1_DENSE, HUNYUAN_V1_MOE, PHI, GPTJ, BLOOM, LFM2, LFM2_MOE, XLM_ROBERTA,
     CAMEMBERT, DATA2VEC_TEXT, GPT_NEO, YOUTU, MPT, CODEGEN, LLAMA4, KIMI_LINEAR, MINIMAX, BAILING_HYBRID, GEMMA4, GEMMA4_UNIFIED,
     OLMO, NANOCHAT, MINICPM3, MISTRAL4, ARIA_TEXT, OPENAI_GPT, APERTUS, ERNIE, ROBERTA_PRE_LAYER_NORM, XLM_ROBERTA_XL,
+    DEEPSEEK_V32, GLM_MOE_DSA,
     DISTILBERT, ELECTRA, ROFORMER, NOMIC_BERT, JINA_EMBEDDINGS_V3, GTE, EUROBERT, BITNET, PERSIMMON, DBRX, PHIMOE, FLINT, KOLIBRI1,
     COHERE2_MOE, AXK1, MPNET, MODERNBERT_DECODER, BERT_GENERATION,
 )  # fmt: skip
@@ -188,6 +200,9 @@ def family_of_config(raw: ConfigDict, source: str = "config.json", added: Sequen
         text = vision.text or family_of_config(vision.text_config_of(raw), f"{source}: text_config", added)
         return replace(vision, text=text)
     outer = next((family for family in FAMILIES if family.outer_model_type and family.outer_model_type == kind), None)
+    if outer is None and kind in TEXT_OF_VISION:
+        inner = family_of_config(raw.get("text_config") or {}, f"{source}: text_config", added)
+        return text_family_of_vision_model(kind, inner)
     if outer is None and "vision_config" in raw:
         supported = ", ".join(family.name for family in VISION_FAMILIES)
         raise CheckpointError(

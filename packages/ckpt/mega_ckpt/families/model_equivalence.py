@@ -73,6 +73,9 @@ def canonicalize_model_config(model: ModelConfig) -> ModelConfig:
             sections[name] = _reset_fields(section, (*_MIXER_TRAINING, *own))
     if out.vision:
         sections["vision"] = _reset_fields(out.vision, ("mean", "std", "resize", "resample"))
+    if out.mla and out.mla.indexer:
+        indexer = _reset_fields(out.mla.indexer, ("dense", "kl_loss"))
+        sections["mla"] = out.mla.model_copy(update={"indexer": indexer})
     if out.moe:
         unused = MOE_TRAINING_FIELDS | ({"group_score"} if out.moe.groups == 1 else set())
         unused |= {"jitter"} if out.moe.score != "sparsemixer" else set()

@@ -247,9 +247,12 @@ class MlpLayerTypesEntry:
         return [*sparse, *range(len(layers), len(layers) + mtp_layers)]
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the config.json key `mlp_layer_types`, with "dense" or "sparse" for each layer."""
+        """Return the config.json key `mlp_layer_types`, with "dense" or "sparse" for each layer.
+        The number of dense layers at the start, which other readers use, is added if all others have experts.
+        """
         sparse = [model.is_moe_layer(layer) for layer in range(model.num_layers)]
-        return {"mlp_layer_types": ["sparse" if each else "dense" for each in sparse]}
+        first = {self.dense_key: sparse.count(False)} if self.dense_key and sparse == sorted(sparse) else {}
+        return {"mlp_layer_types": ["sparse" if each else "dense" for each in sparse], **first}
 
 
 def moe_layer_indices(model: ModelConfig) -> list[int]:

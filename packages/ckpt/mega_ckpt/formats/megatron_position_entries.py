@@ -164,6 +164,10 @@ class MegatronMlaEntry(MegatronMultiKeyEntry):
         mla = model.mla
         if mla is None:
             return {"multi_latent_attention": False}
+        if mla.indexer is not None:
+            raise ConfigMismatchError(
+                "mla.indexer is not supported: Megatron checkpoints with an indexer are not written"
+            )
         if model.attention_gate or model.position != "rope":
             raise ConfigMismatchError("mla requires attention_gate = false and position = rope")
         yarn = model.rope.scaling == "yarn"

@@ -49,8 +49,10 @@ class ParallelLayout:
 
 def can_split_model(model: ModelConfig, tp: int) -> bool:
     """Return whether tensor parallelism of degree `tp` can split a model.
-    The tensor ranks must divide the attention (or recurrent) heads and the feed-forward width evenly.
+    The tensor ranks must divide the attention (or recurrent) heads, index heads and the feed-forward width evenly.
     """
+    if model.mla and model.mla.indexer and model.mla.indexer.num_heads % tp:
+        return False
     return all(width % tp == 0 for width in list_sharded_ffn_widths(model)) and all(
         heads % tp == 0 and (shared % tp == 0 or tp % shared == 0) for heads, shared in model.head_counts
     )
@@ -92,6 +94,8 @@ def list_sharded_ffn_widths(model: ModelConfig) -> set[int]:
 def tensor_degree_rule(model: ModelConfig) -> str:
     """Return the rule that a tensor-parallel degree of a model must follow, as text for an error message."""
     heads, shared = format_head_counts(model, 1)
+    if model.mla and model.mla.indexer:
+        heads += f" and {model.mla.indexer.num_heads} index heads"
     widths = " and ".join(map(str, sorted(list_sharded_ffn_widths(model))))
     split = f"{heads} and the ffn_hidden_size {widths}" if widths else heads
     return f"must divide {split}, and divide or be a multiple of {shared}"

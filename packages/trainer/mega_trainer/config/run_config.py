@@ -220,7 +220,7 @@ class RunConfig(StrictConfig):
 
     def is_trainable(self, name: str) -> bool:
         """Return whether the tensor with a given canonical name is trained, not frozen."""
-        return self.model.uses_tensor(name) and is_trainable_tensor(name, self.train.freeze, self.lora)
+        return self.model.trains_tensor(name) and is_trainable_tensor(name, self.train.freeze, self.lora)
 
     def lr_factor_of(self, name: str) -> float:
         """Return the factor on the learning rate of the tensor with a given canonical name."""
@@ -251,6 +251,11 @@ class RunConfig(StrictConfig):
                 "model.moe.aux_loss_scope = batch counts the load over one micro-batch of all data ranks, so training depends "
                 "on batch.micro x data ranks; set model.moe.aux_loss_scope=sequence for training that does not depend on the "
                 "layout"
+            )
+        if model.mla and model.mla.indexer and not model.mla.indexer.kl_loss:
+            yield (
+                "model.mla.indexer.kl_loss = 0 does not train the indexer: it keeps its present weights while the attention "
+                "that it selects for changes; set model.mla.indexer.kl_loss=1"
             )
         last, ended = (
             self.build_lr_curve()(self.batch.samples_after_steps(self.train.steps - 1)),

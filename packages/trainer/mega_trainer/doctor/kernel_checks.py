@@ -15,10 +15,19 @@ from mega_trainer.config.fp8_config import check_fp8_device
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.doctor.check_result import CheckResult, make_upper_bound_check_result
 from mega_trainer.kernels import gemm_accumulation
-from mega_trainer.kernels.attention_masks import ALL, CAUSAL, AttentionMaskSpec, BandMask, PackedMask
+from mega_trainer.kernels.attention_masks import (
+    ALL,
+    CAUSAL,
+    AttentionMaskSpec,
+    BandMask,
+    PackedMask,
+    PagedAttentionName,
+    PagedRows,
+)
 from mega_trainer.kernels.grouped_gemm import GroupedRows
 from mega_trainer.kernels.kernel_interface import AttentionScoreTransform, Kernels
 from mega_trainer.kernels.leaf_compiler import LeafCompiler
+from mega_trainer.kernels.paged_attention import FLASH_PAGE, flash_page_size
 from mega_trainer.kernels.te_kernels import TeLinearKernels
 from mega_trainer.kernels.torch_kernels import TorchKernels, reference_attention
 from mega_trainer.run.build_components import choose_kernels, create_kernels
@@ -86,6 +95,10 @@ def iterate_kernel_checks() -> Iterator[KernelCheck]:
         yield KernelCheck(
             f"attention {name}, blocks of keys", BF16_BOUND, partial(measure_blockwise_attention_error, name)
         )
+    for paged in ("flash", "gathered"):
+        for words, window in (("", None), (", window and sinks", 40)):
+            measure = partial(measure_paged_attention_error, paged, window)
+            yield KernelCheck(f"paged attention {paged}{words}", BF16_BOUND, measure)
     for recipe in (None, *get_args(Recipe)):
         bound = BF16_BOUND if recipe is None else FP8_BOUND
         yield KernelCheck(f"linear te, {recipe or 'bf16'}", bound, partial(measure_te_linear_error, recipe))
@@ -167,6 +180,33 @@ def measure_blockwise_attention_error(name: str, device: torch.device) -> float:
     sums = [parts[0][0].float() + parts[1][0], *(torch.cat([part[index] for part in parts], 1) for index in (1, 2))]
     pairs = [(y, exact), *zip(sums, gradients, strict=True)]
     return largest_error(relative_error(mine, wanted) for mine, wanted in pairs)
+
+
+def measure_paged_attention_error(name: PagedAttentionName, window: int | None, device: torch.device) -> float:
+    """Return the error of attention to a paged KV cache, of four rows with scattered pages.
+    With a sliding `window`, each head has an attention sink too.
+
+    Raises:
+        ConfigError: when the kernel cannot be used on this device.
+    """
+    if name == "flash" and flash_page_size(device, torch.bfloat16) is None:
+        raise ConfigError("attention to pages in place requires a GPU of compute capability 8.0 or later")
+    lengths, pages, d = [1, 300, 512, 257], torch.tensor([[5, 0], [3, 6], [0, 2], [4, 1]], dtype=torch.int32), 64
+    generator = torch.Generator(device).manual_seed(0)
+    q, keys, values, sinks = (
+        torch.randn(shape, device=device, generator=generator).bfloat16()
+        for shape in ((4, HEADS, d), (7 * FLASH_PAGE, KV_HEADS, d), (7 * FLASH_PAGE, KV_HEADS, d), (HEADS,))
+    )
+    how = AttentionScoreTransform(0.125, sinks=None if window is None else sinks)
+    first = [0 if window is None else max(0, length - window) for length in lengths]
+    rows = PagedRows.from_bounds(pages.to(device), first, lengths, FLASH_PAGE, window=window)
+    y = TorchKernels().paged_attention(q, keys, values, rows, how, name)
+    exact = []
+    for row, (start, stop) in enumerate(zip(first, lengths, strict=True)):
+        slots = (pages[row, :, None] * FLASH_PAGE + torch.arange(FLASH_PAGE)).flatten()[start:stop].to(device)
+        own_q, own_k, own_v = (t.float()[None] for t in (q[row : row + 1], keys[slots], values[slots]))
+        exact.append(reference_attention(own_q, own_k, own_v, ALL, how)[0])
+    return relative_error(y, torch.cat(exact))
 
 
 def measure_te_linear_error(recipe: Recipe | None, device: torch.device) -> float:

@@ -50,7 +50,8 @@ class StepResult:
         pair_loss: mean loss per sample of segment-order prediction.
         loss_scale: fp16 loss scale of this step.
         overflowed: the gradient overflowed fp16 at a loss scale that can still be lowered.
-        routing: metrics of mixture-of-experts routing (`compute_routing_metrics`).
+        routing: metrics of mixture-of-experts routing (`compute_routing_metrics`), and `indexer_loss`, the weighted loss of
+            the indexers of sparse attention.
         scalars: sums over all ranks of the scalars that each rank added.
         objective_metrics: further means of the objective, per token.
     """

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -131,3 +133,87 @@ def rectangle_mask_part(rows: slice, queries: range, keys: range, band: BandMask
             right=None if keys[-1] - queries.start <= right else right + ahead,
         ),
     )  # fmt: skip
+
+
+PagedAttentionName = Literal["flash", "gathered", "rows"]  # implementations, see `kernels.paged_attention`
+
+
+@dataclass(frozen=True)
+class PagedRows:
+    """Keys in a paged KV cache that one new query per row attends to; each query is at its row's last key.
+
+    Legend: N rows, P pages of a row, T visible keys of the row that has most.
+
+    Attributes:
+        block_table: pages of each row, int32 [N, P]; entries after a row's last page are 0.
+        first, stop: positions of the first visible key of each row, and one after the last, int64 [N].
+        page: tokens per page.
+        longest: most visible keys of a row.
+        total: number of visible keys of all rows.
+        left: most visible keys before the query's position under a sliding window, else None.
+        chunked: the visible keys are those of the query's chunk, which does not slide.
+    """
+
+    block_table: Tensor
+    first: Tensor
+    stop: Tensor
+    page: int
+    longest: int
+    total: int
+    left: int | None = None
+    chunked: bool = False
+
+    @classmethod
+    def from_bounds(
+        cls,
+        block_table: Tensor,
+        first: Sequence[int],
+        stop: Sequence[int],
+        page: int,
+        *,
+        window: int | None = None,
+        chunked: bool = False,
+    ) -> PagedRows:
+        """Return the visible keys of rows, on the block table's device, from positions in host memory.
+        `window` is the sliding window in tokens, or None; `chunked`: it is a chunk that does not slide.
+        """
+        counts = [last - begin for begin, last in zip(first, stop, strict=True)]
+        bounds = to_device(torch.tensor([first, stop]), block_table.device)
+        left = None if window is None or chunked else window - 1
+        return cls(
+            block_table, bounds[0], bounds[1], page, max(counts), sum(counts), left,
+            chunked and window is not None,
+        )  # fmt: skip
+
+    @cached_property
+    def mask(self) -> Tensor | None:
+        """Mask of the visible keys in the padded batch, bool [N, 1, 1, T]; None if no row is padded."""
+        if self.total == self.longest * len(self.stop):
+            return None
+        return (self.offsets < (self.stop - self.first)[:, None])[:, None, None]
+
+    @cached_property
+    def slots(self) -> Tensor:
+        """Cache slots of the visible keys, int64 [N * T].
+        Padding repeats a row's first key: slots that were never written may contain NaN.
+        """
+        positions = self.first[:, None] + self.offsets
+        if self.mask is not None:
+            positions = positions.where(self.mask[:, 0, 0], self.first[:, None])
+        pages = self.block_table.long().gather(1, positions // self.page)
+        return (pages * self.page + positions % self.page).flatten()
+
+    @cached_property
+    def lengths(self) -> Tensor:
+        """Number of cached keys of each row, int32 [N]."""
+        return self.stop.int()
+
+    @cached_property
+    def query_starts(self) -> Tensor:
+        """Index of each row's query, and the number of queries, int32 [N + 1] (cu_seqlens)."""
+        return torch.arange(len(self.stop) + 1, dtype=torch.int32, device=self.stop.device)
+
+    @cached_property
+    def offsets(self) -> Tensor:
+        """Indices of the keys in the padded batch, int64 [T]."""
+        return torch.arange(self.longest, device=self.stop.device)

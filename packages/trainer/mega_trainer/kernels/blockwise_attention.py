@@ -100,7 +100,7 @@ def attend_block(
         return y.view(*q.shape[:2], *y.shape[2:]), lse.view(q.shape[:3])
     ahead = k.shape[1] - q.shape[1]
     found = [
-        _attend(q[:, rows], k[:, keys], v[:, keys], seen, how, _bias_indices(how, rows, keys, ahead))
+        attend_with_mask(q[:, rows], k[:, keys], v[:, keys], seen, how, _bias_indices(how, rows, keys, ahead))
         for rows, keys, seen in _iterate_tiles(q, k, mask)
     ]
     return torch.cat([y for y, _ in found], 1), torch.cat([lse for _, lse in found], 1)
@@ -218,9 +218,12 @@ def _bias_indices(how: AttentionScoreTransform, rows: slice, keys: slice, ahead:
     return None if how.bias is None else how.bias.value_indices(*tile, ahead)
 
 
-def _attend(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, how: AttentionScoreTransform, met: Tensor | None
+def attend_with_mask(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, how: AttentionScoreTransform, met: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
+    """Compute attention GEMM by GEMM: y [B, S, H, e] and the log-sum-exp of the scores [B, S, H], without sinks.
+    The `mask` is boolean, broadcastable to [B, H, S, T], or None; `met` [S, T] indexes the bias values, None: no bias.
+    """
     scores, _ = _compute_scores(q, k, mask, how, met)
     lse = scores.logsumexp(-1)
     p = (scores - lse.unsqueeze(-1)).exp_()

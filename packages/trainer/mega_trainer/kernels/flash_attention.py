@@ -150,8 +150,13 @@ def _window_arguments(call: FlashAttentionCall) -> dict[str, Any]:
 
 def fits_gpu_kernels(q: Tensor, v: Tensor) -> bool:
     """Return whether operands are on a GPU, in a precision and with head sizes that fused kernels support."""
-    width = max(q.shape[-1], v.shape[-1])
-    return _on_gpu(q) and q.dtype in (torch.bfloat16, torch.float16) and width % 8 == 0 and width <= WIDEST_HEAD
+    half = q.dtype in (torch.bfloat16, torch.float16)
+    return _on_gpu(q) and half and fits_flash_head(max(q.shape[-1], v.shape[-1]))
+
+
+def fits_flash_head(size: int) -> bool:
+    """Return whether fused kernels support heads of `size` elements."""
+    return size % 8 == 0 and size <= WIDEST_HEAD
 
 
 class FlashAttention2:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from mega_trainer.kernels.attention_masks import AttentionMaskSpec
+from mega_trainer.kernels.attention_masks import AttentionMaskSpec, PagedAttentionName, PagedRows
 from mega_trainer.kernels.gated_delta_rule import DeltaRuleInputs
 from mega_trainer.kernels.grouped_gemm import GroupedRows
 from mega_trainer.kernels.selective_scan import ScanInputs
@@ -184,6 +184,21 @@ class Kernels(Protocol):
         """Compute attention of one query per batch row to all cached keys of that row, in generation.
 
         q [N, H, d], keys [1, K, T_i, d], values [1, K, T_i, e] -> [N, H, e]. Not differentiable, for low host overhead.
+        """
+
+    def paged_attention(
+        self,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        rows: PagedRows,
+        how: AttentionScoreTransform,
+        name: PagedAttentionName,
+    ) -> Tensor:
+        """Compute attention of one query per row to that row's pages of a KV cache, for all rows in one call.
+        `name` is an implementation that supports the call (`paged_attention.supports_paged_attention`), not `rows`.
+
+        q [N, H, d], whole cache keys [slots, K, d] and values [slots, K, e] -> [N, H, e]. Not differentiable.
         """
 
     def attend_block(

@@ -16,7 +16,15 @@ from mega_trainer.kernels import (
     grouped_gemm,
     short_convolution,
 )
-from mega_trainer.kernels.attention_masks import ALL, CAUSAL, AttentionMaskSpec, BandMask, materialize_dense_mask
+from mega_trainer.kernels.attention_masks import (
+    ALL,
+    CAUSAL,
+    AttentionMaskSpec,
+    BandMask,
+    PagedAttentionName,
+    PagedRows,
+    materialize_dense_mask,
+)
 from mega_trainer.kernels.flash_attention import FlashKernel, TorchFlashKernel
 from mega_trainer.kernels.fused_elementwise import upcast_to_fp32
 from mega_trainer.kernels.gated_delta_rule import DeltaRuleInputs, gated_delta_rule
@@ -28,6 +36,7 @@ from mega_trainer.kernels.kernel_interface import (
     WholeSequenceAttentionKernel,
 )
 from mega_trainer.kernels.leaf_compiler import LeafCompiler
+from mega_trainer.kernels.paged_attention import attend_gathered, attend_paged_flash
 from mega_trainer.kernels.recurrent_libraries import RecurrentLibraries
 from mega_trainer.kernels.selective_scan import ScanInputs, selective_scan
 from mega_trainer.kernels.sequence_chunks import SequenceChunks
@@ -136,6 +145,19 @@ class TorchKernels:
         if len(keys) == 1:
             return attend(rows, keys[0], values[0]).flatten(1, 2)
         return torch.cat(list(map(attend, torch.split(rows, 1), keys, values))).flatten(1, 2)
+
+    def paged_attention(
+        self,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        rows: PagedRows,
+        how: AttentionScoreTransform,
+        name: PagedAttentionName,
+    ) -> Tensor:
+        """Compute attention of one query per row to a paged KV cache, by torch's flash attention or a gathered batch."""
+        attend = attend_paged_flash if name == "flash" else attend_gathered
+        return attend(q, keys, values, rows, how)
 
     def attend_block(
         self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMaskSpec, how: AttentionScoreTransform

@@ -168,8 +168,7 @@ class ExpertRouter(nn.Module):
             [value.detach().double() for value in (valid.sum(), dropped, entropy, aux, z, p.new_zeros(()))]
         )
         routing.loads[self.layer] = torch.cat([sums, table[:, :-1].sum(0).double()])
-        joined: Tensor = _AttachLoss.apply(weights, aux + z)  # type: ignore[no-untyped-call]
-        return joined
+        return attach_loss(weights, aux + z)
 
     def _auxiliary_losses(
         self, p: Tensor, squares: Tensor, table: Tensor, tokens: RoutedTokens, routing: MicroBatchRouting
@@ -248,6 +247,12 @@ class _AttachLoss(Function):
     @staticmethod
     def backward(ctx: object, dweights: Tensor) -> tuple[Tensor, Tensor]:
         return dweights, dweights.new_ones(())
+
+
+def attach_loss(x: Tensor, loss: Tensor) -> Tensor:
+    """Return x unchanged; its backward adds a scalar loss to the training loss, with gradient one."""
+    same: Tensor = _AttachLoss.apply(x, loss)  # type: ignore[no-untyped-call]
+    return same
 
 
 def update_selection_bias(routers: Sequence[ExpertRouter], loads: Tensor, layers: Sequence[int]) -> None:

@@ -25,9 +25,12 @@ from mega_trainer.kernels.attention_masks import (
     AttentionMaskSpec,
     BandMask,
     PackedMask,
+    PagedAttentionName,
+    PagedRows,
     rectangle_mask_part,
 )
 from mega_trainer.kernels.kernel_interface import AttentionScoreTransform, Kernels, RotaryAngles
+from mega_trainer.kernels.paged_attention import choose_paged_attention, supports_paged_attention
 from mega_trainer.model.relative_position_bias import PositionBias
 from mega_trainer.parallel.context_parallel import rank_token_indices
 from mega_trainer.parallel.expert_routing import MicroBatchRouting, RoutingReplay
@@ -60,6 +63,22 @@ class CacheAttentionFunction:
             return self.kernels.decode_attention(q, keys, values, self.how.scale)
         rows = zip(q[:, None, None], keys, values, strict=True)
         return torch.cat([self(row, k.transpose(1, 2), v.transpose(1, 2), ALL) for row, k, v in rows]).squeeze(1)
+
+    def paged_attention(
+        self, q: Tensor, keys: Tensor, values: Tensor, rows: PagedRows, name: PagedAttentionName | None
+    ) -> Tensor | None:
+        """Compute the layer's attention of one query per row to a paged KV cache in one call; see `Kernels`.
+
+        Args:
+            name: implementation to use for the calls that it supports; None: the fastest.
+
+        Returns:
+            The output [N, H, e], or None for `rows`: `decode_attention` is to be called.
+        """
+        how = self.how if self.relative is None else self.relative.add_to_scores(self.how, 1, rows.longest)
+        if name is None or not supports_paged_attention(name, q, keys, values, rows, how):
+            name = choose_paged_attention(q, keys, values, rows, how)
+        return None if name == "rows" else self.kernels.paged_attention(q, keys, values, rows, how, name)
 
 
 class KVCache(Protocol):

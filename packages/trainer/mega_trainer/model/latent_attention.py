@@ -25,6 +25,7 @@ with rotation, e size of a value, c of the latent, q of the queries' latent.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +40,25 @@ from mega_trainer.model.norms import Norm
 from mega_trainer.model.rotary_embedding import yarn_mscale_factor
 from mega_trainer.parallel.parallel_linear import ParallelLinearFunction
 from mega_trainer.parallel.tensor_parallel import SplitHeads, gather_sequence
+
+
+@dataclass(frozen=True)
+class LatentParts:
+    """Projections of hidden states in multi-head latent attention (MLA), of the whole sequence.
+
+    Attributes:
+        q, q_rot: queries without and with rotation, [B, S, H, n] and [B, S, H, r].
+        latent, k_rot: latent [B, S, c] and rotated part of keys [B, S, 1, r].
+        gate: gates [B, S, H], or [B, S, 0] without.
+        query_latent: latent of the queries [B, S, q], or None.
+    """
+
+    q: Tensor
+    q_rot: Tensor
+    latent: Tensor
+    k_rot: Tensor
+    gate: Tensor
+    query_latent: Tensor | None
 
 
 class MultiLatentAttention(nn.Module):
@@ -83,8 +103,20 @@ class MultiLatentAttention(nn.Module):
         """Map hidden states [B, S or S/T, D] to the output of multi-head latent attention, of an equal shape.
         S/T is the length under sequence parallelism.
         """
+        parts = self.project_latents(x, context)
+        if context.cache is None:
+            y = self._attend(parts.q, parts.q_rot, parts.latent, parts.k_rot, context)
+        else:
+            y = self._attend_cached(parts.q, parts.q_rot, parts.latent.unsqueeze(-2), parts.k_rot, context.cache)
+        if parts.gate.shape[-1]:
+            y = y * parts.gate.sigmoid().unsqueeze(-1)
+        out: Tensor = self.out(y.flatten(-2), context.dropout)
+        return out
+
+    def project_latents(self, x: Tensor, context: ForwardContext) -> LatentParts:
+        """Project hidden states to queries and latents, rotate their rotated parts, and scale the queries."""
         rotation = context.rotation_for_window(self.core.window)
-        q, latent, k_rot = self._project_latents(x, context.dropout)
+        q, latent, k_rot, query_latent = self._project(x, context.dropout)
         q, gate = q[..., : self.query_channels], q[..., self.query_channels :]
         parts = [self.mla.qk_nope_head_dim, self.mla.qk_rope_head_dim]
         q, q_rot = torch.split(torch.unflatten(q, -1, (-1, self.size)), parts, -1)
@@ -93,48 +125,56 @@ class MultiLatentAttention(nn.Module):
             q_rot, k_rot = (self.core.kernels.apply_rotary(x, rotation) for x in (q_rot, k_rot))
         if context.query_scale is not None:
             q, q_rot = q * context.query_scale, q_rot * context.query_scale
-        if context.cache is None:
-            y = self._attend(q, q_rot, latent, k_rot, context)
-        else:
-            y = self._attend_cached(q, q_rot, latent.unsqueeze(-2), k_rot, context.cache)
-        if gate.shape[-1]:
-            y = y * gate.sigmoid().unsqueeze(-1)
-        out: Tensor = self.out(y.flatten(-2), context.dropout)
-        return out
+        return LatentParts(q, q_rot, latent, k_rot, gate, query_latent)
 
-    def _project_latents(self, x: Tensor, dropout: SeededDropout | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries [B, S, H (n + r)] and gates [B, S, H] in one tensor, latent [B, S, c] and shared key part [B, S, r] of the whole sequence."""
+    def _project(self, x: Tensor, dropout: SeededDropout | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Return queries [B, S, H (n + r)] and gates [B, S, H] in one tensor, latent [B, S, c] and shared key part
+        [B, S, r] of the whole sequence, and the latent of the queries.
+        """
         widths = [self.mla.kv_lora_rank, self.mla.qk_rope_head_dim]
         if self.mla.q_lora_rank is None:
             latent, k_rot = torch.split(gather_sequence(self.latent(x, dropout), self.tp, sp=self.sp), widths, -1)
-            return self.query(x, dropout), latent, k_rot
+            return self.query(x, dropout), latent, k_rot, None
         pair = [latent(x, dropout) for latent in (self.query_latent, self.latent)]
         joined = gather_sequence(torch.cat(pair, -1), self.tp, sp=self.sp)
         q, latent, k_rot = torch.split(joined, [self.mla.q_lora_rank, *widths], -1)
         y = self.linear(q, self.query_heads)
         if self.query_adapter is not None:
             y = self.query_adapter(q, y, self.query_heads, None, dropout)
-        return y, latent, k_rot
+        return y, latent, k_rot, q
 
     def _attend(self, q: Tensor, q_rot: Tensor, latent: Tensor, k_rot: Tensor, context: ForwardContext) -> Tensor:
         """Attend with keys and values of every head: [B, S, H, e]."""
-        heads, widths = q.shape[-2], [self.mla.qk_nope_head_dim, self.mla.v_head_dim]
-        key_value = self.linear(latent, self.key_value_heads)
-        if self.key_value_adapter is not None:
-            key_value = self.key_value_adapter(latent, key_value, self.key_value_heads, None, context.dropout)
-        k, v = torch.split(torch.unflatten(key_value, -1, (heads, -1)), widths, -1)
-        k = torch.cat([k, k_rot.expand(-1, -1, heads, -1)], -1)
+        k, v = self.expand_latent(latent, k_rot, context.dropout)
         y: Tensor = self.core(torch.cat([q, q_rot], -1), k, v, context)
         return y
 
+    def expand_latent(self, latent: Tensor, k_rot: Tensor, dropout: SeededDropout | None) -> tuple[Tensor, Tensor]:
+        """Return keys [B, S, H, n + r] and values [B, S, H, e] of the latent [B, S, c] and rotated part [B, S, 1, r]."""
+        widths = [self.mla.qk_nope_head_dim, self.mla.v_head_dim]
+        key_value = self.linear(latent, self.key_value_heads)
+        if self.key_value_adapter is not None:
+            key_value = self.key_value_adapter(latent, key_value, self.key_value_heads, None, dropout)
+        k, v = torch.split(torch.unflatten(key_value, -1, (-1, sum(widths))), widths, -1)
+        return torch.cat([k, k_rot.expand(-1, -1, k.shape[2], -1)], -1), v
+
     def _attend_cached(self, q: Tensor, q_rot: Tensor, latent: Tensor, k_rot: Tensor, cache: KVCache) -> Tensor:
         """Attend in the latent space over the whole cache: [B, S, H, e]."""
-        widths = [self.mla.qk_nope_head_dim, self.mla.v_head_dim]
-        to_key, to_value = torch.split(torch.unflatten(self.key_value_heads, 0, (-1, sum(widths))), widths, 1)
-        q = torch.cat([torch.einsum("bshn,hnc->bshc", q, to_key), q_rot], -1)
         # values as wide as keys, which fused kernels require; the part of the output from k_rot is dropped
-        y = self.core.attend_with_cache(q, torch.cat([latent, k_rot], -1), None, cache)[..., : self.mla.kv_lora_rank]
-        return torch.einsum("bshc,hec->bshe", y, to_value)
+        y = self.core.attend_with_cache(self.to_latent_space(q, q_rot), torch.cat([latent, k_rot], -1), None, cache)
+        return self.from_latent_space(y)
+
+    def to_latent_space(self, q: Tensor, q_rot: Tensor) -> Tensor:
+        """Return the queries [B, S, H, c + r] whose keys are [c, k_rot], from their parts without and with rotation."""
+        return torch.cat([torch.einsum("bshn,hnc->bshc", q, self._head_matrices()[0]), q_rot], -1)
+
+    def from_latent_space(self, y: Tensor) -> Tensor:
+        """Return the output of heads [B, S, H, e], from the attention over latents [B, S, H, c or wider]."""
+        return torch.einsum("bshc,hec->bshe", y[..., : self.mla.kv_lora_rank], self._head_matrices()[1])
+
+    def _head_matrices(self) -> tuple[Tensor, ...]:
+        widths = [self.mla.qk_nope_head_dim, self.mla.v_head_dim]
+        return torch.split(torch.unflatten(self.key_value_heads, 0, (-1, sum(widths))), widths, 1)
 
 
 class LatentProjection(nn.Module):

@@ -27,11 +27,14 @@ from mega_trainer.model.lightning_attention import LightningAttention
 from mega_trainer.model.mamba import MambaMixer
 from mega_trainer.model.mixture_of_experts import MixtureOfExperts
 from mega_trainer.model.norms import Norm
+from mega_trainer.model.sparse_attention import SparseLatentAttention
 from mega_trainer.parallel.parameter_info import NonTrainableBuffer
 
 
 def _build_attention(build: LayerBuilder, layer: int) -> nn.Module:
-    return MultiLatentAttention(build, layer) if build.config.mla else SelfAttention(build, layer)
+    if build.config.mla is None:
+        return SelfAttention(build, layer)
+    return (SparseLatentAttention if build.config.mla.indexer else MultiLatentAttention)(build, layer)
 
 
 def _build_feed_forward(build: LayerBuilder, layer: int) -> nn.Module:

@@ -237,6 +237,7 @@ def _routing_section(runs: Sequence[RunLog], names: Sequence[str]) -> PageSectio
         ("Dropped tokens", "drop_rate"),
         ("Load balancing loss", "aux_loss"),
         ("Router z-loss", "z_loss"),
+        ("Indexer loss", "indexer_loss"),
     ]
     return PageSection("Expert routing", [_draw_metric(runs, names, title, key) for title, key in shown])
 

@@ -109,16 +109,24 @@ def _rank_ranges(length: int, group: CommGroup) -> tuple[range, ...]:
     return (range(length),) if group.size == 1 else rank_chunks(group.rank, length, group.size)
 
 
+def gather_context(x: Tensor, group: CommGroup) -> Tensor:
+    """Gather [B, s, w] of this context rank's tokens to [B, S, w] of the whole sequence, in its order.
+    The backward sums the gradients of all ranks.
+    """
+    if group.size == 1:
+        return x
+    return _sequence_order(torch.unflatten(gather_sequence(x, group, sp=True), 1, (group.size, -1)).movedim(1, 0))
+
+
 def gather_preceding_tokens(x: Tensor, count: int, group: CommGroup) -> Tensor:
     """Return the `count` tokens before each of this context rank's two chunks: [B, s, w] -> [B, 2, count, w].
     Tokens before the sequence's start are zeros.
 
     The ends of all chunks are gathered, since a chunk may be shorter than `count`; the backward sums their gradients.
     """
-    ends = torch.unflatten(x, 1, (2, -1))[:, :, -count:].flatten(1, 2)
-    gathered = torch.unflatten(gather_sequence(ends, group, sp=True), 1, (group.size, -1)).movedim(1, 0)
-    padded = functional.pad(_sequence_order(gathered), (0, 0, count, 0))
-    chunks = rank_chunks(group.rank, gathered.shape[2] * group.size, group.size)
+    ends = gather_context(torch.unflatten(x, 1, (2, -1))[:, :, -count:].flatten(1, 2), group)
+    padded = functional.pad(ends, (0, 0, count, 0))
+    chunks = rank_chunks(group.rank, ends.shape[1], group.size)
     return torch.stack([padded[:, chunk.start : chunk.start + count] for chunk in chunks], 1)
 
 

@@ -32,6 +32,7 @@ class MicroBatchRouting:
         loads: routing statistics of this rank's tokens, by layer: fp64 [6 + E], tokens, choices dropped over capacity, sum
             of entropies, the two weighted losses, choices dropped by the dispatch, then the choices of each expert.
             Overwritten, not added to, since a forward may be repeated.
+        indexer_losses: this rank's part of the weighted loss of the indexers of sparse attention, by layer.
     """
 
     affects_loss_mask: Tensor | None
@@ -39,6 +40,7 @@ class MicroBatchRouting:
     sequence_weight: float
     batch_weight: float
     loads: dict[int, Tensor] = field(default_factory=dict)
+    indexer_losses: dict[int, Tensor] = field(default_factory=dict)
 
     def record_dropped_choices(self, layer: int, choices: Tensor) -> None:
         """Record the number of expert choices that the expert-parallel dispatch of a layer has dropped, a scalar."""
@@ -127,6 +129,14 @@ def sum_expert_loads(routings: Sequence[MicroBatchRouting]) -> dict[int, Tensor]
     """Return the expert load counters by layer, summed over micro-batches."""
     layers = routings[0].loads if routings else {}
     return {layer: torch.stack([one.loads[layer] for one in routings]).sum(0) for layer in layers}
+
+
+def sum_indexer_losses(routings: Sequence[MicroBatchRouting], like: Tensor) -> Tensor:
+    """Return this rank's part of the weighted loss of the indexers of sparse attention, a scalar of the dtype of `like`.
+    It is summed over layers and micro-batches, and 0 without an indexer that is trained.
+    """
+    losses = [loss.to(like) for one in routings for loss in one.indexer_losses.values()]
+    return torch.stack(losses).sum() if losses else like.new_zeros(())
 
 
 def tabulate_expert_loads(loads: Mapping[int, Tensor], config: ModelConfig, device: torch.device) -> Tensor:

@@ -24,7 +24,12 @@ from mega_trainer.distributed.rng import SeededDropout
 from mega_trainer.model.decoder import Decoder
 from mega_trainer.model.forward_context import ForwardContext
 from mega_trainer.parallel.context_parallel import residual_token_ranges
-from mega_trainer.parallel.expert_routing import MicroBatchRouting, make_step_routings, sum_expert_loads
+from mega_trainer.parallel.expert_routing import (
+    MicroBatchRouting,
+    make_step_routings,
+    sum_expert_loads,
+    sum_indexer_losses,
+)
 from mega_trainer.parallel.fsdp import list_autograd_leaves
 from mega_trainer.parallel.parallel_linear import DeferredWgrad, run_deferred_wgrads
 from mega_trainer.pipeline.schedules import PipelineOp, PipelineSchedule
@@ -49,6 +54,7 @@ class PipelineExecutor:
             flag for the stage's last backward of the step. Of a split backward, the weight half runs in it.
         phase: makes the context of a named part of a step, for timing.
         loads: tokens per expert in the last run, by layer, as in `MicroBatchRouting.loads`.
+        indexer_loss: this rank's part of the weighted loss of the indexers of sparse attention in the last run, fp64 [].
         losses: loss of each token by micro-batch of the last run, [B, S]; empty except on the last stage.
     """
 
@@ -89,8 +95,9 @@ class PipelineExecutor:
         """
         total = torch.zeros(2, dtype=torch.float64, device=batches[0].tokens.device)
         model = self.first_local_stage
+        has_layer_losses = model.config.moe or model.config.trains_indexer
         self._routings = (
-            make_step_routings(batches, model.groups.dp, loss_scale) if model.config.moe and model.training else ()
+            make_step_routings(batches, model.groups.dp, loss_scale) if has_layer_losses and model.training else ()
         )
         remaining, self.losses = dict.fromkeys(self.stages, len(batches)), {}
         for op in self._schedule_for(len(batches)).ranks[self.group.rank]:
@@ -116,6 +123,7 @@ class PipelineExecutor:
             for _, work in self._sends:
                 work.wait()
         self.loads = sum_expert_loads(self._routings)
+        self.indexer_loss = sum_indexer_losses(self._routings, total)
         for buffer in (self._sends, self._contexts, self._inputs, self._tied_weights):
             buffer.clear()
         return total

@@ -237,15 +237,25 @@ class LayerCostModel:
         window = min(model.get_attention_window(index) or run.seq_length, run.seq_length)
         visible = window - window * (window - 1) / (2 * (window if model.chunked_window else run.seq_length)) + TILE / 2
         heads, q, v = model.num_attention_heads / run.tp, model.query_key_head_dim, model.attention_value_dim
-        unfused = self.profile.attention == "unfused"
+        indexed = model.mla is not None and model.mla.indexer is not None
+        unfused = indexed or self.profile.attention == "unfused"  # a mask of selected tokens has no fused kernel
         pairs = 2.0 * self.micro_batch_tokens * heads * (run.seq_length if unfused else visible)
         if unfused:  # GEMMs of scores and of values and the softmax between them, all through memory
             product = pairs * (q + v) / self.rates.product["bf16"]
             scores = self.micro_batch_tokens * heads * run.seq_length
             moved = scores * self.bytes_per_activation / self.rates.memory
-            return {"attention": PassSeconds(product + 6 * moved, 2 * product + 8 * moved)}
+            indexing = self._index_seconds()
+            return {"attention": PassSeconds(product + 6 * moved + indexing, 2 * product + 8 * moved + 2 * indexing)}
         size, seconds = (q + v) / 2, self.rates.attention_seconds
         return {"attention": PassSeconds(seconds(pairs * (q + v), size), seconds(pairs * (3 * q + 2 * v), size))}
+
+    def _index_seconds(self) -> float:
+        """Return the seconds of the index scores of sparse attention, over all pairs of tokens; 0 without an indexer."""
+        indexer = None if self.model.mla is None else self.model.mla.indexer
+        if indexer is None:
+            return 0.0
+        scores = self.micro_batch_tokens * self.run.seq_length * indexer.num_heads / self.run.tp
+        return 2 * scores * (indexer.head_dim + 1) / self.rates.product["bf16"] + 3 * 4 * scores / self.rates.memory
 
     def _elementwise_work(self, kind: LayerKind) -> PassWork:
         """Return the work of norms with residual sums, and of elementwise operations between projections."""

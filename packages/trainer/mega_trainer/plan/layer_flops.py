@@ -10,7 +10,7 @@ from functools import partial
 
 from mega_ckpt.canonical_tensors import canonical_tensors
 from mega_common.extension_block import ExtensionBlock
-from mega_common.layer_kinds import FeedForwardKind, MixerKind
+from mega_common.layer_kinds import FeedForwardKind, IndexerConfig, MixerKind
 from mega_common.lora_config import LoraConfig, is_trainable_tensor
 from mega_common.model_config import ModelConfig
 from mega_common.vision_config import PROJECTOR, TOWER
@@ -66,7 +66,12 @@ def _attention_shapes(model: ModelConfig) -> tuple[list[MatrixShape], list[Matri
     unfolded = (heads * (mla.qk_nope_head_dim + mla.v_head_dim), mla.kv_lora_rank)
     latent = (mla.kv_lora_rank + mla.qk_rope_head_dim, width)
     split = [(query[0] + (heads if model.attention_gate else 0), mla.q_lora_rank or width), unfolded, out]
-    return split, [(mla.q_lora_rank, width), latent] if mla.q_lora_rank else [latent]
+    latents = [(mla.q_lora_rank, width), latent] if mla.q_lora_rank else [latent]
+    if mla.indexer is not None:
+        index_heads, size = mla.indexer.num_heads, mla.indexer.head_dim
+        split.insert(0, (index_heads * size, mla.q_lora_rank or width))
+        latents += [(size, width), (index_heads, width)]
+    return split, latents
 
 
 def mean_visible_keys(window: int | None, seq_length: int, *, causal: bool = True) -> float:
@@ -109,11 +114,26 @@ def mixing_flops(
         return 4 * pairs * lightning.inner_size + 4.0 * lightning.inner_size * lightning.head_dim
     if mixer == "conv":
         return 0.0  # no GEMM
+    if model.mla and model.mla.indexer:
+        return _sparse_attention_flops(model, model.mla.indexer, seq_length, causal=causal)
     span = min(window or seq_length, seq_length) if model.chunked_window else seq_length
     pairs = mean_visible_keys(window, span, causal=causal)
     if not model.causal:  # as many keys after a query as before it
         pairs = min(2 * pairs - 1, seq_length)
     return 2 * pairs * model.num_attention_heads * (model.query_key_head_dim + model.attention_value_dim)
+
+
+def _sparse_attention_flops(model: ModelConfig, indexer: IndexerConfig, seq_length: int, *, causal: bool) -> float:
+    """Return the forward FLOPs per token of sparse attention and the scores of its indexer.
+    With `causal` attention is counted over the selected tokens, as a sparse kernel computes it; without, over all, as the
+    masked product does. Index scores are over all earlier tokens, and there are none if all of these are selected and no
+    loss needs the scores.
+    """
+    every = mean_visible_keys(None, seq_length, causal=causal)
+    chosen = mean_visible_keys(None if indexer.dense or not causal else indexer.top_k, seq_length, causal=causal)
+    heads = model.num_attention_heads * (model.query_key_head_dim + model.attention_value_dim)
+    scored = indexer.kl_loss or (not indexer.dense and seq_length > indexer.top_k)
+    return 2 * chosen * heads + (2 * every * indexer.num_heads * (indexer.head_dim + 1) if scored else 0.0)
 
 
 def recurrent_state_elements(model: ModelConfig, mixer: MixerKind) -> int:

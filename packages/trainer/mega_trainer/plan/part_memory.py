@@ -348,7 +348,7 @@ class PartMemoryCounter:
 
     def _make_context(self, model: Decoder) -> ForwardContext:
         """Return the context of an empty micro-batch."""
-        routing = MicroBatchRouting(None, None, 1.0, 1.0) if self.model.moe else None
+        routing = MicroBatchRouting(None, None, 1.0, 1.0) if self.model.moe or self.model.trains_indexer else None
         return model.make_batch_context(self._make_batch(), self._make_dropout, routing)
 
     def _make_dropout(self, length: int, kind: int) -> SeededDropout | None:

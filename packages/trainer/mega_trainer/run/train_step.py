@@ -10,6 +10,7 @@ from itertools import islice
 import torch
 from torch import Tensor
 
+from mega_common.model_config import ModelConfig
 from mega_data.blended_dataset import BlendedDataset
 from mega_trainer.data.micro_batch import MicroBatch
 from mega_trainer.distributed.comm import all_reduce
@@ -82,15 +83,15 @@ def train_step(
         for stage in optimizer.stages:
             stage.finish_gradients()
     with executor.phase("norm"):
-        scalars = torch.cat([sums, to_device(hooks.local_scalars().to_list(), sums.device)])
-        scalars, loads = sum_step_scalars(executor, scalars)
+        local = to_device(hooks.local_scalars().to_list(), sums.device)
+        scalars, loads = sum_step_scalars(executor, torch.cat([sums, local, executor.indexer_loss.view(1)]))
         numbers = to_host(torch.cat([optimizer.compute_grad_norm().view(1), scalars, loads.flatten()]))
-    norm, *totals = numbers[: 1 + len(scalars)].tolist()
+    norm, *totals, indexer_loss = numbers[: 1 + len(scalars)].tolist()
     norm /= factor
     loss, second_loss, *metrics = (total / max(tokens[0], 1.0) for total in totals[: len(sums)])
     updates = math.isfinite(loss) and math.isfinite(norm) and hooks.accepts_loss(loss)
     expert_loads = numbers[1 + len(scalars) :].view_as(loads)
-    routing = compute_routing_metrics(executor.model_config.moe, expert_loads, factor)  # raises before an update
+    routing = _routing_metrics(executor.model_config, expert_loads, indexer_loss, factor)  # raises before an update
     if updates:
         with executor.phase("update"):
             optimizer.apply_update(lr, gradient_clip_factor(norm, clip) / factor, decoupled_lr)
@@ -107,6 +108,12 @@ def train_step(
         objective_metrics=metrics,
     )
     return result if loss_scale is None else _update_loss_scale(loss_scale, result)
+
+
+def _routing_metrics(model: ModelConfig, loads: Tensor, indexer_loss: float, loss_scale: float) -> dict[str, float]:
+    """Return the metrics of expert routing and of the indexers of sparse attention, for a model that has them."""
+    indexer = {"indexer_loss": indexer_loss / loss_scale} if model.trains_indexer else {}
+    return compute_routing_metrics(model.moe, loads, loss_scale) | indexer
 
 
 def _update_loss_scale(loss_scale: LossScale, result: StepResult) -> StepResult:

@@ -244,6 +244,9 @@ def _shrink_attention(model: ModelConfig) -> dict[str, Any]:
         rotated = 4
         found["mla"] = {"kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": rotated, "v_head_dim": 10}
         found["mla"] |= {"q_lora_rank": None if model.mla.q_lora_rank is None else 20}
+        if indexer := model.mla.indexer:
+            sizes = {"num_heads": shrink_count(indexer.num_heads), "head_dim": 6, "top_k": 3}
+            found["mla"]["indexer"] = {**indexer.model_dump(), **sizes}
         found["mla"] |= {"norm_eps": model.mla.norm_eps, "latent_norm": model.mla.latent_norm}
     else:
         size, rotated = _choose_head_size(model, heads)
