@@ -33,6 +33,7 @@ _SIZES = {
     "num_key_value_heads": 2, "max_position_embeddings": 256, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 _GEMMA = {**_SIZES, "head_dim": 10, "pad_token_id": 0}
+_GEMMA4 = {**_GEMMA, "sliding_window": 8, "global_head_dim": 16}
 _EXPERTS = {**_SIZES, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
 _DEEPSEEK = {
     **_EXPERTS, "num_key_value_heads": 4, "n_routed_experts": 8,
@@ -204,6 +205,18 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "gemma3-untied-bias": (
         "gemma3_text", {**_GEMMA, "tie_word_embeddings": False, "attention_bias": True, "query_pre_attn_scalar": 7,
                         "layer_types": ["full_attention"] * 3, "head_dim": 14},
+    ),
+    "gemma4": (
+        "gemma4_text", {**_GEMMA4, "hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
+    ),
+    "gemma4-values-bias": (
+        "gemma4_text", {**_GEMMA4, "hidden_size_per_layer_input": 0, "attention_bias": True, "tie_word_embeddings": False,
+                        "global_head_dim": 10, "final_logit_softcapping": 3.0},
+    ),
+    "gemma4-unified": (
+        "gemma4_unified_text", {**_GEMMA4, "attention_k_eq_v": True, "rope_parameters": {
+            "full_attention": {"rope_type": "proportional", "rope_theta": 500.0, "partial_rotary_factor": 0.5, "factor": 2.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0}}},
     ),
     "llama-3.1": ("llama", {**_SIZES, "rope_parameters": {**LLAMA3, "original_max_position_embeddings": 8192}}),
     "qwen3-yarn": (

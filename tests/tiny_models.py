@@ -419,6 +419,11 @@ VARIANTS |= {
             **MOE, "top_k": 1, "score": "sigmoid", "normalize": False, "weighted_inputs": True, "shared_ffn_hidden_size": 12, "layers": [1, 2],
         },
     },
+    "gemma4": {
+        **GEMMA, "zero_centered_norm": False, "full_attention_layers": [1], "qk_norm": True, "value_norm": True, "layer_scale": True,
+        "attention_scale": 1.0, "full_attention": {"head_dim": 16, "num_kv_heads": 1, "keys_are_values": True},
+        "rope": {"theta": 5000.0, "fraction": 0.25, "scaling": "proportional"}, "local_rope": {"theta": 100.0},
+    },
     "bitnet": {"activation": "reglu2", "output_input_norms": True, "num_kv_heads": 2, "rope": {"theta": 1000.0}},
     "persimmon": {
         "norm": "layernorm", "activation": "relu2", **_BIASES, "qk_norm": True, "qk_norm_span": "layernorm", "hidden_size": 32,

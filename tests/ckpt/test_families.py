@@ -119,7 +119,8 @@ def test_tensors_are_those_of_transformers(case: str) -> None:
         theirs = auto_class(kind).from_config(config)
     family = family_by_name(kind)
     disk = {"lm_head.weight": family.head}  # one family calls it differently on disk
-    named = theirs.named_parameters(remove_duplicate=False)
+    named = [*theirs.named_parameters(remove_duplicate=False)]
+    named += [(name, value) for name, value in theirs.named_buffers() if name.endswith("layer_scalar")]
     once = {name: value for name, value in named if name not in theirs.all_tied_weights_keys}
     shapes = {disk.get(name, name): tuple(value.shape) for name, value in once.items()}
     model = family.read_config_json(json.loads(config.to_json_string(use_diff=False)))
@@ -320,6 +321,22 @@ def test_all_that_is_wrong_is_told_at_once() -> None:
     assert all(key in str(caught.value) for key in ("hidden_act", "is_causal", "partial_rotary_factor"))
 
 
+@pytest.mark.parametrize(
+    ("more", "key"),
+    [
+        ({}, "hidden_size_per_layer_input"), ({"hidden_size_per_layer_input": 8}, "hidden_size_per_layer_input"),
+        ({"enable_moe_block": True}, "enable_moe_block"), ({"num_kv_shared_layers": 1}, "num_kv_shared_layers"),
+        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
+        ({"per_layer_config": {"0": {"head_dim": 4}}}, "per_layer_config"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default", "partial_rotary_factor": 0.5}}}, "proportional"),
+    ],
+)  # fmt: skip
+def test_what_gemma_4_cannot_be_is_named(more: dict[str, Any], key: str) -> None:
+    raw = {**LLAMA, "model_type": "gemma4_text", **({"hidden_size_per_layer_input": 0} if more else {}), **more}
+    with pytest.raises(CheckpointError, match=key):
+        read(raw)
+
+
 HARMLESS = {
     "architectures": ["LlamaForCausalLM"], "torch_dtype": "bfloat16", "use_cache": True, "bos_token_id": 1,
     "pretraining_tp": 4, "something_unused": None, "transformers_version": "4.40.0",
@@ -353,6 +370,12 @@ _READ = re.compile(r"\b(?:self\.)?config\.(\w+)|getattr\(\s*(?:self\.|decoder_)?
 _NO_KEYS = {
     "gemma3_text": {"image_token_id", "mm_tokens_per_image", "text_config", "vision_config"},
     "llama4_text": {"image_token_id"},
+    "gemma4_text": {
+        "attention_chunk_size", "attention_context_left", "attention_context_right", "attention_invalid_logits_value",
+        "attention_logit_cap", "conv_kernel_size", "gradient_clipping", "hidden_act", "output_proj_dims", "residual_weight",
+        "subsampling_conv_channels", "use_clipped_linears", "kv_sharing_modes", "is_causal",
+    },
+    "gemma4_unified_text": {"kv_sharing_modes", "mm_tokens_per_image"},
     "minicpm3": {"logits_scaling"},
     "dbrx": {"ffn_act_fn", "ffn_hidden_size", "moe_jitter_eps", "moe_num_experts"},  # of its section
     "aria_text": {"image_token_id", "projector_patch_to_query_dict", "max_value_projector_patch_to_query_dict", "patch_size", "text_config", "vision_config", "vision_feature_layer"},
@@ -371,7 +394,7 @@ def test_every_key_that_transformers_reads_is_answered_for(family: ModelFamily) 
     code = importlib.import_module(getattr(transformers, family.architecture).__module__)
     others = _NO_KEYS.get(family.name, set()) | _NO_KEYS[""]
     if family.outer_model_type:  # whose code is in the same file
-        whole = transformers.AutoConfig.for_model(family.outer_model_type)
+        whole = transformers.AutoConfig.for_model(family.outer_model_type, vision_config={})
         others |= {field.name for part in (whole, whole.vision_config) for field in dataclasses.fields(part)}
     assert _read_by(code) - others - family.known_keys == set()
     for name in ("masking_utils", "cache_utils", "modeling_rope_utils"):

@@ -163,6 +163,26 @@ def test_the_text_part_of_llama_4(tmp_path: Path) -> None:
     assert content(back) == content(whole)
 
 
+@pytest.mark.parametrize("case", ["gemma4", "gemma4-unified"])
+def test_the_text_part_of_gemma_4(tmp_path: Path, case: str) -> None:
+    whole, mega, back = (tmp_path / name for name in ("whole", "mega", "back"))
+    kind, settings = MODELS[case]
+    vision = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 4,
+              "intermediate_size": 12, "position_embedding_size": 8, "mm_embed_dim": 8, "mm_posemb_size": 6}  # fmt: skip
+    vision = {key: value for key, value in vision.items() if case == "gemma4" or key.startswith("mm_")}
+    config = AutoConfig.for_model(
+        kind.removesuffix("_text"), text_config={**settings, "model_type": kind}, vision_config=vision
+    )
+    model = AutoModelForImageTextToText.from_config(config)
+    model.save_pretrained(whole)
+    inner, weights = HfSource(whole), model.state_dict()
+    name = "model.layers.2.self_attn.q_proj.weight"
+    assert torch.equal(inner.read_tensor(name), weights[name.replace("model.", "model.language_model.")])
+    convert_checkpoint(whole, mega, "mega")
+    convert_checkpoint(mega, back, "hf")
+    assert content(back) == content(whole)
+
+
 _EYES = {
     "hidden_size": 16,
     "intermediate_size": 20,

@@ -49,7 +49,11 @@ def save_reference(case: str, folder: Path) -> torch.nn.Module:
     model = auto_class(kind).from_config(config, attn_implementation="eager", experts_implementation="eager")
     model.get_input_embeddings().padding_idx = None
     with torch.no_grad():
-        biases = [buffer for name, buffer in model.named_buffers() if name.endswith(("correction_bias", "expert_bias"))]
+        biases = [
+            buffer
+            for name, buffer in model.named_buffers()
+            if name.endswith(("correction_bias", "expert_bias", "layer_scalar"))
+        ]
         for parameter in [*model.parameters(), *biases]:
             parameter.add_(torch.randn(parameter.shape), alpha=0.1)
     model.save_pretrained(folder)
@@ -101,7 +105,11 @@ def test_logits_loss_gradients_and_greedy_text(tmp_path: Path, case: str) -> Non
     expected.loss.backward()
     wanted, held = reference_gradients(theirs, tmp_path / "gradients"), gradients_by_name(ours)
     # an indexer has no gradient from the loss of the model, here and in transformers
-    trained = {name for name in wanted if not name.endswith("e_score_correction_bias") and INDEXER not in name}
+    trained = {
+        name
+        for name in wanted
+        if not name.endswith(("e_score_correction_bias", "layer_scalar")) and INDEXER not in name
+    }
     assert held.keys() >= trained
     for name in trained:
         torch.testing.assert_close(

@@ -139,6 +139,11 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
             "qk_norm_after_rope": True, "head_bias": True,
             "rope": {"theta": 100.0, "query_scaling": 0.3, "original_max_position": 4},
         },
+        {
+            "full_attention_layers": [1], "full_attention": {"head_dim": 12, "num_kv_heads": 4, "keys_are_values": True},
+            "rope": {"theta": 100.0, "fraction": 0.5, "scaling": "proportional"}, "local_rope": {"theta": 20.0},
+            "value_norm": True, "layer_scale": True, "attention_scale": 1.0, "norm_position": "both", "qkv_bias": False,
+        },
     ],
     "moe": [
         {}, {"attention_sinks": True, "activation_limit": 0.7, "sliding_window": 5, "full_attention_layers": [1]},

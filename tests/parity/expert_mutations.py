@@ -46,6 +46,7 @@ PARTS = case("moe", 4, parallel={"ep": 2, "expert_tp": 2}, micro=2)
 COUNTED = case("moe", 2, parallel={"ep": 2, "dispatch": "nvshmem", "dispatch_bound": 2.0}, micro=2)
 MASKED = case("moe", 1, micro=2)
 CHUNKED = case("moe", 2, parallel={"cp": 2}, variant=VARIANTS["moe"][2])
+HEADS = case("gqa", 2, parallel={"tp": 2, "sp": True}, variant=VARIANTS["gqa"][3])
 PLAIN = case("dense", 2, parallel={"tp": 2, "sp": True}, variant=VARIANTS["dense"][4])
 NORMED = case("dense", 2, parallel={"tp": 2}, variant=VARIANTS["dense"][6])
 MIXED, BY_LOGITS = (case("moe", 2, parallel={"ep": 2}, micro=2, variant=VARIANTS["moe"][number]) for number in (3, 4))
@@ -290,6 +291,24 @@ def _counterclockwise() -> AbstractContextManager[Any]:
     return swap(rotary_embedding, "RotaryAngles", lambda cos, sin, neighbors: real(cos, -sin, neighbors))
 
 
+def _values_after_the_norm_of_keys() -> AbstractContextManager[Any]:
+    real = attention.SelfAttention._split_and_rotate
+
+    def split(self: Any, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = real(self, *args)
+        return q, k, v if len(self.parts) == 3 else k
+
+    return swap(attention.SelfAttention, "_split_and_rotate", split)
+
+
+def _frequencies_by_the_rotated_part() -> AbstractContextManager[Any]:
+    def by_part(rope: Any, size: int) -> Tensor:
+        plain, _ = rotary_embedding.rotary_frequencies(rope.model_copy(update={"scaling": "none"}), size, 16, 16)
+        return F.pad(plain, (0, size // 2 - len(plain)))
+
+    return swap(rotary_embedding, "_proportional_frequencies", by_part)
+
+
 def _split_norm_of_a_part() -> AbstractContextManager[Any]:
     """A norm over all heads, or over the width of an MLP, is over a rank's part."""
     return swap(norms, "sum_partial_results", lambda x, group, sp: x * group.size)
@@ -362,6 +381,8 @@ EXPERTS: list[tuple[str, LayoutCase, Patch]] = [
     ("attention: queries, keys and values not clipped", PLAIN, _unclipped),
     ("xIELU: gradients of slopes not summed over tensor ranks", PLAIN, _slopes_without_sync),
     ("rotary positions: the other direction", PLAIN, _counterclockwise),
+    ("attention: normalised and rotated keys as values", HEADS, _values_after_the_norm_of_keys),
+    ("proportional rotary positions: frequencies by the rotated part", HEADS, _frequencies_by_the_rotated_part),
     ("norms without weights: LayerNorm for RMSNorm", PLAIN, _norms_with_a_mean),
     ("norms before output projections: mean over a rank's part alone", NORMED, _split_norm_of_a_part),
     ("key norms: gradient of the bias from a rank's heads alone", NORMED, _norm_bias_of_own_heads),

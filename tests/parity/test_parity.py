@@ -133,13 +133,15 @@ def test_narrow_embeddings_and_plain_output_layers_of_encoders(every: int) -> No
 
 
 @ONE_IN_THREE
-def test_linear_biases_scaled_queries_norms_after_rotation_and_a_head_bias(every: int) -> None:
+def test_linear_biases_scaled_queries_norms_after_rotation_a_head_bias_and_heads_that_differ_by_layer(
+    every: int,
+) -> None:
     shapes: list[tuple[int, dict[str, Any]]] = [
         (2, {"tp": 2}), (2, {"tp": 2, "sp": True}), (2, {"pp": 2}), (2, {"zero": 3}), (4, {"tp": 4, "sp": True}),
         (4, {"tp": 2, "pp": 2, "zero": 1}), (4, {"tp": 2, "sp": True, "cp": 2, "cp_kind": "alltoall"}),
         (4, {"cp": 2, "pp": 2, "cp_kind": "alltoall"}),
     ]  # fmt: skip
-    options = [("dense", 3), ("gqa", 2), ("mla", 3)]
+    options = [("dense", 3), ("gqa", 2), ("gqa", 3), ("mla", 3)]
     cases = [
         case(name, ranks, layers=shape.get("pp", 1) * 2, parallel=shape, micro=2, variant=VARIANTS[name][number])
         for name, number in options

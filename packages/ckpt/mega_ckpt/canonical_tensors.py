@@ -142,6 +142,7 @@ def _encoder_heads(config: ModelConfig) -> TensorShapes:
 
 def _layer(config: ModelConfig, index: int) -> TensorShapes:
     before, after = config.norm_position in ("pre", "both", "stream"), config.norm_position not in ("pre", "stream")
+    config = config.get_layer_config(index)
     mixer, feed = config.get_mixer_kind(index), config.get_feed_forward_kind(index)
     mlp_norm = "pre_feedforward_layernorm" if config.norm_position == "both" else "post_attention_layernorm"
     return {
@@ -152,6 +153,7 @@ def _layer(config: ModelConfig, index: int) -> TensorShapes:
         **(_norm(config, mlp_norm) if feed and before and not config.shared_norm else {}),
         **_feed(config, feed),
         **(_norm(config, "post_feedforward_layernorm") if feed and after else {}),
+        **({"layer_scalar": (1,)} if config.layer_scale else {}),
     }
 
 
@@ -222,7 +224,7 @@ def _attention(config: ModelConfig) -> TensorShapes:
     return {
         **_linear("self_attn.q_proj", queries, width, config.qkv_bias),
         **_linear("self_attn.k_proj", keys, width, config.qkv_bias),
-        **_linear("self_attn.v_proj", keys, width, config.qkv_bias),
+        **({} if config.keys_are_values else _linear("self_attn.v_proj", keys, width, config.qkv_bias)),
         **(norms if config.qk_norm and config.qk_norm_span != "plain" else {}),
         **(_linear("self_attn.g_proj", queries, width, config.qkv_bias) if config.attention_gate else {}),
         **({"self_attn.sinks": (config.num_attention_heads,)} if config.attention_sinks else {}),

@@ -19,7 +19,8 @@ from mega_common.model_config import ModelConfig
 VISION = "vision encoder"
 # Tensors that some families carry as buffers, but that are weights of parts that mega does not run.
 _UNSUPPORTED_PARTS = {
-    VISION: r"(model\.)?(visual|vision_tower|vision_model)\.(?!(.*\.)?(head\..*|inv_freq|position_ids)$)",
+    VISION: r"(model\.)?(visual|vision_tower|vision_model|embed_vision)\.(?!(.*\.)?(head\..*|inv_freq|position_ids)$)",
+    "audio encoder": r"(model\.)?(audio_tower|embed_audio)\.",
     "multi-token prediction block": r"(model\.)?mtp\.",
 }
 

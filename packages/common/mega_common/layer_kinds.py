@@ -131,6 +131,14 @@ class MambaConfig(StrictConfig):
                 yield ConfigProblem(name, "the lower limit must be at most the upper limit", [low, high])
 
 
+class FullAttentionConfig(StrictConfig):
+    """Attention heads of the layers without a sliding window, where they differ from the other layers' (Gemma 4)."""
+
+    head_dim: PositiveInt
+    num_kv_heads: PositiveInt
+    keys_are_values: bool = Field(False, description="no value projection: values are the projected keys")
+
+
 INDEXER = ".self_attn.indexer."  # in the names of the tensors of an indexer
 
 

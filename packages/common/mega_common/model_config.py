@@ -32,6 +32,7 @@ from mega_common.extension_block import (
 from mega_common.layer_kinds import (
     INDEXER,
     FeedForwardKind,
+    FullAttentionConfig,
     GatedDeltaConfig,
     KimiDeltaConfig,
     LayerKind,
@@ -68,14 +69,14 @@ class RopeConfig(StrictConfig):
     `dynamic` (factor), `llama3` (factor, low_freq_factor, high_freq_factor, original_max_position), `yarn`
     (arXiv:2309.00071: factor, beta_fast, beta_slow, attention_factor, mscale, mscale_all_dim, truncate,
     original_max_position), `longrope` (arXiv:2402.13753: short_factor, long_factor, attention_factor,
-    original_max_position).
+    original_max_position), `proportional` (factor; frequencies by the whole head, zero after `fraction` of it, Gemma 4).
     """
 
     theta: float = Field(10_000.0, gt=0)
     fraction: float = Field(1.0, gt=0, le=1, description="share of each head that is rotated")
     interleaved: bool = Field(False, description="rotate neighbors (x0, x1) instead of halves, as in DeepSeek")
     clockwise: bool = Field(False, description="rotate by the negative angles, as in nanochat")
-    scaling: Literal["none", "linear", "dynamic", "llama3", "yarn", "longrope"] = "none"
+    scaling: Literal["none", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional"] = "none"
     factor: float = Field(1.0, gt=0)
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
@@ -298,6 +299,10 @@ class ModelConfig(StrictConfig):
         "`layernorm`: one LayerNorm for all heads, as in Persimmon; `plain`: RMSNorm of each head without a weight, in layers with RoPE, as in Llama 4",
     )
     qk_norm_after_rope: bool = Field(False, description="norms of queries and keys follow the rotation, as in Hunyuan")
+    value_norm: bool = Field(False, description="RMSNorm of each head's value without a weight, as in Gemma 4")
+    keys_are_values: bool = Field(
+        False, description="no value projection: values are the projected keys before norm and rotation, as in Gemma 4"
+    )
     norm_position: Literal["pre", "post", "both", "sum", "stream"] = Field(
         "pre",
         description="`post`: after attention and MLP, as in OLMo-2; `both`: before and after, as in Gemma 2; `sum`: of the "
@@ -315,10 +320,16 @@ class ModelConfig(StrictConfig):
         False, description="with parallel_residual: one norm before both, as in Falcon and Cohere"
     )
     residual_multiplier: float = Field(1.0, gt=0, description="factor on outputs of attention and MLP, as in Granite")
+    layer_scale: bool = Field(
+        False, description="each layer's output times a stored scalar that is not trained, as in Gemma 4"
+    )
     sliding_window: PositiveInt | None = Field(
         None, description="attention window in keys, including the query's own; to each side if not causal"
     )
     full_attention_layers: list[NonNegativeInt] | None = Field(None, description="layers without the sliding window")
+    full_attention: FullAttentionConfig | None = Field(
+        None, description="heads of the layers without a sliding window, as in Gemma 4; default: those of all layers"
+    )
     chunked_window: bool = Field(
         False,
         description="the window does not slide: each document is cut into chunks of `sliding_window` tokens, and a query "
@@ -437,7 +448,8 @@ class ModelConfig(StrictConfig):
         """
         groups = {self.mamba.num_groups} if self.mamba else set()
         added = {block.shared_heads for block in self._declared_mixers.values()}
-        return {self.key_value_heads} | groups | ({self.delta.num_key_heads} if self.delta else set()) | added
+        full = {self.full_attention.num_kv_heads} if self.full_attention else set()
+        return {self.key_value_heads} | full | groups | ({self.delta.num_key_heads} if self.delta else set()) | added
 
     @property
     def query_key_head_dim(self) -> int:
@@ -454,7 +466,31 @@ class ModelConfig(StrictConfig):
     @property
     def rotary_dim(self) -> int:
         """Number of elements of each attention head that are rotated by RoPE."""
+        if self.rope.scaling == "proportional":
+            return self.query_key_head_dim
         return self.mla.qk_rope_head_dim if self.mla else int(self.query_key_head_dim * self.rope.fraction)
+
+    @property
+    def head_counts(self) -> list[tuple[int, int]]:
+        """(heads, shared heads) of all mixers in use, with those of full-attention layers that have their own."""
+        full = self.full_attention
+        return [
+            *self.heads_by_mixer.values(),
+            *([(self.num_attention_heads, full.num_kv_heads)] if full else []),
+        ]
+
+    @property
+    def full_layer_config(self) -> ModelConfig:
+        """Configuration of the layers without a sliding window: this one, with the heads of `full_attention`."""
+        if self.full_attention is None:
+            return self
+        return self.model_copy(update={**self.full_attention.model_dump(), "full_attention": None})
+
+    def get_layer_config(self, layer: int) -> ModelConfig:
+        """Return the configuration with the attention heads of the layer with this index."""
+        if self.full_attention is None or self.get_attention_window(layer) is None:
+            return self.full_layer_config
+        return self.model_copy(update={"full_attention": None})
 
     def get_attention_window(self, layer: int) -> int | None:
         """Return the sliding attention window of a layer in keys, including the query's own; None for full attention."""

@@ -47,6 +47,10 @@ def find_model_config_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
         yield ConfigProblem("chunked_window", rule, True, "chunked_window: false, or set sliding_window")
     if model.no_rope_scaling and not model.no_rope_layers:
         yield ConfigProblem("no_rope_scaling", "requires no_rope_layers", model.no_rope_scaling, "set no_rope_layers")
+    yield from _find_full_attention_problems(model)
+    if model.layer_scale and (model.norm_position in ("sum", "stream") or model.encoder or model.retro):
+        rule = "is not supported with norm_position: sum or stream, encoder and retro"
+        yield ConfigProblem("layer_scale", rule, True, "layer_scale: false")
     if model.head_bias and (model.encoder or model.masked_lm):
         yield ConfigProblem("head_bias", "is not supported with encoder and masked_lm, which have biases of their own")
     yield from _find_function_problems(model)
@@ -71,6 +75,23 @@ def find_model_config_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
     yield from _find_block_problems(model)
     yield from find_encoder_config_problems(model)
     yield from find_retro_config_problems(model)
+
+
+def _find_full_attention_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
+    """Yield violated rules of heads that differ by layer, of normalised values and of keys as values."""
+    for name in ("full_attention", "value_norm", "keys_are_values"):
+        if getattr(model, name) and (model.mla or model.encoder or model.retro):
+            rule = "is not supported with mla, encoder and retro"
+            yield ConfigProblem(name, rule, hint=f"leave out {name}")
+    full = model.full_attention
+    if full is None:
+        return
+    if model.num_attention_heads % full.num_kv_heads:
+        rule = f"must divide num_attention_heads = {model.num_attention_heads}"
+        yield ConfigProblem("full_attention.num_kv_heads", rule, full.num_kv_heads)
+    if model.position == "rope" and model.full_layer_config.rotary_dim % 2:
+        rule = "must give an even number of rotated elements"
+        yield ConfigProblem("full_attention.head_dim", rule, full.head_dim)
 
 
 def _find_vision_problems(model: ModelConfig) -> Iterator[ConfigProblem]:

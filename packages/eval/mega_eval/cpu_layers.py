@@ -107,6 +107,8 @@ def _flatten_sublayer(work: nn.Module) -> LayerFunction:
         and work.out_norm is None
         and work.relative is None
         and work.q_norm is None
+        and work.v_norm is None
+        and len(work.parts) == 3
         and not work.scales_queries
     ):
         return _flatten_attention(work)

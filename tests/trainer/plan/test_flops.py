@@ -290,6 +290,22 @@ def test_each_kind_of_layer_is_counted_as_it_multiplies(layers: list[str], chang
     assert counted.get_total_flops() == tokens * (sum(exact.values()) - uncounted + delta)
 
 
+def test_heads_that_differ_by_layer_are_counted_as_they_multiply() -> None:
+    fields = {
+        "num_layers": 3, "hidden_size": 24, "ffn_hidden_size": 40, "num_attention_heads": 4, "num_kv_heads": 2, "vocab_size": 61,
+        "head_dim": 4, "sliding_window": 5, "full_attention_layers": [2],
+        "full_attention": {"head_dim": 8, "num_kv_heads": 1, "keys_are_values": True},
+    }  # fmt: skip
+    config, tokens = ModelConfig.parse(fields), 16
+    built = Decoder(LayerBuilder(config))
+    assert count_parameters_by_layer(config).total == sum(p.numel() for p in built.parameters())
+    with FlopCounterMode(display=False) as counted, torch.no_grad():
+        context = built.make_forward_context(torch.arange(tokens)[None], sequence_bounds=DocumentBounds([tokens]))
+        built(torch.zeros(1, tokens, 24), context)
+    exact = forward_flops(config, tokens, causal=False)
+    assert counted.get_total_flops() == tokens * (sum(exact.values()) - exact["head"] - exact["attention scores"])
+
+
 @pytest.mark.parametrize("indexer", [{"top_k": 4}, {"top_k": 20, "kl_loss": 1.0}, {"top_k": 20}, {"dense": True}])
 def test_sparse_attention_is_counted_as_it_multiplies(indexer: dict[str, Any]) -> None:
     """But attention's scores, which torch does not count; with a loss the indexer scores short sequences, too."""

@@ -19,7 +19,7 @@ _NO_HEADS = {"num_attention_heads": 1, "num_kv_heads": 1, "head_dim": 1}
 ATTENTION_FIELDS = frozenset({
     "num_kv_heads", "head_dim", "rope", "local_rope", "no_rope_layers", "qkv_bias", "qkv_clip", "attention_out_bias", "output_input_norms", "qk_norm",
     "qk_norm_span", "qk_norm_after_rope", "sliding_window", "full_attention_layers", "chunked_window", "no_rope_scaling", "attention_scale", "attention_softcap", "attention_sinks",
-    "attention_gate",
+    "attention_gate", "full_attention", "value_norm", "keys_are_values",
 })  # fmt: skip
 MOE_TRAINING_FIELDS = frozenset({"aux_loss", "aux_loss_scope", "bias_rate", "capacity_factor", "sinkhorn", "z_loss"})
 
@@ -34,7 +34,11 @@ def is_equivalent_config(one: ModelConfig, other: ModelConfig) -> bool:
 def drop_redundant_model_fields(model: ModelConfig) -> ModelConfig:
     """Return an equivalent configuration of `model` without redundant layer lists and settings of absent parts."""
     unused: dict[str, Any] = {} if model.norm == "layernorm" and model.norm_weight else {"norm_bias": True}
-    if model.attention_scale and math.isclose(model.attention_scale, model.query_key_head_dim**-0.5, rel_tol=1e-12):
+    if (
+        model.attention_scale
+        and not model.full_attention
+        and math.isclose(model.attention_scale, model.query_key_head_dim**-0.5, rel_tol=1e-12)
+    ):
         unused["attention_scale"] = None
     if model.position != "rope":
         unused |= {"rope": RopeConfig(), "local_rope": None}

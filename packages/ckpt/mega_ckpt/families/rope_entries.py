@@ -21,9 +21,10 @@ _PARAMETERS: Mapping[str, Mapping[str, str]] = {
     "dynamic": {"factor": "factor"},
     "llama3": {key: key for key in ("factor", "low_freq_factor", "high_freq_factor")} | _ORIGINAL,
     "yarn": {key: key for key in ("factor", *_YARN)} | _ORIGINAL,
+    "proportional": {"factor": "factor"},
     "longrope": {key: key for key in ("factor", "short_factor", "long_factor", "attention_factor")} | _ORIGINAL,
 }
-EVERY_SCALING = frozenset(_PARAMETERS)
+EVERY_SCALING = frozenset(_PARAMETERS) - {"proportional"}
 _SETS = ("full_attention", "sliding_attention")
 _DEFAULTS = {"truncate": True, "factor": 1.0}  # keys that are left out at these values
 _COVERED = {"theta", "fraction", "interleaved", "clockwise", "scaling"}.union(
@@ -57,7 +58,7 @@ class RopeEntry:
     partial: bool = False
     theta_key: str = "rope_theta"
     fraction_key: str = "partial_rotary_factor"
-    scalings: frozenset[str] = frozenset(_PARAMETERS) - {"longrope"}
+    scalings: frozenset[str] = EVERY_SCALING - {"longrope"}
     aliases: Mapping[str, str] = field(default_factory=dict)
     absent: Mapping[str, Any] = field(default_factory=dict)
     original: int | None = None
@@ -160,7 +161,7 @@ def _read_parameters(scaling: str, given: ConfigDict, raw: ConfigDict) -> dict[s
         out["original_max_position"] = raw.get(_ORIGINAL_KEY) or out.get("original_max_position", longest)
     if scaling == "yarn" and "factor" not in out and longest and out["original_max_position"]:
         out["factor"] = longest / out["original_max_position"]
-    if "factor" in names and "factor" not in out and scaling != "longrope":  # longrope derives it from the two lengths
+    if "factor" in names and "factor" not in out and scaling not in ("longrope", "proportional"):  # longrope derives it
         raise ConfigMismatchError(f"factor of rope_type {scaling!r} is missing")
     return out
 

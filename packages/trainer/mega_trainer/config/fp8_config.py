@@ -125,6 +125,10 @@ def _linear_widths(model: ModelConfig, parallel: ParallelConfig) -> Iterator[tup
     if mla is None:
         yield f"query heads x head_dim / tp {tp}", heads * model.query_key_head_dim
         yield f"key/value heads x head_dim / tp {tp}", max(1, model.key_value_heads // tp) * model.query_key_head_dim
+        if full := model.full_attention:
+            yield f"query heads x full_attention.head_dim / tp {tp}", heads * full.head_dim
+            keys = max(1, full.num_kv_heads // tp) * full.head_dim
+            yield f"full_attention.num_kv_heads x head_dim / tp {tp}", keys
     else:
         yield "mla.kv_lora_rank", mla.kv_lora_rank
         yield "mla.q_lora_rank", mla.q_lora_rank or 0

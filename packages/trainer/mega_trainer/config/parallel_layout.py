@@ -51,11 +51,10 @@ def can_split_model(model: ModelConfig, tp: int) -> bool:
     """Return whether tensor parallelism of degree `tp` can split a model.
     The tensor ranks must divide the attention (or recurrent) heads, index heads and the feed-forward width evenly.
     """
-    counts = model.heads_by_mixer.values()
     if model.mla and model.mla.indexer and model.mla.indexer.num_heads % tp:
         return False
     return all(width % tp == 0 for width in list_sharded_ffn_widths(model)) and all(
-        heads % tp == 0 and (shared % tp == 0 or tp % shared == 0) for heads, shared in counts
+        heads % tp == 0 and (shared % tp == 0 or tp % shared == 0) for heads, shared in model.head_counts
     )
 
 
@@ -63,7 +62,7 @@ def can_split_heads(model: ModelConfig, tp: int, cp: int) -> bool:
     """Return whether `cp` context ranks can split the attention heads of one of `tp` tensor ranks evenly.
     They split its query heads, and either its key/value heads too, or equally many ranks share each key/value head.
     """
-    counts = [(heads // tp, max(1, shared // tp)) for heads, shared in model.heads_by_mixer.values()]
+    counts = [(heads // tp, max(1, shared // tp)) for heads, shared in model.head_counts]
     return all(heads % cp == 0 and (shared % cp == 0 or cp % shared == 0) for heads, shared in counts)
 
 

@@ -24,6 +24,7 @@ from mega_trainer.kernels.torch_kernels import reference_attention
 from mega_trainer.model.feed_forward import apply_sigmoid_gate
 from mega_trainer.model.forward_context import CacheAttentionFunction, ForwardContext, KVCache, SequenceMask
 from mega_trainer.model.layer_builder import LayerBuilder
+from mega_trainer.model.norms import PlainNorm
 from mega_trainer.model.relative_position_bias import BucketedPositionBias, PositionBias
 from mega_trainer.parallel.context_parallel import LocalBlockwiseAttention, make_context_parallel_attention
 from mega_trainer.parallel.tensor_parallel import SplitHeads
@@ -177,6 +178,10 @@ class SelfAttention(nn.Module):
         )
         counts = {"g": config.num_attention_heads} if self.gated else {}  # first, so that q, k and v stay contiguous
         counts |= {"q": config.num_attention_heads, "k": config.key_value_heads, "v": config.key_value_heads}
+        if config.keys_are_values:
+            del counts["v"]
+        self.parts = [self.heads, *[self.kv_heads] * (1 if config.keys_are_values else 2)]
+        self.v_norm = PlainNorm(config.norm_eps) if config.value_norm else None
         blocks = [SplitHeads(f"{name}.{x}_proj", count, self.size) for x, count in counts.items()]
         self.qkv = build.build_column_linear(blocks, bias=config.qkv_bias)
         self.out = build.build_row_linear(
@@ -208,18 +213,19 @@ class SelfAttention(nn.Module):
         return out
 
     def _split_and_rotate(self, qkv: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor, Tensor]:
-        """Split [B, S, H + 2K, d] into queries, keys and values, normalised and rotated."""
+        """Split [B, S, H + 2K, d], or [B, S, H + K, d] if keys are values, into queries, keys and values, normalised and rotated."""
         rotation, kernels = context.rotation_for_window(self.core.window) if self.rotates else None, self.core.kernels
-        if rotation is not None and self.q_norm is None:
+        if rotation is not None and self.q_norm is None and self.v_norm is None and len(self.parts) == 3:
             return kernels.apply_rotary_qkv(qkv, rotation, self.heads, self.kv_heads)
-        q, k, v = torch.split(qkv, [self.heads, self.kv_heads, self.kv_heads], -2)
+        q, k, *values = torch.split(qkv, self.parts, -2)
+        v = values[0] if values else k
         if self.q_norm is not None and self.k_norm is not None and not self.norm_after_rope:
             q, k = self.q_norm(q), self.k_norm(k)
         if rotation is not None:
             q, k = kernels.apply_rotary(q, rotation), kernels.apply_rotary(k, rotation)
         if self.q_norm is not None and self.k_norm is not None and self.norm_after_rope:
             q, k = self.q_norm(q), self.k_norm(k)
-        return q, k, v
+        return q, k, v if self.v_norm is None else self.v_norm(v)
 
 
 class EncodedPositionAttention(SelfAttention):

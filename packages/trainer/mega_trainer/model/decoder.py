@@ -180,11 +180,10 @@ class Decoder(nn.Module):
         self.stage = stage or StageLayers.for_whole_model(config)
         self.saved = ActivationCheckpointer(recompute, offload)
         build = replace(build, saved=self.saved)
-        self.rotary = RotaryEmbedding.from_model_config(config, config.rope)
+        self.rotary = RotaryEmbedding.from_model_config(config.full_layer_config, config.rope)
+        local = config.local_rope or (config.rope if config.full_attention else None)
+        self.local_rotary = None if local is None else RotaryEmbedding.from_model_config(config, local)
         self.has_own_positions = "position" in build.functions
-        self.local_rotary = (
-            None if config.local_rope is None else RotaryEmbedding.from_model_config(config, config.local_rope)
-        )
         # by device of the tokens: the weights may be on another one while the model is built
         self._linear_biases: dict[torch.device, LinearPositionBias] = {}
         self.deferred, self.borrows = build.deferred, self.stage.uses_embedding_of_other_stage(config)

@@ -71,10 +71,10 @@ class LayerBuilder(ParameterBuilder):
         return replace(self, products=None)
 
     def builder_for_layer(self, layer: int) -> LayerBuilder:
-        """Return a copy of this layer builder with the linear back end of one layer.
+        """Return a copy of this layer builder with the linear back end and the attention heads of one layer.
         `layer` is the layer's number; some layers may be kept out of fp8.
         """
-        return replace(self, products=self.by_layer.get(layer))
+        return replace(self, products=self.by_layer.get(layer), config=self.config.get_layer_config(layer))
 
     @property
     def residual_init_std(self) -> float:

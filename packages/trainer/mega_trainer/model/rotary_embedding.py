@@ -115,6 +115,8 @@ def rotary_frequencies(rope: RopeConfig, head_size: int, max_position: int, leng
         max_position: longest sequence that the model supports.
         length: length of the sequence, for `dynamic` and `longrope`.
     """
+    if rope.scaling == "proportional":
+        return _proportional_frequencies(rope, head_size), 1.0
     size = int(head_size * rope.fraction)
     exponent = torch.arange(0, size, 2, dtype=torch.int64).float() / size
     base = 1.0 / rope.theta**exponent
@@ -133,6 +135,13 @@ def rotary_frequencies(rope: RopeConfig, head_size: int, max_position: int, leng
             return _scale_yarn(rope, base, size), _yarn_attention_factor(rope)
         case "longrope":
             return _scale_longrope(rope, base, max_position, length)
+
+
+def _proportional_frequencies(rope: RopeConfig, head_size: int) -> Tensor:
+    """Return frequencies of the first `rope.fraction` of a head's pairs, by the size of the whole head; others are zero."""
+    rotated = int(rope.fraction * head_size // 2)
+    exponent = torch.arange(0, 2 * rotated, 2, dtype=torch.int64).float() / head_size
+    return torch.cat([1.0 / rope.theta**exponent, torch.zeros(head_size // 2 - rotated)]) / rope.factor
 
 
 def _scale_llama3(rope: RopeConfig, base: Tensor) -> Tensor:

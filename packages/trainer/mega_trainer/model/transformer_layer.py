@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal
 
+import torch
 from torch import Tensor, nn
 
 from mega_common.errors import ConfigError
@@ -27,6 +28,7 @@ from mega_trainer.model.mamba import MambaMixer
 from mega_trainer.model.mixture_of_experts import MixtureOfExperts
 from mega_trainer.model.norms import Norm
 from mega_trainer.model.sparse_attention import SparseLatentAttention
+from mega_trainer.parallel.parameter_info import NonTrainableBuffer
 
 
 def _build_attention(build: LayerBuilder, layer: int) -> nn.Module:
@@ -146,6 +148,20 @@ class TransformerLayer(nn.Module):
         return sum(added if self.parallel else added[-1:], start=x)
 
 
+class ScaledLayer(TransformerLayer):
+    """Transformer layer whose output is multiplied by a stored scalar that is not trained, as in Gemma 4."""
+
+    def __init__(self, build: LayerBuilder, layer: int) -> None:
+        super().__init__(build, layer)
+        name = f"model.layers.{layer}.layer_scalar"
+        wide = torch.promote_types(build.dtype, torch.float32)
+        self.scalar = NonTrainableBuffer(name, (1,), dtype=wide, device=build.device, fill=1.0)
+
+    def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
+        """Return the scaled residual stream [B, S or S/T, D] (S/T under sequence parallelism over T ranks)."""
+        return super().forward(x, context) * self.scalar.values.to(x.dtype)
+
+
 class PostNormLayer(TransformerLayer):
     """Post-norm layer: x = norm(x + mixer x), then x = norm(x + feed_forward x), as in BERT (arXiv:1706.03762)."""
 
@@ -193,7 +209,8 @@ def build_transformer_layer(build: LayerBuilder, layer: int) -> TransformerLayer
     """
     post_norm = build.config.norm_position == "sum"
     layers = {"sum": PostNormLayer, "stream": NormedResidualLayer}
-    block = layers.get(build.config.norm_position, TransformerLayer)(build, layer)
+    usual = ScaledLayer if build.config.layer_scale else TransformerLayer
+    block = layers.get(build.config.norm_position, usual)(build, layer)
     if build.config.has_cross_attention(layer):
         before = "" if post_norm else "cross_attn"
         block.cross = ResidualBranch(build.builder_for_layer(layer), layer, "cross", CrossAttention, before, "")

@@ -43,6 +43,7 @@ from mega_trainer.distributed.comm import (
 from mega_trainer.model.decoder import Decoder
 from mega_trainer.model.mixture_of_experts import GroupedExperts
 from mega_trainer.parallel.parameter_info import (
+    NonTrainableBuffer,
     get_local_values,
     get_parameter_info,
     is_trainable,
@@ -108,8 +109,7 @@ def fully_shard_stage(
         register_fsdp_forward_method(model, method)
     model.materialize(device)
     _pad_uneven_shards(model)
-    for values, _ in iterate_saved_buffers(model):
-        values.zero_()
+    _reset_saved_buffers(model)
     for name, parameter in model.named_parameters():
         info = infos[name]
         sharers = expert_group if info.data is expert_group else group
@@ -119,6 +119,15 @@ def fully_shard_stage(
         parameter.mega = replace(  # type: ignore[attr-defined]
             info, pieces=pieces, all_pieces=info.pieces, data=sharers, grad_sync=sync
         )
+
+
+def _reset_saved_buffers(model: nn.Module) -> None:
+    """Give the non-trainable tensors that checkpoints contain their initial values, in new memory."""
+    for values, _ in iterate_saved_buffers(model):
+        values.zero_()
+    for module in model.modules():
+        if isinstance(module, NonTrainableBuffer):
+            module.values.fill_(module.fill)
 
 
 def _pad_uneven_shards(model: nn.Module) -> None:

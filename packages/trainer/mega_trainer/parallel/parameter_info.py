@@ -266,19 +266,22 @@ def get_weight_preparer(weight: Tensor) -> GemmOperandCache | QuantizedFrozenWei
 
 class NonTrainableBuffer(nn.Module):
     """Non-trainable tensor of the model that checkpoints contain.
-    It is whole on every rank of its pipeline stage, and zero until loaded.
+    It is whole on every rank of its pipeline stage, and has the value `fill` until loaded.
 
     Args:
         name: canonical name.
         shape, dtype, device: of `values`.
+        fill: initial value.
     """
 
     values: Tensor
 
-    def __init__(self, name: str, shape: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, name: str, shape: Sequence[int], *, dtype: torch.dtype, device: torch.device, fill: float = 0.0
+    ) -> None:
         super().__init__()
-        self.pieces = (TensorPiece.whole_tensor(name, shape),)
-        self.register_buffer("values", torch.zeros(*shape, dtype=dtype, device=device))
+        self.fill, self.pieces = fill, (TensorPiece.whole_tensor(name, shape),)
+        self.register_buffer("values", torch.full(shape, fill, dtype=dtype, device=device))
 
 
 @runtime_checkable

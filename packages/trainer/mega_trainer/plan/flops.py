@@ -228,6 +228,7 @@ def _layer_flops(
     """Return the forward FLOPs per token of one layer, by part."""
     parts = {"feed-forward": 2.0 * active_ffn_elements(model, feed)}
     if mixer is not None:
+        model = model if window else model.full_layer_config
         first, second = MIXING.get(mixer, (f"{mixer} projections", f"{mixer} mixing"))
         parts[first] = 2.0 * sum(map(math.prod, itertools.chain(*projection_shapes(model, mixer))))
         parts[second] = mixing_flops(model, mixer, window, seq_length, causal=causal)

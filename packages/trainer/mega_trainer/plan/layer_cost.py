@@ -14,7 +14,7 @@ H100s, to show the gain of a code change.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from mega_common.layer_kinds import LayerKind, MixerKind
@@ -136,6 +136,8 @@ class LayerCostModel:
 
     def predict_layer_seconds(self, index: int) -> PassWork:
         """Return the seconds of layer number `index` for one micro-batch, by kind of work."""
+        if self.model.full_attention is not None:
+            return replace(self, model=self.model.get_layer_config(index)).predict_layer_seconds(index)
         kind = self.model.get_layer_kind(index)
         products = sum_pass_work([*self._dense_gemms(kind), *self._expert_work(index)])
         forward, inputs, weights = products.get("products", PassSeconds())

@@ -61,7 +61,8 @@ def _attention_shapes(model: ModelConfig) -> tuple[list[MatrixShape], list[Matri
     )
     out = (width, heads * model.attention_value_dim)
     if mla is None:
-        return [query, *([query] if model.attention_gate else []), key_value, key_value, out], []
+        keys_values = [key_value] * (1 if model.keys_are_values else 2)
+        return [query, *([query] if model.attention_gate else []), *keys_values, out], []
     unfolded = (heads * (mla.qk_nope_head_dim + mla.v_head_dim), mla.kv_lora_rank)
     latent = (mla.kv_lora_rank + mla.qk_rope_head_dim, width)
     split = [(query[0] + (heads if model.attention_gate else 0), mla.q_lora_rank or width), unfolded, out]

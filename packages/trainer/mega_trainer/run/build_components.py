@@ -117,7 +117,7 @@ def choose_kernels(config: RunConfig, device: torch.device) -> BackendChoice:
         capability=torch.cuda.get_device_capability(device) if gpu else None,
         cudnn=torch.backends.cudnn.version() if gpu else None,  # type: ignore[no-untyped-call]
         half=compute_dtype(config) in (torch.bfloat16, torch.float16),
-        head=(model.query_key_head_dim, model.attention_value_dim),
+        head=max((each.query_key_head_dim, each.attention_value_dim) for each in (model, model.full_layer_config)),
         softcap=model.attention_softcap is not None,
         biased=model.has_position_bias,
         taps=frozenset(recurrence.conv_kernel for recurrence in (model.mamba, model.delta, model.kda) if recurrence)

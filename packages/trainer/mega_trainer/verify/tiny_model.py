@@ -256,6 +256,9 @@ def _shrink_attention(model: ModelConfig) -> dict[str, Any]:
             found |= {"head_dim": size, "hidden_size": HIDDEN if heads * size != HIDDEN else HIDDEN + 8}
         else:
             found |= {"hidden_size": heads * size} | ({"head_dim": size} if model.head_dim is not None else {})
+    if full := model.full_attention:
+        shared = shrink_shared_head_count(model.num_attention_heads, full.num_kv_heads, heads)
+        found["full_attention"] = {**full.model_dump(), "head_dim": 2 * size, "num_kv_heads": shared}
     for key, rope in (("rope", model.rope), ("local_rope", model.local_rope)):
         if rope is not None and key in model.model_fields_set:
             found[key] = _shrink_rope(rope, rotated // 2)

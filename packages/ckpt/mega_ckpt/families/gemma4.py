@@ -1,0 +1,184 @@
+"""Gemma 4, text models: full-attention layers with larger heads whose keys are their values, norms of values, rotary
+positions in a part of the larger heads, and a stored factor on each layer's output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mega_ckpt.families.config_entries import (
+    SIZES,
+    AllowedValuesEntry,
+    ConfigDict,
+    ConfigMismatchError,
+    FixedFieldsEntry,
+    KeyEntry,
+    KeyValueHeadsEntry,
+    layer_indices,
+    split_words,
+)
+from mega_ckpt.families.family import ModelFamily
+from mega_ckpt.families.rope_entries import GlobalLocalRopeEntry, RopeEntry
+from mega_ckpt.families.window_entries import model_layer_types, window_fields, window_layer_types
+from mega_common.model_config import ModelConfig
+
+_FULL = "full_attention"
+_HEADS = KeyValueHeadsEntry(kv_default=4, dim_default=256)
+
+
+@dataclass(frozen=True)
+class Gemma4AttentionEntry:
+    """Config entry for Gemma 4's windows and heads; the last layer always has full attention.
+    Newer folders have the heads of full-attention layers in `per_layer_config`, older ones in keys of their own.
+    """
+
+    size: int
+    handled_config_keys: frozenset[str] = split_words(
+        """sliding_window layer_types num_key_value_heads head_dim global_head_dim num_global_key_value_heads
+        attention_k_eq_v per_layer_config"""
+    )
+    handled_model_fields: frozenset[str] = split_words(
+        "sliding_window full_attention_layers num_kv_heads head_dim full_attention keys_are_values"
+    )
+
+    def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
+        """Return the `ModelConfig` fields of windows and heads from config.json.
+        Raises ConfigMismatchError for settings by layer other than the heads of full-attention layers.
+        """
+        layers = layer_indices(raw)
+        kinds = list(raw.get("layer_types") or window_layer_types([(layer + 1) % 6 == 0 for layer in layers]))
+        kinds[-1] = _FULL
+        fields, usual = window_fields(kinds, raw.get("sliding_window", self.size), layers), raw.get("attention_k_eq_v")
+        heads = _HEADS.fields_from_config(raw)
+        full = {**heads, "keys_are_values": bool(usual), **self._full_heads(raw, kinds, heads)}
+        return {**fields, **heads, "full_attention": None if full == {**heads, "keys_are_values": False} else full}
+
+    def _full_heads(self, raw: ConfigDict, kinds: list[str], heads: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the head size and the number of key/value heads of full-attention layers, where they are given."""
+        by_layer = raw.get("per_layer_config")
+        if by_layer is None:
+            shared = raw.get("num_global_key_value_heads") if raw.get("attention_k_eq_v") else None
+            return {
+                "head_dim": raw.get("global_head_dim", 512),
+                "num_kv_heads": heads["num_kv_heads"] if shared is None else shared,
+            }
+        given = {int(layer): dict(values) for layer, values in by_layer.items() if values}
+        full = [layer for layer, kind in enumerate(kinds) if kind == _FULL]
+        first = given.get(full[0], {})
+        if any(given.get(layer, {}) != (first if layer in full else {}) for layer in {*given, *full}) or not (
+            first.keys() <= {"head_dim", "num_key_value_heads"}
+        ):
+            raise ConfigMismatchError(
+                "per_layer_config is only supported with head_dim and num_key_value_heads, equal in all full-attention layers"
+            )
+        names = {"head_dim": "head_dim", "num_key_value_heads": "num_kv_heads"}
+        return {names[key]: value for key, value in first.items()}
+
+    def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
+        """Return config.json's keys of windows and heads, those of full-attention layers in both forms.
+        Raises ConfigMismatchError if the last layer has a window, or keys are values in layers with one.
+        """
+        kinds, full = model_layer_types(model), model.full_layer_config
+        if kinds[-1] != _FULL or (model.keys_are_values and not all(kind == _FULL for kind in kinds)):
+            raise ConfigMismatchError("the last layer must have full attention, and keys_are_values be false")
+        size, shared = full.query_key_head_dim, full.key_value_heads
+        heads = {"head_dim": size, "num_key_value_heads": shared}
+        return {
+            **_HEADS.config_from_fields(model),
+            "sliding_window": model.sliding_window or self.size,
+            "layer_types": kinds,
+            "attention_k_eq_v": full.keys_are_values,
+            "global_head_dim": size,
+            "num_global_key_value_heads": shared,
+            "per_layer_config": {str(layer): heads for layer, kind in enumerate(kinds) if kind == _FULL},
+        }
+
+
+@dataclass(frozen=True)
+class ProportionalRopeEntry(RopeEntry):
+    """Config entry for Gemma 4's rotary parameters of full-attention layers.
+    They rotate a part of a head only if their kind is "proportional".
+    """
+
+    def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
+        """Return the `ModelConfig` field `rope`; raises ConfigMismatchError for a part of a head in another kind."""
+        fields = super().fields_from_config(raw)
+        if fields["rope"]["scaling"] == "none" and fields["rope"]["fraction"] != 1:
+            raise ConfigMismatchError("partial_rotary_factor requires rope_type 'proportional'")
+        return fields
+
+
+@dataclass(frozen=True)
+class AbsentPartEntry:
+    """Config entry for keys of config.json whose only supported value switches a part of the model off.
+    The keys may not be absent, since transformers' default switches the part on.
+    """
+
+    values: Mapping[str, Any]
+    handled_model_fields: frozenset[str] = frozenset()
+
+    @property
+    def handled_config_keys(self) -> frozenset[str]:
+        """Keys of config.json that this config entry checks."""
+        return frozenset(self.values)
+
+    def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
+        """Return no fields; raises ConfigMismatchError if a part is on."""
+        for key, value in self.values.items():
+            if raw.get(key, ...) not in (value, None):
+                shown = raw.get(key, "(transformers' default)")
+                raise ConfigMismatchError(f"{key} = {shown} is not supported (only {value})")
+        return {}
+
+    def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
+        """Return the keys with the values that switch the parts off."""
+        return dict(self.values)
+
+
+GEMMA4_UNIFIED = ModelFamily(
+    name="gemma4_unified_text",
+    architecture="Gemma4UnifiedForCausalLM",
+    entries=(
+        *(entry for entry in SIZES if "max_position" not in entry.handled_model_fields),
+        KeyEntry("max_position_embeddings", "max_position", 262_144),
+        KeyEntry("tie_word_embeddings", "tie_embeddings", True),
+        KeyEntry("hidden_activation", "activation", "gelu_pytorch_tanh", {"gelu_pytorch_tanh": "geglu"}),
+        KeyEntry("rms_norm_eps", "norm_eps", 1e-6),
+        KeyEntry("attention_bias", "qkv_bias attention_out_bias", False),
+        KeyEntry("final_logit_softcapping", "logit_softcap", None),
+        Gemma4AttentionEntry(1024),
+        GlobalLocalRopeEntry(
+            ProportionalRopeEntry(
+                theta=1_000_000.0, partial=True, scalings=frozenset({"none", "proportional"}),
+                absent={"rope_type": "proportional", "partial_rotary_factor": 0.25},
+            ),
+            RopeEntry(scalings=frozenset({"none"})), local_key=None, old_form=False,
+        ),
+        FixedFieldsEntry(
+            {"norm": "rmsnorm", "position": "rope", "norm_position": "both", "scale_embeddings": True, "mlp_bias": False,
+             "qk_norm": True, "value_norm": True, "attention_scale": 1.0, "layer_scale": True}
+        ),
+        # "vision" is for the tokens of images; a double-wide MLP is only in layers with shared keys and values
+        AllowedValuesEntry({"use_bidirectional_attention": (None, "vision"), "num_kv_shared_layers": (0, None)}),
+    ),
+    buffers=r"(model\.)?(vision_tower|vision_embedder|embed_vision|audio_tower|embed_audio)\..*|(.*\.)?rotary_emb\.inv_freq",
+    carried=frozenset({"use_double_wide_mlp"}),
+    outer_model_type="gemma4_unified",
+)  # fmt: skip
+
+GEMMA4 = replace(
+    GEMMA4_UNIFIED,
+    name="gemma4_text",
+    architecture="Gemma4ForCausalLM",
+    entries=(
+        *(Gemma4AttentionEntry(512) if isinstance(entry, Gemma4AttentionEntry) else entry
+          for entry in GEMMA4_UNIFIED.entries if "max_position" not in entry.handled_model_fields),
+        KeyEntry("max_position_embeddings", "max_position", 131_072),
+        AbsentPartEntry({"hidden_size_per_layer_input": 0}),
+        AllowedValuesEntry({"enable_moe_block": (False, None)}),
+    ),
+    outer_model_type="gemma4",
+    carried=GEMMA4_UNIFIED.carried | {"vocab_size_per_layer_input", "num_experts", "top_k_experts", "moe_intermediate_size"},
+)  # fmt: skip
