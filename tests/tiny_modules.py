@@ -39,7 +39,9 @@ def shrink_settings(settings: dict[str, Any]) -> dict[str, Any]:
     out: dict[str, Any] = {}
     layers = settings.get("num_hidden_layers") or settings.get("n_layer")
     for key, value in settings.items():
-        if isinstance(value, dict) and not key.startswith(("rope", "per_layer", "id2", "label2", "task_")):
+        if isinstance(value, dict) and not key.startswith(
+            ("rope", "per_layer", "id2", "label2", "task_", "projector_")
+        ):
             out[key] = shrink_settings(value)
         elif key.endswith(("_token_id", "_token_index")):
             out[key] = None if value is None or isinstance(value, list) else min(value, 1)

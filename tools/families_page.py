@@ -16,6 +16,7 @@ from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import model_type_to_module_name
 
 from mega_ckpt.families import FAMILIES, TEXT_OF_VISION, VISION_FAMILIES
+from mega_ckpt.families.vision_modules import REFUSED
 
 PAGE = Path(__file__).parent.parent / "docs" / "families.md"
 
@@ -147,6 +148,8 @@ def missing_parts(model_type: str) -> str:
     """Return what mega lacks for a type of transformers, by `REASONS`, else the keys of its configuration that no
     supported family has.
     """
+    if model_type in REFUSED:
+        return REFUSED[model_type]
     try:
         features = sorted(set(list_features(model_type)))
     except (
@@ -175,12 +178,17 @@ def families_page() -> str:
         lines += [f"## {title}", "", *table(rows[kind]), ""]
     aliases = {name: family.name for family in FAMILIES for name in family.aliases}
     lines += [f"`{name}` is read as `{of}`." for name, of in sorted(aliases.items())] + [""]
-    halves = ", ".join(f"`{name}`" for name in sorted(TEXT_OF_VISION))
-    lines += [
-        "Of these vision-language models the text model is read, trained and written, and the other tensors of a folder are",
-        f"carried: {halves}.",
-        "",
-    ]
+    whole = {family.name for family in VISION_FAMILIES}
+    halves = ", ".join(f"`{name}`" for name in sorted(set(TEXT_OF_VISION) - whole))
+    lines += (
+        []
+        if not halves
+        else [
+            "Of these vision-language models the text model is read, trained and written, and the other tensors of a folder are",
+            f"carried: {halves}.",
+            "",
+        ]
+    )
     known = set(TEXT_OF_VISION) | {name for kind in rows.values() for family in kind for name in (family[0], family[2])}
     same = {name for name in CONFIG_MAPPING if CONFIG_MAPPING[name].model_type in known}
     lines += ["## Models that are not supported", ""]

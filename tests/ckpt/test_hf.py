@@ -205,11 +205,11 @@ def test_the_text_part_of_vision_language_models(tmp_path: Path, kind: str, text
     """The text model computes the whole model's logits without images; the other tensors come back as they were."""
     whole, mega, back = (tmp_path / name for name in ("whole", "mega", "back"))
     family, settings = MODELS[text]
-    model = AutoModelForImageTextToText.from_config(
-        AutoConfig.for_model(
-            kind, text_config={**settings, "model_type": family, "pad_token_id": 0}, vision_config=vision
-        )
-    ).eval()
+    config = AutoConfig.for_model(
+        kind, text_config={**settings, "model_type": family, "pad_token_id": 0}, vision_config=vision
+    )
+    config.image_token_id = 90
+    model = AutoModelForImageTextToText.from_config(config).eval()
     model.save_pretrained(whole)
     tokens, positions = torch.arange(3, 23)[None], torch.arange(20)[None]
     inner = load_inference_model(whole)

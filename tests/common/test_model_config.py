@@ -100,7 +100,7 @@ def test_what_follows_from_what_is_given() -> None:
             "attention_gate: is not supported with mla.q_lora_rank -> leave out mla.q_lora_rank",
         ),
         ({"num_layer": 2}, "num_layer: unknown key -> did you mean 'num_layers'?"),
-        ({"activation": "swish"}, "activation = 'swish': must be 'swiglu'"),
+        ({"activation": "swish"}, "activation = 'swish': must be swiglu"),
         ({"vocab_size": 0}, "vocab_size = 0: must be greater than 0"),
     ],
 )

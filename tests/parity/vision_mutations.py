@@ -13,6 +13,7 @@ import torch
 from parity.cases import VARIANTS, case
 from parity.recurrence_mutations import Patch
 from torch import Tensor
+from vision_modules import read_vision
 
 from mega_common.vision_config import PROJECTOR, TOWER
 from mega_trainer.data import batch_images
@@ -21,9 +22,10 @@ from mega_trainer.data.micro_batch import MicroBatch
 from mega_trainer.distributed.comm import CommGroup
 from mega_trainer.kernels.attention_masks import AttentionMaskBlock
 from mega_trainer.model import forward_context
-from mega_trainer.model.vision import native_resolution, vision_builder, vision_encoder
+from mega_trainer.model.vision import native_resolution, vision_builder, vision_encoder, vision_module
 from mega_trainer.model.vision.native_resolution import ImagePartition, PatchGrid, PatchWindowMask
 from mega_trainer.model.vision.vision_encoder import ImageEmbedder
+from mega_trainer.model.vision.vision_module import ModuleImagePartition
 from mega_trainer.verify.layout_case import LayoutCase
 
 swap = mock.patch.object
@@ -36,6 +38,7 @@ PIPED = case("vision", 4, layers=4, parallel={"tp": 2, "pp": 2, "schedule": "zb-
 RING = case("vision", 2, parallel={"cp": 2}, variant=VARIANTS["vision"][3])
 TILES = case("vision", 2, parallel={"tp": 2}, variant=VARIANTS["vision"][2])
 SHAPES = case("vision", 4, parallel={"tp": 2, "cp": 2}, variant=VARIANTS["vision"][4])
+MODULE = case("vision", 2, parallel={"tp": 2}, variant={"vision": read_vision("internvl") | {"image_token": 60}})
 STACKED = case("vision", 2, parallel={"tp": 2, "sp": True}, variant=VARIANTS["vision"][5])
 
 
@@ -77,14 +80,14 @@ def _gradient(partial: bool, axis: str) -> Patch:
     return lambda: swap(vision_encoder, "all_gather_image_features", gathered)
 
 
-def _stays(prefix: str) -> Patch:
+def _stays(prefix: str, owner: Any = vision_builder) -> Patch:
     """Gradients of some tensors stay with the tensor rank."""
     real = vision_builder.make_parameter
 
     def make(shape: Any, pieces: Any, **options: Any) -> Any:
         return real(shape, pieces, **(options | {"grad_sync": ()} if pieces[0].name.startswith(prefix) else options))
 
-    return lambda: swap(vision_builder, "make_parameter", make)
+    return lambda: swap(owner, "make_parameter", make)
 
 
 def _places_of_the_first_chunk() -> AbstractContextManager[Any]:
@@ -124,7 +127,20 @@ def _columns_before_lines(self: BatchImages, places: Any) -> BatchImages:
 _part = BatchImages.select_positions
 
 
+def _images_of_the_first_rank(self: ModuleImagePartition) -> Any:
+    return _of_rank(replace(self, rank=0))
+
+
+_of_rank = ModuleImagePartition.rank_inputs
+
+
 VISIONS: list[tuple[str, LayoutCase, Patch]] = [
+    ("vision: the gradient of a module's encoder stays on its rank", MODULE, _stays(TOWER, vision_module)),
+    (
+        "vision: every rank encodes a module's images of the first one",
+        MODULE,
+        lambda: swap(ModuleImagePartition, "rank_inputs", _images_of_the_first_rank),
+    ),
     ("vision: an image is dealt twice", TP, lambda: swap(BatchImages, "select_rank_images", _one_dealt_twice)),
     (
         "vision: features one place off under sp",

@@ -64,6 +64,8 @@ def _vision(config: ModelConfig) -> TensorShapes:
     vision, tower = config.vision, config.vision_encoder_config
     if vision is None or tower is None:
         return {}
+    if vision.module is not None:
+        return dict(vision.module.tensors)
     width, prefixes = vision.hidden_size, "model.layers." if vision.native else ("model.layers.", "model.norm.")
     layers = {
         name.replace("model.", TOWER, 1): shape

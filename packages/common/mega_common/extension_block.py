@@ -6,7 +6,7 @@ data, so a checkpoint can be read, resharded, converted and planned without the 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, get_args
 
 from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
@@ -32,20 +32,40 @@ class BlockDeclaration(StrictConfig):
     keys: PositiveInt | None = Field(None, description="most keys that a query sees, such as a chunk; default: all")
 
 
-class ExtensionBlock(StrictConfig):
-    """Section of one block of an extension: the extension's own settings, and the block's declaration.
+class FunctionDeclaration(StrictConfig):
+    """Facts about an extension's norm, activation, position encoding or score modification that others depend on."""
 
-    The declaration is written when the extension is loaded; a declaration in run.yaml is replaced.
-    """
+    extension: str = Field(description="name of the extension with the code of the function")
+    gated: bool = Field(False, description="the activation has a gate, and so the feed-forward block a gate projection")
+
+
+class ExtensionSection(StrictConfig):
+    """Base of a section of run.yaml with an extension's own settings."""
 
     model_config = ConfigDict(extra="allow")
-
-    declares: BlockDeclaration | None = None
 
     @property
     def options(self) -> dict[str, Any]:
         """Settings of the extension in this section, as they were given."""
         return dict(self.model_extra or {})
+
+
+class ExtensionFunction(ExtensionSection):
+    """Section of one function of an extension in the model: the extension's own settings, and its declaration.
+
+    The declaration is written when the extension is loaded; a declaration in run.yaml is replaced.
+    """
+
+    declares: FunctionDeclaration | None = None
+
+
+class ExtensionBlock(ExtensionSection):
+    """Section of one block of an extension: the extension's own settings, and the block's declaration.
+
+    The declaration is written when the extension is loaded; a declaration in run.yaml is replaced.
+    """
+
+    declares: BlockDeclaration | None = None
 
     @property
     def declaration(self) -> BlockDeclaration:
@@ -62,3 +82,17 @@ class ExtensionBlock(StrictConfig):
 
 
 ExtensionBlocks = dict[str, ExtensionBlock]
+NormKind = Literal["rmsnorm", "layernorm"]
+ActivationKind = Literal[
+    "swiglu", "geglu", "geglu_erf", "reglu2", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "xielu"
+]
+PositionKind = Literal["rope", "learned", "relative", "alibi", "none"]
+# Names of mega's own functions, by the field of `ModelConfig` that names one.
+FUNCTION_NAMES: dict[str, tuple[str, ...]] = {
+    "norm": get_args(NormKind), "activation": get_args(ActivationKind), "position": get_args(PositionKind),
+    "attention_scores": (),
+}  # fmt: skip
+# Kinds of functions of an extension in the model, and the field of `ModelConfig` that names one.
+FUNCTION_FIELDS = {
+    "norms": "norm", "activations": "activation", "positions": "position", "attention_scores": "attention_scores",
+}  # fmt: skip

@@ -21,7 +21,14 @@ from pydantic import (
 )
 
 from mega_common.encoder_config import EncoderDecoderConfig, MaskedLmConfig, RelativePositionConfig, TaskHeadConfig
-from mega_common.extension_block import BlockDeclaration, ExtensionBlocks
+from mega_common.extension_block import (
+    ActivationKind,
+    BlockDeclaration,
+    ExtensionBlocks,
+    ExtensionFunction,
+    NormKind,
+    PositionKind,
+)
 from mega_common.layer_kinds import (
     INDEXER,
     FeedForwardKind,
@@ -41,7 +48,14 @@ from mega_common.layer_kinds import (
 )
 from mega_common.model_rules import find_model_config_problems
 from mega_common.retro_config import RetroConfig
-from mega_common.strict_config import ConfigProblem, DimensionSize, ExpertCount, LayerCount, StrictConfig
+from mega_common.strict_config import (
+    ConfigProblem,
+    DimensionSize,
+    ExpertCount,
+    ExtensionName,
+    LayerCount,
+    StrictConfig,
+)
 from mega_common.transformers_config import TransformersModuleConfig
 from mega_common.vision_config import VisionConfig
 
@@ -225,23 +239,27 @@ class ModelConfig(StrictConfig):
     max_position: PositiveInt = Field(4096, description="maximum sequence length, in tokens")
     tie_embeddings: bool = False
     causal: bool = Field(True, description="causal attention; false: bidirectional attention, as in BERT")
-    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    functions: dict[str, ExtensionFunction] = Field(
+        {},
+        description="settings of the norm, activation, position encoding and score modification of an extension, by name",
+    )
+    norm: NormKind | ExtensionName = Field("rmsnorm", description="rmsnorm, layernorm, or a norm of an extension")
     norm_eps: float = Field(1e-5, gt=0)
     norm_bias: bool = Field(True, description="bias of a layernorm; false as in Cohere")
     norm_weight: bool = Field(
         True, description="false: no norm of the residual stream has a weight or bias, as in OLMo"
     )
     zero_centered_norm: bool = Field(False, description="norms multiply by 1 + weight, as in Gemma")
-    activation: Literal[
-        "swiglu", "geglu", "geglu_erf", "reglu2", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "xielu"
-    ] = Field(
+    activation: ActivationKind | ExtensionName = Field(
         "swiglu",
         description="geglu uses the tanh approximation of gelu, geglu_erf the exact one; reglu2 has a gate relu(x)^2, as in "
-        "BitNet; xielu (arXiv:2411.13010) has two learned slopes in each layer",
+        "BitNet; xielu (arXiv:2411.13010) has two learned slopes in each layer; or an activation of an extension",
     )
     activation_limit: float | None = Field(None, gt=0, description="clamp of swiglu's inputs, as in GPT-OSS")
-    position: Literal["rope", "learned", "relative", "alibi", "none"] = Field(
-        "rope", description="alibi: a penalty on attention scores that is linear in the distance, as in BLOOM"
+    position: PositionKind | ExtensionName = Field(
+        "rope",
+        description="alibi: a penalty on attention scores that is linear in the distance, as in BLOOM; or a position encoding of "
+        "an extension",
     )
     position_offset: NonNegativeInt = Field(
         0, description="rows of the learned positions before the first, as in RoBERTa"
@@ -319,6 +337,9 @@ class ModelConfig(StrictConfig):
     )
     attention_scale: float | None = Field(None, gt=0, description="factor on scores; default: 1 / sqrt(head size)")
     attention_softcap: float | None = Field(None, gt=0, description="scores become cap tanh(scores / cap)")
+    attention_scores: ExtensionName | None = Field(
+        None, description="modification of attention scores by an extension, such as a mask or a bias"
+    )
     attention_sinks: bool = Field(False, description="a learned score per head without a value, as in GPT-OSS")
     attention_gate: bool = Field(
         False,
@@ -603,7 +624,8 @@ class ModelConfig(StrictConfig):
     @property
     def has_gated_mlp(self) -> bool:
         """True if the feed-forward block has a gate projection in addition to its up projection, as in SwiGLU."""
-        return self.activation in GATED_ACTIVATIONS
+        added = self.functions.get(self.activation)
+        return self.activation in GATED_ACTIVATIONS or bool(added and added.declares and added.declares.gated)
 
     @field_validator("layers")
     @classmethod

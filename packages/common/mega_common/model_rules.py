@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from mega_common.encoder_config import find_encoder_config_problems
+from mega_common.extension_block import FUNCTION_FIELDS, FUNCTION_NAMES
 from mega_common.layer_kinds import FEEDS, MIXERS, expand_layer_pattern, find_missing_sections
 from mega_common.retro_config import find_retro_config_problems
-from mega_common.strict_config import ConfigProblem
+from mega_common.strict_config import ConfigProblem, find_near_option
 
 if TYPE_CHECKING:
     from mega_common.model_config import ModelConfig, RopeConfig
@@ -52,6 +53,7 @@ def find_model_config_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
         yield ConfigProblem("layer_scale", rule, True, "layer_scale: false")
     if model.head_bias and (model.encoder or model.masked_lm):
         yield ConfigProblem("head_bias", "is not supported with encoder and masked_lm, which have biases of their own")
+    yield from _find_function_problems(model)
     yield from _find_bidirectional_problems(model)
     yield from _find_vision_problems(model)
     if model.activation_limit and model.activation != "swiglu":
@@ -238,6 +240,39 @@ def _find_block_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
     if (model.mixers or model.feed_forwards) and (model.encoder or model.retro or model.vision):
         rule = "are not supported in a model with encoder, retro or vision"
         yield ConfigProblem("mixers", rule, hint="use a decoder-only text model")
+
+
+def _find_function_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
+    """Yield names of functions that no loaded extension has, settings of unused ones, and combinations without support."""
+    used = set()
+    for key in FUNCTION_FIELDS.values():
+        name, known = getattr(model, key), FUNCTION_NAMES[key]
+        if name is None or name in known:
+            continue
+        used.add(name)
+        section = model.functions.get(name)
+        if section is None or section.declares is None:
+            near = find_near_option(name, known)
+            hint = f"set model.{key}={near}" if near else "name its file in extensions: [./FILE.py]"
+            rule = (
+                f"must be {', '.join((*known, 'or one that an extension adds'))}" if known else "requires its extension"
+            )
+            yield ConfigProblem(key, rule, name, hint)
+        elif model.encoder or model.retro or model.vision or model.mla:
+            rule = "of an extension is not supported in a model with encoder, retro, vision or mla"
+            yield ConfigProblem(key, rule, name, "use a decoder-only text model")
+    for name in sorted(model.functions.keys() - used):
+        yield ConfigProblem(f"functions.{name}", "requires a setting of the model that names it", hint=f"norm: {name}")
+    if model.attention_scores in used:
+        for key in ("attention_dropout", "chunked_window"):
+            if value := getattr(model, key):
+                yield ConfigProblem(key, "is not supported with attention_scores", value, "remove one of them")
+    if model.position in used:
+        for key in ("no_rope_layers", "local_rope", "qk_norm_after_rope"):
+            if value := getattr(model, key):
+                yield ConfigProblem(key, "requires position: rope", value, "remove it")
+    if model.norm in used and model.zero_centered_norm:
+        yield ConfigProblem("zero_centered_norm", "is not supported with the norm of an extension", True, "false")
 
 
 def _find_rope_problems(name: str, rope: RopeConfig, pairs: int) -> Iterator[ConfigProblem]:

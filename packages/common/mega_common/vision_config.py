@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, NonNegativeInt, PositiveInt
 
 from mega_common.strict_config import ConfigProblem, LayerCount, StrictConfig
+from mega_common.transformers_config import VisionModuleConfig
 
 TOWER, PROJECTOR = "model.vision_tower.", "model.projector."  # prefixes of tensor names
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
@@ -56,7 +57,9 @@ class VisionConfig(StrictConfig):
     A CLIP encoder (arXiv:2103.00020) has a class token and a norm before the first layer; a SigLIP encoder
     (arXiv:2303.15343) has neither, and a bias of its patches. The projector `mlp` is LLaVA 1.5's (arXiv:2310.03744),
     `norm` Gemma 3's (arXiv:2503.19786). With `pinpoints` an image is several squares, as in LLaVA-NeXT; with `native`
-    it keeps its shape, and the projector merges several patches to one feature, after a norm.
+    it keeps its shape, and the projector merges several patches to one feature, after a norm. With `module` the encoder
+    and the projector are modules of transformers; of the other settings only `image_token` has an effect, and the sizes
+    of the encoder are used by `mega plan`.
     """
 
     num_layers: LayerCount
@@ -99,6 +102,9 @@ class VisionConfig(StrictConfig):
     native: NativeResolutionConfig | None = Field(
         None, description="images keep their shape instead of being squares of image_size"
     )
+    module: VisionModuleConfig | None = Field(
+        None, description="vision encoder and projector that run as modules of the transformers library"
+    )
     resize: Literal["crop", "stretch"] = Field(
         "crop", description="crop: scale the shorter side to image_size and keep the center; stretch: scale both sides"
     )
@@ -139,8 +145,13 @@ class VisionConfig(StrictConfig):
 
     @property
     def has_variable_tokens(self) -> bool:
-        """True if images have different numbers of placeholder tokens: with tiles or at native resolution."""
-        return self.pinpoints is not None or self.native is not None
+        """True if images have different numbers of placeholder tokens: with tiles, at native resolution, with a module."""
+        return self.pinpoints is not None or self.native is not None or self.module is not None
+
+    @property
+    def has_grid_positions(self) -> bool:
+        """True if the rotary positions of an image are those of the rows and columns of its features (M-RoPE)."""
+        return self.native is not None or (self.module is not None and self.module.grid_positions)
 
     @property
     def native_size_limits(self) -> tuple[int, int, int] | None:
@@ -162,8 +173,10 @@ class VisionConfig(StrictConfig):
         return self.native.deepstack if self.native else ()
 
     def count_features(self, height: int, width: int) -> int:
-        """Return the number of projector outputs for an image or tile of `height` x `width` pixels."""
-        if self.native is None:
+        """Return the number of projector outputs for an image or tile of `height` x `width` pixels.
+        With a module, sizes are in features.
+        """
+        if self.native is None and self.module is None:
             return self.features_per_square
         high, wide = self.get_feature_grid(height, width)
         return high * wide
@@ -176,6 +189,8 @@ class VisionConfig(StrictConfig):
 
     def get_feature_grid(self, height: int, width: int) -> tuple[int, int]:
         """Return (rows, columns) of the feature grid of an image of `height` x `width` pixels at native resolution."""
+        if self.module is not None:
+            return height, width
         side = self.patch_size * (self.native.merge if self.native else 1)
         return height // side, width // side
 
@@ -197,6 +212,8 @@ class VisionConfig(StrictConfig):
 
     def uses_tensor(self, name: str) -> bool:
         """Return whether the forward pass of a model with this vision encoder uses a tensor, by its canonical name."""
+        if self.module is not None:  # a pooling head of SigLIP, which no feature passes
+            return ".head." not in name or not name.startswith(TOWER)
         layer = name.removeprefix(f"{TOWER}layers.") if name.startswith(f"{TOWER}layers.") else None
         if layer is not None:
             return int(layer.partition(".")[0]) < self.num_used_layers

@@ -15,6 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from mega_common.model_config import GATED_ACTIVATIONS
 from mega_trainer.kernels.fused_elementwise import gated_activation_leaf, inverse_rms, rms_norm_leaf, upcast_to_fp32
 from mega_trainer.kernels.torch_kernels import TorchKernels
 from mega_trainer.model.attention import SelfAttention
@@ -111,7 +112,7 @@ def _flatten_sublayer(work: nn.Module) -> LayerFunction:
         and not work.scales_queries
     ):
         return _flatten_attention(work)
-    if isinstance(work, FeedForward) and work.config.has_gated_mlp and work.norm is None:
+    if isinstance(work, FeedForward) and work.config.activation in GATED_ACTIVATIONS and work.norm is None:
         up, down, activation = _flatten_linear(work.up), _flatten_linear(work.down), work.config.activation
         limit = work.config.activation_limit
         return lambda x, context: down(gated_activation_leaf(up(x), activation, limit))

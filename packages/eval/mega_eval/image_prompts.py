@@ -60,6 +60,8 @@ def assemble_image_prompt(
     Raises:
         DataError: when the numbers of images and placeholders differ.
     """
+    if vision.module is not None:
+        return _assemble_module_prompt(text, pictures, vision, tokenizer, special=special)
     text = _add_image_frames(text, vision, tokenizer)
     tokens = np.array(tokenizer.encode(text, add_special_tokens=special), np.int64)
     is_placeholder = tokens == vision.image_token
@@ -71,9 +73,7 @@ def assemble_image_prompt(
             f"but has {is_placeholder.sum()}",
             hint=f"write {name} where an image belongs",
         )
-    for number, picture in enumerate(pictures, 1):
-        if picture.animated:
-            logger.warning("image %d of the prompt is animated; only its first frame is used", number)
+    _warn_of_animations(pictures)
     repeats = np.ones(tokens.size, np.int64)
     repeats[is_placeholder] = [picture.features.size for picture in pictures]
     tokens = np.repeat(tokens, repeats)
@@ -89,6 +89,46 @@ def assemble_image_prompt(
     image_columns, grids = np.flatnonzero(rows >= 0), [vision.get_feature_grid(*part.shape[1:]) for part in pixels]
     rotary = compute_mrope_positions(np.arange(tokens.size), image_columns, rows[image_columns], grids)
     return tokens.tolist(), BatchImages(pixels, feature_rows, positions=torch.from_numpy(rotary)[:, None])
+
+
+def _warn_of_animations(pictures: Sequence[PreparedImage]) -> None:
+    for number, picture in enumerate(pictures, 1):
+        if picture.animated:
+            logger.warning("image %d of the prompt is animated; only its first frame is used", number)
+
+
+def _assemble_module_prompt(
+    text: str, pictures: Sequence[PreparedImage], vision: VisionConfig, tokenizer: TextTokenizer, *, special: bool
+) -> tuple[list[int], BatchImages]:
+    """Return the token ids and images of a prompt for a vision encoder that is a module of transformers.
+    Each placeholder is replaced by the text that the model's processor writes for its image.
+    """
+    texts = [picture.text for picture in pictures if picture.text is not None]
+    placeholder = texts[0].placeholder if texts else tokenizer.decode([vision.image_token])
+    parts = text.split(placeholder)
+    if len(parts) - 1 != len(pictures):
+        raise DataError(
+            f"the prompt must have one placeholder {placeholder} for each of its {len(pictures)} image(s), "
+            f"but has {len(parts) - 1}",
+            hint=f"write {placeholder} where an image belongs",
+        )
+    _warn_of_animations(pictures)
+    whole = parts[0] + "".join(one.text + part for one, part in zip(texts, parts[1:], strict=True))
+    tokens = np.array(tokenizer.encode(whole, add_special_tokens=special), np.int64)
+    rows = np.where(tokens == vision.image_token, np.cumsum(tokens == vision.image_token) - 1, -1)
+    if (features := sum(one.features for one in texts)) != rows.max(initial=-1) + 1:
+        raise DataError(
+            f"the tokenizer makes {rows.max(initial=-1) + 1} tokens {vision.image_token} of the text of images with "
+            f"{features} features",
+            hint="use the tokenizer of the model",
+        )
+    inputs, positions = [part for one in pictures for part in one.pixels], None
+    if vision.has_grid_positions:
+        columns, grids = np.flatnonzero(rows >= 0), [(one.shape[1], one.shape[2]) for one in inputs]
+        positions = torch.from_numpy(compute_mrope_positions(np.arange(tokens.size), columns, rows[columns], grids))[
+            :, None
+        ]
+    return tokens.tolist(), BatchImages(inputs, torch.from_numpy(rows)[None], positions=positions)
 
 
 def _add_image_frames(text: str, vision: VisionConfig, tokenizer: TextTokenizer) -> str:

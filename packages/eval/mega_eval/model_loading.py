@@ -267,9 +267,10 @@ def load_inference_model(
     warn_of_unsupported_parts(source)
     config = source.model if mtp else source.model.model_copy(update={"mtp_layers": 0})
     pool = None if lora_adapters is None else lora_adapters.pool
+    added = load_model_extensions(config, extensions, str(path))
     build = LayerBuilder(
         config, groups or ParallelGroups(), dtype=dtype, device=torch.device(device), choice=pool,
-        blocks=load_model_extensions(config, extensions, str(path)).make_block_factories(config),
+        blocks=added.make_block_factories(config), functions=added.bind_functions(config),
     )  # fmt: skip
     model = PipelineDecoder(build) if build.groups.pp.size > 1 else select_model_class(config)(build)
     boxes = boxes_by_name([*list_parameter_pieces(model, adapters=False), *iterate_saved_buffers(model)])

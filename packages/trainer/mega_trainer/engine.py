@@ -93,7 +93,7 @@ class TrainingEngine:
             self.load_weights(self.config.init_from)
         else:
             for stage in self._state.stages.values():
-                initialize_weights(stage, self.config.train.seed)
+                initialize_weights(stage, self.config.train.seed, self.config.init_factor_of)
             self._state.optimizer.load_main_from_model()
 
     @property

@@ -14,15 +14,19 @@ from mega_common.model_config import ModelConfig
 from mega_common.strict_config import ConfigProblem, StrictConfig
 from mega_trainer.config.extensions import (
     EXTENSION_API,
+    ActivationFunction,
     Block,
     BlockTraits,
     Callback,
     DataKind,
     Extension,
     NoOptions,
+    NormFunction,
     Objective,
     Optimizer,
+    PositionFunction,
     Schedule,
+    ScoreFunction,
     load_extensions,
 )
 from mega_trainer.config.sections import OptimizerConfig
@@ -103,6 +107,7 @@ _PARTS = {
 __all__ = [
     "EXTENSION_API",
     "LLAMA",
+    "ActivationFunction",
     "AllowedValuesEntry",
     "AttentionCore",
     "Block",
@@ -129,15 +134,18 @@ __all__ = [
     "MultiHeadEntry",
     "NoOptions",
     "Norm",
+    "NormFunction",
     "Objective",
     "Optimizer",
     "OptimizerConfig",
+    "PositionFunction",
     "RecurrentMixer",
     "RopeEntry",
     "RowParallelLinear",
     "ScanInputs",
     "ScanPass",
     "Schedule",
+    "ScoreFunction",
     "SequenceChunks",
     "ShortConvolution",
     "SplitHeads",
@@ -183,7 +191,8 @@ def compute_logits(run: Mapping[str, Any], tokens: Tensor, seed: int = 0) -> Ten
     from mega_trainer.model.weight_init import initialize_weights
 
     config = RunConfig.parse(resolve_run_config({"data": {"train": "none"}, **run}))
-    build = LayerBuilder(config.model, dtype=torch.float64, blocks=config.registry.make_block_factories(config.model))
+    blocks, functions = config.registry.make_block_factories(config.model), config.registry.bind_functions(config.model)
+    build = LayerBuilder(config.model, dtype=torch.float64, blocks=blocks, functions=functions)
     model, positions = Decoder(build).eval(), torch.arange(tokens.shape[1])[None]
     initialize_weights(model, seed)
     with torch.no_grad():

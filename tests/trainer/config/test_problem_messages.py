@@ -29,6 +29,7 @@ BASE: dict[str, Any] = {
     "device": "cpu",
 }  # fmt: skip
 MOE = "model.moe={num_experts: 8, top_k: 2, ffn_hidden_size: 12}"
+FUNCTIONS = Path(__file__).parents[3] / "examples" / "extensions" / "model_functions.py"
 ENCODER = ["model.encoder={num_layers: 2}", "data.kind=t5", "model.position=relative", "model.norm=rmsnorm"]
 RETRO = ["model.retro={layers: [1], chunk_length: 16, encoder_layers: 2}", "data.kind=retro"]
 FP8 = ["precision=fp8", "device=auto", "model.hidden_size=512", "model.ffn_hidden_size=512"]
@@ -73,6 +74,10 @@ CASES: list[list[str]] = [
     ["model.causal=false", "data.kind=bert"],
     ["data.kind=t5"],
     ["model.position=alibi", "parallel.cp=2"],
+    [f"extensions=[{FUNCTIONS}]", "model.attention_scores=log_distance", "parallel.cp=2"],
+    ["optimizer.mup={base_width: 16}", "optimizer.name=muon"],
+    ["optimizer.mup={base_width: 16}", "model.score=true", "objective.kind=reward", "data.kind=preferences"],
+    ["optimizer.mup={base_width: 16}", "model.logit_scale=3"],
     [*ENCODER, "data.kind=text"],
     [*ENCODER, "parallel.cp=2"],
     [*ENCODER, "parallel.cp=2", "parallel.cp_kind=alltoall", "model.attention_dropout=0.1"],

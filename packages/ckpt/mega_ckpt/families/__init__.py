@@ -122,6 +122,7 @@ from mega_ckpt.families.t5 import MT5, T5, UMT5
 from mega_ckpt.families.text_of_vision import TEXT_OF_VISION, text_family_of_vision_model
 from mega_ckpt.families.vision_family import VisionLanguageFamily, text_only_config
 from mega_ckpt.families.vision_language import GEMMA3_VISION, LLAVA, LLAVA_NEXT
+from mega_ckpt.families.vision_modules import REFUSED, VISION_MODULE_FAMILIES
 from mega_common.bounded_parsing import describe_json_type
 from mega_common.errors import CheckpointError
 from mega_common.model_config import ModelConfig
@@ -153,7 +154,7 @@ FAMILIES: tuple[ModelFamily, ...] = (
 )  # fmt: skip
 
 VISION_FAMILIES: tuple[VisionLanguageFamily, ...] = (
-    LLAVA, LLAVA_NEXT, GEMMA3_VISION, QWEN2_5_VL, QWEN3_VL, QWEN3_VL_MOE,
+    LLAVA, LLAVA_NEXT, GEMMA3_VISION, QWEN2_5_VL, QWEN3_VL, QWEN3_VL_MOE, *VISION_MODULE_FAMILIES,
 )  # fmt: skip
 
 _NEAREST = 8  # families named in the error if none fits
@@ -205,8 +206,9 @@ def family_of_config(raw: ConfigDict, source: str = "config.json", added: Sequen
         return text_family_of_vision_model(kind, inner)
     if outer is None and "vision_config" in raw:
         supported = ", ".join(family.name for family in VISION_FAMILIES)
+        reason = f": {REFUSED[kind]}" if kind in REFUSED else ""
         raise CheckpointError(
-            f"{source}: vision-language model type {kind!r} is not supported", hint=f"supported: {supported}"
+            f"{source}: vision-language model type {kind!r} is not supported{reason}", hint=f"supported: {supported}"
         )
     return outer or family_by_name(kind, source, added)
 
@@ -247,8 +249,11 @@ def family_for_model(model: ModelConfig, added: Sequence[ModelFamily] = ()) -> M
 
 
 def _vision_candidates(model: ModelConfig) -> list[ModelFamily]:
-    """Return the families with multimodal rotary positions, or else those that accept a text model of any family."""
+    """Return the families with multimodal rotary positions, or else those that accept a text model of any family.
+    A vision encoder that is a module of transformers has its own.
+    """
     if model.rope.sections is not None:
         return [family for family in VISION_FAMILIES if family.text is not None]
-    text = family_for_model(text_only_config(model))
-    return [replace(family, text=text) for family in VISION_FAMILIES if family.text is None]
+    text, module = family_for_model(text_only_config(model)), model.vision and model.vision.module
+    families = VISION_MODULE_FAMILIES if module else VISION_FAMILIES
+    return [replace(family, text=text) for family in families if family.text is None]

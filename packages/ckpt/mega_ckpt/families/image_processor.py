@@ -13,7 +13,7 @@ from mega_ckpt.families.config_entries import ConfigDict
 from mega_common.errors import CheckpointError, ConfigError
 from mega_common.vision_config import VisionConfig
 
-FILE = "preprocessor_config.json"
+FILE, TOKENIZER_FILE = "preprocessor_config.json", "tokenizer_config.json"
 PROCESSOR_FILE, SECTION = "processor_config.json", "image_processor"
 _FILTERS = {2: "bilinear", 3: "bicubic"}  # Pillow's numbers
 
@@ -26,6 +26,28 @@ def read_image_processor_settings(read: Callable[[str], ConfigDict]) -> ConfigDi
     return section if isinstance(section, Mapping) else read(FILE)
 
 
+def add_module_processor(vision: VisionConfig, read: Callable[[str], ConfigDict]) -> VisionConfig:
+    """Return the vision configuration with a folder's settings by which transformers writes the text of an image.
+    They come from its processor and, as special tokens, from its tokenizer; the configuration is unchanged unless the vision encoder is a module of transformers. `read` is as in
+    `read_image_processor_settings`.
+    """
+    if vision.module is None:
+        return vision
+    tokenizer = read(TOKENIZER_FILE)
+    more = tokenizer.get("extra_special_tokens")
+    named = {**tokenizer, **(more if isinstance(more, Mapping) else {})}
+    tokens = {key: _token_text(value) for key, value in named.items() if key.endswith("_token") and _token_text(value)}
+    processor = {key: value for key, value in read(PROCESSOR_FILE).items() if key != SECTION}
+    update = {"processor": processor, "tokens": tokens}
+    return vision.model_copy(update={"module": vision.module.model_copy(update=update)})
+
+
+def _token_text(value: Any) -> str:
+    """Return the spelling of a token in a tokenizer_config.json, which is a text or an object; empty if it is neither."""
+    value = value.get("content") if isinstance(value, Mapping) else value
+    return value if isinstance(value, str) else ""
+
+
 def apply_image_processor(vision: VisionConfig, raw: ConfigDict) -> VisionConfig:
     """Return the vision configuration updated with preprocessing settings of an image processor.
     `raw` is the content of the image processor's configuration.
@@ -33,6 +55,9 @@ def apply_image_processor(vision: VisionConfig, raw: ConfigDict) -> VisionConfig
     Raises:
         CheckpointError: for invalid values.
     """
+    if vision.module is not None:
+        module = vision.module.model_copy(update={"image_processor": dict(raw)})
+        return vision.model_copy(update={"module": module})
     fields: dict[str, Any] = {}
     for key, name in (("image_mean", "mean"), ("image_std", "std")):
         if raw.get(key) is not None:
@@ -53,6 +78,8 @@ def unsupported_image_settings(vision: VisionConfig, raw: ConfigDict) -> Iterato
     """Yield the settings of an image processor that mega does not support, each as "key = value".
     `raw` is the content of the image processor's configuration.
     """
+    if vision.module is not None:  # the image processor of transformers follows all of them
+        return
     supported: dict[str, tuple[Any, ...]] = {
         "do_resize": (True,), "do_rescale": (True,), "do_normalize": (True,), "do_pan_and_scan": (False,),
         "do_pad": (True, False) if vision.pinpoints else (False,), "resample": tuple(_FILTERS),
@@ -76,6 +103,8 @@ def unsupported_image_settings(vision: VisionConfig, raw: ConfigDict) -> Iterato
 
 def build_preprocessor_config(vision: VisionConfig) -> dict[str, Any]:
     """Return the content of HuggingFace's `preprocessor_config.json` for a model's vision configuration."""
+    if vision.module is not None:
+        return dict(vision.module.image_processor)
     side = vision.image_size
     square = {"height": side, "width": side}
     kind = "SiglipImageProcessor" if vision.resize == "stretch" else "CLIPImageProcessor"

@@ -72,7 +72,9 @@ def canonicalize_model_config(model: ModelConfig) -> ModelConfig:
             own = ("norm_eps",) if section.norm_eps == model.norm_eps else ()
             sections[name] = _reset_fields(section, (*_MIXER_TRAINING, *own))
     if out.vision:
-        sections["vision"] = _reset_fields(out.vision, ("mean", "std", "resize", "resample"))
+        module = out.vision.module and _reset_fields(out.vision.module, ("image_processor", "processor", "tokens"))
+        pixels = _reset_fields(out.vision, ("mean", "std", "resize", "resample"))
+        sections["vision"] = pixels.model_copy(update={"module": module})
     if out.mla and out.mla.indexer:
         indexer = _reset_fields(out.mla.indexer, ("dense", "kl_loss"))
         sections["mla"] = out.mla.model_copy(update={"indexer": indexer})

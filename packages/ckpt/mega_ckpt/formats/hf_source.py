@@ -254,6 +254,7 @@ def add_image_settings(model: ModelConfig, read: Callable[[str], Mapping[str, An
     if model.vision is None:
         return model
     vision = image_processor.apply_image_processor(model.vision, image_processor.read_image_processor_settings(read))
+    vision = image_processor.add_module_processor(vision, read)
     return model.model_copy(update={"vision": vision})
 
 

@@ -9,9 +9,7 @@ Only classes of the installed library are used: no code from a folder or from th
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +20,13 @@ from mega_ckpt.canonical_tensors import abbreviate_names
 from mega_ckpt.formats.hf_source import CONFIG, LAYOUT, read_asset_files
 from mega_ckpt.formats.hf_weight_files import INDEX, read_json_mapping, set_config_dtype
 from mega_ckpt.tensor_pieces import TensorShape, crop_tensor
+from mega_ckpt.transformers_library import (
+    convert_transformers_errors,
+    import_transformers,
+    list_module_tensors,
+)
 from mega_ckpt.weight_source import WeightSource, choose_cast_dtype, write_file_durably
-from mega_common.errors import CheckpointError, MegaError, MissingPackageError
+from mega_common.errors import CheckpointError
 from mega_common.model_config import ModelConfig
 from mega_common.object_store import Location
 from mega_common.progress_logging import logger
@@ -35,39 +38,6 @@ _SIZES = {
     "hidden_size": ("hidden_size", "d_model", "n_embd", "dim"),
     "max_position": ("max_position_embeddings", "n_positions", "max_seq_len"),
 }
-
-
-def import_transformers() -> Any:
-    """Return the transformers package, which must be installed; its download of kernels is turned off.
-
-    Raises:
-        MissingPackageError: when it is not installed.
-    """
-    os.environ.setdefault("USE_HUB_KERNELS", "NO")
-    try:
-        import transformers
-    except ImportError:
-        raise MissingPackageError(
-            "implementation: transformers requires the package transformers", hint="pip install transformers"
-        ) from None
-    return transformers
-
-
-@contextmanager
-def convert_transformers_errors(kind: str, doing: str) -> Iterator[None]:
-    """Context manager that turns any error that transformers raises into a `CheckpointError`.
-    The error names the model type `kind` and the operation `doing`.
-    """
-    try:
-        yield
-    except (MegaError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:
-        line = " ".join(str(error).split())[:300]
-        raise CheckpointError(
-            f"model_type {kind}: transformers cannot {doing} ({type(error).__name__}: {line})",
-            hint="check the model with transformers alone; mega adds no code to it",
-        ) from error
 
 
 def get_causal_lm_class(model_type: str) -> Any:
@@ -137,15 +107,6 @@ def build_randomly_initialized_module(described: TransformersModuleConfig, dtype
     with convert_transformers_errors(kind, "initialise the model"), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return cls._from_config(config, dtype=dtype)
-
-
-def list_module_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters of a module, tied ones once, and its persistent buffers, by name."""
-    parameters = dict(module.named_parameters())
-    every = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-    state = module.state_dict()
-    buffers = {name: value for name, value in module.named_buffers() if name in state and name not in every}
-    return {**{name: parameter.detach() for name, parameter in parameters.items()}, **buffers}
 
 
 def read_transformers_model_config(raw: Mapping[str, Any]) -> ModelConfig:

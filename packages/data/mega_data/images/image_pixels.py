@@ -25,6 +25,7 @@ import numpy.typing as npt
 
 from mega_common.errors import DataError, MissingPackageError
 from mega_common.vision_config import VisionConfig
+from mega_data.images.image_inputs import ImageInputs, ImageText
 
 MAX_ASPECT_RATIO = 200
 
@@ -173,14 +174,17 @@ class PreparedImage:
     It includes the feature index of each of its placeholder tokens.
 
     Attributes:
-        pixels: fp32 [n, 3, H, W], of the whole image, followed by its tiles with `vision.pinpoints`.
+        pixels: fp32 [n, 3, H, W], of the whole image, followed by its tiles with `vision.pinpoints`; the inputs of a vision
+            encoder that is a module of transformers.
         features: int64 [k], see `list_placeholder_features`.
         animated: whether the file has more frames, which are ignored.
+        text: text of the image in a prompt, for a module; None: one placeholder per feature.
     """
 
-    pixels: Pixels
+    pixels: Pixels | list[ImageInputs]
     features: npt.NDArray[np.int64]
     animated: bool = False
+    text: ImageText | None = None
 
 
 def prepare_image(content: bytes, vision: VisionConfig) -> PreparedImage:
@@ -196,6 +200,11 @@ def prepare_image(content: bytes, vision: VisionConfig) -> PreparedImage:
             animated = image.format != "MPO" and bool(getattr(image, "is_animated", False))
             image.seek(0)
             whole = image.convert("RGB")
+            if vision.module is not None:
+                from mega_data.images.module_images import ModuleImageProcessor  # local: it requires transformers
+
+                inputs, text = ModuleImageProcessor(vision.module).prepare(whole)
+                return PreparedImage([inputs], np.arange(text.features), animated, text)
             squares = [_resize_image(whole, vision), *_cut_tiles(whole, vision)]
     except UNREADABLE as error:
         raise DataError(f"the image cannot be read ({error})") from None
@@ -207,11 +216,13 @@ def prepare_image(content: bytes, vision: VisionConfig) -> PreparedImage:
 
 def count_placeholders(content: bytes, vision: VisionConfig) -> int:
     """Return the number of placeholder tokens that an image takes in a text.
-    It is computed from the size in the header of the file bytes `content`.
+    It is computed from the size in the header of the file bytes `content`; for a module of transformers from the image.
 
     Raises:
         DataError: if Pillow cannot read it.
     """
+    if vision.module is not None:
+        return len(prepare_image(content, vision).features)
     try:
         with _opened(content) as image:
             return len(list_placeholder_features(vision, image.height, image.width))

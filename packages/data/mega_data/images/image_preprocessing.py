@@ -22,6 +22,7 @@ from mega_common.errors import DataError
 from mega_common.progress_logging import ProgressBar, format_with_decimal_unit, logger
 from mega_common.vision_config import VisionConfig
 from mega_data.chat.chat_preparation import ChatEncoder, ChatOptions, ChatRecordConverter, log_chat_notes
+from mega_data.images.image_inputs import ImageText
 from mega_data.images.image_records import IMAGE, ImageChatRecord, insert_placeholders, iterate_image_records
 from mega_data.reading.corpus_sources import SkippedFiles
 from mega_data.reading.documents import Document, RejectedItem
@@ -109,7 +110,9 @@ def preprocess_image_chats(
         raise DataError(f"--image-text must contain {images.placeholder} exactly once, and is {images.text!r}")
     with ExitStack() as stack:
         writer = stack.enter_context(
-            _ImageDatasetWriter(prefix, tokenizer, ChatRecordConverter(chat, tokenizer, images.text), images, token)
+            _ImageDatasetWriter(
+                prefix, tokenizer, ChatRecordConverter(chat, tokenizer, _write_sample_image(images)), images, token
+            )
         )
         skipped_files, bar = (
             SkippedFiles(),
@@ -142,6 +145,17 @@ def _fill_placeholder_text(images: ImageOptions, tokenizer: Tokenizer) -> ImageO
     return replace(images, placeholder=placeholder, text=text)
 
 
+def _write_sample_image(images: ImageOptions) -> str:
+    """Return the text of an image, with the special tokens that images may have."""
+    if images.vision is None or images.vision.module is None:
+        return images.text
+    from PIL import Image
+
+    from mega_data.images.module_images import ModuleImageProcessor
+
+    return ModuleImageProcessor(images.vision.module).prepare(Image.new("RGB", (1536, 1024)))[1].text
+
+
 class _ImageDatasetWriter:
     """Writer of a data set of conversations with images."""
 
@@ -169,18 +183,21 @@ class _ImageDatasetWriter:
 
     def add_records(self, batch: Sequence[ImageChatRecord | RejectedItem], folder: Path) -> Iterator[RejectedItem]:
         """Write the valid conversation records of a batch, and yield the rejected ones."""
-        good: list[tuple[ImageChatRecord, Document]] = []
+        good: list[tuple[ImageChatRecord, Document, list[ImageText]]] = []
         for item in batch:
-            rendered = item if isinstance(item, RejectedItem) else self._render_record(item, folder)
+            images = item if isinstance(item, RejectedItem) else self._write_module_images(item, folder)
+            if isinstance(item, RejectedItem) or isinstance(images, RejectedItem):
+                yield item if isinstance(item, RejectedItem) else images  # type: ignore[misc]
+                continue
+            rendered = self._render_record(item, folder, images)
             if isinstance(rendered, RejectedItem):
                 yield rendered
             else:
-                assert isinstance(item, ImageChatRecord)
-                good.append((item, rendered))
-        texts, _, notes = self.encoder.encode_chats([document.chats for _, document in good], self.dtype)
-        self.notes += notes + Counter(note for _, document in good for note in document.notes)
-        for (record, document), arrays in zip(good, texts, strict=True):
-            counts = self._count_record_placeholders(record, folder)
+                good.append((item, rendered, images))
+        texts, _, notes = self.encoder.encode_chats([document.chats for _, document, _ in good], self.dtype)
+        self.notes += notes + Counter(note for _, document, _ in good for note in document.notes)
+        for (record, document, images), arrays in zip(good, texts, strict=True):
+            counts = [one.features for one in images] or self._count_record_placeholders(record, folder)
             expanded = (
                 counts
                 if isinstance(counts, RejectedItem)
@@ -211,17 +228,43 @@ class _ImageDatasetWriter:
                 )
         return counts
 
-    def _render_record(self, record: ImageChatRecord, folder: Path) -> Document | RejectedItem:
-        """Return the rendered conversation of a record after checking that its images exist."""
+    def _render_record(self, record: ImageChatRecord, folder: Path, images: list[ImageText]) -> Document | RejectedItem:
+        """Return the rendered conversation of a record after checking that its images exist.
+        `images` are the texts of the images that a processor of transformers writes, empty for other vision encoders.
+        """
         written = json.dumps(self.images.text or self.images.placeholder)[1:-1]
-        text = json.dumps(insert_placeholders(record.raw)).replace(IMAGE, written)
+        text = json.dumps(insert_placeholders(record.raw))
         for image in record.images:
             if not isinstance(image, bytes):
                 try:
                     read_image_bytes((image if isinstance(image, str) else image[0], 0, 1), folder)
                 except DataError as error:
                     return RejectedItem(error.message, text, record.file, record.line)
+        parts = text.split(IMAGE)
+        texts = [json.dumps(one.text)[1:-1] for one in images]
+        texts = texts if len(texts) == len(parts) - 1 else [written] * (len(parts) - 1)
+        text = parts[0] + "".join(one + part for one, part in zip(texts, parts[1:], strict=True))
         return self.chats.prepare_record(Document(text, len(text), record.file, record.line))
+
+    def _write_module_images(self, record: ImageChatRecord, folder: Path) -> list[ImageText] | RejectedItem:
+        """Return the text of each image of a record that the processor of transformers writes; empty without a module."""
+        vision = self.images.vision
+        if vision is None or vision.module is None:
+            return []
+        from mega_data.images.image_pixels import prepare_image
+
+        found: list[ImageText] = []
+        for image in record.images:
+            try:
+                content = image if isinstance(image, bytes) else read_image_bytes(image, folder)
+                prepared = prepare_image(content, vision)
+            except DataError as error:
+                name = "an image" if isinstance(image, bytes) else str(image)
+                reason = f"{name}: {error.message}"
+                return RejectedItem(reason, json.dumps(record.raw, default=str), record.file, record.line)
+            assert prepared.text is not None
+            found.append(prepared.text)
+        return found
 
     def _expand_placeholders(
         self, record: ImageChatRecord, document: Document, arrays: list[npt.NDArray[Any]], counts: list[int]
@@ -232,13 +275,14 @@ class _ImageDatasetWriter:
             return None
         (array,) = arrays
         here = array["token"] == self.token
-        if int(here.sum()) != len(record.images):
+        module = self.images.vision is not None and self.images.vision.module is not None
+        if int(here.sum()) != (sum(counts) if module else len(record.images)):
             reason = (
                 f"{len(record.images)} image(s), but the text has {self.images.placeholder} {int(here.sum())} times"
             )
             return RejectedItem(reason, document.text or json.dumps(record.raw, default=str), record.file, record.line)
         times = np.ones(array.size, np.int64)
-        times[here] = counts
+        times[here] = 1 if module else counts
         whole = np.repeat(array, times)
         kept = whole[: self.chats.info.max_length]
         self.cut += bool(whole["mask"][kept.size :].any())

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from mega_common.errors import DataError
 from mega_common.progress_logging import logger
 from mega_common.vision_config import VisionConfig
+from mega_data.images.image_inputs import ImageInputs
 from mega_data.kinds.dataset_kind import DatasetContext, SampleImages, TrainingSample
 from mega_data.kinds.packed_documents import (
     PackedSamples,
@@ -25,7 +26,7 @@ from mega_data.token_files.dataset_info import ImagesInfo, read_dataset_info
 from mega_data.token_files.image_references import ImageReferences, has_images
 from mega_data.token_files.loss_mask import LossWeights
 
-Pixels = npt.NDArray[np.float32]
+Pixels = npt.NDArray[np.float32] | ImageInputs
 
 
 class ImageChatSamples(PackedSamples):
@@ -64,6 +65,7 @@ class ImageChatSamples(PackedSamples):
             f"packed images={self._references.fingerprint} {size} {vision.resize} {vision.mean} {vision.std}"
             + bilinear
             + tiles
+            + (f" {vision.module.image_processor}" if vision.module else "")
         )
 
     @cached_property
@@ -149,7 +151,7 @@ def _check_vision(prefix: Path, images: ImagesInfo, vision: VisionConfig) -> Non
         DataError: naming the differences.
     """
     expected = vision.image_token, vision.pinpoints, vision.native_size_limits
-    same_count = vision.native or images.tokens == vision.tokens_per_image
+    same_count = vision.native or vision.module or images.tokens == vision.tokens_per_image
     if same_count and (images.token, images.pinpoints, images.sizes) == expected:
         return
     tiles = "" if images.pinpoints == vision.pinpoints else f", and other tiles: {vision.pinpoints}"

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from mega_common.errors import ConfigError
 from mega_common.vision_config import VisionConfig
 from mega_data.data_config import DataConfig
+from mega_data.images.image_inputs import ImageInputs
 from mega_data.sampling.dataset_parts import DatasetPart
 from mega_data.tokenizer import Tokenizer
 
@@ -25,12 +26,12 @@ class SampleImages:
     """Images of a training sample, the positions of their placeholder tokens, and the feature that replaces each.
 
     Attributes:
-        pixels: fp32 [3, H, W] per image, or per tile of each image, normalised.
+        pixels: fp32 [3, H, W] per image, or per tile of each image, normalised; or the inputs of a module of transformers.
         placeholder_positions: int64 [k], positions of the placeholders in the sample.
         features: int64 [k], row of the concatenated image features for each placeholder.
     """
 
-    pixels: Sequence[npt.NDArray[np.float32]]
+    pixels: Sequence[npt.NDArray[np.float32] | ImageInputs]
     placeholder_positions: npt.NDArray[np.int64]
     features: npt.NDArray[np.int64]
 

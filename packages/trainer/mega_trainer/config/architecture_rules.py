@@ -33,6 +33,9 @@ def find_architecture_problems(
     if parallel.cp > 1 and model.position == "alibi" and parallel.cp_kind != "alltoall":
         rule = "is not supported with linear position biases (model.position = alibi)"
         yield ConfigProblem("parallel.cp_kind", rule, parallel.cp_kind, "set parallel.cp_kind=alltoall")
+    if parallel.cp > 1 and model.attention_scores is not None:
+        rule = f"is not supported with model.attention_scores = {model.attention_scores}, which requires all keys on a rank"
+        yield ConfigProblem("parallel.cp", rule, parallel.cp, "set parallel.cp=1")
     if model.relative_bias:
         yield from _shared_bias_problems(parallel)
     yield from _bidirectional_problems(model, data, tasks)

@@ -15,13 +15,20 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
 from typing import Any, get_args
 
 from mega_common.errors import ConfigError
-from mega_common.extension_block import BlockDeclaration, ExtensionBlock
+from mega_common.extension_block import (
+    FUNCTION_FIELDS,
+    FUNCTION_NAMES,
+    BlockDeclaration,
+    ExtensionBlock,
+    FunctionDeclaration,
+)
 from mega_common.layer_kinds import FEEDS, MIXERS
 from mega_common.model_config import ModelConfig
 from mega_common.progress_logging import logger
@@ -83,6 +90,65 @@ class Block:
     build: Callable[[Any, int, Any], Any]
     options: type[StrictConfig] = NoOptions
     declares: Callable[[ModelConfig, Any], BlockTraits] = lambda model, options: BlockTraits()
+
+
+@dataclass(frozen=True)
+class NormFunction:
+    """Norm of the residual stream of an extension.
+
+    Attributes:
+        normalize: differentiable function `(x, weight, eps, *, options) -> y` of x [.., D] and the weight [D], 1 at first, or
+            None with `model.norm_weight: false`. It works on one token at a time: over the last axis only.
+        options: the settings of its section in `model.functions`.
+    """
+
+    normalize: Callable[..., Any]
+    options: type[StrictConfig] = NoOptions
+
+
+@dataclass(frozen=True)
+class ActivationFunction:
+    """Elementwise activation of feed-forward blocks and experts of an extension.
+
+    Attributes:
+        activate: differentiable elementwise function `(x, *, options) -> y`, or `(gate, up, *, options) -> y` if it is gated.
+        gated: the feed-forward block has a gate projection.
+        options: the settings of its section in `model.functions`.
+    """
+
+    activate: Callable[..., Any]
+    gated: bool = False
+    options: type[StrictConfig] = NoOptions
+
+
+@dataclass(frozen=True)
+class PositionFunction:
+    """Position encoding of an extension, in place of the rotary one.
+
+    Attributes:
+        encode: differentiable function `(x, positions, *, options) -> y` of queries or keys x [B, S, H, d] and their positions
+            int64 [B or 1, S], which begin at 0 in each document. Heads and tokens may be parts: it works on each alone.
+        options: the settings of its section in `model.functions`.
+    """
+
+    encode: Callable[..., Any]
+    options: type[StrictConfig] = NoOptions
+
+
+@dataclass(frozen=True)
+class ScoreFunction:
+    """Modification of attention scores of an extension, as torch's FlexAttention defines it (arXiv:2412.05496).
+
+    Attributes:
+        modify: differentiable function `(score, batch, head, query, key, *, options) -> score` of the scaled scores and int64
+            indices that broadcast; -inf masks a pair. `head` counts all heads of the model. Keys after a query, of another
+            document or outside a window are masked afterwards. Query and key are positions in the row, of which
+            only the difference is meaningful. Each query must keep a key.
+        options: the settings of its section in `model.functions`.
+    """
+
+    modify: Callable[..., Any]
+    options: type[StrictConfig] = NoOptions
 
 
 @dataclass(frozen=True)
@@ -164,6 +230,10 @@ class Extension:
         api: version of mega's interfaces that it was written for.
         mixers: token mixers, for `model.layers` and `model.mixers`.
         feed_forwards: feed-forward blocks, for `model.layers` and `model.feed_forwards`.
+        norms: for `model.norm`.
+        activations: for `model.activation`.
+        positions: for `model.position`.
+        attention_scores: for `model.attention_scores`.
         objectives: for `objective.kind`.
         optimizers: for `optimizer.name`.
         schedules: for `lr_schedule.name`.
@@ -177,6 +247,10 @@ class Extension:
     api: int
     mixers: Mapping[str, Block] = field(default_factory=dict)
     feed_forwards: Mapping[str, Block] = field(default_factory=dict)
+    norms: Mapping[str, NormFunction] = field(default_factory=dict)
+    activations: Mapping[str, ActivationFunction] = field(default_factory=dict)
+    positions: Mapping[str, PositionFunction] = field(default_factory=dict)
+    attention_scores: Mapping[str, ScoreFunction] = field(default_factory=dict)
     objectives: Mapping[str, Objective] = field(default_factory=dict)
     optimizers: Mapping[str, Optimizer] = field(default_factory=dict)
     schedules: Mapping[str, Schedule] = field(default_factory=dict)
@@ -185,9 +259,14 @@ class Extension:
     families: Sequence[Any] = ()
 
 
+# The function of an entry, by its kind.
+FUNCTION_ATTRIBUTES = {
+    "norms": "normalize", "activations": "activate", "positions": "encode", "attention_scores": "modify"
+}  # fmt: skip
 BUILT_IN: Mapping[str, tuple[str, ...]] = {
     "mixers": MIXERS,
     "feed_forwards": FEEDS,
+    **{kind: FUNCTION_NAMES[key] for kind, key in FUNCTION_FIELDS.items()},
     "objectives": tuple(USED),
     "optimizers": get_args(OptimizerName),
     "schedules": get_args(ScheduleName),
@@ -229,6 +308,17 @@ class ExtensionRegistry:
             if name in self.entries(kind)
         }
 
+    def bind_functions(self, model: ModelConfig) -> dict[str, Callable[..., Any]]:
+        """Return the functions of extensions that the model uses, with their options bound, by its fields such as `norm`."""
+        found: dict[str, Callable[..., Any]] = {}
+        for kind, key in FUNCTION_FIELDS.items():
+            name = getattr(model, key)
+            if name in self.entries(kind):
+                entry = self.entries(kind)[name]
+                function = getattr(entry, FUNCTION_ATTRIBUTES[kind])
+                found[key] = partial(function, options=entry.options.parse(model.functions[name].options))
+        return found
+
 
 def _bind_options(block: Block, options: Mapping[str, Any]) -> Callable[[Any, int], Any]:
     parsed = block.options.parse(options)
@@ -264,7 +354,9 @@ def load_model_extensions(model: ModelConfig, references: Iterable[str], source:
     """
     given = load_extensions(references)
     blocks = [block.declaration for kind in (model.mixers, model.feed_forwards) for block in kind.values()]
-    missing = {block.extension for block in blocks} - given.versions.keys()
+    functions = [section.declares for section in model.functions.values() if section.declares is not None]
+    named = {block.extension for block in blocks} | {function.extension for function in functions}
+    missing = named - given.versions.keys()
     installed = {point.name for point in entry_points(group=GROUP)}
     for name in sorted(missing - installed):
         raise ConfigError(
@@ -403,6 +495,30 @@ def add_block_declarations(model: Mapping[str, Any], registry: ExtensionRegistry
     return out
 
 
+def add_function_declarations(model: Mapping[str, Any], registry: ExtensionRegistry) -> dict[str, Any]:
+    """Return the section `model` of run.yaml with the declaration of each norm and activation of an extension.
+
+    Raises:
+        ConfigError: for options that the extension does not accept.
+    """
+    out: dict[str, Any] = dict(model)
+    for kind, key in FUNCTION_FIELDS.items():
+        name, sections = out.get(key), out.get("functions") or {}
+        if not isinstance(name, str) or name not in registry.entries(kind) or not isinstance(sections, Mapping):
+            continue
+        entry, given = registry.entries(kind)[name], sections.get(name) or {}
+        if not isinstance(given, Mapping):
+            raise ConfigError(f"model.functions.{name} = {given!r:.60} must be a section with the function's options")
+        options = {option: value for option, value in given.items() if option != "declares"}
+        if found := list(find_config_problems(entry.options, options)):
+            path = f"model.functions.{name}"
+            raise_config_error([replace(each, path=f"{path}.{each.path}".strip(".")) for each in found], "run.yaml")
+        extension = registry.find_extension(kind, name).name
+        declares = FunctionDeclaration(extension=extension, gated=getattr(entry, "gated", False))
+        out["functions"] = {**sections, name: {**options, "declares": declares.model_dump(mode="json")}}
+    return out
+
+
 def _declare_block(
     config: ModelConfig, registry: ExtensionRegistry, kind: str, name: str, raw: Mapping[str, Any]
 ) -> BlockDeclaration:
@@ -464,7 +580,7 @@ def find_extension_entry_problems(
 
 
 __all__ = [
-    "EXTENSION_API", "Block", "BlockTraits", "Callback", "DataKind", "Extension", "ExtensionBlock", "ExtensionRegistry",
-    "NoOptions", "Objective", "Optimizer", "Schedule", "add_block_declarations", "find_extension_entry_problems", "load_extensions",
-    "load_model_extensions",
+    "EXTENSION_API", "ActivationFunction", "Block", "BlockTraits", "Callback", "DataKind", "Extension", "ExtensionBlock",
+    "ExtensionRegistry", "NoOptions", "NormFunction", "Objective", "Optimizer", "PositionFunction", "Schedule", "ScoreFunction", "add_block_declarations",
+    "add_function_declarations", "find_extension_entry_problems", "load_extensions", "load_model_extensions",
 ]  # fmt: skip

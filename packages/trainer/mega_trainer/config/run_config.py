@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
+from math import isclose
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,6 +31,7 @@ from mega_trainer.config.batch_size import BatchConfig
 from mega_trainer.config.extensions import (
     ExtensionRegistry,
     add_block_declarations,
+    add_function_declarations,
     find_extension_entry_problems,
     is_extension_path,
     load_extensions,
@@ -225,7 +227,42 @@ class RunConfig(StrictConfig):
     def lr_factor_of(self, name: str) -> float:
         """Return the factor on the learning rate of the tensor with a given canonical name."""
         found = [value for pattern, value in self.optimizer.lr_factors.items() if fnmatchcase(name, pattern)]
-        return found[-1] if found else 1.0
+        factor = found[-1] if found else 1.0
+        return factor / self.mup_width if self.is_mup_matrix(name) else factor
+
+    @property
+    def mup_width(self) -> float:
+        """Width of the model as a multiple of `optimizer.mup.base_width`; 1 without muP."""
+        mup = self.optimizer.mup
+        return 1.0 if mup is None else self.model.hidden_size / mup.base_width
+
+    def is_mup_matrix(self, name: str) -> bool:
+        """Return whether muP scales a tensor's learning rate and initial values: a hidden matrix, by its canonical name."""
+        return self.optimizer.mup is not None and name.endswith("_proj.weight") and name.startswith("model.layers.")
+
+    def init_factor_of(self, name: str) -> float:
+        """Return the factor on the initial standard deviation of the tensor with a given canonical name."""
+        return float(self.mup_width**-0.5) if self.is_mup_matrix(name) else 1.0
+
+    def _mup_problems(self) -> Iterator[ConfigProblem]:
+        """Yield settings for which muP has no rule here."""
+        if self.optimizer.mup is None:
+            return
+        model, scale = self.model, 1 / self.mup_width
+        if self.optimizer.name != "adamw":
+            rule = f"requires optimizer.name = adamw, not {self.optimizer.name}, whose learning rates scale otherwise"
+            yield ConfigProblem("optimizer.mup", rule, hint="set optimizer.name=adamw, or remove optimizer.mup")
+        parts = ("moe", "mla", "encoder", "retro", "vision", "masked_lm", "transformers")
+        other = [part for part in parts if getattr(model, part) is not None]
+        other += [key for key in ("mtp_layers", "score", "task_head") if getattr(model, key)]
+        other += sorted(model.heads_by_mixer.keys() - {"attention"}) + sorted(model.feed_forwards)
+        if other:
+            rule = f"requires a decoder of attention and MLP layers, and the model has {', '.join(other)}"
+            yield ConfigProblem("optimizer.mup", rule, hint="remove optimizer.mup")
+        if not isclose(model.logit_scale, scale):
+            rule = f"must be optimizer.mup.base_width / model.hidden_size = {scale:g} with optimizer.mup"
+            hint = f"set model.logit_scale={scale!r}"
+            yield ConfigProblem("model.logit_scale", rule, model.logit_scale, hint)
 
     def is_periodic_action_due(self, step: int, every: int) -> bool:
         """Return whether an action done every `every` steps and after the last step is due after `step`.
@@ -291,6 +328,7 @@ class RunConfig(StrictConfig):
         schedule = self.lr_schedule.find_run_problems(lr=self.optimizer.lr, steps=train.steps, batch=self.batch)
         yield from (replace(problem, path=f"lr_schedule.{problem.path}") for problem in schedule)
         yield from self._decoupled_problems()
+        yield from self._mup_problems()
         yield from self.profile.find_run_problems(train.steps) if self.profile else ()
         yield from self.fault.find_run_problems(
             zero=parallel.zero, deterministic=self.deterministic, device=self.device
@@ -346,13 +384,16 @@ def find_lora_problems(lora: LoraConfig, init_from: str | None, precision: str) 
         yield ConfigProblem("lora.quantize", "is not supported with precision = fp8", lora.quantize, hint)
 
 
+_OF_TRANSFORMERS = ("model.transformers.", "model.vision.module.")
+
+
 def find_placeholder_problems(settings: Mapping[str, Any]) -> Iterator[ConfigProblem]:
     """Yield settings that still contain a shell variable or a placeholder.
     A run.yaml may contain them after its translation from a launch script.
     """
     rule = "must not contain a shell variable or a placeholder"
     for path, value in flatten_settings(settings).items():
-        if path == "data.fim.tokens" or path.startswith("model.transformers."):  # tokens spelt like placeholders
+        if path == "data.fim.tokens" or path.startswith(_OF_TRANSFORMERS):  # tokens spelt like placeholders
             continue
         for text in filter(UNFINISHED.search, _iterate_texts(value)):
             yield ConfigProblem(path, rule, text, "replace it by its value")
@@ -413,8 +454,14 @@ def resolve_run_config(raw: Mapping[str, Any], *, base: Path = Path(), warn_unre
         out["model"] = there.model_dump(mode="json", exclude_unset=True) | model
         if not given.endswith(".json"):
             out.setdefault("init_from", given)
+    optimizer = raw.get("optimizer")
+    mup = optimizer.get("mup") if isinstance(optimizer, Mapping) else None
+    if isinstance(out.get("model"), Mapping) and isinstance(mup, Mapping):
+        narrow, width = mup.get("base_width"), out["model"].get("hidden_size")
+        if isinstance(narrow, int) and isinstance(width, int) and width > 0:
+            out["model"] = {"logit_scale": narrow / width, **out["model"]}
     if isinstance(out.get("model"), Mapping):
-        out["model"] = add_block_declarations(out["model"], registry)
+        out["model"] = add_block_declarations(add_function_declarations(out["model"], registry), registry)
     if isinstance(raw.get("recompute"), str):
         out["recompute"] = {"kind": raw["recompute"]}
     if isinstance(out.get("model"), Mapping) and out["model"].get("encoder") and isinstance(out.get("data"), Mapping):

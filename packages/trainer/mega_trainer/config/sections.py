@@ -192,6 +192,17 @@ class SgdConfig(StrictConfig):
 OptimizerName = Literal["adamw", "muon", "lion", "sgd"]
 
 
+class MupConfig(StrictConfig):
+    """Maximal update parametrization (muP, arXiv:2203.03466) for Adam: the best learning rate does not change with the width.
+
+    With m = model.hidden_size / base_width, hidden matrices have the learning rate lr / m and the initial standard
+    deviation init_std / sqrt(m), and logits the factor 1 / m (`model.logit_scale`). At m = 1 nothing changes. Heads and
+    feed-forward width are to grow with the hidden size; the head size stays.
+    """
+
+    base_width: PositiveInt = Field(description="hidden size of the model on which the learning rate was chosen")
+
+
 class OptimizerConfig(StrictConfig):
     """Optimizer settings: AdamW, Muon for hidden matrices, Lion or SGD, and the clip of the global gradient norm."""
 
@@ -213,6 +224,9 @@ class OptimizerConfig(StrictConfig):
     weight_decay: float = Field(0.1, ge=0)
     clip_grad: float = Field(1.0, ge=0, description="largest gradient norm; 0: no clipping")
     offload: bool = Field(False, description="keep and update main weights and moments in host memory")
+    mup: MupConfig | None = Field(
+        None, description="maximal update parametrization: learning rates, initial scales and logits follow the width"
+    )
     muon: MuonConfig = MuonConfig()
     sgd: SgdConfig = SgdConfig()
 

@@ -30,14 +30,15 @@ class BatchImages:
     """All images of a micro-batch, and for each token the row of the image features that replaces its embedding.
 
     Attributes:
-        pixels: fp32 [n, 3, H, W] in host memory, normalised; a list of [3, H, W] for images of different shapes.
+        pixels: fp32 [n, 3, H, W] in host memory, normalised; a list of [3, H, W] for images of different shapes; a list of
+            `ImageInputs` of a module of transformers.
         rows: int64 [B, S], index into all features [n P] for each token; -1 for text.
         features: [n P, D], once computed; with DeepStack [n P, (1 + L) D]: the features that replace embeddings, and those
             that are added to the outputs of the first L decoder layers.
         positions: int64 [3, B, S], time, line and column of each token for M-RoPE; None: the positions in the text.
     """
 
-    pixels: Tensor | Sequence[Tensor]
+    pixels: Tensor | Sequence[Any]
     rows: Tensor
     features: Tensor | None = None
     positions: Tensor | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -313,8 +314,8 @@ def _check_token_types(batch: StepBatch, count: int) -> None:
 def _collect_images(batch: StepBatch, part: slice, vision: VisionConfig, device: torch.device) -> BatchImages:
     """Return the images of some samples, one after another, with their features in the order of `BatchImages.rows`."""
     rows, size = np.full(batch.tokens[part].shape, -1), vision.image_size
-    mrope = None if vision.native is None else np.stack([batch.position_ids[part]] * 3)
-    images: list[np.ndarray] = []
+    mrope = None if not vision.has_grid_positions else np.stack([batch.position_ids[part]] * 3)
+    images: list[Any] = []
     count = 0
     for number, sample in enumerate(batch.images[part]):
         if sample is not None:
@@ -327,10 +328,11 @@ def _collect_images(batch: StepBatch, part: slice, vision: VisionConfig, device:
                     mrope[0, number], sample.placeholder_positions, sample.features, grids
                 )
     where = to_device(torch.from_numpy(rows), device)
-    if mrope is not None:
-        return BatchImages(
-            [*map(torch.from_numpy, images)], where, positions=to_device(torch.from_numpy(mrope), device)
-        )
+    positions = None if mrope is None else to_device(torch.from_numpy(mrope), device)
+    if vision.module is not None:
+        return BatchImages(images, where, positions=positions)
+    if positions is not None:
+        return BatchImages([*map(torch.from_numpy, images)], where, positions=positions)
     pixels = np.stack(images) if images else np.empty((0, 3, size, size), np.float32)
     return BatchImages(torch.from_numpy(pixels), where)
 

@@ -289,11 +289,12 @@ def reference_attention(
     mask: Tensor | AttentionMaskSpec,
     how: AttentionScoreTransform,
     drop: Callable[[Tensor], Tensor] = lambda probabilities: probabilities,
+    modify: Callable[[Tensor], Tensor] = lambda scores: scores,
 ) -> Tensor:
     """Compute attention unfused, for cases that fused kernels do not support, such as dropout.
     Arguments and result are as in `Kernels.attention`; `drop` applies dropout to the probabilities.
 
-    `drop` is applied to the probabilities [B, H, S, T].
+    `drop` is applied to the probabilities [B, H, S, T], `modify` to the scores before the mask.
     """
     heads, keys = q.shape[2], k.shape[2]
     if not isinstance(mask, Tensor):
@@ -305,7 +306,7 @@ def reference_attention(
         scores = scores + how.bias.materialize_bias(scores.shape[-2], scores.shape[-1])
     if how.softcap is not None:
         scores = how.softcap * torch.tanh(scores / how.softcap)
-    scores = scores.masked_fill(~mask, float("-inf"))
+    scores = modify(scores).masked_fill(~mask, float("-inf"))
     if how.sinks is not None:
         sinks = how.sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
         p = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]

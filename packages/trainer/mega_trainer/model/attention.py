@@ -9,14 +9,17 @@ values. T is the number of tensor-parallel ranks, in `AttentionCore` the number 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from mega_ckpt.tensor_pieces import TensorPiece
-from mega_trainer.kernels.kernel_interface import AttentionScoreTransform
+from mega_trainer.kernels.attention_masks import ALL, AttentionMaskSpec
+from mega_trainer.kernels.kernel_interface import AttentionScoreTransform, Kernels
 from mega_trainer.kernels.torch_kernels import reference_attention
 from mega_trainer.model.feed_forward import apply_sigmoid_gate
 from mega_trainer.model.forward_context import CacheAttentionFunction, ForwardContext, KVCache, SequenceMask
@@ -50,6 +53,8 @@ class AttentionCore(nn.Module):
         self.first_head = tp.rank * config.num_attention_heads // tp.size
         self.cp_size = build.groups.cp.size
         self.context_parallel = make_context_parallel_attention(build.cp_kind, build.groups.cp, build.kernels)
+        if (modify := build.functions.get("attention_scores")) is not None:
+            self.kernels = cast(Kernels, ModifiedScoreKernels(build.kernels, modify, self.first_head))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, context: ForwardContext) -> Tensor:
         """Compute attention of queries to keys and values, [batch, S, H, e], with H query and K key/value heads.
@@ -106,6 +111,43 @@ class AttentionCore(nn.Module):
             )
             return reference_attention(q, k, v, mask, how, drop)
         return self.kernels.attention(q, k, v, mask, how)
+
+
+class ModifiedScoreKernels:
+    """Kernel back end whose attention modifies the scores by an extension's function; the rest is another back end's.
+
+    Attributes:
+        kernels: the other back end.
+        modify: function (scores, batch, head, query, key) -> scores, on tensors that broadcast.
+        first_head: number of this rank's first head.
+    """
+
+    def __init__(self, kernels: Kernels, modify: Callable[..., Tensor], first_head: int) -> None:
+        self.kernels, self.modify, self.first_head = kernels, modify, first_head
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the other back end."""
+        return getattr(self.kernels, name)
+
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | AttentionMaskSpec, how: AttentionScoreTransform
+    ) -> Tensor:
+        """Compute attention unfused; see `Kernels.attention`."""
+
+        def modify(scores: Tensor) -> Tensor:
+            batch, heads, queries, keys = map(partial(torch.arange, device=scores.device), scores.shape)
+            at = queries + (len(keys) - len(queries))  # the last query is at the last key
+            heads, at = (heads + self.first_head)[:, None, None], at[:, None]
+            return self.modify(scores, batch[:, None, None, None], heads, at, keys).to(scores.dtype)
+
+        return reference_attention(q, k, v, mask, how, modify=modify)
+
+    def decode_attention(self, q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], scale: float) -> Tensor:
+        """Compute attention of one query per batch row in generation; see `Kernels.decode_attention`."""
+        how, rows = AttentionScoreTransform(scale), []
+        for query, key, value in zip(q, keys, values, strict=True):
+            rows.append(self.attention(query[None, None], key.transpose(1, 2), value.transpose(1, 2), ALL, how)[0])
+        return torch.cat(rows)
 
 
 class SelfAttention(nn.Module):
@@ -184,6 +226,19 @@ class SelfAttention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None and self.norm_after_rope:
             q, k = self.q_norm(q), self.k_norm(k)
         return q, k, v if self.v_norm is None else self.v_norm(v)
+
+
+class EncodedPositionAttention(SelfAttention):
+    """Self-attention layer whose queries and keys have the position encoding of an extension instead of a rotation."""
+
+    def __init__(self, build: LayerBuilder, layer: int) -> None:
+        super().__init__(build, layer)
+        self.encode = build.functions["position"]
+
+    def _split_and_rotate(self, qkv: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor, Tensor]:
+        """Split [B, S, H + 2K, d] into queries, keys and values, normalised and with the encoding."""
+        q, k, v = super()._split_and_rotate(qkv, context)
+        return *(self.encode(part, context.positions).to(v.dtype) for part in (q, k)), v
 
 
 class LayerBiasTable(nn.Module):

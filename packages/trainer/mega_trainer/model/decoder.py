@@ -183,6 +183,7 @@ class Decoder(nn.Module):
         self.rotary = RotaryEmbedding.from_model_config(config.full_layer_config, config.rope)
         local = config.local_rope or (config.rope if config.full_attention else None)
         self.local_rotary = None if local is None else RotaryEmbedding.from_model_config(config, local)
+        self.has_own_positions = "position" in build.functions
         # by device of the tokens: the weights may be on another one while the model is built
         self._linear_biases: dict[torch.device, LinearPositionBias] = {}
         self.deferred, self.borrows = build.deferred, self.stage.uses_embedding_of_other_stage(config)
@@ -287,6 +288,7 @@ class Decoder(nn.Module):
         return ForwardContext(
             attention_mask, rotation, local_rotation, cache, dropout, routing, self._build_attention_bias(positions.device),
             query_scale=query_scale_by_position(self.config, positions, self.dtype),
+            positions=positions if self.has_own_positions else None,
         )  # fmt: skip
 
     def _build_attention_bias(self, device: torch.device) -> PositionBias | None:

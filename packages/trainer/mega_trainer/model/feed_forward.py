@@ -37,6 +37,21 @@ def apply_activation(x: Tensor, weights: Tensor | None = None, *, config: ModelC
     return y if weights is None else y * weights.to(y.dtype).unsqueeze(-1)
 
 
+def make_activation(build: LayerBuilder) -> Callable[..., Tensor]:
+    """Return the model's feed-forward activation, with the arguments of `apply_activation`."""
+    config, added = build.config, build.functions.get("activation")
+    if added is None:
+        return partial(apply_activation, config=config, kernels=build.kernels)
+    return partial(_apply_extension_activation, added, gated=config.has_gated_mlp)
+
+
+def _apply_extension_activation(
+    activate: Callable[..., Tensor], x: Tensor, weights: Tensor | None = None, *, gated: bool
+) -> Tensor:
+    y = (activate(*x.chunk(2, -1)) if gated else activate(x)).to(x.dtype)
+    return y if weights is None else y * weights.to(y.dtype).unsqueeze(-1)
+
+
 def apply_ungated_activation(x: Tensor, activation: str) -> Tensor:
     """Apply an activation function (such as gelu or relu2), without a gate, element by element.
     `activation` is its name.
@@ -76,7 +91,7 @@ class FeedForward(nn.Module):
         config = build.config
         parts = ["gate_proj", "up_proj"] if config.has_gated_mlp else ["up_proj"]
         self.config, self.saved = config, build.saved
-        self.activate: Callable[..., Tensor] = partial(apply_activation, config=config, kernels=build.kernels)
+        self.activate: Callable[..., Tensor] = make_activation(build)
         self.up = build.build_column_linear(
             [SplitHeads(f"{name}.{part}", width) for part in parts], bias=config.mlp_bias
         )

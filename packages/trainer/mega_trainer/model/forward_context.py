@@ -239,6 +239,7 @@ class ForwardContext:
         source: encoder side of a decoder with cross attention, or None.
         routes: rollout routing replay (R3) of given or recorded experts, or None.
         query_scale: factor of each token's query [B or 1, S, 1, 1], or None.
+        positions: positions of the tokens int64 [B or 1, S] for the position encoding of an extension, or None.
         images: images with computed features, of which some are added to the outputs of the first layers; else None.
     """
 
@@ -252,6 +253,7 @@ class ForwardContext:
     source: EncoderContext | None = None
     routes: RoutingReplay | None = None
     query_scale: Tensor | None = None
+    positions: Tensor | None = None
     images: BatchImages | None = None
 
     def with_chunks(self, size: int, rows: int) -> ForwardContext:

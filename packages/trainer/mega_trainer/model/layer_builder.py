@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch import nn
 
@@ -14,7 +15,7 @@ from mega_trainer.kernels.kernel_interface import Kernels
 from mega_trainer.kernels.leaf_compiler import LeafCompiler
 from mega_trainer.model.activation_checkpointing import ActivationCheckpointer
 from mega_trainer.model.lora_adapters import build_column_adapter, build_row_adapter
-from mega_trainer.model.norms import AllHeadsRMSNorm, Norm, PerHeadLayerNorm, PlainNorm
+from mega_trainer.model.norms import AllHeadsRMSNorm, ExtensionNorm, Norm, PerHeadLayerNorm, PlainNorm
 from mega_trainer.model.parameter_builder import ParameterBuilder
 from mega_trainer.parallel.context_parallel import ContextParallelKind
 from mega_trainer.parallel.expert_parallel import ExpertDispatcher
@@ -41,6 +42,7 @@ class LayerBuilder(ParameterBuilder):
         dispatch_bound: most rows of each rank's experts, as a multiple of an even load; None: unbounded.
         saved: policy of saved activations.
         blocks: mixers and feed-forward blocks of extensions, by name.
+        functions: functions of extensions, with their options bound, by the field of `ModelConfig` that names one.
     """
 
     leaves: LeafCompiler = field(default_factory=LeafCompiler)
@@ -51,6 +53,7 @@ class LayerBuilder(ParameterBuilder):
     dispatch_bound: float | None = None
     saved: ActivationCheckpointer = field(default_factory=ActivationCheckpointer)
     blocks: Mapping[str, LayerFactory] = field(default_factory=dict)
+    functions: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
 
     @property
     def unsharded_linear(self) -> ParallelLinearFunction:
@@ -153,9 +156,12 @@ class LayerBuilder(ParameterBuilder):
             moe.latent_size or self.config.hidden_size,
         )
 
-    def build_residual_norm(self, name: str, width: int | None = None) -> Norm | PlainNorm:
-        """Build the model's norm, RMSNorm or LayerNorm as configured, for the residual stream, or of another `width`."""
+    def build_residual_norm(self, name: str, width: int | None = None) -> Norm | PlainNorm | ExtensionNorm:
+        """Build the model's norm, RMSNorm, LayerNorm or an extension's, for the residual stream, or of another `width`."""
         config, shape = self.config, (width or self.config.hidden_size,)
+        if (normalize := self.functions.get("norm")) is not None:
+            scale = self.build_replicated(f"{name}.weight", shape, fill=1.0) if config.norm_weight else None
+            return ExtensionNorm(normalize, scale, config.norm_eps)
         layer = config.norm == "layernorm"
         if not config.norm_weight:
             return PlainNorm(config.norm_eps, layer=layer)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from mega_trainer.kernels.grouped_gemm import GroupedRows
 from mega_trainer.model.expert_router import ExpertRouter
-from mega_trainer.model.feed_forward import FeedForward, apply_activation
+from mega_trainer.model.feed_forward import FeedForward, make_activation
 from mega_trainer.model.forward_context import ForwardContext
 from mega_trainer.model.layer_builder import LayerBuilder
 from mega_trainer.model.lora_adapters import build_expert_adapter
@@ -118,7 +118,7 @@ class GroupedExperts(nn.Module):
     def __init__(self, build: LayerBuilder, name: str) -> None:
         super().__init__()
         config = build.config
-        self.activate, self.saved = partial(apply_activation, config=config, kernels=build.kernels), build.saved
+        self.activate, self.saved = make_activation(build), build.saved
         self.linear = partial(apply_grouped_linear, kernels=build.linear_kernels, deferred=build.deferred)
         self.weighted_inputs = config.moe is not None and config.moe.weighted_inputs
         self.first_part = build.groups.expert_tp.rank == 0

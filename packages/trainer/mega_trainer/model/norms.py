@@ -5,6 +5,8 @@ Legend: B batch, S sequence, D model width, H heads, d head size, T tensor-paral
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -94,6 +96,23 @@ class PlainNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Normalise x [.., D] over the last axis; statistics in at least fp32."""
         return self.normalize(upcast_to_fp32(x), x.shape[-1:], eps=self.eps).to(x.dtype)
+
+    def add_and_norm(self, x: Tensor, y: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return the sum x + y (x without y) and its norm, all [.., D]."""
+        x = x if y is None else x + y
+        return x, self(x)
+
+
+class ExtensionNorm(nn.Module):
+    """Norm of the residual stream by an extension's function `normalize(x, weight, eps)`, with the weight [D] or None."""
+
+    def __init__(self, normalize: Callable[..., Tensor], weight: nn.Parameter | None, eps: float) -> None:
+        super().__init__()
+        self.normalize, self.weight, self.eps = normalize, weight, eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise x [.., D] over the last axis."""
+        return self.normalize(x, self.weight, self.eps).to(x.dtype)
 
     def add_and_norm(self, x: Tensor, y: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the sum x + y (x without y) and its norm, all [.., D]."""

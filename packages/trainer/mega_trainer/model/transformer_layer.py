@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from mega_common.errors import ConfigError
 from mega_common.layer_kinds import FeedForwardKind, MixerKind
-from mega_trainer.model.attention import SelfAttention
+from mega_trainer.model.attention import EncodedPositionAttention, SelfAttention
 from mega_trainer.model.cross_attention import CrossAttention
 from mega_trainer.model.feed_forward import FeedForward
 from mega_trainer.model.forward_context import ForwardContext
@@ -32,9 +32,9 @@ from mega_trainer.parallel.parameter_info import NonTrainableBuffer
 
 
 def _build_attention(build: LayerBuilder, layer: int) -> nn.Module:
-    if build.config.mla is None:
-        return SelfAttention(build, layer)
-    return (SparseLatentAttention if build.config.mla.indexer else MultiLatentAttention)(build, layer)
+    if build.config.mla:
+        return (SparseLatentAttention if build.config.mla.indexer else MultiLatentAttention)(build, layer)
+    return (EncodedPositionAttention if "position" in build.functions else SelfAttention)(build, layer)
 
 
 def _build_feed_forward(build: LayerBuilder, layer: int) -> nn.Module:

@@ -18,13 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mega_ckpt.formats.transformers_module import (
-    build_randomly_initialized_module,
-    build_uninitialized_module,
-    convert_transformers_errors,
-    list_module_tensors,
-)
+from mega_ckpt.formats.transformers_module import build_randomly_initialized_module, build_uninitialized_module
 from mega_ckpt.tensor_pieces import TensorBox, TensorPiece, copy_overlap
+from mega_ckpt.transformers_library import convert_transformers_errors, list_module_tensors
 from mega_common.errors import ConfigError
 from mega_trainer.data.batch_images import BatchImages
 from mega_trainer.data.micro_batch import DocumentBounds, MicroBatch

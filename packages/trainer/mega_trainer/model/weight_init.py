@@ -7,6 +7,7 @@ draws billions of elements in seconds, but other numbers than a CPU: layouts sta
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import product
 from typing import Protocol, runtime_checkable
 
@@ -37,9 +38,10 @@ class SelfInitializingModel(Protocol):
         """Fill all weights with values that depend only on `seed`."""
 
 
-def initialize_weights(model: nn.Module, seed: int) -> None:
+def initialize_weights(model: nn.Module, seed: int, factor: Callable[[str], float] = lambda name: 1.0) -> None:
     """Initialise every parameter with random values that do not depend on the sharding.
-    They depend only on `seed` and the canonical name of the parameter; padding becomes zero.
+    They depend only on `seed` and the canonical name of the parameter; padding becomes zero. Random values are multiplied
+    by the `factor` of the name.
     """
     if isinstance(model, SelfInitializingModel):
         model.initialize_from_seed(seed)
@@ -49,19 +51,21 @@ def initialize_weights(model: nn.Module, seed: int) -> None:
             packed = get_quantized_weight(parameter)
             info = get_parameter_info(parameter)
             if packed is None:
-                _fill_parameter(get_local_values(parameter).zero_(), info, seed)
+                _fill_parameter(get_local_values(parameter).zero_(), info, seed, factor)
             else:
                 with packed.writable_values() as values:
-                    _fill_parameter(values, info, seed)
+                    _fill_parameter(values, info, seed, factor)
 
 
-def _fill_parameter(values: Tensor, info: ParameterInfo, seed: int) -> None:
+def _fill_parameter(values: Tensor, info: ParameterInfo, seed: int, factor: Callable[[str], float]) -> None:
     for piece in info.pieces:
         view = piece.local_view(values)
         if info.initializer is None:
             view.fill_(info.fill)
         else:
             _draw_tiles(view, piece, seed, info.initializer)
+            if (scale := factor(piece.name)) != 1:
+                view.mul_(scale)
 
 
 def _draw_tiles(view: Tensor, piece: TensorPiece, seed: int, start: NormalInit | UniformInit) -> None:

@@ -209,7 +209,7 @@ def image_flops(model: ModelConfig, freeze: tuple[str, ...] = (), lora: LoraConf
 
     A GEMM with a weight has 2 rows K N operations in the forward, as many for the weight gradient if the weight is trained, and
     as many for the input gradient if any parameter before it is trained. For models with images of any shape, the image is
-    image_size x image_size.
+    image_size x image_size. A module of transformers counts as a transformer of the same sizes with full attention.
     """
     vision, parts, input_grad = model.vision, {"products": 0.0, "scores": 0.0}, False
     tower = model.vision_encoder_config
@@ -224,7 +224,10 @@ def image_flops(model: ModelConfig, freeze: tuple[str, ...] = (), lora: LoraConf
         number, _, tensor = rest.partition(".")
         if kind == "deepstack" and tensor == "norm.weight":  # its inputs are the outputs of an earlier layer
             input_grad = reached[vision.deepstack_layers[int(number)]]
-        if len(shape) == 2 and "embed_positions" not in name:
+        if len(shape) > 1 and vision.module is not None:
+            positions = math.prod(shape[:-1]) in (1, patches, patches + 1)  # learned positions, or one embedding
+            parts["products"] += 0 if positions else 2.0 * patches * math.prod(shape) * (1 + weight_grad + input_grad)
+        elif len(shape) == 2 and "embed_positions" not in name:
             rows = vision.tokens_per_image if name.startswith(PROJECTOR) else patches
             rows = vision.patches_per_image if "embed_patches" in name else rows
             parts["products"] += 2.0 * rows * math.prod(shape) * (1 + weight_grad + input_grad)
@@ -235,4 +238,6 @@ def image_flops(model: ModelConfig, freeze: tuple[str, ...] = (), lora: LoraConf
         input_grad = input_grad or weight_grad
         if kind == "layers":
             reached[int(number)] = input_grad
+    if vision.module is not None:
+        parts["scores"] = 4.0 * vision.num_layers * patches**2 * vision.hidden_size * (1 + 2 * input_grad)
     return parts

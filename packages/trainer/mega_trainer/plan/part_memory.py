@@ -168,12 +168,13 @@ class PartMemoryCounter:
         )
         leaves = LeafCompiler() if run.device == "cpu" else FusedLeafCounter(self.live)
         kernels = MetaKernels(leaves) if run.device == "cpu" else MetaKernels(leaves, MetaFusedAttention())
+        added = load_extensions(run.extensions)
         self.build = LayerBuilder(
             model, self.groups, kernels, leaves=leaves, sp=run.sp, cp_kind=run.cp_kind,
             dispatcher=self._make_dispatcher(), dtype=DTYPES.get(run.precision, torch.bfloat16), device=self.device,
             deferred=DeferredWgradQueue() if run.defers_wgrads else None, adapts={} if self.lora is None else adapted_modules(model, self.lora),
             packed=quantized_tensors(model, self.lora, partial(is_trainable_tensor, freeze=run.freeze, lora=self.lora)),
-            packing=MetaWeightQuantizer(), blocks=load_extensions(run.extensions).make_block_factories(model),
+            packing=MetaWeightQuantizer(), blocks=added.make_block_factories(model), functions=added.bind_functions(model),
         )  # fmt: skip
 
     def _make_dispatcher(self) -> ExpertDispatcher | None:
@@ -336,9 +337,11 @@ class PartMemoryCounter:
         return replace(whole, source=EncoderBatch(read, read, bounds, None))
 
     def _make_images(self, ids: Tensor) -> BatchImages | None:
-        """Return as many images as fit in a sequence, or None."""
+        """Return as many images as fit in a sequence, or None.
+        Activations of a module of transformers are not measured.
+        """
         vision = self.model.vision
-        if vision is None:
+        if vision is None or vision.module is not None:
             return None
         count, size = self.run.micro_batch * (self.run.seq_length // vision.tokens_per_image), vision.image_size
         squares = torch.empty(count, 3, size, size, device=self.device)

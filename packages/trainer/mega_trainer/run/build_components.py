@@ -163,7 +163,7 @@ def make_layer_builder(
         adapts={} if config.lora is None else adapted_modules(config.model, config.lora),
         packed=quantized_tensors(config.model, config.lora, config.is_trainable),
         packing=Nf4Quantizer() if config.lora is not None and config.lora.quantize else None,
-        blocks=config.registry.make_block_factories(config.model),
+        blocks=config.registry.make_block_factories(config.model), functions=config.registry.bind_functions(config.model),
     )  # fmt: skip
 
 

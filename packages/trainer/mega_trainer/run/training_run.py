@@ -264,7 +264,7 @@ def initialize_state(
     config = state.config
     if start is None:
         for stage in state.stages.values():
-            initialize_weights(stage, config.train.seed)
+            initialize_weights(stage, config.train.seed, config.init_factor_of)
     if config.init_from is not None and (start is None or config.lora is not None):
         _load_initial_weights(state, config.init_from, world, tokenizer, fresh=start is None)
     if isinstance(start, TrainingStateCopy):

@@ -95,7 +95,7 @@ class CaseTrainer:
         with mock.patch.object(build_components, "compute_dtype", return_value=dtype):
             state, executor = training_run.assemble_training(config, groups, device)
         for stage in state.stages.values():
-            initialize_weights(stage, config.train.seed)
+            initialize_weights(stage, config.train.seed, config.init_factor_of)
         state.optimizer.load_main_from_model()
         return cls(case, config, groups, executor, state.optimizer, state, batches or make_synthetic_batch, device)
 

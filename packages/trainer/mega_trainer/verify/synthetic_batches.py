@@ -63,6 +63,8 @@ def draw_sample_images(rng: np.random.Generator, tokens: np.ndarray, vision: Vis
     if not count:
         return None
     cut = int(rng.integers(2))
+    if vision.module is not None:
+        return _draw_module_images(rng, tokens, vision, count, cut)
     rows, features = 0, np.zeros(0, np.int64)
     shapes: list[tuple[int, int]] = []
     for _ in range(count):
@@ -76,6 +78,25 @@ def draw_sample_images(rng: np.random.Generator, tokens: np.ndarray, vision: Vis
     positions = np.sort(rng.choice(len(tokens), len(features), replace=False))
     tokens[positions] = vision.image_token
     return SampleImages([rng.standard_normal((3, *shape), np.float32) for shape in shapes], positions, features)
+
+
+def _draw_module_images(
+    rng: np.random.Generator, tokens: np.ndarray, vision: VisionConfig, count: int, cut: int
+) -> SampleImages:
+    """Draw images that the model's processor of transformers prepares; `cut` features of the first one are left out."""
+    from PIL import Image
+
+    from mega_data.images.module_images import ModuleImageProcessor
+
+    assert vision.module is not None
+    processor, found = ModuleImageProcessor(vision.module), []
+    for _ in range(count):
+        pixels = rng.integers(0, 256, (*rng.integers(6, 20, 2), 3), np.uint8)
+        found.append(processor.prepare(Image.fromarray(pixels))[0])
+    features = np.arange(vision.count_total_features(one.shape for one in found))[cut:][: len(tokens)]
+    positions = np.sort(rng.choice(len(tokens), len(features), replace=False))
+    tokens[positions] = vision.image_token
+    return SampleImages(found, positions, features)
 
 
 def _draw_source(config: RunConfig, step: int, own: slice, count: int) -> EncoderInput:

@@ -128,6 +128,8 @@ def _list_unverified(config: RunConfig) -> Iterator[str]:
         yield "The score head of the reward model is replaced by a language-model head."
     if config.model.task_head is not None:
         yield "The task head of the model is replaced by a language-model head."
+    if config.model.vision is not None and config.model.vision.module is not None:
+        yield "The vision encoder is one of mega, not a module of transformers (model.vision.module)."
     if config.objective.kind in USED and config.objective.kind != "cross_entropy":
         yield f"The objective is next-token cross entropy, not {config.objective.kind}."
     if config.precision in ("fp8", "fp16"):
@@ -329,7 +331,7 @@ def _shrink_sections(model: ModelConfig) -> dict[str, dict[str, Any]]:
 
 
 def _shrink_vision(vision: VisionConfig) -> dict[str, Any]:
-    fields = vision.model_dump(mode="json", exclude_unset=True, exclude={"begin_token", "end_token"})
+    fields = vision.model_dump(mode="json", exclude_unset=True, exclude={"begin_token", "end_token", "module"})
     fields |= {
         "num_layers": 2, "hidden_size": 12, "ffn_hidden_size": 20, "num_attention_heads": 2, "patch_size": 2,
         "image_size": 4 * min(vision.pool, 2), "pool": min(vision.pool, 2), "image_token": VOCABULARY - 1,

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import isqrt
+from typing import Any
 
 import numpy as np
 import torch
@@ -43,11 +44,11 @@ class ImagePartition:
     all ranks must.
 
     Attributes:
-        images: fp32 [3, H, W] each, in host memory.
+        images: fp32 [3, H, W] each, in host memory; or `ImageInputs` of a module of transformers.
         rank, ranks: this rank, and the number of ranks that share the images.
     """
 
-    images: Sequence[Tensor]
+    images: Sequence[Any]
     vision: VisionConfig
     rank: int
     ranks: int

@@ -30,6 +30,7 @@ from mega_trainer.model.norms import Norm
 from mega_trainer.model.transformer_layer import TransformerLayer
 from mega_trainer.model.vision.native_resolution import ImagePartition, MergerProjector, NativeVisionEncoder
 from mega_trainer.model.vision.vision_builder import VisionLayerBuilder
+from mega_trainer.model.vision.vision_module import ModuleImagePartition, TransformersVisionModule
 from mega_trainer.parallel.tensor_parallel import local_sequence_slice
 
 
@@ -135,6 +136,10 @@ class ImageEmbedder(nn.Module):
         vision = build.config.vision
         assert vision is not None
         self.config, self.width = vision, build.config.hidden_size
+        self.tower: nn.Module
+        if vision.module is not None:
+            self.tower = TransformersVisionModule(build)
+            return
         self.projector = PROJECTORS[vision.projector](build)
         self.tower = NativeVisionEncoder(build) if vision.native else VisionEncoder(build)
 
@@ -169,6 +174,10 @@ class ImageEmbedder(nn.Module):
         A collective call of the ranks that share them.
         """
         rank, ranks = get_combined_rank_and_size((self.groups.cp, self.groups.tp))
+        if isinstance(self.tower, TransformersVisionModule):
+            share = ModuleImagePartition(list(images.pixels), self.config, rank, ranks)
+            gathered = self._all_gather(self.tower(share.rank_inputs(), share.features_per_rank, device))
+            return gathered[to_device(share.feature_rows, device)]
         if isinstance(self.tower, NativeVisionEncoder):
             assert isinstance(self.projector, MergerProjector)
             partition = ImagePartition(list(images.pixels), self.config, rank, ranks)

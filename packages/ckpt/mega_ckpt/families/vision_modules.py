@@ -1,0 +1,224 @@
+"""Vision-language models whose vision encoder and projector run as modules of transformers.
+
+`get_image_features` of the module replaces the embeddings of the placeholder tokens; the text model is a family of mega.
+Every setting of the encoder and the projector is followed, as transformers builds both from config.json.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import isqrt
+from typing import Any
+
+from mega_ckpt.canonical_tensors import canonical_tensors
+from mega_ckpt.families.config_entries import ConfigDict
+from mega_ckpt.families.disk_layouts import TensorRule
+from mega_ckpt.families.family import CARRIED
+from mega_ckpt.families.qwen_vision import QWEN2_5_VL, QWEN2_5_VL_TEXT
+from mega_ckpt.families.vision_family import STYLES, TensorNameStyle, VisionLanguageFamily, text_only_config
+from mega_ckpt.transformers_library import build_vision_language_config, list_vision_tensors
+from mega_common.errors import CheckpointError, ConfigError
+from mega_common.model_config import ModelConfig
+from mega_common.vision_config import PROJECTOR, TOWER, VisionConfig
+
+_TIED = "tie_word_embeddings"
+# Text settings that transformers ignores in these models, which have an output layer alone; neutral values.
+_NEUTRAL: Mapping[str, Any] = {"final_logit_softcapping": None, "logit_scale": 1.0, "logits_scaling": 1.0}
+_SIZES = {
+    "num_layers": ("num_hidden_layers", "depth"),
+    "hidden_size": ("embed_dim", "hidden_size"),
+    "ffn_hidden_size": ("intermediate_size", "mlp_dim"),
+    "num_attention_heads": ("num_attention_heads", "num_heads"),
+    "image_size": ("image_size",),
+    "patch_size": ("patch_size",),
+}  # keys of a vision_config for sizes by which `mega plan` counts
+
+
+@dataclass(frozen=True)
+class VisionModuleFamily(VisionLanguageFamily):
+    """Declaration of a HuggingFace family whose vision encoder runs as a module of transformers.
+
+    Attributes:
+        encoder: name of the vision encoder in transformers' model.
+        decoder: name of the text model in transformers' model.
+    """
+
+    encoder: str = "vision_tower"
+    decoder: str = "language_model"
+
+    def read_config_json(self, raw: ConfigDict, source: str = "config.json") -> ModelConfig:
+        """Return the model configuration that a vision-language model's config.json describes.
+        Errors name `source`.
+
+        Raises:
+            CheckpointError: when transformers rejects a setting, or the text model is not supported.
+        """
+        text = self.text_family.read_config_json(self.text_config_of(raw), f"{source}: text_config")
+        if text.embedding_multiplier != 1:
+            raise CheckpointError(
+                f"{source}: text_config.embedding_multiplier = {text.embedding_multiplier} is not supported with "
+                f"model_type {self.name}, whose image features are multiplied, too",
+                hint="use a text model without an embedding multiplier",
+            )
+        config = self._parse(raw)
+        token = getattr(config, "image_token_id", None)
+        inner = config.vision_config.to_dict()
+        if dropout := [key for key in inner if "drop" in key and inner[key]]:
+            raise CheckpointError(
+                f"{source}: vision_config.{dropout[0]} = {inner[dropout[0]]} is not supported: dropout of a module of "
+                "transformers would depend on the parallel layout",
+                hint=f"set {dropout[0]} to 0",
+            )
+        sizes = {name: _find_size(inner, keys) for name, keys in _SIZES.items()}
+        native = isqrt(_find_size(inner, ("num_patches",), 256))  # of encoders for images of any shape
+        patches = sizes["image_size"] // sizes["patch_size"] or native
+        sizes["image_size"] = patches * sizes["patch_size"]
+        sizes["num_attention_heads"] = _largest_divisor(sizes["hidden_size"], sizes["num_attention_heads"])
+        positions = text.rope.sections is not None
+        module = {"config": dict(raw), "tensors": list_vision_tensors(raw), "grid_positions": positions}
+        fields = {**sizes, "image_token": token, "feature_layer": -1, "class_token": False, "module": module}
+        try:
+            vision = VisionConfig.parse(fields, source=f"{source}: vision_config")
+            return ModelConfig.parse({**text.model_dump(exclude_unset=True), "vision": vision}, source=source)
+        except ConfigError as error:
+            raise CheckpointError(error.message, hint=error.hint) from None
+
+    def _parse(self, raw: ConfigDict) -> Any:
+        return build_vision_language_config(raw)
+
+    def text_config_of(self, raw: ConfigDict) -> dict[str, Any]:
+        """Return the text model's section of config.json, with transformers' defaults for absent keys.
+        Whether embeddings are tied is a key of the whole model.
+        """
+        config = self._parse(raw)
+        inner: dict[str, Any] = config.text_config.to_dict()
+        found = inner | dict(raw.get("text_config") or {}) | {_TIED: bool(config.tie_word_embeddings)}
+        return found | {key: _NEUTRAL[key] for key in _NEUTRAL if key in found}
+
+    def unread_keys(self, raw: ConfigDict) -> list[str]:
+        """Return the keys of a config.json that transformers does not read for this type.
+        Keys with null are left out.
+        """
+        config = type(self._parse(raw))()
+        outer = set(vars(config)) | set(config.attribute_map)
+        outer |= set() if "text_config" in raw else set(config.text_config.to_dict())  # older folders, without sections
+        sections: list[tuple[str, ConfigDict, set[str]]] = [("", raw, outer)]
+        inner = self._parse(raw).vision_config
+        defaults = type(inner)()
+        sections.append(
+            ("vision_config.", raw.get("vision_config") or {}, set(defaults.to_dict()) | set(vars(defaults)))
+        )
+        unread = [
+            f"{prefix}{key}"
+            for prefix, section, known in sections
+            for key, value in section.items()
+            if key not in known | CARRIED | {_TIED} and value is not None
+        ]
+        return sorted(unread) + self.text_family.unread_keys(dict(raw.get("text_config") or {}))
+
+    def unsupported_settings(self, model: ModelConfig) -> list[str]:
+        """Return descriptions of the settings of `model` that this family's config.json cannot express."""
+        if model.vision is None or model.vision.module is None:
+            return ["vision.module is missing"]
+        if model.vision.module.model_type != self.name:
+            return [f"vision.module is of model_type {model.vision.module.model_type}"]
+        return [] if self.text is None else self.text.unsupported_settings(text_only_config(model))
+
+    def write_config_json(self, model: ModelConfig) -> dict[str, Any]:
+        """Return the content of config.json for `model`: that of its vision module with the text model's settings."""
+        assert model.vision is not None
+        assert model.vision.module is not None
+        raw = model.vision.module.config
+        given, text = raw.get("text_config") or {}, self.text_family.write_config_json(text_only_config(model))
+        ignored = {key: given[key] for key in _NEUTRAL if key in given}
+        return {**raw, "text_config": {**given, **text, **ignored}, _TIED: model.tie_embeddings}
+
+    def disk_tensor_table(self, model: ModelConfig, names: Iterable[str] | None = None) -> dict[str, Any]:
+        """Return {name on disk: DiskTensor} of the tensors of a vision-language model; see `VisionLanguageFamily`."""
+        shapes = [name for name in canonical_tensors(model) if name.startswith((TOWER, PROJECTOR))]
+        tower = [name.removeprefix(TOWER) for name in shapes if name.startswith(TOWER)]
+        outer = [name.removeprefix(PROJECTOR) for name in shapes if name.startswith(PROJECTOR)]
+        rules = replace(
+            self,
+            tower=lambda _: [TensorRule(name, (TOWER + name,)) for name in tower],
+            projector=tuple(TensorRule(name, (PROJECTOR + name,)) for name in outer),
+        )
+        return VisionLanguageFamily.disk_tensor_table(rules, model, names)
+
+
+def _find_size(section: ConfigDict, keys: Sequence[str], default: int = 1) -> int:
+    """Return the first of some sizes that a `vision_config` has, else `default`; of a list its first number."""
+    values = (section.get(key) for key in keys)
+    firsts = (value[0] if isinstance(value, list | tuple) and value else value for value in values)
+    return next((value for value in firsts if isinstance(value, int) and value > 0), default)
+
+
+def _largest_divisor(number: int, most: int) -> int:
+    return next(divisor for divisor in range(min(number, most), 0, -1) if number % divisor == 0)
+
+
+def _styles(encoder: str, decoder: str, *, legacy: bool) -> tuple[TensorNameStyle, ...]:
+    """Return the styles of tensor names of a model, the one first that transformers writes."""
+    renamed = tuple(
+        replace(
+            style,
+            tower=style.tower.replace("vision_tower", encoder),
+            body=style.body.replace("language_model", decoder),
+            marker="",
+        )
+        for style in STYLES
+    )
+    return renamed if legacy else renamed[2:]
+
+
+def _family(
+    name: str,
+    architecture: str,
+    *,
+    encoder: str = "vision_tower",
+    decoder: str = "language_model",
+    legacy: bool = False,
+) -> VisionModuleFamily:
+    return VisionModuleFamily(
+        name=name,
+        architecture=f"{architecture}ForConditionalGeneration",
+        entries=(),
+        styles=_styles(encoder, decoder, legacy=legacy),
+        buffers=r"(.*\.)?(rotary_emb\.inv_freq|position_ids)",
+        encoder=encoder,
+        decoder=decoder,
+    )
+
+
+VISION_MODULE_FAMILIES: tuple[VisionModuleFamily, ...] = (
+    _family("mistral3", "Mistral3", legacy=True),
+    _family("internvl", "InternVL", legacy=True),
+    _family("idefics3", "Idefics3", encoder="vision_model", decoder="text_model"),
+    _family("smolvlm", "SmolVLM", encoder="vision_model", decoder="text_model"),
+    _family("llava_onevision", "LlavaOnevision", legacy=True),
+    _family("aya_vision", "AyaVision", legacy=True),
+    _family("cohere2_vision", "Cohere2Vision"),
+    _family("lfm2_vl", "Lfm2Vl"),
+    _family("aria", "Aria", legacy=True),
+    _family("got_ocr2", "GotOcr2", legacy=True),
+    _family("lighton_ocr", "LightOnOcr", encoder="vision_encoder"),
+    _family("vipllava", "VipLlava", legacy=True),
+    _family("exaone4_5", "Exaone4_5_", encoder="visual"),
+    _family("deepseek_vl", "DeepseekVL", encoder="vision_model"),
+    replace(
+        _family("qwen2_vl", "Qwen2VL", encoder="visual"),
+        text=replace(QWEN2_5_VL_TEXT, name="qwen2_vl_text", architecture="Qwen2VLTextModel"),
+        styles=QWEN2_5_VL.styles,
+    ),
+)
+
+_MROPE = "a text model of its own with rotary positions of rows and columns (M-RoPE)"
+# Types whose images enter in another way than by features in place of placeholders.
+REFUSED: Mapping[str, str] = {
+    "glm4v": _MROPE,
+    "glm4v_moe": _MROPE,
+    "glm_ocr": _MROPE,
+    "ovis2": "embeddings of visual indicator tokens come from the vision encoder",
+    "paligemma": "tokens of a prompt attend to later ones",
+}
