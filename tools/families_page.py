@@ -15,7 +15,7 @@ from transformers import CONFIG_MAPPING
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import model_type_to_module_name
 
-from mega_ckpt.families import FAMILIES, TEXT_OF_VISION, VISION_FAMILIES
+from mega_ckpt.families import FAMILIES, VISION_FAMILIES
 from mega_ckpt.families.vision_modules import REFUSED
 
 PAGE = Path(__file__).parent.parent / "docs" / "families.md"
@@ -178,18 +178,7 @@ def families_page() -> str:
         lines += [f"## {title}", "", *table(rows[kind]), ""]
     aliases = {name: family.name for family in FAMILIES for name in family.aliases}
     lines += [f"`{name}` is read as `{of}`." for name, of in sorted(aliases.items())] + [""]
-    whole = {family.name for family in VISION_FAMILIES}
-    halves = ", ".join(f"`{name}`" for name in sorted(set(TEXT_OF_VISION) - whole))
-    lines += (
-        []
-        if not halves
-        else [
-            "Of these vision-language models the text model is read, trained and written, and the other tensors of a folder are",
-            f"carried: {halves}.",
-            "",
-        ]
-    )
-    known = set(TEXT_OF_VISION) | {name for kind in rows.values() for family in kind for name in (family[0], family[2])}
+    known = {name for kind in rows.values() for family in kind for name in (family[0], family[2])}
     same = {name for name in CONFIG_MAPPING if CONFIG_MAPPING[name].model_type in known}
     lines += ["## Models that are not supported", ""]
     lines += [

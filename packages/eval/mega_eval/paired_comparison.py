@@ -68,8 +68,8 @@ def compare_task_results(first: Path, second: Path) -> list[PairedComparison]:
         DataError: when a file has no samples, the files have no task or sample in common, or documents differ.
     """
     one, other = _read_samples(first), _read_samples(second)
-    for name, mine, theirs in ((first, one, other), (second, other, one)):
-        if left := sorted({task for task, *_ in mine.keys() - theirs.keys()} - {task for task, *_ in theirs}):
+    for name, samples, others in ((first, one, other), (second, other, one)):
+        if left := sorted({task for task, *_ in samples.keys() - others.keys()} - {task for task, *_ in others}):
             logger.warning("only %s has the tasks %s", name, ", ".join(left))
     found = [_compare_metric(key, one[key], other[key], second) for key in one if key in other]
     if not found:

@@ -119,7 +119,6 @@ from mega_ckpt.families.sigmoid_moe_decoders import (
     SOLAR_OPEN,
 )
 from mega_ckpt.families.t5 import MT5, T5, UMT5
-from mega_ckpt.families.text_of_vision import TEXT_OF_VISION, text_family_of_vision_model
 from mega_ckpt.families.vision_family import VisionLanguageFamily, text_only_config
 from mega_ckpt.families.vision_language import GEMMA3_VISION, LLAVA, LLAVA_NEXT
 from mega_ckpt.families.vision_modules import REFUSED, VISION_MODULE_FAMILIES
@@ -129,7 +128,6 @@ from mega_common.model_config import ModelConfig
 
 __all__ = [
     "FAMILIES",
-    "TEXT_OF_VISION",
     "ModelFamily",
     "family_by_name",
     "family_for_model",
@@ -201,9 +199,6 @@ def family_of_config(raw: ConfigDict, source: str = "config.json", added: Sequen
         text = vision.text or family_of_config(vision.text_config_of(raw), f"{source}: text_config", added)
         return replace(vision, text=text)
     outer = next((family for family in FAMILIES if family.outer_model_type and family.outer_model_type == kind), None)
-    if outer is None and kind in TEXT_OF_VISION:
-        inner = family_of_config(raw.get("text_config") or {}, f"{source}: text_config", added)
-        return text_family_of_vision_model(kind, inner)
     if outer is None and "vision_config" in raw:
         supported = ", ".join(family.name for family in VISION_FAMILIES)
         reason = f": {REFUSED[kind]}" if kind in REFUSED else ""

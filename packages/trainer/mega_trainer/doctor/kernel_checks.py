@@ -230,8 +230,8 @@ def measure_te_linear_error(recipe: Recipe | None, device: torch.device) -> floa
         (te.linear_wgrad(given, x), plain.linear_wgrad(dy, x)),
         (te.linear_wgrad(given, x, into[0], add=True), plain.linear_wgrad(dy, x, into[1], add=True)),
     )
-    assert all(mine.dtype == theirs.dtype for mine, theirs in pairs)
-    return largest_error(relative_error(mine, theirs) for mine, theirs in pairs)
+    assert all(actual.dtype == expected.dtype for actual, expected in pairs)
+    return largest_error(relative_error(actual, expected) for actual, expected in pairs)
 
 
 def measure_grouped_gemm_error(counts: list[int], device: torch.device) -> float:

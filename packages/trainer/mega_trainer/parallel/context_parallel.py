@@ -257,11 +257,11 @@ class BlockwiseAttention:
         Blocks of equal chunks come first, so that every query then has attended to a key. Under causal attention a first
         chunk never attends to a second one. Adjacent chunks are merged into one block if possible.
         """
-        mine = rank_chunks(self.group.rank, length, self.group.size)
-        theirs = rank_chunks(rank, length, self.group.size)
-        visible = {(i, j): list(visible_parts(mine[i], theirs[j])) for i, j in ((0, 0), (1, 1), (1, 0), (0, 1))}
-        both, half = slice(0, 2 * len(mine[0])), len(mine[0])
-        whole = tuple(_single_mask(parts, mine[i], theirs[j]) for (i, j), parts in visible.items())
+        own = rank_chunks(self.group.rank, length, self.group.size)
+        peer = rank_chunks(rank, length, self.group.size)
+        visible = {(i, j): list(visible_parts(own[i], peer[j])) for i, j in ((0, 0), (1, 1), (1, 0), (0, 1))}
+        both, half = slice(0, 2 * len(own[0])), len(own[0])
+        whole = tuple(_single_mask(parts, own[i], peer[j]) for (i, j), parts in visible.items())
         if whole == (CAUSAL, CAUSAL, ALL, None):
             yield QueryKeyBlock(slice(None), both, both, CAUSAL, first=True)
         elif whole == (ALL, None, ALL, None):
@@ -269,12 +269,12 @@ class BlockwiseAttention:
         elif whole == (None, ALL, ALL, None):
             yield QueryKeyBlock(slice(None), slice(half, 2 * half), both, ALL)
         elif whole == (ALL, ALL, ALL, ALL):
-            yield QueryKeyBlock(slice(None), both, both, ALL, first=mine == theirs)
+            yield QueryKeyBlock(slice(None), both, both, ALL, first=own == peer)
         else:
             for (i, j), parts in visible.items():
                 for part in parts:
-                    queries = _chunk_slice(part.queries, mine[i], i * half)
-                    keys = _chunk_slice(part.keys, theirs[j], j * half)
+                    queries = _chunk_slice(part.queries, own[i], i * half)
+                    keys = _chunk_slice(part.keys, peer[j], j * half)
                     yield QueryKeyBlock(part.rows, queries, keys, part.mask, first=part.queries == part.keys)
 
 
@@ -282,7 +282,7 @@ class BlockwiseAttention:
 class LocalKeyValueExchange:
     """`KeyValueExchange` without communication, for keys and values that are all on this rank."""
 
-    def visit_all_ranks(self, mine: Tensor, work: Callable[[int, Tensor], None]) -> None:
+    def visit_all_ranks(self, own: Tensor, work: Callable[[int, Tensor], None]) -> None:
         """Call `work` once, with rank number and packed keys and values of this rank (`mine`)."""
         work(0, mine)
 
