@@ -282,7 +282,7 @@ class BlockwiseAttention:
 class LocalKeyValueExchange:
     """`KeyValueExchange` without communication, for keys and values that are all on this rank."""
 
-    def visit_all_ranks(self, own: Tensor, work: Callable[[int, Tensor], None]) -> None:
+    def visit_all_ranks(self, mine: Tensor, work: Callable[[int, Tensor], None]) -> None:
         """Call `work` once, with rank number and packed keys and values of this rank (`mine`)."""
         work(0, mine)
 
