@@ -47,6 +47,7 @@ DEEPSTACK = (
 SCORE = ["model.score=true", "objective.kind=reward", "data.kind=pairs"]
 
 STREAM = ["data.train=a.jsonl", "data.tokenizer=FOLDER", "data.stream=true"]
+BIASED = ["model.causal=false", "model.relative_bias=true", "model.masked_lm={}", "data.kind=masked"]
 CLASSIFY = ["objective.kind=classify", "model.task_head={labels: 3}", "data.kind=labels"]
 CONTRAST = ["objective.kind=contrastive", "model.task_head.kind=embedding", "data.kind=groups"]
 
@@ -74,6 +75,10 @@ CASES: list[list[str]] = [
     ["model.causal=false", "data.kind=bert"],
     ["data.kind=t5"],
     ["model.position=alibi", "parallel.cp=2"],
+    [*BIASED, "parallel.pp=2"],
+    [*BIASED, "parallel.zero=3"],
+    [*BIASED, "parallel.cp=2"],
+    ["model.causal=false", "model.embedding_size=8", "data.kind=masked"],
     [f"extensions=[{FUNCTIONS}]", "model.attention_scores=log_distance", "parallel.cp=2"],
     ["optimizer.mup={base_width: 16}", "optimizer.name=muon"],
     ["optimizer.mup={base_width: 16}", "model.score=true", "objective.kind=reward", "data.kind=preferences"],
