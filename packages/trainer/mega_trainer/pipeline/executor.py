@@ -54,7 +54,8 @@ class PipelineExecutor:
             flag for the stage's last backward of the step. Of a split backward, the weight half runs in it.
         phase: makes the context of a named part of a step, for timing.
         loads: tokens per expert in the last run, by layer, as in `MicroBatchRouting.loads`.
-        indexer_loss: this rank's part of the weighted loss of the indexers of sparse attention in the last run, fp64 [].
+        indexer_losses: this rank's part of the weighted loss of the indexers of sparse attention in the last run, fp64 [1],
+            if they have one.
         losses: loss of each token by micro-batch of the last run, [B, S]; empty except on the last stage.
     """
 
@@ -123,7 +124,8 @@ class PipelineExecutor:
             for _, work in self._sends:
                 work.wait()
         self.loads = sum_expert_loads(self._routings)
-        self.indexer_loss = sum_indexer_losses(self._routings, total)
+        trains = model.config.trains_indexer
+        self.indexer_losses = [sum_indexer_losses(self._routings, total).view(1)] if trains else []
         for buffer in (self._sends, self._contexts, self._inputs, self._tied_weights):
             buffer.clear()
         return total

@@ -10,7 +10,6 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from mega_common.model_config import ModelConfig
 from mega_data.blended_dataset import BlendedDataset
 from mega_trainer.data.micro_batch import MicroBatch
 from mega_trainer.distributed.comm import all_reduce
@@ -84,14 +83,14 @@ def train_step(
             stage.finish_gradients()
     with executor.phase("norm"):
         local = to_device(hooks.local_scalars().to_list(), sums.device)
-        scalars, loads = sum_step_scalars(executor, torch.cat([sums, local, executor.indexer_loss.view(1)]))
+        scalars, loads = sum_step_scalars(executor, torch.cat([sums, local, *executor.indexer_losses]))
         numbers = to_host(torch.cat([optimizer.compute_grad_norm().view(1), scalars, loads.flatten()]))
-    norm, *totals, indexer_loss = numbers[: 1 + len(scalars)].tolist()
-    norm /= factor
+    norm, *totals = numbers[: 1 + len(scalars)].tolist()
     loss, second_loss, *metrics = (total / max(tokens[0], 1.0) for total in totals[: len(sums)])
-    updates = math.isfinite(loss) and math.isfinite(norm) and hooks.accepts_loss(loss)
-    expert_loads = numbers[1 + len(scalars) :].view_as(loads)
-    routing = _routing_metrics(executor.model_config, expert_loads, indexer_loss, factor)  # raises before an update
+    norm, updates = norm / factor, math.isfinite(loss) and math.isfinite(norm) and hooks.accepts_loss(loss)
+    table = numbers[1 + len(scalars) :].view_as(loads)
+    routing = compute_routing_metrics(executor.model_config.moe, table, factor)  # raises before an update
+    routing |= {"indexer_loss": totals[-1] / factor} if executor.indexer_losses else {}
     if updates:
         with executor.phase("update"):
             optimizer.apply_update(lr, gradient_clip_factor(norm, clip) / factor, decoupled_lr)
@@ -104,16 +103,10 @@ def train_step(
         mtp_loss=second_loss if batches[0].mtp_targets else None,
         pair_loss=second_loss if batches[0].segment_order else None,
         routing=routing,
-        scalars=StepScalars.from_list(totals[len(sums) :]),
+        scalars=StepScalars.from_list(totals[len(sums) : len(sums) + len(local)]),
         objective_metrics=metrics,
     )
     return result if loss_scale is None else _update_loss_scale(loss_scale, result)
-
-
-def _routing_metrics(model: ModelConfig, loads: Tensor, indexer_loss: float, loss_scale: float) -> dict[str, float]:
-    """Return the metrics of expert routing and of the indexers of sparse attention, for a model that has them."""
-    indexer = {"indexer_loss": indexer_loss / loss_scale} if model.trains_indexer else {}
-    return compute_routing_metrics(model.moe, loads, loss_scale) | indexer
 
 
 def _update_loss_scale(loss_scale: LossScale, result: StepResult) -> StepResult:
