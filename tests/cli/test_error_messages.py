@@ -112,6 +112,12 @@ CASES: list[tuple[str, str, str, str]] = [
     (f"{TRAIN} tokenizer=hf", "tokenizer", "unknown key", "did you mean data.tokenizer?"),
     (f"{TRAIN} model.preset=null --set model.from=nope", "nope", "no such folder", "give a mega checkpoint"),
     (f"{GRPO} objective.rewards=rewards.py:exact", "objective.rewards", "no 'exact'", "rewards.py:score"),
+    (
+        f"{GRPO} objective.rewards=no_package.rewards:exact",
+        "objective.rewards",
+        "no module no_package.rewards",
+        "install the package",
+    ),
     (f"{GRPO} objective.group_size=3", "batch.global", "4", "set batch.global=6"),
 ]
 

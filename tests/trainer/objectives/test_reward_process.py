@@ -75,3 +75,15 @@ def test_a_file_that_cannot_be_used_is_a_sentence(tmp_path: Path) -> None:
     ]:
         with pytest.raises(ConfigError, match=words):
             RewardProcess(spec, 1.0)
+
+
+def test_the_function_of_an_installed_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "scoring").mkdir()
+    (tmp_path / "scoring" / "rewards.py").write_text(FUNCTIONS)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    process = RewardProcess("scoring.rewards:length", 5)
+    assert process.compute_reward("q", "ab", {"add": 1}) == 3.0
+    process.close()
+    for spec, words in (("scoring.rewards:none", "found no 'none'"), ("scoring.rules:length", "ModuleNotFoundError")):
+        with pytest.raises(ConfigError, match=words):
+            RewardProcess(spec, 5)

@@ -129,8 +129,8 @@ class ObjectiveConfig(StrictConfig):
     )
     rewards: str | None = Field(
         None,
-        description="grpo: FILE.py:FUNCTION, a function (prompt: str, answer: str, record: dict) -> float, which runs in a "
-        "separate process",
+        description="grpo: FILE.py:FUNCTION or, of an installed package, MODULE:FUNCTION; a function (prompt: str, answer: str, "
+        "record: dict) -> float, which runs in a separate process",
     )
     reward_model: str | None = Field(
         None,
@@ -312,7 +312,7 @@ class ObjectiveConfig(StrictConfig):
             rule = "conflicts with objective.rewards"
             yield ConfigProblem("objective.reward_model", rule, self.reward_model, "remove objective.reward_model")
         if self.reward_model is None and not (self.rewards or "").rpartition(":")[0]:
-            rule = "must be FILE.py:FUNCTION with objective.kind = grpo"
+            rule = "must be FILE.py:FUNCTION or MODULE:FUNCTION with objective.kind = grpo"
             yield ConfigProblem("objective.rewards", rule, self.rewards, "set objective.rewards=rewards.py:exact")
         if batch.global_ % self.group_size:
             rule, size = (

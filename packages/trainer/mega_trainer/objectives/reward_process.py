@@ -1,15 +1,17 @@
 """Rewards of sampled answers by a function of the user's, which runs in a separate process with a time limit.
 
 The function has the arguments (prompt: str, answer: str, record: dict) and returns a number. The processes exchange JSON
-lines; what the function prints goes to standard error. `python -m mega_trainer.objectives.reward_process FILE NAME` is the
-worker. No torch.
+lines; what the function prints goes to standard error. `python -m mega_trainer.objectives.reward_process SOURCE NAME` is the
+worker, where SOURCE is a file or an installed module. No torch.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import os
+import runpy
 import select
 import subprocess
 import sys
@@ -27,11 +29,11 @@ START_SECONDS = 60.0  # time limit of loading the file
 
 class RewardProcess:
     """Process that computes rewards of answers by a Python function of the user.
-    `spec` names the function, such as `rewards.py:exact`; the process is started again after a call that exceeds
-    `timeout` seconds.
+    `spec` names the function, such as `rewards.py:exact` or `package.rewards:exact`; the process is started again after
+    a call that exceeds `timeout` seconds.
 
     Raises:
-        ConfigError: when the file cannot be loaded or does not have the function.
+        ConfigError: when the file or module cannot be loaded or does not have the function.
     """
 
     def __init__(self, spec: str, timeout: float) -> None:
@@ -67,15 +69,17 @@ class RewardProcess:
         return None
 
     def _start_worker(self) -> None:
-        file, _, name = self._spec.rpartition(":")
-        command = [sys.executable, "-m", "mega_trainer.objectives.reward_process", file, name]
+        source, _, name = self._spec.rpartition(":")
+        command = [sys.executable, "-m", "mega_trainer.objectives.reward_process", source, name]
         # its own session: Ctrl-C, which ends a run after the step, must not change the step's rewards
         self._worker = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
         self._rest = b""
         reply = self._read_reply(START_SECONDS)
         if "ready" not in reply:
             self.close()
-            raise ConfigError(f"objective.rewards = {self._spec} {reply['error']}", hint="correct the file or the name")
+            raise ConfigError(
+                f"objective.rewards = {self._spec} {reply['error']}", hint="correct the file, module or function"
+            )
 
     def _read_reply(self, timeout: float) -> dict[str, Any]:
         """Return the worker's next line, or an error if none arrives within `timeout` seconds or the worker ends."""
@@ -139,13 +143,19 @@ def _call_function(function: Any, request: Mapping[str, Any]) -> dict[str, Any]:
     return {"reward": reward}
 
 
-def _load_function(file: str, name: str) -> Any:
-    import runpy
+def is_module_name(source: str) -> bool:
+    """Return whether the source of a reward function is an installed module, such as `package.rewards`, not a file."""
+    return not source.endswith(".py") and all(part.isidentifier() for part in source.split("."))
 
-    return runpy.run_path(file)[name]
+
+def _load_function(source: str, name: str) -> Any:
+    """Return a function of a file or an installed module; KeyError if it has none of this name."""
+    if is_module_name(source):
+        return vars(importlib.import_module(source))[name]
+    return runpy.run_path(source)[name]
 
 
-def run_reward_worker(file: str, name: str, requests: IO[str], replies: IO[str]) -> None:
+def run_reward_worker(source: str, name: str, requests: IO[str], replies: IO[str]) -> None:
     """Compute rewards: answer each line of `requests` with a line of `replies`.
     The first line of `replies` is about the loaded function.
     """
@@ -155,11 +165,11 @@ def run_reward_worker(file: str, name: str, requests: IO[str], replies: IO[str])
         replies.flush()
 
     try:
-        function = _load_function(file, name)
+        function = _load_function(source, name)
     except KeyError:
-        send({"error": f"must name a function of the file, found no {name!r}"})
+        send({"error": f"must name a function of {source}, found no {name!r}"})
         return
-    except Exception as error:  # noqa: BLE001 - the file is the user's
+    except Exception as error:  # noqa: BLE001 - the code is the user's
         send({"error": f"cannot be loaded: {type(error).__name__}: {error}"})
         return
     send({"ready": True})

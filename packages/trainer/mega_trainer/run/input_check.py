@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -22,6 +23,7 @@ from mega_data.token_files.indexed_reader import get_bin_path, get_idx_path, str
 from mega_data.token_files.remote_copies import restore_url_slashes
 from mega_data.tokenizer import Tokenizer
 from mega_trainer.config.run_config import RunConfig
+from mega_trainer.objectives.reward_process import is_module_name
 from mega_trainer.plan.machine import load_machine
 
 TASK_FILES = (".yaml", ".yml")
@@ -95,7 +97,6 @@ def _path_problems(config: RunConfig) -> Iterator[ConfigProblem]:
         "objective.teacher": objective.teacher,
         "objective.reference_model": objective.reference_model,
         "objective.reward_model": objective.reward_model,
-        "objective.rewards": objective.rewards and objective.rewards.rpartition(":")[0],
     }
     for key, path in paths.items():
         yield from _existence_problem(key, path)
@@ -108,10 +109,16 @@ def _path_problems(config: RunConfig) -> Iterator[ConfigProblem]:
 
 
 def _reward_problems(rewards: str | None) -> Iterator[ConfigProblem]:
-    """Yield a problem if the file of a reward function neither defines nor imports the function's name.
+    """Yield a problem if the file or module of a reward function is missing, or a file neither defines nor imports its name.
     The file is parsed and not run.
     """
     file, _, name = (rewards or "").rpartition(":")
+    if file and is_module_name(file):
+        if _is_missing_module(file):
+            rule = f"must name a file that ends in .py or an installed module, found no module {file}"
+            yield ConfigProblem("objective.rewards", rule, rewards, "correct the path, or install the package")
+        return
+    yield from _existence_problem("objective.rewards", file or None)
     try:
         tree = ast.parse(Path(file).read_bytes()) if file else ast.Module([], [])
     except (OSError, SyntaxError, ValueError):
@@ -122,6 +129,14 @@ def _reward_problems(rewards: str | None) -> Iterator[ConfigProblem]:
     if functions and name not in functions and not others & {name, "*"}:
         rule = f"must name a function of {file}, found no {name!r}"
         yield ConfigProblem("objective.rewards", rule, rewards, f"set objective.rewards={file}:{functions[-1]}")
+
+
+def _is_missing_module(name: str) -> bool:
+    """Return whether no module of this name is installed; a package on the way to it is imported."""
+    try:
+        return importlib.util.find_spec(name) is None
+    except ModuleNotFoundError:
+        return True
 
 
 def _machine_problems(config: RunConfig) -> Iterator[ConfigProblem]:
