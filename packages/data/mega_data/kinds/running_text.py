@@ -38,6 +38,12 @@ class EndOfDocumentRules:
     reset_attention_mask: bool = False
     eod_mask_loss: bool = False
 
+    @property
+    def content_key(self) -> str:
+        """Text that identifies the rules; fixed, since fingerprints in checkpoints contain it."""
+        values = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
+        return f"DocumentRules({values})"
+
     @classmethod
     def from_context(cls, setting: DatasetContext) -> EndOfDocumentRules:
         """Return the document rules that the data configuration of a run sets."""
