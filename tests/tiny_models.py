@@ -145,6 +145,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "tie_embeddings": True,
         "moe": {**V3, "groups": 1, "top_groups": 1, "normalize": False, "layers": None},
     },
+    "deepseek-sparse": {
+        "mla": {**LATENT["mla"], "indexer": {"num_heads": 12, "head_dim": 8, "top_k": 5}},
+        "rope": {"interleaved": True},
+        "moe": V3,
+    },
+    "deepseek-sparse-split-rope": {
+        "mla": {**LATENT["mla"], "indexer": {"num_heads": 13, "head_dim": 6, "top_k": 7, "interleaved": True}},
+        "rope": {"interleaved": True},
+        "moe": V3,
+    },
     "gemma2": GEMMA2,
     "gemma2-plain": {
         **GEMMA,

@@ -31,6 +31,7 @@ import mega_trainer
 from mega_ckpt.convert import convert_checkpoint
 from mega_ckpt.source import open_weight_source
 from mega_common.errors import ConfigError, DataError
+from mega_common.model_config import ModelConfig
 from mega_trainer.distributed.process_groups import RankInfo
 from mega_trainer.model.expert_router import ExpertRouter
 from mega_trainer.verify.case_trainer import make_case_groups
@@ -53,8 +54,14 @@ def test_log_probs_are_those_of_whole_rows_and_documents_do_not_see_each_other()
     assert [len(each) for each in together] == [len(one) - 1 for one in work]
 
 
+def has_one_plain_router(model: ModelConfig) -> bool:
+    """Whether a single layer has experts, chosen by softmax without a capacity."""
+    layers = sum(map(model.is_moe_layer, range(model.num_layers)))
+    return layers == 1 and model.moe is not None and model.moe.score == "softmax" and not model.moe.capacity_factor
+
+
 def test_experts_are_those_that_a_rollout_chose_and_weigh_as_the_model_scores_them() -> None:
-    moe = next(case for case in layouts(2) if case.name == "moe" and not (case.model["moe"].get("capacity_factor")))
+    moe = next(case for case in layouts(2) if case.name == "moe" and has_one_plain_router(case.config.model))
     engine = engine_of(moe.single, RankInfo())
     work = sequences(engine.config.model.vocab_size, engine.config.data.seq_length)
     routes, own = engine.routes(work), engine.log_probs(work)

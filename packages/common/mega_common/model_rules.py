@@ -253,7 +253,7 @@ def _find_function_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
         section = model.functions.get(name)
         if section is None or section.declares is None:
             near = find_near_option(name, known)
-            hint = f"set model.{key}={near}" if near else "name its file in extensions: [./FILE.py]"
+            hint = f"did you mean {near!r}?" if near else "name its file in extensions: [./FILE.py]"
             rule = (
                 f"must be {', '.join((*known, 'or one that an extension adds'))}" if known else "requires its extension"
             )

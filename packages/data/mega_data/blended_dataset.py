@@ -70,7 +70,11 @@ class BlendedDataset:
 
         A resumed run compares it with the one in its checkpoint to detect changed data.
         """
-        content_keys = [self._blend.content_key, *(source.content_key for source in self._sources), self._rules.content_key]
+        content_keys = [
+            self._blend.content_key,
+            *(source.content_key for source in self._sources),
+            self._rules.content_key,
+        ]
         return xxhash.xxh3_128_hexdigest("\n".join(content_keys).encode())
 
     def __getitem__(self, k: int) -> Any:

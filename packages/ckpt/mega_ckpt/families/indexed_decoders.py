@@ -112,7 +112,7 @@ def _indexed_family(
                     KeyEntry("num_experts_per_tok", "top_k", 8),
                     KeyEntry("routed_scaling_factor", "scaling", 2.5),
                     KeyEntry("norm_topk_prob", "normalize", True),
-                    SharedExpertsEntry(1),
+                    SharedExpertsEntry(1, width_default=2048),
                     ExpertGroupsEntry(("noaux_tc", "noaux_tc"), "top2", groups),
                     AllowedValuesEntry({"scoring_func": ("sigmoid",), "moe_layer_freq": (1,)}),
                     FixedFieldsEntry({"score": "sigmoid", "selection_bias": True}),
