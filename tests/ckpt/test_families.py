@@ -141,7 +141,7 @@ def _few(family: ModelFamily) -> dict[str, Any]:
         "deepseek_v2": {"num_experts_per_tok": 2}, "glm4_moe": {"num_attention_heads": 32},
         "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1},
         "bert-generation": {"is_decoder": True},
-        **dict.fromkeys(("gemma4_text", "gemma4_unified_text"), {"hidden_size_per_layer_input": 0}),
+        **{name: {"hidden_size_per_layer_input": 0} for name in ("gemma4_text", "gemma4_unified_text")},
         "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
     }  # fmt: skip
     return few.get(family.name, {})
