@@ -33,7 +33,13 @@ from torch.nn import functional
 
 from mega_trainer.distributed.comm import CommGroup, all_reduce
 from mega_trainer.distributed.device import to_device
-from mega_trainer.kernels.attention_masks import CAUSAL, AttentionMaskSpec, materialize_dense_mask
+from mega_trainer.kernels.attention_masks import (
+    CAUSAL,
+    AttentionMaskSpec,
+    PagedAttentionName,
+    PagedRows,
+    materialize_dense_mask,
+)
 from mega_trainer.kernels.kernel_interface import RotaryAngles
 from mega_trainer.model.expert_router import attach_loss
 from mega_trainer.model.forward_context import CacheAttentionFunction, ForwardContext
@@ -246,6 +252,11 @@ class SelectedCacheAttention(CacheAttentionFunction):
             for row, k in zip(q[:, None, None], keys, strict=True)
         ]
         return torch.cat(rows).squeeze(1)
+
+    def paged_attention(
+        self, q: Tensor, keys: Tensor, values: Tensor, rows: PagedRows, name: PagedAttentionName | None
+    ) -> None:
+        """Return None: rows are computed one by one, since each selects its tokens."""
 
 
 @torch.no_grad()
