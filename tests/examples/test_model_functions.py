@@ -7,11 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from engines import engine_of, run, tokens_of
 from extension_cases import EXAMPLES
 
 from mega_common.errors import ConfigError
+from mega_eval.engine_requests import EngineRequest
+from mega_eval.text_stream import GenerationLimits
 from mega_trainer.config.run_config import RunConfig, resolve_run_config
 from mega_trainer.extend import compute_logits, verify_run
+from mega_trainer.model.decoder import Decoder
+from mega_trainer.model.layer_builder import LayerBuilder
 
 FILE = str(EXAMPLES / "model_functions.py")
 USED: dict[str, Any] = {
@@ -39,6 +44,26 @@ def test_each_function_and_its_options_change_the_logits(key: str) -> None:
 @pytest.mark.parametrize("used", [USED, {**USED, "attention_scores": None}], ids=["tp", "cp"])
 def test_every_layout_computes_what_one_process_computes(used: dict[str, Any]) -> None:
     assert verify_run(make_run(**used), layouts=3) == []
+
+
+@torch.no_grad()
+def test_rows_of_the_engine_are_those_without_a_cache() -> None:
+    config = RunConfig.parse(resolve_run_config({**make_run(**USED), "data": {"train": "none"}}))
+    functions = config.registry.bind_functions(config.model)
+    torch.manual_seed(0)
+    model = Decoder(LayerBuilder(config.model, dtype=torch.float64, functions=functions)).eval().requires_grad_(False)
+    for parameter in model.parameters():
+        parameter.normal_(0, 0.3)
+    prompts = [list(range(3, 20)), [7], [5, 9, 9, 1]]
+    requests = [EngineRequest(prompt, GenerationLimits(6), logprobs=0) for prompt in prompts]
+    for prompt, events in zip(prompts, run(engine_of(model), requests).values(), strict=True):
+        tokens = torch.tensor([prompt + tokens_of(events)])
+        positions = torch.arange(tokens.shape[1])[None]
+        states = model(model.embed_inputs(tokens, positions), model.make_forward_context(positions))
+        logprobs = model.compute_logits(states)[0].log_softmax(-1)
+        expected = logprobs[torch.arange(len(prompt) - 1, tokens.shape[1] - 1), tokens[0, len(prompt) :]]
+        found = [scored.logprob for event in events for scored in event.scored]
+        torch.testing.assert_close(torch.tensor(found, dtype=torch.float64), expected, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize(

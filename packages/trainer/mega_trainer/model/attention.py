@@ -149,6 +149,9 @@ class ModifiedScoreKernels:
             rows.append(self.attention(query[None, None], key.transpose(1, 2), value.transpose(1, 2), ALL, how)[0])
         return torch.cat(rows)
 
+    def paged_attention(self, *_: Any) -> None:
+        """Return None: rows are computed one by one, since no paged kernel modifies scores."""
+
 
 class SelfAttention(nn.Module):
     """Self-attention layer: fused query-key-value projection, rotation, attention and output projection.
