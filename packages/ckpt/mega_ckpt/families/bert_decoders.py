@@ -31,7 +31,7 @@ from mega_common.model_config import ModelConfig
 
 @dataclass(frozen=True)
 class CausalLocalAttentionEntry:
-    """Config entry for the windows of ModernBERT's decoder, which span half of `local_attention` keys before a query."""
+    """Translation to and from config.json of the windows of ModernBERT's decoder, which span half of `local_attention` keys before a query."""
 
     handled_config_keys: frozenset[str] = frozenset(
         {"local_attention", "layer_types", "global_attn_every_n_layers", "sliding_window"}
@@ -55,7 +55,7 @@ class CausalLocalAttentionEntry:
 
 @dataclass(frozen=True)
 class OutputTransformEntry:
-    """Config entry for the transform before the output layer of ModernBERT's decoder. Classifiers are not supported."""
+    """Translation to and from config.json of the transform before the output layer of ModernBERT's decoder. Classifiers are not supported."""
 
     handled_config_keys: frozenset[str] = frozenset({"classifier_activation", "classifier_bias", "decoder_bias"})
     handled_model_fields: frozenset[str] = frozenset({"masked_lm"})
@@ -108,7 +108,7 @@ MODERNBERT_DECODER = ModelFamily(
 
 @dataclass(frozen=True)
 class CausalDecoderEntry:
-    """Config entry for the key `is_decoder`, without which the class for generation has bidirectional attention."""
+    """Translation to and from config.json of the key `is_decoder`, without which the class for generation has bidirectional attention."""
 
     handled_config_keys: frozenset[str] = frozenset({"is_decoder"})
     handled_model_fields: frozenset[str] = frozenset({"causal"})

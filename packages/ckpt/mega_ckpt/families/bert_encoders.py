@@ -115,7 +115,7 @@ def _with_tensorflow_name(disk: DiskTensor) -> DiskTensor:
 
 @dataclass(frozen=True)
 class EncoderHeadsEntry:
-    """Config entry for the heads of an encoder (masked language model, pooler, sentence pairs).
+    """Translation to and from config.json of the heads of an encoder (masked language model, pooler, sentence pairs).
     The heads follow from the class name in config.json.
 
     Attributes:
@@ -160,7 +160,7 @@ def encoder_class_name(name: str, model: ModelConfig) -> str:
 
 @dataclass(frozen=True)
 class OffsetPositionsEntry:
-    """Config entry for RoBERTa's learned positions, which start at pad_token_id + 1.
+    """Translation to and from config.json of RoBERTa's learned positions, which start at pad_token_id + 1.
     The position table has pad_token_id + 1 unused rows, and `rows` rows if their key is absent.
     """
 
@@ -192,7 +192,7 @@ class OffsetPositionsEntry:
 
 @dataclass(frozen=True)
 class LocalAttentionEntry:
-    """Config entry for ModernBERT's sliding windows, which span `local_attention` keys.
+    """Translation to and from config.json of ModernBERT's sliding windows, which span `local_attention` keys.
     Half of them are on each side of the query. Every n-th layer has full attention instead.
     """
 
@@ -215,7 +215,7 @@ class LocalAttentionEntry:
 
 @dataclass(frozen=True)
 class TokenTypesEntry(KeyEntry):
-    """Config entry for the number of segment types of a family that always has embeddings of them."""
+    """Translation to and from config.json of the number of segment types of a family that always has embeddings of them."""
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the `ModelConfig` field `token_types`; ConfigMismatchError for 0."""

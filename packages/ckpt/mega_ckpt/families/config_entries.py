@@ -96,12 +96,12 @@ class KeyEntry:
 
     @property
     def handled_config_keys(self) -> frozenset[str]:
-        """Keys of config.json that this config entry translates: its key and the key's aliases."""
+        """Keys of config.json that this class translates: its key and the key's aliases."""
         return frozenset(self.key.split())
 
     @property
     def handled_model_fields(self) -> frozenset[str]:
-        """Fields of `ModelConfig` that this config entry translates or checks."""
+        """Fields of `ModelConfig` that this class translates or checks."""
         return frozenset(self.field_names.split())
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
@@ -145,7 +145,7 @@ class KeyEntry:
 
 @dataclass(frozen=True)
 class KeyValueHeadsEntry:
-    """Config entry for the number of key/value heads and the head dimension.
+    """Translation to and from config.json of the number of key/value heads and the head dimension.
     The keys of both in config.json may be absent or null.
 
     Attributes:
@@ -167,7 +167,7 @@ class KeyValueHeadsEntry:
 
     @property
     def handled_config_keys(self) -> frozenset[str]:
-        """Keys of config.json that this config entry translates or checks."""
+        """Keys of config.json that this class translates or checks."""
         return frozenset({"num_key_value_heads", *self.dim_key.split()})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
@@ -196,7 +196,7 @@ class KeyValueHeadsEntry:
 
 @dataclass(frozen=True)
 class FixedFieldsEntry:
-    """Config entry for fields of `ModelConfig` that have one value in every model of the family.
+    """Translation to and from config.json of fields of `ModelConfig` that have one value in every model of the family.
     They have no key in config.json.
     """
 
@@ -205,7 +205,7 @@ class FixedFieldsEntry:
 
     @property
     def handled_model_fields(self) -> frozenset[str]:
-        """Fields of `ModelConfig` that this config entry translates or checks."""
+        """Fields of `ModelConfig` that this class translates or checks."""
         return frozenset(self.values)
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
@@ -230,7 +230,7 @@ class FixedFieldsEntry:
 
 @dataclass(frozen=True)
 class AllowedValuesEntry:
-    """Config entry for keys of config.json without a field in `ModelConfig`.
+    """Translation to and from config.json of keys of config.json without a field in `ModelConfig`.
     They are accepted only with values that change nothing.
     """
 
@@ -239,7 +239,7 @@ class AllowedValuesEntry:
 
     @property
     def handled_config_keys(self) -> frozenset[str]:
-        """Keys of config.json that this config entry translates or checks."""
+        """Keys of config.json that this class translates or checks."""
         return frozenset(self.values)
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
@@ -262,7 +262,7 @@ class AllowedValuesEntry:
 
 @dataclass(frozen=True)
 class PerHeadNormEntry:
-    """Config entry for a boolean key of config.json that gives each head of queries and keys a LayerNorm.
+    """Translation to and from config.json of a boolean key of config.json that gives each head of queries and keys a LayerNorm.
 
     Attributes:
         key: the key.
@@ -276,12 +276,12 @@ class PerHeadNormEntry:
 
     @property
     def handled_config_keys(self) -> frozenset[str]:
-        """Keys of config.json that this config entry translates or checks."""
+        """Keys of config.json that this class translates or checks."""
         return frozenset({self.key})
 
     @property
     def handled_model_fields(self) -> frozenset[str]:
-        """Fields of `ModelConfig` that this config entry translates or checks."""
+        """Fields of `ModelConfig` that this class translates or checks."""
         return frozenset({"qk_norm", "qk_norm_span"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:

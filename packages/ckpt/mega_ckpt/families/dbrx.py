@@ -84,11 +84,11 @@ class DbrxFamily(ModelFamily):
 
 @dataclass(frozen=True)
 class DbrxRopeEntry(RopeEntry):
-    """Config entry for DBRX's rotary positions, whose base frequency may be in the section of attention alone."""
+    """Translation to and from config.json of DBRX's rotary positions, whose base frequency may be in the section of attention alone."""
 
     @property
     def handled_config_keys(self) -> frozenset[str]:
-        """Keys of config.json that this config entry translates or checks."""
+        """Keys of config.json that this class translates or checks."""
         return super().handled_config_keys | {"attn_config.rope_theta", *_SECTIONS}
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
@@ -108,7 +108,7 @@ class DbrxRopeEntry(RopeEntry):
 
 @dataclass(frozen=True)
 class DbrxHeadsEntry:
-    """Config entry for DBRX's key/value heads; heads together are as wide as the model."""
+    """Translation to and from config.json of DBRX's key/value heads; heads together are as wide as the model."""
 
     handled_config_keys: frozenset[str] = frozenset({"attn_config.kv_n_heads", "num_key_value_heads", "head_dim"})
     handled_model_fields: frozenset[str] = frozenset({"num_kv_heads", "head_dim"})
@@ -137,7 +137,7 @@ class DbrxNormalizeEntry:
 
     @property
     def handled_config_keys(self) -> frozenset[str]:
-        """Keys of config.json that this config entry translates or checks."""
+        """Keys of config.json that this class translates or checks."""
         return frozenset({self.key})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:

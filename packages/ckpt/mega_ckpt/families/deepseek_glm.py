@@ -46,7 +46,7 @@ _LATENT = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim"
 
 @dataclass(frozen=True)
 class LatentAttentionEntry:
-    """Config entry for DeepSeek's multi-head latent attention (MLA), section `mla` of `ModelConfig`.
+    """Translation to and from config.json of DeepSeek's multi-head latent attention (MLA), section `mla` of `ModelConfig`.
     The norms of the latents always have transformers' default epsilon. `whole_head`: `head_dim` counts all elements of a
     head, not the rotated ones; `any_head_dim`: it is not used.
     `query_latent`: the family's class has the key `q_lora_rank`.
@@ -95,7 +95,7 @@ class LatentAttentionEntry:
 
 @dataclass(frozen=True)
 class ExpertGroupsEntry:
-    """Config entry for group-limited expert routing, where a token uses experts of some groups only.
+    """Translation to and from config.json of group-limited expert routing, where a token uses experts of some groups only.
     In DeepSeek-V2 groups apply only with one routing method.
 
     Attributes:
@@ -113,7 +113,7 @@ class ExpertGroupsEntry:
 
     @property
     def handled_config_keys(self) -> frozenset[str]:
-        """Keys of config.json that this config entry translates or checks."""
+        """Keys of config.json that this class translates or checks."""
         return frozenset({*self.key.split(), "topk_group", "topk_method"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
@@ -212,7 +212,7 @@ _V3 = deepseek_family(
 
 @dataclass(frozen=True)
 class DerivedInitEntry:
-    """Config entry for Youtu's `initializer_range`, by default 2 / sqrt(5 hidden_size)."""
+    """Translation to and from config.json of Youtu's `initializer_range`, by default 2 / sqrt(5 hidden_size)."""
 
     handled_config_keys: frozenset[str] = frozenset({"initializer_range"})
     handled_model_fields: frozenset[str] = frozenset({"init_std"})

@@ -88,7 +88,7 @@ NANOCHAT = ModelFamily(
 
 @dataclass(frozen=True)
 class MiniCpmScalesEntry:
-    """Config entry for MiniCPM's factors on residual branches and logits, which depend on depth and width."""
+    """Translation to and from config.json of MiniCPM's factors on residual branches and logits, which depend on depth and width."""
 
     handled_config_keys: frozenset[str] = split_words("scale_depth dim_model_base")
     handled_model_fields: frozenset[str] = split_words("residual_multiplier logit_scale")
@@ -131,7 +131,7 @@ MINICPM3 = ModelFamily(
 
 @dataclass(frozen=True)
 class Mistral4RopeEntry(RopeEntry):
-    """Config entry for Mistral 4's rotary positions, with the rotated share of a head, which follows from its sizes."""
+    """Translation to and from config.json of Mistral 4's rotary positions, with the rotated share of a head, which follows from its sizes."""
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the `ModelConfig` field `rope`, whose fraction is of the rotated part of a head."""
@@ -270,7 +270,7 @@ _BLOCK = "transformer.h.{i}"
 
 @dataclass(frozen=True)
 class FourTimesWidthEntry:
-    """Config entry for a feed-forward width of four times the model's, without a key in config.json."""
+    """Translation to and from config.json of a feed-forward width of four times the model's, without a key in config.json."""
 
     handled_config_keys: frozenset[str] = frozenset()
     handled_model_fields: frozenset[str] = frozenset({"ffn_hidden_size"})

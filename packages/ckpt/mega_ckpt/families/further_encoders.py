@@ -47,7 +47,7 @@ _POST_NORM = {"causal": False, "norm": "layernorm", "norm_position": "sum", "emb
 
 @dataclass(frozen=True)
 class ClassifierActivationEntry:
-    """Config entry for the activation of a classifier's dense layer, which follows from the class in config.json."""
+    """Translation to and from config.json of the activation of a classifier's dense layer, which follows from the class in config.json."""
 
     activation: str
     handled_config_keys: frozenset[str] = frozenset()
@@ -141,7 +141,7 @@ DISTILBERT = EncoderFamily(
 
 @dataclass(frozen=True)
 class EmbeddingSizeEntry:
-    """Config entry for the width of embeddings; as wide as the layers, they need no projection.
+    """Translation to and from config.json of the width of embeddings; as wide as the layers, they need no projection.
 
     Attributes:
         default: width if the key is absent; None: that of the layers.
@@ -298,7 +298,7 @@ JINA_EMBEDDINGS_V3 = EncoderFamily(
 
 @dataclass(frozen=True)
 class OnePaddingRowEntry:
-    """Config entry for MPNet's learned positions, which start at row 2 whatever the padding token is."""
+    """Translation to and from config.json of MPNet's learned positions, which start at row 2 whatever the padding token is."""
 
     handled_config_keys: frozenset[str] = frozenset({"max_position_embeddings"})
     handled_model_fields: frozenset[str] = frozenset({"max_position", "position_offset"})
@@ -382,7 +382,7 @@ GTE = EncoderFamily(
 
 @dataclass(frozen=True)
 class PlainHeadEntry:
-    """Config entry for EuroBERT's heads: an output layer without a transform, whose bias is the MLP's, and classifiers.
+    """Translation to and from config.json of EuroBERT's heads: an output layer without a transform, whose bias is the MLP's, and classifiers.
     A classifier has a dense layer with GELU, on the first token (`classifier_pooling`: bos).
     """
 

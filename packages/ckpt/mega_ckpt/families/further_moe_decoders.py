@@ -58,7 +58,7 @@ _NO_WINDOW = UniformWindowEntry(supports_windows=False)
 
 @dataclass(frozen=True)
 class PhimoeRopeEntry(RopeEntry):
-    """Config entry for Phi-3.5-MoE's rotary positions, where two keys are the factor on scores within and past the original length."""
+    """Translation to and from config.json of Phi-3.5-MoE's rotary positions, where two keys are the factor on scores within and past the original length."""
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the `ModelConfig` field `rope` from config.json; ConfigMismatchError if the two factors differ."""
@@ -117,7 +117,7 @@ PHIMOE = ModelFamily(
 
 @dataclass(frozen=True)
 class FlintWindowEntry(RopeInWindowsEntry):
-    """Config entry for Flint's windows: by default all but the first two layers, every fourth and the last have one."""
+    """Translation to and from config.json of Flint's windows: by default all but the first two layers, every fourth and the last have one."""
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the `ModelConfig` fields of sliding-window layers with rotary positions from config.json."""
@@ -246,7 +246,7 @@ AXK1 = AxK1Family(
 
 @dataclass(frozen=True)
 class CohereExpertLayersEntry:
-    """Config entry for the layers of Command A+ with a window, which alone have rotary positions.
+    """Translation to and from config.json of the layers of Command A+ with a window, which alone have rotary positions.
     Dense layers at the start have a period of their own; if it is 1, they have positions without a window.
     """
 
@@ -286,7 +286,7 @@ class CohereExpertLayersEntry:
 
 @dataclass(frozen=True)
 class CohereExpertNormEntry:
-    """Config entry for the norms of Command A+: RMSNorm if it has an epsilon of its own, else LayerNorm without bias."""
+    """Translation to and from config.json of the norms of Command A+: RMSNorm if it has an epsilon of its own, else LayerNorm without bias."""
 
     handled_config_keys: frozenset[str] = frozenset({"rms_norm_eps", "layer_norm_eps"})
     handled_model_fields: frozenset[str] = frozenset({"norm", "norm_eps", "norm_bias"})
@@ -353,7 +353,7 @@ class CohereExpertsEntry:
 
 @dataclass(frozen=True)
 class DenseWidthEntry:
-    """Config entry for the width of dense layers, which is that of an expert if the key is absent."""
+    """Translation to and from config.json of the width of dense layers, which is that of an expert if the key is absent."""
 
     handled_config_keys: frozenset[str] = frozenset({"prefix_dense_intermediate_size"})
     handled_model_fields: frozenset[str] = frozenset({"ffn_hidden_size"})

@@ -50,7 +50,7 @@ GEMMA = ModelFamily(
 
 @dataclass(frozen=True)
 class QueryScaleEntry:
-    """Config entry for Gemma's integer `query_pre_attn_scalar`: attention scores are divided by its square root."""
+    """Translation to and from config.json of Gemma's integer `query_pre_attn_scalar`: attention scores are divided by its square root."""
 
     default: int
     handled_config_keys: frozenset[str] = frozenset({"query_pre_attn_scalar"})

@@ -30,7 +30,7 @@ _HEADS = KeyValueHeadsEntry(kv_default=4, dim_default=256)
 
 @dataclass(frozen=True)
 class Gemma4AttentionEntry:
-    """Config entry for Gemma 4's windows and heads; the last layer always has full attention.
+    """Translation to and from config.json of Gemma 4's windows and heads; the last layer always has full attention.
     Newer folders have the heads of full-attention layers in `per_layer_config`, older ones in keys of their own.
     """
 
@@ -98,7 +98,7 @@ class Gemma4AttentionEntry:
 
 @dataclass(frozen=True)
 class ProportionalRopeEntry(RopeEntry):
-    """Config entry for Gemma 4's rotary parameters of full-attention layers.
+    """Translation to and from config.json of Gemma 4's rotary parameters of full-attention layers.
     They rotate a part of a head only if their kind is "proportional".
     """
 
@@ -112,7 +112,7 @@ class ProportionalRopeEntry(RopeEntry):
 
 @dataclass(frozen=True)
 class AbsentPartEntry:
-    """Config entry for keys of config.json whose only supported value switches a part of the model off.
+    """Translation to and from config.json of keys of config.json whose only supported value switches a part of the model off.
     The keys may not be absent, since transformers' default switches the part on.
     """
 

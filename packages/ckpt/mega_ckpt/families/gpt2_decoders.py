@@ -32,7 +32,7 @@ _BLOCK = "transformer.h.{i}"
 
 @dataclass(frozen=True)
 class Gpt2SizesEntry:
-    """Config entry for GPT-2's MLP width and its second key for the maximum sequence length.
+    """Translation to and from config.json of GPT-2's MLP width and its second key for the maximum sequence length.
     The MLP width `n_inner` is four times the hidden size by default; the second key is `n_ctx`.
     """
 
@@ -113,7 +113,7 @@ _DROPOUTS = {"embd": "embedding", "attn": "attention", "resid": "residual"}
 
 @dataclass(frozen=True)
 class FourfoldWidthEntry:
-    """Config entry for a feed-forward width of four times the model's.
+    """Translation to and from config.json of a feed-forward width of four times the model's.
 
     Attributes:
         key: key of another width, which may be absent or null; empty: the family has none.
@@ -124,7 +124,7 @@ class FourfoldWidthEntry:
 
     @property
     def handled_config_keys(self) -> frozenset[str]:
-        """Keys of config.json that this config entry translates or checks."""
+        """Keys of config.json that this class translates or checks."""
         return frozenset({self.key} if self.key else ())
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
@@ -163,7 +163,7 @@ GPT2 = ModelFamily(
 
 @dataclass(frozen=True)
 class MultiQueryEntry:
-    """Config entry for GPT-BigCode's key `multi_query`, which selects multi-query or multi-head attention."""
+    """Translation to and from config.json of GPT-BigCode's key `multi_query`, which selects multi-query or multi-head attention."""
 
     handled_config_keys: frozenset[str] = frozenset({"multi_query", "head_dim"})
     handled_model_fields: frozenset[str] = frozenset({"num_kv_heads", "head_dim"})
@@ -202,7 +202,7 @@ GPT_BIGCODE = ModelFamily(
 
 @dataclass(frozen=True)
 class AttentionTypesEntry:
-    """Config entry for GPT-Neo's `attention_types`, lists of "global" and "local" layers with a number of repetitions.
+    """Translation to and from config.json of GPT-Neo's `attention_types`, lists of "global" and "local" layers with a number of repetitions.
     `window_size` is the window of local layers.
     """
 

@@ -32,7 +32,7 @@ _EXPERTS = "model.layers.{i}.mlp.experts"
 
 @dataclass(frozen=True)
 class LogitsScalingEntry:
-    """Config entry for Granite's `logits_scaling`, which divides the logits."""
+    """Translation to and from config.json of Granite's `logits_scaling`, which divides the logits."""
 
     handled_config_keys: frozenset[str] = frozenset({"logits_scaling"})
     handled_model_fields: frozenset[str] = frozenset({"logit_scale"})
@@ -54,7 +54,7 @@ class LogitsScalingEntry:
 
 @dataclass(frozen=True)
 class AttentionMultiplierEntry:
-    """Config entry for Granite's `attention_multiplier`, the factor on attention scores, 1 by default."""
+    """Translation to and from config.json of Granite's `attention_multiplier`, the factor on attention scores, 1 by default."""
 
     handled_config_keys: frozenset[str] = frozenset({"attention_multiplier"})
     handled_model_fields: frozenset[str] = frozenset({"attention_scale"})
@@ -121,7 +121,7 @@ GRANITE_MOE = ModelFamily(
 
 @dataclass(frozen=True)
 class LayerThetaEntry:
-    """Config entry for `layer_rope_theta`, a RoPE base frequency for each layer, 0 for none.
+    """Translation to and from config.json of `layer_rope_theta`, a RoPE base frequency for each layer, 0 for none.
     The `ModelConfig` has one frequency for the layers with and one for those without a window.
     """
 
@@ -130,7 +130,7 @@ class LayerThetaEntry:
 
     @property
     def handled_config_keys(self) -> frozenset[str]:
-        """Keys of config.json that this config entry translates or checks."""
+        """Keys of config.json that this class translates or checks."""
         return self.rope.handled_config_keys | {"layer_rope_theta"}
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
@@ -237,7 +237,7 @@ GRANITE_MOE_SWA = ModelFamily(
 
 @dataclass(frozen=True)
 class PeriNormEntry:
-    """Config entry for HyperCLOVA X's `attention_multiplier`, absent or null for the usual scale, and `use_post_norm`."""
+    """Translation to and from config.json of HyperCLOVA X's `attention_multiplier`, absent or null for the usual scale, and `use_post_norm`."""
 
     handled_config_keys: frozenset[str] = frozenset({"attention_multiplier", "use_post_norm"})
     handled_model_fields: frozenset[str] = frozenset({"attention_scale", "norm_position"})

@@ -48,7 +48,7 @@ HUNYUAN_V1_DENSE = ModelFamily(
 
 @dataclass(frozen=True)
 class HunyuanExpertsEntry:
-    """Config entry for Hunyuan's experts in every layer and its shared MLP.
+    """Translation to and from config.json of Hunyuan's experts in every layer and its shared MLP.
     All have the width `intermediate_size`. Numbers that may differ by layer must be equal.
     """
 

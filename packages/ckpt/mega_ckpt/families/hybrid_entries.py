@@ -73,7 +73,7 @@ def mixer_names(mixers: Sequence[str], attention: str = "full_attention", other:
 
 @dataclass(frozen=True)
 class UnusedFieldsEntry:
-    """Config entry for fields of `ModelConfig` that no layer of the family uses but that need a value.
+    """Translation to and from config.json of fields of `ModelConfig` that no layer of the family uses but that need a value.
     The value is a number, or that of a config.json key.
     """
 
@@ -82,7 +82,7 @@ class UnusedFieldsEntry:
 
     @property
     def handled_model_fields(self) -> frozenset[str]:
-        """Fields of `ModelConfig` that this config entry translates or checks."""
+        """Fields of `ModelConfig` that this class translates or checks."""
         return frozenset(self.values)
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
@@ -96,7 +96,7 @@ class UnusedFieldsEntry:
 
 @dataclass(frozen=True)
 class OptionalRopeEntry:
-    """Config entry for rotary positions or no positions (Granite 4).
+    """Translation to and from config.json of rotary positions or no positions (Granite 4).
     Config.json selects them by `position_embedding_type`.
     """
 
@@ -104,12 +104,12 @@ class OptionalRopeEntry:
 
     @property
     def handled_config_keys(self) -> frozenset[str]:
-        """Keys of config.json that this config entry translates or checks."""
+        """Keys of config.json that this class translates or checks."""
         return self.rope.handled_config_keys | {"position_embedding_type"}
 
     @property
     def handled_model_fields(self) -> frozenset[str]:
-        """Fields of `ModelConfig` that this config entry translates or checks."""
+        """Fields of `ModelConfig` that this class translates or checks."""
         return frozenset({"position", "rope"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
@@ -130,7 +130,7 @@ class OptionalRopeEntry:
 
 @dataclass(frozen=True)
 class MambaSectionEntry:
-    """Config entry for the section `mamba` of `ModelConfig`, the sizes of Mamba-2 layers.
+    """Translation to and from config.json of the section `mamba` of `ModelConfig`, the sizes of Mamba-2 layers.
     A model without Mamba layers may lack it.
 
     Attributes:
@@ -149,7 +149,7 @@ class MambaSectionEntry:
 
     @property
     def handled_config_keys(self) -> frozenset[str]:
-        """Keys of config.json that this config entry translates or checks."""
+        """Keys of config.json that this class translates or checks."""
         return frozenset([self.expand] if self.expand else []).union(
             *(entry.handled_config_keys for entry in self.entries)
         )
@@ -195,7 +195,7 @@ class MambaSectionEntry:
 
 @dataclass(frozen=True)
 class TimeStepLimitEntry:
-    """Config entry for the limits of Mamba-2's time step.
+    """Translation to and from config.json of the limits of Mamba-2's time step.
     The upper limit may be infinite, which config.json spells in one of three ways.
     """
 
@@ -204,7 +204,7 @@ class TimeStepLimitEntry:
 
     @property
     def handled_config_keys(self) -> frozenset[str]:
-        """Keys of config.json that this config entry translates or checks."""
+        """Keys of config.json that this class translates or checks."""
         return frozenset(self.key.split())
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:

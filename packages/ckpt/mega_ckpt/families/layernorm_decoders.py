@@ -274,7 +274,7 @@ _MLP_NORM = f"{LAYER}.post_attention_layernorm"
 
 @dataclass(frozen=True)
 class FalconArchitectureEntry:
-    """Config entry for key/value heads and norms of Falcon.
+    """Translation to and from config.json of key/value heads and norms of Falcon.
     It covers the config.json keys of Falcon's old (7B) and new (40B) architecture.
     """
 
@@ -325,7 +325,7 @@ class FalconArchitectureEntry:
 
 @dataclass(frozen=True)
 class FalconWidthEntry:
-    """Config entry for Falcon's MLP width, four times the hidden size by default."""
+    """Translation to and from config.json of Falcon's MLP width, four times the hidden size by default."""
 
     handled_config_keys: frozenset[str] = frozenset({"ffn_hidden_size"})
     handled_model_fields: frozenset[str] = frozenset({"ffn_hidden_size"})

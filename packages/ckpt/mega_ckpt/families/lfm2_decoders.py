@@ -33,7 +33,7 @@ _KEYS = (KeyEntry("conv_L_cache", "kernel", 3), KeyEntry("conv_bias", "bias", Fa
 
 @dataclass(frozen=True)
 class ShortConvolutionEntry:
-    """Config entry for the section `conv` of `ModelConfig`, which a model without short convolutions may lack."""
+    """Translation to and from config.json of the section `conv` of `ModelConfig`, which a model without short convolutions may lack."""
 
     handled_config_keys: frozenset[str] = frozenset().union(*(entry.handled_config_keys for entry in _KEYS))
     handled_model_fields: frozenset[str] = frozenset({"conv"})
@@ -50,7 +50,7 @@ class ShortConvolutionEntry:
 
 @dataclass(frozen=True)
 class Lfm2LayersEntry:
-    """Config entry for the kind of each layer of LFM2.
+    """Translation to and from config.json of the kind of each layer of LFM2.
     In config.json it is a list of token mixers, or the layers with attention, and with `experts` the number of dense
     layers before those with experts.
     """
@@ -60,7 +60,7 @@ class Lfm2LayersEntry:
 
     @property
     def handled_config_keys(self) -> frozenset[str]:
-        """Keys of config.json that this config entry translates or checks."""
+        """Keys of config.json that this class translates or checks."""
         return frozenset({"layer_types", "num_dense_layers" if self.experts else "full_attn_idxs"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
@@ -96,7 +96,7 @@ class Lfm2LayersEntry:
 
 @dataclass(frozen=True)
 class AdjustedWidthEntry:
-    """Config entry for the width of LFM2's feed-forward blocks.
+    """Translation to and from config.json of the width of LFM2's feed-forward blocks.
     By default it is 2/3 of `intermediate_size`, times a factor, rounded up to a multiple.
     """
 

@@ -37,7 +37,7 @@ _FULL, _WINDOW, _CHUNKED = "full_attention", "sliding_attention", "chunked_atten
 
 @dataclass(frozen=True)
 class Llama4AttentionEntry:
-    """Config entry for Llama 4's attention: chunks, rotary positions, scaled queries and norms of queries and keys.
+    """Translation to and from config.json of Llama 4's attention: chunks, rotary positions, scaled queries and norms of queries and keys.
     Layers without rotary positions have scaled queries, and no norms of queries and keys.
     """
 

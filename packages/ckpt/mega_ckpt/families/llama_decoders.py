@@ -303,7 +303,7 @@ SEED_OSS = ModelFamily(
 
 @dataclass(frozen=True)
 class NoRopeLayersEntry:
-    """Config entry for SmolLM 3's `no_rope_layers`, a flag per layer for rotary positions.
+    """Translation to and from config.json of SmolLM 3's `no_rope_layers`, a flag per layer for rotary positions.
     The flag is 1 with and 0 without rotary positions. With sliding windows switched on, only layers without rotary
     positions have one.
     """

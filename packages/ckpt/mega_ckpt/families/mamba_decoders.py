@@ -53,7 +53,7 @@ _EXPERTS = MoeSectionEntry(
 
 @dataclass(frozen=True)
 class GraniteLayersEntry:
-    """Config entry for the token mixers and experts of Granite 4's layers.
+    """Translation to and from config.json of the token mixers and experts of Granite 4's layers.
     The mixers are read from a list of layer types (Mamba-2 in all if it is absent). Experts are in all layers or in
     none.
     """
@@ -116,7 +116,7 @@ GRANITE_MOE_HYBRID = ModelFamily(
 
 @dataclass(frozen=True)
 class AttentionLayersEntry:
-    """Config entry for Bamba's `attn_layer_indices`: the layers with attention; all other layers are Mamba-2."""
+    """Translation to and from config.json of Bamba's `attn_layer_indices`: the layers with attention; all other layers are Mamba-2."""
 
     handled_config_keys: frozenset[str] = frozenset({"attn_layer_indices", "layers_block_type", "layer_types"})
     handled_model_fields: frozenset[str] = frozenset({"layers"})
@@ -173,7 +173,7 @@ _BACKBONE = "backbone.layers.{i}"
 
 @dataclass(frozen=True)
 class MambaLayersEntry:
-    """Config entry for Mamba-2 in every layer, which no key of config.json selects."""
+    """Translation to and from config.json of Mamba-2 in every layer, which no key of config.json selects."""
 
     handled_config_keys: frozenset[str] = frozenset({"num_hidden_layers", "layer_types"})
     handled_model_fields: frozenset[str] = frozenset({"num_layers", "layers"})

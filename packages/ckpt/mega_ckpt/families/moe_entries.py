@@ -62,7 +62,7 @@ class MoeLayersEntry(Protocol):
 
 @dataclass(frozen=True)
 class MoeSectionEntry:
-    """Config entry for the section `moe` of `ModelConfig`, which a model of the family must have.
+    """Translation to and from config.json of the section `moe` of `ModelConfig`, which a model of the family must have.
 
     Attributes:
         entries: mapping between the keys and the section's fields.
@@ -75,7 +75,7 @@ class MoeSectionEntry:
 
     @property
     def handled_config_keys(self) -> frozenset[str]:
-        """Keys of config.json that this config entry translates or checks."""
+        """Keys of config.json that this class translates or checks."""
         return self.layers.handled_config_keys.union(*(entry.handled_config_keys for entry in self.entries))
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
@@ -187,7 +187,7 @@ class DenseFirstEntry:
 
     @property
     def handled_config_keys(self) -> frozenset[str]:
-        """Keys of config.json that this config entry translates or checks."""
+        """Keys of config.json that this class translates or checks."""
         return frozenset({self.key, "moe_layer_freq"})
 
     def fields_from_config(self, raw: ConfigDict) -> list[int] | None:
@@ -228,7 +228,7 @@ class MlpLayerTypesEntry:
 
     @property
     def handled_config_keys(self) -> frozenset[str]:
-        """Keys of config.json that this config entry translates or checks."""
+        """Keys of config.json that this class translates or checks."""
         return frozenset({"mlp_layer_types", *self.dense_key.split()})
 
     def fields_from_config(self, raw: ConfigDict) -> list[int] | None:
@@ -297,7 +297,7 @@ SHARED_MLP_RULES = tuple(
 
 @dataclass(frozen=True)
 class SharedExpertsEntry:
-    """Config entry for a number of shared experts, which mega stores as one expert of their total width.
+    """Translation to and from config.json of a number of shared experts, which mega stores as one expert of their total width.
 
     Attributes:
         default: number of shared experts if the key is absent; `...` marks a required key.
@@ -316,7 +316,7 @@ class SharedExpertsEntry:
 
     @property
     def handled_config_keys(self) -> frozenset[str]:
-        """Keys of config.json that this config entry translates or checks."""
+        """Keys of config.json that this class translates or checks."""
         return frozenset(self.key.split())
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:

@@ -42,7 +42,7 @@ _DISK_KINDS = {"attention": "full_attention", "mamba": "linear_attention", "mlp"
 
 @dataclass(frozen=True)
 class NemotronLayersEntry:
-    """Config entry for the kind of each layer of a Nemotron-H model and the number of layers.
+    """Translation to and from config.json of the kind of each layer of a Nemotron-H model and the number of layers.
     In config.json it is a list of names or a string of Megatron's letters; the number of layers follows from it.
     """
 
@@ -86,7 +86,7 @@ class NemotronLayersEntry:
 
 @dataclass(frozen=True)
 class OptionalMoeEntry:
-    """Config entry for `ModelConfig`'s section `moe`, if some layer has experts, and for `mlp_bias`.
+    """Translation to and from config.json of `ModelConfig`'s section `moe`, if some layer has experts, and for `mlp_bias`.
     With experts, `mlp_bias` must be false.
     """
 
@@ -95,7 +95,7 @@ class OptionalMoeEntry:
 
     @property
     def handled_config_keys(self) -> frozenset[str]:
-        """Keys of config.json that this config entry translates or checks."""
+        """Keys of config.json that this class translates or checks."""
         return self.experts.handled_config_keys | {"mlp_bias"}
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from mega_common.model_config import ModelConfig
 
 @dataclass(frozen=True)
 class OptSizesEntry:
-    """Config entry for OPT's keys of the embedding width and of the biases.
+    """Translation to and from config.json of OPT's keys of the embedding width and of the biases.
     Models with projections around the decoder (OPT-350M) are not supported.
     """
 

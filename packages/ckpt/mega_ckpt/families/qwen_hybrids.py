@@ -56,7 +56,7 @@ _SIZES = (
 
 @dataclass(frozen=True)
 class GatedDeltaNetEntry:
-    """Config entry for the sizes of gated delta nets (section `delta` of `ModelConfig`).
+    """Translation to and from config.json of the sizes of gated delta nets (section `delta` of `ModelConfig`).
     Their norm has the model's epsilon. A model without delta nets may lack the section.
     """
 
@@ -77,7 +77,7 @@ class GatedDeltaNetEntry:
 
 @dataclass(frozen=True)
 class QwenLayersEntry:
-    """Config entry for the token mixer and the feed-forward kind of each layer of Qwen's hybrids.
+    """Translation to and from config.json of the token mixer and the feed-forward kind of each layer of Qwen's hybrids.
     Config.json has a list of token mixers (by default attention in every n-th layer, else gated delta nets) and the
     keys that select layers with experts.
 

@@ -126,7 +126,7 @@ def merger_rules(disk: str, canonical: str) -> tuple[TensorRule, ...]:
 
 @dataclass(frozen=True)
 class OutHiddenSizeEntry:
-    """Config entry for `out_hidden_size` of the vision encoder, which must equal the text model's width."""
+    """Translation to and from config.json of `out_hidden_size` of the vision encoder, which must equal the text model's width."""
 
     handled_config_keys: frozenset[str] = frozenset()
     handled_model_fields: frozenset[str] = frozenset()

@@ -36,7 +36,7 @@ _COMMON = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 
 @dataclass(frozen=True)
 class RopeEntry:
-    """Config entry for all keys of config.json about rotary position embeddings (RoPE).
+    """Translation to and from config.json of all keys of config.json about rotary position embeddings (RoPE).
 
     Attributes:
         theta, fraction: transformers' defaults for absent keys.
@@ -70,7 +70,7 @@ class RopeEntry:
 
     @property
     def handled_config_keys(self) -> frozenset[str]:
-        """Keys of config.json that this config entry translates or checks."""
+        """Keys of config.json that this class translates or checks."""
         usual = {"rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor", _ORIGINAL_KEY}
         return frozenset({*usual, self.theta_key, self.fraction_key})
 
@@ -191,7 +191,7 @@ def _write_parameters(rope: RopeConfig) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class RotaryDimEntry:
-    """Config entry for rotary positions with a key for the number of rotated elements of a head.
+    """Translation to and from config.json of rotary positions with a key for the number of rotated elements of a head.
     The key is used instead of or in addition to `partial_rotary_factor`.
 
     Attributes:
@@ -209,7 +209,7 @@ class RotaryDimEntry:
 
     @property
     def handled_config_keys(self) -> frozenset[str]:
-        """Keys of config.json that this config entry translates or checks."""
+        """Keys of config.json that this class translates or checks."""
         return self.rope.handled_config_keys | {self.key}
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
@@ -233,7 +233,7 @@ class RotaryDimEntry:
 
 @dataclass(frozen=True)
 class GlobalLocalRopeEntry:
-    """Config entry for two sets of rotary parameters, as in Gemma 3.
+    """Translation to and from config.json of two sets of rotary parameters, as in Gemma 3.
     One is for full-attention layers, the other for sliding-window layers.
 
     Attributes:
@@ -251,7 +251,7 @@ class GlobalLocalRopeEntry:
 
     @property
     def handled_config_keys(self) -> frozenset[str]:
-        """Keys of config.json that this config entry translates or checks."""
+        """Keys of config.json that this class translates or checks."""
         return self.rope.handled_config_keys | ({self.local_key} if self.local_key else set())
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:

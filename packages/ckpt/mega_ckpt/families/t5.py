@@ -31,7 +31,7 @@ _ACTIVATIONS = {
 
 @dataclass(frozen=True)
 class StackLayersEntry:
-    """Config entry for the numbers of T5's encoder and decoder layers (equal by default), and the decoder start token."""
+    """Translation to and from config.json of the numbers of T5's encoder and decoder layers (equal by default), and the decoder start token."""
 
     handled_config_keys: frozenset[str] = frozenset(
         {"num_layers", "num_hidden_layers", "num_decoder_layers", "decoder_start_token_id", "is_encoder_decoder"}
@@ -66,7 +66,7 @@ class StackLayersEntry:
 
 @dataclass(frozen=True)
 class RelativePositionsEntry:
-    """Config entry for T5's buckets of relative positions.
+    """Translation to and from config.json of T5's buckets of relative positions.
     The encoder and the decoder have one bias table each or, with `every_layer`, one per layer.
     """
 
@@ -94,7 +94,7 @@ class RelativePositionsEntry:
 
 @dataclass(frozen=True)
 class OutputScaleEntry:
-    """Config entry for T5's output projection, and the scale hidden_size^-0.5 of its input.
+    """Translation to and from config.json of T5's output projection, and the scale hidden_size^-0.5 of its input.
     T5 1.0 uses the scale and ties the projection to the embedding; 1.1 does neither.
 
     Older versions of transformers derive both from `tie_word_embeddings`. Version 5 always writes true there, and adds
@@ -136,7 +136,7 @@ class OutputScaleEntry:
 
 @dataclass(frozen=True)
 class T5HeadSizeEntry:
-    """Config entry for T5's head dimension, which is independent of the model width."""
+    """Translation to and from config.json of T5's head dimension, which is independent of the model width."""
 
     handled_config_keys: frozenset[str] = frozenset({"d_kv", "head_dim"})
     handled_model_fields: frozenset[str] = frozenset({"head_dim", "num_kv_heads"})
@@ -156,7 +156,7 @@ class T5HeadSizeEntry:
 
 @dataclass(frozen=True)
 class DropoutRateEntry:
-    """Config entry for T5's single dropout rate of embeddings, attention and residuals."""
+    """Translation to and from config.json of T5's single dropout rate of embeddings, attention and residuals."""
 
     handled_config_keys: frozenset[str] = frozenset({"dropout_rate"})
     handled_model_fields: frozenset[str] = frozenset({"embedding_dropout", "attention_dropout", "residual_dropout"})

@@ -41,7 +41,7 @@ def _encoder_entries(
 
 @dataclass(frozen=True)
 class NativeResolutionEntry:
-    """Config entry for the section `native` of `VisionConfig`, for images of any shape.
+    """Translation to and from config.json of the section `native` of `VisionConfig`, for images of any shape.
     The section has the patches, windows and positions of a vision encoder for such images.
 
     Attributes:
@@ -55,7 +55,7 @@ class NativeResolutionEntry:
 
     @property
     def handled_config_keys(self) -> frozenset[str]:
-        """Keys of config.json that this config entry translates or checks."""
+        """Keys of config.json that this class translates or checks."""
         return frozenset({"rope_parameters"}).union(*(entry.handled_config_keys for entry in self.entries))
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:

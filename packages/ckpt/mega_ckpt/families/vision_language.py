@@ -30,7 +30,7 @@ TOWER_BUFFERS = r"(.*\.)?(rotary_emb\.inv_freq|embeddings\.position_ids|vision_t
 
 @dataclass(frozen=True)
 class FeatureSelectEntry:
-    """Config entry for LLaVA's selection of the vision encoder's outputs.
+    """Translation to and from config.json of LLaVA's selection of the vision encoder's outputs.
     The value `default` drops the first one, the class token of CLIP.
 
     Without a class token it would drop a patch, which is not supported.
@@ -97,7 +97,7 @@ _DEFAULT_PINPOINTS = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 100
 
 @dataclass(frozen=True)
 class GridPinpointsEntry:
-    """Config entry for LLaVA-NeXT's `image_grid_pinpoints`, the resolutions that an image may be resized to."""
+    """Translation to and from config.json of LLaVA-NeXT's `image_grid_pinpoints`, the resolutions that an image may be resized to."""
 
     handled_config_keys: frozenset[str] = frozenset({"image_grid_pinpoints"})
     handled_model_fields: frozenset[str] = frozenset({"pinpoints"})
@@ -131,7 +131,7 @@ LLAVA_NEXT = replace(
 
 @dataclass(frozen=True)
 class TokensPerImageEntry:
-    """Config entry for Gemma 3's `mm_tokens_per_image`, the number of tokens per image.
+    """Translation to and from config.json of Gemma 3's `mm_tokens_per_image`, the number of tokens per image.
     The patches of an image are average-pooled to that number of tokens.
     """
 

@@ -14,7 +14,7 @@ _FULL, _LOCAL = "full_attention", "sliding_attention"
 
 @dataclass(frozen=True)
 class UniformWindowEntry:
-    """Config entry for one sliding window in every layer, or none.
+    """Translation to and from config.json of one sliding window in every layer, or none.
     A list of layer types, which transformers' caches use, must agree.
 
     Attributes:
@@ -50,7 +50,7 @@ class UniformWindowEntry:
 
 @dataclass(frozen=True)
 class LayerTypesEntry:
-    """Config entry for a window size and a list of layer types; without the list, every n-th layer has full attention.
+    """Translation to and from config.json of a window size and a list of layer types; without the list, every n-th layer has full attention.
 
     Attributes:
         size: the window if the key is absent.
@@ -67,7 +67,7 @@ class LayerTypesEntry:
 
     @property
     def handled_config_keys(self) -> frozenset[str]:
-        """Keys of config.json that this config entry translates or checks."""
+        """Keys of config.json that this class translates or checks."""
         return frozenset({"sliding_window", "layer_types", *self.every_keys})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
@@ -87,7 +87,7 @@ class LayerTypesEntry:
 
 @dataclass(frozen=True)
 class QwenWindowEntry:
-    """Config entry for Qwen's sliding window, which some of the layers have.
+    """Translation to and from config.json of Qwen's sliding window, which some of the layers have.
     In config.json it is a switch, a size, the first layer that has the window, and the redundant list of layer types.
 
     Attributes:
@@ -132,7 +132,7 @@ class QwenWindowEntry:
 
 @dataclass(frozen=True)
 class SwitchedWindowEntry:
-    """Config entry for one sliding window in every layer or none, selected by `use_sliding_window`."""
+    """Translation to and from config.json of one sliding window in every layer or none, selected by `use_sliding_window`."""
 
     size: int = 4096
     handled_config_keys: frozenset[str] = frozenset(
@@ -155,7 +155,7 @@ class SwitchedWindowEntry:
 
 @dataclass(frozen=True)
 class RopeInWindowsEntry:
-    """Config entry for sliding windows with rotary positions in most layers (Command R7B).
+    """Translation to and from config.json of sliding windows with rotary positions in most layers (Command R7B).
     Every n-th layer has full attention without positions.
 
     Attributes:
@@ -171,7 +171,7 @@ class RopeInWindowsEntry:
 
     @property
     def handled_config_keys(self) -> frozenset[str]:
-        """Keys of config.json that this config entry translates or checks."""
+        """Keys of config.json that this class translates or checks."""
         return frozenset({"sliding_window", "layer_types", *self.every_key.split()})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:

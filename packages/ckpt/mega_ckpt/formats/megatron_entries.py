@@ -349,19 +349,19 @@ class MegatronMtpEntry(MegatronMultiKeyEntry):
 
 @dataclass(frozen=True)
 class MegatronInvertedSwitchEntry:
-    """Config entry for a boolean Megatron argument that is the negation of a boolean field of `ModelConfig`."""
+    """Translation to and from config.json of a boolean Megatron argument that is the negation of a boolean field of `ModelConfig`."""
 
     key: str
     field: str
 
     @property
     def handled_config_keys(self) -> frozenset[str]:
-        """The boolean Megatron argument that this config entry translates."""
+        """The boolean Megatron argument that this class translates."""
         return frozenset({self.key})
 
     @property
     def handled_model_fields(self) -> frozenset[str]:
-        """The boolean field of `ModelConfig` that this config entry translates."""
+        """The boolean field of `ModelConfig` that this class translates."""
         return frozenset({self.field})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
