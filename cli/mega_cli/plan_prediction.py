@@ -187,11 +187,11 @@ def calibrate_machine_spec(config: RunConfig, ranks: int, machine: MachineSpec, 
     import yaml
 
     from mega_trainer.plan.layout_search import make_planned_run
-    from mega_trainer.plan.machine_calibration import calibrate_machine, compare_predictions, read_measured_times
+    from mega_trainer.plan.machine_calibration import compare_predictions, fit_machine_efficiency, read_measured_times
 
     measured = read_measured_times(metrics)
     before = make_planned_run(config, ranks, machine)
-    calibrated = calibrate_machine(before, machine, measured)
+    calibrated = fit_machine_efficiency(before, machine, measured)
     lines = [f"# {name}, calibrated with {metrics} on {ranks} rank(s)"]
     lines += [
         f"# {line}" for line in compare_predictions(before, make_planned_run(config, ranks, calibrated), measured)

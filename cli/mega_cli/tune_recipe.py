@@ -88,7 +88,7 @@ def choose_sequence_length(data: TuningDataStatistics, max_position: int) -> int
     return min(max(256, needed), LONGEST, max_position)
 
 
-def choose_epochs(documents: int) -> int:
+def choose_tuning_epochs(documents: int) -> int:
     """Return the number of passes of a tuning over the data, fewer for larger data sets."""
     return 3 if documents < 5_000 else 2 if documents < 50_000 else 1
 
@@ -116,7 +116,7 @@ def draft_tuning_run_yaml(
     """
     length = choose_sequence_length(data, model.max_position)
     rows = max(1.0, 0.9 * data.tokens / (0.9 * length))  # a tenth is held out, and rows are filled to about 90 %
-    epochs = choose_epochs(data.documents) if request.epochs is None else request.epochs
+    epochs = choose_tuning_epochs(data.documents) if request.epochs is None else request.epochs
     size = choose_batch_size(rows, epochs)
     steps = max(1, math.ceil(rows * epochs / size))
     rate = choose_learning_rate(method, model.hidden_size, data.kind)

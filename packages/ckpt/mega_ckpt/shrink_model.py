@@ -131,7 +131,7 @@ def shrunk_config(model: ModelConfig, sizes: ShrinkSizes, layers: Sequence[int] 
     return ModelConfig.parse(found, source="shrinking")
 
 
-def choose_kept_parts(importance: PartImportance, model: ModelConfig, smaller: ModelConfig) -> KeptModelParts:
+def select_parts_to_keep(importance: PartImportance, model: ModelConfig, smaller: ModelConfig) -> KeptModelParts:
     """Return the most important layers, neurons, heads and channels of a model, as many as a smaller one has.
     The configurations are `model` and `smaller`. Key/value heads are kept with all of their query heads.
     """
@@ -157,7 +157,7 @@ def shrink_model(
         ConfigError: when the model does not support a size.
         CheckpointError: when `destination` exists. No files are left then.
     """
-    kept = choose_kept_parts(importance, source.model, shrunk_config(source.model, sizes))
+    kept = select_parts_to_keep(importance, source.model, shrunk_config(source.model, sizes))
     smaller = shrunk_config(source.model, sizes, kept.layers.tolist())
     with create_output_folder(destination) as folder:
         note = {**asdict(sizes), "layers": kept.layers.tolist()}

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mega_trainer.distributed.comm import CommGroup
 from mega_trainer.distributed.rng import TOKENS, SeededDropout
-from mega_trainer.parallel.context_parallel import rank_token_indices, residual_token_ranges
+from mega_trainer.parallel.context_parallel import rank_token_indices, residual_stream_token_ranges
 
 WIDTH, SAMPLES = 3, [4, 9]
 
@@ -32,7 +32,7 @@ def test_ranks_draw_the_parts_of_one_mask(cp: int, tp: int, chunk: int, sp: bool
         for t in range(tp):
             tensor = CommGroup("tp", tuple(range(tp)), t)
             own = rows.chunk(tp)[t] if sp else rows
-            places = residual_token_ranges(length, context, tensor, sp=sp)
+            places = residual_stream_token_ranges(length, context, tensor, sp=sp)
             assert [place for part in places for place in part] == own.tolist()
             assert mask(places).equal(whole[:, own])
 

@@ -13,8 +13,8 @@ from mega_trainer.plan.layout_search import make_planned_run
 from mega_trainer.plan.machine import MachineSpec, load_machine
 from mega_trainer.plan.machine_calibration import (
     MeasuredTimes,
-    calibrate_machine,
     compare_predictions,
+    fit_machine_efficiency,
     read_measured_times,
 )
 
@@ -45,7 +45,7 @@ def test_a_machine_is_found_again_by_the_times_of_a_run_on_it(share: float, wire
         "update": parts["optimizer"],
     }
     measured = MeasuredTimes(sum(parts.values()), phases)
-    found = calibrate_machine(make_planned_run(RUN, 64, H100), H100, measured)
+    found = fit_machine_efficiency(make_planned_run(RUN, 64, H100), H100, measured)
     assert found.achieved_efficiency.bf16 == pytest.approx(there.achieved_efficiency.bf16, rel=0.01)
     assert found.achieved_efficiency.network == pytest.approx(there.achieved_efficiency.network, rel=0.05)
     assert found.achieved_efficiency.exchange == H100.achieved_efficiency.exchange
@@ -57,7 +57,7 @@ def test_a_machine_is_found_again_by_the_times_of_a_run_on_it(share: float, wire
 
 def test_a_run_that_was_faster_than_its_machine_can_be_is_no_run_on_it() -> None:
     with pytest.raises(ConfigError, match="at the peak of H100"):
-        calibrate_machine(make_planned_run(RUN, 8, H100), H100, MeasuredTimes(1.0, {}))
+        fit_machine_efficiency(make_planned_run(RUN, 8, H100), H100, MeasuredTimes(1.0, {}))
 
 
 def metrics(path: Path, lines: list[dict[str, Any]]) -> Path:

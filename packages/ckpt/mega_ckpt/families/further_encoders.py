@@ -297,7 +297,7 @@ JINA_EMBEDDINGS_V3 = EncoderFamily(
 
 
 @dataclass(frozen=True)
-class OnePaddingRowEntry:
+class FixedPositionOffsetEntry:
     """Translation to and from config.json of MPNet's learned positions, which start at row 2 whatever the padding token is."""
 
     handled_config_keys: frozenset[str] = frozenset({"max_position_embeddings"})
@@ -328,7 +328,7 @@ MPNET = EncoderFamily(
             _replace_entries(
                 (entry for entry in bert_config_entries("MPNet", norm_position="sum") if not isinstance(entry, TokenTypesEntry)),
                 EncoderHeadsEntry("MPNet", "gelu", has_pairs=False),
-                OnePaddingRowEntry(),
+                FixedPositionOffsetEntry(),
             ),
             {"relative_bias": True, "relative": _BUCKETS, "token_types": 0},
         ),

@@ -16,7 +16,7 @@ from mega_data.cleaning.append_files import POSITION, DocumentPositions, compres
 from mega_data.cleaning.clean_config import CleanConfig
 from mega_data.cleaning.duplicate_detection import compute_text_minhash_signatures, hash_texts
 from mega_data.cleaning.quality_rules import CleaningRule, DropDocument, TextRecord
-from mega_data.cleaning.rule_builder import build_clean_rules
+from mega_data.cleaning.rule_builder import build_cleaning_rules
 from mega_data.cleaning.text_words import AnalyzedText
 from mega_data.reading.documents import Document, RejectedItem
 
@@ -178,7 +178,7 @@ class DocumentCleaner:
     def __init__(self, settings: CleaningWorkerSettings) -> None:
         self.config = CleanConfig.model_validate_json(settings.config)
         self.json_key = settings.json_key
-        self.rules: dict[str, CleaningRule] = build_clean_rules(
+        self.rules: dict[str, CleaningRule] = build_cleaning_rules(
             self.config, Path(settings.folder), Path(settings.ngrams)
         )
 

@@ -123,7 +123,7 @@ def build_decontamination_rule(limits: DecontaminationRule, file: Path) -> Clean
     return judge
 
 
-def build_clean_rules(config: CleanConfig, folder: Path, ngrams: Path) -> dict[str, CleaningRule]:
+def build_cleaning_rules(config: CleanConfig, folder: Path, ngrams: Path) -> dict[str, CleaningRule]:
     """Return {name: rule} of every enabled cleaning rule except deduplication.
 
     `folder` may have the module of `filter`; `ngrams` is the file with the hashes of the evaluation sets.

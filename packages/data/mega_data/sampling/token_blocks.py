@@ -19,8 +19,8 @@ from mega_data.token_files.indexed_reader import IndexedReader, MappedArrays
 
 
 @dataclass(frozen=True)
-class OpenDocumentBlock:
-    """Block of a bounded number of tokens that is still being filled with whole documents.
+class OpenedDocumentBlock:
+    """Block of consecutive whole documents, opened for reading, with the start of the next block.
 
     Attributes:
         cache: folder of indices of this block alone; None for the cache of the run.
@@ -43,7 +43,7 @@ class BlockSource(Protocol):
     def content_key(self) -> str:
         """Text that names everything that the blocks depend on."""
 
-    def open_block(self, start: BlockPosition) -> OpenDocumentBlock | None:
+    def open_block(self, start: BlockPosition) -> OpenedDocumentBlock | None:
         """Return the block at `start`, or None if no document is left."""
 
     def remove_block(self, start: BlockPosition) -> None:
@@ -65,7 +65,7 @@ class FileBlocks:
         self._end = int(np.searchsorted(bounds, last, "left"))
         self.content_key = f"data={reader.fingerprint} range={first}:{last} block={block_tokens}"
 
-    def open_block(self, start: BlockPosition) -> OpenDocumentBlock | None:
+    def open_block(self, start: BlockPosition) -> OpenedDocumentBlock | None:
         """Return the block at `start`, or None if no document is left."""
         (document,) = start
         if document >= self._end:
@@ -73,7 +73,7 @@ class FileBlocks:
         target = self._count_tokens_before(document) + self._block_tokens
         end = bisect_left(range(self._end), target, document + 1, key=self._count_tokens_before)
         block = IndexedSlice(self._reader, self._clip_to_range(document), self._clip_to_range(end))
-        return OpenDocumentBlock(block, None, (end,) if end < self._end else None)
+        return OpenedDocumentBlock(block, None, (end,) if end < self._end else None)
 
     def _clip_to_range(self, document: int) -> int:
         """Return the first sequence of a document within the range."""
@@ -98,10 +98,12 @@ class StreamBlocks:
     def __init__(self, stream: TokenStream) -> None:
         self._stream, self.content_key = stream, stream.content_key
 
-    def open_block(self, start: BlockPosition) -> OpenDocumentBlock | None:
+    def open_block(self, start: BlockPosition) -> OpenedDocumentBlock | None:
         """Return the block at `start`, which is tokenized if needed, or None if no document is left."""
         files = self._stream.open_block(start)
-        return None if files is None else OpenDocumentBlock(IndexedReader(files.prefix), files.prefix.parent, files.end)
+        return (
+            None if files is None else OpenedDocumentBlock(IndexedReader(files.prefix), files.prefix.parent, files.end)
+        )
 
     def remove_block(self, start: BlockPosition) -> None:
         """Remove the token files and indices of a block."""

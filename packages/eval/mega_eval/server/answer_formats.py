@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 from mega_eval.engine_requests import GenerationEvent, ScoredToken
 from mega_eval.server.api_errors import ApiRequestError
 from mega_eval.server.request_schemas import StreamOptions
-from mega_eval.server.token_spelling import TokenText, Vocabulary
+from mega_eval.server.token_spelling import LogprobToken, Vocabulary
 
 TokenEvent = tuple[int, ScoredToken | None]  # a token and its log-probabilities; None for the first token of a prompt
 
@@ -151,7 +151,7 @@ class TokenTextOffsets:
         self._text, self._at = "", 0
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def next_offsets(self, tokens: Sequence[TokenText], text: str) -> list[int]:
+    def next_offsets(self, tokens: Sequence[LogprobToken], text: str) -> list[int]:
         """Return the character offset of each of the next tokens of a choice in its text.
         `tokens` are the next tokens, and `text` is the text that they add.
         """
@@ -162,7 +162,7 @@ class TokenTextOffsets:
             self._at += len(self._shown_text(token))
         return found
 
-    def _shown_text(self, token: TokenText) -> str:
+    def _shown_text(self, token: LogprobToken) -> str:
         """Return the text of a token as it appears in the answer."""
         if token.special:
             return token.text if token.text and self._text.startswith(token.text, self._at) else ""

@@ -15,7 +15,7 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # byte token of SentencePiece
 
 
-class TokenText(NamedTuple):
+class LogprobToken(NamedTuple):
     """Text and bytes of one token, for the names of tokens in log-probabilities.
 
     Attributes:
@@ -48,7 +48,7 @@ class Vocabulary:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._known: dict[int, TokenText] = {}
+        self._known: dict[int, LogprobToken] = {}
         added = tokenizer.backend.get_added_tokens_decoder()
         self.specials = {token.content: number for number, token in added.items() if token.special}
         # decoders drop a leading space, so each token is decoded after another one
@@ -56,22 +56,22 @@ class Vocabulary:
         self._begin = len(tokenizer.decode(self._before))
         self._byte_level = _byte_level_alphabet()
 
-    def __getitem__(self, token: int) -> TokenText:
+    def __getitem__(self, token: int) -> LogprobToken:
         """Return the text and bytes of the token with id `token`."""
         if token not in self._known:
             self._known[token] = self._decode_token(token)
         return self._known[token]
 
-    def _decode_token(self, token: int) -> TokenText:
+    def _decode_token(self, token: int) -> LogprobToken:
         """Return the spelling of a token, decoded after another token."""
         text = self._tokenizer.decode([*self._before, token])[self._begin :]
         if REPLACEMENT not in text:
-            return TokenText(text, text.encode(), text in self.specials)
+            return LogprobToken(text, text.encode(), text in self.specials)
         raw = self._token_bytes(self._tokenizer.backend.id_to_token(token) or text)
         try:
-            return TokenText(raw.decode(), raw, special=False)
+            return LogprobToken(raw.decode(), raw, special=False)
         except UnicodeDecodeError:
-            return TokenText(None, raw, special=False)
+            return LogprobToken(None, raw, special=False)
 
     def _token_bytes(self, entry: str) -> bytes:
         """Return the bytes of a vocabulary entry that is not whole characters."""

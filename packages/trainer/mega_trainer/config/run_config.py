@@ -228,10 +228,10 @@ class RunConfig(StrictConfig):
         """Return the factor on the learning rate of the tensor with a given canonical name."""
         found = [value for pattern, value in self.optimizer.lr_factors.items() if fnmatchcase(name, pattern)]
         factor = found[-1] if found else 1.0
-        return factor / self.mup_width if self.is_mup_matrix(name) else factor
+        return factor / self.mup_width_multiplier if self.is_mup_matrix(name) else factor
 
     @property
-    def mup_width(self) -> float:
+    def mup_width_multiplier(self) -> float:
         """Width of the model as a multiple of `optimizer.mup.base_width`; 1 without muP."""
         mup = self.optimizer.mup
         return 1.0 if mup is None else self.model.hidden_size / mup.base_width
@@ -242,13 +242,13 @@ class RunConfig(StrictConfig):
 
     def init_factor_of(self, name: str) -> float:
         """Return the factor on the initial standard deviation of the tensor with a given canonical name."""
-        return float(self.mup_width**-0.5) if self.is_mup_matrix(name) else 1.0
+        return float(self.mup_width_multiplier**-0.5) if self.is_mup_matrix(name) else 1.0
 
     def _mup_problems(self) -> Iterator[ConfigProblem]:
         """Yield settings for which muP has no rule here."""
         if self.optimizer.mup is None:
             return
-        model, scale = self.model, 1 / self.mup_width
+        model, scale = self.model, 1 / self.mup_width_multiplier
         if self.optimizer.name != "adamw":
             rule = f"requires optimizer.name = adamw, not {self.optimizer.name}, whose learning rates scale otherwise"
             yield ConfigProblem("optimizer.mup", rule, hint="set optimizer.name=adamw, or remove optimizer.mup")

@@ -303,7 +303,7 @@ def last_line(path: Path) -> str:
 
 
 def iterate_unfinished_trials(sweep: Sweep) -> Iterator[int]:
-    """Yield the numbers of trials that are neither done nor failed; drawn ones first."""
+    """Yield the numbers of trials that are neither done nor failed; those with settings already drawn first."""
     for trial in range(sweep.config.num_trials):
         if sweep.study.trial_state(trial) in ("begun", "waiting"):
             yield trial

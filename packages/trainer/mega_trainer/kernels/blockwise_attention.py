@@ -213,9 +213,9 @@ def _iterate_tiles(q: Tensor, k: Tensor, band: BandMask) -> Iterator[tuple[slice
 
 
 def _bias_indices(how: AttentionScoreTransform, rows: slice, keys: slice, ahead: int) -> Tensor | None:
-    """Return `RelativePositionBias.value_indices` of a tile, or None without a bias."""
+    """Return `RelativePositionBias.bias_indices` of a tile, or None without a bias."""
     tile = range(rows.start, rows.stop), range(keys.start, keys.stop)
-    return None if how.bias is None else how.bias.value_indices(*tile, ahead)
+    return None if how.bias is None else how.bias.bias_indices(*tile, ahead)
 
 
 def attend_with_mask(

@@ -32,7 +32,7 @@ class RelativePositionBias:
     values: Tensor
     zero: int
 
-    def value_indices(self, queries: range, keys: range, ahead: int) -> Tensor:
+    def bias_indices(self, queries: range, keys: range, ahead: int) -> Tensor:
         """Return the index into `values` for each pair of a query and a key: int64 [queries, keys].
         The arguments are ranges of queries and keys; `ahead` is the total keys minus the total queries.
         """
@@ -43,7 +43,7 @@ class RelativePositionBias:
         """Return the whole relative position bias, [heads, queries, keys].
         It is for queries that end at the last key.
         """
-        return self.values[:, self.value_indices(range(queries), range(keys), keys - queries)]
+        return self.values[:, self.bias_indices(range(queries), range(keys), keys - queries)]
 
     def select_heads(self, heads: slice) -> RelativePositionBias:
         """Return the relative position bias of a slice of the heads."""

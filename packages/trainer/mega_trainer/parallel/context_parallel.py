@@ -94,7 +94,7 @@ def rank_token_indices(length: int, group: CommGroup) -> Tensor:
     return torch.cat([torch.arange(chunk.start, chunk.stop) for chunk in _rank_ranges(length, group)])
 
 
-def residual_token_ranges(length: int, cp: CommGroup, tp: CommGroup, *, sp: bool) -> list[range]:
+def residual_stream_token_ranges(length: int, cp: CommGroup, tp: CommGroup, *, sp: bool) -> list[range]:
     """Return the index ranges of the tokens in this rank's residual stream.
     They are the context rank's tokens, or under sequence parallelism (`sp`) the tensor rank's slice of them.
     """

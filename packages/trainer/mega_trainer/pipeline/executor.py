@@ -23,7 +23,7 @@ from mega_trainer.distributed.process_groups import ParallelGroups
 from mega_trainer.distributed.rng import SeededDropout
 from mega_trainer.model.decoder import Decoder
 from mega_trainer.model.forward_context import ForwardContext
-from mega_trainer.parallel.context_parallel import residual_token_ranges
+from mega_trainer.parallel.context_parallel import residual_stream_token_ranges
 from mega_trainer.parallel.expert_routing import (
     MicroBatchRouting,
     make_step_routings,
@@ -327,6 +327,7 @@ class PipelineExecutor:
         if self.dropout_seed is None or not model.training:
             return None
         residual, full = (
-            residual_token_ranges(length * groups.cp.size, groups.cp, groups.tp, sp=sp) for sp in (model.sp, False)
+            residual_stream_token_ranges(length * groups.cp.size, groups.cp, groups.tp, sp=sp)
+            for sp in (model.sp, False)
         )
         return SeededDropout(self.dropout_seed + kind, samples, residual, full)

@@ -70,7 +70,7 @@ def _is_interrupted(line: Mapping[str, object]) -> bool:
     return any(line.get(f"phases/{name}") for name in ("evaluate", "save"))
 
 
-def calibrate_machine(planned: PlannedRun, machine: MachineSpec, measured: MeasuredTimes) -> MachineSpec:
+def fit_machine_efficiency(planned: PlannedRun, machine: MachineSpec, measured: MeasuredTimes) -> MachineSpec:
     """Return the machine with efficiencies that make the predicted time of a run equal the measured time.
     The times are equal as far as possible.
 

@@ -15,8 +15,8 @@ from mega_trainer.plan.training_layout import TrainingLayout
 
 
 def make_training_layout(config: RunConfig, world_size: int) -> TrainingLayout:
-    """Return the layout of a configured run on `world_size` ranks, the input of all predictions.
-    It has the parallel degrees, batch sizes and memory options.
+    """Return the parallel degrees, batch sizes and memory options of a run on `world_size` ranks.
+    Predictions of its step time and memory take them.
     """
     parallel, dp = config.parallel, config.data_parallel_size(world_size)
     return TrainingLayout(

@@ -49,7 +49,7 @@ from mega_trainer.model.forward_context import ForwardContext, with_encoder_memo
 from mega_trainer.model.layer_builder import LayerBuilder
 from mega_trainer.model.retro import NeighborEncodingLayer, RetroDecoder
 from mega_trainer.optim.muon import is_hidden_matrix
-from mega_trainer.parallel.context_parallel import residual_token_ranges
+from mega_trainer.parallel.context_parallel import residual_stream_token_ranges
 from mega_trainer.parallel.expert_parallel import AllToAllDispatcher, ExpertDispatcher
 from mega_trainer.parallel.expert_routing import MicroBatchRouting
 from mega_trainer.parallel.parallel_linear import DeferredWgradQueue
@@ -361,7 +361,7 @@ class PartMemoryCounter:
         if not (model.embedding_dropout or model.residual_dropout or model.attention_dropout or adapters):
             return None
         groups, whole = self.groups, length * self.run.cp
-        ranges = [residual_token_ranges(whole, groups.cp, groups.tp, sp=sp) for sp in (self.run.sp, False)]
+        ranges = [residual_stream_token_ranges(whole, groups.cp, groups.tp, sp=sp) for sp in (self.run.sp, False)]
         return MetaDropout(0, range(self.run.micro_batch), *ranges)
 
     def _make_tied_weight(self) -> Tensor:

@@ -17,7 +17,7 @@ from mega_trainer.distributed.process_groups import ProcessGroupCache
 from mega_trainer.launch.function_ranks import run_ranks
 from mega_trainer.model.decoder import Decoder
 from mega_trainer.model.transformer_layer import ResidualBranch, TransformerLayer
-from mega_trainer.parallel.context_parallel import residual_token_ranges
+from mega_trainer.parallel.context_parallel import residual_stream_token_ranges
 from mega_trainer.verify.case_comparison import (
     TOLERANCE,
     ContextFactory,
@@ -252,7 +252,7 @@ class _ActivationRecorder:
         batch, groups = self.batches[len(slices)], self.stage.groups
         source = batch.source if self.layer is not None and self.stage.config.is_encoder_layer(self.layer) else None
         length = (batch.tokens if source is None else source.tokens).shape[1] * groups.cp.size
-        ranges = residual_token_ranges(length, groups.cp, groups.tp, sp=self.stage.sp)
+        ranges = residual_stream_token_ranges(length, groups.cp, groups.tp, sp=self.stage.sp)
         tokens = tuple(token for part in ranges for token in part)
         if output.dim() == 3 and output.shape[:2] == (len(batch.samples), len(tokens)):
             slices.append(ActivationSlice(tuple(batch.samples), tokens, output.detach().clone()))
