@@ -25,6 +25,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from mega_ckpt.convert import convert_checkpoint
+from mega_ckpt.families import family_for_model
+from mega_common.errors import CheckpointError
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.distributed.process_groups import RankInfo
 from mega_trainer.engine import TrainingEngine
@@ -90,9 +92,16 @@ def layouts(ranks: int) -> list[LayoutCase]:
 
 
 def exportable(cases: Sequence[LayoutCase]) -> list[LayoutCase]:
-    """Those whose names are in `NAMED`, as models that HuggingFace has: none lacks the norms of latents."""
-    had = [one for one in cases if one.name in NAMED and (one.model.get("mla") or {}).get("latent_norm", True)]
-    return [quiet(replace(one, model={**one.model, **NAMED[one.name]})) for one in had]
+    """Those whose names are in `NAMED`, with fields by which a HuggingFace family has the model."""
+    named = [quiet(replace(one, model={**one.model, **NAMED[one.name]})) for one in cases if one.name in NAMED]
+    return [one for one in named if _has_family(one)]
+
+
+def _has_family(case: LayoutCase) -> bool:
+    try:
+        return bool(family_for_model(case.config.model))
+    except CheckpointError:
+        return False
 
 
 def engine_of(case: LayoutCase, ranks: RankInfo, maker: Any = None) -> TrainingEngine:
