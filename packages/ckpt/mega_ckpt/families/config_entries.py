@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from mega_common.layer_kinds import MOST_LAYERS
 from mega_common.model_config import ModelConfig
@@ -71,6 +71,22 @@ def read_entry_fields(entries: Iterable[ConfigEntry], raw: ConfigDict) -> tuple[
             keys = sorted(entry.handled_config_keys & raw.keys())
             problems.append(f"{', '.join(keys)}: a value has the wrong type, or is out of range")
     return fields, problems
+
+
+class FieldEntry(Protocol):
+    """Interface of an entry for fields of a configuration class, such as a `ConfigEntry`."""
+
+    @property
+    def handled_model_fields(self) -> frozenset[str]:
+        """Fields that this entry translates or checks."""
+
+
+Entry = TypeVar("Entry", bound=FieldEntry)
+
+
+def without_fields(entries: Iterable[Entry], *fields: str) -> tuple[Entry, ...]:
+    """Return the entries that handle none of these fields."""
+    return tuple(entry for entry in entries if not entry.handled_model_fields & set(fields))
 
 
 @dataclass(frozen=True)

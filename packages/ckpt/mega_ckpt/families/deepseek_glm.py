@@ -18,6 +18,7 @@ from mega_ckpt.families.config_entries import (
     KeyEntry,
     KeyValueHeadsEntry,
     llama_config_entries,
+    without_fields,
 )
 from mega_ckpt.families.disk_layouts import LAYER, TensorRule, weight_bias_rules
 from mega_ckpt.families.family import ModelFamily
@@ -230,7 +231,7 @@ YOUTU = ModelFamily(
     name="youtu",
     architecture="YoutuForCausalLM",
     entries=(
-        *(entry for entry in DECODER if not entry.handled_model_fields & {"init_std", "tie_embeddings"}),
+        *without_fields(DECODER, "init_std", "tie_embeddings"),
         DerivedInitEntry(),
         KeyEntry("tie_word_embeddings", "tie_embeddings", True),
         RopeEntry(scalings=frozenset({"none", "yarn"}), interleaved=True),

@@ -14,7 +14,6 @@ from mega_ckpt.families.config_entries import (
     DECODER,
     AllowedValuesEntry,
     ConfigDict,
-    ConfigEntry,
     ConfigMismatchError,
     FixedFieldsEntry,
     KeyEntry,
@@ -22,6 +21,7 @@ from mega_ckpt.families.config_entries import (
     MultiHeadEntry,
     llama_config_entries,
     split_words,
+    without_fields,
 )
 from mega_ckpt.families.deepseek_glm import SHARED_EXPERT_RULES, ExpertGroupsEntry, LatentAttentionEntry
 from mega_ckpt.families.disk_layouts import LAYER, QKV, TRANSPOSED, ConcatExpertsLayout, TensorRule, weight_bias_rules
@@ -42,17 +42,11 @@ _NO_WINDOW = UniformWindowEntry(supports_windows=False)
 _BOTH_BIASES = KeyEntry("attention_bias", "qkv_bias attention_out_bias", False)
 _PLAIN_NORMS = FixedFieldsEntry({"norm_weight": False, "mlp_bias": False})
 
-
-def _without(entries: tuple[ConfigEntry, ...], *fields: str) -> tuple[ConfigEntry, ...]:
-    """Return the entries that are not for any of the `fields`."""
-    return tuple(entry for entry in entries if not entry.handled_model_fields & set(fields))
-
-
 OLMO = ModelFamily(
     name="olmo",
     architecture="OlmoForCausalLM",
     entries=(
-        *_without(DECODER, "norm_eps", "norm"),
+        *without_fields(DECODER, "norm_eps", "norm"),
         FixedFieldsEntry({"norm": "layernorm", "norm_eps": 1e-5, "position": "rope", "qk_norm": False}),
         KeyValueHeadsEntry(explicit_dim=False, derived=True),
         RopeEntry(),
@@ -114,7 +108,7 @@ MINICPM3 = ModelFamily(
     name="minicpm3",
     architecture="MiniCPM3ForCausalLM",
     entries=(
-        *_without(llama_config_entries(norm_eps=1e-5), "init_std", "tie_embeddings"),
+        *without_fields(llama_config_entries(norm_eps=1e-5), "init_std", "tie_embeddings"),
         KeyEntry("initializer_range", "init_std", 0.1),
         KeyEntry("tie_word_embeddings", "tie_embeddings", True),
         RopeEntry(scalings=frozenset({"none", "yarn", "longrope"})),

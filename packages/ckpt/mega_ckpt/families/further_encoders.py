@@ -32,6 +32,7 @@ from mega_ckpt.families.config_entries import (
     KeyValueHeadsEntry,
     MultiHeadEntry,
     llama_config_entries,
+    without_fields,
 )
 from mega_ckpt.families.disk_layouts import LAYER, QKV, TensorRule, weight_bias_rules
 from mega_ckpt.families.rope_entries import RopeEntry
@@ -70,7 +71,7 @@ class ClassifierActivationEntry:
 def _replace_entries(entries: Iterable[ConfigEntry], *changed: ConfigEntry) -> tuple[ConfigEntry, ...]:
     """Return the entries with those in `changed` in place of the ones for the same fields."""
     fields = frozenset[str]().union(*(entry.handled_model_fields for entry in changed))
-    return (*(entry for entry in entries if not entry.handled_model_fields & fields), *changed)
+    return (*without_fields(entries, *fields), *changed)
 
 
 def _module_rules(modules: Mapping[str, str | tuple[str, ...]]) -> tuple[TensorRule, ...]:
@@ -326,7 +327,7 @@ MPNET = EncoderFamily(
     entries=(
         *_with_fixed(
             _replace_entries(
-                (entry for entry in bert_config_entries("MPNet", norm_position="sum") if not isinstance(entry, TokenTypesEntry)),
+                without_fields(bert_config_entries("MPNet", norm_position="sum"), "token_types"),
                 EncoderHeadsEntry("MPNet", "gelu", has_pairs=False),
                 FixedPositionOffsetEntry(),
             ),

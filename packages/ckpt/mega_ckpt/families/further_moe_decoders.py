@@ -24,6 +24,7 @@ from mega_ckpt.families.config_entries import (
     KeyValueHeadsEntry,
     layer_indices,
     llama_config_entries,
+    without_fields,
 )
 from mega_ckpt.families.deepseek_glm import SHARED_EXPERT_RULES, LatentAttentionEntry
 from mega_ckpt.families.disk_layouts import LAYER, TensorRule
@@ -98,7 +99,7 @@ PHIMOE = ModelFamily(
         _BOTH_BIASES,
         MoeSectionEntry(
             (
-                *router_entries("num_local_experts", top_k=2, normalize=False, experts=16)[:3],
+                *without_fields(router_entries("num_local_experts", top_k=2, normalize=False, experts=16), "normalize"),
                 KeyEntry("intermediate_size", "ffn_hidden_size", 6400),
                 KeyEntry("router_jitter_noise", "jitter", 0.01),
                 FixedFieldsEntry({"score": "sparsemixer", "normalize": False}),
@@ -137,7 +138,9 @@ FLINT = ModelFamily(
         _BOTH_BIASES,
         MoeSectionEntry(
             (
-                *router_entries("num_experts", top_k=6, normalize=False, experts=256, aux_loss=0.0005)[:3],
+                *without_fields(
+                    router_entries("num_experts", top_k=6, normalize=False, experts=256, aux_loss=0.0005), "normalize"
+                ),
                 KeyEntry("norm_topk_prob", "normalize", True),
                 KeyEntry("moe_intermediate_size", "ffn_hidden_size", 512),
                 KeyEntry("shared_expert_intermediate_size", "shared_ffn_hidden_size", 1024),
@@ -154,14 +157,13 @@ KOLIBRI1 = ModelFamily(
     name="kolibri1",
     architecture="Kolibri1ForCausalLM",
     entries=(
-        *(entry for entry in DECODER if "ffn_hidden_size" not in entry.handled_model_fields),
+        *without_fields(DECODER, "ffn_hidden_size"),
         KeyValueHeadsEntry(kv_default=4, dim_default=128),
         RopeEntry(),
         RopeInWindowsEntry(size=513, every=5, none_rotates_all=True),
         MoeSectionEntry(
             (
-                *router_entries("num_local_experts num_experts", top_k=6, normalize=False, experts=384)[:2],
-                KeyEntry("norm_topk_prob", "normalize", False),
+                *without_fields(router_entries("num_local_experts num_experts", top_k=6, normalize=False, experts=384), "aux_loss"),
                 KeyEntry("moe_intermediate_size", "ffn_hidden_size", 512),
                 KeyEntry("shared_expert_intermediate_size", "shared_ffn_hidden_size", 512),
                 FixedFieldsEntry({"score": "sigmoid", "selection_bias": True, "choice": "logits"}),
@@ -223,7 +225,7 @@ AXK1 = AxK1Family(
         _BOTH_BIASES,
         MoeSectionEntry(
             (
-                *sigmoid_router_entries(192, 8, 2.5, True, groups=(8, 4))[:-1],
+                *without_fields(sigmoid_router_entries(192, 8, 2.5, True, groups=(8, 4)), "selection_bias"),
                 SharedExpertsEntry(1),
                 OptionalSelectionBiasEntry(),
                 FixedFieldsEntry({"score": "sigmoid", "output_norm": True}),
@@ -372,7 +374,7 @@ COHERE2_MOE = ModelFamily(
     name="cohere2_moe",
     architecture="Cohere2MoeForCausalLM",
     entries=(
-        *(entry for entry in CORE_SIZES if "ffn_hidden_size" not in entry.handled_model_fields),
+        *without_fields(CORE_SIZES, "ffn_hidden_size"),
         *SIZES[len(CORE_SIZES) :],
         DenseWidthEntry(),
         CohereExpertNormEntry(),

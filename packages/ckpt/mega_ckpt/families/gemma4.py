@@ -18,6 +18,7 @@ from mega_ckpt.families.config_entries import (
     KeyValueHeadsEntry,
     layer_indices,
     split_words,
+    without_fields,
 )
 from mega_ckpt.families.family import ModelFamily
 from mega_ckpt.families.rope_entries import GlobalLocalRopeEntry, RopeEntry
@@ -141,7 +142,7 @@ GEMMA4_UNIFIED = ModelFamily(
     name="gemma4_unified_text",
     architecture="Gemma4UnifiedForCausalLM",
     entries=(
-        *(entry for entry in SIZES if "max_position" not in entry.handled_model_fields),
+        *without_fields(SIZES, "max_position"),
         KeyEntry("max_position_embeddings", "max_position", 262_144),
         KeyEntry("tie_word_embeddings", "tie_embeddings", True),
         KeyEntry("hidden_activation", "activation", "gelu_pytorch_tanh", {"gelu_pytorch_tanh": "geglu"}),
@@ -174,7 +175,7 @@ GEMMA4 = replace(
     architecture="Gemma4ForCausalLM",
     entries=(
         *(Gemma4AttentionEntry(512) if isinstance(entry, Gemma4AttentionEntry) else entry
-          for entry in GEMMA4_UNIFIED.entries if "max_position" not in entry.handled_model_fields),
+          for entry in without_fields(GEMMA4_UNIFIED.entries, "max_position")),
         KeyEntry("max_position_embeddings", "max_position", 131_072),
         AbsentPartEntry({"hidden_size_per_layer_input": 0}),
         AllowedValuesEntry({"enable_moe_block": (False, None)}),

@@ -17,6 +17,7 @@ from mega_ckpt.families.config_entries import (
     FixedFieldsEntry,
     KeyEntry,
     layer_indices,
+    without_fields,
 )
 from mega_ckpt.families.deepseek_glm import SHARED_EXPERT_RULES, ExpertGroupsEntry, LatentAttentionEntry
 from mega_ckpt.families.disk_layouts import LAYER
@@ -100,7 +101,7 @@ def _indexed_family(
         name=name,
         architecture=architecture,
         entries=(
-            *(entry for entry in DECODER if "norm_eps" not in entry.handled_model_fields),
+            *without_fields(DECODER, "norm_eps"),
             KeyEntry("rms_norm_eps", "norm_eps", norm_eps),
             RopeEntry(scalings=frozenset({"none", "yarn"}), interleaved=True),
             attention,

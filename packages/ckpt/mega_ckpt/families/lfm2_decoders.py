@@ -18,6 +18,7 @@ from mega_ckpt.families.config_entries import (
     KeyValueHeadsEntry,
     layer_indices,
     split_words,
+    without_fields,
 )
 from mega_ckpt.families.disk_layouts import LAYER, TensorRule, weight_bias_rules
 from mega_ckpt.families.family import ModelFamily
@@ -121,7 +122,7 @@ class AdjustedWidthEntry:
 
 
 _ENTRIES: tuple[ConfigEntry, ...] = (
-    *(entry for entry in CORE_SIZES if "ffn_hidden_size" not in entry.handled_model_fields),
+    *without_fields(CORE_SIZES, "ffn_hidden_size"),
     KeyEntry("max_position_embeddings", "max_position", 128_000),
     KeyEntry("initializer_range", "init_std", 0.02),
     KeyEntry("tie_embedding tie_word_embeddings", "tie_embeddings", True, must_agree=False),

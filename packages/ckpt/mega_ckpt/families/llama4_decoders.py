@@ -23,6 +23,7 @@ from mega_ckpt.families.config_entries import (
     KeyValueHeadsEntry,
     layer_indices,
     split_words,
+    without_fields,
 )
 from mega_ckpt.families.disk_layouts import LAYER, ConcatExpertsLayout, TensorRule
 from mega_ckpt.families.family import ModelFamily
@@ -134,7 +135,7 @@ LLAMA4 = ModelFamily(
     name="llama4_text",
     architecture="Llama4ForCausalLM",
     entries=(
-        *(entry for entry in CORE_SIZES if "ffn_hidden_size" not in entry.handled_model_fields),
+        *without_fields(CORE_SIZES, "ffn_hidden_size"),
         KeyEntry("intermediate_size_mlp", "ffn_hidden_size", 16384),
         KeyEntry("max_position_embeddings", "max_position", 131_072),
         KeyEntry("initializer_range", "init_std", 0.02),

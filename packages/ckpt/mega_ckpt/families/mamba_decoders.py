@@ -13,7 +13,6 @@ from mega_ckpt.families.config_entries import (
     TIED,
     AllowedValuesEntry,
     ConfigDict,
-    ConfigEntry,
     ConfigMismatchError,
     FixedFieldsEntry,
     KeyEntry,
@@ -21,6 +20,7 @@ from mega_ckpt.families.config_entries import (
     layer_indices,
     llama_config_entries,
     split_words,
+    without_fields,
 )
 from mega_ckpt.families.disk_layouts import LAYER, TensorRule, weight_bias_rules
 from mega_ckpt.families.family import ModelFamily
@@ -86,9 +86,7 @@ class GraniteLayersEntry:
         return {**out, **_EXPERTS.config_from_fields(model)}
 
 
-_ENTRIES: tuple[ConfigEntry, ...] = tuple(
-    entry for entry in DECODER if not entry.handled_model_fields & {"ffn_hidden_size", "position"}
-)  # covered by other entries
+_ENTRIES = without_fields(DECODER, "ffn_hidden_size", "position")  # covered by other entries
 
 GRANITE_MOE_HYBRID = ModelFamily(
     name="granitemoehybrid",

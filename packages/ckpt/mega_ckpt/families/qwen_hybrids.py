@@ -22,6 +22,7 @@ from mega_ckpt.families.config_entries import (
     KeyValueHeadsEntry,
     layer_indices,
     llama_config_entries,
+    without_fields,
 )
 from mega_ckpt.families.disk_layouts import LAYER, ConcatExpertsLayout, TensorRule, weight_bias_rules
 from mega_ckpt.families.family import ModelFamily
@@ -208,7 +209,7 @@ QWEN3_5_MOE = ModelFamily(
     name="qwen3_5_moe_text",
     architecture="Qwen3_5MoeForCausalLM",
     entries=(
-        *(entry for entry in llama_config_entries() if "ffn_hidden_size" not in entry.handled_model_fields),
+        *without_fields(llama_config_entries(), "ffn_hidden_size"),
         UnusedFieldsEntry({"ffn_hidden_size": "moe_intermediate_size"}),
         *qwen_hybrid_entries(2),
         QwenLayersEntry("moe"),
