@@ -29,11 +29,12 @@ from mega_trainer.model.forward_context import ForwardContext
 from mega_trainer.model.latent_attention import LatentProjection
 from mega_trainer.model.layer_builder import LayerBuilder
 from mega_trainer.model.norms import Norm
-from mega_trainer.model.recurrent_mixer import RecurrentMixer
+from mega_trainer.model.recurrent_mixer import RecurrentMixer, invert_softplus_of_steps
 from mega_trainer.parallel.parameter_info import UniformInit
 from mega_trainer.parallel.tensor_parallel import SplitHeads, gather_sequence
 
 DT_INIT = (math.log(1e-3), math.log(1e-1))  # range of the initial softplus(bias), as logarithms
+DT_FLOOR = 1e-4  # its least value
 
 
 class KimiDeltaAttention(nn.Module):
@@ -64,8 +65,9 @@ class KimiDeltaAttention(nn.Module):
         )  # fmt: skip
         heads, inner = kda.num_heads // tp.size, kda.inner_size // tp.size
         self.widths = [self.recurrence.convolved_channels, heads, *(inner for _ in gates)]
+        draw_bias = partial(invert_softplus_of_steps, least=DT_FLOOR)
         self.dt_bias = build.build_head_parameters(
-            [channels(f"{name}.dt_bias")], uniform=UniformInit(*DT_INIT, _draw_dt_bias)
+            [channels(f"{name}.dt_bias")], uniform=UniformInit(*DT_INIT, draw_bias)
         )[0]
         a_log = SplitHeads(f"{name}.A_log", kda.num_heads)
         self.a_log = build.build_head_parameters([a_log], uniform=UniformInit(1, 16, torch.log))[0]
@@ -123,9 +125,3 @@ class LowRankGate(nn.Module):
         """Map x A [B, S, r] of the whole sequence to this rank's channels of the gate, [B, S, H K]."""
         y = self.linear(latent, self.weight)
         return y if self.adapter is None else self.adapter(latent, y, self.weight, None, dropout)
-
-
-def _draw_dt_bias(logarithms: Tensor) -> Tensor:
-    """Return the inverse softplus of steps given as logarithms, the initial bias of the forget gate."""
-    steps = logarithms.exp().clamp(min=1e-4)
-    return steps + torch.log(-torch.expm1(-steps))

@@ -26,7 +26,7 @@ from mega_trainer.kernels.selective_scan import ScanInputs, ScanPass
 from mega_trainer.kernels.sequence_chunks import SequenceChunks
 from mega_trainer.model.forward_context import ForwardContext
 from mega_trainer.model.layer_builder import LayerBuilder
-from mega_trainer.model.recurrent_mixer import RecurrentMixer
+from mega_trainer.model.recurrent_mixer import RecurrentMixer, invert_softplus_of_steps
 from mega_trainer.parallel.parameter_info import UniformInit
 from mega_trainer.parallel.tensor_parallel import SplitHeads, sum_input_gradient, sum_partial_results
 
@@ -55,18 +55,14 @@ class MambaMixer(nn.Module):
         self.widths = [heads * mamba.head_dim, heads, self.recurrence.convolved_channels]
         low, high = map(math.log, mamba.dt_init)
         each = partial(SplitHeads, count=mamba.num_heads)
+        draw_bias = partial(invert_softplus_of_steps, least=mamba.dt_init_floor)
         self.dt_bias = build.build_head_parameters(
-            [each(f"{name}.dt_bias")], uniform=UniformInit(low, high, self._draw_dt_bias)
+            [each(f"{name}.dt_bias")], uniform=UniformInit(low, high, draw_bias)
         )[0]
         self.a_log = build.build_head_parameters([each(f"{name}.A_log")], uniform=UniformInit(1, 16, torch.log))[0]
         self.skip = build.build_head_parameters([each(f"{name}.D")], fill=1.0)[0]
         self.norm = GatedGroupNorm(build, f"{name}.norm.weight")
         self.out = build.build_row_linear(f"{name}.out_proj", mamba.inner_size, bias=mamba.bias)
-
-    def _draw_dt_bias(self, logarithms: Tensor) -> Tensor:
-        """Return the inverse softplus of steps given as logarithms, the initial dt bias."""
-        steps = logarithms.exp().clamp(min=self.mamba.dt_init_floor)
-        return steps + torch.log(-torch.expm1(-steps))
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
         """Map hidden states [B, S or S/T, D] to the output of the Mamba-2 layer, of an equal shape.

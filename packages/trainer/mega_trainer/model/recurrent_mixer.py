@@ -29,6 +29,12 @@ from mega_trainer.parallel.recurrent_state import pass_recurrent_states
 from mega_trainer.parallel.tensor_parallel import SplitHeads, concat_parameters
 
 
+def invert_softplus_of_steps(logarithms: Tensor, least: float) -> Tensor:
+    """Return the inverse softplus of step sizes, given as logarithms, of at least `least`: the initial bias of steps."""
+    steps = logarithms.exp().clamp(min=least)
+    return steps + torch.log(-torch.expm1(-steps))
+
+
 class ShortConvolution(nn.Module):
     """Depthwise causal convolution with k taps, with or without SiLU, within documents.
     It is b + weighted sum over the last k tokens of each channel.
