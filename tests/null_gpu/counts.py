@@ -58,7 +58,6 @@ def count_all() -> Counts:
 
 def main() -> None:
     """Record the counts."""
-    torch.backends.cuda.enable_cudnn_sdp(False)
     RECORDED.write_text(json.dumps(count_all(), indent=1) + "\n")
 
 

@@ -22,7 +22,6 @@ def train_all(cases: Sequence[LayoutCase], store: Path) -> list[str]:
     """A step of each case on this rank's device; what went wrong, by case."""
     rank, ranks, wrong = dist.get_rank(), dist.get_world_size(), []
     dist.destroy_process_group()
-    torch.backends.cuda.enable_cudnn_sdp(False)
     torch.cuda.set_device(rank)
     dist.init_process_group("cpu:gloo,cuda:nccl", init_method=f"file://{store}", rank=rank, world_size=ranks)
     maker = make_case_groups(cases)
