@@ -12,6 +12,7 @@ from parity.bits import pairs, resumed, told
 from parity.cases import VARIANTS, case
 from ranks import run_ranks
 
+from mega_trainer.pipeline.schedules import V_SHAPED
 from mega_trainer.verify.case_comparison import merge_rank_findings
 from mega_trainer.verify.layout_case import CONTEXT_KINDS, GATHERS, LARGE_BUCKET, STEPS, ZERO_LEVELS, LayoutCase
 from mega_trainer.verify.restore_comparison import restore_in_other_layouts
@@ -38,6 +39,7 @@ def pipelines(precision: str) -> list[LayoutCase]:
         {"pp": 2, "schedule": "zb-h1"},
         {"pp": 4, "schedule": "zb-h1", "pipeline_layout": [0, 2, 1, 1]},
         {"pp": 2, "schedule": "zbv", "virtual_stages": 2},
+        {"pp": 2, "schedule": "dualpipev", "virtual_stages": 2},
         {"pp": 4, "schedule": "zbv", "virtual_stages": 2, "pipeline_layout": [0, 1, 1, 1, 1, 1, 1, 0]},
     ]
     return [
@@ -48,7 +50,7 @@ def pipelines(precision: str) -> list[LayoutCase]:
         for shape in shapes
         for model, micro in [("gqa", 1), ("dense", 4), ("tied", 2), ("mla", 2), ("moe", 2)]
         # which has both uses of an embedding on one rank
-        if model not in ("tied", "mla", "moe") or shape.get("schedule") == "zbv"
+        if model not in ("tied", "mla", "moe") or shape.get("schedule") in V_SHAPED
     ]  # fmt: skip
 
 

@@ -25,7 +25,7 @@ COMPUTE = {"F", "B", "I", "W"}  # kinds of operations that are no messages
 shapes = st.one_of(
     st.tuples(st.sampled_from(["gpipe", "1f1b"]), st.integers(1, 6), st.integers(1, 4), st.integers(1, 20)),
     st.tuples(st.just("zb-h1"), st.integers(1, 6), st.just(1), st.integers(1, 20)),
-    st.tuples(st.just("zbv"), st.integers(1, 6), st.just(2), st.integers(1, 20)),
+    st.tuples(st.sampled_from(["zbv", "dualpipev"]), st.integers(1, 6), st.just(2), st.integers(1, 20)),
 )
 
 
@@ -110,7 +110,7 @@ def test_every_microbatch_passes_every_stage_once_each_way_in_order(shape) -> No
         seen: dict[tuple[str, int], list[int]] = {}
         for op in schedule.orders[rank]:
             seen.setdefault((op.kind, op.stage), []).append(op.microbatch)
-        kinds = "FIW" if shape[0].startswith("zb") else "FB"
+        kinds = "FIW" if schedule.splits_backward else "FB"
         assert set(seen) == {(kind, stage) for kind in kinds for stage in schedule.stages_of_rank(rank)}
         assert all(numbers == list(range(schedule.microbatches)) for numbers in seen.values())
 
@@ -148,9 +148,20 @@ def test_the_order_of_interleaved_1f1b_is_the_known_one() -> None:
     assert told == ["F0.0 F0.1 F2.0 F2.1 B2.0 B2.1 B0.0 B0.1", "F1.0 F1.1 F3.0 B3.0 F3.1 B3.1 B1.0 B1.1"]
 
 
+def test_the_order_of_dualpipev_is_the_known_one() -> None:
+    """As in DeepSeek's DualPipe repository, where chunk 1 of a rank is here stage 3 or 2."""
+    schedule = make_schedule("dualpipev", pp=2, virtual_stages=2, microbatches=4)
+    told = [" ".join(f"{op.kind}{op.stage}.{op.microbatch}" for op in schedule.orders[rank]) for rank in range(2)]
+    assert told == [
+        "F0.0 F0.1 F0.2 F3.0 I3.0 W3.0 F3.1 F0.3 I3.1 W3.1 F3.2 I0.0 W0.0 I3.2 W3.2 F3.3 I0.1 W0.1 "
+        "I3.3 W3.3 I0.2 W0.2 I0.3 W0.3",
+        "F1.0 F2.0 F1.1 F2.1 F1.2 I2.0 W2.0 F2.2 I1.0 W1.0 F1.3 I2.1 W2.1 F2.3 I1.1 W1.1 I2.2 W2.2 I1.2 W1.2 I2.3 I1.3 W2.3 W1.3",
+    ]
+
+
 def test_placement_goes_round_or_like_a_v() -> None:
     assert build_schedule(("1f1b", 3, 2, 3)).owners == (0, 1, 2, 0, 1, 2)
-    assert build_schedule(("zbv", 3, 2, 3)).owners == (0, 1, 2, 2, 1, 0)
+    assert all(build_schedule((name, 3, 2, 3)).owners == (0, 1, 2, 2, 1, 0) for name in ("zbv", "dualpipev"))
     assert build_schedule(("zbv", 3, 2, 3)).stages_of_rank(1) == [1, 4]
 
 
@@ -167,15 +178,17 @@ def test_the_simulated_bubble_is_the_closed_formula(shape, unit: float) -> None:
 def test_zero_bubble_formula_with_cheap_and_with_dear_weight_gradients() -> None:
     schedule, costs = build_schedule(("zb-h1", 4, 1, 8)), PipelineOpCosts(forward=1, input_grad=1, weight_grad=0.5)
     assert bubble_formula(schedule, PipelineOpCosts(forward=1, input_grad=1, weight_grad=1.5)) is None
-    formula = bubble_formula(schedule, costs)
-    assert formula == pytest.approx(4.5 / (20 + 4.5))
-    assert simulate_schedule(schedule, costs).mean_bubble_share == pytest.approx(formula)
+    dual = build_schedule(("dualpipev", 4, 2, 8))
+    for one, known in ((schedule, 4.5 / (20 + 4.5)), (dual, 4.5 / (40 + 4.5))):
+        assert bubble_formula(one, costs) == pytest.approx(known)
+        assert simulate_schedule(one, costs).mean_bubble_share == pytest.approx(known)
 
 
 def test_no_formula_where_none_holds() -> None:
     assert bubble_formula(build_schedule(("1f1b", 4, 2, 3))) is None
     assert bubble_formula(build_schedule(("zb-h1", 4, 1, 3))) is None
     assert bubble_formula(build_schedule(("zbv", 4, 2, 6))) is None
+    assert bubble_formula(build_schedule(("dualpipev", 4, 2, 7))) is None
     assert bubble_formula(build_schedule(("1f1b", 4, 1, 3))) is not None
 
 
@@ -199,6 +212,7 @@ def test_peak_activations_by_hand() -> None:
     assert peak_in_flight_microbatches(build_schedule(("1f1b", 4, 2, 8))) == [11, 9, 7, 5]
     assert peak_in_flight_microbatches(build_schedule(("zb-h1", 4, 1, 8))) == [4, 4, 4, 4]
     assert peak_in_flight_microbatches(build_schedule(("zbv", 4, 2, 8))) == [8, 8, 8, 8]
+    assert peak_in_flight_microbatches(build_schedule(("dualpipev", 4, 2, 8))) == [9, 9, 9, 9]
 
 
 def test_what_is_put_off_is_held_until_the_weight_half() -> None:
@@ -246,8 +260,9 @@ def test_a_deadlock_is_explained() -> None:
     ("name", "virtual_stages", "told"),
     [
         ("1f1", 1, "did you mean '1f1b'"),
-        ("wave", 1, "known: gpipe, 1f1b, zb-h1, zbv"),
+        ("wave", 1, "known: gpipe, 1f1b, zb-h1, zbv, dualpipev"),
         ("zbv", 1, "set parallel.virtual_stages=2"),
+        ("dualpipev", 1, "set parallel.virtual_stages=2"),
         ("zb-h1", 2, "set parallel.virtual_stages=1"),
     ],
 )

@@ -116,6 +116,7 @@ SEVERAL = {
     "1f1b, own layout": layout(2, {"pp": 2, "pipeline_layout": [3, 1]}),
     "zb-h1": layout(4, {"pp": 4, "schedule": "zb-h1"}),
     "zbv": layout(2, {"pp": 2, "schedule": "zbv", "virtual_stages": 2}),
+    "dualpipev": layout(2, {"pp": 2, "schedule": "dualpipev", "virtual_stages": 2}),
     "zbv, tied": layout(2, {"pp": 2, "schedule": "zbv", "virtual_stages": 2}, model={"tie_embeddings": True}),
     "ring": layout(2, {"cp": 2}),
     "allgather": layout(2, {"cp": 2, "cp_kind": "allgather"}),

@@ -24,7 +24,11 @@ from mega_trainer.config.parallel_layout import (
 )
 from mega_trainer.config.sections import ParallelConfig
 
-FIXED_VIRTUAL_STAGES = {"zb-h1": 1, "zbv": 2}  # virtual stages of the schedules that have a fixed number
+FIXED_VIRTUAL_STAGES = {
+    "zb-h1": 1,
+    "zbv": 2,
+    "dualpipev": 2,
+}  # virtual stages of the schedules that have a fixed number
 
 _FIRST_STAGE = (
     "requires the first {} layers on the first pipeline stage, as image features are added to their outputs "
@@ -140,7 +144,7 @@ class ParallelRules:
         parallel, stages = self.parallel, self.parallel.virtual_stages
         if parallel.pp == 1 and stages > 1:
             rule, hint = "requires pipeline parallelism (parallel.pp > 1)", "set parallel.virtual_stages=1"
-            if parallel.schedule == "zbv":
+            if FIXED_VIRTUAL_STAGES.get(parallel.schedule) == stages:
                 hint += " and parallel.schedule=1f1b"
             yield ConfigProblem("parallel.virtual_stages", rule, stages, hint)
         if parallel.pp == 1 and parallel.schedule != "1f1b":

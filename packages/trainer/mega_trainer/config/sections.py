@@ -34,8 +34,10 @@ class ParallelConfig(StrictConfig):
     )
     pp: StageCount = 1
     virtual_stages: StageCount = 1
-    schedule: Literal["1f1b", "zb-h1", "zbv"] = Field(
-        "1f1b", description="zb-h1 and zbv (with 2 virtual stages) fill pipeline bubbles with deferred weight gradients"
+    schedule: Literal["1f1b", "zb-h1", "zbv", "dualpipev"] = Field(
+        "1f1b",
+        description="zb-h1, zbv and dualpipev (these two with 2 virtual stages) fill pipeline bubbles with deferred weight "
+        "gradients; dualpipev (DualPipeV) pairs each forward with a backward",
     )
     pipeline_layout: list[NonNegativeInt] | None = Field(None, description="layers of each stage, in stage order")
     cp: StageCount = Field(

@@ -15,7 +15,7 @@ from functools import cached_property
 from mega_common.errors import ConfigError
 from mega_common.model_config import ModelConfig
 from mega_trainer.parallel.zero_buffers import ZeroConfig
-from mega_trainer.pipeline.schedules import PipelineOp, PipelineOpCosts, place_pipeline_stages
+from mega_trainer.pipeline.schedules import V_SHAPED, PipelineOp, PipelineOpCosts, place_pipeline_stages
 from mega_trainer.plan.flops import ParameterCounts, count_parameters_by_layer
 from mega_trainer.plan.kernel_throughput import GpuThroughput
 from mega_trainer.plan.layer_cost import (
@@ -206,8 +206,10 @@ class PlannedRun:
         run = self.run
         through = sum(cost.forward + cost.inputs for cost in work.values())  # lower bound: latency of one micro-batch
         total = sum(cost.total for cost in work.values())
-        full = run.microbatches >= 1.5 * run.pp  # in a full pipeline, ZBV's bubble is half as long
-        share = {"zb-h1": 1 / 3, "zbv": 1 / 6 if full else 1 / 3}.get(run.schedule, 1 / run.virtual_stages)
+        full = run.microbatches >= 1.5 * run.pp  # in a full pipeline, the bubble of a V is half as long
+        share = {"zb-h1": 1 / 3, **dict.fromkeys(V_SHAPED, 1 / 6 if full else 1 / 3)}.get(
+            run.schedule, 1 / run.virtual_stages
+        )
         return max(through, (run.microbatches + (run.pp - 1) * share) * total / run.pp)
 
     def make_stage_costs(self, works: Sequence[PassWork]) -> StageCosts:

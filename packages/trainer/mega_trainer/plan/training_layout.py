@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from mega_trainer.pipeline.schedules import SPLIT_BACKWARD
+
 RecomputeKind = Literal["none", "selective", "full"]
 _ELEMENT = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2, "nvfp4": 2}
 
@@ -94,7 +96,7 @@ class TrainingLayout:
     @property
     def defers_wgrads(self) -> bool:
         """True if the pipeline schedule defers weight-gradient GEMMs (zero-bubble schedules)."""
-        return self.schedule.startswith("zb")
+        return self.schedule in SPLIT_BACKWARD
 
     @property
     def weight_bytes(self) -> int:

@@ -18,7 +18,7 @@ from mega_trainer.config.run_config import RunConfig, resolve_run_config
 
 STEPS = 3  # optimizer steps of a case
 ZERO_LEVELS = (0, 1, 2, 3)
-SCHEDULES = [("1f1b", 1), ("1f1b", 2), ("1f1b", 4), ("zb-h1", 1), ("zbv", 2)]  # with virtual stages
+SCHEDULES = [("1f1b", 1), ("1f1b", 2), ("1f1b", 4), ("zb-h1", 1), ("zbv", 2), ("dualpipev", 2)]  # with virtual stages
 CONTEXT_KINDS = ("ring", "allgather", "alltoall")
 MAX_STAGES = 8
 LARGE_BUCKET = 1 << 20  # elements of a gradient bucket that holds any tiny model whole
