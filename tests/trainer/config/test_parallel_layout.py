@@ -152,6 +152,31 @@ def test_fewer_key_value_heads_than_tensor_ranks_must_divide_them() -> None:
     )
 
 
+OVERLAP = {"ep": 2, "overlap_expert_exchange": True}
+
+
+@pytest.mark.parametrize(
+    ("parallel", "says"),
+    [
+        ({"ep": 1}, "requires expert parallelism (parallel.ep or parallel.expert_tp > 1)"),
+        ({"dispatch": "deepep"}, "requires parallel.dispatch = alltoall"),
+        ({"zero": 3}, "requires parallel.zero < 3"),
+        ({"pp": 2, "schedule": "zb-h1"}, "requires parallel.schedule = 1f1b or dualpipev"),
+    ],
+)
+def test_an_exchange_that_cannot_be_hidden(parallel: dict[str, Any], says: str) -> None:
+    text = error_message(run(model={"moe": MOE}, parallel=OVERLAP | parallel))
+    assert f"parallel.overlap_expert_exchange = True: {says}" in text
+    RunConfig.parse(run(model={"moe": MOE}, parallel=OVERLAP))
+
+
+def test_an_exchange_is_hidden_under_another_micro_batch() -> None:
+    config = RunConfig.parse(run(model={"moe": MOE}, parallel={"pp": 2} | OVERLAP))
+    config.check_world_size(4)
+    with pytest.raises(ConfigError, match="= 4 micro-batches per step, found 2"):
+        config.check_world_size(8)
+
+
 @st.composite
 def runs(draw: st.DrawFn) -> dict[str, Any]:
     heads = draw(st.sampled_from([2, 4, 6, 12]))

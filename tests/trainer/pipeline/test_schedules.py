@@ -3,6 +3,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Sequence
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -22,6 +23,10 @@ from mega_trainer.pipeline.schedules import (
 )
 
 COMPUTE = {"F", "B", "I", "W"}  # kinds of operations that are no messages
+paired = st.one_of(
+    st.tuples(st.just("1f1b"), st.integers(1, 6), st.integers(1, 4), st.integers(1, 20)),
+    st.tuples(st.just("dualpipev"), st.integers(1, 6), st.just(2), st.integers(1, 20)),
+)
 shapes = st.one_of(
     st.tuples(st.sampled_from(["gpipe", "1f1b"]), st.integers(1, 6), st.integers(1, 4), st.integers(1, 20)),
     st.tuples(st.just("zb-h1"), st.integers(1, 6), st.just(1), st.integers(1, 20)),
@@ -29,9 +34,16 @@ shapes = st.one_of(
 )
 
 
-def build_schedule(shape: tuple[str, int, int, int]) -> PipelineSchedule:
+def build_schedule(shape: tuple[str, int, int, int], *, pairs: bool = False) -> PipelineSchedule:
     name, pp, virtual_stages, microbatches = shape
-    return make_schedule(name, pp=pp, virtual_stages=virtual_stages, microbatches=microbatches)
+    return make_schedule(name, pp=pp, virtual_stages=virtual_stages, microbatches=microbatches, pairs_passes=pairs)
+
+
+class HalfHidden(PipelineOpCosts):
+    """Costs of which a pair saves half a unit."""
+
+    def pair_duration(self, forward: PipelineOp, backward: PipelineOp) -> float:
+        return super().pair_duration(forward, backward) - 0.5
 
 
 def run_blocking(ranks: Sequence[Sequence[PipelineOp]], owners: Sequence[int], pick: random.Random) -> list[str]:
@@ -100,6 +112,38 @@ def run_blocking(ranks: Sequence[Sequence[PipelineOp]], owners: Sequence[int], p
 def test_every_schedule_runs_to_its_end_with_blocking_messages(shape, seed) -> None:
     schedule = build_schedule(shape)
     assert run_blocking(schedule.ranks, schedule.owners, random.Random(seed)) == []
+
+
+@settings(max_examples=150, deadline=None)
+@given(paired, st.integers(0, 9))
+def test_pairs_run_to_their_end_with_messages_before_and_after_both(shape, seed) -> None:
+    schedule = build_schedule(shape, pairs=True)
+    assert run_blocking(schedule.ranks, schedule.owners, random.Random(seed)) == []
+    _, pp, _, microbatches = shape
+    for ops in schedule.ranks:
+        pairs = [both for both in pairwise(ops) if both[0] in schedule.pairs]
+        assert all(first.kind == "F" and second.kind in ("B", "I") for first, second in pairs)
+        assert all(first.microbatch != second.microbatch for first, second in pairs)
+        assert pairs or microbatches < 2 * pp
+    plain = build_schedule(shape)
+    assert [sorted(order) for order in schedule.orders] == [sorted(order) for order in plain.orders]
+
+
+@pytest.mark.parametrize("shape", [("1f1b", 1, 1, 4), ("1f1b", 4, 1, 8), ("1f1b", 4, 2, 8), ("dualpipev", 4, 2, 8)])
+def test_pairs_do_not_enlarge_the_bubble_and_save_what_they_hide(shape) -> None:
+    plain, pairs = build_schedule(shape), build_schedule(shape, pairs=True)
+    alone, together = simulate_schedule(plain), simulate_schedule(pairs)
+    assert together.makespan == pytest.approx(alone.makespan)
+    assert together.bubble == pytest.approx(alone.bubble)
+    hiding = simulate_schedule(pairs, HalfHidden())
+    each = [len([op for op in order if op in pairs.pairs]) for order in pairs.orders]
+    assert hiding.makespan <= together.makespan - 0.5 * min(each)
+
+
+def test_peak_activations_with_pairs_by_hand() -> None:
+    peaks = [[8, 6, 4, 2], [12, 10, 8, 6], [9, 9, 9, 9]]
+    for shape, peak in zip([("1f1b", 4, 1, 8), ("1f1b", 4, 2, 8), ("dualpipev", 4, 2, 8)], peaks, strict=True):
+        assert peak_in_flight_microbatches(build_schedule(shape, pairs=True)) == peak
 
 
 @settings(max_examples=100, deadline=None)
@@ -267,5 +311,7 @@ def test_a_deadlock_is_explained() -> None:
     ],
 )
 def test_what_cannot_be_is_refused_with_a_way_out(name, virtual_stages, told) -> None:
+    with pytest.raises(ConfigError, match="overlap_expert_exchange is not supported"):
+        build_schedule(("zbv", 4, 2, 8), pairs=True)
     with pytest.raises(ConfigError, match=told):
         make_schedule(name, pp=4, microbatches=8, virtual_stages=virtual_stages)

@@ -30,6 +30,7 @@ FIXED_VIRTUAL_STAGES = {
     "dualpipev": 2,
 }  # virtual stages of the schedules that have a fixed number
 
+_OVERLAP = "parallel.overlap_expert_exchange"
 _FIRST_STAGE = (
     "requires the first {} layers on the first pipeline stage, as image features are added to their outputs "
     "(model.vision.native.deepstack)"
@@ -56,6 +57,7 @@ class ParallelRules:
         yield from self._expert_problems()
         yield from self._stage_problems()
         yield from self._schedule_problems()
+        yield from self._overlap_problems()
 
     def find_world_size_problems(self, world_size: int) -> Iterator[ConfigProblem]:
         """Yield degrees of parallelism and batch sizes that do not fit `world_size` ranks."""
@@ -81,6 +83,11 @@ class ParallelRules:
             key = "parallel.zero3_shard"
             hint = suggest_parallel_degree(key, shard, fitting) if fitting else f"remove {key}"
             yield ConfigProblem(key, f"must divide the {ranks} data ranks", shard, hint)
+        count = batch.global_ // (batch.micro * dp)
+        if parallel.overlap_expert_exchange and count < 2 * parallel.pp:
+            rule = f"requires 2 x parallel.pp = {2 * parallel.pp} micro-batches per step, found {count}"
+            hint = f"set {_OVERLAP}=false, or a larger batch.global or smaller batch.micro"
+            yield ConfigProblem(_OVERLAP, rule, True, hint)
         unit = batch.micro * dp
         for problem in batch.find_divisibility_problems(unit, f"batch.micro {batch.micro} x dp {dp} = {unit}"):
             yield replace(problem, path=f"batch.{problem.path}")
@@ -225,6 +232,20 @@ class ParallelRules:
             yield ConfigProblem("parallel.dispatch_bound", rule, None, hint)
         if rule := self._dispatch_rule():
             yield ConfigProblem("parallel.dispatch", rule, parallel.dispatch, "set parallel.dispatch=alltoall")
+
+    def _overlap_problems(self) -> Iterator[ConfigProblem]:
+        """Yield the setting with which the expert exchange cannot be hidden under another micro-batch's computation."""
+        parallel = self.parallel
+        if not parallel.overlap_expert_exchange:
+            return
+        needs = {
+            "expert parallelism (parallel.ep or parallel.expert_tp > 1)": parallel.ep * parallel.expert_tp > 1,
+            "parallel.dispatch = alltoall": parallel.dispatch == "alltoall",
+            "parallel.schedule = 1f1b or dualpipev": parallel.schedule in ("1f1b", "dualpipev"),
+            "parallel.zero < 3": parallel.zero < 3,
+        }
+        for need in (need for need, holds in needs.items() if not holds):
+            yield ConfigProblem(_OVERLAP, f"requires {need}", True, f"set {_OVERLAP}=false")
 
     def _dispatch_rule(self) -> str:
         """Return the rule of the expert dispatch library that the run violates, or an empty string."""

@@ -63,6 +63,12 @@ class ParallelConfig(StrictConfig):
         description="capacity of expert dispatch to each rank, as a multiple of an even load: the host then never waits for the "
         "device within a layer, and a step that exceeds the capacity ends the run; default: unbounded",
     )
+    overlap_expert_exchange: bool = Field(
+        False,
+        description="run the forward of a micro-batch and the backward of another in turn, so that the expert exchange of each "
+        "is hidden under the computation of the other; keeps up to one more micro-batch of activations (1f1b without virtual "
+        "stages: twice as many)",
+    )
     dp: RankCount | None = Field(None, description="number of data-parallel ranks; default: from the number of ranks")
     zero: Literal[0, 1, 2, 3] = Field(
         1, description="ZeRO level: shard 1 optimizer state, 2 also gradients, 3 also weights over data ranks"

@@ -21,6 +21,7 @@ from mega_trainer.parallel.context_parallel import ContextParallelKind
 from mega_trainer.parallel.expert_parallel import ExpertDispatcher
 from mega_trainer.parallel.lora_layers import LoraAdapterLayer, PerRowAdapters
 from mega_trainer.parallel.parallel_linear import ParallelLinearFunction
+from mega_trainer.parallel.pass_interleaver import PassInterleaver
 from mega_trainer.parallel.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -39,6 +40,7 @@ class LayerBuilder(ParameterBuilder):
         products: back end of the linear layers of the current layer; None: `kernels`.
         cp_kind: kind of context-parallel attention.
         dispatcher: dispatcher of tokens to experts; None: `AllToAllDispatcher`.
+        interleaver: runs another pass while the all-to-all of experts is in flight; None: each pass runs alone.
         dispatch_bound: most rows of each rank's experts, as a multiple of an even load; None: unbounded.
         saved: policy of saved activations.
         blocks: mixers and feed-forward blocks of extensions, by name.
@@ -50,6 +52,7 @@ class LayerBuilder(ParameterBuilder):
     products: Kernels | None = None
     cp_kind: ContextParallelKind = "ring"
     dispatcher: ExpertDispatcher | None = None
+    interleaver: PassInterleaver | None = None
     dispatch_bound: float | None = None
     saved: ActivationCheckpointer = field(default_factory=ActivationCheckpointer)
     blocks: Mapping[str, LayerFactory] = field(default_factory=dict)

@@ -53,6 +53,7 @@ from mega_trainer.parallel.nvshmem_dispatch import NvshmemDispatcher
 from mega_trainer.parallel.parallel_linear import DeferredWgradQueue
 from mega_trainer.parallel.parameter_info import freeze_parameters, is_trainable
 from mega_trainer.parallel.parameter_shards import ShardedStage
+from mega_trainer.parallel.pass_interleaver import PassInterleaver
 from mega_trainer.parallel.te_dispatch import TransformerEngineDispatcher
 from mega_trainer.parallel.zero_buffers import ZeroConfig, flatten_parameters
 from mega_trainer.pipeline.layer_partition import split_stage_layers
@@ -159,7 +160,8 @@ def make_layer_builder(
     return LayerBuilder(
         config.model, groups, create_kernels(choice, leaves), leaves=leaves,
         sp=config.parallel.sp, cp_kind=config.parallel.cp_kind, dispatcher=build_expert_dispatcher(config, groups, leaves),
-        dispatch_bound=config.parallel.dispatch_bound, dtype=compute_dtype(config), device=device,
+        dispatch_bound=config.parallel.dispatch_bound,
+        interleaver=PassInterleaver() if config.parallel.overlap_expert_exchange else None, dtype=compute_dtype(config), device=device,
         adapts={} if config.lora is None else adapted_modules(config.model, config.lora),
         packed=quantized_tensors(config.model, config.lora, config.is_trainable),
         packing=Nf4Quantizer() if config.lora is not None and config.lora.quantize else None,
@@ -172,8 +174,9 @@ def build_schedule(config: RunConfig, groups: ParallelGroups) -> PipelineSchedul
     parallel = config.parallel
     microbatches = config.micro_batches_per_step(groups.dp.size)
     return make_schedule(
-        parallel.schedule, pp=parallel.pp, microbatches=microbatches, virtual_stages=parallel.virtual_stages
-    )
+        parallel.schedule, pp=parallel.pp, microbatches=microbatches, virtual_stages=parallel.virtual_stages,
+        pairs_passes=parallel.overlap_expert_exchange,
+    )  # fmt: skip
 
 
 def build_stages(

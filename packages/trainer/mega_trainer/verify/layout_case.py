@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from mega_common.errors import ConfigError
 from mega_trainer.config.run_config import RunConfig, resolve_run_config
+from mega_trainer.pipeline.schedules import PAIRED
 
 STEPS = 3  # optimizer steps of a case
 ZERO_LEVELS = (0, 1, 2, 3)
@@ -239,6 +240,9 @@ def sample_stages_and_batch(ranks: int, parallel: Mapping[str, Any], rng: random
     )
     if parallel["zero"] == 3:
         chosen |= {"zero3_layers": 1 + ranks % 2, "zero3_gather": rng.choice(GATHERS)}
+    elif parallel.get("ep", 1) * parallel.get("expert_tp", 1) > 1 and parallel.get("schedule", "1f1b") in PAIRED:
+        pairs = batch * parallel["tp"] * parallel["pp"] * parallel.get("cp", 1) >= 2 * parallel["pp"] * micro * ranks
+        chosen |= {"overlap_expert_exchange": True} if pairs and rng.random() < 0.5 else {}
     return layers, {"parallel": chosen, "micro": micro, "batch": batch}
 
 
