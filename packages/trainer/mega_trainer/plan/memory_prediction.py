@@ -77,8 +77,9 @@ def predict_peak_memory(model: ModelConfig, run: TrainingLayout) -> list[RankMem
 
     parts, stages = count_model_part_memory(model, run), split_layers_into_stages(model, run)
     schedule = make_planning_schedule(
-        run.schedule, pp=run.pp, microbatches=run.microbatches, virtual_stages=run.virtual_stages
-    )
+        run.schedule, pp=run.pp, microbatches=run.microbatches, virtual_stages=run.virtual_stages,
+        pairs_passes=run.overlap_expert_exchange,
+    )  # fmt: skip
     chunks = [_StageMemory.from_stage(model, run, parts, stages, index) for index in range(len(stages))]
     quantised = _quantised_layer_bytes(model, run)
     return [_rank_peak(model, run, parts, schedule, chunks, quantised, rank) for rank in range(run.pp)]
@@ -204,6 +205,7 @@ def _rank_peak(
     in_forward, in_backward = (gathered + size for size in _bucket_bytes(run, mine))
     fed = run.microbatches * (parts.context + _batch_bytes(model, run))
     most, held, last = _PeakTracker(), fed, len(chunks) - 1
+    beside = 0  # work of the forward that runs beside the next backward
     messages = _MessageBuffer(_residual_bytes(model, run), IN_FLIGHT * run.pp)
     for op in schedule.ranks[rank]:
         kind, stage, micro = op
@@ -219,15 +221,16 @@ def _rank_peak(
                 messages.waiting.discard(PipelineOp("F", stage - 1, micro))
                 kept, work = chunk.forward
                 most.record_if_larger(held + messages.held_bytes + kept, work + in_forward, f"forward {moment}")
-                held += chunk.kept
+                held, beside = held + chunk.kept, work if op in schedule.pairs else 0
                 if stage < last:
                     messages.waiting.add(op)
             case "B" | "I":
                 messages.waiting.discard(PipelineOp("B", stage + 1, micro))
                 kept, work = chunk.backward
                 most.record_if_larger(
-                    held + messages.held_bytes - chunk.kept + kept, work + in_backward, f"backward {moment}"
+                    held + messages.held_bytes - chunk.kept + kept, work + beside + in_backward, f"backward {moment}"
                 )
+                beside = 0
                 held += chunk.deferred_wgrad * (kind == "I") - chunk.kept
                 if stage > 0:
                     messages.waiting.add(PipelineOp("B", stage, micro))
