@@ -205,6 +205,16 @@ def test_recomputation_and_offload_change_nothing() -> None:
     assert not told([b for _, b in cases], run_ranks(bits, 2, cases, 2))
 
 
+def test_an_expert_exchange_beside_another_pass_changes_nothing() -> None:
+    shapes: list[tuple[str, int, dict[str, Any], str]] = [
+        ("moe", 2, {"ep": 2, "zero": 2}, "bf16"), ("moe", 4, {"pp": 2, "ep": 2, "virtual_stages": 2}, "bf16"),
+        ("deepseek", 4, {"pp": 2, "ep": 2, "virtual_stages": 2, "schedule": "dualpipev"}, "fp64"),
+    ]  # fmt: skip
+    plain = [case(name, ranks, layers=4, parallel=p, micro=1, precision=dtype) for name, ranks, p, dtype in shapes]
+    cases = [(one, replace(one, parallel={**one.parallel, "overlap_expert_exchange": True})) for one in plain]
+    assert not told([b for _, b in cases], run_ranks(bits, 4, cases))
+
+
 def test_buckets_change_nothing() -> None:
     plain = case("dense", 2, parallel={"zero": 0}, micro=2, precision="fp32", debug=ORDERED)
     cases = [(plain, replace(plain, bucket=size, parallel={"zero": zero})) for size in (1, 777) for zero in FLAT]

@@ -125,6 +125,7 @@ SEVERAL = {
     "heads exchanged": layout(2, {"cp": 2, "cp_kind": "alltoall"}, model=RECURRENT),
     "experts on ranks": layout(2, {"ep": 2}, model={"moe": EXPERTS}),
     "experts in parts": layout(4, {"tp": 2, "ep": 2, "expert_tp": 2}, model={"moe": EXPERTS}),
+    "experts beside another pass": layout(2, {"ep": 2, "overlap_expert_exchange": True}, model={"moe": EXPERTS}),
     "encoder-decoder, 1f1b": layout(2, {"pp": 2, "zero": 0}, model=PAIR),
     "retrieval, 1f1b": layout(2, {"pp": 2, "zero": 0}, model=RETRO),
     "retrieval, tp": layout(2, {"tp": 2, "sp": True}, model=RETRO),

@@ -66,8 +66,7 @@ class ParallelConfig(StrictConfig):
     overlap_expert_exchange: bool = Field(
         False,
         description="run the forward of a micro-batch and the backward of another in turn, so that the expert exchange of each "
-        "is hidden under the computation of the other; keeps up to one more micro-batch of activations (1f1b without virtual "
-        "stages: twice as many)",
+        "is hidden under the computation of the other; 1f1b without virtual stages then keeps up to twice the activations",
     )
     dp: RankCount | None = Field(None, description="number of data-parallel ranks; default: from the number of ranks")
     zero: Literal[0, 1, 2, 3] = Field(

@@ -205,7 +205,7 @@ def _rank_peak(
     in_forward, in_backward = (gathered + size for size in _bucket_bytes(run, mine))
     fed = run.microbatches * (parts.context + _batch_bytes(model, run))
     most, held, last = _PeakTracker(), fed, len(chunks) - 1
-    beside = 0  # work of the forward that runs beside the next backward
+    beside: _StageMemory | None = None  # the stage of a forward that runs in turn with the next backward
     messages = _MessageBuffer(_residual_bytes(model, run), IN_FLIGHT * run.pp)
     for op in schedule.ranks[rank]:
         kind, stage, micro = op
@@ -220,17 +220,20 @@ def _rank_peak(
             case "F":
                 messages.waiting.discard(PipelineOp("F", stage - 1, micro))
                 kept, work = chunk.forward
-                most.record_if_larger(held + messages.held_bytes + kept, work + in_forward, f"forward {moment}")
-                held, beside = held + chunk.kept, work if op in schedule.pairs else 0
+                beside = chunk if op in schedule.pairs else None
+                if beside is None:
+                    most.record_if_larger(held + messages.held_bytes + kept, work + in_forward, f"forward {moment}")
+                held += chunk.kept
                 if stage < last:
                     messages.waiting.add(op)
             case "B" | "I":
                 messages.waiting.discard(PipelineOp("B", stage + 1, micro))
                 kept, work = chunk.backward
+                if beside is not None:
+                    kept, work = _pair_kept_bytes(model, beside, chunk) - beside.kept, work + beside.forward[1]
                 most.record_if_larger(
-                    held + messages.held_bytes - chunk.kept + kept, work + beside + in_backward, f"backward {moment}"
+                    held + messages.held_bytes - chunk.kept + kept, work + in_backward, f"backward {moment}"
                 )
-                beside = 0
                 held += chunk.deferred_wgrad * (kind == "I") - chunk.kept
                 if stage > 0:
                     messages.waiting.add(PipelineOp("B", stage, micro))
@@ -240,6 +243,16 @@ def _rank_peak(
                 held -= chunk.deferred_wgrad
     most.record_if_larger(0, _update_bytes(run, [chunk.weights for chunk in mine]), "update")
     return RankMemory({**states, "activations": most.kept, "work": most.work}, most.moment)
+
+
+def _pair_kept_bytes(model: ModelConfig, forward: _StageMemory, backward: _StageMemory) -> int:
+    """Return the most bytes that a forward and a backward in turn hold: one saves activations while the other frees its own.
+    Each runs from exchange to exchange, of which an expert layer has two; the forward is one such segment ahead.
+    """
+    ahead, behind = (1 + 2 * sum(map(model.is_moe_layer, chunk.layers)) for chunk in (forward, backward))
+    saved = [forward.kept * done / ahead for done in range(1, ahead + 1)]
+    left = [backward.kept * max(0.0, 1 - done / behind) for done in range(ahead)]
+    return round(max(map(sum, zip(saved, left, strict=True))))
 
 
 def _shard_counts(run: TrainingLayout) -> tuple[int, int]:
