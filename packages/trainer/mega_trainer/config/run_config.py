@@ -39,7 +39,11 @@ from mega_trainer.config.extensions import (
 from mega_trainer.config.fp8_config import Fp8Config, find_fp8_problems
 from mega_trainer.config.lr_schedule import LearningRateCurve, LRSchedule
 from mega_trainer.config.objective_config import ObjectiveConfig
-from mega_trainer.config.parallel_rules import ParallelRules, find_zero_problems
+from mega_trainer.config.parallel_rules import (
+    ParallelRules,
+    find_comm_overlap_problems,
+    find_zero_problems,
+)
 from mega_trainer.config.sections import (
     ActivationOffloadConfig,
     CheckpointConfig,
@@ -322,6 +326,9 @@ class RunConfig(StrictConfig):
         yield from self.checkpoint.find_run_problems(train.eval_every)
         yield from self.parallel_rules.find_parallel_degree_problems()
         yield from find_zero_problems(parallel, lora)
+        yield from find_comm_overlap_problems(
+            parallel, self.precision, self.kernels.linear, ordered=self.debug.ordered_reductions
+        )
         if self.precision == "fp8":
             yield from find_fp8_problems(self.fp8, model, parallel, data.seq_length, linear=self.kernels.linear)
         yield from find_lora_problems(lora, self.init_from, self.precision) if lora else ()

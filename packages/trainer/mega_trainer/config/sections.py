@@ -32,6 +32,11 @@ class ParallelConfig(StrictConfig):
     sp: bool = Field(
         False, description="sequence parallelism: split the residual stream over the sequence among tensor ranks"
     )
+    tp_comm_overlap: bool = Field(
+        False,
+        description="with sp, split the GEMMs of linear layers into a piece for each tensor rank, and compute one piece while "
+        "another is sent; by torch's symmetric memory between GPUs with peer access, else by a ring of sends and receives",
+    )
     pp: StageCount = 1
     virtual_stages: StageCount = 1
     schedule: Literal["1f1b", "zb-h1", "zbv"] = Field(

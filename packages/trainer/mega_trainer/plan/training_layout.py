@@ -17,6 +17,7 @@ class TrainingLayout:
     Attributes:
         seq_length: tokens of a sample, before context parallelism splits them; of the encoder in an encoder-decoder model.
         micro_batch: samples of a micro-batch.
+        tp_comm_overlap: GEMMs of tensor-parallel layers overlap with their collectives piece by piece.
         microbatches: micro-batches of a step, per data-parallel rank.
         zero: ZeRO level: data-parallel ranks shard 1 optimizer states, 2 also gradients, 3 also weights.
         zero3_shard: number of data and context ranks that share one copy under ZeRO-3; None: all.
@@ -44,6 +45,7 @@ class TrainingLayout:
     microbatches: int = 1
     tp: int = 1
     sp: bool = False
+    tp_comm_overlap: bool = False
     pp: int = 1
     virtual_stages: int = 1
     schedule: str = "1f1b"

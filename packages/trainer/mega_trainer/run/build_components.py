@@ -50,6 +50,7 @@ from mega_trainer.parallel.deepep_dispatch import DeepEpDispatcher
 from mega_trainer.parallel.expert_parallel import ExpertDispatcher
 from mega_trainer.parallel.fsdp import FullyShardedStage, fully_shard_stage
 from mega_trainer.parallel.nvshmem_dispatch import NvshmemDispatcher
+from mega_trainer.parallel.overlapped_linear import choose_overlapped_gemms
 from mega_trainer.parallel.parallel_linear import DeferredWgradQueue
 from mega_trainer.parallel.parameter_info import freeze_parameters, is_trainable
 from mega_trainer.parallel.parameter_shards import ShardedStage
@@ -158,7 +159,9 @@ def make_layer_builder(
     """Return the factory of all layers of a run's model, with its kernels, parallel groups, LoRA and quantization."""
     return LayerBuilder(
         config.model, groups, create_kernels(choice, leaves), leaves=leaves,
-        sp=config.parallel.sp, cp_kind=config.parallel.cp_kind, dispatcher=build_expert_dispatcher(config, groups, leaves),
+        sp=config.parallel.sp, cp_kind=config.parallel.cp_kind,
+        overlapped=choose_overlapped_gemms(device, groups.tp) if config.parallel.tp_comm_overlap else None,
+        dispatcher=build_expert_dispatcher(config, groups, leaves),
         dispatch_bound=config.parallel.dispatch_bound, dtype=compute_dtype(config), device=device,
         adapts={} if config.lora is None else adapted_modules(config.model, config.lora),
         packed=quantized_tensors(config.model, config.lora, config.is_trainable),
