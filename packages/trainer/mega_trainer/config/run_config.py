@@ -268,6 +268,17 @@ class RunConfig(StrictConfig):
             hint = f"set model.logit_scale={scale!r}"
             yield ConfigProblem("model.logit_scale", rule, model.logit_scale, hint)
 
+    def _quantized_optimizer_problems(self) -> Iterator[ConfigProblem]:
+        """Yield settings that conflict with optimizer moments in 8 bits."""
+        if self.optimizer.name != "adamw8bit":
+            return
+        if self.precision == "fp64":
+            rule = "requires fp32 main weights, and precision = fp64 has fp64 weights"
+            yield ConfigProblem("optimizer.name", rule, "adamw8bit", "set optimizer.name=adamw, or set precision=fp32")
+        if every := self.fault.hash_every:
+            rule = "is not supported with optimizer.name = adamw8bit, whose moments would be copied for each comparison"
+            yield ConfigProblem("fault.hash_every", rule, every, "set fault.hash_every=0, or set optimizer.name=adamw")
+
     def is_periodic_action_due(self, step: int, every: int) -> bool:
         """Return whether an action done every `every` steps and after the last step is due after `step`.
         `every` = 0 means that it is due only after the last step.
@@ -336,6 +347,7 @@ class RunConfig(StrictConfig):
         yield from (replace(problem, path=f"lr_schedule.{problem.path}") for problem in schedule)
         yield from self._decoupled_problems()
         yield from self._mup_problems()
+        yield from self._quantized_optimizer_problems()
         yield from self.profile.find_run_problems(train.steps) if self.profile else ()
         yield from self.fault.find_run_problems(
             zero=parallel.zero, deterministic=self.deterministic, device=self.device

@@ -68,7 +68,7 @@ class TrainingLayout:
     offload: int = 0
     offload_min_bytes: int = 1 << 20
     offload_optimizer: bool = False
-    moments: int = 2
+    moments: float = 2
     muon: bool = False
     fp8_layers: range = range(0)
     freeze: tuple[str, ...] = ()

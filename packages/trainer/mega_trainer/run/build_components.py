@@ -41,6 +41,7 @@ from mega_trainer.model.decoder import Decoder, StageLayers
 from mega_trainer.model.encoder_decoder import select_model_class
 from mega_trainer.model.layer_builder import LayerBuilder
 from mega_trainer.optim.adamw import AdamWUpdateRule
+from mega_trainer.optim.adamw8bit import AdamW8bitUpdateRule
 from mega_trainer.optim.elementwise import ElementwiseUpdate, ElementwiseUpdateRule, LionUpdate, SgdUpdate
 from mega_trainer.optim.gradient_clipping import LossScale
 from mega_trainer.optim.muon import MuonUpdateRule, is_hidden_matrix
@@ -264,8 +265,9 @@ def build_optimizer(
     settings, muon = config.optimizer, config.optimizer.muon
     decay, elementwise = settings.weight_decay, build_elementwise_update(config)
     adamw: Callable[[list[OptimizerSlot]], CountedUpdateRule] = partial(
-        AdamWUpdateRule, betas=settings.betas, eps=settings.eps, weight_decay=decay
-    )
+        AdamW8bitUpdateRule if settings.name == "adamw8bit" else AdamWUpdateRule,
+        betas=settings.betas, eps=settings.eps, weight_decay=decay,
+    )  # fmt: skip
     if elementwise is not None:
         adamw = partial(ElementwiseUpdateRule, rule=elementwise, weight_decay=decay)
     own_decay = decay if muon.weight_decay is None else muon.weight_decay
