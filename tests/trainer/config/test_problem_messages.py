@@ -218,6 +218,10 @@ CASES: list[list[str]] = [
     [MOE, "parallel.ep=2", "parallel.expert_tp=3", "parallel.dispatch=nvshmem", "parallel.dispatch_bound=2.0"],
     [MOE, "parallel.ep=2", "parallel.expert_tp=2", "parallel.dispatch=deepep"],
     ["parallel.zero=2", "parallel.zero3_gather=step"],
+    ["parallel.tp=2", "parallel.tp_comm_overlap=true"],
+    ["parallel.tp=2", "parallel.sp=true", "parallel.tp_comm_overlap=true", "kernels.linear=te"],
+    ["parallel.tp=2", "parallel.sp=true", "parallel.tp_comm_overlap=true", "debug.ordered_reductions=true"],
+    [*FP8, "parallel.tp=2", "parallel.sp=true", "parallel.tp_comm_overlap=true"],
     ["parallel.zero3_shard=2"],
     ["parallel.zero3_layers=2"],
     # fp8

@@ -77,6 +77,7 @@ def test_a_pipeline_is_its_own_schedule_simulated_whatever_the_number_of_microba
         ({"recompute": "full"}, {}),
         ({"recompute": "full"}, {"recompute": "selective"}),
         ({"tp": 2, "dp": 4}, {"tp": 2, "dp": 4, "sp": True}),
+        ({"tp": 2, "dp": 4, "sp": True}, {"tp": 2, "dp": 4, "sp": True, "tp_comm_overlap": True}),
         ({"pp": 4, "dp": 2}, {"pp": 4, "dp": 2, "virtual_stages": 4}),
         ({"pp": 4, "dp": 2}, {"pp": 4, "dp": 2, "schedule": "zb-h1"}),
         ({}, {"precision": "fp8"}),

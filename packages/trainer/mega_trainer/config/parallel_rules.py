@@ -327,3 +327,26 @@ def find_zero_problems(parallel: ParallelConfig, lora: LoraConfig | None) -> Ite
     if quantized:
         rule = f"is not supported with lora.quantize = {quantized}"
         yield ConfigProblem("parallel.zero", rule, zero, "set parallel.zero=2, or remove lora.quantize")
+
+
+def find_comm_overlap_problems(
+    parallel: ParallelConfig, precision: str, linear: str, *, ordered: bool
+) -> Iterator[ConfigProblem]:
+    """Yield settings under which GEMMs cannot overlap with the collectives of tensor parallelism.
+    `linear` is the configured library of linear layers, `ordered` is `debug.ordered_reductions`.
+    """
+    if not parallel.tp_comm_overlap:
+        return
+    key, off = "parallel.tp_comm_overlap", "set parallel.tp_comm_overlap=false"
+    if not parallel.sp or parallel.tp == 1:
+        rule = f"requires sequence parallelism over several tensor ranks, found tp = {parallel.tp}, sp = {parallel.sp}"
+        yield ConfigProblem(key, rule, True, off)
+    if precision == "fp8":
+        rule = "is not supported with precision = fp8, whose GEMMs quantise whole matrices"
+        yield ConfigProblem(key, rule, True, f"{off}, or set precision=bf16")
+    if linear == "te":
+        rule = "is not supported with kernels.linear = te, as only GEMMs of torch are split into pieces"
+        yield ConfigProblem(key, rule, True, f"{off}, or set kernels.linear=torch")
+    if ordered:
+        rule = "is not supported with debug.ordered_reductions, as a ring adds the ranks' sums in its own order"
+        yield ConfigProblem(key, rule, True, f"{off}, or set debug.ordered_reductions=false")

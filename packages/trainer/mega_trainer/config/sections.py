@@ -32,6 +32,11 @@ class ParallelConfig(StrictConfig):
     sp: bool = Field(
         False, description="sequence parallelism: split the residual stream over the sequence among tensor ranks"
     )
+    tp_comm_overlap: bool = Field(
+        False,
+        description="with sp, split the GEMMs of linear layers into a piece for each tensor rank, and compute one piece while "
+        "another is sent; by torch's symmetric memory between GPUs with peer access, else by a ring of sends and receives",
+    )
     pp: StageCount = 1
     virtual_stages: StageCount = 1
     schedule: Literal["1f1b", "zb-h1", "zbv", "dualpipev"] = Field(
@@ -196,7 +201,7 @@ class SgdConfig(StrictConfig):
             yield ConfigProblem("nesterov", "requires momentum above 0", True, "set optimizer.sgd.momentum=0.9")
 
 
-OptimizerName = Literal["adamw", "muon", "lion", "sgd"]
+OptimizerName = Literal["adamw", "adamw8bit", "muon", "lion", "sgd"]
 
 
 class MupConfig(StrictConfig):
@@ -214,7 +219,8 @@ class OptimizerConfig(StrictConfig):
     """Optimizer settings: AdamW, Muon for hidden matrices, Lion or SGD, and the clip of the global gradient norm."""
 
     name: OptimizerName | ExtensionName = Field(
-        "adamw", description="adamw, muon, lion, sgd, or an optimizer of an extension"
+        "adamw",
+        description="adamw, adamw8bit (moments in 8 bits, by bitsandbytes), muon, lion, sgd, or an optimizer of an extension",
     )
     options: dict[str, Any] = Field({}, description="settings of an extension's optimizer")
     lr: float = Field(3e-4, gt=0)
@@ -238,9 +244,11 @@ class OptimizerConfig(StrictConfig):
     sgd: SgdConfig = SgdConfig()
 
     @property
-    def moments(self) -> int:
-        """Number of state values of the optimizer for each weight; an extension's optimizer is taken to have two."""
-        return {"lion": 1, "sgd": int(self.sgd.momentum > 0)}.get(self.name, 2)
+    def moments(self) -> float:
+        """Number of state values of the optimizer for each weight, of the size of a gradient's.
+        An extension's optimizer is taken to have two; a value in 8 bits is a quarter, and its share of a scale.
+        """
+        return {"lion": 1, "sgd": int(self.sgd.momentum > 0), "adamw8bit": 2 * (1 / 4 + 1 / 256)}.get(self.name, 2)
 
     def problems(self) -> Iterator[ConfigProblem]:
         """Yield a problem for Adam betas outside [0, 1)."""

@@ -394,7 +394,8 @@ class LayerCostModel:
 
     def _tensor_parallel_work(self, work: PassWork, halves: int) -> PassWork:
         """Return the tensor-parallel communication: four collectives forward and six backward for both halves of a
-        layer; without sequence parallelism four all-reduces, which are two each.
+        layer; without sequence parallelism four all-reduces, which are two each. With `tp_comm_overlap` all of them run
+        beside GEMMs, also those that full recomputation repeats.
         """
         run = self.run
         if run.tp == 1:
@@ -404,8 +405,9 @@ class LayerCostModel:
             self.interconnect.make_rank_group(run.tp, 1),
         )
         waited = self.profile.tp_waited if run.sp else max(self.profile.tp_waited, 6)
+        waited, again = (0, 0) if run.tp_comm_overlap else (waited, 2 if run.recompute == "full" else 0)
         overlapped = self.rates.exposed_seconds((10 - waited) * one, work["products"].total * (10 - waited) / 10)
-        forward = min(waited, 4) + (2 if run.recompute == "full" else 0)
+        forward = min(waited, 4) + again
         share = halves / 2
         return {"tensor": PassSeconds(share * forward * one, share * max(0, waited - 4) * one + overlapped)}
 

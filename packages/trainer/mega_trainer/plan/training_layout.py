@@ -19,6 +19,7 @@ class TrainingLayout:
     Attributes:
         seq_length: tokens of a sample, before context parallelism splits them; of the encoder in an encoder-decoder model.
         micro_batch: samples of a micro-batch.
+        tp_comm_overlap: GEMMs of tensor-parallel layers overlap with their collectives piece by piece.
         microbatches: micro-batches of a step, per data-parallel rank.
         zero: ZeRO level: data-parallel ranks shard 1 optimizer states, 2 also gradients, 3 also weights.
         zero3_shard: number of data and context ranks that share one copy under ZeRO-3; None: all.
@@ -47,6 +48,7 @@ class TrainingLayout:
     microbatches: int = 1
     tp: int = 1
     sp: bool = False
+    tp_comm_overlap: bool = False
     pp: int = 1
     virtual_stages: int = 1
     schedule: str = "1f1b"
@@ -70,7 +72,7 @@ class TrainingLayout:
     offload: int = 0
     offload_min_bytes: int = 1 << 20
     offload_optimizer: bool = False
-    moments: int = 2
+    moments: float = 2
     muon: bool = False
     fp8_layers: range = range(0)
     freeze: tuple[str, ...] = ()

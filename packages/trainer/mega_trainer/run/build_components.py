@@ -41,6 +41,7 @@ from mega_trainer.model.decoder import Decoder, StageLayers
 from mega_trainer.model.encoder_decoder import select_model_class
 from mega_trainer.model.layer_builder import LayerBuilder
 from mega_trainer.optim.adamw import AdamWUpdateRule
+from mega_trainer.optim.adamw8bit import AdamW8bitUpdateRule
 from mega_trainer.optim.elementwise import ElementwiseUpdate, ElementwiseUpdateRule, LionUpdate, SgdUpdate
 from mega_trainer.optim.gradient_clipping import LossScale
 from mega_trainer.optim.muon import MuonUpdateRule, is_hidden_matrix
@@ -50,6 +51,7 @@ from mega_trainer.parallel.deepep_dispatch import DeepEpDispatcher
 from mega_trainer.parallel.expert_parallel import ExpertDispatcher
 from mega_trainer.parallel.fsdp import FullyShardedStage, fully_shard_stage
 from mega_trainer.parallel.nvshmem_dispatch import NvshmemDispatcher
+from mega_trainer.parallel.overlapped_linear import choose_overlapped_gemms
 from mega_trainer.parallel.parallel_linear import DeferredWgradQueue
 from mega_trainer.parallel.parameter_info import freeze_parameters, is_trainable
 from mega_trainer.parallel.parameter_shards import ShardedStage
@@ -159,8 +161,9 @@ def make_layer_builder(
     """Return the factory of all layers of a run's model, with its kernels, parallel groups, LoRA and quantization."""
     return LayerBuilder(
         config.model, groups, create_kernels(choice, leaves), leaves=leaves,
-        sp=config.parallel.sp, cp_kind=config.parallel.cp_kind, dispatcher=build_expert_dispatcher(config, groups, leaves),
-        dispatch_bound=config.parallel.dispatch_bound,
+        sp=config.parallel.sp, cp_kind=config.parallel.cp_kind,
+        overlapped=choose_overlapped_gemms(device, groups.tp) if config.parallel.tp_comm_overlap else None,
+        dispatcher=build_expert_dispatcher(config, groups, leaves), dispatch_bound=config.parallel.dispatch_bound,
         interleaver=PassInterleaver() if config.parallel.overlap_expert_exchange else None, dtype=compute_dtype(config), device=device,
         adapts={} if config.lora is None else adapted_modules(config.model, config.lora),
         packed=quantized_tensors(config.model, config.lora, config.is_trainable),
@@ -264,8 +267,9 @@ def build_optimizer(
     settings, muon = config.optimizer, config.optimizer.muon
     decay, elementwise = settings.weight_decay, build_elementwise_update(config)
     adamw: Callable[[list[OptimizerSlot]], CountedUpdateRule] = partial(
-        AdamWUpdateRule, betas=settings.betas, eps=settings.eps, weight_decay=decay
-    )
+        AdamW8bitUpdateRule if settings.name == "adamw8bit" else AdamWUpdateRule,
+        betas=settings.betas, eps=settings.eps, weight_decay=decay,
+    )  # fmt: skip
     if elementwise is not None:
         adamw = partial(ElementwiseUpdateRule, rule=elementwise, weight_decay=decay)
     own_decay = decay if muon.weight_decay is None else muon.weight_decay

@@ -147,7 +147,16 @@ class LayoutCase:
     @property
     def layout(self) -> dict[str, Any]:
         """All degrees of the layout, with recomputation and optimizer."""
-        usual = {"tp": 1, "sp": False, "pp": 1, "virtual_stages": 1, "schedule": "1f1b", "cp": 1, "zero": 1}
+        usual = {
+            "tp": 1,
+            "sp": False,
+            "tp_comm_overlap": False,
+            "pp": 1,
+            "virtual_stages": 1,
+            "schedule": "1f1b",
+            "cp": 1,
+            "zero": 1,
+        }
         degrees = {**usual, "ep": 1, "expert_tp": 1, **self.parallel}
         dp = self.ranks // (degrees["tp"] * degrees["pp"] * degrees["cp"])
         return degrees | {"dp": dp, "recompute": self.recompute.get("kind", "none"), "optimizer": self.optimizer}
