@@ -10,10 +10,7 @@ import importlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from mega_common.model_config import ModelConfig
-from mega_common.strict_config import ConfigProblem, StrictConfig
-from mega_trainer.config.extensions import (
-    EXTENSION_API,
+from mega_common.extension_entries import (
     ActivationFunction,
     Block,
     BlockTraits,
@@ -25,10 +22,14 @@ from mega_trainer.config.extensions import (
     Objective,
     Optimizer,
     PositionFunction,
+    Sampler,
     Schedule,
     ScoreFunction,
-    load_extensions,
 )
+from mega_common.extension_loader import EXTENSION_API
+from mega_common.model_config import ModelConfig
+from mega_common.strict_config import ConfigProblem, StrictConfig
+from mega_trainer.config.extensions import load_extensions
 from mega_trainer.config.sections import OptimizerConfig
 
 if TYPE_CHECKING:
@@ -142,6 +143,7 @@ __all__ = [
     "RecurrentMixer",
     "RopeEntry",
     "RowParallelLinear",
+    "Sampler",
     "ScanInputs",
     "ScanPass",
     "Schedule",
