@@ -178,7 +178,9 @@ def _load(model_settings: TaskEvalOptions, sharing: ReplicaLayout, rank: int, wo
     from mega_eval.multi_rank_inference import ModelReplicas, PromptTokenizer, build_replica_groups
 
     tokenizer = (
-        Tokenizer(model_settings.tokenizer) if model_settings.tokenizer else load_tokenizer(model_settings.model)
+        Tokenizer(model_settings.tokenizer)
+        if model_settings.tokenizer
+        else load_tokenizer(model_settings.model, extensions=model_settings.extensions)
     )
     groups = build_replica_groups(read_model_config(model_settings.model), rank, world_size, sharing)
     dtype, device = PRECISIONS[model_settings.precision], select_device(model_settings.device)

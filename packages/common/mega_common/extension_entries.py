@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from mega_common.model_config import ModelConfig
 from mega_common.strict_config import StrictConfig
+
+KernelOperation = Literal["rms_norm", "layer_norm", "attention", "gated_activation", "short_convolution"]
 
 
 class NoOptions(StrictConfig):
@@ -200,6 +202,40 @@ class Sampler:
 
 
 @dataclass(frozen=True)
+class Kernel:
+    """Kernel of an extension for an operation of the trainer, in place of mega's.
+
+    Attributes:
+        operation: one of `KernelOperation`. docs/extensions.md has the arguments of each.
+        compute: differentiable function with the arguments and the result of the operation, which depends on them alone.
+        supports: function with the same arguments that returns whether `compute` is used for a call, such as by dtype,
+            device and size; other calls are computed by mega.
+        options: kernels have no settings.
+    """
+
+    operation: KernelOperation
+    compute: Callable[..., Any]
+    supports: Callable[..., bool] = lambda *arguments, **options: True
+    options: type[StrictConfig] = NoOptions
+
+
+@dataclass(frozen=True)
+class CustomTokenizer:
+    """Tokenizer of an extension, named as `FILE.py:NAME` or `PACKAGE:NAME` where a tokenizer is expected.
+
+    Attributes:
+        build: class or function `() -> tokenizer` of an object with
+            `vocabulary`: mapping from the name of each token to its id, an integer from 0 on;
+            `end_token`: name of the end-of-text token in the vocabulary, or None (default);
+            `encode(text) -> ids`: all of the text is ordinary text, also one that spells the name of a token;
+            `decode(ids) -> text`: for any ids of the vocabulary.
+            Both methods must be functions of their argument alone, and may be called from several threads at once.
+    """
+
+    build: Callable[[], Any]
+
+
+@dataclass(frozen=True)
 class Extension:
     """Additions of one extension module to mega, such as mixers, objectives and optimizers, by kind and name.
 
@@ -219,6 +255,8 @@ class Extension:
         callbacks: for `callbacks`.
         data_kinds: for `data.kind`.
         samplers: for `--sampler` of generation, and `sampler` of a request.
+        kernels: for `kernels.functions`.
+        tokenizers: for `--tokenizer` and `data.tokenizer`.
         families: `ModelFamily` declarations of HuggingFace folders.
     """
 
@@ -237,4 +275,6 @@ class Extension:
     callbacks: Mapping[str, Callback] = field(default_factory=dict)
     data_kinds: Mapping[str, DataKind] = field(default_factory=dict)
     samplers: Mapping[str, Sampler] = field(default_factory=dict)
+    kernels: Mapping[str, Kernel] = field(default_factory=dict)
+    tokenizers: Mapping[str, CustomTokenizer] = field(default_factory=dict)
     families: Sequence[Any] = ()

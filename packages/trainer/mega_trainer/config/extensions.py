@@ -20,7 +20,7 @@ from mega_common.extension_block import (
     BlockDeclaration,
     FunctionDeclaration,
 )
-from mega_common.extension_entries import Block, BlockTraits, Extension
+from mega_common.extension_entries import Block, BlockTraits, Extension, Kernel, KernelOperation
 from mega_common.extension_loader import find_installed_extensions, load_extension, locate_error
 from mega_common.layer_kinds import FEEDS, MIXERS
 from mega_common.model_config import ModelConfig
@@ -49,6 +49,8 @@ BUILT_IN: Mapping[str, tuple[str, ...]] = {
     "callbacks": (),
     "data_kinds": get_args(KindName),
     "samplers": (),
+    "tokenizers": (),
+    "kernels": (),
 }
 
 
@@ -75,6 +77,24 @@ class ExtensionRegistry:
     def find_extension(self, kind: str, name: str) -> Extension:
         """Return the extension that has the entry `name` of a kind, such as `mixers`."""
         return next(extension for extension in self.extensions if name in getattr(extension, kind))
+
+    def select_kernels(self, names: Sequence[str]) -> list[Kernel]:
+        """Return the kernels of these names, which `find_kernel_problems` has accepted."""
+        entries = self.entries("kernels")
+        return [entries[name] for name in names]
+
+    def find_kernel_problems(self, names: Sequence[str]) -> Iterator[ConfigProblem]:
+        """Yield the problems of `kernels.functions`: a name of no extension, or two kernels for one operation."""
+        entries, owners = self.entries("kernels"), dict[str, str]()
+        for name in names:
+            yield from find_extension_entry_problems(
+                self, "kernels", "kernels.functions", name, {}, "kernels.functions"
+            )
+            operation = entries[name].operation if name in entries else name
+            if operation in owners:
+                rule = f"must have one kernel for {operation}, found {owners[operation]} and {name}"
+                yield ConfigProblem("kernels.functions", rule, None, "remove kernels.functions, or one of them")
+            owners[operation] = name
 
     def make_block_factories(self, model: ModelConfig) -> dict[str, Callable[[Any, int], Any]]:
         """Return functions `(build, layer) -> module` of the model's blocks of extensions, with their options bound."""
@@ -106,12 +126,19 @@ def load_extensions(references: Iterable[str]) -> ExtensionRegistry:
     """Import the extensions that `references` name: files, folders of packages, installed entry points, or modules.
 
     Raises:
-        ConfigError: for an extension that is missing, raises, or was written for other interfaces, and for two entries
-            with one name.
+        ConfigError: for an extension that is missing, raises, or was written for other interfaces, for two entries with one
+            name, and for a kernel of an unknown operation.
     """
     found = [load_extension(reference) for reference in dict.fromkeys(references)]
     owners: dict[tuple[str, str], str] = {(kind, name): "mega" for kind, names in BUILT_IN.items() for name in names}
     for extension in found:
+        for name, kernel in extension.kernels.items():
+            if kernel.operation not in get_args(KernelOperation):
+                raise ConfigError(
+                    f"extension {extension.name}: the operation of {name} in kernels must be one of "
+                    f"{', '.join(get_args(KernelOperation))}, found {kernel.operation!r}",
+                    hint="correct the extension",
+                )
         for kind in BUILT_IN:
             for name in getattr(extension, kind):
                 owner = owners.setdefault((kind, name), extension.name)

@@ -350,6 +350,7 @@ class RunConfig(StrictConfig):
         for kind in sorted(data.dataset_kinds):
             options = data.options if kind in added or not added else {}
             yield from find("data_kinds", "data.kind", kind, options, "data.options")
+        yield from self.registry.find_kernel_problems(self.kernels.functions)
         for name, options in self.callbacks.items():
             yield from find("callbacks", f"callbacks.{name}", name, options, f"callbacks.{name}")
 
