@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from html import escape
 
 from mega_trainer.pages.axis_scale import AxisScale, format_compact
-from mega_trainer.pages.page_elements import HEIGHT, WIDTH, draw_svg_text, format_figure, format_svg
+from mega_trainer.pages.page_elements import HEIGHT, draw_svg_text, format_figure, format_svg
 
-SPACING, MARGIN, FIRST = 130, 12, 46  # between axes; at the left; of the top of the axes
+WIDE, NARROWEST = 960, 130  # width of a picture as wide as the page; least distance of axes
+MARGIN, FIRST = 12, 46  # at the left and below; top of the axes
 LAST = 100  # room for tick labels at the right of the last axis
 FAINTEST, STRONGEST = 0.15, 0.75  # opacities of the lines of the last and of the second item
 
@@ -62,26 +63,30 @@ def draw_parallel_coordinates(
     """
     if len(axes) < 2 or len(items) < 2:
         return ""
+    spacing = max(NARROWEST, (WIDE - MARGIN - LAST) // (len(axes) - 1))
     places = [axis.place_values(log_from) for axis in axes]
-    body = [part for index, axis in enumerate(axes) for part in _draw_axis(index, axis, places[index][0])]
+    body = [
+        part
+        for index, axis in enumerate(axes)
+        for part in _draw_axis(MARGIN + spacing * index, 14 if index % 2 == 0 else 32, axis, places[index][0])
+    ]
     for number in reversed(range(len(items))):
-        points = "L".join(f"{_axis_position(index)},{at[number]:.1f}" for index, (_, at) in enumerate(places))
+        points = "L".join(f"{MARGIN + spacing * index},{at[number]:.1f}" for index, (_, at) in enumerate(places))
         share = (number - 1) / max(1, len(items) - 2)
-        style = "s1" if number == 0 else f's0" stroke-opacity="{STRONGEST + (FAINTEST - STRONGEST) * share:.2f}'
+        style = (
+            's1" style="stroke-width: 3'
+            if number == 0
+            else f's0" stroke-opacity="{STRONGEST + (FAINTEST - STRONGEST) * share:.2f}'
+        )
         body.append(f'<path class="line {style}" d="M{points}"><title>{escape(items[number])}</title></path>')
-    width = max(WIDTH, _axis_position(len(axes) - 1) + LAST)
+    width = MARGIN + spacing * (len(axes) - 1) + LAST
     return format_figure(title, format_svg(title, body, width=width))
 
 
-def _axis_position(index: int) -> int:
-    return MARGIN + SPACING * index
-
-
-def _draw_axis(index: int, axis: CoordinateAxis, scale: AxisScale) -> Iterator[str]:
-    """Yield the SVG of an axis; names are in two rows, so that long ones do not meet."""
-    x = _axis_position(index)
+def _draw_axis(x: int, top: int, axis: CoordinateAxis, scale: AxisScale) -> Iterator[str]:
+    """Yield the SVG of an axis at x with its name at `top`; names are in two rows, so that long ones do not meet."""
     yield f'<path class="grid" d="M{x},{FIRST}V{HEIGHT - MARGIN}"/>'
-    yield draw_svg_text(x - 4, 14 if index % 2 == 0 else 32, axis.name, "start")
+    yield draw_svg_text(x - 4, top, axis.name, "start")
     for at, label in axis.list_ticks(scale):
         yield f'<path class="grid" d="M{x - 4},{at:.1f}H{x + 4}"/>' + draw_svg_text(
             x + 7, at + 4, label, "start", "quiet"
