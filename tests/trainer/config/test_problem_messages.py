@@ -29,6 +29,7 @@ BASE: dict[str, Any] = {
     "device": "cpu",
 }  # fmt: skip
 MOE = "model.moe={num_experts: 8, top_k: 2, ffn_hidden_size: 12}"
+KERNELS = Path(__file__).parents[3] / "examples" / "extensions" / "sampler_tokenizer_kernel.py"
 FUNCTIONS = Path(__file__).parents[3] / "examples" / "extensions" / "model_functions.py"
 ENCODER = ["model.encoder={num_layers: 2}", "data.kind=t5", "model.position=relative", "model.norm=rmsnorm"]
 RETRO = ["model.retro={layers: [1], chunk_length: 16, encoder_layers: 2}", "data.kind=retro"]
@@ -103,6 +104,7 @@ CASES: list[list[str]] = [
     ["optimizer.options={a: 1}"],
     ["optimizer.sgd={momentum: 0.0, nesterov: true}"],
     ["callbacks={mine: {}}"],
+    [f"extensions=[{KERNELS}]", "kernels.functions=[recomputed_norm, recomputed_norm]"],
     [
         "model.mixers={mean: {declares: {extension: mean, tensors: {}}}}",
         "model.layers=[mean+mlp, mean+mlp, mean+mlp, mean+mlp]", "parallel.cp=2",

@@ -312,6 +312,10 @@ class ActivationOffloadConfig(StrictConfig):
     min_bytes: int = Field(1 << 20, ge=0, description="smaller tensors stay on the device")
 
 
+def _split_commas(raw: Any) -> Any:
+    return raw.split(",") if isinstance(raw, str) else raw
+
+
 class KernelsConfig(StrictConfig):
     """Choice of the kernel library for each operation, such as attention and linear layers.
     `auto` selects the best that is installed; a run logs the choice and its reason at the start.
@@ -332,6 +336,9 @@ class KernelsConfig(StrictConfig):
     delta: Literal["auto", "torch", "fla"] = Field(
         "auto",
         description="delta rule of gated delta nets and of Kimi Delta Attention, without context parallelism; fla: flash-linear-attention",
+    )
+    functions: Annotated[list[str], BeforeValidator(_split_commas)] = Field(
+        [], description="kernels of extensions, by name, each for one operation; used for the calls that they support"
     )
 
 
@@ -366,10 +373,6 @@ class CheckpointConfig(StrictConfig):
         """Yield a problem if `checkpoint.best` is set in a run without validation."""
         if self.best and not eval_every:
             yield validation_required_problem("checkpoint.best", True)
-
-
-def _split_commas(raw: Any) -> Any:
-    return raw.split(",") if isinstance(raw, str) else raw
 
 
 class InTrainingEvalConfig(StrictConfig):

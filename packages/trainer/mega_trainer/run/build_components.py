@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.distributed.fsdp import FSDPModule
 
 from mega_ckpt.lora_tensors import adapted_modules, quantized_tensors
 from mega_common.errors import ConfigError
+from mega_common.extension_entries import Kernel
 from mega_data.blended_dataset import BlendedDataset, build_blended_datasets
 from mega_data.tokenizer import Tokenizer
 from mega_trainer.config.fp8_config import check_fp8_device
@@ -22,6 +23,7 @@ from mega_trainer.data.data_check import open_prompts
 from mega_trainer.distributed.comm import CommTrafficCounter
 from mega_trainer.distributed.process_groups import ParallelGroups, ProcessGroupCache, RankInfo, build_parallel_groups
 from mega_trainer.kernels.backend_choice import BackendChoice, BackendFacts, choose_backends, installed_kernel_versions
+from mega_trainer.kernels.extension_kernels import ExtensionKernels
 from mega_trainer.kernels.flash_attention import FlashAttention2, FlashAttention3, FlashKernel, TorchFlashKernel
 from mega_trainer.kernels.flex_attention import FlexAttentionKernel
 from mega_trainer.kernels.fp8_kernels import E4M3, E5M2, Fp8Kernels
@@ -155,12 +157,18 @@ def create_kernels(choice: BackendChoice, leaves: LeafCompiler) -> Kernels:
     return (TeLinearKernels if choice.linear == "te" else TorchKernels)(leaves, flash, whole, recurrent)
 
 
+def select_extension_kernels(config: RunConfig) -> Sequence[Kernel]:
+    """Return the kernels of extensions that a run uses (`kernels.functions`)."""
+    return config.registry.select_kernels(config.kernels.functions)
+
+
 def make_layer_builder(
     config: RunConfig, groups: ParallelGroups, device: torch.device, choice: BackendChoice, leaves: LeafCompiler
 ) -> LayerBuilder:
     """Return the factory of all layers of a run's model, with its kernels, parallel groups, LoRA and quantization."""
+    kernels, added = create_kernels(choice, leaves), select_extension_kernels(config)
     return LayerBuilder(
-        config.model, groups, create_kernels(choice, leaves), leaves=leaves,
+        config.model, groups, cast("Kernels", ExtensionKernels(kernels, added)) if added else kernels, leaves=leaves,
         sp=config.parallel.sp, cp_kind=config.parallel.cp_kind,
         overlapped=choose_overlapped_gemms(device, groups.tp) if config.parallel.tp_comm_overlap else None,
         dispatcher=build_expert_dispatcher(config, groups, leaves), dispatch_bound=config.parallel.dispatch_bound,

@@ -232,7 +232,13 @@ def assemble_training(
     """
     schedule = build_schedule(config, groups)
     choice, leaves = choose_kernels(config, device), LeafCompiler(compiled=should_compile(config.compile, device))
-    logger.info("%s", choice)
+    added = ", ".join(
+        f"{kernel.operation} {name}"
+        for name, kernel in zip(
+            config.kernels.functions, config.registry.select_kernels(config.kernels.functions), strict=True
+        )
+    )
+    logger.info("%s%s", choice, f", of extensions: {added}" if added else "")
     builder = make_layer_builder(config, groups, device, choice, leaves)
     stages = build_stages(config, builder, schedule)
     sharded = shard_stages(config, stages)
