@@ -7,6 +7,7 @@ context, communicators and the allocator's slack (`device_memory`).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 from mega_common.errors import ConfigError
@@ -134,16 +135,15 @@ def _pipelined(
     """Return the memory in Megatron and nanotron: bf16 weights, whole gradients, fp32 main weights and moments, sharded
     under ZeRO-1.
 
-    Logits are held in bf16, in fp32, and as exponentials, which become the gradient.
+    Logits are held in bf16, in fp32, and as exponentials, which become the gradient; nanotron frees those in bf16 before. Its
+    autograd keeps bf16 gradients of a whole backward before they are added to the fp32 ones, and without ZeRO torch's DDP keeps
+    them a second time in buckets.
     """
     schedule = make_planning_schedule(
         run.schedule, pp=run.pp, microbatches=run.microbatches, virtual_stages=run.virtual_stages
     )
-    flight, stages, count = (
-        peak_in_flight_microbatches(schedule),
-        split_layers_into_stages(model, run),
-        count_parameters_by_layer(model),
-    )
+    flight, count = peak_in_flight_microbatches(schedule), count_parameters_by_layer(model)
+    stages = _split_nanotron_stages(model, run, count) if nanotron else split_layers_into_stages(model, run)
     tokens = run.micro_batch * run.seq_length / run.cp
     shared = (run.dp * run.cp, max(1, run.dp * run.cp * run.tp // (run.ep * run.expert_tp))) if run.zero else (1, 1)
     ranks_bytes = []
@@ -154,22 +154,43 @@ def _pipelined(
             sum(_layer_bytes(model, run, index, options.recomputed, nanotron=nanotron) for index in layers)
             / run.virtual_stages
         )
-        loss = tokens * model.vocab_size / run.tp * (options.logits or 10) * (rank == run.pp - 1)
+        each = options.logits or (8 if nanotron else 10)
+        work = tokens * model.vocab_size / run.tp * each * (rank == run.pp - 1)
+        gradients = options.gradients
+        if nanotron:
+            gradients += 2 * (run.zero == 0 and run.dp > 1)
+            work = max(work, 2 * sum(held) - tokens * stage)  # a backward's gradients, when its activations are freed
         ranks_bytes.append(
             {
-                "weights": round(2 * sum(held)), "gradients": round(options.gradients * sum(held)),
+                "weights": round(2 * sum(held)), "gradients": round(gradients * sum(held)),
                 "optimizer": round(options.optimizer * sum(n / ranks for n, ranks in zip(held, shared, strict=True))),
-                "activations": round(flight[rank] * tokens * stage), "work": round(loss),
+                "activations": round(flight[rank] * tokens * stage), "work": round(work),
             }
         )  # fmt: skip
     return ranks_bytes
+
+
+def _split_nanotron_stages(model: ModelConfig, run: TrainingLayout, count: ParameterCounts) -> list[range]:
+    """Return the range of layer indices of each stage in nanotron: a stage gets layers until its share of the work of all
+    layers and the head is exceeded, so the first stages have more than their share.
+    """
+    costs = [layer.split for layer in count.layers[: model.num_layers]]
+    share = (sum(costs) + model.vocab_size * model.hidden_size) / (run.pp * run.virtual_stages)
+    firsts, done = [0], 0
+    for index, cost in enumerate(costs):
+        done += cost
+        if done > len(firsts) * share:
+            firsts.append(index + 1)
+    firsts += [model.num_layers] * (run.pp * run.virtual_stages - len(firsts))
+    return [range(first, last) for first, last in pairwise([*firsts, model.num_layers])]
 
 
 def _count_held(
     count: ParameterCounts, run: TrainingLayout, layers: list[int], *, first: bool, last: bool
 ) -> tuple[float, float]:
     """Return the parameters of a rank: those replicated over data ranks, and experts."""
-    ends = (count.embedding * first + count.head * last) / run.tp
+    tied = 0 if first else count.embedding  # a last stage of its own has a copy of a tied table
+    ends = (count.embedding * first + (count.head or tied) * last) / run.tp
     dense = sum(count.layers[i].split / run.tp + count.layers[i].whole for i in layers) + ends
     return dense, sum(count.layers[i].experts for i in layers) / (run.ep * run.expert_tp)
 
@@ -179,8 +200,8 @@ def _layer_bytes(
 ) -> float:
     """Return the bytes per token of one layer's saved activations, without recomputed parts.
 
-    nanotron saves q and k before and after rotation, the outputs of silu and of its multiplication, and the gathered inputs of
-    column-parallel layers; Megatron gathers these again.
+    nanotron saves the outputs of silu and of its multiplication, and the gathered inputs of column-parallel layers; Megatron
+    gathers these again.
     """
     width, values = model.hidden_size, model.num_attention_heads * model.attention_value_dim
     if "full" in again:
@@ -192,7 +213,7 @@ def _layer_bytes(
     stream = (2 * width + (0 if nanotron else norms)) / run.tp + (norms if nanotron else 0)
     if model.mla:
         keys = query
-    heads = (2 if nanotron else 1) * (query + keys) + 2 * values
+    heads = query + keys + 2 * values
     if "mla_up_proj" in again:
         heads -= query + keys + values
     feed = (4 if nanotron else 3) * wide + (2 * moe.top_k * expert_row_width(model) if moe else 0)
