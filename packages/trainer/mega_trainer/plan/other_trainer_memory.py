@@ -7,7 +7,6 @@ context, communicators and the allocator's slack (`device_memory`).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Literal
 
 from mega_common.errors import ConfigError
@@ -15,7 +14,11 @@ from mega_common.model_config import ModelConfig
 from mega_trainer.pipeline.schedules import peak_in_flight_microbatches
 from mega_trainer.plan.flops import ParameterCounts, count_parameters_by_layer
 from mega_trainer.plan.layer_flops import active_ffn_width, expert_row_width
-from mega_trainer.plan.memory_prediction import split_layers_into_stages
+from mega_trainer.plan.memory_prediction import (
+    split_layers_by_shares,
+    split_layers_evenly,
+    split_layers_into_stages,
+)
 from mega_trainer.plan.pipeline_fill import make_planning_schedule
 from mega_trainer.plan.training_layout import TrainingLayout
 
@@ -135,15 +138,15 @@ def _pipelined(
     """Return the memory in Megatron and nanotron: bf16 weights, whole gradients, fp32 main weights and moments, sharded
     under ZeRO-1.
 
-    Logits are held in bf16, in fp32, and as exponentials, which become the gradient; nanotron frees those in bf16 before. Its
-    autograd keeps bf16 gradients of a whole backward before they are added to the fp32 ones, and without ZeRO torch's DDP keeps
-    them a second time in buckets.
+    Logits are held in bf16, in fp32, and as exponentials, which become the gradient. In nanotron the backward of a layer holds
+    gradients of its feed-forward block, autograd keeps bf16 gradients of a whole
+    backward before they are added to the fp32 ones, and without ZeRO torch's DDP keeps them a second time in buckets.
     """
     schedule = make_planning_schedule(
         run.schedule, pp=run.pp, microbatches=run.microbatches, virtual_stages=run.virtual_stages
     )
     flight, count = peak_in_flight_microbatches(schedule), count_parameters_by_layer(model)
-    stages = _split_nanotron_stages(model, run, count) if nanotron else split_layers_into_stages(model, run)
+    stages = split_layers_by_shares(model, run) if nanotron else split_layers_evenly(model, run)
     tokens = run.micro_batch * run.seq_length / run.cp
     shared = (run.dp * run.cp, max(1, run.dp * run.cp * run.tp // (run.ep * run.expert_tp))) if run.zero else (1, 1)
     ranks_bytes = []
@@ -154,12 +157,13 @@ def _pipelined(
             sum(_layer_bytes(model, run, index, options.recomputed, nanotron=nanotron) for index in layers)
             / run.virtual_stages
         )
-        each = options.logits or (8 if nanotron else 10)
-        work = tokens * model.vocab_size / run.tp * each * (rank == run.pp - 1)
+        work = tokens * model.vocab_size / run.tp * (options.logits or 10) * (rank == run.pp - 1)
         gradients = options.gradients
         if nanotron:
             gradients += 2 * (run.zero == 0 and run.dp > 1)
-            work = max(work, 2 * sum(held) - tokens * stage)  # a backward's gradients, when its activations are freed
+            late = 2 * sum(held) - tokens * stage  # gradients of a backward, when its activations are freed
+            # of up and gate projections together, of each, and of the activation's output and the product
+            work = max(work, late, tokens * 12 * model.ffn_hidden_size / run.tp)
         ranks_bytes.append(
             {
                 "weights": round(2 * sum(held)), "gradients": round(gradients * sum(held)),
@@ -168,21 +172,6 @@ def _pipelined(
             }
         )  # fmt: skip
     return ranks_bytes
-
-
-def _split_nanotron_stages(model: ModelConfig, run: TrainingLayout, count: ParameterCounts) -> list[range]:
-    """Return the range of layer indices of each stage in nanotron: a stage gets layers until its share of the work of all
-    layers and the head is exceeded, so the first stages have more than their share.
-    """
-    costs = [layer.split for layer in count.layers[: model.num_layers]]
-    share = (sum(costs) + model.vocab_size * model.hidden_size) / (run.pp * run.virtual_stages)
-    firsts, done = [0], 0
-    for index, cost in enumerate(costs):
-        done += cost
-        if done > len(firsts) * share:
-            firsts.append(index + 1)
-    firsts += [model.num_layers] * (run.pp * run.virtual_stages - len(firsts))
-    return [range(first, last) for first, last in pairwise([*firsts, model.num_layers])]
 
 
 def _count_held(
@@ -200,8 +189,8 @@ def _layer_bytes(
 ) -> float:
     """Return the bytes per token of one layer's saved activations, without recomputed parts.
 
-    nanotron saves the outputs of silu and of its multiplication, and the gathered inputs of column-parallel layers; Megatron
-    gathers these again.
+    nanotron saves the outputs of silu and of its multiplication. Its host runs ahead of its collectives, so the allocator cannot
+    yet reuse the gathered inputs and whole outputs of linear layers; between none and all of them were seen, half is taken.
     """
     width, values = model.hidden_size, model.num_attention_heads * model.attention_value_dim
     if "full" in again:
@@ -210,7 +199,7 @@ def _layer_bytes(
     moe = model.moe if model.is_moe_layer(index) else None
     wide = model.ffn_hidden_size if moe is None else moe.shared_ffn_hidden_size + moe.top_k * moe.ffn_hidden_size
     norms = 0 if "norm" in again else 2 * width
-    stream = (2 * width + (0 if nanotron else norms)) / run.tp + (norms if nanotron else 0)
+    stream = (2 * width + norms) / run.tp + (2 * width * (1 - 1 / run.tp) if nanotron else 0.0)
     if model.mla:
         keys = query
     heads = query + keys + 2 * values
