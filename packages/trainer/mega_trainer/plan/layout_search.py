@@ -280,7 +280,7 @@ def _time_candidates(
     timed, rough = 0, RoughMemoryEstimate.from_parameters(config.model, count)
     levels = (1, 2, 3) if like is None else like.zero
     for settings, run in generate_layout_candidates(config, ranks, machine, levels):
-        if like is not None and not like.supports_layout(run):
+        if like is not None and not like.supports_layout(config.model, run):
             continue
         needed = rough.estimate_bytes(run)
         if (

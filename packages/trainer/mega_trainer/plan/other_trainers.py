@@ -45,11 +45,13 @@ class OtherTrainer:
     profile: TrainerProfile
     memory: TrainerMemoryOptions = field(default_factory=TrainerMemoryOptions)
 
-    def supports_layout(self, run: TrainingLayout) -> bool:
-        """Return whether the trainer can run a layout of the search."""
+    def supports_layout(self, model: ModelConfig, run: TrainingLayout) -> bool:
+        """Return whether the trainer can run a layout of the search. Megatron-LM has equal stages where `pp` divides the layers."""
+        uneven = model.num_layers % run.pp == 0 and model.num_layers % (run.pp * run.virtual_stages) > 0
         zero = self.zero if run.pp == 1 or len(self.zero) == 1 else tuple(level for level in self.zero if level < 3)
         return (
             run.schedule in self.schedules
+            and not (uneven and self.profile.split == "even")
             and (run.virtual_stages == 1 or run.schedule != "1f1b" or self.interleaves)
             and run.zero in zero
             and run.zero3_gather == "micro_batch"
