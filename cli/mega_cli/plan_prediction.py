@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from mega_trainer.pages.plan_page import LayoutCandidate
     from mega_trainer.plan.layout_search import PlannedLayout
     from mega_trainer.plan.machine import MachineSpec
+    from mega_trainer.plan.other_trainers import OtherTrainer
     from mega_trainer.plan.run_budget import BudgetLimits
 
 
@@ -85,9 +86,9 @@ def describe_plan(config: RunConfig, ranks: int, draw: Path | None = None) -> di
 
 def predict_run_speed_and_cost(
     config: RunConfig, ranks: int, machine: MachineSpec, name: str, limits: BudgetLimits | None,
-    memory: Sequence[Mapping[str, int]]
+    memory: Sequence[Mapping[str, int]], like: OtherTrainer | None = None
 ) -> dict[str, Any]:  # fmt: skip
-    """Predict the step time, MFU and cost of a run on a machine, and faster or fitting settings.
+    """Predict the step time, MFU and cost of a run on a machine, in mega with faster or fitting settings, or in another trainer.
     The error of the prediction on published runs is included. Times are in seconds, memory in bytes, as `mega plan
     --json` prints them.
     """
@@ -96,7 +97,7 @@ def predict_run_speed_and_cost(
     from mega_trainer.plan.layout_search import make_planned_run
     from mega_trainer.plan.run_budget import estimate_budget, find_exceeded_limits
 
-    planned = make_planned_run(config, ranks, machine)
+    planned = make_planned_run(config, ranks, machine, like=like)
     step, other = planned.predict_step_time(), planned.trained.extra_flops(config.model, planned.count)
     rate = config.batch.global_ * config.tokens_per_sample / step.seconds
     kind = "bf16" if config.precision == "fp8" else config.precision  # the convention of other trainers for fp8
@@ -117,6 +118,8 @@ def predict_run_speed_and_cost(
     if limits is not None:
         prediction |= estimate_budget(limits.tokens, rate, ranks, machine)
         prediction["exceeds"] = find_exceeded_limits(prediction, limits)
+    if like is not None:
+        return {**prediction, "like": like.name, "faster": []}
     if not prediction["fits"]:
         prediction["fitting"] = [
             {
@@ -143,8 +146,9 @@ def format_prediction(prediction: Mapping[str, Any]) -> list[str]:
     parts = ", ".join(f"{kind} {100 * part / seconds:.1f} %" for kind, part in prediction["seconds"].items())
     limit, hidden = prediction["memory_limit_bytes"] / 2**30, prediction.get("hidden_exchange_seconds", 0.0)
     exchange = hidden + prediction["seconds"].get("expert", 0.0)
+    trainer = f", in {prediction['like']}" if "like" in prediction else ""
     lines = [
-        f"on {prediction['machine']}, predicted:",
+        f"on {prediction['machine']}{trainer}, predicted:",
         f"  step time      {seconds:.3f} s, {prediction['tokens_per_second_per_gpu']:,.0f} tokens/s/GPU",
         f"  error          {format_prediction_error(prediction['error'])}",
         f"  MFU            {100 * prediction['mfu_causal']:.1f} % (unmasked attention), {100 * prediction['mfu_palm']:.1f} % "
@@ -169,7 +173,7 @@ def format_prediction(prediction: Mapping[str, Any]) -> list[str]:
 
 def _format_fitting(prediction: Mapping[str, Any]) -> list[str]:
     """Return lines about the settings with which a run that does not fit would fit."""
-    if prediction["fits"]:
+    if prediction["fits"] or "like" in prediction:
         return []
     if not prediction["fitting"]:
         return ["  would fit with no change of recompute, offload, ZeRO or micro-batch; try --search or more ranks"]

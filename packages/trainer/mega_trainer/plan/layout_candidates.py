@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, Literal
@@ -19,15 +19,15 @@ from mega_trainer.plan.training_layout import RecomputeKind, TrainingLayout
 MIN_CONTEXT_TOKENS = 2048  # tokens of a context rank; with fewer, attention does not hide the communication
 LayoutSettings = dict[str, Any]  # values by path, as for `--set`
 ZERO_CHOICES: tuple[tuple[int, Literal["micro_batch", "step"]], ...] = (
-    (1, "micro_batch"), (2, "micro_batch"), (3, "micro_batch"), (3, "step"),
+    (0, "micro_batch"), (1, "micro_batch"), (2, "micro_batch"), (3, "micro_batch"), (3, "step"),
 )  # fmt: skip
 RECOMPUTE: tuple[RecomputeKind, ...] = ("none", "selective", "full")
 
 
 def generate_layout_candidates(
-    config: RunConfig, ranks: int, machine: MachineSpec
+    config: RunConfig, ranks: int, machine: MachineSpec, zero_levels: Collection[int] = (1, 2, 3)
 ) -> Iterator[tuple[LayoutSettings, TrainingLayout]]:
-    """Yield (run.yaml settings, training layout) of all candidate layouts of a run.
+    """Yield (run.yaml settings, training layout) of all candidate layouts of a run, at these levels of ZeRO.
     They divide the ranks, layers and batch evenly and keep tensor ranks on one node.
     """
     model, batch, length = config.model, config.batch.global_, config.data.seq_length
@@ -52,7 +52,7 @@ def generate_layout_candidates(
             micros,
             eps,
             list_pipeline_schedules(model.num_layers, pp),
-            ZERO_CHOICES,
+            [choice for choice in ZERO_CHOICES if choice[0] in zero_levels],
             RECOMPUTE,
             kinds,
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from mega_common.model_config import ModelConfig
@@ -53,6 +54,33 @@ def split_layers_into_stages(model: ModelConfig, run: TrainingLayout) -> list[ra
         layer_costs=relative_layer_costs(model, run.seq_length, run.target_length),
         first_stage_layers=model.first_stage_layers,
     )  # fmt: skip
+
+
+def split_layers_evenly(model: ModelConfig, run: TrainingLayout) -> list[range]:
+    """Return the range of layer indices of each pipeline stage in Megatron-LM: as many layers each, where they divide; the
+    stages of `split_layers_into_stages` otherwise, which its option for uneven layouts describes.
+    """
+    stages = run.pp * run.virtual_stages
+    each = model.num_layers // stages
+    if model.num_layers % stages or run.pipeline_layout:
+        return split_layers_into_stages(model, run)
+    return [range(stage * each, (stage + 1) * each) for stage in range(stages)]
+
+
+def split_layers_by_shares(model: ModelConfig, run: TrainingLayout) -> list[range]:
+    """Return the range of layer indices of each pipeline stage in nanotron: a stage gets layers until the stages up to it reach
+    their share of the FLOPs of layers and head, so the first stages have more than their share.
+    """
+    stages = run.pp * run.virtual_stages
+    costs = [layer.split for layer in count_parameters_by_layer(model).layers[: model.num_layers]]
+    share = (sum(costs) + model.vocab_size * model.hidden_size) / stages
+    firsts, done = [0], 0
+    for index, cost in enumerate(costs):
+        done += cost
+        if done >= len(firsts) * share and len(firsts) < stages:
+            firsts.append(index + 1)
+    firsts += [model.num_layers] * (stages - len(firsts))
+    return [range(first, last) for first, last in pairwise([*firsts, model.num_layers])]
 
 
 def predict_memory(model: ModelConfig, run: TrainingLayout) -> list[dict[str, int]]:

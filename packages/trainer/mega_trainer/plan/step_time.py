@@ -28,7 +28,11 @@ from mega_trainer.plan.layer_cost import (
     sum_pass_work,
 )
 from mega_trainer.plan.machine import Interconnect, MachineEfficiency, MachineSpec
-from mega_trainer.plan.memory_prediction import split_layers_into_stages
+from mega_trainer.plan.memory_prediction import (
+    split_layers_by_shares,
+    split_layers_evenly,
+    split_layers_into_stages,
+)
 from mega_trainer.plan.pipeline_fill import estimate_makespan, make_planning_schedule
 from mega_trainer.plan.trainable_parameters import TrainableParameters
 from mega_trainer.plan.training_layout import TrainingLayout
@@ -150,7 +154,8 @@ class PlannedRun:
         Raises:
             ConfigError: when the layers do not fit the stages.
         """
-        return split_layers_into_stages(self.model, self.run)
+        split = {"even": split_layers_evenly, "shares": split_layers_by_shares}
+        return split.get(self.cost_model.profile.split, split_layers_into_stages)(self.model, self.run)
 
     def _make_layer_summer(self) -> Callable[[range], PassWork]:
         """Return a function that sums the work of some layers; layers of one kind are computed once."""
@@ -320,7 +325,8 @@ class PlannedRun:
             if run.zero == 3:
                 exposed += self._zero3_seconds(held, trained, stride, forward, backward)
                 gathers = 1 if run.zero3_gather == "step" else 2 * run.microbatches
-                gpu_bytes += (GATHER_BYTES * gathers + REDUCE_BYTES * run.microbatches) * held
+                copied = (GATHER_BYTES * gathers + REDUCE_BYTES * run.microbatches) * held
+                gpu_bytes += copied if cost_model.profile.copies_shards else 0.0
                 continue
             profile, own = cost_model.profile, ZeroConfig(shard_grads=True).min_bucket_elements(ranks)
             bucket = profile.bucket_bytes / profile.gradient_bytes if profile.bucket_bytes else own
@@ -329,14 +335,15 @@ class PlannedRun:
             reduce = (
                 cost_model.interconnect.all_gather_seconds(cost_model.profile.gradient_bytes * trained, group) + latency
             )
+            gather = (
+                cost_model.interconnect.all_gather_seconds(cost_model.bytes_per_activation * trained, group) + latency
+            )
+            if run.zero and not profile.overlaps_reduction:
+                exposed += 2 * reduce + gather
+                continue
             times = run.microbatches if run.zero == 2 else 1
             exposed += times * cost_model.rates.exposed_seconds(reduce if run.zero else 2 * reduce, backward)
-            if run.zero:
-                gather = (
-                    cost_model.interconnect.all_gather_seconds(cost_model.bytes_per_activation * trained, group)
-                    + latency
-                )
-                exposed += cost_model.rates.exposed_seconds(gather, forward)
+            exposed += cost_model.rates.exposed_seconds(gather, forward) if run.zero else 0.0
         seconds = gpu_bytes / cost_model.rates.memory + host_bytes / cost_model.interconnect.host + HOST_WAIT
         return {"data": exposed, "optimizer": seconds}
 
