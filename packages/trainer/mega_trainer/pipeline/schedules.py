@@ -31,6 +31,9 @@ from typing import Literal, NamedTuple
 
 from mega_common.errors import ConfigError
 
+V_SHAPED = frozenset({"zbv", "dualpipev"})  # schedules whose first and last stage are on one rank
+SPLIT_BACKWARD = frozenset({"zb-h1", "zbv", "dualpipev"})  # schedules with `I` and `W` in place of `B`
+
 PipelineOpKind = Literal["F", "B", "I", "W", "SEND_F", "RECV_F", "SEND_B", "RECV_B"]
 ScheduleStep = tuple[PipelineOpKind, int]
 
@@ -61,7 +64,7 @@ class PipelineSchedule:
     """Pipeline schedule: the operations of every pipeline rank in one training step, in order.
 
     Attributes:
-        name: `gpipe`, `1f1b`, `zb-h1` or `zbv`.
+        name: `gpipe`, `1f1b`, `zb-h1`, `zbv` or `dualpipev`.
         pp: number of pipeline ranks.
         virtual_stages: stages per rank.
         microbatches: microbatches per step.
@@ -90,7 +93,7 @@ class PipelineSchedule:
         """True if the pipeline schedule splits each backward into two operations.
         They are `I`, the gradient of the input, and `W`, the gradient of the weights.
         """
-        return self.orders[0][-1].kind == "W"
+        return self.name in SPLIT_BACKWARD
 
     def with_microbatches(self, microbatches: int) -> PipelineSchedule:
         """Return the pipeline schedule of this kind for another number of micro-batches."""
@@ -98,7 +101,7 @@ class PipelineSchedule:
 
 
 def make_schedule(name: str, *, pp: int, microbatches: int, virtual_stages: int = 1) -> PipelineSchedule:
-    """Return a pipeline schedule by name: `gpipe`, `1f1b`, `zb-h1` or `zbv`.
+    """Return a pipeline schedule by name: `gpipe`, `1f1b`, `zb-h1`, `zbv` or `dualpipev`.
     It is for `pp` ranks with `virtual_stages` stages each and any number of micro-batches.
 
     Raises:
@@ -126,9 +129,9 @@ def make_schedule(name: str, *, pp: int, microbatches: int, virtual_stages: int 
 
 def place_pipeline_stages(name: str, pp: int, virtual_stages: int) -> tuple[int, ...]:
     """Return the pipeline rank of each stage in stage order.
-    `zbv` goes down the ranks and up again, like a V; other schedules are round-robin.
+    `zbv` and `dualpipev` go down the ranks and up again, like a V; other schedules are round-robin.
     """
-    if name == "zbv":
+    if name in V_SHAPED:
         return (*range(pp), *reversed(range(pp)))
     return tuple(stage % pp for stage in range(pp * virtual_stages))
 
@@ -211,6 +214,26 @@ def _zbv_steps(rank: int, pp: int, virtual_stages: int, microbatches: int) -> li
     return steps + [w1] * (count - steps.count(w1)) + [w0] * (count - steps.count(w0))
 
 
+def _dualpipev_steps(rank: int, pp: int, virtual_stages: int, microbatches: int) -> list[ScheduleStep]:
+    """Return DualPipeV: two chunks per rank in a V, a forward of one next to a backward of the other (arXiv:2412.19437).
+
+    Its bubble is that of 1F1B with two virtual stages, and its memory that of `zbv` plus one micro-batch. It leaves each
+    forward beside a backward of another micro-batch, under whose computation its communication can be hidden.
+    """
+    count, after = max(microbatches, 2 * pp), pp - 1 - rank
+    f0, i0, w0, f1, i1, w1 = ((kind, chunk) for chunk in (0, 1) for kind in _SPLIT)
+    steps: list[ScheduleStep] = [f0] * (2 * after) + [f0, f1] * (rank + 1) + [i1, w1, f1] * after
+    steps += [f0, i1, w1, f1, i0, w0] * (count - 2 * pp + rank + 1) + [i1, w1, f1, i0, w0] * after
+    # the weight halves of the last backwards wait, and fill the time in which this rank waits for gradients
+    last = ([i1, i0] * (rank + 1), [w1, w0] * (rank + 1))
+    steps += [step for both in zip(*(halves[: rank + 1] for halves in last), strict=True) for step in both]
+    waiting = [*last[1][rank + 1 :], *[w0] * after]
+    steps += last[0][rank + 1 :]
+    for weights in waiting[:after]:
+        steps += [weights, i0]
+    return steps + waiting[after:]
+
+
 _SPLIT: tuple[PipelineOpKind, ...] = ("F", "I", "W")
 _SCHEDULES: dict[str, tuple[Callable[[int, int, int, int], list[ScheduleStep]], int | None]] = {
     # name: (steps of a rank, the number of virtual stages it requires; None: any)
@@ -218,6 +241,7 @@ _SCHEDULES: dict[str, tuple[Callable[[int, int, int, int], list[ScheduleStep]], 
     "1f1b": (_one_f_one_b_steps, None),
     "zb-h1": (_zb_h1_steps, 1),
     "zbv": (_zbv_steps, 2),
+    "dualpipev": (_dualpipev_steps, 2),
 }
 
 
