@@ -57,7 +57,12 @@ class LayerInputDecoder(Decoder):
     def embed_inputs(self, tokens: Tensor, positions: Tensor, *more: Any, **named: Any) -> Tensor:
         """Return the embedded tokens and the inputs of all layers, [B, S or S/T, D + L P]; see `Decoder.embed_inputs`."""
         x = super().embed_inputs(tokens, positions, *more, **named)
-        return x if self.layer_embedding is None else torch.cat([x, self.layer_embedding(tokens, x)], -1)
+        if self.layer_embedding is None:
+            return x
+        vision = self.config.vision
+        if vision is not None and vision.layer_input_token is not None:
+            tokens = tokens.masked_fill(tokens == vision.image_token, vision.layer_input_token)
+        return torch.cat([x, self.layer_embedding(tokens, x)], -1)
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
         """Pass hidden states, followed by the inputs of all layers, through this stage's layers.
