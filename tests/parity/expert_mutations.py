@@ -23,9 +23,11 @@ from mega_trainer.model import (
     norms,
     parameter_builder,
     rotary_embedding,
+    shared_key_values,
 )
 from mega_trainer.model.forward_context import SequenceMask
 from mega_trainer.model.layer_builder import LayerBuilder
+from mega_trainer.model.layer_input_decoder import LayerInputDecoder
 from mega_trainer.model.mixture_of_experts import GroupedExperts
 from mega_trainer.optim import gradient_clipping
 from mega_trainer.parallel import async_all_to_all, expert_parallel, expert_routing, nvshmem_dispatch
@@ -52,6 +54,9 @@ HEADS = case("gqa", 2, parallel={"tp": 2, "sp": True}, variant=VARIANTS["gqa"][3
 PLAIN = case("dense", 2, parallel={"tp": 2, "sp": True}, variant=VARIANTS["dense"][4])
 NORMED = case("dense", 2, parallel={"tp": 2}, variant=VARIANTS["dense"][6])
 MIXED, BY_LOGITS = (case("moe", 2, parallel={"ep": 2}, micro=2, variant=VARIANTS["moe"][number]) for number in (3, 4))
+SHARED = case("gqa", 2, layers=3, parallel={"tp": 2}, variant={"shared_kv_layers": 1, "value_norm": True})
+INPUTS = case("gqa", 2, parallel={"pp": 2}, variant=VARIANTS["gqa"][4])
+SEPARATE = case("moe", 2, parallel={"tp": 2}, variant=VARIANTS["moe"][5])
 BALANCED = case("moe", 2, parallel={"tp": 2, "sp": True}, micro=4, variant=VARIANTS["moe"][-1])
 
 
@@ -347,6 +352,48 @@ def _chosen_by_scores() -> AbstractContextManager[Any]:
     return swap(expert_router.ExpertRouter, "_choice_scores", choice)
 
 
+def _keys_detached() -> AbstractContextManager[Any]:
+    """Layers that share keys and values send no gradient to them."""
+    real = shared_key_values.SharedKeyValueAttention.forward
+
+    def forward(self: Any, x: Tensor, context: Any) -> Tensor:
+        kept = {window: (layer, k.detach(), v.detach()) for window, (layer, k, v) in context.key_values.items()}
+        return real(self, x, replace(context, key_values=kept))
+
+    return swap(shared_key_values.SharedKeyValueAttention, "forward", forward)
+
+
+def _inputs_of_the_layer_before() -> AbstractContextManager[Any]:
+    real = LayerInputDecoder.forward
+
+    def forward(self: Any, x: Tensor, context: Any) -> Tensor:
+        width, size = self.config.hidden_size, self.input_size
+        moved = torch.cat([x[..., :width], x[..., width:].roll(size, -1)], -1)
+        return real(self, moved if self.stage.heads else x, context)
+
+    return swap(LayerInputDecoder, "forward", forward)
+
+
+def _inputs_without_gradient_between_stages() -> AbstractContextManager[Any]:
+    real = LayerInputDecoder.forward
+
+    def forward(self: Any, x: Tensor, context: Any) -> Tensor:
+        y, width = real(self, x, context), self.config.hidden_size
+        return y if self.stage.heads else torch.cat([y[..., :width], y[..., width:].detach()], -1)
+
+    return swap(LayerInputDecoder, "forward", forward)
+
+
+def _separate_norms_without_sync() -> AbstractContextManager[Any]:
+    real = parameter_builder.make_parameter
+
+    def make(shape: Any, pieces: Any, **options: Any) -> Any:
+        norm = any(".mlp.experts_norm." in piece.name for piece in pieces)
+        return real(shape, pieces, **{**options, "grad_sync": ()} if norm else options)
+
+    return swap(parameter_builder, "make_parameter", make)
+
+
 def _norms_with_a_mean() -> AbstractContextManager[Any]:
     return swap(norms.PlainNorm, "forward", lambda self, x: F.layer_norm(x, x.shape[-1:], eps=self.eps))
 
@@ -409,6 +456,10 @@ EXPERTS: list[tuple[str, LayoutCase, Patch]] = [
     ("rotary positions: the other direction", PLAIN, _counterclockwise),
     ("attention: normalised and rotated keys as values", HEADS, _values_after_the_norm_of_keys),
     ("proportional rotary positions: frequencies by the rotated part", HEADS, _frequencies_by_the_rotated_part),
+    ("shared keys: no gradient from the layers that share them", SHARED, _keys_detached),
+    ("inputs of layers: of the layer before in the last stage", INPUTS, _inputs_of_the_layer_before),
+    ("inputs of layers: no gradient between stages", INPUTS, _inputs_without_gradient_between_stages),
+    ("experts: gradient of their own norm from a rank's tokens alone", SEPARATE, _separate_norms_without_sync),
     ("norms without weights: LayerNorm for RMSNorm", PLAIN, _norms_with_a_mean),
     ("norms before output projections: mean over a rank's part alone", NORMED, _split_norm_of_a_part),
     ("key norms: gradient of the bias from a rank's heads alone", NORMED, _norm_bias_of_own_heads),

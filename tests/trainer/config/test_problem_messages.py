@@ -68,6 +68,9 @@ CASES: list[list[str]] = [
     [*STREAM, "train.eval_every=10"],
     [*STREAM, "train.epochs=2"],
     # architecture
+    ["model.num_layers=4", "model.shared_kv_layers=1", "parallel.pp=4"],
+    ["model.num_layers=4", "model.shared_kv_layers=1", "parallel.pp=2", "parallel.pipeline_layout=[3, 1]"],
+    ["model.per_layer_input_size=8", "parallel.pp=2", "eval.tasks=[hellaswag]"],
     ["model.position=learned", "data.seq_length=128"],
     ["data.kind=masked"],
     ["data.kind=bert"],

@@ -24,13 +24,13 @@ from mega_trainer.config.parallel_layout import (
 )
 from mega_trainer.config.sections import ParallelConfig
 
-FIXED_VIRTUAL_STAGES = {
-    "zb-h1": 1,
-    "zbv": 2,
-    "dualpipev": 2,
-}  # virtual stages of the schedules that have a fixed number
+# virtual stages of the schedules that have a fixed number
+FIXED_VIRTUAL_STAGES = {"zb-h1": 1, "zbv": 2, "dualpipev": 2}
 
 _OVERLAP = "parallel.overlap_expert_exchange"
+_LAST_STAGE = (
+    "requires the last {} layers on the last pipeline stage, as they share keys and values (model.shared_kv_layers)"
+)
 _FIRST_STAGE = (
     "requires the first {} layers on the first pipeline stage, as image features are added to their outputs "
     "(model.vision.native.deepstack)"
@@ -111,23 +111,25 @@ class ParallelRules:
         """Yield numbers of stages that the layers do not fill."""
         parallel, layers = self.parallel, self.model.num_layers
         stages, layout = parallel.pp * parallel.virtual_stages, parallel.pipeline_layout
-        first = self.model.first_stage_layers
+        first, last = self.model.first_stage_layers, self.model.last_stage_layers
         if layout is None:
             if layers < stages:
                 product = f"parallel.pp {parallel.pp} x parallel.virtual_stages {parallel.virtual_stages} = {stages}"
                 rule = f"requires a layer for each stage: {product}, found model.num_layers = {layers}"
                 yield ConfigProblem("parallel.pp", rule, parallel.pp, self._suggest_stages())
             elif self._most_stages < stages:
-                rule = f"{_FIRST_STAGE.format(first)}: {stages} stages need {stages + first - 1} layers, found {layers}"
+                rule = _LAST_STAGE.format(last) if last > first else _FIRST_STAGE.format(first)
+                needed = stages + layers - self._most_stages
+                rule += f": {stages} stages need {needed} layers, found {layers}"
                 yield ConfigProblem("parallel.pp", rule, parallel.pp, self._suggest_stages())
             return
         key = "parallel.pipeline_layout"
         fits = self._most_stages >= stages
-        even = (
-            [first, *_even_layout(layers - first, stages - 1)]
-            if first > layers // stages
-            else _even_layout(layers, stages)
-        )
+        even = _even_layout(layers, stages)
+        if first > layers // stages:
+            even = [first, *_even_layout(layers - first, stages - 1)]
+        elif last > layers // stages:
+            even = [*_even_layout(layers - last, stages - 1), last]
         hint = f"set {key}={even}" if fits else f"remove {key} and {self._suggest_stages()}"
         if len(layout) != stages:
             rule = f"must have parallel.pp x parallel.virtual_stages = {stages} stages, found {len(layout)}"
@@ -140,11 +142,13 @@ class ParallelRules:
             yield ConfigProblem(key, rule, layout, hint)
         elif layout[0] < first:
             yield ConfigProblem(key, _FIRST_STAGE.format(first), layout, hint)
+        elif layout[-1] < last:
+            yield ConfigProblem(key, _LAST_STAGE.format(last), layout, hint)
 
     @property
     def _most_stages(self) -> int:
-        """Largest number of pipeline stages: each has a layer, and the first one those that must be on it."""
-        return max(1, self.model.num_layers - max(0, self.model.first_stage_layers - 1))
+        """Largest number of pipeline stages: each has a layer, and the first and the last one those that must be on it."""
+        return self.model.most_pipeline_stages
 
     def _schedule_problems(self) -> Iterator[ConfigProblem]:
         """Yield virtual stages and schedules that conflict with each other or need a pipeline."""

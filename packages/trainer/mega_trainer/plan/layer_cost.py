@@ -23,6 +23,7 @@ from mega_trainer.plan.kernel_throughput import TILE, AttentionKernel, GpuThroug
 from mega_trainer.plan.layer_flops import (
     active_ffn_width,
     expert_row_width,
+    layer_input_shapes,
     max_active_ffn_width,
     mixing_flops,
     projection_shapes,
@@ -150,8 +151,10 @@ class LayerCostModel:
 
     def predict_layer_seconds(self, index: int) -> PassWork:
         """Return the seconds of layer number `index` for one micro-batch, by kind of work."""
-        if self.model.full_attention is not None:
-            return replace(self, model=self.model.get_layer_config(index)).predict_layer_seconds(index)
+        return replace(self, model=self.model.get_layer_config(index))._predict_layer(index)
+
+    def _predict_layer(self, index: int) -> PassWork:
+        """Return `predict_layer_seconds`; `model` is the configuration of this layer."""
         kind = self.model.get_layer_kind(index)
         products = sum_pass_work([*self._dense_gemms(kind), *self._expert_work(index)])
         forward, inputs, weights = products.get("products", PassSeconds())
@@ -222,7 +225,7 @@ class LayerCostModel:
             yield {"products": self._gemm(self.micro_batch_tokens, out / run.tp, into)}
         for out, into in split[-1:]:
             yield {"products": self._gemm(self.micro_batch_tokens, out, into / run.tp)}
-        for out, into in latents:
+        for out, into in [*latents, *layer_input_shapes(model)]:
             yield {"products": self._gemm(self.micro_batch_tokens / (run.tp if run.sp else 1), out, into)}
         shared = model.moe.shared_ffn_hidden_size if model.moe else 0
         width = shared if kind.feed_forward == "moe" else active_ffn_width(model, kind.feed_forward)

@@ -61,7 +61,7 @@ def _attention_shapes(model: ModelConfig) -> tuple[list[MatrixShape], list[Matri
     )
     out = (width, heads * model.attention_value_dim)
     if mla is None:
-        keys_values = [key_value] * (1 if model.keys_are_values else 2)
+        keys_values = [key_value] * ((1 if model.keys_are_values else 2) if model.has_own_keys else 0)
         return [query, *([query] if model.attention_gate else []), *keys_values, out], []
     unfolded = (heads * (mla.qk_nope_head_dim + mla.v_head_dim), mla.kv_lora_rank)
     latent = (mla.kv_lora_rank + mla.qk_rope_head_dim, width)
@@ -199,6 +199,12 @@ def active_ffn_elements(model: ModelConfig, feed: FeedForwardKind | None) -> int
     routed = matrices * moe.top_k * moe.ffn_hidden_size * expert_row_width(model)
     latent_and_router = 2 * width * (moe.latent_size or 0) + width * (moe.num_experts + moe.shared_gate)
     return routed + latent_and_router + matrices * width * moe.shared_ffn_hidden_size
+
+
+def layer_input_shapes(model: ModelConfig) -> list[MatrixShape]:
+    """Return the shapes [out, in] of the two matrices by which a layer adds its own input to the stream, if it has one."""
+    size, width = model.per_layer_input_size, model.hidden_size
+    return [(size, width), (width, size)] if size else []
 
 
 def max_active_ffn_width(model: ModelConfig) -> int:

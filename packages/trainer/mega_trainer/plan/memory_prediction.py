@@ -52,7 +52,7 @@ def split_layers_into_stages(model: ModelConfig, run: TrainingLayout) -> list[ra
         model.num_layers, run.pp, run.virtual_stages, run.pipeline_layout,
         head_cost=head_cost_in_layers(model, run.seq_length, run.target_length),
         layer_costs=relative_layer_costs(model, run.seq_length, run.target_length),
-        first_stage_layers=model.first_stage_layers,
+        first_stage_layers=model.first_stage_layers, last_stage_layers=model.last_stage_layers,
     )  # fmt: skip
 
 
@@ -153,7 +153,8 @@ class _StageMemory:
         copied = [
             part.kept - part.small if is_offloaded else 0 for part, is_offloaded in zip(held, offloaded, strict=True)
         ]
-        before = [sum(kept[:number]) for number in range(len(held))]
+        received = 0 if first else _layer_input_bytes(model, run)  # with the hidden states, which the first layer keeps
+        before = [received + sum(kept[:number]) for number in range(len(held))]
         in_flight = [0, *copied[:-1]]  # activations of the layer before, being copied to or from host memory
         deferred = [part.deferred_wgrad for part in held]
         zero3 = Zero3StageMemory.from_parts(
@@ -168,7 +169,7 @@ class _StageMemory:
         weights = sum((part.weights for part in held), WeightCounts())
         largest = max((part.weights.largest for part in layers), default=0)
         return cls(
-            sum(kept), max(forward, key=sum), max(backward, key=sum), sum(deferred), zero3.weight_half_bytes,
+            received + sum(kept), max(forward, key=sum), max(backward, key=sum), sum(deferred), zero3.weight_half_bytes,
             zero3.gathered_bytes, weights, largest, stages[stage],
         )  # fmt: skip
 
@@ -365,8 +366,14 @@ def _batch_bytes(model: ModelConfig, run: TrainingLayout) -> int:
     return run.micro_batch * ((run.target_length or run.seq_length) * each + source) // run.cp
 
 
+def _layer_input_bytes(model: ModelConfig, run: TrainingLayout) -> int:
+    """Return the bytes of the inputs of all layers for a micro-batch on a rank, which pipeline messages have."""
+    tokens = run.micro_batch * run.sample_tokens // run.cp // (run.tp if run.sp else 1)
+    return tokens * run.weight_bytes * model.num_layers * (model.per_layer_input_size or 0)
+
+
 def _residual_bytes(model: ModelConfig, run: TrainingLayout) -> int:
     """Return the bytes of a micro-batch's hidden states on a rank."""
     tokens = run.micro_batch * run.sample_tokens // run.cp // (run.tp if run.sp else 1)
     tokens *= 1 + 2 * model.retro.neighbors if model.retro else 1
-    return tokens * run.weight_bytes * model.hidden_size
+    return tokens * run.weight_bytes * model.hidden_size + _layer_input_bytes(model, run)

@@ -208,6 +208,7 @@ def build_stages(
         head_cost=head_cost_in_layers(config.model, *config.sequence_lengths),
         layer_costs=relative_layer_costs(config.model, *config.sequence_lengths),
         first_stage_layers=config.model.first_stage_layers,
+        last_stage_layers=config.model.last_stage_layers,
     )  # fmt: skip
     recompute = RecomputePolicy(config.recompute.kind, config.recompute.layers, tuple(config.recompute.modules))
     offload = (
