@@ -166,7 +166,9 @@ class Gemma4VisionFamily(VisionModuleFamily):
         """
         model, padding = super().read_config_json(raw, source), self.text_config_of(raw).get("pad_token_id")
         if padding is None or model.vision is None:
-            raise CheckpointError(f"{source}: text_config.pad_token_id is missing", hint="set it to the padding token, 0")
+            raise CheckpointError(
+                f"{source}: text_config.pad_token_id is missing", hint="set it to the padding token, 0"
+            )
         vision = model.vision.model_copy(update={"layer_input_token": padding})
         return model.model_copy(update={"vision": vision})
 

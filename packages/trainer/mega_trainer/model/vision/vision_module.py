@@ -58,6 +58,8 @@ class TransformersVisionModule(nn.Module):
         CheckpointError: from the constructor, when transformers cannot build it.
     """
 
+    keeps_buffers = True  # also where the parameters get new memory
+
     def __init__(self, build: LayerBuilder) -> None:
         super().__init__()
         vision = build.config.vision
@@ -73,7 +75,9 @@ class TransformersVisionModule(nn.Module):
                 if old is not None:
                     owner._parameters[name] = self._place(own, f"{path}.{name}".removeprefix("."), old)
         for owner in self.module.modules():
-            kept = {name: value for name, value in owner._buffers.items() if name not in owner._non_persistent_buffers_set}
+            kept = {
+                name: value for name, value in owner._buffers.items() if name not in owner._non_persistent_buffers_set
+            }
             owner._buffers.update({name: _cast_floating(value, build.dtype) for name, value in kept.items()})
         if build.device.type != "meta":
             self._move_buffers(build.device)
