@@ -371,7 +371,12 @@ def _with_choices(name: str, ranks: int, parallel: dict[str, Any]) -> LayoutCase
         optimizer=rng.choice(OPTIMIZERS), steps=steps,
         freeze=rng.choice(FROZEN[name]) if name in FROZEN else (),
     )  # fmt: skip
-    return replace(found, steps=min(steps, most_steps(found)))
+    overlaps = parallel["sp"] and rng.random() < 0.5
+    return replace(
+        found,
+        steps=min(steps, most_steps(found)),
+        parallel={**found.parallel, **({"tp_comm_overlap": True} if overlaps else {})},
+    )
 
 
 def _add_deepstack_layers(variant: Mapping[str, Any], parallel: dict[str, Any]) -> int:

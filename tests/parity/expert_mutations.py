@@ -13,6 +13,7 @@ from parity.cases import VARIANTS, case
 from torch import Tensor
 from torch.nn import functional as F
 
+from mega_trainer.distributed.comm import CollectiveWork
 from mega_trainer.distributed.process_groups import ParallelGroups
 from mega_trainer.model import (
     attention,
@@ -29,7 +30,7 @@ from mega_trainer.model.layer_builder import LayerBuilder
 from mega_trainer.model.layer_input_decoder import LayerInputDecoder
 from mega_trainer.model.mixture_of_experts import GroupedExperts
 from mega_trainer.optim import gradient_clipping
-from mega_trainer.parallel import expert_parallel, expert_routing, nvshmem_dispatch
+from mega_trainer.parallel import async_all_to_all, expert_parallel, expert_routing, nvshmem_dispatch
 from mega_trainer.parallel.gradient_buckets import GradientBucket
 from mega_trainer.parallel.token_rows import ExpertRowAssignment
 from mega_trainer.pipeline import executor as run
@@ -47,6 +48,7 @@ BOTH = case("moe", 4, parallel={"tp": 2, "ep": 4}, micro=4)
 PARTS = case("moe", 4, parallel={"ep": 2, "expert_tp": 2}, micro=2)
 COUNTED = case("moe", 2, parallel={"ep": 2, "dispatch": "nvshmem", "dispatch_bound": 2.0}, micro=2)
 MASKED = case("moe", 1, micro=2)
+OVERLAPPED = case("moe", 2, parallel={"ep": 2, "overlap_expert_exchange": True}, micro=2)
 CHUNKED = case("moe", 2, parallel={"cp": 2}, variant=VARIANTS["moe"][2])
 HEADS = case("gqa", 2, parallel={"tp": 2, "sp": True}, variant=VARIANTS["gqa"][3])
 PLAIN = case("dense", 2, parallel={"tp": 2, "sp": True}, variant=VARIANTS["dense"][4])
@@ -396,7 +398,31 @@ def _norms_with_a_mean() -> AbstractContextManager[Any]:
     return swap(norms.PlainNorm, "forward", lambda self, x: F.layer_norm(x, x.shape[-1:], eps=self.eps))
 
 
+def _rows_not_awaited() -> AbstractContextManager[Any]:
+    """A pass goes on before its exchanged rows have arrived."""
+    real = async_all_to_all.HostCountAllToAll.__call__
+
+    def late(self: Any, rows: Tensor, sent: Any, received: Any, length: int) -> tuple[Tensor, CollectiveWork]:
+        table, work = real(self, rows, sent, received, length)
+        return (table, work) if self.interleaver is None else (torch.zeros_like(table), work)
+
+    return swap(async_all_to_all.HostCountAllToAll, "__call__", late)
+
+
+def _inputs_of_the_pass_beside() -> AbstractContextManager[Any]:
+    """A forward that runs beside a backward reads the micro-batch before its own."""
+    real = run.PipelineExecutor._run_pass
+
+    def run_pass(self: Any, op: Any, batches: Sequence[Any], scale: float) -> Any:
+        beside = op.kind == "F" and self.interleaver._unfinished == 2
+        return real(self, op, [batches[0], *batches] if beside else batches, scale)
+
+    return swap(run.PipelineExecutor, "_run_pass", run_pass)
+
+
 EXPERTS: list[tuple[str, LayoutCase, Patch]] = [
+    ("overlapped exchange: rows not awaited", OVERLAPPED, _rows_not_awaited),
+    ("overlapped exchange: micro-batch of the other pass", OVERLAPPED, _inputs_of_the_pass_beside),
     ("experts: losses of routers scaled by ep", EP, _routings(sequence_weight=lambda w, data: w * data.size)),
     ("experts: losses of routers not divided among data ranks", DP, _routings(sequence_weight=lambda w, data: w * 2)),
     ("experts: router gradient not summed under sequence parallelism", SP, _router_without_sync),

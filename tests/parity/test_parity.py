@@ -277,6 +277,22 @@ def test_a_fixed_number_of_tokens_to_each_rank() -> None:
     assert not problems(cases, 4)
 
 
+def test_an_expert_exchange_beside_another_micro_batch() -> None:
+    """Forwards and backwards in turn, with and without a pipeline, and with what a backward computes again."""
+    shapes: list[tuple[str, int, dict[str, Any], dict[str, Any]]] = [
+        ("moe", 2, {"ep": 2}, {"kind": "selective", "modules": ["norm", "activation", "moe"]}),
+        ("moe", 4, {"tp": 2, "sp": True, "ep": 2, "expert_tp": 2, "zero": 2}, {}),
+        ("moe", 4, {"pp": 2, "ep": 2, "dispatch_bound": 2.0}, {"kind": "full"}),
+        ("deepseek", 4, {"pp": 2, "virtual_stages": 2, "ep": 2}, {}),
+        ("deepseek", 4, {"pp": 2, "virtual_stages": 2, "ep": 2, "schedule": "dualpipev"}, {}),
+    ]
+    cases = [
+        case(name, ranks, layers=4, parallel={**parallel, "overlap_expert_exchange": True}, micro=1, recompute=again)
+        for name, ranks, parallel, again in shapes
+    ]
+    assert not problems(cases, 4)
+
+
 @pytest.mark.long
 def test_as_many_tokens_as_there_are_without_the_host_knowing_how_many() -> None:
     """The same room, and what has no room in one way of recomputation or schedule would have none in the other."""

@@ -60,6 +60,7 @@ from mega_trainer.parallel.parameter_info import (
     get_quantized_weight,
     is_trainable,
 )
+from mega_trainer.pipeline.schedules import V_SHAPED
 from mega_trainer.plan.meta_counting import (
     BalancedAllToAll,
     FakeGroups,
@@ -467,11 +468,11 @@ def count_model_part_memory(model: ModelConfig, run: TrainingLayout) -> ModelPar
     """Return the memory of all parts of a model.
     The result is cached and shared by all layouts whose ranks hold equal parts.
     """
-    alone, has_embedding_and_head = run.pp * run.virtual_stages == 1, run.schedule == "zbv"
+    alone, has_embedding_and_head = run.pp * run.virtual_stages == 1, run.schedule in V_SHAPED
     bare = replace(
         run, microbatches=1, pp=1, virtual_stages=1, schedule="zb-h1" if run.defers_wgrads else "1f1b", pipeline_layout=None,
         offload=0, offload_optimizer=False, fp8_layers=range(0), zero=3 if run.is_zero3_sharded else 0, zero3_layers=None,
-        zero3_shard=None, zero3_gather="micro_batch", bucket_elements=None, muon=False, dp=_minimum_data_ranks(run),
+        zero3_shard=None, zero3_gather="micro_batch", bucket_elements=None, muon=False, overlap_expert_exchange=False, dp=_minimum_data_ranks(run),
     )  # fmt: skip
     return _count_parts(model.model_dump_json(exclude_unset=True), bare, alone, has_embedding_and_head)
 

@@ -107,6 +107,8 @@ class TinyRun:
         sections: dict[str, Any] = {"optimizer": optimizer}
         if config.extensions:
             sections["extensions"] = list(config.extensions)
+        if config.kernels.functions:
+            sections["kernels"] = {"functions": list(config.kernels.functions)}
         if config.objective.kind not in USED:  # of an extension
             sections["objective"] = config.objective.model_dump(mode="json", exclude_unset=True)
         return {
