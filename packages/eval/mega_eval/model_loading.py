@@ -320,6 +320,11 @@ def _check_loadable(
             f"{path}: draft = mtp is not supported with pipeline parallelism (pp = {stages})",
             hint="use pp = 1, or draft = ngrams",
         )
+    if model.per_layer_input_size and stages > 1:
+        raise ConfigError(
+            f"{path}: a model with inputs of each layer is not supported with pipeline parallelism (pp = {stages})",
+            hint="use pp = 1, and tp > 1 if it does not fit on one device",
+        )
     if kind == "encoder-decoder" and stages > 1:
         raise ConfigError(
             f"{path}: an encoder-decoder model is not supported with pipeline parallelism (pp = {stages})",

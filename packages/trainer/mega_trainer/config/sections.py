@@ -32,10 +32,17 @@ class ParallelConfig(StrictConfig):
     sp: bool = Field(
         False, description="sequence parallelism: split the residual stream over the sequence among tensor ranks"
     )
+    tp_comm_overlap: bool = Field(
+        False,
+        description="with sp, split the GEMMs of linear layers into a piece for each tensor rank, and compute one piece while "
+        "another is sent; by torch's symmetric memory between GPUs with peer access, else by a ring of sends and receives",
+    )
     pp: StageCount = 1
     virtual_stages: StageCount = 1
-    schedule: Literal["1f1b", "zb-h1", "zbv"] = Field(
-        "1f1b", description="zb-h1 and zbv (with 2 virtual stages) fill pipeline bubbles with deferred weight gradients"
+    schedule: Literal["1f1b", "zb-h1", "zbv", "dualpipev"] = Field(
+        "1f1b",
+        description="zb-h1, zbv and dualpipev (these two with 2 virtual stages) fill pipeline bubbles with deferred weight "
+        "gradients; dualpipev (DualPipeV) pairs each forward with a backward",
     )
     pipeline_layout: list[NonNegativeInt] | None = Field(None, description="layers of each stage, in stage order")
     cp: StageCount = Field(
@@ -60,6 +67,11 @@ class ParallelConfig(StrictConfig):
         ge=1,
         description="capacity of expert dispatch to each rank, as a multiple of an even load: the host then never waits for the "
         "device within a layer, and a step that exceeds the capacity ends the run; default: unbounded",
+    )
+    overlap_expert_exchange: bool = Field(
+        False,
+        description="run the forward of a micro-batch and the backward of another in turn, so that the expert exchange of each "
+        "is hidden under the computation of the other; 1f1b without virtual stages then keeps up to twice the activations",
     )
     dp: RankCount | None = Field(None, description="number of data-parallel ranks; default: from the number of ranks")
     zero: Literal[0, 1, 2, 3] = Field(
@@ -189,7 +201,7 @@ class SgdConfig(StrictConfig):
             yield ConfigProblem("nesterov", "requires momentum above 0", True, "set optimizer.sgd.momentum=0.9")
 
 
-OptimizerName = Literal["adamw", "muon", "lion", "sgd"]
+OptimizerName = Literal["adamw", "adamw8bit", "muon", "lion", "sgd"]
 
 
 class MupConfig(StrictConfig):
@@ -207,7 +219,8 @@ class OptimizerConfig(StrictConfig):
     """Optimizer settings: AdamW, Muon for hidden matrices, Lion or SGD, and the clip of the global gradient norm."""
 
     name: OptimizerName | ExtensionName = Field(
-        "adamw", description="adamw, muon, lion, sgd, or an optimizer of an extension"
+        "adamw",
+        description="adamw, adamw8bit (moments in 8 bits, by bitsandbytes), muon, lion, sgd, or an optimizer of an extension",
     )
     options: dict[str, Any] = Field({}, description="settings of an extension's optimizer")
     lr: float = Field(3e-4, gt=0)
@@ -231,9 +244,11 @@ class OptimizerConfig(StrictConfig):
     sgd: SgdConfig = SgdConfig()
 
     @property
-    def moments(self) -> int:
-        """Number of state values of the optimizer for each weight; an extension's optimizer is taken to have two."""
-        return {"lion": 1, "sgd": int(self.sgd.momentum > 0)}.get(self.name, 2)
+    def moments(self) -> float:
+        """Number of state values of the optimizer for each weight, of the size of a gradient's.
+        An extension's optimizer is taken to have two; a value in 8 bits is a quarter, and its share of a scale.
+        """
+        return {"lion": 1, "sgd": int(self.sgd.momentum > 0), "adamw8bit": 2 * (1 / 4 + 1 / 256)}.get(self.name, 2)
 
     def problems(self) -> Iterator[ConfigProblem]:
         """Yield a problem for Adam betas outside [0, 1)."""

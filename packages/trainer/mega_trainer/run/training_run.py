@@ -245,8 +245,9 @@ def assemble_training(
     optimizer = build_optimizer(config, sharded, groups, leaves)
     state = TrainState(config, stages, optimizer, LossGuard(config.train), loss_scale=initial_loss_scale(config))
     executor = PipelineExecutor(
-        schedule, stages, groups.pp, config.train.seed, partial(reduce_during_backward, sharded), phase
-    )
+        schedule, stages, groups.pp, config.train.seed, partial(reduce_during_backward, sharded), phase,
+        builder.interleaver,
+    )  # fmt: skip
     return state, executor
 
 

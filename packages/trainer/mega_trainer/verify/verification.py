@@ -52,7 +52,7 @@ MOST_RESTORES = 4
 # Largest relative differences of bf16 from fp32 in the first step: loss, gradient norm.
 BF16_BOUNDS = {"loss": 0.02, "norm": 0.2}
 LAYOUT_KEYS = (
-    "tp", "sp", "pp", "virtual_stages", "schedule", "pipeline_layout", "cp", "cp_kind", "ep", "expert_tp", "dispatch_bound",
+    "tp", "sp", "tp_comm_overlap", "pp", "virtual_stages", "schedule", "pipeline_layout", "cp", "cp_kind", "ep", "expert_tp", "dispatch_bound",
     "zero", "zero3_shard", "zero3_layers", "zero3_gather", "dp", "micro", "batch", "bucket", "recompute",
     "recompute_layers", "offload", "optimizer",
 )  # fmt: skip
@@ -410,6 +410,7 @@ def sample_layout_case(tiny: TinyRun, ranks: int, parallel: dict[str, Any], rng:
     layers, fields = sample_stages_and_batch(ranks, parallel, rng)
     layers = max(layers, tiny.num_distinct_layers)
     chosen = fields["parallel"]
+    chosen["tp_comm_overlap"] = chosen["sp"] and tiny.config.parallel.tp_comm_overlap
     if chosen.get("pipeline_layout") and sum(chosen["pipeline_layout"]) != layers:
         del chosen["pipeline_layout"]
     fields |= sample_memory_settings(rng)
