@@ -274,7 +274,7 @@ PIPELINE = [
     for schedule, pp, v, tp, sp in [
         ("1f1b", 2, 1, 1, False), ("1f1b", 4, 1, 1, False), ("1f1b", 2, 2, 1, False), ("1f1b", 2, 1, 2, True),
         ("1f1b", 2, 1, 2, False), ("zb-h1", 4, 1, 1, False), ("zb-h1", 2, 1, 2, True), ("zb-h1", 2, 1, 2, False),
-        ("zbv", 2, 2, 1, False), ("zbv", 2, 2, 2, True),
+        ("zbv", 2, 2, 1, False), ("zbv", 2, 2, 2, True), ("dualpipev", 2, 2, 1, False),
     ]
 ]  # fmt: skip
 PIPELINE += [

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from mega_common.errors import ConfigError
+from mega_common.extension_loader import is_extension_path
 from mega_common.lora_config import LoraConfig, is_trainable_tensor
 from mega_common.model_config import ModelConfig
 from mega_common.model_presets import load_model_preset
@@ -33,7 +34,6 @@ from mega_trainer.config.extensions import (
     add_block_declarations,
     add_function_declarations,
     find_extension_entry_problems,
-    is_extension_path,
     load_extensions,
 )
 from mega_trainer.config.fp8_config import Fp8Config, find_fp8_problems
@@ -376,6 +376,7 @@ class RunConfig(StrictConfig):
         for kind in sorted(data.dataset_kinds):
             options = data.options if kind in added or not added else {}
             yield from find("data_kinds", "data.kind", kind, options, "data.options")
+        yield from self.registry.find_kernel_problems(self.kernels.functions)
         for name, options in self.callbacks.items():
             yield from find("callbacks", f"callbacks.{name}", name, options, f"callbacks.{name}")
 

@@ -39,8 +39,10 @@ class ParallelConfig(StrictConfig):
     )
     pp: StageCount = 1
     virtual_stages: StageCount = 1
-    schedule: Literal["1f1b", "zb-h1", "zbv"] = Field(
-        "1f1b", description="zb-h1 and zbv (with 2 virtual stages) fill pipeline bubbles with deferred weight gradients"
+    schedule: Literal["1f1b", "zb-h1", "zbv", "dualpipev"] = Field(
+        "1f1b",
+        description="zb-h1, zbv and dualpipev (these two with 2 virtual stages) fill pipeline bubbles with deferred weight "
+        "gradients; dualpipev (DualPipeV) pairs each forward with a backward",
     )
     pipeline_layout: list[NonNegativeInt] | None = Field(None, description="layers of each stage, in stage order")
     cp: StageCount = Field(
@@ -65,6 +67,11 @@ class ParallelConfig(StrictConfig):
         ge=1,
         description="capacity of expert dispatch to each rank, as a multiple of an even load: the host then never waits for the "
         "device within a layer, and a step that exceeds the capacity ends the run; default: unbounded",
+    )
+    overlap_expert_exchange: bool = Field(
+        False,
+        description="run the forward of a micro-batch and the backward of another in turn, so that the expert exchange of each "
+        "is hidden under the computation of the other; 1f1b without virtual stages then keeps up to twice the activations",
     )
     dp: RankCount | None = Field(None, description="number of data-parallel ranks; default: from the number of ranks")
     zero: Literal[0, 1, 2, 3] = Field(
@@ -318,6 +325,10 @@ class ActivationOffloadConfig(StrictConfig):
     min_bytes: int = Field(1 << 20, ge=0, description="smaller tensors stay on the device")
 
 
+def _split_commas(raw: Any) -> Any:
+    return raw.split(",") if isinstance(raw, str) else raw
+
+
 class KernelsConfig(StrictConfig):
     """Choice of the kernel library for each operation, such as attention and linear layers.
     `auto` selects the best that is installed; a run logs the choice and its reason at the start.
@@ -338,6 +349,9 @@ class KernelsConfig(StrictConfig):
     delta: Literal["auto", "torch", "fla"] = Field(
         "auto",
         description="delta rule of gated delta nets and of Kimi Delta Attention, without context parallelism; fla: flash-linear-attention",
+    )
+    functions: Annotated[list[str], BeforeValidator(_split_commas)] = Field(
+        [], description="kernels of extensions, by name, each for one operation; used for the calls that they support"
     )
 
 
@@ -372,10 +386,6 @@ class CheckpointConfig(StrictConfig):
         """Yield a problem if `checkpoint.best` is set in a run without validation."""
         if self.best and not eval_every:
             yield validation_required_problem("checkpoint.best", True)
-
-
-def _split_commas(raw: Any) -> Any:
-    return raw.split(",") if isinstance(raw, str) else raw
 
 
 class InTrainingEvalConfig(StrictConfig):

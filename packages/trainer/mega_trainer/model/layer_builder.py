@@ -27,6 +27,7 @@ from mega_trainer.parallel.overlapped_linear import (
     OverlappedRowLinear,
 )
 from mega_trainer.parallel.parallel_linear import ParallelLinearFunction
+from mega_trainer.parallel.pass_interleaver import PassInterleaver
 from mega_trainer.parallel.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -46,6 +47,7 @@ class LayerBuilder(ParameterBuilder):
         overlapped: GEMMs of tensor-parallel layers that overlap with their collectives; None: collectives beside whole GEMMs.
         cp_kind: kind of context-parallel attention.
         dispatcher: dispatcher of tokens to experts; None: `AllToAllDispatcher`.
+        interleaver: runs another pass while the all-to-all of experts is in flight; None: each pass runs alone.
         dispatch_bound: most rows of each rank's experts, as a multiple of an even load; None: unbounded.
         saved: policy of saved activations.
         blocks: mixers and feed-forward blocks of extensions, by name.
@@ -58,6 +60,7 @@ class LayerBuilder(ParameterBuilder):
     overlapped: OverlappedGemms | None = None
     cp_kind: ContextParallelKind = "ring"
     dispatcher: ExpertDispatcher | None = None
+    interleaver: PassInterleaver | None = None
     dispatch_bound: float | None = None
     saved: ActivationCheckpointer = field(default_factory=ActivationCheckpointer)
     blocks: Mapping[str, LayerFactory] = field(default_factory=dict)

@@ -210,7 +210,7 @@ def record_first_step(case: LayoutCase, context: ContextFactory) -> StepRecord:
         handles = [
             module.register_forward_hook(_ActivationRecorder(name, layer, stage, batches, record))
             for stage in trainer.executor.stages.values()
-            for name, layer, module in _list_recorded_modules(stage)
+            for name, layer, module in list_recorded_modules(stage)
         ]
         result = trainer.step()
         for handle in handles:
@@ -221,7 +221,7 @@ def record_first_step(case: LayoutCase, context: ContextFactory) -> StepRecord:
     return record
 
 
-def _list_recorded_modules(stage: Decoder) -> Iterator[tuple[str, int | None, nn.Module]]:
+def list_recorded_modules(stage: Decoder) -> Iterator[tuple[str, int | None, nn.Module]]:
     """Yield (name, layer, module) of the modules whose outputs are residual streams or what is added to them."""
     if stage.stage.embeds and stage.config.encoder is None:
         yield "model.embeddings", None, stage.inputs

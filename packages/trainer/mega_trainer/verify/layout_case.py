@@ -15,10 +15,11 @@ import numpy.typing as npt
 
 from mega_common.errors import ConfigError
 from mega_trainer.config.run_config import RunConfig, resolve_run_config
+from mega_trainer.pipeline.schedules import PAIRED
 
 STEPS = 3  # optimizer steps of a case
 ZERO_LEVELS = (0, 1, 2, 3)
-SCHEDULES = [("1f1b", 1), ("1f1b", 2), ("1f1b", 4), ("zb-h1", 1), ("zbv", 2)]  # with virtual stages
+SCHEDULES = [("1f1b", 1), ("1f1b", 2), ("1f1b", 4), ("zb-h1", 1), ("zbv", 2), ("dualpipev", 2)]  # with virtual stages
 CONTEXT_KINDS = ("ring", "allgather", "alltoall")
 MAX_STAGES = 8
 LARGE_BUCKET = 1 << 20  # elements of a gradient bucket that holds any tiny model whole
@@ -248,6 +249,9 @@ def sample_stages_and_batch(ranks: int, parallel: Mapping[str, Any], rng: random
     )
     if parallel["zero"] == 3:
         chosen |= {"zero3_layers": 1 + ranks % 2, "zero3_gather": rng.choice(GATHERS)}
+    elif parallel.get("ep", 1) * parallel.get("expert_tp", 1) > 1 and parallel.get("schedule", "1f1b") in PAIRED:
+        pairs = batch * parallel["tp"] * parallel["pp"] * parallel.get("cp", 1) >= 2 * parallel["pp"] * micro * ranks
+        chosen |= {"overlap_expert_exchange": True} if pairs and rng.random() < 0.5 else {}
     return layers, {"parallel": chosen, "micro": micro, "batch": batch}
 
 
