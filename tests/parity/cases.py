@@ -214,6 +214,16 @@ VARIANTS["hybrid"] = [
         "lightning": {"num_heads": 8, "head_dim": 3, "chunk_size": 5}, "residual_dropout": 0.1, "residual_multiplier": 1.0,
         "residual_factors": {"lightning": [2.0, 0.8], "attention": [0.9, 1.1], "moe": [1.5, 0.7]},
     },
+    {
+        "layers": ["mamba1+moe", "attention+mlp", "mamba1+mlp", "mamba1"], "position": "none",
+        "mamba1": {"inner_size": 24, "state_size": 3, "dt_rank": 5, "conv_kernel": 3, "chunk_size": 5, "norms": "weight"},
+    },
+    {
+        "layers": ["mamba1", "mamba1+moe"], "mamba1": {
+            "inner_size": 16, "state_size": 4, "dt_rank": 2, "chunk_size": 8, "norms": "plain", "norm_eps": 1e-2, "bias": True,
+            "conv_bias": False,
+        },
+    },
 ]  # fmt: skip
 VARIANTS["vision"] = [
     {},

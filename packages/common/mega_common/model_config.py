@@ -38,6 +38,7 @@ from mega_common.layer_kinds import (
     LayerKind,
     LayerPatternSpec,
     LightningConfig,
+    Mamba1Config,
     MambaConfig,
     MixerKind,
     MlaConfig,
@@ -212,7 +213,7 @@ class ModelConfig(StrictConfig):
     """Architecture of a language model: a decoder, an encoder (`causal: false`) or, with `encoder`, both.
 
     Sizes are counts of elements; see the README for presets. `layers` gives the kind of each layer: a mixer
-    ("attention", "mamba", "delta", "kda", "lightning" or "conv"), a feed-forward block ("mlp" or "moe"), or both, as
+    ("attention", "mamba", "mamba1", "delta", "kda", "lightning" or "conv"), a feed-forward block ("mlp" or "moe"), or both, as
     "attention+mlp";
     `{times: 3, of: [mamba, mlp]}` repeats several. A string has one letter per layer: M mamba, G delta, * attention,
     - mlp, E moe. Without `layers`, all layers have attention, and experts in the layers of `moe.layers`. The same holds
@@ -359,6 +360,7 @@ class ModelConfig(StrictConfig):
     moe: MoeConfig | None = None
     mla: MlaConfig | None = None
     mamba: MambaConfig | None = None
+    mamba1: Mamba1Config | None = None
     delta: GatedDeltaConfig | None = None
     kda: KimiDeltaConfig | None = None
     lightning: LightningConfig | None = None
@@ -406,7 +408,7 @@ class ModelConfig(StrictConfig):
     def heads_by_mixer(self) -> dict[MixerKind, tuple[int, int]]:
         """Head counts of each mixer kind in use, as (heads, shared heads).
         Shared heads are key/value heads of attention, groups of Mamba-2, and key heads of gated delta nets.
-        A channel of a short convolution counts as a head.
+        A channel of a short convolution or of Mamba-1 counts as a head.
         """
         mamba, delta, used = self.mamba, self.delta, self._mixer_kinds
         every: dict[MixerKind, tuple[int, int]] = {
@@ -418,6 +420,7 @@ class ModelConfig(StrictConfig):
                 for name, section in (("kda", self.kda), ("lightning", self.lightning))
                 if section
             },
+            **({"mamba1": (self.mamba1.inner_size, self.mamba1.inner_size)} if self.mamba1 else {}),
             "conv": (self.hidden_size, self.hidden_size),
             **{name: (block.heads, block.shared_heads) for name, block in self._declared_mixers.items()},
         }
@@ -427,7 +430,7 @@ class ModelConfig(StrictConfig):
     def is_recurrent(self) -> bool:
         """True if any layer of mega or of an extension carries a state from token to token."""
         added = {name for name, block in self._declared_mixers.items() if block.recurrent}
-        return not self._mixer_kinds.isdisjoint({"mamba", "delta", "kda", "lightning", "conv"} | added)
+        return not self._mixer_kinds.isdisjoint({"mamba", "mamba1", "delta", "kda", "lightning", "conv"} | added)
 
     @property
     def _declared_mixers(self) -> dict[MixerKind, BlockDeclaration]:
@@ -582,7 +585,7 @@ class ModelConfig(StrictConfig):
         return LayerKind("attention", "moe" if sparse else "mlp")
 
     def get_mixer_kind(self, layer: int) -> MixerKind | None:
-        """Return the token mixer of the layer with this index (attention, mamba, delta, kda, lightning or conv); None if it has none."""
+        """Return the token mixer of the layer with this index (one of MIXERS, or an extension's); None if it has none."""
         return self.get_layer_kind(layer).mixer
 
     def get_feed_forward_kind(self, layer: int) -> FeedForwardKind | None:

@@ -120,7 +120,7 @@ def _find_vision_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
 def _find_bidirectional_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
     """Yield violated rules of bidirectional attention and of encoder models."""
     if not model.causal and (model.is_recurrent or model.mtp_layers):
-        rule = "is not supported with recurrent layers (mamba, delta, kda, lightning, conv) or mtp_layers"
+        rule = "is not supported with recurrent layers (mamba, mamba1, delta, kda, lightning, conv) or mtp_layers"
         yield ConfigProblem("causal", rule, model.causal, "use attention in all layers, and mtp_layers: 0")
     if model.causal and model.masked_lm and (model.mtp_layers or model.score or model.task_head):
         yield ConfigProblem("masked_lm", "is not supported with causal: true and mtp_layers, score or task_head")
@@ -212,6 +212,7 @@ def _find_layer_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
         yield ConfigProblem("moe", "requires a layer with experts in layers", hint="name one, or leave out moe")
     given = {
         "mamba": model.mamba is not None,
+        "mamba1": model.mamba1 is not None,
         "delta": model.delta is not None,
         "kda": model.kda is not None,
         "lightning": model.lightning is not None,

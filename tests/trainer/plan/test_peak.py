@@ -39,7 +39,8 @@ RECURRENT = {
 }
 INDEXER = {"num_heads": 4, "head_dim": 16, "top_k": 32, "kl_loss": 1.0}
 LINEAR = {
-    "layers": ["kda", "lightning", "mlp", "attention"],
+    "layers": ["kda", "lightning", "mlp", "mamba1"],
+    "mamba1": {"inner_size": 256, "state_size": 8, "dt_rank": 8, "chunk_size": 32, "norms": "weight"},
     "kda": {"num_heads": 4, "head_dim": 32, "chunk_size": 32},
     "lightning": {"num_heads": 8, "head_dim": 16, "chunk_size": 32},
 }

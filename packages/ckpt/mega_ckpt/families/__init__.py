@@ -93,6 +93,7 @@ from mega_ckpt.families.llama_decoders import (
     SEED_OSS,
     SMOLLM3,
 )
+from mega_ckpt.families.mamba1_decoders import FALCON_MAMBA, JAMBA, MAMBA1
 from mega_ckpt.families.mamba_decoders import BAMBA, GRANITE_MOE_HYBRID, MAMBA2
 from mega_ckpt.families.model_equivalence import is_equivalent_config
 from mega_ckpt.families.moe_decoders import (
@@ -148,7 +149,7 @@ FAMILIES: tuple[ModelFamily, ...] = (
     OLMO, NANOCHAT, MINICPM3, MISTRAL4, ARIA_TEXT, OPENAI_GPT, APERTUS, ERNIE, ROBERTA_PRE_LAYER_NORM, XLM_ROBERTA_XL,
     DEEPSEEK_V32, GLM_MOE_DSA,
     DISTILBERT, ELECTRA, ROFORMER, NOMIC_BERT, JINA_EMBEDDINGS_V3, GTE, EUROBERT, BITNET, PERSIMMON, DBRX, PHIMOE, FLINT, KOLIBRI1,
-    COHERE2_MOE, AXK1, MPNET, MODERNBERT_DECODER, BERT_GENERATION,
+    COHERE2_MOE, AXK1, MPNET, MAMBA1, FALCON_MAMBA, JAMBA, MODERNBERT_DECODER, BERT_GENERATION,
 )  # fmt: skip
 
 VISION_FAMILIES: tuple[VisionLanguageFamily, ...] = (

@@ -67,7 +67,7 @@ def canonicalize_model_config(model: ModelConfig) -> ModelConfig:
     width = {} if any(kind.feed_forward == "mlp" for kind in kinds) else {"ffn_hidden_size": 0}
     out = drop_redundant_model_fields(model).model_copy(update={**training, **(heads if attends else unread), **width})
     sections: dict[str, Any] = {}
-    for name in ("mamba", "delta", "kda", "lightning"):
+    for name in ("mamba", "mamba1", "delta", "kda", "lightning"):
         if section := getattr(out, name):
             own = ("norm_eps",) if section.norm_eps == model.norm_eps else ()
             sections[name] = _reset_fields(section, (*_MIXER_TRAINING, *own))
@@ -122,7 +122,7 @@ def _normalize_layers(model: ModelConfig) -> dict[str, Any]:
 def _reset_unused_mixers(model: ModelConfig) -> dict[str, Any]:
     """Return default settings for the mixers that no layer has."""
     used = {kind.mixer for kind in model.layer_kinds}
-    unused: dict[str, Any] = dict.fromkeys({"mamba", "delta", "kda", "lightning", "conv"} - used)
+    unused: dict[str, Any] = dict.fromkeys({"mamba", "mamba1", "delta", "kda", "lightning", "conv"} - used)
     if "attention" not in used:
         unused |= {
             name: ModelConfig.model_fields[name].get_default(call_default_factory=True) for name in ATTENTION_FIELDS

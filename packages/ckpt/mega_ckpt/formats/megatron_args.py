@@ -152,7 +152,14 @@ class MegatronHybridLayersEntry(MegatronMultiKeyEntry):
         if model.layers is None:
             return {"is_hybrid_model": False}
         halves = [[half for half in kind if half] for kind in model.layer_kinds[: model.num_layers]]
-        if not all(len(half) == 1 for half in halves) or model.delta or model.kda or model.lightning or model.conv:
+        if (
+            not all(len(half) == 1 for half in halves)
+            or model.mamba1
+            or model.delta
+            or model.kda
+            or model.lightning
+            or model.conv
+        ):
             raise ConfigMismatchError(f"layers must each be one of mamba, attention, mlp and moe in {_CORE}")
         if model.mtp_layers:
             raise ConfigMismatchError(f"mtp_layers must be 0 in a hybrid model of {_CORE}")

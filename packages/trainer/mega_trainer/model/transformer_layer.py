@@ -25,6 +25,7 @@ from mega_trainer.model.latent_attention import MultiLatentAttention
 from mega_trainer.model.layer_builder import LayerBuilder, LayerFactory
 from mega_trainer.model.lightning_attention import LightningAttention
 from mega_trainer.model.mamba import MambaMixer
+from mega_trainer.model.mamba1 import Mamba1Mixer
 from mega_trainer.model.mixture_of_experts import MixtureOfExperts
 from mega_trainer.model.norms import Norm
 from mega_trainer.model.sparse_attention import SparseLatentAttention
@@ -44,6 +45,7 @@ def _build_feed_forward(build: LayerBuilder, layer: int) -> nn.Module:
 MIXERS: Mapping[MixerKind, LayerFactory] = {
     "attention": _build_attention,
     "mamba": MambaMixer,
+    "mamba1": Mamba1Mixer,
     "delta": GatedDeltaNet,
     "kda": KimiDeltaAttention,
     "lightning": LightningAttention,

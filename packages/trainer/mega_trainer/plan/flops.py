@@ -238,6 +238,7 @@ def _layer_flops(
 MIXING: dict[MixerKind, tuple[str, str]] = {
     "attention": ("attention projections", "attention scores"),
     "mamba": ("mamba projections", "mamba scan"),
+    "mamba1": ("mamba projections", "mamba scan"),
     "delta": ("delta projections", "delta rule"),
     "kda": ("KDA projections", "KDA delta rule"),
     "lightning": ("lightning projections", "lightning scan"),

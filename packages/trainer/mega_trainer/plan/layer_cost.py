@@ -456,7 +456,7 @@ class LayerCostModel:
         exchanged = (
             self.micro_batch_tokens * rows * self.bytes_per_activation / run.tp
         )  # without z, with y of equal width
-        if run.cp_kind == "alltoall" or exchanged < passed:
+        if mixer != "mamba1" and (run.cp_kind == "alltoall" or exchanged < passed):
             return self.interconnect.all_to_all_seconds(exchanged, ranks)
         return self.interconnect.all_gather_seconds(passed, ranks)
 

@@ -313,6 +313,11 @@ def _shrink_sections(model: ModelConfig) -> dict[str, dict[str, Any]]:
             "num_groups": shrink_shared_head_count(mamba.num_heads, mamba.num_groups, heads),
             "conv_kernel": min(mamba.conv_kernel, CONVOLUTION),
         }  # fmt: skip
+    if (mamba1 := model.mamba1) is not None:
+        found["mamba1"] = {
+            "inner_size": shrink_count(mamba1.inner_size), "state_size": 3, "dt_rank": 2, "chunk_size": CHUNK,
+            "conv_kernel": min(mamba1.conv_kernel, CONVOLUTION),
+        }  # fmt: skip
     if (delta := model.delta) is not None:
         heads = shrink_count(delta.num_value_heads)
         found["delta"] = {
