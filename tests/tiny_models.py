@@ -374,6 +374,14 @@ VARIANTS |= {
         "layers": ["attention+mlp", "mamba1+mlp"], "position": "none", "tie_embeddings": True,
         "mamba1": {**_MAMBA1, "norms": "weight", "bias": True},
     },
+    "falcon-h1": {
+        "layers": ["hybrid+mlp"] * 2, "mamba": {**_MAMBA, "norm": "none"}, "num_kv_heads": 2, "mlp_multipliers": [0.8, 1.4],
+        "hybrid": {"attention_input": 0.7, "keys": 0.6, "mamba_output": 0.8, "mamba_projections": [0.5, 1.5, 0.7, 1.2, 2.0]},
+        "embedding_multiplier": 2.5, "logit_scale": 0.4,
+    },
+    "falcon-h1-norm": {
+        "layers": ["hybrid+mlp"] * 2, "mamba": {**_MAMBA, "norm": "before_gate"}, "hybrid": {}, "tie_embeddings": True,
+    },
     "bamba": {
         "layers": ["mamba+mlp", "attention+mlp", "mamba+mlp"], "num_layers": 3, "hidden_size": 32,
         "mamba": {**_MAMBA, "num_heads": 8}, "rope": {"fraction": 0.5}, "num_kv_heads": 2,

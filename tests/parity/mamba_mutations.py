@@ -21,6 +21,7 @@ from torch import Tensor
 from mega_trainer.kernels.sequence_chunks import SequenceChunks
 from mega_trainer.kernels.torch_kernels import TorchKernels
 from mega_trainer.model import mamba, mamba1
+from mega_trainer.model.hybrid_mixer import ScaledProjection
 from mega_trainer.model.mamba import MambaMixer
 from mega_trainer.verify.layout_case import LayoutCase
 
@@ -30,6 +31,8 @@ SHARED = case("hybrid", 4, parallel={"tp": 4, "sp": True}, variant=PLAIN, length
 PASSED = case("hybrid", 2, parallel={"cp": 2}, variant=PLAIN)
 MAMBA1 = VARIANTS["hybrid"][9] | {"layers": ["mamba1+mlp", "attention"], "moe": None}
 MAMBA1_TP = case("hybrid", 2, parallel={"tp": 2, "sp": True}, variant=MAMBA1, length=16)
+HYBRID = VARIANTS["hybrid"][11] | {"layers": ["hybrid+mlp"], "moe": None, "mlp_multipliers": [0.7, 1.6]}
+HYBRID_TP = case("hybrid", 2, parallel={"tp": 2}, variant=HYBRID, length=16)
 MAMBA1_PASSED = case("hybrid", 2, parallel={"cp": 2}, variant=MAMBA1)
 EXCHANGED = case("hybrid", 2, parallel={"cp": 2, "cp_kind": "alltoall"}, variant=PLAIN, length=16)
 
@@ -65,6 +68,20 @@ def _no_state_behind_a_chunk() -> AbstractContextManager[Any]:
     return swap(TorchKernels, "selective_scan", lambda self, steps, chunks, states: real(self, steps, chunks, nothing))
 
 
+def _factors_of_the_next_rows() -> AbstractContextManager[Any]:
+    """The rows of a projection have the factors of the part behind them."""
+    real = ScaledProjection.__init__
+
+    def build(self: Any, linear: Any, factors: Any) -> None:
+        real(
+            self,
+            linear,
+            [(width, factor) for (width, _), (_, factor) in zip(factors, factors[1:] + factors[:1], strict=True)],
+        )
+
+    return swap(ScaledProjection, "__init__", build)
+
+
 MAMBAS: list[tuple[str, LayoutCase, Patch]] = [
     ("mamba: gradient of a shared group's projections not summed", SHARED, _without_sync("in_proj.B")),
     ("mamba: gradient of a shared group's convolution not summed", SHARED, _without_sync("conv1d.B")),
@@ -96,5 +113,6 @@ MAMBAS: list[tuple[str, LayoutCase, Patch]] = [
     ("mamba1: gradient of a norm's weight not summed", MAMBA1_TP, _without_sync("mamba1.B_norm")),
     ("mamba1: states stay on their rank", MAMBA1_PASSED, _states_stay),
     ("mamba1: a state decays on into the next document", MAMBA1_PASSED, _decay_across_documents),
+    ("hybrid: a projection has the factors of other rows", HYBRID_TP, _factors_of_the_next_rows),
     ("mamba1: no tokens of other context ranks before the convolution", MAMBA1_PASSED, _no_tokens_of_other_ranks),
 ]

@@ -169,6 +169,7 @@ def _mixer(config: ModelConfig, kind: str | None) -> TensorShapes:
         "kda": _kimi_delta,
         "lightning": _lightning,
         "conv": _short_convolution,
+        "hybrid": lambda config: _attention(config) | _mamba(config),
         "attention": _latent_attention if config.mla else _attention,
     }
     return mixers[kind](config)
@@ -325,7 +326,7 @@ def _mamba(config: ModelConfig) -> TensorShapes:
     return {
         **{name: shape for tensors in (*into, *taps) for name, shape in tensors.items()},
         **{f"mamba.{name}": (heads,) for name in ("dt_bias", "A_log", "D")},
-        "mamba.norm.weight": (inner,),
+        **({"mamba.norm.weight": (inner,)} if mamba.norm != "none" else {}),
         **_linear("mamba.out_proj", width, inner, mamba.bias),
     }
 

@@ -34,6 +34,7 @@ from mega_common.layer_kinds import (
     FeedForwardKind,
     FullAttentionConfig,
     GatedDeltaConfig,
+    HybridConfig,
     KimiDeltaConfig,
     LayerKind,
     LayerPatternSpec,
@@ -213,7 +214,7 @@ class ModelConfig(StrictConfig):
     """Architecture of a language model: a decoder, an encoder (`causal: false`) or, with `encoder`, both.
 
     Sizes are counts of elements; see the README for presets. `layers` gives the kind of each layer: a mixer
-    ("attention", "mamba", "mamba1", "delta", "kda", "lightning" or "conv"), a feed-forward block ("mlp" or "moe"), or both, as
+    ("attention", "mamba", "mamba1", "delta", "kda", "lightning", "conv" or "hybrid"), a feed-forward block ("mlp" or "moe"), or both, as
     "attention+mlp";
     `{times: 3, of: [mamba, mlp]}` repeats several. A string has one letter per layer: M mamba, G delta, * attention,
     - mlp, E moe. Without `layers`, all layers have attention, and experts in the layers of `moe.layers`. The same holds
@@ -321,6 +322,9 @@ class ModelConfig(StrictConfig):
         False, description="with parallel_residual: one norm before both, as in Falcon and Cohere"
     )
     residual_multiplier: float = Field(1.0, gt=0, description="factor on outputs of attention and MLP, as in Granite")
+    mlp_multipliers: tuple[PositiveFloat, PositiveFloat] | None = Field(
+        None, description="factors on the MLP's gate before its activation, and on the MLP's output, as in Falcon-H1"
+    )
     layer_scale: bool = Field(
         False, description="each layer's output times a stored scalar that is not trained, as in Gemma 4"
     )
@@ -365,6 +369,7 @@ class ModelConfig(StrictConfig):
     kda: KimiDeltaConfig | None = None
     lightning: LightningConfig | None = None
     conv: ShortConvolutionConfig | None = None
+    hybrid: HybridConfig | None = None
     vision: VisionConfig | None = None
     encoder: EncoderDecoderConfig | None = None
     retro: RetroConfig | None = None
@@ -427,6 +432,15 @@ class ModelConfig(StrictConfig):
         return {kind: counts for kind, counts in every.items() if kind in used}
 
     @property
+    def cache_entries(self) -> int:
+        """Number of keys and values, or recurrent states, that generation caches: one for each layer, and for hybrid ones two."""
+        return (self.num_layers + self.mtp_layers) * (2 if self.hybrid else 1)
+
+    def recurrent_cache_entry(self, layer: int) -> int:
+        """Return the number in a cache of the recurrent state of a hybrid layer, whose own number is that of its attention."""
+        return self.num_layers + self.mtp_layers + layer
+
+    @property
     def is_recurrent(self) -> bool:
         """True if any layer of mega or of an extension carries a state from token to token."""
         added = {name for name, block in self._declared_mixers.items() if block.recurrent}
@@ -442,7 +456,8 @@ class ModelConfig(StrictConfig):
         """Mixer kinds in use, from the pattern alone, because `num_layers` is not validated yet."""
         names = expand_layer_pattern(self.layers or [])
         rest: set[MixerKind | None] = {"attention"} if len(names) < self.num_layers + self.mtp_layers else set()
-        return {LayerKind.parse(name, self.mixers, self.feed_forwards).mixer for name in set(names)} | rest
+        kinds = [LayerKind.parse(name, self.mixers, self.feed_forwards) for name in set(names)]
+        return {mixer for kind in kinds for mixer in kind.mixers} | rest
 
     @property
     def shared_head_counts(self) -> set[int]:

@@ -71,6 +71,7 @@ def find_model_config_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
         yield ConfigProblem("qkv_clip", "is not supported with mla", model.qkv_clip, "leave out mla")
     if model.attention_gate and model.mla and model.mla.q_lora_rank:
         yield ConfigProblem("attention_gate", "is not supported with mla.q_lora_rank", hint="leave out mla.q_lora_rank")
+    yield from _find_multiplier_problems(model)
     yield from _find_layer_problems(model) if model.layers is not None else ()
     yield from _find_block_problems(model)
     yield from find_encoder_config_problems(model)
@@ -197,6 +198,13 @@ def _find_head_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
             yield ConfigProblem("position", "must be rope with mla.indexer", model.position, "position: rope")
 
 
+def _find_multiplier_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
+    """Yield violated rules of the factors of MLPs: they are for gated ones, and not for experts."""
+    if model.mlp_multipliers and (model.moe or not model.has_gated_mlp):
+        rule = "requires a gated activation, such as swiglu, and no moe"
+        yield ConfigProblem("mlp_multipliers", rule, list(model.mlp_multipliers), "leave it out")
+
+
 def _find_layer_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
     """Yield violated rules between the layer kinds and other fields."""
     named = len(expand_layer_pattern(model.layers or []))
@@ -217,9 +225,12 @@ def _find_layer_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
         "kda": model.kda is not None,
         "lightning": model.lightning is not None,
         "conv": model.conv is not None,
+        "hybrid": model.hybrid is not None,
         "moe": model.moe is not None,
     }
     yield from find_missing_sections(model.layer_kinds, given)
+    if model.hybrid and (model.mla or model.full_attention):
+        yield ConfigProblem("hybrid", "is not supported with mla or full_attention", hint="leave out these")
     if model.parallel_residual and any(None in layer for layer in model.layer_kinds):
         rule = "requires a mixer and a feed-forward block in every layer"
         yield ConfigProblem("parallel_residual", rule, hint="use layers such as attention+mlp")

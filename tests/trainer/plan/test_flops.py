@@ -273,6 +273,7 @@ LING = {
         ),
         (HYBRID["layers"], {}),
         (["kda", "attention"], LING),
+        (["hybrid+mlp"], {"hybrid": {"keys": 0.5, "mamba_projections": [2, 1, 1, 1, 1]}, "mlp_multipliers": [0.5, 2]}),
     ],
 )
 def test_each_kind_of_layer_is_counted_as_it_multiplies(layers: list[str], changes: dict[str, Any]) -> None:

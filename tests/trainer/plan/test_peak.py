@@ -85,6 +85,12 @@ ONE = {
     "experts": layout(1, {}, model={"moe": EXPERTS}),
     "recurrences": layout(1, {}, model=RECURRENT),
     "linear attention": layout(1, {}, model=LINEAR),
+    "side by side": layout(
+        1, {}, model={
+            "layers": ["hybrid+mlp"] * 4, "mamba": RECURRENT["mamba"], "mlp_multipliers": [0.5, 2],
+            "hybrid": {"attention_input": 0.5, "mamba_output": 2, "mamba_projections": [2, 1, 1, 1, 1]},
+        },
+    ),
     "encoder-decoder": layout(1, {}, model=PAIR),
     "retrieval": layout(1, {}, model=RETRO),
     "retrieval, full": layout(1, {}, model=RETRO, recompute=FULL),

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mega_ckpt.canonical_tensors import TensorShapes, canonical_tensors
-from mega_common.layer_kinds import FeedForwardKind, MixerKind
+from mega_common.layer_kinds import FeedForwardKind, LayerKind, MixerKind
 from mega_common.model_config import ModelConfig
 from mega_common.vision_config import PROJECTOR, TOWER
 from mega_trainer.plan.layer_flops import active_ffn_elements, active_ffn_width, mixing_flops, projection_shapes
@@ -227,11 +227,11 @@ def _layer_flops(
 ) -> dict[str, float]:
     """Return the forward FLOPs per token of one layer, by part."""
     parts = {"feed-forward": 2.0 * active_ffn_elements(model, feed)}
-    if mixer is not None:
+    for each in LayerKind(mixer, feed).mixers:
         model = model if window else model.full_layer_config
-        first, second = MIXING.get(mixer, (f"{mixer} projections", f"{mixer} mixing"))
-        parts[first] = 2.0 * sum(map(math.prod, itertools.chain(*projection_shapes(model, mixer))))
-        parts[second] = mixing_flops(model, mixer, window, seq_length, causal=causal)
+        first, second = MIXING.get(each, (f"{each} projections", f"{each} mixing"))
+        parts[first] = 2.0 * sum(map(math.prod, itertools.chain(*projection_shapes(model, each))))
+        parts[second] = mixing_flops(model, each, window, seq_length, causal=causal)
     return parts
 
 
@@ -281,7 +281,7 @@ def palm_flops(model: ModelConfig, seq_length: int, target: int | None = None) -
     tables = count.embedding - (model.vocab_size * model.embedding_width if model.tie_embeddings else 0)
     # H Q, where Q is the mean of the head sizes of keys and values
     pairs = model.num_attention_heads * (model.query_key_head_dim + model.attention_value_dim) // 2
-    attention = 12 * sum(kind.mixer == "attention" for kind in model.layer_kinds) * pairs * seq_length
+    attention = 12 * sum("attention" in kind.mixers for kind in model.layer_kinds) * pairs * seq_length
     return float(6 * (count.active_parameters - tables) + attention)
 
 

@@ -162,7 +162,7 @@ def _find_source_layers(model: ModelConfig) -> list[int]:
     for layer in range(model.num_layers):
         kind = model.get_layer_kind(layer)
         where = (
-            (model.get_attention_window(layer), model.has_rotary_positions(layer)) if kind.mixer == "attention" else ()
+            (model.get_attention_window(layer), model.has_rotary_positions(layer)) if "attention" in kind.mixers else ()
         )
         found.setdefault((kind, where), layer)
     return list(found.values())
