@@ -61,9 +61,7 @@ def find_model_config_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
         yield ConfigProblem("activation_limit", rule, model.activation_limit, "activation: swiglu")
     if model.activation == "xielu" and (model.moe or model.encoder or model.retro):
         yield ConfigProblem("activation", "is not supported with moe, encoder and retro", "xielu", "activation: swiglu")
-    if model.mlp_out_bias and (model.moe or model.mlp_bias):
-        rule = "is not supported with moe, and is part of mlp_bias"
-        yield ConfigProblem("mlp_out_bias", rule, True, "mlp_out_bias: false")
+    yield from _find_mlp_problems(model)
     if model.output_input_norms and (model.moe or model.mla or model.encoder or model.retro or model.layers):
         rule = "is not supported with moe, mla, encoder, retro and layers"
         yield ConfigProblem("output_input_norms", rule, True, "output_input_norms: false")
@@ -71,7 +69,6 @@ def find_model_config_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
         yield ConfigProblem("qkv_clip", "is not supported with mla", model.qkv_clip, "leave out mla")
     if model.attention_gate and model.mla and model.mla.q_lora_rank:
         yield ConfigProblem("attention_gate", "is not supported with mla.q_lora_rank", hint="leave out mla.q_lora_rank")
-    yield from _find_multiplier_problems(model)
     yield from _find_layer_problems(model) if model.layers is not None else ()
     yield from _find_block_problems(model)
     yield from find_encoder_config_problems(model)
@@ -198,8 +195,11 @@ def _find_head_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
             yield ConfigProblem("position", "must be rope with mla.indexer", model.position, "position: rope")
 
 
-def _find_multiplier_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
-    """Yield violated rules of the factors of MLPs: they are for gated ones, and not for experts."""
+def _find_mlp_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
+    """Yield violated rules of the MLP's output bias and factors, which experts do not have."""
+    if model.mlp_out_bias and (model.moe or model.mlp_bias):
+        rule = "is not supported with moe, and is part of mlp_bias"
+        yield ConfigProblem("mlp_out_bias", rule, True, "mlp_out_bias: false")
     if model.mlp_multipliers and (model.moe or not model.has_gated_mlp):
         rule = "requires a gated activation, such as swiglu, and no moe"
         yield ConfigProblem("mlp_multipliers", rule, list(model.mlp_multipliers), "leave it out")
