@@ -45,7 +45,7 @@ difference, relative to the largest element of each tensor, must be below {toler
 - `moe`: a dense layer, then layers of eight experts of which a token takes two, and one that all take behind a gate;
   grouped heads, biases, a router's two losses, a bias of the choice that follows the load
 - `deepseek`: `mla` with such experts, by sigmoid scores and within groups of them
-- `hybrid`: layers of Mamba-2, gated delta nets, Kimi Delta Attention, lightning attention, short convolutions, attention,
+- `hybrid`: layers of Mamba-1 and 2, gated delta nets, Kimi Delta Attention, lightning attention, short convolutions, attention,
   dense and expert feed-forwards, or of some of these; groups and key heads fewer than tensor ranks, states passed or heads exchanged over context ranks, experts in a latent space
 - `vision`: a vision tower (as CLIP's, SigLIP's, Qwen2.5-VL's or Qwen3-VL's), frozen or not, and a projector, whole on ranks that share the images,
   in tiles, whole, or of any shape
