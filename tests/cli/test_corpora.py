@@ -177,7 +177,7 @@ ROWS: dict[str, tuple[dict[str, str | bytes], str, list[str] | None, str]] = {
     # tables
     "CSV": ({"a.csv": 'id,text\n1,"a\nb"\n2,c\n'}, "a.csv", ["a\nb", "c"], "1 as CSV"),
     "TSV in a folder": ({"in/a.tsv": 'text\tid\na"b\t1\n'}, "in", ['a"b'], ""),
-    "CSV without the column": ({"a.csv": "id,body\n1,a\n"}, "a.csv", None, "a.csv: no column 'text'\n  the columns are id, body"),
+    "CSV without the column": ({"a.csv": "id,body\n1,a\n"}, "a.csv", None, "a.csv: no column 'text'; the columns are id, body"),
     "CSV without the column beside code": ({"in/a.csv": "id\n1\n", "in/b.py": "b"}, "in", ["b"], "no column 'text'.: in/a.csv"),
     # keys
     "a nested key": ({"a.jsonl": '{"meta": {"text": "a"}}\n{"meta.text": "b"}\n'}, "a.jsonl --json-key meta.text", ["a", "b"], ""),

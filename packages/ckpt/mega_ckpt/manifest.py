@@ -147,7 +147,7 @@ class Manifest(StrictConfig):
         if data[:start] != _HEAD + xxhash.xxh3_128_hexdigest(body).encode() + _TAIL:
             raise CheckpointError(
                 f"{source}: damaged or changed since it was written: its checksum does not match",
-                hint="resume from another checkpoint, or save this one again",
+                hint="copy the whole checkpoint again, or use another one",
             )
         try:
             manifest = cls.model_validate_json(b"{" + body)

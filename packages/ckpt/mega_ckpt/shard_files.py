@@ -219,7 +219,8 @@ def check_file_size(path: Location, size: Callable[[], int], entry: FileEntry, k
     try:
         found = size()
     except (FileNotFoundError, NotADirectoryError):
-        raise CheckpointError(f"{path}: the file is missing ({_describe_keys(keys)})") from None
+        message = f"{path}: the file is missing ({_describe_keys(keys)})"
+        raise CheckpointError(message, hint="copy the whole checkpoint again, or use another one") from None
     if found != entry.bytes:
         raise CheckpointError(f"{path}: has {found} bytes instead of {entry.bytes} ({_describe_keys(keys)})")
 

@@ -149,6 +149,11 @@ def _explain_yaml_error(error: yaml.YAMLError) -> str:
     if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
         return str(error)
     mark, context = error.problem_mark, f" {error.context}" if error.context else ""
+    if str(error.context).startswith("while parsing a flow") and (start := error.context_mark) is not None:
+        bracket = "{" if "mapping" in context else "["
+        return (
+            f"line {start.line + 1}, column {start.column + 1}: the {bracket} is not closed before line {mark.line + 1}"
+        )
     if "'<document start>'" in str(error.problem):
         return f"line {mark.line + 1}: a second value begins, as in JSON lines; a file of settings has one, written as KEY: VALUE"
     return f"line {mark.line + 1}, column {mark.column + 1}:{context}: {error.problem}".replace("::", ":").replace(

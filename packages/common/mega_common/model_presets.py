@@ -298,6 +298,6 @@ def load_model_preset(name: str) -> dict[str, Any]:
         near = difflib.get_close_matches(name, PRESETS, n=1)
         raise ConfigError(
             f"model.preset = {name!r}: no such preset" + (f"; did you mean {near[0]!r}?" if near else ""),
-            hint=f"presets: {', '.join(PRESETS)}",
+            hint="" if near else f"presets: {', '.join(PRESETS)}",
         )
     return copy.deepcopy(PRESETS[name])

@@ -256,7 +256,7 @@ WORLD_CASES: list[tuple[int, list[str]]] = [
 
 UNTRIED = (
     "replace it by its value",
-    "change batch.global or the number of ranks; no degrees fit",
+    "change batch.global or the number of ranks",
     "shorten the warmup",
 )
 

@@ -67,6 +67,8 @@ def test_a_jump_of_the_learning_rate_is_refused_with_both_rates_unless_asked_for
     with pytest.raises(ConfigError, match=r"a jump of the learning rate of the next step: 0\.000186 -> 0\.\d+") as told:
         resumed(settings, **changed)
     assert f"lr_schedule.decay_steps={keeps} " in str(told.value)
+    (section, values), *_ = changed.items()
+    assert str(told.value).startswith(f"{section}.{next(iter(values))}: ")
     lines = resumed(settings, **changed, checkpoint={"allow_lr_jump": True})
     assert lines[-1].startswith("the learning rate of the next step: 0.000186 -> ")
     if changed.get("lr_schedule", {}).get("name") is None:  # what the hint says keeps the rate

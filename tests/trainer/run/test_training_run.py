@@ -323,6 +323,7 @@ def test_resume_refuses_another_model_and_tells_other_changes(
         with pytest.raises(ConfigError, match="saved by another model") as refused:
             trained(raw)
         assert next(iter(change)) in str(refused.value)
+        assert ("allow_changes" in str(refused.value)) == (change != {"num_layers": 3})  # its tensors are not there
     with caplog.at_level("INFO", "mega"):
         trained(settings(train={"steps": 3}, optimizer={"weight_decay": 0.3}, lr_schedule={"name": "constant"}))
     assert "optimizer.weight_decay: 0.1 -> 0.3" in caplog.text

@@ -30,6 +30,7 @@ from mega_data.token_files.dataset_info import ChatInfo
 from mega_data.tokenizer import Tokenizer
 
 MAX_LABEL = 65_534  # label + 1 is stored as a token, of 16 bits for small vocabularies
+_MAP = "--map label=COLUMN names the column of the labels; for texts without labels, leave out --kind"
 TextInput = str | tuple[str, str] | list[str]  # a text, a pair of texts, or the words of a text
 
 
@@ -56,7 +57,7 @@ def parse_labeled_record(text: str, options: ChatOptions) -> LabeledRecord:
     else:
         texts = [_require_text(record, key) for key in (_find_key(record, QUERIES), "passage")]
     if "label" not in record:
-        raise DataError(f"no 'label'; the keys are {', '.join(record)}")
+        raise DataError(f"no 'label'; the keys are {', '.join(record)}", hint=_MAP)
     return LabeledRecord(
         [(texts[0], texts[1]) if len(texts) > 1 else texts[0]], [_parse_label(record["label"], options.labels)]
     )
@@ -106,7 +107,10 @@ def _find_key(record: Mapping[str, Any], names: Sequence[str]) -> str:
 def _require_text(record: Mapping[str, Any], key: str) -> str:
     value = record.get(key)
     if not isinstance(value, str) or not value:
-        raise DataError(f"{key!r} is not a text" if key in record else f"no {key!r}; the keys are {', '.join(record)}")
+        if key not in record:
+            hint = f"--map {key}=COLUMN names its column" if key != "text" else ""
+            raise DataError(f"no {key!r}; the keys are {', '.join(record)}", hint=hint)
+        raise DataError(f"{key!r} is not a text")
     return value
 
 
@@ -136,7 +140,7 @@ class LabeledRecordConverter:
         try:
             texts, labels = parse_labeled_record(item.text, self._options)
         except DataError as error:
-            return RejectedItem(str(error), item.text, item.file, item.line)
+            return RejectedItem(error.message, item.text, item.file, item.line, hint=error.hint or "")
         return Document("", item.size, item.file, item.line, record={"texts": texts, "labels": labels})
 
     def encode_documents(self, documents: Sequence[Document], dtype: npt.DTypeLike) -> EncodedChats:

@@ -199,6 +199,8 @@ def _suggest_for_bad_line(item: RejectedItem, quarantine: Path) -> str:
         return skip
     if item.file.endswith(".bin") and Path(item.file).with_suffix(".idx").is_file():
         return f"the file has tokens already; use the data set by its prefix {Path(item.file).with_suffix('')}"
+    if item.reason.endswith("not a string"):
+        return f"--json-key KEY selects another key; for single bad lines, {skip}"
     if item.reason.startswith("not JSON"):
         return f"if the file is plain text, rename it to end in .txt; for single bad lines, {skip}"
     if item.reason.startswith("not UTF-8"):

@@ -45,6 +45,11 @@ SETTING_OF_OPTION = (
     ),
     ("and --json-key the key or column of their text", "and that their records have the key text"),
     ("--input names", "data.train names"),
+    ("--json-key KEY selects another key", "map: {text: KEY} beside the path reads the text from another key"),
+    (
+        "--map label=COLUMN names the column of the labels",
+        "map: {label: COLUMN} beside the path names the column of the labels",
+    ),
     ("--append-eod", "data.raw.append_eod: true"),
     ("pass --turn-weights", "set data.raw.turn_weights: true"),
     ("pass --loss-on", "set data.raw.loss_on:"),

@@ -142,9 +142,19 @@ def split_hub_dataset_name(name: str) -> HubName:
     return HubName(repository, config, split)
 
 
+def no_column_error(name: str, key: str, columns: str) -> DataError:
+    """Return the error for a table `name` without the column of the text; `columns` are those that it has."""
+    return DataError(
+        f"{name}: no column {key!r}; the columns are {columns}",
+        hint="--json-key KEY selects the key that has the text; for chats, add --kind conversations",
+    )
+
+
 def no_text_error(sources: Sequence[CorpusSource], found: str) -> DataError:
     """Return the error for inputs without a document that has text; `found` says what was found instead, with counts."""
     more = f" and {len(sources) - 1} more" if len(sources) > 1 else ""
+    if not more and Path(sources[0].name).is_file() and not Path(sources[0].name).stat().st_size:
+        return DataError(f"{sources[0].name}: the file is empty", hint="check that --input names the right file")
     return DataError(
         f"{sources[0].name}{more}: no document with text ({found})",
         hint="check that --input names the right files, and --json-key the key or column of their text",

@@ -17,7 +17,7 @@ from typing import Any
 
 from mega_common.bounded_parsing import explain_read_error, reject_duplicate_keys
 from mega_common.errors import DataError
-from mega_data.reading.corpus_sources import BOM, WHOLE, CorpusSource, lookup_record_value
+from mega_data.reading.corpus_sources import BOM, WHOLE, CorpusSource, lookup_record_value, no_column_error
 from mega_data.reading.decompression import DAMAGE, ReportBytes, import_optional_package, open_decompressed
 from mega_data.reading.documents import (
     BLOCK,
@@ -63,7 +63,7 @@ def read_parquet(source: CorpusSource, key: str, advance: ReportBytes, whole: bo
             file = stack.enter_context(parquet.ParquetFile(path))
             names = _list_columns(file.schema_arrow, arrow.types.is_struct)
             if key not in names and key != WHOLE:
-                raise DataError(f"{source.name}: no column {key!r}", hint=f"the columns are {', '.join(names)}")
+                raise no_column_error(source.name, key, ", ".join(names))
             columns = None if whole or key == WHOLE else [key]
             rows = max(file.metadata.num_rows, 1)
             groups, line = _select_row_groups(file.metadata, source)

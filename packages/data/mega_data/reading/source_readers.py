@@ -29,6 +29,7 @@ from mega_data.reading.corpus_sources import (
     find_corpus_sources,
     log_file_formats,
     lookup_record_value,
+    no_column_error,
     split_hub_dataset_name,
 )
 from mega_data.reading.decompression import (
@@ -139,7 +140,7 @@ def _read_csv(stream: io.BufferedReader, source: CorpusSource, key: str, whole: 
             if source.found:
                 yield RejectedItem(f"no column {key!r}", "", source.name, 1, skipped=True)
                 return
-            raise DataError(f"{source.name}: no column {key!r}", hint=f"the columns are {', '.join(header)}")
+            raise no_column_error(source.name, key, ", ".join(header))
         column = -1 if key == WHOLE else header.index(key)
         for row in rows:
             if len(row) > column:
@@ -200,7 +201,7 @@ def _read_datasets(source: CorpusSource, key: str, whole: bool) -> DocumentStrea
         for line, row in enumerate(_load_datasets(datasets, name), 1):
             value = lookup_record_value(row, key)
             if value is ABSENT:
-                raise DataError(f"{source.name}: no column {key!r}", hint=f"the columns are {format_key_names(row)}")
+                raise no_column_error(source.name, key, format_key_names(row))
             yield attach_record(document_from_text(value, key, source.name, line), dict(row) if whole else None)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise DataError(

@@ -268,6 +268,10 @@ class IndexedReader:
         """Return a hint with data sets nearby, because Megatron's tools append `_text_document` to the given name."""
         if inside := sorted(str(path.with_suffix("")) for path in self.prefix.glob("*.idx")):
             return f"{self.prefix} is a folder; give the prefix of a data set in it: {', '.join(inside[:8])}"
+        if self.prefix.suffix in (".yaml", ".yml") and self.prefix.is_file():
+            return (
+                f"{self.prefix} is a file of settings; give the prefix of a data set that it names, such as data/train"
+            )
         if self.prefix.is_file():
             output = self.prefix.with_suffix("")
             return (

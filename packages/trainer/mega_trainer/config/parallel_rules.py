@@ -290,15 +290,19 @@ class ParallelRules:
             changed = self.with_degrees(degrees)
             if not [*changed.find_parallel_degree_problems(), *changed.find_world_size_problems(world_size)]:
                 return _set_degrees(degrees) + (self._suggest_world_sizes(world_size) if more_memory else "")
-        return "change batch.global or the number of ranks; no degrees fit"
+        fitting = self._list_fitting_world_sizes(world_size)
+        return f"start {fitting} ranks" if fitting else "change batch.global or the number of ranks"
 
     def _suggest_world_sizes(self, world_size: int) -> str:
         """Return a hint with numbers of ranks that the given degrees fit, as other degrees need more memory on each rank."""
+        fitting = self._list_fitting_world_sizes(world_size)
+        return ", which needs more memory on each rank" + (f"; or start {fitting} ranks" if fitting else "")
+
+    def _list_fitting_world_sizes(self, world_size: int) -> str:
+        """Return the next smaller and the next larger number of ranks that the given degrees fit, as text."""
         unit = self.minimum_ranks
         near = [n for n in (world_size // unit * unit, -(-world_size // unit) * unit) if n]
-        fitting = [n for n in near if not list(self.find_world_size_problems(n))]
-        other = f"; or start {' or '.join(map(str, fitting))} ranks" if fitting else ""
-        return f", which needs more memory on each rank{other}"
+        return " or ".join(str(n) for n in near if not list(self.find_world_size_problems(n)))
 
     def _fit_expert_degrees(self, stage: int) -> dict[str, int | str]:
         """Return the smallest changes of ep and expert_tp that fit a stage of `stage` ranks."""

@@ -252,7 +252,8 @@ def read_points(path: Path) -> list[TrainedModel]:
         reader = csv.DictReader(stream)
         if missing := {"parameters", "tokens", "loss"} - set(reader.fieldnames or ()):
             raise DataError(
-                f"{path} has no column {', '.join(sorted(missing))}", hint="columns: parameters, tokens, loss"
+                f"{path} has no column {', '.join(sorted(missing))}; its columns are {', '.join(reader.fieldnames or ['none'])}",
+                hint="the columns parameters, tokens and loss are required, and name is optional",
             )
         rows = list(reader)
     points = []

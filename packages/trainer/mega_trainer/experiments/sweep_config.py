@@ -99,6 +99,9 @@ def parse_setting_words(words: list[str]) -> dict[str, list[Any] | str]:
         ConfigError: for a word of another form, or a key given twice.
     """
     found: dict[str, list[Any] | str] = {}
+    if not words:
+        hint = "example: optimizer.lr=1e-4,3e-4,1e-3, or optimizer.lr=1e-4..1e-2:log"
+        raise ConfigError("mega sweep requires a setting and its values", hint=hint)
     for word in words:
         key, equals, text = word.partition("=")
         if not key or not equals or not text or key in found:

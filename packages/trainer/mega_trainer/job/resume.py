@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
+from mega_ckpt.canonical_tensors import canonical_tensors
 from mega_ckpt.store import (
     Checkpoint,
     Location,
@@ -34,6 +35,7 @@ ORDER_SETTINGS = (
     "data.split", "data.seq_length", "data.order", "data.block_tokens", "data.kind", "data.long_documents", "train.seed",
 )  # fmt: skip
 LENGTH_SETTINGS = ("data.train", "train.steps", "batch.global", "batch.rampup", "batch.stages")
+LR_SETTINGS = ("lr_schedule.", "optimizer.lr", "train.steps", "batch.")  # that determine the learning rate of a step
 JUMP = 0.1  # share of the highest rate: smaller changes are accepted
 
 
@@ -67,7 +69,7 @@ def check_resume_settings(state: Mapping[str, Any], step: int, config: RunConfig
             f"{' and '.join(changed)} changed the order of samples, which is read from sample {consumed} on; some samples are "
             "read again, and some are never read"
         )
-    return [*found, *_lr_change_lines(saved, consumed, config, where)]
+    return [*found, *_lr_change_lines(saved, consumed, config, where, found)]
 
 
 def check_setting_changes(saved: Mapping[str, Any], config: RunConfig, where: str) -> list[str]:
@@ -77,12 +79,23 @@ def check_setting_changes(saved: Mapping[str, Any], config: RunConfig, where: st
         ConfigError: when a setting of the model differs.
     """
     of_model, others = diff_run_settings(saved, config)
-    if of_model and not config.checkpoint.allow_changes:
+    fits = not of_model or _has_saved_tensors(saved, config)
+    if of_model and not (fits and config.checkpoint.allow_changes):
+        ways = "set the saved values, start in another output folder, or set checkpoint.allow_changes=true"
         raise ConfigError(
             f"{where} was saved by another model:\n" + "\n".join(f"  {line}" for line in of_model),
-            hint="set the saved values, start in another output folder, or set checkpoint.allow_changes=true",
+            hint=ways if fits else "set the saved values, or start in another output folder",
         )
     return of_model + others
+
+
+def _has_saved_tensors(saved: Mapping[str, Any], config: RunConfig) -> bool:
+    """Return whether the model of a checkpoint's saved settings has tensors of the same names and shapes as the present one."""
+    try:
+        model = _parse_saved(saved, config).model
+    except ValidationError:  # settings unknown to this version
+        return True
+    return dict(canonical_tensors(model)) == dict(canonical_tensors(config.model))
 
 
 def diff_run_settings(saved: Mapping[str, Any], config: RunConfig) -> tuple[list[str], list[str]]:
@@ -115,7 +128,9 @@ def _parse_saved(saved: Mapping[str, Any], config: RunConfig) -> RunConfig:
     return RunConfig.model_validate({**own, **saved, "extensions": config.extensions})
 
 
-def _lr_change_lines(saved: Mapping[str, Any], consumed: int, config: RunConfig, where: str) -> Iterator[str]:
+def _lr_change_lines(
+    saved: Mapping[str, Any], consumed: int, config: RunConfig, where: str, changes: Sequence[str]
+) -> Iterator[str]:
     """Yield the old and the new learning rate of the next step, if they differ.
 
     A jump is a change that is not explained by a change of optimizer.lr.
@@ -132,8 +147,9 @@ def _lr_change_lines(saved: Mapping[str, Any], consumed: int, config: RunConfig,
     change = f"the learning rate of the next step: {before:.3g} -> {after:.3g}"
     moved = abs(before / curves[0].highest - after / curves[1].highest)
     if moved > JUMP and not config.checkpoint.allow_lr_jump:
+        causes = [line for line in changes if line.startswith(LR_SETTINGS)]
         raise ConfigError(
-            f"changed settings make a jump of {change} (resuming from {where})",
+            f"{'; '.join(causes) or 'changed settings'} (resuming from {where}) would make a jump of {change}",
             hint=f"set lr_schedule.decay_steps={max(1, config.batch.steps_for_samples(curves[0].end))} to keep the end of the decay, or "
             "set checkpoint.allow_lr_jump=true",
         )
