@@ -344,7 +344,8 @@ class KernelsConfig(StrictConfig):
         "auto", description="short convolutions of recurrent mixers"
     )
     scan: Literal["auto", "torch", "mamba_ssm"] = Field(
-        "auto", description="scan of Mamba-2 and of lightning attention, without context parallelism"
+        "auto",
+        description="scan of Mamba and of lightning attention, without context parallelism, of Mamba-1 without documents",
     )
     delta: Literal["auto", "torch", "fla"] = Field(
         "auto",

@@ -126,12 +126,15 @@ def choose_kernels(config: RunConfig, device: torch.device) -> BackendChoice:
         head=max((each.query_key_head_dim, each.attention_value_dim) for each in (model, model.full_layer_config)),
         softcap=model.attention_softcap is not None,
         biased=model.has_position_bias,
-        taps=frozenset(recurrence.conv_kernel for recurrence in (model.mamba, model.delta, model.kda) if recurrence)
+        taps=frozenset(
+            recurrence.conv_kernel for recurrence in (model.mamba, model.mamba1, model.delta, model.kda) if recurrence
+        )
         | ({model.conv.kernel} if model.conv else frozenset()),
         compiler_problem=find_compiler_problem(device) if gpu else None,
     )
     parts = {
         "mamba": ("conv", "scan"),
+        "mamba1": ("conv", "scan"),
         "delta": ("conv", "delta"),
         "kda": ("conv", "delta"),
         "lightning": ("scan",),
