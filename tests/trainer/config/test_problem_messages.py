@@ -223,6 +223,7 @@ CASES: list[list[str]] = [
     [MOE, "parallel.ep=2", "parallel.expert_tp=3", "parallel.dispatch=nvshmem", "parallel.dispatch_bound=2.0"],
     [MOE, "parallel.ep=2", "parallel.expert_tp=2", "parallel.dispatch=deepep"],
     ["parallel.zero=2", "parallel.zero3_gather=step"],
+    [MOE, "parallel.overlap_expert_exchange=true"],
     ["optimizer.name=adamw8bit", "precision=fp64"],
     ["optimizer.name=adamw8bit", "fault.hash_every=5"],
     ["optimizer.name=soap", "lora={rank: 2}", "init_from=FOLDER"],
@@ -243,6 +244,7 @@ CASES: list[list[str]] = [
     [*FP8, "parallel.cp=4", "data.seq_length=64"],
 ]  # fmt: skip
 WORLD_CASES: list[tuple[int, list[str]]] = [
+    (4, [MOE, "parallel.ep=4", "parallel.overlap_expert_exchange=true", "batch.micro=2"]),
     (3, ["parallel.tp=2", "parallel.pp=2"]),
     (20, ["parallel.tp=4", "parallel.pp=2", "parallel.cp=2", "batch.global=40", "data.seq_length=48"]),
     (5, ["parallel.tp=2", "batch.global=7"]),
