@@ -43,7 +43,7 @@ REASONS: tuple[tuple[str, str], ...] = (
     (r"module:.*(KimiDelta|DeltaAttention|KDA)", "Kimi Delta Attention in a layer of another form"),
     (r"module:.*LightningAttention", "lightning attention in a layer of another form"),
     (r"key:(conv_L_cache)|module:.*ShortConv", "short convolutions as mixers"),
-    (r"key:(mamba_dt_rank|time_step_rank|state_size|mamba_d_state|ssm_)|module:.*(Mamba|SSM)", "Mamba-1, or Mamba in a layer of another form"),
+    (r"key:(mamba_dt_rank|time_step_rank|state_size|mamba_d_state|ssm_)|module:.*(Mamba|SSM)", "Mamba in a layer of another form"),
     (r"module:.*(Rwkv|xLSTM|mLSTM|RecurrentBlock|RGLRU|Lru)", "another recurrent mixer"),
     (r"key:(attention_chunk_size|no_rope_layer_interval)|module:.*ChunkedAttention", "chunked attention"),
     (r"key:(hidden_size_per_layer_input|altup_|laurel_)", "embeddings in every layer"),
@@ -117,8 +117,7 @@ def supported() -> dict[str, list[tuple[str, str, str]]]:
 
 
 LIMITS = {  # settings of a listed type that are refused by name
-    "gemma4_text": "; without embeddings in every layer, experts, and shared keys and values",
-    "gemma4_unified_text": "; without shared keys and values",
+    "gemma4": "; without sound; with `use_bidirectional_attention: vision` its text model alone",
 }
 
 

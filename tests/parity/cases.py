@@ -114,7 +114,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         },
         {
             "embedding_multiplier": 4.0, "residual_multiplier": 0.4, "logit_scale": 0.25, "attention_scale": 0.3,
-            "no_rope_layers": [1], "num_kv_heads": 2,
+            "no_rope_layers": [1], "num_kv_heads": 2, "mlp_multipliers": [0.7, 1.6],
         },
         {
             "position": "alibi", "head_bias": True, "embedding_norm": True, "norm": "layernorm", "num_kv_heads": 4,
@@ -144,6 +144,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
             "rope": {"theta": 100.0, "fraction": 0.5, "scaling": "proportional"}, "local_rope": {"theta": 20.0},
             "value_norm": True, "layer_scale": True, "attention_scale": 1.0, "norm_position": "both", "qkv_bias": False,
         },
+        {"per_layer_input_size": 6, "layer_scale": True, "tie_embeddings": True, "scale_embeddings": True},
     ],
     "moe": [
         {}, {"attention_sinks": True, "activation_limit": 0.7, "sliding_window": 5, "full_attention_layers": [1]},
@@ -159,6 +160,10 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
             },
         },
         {"moe": MODELS["moe"]["moe"] | {"score": "sigmoid", "choice": "logits", "router_bias": False}},
+        {
+            "norm_position": "both", "zero_centered_norm": True,
+            "moe": MODELS["moe"]["moe"] | {"shared_gate": False, "shared_ffn_hidden_size": 48, "separate_norms": True},
+        },
         {"moe": MODELS["moe"]["moe"] | SINKHORN},
     ],
     "mla": [
@@ -172,6 +177,12 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         {"mla": {**MODELS["mla"]["mla"], "indexer": INDEXER}},
         {"mla": {**MODELS["mla"]["mla"], "indexer": {**INDEXER, "dense": True, "interleaved": True}}, "mtp_layers": 2},
     ],
+}  # fmt: skip
+# Last layers that attend to keys and values of earlier ones, all of which the last stage has; of six layers.
+SHARED_KEYS: dict[str, Any] = {
+    "full_attention_layers": [1, 3, 5], "full_attention": {"head_dim": 12, "num_kv_heads": 4, "keys_are_values": True},
+    "local_rope": {"theta": 20.0}, "value_norm": True, "norm_position": "both", "shared_kv_layers": 2,
+    "shared_kv_ffn_hidden_size": 64, "per_layer_input_size": 6,
 }  # fmt: skip
 # Its experts are in the depth of multi-token prediction, too, which so has to be there.
 VARIANTS["deepseek"] = [variant for variant in VARIANTS["mla"] if variant.get("mtp_layers") != 0]
@@ -213,6 +224,25 @@ VARIANTS["hybrid"] = [
         "layers": ["lightning+moe", "attention+moe", "lightning+mlp", "lightning"], "position": "rope", "norm_position": "stream",
         "lightning": {"num_heads": 8, "head_dim": 3, "chunk_size": 5}, "residual_dropout": 0.1, "residual_multiplier": 1.0,
         "residual_factors": {"lightning": [2.0, 0.8], "attention": [0.9, 1.1], "moe": [1.5, 0.7]},
+    },
+    {
+        "layers": ["mamba1+moe", "attention+mlp", "mamba1+mlp", "mamba1"], "position": "none",
+        "mamba1": {"inner_size": 24, "state_size": 3, "dt_rank": 5, "conv_kernel": 3, "chunk_size": 5, "norms": "weight"},
+    },
+    {
+        "layers": ["mamba1", "mamba1+moe"], "mamba1": {
+            "inner_size": 16, "state_size": 4, "dt_rank": 2, "chunk_size": 8, "norms": "plain", "norm_eps": 1e-2, "bias": True,
+            "conv_bias": False,
+        },
+    },
+    {
+        "layers": ["hybrid+moe", "hybrid+mlp"], "position": "rope", "num_kv_heads": 2, "qkv_bias": True, "mamba": {
+            "num_heads": 8, "head_dim": 3, "state_size": 4, "num_groups": 2, "chunk_size": 5, "norm": "before_gate",
+        },
+        "hybrid": {
+            "attention_input": 0.7, "attention_output": 1.4, "keys": 0.6, "mamba_input": 1.2, "mamba_output": 0.8,
+            "mamba_projections": [0.5, 1.5, 0.7, 1.2, 2.0],
+        },
     },
 ]  # fmt: skip
 VARIANTS["vision"] = [
@@ -360,7 +390,12 @@ def _with_choices(name: str, ranks: int, parallel: dict[str, Any]) -> LayoutCase
         optimizer=rng.choice(OPTIMIZERS), steps=steps,
         freeze=rng.choice(FROZEN[name]) if name in FROZEN else (),
     )  # fmt: skip
-    return replace(found, steps=min(steps, most_steps(found)))
+    overlaps = parallel["sp"] and rng.random() < 0.5
+    return replace(
+        found,
+        steps=min(steps, most_steps(found)),
+        parallel={**found.parallel, **({"tp_comm_overlap": True} if overlaps else {})},
+    )
 
 
 def _add_deepstack_layers(variant: Mapping[str, Any], parallel: dict[str, Any]) -> int:

@@ -9,7 +9,7 @@ from itertools import product
 from typing import Any
 
 import pytest
-from parity.cases import MODELS, SHARED_BIAS, SINKHORN, VARIANTS, all_layouts, case, covering
+from parity.cases import MODELS, SHARED_BIAS, SHARED_KEYS, SINKHORN, VARIANTS, all_layouts, case, covering
 from ranks import run_ranks
 
 from mega_trainer.verify.case_comparison import CaseVerdict, compare_cases_with_one_process, merge_findings_by_case
@@ -87,6 +87,41 @@ def test_sparse_attention_and_the_loss_of_its_indexer() -> None:
 
 
 @ONE_IN_THREE
+def test_inputs_of_each_layer_shared_keys_and_experts_with_norms_of_their_own(every: int) -> None:
+    shapes: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
+        (2, {"tp": 2}, {}), (2, {"tp": 2, "sp": True}, {"recompute": {"kind": "full"}}), (2, {"pp": 2, "schedule": "zb-h1"}, {}),
+        (2, {"cp": 2}, {"recompute": {"kind": "selective"}}), (2, {"zero": 3}, {}), (4, {"tp": 4, "sp": True}, {}),
+        (4, {"tp": 2, "sp": True, "pp": 2, "zero": 1}, {"recompute": {"kind": "full"}}),
+        (4, {"tp": 2, "sp": True, "cp": 2, "cp_kind": "alltoall"}, {}), (4, {"cp": 2, "pp": 2}, {}),
+        (4, {"tp": 2, "zero": 3}, {"recompute": {"kind": "full"}}),
+    ]  # fmt: skip
+    cases = [
+        case("gqa", ranks, layers=6, parallel=one, micro=2, variant=SHARED_KEYS, steps=1, **more)
+        for ranks, one, more in shapes
+    ]
+    longer, stages = {**SHARED_KEYS, "full_attention_layers": [1, 3, 5, 7]}, {"pp": 2, "virtual_stages": 2, "zero": 2}
+    cases.append(case("gqa", 4, layers=8, parallel=stages, micro=1, variant=longer, steps=1))
+    cases += [
+        case("gqa", ranks, layers=one.get("pp", 1) * 2, parallel=one, micro=2, variant=VARIANTS["gqa"][4], **more)
+        for ranks, one, more in shapes
+    ]
+    experts = [
+        {"ep": 2}, {"tp": 2, "ep": 2}, {"tp": 2, "sp": True, "ep": 2, "expert_tp": 2}, {"cp": 2, "ep": 2}, {"pp": 2, "ep": 2},
+        {"tp": 4}, {"zero": 3, "ep": 2},
+    ]  # fmt: skip
+    cases += [
+        case("moe", 4, layers=one.get("pp", 1) * 2, parallel=one, micro=2, variant=VARIANTS["moe"][5])
+        for one in experts
+    ]
+    images = {"per_layer_input_size": 6, "vision": {**MODELS["vision"]["vision"], "layer_input_token": 3}}
+    cases += [
+        case("vision", ranks, parallel=one, micro=2, variant=images, steps=1)
+        for ranks, one in ((2, {"zero": 3}), (4, {"tp": 2, "sp": True, "pp": 2}), (4, {"cp": 2, "tp": 2}))
+    ]
+    assert not problems(cases[::every], 4)
+
+
+@ONE_IN_THREE
 def test_norms_before_output_projections_heads_of_decoders_and_other_routers(every: int) -> None:
     shapes: list[tuple[int, dict[str, Any]]] = [
         (2, {"tp": 2}), (2, {"tp": 2, "sp": True}), (2, {"pp": 2}), (2, {"zero": 3}), (4, {"tp": 4, "sp": True}),
@@ -151,8 +186,9 @@ def test_linear_biases_scaled_queries_norms_after_rotation_a_head_bias_and_heads
 
 
 @ONE_IN_THREE
-def test_linear_attention_with_decays_per_channel_and_fixed_decays(every: int) -> None:
-    """Kimi Delta Attention next to latent attention without positions; lightning attention, whose residual is normalized."""
+def test_recurrences_with_decays_per_channel_and_fixed_decays(every: int) -> None:
+    """Attention and Mamba-2 side by side; Kimi Delta Attention next to latent attention without positions; lightning attention, whose residual is normalized;
+    Mamba-1 with and without norms."""
     shapes: list[tuple[int, dict[str, Any]]] = [
         (4, {"tp": 4, "sp": True}), (2, {"cp": 2}), (2, {"tp": 2}), (4, {"pp": 2, "cp": 2}), (4, {"ep": 4, "zero": 2}),
         (4, {"tp": 2, "sp": True, "cp": 2, "cp_kind": "alltoall"}), (4, {"tp": 2, "sp": True, "pp": 2, "zero": 1}),
@@ -161,7 +197,7 @@ def test_linear_attention_with_decays_per_channel_and_fixed_decays(every: int) -
     cases = [
         case("hybrid", ranks, layers=4, parallel=shape, micro=2, steps=1, variant=VARIANTS["hybrid"][number])
         for ranks, shape in shapes
-        for number in (6, 7, 8)
+        for number in (6, 7, 8, 9, 10, 11)
     ]
     assert not problems(cases[every // 2 :: 1 + every // 3 * 3], 4)
 
@@ -239,6 +275,22 @@ def test_a_fixed_number_of_tokens_to_each_rank() -> None:
         {"pp": 2, "ep": 2, "schedule": "zb-h1", "dispatch_bound": 2.0}, {"cp": 2, "ep": 4, "zero": 3, "dispatch_bound": 4.0},
     ]  # fmt: skip
     cases = [case("moe", 4, layers=4, parallel=parallel, micro=2) for parallel in shapes]
+    assert not problems(cases, 4)
+
+
+def test_an_expert_exchange_beside_another_micro_batch() -> None:
+    """Forwards and backwards in turn, with and without a pipeline, and with what a backward computes again."""
+    shapes: list[tuple[str, int, dict[str, Any], dict[str, Any]]] = [
+        ("moe", 2, {"ep": 2}, {"kind": "selective", "modules": ["norm", "activation", "moe"]}),
+        ("moe", 4, {"tp": 2, "sp": True, "ep": 2, "expert_tp": 2, "zero": 2}, {}),
+        ("moe", 4, {"pp": 2, "ep": 2, "dispatch_bound": 2.0}, {"kind": "full"}),
+        ("deepseek", 4, {"pp": 2, "virtual_stages": 2, "ep": 2}, {}),
+        ("deepseek", 4, {"pp": 2, "virtual_stages": 2, "ep": 2, "schedule": "dualpipev"}, {}),
+    ]
+    cases = [
+        case(name, ranks, layers=4, parallel={**parallel, "overlap_expert_exchange": True}, micro=1, recompute=again)
+        for name, ranks, parallel, again in shapes
+    ]
     assert not problems(cases, 4)
 
 

@@ -34,10 +34,12 @@ from mega_common.layer_kinds import (
     FeedForwardKind,
     FullAttentionConfig,
     GatedDeltaConfig,
+    HybridConfig,
     KimiDeltaConfig,
     LayerKind,
     LayerPatternSpec,
     LightningConfig,
+    Mamba1Config,
     MambaConfig,
     MixerKind,
     MlaConfig,
@@ -160,6 +162,11 @@ class MoeConfig(StrictConfig):
     latent_size: PositiveInt | None = Field(
         None, description="width of the experts' input and output, with shared projections, as in Nemotron-3"
     )
+    separate_norms: bool = Field(
+        False,
+        description="shared expert and routed experts each have norms before and after; the router reads the normalised stream "
+        "times a learned vector / sqrt(hidden_size), and a learned factor of each expert multiplies its weight, as in Gemma 4",
+    )
 
     def problems(self) -> Iterator[ConfigProblem]:
         """Yield violated rules between the numbers of experts, chosen experts and expert groups."""
@@ -186,6 +193,15 @@ class MoeConfig(StrictConfig):
             yield ConfigProblem("choice", "is not supported with groups", "logits", "choice: scores")
         if self.shared_gate and not self.shared_ffn_hidden_size:
             yield ConfigProblem("shared_gate", "requires a shared expert", hint="set shared_ffn_hidden_size")
+        if self.separate_norms and (
+            not self.shared_ffn_hidden_size
+            or self.shared_gate
+            or self.shared_scaling != 1
+            or self.latent_size
+            or self.output_norm
+        ):
+            rule = "requires shared_ffn_hidden_size, and no shared_gate, shared_scaling, latent_size and output_norm"
+            yield ConfigProblem("separate_norms", rule, True, "separate_norms: false")
         yield from self._find_sinkhorn_problems() if self.sinkhorn else ()
 
     @property
@@ -212,7 +228,7 @@ class ModelConfig(StrictConfig):
     """Architecture of a language model: a decoder, an encoder (`causal: false`) or, with `encoder`, both.
 
     Sizes are counts of elements; see the README for presets. `layers` gives the kind of each layer: a mixer
-    ("attention", "mamba", "delta", "kda", "lightning" or "conv"), a feed-forward block ("mlp" or "moe"), or both, as
+    ("attention", "mamba", "mamba1", "delta", "kda", "lightning", "conv" or "hybrid"), a feed-forward block ("mlp" or "moe"), or both, as
     "attention+mlp";
     `{times: 3, of: [mamba, mlp]}` repeats several. A string has one letter per layer: M mamba, G delta, * attention,
     - mlp, E moe. Without `layers`, all layers have attention, and experts in the layers of `moe.layers`. The same holds
@@ -320,8 +336,24 @@ class ModelConfig(StrictConfig):
         False, description="with parallel_residual: one norm before both, as in Falcon and Cohere"
     )
     residual_multiplier: float = Field(1.0, gt=0, description="factor on outputs of attention and MLP, as in Granite")
+    mlp_multipliers: tuple[PositiveFloat, PositiveFloat] | None = Field(
+        None, description="factors on the MLP's gate before its activation, and on the MLP's output, as in Falcon-H1"
+    )
     layer_scale: bool = Field(
         False, description="each layer's output times a stored scalar that is not trained, as in Gemma 4"
+    )
+    per_layer_input_size: PositiveInt | None = Field(
+        None,
+        description="width of an input of each layer, from an embedding table for all layers and a projection of the embedded "
+        "tokens, which a gate in the layer multiplies, as in Gemma 4",
+    )
+    shared_kv_layers: NonNegativeInt = Field(
+        0,
+        description="number of last layers without keys and values of their own: they attend to those of the last earlier layer "
+        "with their window, or without one, as in Gemma 4",
+    )
+    shared_kv_ffn_hidden_size: PositiveInt | None = Field(
+        None, description="feed-forward width of the layers of shared_kv_layers; default: ffn_hidden_size"
     )
     sliding_window: PositiveInt | None = Field(
         None, description="attention window in keys, including the query's own; to each side if not causal"
@@ -359,10 +391,12 @@ class ModelConfig(StrictConfig):
     moe: MoeConfig | None = None
     mla: MlaConfig | None = None
     mamba: MambaConfig | None = None
+    mamba1: Mamba1Config | None = None
     delta: GatedDeltaConfig | None = None
     kda: KimiDeltaConfig | None = None
     lightning: LightningConfig | None = None
     conv: ShortConvolutionConfig | None = None
+    hybrid: HybridConfig | None = None
     vision: VisionConfig | None = None
     encoder: EncoderDecoderConfig | None = None
     retro: RetroConfig | None = None
@@ -406,7 +440,7 @@ class ModelConfig(StrictConfig):
     def heads_by_mixer(self) -> dict[MixerKind, tuple[int, int]]:
         """Head counts of each mixer kind in use, as (heads, shared heads).
         Shared heads are key/value heads of attention, groups of Mamba-2, and key heads of gated delta nets.
-        A channel of a short convolution counts as a head.
+        A channel of a short convolution or of Mamba-1 counts as a head.
         """
         mamba, delta, used = self.mamba, self.delta, self._mixer_kinds
         every: dict[MixerKind, tuple[int, int]] = {
@@ -418,16 +452,26 @@ class ModelConfig(StrictConfig):
                 for name, section in (("kda", self.kda), ("lightning", self.lightning))
                 if section
             },
+            **({"mamba1": (self.mamba1.inner_size, self.mamba1.inner_size)} if self.mamba1 else {}),
             "conv": (self.hidden_size, self.hidden_size),
             **{name: (block.heads, block.shared_heads) for name, block in self._declared_mixers.items()},
         }
         return {kind: counts for kind, counts in every.items() if kind in used}
 
     @property
+    def cache_entries(self) -> int:
+        """Number of keys and values, or recurrent states, that generation caches: one for each layer, and for hybrid ones two."""
+        return (self.num_layers + self.mtp_layers) * (2 if self.hybrid else 1)
+
+    def recurrent_cache_entry(self, layer: int) -> int:
+        """Return the number in a cache of the recurrent state of a hybrid layer, whose own number is that of its attention."""
+        return self.num_layers + self.mtp_layers + layer
+
+    @property
     def is_recurrent(self) -> bool:
         """True if any layer of mega or of an extension carries a state from token to token."""
         added = {name for name, block in self._declared_mixers.items() if block.recurrent}
-        return not self._mixer_kinds.isdisjoint({"mamba", "delta", "kda", "lightning", "conv"} | added)
+        return not self._mixer_kinds.isdisjoint({"mamba", "mamba1", "delta", "kda", "lightning", "conv"} | added)
 
     @property
     def _declared_mixers(self) -> dict[MixerKind, BlockDeclaration]:
@@ -439,7 +483,8 @@ class ModelConfig(StrictConfig):
         """Mixer kinds in use, from the pattern alone, because `num_layers` is not validated yet."""
         names = expand_layer_pattern(self.layers or [])
         rest: set[MixerKind | None] = {"attention"} if len(names) < self.num_layers + self.mtp_layers else set()
-        return {LayerKind.parse(name, self.mixers, self.feed_forwards).mixer for name in set(names)} | rest
+        kinds = [LayerKind.parse(name, self.mixers, self.feed_forwards) for name in set(names)]
+        return {mixer for kind in kinds for mixer in kind.mixers} | rest
 
     @property
     def shared_head_counts(self) -> set[int]:
@@ -487,10 +532,38 @@ class ModelConfig(StrictConfig):
         return self.model_copy(update={**self.full_attention.model_dump(), "full_attention": None})
 
     def get_layer_config(self, layer: int) -> ModelConfig:
-        """Return the configuration with the attention heads of the layer with this index."""
+        """Return the configuration with the attention heads and the feed-forward width of the layer with this index.
+        That of a layer with shared keys and values has `shared_kv_layers` = `num_layers`.
+        """
+        if self.shares_keys(layer):
+            width = self.shared_kv_ffn_hidden_size or self.ffn_hidden_size
+            own = {"shared_kv_layers": self.num_layers, "ffn_hidden_size": width, "full_attention": None}
+            return (self if self.get_attention_window(layer) else self.full_layer_config).model_copy(update=own)
         if self.full_attention is None or self.get_attention_window(layer) is None:
             return self.full_layer_config
         return self.model_copy(update={"full_attention": None})
+
+    def shares_keys(self, layer: int) -> bool:
+        """Return whether the layer with this index attends to the keys and values of an earlier one."""
+        return self.num_layers - self.shared_kv_layers <= layer < self.num_layers
+
+    @property
+    def has_own_keys(self) -> bool:
+        """True unless this is `get_layer_config` of a layer that attends to the keys and values of an earlier one."""
+        return self.shared_kv_layers < self.num_layers
+
+    @property
+    def key_value_sources(self) -> list[int]:
+        """Layers whose keys and values later layers share: the last one of each window before these."""
+        every, own = range(self.num_layers), range(self.num_layers - self.shared_kv_layers)
+        windows = {self.get_attention_window(layer) for layer in filter(self.shares_keys, every)}
+        last = {self.get_attention_window(layer): layer for layer in own}
+        return sorted(layer for window, layer in last.items() if window in windows)
+
+    def has_norm_before_feed(self, kind: FeedForwardKind | None) -> bool:
+        """Return whether a layer's feed-forward of this kind reads the stream through one norm of its own."""
+        separate = kind == "moe" and self.moe is not None and self.moe.separate_norms
+        return kind is not None and not self.shared_norm and not separate
 
     def get_attention_window(self, layer: int) -> int | None:
         """Return the sliding attention window of a layer in keys, including the query's own; None for full attention."""
@@ -582,7 +655,7 @@ class ModelConfig(StrictConfig):
         return LayerKind("attention", "moe" if sparse else "mlp")
 
     def get_mixer_kind(self, layer: int) -> MixerKind | None:
-        """Return the token mixer of the layer with this index (attention, mamba, delta, kda, lightning or conv); None if it has none."""
+        """Return the token mixer of the layer with this index (one of MIXERS, or an extension's); None if it has none."""
         return self.get_layer_kind(layer).mixer
 
     def get_feed_forward_kind(self, layer: int) -> FeedForwardKind | None:
@@ -602,6 +675,17 @@ class ModelConfig(StrictConfig):
     def first_stage_layers(self) -> int:
         """Number of layers that must be on the first pipeline stage: those to whose outputs image features are added."""
         return 0 if self.vision is None else len(self.vision.deepstack_layers)
+
+    @property
+    def last_stage_layers(self) -> int:
+        """Number of layers that must be on the last pipeline stage: those with shared keys and values, and their sources."""
+        return self.num_layers - min(self.key_value_sources, default=self.num_layers)
+
+    @property
+    def most_pipeline_stages(self) -> int:
+        """Largest number of pipeline stages: each has a layer, and the first and the last one those that must be on it."""
+        ends = self.first_stage_layers, self.last_stage_layers
+        return max(1, self.num_layers - sum(max(0, end - 1) for end in ends))
 
     def uses_tensor(self, name: str) -> bool:
         """Return whether the model's forward pass uses a tensor, by its canonical name.

@@ -61,9 +61,7 @@ def find_model_config_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
         yield ConfigProblem("activation_limit", rule, model.activation_limit, "activation: swiglu")
     if model.activation == "xielu" and (model.moe or model.encoder or model.retro):
         yield ConfigProblem("activation", "is not supported with moe, encoder and retro", "xielu", "activation: swiglu")
-    if model.mlp_out_bias and (model.moe or model.mlp_bias):
-        rule = "is not supported with moe, and is part of mlp_bias"
-        yield ConfigProblem("mlp_out_bias", rule, True, "mlp_out_bias: false")
+    yield from _find_mlp_problems(model)
     if model.output_input_norms and (model.moe or model.mla or model.encoder or model.retro or model.layers):
         rule = "is not supported with moe, mla, encoder, retro and layers"
         yield ConfigProblem("output_input_norms", rule, True, "output_input_norms: false")
@@ -78,7 +76,8 @@ def find_model_config_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
 
 
 def _find_full_attention_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
-    """Yield violated rules of heads that differ by layer, of normalised values and of keys as values."""
+    """Yield violated rules of layers that differ in heads, values, keys or inputs."""
+    yield from _find_shared_input_problems(model)
     for name in ("full_attention", "value_norm", "keys_are_values"):
         if getattr(model, name) and (model.mla or model.encoder or model.retro):
             rule = "is not supported with mla, encoder and retro"
@@ -92,6 +91,34 @@ def _find_full_attention_problems(model: ModelConfig) -> Iterator[ConfigProblem]
     if model.position == "rope" and model.full_layer_config.rotary_dim % 2:
         rule = "must give an even number of rotated elements"
         yield ConfigProblem("full_attention.head_dim", rule, full.head_dim)
+
+
+def _find_shared_input_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
+    """Yield violated rules of what layers get from outside: per-layer inputs, and keys and values of earlier layers."""
+    if model.per_layer_input_size and (
+        model.encoder or model.retro or model.mtp_layers or not model.has_gated_mlp or model.norm_position == "sum"
+    ):
+        rule = "requires a gated activation, and no encoder, retro, mtp_layers and norm_position: sum"
+        yield ConfigProblem("per_layer_input_size", rule, model.per_layer_input_size, "leave out per_layer_input_size")
+    if model.shared_kv_ffn_hidden_size and not model.shared_kv_layers:
+        rule = "requires shared_kv_layers"
+        yield ConfigProblem("shared_kv_ffn_hidden_size", rule, model.shared_kv_ffn_hidden_size, "set shared_kv_layers")
+    if model.moe and model.moe.separate_norms and (model.norm != "rmsnorm" or model.norm_position != "both"):
+        rule = "requires norm: rmsnorm and norm_position: both"
+        yield ConfigProblem("moe.separate_norms", rule, True, "norm_position: both")
+    if not model.shared_kv_layers:
+        return
+    single = ("mla", "encoder", "retro", "layers", "mtp_layers", "attention_sinks", "attention_gate", "output_input_norms",
+              "qkv_clip", "no_rope_scaling", "qk_norm_after_rope", "has_position_bias")  # fmt: skip
+    found = [name for name in single if getattr(model, name)]
+    if found or not model.causal or model.rope.query_scaling or model.qk_norm_span != "head":
+        rule = "requires plain causal attention in all layers" + (f", without {found[0]}" if found else "")
+        yield ConfigProblem("shared_kv_layers", rule, model.shared_kv_layers, "shared_kv_layers: 0")
+        return
+    windows = {model.get_attention_window(layer) for layer in filter(model.shares_keys, range(model.num_layers))}
+    if len(model.key_value_sources) < len(windows):
+        rule = f"must leave a layer of each window before them, of num_layers = {model.num_layers}"
+        yield ConfigProblem("shared_kv_layers", rule, model.shared_kv_layers, "use fewer")
 
 
 def _find_vision_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
@@ -120,7 +147,7 @@ def _find_vision_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
 def _find_bidirectional_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
     """Yield violated rules of bidirectional attention and of encoder models."""
     if not model.causal and (model.is_recurrent or model.mtp_layers):
-        rule = "is not supported with recurrent layers (mamba, delta, kda, lightning, conv) or mtp_layers"
+        rule = "is not supported with recurrent layers (mamba, mamba1, delta, kda, lightning, conv) or mtp_layers"
         yield ConfigProblem("causal", rule, model.causal, "use attention in all layers, and mtp_layers: 0")
     if model.causal and model.masked_lm and (model.mtp_layers or model.score or model.task_head):
         yield ConfigProblem("masked_lm", "is not supported with causal: true and mtp_layers, score or task_head")
@@ -197,6 +224,16 @@ def _find_head_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
             yield ConfigProblem("position", "must be rope with mla.indexer", model.position, "position: rope")
 
 
+def _find_mlp_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
+    """Yield violated rules of the MLP's output bias and factors, which experts do not have."""
+    if model.mlp_out_bias and (model.moe or model.mlp_bias):
+        rule = "is not supported with moe, and is part of mlp_bias"
+        yield ConfigProblem("mlp_out_bias", rule, True, "mlp_out_bias: false")
+    if model.mlp_multipliers and (model.moe or not model.has_gated_mlp):
+        rule = "requires a gated activation, such as swiglu, and no moe"
+        yield ConfigProblem("mlp_multipliers", rule, list(model.mlp_multipliers), "leave it out")
+
+
 def _find_layer_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
     """Yield violated rules between the layer kinds and other fields."""
     named = len(expand_layer_pattern(model.layers or []))
@@ -212,13 +249,17 @@ def _find_layer_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
         yield ConfigProblem("moe", "requires a layer with experts in layers", hint="name one, or leave out moe")
     given = {
         "mamba": model.mamba is not None,
+        "mamba1": model.mamba1 is not None,
         "delta": model.delta is not None,
         "kda": model.kda is not None,
         "lightning": model.lightning is not None,
         "conv": model.conv is not None,
+        "hybrid": model.hybrid is not None,
         "moe": model.moe is not None,
     }
     yield from find_missing_sections(model.layer_kinds, given)
+    if model.hybrid and (model.mla or model.full_attention):
+        yield ConfigProblem("hybrid", "is not supported with mla or full_attention", hint="leave out these")
     if model.parallel_residual and any(None in layer for layer in model.layer_kinds):
         rule = "requires a mixer and a feed-forward block in every layer"
         yield ConfigProblem("parallel_residual", rule, hint="use layers such as attention+mlp")

@@ -48,6 +48,15 @@ def test_an_extension_that_cannot_be_used(tmp_path: Path, text: str, words: str)
     assert words in str(error.value)
 
 
+def test_an_extension_for_the_version_before_runs_with_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = write(tmp_path, "EXTENSION = Extension(name='x', version='1', api=1)")
+    monkeypatch.setattr("mega_common.extension_loader.EXTENSION_API", 2)
+    assert load_extensions([file]).versions == {"x": "1"}
+    assert "was written for version 1 of mega's interfaces; the next version will refuse it" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("reference", "words"),
     [
@@ -195,11 +204,11 @@ def test_a_saved_model_never_loads_code_by_a_name_it_gives(tmp_path: Path) -> No
 def test_installed_extensions_are_found_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     import importlib.metadata
 
-    from mega_trainer.config import extensions
+    from mega_common import extension_loader
 
     found = load_extensions([MIXER]).extensions[0]
     point = importlib.metadata.EntryPoint(found.name, "nowhere", "mega.extensions")
-    monkeypatch.setattr(extensions, "entry_points", lambda group: [point] if group == "mega.extensions" else [])
+    monkeypatch.setattr(extension_loader, "entry_points", lambda group: [point] if group == "mega.extensions" else [])
     monkeypatch.setattr(importlib.metadata.EntryPoint, "load", lambda self: found)
     assert load_extensions([found.name]).versions == {found.name: "1.0"}
     assert load_model_extensions(differential().model, [], "runs/a").versions == {found.name: "1.0"}

@@ -9,6 +9,7 @@ import torch
 from encoder_decoders import published
 from hypothesis import given
 from hypothesis import strategies as st
+from tiny_models import variant
 from torch.utils.flop_counter import FlopCounterMode
 
 from mega_ckpt.canonical_tensors import count_model_parameters
@@ -251,6 +252,7 @@ def test_devices_are_known_by_the_words_of_their_names(device, precision, tera) 
 HYBRID = {
     "hidden_size": 24, "ffn_hidden_size": 40, "num_attention_heads": 4, "num_kv_heads": 2, "vocab_size": 61,
     "mamba": {"num_heads": 4, "head_dim": 6, "state_size": 10, "num_groups": 2, "chunk_size": 8},
+    "mamba1": {"inner_size": 28, "state_size": 5, "dt_rank": 3, "norms": "weight", "chunk_size": 8},
     "delta": {"num_key_heads": 2, "num_value_heads": 4, "key_head_dim": 6, "value_head_dim": 10, "chunk_size": 8},
     "kda": {"num_heads": 4, "head_dim": 6, "chunk_size": 8}, "lightning": {"num_heads": 4, "head_dim": 10, "chunk_size": 8},
     "conv": {"kernel": 3}, "moe": {**MOE}, "attention_gate": True, "layers": ["mamba", "delta", "attention", "mlp", "moe"],
@@ -266,9 +268,13 @@ LING = {
 @pytest.mark.parametrize(
     ("layers", "changes"),
     [
-        *((layers, {}) for layers in (["mamba"], ["delta"], ["kda"], ["lightning"], ["conv"], ["attention", "mlp"])),
+        *(
+            (layers, {})
+            for layers in (["mamba"], ["mamba1"], ["delta"], ["kda"], ["lightning"], ["conv"], ["attention", "mlp"])
+        ),
         (HYBRID["layers"], {}),
         (["kda", "attention"], LING),
+        (["hybrid+mlp"], {"hybrid": {"keys": 0.5, "mamba_projections": [2, 1, 1, 1, 1]}, "mlp_multipliers": [0.5, 2]}),
     ],
 )
 def test_each_kind_of_layer_is_counted_as_it_multiplies(layers: list[str], changes: dict[str, Any]) -> None:
@@ -302,6 +308,18 @@ def test_heads_that_differ_by_layer_are_counted_as_they_multiply() -> None:
     with FlopCounterMode(display=False) as counted, torch.no_grad():
         context = built.make_forward_context(torch.arange(tokens)[None], sequence_bounds=DocumentBounds([tokens]))
         built(torch.zeros(1, tokens, 24), context)
+    exact = forward_flops(config, tokens, causal=False)
+    assert counted.get_total_flops() == tokens * (sum(exact.values()) - exact["head"] - exact["attention scores"])
+
+
+@pytest.mark.parametrize("name", ["gemma4-inputs", "gemma4-experts"])
+def test_inputs_of_layers_shared_keys_and_separate_experts_are_counted_as_they_multiply(name: str) -> None:
+    config, tokens = variant(name), 16
+    built, ids = select_model_class(config)(LayerBuilder(config)), torch.arange(tokens)[None]
+    assert count_parameters_by_layer(config).total == sum(p.numel() for p in built.parameters()) + config.num_layers
+    with FlopCounterMode(display=False) as counted, torch.no_grad():
+        context = built.make_forward_context(ids, sequence_bounds=DocumentBounds([tokens]))
+        built(built.embed_inputs(ids, ids), context)
     exact = forward_flops(config, tokens, causal=False)
     assert counted.get_total_flops() == tokens * (sum(exact.values()) - exact["head"] - exact["attention scores"])
 

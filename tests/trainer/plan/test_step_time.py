@@ -6,7 +6,7 @@ import pytest
 
 from mega_common.model_config import ModelConfig
 from mega_common.model_presets import load_model_preset
-from mega_trainer.pipeline.schedules import make_schedule, simulate_schedule
+from mega_trainer.pipeline.schedules import PipelineOp, make_schedule, simulate_schedule
 from mega_trainer.plan.flops import model_flops
 from mega_trainer.plan.kernel_throughput import GpuThroughput
 from mega_trainer.plan.layer_cost import PassSeconds, TrainerProfile
@@ -125,6 +125,7 @@ def test_a_pipeline_is_its_own_schedule_simulated_whatever_the_number_of_microba
         ({"recompute": "full"}, {}),
         ({"recompute": "full"}, {"recompute": "selective"}),
         ({"tp": 2, "dp": 4}, {"tp": 2, "dp": 4, "sp": True}),
+        ({"tp": 2, "dp": 4, "sp": True}, {"tp": 2, "dp": 4, "sp": True, "tp_comm_overlap": True}),
         ({"pp": 4, "dp": 2}, {"pp": 4, "dp": 2, "virtual_stages": 4}),
         ({"pp": 4, "dp": 2}, {"pp": 4, "dp": 2, "schedule": "zb-h1"}),
         ({}, {"precision": "fp8"}),
@@ -145,6 +146,35 @@ def test_experts_on_other_nodes_cost_more_than_on_one_and_less_when_a_token_goes
     apart = predict_step_time(MIXTRAL, far, narrow, HOPPER).parts["expert"]
     once = predict_step_time(MIXTRAL, far, narrow, HOPPER, TrainerProfile(dispatch="node")).parts["expert"]
     assert near < once < apart
+
+
+@pytest.mark.parametrize(
+    ("pp", "virtual", "schedule"), [(1, 1, "1f1b"), (4, 1, "1f1b"), (4, 2, "1f1b"), (4, 2, "dualpipev")]
+)
+def test_an_exchange_beside_another_micro_batch_is_hidden(pp: int, virtual: int, schedule: str) -> None:
+    apart = replace(
+        RUN, seq_length=4096, dp=8, ep=8, pp=pp, virtual_stages=virtual, schedule=schedule, microbatches=61, zero=0
+    )
+    together = replace(apart, overlap_expert_exchange=True)
+    before, after = (predict_step_time(MIXTRAL, run, H100, HOPPER) for run in (apart, together))
+    assert before.hidden_exchange == 0
+    assert after.hidden_exchange > 0.5 * before.parts["expert"]
+    assert after.hidden_exchange + after.parts["expert"] == pytest.approx(before.parts["expert"])
+    assert sum(after.parts.values()) == pytest.approx(after.seconds)
+    planned = PlannedRun.from_settings(MIXTRAL, together, H100, HOPPER, TrainerProfile())
+    full = make_schedule(schedule, pp=pp, microbatches=61, virtual_stages=virtual, pairs_passes=True)
+    makespan = simulate_schedule(full, planned.make_stage_costs(planned.predict_stage_seconds())).makespan
+    once = after.parts["optimizer"] + after.parts.get("data", 0.0)
+    assert after.seconds - once == pytest.approx(makespan, rel=5e-3)
+    assert planned.predict_minimum_time().seconds <= after.seconds < before.seconds
+
+
+def test_a_pair_hides_no_more_exchange_than_there_is_computation_beside_it() -> None:
+    forward, backward = PipelineOp("F", 0, 1), PipelineOp("B", 0, 0)
+    busy = StageCosts(passes=(PassSeconds(9, 12, 6),), exchanges=(PassSeconds(4, 4, 0),), hiding=(0.8,))
+    assert busy.pair_duration(forward, backward) == pytest.approx(9 + 18 - 4 - 4)
+    waiting = StageCosts(passes=(PassSeconds(9, 12, 6),), exchanges=(PassSeconds(8, 10, 0),), hiding=(0.5,))
+    assert waiting.pair_duration(forward, backward) == pytest.approx(9 + 18 - 0.5 * (18 - 10) - 0.5 * (9 - 8))
 
 
 def test_small_products_of_many_experts_reach_less_than_large_ones() -> None:

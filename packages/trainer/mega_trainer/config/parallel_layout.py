@@ -88,7 +88,8 @@ def list_sharded_ffn_widths(model: ModelConfig) -> set[int]:
     """Return the feed-forward widths that tensor ranks split: the width of dense layers and of shared experts."""
     shared = {model.moe.shared_ffn_hidden_size} if model.moe else set()
     dense = any(kind.feed_forward == "mlp" for kind in model.layer_kinds)
-    return shared | {model.ffn_hidden_size} if dense else shared
+    wide = {model.shared_kv_ffn_hidden_size} if model.shared_kv_ffn_hidden_size else set()
+    return shared | wide | {model.ffn_hidden_size} if dense else shared
 
 
 def tensor_degree_rule(model: ModelConfig) -> str:
@@ -105,7 +106,13 @@ def format_head_counts(model: ModelConfig, tp: int) -> tuple[str, str]:
     """Return two texts for error messages with the head counts, such as '8 attention heads' and '2 key/value heads'.
     The counts are those on one of `tp` tensor ranks, for each mixer kind.
     """
-    names = {"attention": "key/value heads", "mamba": "mamba groups", "delta": "delta key heads", "conv": "channels"}
+    names = {
+        "attention": "key/value heads",
+        "mamba": "mamba groups",
+        "delta": "delta key heads",
+        "conv": "channels",
+        "mamba1": "channels",
+    }
     heads = [f"{count // tp} {kind} heads" for kind, (count, _) in model.heads_by_mixer.items()]
     groups = [
         f"{max(1, count // tp)} {names.get(kind, f'shared {kind} heads')}"

@@ -7,6 +7,7 @@ Mixers and feed-forwards are built from a `LayerBuilder` and the layer's number.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Literal
 
 import torch
@@ -20,13 +21,18 @@ from mega_trainer.model.feed_forward import FeedForward
 from mega_trainer.model.forward_context import ForwardContext
 from mega_trainer.model.gated_convolution import GatedConvolution
 from mega_trainer.model.gated_delta_net import GatedDeltaNet
+from mega_trainer.model.hybrid_mixer import HybridMixer, ScaledFeedForward
 from mega_trainer.model.kimi_delta_attention import KimiDeltaAttention
 from mega_trainer.model.latent_attention import MultiLatentAttention
 from mega_trainer.model.layer_builder import LayerBuilder, LayerFactory
 from mega_trainer.model.lightning_attention import LightningAttention
 from mega_trainer.model.mamba import MambaMixer
+from mega_trainer.model.mamba1 import Mamba1Mixer
 from mega_trainer.model.mixture_of_experts import MixtureOfExperts
 from mega_trainer.model.norms import Norm
+from mega_trainer.model.per_layer_input import LayerInputGate
+from mega_trainer.model.separately_normed_experts import SeparatelyNormedExperts
+from mega_trainer.model.shared_key_values import KeyValueSource, SharedKeyValueAttention
 from mega_trainer.model.sparse_attention import SparseLatentAttention
 from mega_trainer.parallel.parameter_info import NonTrainableBuffer
 
@@ -34,22 +40,34 @@ from mega_trainer.parallel.parameter_info import NonTrainableBuffer
 def _build_attention(build: LayerBuilder, layer: int) -> nn.Module:
     if build.config.mla:
         return (SparseLatentAttention if build.config.mla.indexer else MultiLatentAttention)(build, layer)
+    if not build.config.has_own_keys:
+        return SharedKeyValueAttention(build, layer)
+    if layer in build.config.key_value_sources:
+        return KeyValueSource(build, layer)
     return (EncodedPositionAttention if "position" in build.functions else SelfAttention)(build, layer)
 
 
 def _build_feed_forward(build: LayerBuilder, layer: int) -> nn.Module:
-    return FeedForward(build, f"model.layers.{layer}.mlp", build.config.ffn_hidden_size)
+    kind = FeedForward if build.config.mlp_multipliers is None else ScaledFeedForward
+    return kind(build, f"model.layers.{layer}.mlp", build.config.ffn_hidden_size)
+
+
+def _build_experts(build: LayerBuilder, layer: int) -> nn.Module:
+    separate = build.config.moe is not None and build.config.moe.separate_norms
+    return (SeparatelyNormedExperts if separate else MixtureOfExperts)(build, layer)
 
 
 MIXERS: Mapping[MixerKind, LayerFactory] = {
     "attention": _build_attention,
     "mamba": MambaMixer,
+    "mamba1": Mamba1Mixer,
     "delta": GatedDeltaNet,
     "kda": KimiDeltaAttention,
     "lightning": LightningAttention,
     "conv": GatedConvolution,
+    "hybrid": partial(HybridMixer, attention=_build_attention),
 }
-FEEDS: Mapping[FeedForwardKind, LayerFactory] = {"mlp": _build_feed_forward, "moe": MixtureOfExperts}
+FEEDS: Mapping[FeedForwardKind, LayerFactory] = {"mlp": _build_feed_forward, "moe": _build_experts}
 
 
 def find_layer_factory(build: LayerBuilder, kind: MixerKind | FeedForwardKind) -> LayerFactory:
@@ -132,7 +150,8 @@ class TransformerLayer(nn.Module):
                 "post_attention" if after else "",
             )
         if feed:
-            second = ("pre_feedforward" if after else "post_attention") if before and not config.shared_norm else ""
+            own_norm = before and config.has_norm_before_feed(feed)
+            second = ("pre_feedforward" if after else "post_attention") if own_norm else ""
             name = feed if feed in FEEDS else "mlp"  # an extension's block is recomputed as the one it replaces
             self.feed = ResidualBranch(
                 build, layer, name, find_layer_factory(build, feed), second, "post_feedforward" if after else ""
@@ -148,18 +167,25 @@ class TransformerLayer(nn.Module):
         return sum(added if self.parallel else added[-1:], start=x)
 
 
-class ScaledLayer(TransformerLayer):
-    """Transformer layer whose output is multiplied by a stored scalar that is not trained, as in Gemma 4."""
+class GemmaLayer(TransformerLayer):
+    """Transformer layer with a per-layer input and a stored scalar, as in Gemma 4; either may be missing.
+    The input is added to the layer's output, and the scalar, which is not trained, multiplies the sum.
+    """
 
     def __init__(self, build: LayerBuilder, layer: int) -> None:
         super().__init__(build, layer)
-        name = f"model.layers.{layer}.layer_scalar"
-        wide = torch.promote_types(build.dtype, torch.float32)
-        self.scalar = NonTrainableBuffer(name, (1,), dtype=wide, device=build.device, fill=1.0)
+        size, self.scalar = build.config.per_layer_input_size, None
+        self.gate = LayerInputGate(build.builder_for_layer(layer), layer, size) if size else None
+        if build.config.layer_scale:
+            name = f"model.layers.{layer}.layer_scalar"
+            wide = torch.promote_types(build.dtype, torch.float32)
+            self.scalar = NonTrainableBuffer(name, (1,), dtype=wide, device=build.device, fill=1.0)
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
-        """Return the scaled residual stream [B, S or S/T, D] (S/T under sequence parallelism over T ranks)."""
-        return super().forward(x, context) * self.scalar.values.to(x.dtype)
+        """Return the residual stream [B, S or S/T, D] (S/T under sequence parallelism over T ranks) after this layer."""
+        x = super().forward(x, context)
+        x = x if self.gate is None else self.gate(x, context)
+        return x if self.scalar is None else x * self.scalar.values.to(x.dtype)
 
 
 class PostNormLayer(TransformerLayer):
@@ -209,7 +235,7 @@ def build_transformer_layer(build: LayerBuilder, layer: int) -> TransformerLayer
     """
     post_norm = build.config.norm_position == "sum"
     layers = {"sum": PostNormLayer, "stream": NormedResidualLayer}
-    usual = ScaledLayer if build.config.layer_scale else TransformerLayer
+    usual = GemmaLayer if build.config.layer_scale or build.config.per_layer_input_size else TransformerLayer
     block = layers.get(build.config.norm_position, usual)(build, layer)
     if build.config.has_cross_attention(layer):
         before = "" if post_norm else "cross_attn"

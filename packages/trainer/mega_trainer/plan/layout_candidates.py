@@ -61,7 +61,7 @@ def generate_layout_candidates(
                 base, micro_batch=micro, microbatches=batch // (micro * dp), tp=tp, sp=tp > 1, pp=pp, virtual_stages=virtual,
                 schedule=schedule, pipeline_layout=None, cp=cp, cp_kind=kind, ep=ep, dp=dp, zero=zero, zero3_gather=gather,
                 recompute=recompute,
-                recompute_layers=None, offload=0, expert_tp=1, modules=("norm", "activation"),
+                recompute_layers=None, offload=0, overlap_expert_exchange=False, expert_tp=1, modules=("norm", "activation"),
             )  # fmt: skip
             yield list_layout_settings(run), run
 
@@ -73,6 +73,7 @@ def list_layout_settings(run: TrainingLayout) -> LayoutSettings:
         "parallel.schedule": run.schedule, "parallel.pipeline_layout": None, "parallel.cp": run.cp, "parallel.cp_kind": run.cp_kind,
         "parallel.ep": run.ep, "parallel.expert_tp": run.expert_tp, "parallel.dp": run.dp, "parallel.zero": run.zero,
         "parallel.zero3_shard": None, "parallel.zero3_layers": None,
+        "parallel.overlap_expert_exchange": run.overlap_expert_exchange,
         "parallel.zero3_gather": run.zero3_gather if run.zero == 3 else None, "batch.micro": run.micro_batch,
         "recompute": {"kind": run.recompute}, "offload.activations": 0,
     }  # fmt: skip

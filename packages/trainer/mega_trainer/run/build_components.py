@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.distributed.fsdp import FSDPModule
 
 from mega_ckpt.lora_tensors import adapted_modules, quantized_tensors
 from mega_common.errors import ConfigError
+from mega_common.extension_entries import Kernel
 from mega_data.blended_dataset import BlendedDataset, build_blended_datasets
 from mega_data.tokenizer import Tokenizer
 from mega_trainer.config.fp8_config import check_fp8_device
@@ -22,6 +23,7 @@ from mega_trainer.data.data_check import open_prompts
 from mega_trainer.distributed.comm import CommTrafficCounter
 from mega_trainer.distributed.process_groups import ParallelGroups, ProcessGroupCache, RankInfo, build_parallel_groups
 from mega_trainer.kernels.backend_choice import BackendChoice, BackendFacts, choose_backends, installed_kernel_versions
+from mega_trainer.kernels.extension_kernels import ExtensionKernels
 from mega_trainer.kernels.flash_attention import FlashAttention2, FlashAttention3, FlashKernel, TorchFlashKernel
 from mega_trainer.kernels.flex_attention import FlexAttentionKernel
 from mega_trainer.kernels.fp8_kernels import E4M3, E5M2, Fp8Kernels
@@ -41,18 +43,22 @@ from mega_trainer.model.decoder import Decoder, StageLayers
 from mega_trainer.model.encoder_decoder import select_model_class
 from mega_trainer.model.layer_builder import LayerBuilder
 from mega_trainer.optim.adamw import AdamWUpdateRule
+from mega_trainer.optim.adamw8bit import AdamW8bitUpdateRule
 from mega_trainer.optim.elementwise import ElementwiseUpdate, ElementwiseUpdateRule, LionUpdate, SgdUpdate
 from mega_trainer.optim.gradient_clipping import LossScale
 from mega_trainer.optim.muon import MuonUpdateRule, is_hidden_matrix
-from mega_trainer.optim.optimizer_slots import CountedUpdateRule, OptimizerSlot
+from mega_trainer.optim.optimizer_slots import OptimizerSlot, UpdateRule
 from mega_trainer.optim.sharded_optimizer import ShardedOptimizer
+from mega_trainer.optim.soap import SoapUpdateRule
 from mega_trainer.parallel.deepep_dispatch import DeepEpDispatcher
 from mega_trainer.parallel.expert_parallel import ExpertDispatcher
 from mega_trainer.parallel.fsdp import FullyShardedStage, fully_shard_stage
 from mega_trainer.parallel.nvshmem_dispatch import NvshmemDispatcher
+from mega_trainer.parallel.overlapped_linear import choose_overlapped_gemms
 from mega_trainer.parallel.parallel_linear import DeferredWgradQueue
 from mega_trainer.parallel.parameter_info import freeze_parameters, is_trainable
 from mega_trainer.parallel.parameter_shards import ShardedStage
+from mega_trainer.parallel.pass_interleaver import PassInterleaver
 from mega_trainer.parallel.te_dispatch import TransformerEngineDispatcher
 from mega_trainer.parallel.zero_buffers import ZeroConfig, flatten_parameters
 from mega_trainer.pipeline.layer_partition import split_stage_layers
@@ -120,12 +126,15 @@ def choose_kernels(config: RunConfig, device: torch.device) -> BackendChoice:
         head=max((each.query_key_head_dim, each.attention_value_dim) for each in (model, model.full_layer_config)),
         softcap=model.attention_softcap is not None,
         biased=model.has_position_bias,
-        taps=frozenset(recurrence.conv_kernel for recurrence in (model.mamba, model.delta, model.kda) if recurrence)
+        taps=frozenset(
+            recurrence.conv_kernel for recurrence in (model.mamba, model.mamba1, model.delta, model.kda) if recurrence
+        )
         | ({model.conv.kernel} if model.conv else frozenset()),
         compiler_problem=find_compiler_problem(device) if gpu else None,
     )
     parts = {
         "mamba": ("conv", "scan"),
+        "mamba1": ("conv", "scan"),
         "delta": ("conv", "delta"),
         "kda": ("conv", "delta"),
         "lightning": ("scan",),
@@ -152,14 +161,22 @@ def create_kernels(choice: BackendChoice, leaves: LeafCompiler) -> Kernels:
     return (TeLinearKernels if choice.linear == "te" else TorchKernels)(leaves, flash, whole, recurrent)
 
 
+def select_extension_kernels(config: RunConfig) -> Sequence[Kernel]:
+    """Return the kernels of extensions that a run uses (`kernels.functions`)."""
+    return config.registry.select_kernels(config.kernels.functions)
+
+
 def make_layer_builder(
     config: RunConfig, groups: ParallelGroups, device: torch.device, choice: BackendChoice, leaves: LeafCompiler
 ) -> LayerBuilder:
     """Return the factory of all layers of a run's model, with its kernels, parallel groups, LoRA and quantization."""
+    kernels, added = create_kernels(choice, leaves), select_extension_kernels(config)
     return LayerBuilder(
-        config.model, groups, create_kernels(choice, leaves), leaves=leaves,
-        sp=config.parallel.sp, cp_kind=config.parallel.cp_kind, dispatcher=build_expert_dispatcher(config, groups, leaves),
-        dispatch_bound=config.parallel.dispatch_bound, dtype=compute_dtype(config), device=device,
+        config.model, groups, cast("Kernels", ExtensionKernels(kernels, added)) if added else kernels, leaves=leaves,
+        sp=config.parallel.sp, cp_kind=config.parallel.cp_kind,
+        overlapped=choose_overlapped_gemms(device, groups.tp) if config.parallel.tp_comm_overlap else None,
+        dispatcher=build_expert_dispatcher(config, groups, leaves), dispatch_bound=config.parallel.dispatch_bound,
+        interleaver=PassInterleaver() if config.parallel.overlap_expert_exchange else None, dtype=compute_dtype(config), device=device,
         adapts={} if config.lora is None else adapted_modules(config.model, config.lora),
         packed=quantized_tensors(config.model, config.lora, config.is_trainable),
         packing=Nf4Quantizer() if config.lora is not None and config.lora.quantize else None,
@@ -172,8 +189,9 @@ def build_schedule(config: RunConfig, groups: ParallelGroups) -> PipelineSchedul
     parallel = config.parallel
     microbatches = config.micro_batches_per_step(groups.dp.size)
     return make_schedule(
-        parallel.schedule, pp=parallel.pp, microbatches=microbatches, virtual_stages=parallel.virtual_stages
-    )
+        parallel.schedule, pp=parallel.pp, microbatches=microbatches, virtual_stages=parallel.virtual_stages,
+        pairs_passes=parallel.overlap_expert_exchange,
+    )  # fmt: skip
 
 
 def build_stages(
@@ -194,6 +212,7 @@ def build_stages(
         head_cost=head_cost_in_layers(config.model, *config.sequence_lengths),
         layer_costs=relative_layer_costs(config.model, *config.sequence_lengths),
         first_stage_layers=config.model.first_stage_layers,
+        last_stage_layers=config.model.last_stage_layers,
     )  # fmt: skip
     recompute = RecomputePolicy(config.recompute.kind, config.recompute.layers, tuple(config.recompute.modules))
     offload = (
@@ -258,14 +277,20 @@ def build_optimizer(
     config: RunConfig, shared: Mapping[int, ShardedStage], groups: ParallelGroups, leaves: LeafCompiler | None = None
 ) -> ShardedOptimizer:
     """Return the configured optimizer over the trainable weights of all of this rank's stages."""
-    settings, muon = config.optimizer, config.optimizer.muon
+    settings, muon, soap = config.optimizer, config.optimizer.muon, config.optimizer.soap
     decay, elementwise = settings.weight_decay, build_elementwise_update(config)
-    adamw: Callable[[list[OptimizerSlot]], CountedUpdateRule] = partial(
-        AdamWUpdateRule, betas=settings.betas, eps=settings.eps, weight_decay=decay
-    )
+    adamw: Callable[[list[OptimizerSlot]], UpdateRule] = partial(
+        AdamW8bitUpdateRule if settings.name == "adamw8bit" else AdamWUpdateRule,
+        betas=settings.betas, eps=settings.eps, weight_decay=decay,
+    )  # fmt: skip
     if elementwise is not None:
         adamw = partial(ElementwiseUpdateRule, rule=elementwise, weight_decay=decay)
     own_decay = decay if muon.weight_decay is None else muon.weight_decay
+    soap_rule = partial(
+        SoapUpdateRule, tensor_group=groups.tp, weight_decay=decay, betas=settings.betas, eps=settings.eps,
+        gram_beta=settings.betas[1] if soap.gram_beta is None else soap.gram_beta, frequency=soap.frequency,
+        max_width=soap.max_width,
+    )  # fmt: skip
     muon_rule = partial(
         MuonUpdateRule, tensor_group=groups.tp, momentum=muon.momentum, nesterov=muon.nesterov, lr_factor=muon.lr_factor,
         weight_decay=own_decay, rounds=muon.rounds,
@@ -273,7 +298,7 @@ def build_optimizer(
     return ShardedOptimizer(
         list(shared.values()),
         adamw=adamw,
-        separate=muon_rule if settings.name == "muon" else None,
+        separate=muon_rule if settings.name == "muon" else soap_rule if settings.name == "soap" else None,
         model_groups=(groups.pp,),
         offload=settings.offload,
         leaves=leaves,
@@ -301,7 +326,7 @@ def shard_stages(config: RunConfig, stages: Mapping[int, Decoder]) -> dict[int, 
     zero_config = ZeroConfig(
         shard_grads=level > 0,
         reduce_every_microbatch=level == 2 or config.debug.reduce_every_microbatch,
-        separate=is_hidden_matrix if config.optimizer.name == "muon" else None,
+        separate=is_hidden_matrix if config.optimizer.name in ("muon", "soap") else None,
         decoupled=config.optimizer.decoupled_lr is not None,
         lr_factor=config.lr_factor_of,
         reduce_dtype=gradient_reduce_dtype(config),
