@@ -1,11 +1,17 @@
-"""Whether the search finds what others found by trying: its choice beside the best layouts of published sweeps.
+"""Compare the layouts that the search finds with the best layouts of published sweeps.
 
-    python benchmarks/plan_search.py RUNS.csv
+    python benchmarks/plan_search.py RUNS.csv [--sweep SWEEP.csv]
     python benchmarks/plan_search.py --times
 
 For each published best of a sweep (nanotron's of 1.34B and 8.86B; of NVIDIA's recipes for H100s each model's and precision's
-for fewest GPUs) the search gets the same model, batch, precision and GPUs; both layouts are then predicted as this trainer
-would run them. Whether the published one fits by our plan is recorded: others keep less, or offload.
+for fewest GPUs) the search gets the same model, batch, precision and GPUs, restricted to what the source's trainer can do
+(`--like`). NeMo's release of April 2025 had no recomputation of norms and activations. Of all published runs it is counted how
+many the planner says to fit, as they did: a source that leaves recomputation open may have used any.
+
+SWEEP.csv is nanotron's table of all layouts that it tried (bench_final2_mfu2.csv of the repository gkarfakis19/Rapid-LLM,
+folder validation_scripts/huggingface_data): for each model and number of GPUs with at least five measured layouts, the place of
+the one with most tokens per second in the predicted order, and how many layouts are rightly said to fit or to run out of memory.
+Nothing was fitted on it.
 
 With --times instead how long searches of large models take, on one core.
 """
@@ -13,28 +19,37 @@ With --times instead how long searches of large models take, on one core.
 from __future__ import annotations
 
 import argparse
+import csv
+import json
+import statistics
 import time
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import record
+from plan_fit import Predictor
 from published import Published, published
 
-from mega_common.errors import ConfigError
 from mega_common.model_config import ModelConfig
 from mega_common.strict_config import load_yaml_mapping
 from mega_trainer.config.run_config import RunConfig, resolve_run_config
 from mega_trainer.plan.device_memory import add_non_tensor_memory
 from mega_trainer.plan.layout_candidates import RECOMPUTE, list_layout_settings
-from mega_trainer.plan.layout_search import find_best_layouts, format_layout, make_planned_run
-from mega_trainer.plan.machine import load_machine
-from mega_trainer.plan.memory_advice import apply_settings, make_training_layout
-from mega_trainer.plan.memory_prediction import predict_memory
+from mega_trainer.plan.layout_search import explain_layout_time, find_best_layouts, format_layout, plan_layout
+from mega_trainer.plan.machine import load_efficiency, load_machine
+from mega_trainer.plan.other_trainer_memory import TrainerName
+from mega_trainer.plan.other_trainers import OTHER_TRAINERS, OtherTrainer
+from mega_trainer.plan.step_time import PlannedRun
 from mega_trainer.plan.training_layout import TrainingLayout
 
-NEAR = 1.03
+NEAR, SAME = 1.03, 1e-6
+LEAST_TRIED = 5  # measured layouts of a list
+SIZES = {  # of nanotron's models by billions of parameters: layers, width, feed-forward width, heads
+    "1.34": (16, 2048, 8192, 32), "3.57": (28, 3072, 8192, 32), "8.86": (32, 4096, 14_336, 32), "80.0": (80, 8192, 28_672, 64),
+}  # fmt: skip
 RECIPES, SWEEP = ("dgxc-benchmarking v25.04.01", "Megatron-Bridge"), "nanotron ultra-scale sweep"
 MOST = 512  # GPUs
 RECIPE_FILES = Path(__file__).parents[1] / "recipes"
@@ -59,8 +74,16 @@ def swept(runs: Path) -> Iterator[Published]:
     yield from fewest.values()
 
 
-def compared(run: Published) -> dict[str, Any]:
-    """The published layout and the search's, both predicted."""
+def trainer_of(run: Published, predictor: Predictor) -> OtherTrainer:
+    """The trainer of a published run, as its source ran it."""
+    name: TrainerName = "nanotron" if run.maker == "nanotron" else "fsdp2" if run.maker == "torchtitan" else "megatron"
+    constants = json.loads((Path(__file__).parent / "results" / "plan_time.json").read_text())["results"]["constants"]
+    trainer = replace(OTHER_TRAINERS[name], profile=predictor.planned(run, constants).cost_model.profile)
+    return replace(trainer, recompute=("none", "full")) if "dgxc" in run.source else trainer
+
+
+def compared(run: Published, like: OtherTrainer) -> dict[str, Any]:
+    """The published layout and those of a search for its trainer, all predicted."""
     batch = run.run.micro_batch * run.run.microbatches * run.run.dp
     config = RunConfig.parse(
         {
@@ -70,33 +93,99 @@ def compared(run: Published) -> dict[str, Any]:
     )  # fmt: skip
     told: dict[str, Any] = {"run": f"{run.source}, {run.row['model']} on {run.gpus}", "precision": run.run.precision}
     start = time.process_time()
-    found = find_best_layouts(config, run.gpus, run.machine)
-    best = found[0]
-    told["measured_seconds"] = run.seconds
-    told |= {
-        "search": format_layout(best.settings),
-        "search_seconds": best.time.seconds,
-        "took": time.process_time() - start,
-    }
-    try:
-        theirs = apply_settings(config, list_layout_settings(run.run))
-        theirs.check_world_size(run.gpus)
-    except ConfigError as error:
-        return told | {"published": f"not legal here: {error.message}"}
-    seconds = make_planned_run(theirs, run.gpus, run.machine).predict_step_time().seconds
-    shape = make_training_layout(theirs, run.gpus)
-    # a source that leaves recomputation open may have used any
-    kinds = [shape.recompute] if run.row["recompute"] else RECOMPUTE
-    most = min(_most_memory(theirs.model, replace(shape, recompute=kind)) for kind in kinds)
+    found = find_best_layouts(config, run.gpus, run.machine, like=like)
+    told |= {"like": like.name, "measured_seconds": run.seconds, "took": time.process_time() - start}
+    told |= {"search": format_layout(found[0].settings), "search_seconds": found[0].time.seconds}
+    theirs = plan_layout(config, list_layout_settings(run.run), run.gpus, run.machine, like=like)
+    if theirs is None:
+        return told | {"published": "not legal here"}
+    faster = [layout for layout in found if layout.time.seconds < (1 - SAME) * theirs.time.seconds]
+    ratio = found[0].time.seconds / theirs.time.seconds
     return told | {
-        "published": format_layout(list_layout_settings(run.run)), "published_seconds": seconds, "published_fits": most <= run.machine.usable_memory_bytes,
-        "ratio": best.time.seconds / seconds, "faster_layouts": sum(layout.time.seconds < seconds for layout in found),
+        "published": format_layout(theirs.settings), "published_seconds": theirs.time.seconds, "ratio": ratio,
+        "published_fits": theirs.memory <= run.machine.usable_memory_bytes, "faster_layouts": len(faster),
+        "near": len(faster) < 3 or ratio >= 1 / NEAR, "difference": explain_layout_time(theirs, found[0]),
     }  # fmt: skip
 
 
-def _most_memory(model: ModelConfig, shape: TrainingLayout) -> int:
+def said_to_fit(run: Published, like: OtherTrainer) -> bool:
+    """Whether the planner says that a run fits, which it did."""
+    kinds = [run.run.recompute] if run.row["recompute"] else RECOMPUTE
+    return any(
+        most_memory(run.model, replace(run.run, recompute=kind), like) <= run.machine.usable_memory_bytes
+        for kind in kinds
+    )
+
+
+def most_memory(model: ModelConfig, shape: TrainingLayout, like: OtherTrainer) -> int:
     """Return the bytes of the rank that needs most."""
-    return max(sum(add_non_tensor_memory(shape, kinds).values()) for kinds in predict_memory(model, shape))
+    return max(sum(add_non_tensor_memory(shape, kinds).values()) for kinds in like.predict_memory(model, shape))
+
+
+def tried(table: Path) -> dict[tuple[str, int], list[dict[str, Any]]]:
+    """Layouts of nanotron's sweep by model and GPUs, each with tokens per second and GPU (0: out of memory) and the prediction."""
+    lists: dict[tuple[str, int], list[dict[str, Any]]] = defaultdict(list)
+    nanotron, bases = OTHER_TRAINERS["nanotron"], dict[str, PlannedRun]()
+    with table.open(encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            if row["status"] not in ("Success", "OOM") or row["num_params"] not in SIZES or not row["dp"]:
+                continue
+            dp, tp, pp, micro, steps, zero = (
+                int(float(row[name])) for name in ("dp", "tp", "pp", "mbs", "batch_accum", "zero_stage")
+            )
+            if (float(row["seq_len"]), dp * micro * steps) != (4096, 256):
+                continue
+            layers, hidden, wide, heads = SIZES[row["num_params"]]
+            model = ModelConfig.parse(
+                {
+                    "num_layers": layers, "hidden_size": hidden, "ffn_hidden_size": wide, "num_attention_heads": heads,
+                    "vocab_size": 131_072, "tie_embeddings": wide < 10_000,
+                }
+            )  # fmt: skip
+            run = TrainingLayout(4096, micro, steps, tp=tp, sp=tp > 1, pp=pp, dp=dp, zero=zero)
+            if row["num_params"] not in bases:
+                alone, machine = replace(run, tp=1, sp=False, pp=1, dp=1), load_machine("h100")
+                bases[row["num_params"]] = PlannedRun.from_settings(
+                    model, alone, machine, machine.achieved_efficiency, nanotron.profile
+                )
+            planned = bases[row["num_params"]].with_training_layout(run)
+            lists[f"{row['num_params']}B", dp * tp * pp].append(
+                {
+                    "layout": f"dp {dp} tp {tp} pp {pp} micro {micro} zero {zero}",
+                    "rate": float(row["tok/s/gpu"]) if row["status"] == "Success" else 0.0,
+                    "seconds": planned.predict_step_time().seconds, "memory": most_memory(model, run, nanotron),
+                }
+            )  # fmt: skip
+    return lists
+
+
+def ranked(lists: dict[tuple[str, int], list[dict[str, Any]]], limit: float) -> dict[str, Any]:
+    """How well the predicted order of each list finds its fastest layout, and how many are rightly said to fit."""
+    rows, every = [], [layout for layouts in lists.values() for layout in layouts]
+    for (model, gpus), layouts in sorted(lists.items()):
+        ran = [layout for layout in layouts if layout["rate"]]
+        fitting = sorted((each for each in ran if each["memory"] <= limit), key=lambda each: each["seconds"])
+        if len(ran) < LEAST_TRIED or not fitting:
+            continue
+        best = max(ran, key=lambda layout: layout["rate"])
+        faster = sum(layout["seconds"] < (1 - SAME) * best["seconds"] for layout in fitting)
+        first = fitting[0]
+        rows.append(
+            {
+                "model": model, "gpus": gpus, "ran": len(ran), "best": best["layout"], "faster_layouts": faster,
+                "near": faster < 3 or first["seconds"] / best["seconds"] >= 1 / NEAR, "first": first["layout"],
+                "first_slower": best["rate"] / first["rate"] - 1,
+                "best_of_three_slower": best["rate"] / max(layout["rate"] for layout in fitting[:3]) - 1,
+            }
+        )  # fmt: skip
+    ran, not_run = ([each for each in every if bool(each["rate"]) is did] for did in (True, False))
+    return {
+        "layouts": len(every), "lists": len(rows), "best among the first three, or within 3 %": sum(r["near"] for r in rows),
+        "median loss of the best of the first three": statistics.median(r["best_of_three_slower"] for r in rows),
+        "ran": len(ran), "ran and said to fit": sum(each["memory"] <= limit for each in ran),
+        "out of memory": len(not_run), "out of memory and said not to fit": sum(each["memory"] > limit for each in not_run),
+        "rows": rows,
+    }  # fmt: skip
 
 
 def timed(recipe: str, gpus: int) -> dict[str, Any]:
@@ -113,6 +202,7 @@ def timed(recipe: str, gpus: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", type=Path, nargs="?")
+    parser.add_argument("--sweep", type=Path, metavar="SWEEP.csv")
     parser.add_argument("--times", action="store_true")
     options = parser.parse_args()
     if options.times == (options.runs is not None):
@@ -120,20 +210,32 @@ def main() -> None:
     if options.times:
         print(record.write("plan_search_times", [timed(*large) for large in LARGE]))
         return
+    runs = [run for run in published(options.runs) if run.machine.generation in ("hopper", "ampere", "blackwell")]
+    predictor = Predictor(runs, load_efficiency())
     rows = []
     for run in swept(options.runs):
-        rows.append(compared(run))
+        rows.append(compared(run, trainer_of(run, predictor)))
         print(rows[-1], flush=True)
-    ratios = [row["ratio"] for row in rows if "ratio" in row]
-    summary = {
-        "compared": len(ratios),
-        "published among the first three, or within 3 % of the first": sum(
-            row["faster_layouts"] < 3 or row["ratio"] >= 1 / NEAR for row in rows if "ratio" in row
-        ),
-        "worst": max(ratios),
-    }
-    print(summary)
+    near = [row["near"] for row in rows if "near" in row]
+    fit = by_maker(runs, predictor)
+    summary: dict[str, Any] = {
+        "compared": len(near), "published among the first three, or within 3 % of the first": sum(near),
+        "best layouts that are said to fit": sum(row.get("published_fits", False) for row in rows),
+        "published runs that are said to fit": fit,
+    }  # fmt: skip
+    if options.sweep:
+        summary["sweep"] = ranked(tried(options.sweep), load_machine("h100").usable_memory_bytes)
+    print(json.dumps(summary, indent=1))
     print(record.write("plan_search", {**summary, "rows": rows}))
+
+
+def by_maker(runs: Sequence[Published], predictor: Predictor) -> dict[str, str]:
+    """Of each trainer's runs, as many as are said to fit."""
+    found: dict[str, list[bool]] = defaultdict(list)
+    for run in runs:
+        if run.maker in ("megatron", "nanotron", "torchtitan"):
+            found[run.maker].append(said_to_fit(run, trainer_of(run, predictor)))
+    return {maker: f"{sum(fits)} of {len(fits)}" for maker, fits in sorted(found.items())}
 
 
 if __name__ == "__main__":

@@ -156,14 +156,7 @@ def plan_command(
             raise ConfigError(
                 "--under requires a price of the machine", hint="add --price, the price of a GPU per hour"
             )
-    trainer = None
-    if like is not None:
-        from mega_trainer.plan.other_trainers import get_other_trainer
-
-        trainer = get_other_trainer(like)
-        if html is not None:
-            raise ConfigError("--html is not supported with --like", hint="leave out --html or --like")
-    layouts = None
+    trainer, layouts = _load_trainer(like, html), None
     if spec is not None and limits is not None and ranks is None and (within or under):
         from mega_cli.plan_search import find_ranks_for_budget
 
@@ -208,6 +201,18 @@ def _load_machine(name: str | None, price: float | None) -> MachineSpec | None:
 
     machine = load_machine(name)
     return machine if price is None else machine.model_copy(update={"price": price})
+
+
+def _load_trainer(name: str | None, html: Path | None) -> OtherTrainer | None:
+    """Return the trainer of `--like`, or None without one."""
+    if name is None:
+        return None
+    from mega_common.errors import ConfigError
+    from mega_trainer.plan.other_trainers import get_other_trainer
+
+    if html is not None:
+        raise ConfigError("--html is not supported with --like", hint="leave out --html or --like")
+    return get_other_trainer(name)
 
 
 def _check_options(machine: str | None, search: bool, **given: object) -> None:

@@ -42,9 +42,32 @@ def test_memory_as_others_keep_it(tmp_path: Path, capsys: pytest.CaptureFixture[
     status, out, _ = run_plan(tmp_path, capsys, "--ranks", "16", "--like", "megatron")
     assert status == 0
     assert "estimated memory of megatron by pipeline rank" in out
+    _, out, _ = run_plan(tmp_path, capsys, "--ranks", "16", "--like", "megatron", "--machine", "h100", "--json")
+    _, ours, _ = run_plan(tmp_path, capsys, "--ranks", "16", "--machine", "h100", "--json")
+    other, own = (json.loads(text)["time"] for text in (out, ours))
+    assert (other["like"], other["faster"]) == ("megatron", [])
+    assert other["seconds"]["tensor"] < own["seconds"]["tensor"], "Transformer Engine sends beside GEMMs"
     status, _, err = run_plan(tmp_path, capsys, "--like", "jax")
     assert status == 2
     assert "one of megatron, nanotron, fsdp2" in err
+
+
+def test_a_search_like_another_trainer_has_only_its_layouts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--machine", "h100", "--ranks", "8", "--search", "--like", "nanotron", "--why", "tp 4 cp 2", "--json"]
+    status, out, _ = run_plan(tmp_path, capsys, *options)
+    *rows, why = json.loads(out)
+    assert status == 0
+    assert {row["like"] for row in rows} == {"nanotron"}
+    for settings in (row["settings"] for row in rows):
+        assert settings["parallel.zero"] < 2
+        assert settings["parallel.cp"] == settings["parallel.virtual_stages"] == settings["parallel.ep"] == 1
+        assert settings["recompute"]["kind"] != "selective"
+        assert "optimizer.offload" not in settings
+        assert not settings["offload.activations"]
+    assert why["reason"] == "is not a layout that nanotron is known to run"
+    status, _, err = run_plan(tmp_path, capsys, "--like", "nanotron", "--html", str(tmp_path / "plan.html"))
+    assert status == 2
+    assert "--html is not supported with --like" in err
 
 
 def test_a_copy_of_the_weights_lies_on_so_many_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mega_common.errors import ConfigError
+from mega_common.model_config import ModelConfig
 from mega_common.model_presets import load_model_preset
 from mega_trainer.config.run_config import RunConfig
 from mega_trainer.plan.layout_candidates import generate_layout_candidates
@@ -19,6 +21,8 @@ from mega_trainer.plan.layout_search import (
 )
 from mega_trainer.plan.machine import load_machine
 from mega_trainer.plan.memory_advice import apply_settings
+from mega_trainer.plan.other_trainers import OTHER_TRAINERS
+from mega_trainer.plan.training_layout import TrainingLayout
 
 H100 = load_machine("h100")
 
@@ -99,6 +103,22 @@ def test_a_short_step_is_not_spent_on_a_pipeline() -> None:
     best = find_best_layouts(config, 512, H100, keep=2)
     alone = {"parallel.tp": 4, "parallel.sp": True, "batch.micro": 2}
     assert best[0].time.seconds < make_planned_run(apply_settings(config, alone), 512, H100).predict_step_time().seconds
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "can"),
+    [
+        ("megatron", {"virtual_stages": 8}, True), ("megatron", {"virtual_stages": 5}, False), ("megatron", {"zero": 3}, False),
+        ("megatron", {"zero": 3, "pp": 1}, True), ("megatron", {"schedule": "zb-h1"}, False), ("megatron", {"offload": 2}, False),
+        ("nanotron", {}, True), ("nanotron", {"zero": 0}, True), ("nanotron", {"recompute": "selective"}, False),
+        ("fsdp2", {}, False), ("fsdp2", {"zero": 3, "schedule": "zbv", "virtual_stages": 2}, True),
+        ("fsdp2", {"zero": 3, "cp": 2, "cp_kind": "alltoall"}, False),
+    ],
+)  # fmt: skip
+def test_other_trainers_run_the_layouts_that_they_can(name: str, changes: dict[str, Any], can: bool) -> None:
+    model = ModelConfig.parse(load_model_preset("llama3-8b"))
+    shape = TrainingLayout(8192, 1, 8, pp=2, dp=4, zero=1)
+    assert OTHER_TRAINERS[name].supports_layout(model, replace(shape, **changes)) is can
 
 
 def test_a_change_that_gains_is_told_and_fits() -> None:

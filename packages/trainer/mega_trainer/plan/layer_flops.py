@@ -129,10 +129,10 @@ def mixing_flops(
 
 
 def recurrence_bytes(model: ModelConfig, mixer: MixerKind) -> tuple[float, float]:
-    """Return the bytes per token that the kernels of Mamba-2's chunked recurrence move, forward and backward, beyond its inputs
-    and outputs read and written once; 0 for other mixers.
+    """Return the bytes per token that the kernels of Mamba-2's chunked recurrence move, forward and backward.
+    Inputs and outputs, read and written once, are not counted; 0 for other mixers.
 
-    They are those of the Triton kernels of state-spaces/mamba (`ssd_combined`). The forward writes the states of each chunk in
+    The kernels are the Triton kernels of state-spaces/mamba (`ssd_combined`). The forward writes the states of each chunk in
     fp32, passes them from chunk to chunk, writes products of B and C, and reads both for the outputs. The backward computes
     states and products again, and has a kernel for each gradient, which reads inputs and gradients of outputs anew.
     """

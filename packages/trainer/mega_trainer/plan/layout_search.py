@@ -116,8 +116,8 @@ def make_planned_run(
     config: RunConfig, ranks: int, machine: MachineSpec, count: ParameterCounts | None = None,
     like: OtherTrainer | None = None
 ) -> PlannedRun:  # fmt: skip
-    """Return the run of `config` on `ranks` ranks of a machine as a `PlannedRun`, for prediction of its step time in mega or
-    another trainer.
+    """Return the run of `config` on `ranks` ranks of a machine as a `PlannedRun`, for prediction of its step time.
+    The step time is that of mega, or of the trainer `like`.
 
     Raises:
         ConfigError: when the machine has no rate for the run's precision.

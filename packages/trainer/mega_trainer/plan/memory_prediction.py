@@ -57,8 +57,8 @@ def split_layers_into_stages(model: ModelConfig, run: TrainingLayout) -> list[ra
 
 
 def split_layers_evenly(model: ModelConfig, run: TrainingLayout) -> list[range]:
-    """Return the range of layer indices of each pipeline stage in Megatron-LM: as many layers each, where they divide; the
-    stages of `split_layers_into_stages` otherwise, which its option for uneven layouts describes.
+    """Return the range of layer indices of each pipeline stage in Megatron-LM, with as many layers each.
+    Where the stages do not divide the layers, they are those of `split_layers_into_stages`, as an option of it can describe.
     """
     stages = run.pp * run.virtual_stages
     each = model.num_layers // stages
@@ -68,8 +68,8 @@ def split_layers_evenly(model: ModelConfig, run: TrainingLayout) -> list[range]:
 
 
 def split_layers_by_shares(model: ModelConfig, run: TrainingLayout) -> list[range]:
-    """Return the range of layer indices of each pipeline stage in nanotron: a stage gets layers until the stages up to it reach
-    their share of the FLOPs of layers and head, so the first stages have more than their share.
+    """Return the range of layer indices of each pipeline stage in nanotron, by shares of the FLOPs.
+    A stage gets layers until the stages up to it reach their share of layers and head, so the first stages have more.
     """
     stages = run.pp * run.virtual_stages
     costs = [layer.split for layer in count_parameters_by_layer(model).layers[: model.num_layers]]
