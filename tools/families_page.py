@@ -116,11 +116,16 @@ def supported() -> dict[str, list[tuple[str, str, str]]]:
     return rows
 
 
+LIMITS = {  # settings of a listed type that are refused by name
+    "gemma4": "; without sound; with `use_bidirectional_attention: vision` its text model alone",
+}
+
+
 def table(rows: list[tuple[str, str, str]]) -> Iterator[str]:
     """Yield the lines of one kind's table."""
     yield from ("| `model_type` | class in transformers |", "|---|---|")
     for name, architecture, outer in sorted(rows):
-        note = f"; also the text model of `{outer}`" if outer else ""
+        note = (f"; also the text model of `{outer}`" if outer else "") + LIMITS.get(name, "")
         yield f"| `{name}` | `{architecture}`{note} |"
 
 

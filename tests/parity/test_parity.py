@@ -113,6 +113,11 @@ def test_inputs_of_each_layer_shared_keys_and_experts_with_norms_of_their_own(ev
         case("moe", 4, layers=one.get("pp", 1) * 2, parallel=one, micro=2, variant=VARIANTS["moe"][5])
         for one in experts
     ]
+    images = {"per_layer_input_size": 6, "vision": {**MODELS["vision"]["vision"], "layer_input_token": 3}}
+    cases += [
+        case("vision", ranks, parallel=one, micro=2, variant=images, steps=1)
+        for ranks, one in ((2, {"zero": 3}), (4, {"tp": 2, "sp": True, "pp": 2}), (4, {"cp": 2, "tp": 2}))
+    ]
     assert not problems(cases[::every], 4)
 
 
