@@ -199,7 +199,7 @@ def test_recurrences_with_decays_per_channel_and_fixed_decays(every: int) -> Non
         for ranks, shape in shapes
         for number in (6, 7, 8, 9, 10, 11)
     ]
-    assert not problems(cases[every // 2 :: 1 + every // 3 * 3], 4)
+    assert not problems(cases[every // 2 :: 1 + every // 3 * 6], 4)
 
 
 def test_images_in_different_numbers_of_tiles() -> None:
