@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mega_common.errors import ConfigError, DataError, MissingPackageError
+from mega_common.progress_logging import format_columns
 
 if TYPE_CHECKING:
     from mega_eval.paired_comparison import PairedComparison
@@ -145,11 +146,3 @@ def _table(found: list[PairedComparison]) -> str:
         numbers = (f"{a:.4f}", f"{b:.4f}", f"{b - a:+.4f}", str(lower), str(higher), f"{comparison.p:.3g}")
         rows.append((comparison.task, metric, str(len(comparison.scores)), *numbers, comparison.test))
     return format_columns(rows)
-
-
-def format_columns(rows: Sequence[Sequence[str]]) -> str:
-    """Return rows of text as lines with aligned columns."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mega_cli.compare import format_columns
 from mega_common.errors import ConfigError, MissingPackageError
+from mega_common.progress_logging import format_columns
 
 if TYPE_CHECKING:
     from mega_trainer.experiments.scaling_law import ParameterCount, ScalingFit, TrainedModel

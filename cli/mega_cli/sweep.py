@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mega_cli.compare import format_columns
 from mega_cli.serve_replicas import list_visible_devices
 from mega_cli.train import check_inputs
 from mega_cli.workflow_config import load_run_file
@@ -19,7 +18,7 @@ from mega_cli.workflow_runner import MEGA, handle_stop_signals
 from mega_common.atomic_files import lock_folder
 from mega_common.errors import INTERRUPTED_STATUS, ConfigError
 from mega_common.parent_death import terminate_with_parent
-from mega_common.progress_logging import logger
+from mega_common.progress_logging import format_columns, logger
 from mega_common.strict_config import apply_overrides, load_yaml_mapping
 
 if TYPE_CHECKING:

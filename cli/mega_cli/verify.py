@@ -129,9 +129,9 @@ def _check_coordinates(config: RunConfig, run: Path, widths: str, out: Path, jso
     from rich.console import Console
     from rich.progress import Progress
 
-    from mega_cli.compare import format_columns
     from mega_common.atomic_files import write_json_atomically
     from mega_common.errors import ConfigError
+    from mega_common.progress_logging import format_columns
     from mega_trainer.pages.page_elements import write_html_page
     from mega_trainer.verify.coordinate_check import check_coordinates
 

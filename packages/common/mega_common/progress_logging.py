@@ -10,6 +10,7 @@ import math
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
@@ -104,3 +105,11 @@ def format_with_decimal_unit(number: float) -> str:
         if abs(number) >= 0.9995 * factor and math.isfinite(number):  # rounds up to the factor with three digits
             return f"{number / factor:.3g}{suffix}"
     return f"{number:.0f}" if float(number).is_integer() else f"{number:.3g}"
+
+
+def format_columns(rows: Sequence[Sequence[str]]) -> str:
+    """Return rows of text as lines with aligned columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
