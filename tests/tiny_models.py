@@ -434,6 +434,20 @@ VARIANTS |= {
         "attention_scale": 1.0, "full_attention": {"head_dim": 16, "num_kv_heads": 1, "keys_are_values": True},
         "rope": {"theta": 5000.0, "fraction": 0.25, "scaling": "proportional"}, "local_rope": {"theta": 100.0},
     },
+    "mimo": {
+        "num_layers": 3, "num_kv_heads": 4, "head_dim": 12, "value_head_dim": 10, "value_scale": 0.7, "qkv_bias": True,
+        "sliding_window": 7, "full_attention_layers": [0], "attention_sinks": True,
+        "full_attention": {"head_dim": 12, "num_kv_heads": 2, "attention_sinks": False}, "rope": {"theta": 5000.0, "fraction": 0.5},
+        "local_rope": {"theta": 100.0, "fraction": 0.34}, "moe": {**MOE, "score": "sigmoid", "selection_bias": True, "layers": [1, 2]},
+    },
+    "laguna": {
+        "num_layers": 3, "num_attention_heads": 6, "num_kv_heads": 2, "head_dim": 8, "softplus_gate": "head", "qk_norm": True,
+        "sliding_window": 7, "full_attention_layers": [1], "full_attention": {"head_dim": 8, "num_kv_heads": 2, "num_attention_heads": 4},
+        "rope": {**YARN, "fraction": 0.5}, "local_rope": {"theta": 100.0},
+        "moe": {
+            **MOE, "score": "sigmoid", "selection_bias": True, "shared_ffn_hidden_size": 20, "logit_softcap": 0.5, "scaling": 1.5, "layers": [0, 2],
+        },
+    },
     "bitnet": {"activation": "reglu2", "output_input_norms": True, "num_kv_heads": 2, "rope": {"theta": 1000.0}},
     "persimmon": {
         "norm": "layernorm", "activation": "relu2", **_BIASES, "qk_norm": True, "qk_norm_span": "layernorm", "hidden_size": 32,

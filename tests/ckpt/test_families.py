@@ -51,6 +51,13 @@ V3 = {
     "qk_rope_head_dim": 2, "v_head_dim": 3, "n_routed_experts": 16, "moe_intermediate_size": 8,
 }  # fmt: skip
 DSA = {**V3, "model_type": "glm_moe_dsa", "num_hidden_layers": 3}
+MIMO = {**V3, "model_type": "mimo_v2_flash", "head_dim": 6, "v_head_dim": 4, "num_key_value_heads": 1}
+LAGUNA = {
+    **LLAMA,
+    "model_type": "laguna",
+    "head_dim": 8,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}
 GPT2 = {"model_type": "gpt2", "vocab_size": 97, "n_embd": 24, "n_layer": 3, "n_head": 4, "n_positions": 32}
 
 
@@ -241,6 +248,16 @@ def test_rope_of_older_and_newer_folders(old: dict[str, Any], rope: RopeConfig) 
         ({**GEMMA, "use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
         ({**GEMMA, "hidden_activation": "gelu"}, "hidden_activation = 'gelu'"),
         ({**GEMMA, "rope_parameters": {"rope_type": "default"}}, "must be one set of parameters for each of"),
+        ({**MIMO, "rope_parameters": {"full_attention": YARN}}, "rope_type = 'yarn'"),
+        ({**MIMO, "layer_types": ["sliding_attention"]}, "layer_types has 1 layers"),
+        ({**MIMO, "rope_parameters": {"sliding_attention": {"partial_rotary_factor": 0.5}}}, "local_rope.fraction"),
+        (
+            {**LAGUNA, "num_attention_heads_per_layer": [4, 4, 6]},
+            "in all layers with a window, and in all layers without",
+        ),
+        ({**LAGUNA, "num_attention_heads_per_layer": [4, 4]}, "has 2 layers, not 3"),
+        ({**LAGUNA, "attention_bias": True}, "attention_bias = True"),
+        ({**LAGUNA, "moe_apply_router_weight_on_input": True}, "moe_apply_router_weight_on_input = True"),
     ],
 )
 def test_what_cannot_be_expressed_is_refused_by_name(raw: dict[str, Any], told: str) -> None:

@@ -159,6 +159,17 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
             },
         },
         {"moe": MODELS["moe"]["moe"] | {"score": "sigmoid", "choice": "logits", "router_bias": False}},
+        {
+            "value_head_dim": 6, "value_scale": 0.7, "qkv_bias": True, "sliding_window": 5, "full_attention_layers": [1],
+            "attention_sinks": True, "full_attention": {"head_dim": 4, "num_kv_heads": 2, "attention_sinks": False},
+            "rope": {"theta": 100.0, "fraction": 0.5}, "local_rope": {"theta": 20.0},
+        },
+        {
+            "softplus_gate": "head", "qk_norm": True, "sliding_window": 5, "full_attention_layers": [1],
+            "full_attention": {"head_dim": 4, "num_kv_heads": 4, "num_attention_heads": 16},
+            "moe": MODELS["moe"]["moe"] | {"score": "sigmoid", "logit_softcap": 0.8},
+        },
+        {"softplus_gate": "channel", "value_head_dim": 3, "qk_norm": True, "qk_norm_span": "all", "num_kv_heads": 2},
         {"moe": MODELS["moe"]["moe"] | SINKHORN},
     ],
     "mla": [

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from mega_trainer.distributed.process_groups import ParallelGroups
 from mega_trainer.model import (
+    asymmetric_attention,
     attention,
     decoder,
     expert_router,
@@ -49,6 +50,7 @@ CHUNKED = case("moe", 2, parallel={"cp": 2}, variant=VARIANTS["moe"][2])
 HEADS = case("gqa", 2, parallel={"tp": 2, "sp": True}, variant=VARIANTS["gqa"][3])
 PLAIN = case("dense", 2, parallel={"tp": 2, "sp": True}, variant=VARIANTS["dense"][4])
 NORMED = case("dense", 2, parallel={"tp": 2}, variant=VARIANTS["dense"][6])
+VALUES, GATED = (case("moe", 2, parallel={"tp": 2}, micro=2, variant=VARIANTS["moe"][number]) for number in (5, 6))
 MIXED, BY_LOGITS = (case("moe", 2, parallel={"ep": 2}, micro=2, variant=VARIANTS["moe"][number]) for number in (3, 4))
 BALANCED = case("moe", 2, parallel={"tp": 2, "sp": True}, micro=4, variant=VARIANTS["moe"][-1])
 
@@ -345,6 +347,33 @@ def _chosen_by_scores() -> AbstractContextManager[Any]:
     return swap(expert_router.ExpertRouter, "_choice_scores", choice)
 
 
+def _sinks_in_all_layers() -> AbstractContextManager[Any]:
+    """Rank 0 has the sinks of its windowed layers in layers without a window, too."""
+    real = asymmetric_attention.AttentionCore
+
+    def core(build: Any, layer: int, **options: Any) -> Any:
+        first, heads = build.groups.tp.rank == 0, build.config.num_attention_heads // build.groups.tp.size
+        sinks = torch.zeros(heads, dtype=build.dtype) if first and options["sinks"] is None else options["sinks"]
+        return real(build, layer, **{**options, "sinks": sinks})
+
+    return swap(asymmetric_attention, "AttentionCore", core)
+
+
+def _gate_of_another_head() -> AbstractContextManager[Any]:
+    real = asymmetric_attention.apply_softplus_gate
+    return swap(asymmetric_attention, "apply_softplus_gate", lambda y, gate: real(y, gate.roll(1, -2)))
+
+
+def _values_unscaled_on_one_rank() -> AbstractContextManager[Any]:
+    real = asymmetric_attention.AsymmetricAttention.__init__
+
+    def build(self: Any, builder: Any, layer: int) -> None:
+        real(self, builder, layer)
+        self.scale = self.scale if builder.groups.tp.rank else 1.0
+
+    return swap(asymmetric_attention.AsymmetricAttention, "__init__", build)
+
+
 def _norms_with_a_mean() -> AbstractContextManager[Any]:
     return swap(norms.PlainNorm, "forward", lambda self, x: F.layer_norm(x, x.shape[-1:], eps=self.eps))
 
@@ -388,5 +417,8 @@ EXPERTS: list[tuple[str, LayoutCase, Patch]] = [
     ("key norms: gradient of the bias from a rank's heads alone", NORMED, _norm_bias_of_own_heads),
     ("experts: SparseMixer's second softmax has the first expert", MIXED, _second_share_of_all),
     ("experts: chosen by scores, not by logits", BY_LOGITS, _chosen_by_scores),
+    ("attention: sinks in layers without a window", VALUES, _sinks_in_all_layers),
+    ("attention: values of one rank are not scaled", VALUES, _values_unscaled_on_one_rank),
+    ("attention: the softplus gate of a neighboring head", GATED, _gate_of_another_head),
     ("experts: norm of this rank's experts alone", BOTH, _norm_without("ep")),
 ]

@@ -166,6 +166,23 @@ def test_linear_attention_with_decays_per_channel_and_fixed_decays(every: int) -
     assert not problems(cases[every // 2 :: 1 + every // 3 * 3], 4)
 
 
+@ONE_IN_THREE
+def test_values_of_another_size_softplus_gates_and_heads_that_differ_by_layer(every: int) -> None:
+    shapes: list[tuple[int, dict[str, Any]]] = [
+        (2, {"tp": 2}), (4, {"tp": 4, "sp": True}), (4, {"tp": 2, "sp": True, "cp": 2}), (4, {"pp": 2, "cp": 2, "cp_kind": "alltoall"}),
+        (4, {"tp": 2, "ep": 2, "zero": 3}), (4, {"tp": 2, "sp": True, "pp": 2, "zero": 1}), (4, {"ep": 4, "zero": 2}),
+        (4, {"cp": 4, "cp_kind": "allgather"}), (2, {"cp": 2}),
+    ]  # fmt: skip
+    cases = [
+        case("moe", ranks, layers=shape.get("pp", 1) * 2, parallel=shape, micro=2, variant=VARIANTS["moe"][number])
+        for number in (5, 6, 7)
+        for ranks, shape in shapes
+    ]
+    again = {"kind": "selective", "modules": ["activation", "attention"]}
+    cases.append(case("moe", 2, parallel={"tp": 2}, variant=VARIANTS["moe"][6], recompute=again))
+    assert not problems(cases[::-every], 4)
+
+
 def test_images_in_different_numbers_of_tiles() -> None:
     """The row behind lines of patches is on every rank, whether these share a sequence or have all of it."""
     shapes: list[dict[str, Any]] = [

@@ -208,14 +208,16 @@ def _linear(name: str, out: int, into: int, bias: bool) -> TensorShapes:
 
 
 def _attention(config: ModelConfig) -> TensorShapes:
-    width, head = config.hidden_size, config.query_key_head_dim
+    width, head, value = config.hidden_size, config.query_key_head_dim, config.attention_value_dim
     queries, keys = config.num_attention_heads * head, config.key_value_heads * head
+    values, out = config.key_value_heads * value, config.num_attention_heads * value
     spans: dict[str, tuple[TensorShape, TensorShape]] = {
         **dict.fromkeys(("head", "layernorm", "plain"), ((head,), (head,))),
         "all": ((queries,), (keys,)),
         "each": ((config.num_attention_heads, head), (config.key_value_heads, head)),
     }
     kinds = ("weight", "bias") if config.qk_norm_span == "layernorm" else ("weight",)
+    gates = {"head": config.num_attention_heads, "channel": out}
     norms: TensorShapes = {
         f"self_attn.{name}_norm.{kind}": span
         for name, span in zip("qk", spans[config.qk_norm_span], strict=True)
@@ -224,13 +226,14 @@ def _attention(config: ModelConfig) -> TensorShapes:
     return {
         **_linear("self_attn.q_proj", queries, width, config.qkv_bias),
         **_linear("self_attn.k_proj", keys, width, config.qkv_bias),
-        **({} if config.keys_are_values else _linear("self_attn.v_proj", keys, width, config.qkv_bias)),
+        **({} if config.keys_are_values else _linear("self_attn.v_proj", values, width, config.qkv_bias)),
         **(norms if config.qk_norm and config.qk_norm_span != "plain" else {}),
         **(_linear("self_attn.g_proj", queries, width, config.qkv_bias) if config.attention_gate else {}),
+        **({"self_attn.g_proj.weight": (gates[config.softplus_gate], width)} if config.softplus_gate else {}),
         **({"self_attn.sinks": (config.num_attention_heads,)} if config.attention_sinks else {}),
         **({"self_attn.relative_bias.weight": _relative(config)} if _own_table(config) else {}),
         **({"self_attn.o_norm.weight": (queries,)} if config.output_input_norms else {}),
-        **_linear("self_attn.o_proj", width, queries, config.attention_out_bias),
+        **_linear("self_attn.o_proj", width, out, config.attention_out_bias),
     }
 
 

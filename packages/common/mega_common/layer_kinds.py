@@ -136,6 +136,8 @@ class FullAttentionConfig(StrictConfig):
 
     head_dim: PositiveInt
     num_kv_heads: PositiveInt
+    num_attention_heads: PositiveInt | None = Field(None, description="query heads, as in Laguna; default: as others")
+    attention_sinks: bool | None = Field(None, description="sinks, which MiMo-V2 has in windows; default: as others")
     keys_are_values: bool = Field(False, description="no value projection: values are the projected keys")
 
 

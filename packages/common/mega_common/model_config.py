@@ -152,6 +152,7 @@ class MoeConfig(StrictConfig):
     weighted_inputs: bool = Field(
         False, description="a token's weights multiply the inputs of its experts instead of the outputs, as in Llama 4"
     )
+    logit_softcap: float | None = Field(None, gt=0, description="router logits become cap tanh(logits / cap)")
     z_loss: float = Field(0.0, ge=0, description="weight of the router's z-loss (arXiv:2202.08906)")
     sinkhorn: bool = Field(
         False, description="Sinkhorn routing in training: scores balanced over each sequence (arXiv:2202.01169)"
@@ -236,6 +237,10 @@ class ModelConfig(StrictConfig):
     vocab_size: DimensionSize
     num_kv_heads: PositiveInt | None = Field(None, description="grouped-query attention; default: num_attention_heads")
     head_dim: PositiveInt | None = Field(None, description="default: hidden_size / num_attention_heads")
+    value_head_dim: PositiveInt | None = Field(
+        None, description="size of each head's value, as in MiMo-V2; default: that of queries and keys"
+    )
+    value_scale: float = Field(1.0, gt=0, description="factor on attention values, as in MiMo-V2")
     max_position: PositiveInt = Field(4096, description="maximum sequence length, in tokens")
     tie_embeddings: bool = False
     causal: bool = Field(True, description="causal attention; false: bidirectional attention, as in BERT")
@@ -345,6 +350,9 @@ class ModelConfig(StrictConfig):
         False,
         description="attention's output times a sigmoid gate: of each channel, as in Qwen3-Next, or with mla of each head, as in "
         "Ling 3",
+    )
+    softplus_gate: Literal["head", "channel"] | None = Field(
+        None, description="attention's output times a softplus gate of each head or of each channel, as in Laguna"
     )
     head_bias: bool = Field(False, description="a bias per vocabulary token on the logits, as in Phi-2 and GPT-J")
     logit_scale: float = Field(1.0, gt=0, description="factor on logits, before the softcap, as in Cohere")
@@ -461,7 +469,12 @@ class ModelConfig(StrictConfig):
     @property
     def attention_value_dim(self) -> int:
         """Width of one attention head's value."""
-        return self.mla.v_head_dim if self.mla else self.query_key_head_dim
+        return self.mla.v_head_dim if self.mla else self.value_head_dim or self.query_key_head_dim
+
+    @property
+    def has_asymmetric_attention(self) -> bool:
+        """True if attention has values of another size than keys, a factor on values, or a softplus gate."""
+        return bool(self.value_head_dim or self.value_scale != 1 or self.softplus_gate)
 
     @property
     def rotary_dim(self) -> int:
@@ -476,7 +489,7 @@ class ModelConfig(StrictConfig):
         full = self.full_attention
         return [
             *self.heads_by_mixer.values(),
-            *([(self.num_attention_heads, full.num_kv_heads)] if full else []),
+            *([(full.num_attention_heads or self.num_attention_heads, full.num_kv_heads)] if full else []),
         ]
 
     @property
@@ -484,7 +497,7 @@ class ModelConfig(StrictConfig):
         """Configuration of the layers without a sliding window: this one, with the heads of `full_attention`."""
         if self.full_attention is None:
             return self
-        return self.model_copy(update={**self.full_attention.model_dump(), "full_attention": None})
+        return self.model_copy(update={**self.full_attention.model_dump(exclude_none=True), "full_attention": None})
 
     def get_layer_config(self, layer: int) -> ModelConfig:
         """Return the configuration with the attention heads of the layer with this index."""

@@ -79,19 +79,39 @@ def find_model_config_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
 
 def _find_full_attention_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
     """Yield violated rules of heads that differ by layer, of normalised values and of keys as values."""
-    for name in ("full_attention", "value_norm", "keys_are_values"):
+    for name in ("full_attention", "value_norm", "keys_are_values", "value_head_dim", "softplus_gate"):
         if getattr(model, name) and (model.mla or model.encoder or model.retro):
             rule = "is not supported with mla, encoder and retro"
             yield ConfigProblem(name, rule, hint=f"leave out {name}")
+    yield from _find_asymmetric_problems(model) if model.has_asymmetric_attention else ()
     full = model.full_attention
     if full is None:
         return
-    if model.num_attention_heads % full.num_kv_heads:
-        rule = f"must divide num_attention_heads = {model.num_attention_heads}"
+    if (heads := model.full_layer_config.num_attention_heads) % full.num_kv_heads:
+        rule = f"must divide num_attention_heads = {heads}"
         yield ConfigProblem("full_attention.num_kv_heads", rule, full.num_kv_heads)
+    if full.num_attention_heads and model.has_position_bias:
+        rule = "is not supported with position: alibi or relative"
+        yield ConfigProblem("full_attention.num_attention_heads", rule, hint="position: rope")
     if model.position == "rope" and model.full_layer_config.rotary_dim % 2:
         rule = "must give an even number of rotated elements"
         yield ConfigProblem("full_attention.head_dim", rule, full.head_dim)
+
+
+def _find_asymmetric_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
+    """Yield settings that attention with values of another size, a factor on values or a softplus gate does not have."""
+    names = ("attention_gate", "qkv_clip", "value_norm", "keys_are_values", "output_input_norms", "qk_norm_after_rope")
+    for name in (*names, "no_rope_scaling", "vision", "mla", "encoder", "retro"):
+        if getattr(model, name) or (model.full_attention and getattr(model.full_attention, name, False)):
+            rule = "is not supported with value_head_dim, value_scale and softplus_gate"
+            yield ConfigProblem(name, rule, hint=f"leave out {name}")
+    if model.rope.query_scaling:
+        yield ConfigProblem("rope.query_scaling", "is not supported with value_head_dim, value_scale and softplus_gate")
+    if model.softplus_gate and model.qkv_bias:
+        yield ConfigProblem("softplus_gate", "is not supported with qkv_bias", model.softplus_gate, "qkv_bias: false")
+    if model.position not in ("rope", "none"):
+        rule = "must be rope or none with value_head_dim, value_scale and softplus_gate"
+        yield ConfigProblem("position", rule, model.position, "position: rope")
 
 
 def _find_vision_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
@@ -176,6 +196,9 @@ def _find_head_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
         where, value = ("rope.fraction", model.rope.fraction) if model.mla is None else ("mla", model.rotary_dim)
         rule = f"must give an even number of rotated elements of the head size {model.query_key_head_dim}"
         yield ConfigProblem(where, rule, value)
+    if model.local_rope and int(model.query_key_head_dim * model.local_rope.fraction) % 2 and model.mla is None:
+        rule = f"must give an even number of rotated elements of the head size {model.query_key_head_dim}"
+        yield ConfigProblem("local_rope.fraction", rule, model.local_rope.fraction)
     for name, rope in (("rope", model.rope), ("local_rope", model.local_rope)):
         yield from _find_rope_problems(name, rope, model.rotary_dim // 2) if rope else ()
     if model.mla and (model.qk_norm or model.key_value_heads != heads or model.head_dim or model.attention_sinks):

@@ -69,6 +69,7 @@ ONE = {
     "alone": layout(1, {}, precision="fp32"),
     "bf16": layout(1, {}),
     "sinks": layout(1, {}, model={"attention_sinks": True, "sliding_window": 64}),
+    "values and gates": layout(1, {}, model={"value_head_dim": 24, "value_scale": 0.7, "softplus_gate": "channel", "num_kv_heads": 4}),
     "soft caps": layout(1, {}, model={"attention_softcap": 5.0, "logit_softcap": 9.0}),
     "latents": layout(1, {}, model={"mla": LATENT}),
     "latents without norms": layout(1, {}, model={"mla": {**LATENT, "latent_norm": False}}),

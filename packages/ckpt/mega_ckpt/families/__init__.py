@@ -122,6 +122,7 @@ from mega_ckpt.families.t5 import MT5, T5, UMT5
 from mega_ckpt.families.vision_family import VisionLanguageFamily, text_only_config
 from mega_ckpt.families.vision_language import GEMMA3_VISION, LLAVA, LLAVA_NEXT
 from mega_ckpt.families.vision_modules import REFUSED, VISION_MODULE_FAMILIES
+from mega_ckpt.families.windowed_head_decoders import LAGUNA, MIMO_V2_FLASH
 from mega_common.bounded_parsing import describe_json_type
 from mega_common.errors import CheckpointError
 from mega_common.model_config import ModelConfig
@@ -148,7 +149,7 @@ FAMILIES: tuple[ModelFamily, ...] = (
     OLMO, NANOCHAT, MINICPM3, MISTRAL4, ARIA_TEXT, OPENAI_GPT, APERTUS, ERNIE, ROBERTA_PRE_LAYER_NORM, XLM_ROBERTA_XL,
     DEEPSEEK_V32, GLM_MOE_DSA,
     DISTILBERT, ELECTRA, ROFORMER, NOMIC_BERT, JINA_EMBEDDINGS_V3, GTE, EUROBERT, BITNET, PERSIMMON, DBRX, PHIMOE, FLINT, KOLIBRI1,
-    COHERE2_MOE, AXK1, MPNET, MODERNBERT_DECODER, BERT_GENERATION,
+    COHERE2_MOE, AXK1, MPNET, MODERNBERT_DECODER, BERT_GENERATION, MIMO_V2_FLASH, LAGUNA,
 )  # fmt: skip
 
 VISION_FAMILIES: tuple[VisionLanguageFamily, ...] = (

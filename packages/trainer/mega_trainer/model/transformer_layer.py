@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from mega_common.errors import ConfigError
 from mega_common.layer_kinds import FeedForwardKind, MixerKind
+from mega_trainer.model.asymmetric_attention import AsymmetricAttention
 from mega_trainer.model.attention import EncodedPositionAttention, SelfAttention
 from mega_trainer.model.cross_attention import CrossAttention
 from mega_trainer.model.feed_forward import FeedForward
@@ -34,7 +35,8 @@ from mega_trainer.parallel.parameter_info import NonTrainableBuffer
 def _build_attention(build: LayerBuilder, layer: int) -> nn.Module:
     if build.config.mla:
         return (SparseLatentAttention if build.config.mla.indexer else MultiLatentAttention)(build, layer)
-    return (EncodedPositionAttention if "position" in build.functions else SelfAttention)(build, layer)
+    usual = AsymmetricAttention if build.config.has_asymmetric_attention else SelfAttention
+    return (EncodedPositionAttention if "position" in build.functions else usual)(build, layer)
 
 
 def _build_feed_forward(build: LayerBuilder, layer: int) -> nn.Module:
@@ -124,12 +126,7 @@ class TransformerLayer(nn.Module):
         if mixer:
             first = "input" if before and (layer > 0 or config.first_norm) else ""
             self.mixer = ResidualBranch(
-                build,
-                layer,
-                "attention",
-                find_layer_factory(build, mixer),
-                first,
-                "post_attention" if after else "",
+                build, layer, "attention", find_layer_factory(build, mixer), first, "post_attention" if after else ""
             )
         if feed:
             second = ("pre_feedforward" if after else "post_attention") if before and not config.shared_norm else ""

@@ -278,7 +278,8 @@ class LayerCostModel:
         if mixer == "attention":
             heads = model.num_attention_heads + model.key_value_heads
             rotated = 2 * heads * (model.query_key_head_dim if model.position == "rope" else 0)
-            gated = 3 * model.num_attention_heads * model.attention_value_dim if model.attention_gate else 0
+            has_gate = model.attention_gate or model.softplus_gate is not None
+            gated = 3 * model.num_attention_heads * model.attention_value_dim if has_gate else 0
             normed = (3 if model.qk_norm else 1) * rotated
             return normed + gated, normed + gated * 5 // 3
         if mixer is None:

@@ -61,8 +61,13 @@ def _attention_shapes(model: ModelConfig) -> tuple[list[MatrixShape], list[Matri
     )
     out = (width, heads * model.attention_value_dim)
     if mla is None:
-        keys_values = [key_value] * (1 if model.keys_are_values else 2)
-        return [query, *([query] if model.attention_gate else []), *keys_values, out], []
+        keys_values = [
+            key_value,
+            *([] if model.keys_are_values else [(model.key_value_heads * out[1] // heads, width)]),
+        ]
+        gates = [query] if model.attention_gate else []
+        gates += [(heads if model.softplus_gate == "head" else out[1], width)] if model.softplus_gate else []
+        return [query, *gates, *keys_values, out], []
     unfolded = (heads * (mla.qk_nope_head_dim + mla.v_head_dim), mla.kv_lora_rank)
     latent = (mla.kv_lora_rank + mla.qk_rope_head_dim, width)
     split = [(query[0] + (heads if model.attention_gate else 0), mla.q_lora_rank or width), unfolded, out]
