@@ -66,11 +66,17 @@ def test_what_follows_from_what_is_given() -> None:
         ),
         ({"layers": ["kda", "mlp"]}, "kda: is required: layers names layers of this kind"),
         ({"mla": LATENT, "rope": {"fraction": 0.5}}, "-> position: rope, without rope.fraction"),
-        ({"value_head_dim": 4, "attention_gate": True}, "attention_gate: is not supported with value_head_dim, value_scale"),
+        (
+            {"value_head_dim": 4, "attention_gate": True},
+            "attention_gate: is not supported with value_head_dim, value_scale",
+        ),
         ({"softplus_gate": "head", "qkv_bias": True}, "softplus_gate = 'head': is not supported with qkv_bias"),
         ({"value_scale": 0.5, "position": "alibi"}, "position = 'alibi': must be rope or none with value_head_dim"),
         ({"value_head_dim": 4, "mla": LATENT}, "value_head_dim: is not supported with mla, encoder and retro"),
-        ({"head_dim": 10, "local_rope": {"fraction": 0.3}}, "local_rope.fraction = 0.3: must give an even number of rotated elements"),
+        (
+            {"head_dim": 10, "local_rope": {"fraction": 0.3}},
+            "local_rope.fraction = 0.3: must give an even number of rotated elements",
+        ),
         (
             {"sliding_window": 4, "full_attention": {"head_dim": 4, "num_kv_heads": 3, "num_attention_heads": 8}},
             "full_attention.num_kv_heads = 3: must divide num_attention_heads = 8",
