@@ -89,6 +89,7 @@ _DELTA_MOE = {
     **_DELTA, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "shared_expert_intermediate_size": 20,
 }  # fmt: skip
 
+_OLMO_HYBRID = {**_SIZES, "layer_types": _KINDS, "pad_token_id": None}
 _KIMI = {
     **_LATENT_SIZES, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "num_local_experts": 6, "layer_types": _KINDS, "pad_token_id": None,
     "linear_head_dim": 5, "linear_num_heads": 4, "linear_conv_kernel_dim": 3,
@@ -713,6 +714,13 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
                    "moe_router_logit_softcapping": 0.4, "rope_parameters": {
                        "full_attention": YARN | {"partial_rotary_factor": 0.5},
                        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0}}},
+    ),
+    "olmo_hybrid": ("olmo_hybrid", _OLMO_HYBRID),
+    "olmo_hybrid-no-positions-bias": (
+        "olmo_hybrid", {**_OLMO_HYBRID, "rope_parameters": {"rope_type": None, "rope_theta": None}, "linear_num_key_heads": 2,
+                        "linear_key_head_dim": 5, "linear_value_head_dim": 3, "linear_conv_kernel_dim": 3, "attention_bias": True,
+                        "layer_types": ["full_attention", "linear_attention", "full_attention"], "linear_allow_neg_eigval": False,
+                        "num_key_value_heads": None, "tie_word_embeddings": True},
     ),
     "mpnet": ("mpnet", {**_BERT, "pad_token_id": 1, "hidden_act": "gelu_new"}),
     "modernbert-decoder": ("modernbert-decoder", {**_BERT, **_MODERNBERT}),

@@ -379,6 +379,13 @@ VARIANTS |= {
         "tie_embeddings": True, "qkv_bias": True, "attention_out_bias": True,
     },
     "qwen3.5": {**_DELTA, "layers": ["delta+mlp", "attention+mlp"], "num_kv_heads": 4, "rope": {"fraction": 0.5, "theta": 500.0}},
+    "olmo-hybrid": {
+        **OLMO2, "layers": ["delta+mlp", "attention+mlp", "delta+mlp"], "num_layers": 3, "norm_positions": {"delta": "pre"}, "num_kv_heads": 2,
+        "delta": {
+            "num_key_heads": 2, "num_value_heads": 4, "key_head_dim": 5, "value_head_dim": 8, "chunk_size": 8, "norm_eps": 1e-5,
+            "negative_eigenvalues": True,
+        },
+    },
     "lfm2": {
         "layers": ["conv+mlp", "attention+mlp", "conv+mlp"], "num_layers": 3, "conv": {}, "qk_norm": True, "num_kv_heads": 2,
     },

@@ -81,6 +81,8 @@ SETTINGS = """
 - MiniMax-Text-01: transformers stores the decays of lightning attention, which follow from the number of layer and head. `mega` derives them; of a
   folder they are carried, and of models trained here not written: transformers then derives them, too.
 - Ling 3: the MTP layer of a folder is carried, not trained; transformers does not load it.
+- OLMo Hybrid: transformers 5.23 saves the convolution of queries, keys and values in three parts of equal size; `mega` reads these and those of the
+  hub, which have the sizes of queries, keys and values, and writes the latter for models trained here. `rope_type: null` means no positions, as on the hub.
 - A layer's experts are one tensor in a `mega` checkpoint, and one tensor per expert in most HuggingFace folders. Conversion needs memory for one
   expert at a time.
 

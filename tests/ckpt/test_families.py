@@ -114,6 +114,7 @@ _FUSED_IN_MEMORY = {family.name for family in FAMILIES if family.has_per_expert_
     "granitemoehybrid",
     "mistral4",
     "granitemoeshared",
+    "olmo_hybrid",
 }
 
 
@@ -326,11 +327,26 @@ GRANITE4 = {
         ({**LLAMA, "model_type": "bamba", "mamba_n_heads": 6, "mamba_d_head": 8, "layers_block_type": ["mamba"] * 3,
           "attn_layer_indices": [1]}, "conflicts with attn_layer_indices"),
         ({**LLAMA, "model_type": "qwen3_5_text", "attn_output_gate": False}, "attn_output_gate = False"),
+        ({**LLAMA, "model_type": "olmo_hybrid", "layer_types": ["mamba"] * 3}, "only a list of full_attention and"),
+        ({**LLAMA, "model_type": "olmo_hybrid", "linear_num_key_heads": 3}, "must divide num_value_heads = 4"),
     ],
 )  # fmt: skip
 def test_hybrids_that_cannot_be_expressed_are_refused_by_name(raw: dict[str, Any], told: str) -> None:
     with pytest.raises(CheckpointError, match=re.escape(told)):
         family_of_config(raw).read_config_json(raw)
+
+
+@pytest.mark.parametrize(
+    ("rope", "position"),
+    [
+        (None, "rope"), ({"rope_type": None}, "none"), ({"rope_type": "default", "rope_theta": None}, "none"),
+        ({"rope_type": "default", "rope_theta": 7.0}, "rope"),
+    ],
+)  # fmt: skip
+def test_positions_of_olmo_hybrid(rope: dict[str, Any] | None, position: str) -> None:
+    model = read({**LLAMA, "model_type": "olmo_hybrid", "rope_parameters": rope})
+    assert model.position == position
+    assert position == "none" or model.rope.theta == (rope or {"rope_theta": 10_000.0})["rope_theta"]
 
 
 def test_all_that_is_wrong_is_told_at_once() -> None:

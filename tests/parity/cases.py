@@ -225,6 +225,13 @@ VARIANTS["hybrid"] = [
         "lightning": {"num_heads": 8, "head_dim": 3, "chunk_size": 5}, "residual_dropout": 0.1, "residual_multiplier": 1.0,
         "residual_factors": {"lightning": [2.0, 0.8], "attention": [0.9, 1.1], "moe": [1.5, 0.7]},
     },
+    {
+        "layers": ["delta+moe", "attention+mlp", "delta+mlp", "attention+moe"], "position": "rope", "norm_position": "post",
+        "norm_positions": {"delta": "pre"}, "qk_norm": True, "qk_norm_span": "all", "residual_multiplier": 1.0, "delta": {
+            "num_key_heads": 4, "num_value_heads": 8, "key_head_dim": 3, "value_head_dim": 2, "chunk_size": 5,
+            "negative_eigenvalues": True,
+        },
+    },
 ]  # fmt: skip
 VARIANTS["vision"] = [
     {},

@@ -141,8 +141,8 @@ def _encoder_heads(config: ModelConfig) -> TensorShapes:
 
 
 def _layer(config: ModelConfig, index: int) -> TensorShapes:
-    before, after = config.norm_position in ("pre", "both", "stream"), config.norm_position not in ("pre", "stream")
     config = config.get_layer_config(index)
+    before, after = config.norm_position in ("pre", "both", "stream"), config.norm_position not in ("pre", "stream")
     mixer, feed = config.get_mixer_kind(index), config.get_feed_forward_kind(index)
     mlp_norm = "pre_feedforward_layernorm" if config.norm_position == "both" else "post_attention_layernorm"
     return {

@@ -207,6 +207,9 @@ class GatedDeltaConfig(StrictConfig):
     norm_eps: PositiveFloat | None = Field(
         None, description="epsilon of the per-head output norm; default: the model's"
     )
+    negative_eigenvalues: bool = Field(
+        False, description="write strengths between 0 and 2 instead of 1, as in OLMo Hybrid (arXiv:2411.12537)"
+    )
 
     def problems(self) -> Iterator[ConfigProblem]:
         """Yield violated rules between the head counts of gated delta net layers."""

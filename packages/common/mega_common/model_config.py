@@ -314,6 +314,10 @@ class ModelConfig(StrictConfig):
         "residual stream after each addition, as in BERT; `stream`: of the residual stream before attention and MLP, which the "
         "outputs are added to, as in MiniMax-Text-01",
     )
+    norm_positions: dict[str, Literal["pre", "post", "both"]] = Field(
+        {},
+        description="{mixer: norm_position} of the layers with that mixer, as in OLMo Hybrid; default: norm_position",
+    )
     residual_factors: dict[str, tuple[PositiveFloat, PositiveFloat]] = Field(
         {},
         description="with norm_position: stream, {mixer or feed-forward block: [alpha, beta]} of x = alpha norm(x) + beta "
@@ -500,10 +504,12 @@ class ModelConfig(StrictConfig):
         return self.model_copy(update={**self.full_attention.model_dump(exclude_none=True), "full_attention": None})
 
     def get_layer_config(self, layer: int) -> ModelConfig:
-        """Return the configuration with the attention heads of the layer with this index."""
+        """Return the configuration with the attention heads and the norm position of the layer with this index."""
+        position = self.norm_positions and self.norm_positions.get(self.get_mixer_kind(layer) or "")
+        config = self.model_copy(update={"norm_position": position}) if position else self
         if self.full_attention is None or self.get_attention_window(layer) is None:
-            return self.full_layer_config
-        return self.model_copy(update={"full_attention": None})
+            return config.full_layer_config
+        return config.model_copy(update={"full_attention": None})
 
     def get_attention_window(self, layer: int) -> int | None:
         """Return the sliding attention window of a layer in keys, including the query's own; None for full attention."""

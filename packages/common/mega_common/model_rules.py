@@ -164,6 +164,10 @@ def _find_bidirectional_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
     if model.position_offset and model.position != "learned":
         rule = "requires position: learned"
         yield ConfigProblem("position_offset", rule, model.position_offset, "position: learned")
+    alone = model.norm_position in ("sum", "stream") or model.parallel_residual or model.has_encoder
+    if model.norm_positions and (alone or not set(model.norm_positions) <= {*MIXERS, *model.mixers}):
+        rule = "must name mixers, and is not supported with norm_position: sum or stream, parallel_residual, encoder and retro"
+        yield ConfigProblem("norm_positions", rule, model.norm_positions, "leave it out")
     unused = [kind for kind in model.residual_factors if all(kind not in layer for layer in model.layer_kinds)]
     if model.residual_factors and (unused or model.norm_position != "stream"):
         rule = "requires norm_position: stream, and must name mixers and feed-forward blocks that layers have"

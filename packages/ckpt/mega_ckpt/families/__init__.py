@@ -106,6 +106,7 @@ from mega_ckpt.families.moe_decoders import (
     QWEN3_MOE,
 )
 from mega_ckpt.families.nemotron_h import NEMOTRON_H
+from mega_ckpt.families.olmo_hybrid import OLMO_HYBRID
 from mega_ckpt.families.opt import OPT
 from mega_ckpt.families.qwen_hybrids import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from mega_ckpt.families.qwen_vision import QWEN2_5_VL, QWEN3_VL, QWEN3_VL_MOE
@@ -149,7 +150,7 @@ FAMILIES: tuple[ModelFamily, ...] = (
     OLMO, NANOCHAT, MINICPM3, MISTRAL4, ARIA_TEXT, OPENAI_GPT, APERTUS, ERNIE, ROBERTA_PRE_LAYER_NORM, XLM_ROBERTA_XL,
     DEEPSEEK_V32, GLM_MOE_DSA,
     DISTILBERT, ELECTRA, ROFORMER, NOMIC_BERT, JINA_EMBEDDINGS_V3, GTE, EUROBERT, BITNET, PERSIMMON, DBRX, PHIMOE, FLINT, KOLIBRI1,
-    COHERE2_MOE, AXK1, MPNET, MODERNBERT_DECODER, BERT_GENERATION, MIMO_V2_FLASH, LAGUNA,
+    COHERE2_MOE, AXK1, MPNET, MODERNBERT_DECODER, BERT_GENERATION, MIMO_V2_FLASH, LAGUNA, OLMO_HYBRID,
 )  # fmt: skip
 
 VISION_FAMILIES: tuple[VisionLanguageFamily, ...] = (

@@ -49,6 +49,7 @@ def drop_redundant_model_fields(model: ModelConfig) -> ModelConfig:
             **_normalize_windows(model),
             **_normalize_no_rope(model),
             **_normalize_layers(model),
+            **_normalize_norm_positions(model),
             **unused,
             **_reset_unused_mixers(model),
         }
@@ -117,6 +118,18 @@ def _normalize_layers(model: ModelConfig) -> dict[str, Any]:
     some = sparse if usual and len(sparse) < len(kinds) else None
     moe = model.moe.model_copy(update={"layers": some}) if model.moe and sparse else None
     return {"layers": None if usual else ["+".join(filter(None, kind)) for kind in kinds], "moe": moe}
+
+
+def _normalize_norm_positions(model: ModelConfig) -> dict[str, Any]:
+    """Return the norm position of the first mixer by name, and of other mixers where it differs."""
+    mixers = sorted({kind.mixer or "" for kind in model.layer_kinds})
+    if not model.norm_positions or "" in mixers:
+        return {
+            "norm_positions": {mixer: model.norm_positions[mixer] for mixer in mixers if mixer in model.norm_positions}
+        }
+    positions = {mixer: model.norm_positions.get(mixer, model.norm_position) for mixer in mixers}
+    first = positions[mixers[0]]
+    return {"norm_position": first, "norm_positions": {name: each for name, each in positions.items() if each != first}}
 
 
 def _reset_unused_mixers(model: ModelConfig) -> dict[str, Any]:

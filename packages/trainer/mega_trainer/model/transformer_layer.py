@@ -118,7 +118,8 @@ class TransformerLayer(nn.Module):
 
     def __init__(self, build: LayerBuilder, layer: int) -> None:
         super().__init__()
-        (mixer, feed), config, build = build.config.get_layer_kind(layer), build.config, build.builder_for_layer(layer)
+        build = build.builder_for_layer(layer)
+        (mixer, feed), config = build.config.get_layer_kind(layer), build.config
         before, after = config.norm_position in ("pre", "both", "stream"), config.norm_position in ("post", "both")
         self.parallel, self.shared_norm = config.parallel_residual, config.shared_norm
         self.mixer = self.feed = None
