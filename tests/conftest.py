@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import shutil
@@ -29,6 +30,12 @@ def pytest_configure() -> None:
     reset_ignored_signals()
 
 
+def pytest_collection_finish() -> None:
+    """Exclude the objects of all test modules from garbage collections: every run of a test has one at its start."""
+    gc.collect()
+    gc.freeze()
+
+
 def keep_files_in_memory() -> None:
     """Keep the folders of tests in memory where there is room: they mostly wait for a disk's fsync."""
     if os.path.isdir(MEMORY_FOLDER) and shutil.disk_usage(MEMORY_FOLDER).free >= ROOM:
@@ -50,6 +57,14 @@ def reset_ignored_signals() -> None:
 def _same_numbers() -> None:
     """A test draws the same numbers alone, after any others, and on any machine."""
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def no_excluded_objects() -> Iterator[None]:
+    """Python's garbage collection has all objects, as in a process that has just started."""
+    gc.unfreeze()
+    yield
+    gc.freeze()
 
 
 @pytest.fixture(scope="module")

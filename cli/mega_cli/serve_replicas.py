@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-from mega_cli.workflow_runner import terminate_with_parent
 from mega_common.errors import ConfigError, MissingPackageError, TrainingError
+from mega_common.parent_death import terminate_with_parent
 from mega_common.progress_logging import logger
 
 POLL_SECONDS = 0.2

@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mega_cli.compare import format_columns
+from mega_cli.serve_replicas import list_visible_devices
 from mega_cli.train import check_inputs
 from mega_cli.workflow_config import load_run_file
-from mega_cli.workflow_runner import MEGA, handle_stop_signals, terminate_with_parent
+from mega_cli.workflow_runner import MEGA, handle_stop_signals
 from mega_common.atomic_files import lock_folder
 from mega_common.errors import INTERRUPTED_STATUS, ConfigError
+from mega_common.parent_death import terminate_with_parent
 from mega_common.progress_logging import logger
 from mega_common.strict_config import apply_overrides, load_yaml_mapping
 
@@ -233,10 +235,7 @@ def _slot_environment(slot: int, jobs: int) -> dict[str, str]:
     """Return the environment that gives a run its share of the GPUs, if several run at the same time."""
     if jobs == 1:
         return {}
-    import torch
-
-    given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    devices = given.split(",") if given else [str(index) for index in range(torch.cuda.device_count())]
+    devices = list_visible_devices("auto")
     share = len(devices) // jobs
     if devices and not share:
         raise ConfigError(

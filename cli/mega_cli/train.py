@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mega_cli.workflow_config import load_run_file
-from mega_cli.workflow_runner import terminate_with_parent
+from mega_common.parent_death import terminate_with_parent
 
 if TYPE_CHECKING:
     from mega_trainer.config.run_config import RunConfig

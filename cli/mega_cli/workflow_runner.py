@@ -7,7 +7,6 @@ and outputs of the last attempt; files are recorded by content digest.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import os
 import signal
@@ -37,7 +36,6 @@ from mega_common.errors import MegaError
 from mega_common.progress_logging import logger
 from mega_common.strict_config import StrictConfig
 
-PR_SET_PDEATHSIG = 1  # of Linux's prctl
 # -P: Python must not import files next to the workflow instead of libraries.
 MEGA = (sys.executable, "-P", "-m", "mega_cli.main")
 
@@ -353,12 +351,6 @@ def run_stage_process(command: list[str], folder: Path, lock: int) -> tuple[int,
             forward_signal(number)
         status = child.wait()
     return (status if status >= 0 else 128 - status), (received[0] if received else None)
-
-
-def terminate_with_parent() -> None:
-    """Have Linux send this process SIGTERM when its parent dies; other systems cannot."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))
 
 
 @contextlib.contextmanager

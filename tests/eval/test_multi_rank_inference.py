@@ -1,10 +1,9 @@
-"""Objects that exist when a server starts are not part of its garbage collections."""
+"""Inference on several ranks; a server's garbage collections."""
 
 from __future__ import annotations
 
 import gc
 import random
-import weakref
 from pathlib import Path
 
 import pytest
@@ -24,42 +23,13 @@ from mega_eval.multi_rank_inference import (
     PromptTokenizer,
     ReplicaLayout,
     build_replica_groups,
-    exclude_objects_from_gc,
 )
 from mega_eval.sampling import Sampling
 from mega_eval.score import ContextContinuation, Score
 from mega_eval.text_stream import GenerationLimits
 
 
-class Node:
-    """Object of a reference cycle."""
-
-    def __init__(self) -> None:
-        self.other: object = self
-
-
-def test_objects_of_before_are_excluded_and_come_back() -> None:
-    early = [Node() for _ in range(10)]
-    with exclude_objects_from_gc():
-        assert gc.get_freeze_count() > 10
-        assert not any(one in early for one in gc.get_objects() if type(one) is Node)
-    assert gc.get_freeze_count() == 0
-    assert sum(type(one) is Node for one in gc.get_objects()) == 10
-
-
-def test_cycles_of_afterwards_are_collected() -> None:
-    with exclude_objects_from_gc():
-        node = weakref.ref(Node())
-        gc.collect()
-        assert node() is None
-
-
-def test_objects_come_back_after_an_error() -> None:
-    with pytest.raises(ValueError, match="stop"), exclude_objects_from_gc():
-        raise ValueError("stop")
-    assert gc.get_freeze_count() == 0
-
-
+@pytest.mark.usefixtures("no_excluded_objects")
 def test_a_server_excludes_the_objects_of_its_start(tmp_path: Path) -> None:
     train_tokenizer(["a b"], 260, tmp_path)
     with serving(service_of(Scripted(), tmp_path)):

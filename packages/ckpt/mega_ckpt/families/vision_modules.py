@@ -61,7 +61,7 @@ class VisionModuleFamily(VisionLanguageFamily):
                 f"model_type {self.name}, whose image features are multiplied, too",
                 hint="use a text model without an embedding multiplier",
             )
-        config = self._parse(raw)
+        config = build_vision_language_config(raw)
         token = getattr(config, "image_token_id", None)
         inner = config.vision_config.to_dict()
         if dropout := [key for key in inner if "drop" in key and inner[key]]:
@@ -84,14 +84,11 @@ class VisionModuleFamily(VisionLanguageFamily):
         except ConfigError as error:
             raise CheckpointError(error.message, hint=error.hint) from None
 
-    def _parse(self, raw: ConfigDict) -> Any:
-        return build_vision_language_config(raw)
-
     def text_config_of(self, raw: ConfigDict) -> dict[str, Any]:
         """Return the text model's section of config.json, with transformers' defaults for absent keys.
         Whether embeddings are tied is a key of the whole model.
         """
-        config = self._parse(raw)
+        config = build_vision_language_config(raw)
         inner: dict[str, Any] = config.text_config.to_dict()
         found = inner | dict(raw.get("text_config") or {}) | {_TIED: bool(config.tie_word_embeddings)}
         return found | {key: _NEUTRAL[key] for key in _NEUTRAL if key in found}
@@ -100,15 +97,12 @@ class VisionModuleFamily(VisionLanguageFamily):
         """Return the keys of a config.json that transformers does not read for this type.
         Keys with null are left out.
         """
-        config = type(self._parse(raw))()
+        given = build_vision_language_config(raw)
+        config, vision = type(given)(), type(given.vision_config)()
         outer = set(vars(config)) | set(config.attribute_map)
         outer |= set() if "text_config" in raw else set(config.text_config.to_dict())  # older folders, without sections
-        sections: list[tuple[str, ConfigDict, set[str]]] = [("", raw, outer)]
-        inner = self._parse(raw).vision_config
-        defaults = type(inner)()
-        sections.append(
-            ("vision_config.", raw.get("vision_config") or {}, set(defaults.to_dict()) | set(vars(defaults)))
-        )
+        inner = set(vision.to_dict()) | set(vars(vision))
+        sections = [("", raw, outer), ("vision_config.", raw.get("vision_config") or {}, inner)]
         unread = [
             f"{prefix}{key}"
             for prefix, section, known in sections

@@ -7,12 +7,13 @@ import json
 import os
 import tarfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -48,6 +49,9 @@ from mega_data.token_files.indexed_writer import IndexedWriter
 from mega_data.tokenizer import Tokenizer
 
 BATCH = 256  # conversations that are encoded at once
+T = TypeVar("T")
+# A record, its rendered conversation, and the texts of its images that a processor of transformers writes, if any.
+_RenderedRecord: TypeAlias = tuple[ImageChatRecord, Document, list[ImageText]]
 
 
 @dataclass(frozen=True)
@@ -156,6 +160,20 @@ def _write_sample_image(images: ImageOptions) -> str:
     return ModuleImageProcessor(images.vision.module).prepare(Image.new("RGB", (1536, 1024)))[1].text
 
 
+def _apply_to_images(record: ImageChatRecord, folder: Path, function: Callable[[bytes], T]) -> list[T] | RejectedItem:
+    """Return the result of a function of the file bytes of each image of a record; rejected if an image is unreadable."""
+    results: list[T] = []
+    for image in record.images:
+        try:
+            results.append(function(image if isinstance(image, bytes) else read_image_bytes(image, folder)))
+        except DataError as error:
+            name = "an image" if isinstance(image, bytes) else str(image)
+            return RejectedItem(
+                f"{name}: {error.message}", json.dumps(record.raw, default=str), record.file, record.line
+            )
+    return results
+
+
 class _ImageDatasetWriter:
     """Writer of a data set of conversations with images."""
 
@@ -183,17 +201,13 @@ class _ImageDatasetWriter:
 
     def add_records(self, batch: Sequence[ImageChatRecord | RejectedItem], folder: Path) -> Iterator[RejectedItem]:
         """Write the valid conversation records of a batch, and yield the rejected ones."""
-        good: list[tuple[ImageChatRecord, Document, list[ImageText]]] = []
+        good: list[_RenderedRecord] = []
         for item in batch:
-            images = item if isinstance(item, RejectedItem) else self._write_module_images(item, folder)
-            if isinstance(item, RejectedItem) or isinstance(images, RejectedItem):
-                yield item if isinstance(item, RejectedItem) else images  # type: ignore[misc]
-                continue
-            rendered = self._render_record(item, folder, images)
+            rendered = item if isinstance(item, RejectedItem) else self._render_record(item, folder)
             if isinstance(rendered, RejectedItem):
                 yield rendered
             else:
-                good.append((item, rendered, images))
+                good.append(rendered)
         texts, _, notes = self.encoder.encode_chats([document.chats for _, document, _ in good], self.dtype)
         self.notes += notes + Counter(note for _, document, _ in good for note in document.notes)
         for (record, document, images), arrays in zip(good, texts, strict=True):
@@ -216,22 +230,13 @@ class _ImageDatasetWriter:
             return [self.images.tokens] * len(record.images)
         from mega_data.images.image_pixels import count_placeholders  # local: a fixed number does not require Pillow
 
-        counts: list[int] = []
-        for image in record.images:
-            try:
-                content = image if isinstance(image, bytes) else read_image_bytes(image, folder)
-                counts.append(count_placeholders(content, self.images.vision))
-            except DataError as error:
-                name = "an image" if isinstance(image, bytes) else str(image)
-                return RejectedItem(
-                    f"{name}: {error.message}", json.dumps(record.raw, default=str), record.file, record.line
-                )
-        return counts
+        return _apply_to_images(record, folder, partial(count_placeholders, vision=self.images.vision))
 
-    def _render_record(self, record: ImageChatRecord, folder: Path, images: list[ImageText]) -> Document | RejectedItem:
-        """Return the rendered conversation of a record after checking that its images exist.
-        `images` are the texts of the images that a processor of transformers writes, empty for other vision encoders.
-        """
+    def _render_record(self, record: ImageChatRecord, folder: Path) -> _RenderedRecord | RejectedItem:
+        """Return a record with its rendered conversation, after checking that its images exist."""
+        images = self._write_module_images(record, folder)
+        if isinstance(images, RejectedItem):
+            return images
         written = json.dumps(self.images.text or self.images.placeholder)[1:-1]
         text = json.dumps(insert_placeholders(record.raw))
         for image in record.images:
@@ -244,7 +249,8 @@ class _ImageDatasetWriter:
         texts = [json.dumps(one.text)[1:-1] for one in images]
         texts = texts if len(texts) == len(parts) - 1 else [written] * (len(parts) - 1)
         text = parts[0] + "".join(one + part for one, part in zip(texts, parts[1:], strict=True))
-        return self.chats.prepare_record(Document(text, len(text), record.file, record.line))
+        document = self.chats.prepare_record(Document(text, len(text), record.file, record.line))
+        return document if isinstance(document, RejectedItem) else (record, document, images)
 
     def _write_module_images(self, record: ImageChatRecord, folder: Path) -> list[ImageText] | RejectedItem:
         """Return the text of each image of a record that the processor of transformers writes; empty without a module."""
@@ -253,18 +259,12 @@ class _ImageDatasetWriter:
             return []
         from mega_data.images.image_pixels import prepare_image
 
-        found: list[ImageText] = []
-        for image in record.images:
-            try:
-                content = image if isinstance(image, bytes) else read_image_bytes(image, folder)
-                prepared = prepare_image(content, vision)
-            except DataError as error:
-                name = "an image" if isinstance(image, bytes) else str(image)
-                reason = f"{name}: {error.message}"
-                return RejectedItem(reason, json.dumps(record.raw, default=str), record.file, record.line)
-            assert prepared.text is not None
-            found.append(prepared.text)
-        return found
+        def write_image(content: bytes) -> ImageText:
+            text = prepare_image(content, vision).text
+            assert text is not None
+            return text
+
+        return _apply_to_images(record, folder, write_image)
 
     def _expand_placeholders(
         self, record: ImageChatRecord, document: Document, arrays: list[npt.NDArray[Any]], counts: list[int]

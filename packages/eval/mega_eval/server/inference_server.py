@@ -17,7 +17,6 @@ from starlette.types import ASGIApp
 
 from mega_common.errors import ConfigError
 from mega_common.progress_logging import logger
-from mega_eval.multi_rank_inference import exclude_objects_from_gc
 from mega_eval.server.api_errors import ApiRequestError
 from mega_eval.server.application import create_application
 from mega_eval.server.connection_limits import (
@@ -30,6 +29,7 @@ from mega_eval.server.connection_limits import (
 )
 from mega_eval.server.request_gate import ServerLimits
 from mega_eval.server.served_models import ServedModels
+from mega_trainer.job.garbage_collection import exclude_objects_from_gc
 
 STALLED = 120  # seconds after which the kernel drops a client that acknowledges no data
 

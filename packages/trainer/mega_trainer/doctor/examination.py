@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from mega_common.parent_death import kill_with_parent
 from mega_trainer.distributed.device import select_rank_device
 from mega_trainer.doctor.check_result import CheckResult
 from mega_trainer.doctor.environment_checks import check_environment, detect_machine_name
@@ -86,7 +87,7 @@ class Examination:
         with open(log, "wb") as output:
             child = subprocess.Popen(
                 [*COMMAND, ",".join(parts), str(processes), str(self._folder)],
-                stdout=output, stderr=output, start_new_session=True,
+                stdout=output, stderr=output, start_new_session=True, preexec_fn=kill_with_parent,
             )  # fmt: skip
         try:
             while child.poll() is None and time.monotonic() < self._end:

@@ -7,7 +7,6 @@ has ended leaves `FOLDER/PART.done`.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import signal
@@ -24,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from mega_common.errors import MegaError, TrainingError
+from mega_common.parent_death import kill_with_parent
 from mega_common.progress_logging import configure_logging, logger
 from mega_trainer.distributed.device import select_rank_device
 from mega_trainer.distributed.process_groups import RankInfo
@@ -37,7 +37,6 @@ from mega_trainer.plan.machine import load_machine
 
 COMMAND = [sys.executable, "-m", "mega_trainer.doctor.worker"]
 PLAN = "examination.json"
-PR_SET_PDEATHSIG = 1  # of Linux's prctl
 TIMEOUT_SECONDS = 60.0  # of collectives
 FAILURES = {"is killed": "signal 9", "raises": "failed on purpose"}  # how a rank fails, and the launcher's words for it
 END_SECONDS = 30.0  # of a failed job, from the failure on
@@ -70,8 +69,7 @@ class ExaminationPlan:
 
 def main(arguments: Sequence[str]) -> int:
     """Run the parts of the examination that `arguments` name and return the exit status."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))  # no rank outlives the command
+    kill_with_parent()  # no rank outlives the launcher
     parts, processes, folder = arguments[0].split(","), int(arguments[1]), Path(arguments[2])
     ranks, plan = rank_from_environment(os.environ), ExaminationPlan.read_plan(folder)
     if ranks is None and parts == ["failures"]:

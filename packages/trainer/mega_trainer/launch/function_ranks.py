@@ -97,7 +97,7 @@ class _RankProcesses:
         stream: bool,
     ) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([*preload])
+        context.set_forkserver_preload([*preload, "mega_trainer.launch.frozen_imports"])
         work = (inspect.getfile(function), function.__module__, pickle.dumps((function, args)), stream)
         self._scratch = tempfile.TemporaryDirectory()
         store = Path(self._scratch.name) / "store"

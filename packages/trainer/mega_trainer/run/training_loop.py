@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from mega_trainer.data.micro_batch import MicroBatch
 from mega_trainer.distributed.comm import all_reduce
 from mega_trainer.job.corruption_check import CorruptionCheck
 from mega_trainer.job.error_translation import translate_errors
+from mega_trainer.job.garbage_collection import GarbageCollectionSchedule
 from mega_trainer.job.hang_watchdog import HangWatchdog
 from mega_trainer.job.metrics_log import MetricsLogger, MfuCalculator, compute_norms_by_layer
 from mega_trainer.job.phase_timer import time_data_waits
@@ -31,36 +31,6 @@ from mega_trainer.run.step_callbacks import FinishedStep, build_callbacks, run_c
 from mega_trainer.run.train_state import CheckpointSaver
 from mega_trainer.run.train_step import StepHooks, run_validation, train_step
 from mega_trainer.run.training_context import TrainingContext
-
-
-class GarbageCollectionSchedule:
-    """Context manager that restricts Python's garbage collection to the end of every `every`-th step.
-    0 leaves it to Python.
-
-    Objects that exist at the start are frozen: later collections skip them.
-    """
-
-    def __init__(self, every: int) -> None:
-        self._every, self._was_on = every, gc.isenabled()
-
-    def __enter__(self) -> GarbageCollectionSchedule:
-        if self._every:
-            gc.collect()
-            gc.freeze()
-            gc.disable()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._every:
-            gc.unfreeze()
-            if self._was_on:
-                gc.enable()
-
-    def collect_after_step(self, step: int) -> None:
-        """Run Python's garbage collection if it is due after this step."""
-        if self._every and step % self._every == 0:
-            gc.collect()
-
 
 T = TypeVar("T")
 
