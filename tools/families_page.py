@@ -39,7 +39,7 @@ REASONS: tuple[tuple[str, str], ...] = (
     (r"key:(audio_config|sampling_rate|codec_|num_codebooks|max_source_positions)", "sound"),
     (r"key:(vision_config|vq_config|vision_feature_layer|image_token_id)", "a vision encoder or projector of its own"),
     (r"key:(index_topk|index_n_heads|indexer_types)|module:.*Indexer", "sparse attention with an indexer"),
-    (r"key:(hc_mult|hc_eps)|module:.*Hyper[Cc]onnection", "hyper-connections"),
+    (r"key:(hc_mult|hc_eps)|module:.*Hyper[Cc]onnection", "hyper-connections in a block of another form"),
     (r"module:.*(KimiDelta|DeltaAttention|KDA)", "Kimi Delta Attention in a layer of another form"),
     (r"module:.*LightningAttention", "lightning attention in a layer of another form"),
     (r"key:(conv_L_cache)|module:.*ShortConv", "short convolutions as mixers"),

@@ -66,6 +66,13 @@ def test_what_follows_from_what_is_given() -> None:
         ),
         ({"layers": ["kda", "mlp"]}, "kda: is required: layers names layers of this kind"),
         ({"mla": LATENT, "rope": {"fraction": 0.5}}, "-> position: rope, without rope.fraction"),
+        ({"hyper_connections": {}, "mtp_layers": 1}, "mtp_layers: is not supported with hyper_connections"),
+        ({"hyper_connections": {}, "norm_position": "post"}, "requires norm_position: pre and causal attention"),
+        ({"norm_positions": {"convolution": "pre"}}, "norm_positions = {'convolution': 'pre'}: must name mixers"),
+        (
+            {"norm_positions": {"delta": "pre"}, "norm_position": "sum"},
+            "is not supported with norm_position: sum or stream",
+        ),
         (
             {"value_head_dim": 4, "attention_gate": True},
             "attention_gate: is not supported with value_head_dim, value_scale",

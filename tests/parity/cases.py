@@ -132,6 +132,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
             "output_input_norms": True, "activation": "reglu2", "qk_norm": True, "qk_norm_span": "layernorm", "num_kv_heads": 4,
             "masked_lm": {"dense_bias": False}, "tie_embeddings": True,
         },
+        {"hyper_connections": {"streams": 3, "iterations": 4, "eps": 1e-3}, "num_kv_heads": 2, "residual_dropout": 0.1},
     ],
     "gqa": [
         {}, {"attention_gate": True, "zero_centered_norm": True},

@@ -23,6 +23,7 @@ from mega_trainer.model import (
     norms,
     parameter_builder,
     rotary_embedding,
+    transformer_layer,
 )
 from mega_trainer.model.forward_context import SequenceMask
 from mega_trainer.model.layer_builder import LayerBuilder
@@ -51,6 +52,8 @@ HEADS = case("gqa", 2, parallel={"tp": 2, "sp": True}, variant=VARIANTS["gqa"][3
 PLAIN = case("dense", 2, parallel={"tp": 2, "sp": True}, variant=VARIANTS["dense"][4])
 NORMED = case("dense", 2, parallel={"tp": 2}, variant=VARIANTS["dense"][6])
 VALUES, GATED = (case("moe", 2, parallel={"tp": 2}, micro=2, variant=VARIANTS["moe"][number]) for number in (5, 6))
+STREAMS = case("dense", 2, parallel={"tp": 2, "sp": True}, variant=VARIANTS["dense"][7])
+WIDE = case("dense", 2, parallel={"zero": 0}, micro=2, variant=VARIANTS["dense"][7])
 MIXED, BY_LOGITS = (case("moe", 2, parallel={"ep": 2}, micro=2, variant=VARIANTS["moe"][number]) for number in (3, 4))
 BALANCED = case("moe", 2, parallel={"tp": 2, "sp": True}, micro=4, variant=VARIANTS["moe"][-1])
 
@@ -374,6 +377,26 @@ def _values_unscaled_on_one_rank() -> AbstractContextManager[Any]:
     return swap(asymmetric_attention.AsymmetricAttention, "__init__", build)
 
 
+def _streams_without_sync() -> AbstractContextManager[Any]:
+    """Gradients of the weights that mix streams are of a tensor rank's tokens alone."""
+    real = parameter_builder.make_parameter
+
+    def make(shape: Any, pieces: Any, **options: Any) -> Any:
+        return real(shape, pieces, **(options | {"grad_sync": ()} if "_hc." in pieces[0].name else options))
+
+    return swap(parameter_builder, "make_parameter", make)
+
+
+def _streams_mixed_the_other_way() -> AbstractContextManager[Any]:
+    """Data rank 0 mixes streams by C, not by its transpose."""
+    real = transformer_layer.expand_streams
+
+    def expand(streams: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+        return real(streams, y, post, comb if torch.distributed.get_rank() else comb.mT)
+
+    return swap(transformer_layer, "expand_streams", expand)
+
+
 def _norms_with_a_mean() -> AbstractContextManager[Any]:
     return swap(norms.PlainNorm, "forward", lambda self, x: F.layer_norm(x, x.shape[-1:], eps=self.eps))
 
@@ -420,5 +443,7 @@ EXPERTS: list[tuple[str, LayoutCase, Patch]] = [
     ("attention: sinks in layers without a window", VALUES, _sinks_in_all_layers),
     ("attention: values of one rank are not scaled", VALUES, _values_unscaled_on_one_rank),
     ("attention: the softplus gate of a neighboring head", GATED, _gate_of_another_head),
+    ("streams: gradients of their weights not summed under sequence parallelism", STREAMS, _streams_without_sync),
+    ("streams: mixed by C on one rank, not by its transpose", WIDE, _streams_mixed_the_other_way),
     ("experts: norm of this rank's experts alone", BOTH, _norm_without("ep")),
 ]

@@ -168,6 +168,34 @@ def test_linear_attention_with_decays_per_channel_and_fixed_decays(every: int) -
 
 
 @ONE_IN_THREE
+def test_several_residual_streams(every: int) -> None:
+    shapes: list[tuple[int, dict[str, Any]]] = [
+        (2, {"tp": 2}), (4, {"tp": 4, "sp": True}), (4, {"tp": 2, "sp": True, "pp": 2, "zero": 1}), (4, {"pp": 2, "virtual_stages": 2}),
+        (4, {"zero": 3}), (4, {"pp": 4, "schedule": "zb-h1"}), (4, {"tp": 2, "zero": 2}), (2, {"tp": 2, "sp": True, "zero": 0}),
+    ]  # fmt: skip
+    cases = [
+        case(
+            "dense",
+            ranks,
+            layers=shape.get("pp", 1) * shape.get("virtual_stages", 2),
+            parallel=shape,
+            micro=2,
+            variant=VARIANTS["dense"][7],
+        )
+        for ranks, shape in shapes
+    ]
+    of_moe = [
+        case("moe", 4, parallel=shape, micro=2, variant={"hyper_connections": {"streams": 2}})
+        for shape in ({"ep": 4}, {"cp": 2, "tp": 2, "sp": True}, {"cp": 4, "cp_kind": "alltoall"})
+    ]
+    again = [
+        case("dense", 2, parallel={"tp": 2, "sp": True}, variant=VARIANTS["dense"][7], recompute=how)
+        for how in ({"kind": "full"}, {"kind": "selective", "modules": ["norm", "attention", "mlp"]})
+    ]
+    assert not problems([*cases, *of_moe, *again][every // 2 :: every], 4)
+
+
+@ONE_IN_THREE
 def test_values_of_another_size_softplus_gates_and_heads_that_differ_by_layer(every: int) -> None:
     shapes: list[tuple[int, dict[str, Any]]] = [
         (2, {"tp": 2}), (4, {"tp": 4, "sp": True}), (4, {"tp": 2, "sp": True, "cp": 2}), (4, {"pp": 2, "cp": 2, "cp_kind": "alltoall"}),

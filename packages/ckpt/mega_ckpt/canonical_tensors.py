@@ -47,6 +47,7 @@ def canonical_tensors(config: ModelConfig) -> TensorShapes:
             out |= _norm(config, "model.encoder_norm")
         out |= {f"model.layers.{index}.{name}": shape for name, shape in _layer(config, index).items()}
         out |= _retro_encoder(config, index)
+    out |= _hyper_connection(config, "model.hc_head.hc_", head=True) if config.hyper_connections else {}
     out |= _norm(config, "model.norm") if config.norm_position != "sum" else {}
     out |= _encoder_heads(config)
     if config.num_scores:
@@ -154,6 +155,20 @@ def _layer(config: ModelConfig, index: int) -> TensorShapes:
         **_feed(config, feed),
         **(_norm(config, "post_feedforward_layernorm") if feed and after else {}),
         **({"layer_scalar": (1,)} if config.layer_scale else {}),
+        **(_hyper_connection(config, "attn_hc.") if config.hyper_connections and mixer else {}),
+        **(_hyper_connection(config, "ffn_hc.") if config.hyper_connections and feed else {}),
+    }
+
+
+def _hyper_connection(config: ModelConfig, prefix: str, *, head: bool = False) -> TensorShapes:
+    """Return the tensors of hyper-connections around a block of a layer, or before the head."""
+    assert config.hyper_connections is not None
+    n = config.hyper_connections.streams
+    rows = n if head else (2 + n) * n
+    return {
+        f"{prefix}fn": (rows, config.stream_width),
+        f"{prefix}base": (rows,),
+        f"{prefix}scale": (1,) if head else (3,),
     }
 
 

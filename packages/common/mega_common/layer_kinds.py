@@ -141,6 +141,16 @@ class FullAttentionConfig(StrictConfig):
     keys_are_values: bool = Field(False, description="no value projection: values are the projected keys")
 
 
+class HyperConnectionConfig(StrictConfig):
+    """Configuration of manifold-constrained hyper-connections (mHC, arXiv:2512.24880).
+    The residual has several streams, which learned weights mix around each mixer and feed-forward block.
+    """
+
+    streams: int = Field(4, ge=2, le=64)
+    iterations: int = Field(20, ge=1, le=1000, description="iterations of Sinkhorn-Knopp")
+    eps: PositiveFloat = 1e-6
+
+
 INDEXER = ".self_attn.indexer."  # in the names of the tensors of an indexer
 
 

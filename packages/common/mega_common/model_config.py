@@ -34,6 +34,7 @@ from mega_common.layer_kinds import (
     FeedForwardKind,
     FullAttentionConfig,
     GatedDeltaConfig,
+    HyperConnectionConfig,
     KimiDeltaConfig,
     LayerKind,
     LayerPatternSpec,
@@ -329,6 +330,9 @@ class ModelConfig(StrictConfig):
         False, description="with parallel_residual: one norm before both, as in Falcon and Cohere"
     )
     residual_multiplier: float = Field(1.0, gt=0, description="factor on outputs of attention and MLP, as in Granite")
+    hyper_connections: HyperConnectionConfig | None = Field(
+        None, description="several residual streams that learned weights mix, as in DeepSeek-V4; default: one residual"
+    )
     layer_scale: bool = Field(
         False, description="each layer's output times a stored scalar that is not trained, as in Gemma 4"
     )
@@ -408,6 +412,11 @@ class ModelConfig(StrictConfig):
     def embedding_width(self) -> int:
         """Width of the token embeddings and of the output matrix."""
         return self.embedding_size or self.hidden_size
+
+    @property
+    def stream_width(self) -> int:
+        """Width of the residual between layers: the model's, or that of all streams of hyper-connections."""
+        return self.hidden_size * (self.hyper_connections.streams if self.hyper_connections else 1)
 
     @property
     def key_value_heads(self) -> int:
@@ -619,8 +628,10 @@ class ModelConfig(StrictConfig):
 
     @property
     def first_stage_layers(self) -> int:
-        """Number of layers that must be on the first pipeline stage: those to whose outputs image features are added."""
-        return 0 if self.vision is None else len(self.vision.deepstack_layers)
+        """Number of layers that must be on the first pipeline stage.
+        They are those to whose outputs image features are added, and with hyper-connections the first, which widens the embeddings.
+        """
+        return int(self.hyper_connections is not None) if self.vision is None else len(self.vision.deepstack_layers)
 
     def uses_tensor(self, name: str) -> bool:
         """Return whether the model's forward pass uses a tensor, by its canonical name.

@@ -98,6 +98,16 @@ def _find_full_attention_problems(model: ModelConfig) -> Iterator[ConfigProblem]
         yield ConfigProblem("full_attention.head_dim", rule, full.head_dim)
 
 
+def _find_hyper_connection_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
+    """Yield settings that a model with hyper-connections does not have."""
+    for name in ("mtp_layers", "encoder", "retro", "vision", "parallel_residual", "layer_scale", "norm_positions"):
+        if getattr(model, name):
+            yield ConfigProblem(name, "is not supported with hyper_connections", hint=f"leave out {name}")
+    if model.norm_position != "pre" or not model.causal:
+        rule = "requires norm_position: pre and causal attention"
+        yield ConfigProblem("hyper_connections", rule, hint="leave out hyper_connections")
+
+
 def _find_asymmetric_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
     """Yield settings that attention with values of another size, a factor on values or a softplus gate does not have."""
     names = ("attention_gate", "qkv_clip", "value_norm", "keys_are_values", "output_input_norms", "qk_norm_after_rope")
@@ -164,6 +174,7 @@ def _find_bidirectional_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
     if model.position_offset and model.position != "learned":
         rule = "requires position: learned"
         yield ConfigProblem("position_offset", rule, model.position_offset, "position: learned")
+    yield from _find_hyper_connection_problems(model) if model.hyper_connections else ()
     alone = model.norm_position in ("sum", "stream") or model.parallel_residual or model.has_encoder
     if model.norm_positions and (alone or not set(model.norm_positions) <= {*MIXERS, *model.mixers}):
         rule = "must name mixers, and is not supported with norm_position: sum or stream, parallel_residual, encoder and retro"

@@ -70,6 +70,8 @@ ONE = {
     "bf16": layout(1, {}),
     "sinks": layout(1, {}, model={"attention_sinks": True, "sliding_window": 64}),
     "values and gates": layout(1, {}, model={"value_head_dim": 24, "value_scale": 0.7, "softplus_gate": "channel", "num_kv_heads": 4}),
+    "streams": layout(1, {}, model={"hyper_connections": {"streams": 3}}),
+    "streams, full": layout(1, {}, model={"hyper_connections": {"streams": 3}}, recompute=FULL),
     "soft caps": layout(1, {}, model={"attention_softcap": 5.0, "logit_softcap": 9.0}),
     "latents": layout(1, {}, model={"mla": LATENT}),
     "latents without norms": layout(1, {}, model={"mla": {**LATENT, "latent_norm": False}}),

@@ -21,6 +21,7 @@ from mega_trainer.model.feed_forward import FeedForward
 from mega_trainer.model.forward_context import ForwardContext
 from mega_trainer.model.gated_convolution import GatedConvolution
 from mega_trainer.model.gated_delta_net import GatedDeltaNet
+from mega_trainer.model.hyper_connections import HyperConnection, expand_streams
 from mega_trainer.model.kimi_delta_attention import KimiDeltaAttention
 from mega_trainer.model.latent_attention import MultiLatentAttention
 from mega_trainer.model.layer_builder import LayerBuilder, LayerFactory
@@ -160,6 +161,30 @@ class ScaledLayer(TransformerLayer):
         return super().forward(x, context) * self.scalar.values.to(x.dtype)
 
 
+class HyperConnectedLayer(TransformerLayer):
+    """Layer on several residual streams, which learned weights mix around each branch (arXiv:2512.24880).
+    The first layer of a model gets embeddings, which are each stream at first.
+    """
+
+    def __init__(self, build: LayerBuilder, layer: int) -> None:
+        super().__init__(build, layer)
+        assert build.config.hyper_connections is not None
+        self.streams, self.width = build.config.hyper_connections.streams, build.config.hidden_size
+        names = {"attn_hc": self.mixer, "ffn_hc": self.feed}
+        self.connections = nn.ModuleList(
+            HyperConnection(build, f"model.layers.{layer}.{name}") for name, branch in names.items() if branch
+        )
+
+    def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
+        """Return the streams [B, S or S/T, n D] after this layer, of streams, or in the first layer of embeddings [.., D]."""
+        streams = torch.unflatten(x, -1, (-1, self.width)).expand(*x.shape[:-1], self.streams, -1)
+        branches = [branch for branch in (self.mixer, self.feed) if branch is not None]
+        for branch, connection in zip(branches, self.connections, strict=True):
+            collapsed, post, comb = connection(streams)
+            streams = expand_streams(streams, branch(branch.add_and_norm(collapsed)[1], context), post, comb)
+        return streams.flatten(-2)
+
+
 class PostNormLayer(TransformerLayer):
     """Post-norm layer: x = norm(x + mixer x), then x = norm(x + feed_forward x), as in BERT (arXiv:1706.03762)."""
 
@@ -207,7 +232,8 @@ def build_transformer_layer(build: LayerBuilder, layer: int) -> TransformerLayer
     """
     post_norm = build.config.norm_position == "sum"
     layers = {"sum": PostNormLayer, "stream": NormedResidualLayer}
-    usual = ScaledLayer if build.config.layer_scale else TransformerLayer
+    several = HyperConnectedLayer if build.config.hyper_connections else TransformerLayer
+    usual = ScaledLayer if build.config.layer_scale else several
     block = layers.get(build.config.norm_position, usual)(build, layer)
     if build.config.has_cross_attention(layer):
         before = "" if post_norm else "cross_attn"

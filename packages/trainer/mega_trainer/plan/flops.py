@@ -20,7 +20,13 @@ from mega_ckpt.canonical_tensors import TensorShapes, canonical_tensors
 from mega_common.layer_kinds import FeedForwardKind, MixerKind
 from mega_common.model_config import ModelConfig
 from mega_common.vision_config import PROJECTOR, TOWER
-from mega_trainer.plan.layer_flops import active_ffn_elements, active_ffn_width, mixing_flops, projection_shapes
+from mega_trainer.plan.layer_flops import (
+    active_ffn_elements,
+    active_ffn_width,
+    hyper_connection_flops,
+    mixing_flops,
+    projection_shapes,
+)
 from mega_trainer.plan.training_layout import RecomputeKind
 
 FlopsConvention = Literal["exact", "megatron", "full", "palm", "mosaic"]
@@ -109,7 +115,7 @@ def count_parameters_by_layer(model: ModelConfig, tensors: TensorShapes | None =
     return ParameterCounts(
         embedding=sum(ends[name] for name in ("embed_tokens", "embed_positions", "embed_types", "embed_proj")) + tables,
         head=sum(ends[name] for name in ("lm_head", "dense", "pooler", "pair_head")),
-        final_norm=ends["norm"] + ends["embed_norm"] + ends["encoder_norm"],
+        final_norm=ends["norm"] + ends["embed_norm"] + ends["encoder_norm"] + ends["hc_head"],
         vision=ends["vision"],
         layers=tuple(LayerParameterCounts(each["split"], each["whole"], each["experts"]) for each in layers),
         top_k=model.moe.top_k if model.moe else 0,
@@ -123,7 +129,9 @@ def _parameter_group(name: str) -> str:
         return "experts"
     return (
         "whole"
-        if re.search(r"(?<!mamba\.)(?<!lightning\.)norm\b|_a_proj|^mlp\.gate\.|expert_gate|latent_proj|^eh_proj", name)
+        if re.search(
+            r"(?<!mamba\.)(?<!lightning\.)norm\b|_a_proj|^mlp\.gate\.|expert_gate|latent_proj|^eh_proj|_hc\.", name
+        )
         else "split"
     )
 
@@ -151,6 +159,7 @@ def forward_flops(
     dense = (model.masked_lm is not None and model.masked_lm.dense) + (model.embedding_size is not None)
     return {
         **parts,
+        **hyper_connection_flops(model),
         **({"further tokens": 4.0 * width * width * model.mtp_layers} if model.mtp_layers else {}),
         "head": 2.0 * narrow * (model.vocab_size * (1 + model.mtp_layers) + width * dense),
     }

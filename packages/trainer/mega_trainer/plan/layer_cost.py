@@ -261,7 +261,7 @@ class LayerCostModel:
         """Return the work of norms with residual sums, and of elementwise operations between projections."""
         model, run, halves = self.model, self.run, sum(map(bool, kind))
         width = active_ffn_width(model, kind.feed_forward)
-        residual = halves * 4 * model.hidden_size / (run.tp if run.sp else 1)
+        residual = halves * 4 * model.stream_width / (run.tp if run.sp else 1)
         residual += halves * 2 * model.hidden_size / (run.tp if run.sp else 1) if model.residual_dropout else 0
         there, back = self._mixer_elements(kind.mixer)
         forward = residual + (there + (3 if model.has_gated_mlp else 2) * width) / run.tp

@@ -141,6 +141,15 @@ def _sparse_attention_flops(model: ModelConfig, indexer: IndexerConfig, seq_leng
     return 2 * chosen * heads + (2 * every * indexer.num_heads * (indexer.head_dim + 1) if scored else 0.0)
 
 
+def hyper_connection_flops(model: ModelConfig) -> dict[str, float]:
+    """Return the forward FLOPs per token of the weights and the mixing of all streams, summed over layers, or nothing without hyper-connections."""
+    if model.hyper_connections is None:
+        return {}
+    n, width = model.hyper_connections.streams, model.stream_width
+    branches = sum(half is not None for kind in model.layer_kinds for half in kind)
+    return {"hyper-connections": 2.0 * width * (branches * ((2 + n) * n + n) + n)}
+
+
 def recurrent_state_elements(model: ModelConfig, mixer: MixerKind) -> int:
     """Return the number of elements of a mixer's recurrent states and their transition over a chunk.
     It includes all heads of the mixer; 0 for attention.
