@@ -4,10 +4,9 @@
 
 A peer's trainer is not ours, so what it keeps is counted here, product by product, in bytes of a token and layer (D width, F feed-forward
 width, Q and K widths of queries and of keys), with what its states are; the pipeline is our planner's 1F1B. What is known of
-a peer is from its source or documents; what is not, and was
-chosen so that its rows fit, is said to be fitted below, and nowhere else.
-Two things are fitted: the allocator's slack, on the rows whose source says that it reports reserved memory, and the loss of three
-rows. `cross-validated` predicts each source, and each model, without what was fitted on it.
+a peer is from its source or documents; that nanotron's runs kept gathered inputs is assumed, as its table does not say.
+One thing is fitted: the allocator's slack, on the rows whose source says that it reports reserved memory. `cross-validated` predicts
+each source, and each model, with the slack of the others.
 Rows that leave the sequence, the layout or the model open, and those of fine-tuning by adapters, are not predicted.
 """
 
@@ -33,10 +32,10 @@ UNITS = {"GiB": 2**30, "GB": 1e9}
 # Moonlight's recipe says "precision-aware optimizer with bf16 gradients/moments" (Megatron-Bridge, recipes/moonlight); those of
 # NeMo, which dgxc runs, say `grad_reduce_in_fp32 = False`.
 BF16_MOMENTS, HALF_GRADIENTS = "Megatron-Bridge", ("dgxc", "Megatron-Bridge")
-# Its trainer compiled the loss from April 2025 on (torchtitan pull request 1033).
-EAGER_LOSS = "torchtitan 2024-12"
-# Fitted: these rows, of the trainer at a time that is not stated, take as much for the loss.
-FITTED_LOSS = "torchao H100"
+# torchtitan compiled the loss from April 2025 on (its pull request 1033). torchao's H100s ran its version 0.0.2, of before.
+EAGER_LOSS = ("torchtitan 2024-12", "torchao H100")
+# Sources whose tables say GB, but whose programs print bytes / 2^30: nanotron's create_table_log, and torchtitan's log.
+GIBIBYTES = ("nanotron", "torchao")
 # torchtitan's trainer checkpoints every second product by default.
 SELECTIVE = {"norm", "activation"}
 # As Bridge's recipes name parts of a layer, and we do.
@@ -48,7 +47,7 @@ MODELS = {
         f"Llama-like-{name}": ModelConfig.parse(
             {
                 "num_layers": layers, "hidden_size": width, "ffn_hidden_size": wide, "num_attention_heads": heads,
-                "vocab_size": 131_072,
+                "vocab_size": 131_072, "tie_embeddings": wide < 10_000,  # as its scripts/scaling_benchmarks.py sets it
             }
         )
         for name, layers, width, wide, heads in (
@@ -98,7 +97,7 @@ def read(path: Path) -> Iterator[Published | str]:
             source = "torchao H100" if row["source"] == "torchao" and row["gpu"] == "H100" else row["source"]
             yield Published(
                 name, source, row["model"].replace("3.1", "3"), model, run, row["recompute"] or "unstated",
-                float(row["peak_mem"]) * UNITS[row["unit"]], "max allocated" not in row["what"], "reserved" in row["what"],
+                float(row["peak_mem"]) * UNITS["GiB" if row["source"].startswith(GIBIBYTES) else row["unit"]], "max allocated" not in row["what"], "reserved" in row["what"],
             )  # fmt: skip
 
 
@@ -116,19 +115,20 @@ def _run(row: Mapping[str, str], model: ModelConfig) -> TrainingLayout:
     )  # fmt: skip
 
 
-def predicted(row: Published, slack: float = SLACK, *, known: bool = True) -> float:
-    """Bytes on the rank that holds most; without what was fitted on its source where that is not `known`."""
-    ranks = predict_other_trainer_memory(row.model, row.run, _like(row), _keeping(row, known=known))
-    return max(sum(kinds.values()) for kinds in ranks) * (slack if row.reserved else 1.0)
+def predicted(row: Published, slack: float = SLACK) -> float:
+    """Bytes on the rank that holds most; of nanotron's on the first rank, which writes its table."""
+    ranks = predict_other_trainer_memory(row.model, row.run, _like(row), _keeping(row))
+    reported = ranks[:1] if _like(row) == "nanotron" else ranks
+    return max(sum(kinds.values()) for kinds in reported) * (slack if row.reserved else 1.0)
 
 
-def crossed(rows: Sequence[Published], key: Callable[[Published], str], *, known: bool) -> dict[str, dict[str, float]]:
+def crossed(rows: Sequence[Published], key: Callable[[Published], str]) -> dict[str, dict[str, float]]:
     """Errors of each group by `key`, with the slack that the others' rows have in the median."""
     table, every = {}, []
     for name in sorted({key(row) for row in rows}):
         others = [row for row in rows if key(row) != name and row.told]
         slack = statistics.median(row.bytes / predicted(row, 1.0) for row in others) if others else SLACK
-        errors = [predicted(row, slack, known=known) / row.bytes - 1 for row in rows if key(row) == name]
+        errors = [predicted(row, slack) / row.bytes - 1 for row in rows if key(row) == name]
         table[name] = {"slack": round(slack, 4), **_told(errors)}
         every += errors
     table["all"] = _told(every)
@@ -146,11 +146,11 @@ def _like(row: Published) -> TrainerName:
     return "fsdp2" if row.run.zero == 3 else "nanotron" if row.source.startswith("nanotron") else "megatron"
 
 
-def _keeping(row: Published, *, known: bool = True) -> TrainerMemoryOptions:
-    """What a source says of its run, or is known to do; `known`, what was fitted on it."""
+def _keeping(row: Published) -> TrainerMemoryOptions:
+    """What a source says of its run, or is known to do."""
     fully = row.run.zero == 3
     again = {ours for theirs, ours in MODULES.items() if theirs in row.recompute}
-    eager = 2 + 3 * 4 if row.source == EAGER_LOSS or (known and row.source == FITTED_LOSS) else 0
+    eager = 2 + 3 * 4 if row.source in EAGER_LOSS else 0
     return TrainerMemoryOptions(
         gradients=2 if row.source.startswith(HALF_GRADIENTS) else 4,
         optimizer=8 if row.source.startswith(BF16_MOMENTS) else 12,
@@ -199,8 +199,8 @@ def main() -> None:
         print(f"{source:40} median {100 * summary(own)['median']:5.1f} % of {len(own)}")
     print(", ".join(f"{name} {value:.3g}" for name, value in summary(rows).items()))
     validated = {
-        "each source by the others": crossed(runs, lambda row: row.source.split(" (")[0], known=False),
-        "each model by the others": crossed(runs, lambda row: row.family, known=True),
+        "each source by the others": crossed(runs, lambda row: row.source.split(" (")[0]),
+        "each model by the others": crossed(runs, lambda row: row.family),
     }
     for kind, table in validated.items():
         print(kind)

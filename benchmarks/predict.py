@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from mega_common.model_config import ModelConfig
 from mega_common.model_presets import load_model_preset
 from mega_trainer.parallel.zero_buffers import ZeroConfig
-from mega_trainer.plan.memory_prediction import zero3_unit_layers
 from mega_trainer.plan.training_layout import TrainingLayout
+from mega_trainer.plan.zero3_memory import zero3_unit_layers
 
 MODEL = ModelConfig.parse(load_model_preset("llama3-8b"))
 LAYERS, D, VOCAB = 32, 4096, 128_256
@@ -127,13 +127,14 @@ def zero2(compute: Compute, ranks: int, batch: int) -> float:
     return rate(compute, micro, batch // ranks, once)
 
 
-def tensor_parallel(compute: Compute, ranks: int, batch: int) -> float:
-    """tp 2 with sp and ZeRO-1: of ten collectives of a layer eight are waited for."""
+def tensor_parallel(compute: Compute, ranks: int, batch: int, *, overlap: bool = False) -> float:
+    """tp 2 with sp and ZeRO-1: of ten collectives of a layer six are waited for, or with `tp_comm_overlap` none."""
     dp = ranks // 2
     share, size = compute.whole / 2, ZeroConfig(shard_grads=True).min_bucket_elements(dp)
-    collectives = LAYERS * 8 * (2 * compute.tokens * D / 2 / NVLINK + 1.5e-5)
+    one = LAYERS * (2 * compute.tokens * D / 2 / NVLINK + 1.5e-5)
     sums, weights = (share / size * gather(width * size, dp) for width in (4, 2))
     half = compute.micro() / 2
+    collectives = hidden(10 * one, half) if overlap else 6 * one + hidden(4 * one, half)
     once = (
         compute.once(ranks)
         + compute.weights / 2
@@ -159,6 +160,7 @@ def predictions(compute: Compute) -> dict[str, float]:
         ),
         "8 GPUs, ZeRO-3": zero3(compute, 8, 128),
         "8 GPUs, tp 2, sp, ZeRO-1": tensor_parallel(compute, 8, 128),
+        "8 GPUs, tp 2, sp, tp_comm_overlap, ZeRO-1": tensor_parallel(compute, 8, 128, overlap=True),
         "8 GPUs, cp 2 ring, ZeRO-2": ring(compute, 128),
         "8 GPUs, ZeRO-3, eight documents": zero3(compute, 8, 128, documents),
         "1,024 GPUs, ZeRO-3": zero3(compute, 1024, 2048),

@@ -17,10 +17,11 @@ from pathlib import Path
 from mega_common.lora_config import LoraConfig
 from mega_common.model_config import ModelConfig
 from mega_common.model_presets import load_model_preset
-from mega_trainer.plan.flops import hardware_flops, model_flops
+from mega_trainer.plan.flops import hardware_flops, model_flops, published_flops
 from mega_trainer.plan.held_out_error import classify_model
 from mega_trainer.plan.layer_cost import TrainerProfile
 from mega_trainer.plan.machine import MachineSpec, load_machine
+from mega_trainer.plan.other_trainers import OTHER_TRAINERS
 from mega_trainer.plan.training_layout import RecomputeKind, TrainingLayout
 
 Row = dict[str, str]
@@ -32,15 +33,13 @@ MAKERS = {
 }  # fmt: skip
 HABITS = {
     # Transformer Engine's kernels, collectives of tensor parallelism beside products, gradients summed in bf16
-    "megatron": TrainerProfile(passes=1.2, tp_waited=2, dispatch="expert", gradient_bytes=2),
+    "megatron": replace(OTHER_TRAINERS["megatron"].profile, passes=1.2),
     # before fused attention and sequence parallelism; element by element work mostly fused
     "megatron-2021": TrainerProfile(attention="unfused", tp_waited=10, passes=1.5),
     # PyTorch's FSDP, attention in Triton with ALiBi, nothing compiled
     "mosaic": TrainerProfile(attention="triton", passes=2.0, gradient_bytes=2),
     "torchtitan": TrainerProfile(attention="flash2", passes=1.2, tp_waited=10),
-    "nanotron": TrainerProfile(
-        attention="flash2", passes=2.0, tp_waited=10, bucket_bytes=25 << 20
-    ),  # as torch's DDP has it
+    "nanotron": replace(OTHER_TRAINERS["nanotron"].profile, passes=2.0),
 }
 HOST = 8e-3  # before any fit
 LOOPED, STALL = 2e-5, 2e-3  # before any fit
@@ -245,6 +244,10 @@ def _rate(row: Row, model: ModelConfig, seq: int, machine: MachineSpec) -> float
     )
     if row["tflops_per_gpu"]:
         return float(row["tflops_per_gpu"]) * 1e12 / flops
+    if maker_of(row) == "nanotron":
+        # the figure's MFU is 6 N + 12 L H Q S, where N counts a tied table on both end stages
+        twice = model.vocab_size * model.hidden_size * (model.tie_embeddings and number(row, "pp") > 1)
+        flops = published_flops(model, seq, "mosaic") + 6 * twice
     return float(row["mfu"]) / 100 * machine.get_peak_flops("bf16") / flops if row["mfu"] else 0.0
 
 
@@ -267,7 +270,7 @@ def _run(row: Row, model: ModelConfig, seq: int, gpus: int) -> TrainingLayout:
     expert_tp = tp if ep > 1 and "v25.03" in source else 1
     return TrainingLayout(
         seq, micro, max(1, batch // (dp * micro)), tp=tp, sp=tp > 1 and maker != "megatron-2021", pp=pp,
-        virtual_stages=virtual, cp=cp, ep=ep, expert_tp=expert_tp, dp=dp, zero=3 if fully else 1,
+        virtual_stages=virtual, cp=cp, ep=ep, expert_tp=expert_tp, dp=dp, zero=3 if fully else 0 if "ZeRO-0" in source else 1,
         lora=LoraConfig().model_dump_json() if "LoRA" in source else None,
         precision=_precision(row), recompute=recompute, modules=modules,
     )  # fmt: skip
@@ -318,6 +321,8 @@ def model_of(row: Row) -> ModelConfig | None:
         "activation": "swiglu" if gated else "gelu", "position": "rope" if gated else "none",
         "tie_embeddings": not gated, "max_position": 1 << 21,
     }  # fmt: skip
+    if maker_of(row) == "nanotron":
+        raw["tie_embeddings"] = raw["ffn_hidden_size"] < 10_000  # as its scripts/scaling_benchmarks.py sets it
     if name.startswith("MPT"):  # whose parameters, which the table gives, grow with its sequences
         raw |= {"position": "learned", "max_position": number(row, "seq")}
     if name.startswith(("Grok1", "Mixtral")):

@@ -12,6 +12,7 @@ from mega_eval.engine_requests import EngineRequest, GenerationEvent
 from mega_eval.inference_engine import InferenceEngine
 from mega_eval.paged_cache import PAGE
 from mega_trainer.model.decoder import Decoder
+from mega_trainer.model.encoder_decoder import select_model_class
 from mega_trainer.model.layer_builder import LayerBuilder
 
 
@@ -50,7 +51,7 @@ def tokens_of(events: Sequence[GenerationEvent]) -> list[int]:
 
 
 def model_of(config: ModelConfig, dtype: torch.dtype = torch.float64) -> Decoder:
-    model = Decoder(LayerBuilder(config, dtype=dtype)).eval().requires_grad_(False)
+    model = select_model_class(config)(LayerBuilder(config, dtype=dtype)).eval().requires_grad_(False)
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=dtype) * 0.3)

@@ -214,6 +214,15 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         "gemma4_text", {**_GEMMA4, "hidden_size_per_layer_input": 0, "attention_bias": True, "tie_word_embeddings": False,
                         "global_head_dim": 10, "final_logit_softcapping": 3.0},
     ),
+    "gemma4-inputs-shared": (
+        "gemma4_text", {**_GEMMA4, "hidden_size_per_layer_input": 6, "vocab_size_per_layer_input": _SIZES["vocab_size"],
+                        "num_kv_shared_layers": 1, "use_double_wide_mlp": True, "final_logit_softcapping": 2.0,
+                        "layer_types": ["sliding_attention", "full_attention", "full_attention"]},
+    ),
+    "gemma4-experts": (
+        "gemma4_text", {**_GEMMA4, "hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "enable_moe_block": True,
+                        "num_experts": 5, "top_k_experts": 2, "moe_intermediate_size": 12},
+    ),
     "gemma4-unified": (
         "gemma4_unified_text", {**_GEMMA4, "attention_k_eq_v": True, "rope_parameters": {
             "full_attention": {"rope_type": "proportional", "rope_theta": 500.0, "partial_rotary_factor": 0.5, "factor": 2.0},

@@ -455,6 +455,15 @@ VARIANTS |= {
             **MOE, "score": "sigmoid", "selection_bias": True, "shared_ffn_hidden_size": 20, "logit_softcap": 0.5, "scaling": 1.5, "layers": [0, 2],
         },
     },
+    "gemma4-inputs": {
+        **GEMMA, "zero_centered_norm": False, "num_layers": 4, "full_attention_layers": [1, 3], "qk_norm": True, "value_norm": True,
+        "layer_scale": True, "attention_scale": 1.0, "full_attention": {"head_dim": 16, "num_kv_heads": 1},
+        "per_layer_input_size": 6, "shared_kv_layers": 2, "shared_kv_ffn_hidden_size": 80, "local_rope": {"theta": 100.0},
+    },
+    "gemma4-experts": {
+        **GEMMA, "zero_centered_norm": False, "full_attention_layers": [1], "qk_norm": True, "value_norm": True, "layer_scale": True,
+        "attention_scale": 1.0, "moe": {**MOE, "shared_ffn_hidden_size": 48, "separate_norms": True}, "ffn_hidden_size": 48,
+    },
     "bitnet": {"activation": "reglu2", "output_input_norms": True, "num_kv_heads": 2, "rope": {"theta": 1000.0}},
     "persimmon": {
         "norm": "layernorm", "activation": "relu2", **_BIASES, "qk_norm": True, "qk_norm_span": "layernorm", "hidden_size": 32,

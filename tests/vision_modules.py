@@ -159,6 +159,28 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], dict[str,
         {"num_image_tokens": 16}, {"image_token": "<image_placeholder>"},
     ),
 }  # fmt: skip
+CASES["gemma4"] = (
+    {
+        "vision_config": {
+            "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2,
+            "head_dim": 12, "patch_size": 4, "pooling_kernel_size": 2, "position_embedding_size": 64, "standardize": True,
+            "use_clipped_linears": True,
+        },
+        "text_config": text(
+            "gemma4_text", num_hidden_layers=3, head_dim=8, global_head_dim=16, sliding_window=8, num_kv_shared_layers=1,
+            hidden_size_per_layer_input=6, vocab_size_per_layer_input=VOCAB,
+            layer_types=["sliding_attention", "full_attention", "full_attention"],
+        ),
+        "image_token_id": IMAGE, "video_token_id": 310, "audio_token_id": 311, "audio_config": None,
+    },
+    {
+        "image_processor_type": "Gemma4ImageProcessorPil", "patch_size": 4, "pooling_kernel_size": 2, "max_soft_tokens": 70,
+    },
+    {}, {
+        "image_token": "<|image|>", "boi_token": "<|image>", "eoi_token": "<image|>", "audio_token": "<|audio|>",
+        "boa_token": "<|audio>", "eoa_token": "<audio|>",
+    },
+)  # fmt: skip
 CASES["qwen2_vl"] = (
     {
         "vision_config": {"depth": 2, "embed_dim": 24, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2, "patch_size": 4},

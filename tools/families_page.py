@@ -118,17 +118,11 @@ def supported() -> dict[str, list[tuple[str, str, str]]]:
     return rows
 
 
-LIMITS = {  # settings of a listed type that are refused by name
-    "gemma4_text": "; without embeddings in every layer, experts, and shared keys and values",
-    "gemma4_unified_text": "; without shared keys and values",
-}
-
-
 def table(rows: list[tuple[str, str, str]]) -> Iterator[str]:
     """Yield the lines of one kind's table."""
     yield from ("| `model_type` | class in transformers |", "|---|---|")
     for name, architecture, outer in sorted(rows):
-        note = (f"; also the text model of `{outer}`" if outer else "") + LIMITS.get(name, "")
+        note = f"; also the text model of `{outer}`" if outer else ""
         yield f"| `{name}` | `{architecture}`{note} |"
 
 

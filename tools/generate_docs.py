@@ -36,6 +36,7 @@ SCHEDULES = {
     "interleaved": ["parallel.virtual_stages=2"],
     "zb-h1": ["parallel.schedule=zb-h1"],
     "zbv": ["parallel.schedule=zbv", "parallel.virtual_stages=2"],
+    "dualpipev": ["parallel.schedule=dualpipev", "parallel.virtual_stages=2"],
 }
 
 

@@ -7,7 +7,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -21,10 +21,13 @@ from mega_cli.model_options import (
     MinP,
     Model,
     PrecisionOption,
+    SamplerOption,
+    SamplerSettings,
     Temperature,
     TokenizerOption,
     TopK,
     TopP,
+    make_sampler_settings,
 )
 from mega_cli.serve import load_default_sampling, load_served_model
 from mega_common.errors import DataError, MegaError
@@ -50,6 +53,8 @@ def chat_command(
     top_k: TopK = None,
     top_p: TopP = None,
     min_p: MinP = None,
+    sampler: SamplerOption = None,
+    sampler_option: SamplerSettings = None,
     repetition_penalty: Annotated[
         float | None, typer.Option(help="Above 1 makes tokens of the conversation less likely, e.g. 1.1.")
     ] = None,
@@ -70,11 +75,12 @@ def chat_command(
     from mega_eval.chat_session import ChatSession, load_chat_template
     from mega_eval.sampling import Sampling
 
-    given = {
+    given: dict[str, Any] = {
         "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p,
         "repetition_penalty": repetition_penalty, "seed": seed,
     }  # fmt: skip
     settings = {name: value for name, value in given.items() if value is not None}
+    settings |= make_sampler_settings(sampler, sampler_option)
     Sampling.parse(settings, source="options of sampling")
     sampling = Sampling.parse(
         {**load_default_sampling(model, extension or []), **settings}, source="command line and generation_config.json"
@@ -83,7 +89,7 @@ def chat_command(
     found = load_served_model(
         model, precision, device, tokenizer, max_length, None, 1, draft=draft, extensions=extension or []
     )
-    sampling = sampling.model_copy(update={"min_length_ends": sorted(found.ends)})
+    sampling = sampling.model_copy(update={"min_length_ends": sorted(found.ends)}).bind_sampler(found.samplers)
     chat = ChatSession(
         found.engine, found.tokenizer, template, sampling, found.ends, max_new_tokens, found.max_length, system=system
     )

@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from mega_cli.model_options import Input, JsonKey, MoreInput, OnBadLine, Overwrite, ParseSpecialTokens
+from mega_cli.model_options import (
+    Input,
+    JsonKey,
+    MoreInput,
+    OnBadLine,
+    Overwrite,
+    ParseSpecialTokens,
+    parse_key_values,
+)
 from mega_common.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -323,7 +331,6 @@ def _chat_options(
     negatives: int,
 ) -> ChatOptions | None:
     """Return the options of whole records, or None for text, which accepts none of them."""
-    from mega_common.bounded_parsing import BoundedYamlLoader, parse_yaml_text
     from mega_data.chat.chat_preparation import ChatOptions
 
     if (labels and kind not in ("labels", "token_labels")) or (negatives and kind != "groups"):
@@ -343,15 +350,7 @@ def _chat_options(
             f"--loss-on, --chat-template, --template-option and --turn-weights conflict with --kind {kind}",
             hint="leave them out: labeled texts are encoded without a chat template",
         )
-    options = {}
-    for option in template_option or []:
-        key, equals, value = option.partition("=")
-        if not key or not equals:
-            raise ConfigError(
-                f"--template-option must have the form KEY=VALUE, found {option!r}",
-                hint="--template-option enable_thinking=false",
-            )
-        options[key] = parse_yaml_text(value, f"--template-option {key}", BoundedYamlLoader)
+    options = parse_key_values(template_option or [], "--template-option", "enable_thinking=false")
     return ChatOptions(
         kind=kind,
         loss_on=loss_on or "answers",

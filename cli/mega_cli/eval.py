@@ -268,14 +268,14 @@ def _score_data_set(
     if loaded.config.score:
         return evaluate_preferences(loaded, data)
     if not masked:
-        expected = _find_model_tokenizer(model, tokenizer) if check_tokenizer else None
+        expected = _find_model_tokenizer(model, tokenizer, extensions) if check_tokenizer else None
         return evaluate_perplexity(
             loaded, data, length, batch_size=batch_size, tokenizer=expected, per_sample=per_sample
         )
     share = SHARE if mask_share is None else mask_share
     evaluate_hidden = evaluate_span_corruption if loaded.config.encoder else evaluate_masked_lm
     return evaluate_hidden(
-        loaded, data, length, _load_model_tokenizer(model, tokenizer), share=share, batch_size=batch_size,
+        loaded, data, length, _load_model_tokenizer(model, tokenizer, extensions), share=share, batch_size=batch_size,
         same_tokenizer=check_tokenizer, per_sample=per_sample,
     )  # fmt: skip
 
@@ -302,18 +302,18 @@ def _check_option_use(ctx: typer.Context) -> None:
                 raise ConfigError(f"--{option} requires --{mode}, found --{given[0]}", hint=f"leave out --{option}")
 
 
-def _load_model_tokenizer(model: str, given: Path | None) -> Tokenizer:
+def _load_model_tokenizer(model: str, given: Path | None, extensions: Sequence[str]) -> Tokenizer:
     """Return the model's tokenizer."""
     from mega_data.tokenizer import Tokenizer
     from mega_eval.model_loading import load_tokenizer
 
-    return load_tokenizer(model) if given is None else Tokenizer(given)
+    return load_tokenizer(model, extensions=extensions) if given is None else Tokenizer(given)
 
 
-def _find_model_tokenizer(model: str, given: Path | None) -> Tokenizer | None:
+def _find_model_tokenizer(model: str, given: Path | None, extensions: Sequence[str]) -> Tokenizer | None:
     """Return the model's tokenizer to compare the data with, or None for weights without one."""
     try:
-        return _load_model_tokenizer(model, given)
+        return _load_model_tokenizer(model, given, extensions)
     except CheckpointError as error:
         logger.warning("%s; only the vocabulary size is compared with the data", error.message)
         return None

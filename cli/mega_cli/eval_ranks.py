@@ -138,13 +138,15 @@ def _lead(
     )
     from mega_eval.model_loading import find_end_tokens
     from mega_eval.result_reports import draw_results, write_results_csv
+    from mega_trainer.config.extensions import load_extensions
 
     manager = load_harness_task_manager(names, options.include_path)  # reports unknown names before the model is loaded
     replicas = _load(model_settings, sharing, 0, world_size)
     tokenizer = replicas.prompts.tokenizer
     length = model_settings.seq_length or replicas.model.config.max_position
     template = _template(model_settings) if options.apply_chat_template else None
-    model = HarnessModel(replicas, find_end_tokens(model_settings.model, tokenizer), template, length)
+    samplers = load_extensions(model_settings.extensions).entries("samplers")
+    model = HarnessModel(replicas, find_end_tokens(model_settings.model, tokenizer), template, length, samplers)
     run_info = {
         "model_args": {"model": model_settings.model, "precision": model_settings.precision, "max_length": length}
     }
@@ -176,7 +178,9 @@ def _load(model_settings: TaskEvalOptions, sharing: ReplicaLayout, rank: int, wo
     from mega_eval.multi_rank_inference import ModelReplicas, PromptTokenizer, build_replica_groups
 
     tokenizer = (
-        Tokenizer(model_settings.tokenizer) if model_settings.tokenizer else load_tokenizer(model_settings.model)
+        Tokenizer(model_settings.tokenizer)
+        if model_settings.tokenizer
+        else load_tokenizer(model_settings.model, extensions=model_settings.extensions)
     )
     groups = build_replica_groups(read_model_config(model_settings.model), rank, world_size, sharing)
     dtype, device = PRECISIONS[model_settings.precision], select_device(model_settings.device)

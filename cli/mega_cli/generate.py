@@ -17,10 +17,13 @@ from mega_cli.model_options import (
     MinP,
     Model,
     PrecisionOption,
+    SamplerOption,
+    SamplerSettings,
     Temperature,
     TokenizerOption,
     TopK,
     TopP,
+    make_sampler_settings,
 )
 from mega_common.bounded_parsing import explain_read_error, parse_json_text, read_file_start, read_utf8_text
 from mega_common.errors import ConfigError, DataError
@@ -44,6 +47,8 @@ EXAMPLES = """Examples:
     mega generate out/hf --prompt-file code.txt --draft ngrams
 
     mega generate out/hf --adapter runs/polite --prompt "Where is the station?"
+
+    mega generate runs/mine --prompt "Once" --extension ./my_sampler.py --sampler my_sampler --sampler-option n=1.5
 
     mega generate out/llava --image cat.png --prompt "USER: <image> What is it? ASSISTANT:"
 """
@@ -77,6 +82,8 @@ def generate_command(
     top_k: TopK = None,
     top_p: TopP = None,
     min_p: MinP = None,
+    sampler: SamplerOption = None,
+    sampler_option: SamplerSettings = None,
     repetition_penalty: Annotated[
         float | None,
         typer.Option(help="Above 1 makes tokens of the prompt and the generated text less likely, e.g. 1.1."),
@@ -119,11 +126,12 @@ def generate_command(
     images = [_read_bytes(path) for path in image or []]
     if logprobs is not None and not as_json:
         raise ConfigError("--logprobs requires --json", hint="add --json")
-    given = {
+    given: dict[str, Any] = {
         "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed,
         "repetition_penalty": repetition_penalty, "presence_penalty": presence_penalty, "frequency_penalty": frequency_penalty,
     }  # fmt: skip
     settings = {name: value for name, value in given.items() if value is not None}
+    settings |= make_sampler_settings(sampler, sampler_option)
     from mega_eval.language_model import LanguageModel
     from mega_eval.sampling import Sampling
 

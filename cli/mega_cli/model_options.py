@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
+
+from mega_common.errors import ConfigError
 
 
 class EvalPrecision(StrEnum):
@@ -37,8 +40,8 @@ ExtensionOption = Annotated[
     typer.Option(
         "--extension",
         metavar="FILE|PACKAGE",
-        help="Extension with the code of the model's own layers or family, e.g. ./my_layer.py; installed ones are found by "
-        "name. Repeatable.",
+        help="Extension with the code of the model's own layers or family, or with a sampler, e.g. ./my_layer.py; installed ones "
+        "are found by name. Repeatable.",
     ),
 ]
 
@@ -82,6 +85,44 @@ MinP = Annotated[
         help="Sample only from tokens with at least this fraction of the highest probability, e.g. 0.1; 0 to 1."
     ),
 ]
+
+
+SamplerOption = Annotated[
+    str | None,
+    typer.Option("--sampler", help="Sampler of an extension that is named with --extension, e.g. top_n_sigma."),
+]
+
+
+SamplerSettings = Annotated[
+    list[str] | None,
+    typer.Option("--sampler-option", metavar="KEY=VALUE", help="Setting of --sampler, e.g. n=1.5. Repeatable."),
+]
+
+
+def parse_key_values(given: Sequence[str], flag: str, example: str) -> dict[str, Any]:
+    """Return the values of the options KEY=VALUE of a flag, parsed as YAML, by key.
+
+    Raises:
+        ConfigError: for an option of another form.
+    """
+    from mega_common.bounded_parsing import BoundedYamlLoader, parse_yaml_text
+
+    found = {}
+    for option in given:
+        key, equals, value = option.partition("=")
+        if not key or not equals:
+            raise ConfigError(f"{flag} must have the form KEY=VALUE, found {option!r}", hint=f"{flag} {example}")
+        found[key] = parse_yaml_text(value, f"{flag} {key}", BoundedYamlLoader)
+    return found
+
+
+def make_sampler_settings(name: str | None, options: Sequence[str] | None) -> dict[str, Any]:
+    """Return the sampling settings that `--sampler` and `--sampler-option` give."""
+    if not options:
+        return {} if name is None else {"sampler": name}
+    if name is None:
+        raise ConfigError("--sampler-option requires --sampler", hint="add --sampler NAME")
+    return {"sampler": name, "sampler_options": parse_key_values(options, "--sampler-option", "n=1.5")}
 
 
 ChatTemplateOption = Annotated[

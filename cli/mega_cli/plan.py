@@ -11,6 +11,7 @@ import typer
 if TYPE_CHECKING:
     from mega_trainer.config.run_config import RunConfig
     from mega_trainer.plan.machine import MachineSpec
+    from mega_trainer.plan.other_trainers import OtherTrainer
 
 EXAMPLES = """Examples:
 
@@ -23,6 +24,8 @@ EXAMPLES = """Examples:
   mega plan run.yaml --machine h100 --ranks 512 --search --precision fp8 --write run-512.yaml
 
   mega plan run.yaml --machine h100 --ranks 512 --search --why "tp 8 pp 4 micro 2"
+
+  mega plan run.yaml --machine h100 --ranks 512 --search --like megatron
 
   mega plan run.yaml --machine h100 --price 2.5 --tokens 2T --within 30d --under 3M
 
@@ -120,7 +123,9 @@ def plan_command(
     ] = None,
     like: Annotated[
         str | None,
-        typer.Option(help="Predict the memory of another trainer: megatron, nanotron or fsdp2 (torchtitan)."),
+        typer.Option(
+            help="Plan for another trainer: megatron, nanotron or fsdp2 (torchtitan). Its memory, its time with --machine, and with --search only layouts that it can run."
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -151,18 +156,25 @@ def plan_command(
             raise ConfigError(
                 "--under requires a price of the machine", hint="add --price, the price of a GPU per hour"
             )
+    trainer = None
+    if like is not None:
+        from mega_trainer.plan.other_trainers import get_other_trainer
+
+        trainer = get_other_trainer(like)
+        if html is not None:
+            raise ConfigError("--html is not supported with --like", hint="leave out --html or --like")
     layouts = None
     if spec is not None and limits is not None and ranks is None and (within or under):
         from mega_cli.plan_search import find_ranks_for_budget
 
-        ranks, layouts = find_ranks_for_budget(config, spec, limits, precision or [])
+        ranks, layouts = find_ranks_for_budget(config, spec, limits, precision or [], trainer)
     ranks = ranks or config.parallel_rules.minimum_ranks
     if spec is not None and (search or layouts is not None):
         from mega_cli.plan_search import report_layouts
 
         text = report_layouts(
             config, ranks, spec, name, layouts, run=run, precisions=precision or [], limits=limits, why=why, html=html,
-            write=write, as_json=as_json,
+            write=write, as_json=as_json, like=trainer,
         )  # fmt: skip
         print(text)
         return
@@ -175,12 +187,12 @@ def plan_command(
     from mega_cli.plan_prediction import describe_plan
 
     plan = describe_plan(config, ranks, draw)
-    if like is not None:
-        plan |= {"like": like, "memory_bytes": _memory_like(config, ranks, like)}
+    if trainer is not None:
+        plan |= {"like": like, "memory_bytes": _memory_like(config, ranks, trainer)}
     if spec is not None:
         from mega_cli.plan_prediction import predict_run_speed_and_cost
 
-        plan["time"] = predict_run_speed_and_cost(config, ranks, spec, name, limits, plan["memory_bytes"])
+        plan["time"] = predict_run_speed_and_cost(config, ranks, spec, name, limits, plan["memory_bytes"], trainer)
     if html is not None:
         from mega_cli.plan_prediction import write_plan_html
 
@@ -227,19 +239,12 @@ def _check_options(machine: str | None, search: bool, **given: object) -> None:
         raise ConfigError(f"--write {write}: the file exists already", hint="choose a new file name")
 
 
-def _memory_like(config: RunConfig, ranks: int, like: str) -> list[dict[str, int]]:
-    from mega_common.errors import ConfigError
+def _memory_like(config: RunConfig, ranks: int, trainer: OtherTrainer) -> list[dict[str, int]]:
     from mega_trainer.plan.device_memory import add_non_tensor_memory
     from mega_trainer.plan.memory_advice import make_training_layout
-    from mega_trainer.plan.other_trainer_memory import TRAINERS, predict_other_trainer_memory
 
-    known = next((name for name in TRAINERS if name == like), None)
-    if known is None:
-        raise ConfigError(
-            f"--like must be one of {', '.join(TRAINERS)}, found {like!r}", hint=f"--like {next(iter(TRAINERS))}"
-        )
     shape = make_training_layout(config, ranks)
-    return [add_non_tensor_memory(shape, kinds) for kinds in predict_other_trainer_memory(config.model, shape, known)]
+    return [add_non_tensor_memory(shape, kinds) for kinds in trainer.predict_memory(config.model, shape)]
 
 
 def _format_rampup(plan: dict[str, Any]) -> list[str]:

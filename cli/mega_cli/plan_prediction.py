@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from mega_trainer.pages.plan_page import LayoutCandidate
     from mega_trainer.plan.layout_search import PlannedLayout
     from mega_trainer.plan.machine import MachineSpec
+    from mega_trainer.plan.other_trainers import OtherTrainer
     from mega_trainer.plan.run_budget import BudgetLimits
 
 
@@ -39,7 +40,10 @@ def describe_plan(config: RunConfig, ranks: int, draw: Path | None = None) -> di
 
     parallel, dp, run = config.parallel, config.data_parallel_size(ranks), make_training_layout(config, ranks)
     micro = config.micro_batches_per_step(dp)
-    shape = {"pp": parallel.pp, "microbatches": micro, "virtual_stages": parallel.virtual_stages}
+    shape: dict[str, Any] = {
+        "pp": parallel.pp, "microbatches": micro, "virtual_stages": parallel.virtual_stages,
+        "pairs_passes": parallel.overlap_expert_exchange,
+    }  # fmt: skip
     filled = make_planning_schedule(parallel.schedule, **shape)
     bubble = estimate_bubble(parallel.schedule, **shape)
     if draw is not None:
@@ -82,9 +86,9 @@ def describe_plan(config: RunConfig, ranks: int, draw: Path | None = None) -> di
 
 def predict_run_speed_and_cost(
     config: RunConfig, ranks: int, machine: MachineSpec, name: str, limits: BudgetLimits | None,
-    memory: Sequence[Mapping[str, int]]
+    memory: Sequence[Mapping[str, int]], like: OtherTrainer | None = None
 ) -> dict[str, Any]:  # fmt: skip
-    """Predict the step time, MFU and cost of a run on a machine, and faster or fitting settings.
+    """Predict the step time, MFU and cost of a run on a machine, in mega with faster or fitting settings, or in another trainer.
     The error of the prediction on published runs is included. Times are in seconds, memory in bytes, as `mega plan
     --json` prints them.
     """
@@ -93,7 +97,7 @@ def predict_run_speed_and_cost(
     from mega_trainer.plan.layout_search import make_planned_run
     from mega_trainer.plan.run_budget import estimate_budget, find_exceeded_limits
 
-    planned = make_planned_run(config, ranks, machine)
+    planned = make_planned_run(config, ranks, machine, like=like)
     step, other = planned.predict_step_time(), planned.trained.extra_flops(config.model, planned.count)
     rate = config.batch.global_ * config.tokens_per_sample / step.seconds
     kind = "bf16" if config.precision == "fp8" else config.precision  # the convention of other trainers for fp8
@@ -107,12 +111,15 @@ def predict_run_speed_and_cost(
         "mfu_causal": rate / ranks * (model_flops(config.model, length) + other) / peak,
         "mfu_palm": rate / ranks * (palm_flops(config.model, length) + other) / peak,
         "seconds": dict(sorted(step.parts.items(), key=lambda part: -part[1])),
+        **({"hidden_exchange_seconds": step.hidden_exchange} if step.hidden_exchange else {}),
         "memory_limit_bytes": round(machine.usable_memory_bytes),
         "fits": max(sum(kinds.values()) for kinds in memory) <= machine.usable_memory_bytes,
     }
     if limits is not None:
         prediction |= estimate_budget(limits.tokens, rate, ranks, machine)
         prediction["exceeds"] = find_exceeded_limits(prediction, limits)
+    if like is not None:
+        return {**prediction, "like": like.name, "faster": []}
     if not prediction["fits"]:
         prediction["fitting"] = [
             {
@@ -137,14 +144,21 @@ def format_prediction(prediction: Mapping[str, Any]) -> list[str]:
     """Return the prediction of a run's step time, MFU and cost (the result of `predict_run_speed_and_cost`) as lines of text."""
     seconds = prediction["seconds_per_step"]
     parts = ", ".join(f"{kind} {100 * part / seconds:.1f} %" for kind, part in prediction["seconds"].items())
-    limit = prediction["memory_limit_bytes"] / 2**30
+    limit, hidden = prediction["memory_limit_bytes"] / 2**30, prediction.get("hidden_exchange_seconds", 0.0)
+    exchange = hidden + prediction["seconds"].get("expert", 0.0)
+    trainer = f", in {prediction['like']}" if "like" in prediction else ""
     lines = [
-        f"on {prediction['machine']}, predicted:",
+        f"on {prediction['machine']}{trainer}, predicted:",
         f"  step time      {seconds:.3f} s, {prediction['tokens_per_second_per_gpu']:,.0f} tokens/s/GPU",
         f"  error          {format_prediction_error(prediction['error'])}",
         f"  MFU            {100 * prediction['mfu_causal']:.1f} % (unmasked attention), {100 * prediction['mfu_palm']:.1f} % "
         f"(PaLM's formula, 6 N + 12 L H Q S) of the {prediction['peak_of']} peak",
         f"  time by part   {parts}",
+        *(
+            [f"  hidden         {hidden:.3f} of {exchange:.3f} s of expert exchange, under other micro-batches"]
+            if hidden
+            else []
+        ),
         f"  memory         {'fits' if prediction['fits'] else 'does not fit'} {limit:.1f} GiB",
         *_format_fitting(prediction),
     ]
@@ -159,7 +173,7 @@ def format_prediction(prediction: Mapping[str, Any]) -> list[str]:
 
 def _format_fitting(prediction: Mapping[str, Any]) -> list[str]:
     """Return lines about the settings with which a run that does not fit would fit."""
-    if prediction["fits"]:
+    if prediction["fits"] or "like" in prediction:
         return []
     if not prediction["fitting"]:
         return ["  would fit with no change of recompute, offload, ZeRO or micro-batch; try --search or more ranks"]
@@ -235,7 +249,9 @@ def write_plan_html(
     message = shape.micro_batch * (shape.seq_length // shape.cp) * config.model.hidden_size * shape.weight_bytes
     text = render_plan_page(
         f"Plan of {run}", plan, [rank.moment for rank in predict_peak_memory(config.model, shape)],
-        PipelineShape(shape.schedule, shape.pp, shape.virtual_stages, shape.microbatches),
+        PipelineShape(
+            shape.schedule, shape.pp, shape.virtual_stages, shape.microbatches, shape.overlap_expert_exchange
+        ),
         message // (shape.tp if shape.sp else 1), costs, found,
     )  # fmt: skip
     write_html_page(html, text, "--html")

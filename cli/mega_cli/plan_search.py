@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from mega_trainer.config.run_config import RunConfig
     from mega_trainer.plan.layout_search import PlannedLayout
     from mega_trainer.plan.machine import MachineSpec
+    from mega_trainer.plan.other_trainers import OtherTrainer
     from mega_trainer.plan.run_budget import BudgetLimits
 
 SHOWN = 8  # layouts that are printed
@@ -32,24 +33,25 @@ WORDS = {
 def report_layouts(
     config: RunConfig, ranks: int, machine: MachineSpec, name: str, layouts: Sequence[PlannedLayout] | None, *,
     run: Path, precisions: Sequence[str], limits: BudgetLimits | None, why: str | None, html: Path | None,
-    write: Path | None, as_json: bool
+    write: Path | None, as_json: bool, like: OtherTrainer | None = None
 ) -> str:  # fmt: skip
     """Return the text or JSON of the fastest layouts, searched unless given; write the page and the run.yaml asked for."""
     keep = SHOWN if html is None else HTML_LAYOUTS
-    layouts = layouts or search_layouts(config, ranks, machine, keep, precisions)
+    layouts = layouts or search_layouts(config, ranks, machine, keep, precisions, like)
     if html is not None:
         write_search_html(html, run, config, ranks, machine, name, limits, layouts)
     if write is not None:
         write_layout_yaml(config, layouts[0], write)
-    rows = describe_layouts(config, ranks, machine, name, layouts[:SHOWN], limits, why)
+    rows = describe_layouts(config, ranks, machine, name, layouts[:SHOWN], limits, why, like)
     return json.dumps(rows, indent=1) if as_json else format_layouts(rows, ranks, layouts[0])
 
 
 def search_layouts(
-    config: RunConfig, ranks: int, machine: MachineSpec, keep: int = SHOWN, precisions: Sequence[str] = ()
-) -> list[PlannedLayout]:
+    config: RunConfig, ranks: int, machine: MachineSpec, keep: int = SHOWN, precisions: Sequence[str] = (),
+    like: OtherTrainer | None = None
+) -> list[PlannedLayout]:  # fmt: skip
     """Return the parallel layouts of a run that fit in the machine's memory, the fastest first.
-    At most `keep` layouts are returned, also in other `precisions`. Progress is printed.
+    At most `keep` layouts are returned, also in other `precisions`; with `like` those of another trainer. Progress is printed.
 
     Raises:
         ConfigError: for an unknown precision, or if no layout fits.
@@ -68,12 +70,14 @@ def search_layouts(
             shown[0] = time.monotonic()
             print(text, file=sys.stderr)
 
-    return find_best_layouts(config, ranks, machine, keep=keep, report=report_progress, precisions=precisions)
+    return find_best_layouts(
+        config, ranks, machine, keep=keep, report=report_progress, precisions=precisions, like=like
+    )
 
 
 def describe_layouts(
     config: RunConfig, ranks: int, machine: MachineSpec, name: str, layouts: Sequence[PlannedLayout],
-    limits: BudgetLimits | None = None, why: str | None = None
+    limits: BudgetLimits | None = None, why: str | None = None, like: OtherTrainer | None = None
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Return the layouts that a search found as rows of `mega plan --search --json`, fastest first.
     Rows have hours and cost for the tokens of `limits`. A last row is for the layout `why`, as users write one.
@@ -97,25 +101,29 @@ def describe_layouts(
             "tokens_per_second_per_gpu": rate / ranks, "slower": layout.time.seconds / best.time.seconds - 1,
             "reason": explain_layout_time(layout, best), "machine": name,
             "error": describe_prediction_error(config.model, machine, precision), **budget, **exceeds,
+            **({} if like is None else {"like": like.name}),
         }  # fmt: skip
 
     rows = [describe(layout) for layout in layouts]
-    return rows if why is None else [*rows, _explain_layout(config, ranks, machine, best, why)]
+    return rows if why is None else [*rows, _explain_layout(config, ranks, machine, best, why, like)]
 
 
 def _explain_layout(
-    config: RunConfig, ranks: int, machine: MachineSpec, best: PlannedLayout, why: str
+    config: RunConfig, ranks: int, machine: MachineSpec, best: PlannedLayout, why: str, like: OtherTrainer | None
 ) -> dict[str, Any]:  # fmt: skip
     """Return a row about a layout that a user names: why it is not the best one."""
     from mega_trainer.plan.layout_search import explain_layout_time, plan_layout
-    from mega_trainer.plan.memory_advice import apply_settings
+    from mega_trainer.plan.memory_advice import apply_settings, make_training_layout
 
     settings = parse_layout(why)
     try:
-        apply_settings(config, settings).check_world_size(ranks)
+        changed = apply_settings(config, settings)
+        changed.check_world_size(ranks)
     except ConfigError as error:
         return {"why": why, "settings": settings, "reason": f"is not valid for this run: {error.message}"}
-    layout = plan_layout(config, settings, ranks, machine)
+    if like is not None and not like.supports_layout(config.model, make_training_layout(changed, ranks)):
+        return {"why": why, "settings": settings, "reason": f"is not a layout that {like.name} is known to run"}
+    layout = plan_layout(config, settings, ranks, machine, like=like)
     assert layout is not None
     fits = layout.memory <= machine.usable_memory_bytes
     short = f"does not fit: {layout.memory / 2**30:.1f} of {machine.usable_memory_bytes / 2**30:.1f} GiB; "
@@ -155,8 +163,9 @@ def format_layouts(rows: Sequence[Mapping[str, Any]], ranks: int, best: PlannedL
     from mega_trainer.plan.held_out_error import format_prediction_error
     from mega_trainer.plan.layout_search import format_layout, layout_to_yaml
 
+    trainer = f", in {rows[0]['like']}" if "like" in rows[0] else ""
     lines = [
-        f"# {ranks} ranks on {rows[0]['machine']}, predicted: seconds per step, tokens/s/GPU, GiB of the rank with the most memory",
+        f"# {ranks} ranks on {rows[0]['machine']}{trainer}, predicted: seconds per step, tokens/s/GPU, GiB of the rank with the most memory",
         f"# error of step time: {format_prediction_error(rows[0]['error'])}",
     ]
     for row in rows:
@@ -176,8 +185,9 @@ def format_layouts(rows: Sequence[Mapping[str, Any]], ranks: int, best: PlannedL
 
 
 def find_ranks_for_budget(
-    config: RunConfig, machine: MachineSpec, limits: BudgetLimits, precisions: Sequence[str] = ()
-) -> tuple[int, list[PlannedLayout]]:
+    config: RunConfig, machine: MachineSpec, limits: BudgetLimits, precisions: Sequence[str] = (),
+    like: OtherTrainer | None = None
+) -> tuple[int, list[PlannedLayout]]:  # fmt: skip
     """Return the smallest number of ranks, of powers of two, whose fastest layout trains within the limits, and its layouts.
 
     Raises:
@@ -197,7 +207,7 @@ def find_ranks_for_budget(
         if ranks < least or ranks > MOST_RANKS:
             continue
         try:
-            layouts = search_layouts(config, ranks, machine, precisions=precisions)
+            layouts = search_layouts(config, ranks, machine, precisions=precisions, like=like)
         except NoLayoutFitsError:
             continue
         budget = estimate_budget(limits.tokens, tokens / layouts[0].time.seconds, ranks, machine)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, cast, get_args
 
@@ -29,6 +29,7 @@ from mega_common.errors import ConfigError, DataError, MegaError, MissingPackage
 from mega_common.progress_logging import logger
 
 if TYPE_CHECKING:
+    from mega_common.extension_entries import Sampler
     from mega_common.vision_config import VisionConfig
     from mega_data.chat.chat_template import ChatTemplate
     from mega_data.tokenizer import Tokenizer
@@ -206,7 +207,7 @@ def serve_command(
             ModelService(
                 title, __version__, EngineDriver(one.engine, max_requests=max_requests), one.tokenizer,
                 _find_template(source, extension or [], *((tokenizer, chat_template) if one is found[0] else ())), one.ends, load_default_sampling(source, extension or []), one.max_length, one.vocab_size, timeout, metrics,
-                adapters=adapters if one is found[0] else {}, embedder=one.embedder, source=source, vision=one.vision,
+                adapters=adapters if one is found[0] else {}, embedder=one.embedder, source=source, vision=one.vision, samplers=one.samplers,
             )
             for (title, source), one in zip(sources.items(), found, strict=True)
         ]  # fmt: skip
@@ -271,8 +272,8 @@ def _check_options(ranks: int, draft: str | None, others: Mapping[str, str], ada
 @dataclass(frozen=True)
 class ServedModel:
     """Loaded model for generation.
-    It has its inference engine, tokenizer, end tokens and limits, its text embedder or the reason for having none, and
-    the settings of its vision encoder if it takes images.
+    It has its inference engine, tokenizer, end tokens and limits, its text embedder or the reason for having none, the
+    settings of its vision encoder if it takes images, and the samplers of extensions.
     """
 
     engine: InferenceEngine
@@ -282,6 +283,7 @@ class ServedModel:
     vocab_size: int
     embedder: ServedEmbedder | str | None
     vision: VisionConfig | None = None
+    samplers: Mapping[str, Sampler] = field(default_factory=dict)
 
 
 def load_served_model(
@@ -334,7 +336,7 @@ def load_served_model(
     if sharing is not None and groups is None and config.encoder is None:
         embedder = _make_embedder(model, loaded.model, vocabulary, selection)
     vision = config.vision if groups is None else None  # ranks would each need the images
-    return ServedModel(engine, vocabulary, loaded.ends, longest, config.vocab_size, embedder, vision)
+    return ServedModel(engine, vocabulary, loaded.ends, longest, config.vocab_size, embedder, vision, loaded.samplers)
 
 
 def _make_embedder(

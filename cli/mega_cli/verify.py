@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shlex
 from collections.abc import Sequence
@@ -25,6 +26,8 @@ EXAMPLES = """Examples:
   mega verify run.yaml --only "tp=2 pp=2 schedule=zb-h1"
 
   mega verify Qwen3-0.6B/config.json --json verify.json
+
+  mega verify run.yaml --mup --widths 64,128,256,512 --out coordinates.html
 """
 PLAIN_WIDTH = 150  # columns of the table in a file or pipe
 DEFAULT_RUN = Path("run.yaml")
@@ -49,6 +52,14 @@ def verify_command(
     only: Annotated[
         str | None, typer.Option(metavar="LAYOUT", help='Only this layout, as in the table, e.g. "tp=2 sp=True".')
     ] = None,
+    mup: Annotated[
+        bool,
+        typer.Option(
+            "--mup", help="Check over widths instead: that muP makes the effect of a step independent of the width."
+        ),
+    ] = False,
+    widths: Annotated[str, typer.Option(help="With --mup: hidden sizes, e.g. 64,128,256,512.")] = "64,128,256,512",
+    out: Annotated[Path, typer.Option(help="With --mup: HTML file to write.")] = Path("coordinates.html"),
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="JSON file for all results; - for standard output.")
     ] = None,
@@ -59,7 +70,13 @@ def verify_command(
     optimizer state must agree. Checkpoints are restored in other layouts, generation is compared with training, recurrent
     layers token by token with chunks, and bf16 with fp32. Of a failure, the smallest failing layout and the first tensor that
     differs are reported. Exit status: 0 all agree, 1 some do not, 2 user error.
+
+    With --mup, tiny models of several widths are trained a few steps with muP (`optimizer.mup`) and without; the change of
+    their activations is printed and drawn. Exit status 1: with muP the change of the logits depends on the width.
     """
+    if mup:
+        _check_coordinates(_load_model(run, set_ or []), run, widths, out, json_file)
+        return
     from rich.console import Console
     from rich.progress import Progress
 
@@ -104,6 +121,39 @@ def verify_command(
     if json_file is not None:
         _write_json(json_file, tiny.name, tiny.describe_changes(), tiny.unverified, rows, failure)
     if problems:
+        raise typer.Exit(1)
+
+
+def _check_coordinates(config: RunConfig, run: Path, widths: str, out: Path, json_file: Path | None) -> None:
+    """Run the coordinate check of muP, print its table and write its page."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from mega_cli.compare import format_columns
+    from mega_common.atomic_files import write_json_atomically
+    from mega_common.errors import ConfigError
+    from mega_trainer.pages.page_elements import write_html_page
+    from mega_trainer.verify.coordinate_check import check_coordinates
+
+    parts = [part.strip() for part in widths.split(",")]
+    if not all(part.isdecimal() for part in parts):
+        raise ConfigError(f"--widths must be whole numbers, found {widths!r}", hint="--widths 64,128,256,512")
+    screen = Console(stderr=True)
+    with Progress(console=screen, transient=True, disable=not screen.is_terminal) as progress:
+        task = progress.add_task("coordinate check", total=2 * len(set(parts)))
+        found = check_coordinates(
+            config, list(map(int, parts)), lambda what: progress.update(task, advance=1, description=what)
+        )
+    write_html_page(out, found.render_page(str(run)), "--out")
+    if json_file == Path("-"):
+        print(json.dumps(found.as_json(), indent=1))
+    else:
+        if json_file is not None:
+            write_json_atomically(json_file, found.as_json())
+        print(format_columns(found.list_rows()))
+        print(found.problem or "with muP the change of the logits does not depend on the width")
+        print(out)
+    if found.problem:
         raise typer.Exit(1)
 
 
@@ -164,8 +214,6 @@ def _write_json(
     rows: Sequence[CheckRow],
     failure: FailureReport | None,
 ) -> None:
-    import json
-
     from mega_common.atomic_files import write_json_atomically
 
     content: dict[str, Any] = {

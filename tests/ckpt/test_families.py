@@ -148,7 +148,6 @@ def _few(family: ModelFamily) -> dict[str, Any]:
         "deepseek_v2": {"num_experts_per_tok": 2}, "glm4_moe": {"num_attention_heads": 32},
         "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1},
         "bert-generation": {"is_decoder": True},
-        **{name: {"hidden_size_per_layer_input": 0} for name in ("gemma4_text", "gemma4_unified_text")},
         "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
     }  # fmt: skip
     return few.get(family.name, {})
@@ -357,8 +356,9 @@ def test_all_that_is_wrong_is_told_at_once() -> None:
 @pytest.mark.parametrize(
     ("more", "key"),
     [
-        ({}, "hidden_size_per_layer_input"), ({"hidden_size_per_layer_input": 8}, "hidden_size_per_layer_input"),
-        ({"enable_moe_block": True}, "enable_moe_block"), ({"num_kv_shared_layers": 1}, "num_kv_shared_layers"),
+        ({}, "vocab_size_per_layer_input"), ({"hidden_size_per_layer_input": 8}, "vocab_size_per_layer_input"),
+        ({"enable_moe_block": True}, "num_experts"), ({"num_kv_shared_layers": 1}, "shared_kv_layers"),
+        ({"enable_moe_block": True, "num_kv_shared_layers": 1, "use_double_wide_mlp": True}, "use_double_wide_mlp"),
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
         ({"per_layer_config": {"0": {"head_dim": 4}}}, "per_layer_config"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default", "partial_rotary_factor": 0.5}}}, "proportional"),

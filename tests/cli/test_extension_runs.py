@@ -107,3 +107,38 @@ def test_generation_equals_a_forward_without_cache(run: Path) -> None:
     engine = InferenceEngine(model, Numbers(), cache_tokens=64, batch_size=2)
     events = run_engine(engine, [EngineRequest(tokens[:3], GenerationLimits(6), Sampling(temperature=0))])
     assert tokens_of(events[0]) == tokens[3:]
+
+
+PARTS = str(EXAMPLES / "sampler_tokenizer_kernel.py")
+
+
+def test_a_run_with_a_tokenizer_of_an_extension(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "sums.jsonl").write_text("".join(f'{{"text": "{a}+{a}={2 * a}"}}\n' for a in range(100)))
+    tokenizer, data = f"{PARTS}:place_value", tmp_path / "sums"
+    arguments = ("--input", tmp_path / "sums.jsonl", "--tokenizer", tokenizer, "--append-eod", "--output", data)
+    assert call("data", "preprocess", *arguments) == 0
+    settings: dict[str, Any] = {
+        "model": {**SIZES, "vocab_size": 417, "num_layers": 1}, "batch": {"micro": 2, "global": 2}, "train": {"steps": 2},
+        "data": {"train": str(data), "seq_length": 16, "split": "1,0,0", "tokenizer": tokenizer},
+        "precision": "fp32", "output": str(tmp_path / "run"),
+    }  # fmt: skip
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings))
+    assert call("train", tmp_path / "run.yaml") == 0
+    assert call("ckpt", "convert", tmp_path / "run", tmp_path / "hf", "--to", "hf") == 0
+    capsys.readouterr()
+    for folder in ("run", "hf"):
+        prompt = (tmp_path / folder, "--prompt", "12+12=", "--max-new-tokens", "3", "--json", "--temperature", "1")
+        assert (
+            call("generate", *prompt, "--extension", PARTS, "--sampler", "top_n_sigma", "--sampler-option", "n=3") == 0
+        )
+        assert len(json.loads(capsys.readouterr().out)["tokens"]) == 3
+        assert call("generate", *prompt) == 2
+        assert "requires the extension 'sampler-tokenizer-kernel'" in capsys.readouterr().err
+        assert call("generate", *prompt, "--extension", PARTS, "--sampler", "top") == 2
+        assert "not a sampler of a loaded extension" in capsys.readouterr().err
+    assert call("eval", tmp_path / "run", "--data", data, "--seq-length", "16", "--extension", PARTS) == 0
+    settings["init_from"] = str(tmp_path / "hf")  # with the tokenizer of the data, so no other is refused
+    settings["output"] = str(tmp_path / "more")
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings))
+    assert call("train", tmp_path / "run.yaml") == 0
+    assert (tmp_path / "more/assets/extension_tokenizer.json").exists()

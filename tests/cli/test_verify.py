@@ -44,6 +44,23 @@ def test_a_run_is_verified(run: Path, tmp_path: Path) -> None:
     assert content["failure"] is None
 
 
+def test_mup_is_checked_over_widths(run: Path, tmp_path: Path) -> None:
+    dense = (
+        "--set",
+        "model.mamba=null",
+        "--set",
+        "model.layers=[attention+mlp,attention+mlp]",
+        "--set",
+        "model.num_layers=2",
+    )
+    arguments = ("verify", run, "--mup", "--widths", "32,64", "--out", tmp_path / "coordinates.html", *dense)
+    out = typed(build_typer_app(), *arguments).stdout
+    assert "with muP the change of the logits does not depend on the width" in out
+    assert "Coordinate check of muP" in (tmp_path / "coordinates.html").read_text()
+    with pytest.raises(ConfigError, match="--widths must be whole numbers, found 'wide'"):
+        typed(build_typer_app(), "verify", run, "--mup", "--widths", "wide")
+
+
 def test_a_failure_is_named_with_its_layout_layer_and_tensor(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     difference = TensorDifference("gradient", "model.layers.1.mlp.up_proj.weight", 1, (2, 3), 0.25, 0.5, 1.0)
 

@@ -121,6 +121,25 @@ def test_what_follows_from_what_is_given() -> None:
             {"mla": {**LATENT, "q_lora_rank": 8}, "attention_gate": True},
             "attention_gate: is not supported with mla.q_lora_rank -> leave out mla.q_lora_rank",
         ),
+        (
+            {"per_layer_input_size": 4, "mtp_layers": 1},
+            "per_layer_input_size = 4: requires a gated activation, and no encoder",
+        ),
+        ({"shared_kv_ffn_hidden_size": 8}, "shared_kv_ffn_hidden_size = 8: requires shared_kv_layers"),
+        ({"shared_kv_layers": 3}, "shared_kv_layers = 3: must leave a layer of each window before them"),
+        (
+            {"shared_kv_layers": 1, "sliding_window": 4, "full_attention_layers": [1]},
+            "shared_kv_layers = 1: must leave a layer of each window before them",
+        ),
+        (
+            {"shared_kv_layers": 1, "attention_sinks": True},
+            "plain causal attention in all layers, without attention_sinks",
+        ),
+        ({"moe": {**MOE, "separate_norms": True}}, "moe.separate_norms = True: requires shared_ffn_hidden_size"),
+        (
+            {"moe": {**MOE, "shared_ffn_hidden_size": 8, "separate_norms": True}},
+            "moe.separate_norms = True: requires norm: rmsnorm and norm_position: both",
+        ),
         ({"num_layer": 2}, "num_layer: unknown key -> did you mean 'num_layers'?"),
         ({"activation": "swish"}, "activation = 'swish': must be swiglu"),
         ({"vocab_size": 0}, "vocab_size = 0: must be greater than 0"),

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mega_common.errors import ConfigError, DataError
+from mega_common.extension_entries import Sampler
 from mega_eval import sampling as batched
 from mega_eval.generate import generate_completions
 from mega_eval.model_loading import load_inference_model, load_sampling_settings, warn_unsupported_settings
@@ -27,6 +28,7 @@ from mega_eval.sampling import (
     parse_sampling_settings,
 )
 from mega_eval.text_stream import GenerationLimits
+from mega_trainer.config.extensions import load_extensions
 
 LOGITS = torch.tensor([1.0, 3.0, 2.0, -1.0, 0.0])
 
@@ -340,3 +342,65 @@ def test_a_token_is_left_where_all_are_restricted() -> None:
     p = compute_probabilities(apply_penalties(torch.randn(5), sampling, [0, 1, 2, 3, 4], []), sampling)
     assert p.isfinite().all()
     assert p.sum() == pytest.approx(1.0)
+
+
+EXAMPLE = str(Path(__file__).parents[2] / "examples/extensions/sampler_tokenizer_kernel.py")
+
+
+def test_a_sampler_of_an_extension_changes_only_its_rows():
+    samplers = load_extensions([EXAMPLE]).entries("samplers")
+    raw = {"temperature": 5.0, "sampler": "top_n_sigma", "sampler_options": {"n": 0.9}}
+    kept = Sampling.parse(raw).bind_sampler(samplers)
+    rows = LOGITS.repeat(64, 1)
+    choices = [TokenChoice(kept if row % 2 else Sampling(temperature=5.0), sample=row) for row in range(64)]
+    found = choose_tokens(rows, choices)
+    assert set(found[1::2]) == {1, 2}  # mean 1, standard deviation sqrt(2): 3 - 0.9 sqrt(2) = 1.73
+    assert set(found[::2]) == {0, 1, 2, 3, 4}
+    assert found == [choose_tokens(LOGITS[None], [choice])[0] for choice in choices]
+
+
+def test_a_sampler_gets_the_tokens_before():
+    def forbid_last(scores: Tensor, prompt: list[int], generated: list[int], *, options: object) -> Tensor:
+        return scores.index_fill(0, torch.tensor([*prompt, *generated][-2:]), float("-inf"))
+
+    sampling = Sampling.parse({"sampler": "forbid_last"}).bind_sampler({"forbid_last": Sampler(forbid_last)})
+    assert not sampling.is_greedy
+    assert choose_tokens(LOGITS[None], [TokenChoice(sampling, [2], [1])]) == [0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (
+            {"sampler": "top_sigma"},
+            "sampler = 'top_sigma' is not a sampler of a loaded extension\n  use one of top_n_sigma",
+        ),
+        ({"sampler": "top_n_sigma", "sampler_options": {"m": 1}}, "m: unknown key"),
+        ({"sampler_options": {"n": 1}}, "sampler_options requires sampler"),
+    ],
+)
+def test_samplers_that_cannot_be_used(settings: dict[str, Any], words: str):
+    with pytest.raises(ConfigError) as error:
+        Sampling.parse(settings).bind_sampler(load_extensions([EXAMPLE]).entries("samplers"))
+    assert words in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("adjust", "words"),
+    [
+        (lambda scores, prompt, generated, *, options: 1 / 0, "sampler mine raised ZeroDivisionError"),
+        (
+            lambda scores, prompt, generated, *, options: scores[:2],
+            r"sampler mine must return scores \[5\], found \[2\]",
+        ),
+    ],
+)
+def test_a_sampler_that_fails_is_named(adjust: Any, words: str):
+    sampling = Sampling.parse({"sampler": "mine"}).bind_sampler({"mine": Sampler(adjust)})
+    with pytest.raises(DataError, match=words):
+        choose_tokens(LOGITS[None], [TokenChoice(sampling)])
+
+
+def test_a_sampler_that_no_one_bound_is_refused():
+    with pytest.raises(ConfigError, match="sampler = 'mine' is not supported here"):
+        choose_tokens(LOGITS[None], [TokenChoice(Sampling.parse({"sampler": "mine"}))])

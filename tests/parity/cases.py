@@ -145,6 +145,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
             "rope": {"theta": 100.0, "fraction": 0.5, "scaling": "proportional"}, "local_rope": {"theta": 20.0},
             "value_norm": True, "layer_scale": True, "attention_scale": 1.0, "norm_position": "both", "qkv_bias": False,
         },
+        {"per_layer_input_size": 6, "layer_scale": True, "tie_embeddings": True, "scale_embeddings": True},
     ],
     "moe": [
         {}, {"attention_sinks": True, "activation_limit": 0.7, "sliding_window": 5, "full_attention_layers": [1]},
@@ -160,6 +161,10 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
             },
         },
         {"moe": MODELS["moe"]["moe"] | {"score": "sigmoid", "choice": "logits", "router_bias": False}},
+        {
+            "norm_position": "both", "zero_centered_norm": True,
+            "moe": MODELS["moe"]["moe"] | {"shared_gate": False, "shared_ffn_hidden_size": 48, "separate_norms": True},
+        },
         {
             "value_head_dim": 6, "value_scale": 0.7, "qkv_bias": True, "sliding_window": 5, "full_attention_layers": [1],
             "attention_sinks": True, "full_attention": {"head_dim": 4, "num_kv_heads": 2, "attention_sinks": False},
@@ -184,6 +189,12 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         {"mla": {**MODELS["mla"]["mla"], "indexer": INDEXER}},
         {"mla": {**MODELS["mla"]["mla"], "indexer": {**INDEXER, "dense": True, "interleaved": True}}, "mtp_layers": 2},
     ],
+}  # fmt: skip
+# Last layers that attend to keys and values of earlier ones, all of which the last stage has; of six layers.
+SHARED_KEYS: dict[str, Any] = {
+    "full_attention_layers": [1, 3, 5], "full_attention": {"head_dim": 12, "num_kv_heads": 4, "keys_are_values": True},
+    "local_rope": {"theta": 20.0}, "value_norm": True, "norm_position": "both", "shared_kv_layers": 2,
+    "shared_kv_ffn_hidden_size": 64, "per_layer_input_size": 6,
 }  # fmt: skip
 # Its experts are in the depth of multi-token prediction, too, which so has to be there.
 VARIANTS["deepseek"] = [variant for variant in VARIANTS["mla"] if variant.get("mtp_layers") != 0]
@@ -379,7 +390,12 @@ def _with_choices(name: str, ranks: int, parallel: dict[str, Any]) -> LayoutCase
         optimizer=rng.choice(OPTIMIZERS), steps=steps,
         freeze=rng.choice(FROZEN[name]) if name in FROZEN else (),
     )  # fmt: skip
-    return replace(found, steps=min(steps, most_steps(found)))
+    overlaps = parallel["sp"] and rng.random() < 0.5
+    return replace(
+        found,
+        steps=min(steps, most_steps(found)),
+        parallel={**found.parallel, **({"tp_comm_overlap": True} if overlaps else {})},
+    )
 
 
 def _add_deepstack_layers(variant: Mapping[str, Any], parallel: dict[str, Any]) -> int:

@@ -13,6 +13,7 @@ from parity.cases import VARIANTS, case
 from torch import Tensor
 from torch.nn import functional as F
 
+from mega_trainer.distributed.comm import CollectiveWork
 from mega_trainer.distributed.process_groups import ParallelGroups
 from mega_trainer.model import (
     asymmetric_attention,
@@ -23,13 +24,15 @@ from mega_trainer.model import (
     norms,
     parameter_builder,
     rotary_embedding,
+    shared_key_values,
     transformer_layer,
 )
 from mega_trainer.model.forward_context import SequenceMask
 from mega_trainer.model.layer_builder import LayerBuilder
+from mega_trainer.model.layer_input_decoder import LayerInputDecoder
 from mega_trainer.model.mixture_of_experts import GroupedExperts
 from mega_trainer.optim import gradient_clipping
-from mega_trainer.parallel import expert_parallel, expert_routing, nvshmem_dispatch
+from mega_trainer.parallel import async_all_to_all, expert_parallel, expert_routing, nvshmem_dispatch
 from mega_trainer.parallel.gradient_buckets import GradientBucket
 from mega_trainer.parallel.token_rows import ExpertRowAssignment
 from mega_trainer.pipeline import executor as run
@@ -47,14 +50,18 @@ BOTH = case("moe", 4, parallel={"tp": 2, "ep": 4}, micro=4)
 PARTS = case("moe", 4, parallel={"ep": 2, "expert_tp": 2}, micro=2)
 COUNTED = case("moe", 2, parallel={"ep": 2, "dispatch": "nvshmem", "dispatch_bound": 2.0}, micro=2)
 MASKED = case("moe", 1, micro=2)
+OVERLAPPED = case("moe", 2, parallel={"ep": 2, "overlap_expert_exchange": True}, micro=2)
 CHUNKED = case("moe", 2, parallel={"cp": 2}, variant=VARIANTS["moe"][2])
 HEADS = case("gqa", 2, parallel={"tp": 2, "sp": True}, variant=VARIANTS["gqa"][3])
 PLAIN = case("dense", 2, parallel={"tp": 2, "sp": True}, variant=VARIANTS["dense"][4])
 NORMED = case("dense", 2, parallel={"tp": 2}, variant=VARIANTS["dense"][6])
-VALUES, GATED = (case("moe", 2, parallel={"tp": 2}, micro=2, variant=VARIANTS["moe"][number]) for number in (5, 6))
+VALUES, GATED = (case("moe", 2, parallel={"tp": 2}, micro=2, variant=VARIANTS["moe"][number]) for number in (6, 7))
 STREAMS = case("dense", 2, parallel={"tp": 2, "sp": True}, variant=VARIANTS["dense"][7])
 WIDE = case("dense", 2, parallel={"zero": 0}, micro=2, variant=VARIANTS["dense"][7])
 MIXED, BY_LOGITS = (case("moe", 2, parallel={"ep": 2}, micro=2, variant=VARIANTS["moe"][number]) for number in (3, 4))
+SHARED = case("gqa", 2, layers=3, parallel={"tp": 2}, variant={"shared_kv_layers": 1, "value_norm": True})
+INPUTS = case("gqa", 2, parallel={"pp": 2}, variant=VARIANTS["gqa"][4])
+SEPARATE = case("moe", 2, parallel={"tp": 2}, variant=VARIANTS["moe"][5])
 BALANCED = case("moe", 2, parallel={"tp": 2, "sp": True}, micro=4, variant=VARIANTS["moe"][-1])
 
 
@@ -397,11 +404,77 @@ def _streams_mixed_the_other_way() -> AbstractContextManager[Any]:
     return swap(transformer_layer, "expand_streams", expand)
 
 
+def _keys_detached() -> AbstractContextManager[Any]:
+    """Layers that share keys and values send no gradient to them."""
+    real = shared_key_values.SharedKeyValueAttention.forward
+
+    def forward(self: Any, x: Tensor, context: Any) -> Tensor:
+        kept = {window: (layer, k.detach(), v.detach()) for window, (layer, k, v) in context.key_values.items()}
+        return real(self, x, replace(context, key_values=kept))
+
+    return swap(shared_key_values.SharedKeyValueAttention, "forward", forward)
+
+
+def _inputs_of_the_layer_before() -> AbstractContextManager[Any]:
+    real = LayerInputDecoder.forward
+
+    def forward(self: Any, x: Tensor, context: Any) -> Tensor:
+        width, size = self.config.hidden_size, self.input_size
+        moved = torch.cat([x[..., :width], x[..., width:].roll(size, -1)], -1)
+        return real(self, moved if self.stage.heads else x, context)
+
+    return swap(LayerInputDecoder, "forward", forward)
+
+
+def _inputs_without_gradient_between_stages() -> AbstractContextManager[Any]:
+    real = LayerInputDecoder.forward
+
+    def forward(self: Any, x: Tensor, context: Any) -> Tensor:
+        y, width = real(self, x, context), self.config.hidden_size
+        return y if self.stage.heads else torch.cat([y[..., :width], y[..., width:].detach()], -1)
+
+    return swap(LayerInputDecoder, "forward", forward)
+
+
+def _separate_norms_without_sync() -> AbstractContextManager[Any]:
+    real = parameter_builder.make_parameter
+
+    def make(shape: Any, pieces: Any, **options: Any) -> Any:
+        norm = any(".mlp.experts_norm." in piece.name for piece in pieces)
+        return real(shape, pieces, **{**options, "grad_sync": ()} if norm else options)
+
+    return swap(parameter_builder, "make_parameter", make)
+
+
 def _norms_with_a_mean() -> AbstractContextManager[Any]:
     return swap(norms.PlainNorm, "forward", lambda self, x: F.layer_norm(x, x.shape[-1:], eps=self.eps))
 
 
+def _rows_not_awaited() -> AbstractContextManager[Any]:
+    """A pass goes on before its exchanged rows have arrived."""
+    real = async_all_to_all.HostCountAllToAll.__call__
+
+    def late(self: Any, rows: Tensor, sent: Any, received: Any, length: int) -> tuple[Tensor, CollectiveWork]:
+        table, work = real(self, rows, sent, received, length)
+        return (table, work) if self.interleaver is None else (torch.zeros_like(table), work)
+
+    return swap(async_all_to_all.HostCountAllToAll, "__call__", late)
+
+
+def _inputs_of_the_pass_beside() -> AbstractContextManager[Any]:
+    """A forward that runs beside a backward reads the micro-batch before its own."""
+    real = run.PipelineExecutor._run_pass
+
+    def run_pass(self: Any, op: Any, batches: Sequence[Any], scale: float) -> Any:
+        beside = op.kind == "F" and self.interleaver._unfinished == 2
+        return real(self, op, [batches[0], *batches] if beside else batches, scale)
+
+    return swap(run.PipelineExecutor, "_run_pass", run_pass)
+
+
 EXPERTS: list[tuple[str, LayoutCase, Patch]] = [
+    ("overlapped exchange: rows not awaited", OVERLAPPED, _rows_not_awaited),
+    ("overlapped exchange: micro-batch of the other pass", OVERLAPPED, _inputs_of_the_pass_beside),
     ("experts: losses of routers scaled by ep", EP, _routings(sequence_weight=lambda w, data: w * data.size)),
     ("experts: losses of routers not divided among data ranks", DP, _routings(sequence_weight=lambda w, data: w * 2)),
     ("experts: router gradient not summed under sequence parallelism", SP, _router_without_sync),
@@ -435,6 +508,10 @@ EXPERTS: list[tuple[str, LayoutCase, Patch]] = [
     ("rotary positions: the other direction", PLAIN, _counterclockwise),
     ("attention: normalised and rotated keys as values", HEADS, _values_after_the_norm_of_keys),
     ("proportional rotary positions: frequencies by the rotated part", HEADS, _frequencies_by_the_rotated_part),
+    ("shared keys: no gradient from the layers that share them", SHARED, _keys_detached),
+    ("inputs of layers: of the layer before in the last stage", INPUTS, _inputs_of_the_layer_before),
+    ("inputs of layers: no gradient between stages", INPUTS, _inputs_without_gradient_between_stages),
+    ("experts: gradient of their own norm from a rank's tokens alone", SEPARATE, _separate_norms_without_sync),
     ("norms without weights: LayerNorm for RMSNorm", PLAIN, _norms_with_a_mean),
     ("norms before output projections: mean over a rank's part alone", NORMED, _split_norm_of_a_part),
     ("key norms: gradient of the bias from a rank's heads alone", NORMED, _norm_bias_of_own_heads),

@@ -27,7 +27,7 @@ INTRODUCTION = """\
 # Any layout computes what one process computes
 
 Written by `make parity`; do not edit. {models} models train in every combination of tensor parallelism (tp),
-sequence parallelism (sp), pipeline parallelism (pp) under each schedule (1F1B, ZB-H1, ZBV), interleaved stages (vp), data
+sequence parallelism (sp), pipeline parallelism (pp) under each schedule (1F1B, ZB-H1, ZBV, DualPipeV), interleaved stages (vp), data
 parallelism (dp) and ZeRO (at level 3 also with several copies of the weights), {context} of them also with context
 parallelism of each kind (cp), {experts} with expert parallelism (ep), experts split as well (expert-tp), on up to {ranks}
 ranks, in fp64 on gloo, with uneven documents and loss masks: three steps, or one where there are both cp and experts or many delta nets.

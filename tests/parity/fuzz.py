@@ -45,6 +45,7 @@ def _case(seed: int, rng: random.Random) -> LayoutCase:
         "cp": cp, "cp_kind": rng.choice(CONTEXT_KINDS),
         "schedule": rng.choice(["1f1b", {1: "zb-h1", 2: "zbv"}.get(v, "gpipe")]),
     }  # fmt: skip
+    parallel["tp_comm_overlap"] = bool(parallel["sp"] and tp > 1 and seed % 2)
     layers = pp * v + rng.randint(0, 2)
     experts = _experts(rng, layers) if rng.random() < 0.4 else {}
     if experts:

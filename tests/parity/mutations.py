@@ -60,6 +60,7 @@ from mega_trainer.optim.sharded_optimizer import ShardedOptimizer
 from mega_trainer.parallel import context_parallel, gradient_buckets, parallel_linear
 from mega_trainer.parallel import tensor_parallel as tensor
 from mega_trainer.parallel.gradient_buckets import GradientBucket, MicroBatchGradientBucket, StepGradientBucket
+from mega_trainer.parallel.overlapped_linear import RingGemms
 from mega_trainer.parallel.parameter_shards import ParamGroupKey
 from mega_trainer.parallel.zero_buffers import FlatBufferStage, FlatParameterBuffer
 from mega_trainer.pipeline.executor import PipelineExecutor
@@ -74,6 +75,7 @@ swap = mock.patch.object
 
 TP = case("gqa", 2, parallel={"tp": 2})
 SP = case("tied", 2, parallel={"tp": 2, "sp": True})
+OVERLAPPED = case("gqa", 4, parallel={"tp": 4, "sp": True, "tp_comm_overlap": True})
 SHARED = case("gqa", 4, parallel={"tp": 4})  # every key/value head on two ranks
 SINKS = case("gemma", 2, parallel={"tp": 2})
 PP = case("tied", 2, parallel={"pp": 2}, micro=2)
@@ -118,6 +120,27 @@ def _column_without_sum() -> AbstractContextManager[Any]:
             all_reduce(x, group, *args)
 
     return swap(parallel_linear, "all_reduce", only_blocking)
+
+
+def _gathered_pieces_one_rank_off() -> AbstractContextManager[Any]:
+    """Products of pieces that arrive over a ring stand where those of the next rank belong."""
+    real = RingGemms.all_gather_gemm
+
+    def gather(self: RingGemms, x: Tensor, *args: Any, **options: Any) -> tuple[Tensor | None, Tensor]:
+        gathered, y = real(self, x, *args, **options)
+        return gathered, y.roll(x.shape[1], 1)
+
+    return swap(RingGemms, "all_gather_gemm", gather)
+
+
+def _scattered_pieces_one_rank_off() -> AbstractContextManager[Any]:
+    """The sum over a ring of a piece ends on the rank behind its own."""
+    real = RingGemms.gemm_reduce_scatter
+
+    def scatter(self: RingGemms, x: Tensor, matrix: Tensor, group: CommGroup) -> Tensor:
+        return real(self, x.roll(x.shape[1] // group.size, 1), matrix, group)
+
+    return swap(RingGemms, "gemm_reduce_scatter", scatter)
 
 
 def _row_bias_on_every_rank() -> AbstractContextManager[Any]:
@@ -691,6 +714,8 @@ MUTATIONS = [
     Mutation("dropout of the sequence's first part on every rank", SP, _dropout_of_first_part),
     Mutation("dropout of the first heads on every rank", SP, _dropout_of_first_heads),
     Mutation("positions of the sequence's first part on every rank", SP, _positions_of_first_part),
+    Mutation("pieces of a gathered product one rank off", OVERLAPPED, _gathered_pieces_one_rank_off),
+    Mutation("pieces of a scattered product one rank off", OVERLAPPED, _scattered_pieces_one_rank_off),
     Mutation("padded vocabulary takes part in the softmax", TP, _padding_takes_part),
     Mutation("cross entropy of the local logits", TP, _loss_of_local_logits),
     Mutation("ring skips a block", RING, _ring_skips_a_block),

@@ -12,6 +12,7 @@ from parity.bits import pairs, resumed, told
 from parity.cases import VARIANTS, case
 from ranks import run_ranks
 
+from mega_trainer.pipeline.schedules import V_SHAPED
 from mega_trainer.verify.case_comparison import merge_rank_findings
 from mega_trainer.verify.layout_case import CONTEXT_KINDS, GATHERS, LARGE_BUCKET, STEPS, ZERO_LEVELS, LayoutCase
 from mega_trainer.verify.restore_comparison import restore_in_other_layouts
@@ -38,6 +39,7 @@ def pipelines(precision: str) -> list[LayoutCase]:
         {"pp": 2, "schedule": "zb-h1"},
         {"pp": 4, "schedule": "zb-h1", "pipeline_layout": [0, 2, 1, 1]},
         {"pp": 2, "schedule": "zbv", "virtual_stages": 2},
+        {"pp": 2, "schedule": "dualpipev", "virtual_stages": 2},
         {"pp": 4, "schedule": "zbv", "virtual_stages": 2, "pipeline_layout": [0, 1, 1, 1, 1, 1, 1, 0]},
     ]
     return [
@@ -48,7 +50,7 @@ def pipelines(precision: str) -> list[LayoutCase]:
         for shape in shapes
         for model, micro in [("gqa", 1), ("dense", 4), ("tied", 2), ("mla", 2), ("moe", 2)]
         # which has both uses of an embedding on one rank
-        if model not in ("tied", "mla", "moe") or shape.get("schedule") == "zbv"
+        if model not in ("tied", "mla", "moe") or shape.get("schedule") in V_SHAPED
     ]  # fmt: skip
 
 
@@ -201,6 +203,16 @@ def recomputed() -> list[tuple[LayoutCase, LayoutCase]]:
 def test_recomputation_and_offload_change_nothing() -> None:
     cases = recomputed()
     assert not told([b for _, b in cases], run_ranks(bits, 2, cases, 2))
+
+
+def test_an_expert_exchange_beside_another_pass_changes_nothing() -> None:
+    shapes: list[tuple[str, int, dict[str, Any], str]] = [
+        ("moe", 2, {"ep": 2, "zero": 2}, "bf16"), ("moe", 4, {"pp": 2, "ep": 2, "virtual_stages": 2}, "bf16"),
+        ("deepseek", 4, {"pp": 2, "ep": 2, "virtual_stages": 2, "schedule": "dualpipev"}, "fp64"),
+    ]  # fmt: skip
+    plain = [case(name, ranks, layers=4, parallel=p, micro=1, precision=dtype) for name, ranks, p, dtype in shapes]
+    cases = [(one, replace(one, parallel={**one.parallel, "overlap_expert_exchange": True})) for one in plain]
+    assert not told([b for _, b in cases], run_ranks(bits, 4, cases))
 
 
 def test_buckets_change_nothing() -> None:

@@ -80,13 +80,16 @@ def tensor_parallel(one: LayoutCase) -> Traffic:
     """Two sums a layer forward and two backward, one for the embedding and one for the head's input.
 
     With sequence parallelism each sum is a reduce-scatter and its counterpart an all-gather, as many bytes; a column
-    layer gathers its input once more in the backward, rather than keep it.
+    layer gathers its input once more in the backward, rather than keep it. Overlapped with products, the gathers and sums
+    of a forward and the gather of a row layer's backward are passes over a ring, of as many bytes as a rank receives.
     """
     theory, m = Theory(), microbatches(one)
     activation = one.micro * S * D * BYTES[one.precision]
     if one.layout["sp"]:
-        theory.expect("tp", "all_gather", m * (L * (2 + 2 + 2) + 1 + 1), activation)
-        theory.expect("tp", "reduce_scatter", m * (L * (2 + 2) + 1 + 1), activation)
+        others, passed = one.layout["tp"] - 1, one.layout["tp_comm_overlap"]
+        theory.expect("tp", "all_gather", m * (L * (2 if passed else 2 + 2 + 2) + 1 + 1), activation)
+        theory.expect("tp", "reduce_scatter", m * (L * (2 if passed else 2 + 2) + 1 + 1), activation)
+        theory.expect("tp", "pass", m * L * (2 + 2 + 2) * others * passed, activation // one.layout["tp"])
         theory.expect("tp", "all_reduce", 1, padded((2 * L + 1) * D, 1) * GRADIENT[one.precision])  # norm gradients
     else:
         # a recomputed layer stops once it has all that the backward needs: before the sum at its end
@@ -261,6 +264,7 @@ TENSOR = [
         (4, True, 8, "bf16", "selective"), (2, False, 4, "fp32", "full"), (2, False, 8, "bf16", "selective"),
     ]
 ]  # fmt: skip
+TENSOR.append(case("dense", 4, parallel={"tp": 4, "sp": True, "tp_comm_overlap": True}, micro=4, precision="bf16"))
 LATENT = [case("mla", tp, parallel={"tp": tp, "sp": True}, micro=4, precision="fp32") for tp in (2, 4)]
 PIPELINE = [
     case(
@@ -270,7 +274,7 @@ PIPELINE = [
     for schedule, pp, v, tp, sp in [
         ("1f1b", 2, 1, 1, False), ("1f1b", 4, 1, 1, False), ("1f1b", 2, 2, 1, False), ("1f1b", 2, 1, 2, True),
         ("1f1b", 2, 1, 2, False), ("zb-h1", 4, 1, 1, False), ("zb-h1", 2, 1, 2, True), ("zb-h1", 2, 1, 2, False),
-        ("zbv", 2, 2, 1, False), ("zbv", 2, 2, 2, True),
+        ("zbv", 2, 2, 1, False), ("zbv", 2, 2, 2, True), ("dualpipev", 2, 2, 1, False),
     ]
 ]  # fmt: skip
 PIPELINE += [

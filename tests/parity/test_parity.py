@@ -9,7 +9,7 @@ from itertools import product
 from typing import Any
 
 import pytest
-from parity.cases import MODELS, SHARED_BIAS, SINKHORN, VARIANTS, all_layouts, case, covering
+from parity.cases import MODELS, SHARED_BIAS, SHARED_KEYS, SINKHORN, VARIANTS, all_layouts, case, covering
 from ranks import run_ranks
 
 from mega_trainer.verify.case_comparison import CaseVerdict, compare_cases_with_one_process, merge_findings_by_case
@@ -84,6 +84,36 @@ def test_sparse_attention_and_the_loss_of_its_indexer() -> None:
     some = {"kind": "selective", "modules": ["attention"]}
     part = case("mla", 2, parallel={"cp": 2}, variant=VARIANTS["mla"][5], recompute=some)
     assert not problems([*cases, experts, again, part], 4)
+
+
+@ONE_IN_THREE
+def test_inputs_of_each_layer_shared_keys_and_experts_with_norms_of_their_own(every: int) -> None:
+    shapes: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
+        (2, {"tp": 2}, {}), (2, {"tp": 2, "sp": True}, {"recompute": {"kind": "full"}}), (2, {"pp": 2, "schedule": "zb-h1"}, {}),
+        (2, {"cp": 2}, {"recompute": {"kind": "selective"}}), (2, {"zero": 3}, {}), (4, {"tp": 4, "sp": True}, {}),
+        (4, {"tp": 2, "sp": True, "pp": 2, "zero": 1}, {"recompute": {"kind": "full"}}),
+        (4, {"tp": 2, "sp": True, "cp": 2, "cp_kind": "alltoall"}, {}), (4, {"cp": 2, "pp": 2}, {}),
+        (4, {"tp": 2, "zero": 3}, {"recompute": {"kind": "full"}}),
+    ]  # fmt: skip
+    cases = [
+        case("gqa", ranks, layers=6, parallel=one, micro=2, variant=SHARED_KEYS, steps=1, **more)
+        for ranks, one, more in shapes
+    ]
+    longer, stages = {**SHARED_KEYS, "full_attention_layers": [1, 3, 5, 7]}, {"pp": 2, "virtual_stages": 2, "zero": 2}
+    cases.append(case("gqa", 4, layers=8, parallel=stages, micro=1, variant=longer, steps=1))
+    cases += [
+        case("gqa", ranks, layers=one.get("pp", 1) * 2, parallel=one, micro=2, variant=VARIANTS["gqa"][4], **more)
+        for ranks, one, more in shapes
+    ]
+    experts = [
+        {"ep": 2}, {"tp": 2, "ep": 2}, {"tp": 2, "sp": True, "ep": 2, "expert_tp": 2}, {"cp": 2, "ep": 2}, {"pp": 2, "ep": 2},
+        {"tp": 4}, {"zero": 3, "ep": 2},
+    ]  # fmt: skip
+    cases += [
+        case("moe", 4, layers=one.get("pp", 1) * 2, parallel=one, micro=2, variant=VARIANTS["moe"][5])
+        for one in experts
+    ]
+    assert not problems(cases[::every], 4)
 
 
 @ONE_IN_THREE
@@ -204,11 +234,11 @@ def test_values_of_another_size_softplus_gates_and_heads_that_differ_by_layer(ev
     ]  # fmt: skip
     cases = [
         case("moe", ranks, layers=shape.get("pp", 1) * 2, parallel=shape, micro=2, variant=VARIANTS["moe"][number])
-        for number in (5, 6, 7)
+        for number in (6, 7, 8)
         for ranks, shape in shapes
     ]
     again = {"kind": "selective", "modules": ["activation", "attention"]}
-    cases.append(case("moe", 2, parallel={"tp": 2}, variant=VARIANTS["moe"][6], recompute=again))
+    cases.append(case("moe", 2, parallel={"tp": 2}, variant=VARIANTS["moe"][7], recompute=again))
     assert not problems(cases[::-every], 4)
 
 
@@ -285,6 +315,22 @@ def test_a_fixed_number_of_tokens_to_each_rank() -> None:
         {"pp": 2, "ep": 2, "schedule": "zb-h1", "dispatch_bound": 2.0}, {"cp": 2, "ep": 4, "zero": 3, "dispatch_bound": 4.0},
     ]  # fmt: skip
     cases = [case("moe", 4, layers=4, parallel=parallel, micro=2) for parallel in shapes]
+    assert not problems(cases, 4)
+
+
+def test_an_expert_exchange_beside_another_micro_batch() -> None:
+    """Forwards and backwards in turn, with and without a pipeline, and with what a backward computes again."""
+    shapes: list[tuple[str, int, dict[str, Any], dict[str, Any]]] = [
+        ("moe", 2, {"ep": 2}, {"kind": "selective", "modules": ["norm", "activation", "moe"]}),
+        ("moe", 4, {"tp": 2, "sp": True, "ep": 2, "expert_tp": 2, "zero": 2}, {}),
+        ("moe", 4, {"pp": 2, "ep": 2, "dispatch_bound": 2.0}, {"kind": "full"}),
+        ("deepseek", 4, {"pp": 2, "virtual_stages": 2, "ep": 2}, {}),
+        ("deepseek", 4, {"pp": 2, "virtual_stages": 2, "ep": 2, "schedule": "dualpipev"}, {}),
+    ]
+    cases = [
+        case(name, ranks, layers=4, parallel={**parallel, "overlap_expert_exchange": True}, micro=1, recompute=again)
+        for name, ranks, parallel, again in shapes
+    ]
     assert not problems(cases, 4)
 
 

@@ -318,7 +318,8 @@ def _optimizer(given: ForeignSettingsFile) -> None:
     if name is not None and not ADAMW.fullmatch(str(name)):
         given.note_optimizer(name, "optim")
     elif name is not None and re.search(r"[48]bit|fp8", str(name)):
-        given.add_note("changes meaning", "moments are in fp32, sharded over the data ranks", f"optim: {name}")
+        text = "moments are in fp32, sharded over the data ranks; optimizer.name: adamw8bit has them in 8 bits"
+        given.add_note("changes meaning", text, f"optim: {name}")
     if name is None or (ADAMW.fullmatch(str(name)) and not str(name).startswith("ao_")):
         text = "HuggingFace's AdamW does not read it; betas and eps are adam_beta1, adam_beta2 and adam_epsilon"
         given.note_matching("not needed", text, "optim_args optim_args.*")

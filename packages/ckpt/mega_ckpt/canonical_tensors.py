@@ -17,6 +17,7 @@ from mega_common.vision_config import PROJECTOR, TOWER, VisionConfig
 TensorShapes = dict[str, TensorShape]
 EMBEDDING, HEAD, SCORE = "model.embed_tokens.weight", "lm_head.weight", "score.weight"
 SCORE_BIAS = "score.bias"
+LAYER_EMBEDDING = "model.embed_tokens_per_layer.weight"
 # Prefixes of the tensors of reward and task heads, which a language model may lack: they are then randomly initialized.
 TASK_HEADS = ("score.", "model.pooler.", "lm_head.dense.", "lm_head.norm.")
 
@@ -42,6 +43,7 @@ def canonical_tensors(config: ModelConfig) -> TensorShapes:
         out["model.embed_types.weight"] = (config.token_types, embedded)
     out |= _norm(config, "model.embed_norm", embedded) if config.embedding_norm else {}
     out |= _linear("model.embed_proj", width, embedded, True) if config.embedding_size else {}
+    out |= _layer_inputs(config, config.per_layer_input_size) if config.per_layer_input_size else {}
     for index in range(config.num_layers):
         if config.encoder and index == config.encoder.num_layers:
             out |= _norm(config, "model.encoder_norm")
@@ -58,6 +60,25 @@ def canonical_tensors(config: ModelConfig) -> TensorShapes:
     for index in range(config.num_layers, config.num_layers + config.mtp_layers):
         out |= {f"model.layers.{index}.{name}": shape for name, shape in _mtp_layer(config, index).items()}
     return out
+
+
+def _layer_inputs(config: ModelConfig, size: int) -> TensorShapes:
+    """Return the tensors that make the inputs of all layers: embedding table, projection and norm."""
+    joined = config.num_layers * size
+    return {
+        LAYER_EMBEDDING: (config.vocab_size, joined),
+        **_linear("model.per_layer_model_projection", joined, config.hidden_size, False),
+        **_norm(config, "model.per_layer_projection_norm", size),
+    }
+
+
+def _layer_input_gate(config: ModelConfig, size: int) -> TensorShapes:
+    """Return the tensors by which a layer adds its input: gate, projection and norm."""
+    return {
+        **_linear("per_layer_input_gate", size, config.hidden_size, False),
+        **_linear("per_layer_projection", config.hidden_size, size, False),
+        **_norm(config, "post_per_layer_input_norm"),
+    }
 
 
 def _vision(config: ModelConfig) -> TensorShapes:
@@ -141,6 +162,9 @@ def _encoder_heads(config: ModelConfig) -> TensorShapes:
     }
 
 
+_KEYS = {"self_attn.k_", "self_attn.v_"}  # first letters of the tensors of keys and values
+
+
 def _layer(config: ModelConfig, index: int) -> TensorShapes:
     config = config.get_layer_config(index)
     before, after = config.norm_position in ("pre", "both", "stream"), config.norm_position not in ("pre", "stream")
@@ -148,12 +172,17 @@ def _layer(config: ModelConfig, index: int) -> TensorShapes:
     mlp_norm = "pre_feedforward_layernorm" if config.norm_position == "both" else "post_attention_layernorm"
     return {
         **(_norm(config, "input_layernorm") if mixer and before and (index or config.first_norm) else {}),
-        **_mixer(config, mixer),
+        **{
+            name: shape
+            for name, shape in _mixer(config, mixer).items()
+            if config.has_own_keys or name[:12] not in _KEYS
+        },
         **(_norm(config, "post_attention_layernorm") if mixer and after else {}),
         **(_cross_attention(config) if config.has_cross_attention(index) else {}),
-        **(_norm(config, mlp_norm) if feed and before and not config.shared_norm else {}),
+        **(_norm(config, mlp_norm) if before and config.has_norm_before_feed(feed) else {}),
         **_feed(config, feed),
         **(_norm(config, "post_feedforward_layernorm") if feed and after else {}),
+        **(_layer_input_gate(config, config.per_layer_input_size) if config.per_layer_input_size else {}),
         **({"layer_scalar": (1,)} if config.layer_scale else {}),
         **(_hyper_connection(config, "attn_hc.") if config.hyper_connections and mixer else {}),
         **(_hyper_connection(config, "ffn_hc.") if config.hyper_connections and feed else {}),
@@ -431,7 +460,11 @@ def _experts(config: ModelConfig) -> TensorShapes:
     assert moe is not None
     experts, shared, latent = moe.num_experts, moe.shared_ffn_hidden_size, moe.latent_size
     stacked = _mlp(config, moe.ffn_hidden_size, "mlp.experts", latent)
+    norms = ("shared_expert_norm", "shared_expert_output_norm", "experts_norm", "experts_output_norm")
+    separate: TensorShapes = {f"mlp.{name}.weight": (width,) for name in norms}
+    separate |= {"mlp.gate.scale": (width,), "mlp.gate.per_expert_scale": (experts,)}
     return {
+        **(separate if moe.separate_norms else {}),
         **_linear("mlp.gate", experts, width, moe.router_bias),
         **({"mlp.gate.e_score_correction_bias": (experts,)} if moe.selection_bias else {}),
         **({"mlp.fc1_latent_proj.weight": (latent, width)} if latent else {}),

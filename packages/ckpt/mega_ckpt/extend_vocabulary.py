@@ -13,13 +13,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mega_ckpt.canonical_tensors import EMBEDDING, HEAD
+from mega_ckpt.canonical_tensors import EMBEDDING, HEAD, LAYER_EMBEDDING
 from mega_ckpt.tensor_pieces import TensorShape, split_slice_by_elements
 from mega_ckpt.weight_source import DerivedWeightSource, WeightSource
 from mega_common.errors import CheckpointError
 
 TOKENIZER = "tokenizer.json"
 BLOCK = 1 << 22  # elements that are summed at once
+
+TABLES = (EMBEDDING, LAYER_EMBEDDING, HEAD)  # tensors with a row for each token
 
 
 class ExtendedVocabularySource(DerivedWeightSource):
@@ -54,13 +56,13 @@ class ExtendedVocabularySource(DerivedWeightSource):
         The embedding and the output layer have `size` rows; other tensors have the base model's shape.
         """
         shape = self.base.tensor_shape(name)
-        return (self.model.vocab_size, *shape[1:]) if name in (EMBEDDING, HEAD) else shape
+        return (self.model.vocab_size, *shape[1:]) if name in TABLES else shape
 
     def read_tensor_slice(self, name: str, offset: TensorShape, shape: TensorShape) -> Tensor:
         """Read `tensor[offset : offset + shape]` of a tensor of the model with the extended vocabulary.
         The tensor is `name`, with the rows of new tokens.
         """
-        new = offset[0] + shape[0] - self._old if name in (EMBEDDING, HEAD) else 0
+        new = offset[0] + shape[0] - self._old if name in TABLES else 0
         if new <= 0:
             return self.base.read_tensor_slice(name, offset, shape)
         rows = self._mean(name)[offset[1] : offset[1] + shape[1]].expand(min(new, shape[0]), -1)

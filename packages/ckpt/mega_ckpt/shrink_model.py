@@ -74,6 +74,7 @@ def check_shrinkable(model: ModelConfig) -> None:
         "hyper-connections": model.hyper_connections, "MTP layers": model.mtp_layers, "layers of several kinds": model.layers,
         "heads that differ by layer": model.full_attention, "keys as values": model.keys_are_values,
         "values of another size than keys, scaled values or a softplus gate": model.has_asymmetric_attention,
+        "inputs of each layer": model.per_layer_input_size, "shared keys and values": model.shared_kv_layers,
     }  # fmt: skip
     for part, present in parts.items():
         if present:

@@ -83,6 +83,8 @@ def build_vision_module(raw: Mapping[str, Any]) -> Any:
     kind, config = str(raw.get("model_type")), build_vision_language_config(raw)
     auto = import_transformers().AutoModelForImageTextToText
     config.get_text_config().num_hidden_layers = 0  # the text model is discarded
+    if getattr(config, "audio_config", None) is not None:
+        config.audio_config = None  # sound is not supported; its tensors are carried
     with convert_transformers_errors(kind, "build the vision encoder"), torch.device("meta"):
         whole = auto.from_config(config)
     body = getattr(whole, "model", whole)

@@ -162,6 +162,11 @@ class MoeConfig(StrictConfig):
     latent_size: PositiveInt | None = Field(
         None, description="width of the experts' input and output, with shared projections, as in Nemotron-3"
     )
+    separate_norms: bool = Field(
+        False,
+        description="shared expert and routed experts each have norms before and after; the router reads the normalised stream "
+        "times a learned vector / sqrt(hidden_size), and a learned factor of each expert multiplies its weight, as in Gemma 4",
+    )
 
     def problems(self) -> Iterator[ConfigProblem]:
         """Yield violated rules between the numbers of experts, chosen experts and expert groups."""
@@ -188,6 +193,15 @@ class MoeConfig(StrictConfig):
             yield ConfigProblem("choice", "is not supported with groups", "logits", "choice: scores")
         if self.shared_gate and not self.shared_ffn_hidden_size:
             yield ConfigProblem("shared_gate", "requires a shared expert", hint="set shared_ffn_hidden_size")
+        if self.separate_norms and (
+            not self.shared_ffn_hidden_size
+            or self.shared_gate
+            or self.shared_scaling != 1
+            or self.latent_size
+            or self.output_norm
+        ):
+            rule = "requires shared_ffn_hidden_size, and no shared_gate, shared_scaling, latent_size and output_norm"
+            yield ConfigProblem("separate_norms", rule, True, "separate_norms: false")
         yield from self._find_sinkhorn_problems() if self.sinkhorn else ()
 
     @property
@@ -335,6 +349,19 @@ class ModelConfig(StrictConfig):
     )
     layer_scale: bool = Field(
         False, description="each layer's output times a stored scalar that is not trained, as in Gemma 4"
+    )
+    per_layer_input_size: PositiveInt | None = Field(
+        None,
+        description="width of an input of each layer, from an embedding table for all layers and a projection of the embedded "
+        "tokens, which a gate in the layer multiplies, as in Gemma 4",
+    )
+    shared_kv_layers: NonNegativeInt = Field(
+        0,
+        description="number of last layers without keys and values of their own: they attend to those of the last earlier layer "
+        "with their window, or without one, as in Gemma 4",
+    )
+    shared_kv_ffn_hidden_size: PositiveInt | None = Field(
+        None, description="feed-forward width of the layers of shared_kv_layers; default: ffn_hidden_size"
     )
     sliding_window: PositiveInt | None = Field(
         None, description="attention window in keys, including the query's own; to each side if not causal"
@@ -513,12 +540,40 @@ class ModelConfig(StrictConfig):
         return self.model_copy(update={**self.full_attention.model_dump(exclude_none=True), "full_attention": None})
 
     def get_layer_config(self, layer: int) -> ModelConfig:
-        """Return the configuration with the attention heads and the norm position of the layer with this index."""
+        """Return the configuration with the attention heads, the norm position and the feed-forward width of this layer.
+        That of a layer with shared keys and values has `shared_kv_layers` = `num_layers`.
+        """
         position = self.norm_positions and self.norm_positions.get(self.get_mixer_kind(layer) or "")
         config = self.model_copy(update={"norm_position": position}) if position else self
+        if self.shares_keys(layer):
+            width = self.shared_kv_ffn_hidden_size or self.ffn_hidden_size
+            own = {"shared_kv_layers": self.num_layers, "ffn_hidden_size": width, "full_attention": None}
+            return (config if self.get_attention_window(layer) else config.full_layer_config).model_copy(update=own)
         if self.full_attention is None or self.get_attention_window(layer) is None:
             return config.full_layer_config
         return config.model_copy(update={"full_attention": None})
+
+    def shares_keys(self, layer: int) -> bool:
+        """Return whether the layer with this index attends to the keys and values of an earlier one."""
+        return self.num_layers - self.shared_kv_layers <= layer < self.num_layers
+
+    @property
+    def has_own_keys(self) -> bool:
+        """True unless this is `get_layer_config` of a layer that attends to the keys and values of an earlier one."""
+        return self.shared_kv_layers < self.num_layers
+
+    @property
+    def key_value_sources(self) -> list[int]:
+        """Layers whose keys and values later layers share: the last one of each window before these."""
+        every, own = range(self.num_layers), range(self.num_layers - self.shared_kv_layers)
+        windows = {self.get_attention_window(layer) for layer in filter(self.shares_keys, every)}
+        last = {self.get_attention_window(layer): layer for layer in own}
+        return sorted(layer for window, layer in last.items() if window in windows)
+
+    def has_norm_before_feed(self, kind: FeedForwardKind | None) -> bool:
+        """Return whether a layer's feed-forward of this kind reads the stream through one norm of its own."""
+        separate = kind == "moe" and self.moe is not None and self.moe.separate_norms
+        return kind is not None and not self.shared_norm and not separate
 
     def get_attention_window(self, layer: int) -> int | None:
         """Return the sliding attention window of a layer in keys, including the query's own; None for full attention."""
@@ -632,6 +687,17 @@ class ModelConfig(StrictConfig):
         They are those to whose outputs image features are added, and with hyper-connections the first, which widens the embeddings.
         """
         return int(self.hyper_connections is not None) if self.vision is None else len(self.vision.deepstack_layers)
+
+    @property
+    def last_stage_layers(self) -> int:
+        """Number of layers that must be on the last pipeline stage: those with shared keys and values, and their sources."""
+        return self.num_layers - min(self.key_value_sources, default=self.num_layers)
+
+    @property
+    def most_pipeline_stages(self) -> int:
+        """Largest number of pipeline stages: each has a layer, and the first and the last one those that must be on it."""
+        ends = self.first_stage_layers, self.last_stage_layers
+        return max(1, self.num_layers - sum(max(0, end - 1) for end in ends))
 
     def uses_tensor(self, name: str) -> bool:
         """Return whether the model's forward pass uses a tensor, by its canonical name.

@@ -78,7 +78,8 @@ def find_model_config_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
 
 
 def _find_full_attention_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
-    """Yield violated rules of heads that differ by layer, of normalised values and of keys as values."""
+    """Yield violated rules of layers that differ in heads, values, keys or inputs."""
+    yield from _find_shared_input_problems(model)
     for name in ("full_attention", "value_norm", "keys_are_values", "value_head_dim", "softplus_gate"):
         if getattr(model, name) and (model.mla or model.encoder or model.retro):
             rule = "is not supported with mla, encoder and retro"
@@ -90,8 +91,8 @@ def _find_full_attention_problems(model: ModelConfig) -> Iterator[ConfigProblem]
     if (heads := model.full_layer_config.num_attention_heads) % full.num_kv_heads:
         rule = f"must divide num_attention_heads = {heads}"
         yield ConfigProblem("full_attention.num_kv_heads", rule, full.num_kv_heads)
-    if full.num_attention_heads and model.has_position_bias:
-        rule = "is not supported with position: alibi or relative"
+    if full.num_attention_heads and (model.has_position_bias or model.shared_kv_layers):
+        rule = "is not supported with position: alibi or relative, and shared_kv_layers"
         yield ConfigProblem("full_attention.num_attention_heads", rule, hint="position: rope")
     if model.position == "rope" and model.full_layer_config.rotary_dim % 2:
         rule = "must give an even number of rotated elements"
@@ -100,7 +101,8 @@ def _find_full_attention_problems(model: ModelConfig) -> Iterator[ConfigProblem]
 
 def _find_hyper_connection_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
     """Yield settings that a model with hyper-connections does not have."""
-    for name in ("mtp_layers", "encoder", "retro", "vision", "parallel_residual", "layer_scale", "norm_positions"):
+    names = ("mtp_layers", "encoder", "retro", "vision", "parallel_residual", "layer_scale", "norm_positions")
+    for name in (*names, "per_layer_input_size", "shared_kv_layers"):
         if getattr(model, name):
             yield ConfigProblem(name, "is not supported with hyper_connections", hint=f"leave out {name}")
     if model.norm_position != "pre" or not model.causal:
@@ -111,7 +113,7 @@ def _find_hyper_connection_problems(model: ModelConfig) -> Iterator[ConfigProble
 def _find_asymmetric_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
     """Yield settings that attention with values of another size, a factor on values or a softplus gate does not have."""
     names = ("attention_gate", "qkv_clip", "value_norm", "keys_are_values", "output_input_norms", "qk_norm_after_rope")
-    for name in (*names, "no_rope_scaling", "vision", "mla", "encoder", "retro"):
+    for name in (*names, "no_rope_scaling", "vision", "mla", "encoder", "retro", "shared_kv_layers"):
         if getattr(model, name) or (model.full_attention and getattr(model.full_attention, name, False)):
             rule = "is not supported with value_head_dim, value_scale and softplus_gate"
             yield ConfigProblem(name, rule, hint=f"leave out {name}")
@@ -122,6 +124,34 @@ def _find_asymmetric_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
     if model.position not in ("rope", "none"):
         rule = "must be rope or none with value_head_dim, value_scale and softplus_gate"
         yield ConfigProblem("position", rule, model.position, "position: rope")
+
+
+def _find_shared_input_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
+    """Yield violated rules of what layers get from outside: per-layer inputs, and keys and values of earlier layers."""
+    if model.per_layer_input_size and (
+        model.encoder or model.retro or model.mtp_layers or not model.has_gated_mlp or model.norm_position == "sum"
+    ):
+        rule = "requires a gated activation, and no encoder, retro, mtp_layers and norm_position: sum"
+        yield ConfigProblem("per_layer_input_size", rule, model.per_layer_input_size, "leave out per_layer_input_size")
+    if model.shared_kv_ffn_hidden_size and not model.shared_kv_layers:
+        rule = "requires shared_kv_layers"
+        yield ConfigProblem("shared_kv_ffn_hidden_size", rule, model.shared_kv_ffn_hidden_size, "set shared_kv_layers")
+    if model.moe and model.moe.separate_norms and (model.norm != "rmsnorm" or model.norm_position != "both"):
+        rule = "requires norm: rmsnorm and norm_position: both"
+        yield ConfigProblem("moe.separate_norms", rule, True, "norm_position: both")
+    if not model.shared_kv_layers:
+        return
+    single = ("mla", "encoder", "retro", "layers", "mtp_layers", "attention_sinks", "attention_gate", "output_input_norms",
+              "qkv_clip", "no_rope_scaling", "qk_norm_after_rope", "has_position_bias")  # fmt: skip
+    found = [name for name in single if getattr(model, name)]
+    if found or not model.causal or model.rope.query_scaling or model.qk_norm_span != "head":
+        rule = "requires plain causal attention in all layers" + (f", without {found[0]}" if found else "")
+        yield ConfigProblem("shared_kv_layers", rule, model.shared_kv_layers, "shared_kv_layers: 0")
+        return
+    windows = {model.get_attention_window(layer) for layer in filter(model.shares_keys, range(model.num_layers))}
+    if len(model.key_value_sources) < len(windows):
+        rule = f"must leave a layer of each window before them, of num_layers = {model.num_layers}"
+        yield ConfigProblem("shared_kv_layers", rule, model.shared_kv_layers, "use fewer")
 
 
 def _find_vision_problems(model: ModelConfig) -> Iterator[ConfigProblem]:

@@ -87,6 +87,9 @@ class VisionConfig(StrictConfig):
     projector_activation: Literal["gelu", "gelu_tanh", "quick_gelu"] = "gelu"
     projector_bias: bool = True
     image_token: NonNegativeInt = Field(description="placeholder token, one for each feature in a text")
+    layer_input_token: NonNegativeInt | None = Field(
+        None, description="token by which placeholders get the inputs of each layer; default: image_token"
+    )
     begin_token: NonNegativeInt | None = Field(
         None, description="token before the placeholders of an image; texts for Gemma 3 have only this token"
     )

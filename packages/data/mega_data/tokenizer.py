@@ -1,7 +1,7 @@
 """Tokenizers in HuggingFace's `tokenizer.json` format, loaded without transformers and trained from text.
 
 A tokenizer is a folder with `tokenizer.json` and optionally `tokenizer_config.json` (which names the end-of-text
-token), or just the file `tokenizer.json`.
+token), or just the file `tokenizer.json`. `FILE.py:NAME` and `PACKAGE:NAME` name the tokenizer of an extension.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from struct import pack
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,7 @@ from mega_common.atomic_files import compute_file_sha256, open_atomic_file, writ
 from mega_common.bounded_parsing import describe_json_type, read_json_file
 from mega_common.errors import DataError
 from mega_common.progress_logging import ProgressBar, logger
+from mega_data.extension_tokenizer import ExtensionBackend, TokenizerReference
 from mega_data.plain_text_tokenizer import PlainTextBackend
 
 END_OF_TEXT = "<|endoftext|>"
@@ -63,25 +64,35 @@ class TextCut(NamedTuple):
 
 
 class Tokenizer:
-    """Encoder and decoder of text by one tokenizer.json.
+    """Encoder and decoder of text by one tokenizer.json, or by the tokenizer of an extension.
 
     With `specials_as_text` a special token spelled in a text is encoded as text.
 
     Attributes:
-        path: path of the `tokenizer.json`.
+        path: path of the `tokenizer.json`, or `EXTENSION:NAME`.
         vocab_size: largest id + 1, including added and special tokens.
         eos_id: id of the end-of-text token, None if the folder names none.
         eos_token: spelling of the end-of-text token, or None.
         bos_id: id of the begin-of-text token, None if the folder names none.
         backend: the stored tokenizer, which parses special tokens.
         plain: encoder of special tokens as text, None without `specials_as_text`.
-        fingerprint: SHA-256 of `tokenizer.json`, 64 hex digits.
+        fingerprint: SHA-256 of `tokenizer.json`, 64 hex digits; of an extension's tokenizer, of its vocabulary.
+        extension: adapter of the tokenizer of an extension, or None for a tokenizer.json.
 
     Raises:
         DataError: if there is no tokenizer at `path`, or it has another format.
+        ConfigError: if the extension that `path` names cannot be loaded.
     """
 
     def __init__(self, path: Path, *, specials_as_text: bool = False) -> None:
+        self.extension: ExtensionBackend | None = None
+        if (reference := TokenizerReference.parse(Path(path))) is not None:
+            self.path, self.extension, self.plain, self.bos_id = reference.path, ExtensionBackend(reference), None, None
+            self.backend = cast("Backend", self.extension)  # has the methods that mega calls
+            self.vocab_size = max(self.backend.get_vocab().values()) + 1
+            self.eos_token, self.fingerprint = self.extension.end_token, self.extension.fingerprint
+            self.eos_id = None if self.eos_token is None else self.backend.token_to_id(self.eos_token)
+            return
         self.path = _find_tokenizer_file(Path(path))
         try:
             self.backend = Backend.from_file(str(self.path))
@@ -213,6 +224,8 @@ def disable_encoder_threads() -> Iterator[None]:
 
 def _find_tokenizer_file(path: Path) -> Path:
     file = path / "tokenizer.json" if path.is_dir() else path
+    if file.suffix == ".py":
+        raise DataError(f"{path}: must name the tokenizer of an extension", hint=f"give {path}:NAME")
     if file.is_file():
         return file
     if path.is_dir():
@@ -225,7 +238,8 @@ def _find_tokenizer_file(path: Path) -> Path:
         )
     raise DataError(
         f"{path}: no such tokenizer file or folder",
-        hint="give a local folder with tokenizer.json, or train a tokenizer with `mega data train-tokenizer`",
+        hint="give a local folder with tokenizer.json, or FILE.py:NAME of an extension, or train a tokenizer with "
+        "`mega data train-tokenizer`",
     )
 
 

@@ -100,7 +100,7 @@ def _flatten_norm(half: ResidualBranch) -> Callable[[Tensor], Tensor] | None:
 def _flatten_sublayer(work: nn.Module) -> LayerFunction:
     """Return attention or a gated MLP as a function of [N, D]; other modules are wrapped."""
     if (
-        isinstance(work, SelfAttention)
+        type(work) is SelfAttention
         and work.rotates
         and not work.gated
         and work.clip is None

@@ -26,6 +26,7 @@ from lm_eval.utils import handle_non_serializable, make_table
 from mega_common.atomic_files import open_atomic_file
 from mega_common.bounded_parsing import check_yaml_file_size, read_settings_file
 from mega_common.errors import ConfigError, DataError
+from mega_common.extension_entries import Sampler
 from mega_common.progress_logging import ProgressBar, logger
 from mega_data.chat.chat_records import Conversation
 from mega_data.chat.chat_template import ChatTemplate
@@ -46,16 +47,23 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         ends: tokens that end a text.
         template: chat template, if any.
         max_length: maximum number of tokens of an input; longer ones lose their start.
+        samplers: samplers of extensions, which generation settings may name.
 
     Raises:
         DataError: when the tokenizer has no end-of-text token.
     """
 
     def __init__(
-        self, replicas: ModelReplicas, ends: frozenset[int], template: ChatTemplate | None, max_length: int
+        self,
+        replicas: ModelReplicas,
+        ends: frozenset[int],
+        template: ChatTemplate | None,
+        max_length: int,
+        samplers: Mapping[str, Sampler] | None = None,
     ) -> None:
         super().__init__()
         self.replicas, self.ends, self.template, self.max_length = replicas, ends, template, max_length
+        self._samplers = samplers or {}
         self.text = replicas.prompts
         self.has_encoder = replicas.model.config.encoder is not None
         self.backend = "seq2seq" if self.has_encoder else "causal"  # selects how the harness encodes pairs
@@ -165,7 +173,10 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
                 hint="raise --seq-length if the model supports it, or lower max_gen_toks in the task",
             )
         rest = rest if drawn else {key: value for key, value in rest.items() if key not in DRAWN}
-        sampling = Sampling.parse(rest, source="generation_kwargs of the task")
+        # the harness's KEY=VALUE,... has no nested settings
+        own = {key.partition(".")[2]: rest.pop(key) for key in list(rest) if key.startswith("sampler_options.")}
+        rest |= {"sampler_options": own} if own else {}
+        sampling = Sampling.parse(rest, source="generation_kwargs of the task").bind_sampler(self._samplers)
         limits = GenerationLimits(new, tuple(stops), self.ends)
         longest = self.max_length - (0 if self.has_encoder else new)
         found = self.replicas.generate_completions(contexts, longest, limits, sampling)

@@ -12,12 +12,13 @@ print(model.score(["Paris is in France.", "Paris is in Spain."]))
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from mega_common.errors import ConfigError
+from mega_common.extension_entries import Sampler
 from mega_common.object_store import Location
 from mega_data.chat.chat_records import Conversation
 from mega_data.chat.chat_template import ChatTemplate
@@ -39,6 +40,7 @@ from mega_eval.model_loading import (
 from mega_eval.sampling import Sampling
 from mega_eval.score import Score, score_continuations
 from mega_eval.text_stream import GenerationLimits
+from mega_trainer.config.extensions import load_extensions
 from mega_trainer.distributed.process_groups import ParallelGroups
 from mega_trainer.model.decoder import Decoder
 from mega_trainer.parallel.lora_layers import PerRowAdapterSelection
@@ -56,6 +58,7 @@ class LanguageModel:
         settings: settings of `Sampling` from its generation_config.json; defaults that a call can override.
         draft: source of draft tokens (speculative decoding), which does not change the text.
         adapters: LoRA adapters kept separate from the weights; each engine request may select one.
+        samplers: samplers of extensions, by name.
     """
 
     path: str | Location
@@ -65,6 +68,7 @@ class LanguageModel:
     settings: Mapping[str, Any]
     draft: DraftSource | None = None
     adapters: PerRowAdapterSelection | None = None
+    samplers: Mapping[str, Sampler] = field(default_factory=dict)
 
     @classmethod
     def load(
@@ -93,7 +97,7 @@ class LanguageModel:
             groups: process groups of the ranks that share the model, all of which load it.
             adapter: LoRA adapter, of a run or a PEFT folder, to merge into the weights.
             adapters: folders of LoRA adapters by name, kept separate from the weights; each request may select one.
-            extensions: extensions with the code of the model's own layers, or with the family of the folder.
+            extensions: extensions with the code of the model's own layers, the family of the folder, or samplers.
 
         Raises:
             CheckpointError: when there is no complete model, or no tokenizer.
@@ -123,7 +127,8 @@ class LanguageModel:
             warn_unsupported_settings(path, extensions)
         ends = find_end_tokens(path, own_tokenizer, extensions)
         settings = load_sampling_settings(path, extensions)
-        return cls(path, model, own_tokenizer, ends, settings, source, selection)
+        samplers = load_extensions(extensions).entries("samplers")
+        return cls(path, model, own_tokenizer, ends, settings, source, selection, samplers)
 
     def sampling(self, **settings: Any) -> Sampling:
         """Return a `Sampling` with the given settings and the model's defaults for others.
@@ -135,7 +140,7 @@ class LanguageModel:
             ConfigError: when a setting is unknown or invalid.
         """
         own = {**self.settings, "min_length_ends": sorted(self.ends)}
-        return Sampling.parse({**own, **settings}, source="sampling")
+        return Sampling.parse({**own, **settings}, source="sampling").bind_sampler(self.samplers)
 
     def generate(
         self,

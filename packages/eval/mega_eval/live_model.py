@@ -120,6 +120,11 @@ def build_inference_model(executor: PipelineExecutor, run: RunConfig) -> Decoder
         functions=run.registry.bind_functions(config),
     )  # fmt: skip
     sharded = isinstance(live, FSDPModule)
+    if config.per_layer_input_size and (sharded or groups.pp.size > 1):
+        raise ConfigError(
+            "generation in training requires parallel.pp = 1 and parallel.zero <= 2 for a model with model.per_layer_input_size",
+            hint="set parallel.zero=2 and parallel.pp=1",
+        )
     if groups.pp.size > 1:
         own = {number: range(stage.stage.first, stage.stage.last) for number, stage in sorted(executor.stages.items())}
         pipeline_class = GatheredPipelineDecoder if sharded else PipelineDecoder

@@ -33,6 +33,7 @@ from mega_common.lora_config import is_adapter_tensor
 from mega_common.model_config import ModelConfig
 from mega_common.object_store import Location
 from mega_common.progress_logging import logger
+from mega_data.extension_tokenizer import RECORD_FILE, find_recorded_tokenizer
 from mega_data.tokenizer import Tokenizer
 from mega_eval.sampling import (
     GENERATION_KEYS,
@@ -319,6 +320,11 @@ def _check_loadable(
             f"{path}: draft = mtp is not supported with pipeline parallelism (pp = {stages})",
             hint="use pp = 1, or draft = ngrams",
         )
+    if model.per_layer_input_size and stages > 1:
+        raise ConfigError(
+            f"{path}: a model with inputs of each layer is not supported with pipeline parallelism (pp = {stages})",
+            hint="use pp = 1, and tp > 1 if it does not fit on one device",
+        )
     if kind == "encoder-decoder" and stages > 1:
         raise ConfigError(
             f"{path}: an encoder-decoder model is not supported with pipeline parallelism (pp = {stages})",
@@ -330,14 +336,18 @@ def load_tokenizer(
     path: str | Location, adapter: str | Location | None = None, extensions: Sequence[str] = ()
 ) -> Tokenizer:
     """Load the tokenizer that is stored with the weights at `path`.
-    It is that of a LoRA `adapter` if its folder has one; `extensions` may have the family of the folder.
+    It is that of a LoRA `adapter` if its folder has one; `extensions` may have the family of the folder, or the tokenizer.
 
     Raises:
-        CheckpointError: when there is no tokenizer.json.
+        CheckpointError: when there is neither a tokenizer.json nor the record of an extension's tokenizer.
         DataError: when the tokenizer cannot be used.
     """
     source = open_inference_source(path, adapter, extensions)
-    file = source.asset_files().get("tokenizer.json")
+    assets = source.asset_files()
+    file, record = assets.get("tokenizer.json"), assets.get(RECORD_FILE)
+    if file is None and record is not None:
+        content = record.read_bytes() if isinstance(record, Path) else record
+        return Tokenizer(find_recorded_tokenizer(content, extensions, str(path)))
     if file is None:
         raise CheckpointError(
             f"{path}: tokenizer.json is missing",

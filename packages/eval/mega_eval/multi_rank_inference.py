@@ -56,9 +56,11 @@ def build_replica_groups(
         ConfigError: when the model does not support these parallel degrees.
     """
     check_parallel_degrees(model, tp=replica_layout.tp, ep=replica_layout.ep)
-    most = model.num_layers - max(0, model.first_stage_layers - 1)
+    most = model.most_pipeline_stages
     if replica_layout.pp > most:
-        together = f", less {model.num_layers - most}, as its first {model.first_stage_layers} must be on one rank"
+        first, last = model.first_stage_layers, model.last_stage_layers
+        which = f"last {last}" if last > first else f"first {first}"
+        together = f", less {model.num_layers - most}, as its {which} must be on one rank"
         raise ConfigError(
             f"pp = {replica_layout.pp} must be at most the number of layers of the model, {model.num_layers}"
             + (together if most < model.num_layers else ""),

@@ -13,16 +13,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt, PrivateAttr
 from torch import Tensor
 
 from mega_ckpt.families.config_entries import split_words
 from mega_common.errors import CheckpointError, ConfigError, DataError
+from mega_common.extension_entries import Sampler
 from mega_common.strict_config import StrictConfig
 from mega_trainer.distributed.device import to_device
 from mega_trainer.distributed.rng import seeded_generator
@@ -32,9 +34,32 @@ CPU_ELEMENTS = 1 << 18  # most scores that are sampled at once on a CPU, so that
 NOT_A_NUMBER, NO_CHOICE, CHOSEN_LATER = -1, -2, -3  # in place of a token id
 
 
+@dataclass(frozen=True)
+class BoundSampler:
+    """Sampler of an extension with its options: a function of the scores [V] of the next token and the tokens before it."""
+
+    name: str
+    adjust: Callable[..., Tensor]
+
+    def __call__(self, scores: Tensor, prompt: Sequence[int], generated: Sequence[int]) -> Tensor:
+        """Return the changed scores [V].
+
+        Raises:
+            DataError: when the extension raises, or returns anything else.
+        """
+        try:
+            found = self.adjust(scores, list(prompt), list(generated))
+        except Exception as error:
+            raise DataError(f"sampler {self.name} raised {type(error).__name__}: {error}") from error
+        if not isinstance(found, Tensor) or found.shape != scores.shape:
+            shape = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
+            raise DataError(f"sampler {self.name} must return scores {list(scores.shape)}, found {shape}")
+        return found
+
+
 class Sampling(StrictConfig):
     """Settings that choose the next token from the logits.
-    Penalties, then temperature, `top_k`, `top_p` and `min_p` are applied in this order.
+    Penalties, the sampler of an extension, temperature, `top_k`, `top_p` and `min_p` are applied in this order.
     """
 
     temperature: float = Field(0.0, ge=0, allow_inf_nan=False, description="0 is greedy decoding")
@@ -79,11 +104,44 @@ class Sampling(StrictConfig):
     min_new_tokens: NonNegativeInt = Field(0, description="minimum number of new tokens")
     min_length_ends: list[int] = Field([], description="end tokens that `min_length` and `min_new_tokens` exclude")
     seed: int = 0
+    sampler: str | None = Field(None, description="sampler of an extension, applied after penalties and grammars")
+    sampler_options: dict[str, Any] = Field({}, description="settings of `sampler`")
+    _bound_sampler: BoundSampler | None = PrivateAttr(None)
+
+    def bind_sampler(self, samplers: Mapping[str, Sampler]) -> Sampling:
+        """Return the sampling settings with the function of their `sampler`, one of those that extensions have.
+
+        Raises:
+            ConfigError: when `sampler` is none of `samplers`, or does not accept the options.
+        """
+        if self.sampler is None and self.sampler_options:
+            raise ConfigError("sampler_options requires sampler", hint="name the sampler of an extension")
+        if self.sampler is None:
+            return self
+        if self.sampler not in samplers:
+            known = ", ".join(samplers)
+            hint = f"use one of {known}" if known else "name the extension that has it with --extension FILE"
+            raise ConfigError(f"sampler = {self.sampler!r:.60} is not a sampler of a loaded extension", hint=hint)
+        entry, bound = samplers[self.sampler], self.model_copy()
+        options = entry.options.parse(self.sampler_options, source=f"sampler_options of {self.sampler}")
+        bound._bound_sampler = BoundSampler(self.sampler, partial(entry.adjust, options=options))
+        return bound
+
+    @property
+    def bound_sampler(self) -> BoundSampler | None:
+        """Function of the sampler, or None without one.
+
+        Raises:
+            ConfigError: when the settings name a sampler, and `bind_sampler` was not called.
+        """
+        if self.sampler is not None and self._bound_sampler is None:
+            raise ConfigError(f"sampler = {self.sampler!r:.60} is not supported here", hint="leave out sampler")
+        return self._bound_sampler
 
     @property
     def is_greedy(self) -> bool:
         """True if the sampling settings choose the most likely token from unmodified scores."""
-        return self.temperature == 0 and not self.modifies_scores
+        return self.temperature == 0 and not self.modifies_scores and self.sampler is None
 
     @property
     def modifies_scores(self) -> bool:
@@ -164,6 +222,10 @@ def _draw_tokens(logits: Tensor, choices: Sequence[TokenChoice]) -> Tensor:
         if choice.constrain is not None:
             scores = scores.clone() if scores is logits else scores
             scores[row] = choice.constrain(scores[row])
+    for row, choice in enumerate(choices):
+        if (sampler := choice.sampling.bound_sampler) is not None:
+            scores = scores.to(torch.float64, copy=scores is logits)
+            scores[row] = sampler(scores[row], choice.prompt, choice.generated)
     p = compute_probabilities(scores, [choice.sampling for choice in choices])
     return draw_tokens(p, choices).masked_fill_(~scores.amax(-1).isfinite(), NO_CHOICE)
 

@@ -40,7 +40,12 @@ class PipelineDecoder(Decoder):
     ) -> None:
         pp, config = build.groups.pp, build.config
         self._owners = owners or range(pp.size)
-        stages = split_stage_layers(config.num_layers, pp.size, first_stage_layers=config.first_stage_layers)
+        stages = split_stage_layers(
+            config.num_layers,
+            pp.size,
+            first_stage_layers=config.first_stage_layers,
+            last_stage_layers=config.last_stage_layers,
+        )
         self._own = own or {pp.rank: stages[pp.rank]}
         super().__init__(build, StageLayers(0, 0, self._owners[0] == pp.rank, self._owners[-1] == pp.rank))
         self.layers = nn.ModuleList(

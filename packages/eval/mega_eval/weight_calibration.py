@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from mega_common.errors import DataError
+from mega_common.errors import ConfigError, DataError
 from mega_common.object_store import Location
 from mega_common.progress_logging import ProgressBar
 from mega_data.blended_dataset import SequentialDataset, open_sequential_dataset
@@ -70,10 +70,16 @@ class TextCalibration:
 
         Raises:
             CheckpointError: when the model cannot be loaded.
-            ConfigError: when it is not a decoder.
+            ConfigError: when it is not a decoder, or layers of it depend on others than the one before.
             DataError: when a token is outside the vocabulary.
         """
         model = load_inference_model(self.model)
+        if model.config.per_layer_input_size or model.config.shared_kv_layers:
+            raise ConfigError(
+                f"{self.name}: calibration is not supported with inputs of each layer or shared keys and values, as it runs "
+                "one layer at a time",
+                hint="quantise without calibration",
+            )
         largest = max(int(tokens.max()) for tokens in self.sequences)
         if largest >= model.config.vocab_size:
             raise DataError(f"{self.name}: token {largest} is outside the model's vocabulary")

@@ -10,25 +10,28 @@ import importlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from mega_common.model_config import ModelConfig
-from mega_common.strict_config import ConfigProblem, StrictConfig
-from mega_trainer.config.extensions import (
-    EXTENSION_API,
+from mega_common.extension_entries import (
     ActivationFunction,
     Block,
     BlockTraits,
     Callback,
+    CustomTokenizer,
     DataKind,
     Extension,
+    Kernel,
     NoOptions,
     NormFunction,
     Objective,
     Optimizer,
     PositionFunction,
+    Sampler,
     Schedule,
     ScoreFunction,
-    load_extensions,
 )
+from mega_common.extension_loader import EXTENSION_API
+from mega_common.model_config import ModelConfig
+from mega_common.strict_config import ConfigProblem, StrictConfig
+from mega_trainer.config.extensions import load_extensions
 from mega_trainer.config.sections import OptimizerConfig
 
 if TYPE_CHECKING:
@@ -116,6 +119,7 @@ __all__ = [
     "ColumnParallelLinear",
     "ConfigMismatchError",
     "ConfigProblem",
+    "CustomTokenizer",
     "DataKind",
     "DatasetContext",
     "DatasetPart",
@@ -126,6 +130,7 @@ __all__ = [
     "FinishedStep",
     "FixedFieldsEntry",
     "ForwardContext",
+    "Kernel",
     "KeyEntry",
     "KeyValueHeadsEntry",
     "LayerBuilder",
@@ -142,6 +147,7 @@ __all__ = [
     "RecurrentMixer",
     "RopeEntry",
     "RowParallelLinear",
+    "Sampler",
     "ScanInputs",
     "ScanPass",
     "Schedule",

@@ -9,11 +9,15 @@ from typing import Any
 
 import httpx2 as httpx
 import pytest
+import torch
 from chat_templates import chat_tokenizer
 from serving import service_of, serving
 from tiny_models import save_tiny, variant
+from torch import Tensor
 
 from mega_ckpt.families import family_by_name
+from mega_common.extension_entries import Sampler
+from mega_common.strict_config import StrictConfig
 from mega_data.tokenizer import Tokenizer, train_tokenizer
 from mega_eval.inference_engine import InferenceEngine
 from mega_eval.model_loading import load_inference_model
@@ -40,6 +44,10 @@ KNOWN = """
     audio functions function_call metadata modalities prediction prompt_cache_key safety_identifier service_tier store
     verbosity web_search_options
 """
+
+
+class TakenToken(StrictConfig):
+    token: int
 
 
 @pytest.fixture(scope="module")
@@ -239,6 +247,22 @@ def test_tokens_are_allowed_biased_and_banned(client: httpx.Client, service: Mod
     with_pairs = tokens_of(client, service, **forced, bad_words=[letter * 2])
     pair = service.tokenizer.encode(letter * 2)
     assert pair not in [with_pairs[at : at + len(pair)] for at in range(12)]
+
+
+def test_a_request_names_a_sampler_of_an_extension(client: httpx.Client, service: ModelService) -> None:
+    def take_token(scores: Tensor, prompt: list[int], generated: list[int], *, options: TakenToken) -> Tensor:
+        return scores.index_fill(0, torch.tensor([options.token]), 1e9)
+
+    service.samplers = {"take_token": Sampler(take_token, TakenToken)}
+    found = complete(client, sampler="take_token", sampler_options={"token": 70}, max_tokens=3, ignore_eos=True)
+    assert found["text"] == service.tokenizer.decode([70] * 3)
+    for more, words in (
+        ({"sampler": "none"}, "not a sampler of a loaded extension; use one of take_token"),
+        ({"sampler": "take_token", "sampler_options": {"tokens": 1}}, "tokens: unknown key"),
+    ):
+        error = refusal(client, "/v1/completions", {**TEXT, **more})
+        assert error["param"] == "sampler"
+        assert words in error["message"]
 
 
 def test_a_minimum_of_tokens_requires_an_allowed_token_that_does_not_end_the_text(

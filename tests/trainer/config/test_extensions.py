@@ -195,11 +195,11 @@ def test_a_saved_model_never_loads_code_by_a_name_it_gives(tmp_path: Path) -> No
 def test_installed_extensions_are_found_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     import importlib.metadata
 
-    from mega_trainer.config import extensions
+    from mega_common import extension_loader
 
     found = load_extensions([MIXER]).extensions[0]
     point = importlib.metadata.EntryPoint(found.name, "nowhere", "mega.extensions")
-    monkeypatch.setattr(extensions, "entry_points", lambda group: [point] if group == "mega.extensions" else [])
+    monkeypatch.setattr(extension_loader, "entry_points", lambda group: [point] if group == "mega.extensions" else [])
     monkeypatch.setattr(importlib.metadata.EntryPoint, "load", lambda self: found)
     assert load_extensions([found.name]).versions == {found.name: "1.0"}
     assert load_model_extensions(differential().model, [], "runs/a").versions == {found.name: "1.0"}

@@ -68,6 +68,9 @@ def test_all_that_does_not_fit_the_model_is_told_at_once() -> None:
         ({"virtual_stages": 2}, "set parallel.virtual_stages=1"),
         ({"pp": 2, "pipeline_layout": [1, 2]}, "set parallel.pipeline_layout=[2, 2]"),
         ({"pp": 2, "schedule": "zbv"}, "virtual_stages=2"),
+        ({"pp": 2, "schedule": "dualpipev"}, "virtual_stages=2"),
+        ({"pp": 4, "schedule": "dualpipev", "virtual_stages": 2}, "set parallel.pp=2, parallel.virtual_stages=2"),
+        ({"schedule": "dualpipev", "virtual_stages": 2}, "set parallel.schedule=1f1b"),
         ({"pp": 2, "schedule": "zb-h1", "virtual_stages": 2}, "virtual_stages=1"),
         ({"schedule": "zb-h1"}, "set parallel.schedule=1f1b"),
     ],
@@ -149,6 +152,31 @@ def test_fewer_key_value_heads_than_tensor_ranks_must_divide_them() -> None:
     )
 
 
+OVERLAP = {"ep": 2, "overlap_expert_exchange": True}
+
+
+@pytest.mark.parametrize(
+    ("parallel", "says"),
+    [
+        ({"ep": 1}, "requires expert parallelism (parallel.ep or parallel.expert_tp > 1)"),
+        ({"dispatch": "deepep"}, "requires parallel.dispatch = alltoall"),
+        ({"zero": 3}, "requires parallel.zero < 3"),
+        ({"pp": 2, "schedule": "zb-h1"}, "requires parallel.schedule = 1f1b or dualpipev"),
+    ],
+)
+def test_an_exchange_that_cannot_be_hidden(parallel: dict[str, Any], says: str) -> None:
+    text = error_message(run(model={"moe": MOE}, parallel=OVERLAP | parallel))
+    assert f"parallel.overlap_expert_exchange = True: {says}" in text
+    RunConfig.parse(run(model={"moe": MOE}, parallel=OVERLAP))
+
+
+def test_an_exchange_is_hidden_under_another_micro_batch() -> None:
+    config = RunConfig.parse(run(model={"moe": MOE}, parallel={"pp": 2} | OVERLAP))
+    config.check_world_size(4)
+    with pytest.raises(ConfigError, match="= 4 micro-batches per step, found 2"):
+        config.check_world_size(8)
+
+
 @st.composite
 def runs(draw: st.DrawFn) -> dict[str, Any]:
     heads = draw(st.sampled_from([2, 4, 6, 12]))
@@ -164,7 +192,7 @@ def runs(draw: st.DrawFn) -> dict[str, Any]:
         "pp": draw(st.integers(1, 4)),
         "sp": draw(st.booleans()),
         "virtual_stages": draw(st.sampled_from([1, 1, 2])),
-        "schedule": draw(st.sampled_from(["1f1b", "1f1b", "zb-h1", "zbv"])),
+        "schedule": draw(st.sampled_from(["1f1b", "1f1b", "zb-h1", "zbv", "dualpipev"])),
         "dp": draw(st.sampled_from([None, None, 2])),
         "cp": draw(st.sampled_from([1, 1, 2, 3])),
         "cp_kind": draw(st.sampled_from(["ring", "allgather", "alltoall"])),

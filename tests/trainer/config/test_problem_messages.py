@@ -29,6 +29,7 @@ BASE: dict[str, Any] = {
     "device": "cpu",
 }  # fmt: skip
 MOE = "model.moe={num_experts: 8, top_k: 2, ffn_hidden_size: 12}"
+KERNELS = Path(__file__).parents[3] / "examples" / "extensions" / "sampler_tokenizer_kernel.py"
 FUNCTIONS = Path(__file__).parents[3] / "examples" / "extensions" / "model_functions.py"
 ENCODER = ["model.encoder={num_layers: 2}", "data.kind=t5", "model.position=relative", "model.norm=rmsnorm"]
 RETRO = ["model.retro={layers: [1], chunk_length: 16, encoder_layers: 2}", "data.kind=retro"]
@@ -67,6 +68,9 @@ CASES: list[list[str]] = [
     [*STREAM, "train.eval_every=10"],
     [*STREAM, "train.epochs=2"],
     # architecture
+    ["model.num_layers=4", "model.shared_kv_layers=1", "parallel.pp=4"],
+    ["model.num_layers=4", "model.shared_kv_layers=1", "parallel.pp=2", "parallel.pipeline_layout=[3, 1]"],
+    ["model.per_layer_input_size=8", "parallel.pp=2", "eval.tasks=[hellaswag]"],
     ["model.position=learned", "data.seq_length=128"],
     ["data.kind=masked"],
     ["data.kind=bert"],
@@ -103,6 +107,7 @@ CASES: list[list[str]] = [
     ["optimizer.options={a: 1}"],
     ["optimizer.sgd={momentum: 0.0, nesterov: true}"],
     ["callbacks={mine: {}}"],
+    [f"extensions=[{KERNELS}]", "kernels.functions=[recomputed_norm, recomputed_norm]"],
     [
         "model.mixers={mean: {declares: {extension: mean, tensors: {}}}}",
         "model.layers=[mean+mlp, mean+mlp, mean+mlp, mean+mlp]", "parallel.cp=2",
@@ -218,6 +223,10 @@ CASES: list[list[str]] = [
     [MOE, "parallel.ep=2", "parallel.expert_tp=3", "parallel.dispatch=nvshmem", "parallel.dispatch_bound=2.0"],
     [MOE, "parallel.ep=2", "parallel.expert_tp=2", "parallel.dispatch=deepep"],
     ["parallel.zero=2", "parallel.zero3_gather=step"],
+    ["parallel.tp=2", "parallel.tp_comm_overlap=true"],
+    ["parallel.tp=2", "parallel.sp=true", "parallel.tp_comm_overlap=true", "kernels.linear=te"],
+    ["parallel.tp=2", "parallel.sp=true", "parallel.tp_comm_overlap=true", "debug.ordered_reductions=true"],
+    [*FP8, "parallel.tp=2", "parallel.sp=true", "parallel.tp_comm_overlap=true"],
     ["parallel.zero3_shard=2"],
     ["parallel.zero3_layers=2"],
     # fp8

@@ -82,6 +82,7 @@ def test_impossible_settings_are_refused(settings: dict[str, object], said: str)
         ({}, 2),
         ({"name": "muon"}, 2),
         ({"name": "lion"}, 1),
+        ({"name": "adamw8bit"}, 2 * 65 / 256),
         ({"name": "sgd"}, 1),
         ({"name": "sgd", "sgd": {"momentum": 0}}, 0),
     ],

@@ -104,7 +104,11 @@ def left_over(run: PipelineExecutor) -> list[Any]:
     return [*state, run._recvs, run._sends, run._contexts, *put_off]
 
 
-ONE_RANK = [(name, chunks) for name in ("1f1b", "gpipe") for chunks in (1, 2, 4)] + [("zb-h1", 1), ("zbv", 2)]
+ONE_RANK = [(name, chunks) for name in ("1f1b", "gpipe") for chunks in (1, 2, 4)] + [
+    ("zb-h1", 1),
+    ("zbv", 2),
+    ("dualpipev", 2),
+]
 
 
 @pytest.mark.parametrize(("name", "chunks"), ONE_RANK)
@@ -176,6 +180,7 @@ def test_activations_of_a_micro_batch_are_dropped_with_its_backward() -> None:
 SHAPES = [
     ("1f1b", 1, 4), ("1f1b", 2, 4), ("1f1b", 2, 3), ("1f1b", 2, 1), ("gpipe", 1, 3), ("gpipe", 2, 2),
     ("zb-h1", 1, 4), ("zb-h1", 1, 3), ("zb-h1", 1, 1), ("zbv", 2, 5), ("zbv", 2, 2), ("zbv", 2, 1),
+    ("dualpipev", 2, 5), ("dualpipev", 2, 4), ("dualpipev", 2, 1),
 ]  # fmt: skip
 
 

@@ -71,6 +71,20 @@ def test_the_first_stage_has_the_layers_that_must_be_on_it(costs: list[float] | 
         split_stage_layers(8, 2, layout=[2, 6], layer_costs=costs, first_stage_layers=3)
 
 
+@pytest.mark.parametrize("costs", [None, [1.0] * 8, [1.0] * 4 + [3.0] * 4])
+def test_the_last_stage_has_the_layers_that_must_be_on_it(costs: list[float] | None) -> None:
+    for pp in range(1, 6):
+        found = counts(8, pp, layer_costs=costs, first_stage_layers=2, last_stage_layers=3)
+        assert sum(found) == 8
+        assert found[0] >= 2
+        assert found[-1] >= 3
+        assert min(found) >= 1
+    with pytest.raises(ConfigError, match=r"8 layers in 7 stages: the last stage has at most 2 layer.*last 3 layers"):
+        split_stage_layers(8, 7, layer_costs=costs, last_stage_layers=3)
+    with pytest.raises(ConfigError, match=r"pipeline_layout = \[6, 2\]: .*\n.*ends with 3"):
+        split_stage_layers(8, 2, layout=[6, 2], layer_costs=costs, last_stage_layers=3)
+
+
 @given(st.lists(st.floats(0.1, 3), min_size=2, max_size=7), st.data())
 def test_no_other_split_of_unlike_layers_has_less_work_in_its_busiest_stage(
     costs: list[float], data: st.DataObject

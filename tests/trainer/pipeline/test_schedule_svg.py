@@ -39,6 +39,15 @@ def test_each_operation_is_one_box_inside_the_picture_and_none_overlap(name, vir
         assert all(end <= start + 0.02 for end, start in zip(ends, starts[1:], strict=False))
 
 
+def test_a_forward_of_a_pair_is_above_its_backward() -> None:
+    schedule = make_schedule("1f1b", pp=1, microbatches=3, pairs_passes=True)
+    picture = ElementTree.fromstring(draw_schedule_svg(schedule, simulate_schedule(schedule)))
+    boxes = [box.find(f"{SVG}rect") for box in picture.iter(f"{SVG}g")]
+    tops, heights = ([float(box.get(key, "nan")) for box in boxes if box is not None] for key in ("y", "height"))
+    assert heights == [28, 14, 14, 14, 14, 28]  # F, F over B, F over B, B
+    assert [top - tops[0] for top in tops] == [0, 0, 14, 0, 14, 0]
+
+
 def test_it_says_what_it_shows() -> None:
     told = [text.text for text in drawn("zb-h1", 4, 1, 8).iter(f"{SVG}text")]
     assert "zb-h1: 4 ranks, 8 microbatches" in told

@@ -3,6 +3,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Sequence
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -22,16 +23,27 @@ from mega_trainer.pipeline.schedules import (
 )
 
 COMPUTE = {"F", "B", "I", "W"}  # kinds of operations that are no messages
+paired = st.one_of(
+    st.tuples(st.just("1f1b"), st.integers(1, 6), st.integers(1, 4), st.integers(1, 20)),
+    st.tuples(st.just("dualpipev"), st.integers(1, 6), st.just(2), st.integers(1, 20)),
+)
 shapes = st.one_of(
     st.tuples(st.sampled_from(["gpipe", "1f1b"]), st.integers(1, 6), st.integers(1, 4), st.integers(1, 20)),
     st.tuples(st.just("zb-h1"), st.integers(1, 6), st.just(1), st.integers(1, 20)),
-    st.tuples(st.just("zbv"), st.integers(1, 6), st.just(2), st.integers(1, 20)),
+    st.tuples(st.sampled_from(["zbv", "dualpipev"]), st.integers(1, 6), st.just(2), st.integers(1, 20)),
 )
 
 
-def build_schedule(shape: tuple[str, int, int, int]) -> PipelineSchedule:
+def build_schedule(shape: tuple[str, int, int, int], *, pairs: bool = False) -> PipelineSchedule:
     name, pp, virtual_stages, microbatches = shape
-    return make_schedule(name, pp=pp, virtual_stages=virtual_stages, microbatches=microbatches)
+    return make_schedule(name, pp=pp, virtual_stages=virtual_stages, microbatches=microbatches, pairs_passes=pairs)
+
+
+class HalfHidden(PipelineOpCosts):
+    """Costs of which a pair saves half a unit."""
+
+    def pair_duration(self, forward: PipelineOp, backward: PipelineOp) -> float:
+        return super().pair_duration(forward, backward) - 0.5
 
 
 def run_blocking(ranks: Sequence[Sequence[PipelineOp]], owners: Sequence[int], pick: random.Random) -> list[str]:
@@ -102,6 +114,38 @@ def test_every_schedule_runs_to_its_end_with_blocking_messages(shape, seed) -> N
     assert run_blocking(schedule.ranks, schedule.owners, random.Random(seed)) == []
 
 
+@settings(max_examples=150, deadline=None)
+@given(paired, st.integers(0, 9))
+def test_pairs_run_to_their_end_with_messages_before_and_after_both(shape, seed) -> None:
+    schedule = build_schedule(shape, pairs=True)
+    assert run_blocking(schedule.ranks, schedule.owners, random.Random(seed)) == []
+    _, pp, _, microbatches = shape
+    for ops in schedule.ranks:
+        pairs = [both for both in pairwise(ops) if both[0] in schedule.pairs]
+        assert all(first.kind == "F" and second.kind in ("B", "I") for first, second in pairs)
+        assert all(first.microbatch != second.microbatch for first, second in pairs)
+        assert pairs or microbatches < 2 * pp
+    plain = build_schedule(shape)
+    assert [sorted(order) for order in schedule.orders] == [sorted(order) for order in plain.orders]
+
+
+@pytest.mark.parametrize("shape", [("1f1b", 1, 1, 4), ("1f1b", 4, 1, 8), ("1f1b", 4, 2, 8), ("dualpipev", 4, 2, 8)])
+def test_pairs_do_not_enlarge_the_bubble_and_save_what_they_hide(shape) -> None:
+    plain, pairs = build_schedule(shape), build_schedule(shape, pairs=True)
+    alone, together = simulate_schedule(plain), simulate_schedule(pairs)
+    assert together.makespan == pytest.approx(alone.makespan)
+    assert together.bubble == pytest.approx(alone.bubble)
+    hiding = simulate_schedule(pairs, HalfHidden())
+    each = [len([op for op in order if op in pairs.pairs]) for order in pairs.orders]
+    assert hiding.makespan <= together.makespan - 0.5 * min(each)
+
+
+def test_peak_activations_with_pairs_by_hand() -> None:
+    peaks = [[8, 6, 4, 2], [12, 10, 8, 6], [9, 9, 9, 9]]
+    for shape, peak in zip([("1f1b", 4, 1, 8), ("1f1b", 4, 2, 8), ("dualpipev", 4, 2, 8)], peaks, strict=True):
+        assert peak_in_flight_microbatches(build_schedule(shape, pairs=True)) == peak
+
+
 @settings(max_examples=100, deadline=None)
 @given(shapes)
 def test_every_microbatch_passes_every_stage_once_each_way_in_order(shape) -> None:
@@ -110,7 +154,7 @@ def test_every_microbatch_passes_every_stage_once_each_way_in_order(shape) -> No
         seen: dict[tuple[str, int], list[int]] = {}
         for op in schedule.orders[rank]:
             seen.setdefault((op.kind, op.stage), []).append(op.microbatch)
-        kinds = "FIW" if shape[0].startswith("zb") else "FB"
+        kinds = "FIW" if schedule.splits_backward else "FB"
         assert set(seen) == {(kind, stage) for kind in kinds for stage in schedule.stages_of_rank(rank)}
         assert all(numbers == list(range(schedule.microbatches)) for numbers in seen.values())
 
@@ -148,9 +192,20 @@ def test_the_order_of_interleaved_1f1b_is_the_known_one() -> None:
     assert told == ["F0.0 F0.1 F2.0 F2.1 B2.0 B2.1 B0.0 B0.1", "F1.0 F1.1 F3.0 B3.0 F3.1 B3.1 B1.0 B1.1"]
 
 
+def test_the_order_of_dualpipev_is_the_known_one() -> None:
+    """As in DeepSeek's DualPipe repository, where chunk 1 of a rank is here stage 3 or 2."""
+    schedule = make_schedule("dualpipev", pp=2, virtual_stages=2, microbatches=4)
+    told = [" ".join(f"{op.kind}{op.stage}.{op.microbatch}" for op in schedule.orders[rank]) for rank in range(2)]
+    assert told == [
+        "F0.0 F0.1 F0.2 F3.0 I3.0 W3.0 F3.1 F0.3 I3.1 W3.1 F3.2 I0.0 W0.0 I3.2 W3.2 F3.3 I0.1 W0.1 "
+        "I3.3 W3.3 I0.2 W0.2 I0.3 W0.3",
+        "F1.0 F2.0 F1.1 F2.1 F1.2 I2.0 W2.0 F2.2 I1.0 W1.0 F1.3 I2.1 W2.1 F2.3 I1.1 W1.1 I2.2 W2.2 I1.2 W1.2 I2.3 I1.3 W2.3 W1.3",
+    ]
+
+
 def test_placement_goes_round_or_like_a_v() -> None:
     assert build_schedule(("1f1b", 3, 2, 3)).owners == (0, 1, 2, 0, 1, 2)
-    assert build_schedule(("zbv", 3, 2, 3)).owners == (0, 1, 2, 2, 1, 0)
+    assert all(build_schedule((name, 3, 2, 3)).owners == (0, 1, 2, 2, 1, 0) for name in ("zbv", "dualpipev"))
     assert build_schedule(("zbv", 3, 2, 3)).stages_of_rank(1) == [1, 4]
 
 
@@ -167,15 +222,17 @@ def test_the_simulated_bubble_is_the_closed_formula(shape, unit: float) -> None:
 def test_zero_bubble_formula_with_cheap_and_with_dear_weight_gradients() -> None:
     schedule, costs = build_schedule(("zb-h1", 4, 1, 8)), PipelineOpCosts(forward=1, input_grad=1, weight_grad=0.5)
     assert bubble_formula(schedule, PipelineOpCosts(forward=1, input_grad=1, weight_grad=1.5)) is None
-    formula = bubble_formula(schedule, costs)
-    assert formula == pytest.approx(4.5 / (20 + 4.5))
-    assert simulate_schedule(schedule, costs).mean_bubble_share == pytest.approx(formula)
+    dual = build_schedule(("dualpipev", 4, 2, 8))
+    for one, known in ((schedule, 4.5 / (20 + 4.5)), (dual, 4.5 / (40 + 4.5))):
+        assert bubble_formula(one, costs) == pytest.approx(known)
+        assert simulate_schedule(one, costs).mean_bubble_share == pytest.approx(known)
 
 
 def test_no_formula_where_none_holds() -> None:
     assert bubble_formula(build_schedule(("1f1b", 4, 2, 3))) is None
     assert bubble_formula(build_schedule(("zb-h1", 4, 1, 3))) is None
     assert bubble_formula(build_schedule(("zbv", 4, 2, 6))) is None
+    assert bubble_formula(build_schedule(("dualpipev", 4, 2, 7))) is None
     assert bubble_formula(build_schedule(("1f1b", 4, 1, 3))) is not None
 
 
@@ -199,6 +256,7 @@ def test_peak_activations_by_hand() -> None:
     assert peak_in_flight_microbatches(build_schedule(("1f1b", 4, 2, 8))) == [11, 9, 7, 5]
     assert peak_in_flight_microbatches(build_schedule(("zb-h1", 4, 1, 8))) == [4, 4, 4, 4]
     assert peak_in_flight_microbatches(build_schedule(("zbv", 4, 2, 8))) == [8, 8, 8, 8]
+    assert peak_in_flight_microbatches(build_schedule(("dualpipev", 4, 2, 8))) == [9, 9, 9, 9]
 
 
 def test_what_is_put_off_is_held_until_the_weight_half() -> None:
@@ -246,11 +304,14 @@ def test_a_deadlock_is_explained() -> None:
     ("name", "virtual_stages", "told"),
     [
         ("1f1", 1, "did you mean '1f1b'"),
-        ("wave", 1, "known: gpipe, 1f1b, zb-h1, zbv"),
+        ("wave", 1, "known: gpipe, 1f1b, zb-h1, zbv, dualpipev"),
         ("zbv", 1, "set parallel.virtual_stages=2"),
+        ("dualpipev", 1, "set parallel.virtual_stages=2"),
         ("zb-h1", 2, "set parallel.virtual_stages=1"),
     ],
 )
 def test_what_cannot_be_is_refused_with_a_way_out(name, virtual_stages, told) -> None:
+    with pytest.raises(ConfigError, match="overlap_expert_exchange is not supported"):
+        build_schedule(("zbv", 4, 2, 8), pairs=True)
     with pytest.raises(ConfigError, match=told):
         make_schedule(name, pp=4, microbatches=8, virtual_stages=virtual_stages)

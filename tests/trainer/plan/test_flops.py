@@ -9,6 +9,7 @@ import torch
 from encoder_decoders import published
 from hypothesis import given
 from hypothesis import strategies as st
+from tiny_models import variant
 from torch.utils.flop_counter import FlopCounterMode
 
 from mega_ckpt.canonical_tensors import count_model_parameters
@@ -313,6 +314,18 @@ def test_heads_that_differ_by_layer_are_counted_as_they_multiply(heads: dict[str
     scores = forward_flops(dense, tokens, causal=False)["attention scores"] if config.value_head_dim else 0
     uncounted = exact["head"] + exact["attention scores"]
     assert counted.get_total_flops() == tokens * (sum(exact.values()) - uncounted + scores)
+
+
+@pytest.mark.parametrize("name", ["gemma4-inputs", "gemma4-experts"])
+def test_inputs_of_layers_shared_keys_and_separate_experts_are_counted_as_they_multiply(name: str) -> None:
+    config, tokens = variant(name), 16
+    built, ids = select_model_class(config)(LayerBuilder(config)), torch.arange(tokens)[None]
+    assert count_parameters_by_layer(config).total == sum(p.numel() for p in built.parameters()) + config.num_layers
+    with FlopCounterMode(display=False) as counted, torch.no_grad():
+        context = built.make_forward_context(ids, sequence_bounds=DocumentBounds([tokens]))
+        built(built.embed_inputs(ids, ids), context)
+    exact = forward_flops(config, tokens, causal=False)
+    assert counted.get_total_flops() == tokens * (sum(exact.values()) - exact["head"] - exact["attention scores"])
 
 
 @pytest.mark.parametrize("indexer", [{"top_k": 4}, {"top_k": 20, "kl_loss": 1.0}, {"top_k": 20}, {"dense": True}])

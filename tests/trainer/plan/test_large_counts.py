@@ -66,7 +66,9 @@ def test_what_cannot_be_listed_is_refused(overrides: list[str], words: str) -> N
         _plan(overrides)
 
 
-@pytest.mark.parametrize(("name", "pp", "stages"), [("1f1b", 4, 1), ("1f1b", 2, 2), ("zb-h1", 4, 1), ("zbv", 3, 2)])
+@pytest.mark.parametrize(
+    ("name", "pp", "stages"), [("1f1b", 4, 1), ("1f1b", 2, 2), ("zb-h1", 4, 1), ("zbv", 3, 2), ("dualpipev", 3, 2)]
+)
 def test_folded_time_is_that_of_all_micro_batches(
     name: str, pp: int, stages: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

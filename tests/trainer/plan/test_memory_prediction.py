@@ -239,6 +239,15 @@ def test_a_backward_cut_in_two_holds_inputs_and_gradients_of_products_until_its_
     assert halves[2]["activations"] > whole[2]["activations"]
 
 
+@pytest.mark.parametrize(("stages", "most"), [({}, 1.2), ({"pp": 2, "virtual_stages": 2}, 1.1), ({"pp": 2}, 2.0)])
+def test_a_pair_of_passes_holds_little_more_than_one_of_them(stages: dict[str, int], most: float) -> None:
+    run = TrainingLayout(S, microbatches=16, dp=2, ep=2, **stages)
+    alone, pair = (
+        predict_memory(EXPERTS, replace(run, overlap_expert_exchange=on))[0]["activations"] for on in (False, True)
+    )
+    assert alone < pair < most * alone
+
+
 def test_full_recompute_keeps_the_inputs_of_layers() -> None:
     parts = count_model_part_memory(DENSE, TrainingLayout(S, recompute="full"))
     assert parts.whole[0].kept == 2 * S * D

@@ -39,6 +39,30 @@ def test_states_are_all_parameters_and_stages_share_the_layers() -> None:
     assert told[0]["activations"] > told[-1]["activations"]
 
 
+def test_nanotron_gives_its_first_stages_more_layers_and_keeps_a_backwards_gradients() -> None:
+    """By the cost of layers and head, 80B has 81.1 layers for 16 stages: the first has six, with 16 micro-batches in flight."""
+    shape = {
+        "num_layers": 80,
+        "hidden_size": 8192,
+        "ffn_hidden_size": 28_672,
+        "num_attention_heads": 64,
+        "vocab_size": 131_072,
+    }
+    model, run = ModelConfig.parse(shape), TrainingLayout(4096, 1, 64, tp=4, sp=True, pp=16, dp=4, zero=1)
+    ranks = predict_other_trainer_memory(model, run, "nanotron")
+    count = count_parameters_by_layer(model)
+    layers = [
+        (rank["weights"] / 2 * 4 - (count.embedding if i in (0, 15) else 0)) / count.layers[0].split
+        for i, rank in enumerate(ranks)
+    ]
+    assert [round(number) for number in layers] == [6, *[5] * 13, 6, 3]
+    assert ranks[0]["activations"] / ranks[1]["activations"] == pytest.approx(6 / 5 * 16 / 15)
+    one = ranks[0]["activations"] / 16  # of a micro-batch, which a backward frees while it makes gradients in bf16
+    assert ranks[0]["work"] == pytest.approx(max(0.0, ranks[0]["weights"] - one))
+    ddp, none = (predict_other_trainer_memory(model, replace(run, dp=dp, zero=0), "nanotron")[0] for dp in (4, 1))
+    assert ddp["gradients"] - none["gradients"] == ddp["weights"]
+
+
 @pytest.mark.parametrize("part", ["norm", "activation", "mlp", "full"])
 def test_what_is_computed_again_is_not_kept(part: str) -> None:
     run = TrainingLayout(4096, 1, 8, dp=8, zero=1)

@@ -43,6 +43,8 @@ LINEAR = {
     "kda": {"num_heads": 4, "head_dim": 32, "chunk_size": 32},
     "lightning": {"num_heads": 8, "head_dim": 16, "chunk_size": 32},
 }
+INPUTS = {"per_layer_input_size": 64, "shared_kv_layers": 1, "layer_scale": True}
+BESIDE = {"norm_position": "both", "moe": {**EXPERTS, "shared_ffn_hidden_size": 256, "separate_norms": True}}
 PAIR = {
     "num_layers": 4, "encoder": {"num_layers": 2}, "position": "relative", "activation": "relu", "tie_embeddings": True,
 }  # fmt: skip
@@ -87,6 +89,9 @@ ONE = {
     "experts": layout(1, {}, model={"moe": EXPERTS}),
     "recurrences": layout(1, {}, model=RECURRENT),
     "linear attention": layout(1, {}, model=LINEAR),
+    "inputs of layers": layout(1, {}, model=INPUTS),
+    "inputs of layers, full": layout(1, {}, model=INPUTS, recompute=FULL),
+    "experts with norms": layout(1, {}, model=BESIDE),
     "encoder-decoder": layout(1, {}, model=PAIR),
     "retrieval": layout(1, {}, model=RETRO),
     "retrieval, full": layout(1, {}, model=RETRO, recompute=FULL),
@@ -119,6 +124,7 @@ SEVERAL = {
     "1f1b, own layout": layout(2, {"pp": 2, "pipeline_layout": [3, 1]}),
     "zb-h1": layout(4, {"pp": 4, "schedule": "zb-h1"}),
     "zbv": layout(2, {"pp": 2, "schedule": "zbv", "virtual_stages": 2}),
+    "dualpipev": layout(2, {"pp": 2, "schedule": "dualpipev", "virtual_stages": 2}),
     "zbv, tied": layout(2, {"pp": 2, "schedule": "zbv", "virtual_stages": 2}, model={"tie_embeddings": True}),
     "ring": layout(2, {"cp": 2}),
     "allgather": layout(2, {"cp": 2, "cp_kind": "allgather"}),
@@ -127,6 +133,9 @@ SEVERAL = {
     "heads exchanged": layout(2, {"cp": 2, "cp_kind": "alltoall"}, model=RECURRENT),
     "experts on ranks": layout(2, {"ep": 2}, model={"moe": EXPERTS}),
     "experts in parts": layout(4, {"tp": 2, "ep": 2, "expert_tp": 2}, model={"moe": EXPERTS}),
+    "experts beside another pass": layout(2, {"ep": 2, "overlap_expert_exchange": True}, model={"moe": EXPERTS}),
+    "inputs of layers, 1f1b": layout(2, {"pp": 2, "zero": 0}, model=INPUTS),
+    "inputs of layers, tp": layout(2, {"tp": 2, "sp": True}, model=INPUTS),
     "encoder-decoder, 1f1b": layout(2, {"pp": 2, "zero": 0}, model=PAIR),
     "retrieval, 1f1b": layout(2, {"pp": 2, "zero": 0}, model=RETRO),
     "retrieval, tp": layout(2, {"tp": 2, "sp": True}, model=RETRO),
@@ -206,7 +215,8 @@ def wrong(cases: Mapping[str, LayoutCase], counted: Callable[[Callable[[], objec
 @pytest.mark.long
 def test_a_rank_holds_what_was_planned() -> None:
     some = (
-        "alone", "sinks", "latents, further tokens", "dropout", "adapters", "experts", "recurrences", "linear attention", "encoder-decoder",
+        "alone", "sinks", "latents, further tokens", "dropout", "adapters", "experts", "recurrences", "linear attention", "inputs of layers",
+        "encoder-decoder",
     )  # fmt: skip
     assert not wrong({"interleaved": SEVERAL["interleaved"], **{name: ONE[name] for name in some}}, profiled)
 

@@ -6,9 +6,11 @@ import pytest
 
 from mega_common.model_config import ModelConfig
 from mega_common.model_presets import load_model_preset
-from mega_trainer.pipeline.schedules import make_schedule, simulate_schedule
+from mega_trainer.pipeline.schedules import PipelineOp, make_schedule, simulate_schedule
 from mega_trainer.plan.flops import model_flops
+from mega_trainer.plan.kernel_throughput import GpuThroughput
 from mega_trainer.plan.layer_cost import PassSeconds, TrainerProfile
+from mega_trainer.plan.layer_flops import recurrence_bytes
 from mega_trainer.plan.machine import load_efficiency, load_machine
 from mega_trainer.plan.step_time import PlannedRun, StageCosts, predict_step_time
 from mega_trainer.plan.training_layout import TrainingLayout
@@ -57,6 +59,52 @@ def test_a_layer_of_each_kind_takes_time_of_its_own_and_a_recurrence_less_the_lo
     assert attention > 2 * max(mamba, rule)
 
 
+def test_a_chunked_recurrence_moves_the_states_of_its_chunks() -> None:
+    """Nemotron-3-Nano by hand: 4,096 channels of 128 states in chunks of 128 tokens, 8 groups; 90 and 247 kB of all, of which
+    inputs and outputs are counted elsewhere.
+    """
+    model = ModelConfig.parse(load_model_preset("nemotron-3-nano"))
+    x, states, matrices, products = 2 * 4096, 4 * 4096, 2 * 8 * 128, 4 * 8 * 128
+    forward = 3 * x + 2 * states + 2 * states // 2 + 4 * matrices + 2 * products
+    backward = 11 * x + 2 * states + 9 * states // 2 + 13 * matrices + 6 * products
+    counted = 2 * x + 2 * matrices, 4 * x + 4 * matrices
+    assert recurrence_bytes(model, "mamba") == (forward - counted[0], backward - counted[1])
+    assert recurrence_bytes(model, "attention") == (0, 0)
+    fast = replace(GpuThroughput.from_machine(H100, HOPPER, "fused"), scan=1e30)
+    planned = PlannedRun.from_settings(model, RUN, H100, HOPPER, TrainerProfile())
+    mamba = next(index for index, kind in enumerate(model.layer_kinds) if kind.mixer == "mamba")
+    layer = replace(planned.cost_model, rates=fast).predict_layer_seconds(mamba)["recurrence"]
+    assert layer.forward == pytest.approx(8192 * (forward - counted[0]) / fast.memory + 5 * fast.kernel)
+    assert layer.inputs == pytest.approx(8192 * (backward - counted[1]) / fast.memory + 14 * fast.kernel)
+
+
+def test_profiles_of_other_trainers_change_the_parts_that_they_are_about() -> None:
+    run = TrainingLayout(8192, 1, 8, dp=8, zero=1)
+    plain = TrainerProfile()
+    base = predict_step_time(LLAMA, run, H100, HOPPER, plain).parts
+    for change, part in (
+        ({"overlaps_reduction": False}, "data"), ({"loss_bytes": 52.0}, "head"), ({"wgrad_bytes": 12}, "products"),
+    ):  # fmt: skip
+        changed = predict_step_time(LLAMA, run, H100, HOPPER, replace(plain, **change)).parts
+        assert {name for name in base if changed[name] > base[name] * 1.001} >= {part}
+        assert all(changed[name] == base[name] for name in base if name not in (part, "head"))
+    sharded = replace(run, zero=3)
+    copied, placed = (
+        predict_step_time(LLAMA, sharded, H100, HOPPER, replace(plain, copies_shards=copies)).parts["optimizer"]
+        for copies in (True, False)
+    )
+    assert copied > 2 * placed
+
+
+@pytest.mark.parametrize(
+    ("split", "layers"), [("balanced", [8, 9, 9, 6]), ("even", [8, 8, 8, 8]), ("shares", [9, 9, 8, 6])]
+)
+def test_other_trainers_split_layers_in_their_ways(split: str, layers: list[int]) -> None:
+    run = TrainingLayout(8192, 1, 8, pp=4, dp=2, zero=1)
+    planned = PlannedRun.from_settings(LLAMA, run, H100, HOPPER, TrainerProfile(split=split))
+    assert [len(stage) for stage in planned.stage_layers] == layers
+
+
 def test_a_pipeline_is_its_own_schedule_simulated_whatever_the_number_of_microbatches() -> None:
     run = replace(RUN, pp=4, virtual_stages=2, dp=2, microbatches=37)
     planned = PlannedRun.from_settings(LLAMA, run, H100, HOPPER, TrainerProfile())
@@ -77,6 +125,7 @@ def test_a_pipeline_is_its_own_schedule_simulated_whatever_the_number_of_microba
         ({"recompute": "full"}, {}),
         ({"recompute": "full"}, {"recompute": "selective"}),
         ({"tp": 2, "dp": 4}, {"tp": 2, "dp": 4, "sp": True}),
+        ({"tp": 2, "dp": 4, "sp": True}, {"tp": 2, "dp": 4, "sp": True, "tp_comm_overlap": True}),
         ({"pp": 4, "dp": 2}, {"pp": 4, "dp": 2, "virtual_stages": 4}),
         ({"pp": 4, "dp": 2}, {"pp": 4, "dp": 2, "schedule": "zb-h1"}),
         ({}, {"precision": "fp8"}),
@@ -97,6 +146,35 @@ def test_experts_on_other_nodes_cost_more_than_on_one_and_less_when_a_token_goes
     apart = predict_step_time(MIXTRAL, far, narrow, HOPPER).parts["expert"]
     once = predict_step_time(MIXTRAL, far, narrow, HOPPER, TrainerProfile(dispatch="node")).parts["expert"]
     assert near < once < apart
+
+
+@pytest.mark.parametrize(
+    ("pp", "virtual", "schedule"), [(1, 1, "1f1b"), (4, 1, "1f1b"), (4, 2, "1f1b"), (4, 2, "dualpipev")]
+)
+def test_an_exchange_beside_another_micro_batch_is_hidden(pp: int, virtual: int, schedule: str) -> None:
+    apart = replace(
+        RUN, seq_length=4096, dp=8, ep=8, pp=pp, virtual_stages=virtual, schedule=schedule, microbatches=61, zero=0
+    )
+    together = replace(apart, overlap_expert_exchange=True)
+    before, after = (predict_step_time(MIXTRAL, run, H100, HOPPER) for run in (apart, together))
+    assert before.hidden_exchange == 0
+    assert after.hidden_exchange > 0.5 * before.parts["expert"]
+    assert after.hidden_exchange + after.parts["expert"] == pytest.approx(before.parts["expert"])
+    assert sum(after.parts.values()) == pytest.approx(after.seconds)
+    planned = PlannedRun.from_settings(MIXTRAL, together, H100, HOPPER, TrainerProfile())
+    full = make_schedule(schedule, pp=pp, microbatches=61, virtual_stages=virtual, pairs_passes=True)
+    makespan = simulate_schedule(full, planned.make_stage_costs(planned.predict_stage_seconds())).makespan
+    once = after.parts["optimizer"] + after.parts.get("data", 0.0)
+    assert after.seconds - once == pytest.approx(makespan, rel=5e-3)
+    assert planned.predict_minimum_time().seconds <= after.seconds < before.seconds
+
+
+def test_a_pair_hides_no_more_exchange_than_there_is_computation_beside_it() -> None:
+    forward, backward = PipelineOp("F", 0, 1), PipelineOp("B", 0, 0)
+    busy = StageCosts(passes=(PassSeconds(9, 12, 6),), exchanges=(PassSeconds(4, 4, 0),), hiding=(0.8,))
+    assert busy.pair_duration(forward, backward) == pytest.approx(9 + 18 - 4 - 4)
+    waiting = StageCosts(passes=(PassSeconds(9, 12, 6),), exchanges=(PassSeconds(8, 10, 0),), hiding=(0.5,))
+    assert waiting.pair_duration(forward, backward) == pytest.approx(9 + 18 - 0.5 * (18 - 10) - 0.5 * (9 - 8))
 
 
 def test_small_products_of_many_experts_reach_less_than_large_ones() -> None:

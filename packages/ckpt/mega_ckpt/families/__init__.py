@@ -196,7 +196,7 @@ def family_of_config(raw: ConfigDict, source: str = "config.json", added: Sequen
     kind = raw["model_type"]
     if kind == MISTRAL.name and "layer_types" in raw:  # as in transformers
         return MINISTRAL
-    vision = next((family for family in VISION_FAMILIES if family.name == kind), None)
+    vision = next((family for family in VISION_FAMILIES if family.name == kind and family.reads_images_of(raw)), None)
     if vision is not None:
         text = vision.text or family_of_config(vision.text_config_of(raw), f"{source}: text_config", added)
         return replace(vision, text=text)

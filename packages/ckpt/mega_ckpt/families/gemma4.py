@@ -1,5 +1,6 @@
 """Gemma 4, text models: full-attention layers with larger heads whose keys are their values, norms of values, rotary
-positions in a part of the larger heads, and a stored factor on each layer's output.
+positions in a part of the larger heads, and a stored factor on each layer's output. Small models have inputs of each layer,
+and last layers that share keys and values; a large one has experts beside its MLPs.
 """
 
 from __future__ import annotations
@@ -20,12 +21,15 @@ from mega_ckpt.families.config_entries import (
     split_words,
     without_fields,
 )
+from mega_ckpt.families.disk_layouts import LAYER, ConcatExpertsLayout, TensorRule
 from mega_ckpt.families.family import ModelFamily
+from mega_ckpt.families.moe_entries import MoeFieldEntry, MoeInAllLayersEntry, MoeLayersEntry, MoeSectionEntry
 from mega_ckpt.families.rope_entries import GlobalLocalRopeEntry, RopeEntry
 from mega_ckpt.families.window_entries import model_layer_types, window_fields, window_layer_types
 from mega_common.model_config import ModelConfig
 
 _FULL = "full_attention"
+_ALL_LAYERS = MoeInAllLayersEntry()
 _HEADS = KeyValueHeadsEntry(kv_default=4, dim_default=256)
 
 
@@ -112,31 +116,103 @@ class ProportionalRopeEntry(RopeEntry):
 
 
 @dataclass(frozen=True)
-class AbsentPartEntry:
-    """Translation to and from config.json of keys of config.json whose only supported value switches a part of the model off.
-    The keys may not be absent, since transformers' default switches the part on.
+class SharedKeysEntry:
+    """Translation to and from config.json of the last layers, which attend to keys and values of earlier ones.
+    Their MLP is as wide as the others', or twice as wide.
     """
 
-    values: Mapping[str, Any]
-    handled_model_fields: frozenset[str] = frozenset()
+    handled_config_keys: frozenset[str] = frozenset({"num_kv_shared_layers", "use_double_wide_mlp"})
+    handled_model_fields: frozenset[str] = frozenset({"shared_kv_layers", "shared_kv_ffn_hidden_size"})
+
+    def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
+        """Return the `ModelConfig` fields of layers that share keys and values."""
+        count = raw.get("num_kv_shared_layers") or 0
+        width = 2 * raw["intermediate_size"] if count and raw.get("use_double_wide_mlp") else None
+        return {"shared_kv_layers": count, "shared_kv_ffn_hidden_size": width}
+
+    def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
+        """Return config.json's keys; raises ConfigMismatchError for another width of their MLPs."""
+        usual, width = model.ffn_hidden_size, model.shared_kv_ffn_hidden_size or model.ffn_hidden_size
+        if width not in (usual, 2 * usual):
+            raise ConfigMismatchError(f"shared_kv_ffn_hidden_size must be {usual} or {2 * usual}, not {width}")
+        return {"num_kv_shared_layers": model.shared_kv_layers, "use_double_wide_mlp": width > usual}
+
+
+@dataclass(frozen=True)
+class LayerInputEntry:
+    """Translation to and from config.json of the inputs of layers, whose table must have the rows of the embedding's."""
+
+    handled_config_keys: frozenset[str] = frozenset({"hidden_size_per_layer_input", "vocab_size_per_layer_input"})
+    handled_model_fields: frozenset[str] = frozenset({"per_layer_input_size"})
+
+    def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
+        """Return the `ModelConfig` field `per_layer_input_size`; raises ConfigMismatchError for tables of unequal rows."""
+        size, rows = raw.get("hidden_size_per_layer_input", 256), raw.get("vocab_size_per_layer_input", 262_144)
+        if size and rows != raw.get("vocab_size"):
+            raise ConfigMismatchError(
+                f"vocab_size_per_layer_input = {rows} must be vocab_size = {raw.get('vocab_size')}"
+            )
+        return {"per_layer_input_size": size or None}
+
+    def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
+        """Return config.json's keys of the inputs of layers."""
+        size = model.per_layer_input_size
+        rows = {"vocab_size_per_layer_input": model.vocab_size} if size else {}
+        return {"hidden_size_per_layer_input": size or 0, **rows}
+
+
+@dataclass(frozen=True)
+class Gemma4ExpertsEntry(MoeSectionEntry):
+    """Translation to and from config.json of experts beside the MLP of every layer, where `enable_moe_block` is true."""
+
+    entries: tuple[MoeFieldEntry, ...] = (
+        KeyEntry("num_experts", "num_experts"),
+        KeyEntry("top_k_experts", "top_k"),
+        KeyEntry("moe_intermediate_size", "ffn_hidden_size"),
+        KeyEntry("intermediate_size", "shared_ffn_hidden_size"),
+        FixedFieldsEntry({"normalize": True, "separate_norms": True}),
+    )
+    layers: MoeLayersEntry = _ALL_LAYERS
 
     @property
     def handled_config_keys(self) -> frozenset[str]:
-        """Keys of config.json that this config entry checks."""
-        return frozenset(self.values)
+        """Keys of config.json that this class translates or checks."""
+        return super().handled_config_keys | {"enable_moe_block"}
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return no fields; raises ConfigMismatchError if a part is on."""
-        for key, value in self.values.items():
-            if raw.get(key, ...) not in (value, None):
-                shown = raw.get(key, "(transformers' default)")
-                raise ConfigMismatchError(f"{key} = {shown} is not supported (only {value})")
-        return {}
+        """Return the section `moe`, if the model has experts; raises ConfigMismatchError for MLPs of two widths beside them."""
+        if not raw.get("enable_moe_block"):
+            return {"moe": None}
+        if raw.get("use_double_wide_mlp") and raw.get("num_kv_shared_layers"):
+            raise ConfigMismatchError("use_double_wide_mlp = True is not supported with enable_moe_block")
+        return super().fields_from_config(raw)
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the keys with the values that switch the parts off."""
-        return dict(self.values)
+        """Return config.json's keys of experts; raises ConfigMismatchError for another width of the MLP beside them."""
+        if model.moe is None:
+            return {"enable_moe_block": False}
+        if model.moe.shared_ffn_hidden_size != model.ffn_hidden_size or model.shared_kv_ffn_hidden_size:
+            raise ConfigMismatchError("moe.shared_ffn_hidden_size must be ffn_hidden_size in all layers")
+        return {"enable_moe_block": True, **super().config_from_fields(model)}
 
+
+_NORMS = {  # on disk, and in mega
+    "pre_feedforward_layernorm": "shared_expert_norm", "post_feedforward_layernorm_1": "shared_expert_output_norm",
+    "pre_feedforward_layernorm_2": "experts_norm", "post_feedforward_layernorm_2": "experts_output_norm",
+}  # fmt: skip
+_ROUTER = {"proj.weight": "weight", "scale": "scale", "per_expert_scale": "per_expert_scale"}
+_EXPERTS = f"{LAYER}.mlp.experts"
+_EXPERT_RULES = (
+    *(TensorRule(f"{LAYER}.{name}.weight", (f"{LAYER}.mlp.{norm}.weight",)) for name, norm in _NORMS.items()),
+    *(TensorRule(f"{LAYER}.router.{name}", (f"{LAYER}.mlp.gate.{part}",)) for name, part in _ROUTER.items()),
+    *(TensorRule(f"{LAYER}.mlp.{part}_proj.weight", (f"{LAYER}.mlp.shared_expert.{part}_proj.weight",))
+      for part in ("gate", "up", "down")),
+    TensorRule(
+        f"{LAYER}.experts.gate_up_proj", (f"{_EXPERTS}.gate_proj.weight", f"{_EXPERTS}.up_proj.weight"),
+        ConcatExpertsLayout(),
+    ),
+    TensorRule(f"{LAYER}.experts.down_proj", (f"{_EXPERTS}.down_proj.weight",), ConcatExpertsLayout()),
+)  # fmt: skip
 
 GEMMA4_UNIFIED = ModelFamily(
     name="gemma4_unified_text",
@@ -161,11 +237,12 @@ GEMMA4_UNIFIED = ModelFamily(
             {"norm": "rmsnorm", "position": "rope", "norm_position": "both", "scale_embeddings": True, "mlp_bias": False,
              "qk_norm": True, "value_norm": True, "attention_scale": 1.0, "layer_scale": True}
         ),
-        # "vision" is for the tokens of images; a double-wide MLP is only in layers with shared keys and values
-        AllowedValuesEntry({"use_bidirectional_attention": (None, "vision"), "num_kv_shared_layers": (0, None)}),
+        SharedKeysEntry(),
+        AllowedValuesEntry({"use_bidirectional_attention": (None, "vision")}),  # "vision" is for the tokens of images
     ),
-    buffers=r"(model\.)?(vision_tower|vision_embedder|embed_vision|audio_tower|embed_audio)\..*|(.*\.)?rotary_emb\.inv_freq",
-    carried=frozenset({"use_double_wide_mlp"}),
+    # folders may have keys and values of layers that share those of others
+    buffers=r"(model\.)?(vision_tower|vision_embedder|embed_vision|audio_tower|embed_audio)\..*|(.*\.)?rotary_emb\.inv_freq"
+    r"|.*layers\.\d+\.self_attn\.(k_proj|v_proj|k_norm)\.(weight|bias)",
     outer_model_type="gemma4_unified",
 )  # fmt: skip
 
@@ -177,9 +254,9 @@ GEMMA4 = replace(
         *(Gemma4AttentionEntry(512) if isinstance(entry, Gemma4AttentionEntry) else entry
           for entry in without_fields(GEMMA4_UNIFIED.entries, "max_position")),
         KeyEntry("max_position_embeddings", "max_position", 131_072),
-        AbsentPartEntry({"hidden_size_per_layer_input": 0}),
-        AllowedValuesEntry({"enable_moe_block": (False, None)}),
+        LayerInputEntry(),
+        Gemma4ExpertsEntry(),
     ),
+    rules=_EXPERT_RULES,
     outer_model_type="gemma4",
-    carried=GEMMA4_UNIFIED.carried | {"vocab_size_per_layer_input", "num_experts", "top_k_experts", "moe_intermediate_size"},
 )  # fmt: skip

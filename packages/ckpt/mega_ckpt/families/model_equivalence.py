@@ -20,6 +20,7 @@ ATTENTION_FIELDS = frozenset({
     "num_kv_heads", "head_dim", "rope", "local_rope", "no_rope_layers", "qkv_bias", "qkv_clip", "attention_out_bias", "output_input_norms", "qk_norm",
     "qk_norm_span", "qk_norm_after_rope", "sliding_window", "full_attention_layers", "chunked_window", "no_rope_scaling", "attention_scale", "attention_softcap", "attention_sinks",
     "attention_gate", "full_attention", "value_norm", "keys_are_values", "value_head_dim", "value_scale", "softplus_gate",
+    "shared_kv_layers", "shared_kv_ffn_hidden_size",
 })  # fmt: skip
 MOE_TRAINING_FIELDS = frozenset({"aux_loss", "aux_loss_scope", "bias_rate", "capacity_factor", "sinkhorn", "z_loss"})
 

@@ -125,6 +125,10 @@ class VisionLanguageFamily(ModelFamily):
         assert self.text is not None
         return self.text
 
+    def reads_images_of(self, raw: ConfigDict) -> bool:
+        """Return whether the images of this config.json are supported; else its text model may be, on its own."""
+        return True
+
     @property
     def has_per_expert_tensors(self) -> bool:
         """True if every expert of the text model has its own disk tensors."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from mega_ckpt.canonical_tensors import canonical_tensors
 from mega_ckpt.families.config_entries import ConfigDict
-from mega_ckpt.families.disk_layouts import TensorRule
+from mega_ckpt.families.disk_layouts import SingletonAxesLayout, TensorRule
 from mega_ckpt.families.family import CARRIED
 from mega_ckpt.families.qwen_vision import QWEN2_5_VL, QWEN2_5_VL_TEXT
 from mega_ckpt.families.vision_family import STYLES, TensorNameStyle, VisionLanguageFamily, text_only_config
@@ -23,6 +23,7 @@ from mega_common.model_config import ModelConfig
 from mega_common.vision_config import PROJECTOR, TOWER, VisionConfig
 
 _TIED = "tie_word_embeddings"
+_AS_THEY_ARE = SingletonAxesLayout(before=0)  # tensors of any shape, also numbers
 # Text settings that transformers ignores in these models, which have an output layer alone; neutral values.
 _NEUTRAL: Mapping[str, Any] = {"final_logit_softcapping": None, "logit_scale": 1.0, "logits_scaling": 1.0}
 _SIZES = {
@@ -135,10 +136,39 @@ class VisionModuleFamily(VisionLanguageFamily):
         outer = [name.removeprefix(PROJECTOR) for name in shapes if name.startswith(PROJECTOR)]
         rules = replace(
             self,
-            tower=lambda _: [TensorRule(name, (TOWER + name,)) for name in tower],
-            projector=tuple(TensorRule(name, (PROJECTOR + name,)) for name in outer),
+            tower=lambda _: [TensorRule(name, (TOWER + name,), _AS_THEY_ARE) for name in tower],
+            projector=tuple(TensorRule(name, (PROJECTOR + name,), _AS_THEY_ARE) for name in outer),
         )
         return VisionLanguageFamily.disk_tensor_table(rules, model, names)
+
+
+@dataclass(frozen=True)
+class Gemma4VisionFamily(VisionModuleFamily):
+    """Declaration of Gemma 4 with images, of the models whose text has causal attention alone.
+    Folders of others, in which placeholders of an image attend to each other, and of those without a vision encoder are read as
+    text models. The audio encoder is carried.
+    """
+
+    def reads_images_of(self, raw: ConfigDict) -> bool:
+        """Return whether the model has a vision encoder, and no bidirectional attention among placeholders."""
+        inner = raw.get("text_config") or {}
+        return raw.get("vision_config") is not None and inner.get("use_bidirectional_attention") is None
+
+    def read_config_json(self, raw: ConfigDict, source: str = "config.json") -> ModelConfig:
+        """Return the model configuration of a config.json; see `VisionModuleFamily.read_config_json`.
+        Placeholders have the per-layer inputs of the padding token.
+        """
+        model, padding = super().read_config_json(raw, source), self.text_config_of(raw).get("pad_token_id")
+        if padding is None or model.vision is None:
+            raise CheckpointError(
+                f"{source}: text_config.pad_token_id is missing", hint="set it to the padding token, 0"
+            )
+        vision = model.vision.model_copy(update={"layer_input_token": padding})
+        return model.model_copy(update={"vision": vision})
+
+    def unread_keys(self, raw: ConfigDict) -> list[str]:
+        """Return the keys of a config.json that are not read: those of transformers, and the audio encoder's section."""
+        return [*super().unread_keys(raw), *(["audio_config"] if raw.get("audio_config") else [])]
 
 
 def _find_size(section: ConfigDict, keys: Sequence[str], default: int = 1) -> int:
@@ -200,6 +230,13 @@ VISION_MODULE_FAMILIES: tuple[VisionModuleFamily, ...] = (
     _family("vipllava", "VipLlava", legacy=True),
     _family("exaone4_5", "Exaone4_5_", encoder="visual"),
     _family("deepseek_vl", "DeepseekVL", encoder="vision_model"),
+    Gemma4VisionFamily(
+        name="gemma4",
+        architecture="Gemma4ForConditionalGeneration",
+        entries=(),
+        styles=_styles("vision_tower", "language_model", legacy=False),
+        buffers=r"(.*\.)?(rotary_emb\.inv_freq|position_ids)|(model\.)?(audio_tower|embed_audio)\..*",
+    ),
     replace(
         _family("qwen2_vl", "Qwen2VL", encoder="visual"),
         text=replace(QWEN2_5_VL_TEXT, name="qwen2_vl_text", architecture="Qwen2VLTextModel"),

@@ -124,7 +124,7 @@ def _load_processor(module: VisionModuleConfig, image_processor: Any) -> Any:
 
     accepted = inspect.signature(found.__init__).parameters
     settings = {key: value for key, value in module.processor.items() if key in accepted}
-    settings |= {"video_processor": None} if "video_processor" in accepted else {}
+    settings |= {name: None for name in ("video_processor", "feature_extractor") if name in accepted}  # images alone
     tokens = list(module.tokens.values())
     first = ImagesOnly(image_processor=image_processor, tokenizer=_make_tokenizer(module, tokens), **settings)
     own = [value for key, value in vars(first).items() if key.endswith("_token") and isinstance(value, str)]

@@ -39,7 +39,8 @@ def digest_tokenizer_files(path: Path, chat_template: Path | None) -> TokenizerD
     """
     tokenizer = Tokenizer(path)
     folder = tokenizer.path.parent
-    files = [file for glob in TOKEN_SETTING_FILES for file in sorted(folder.glob(glob)) if file.is_file()]
+    globs = TOKEN_SETTING_FILES if tokenizer.extension is None else ()
+    files = [file for glob in globs for file in sorted(folder.glob(glob)) if file.is_file()]
     if chat_template is not None and not chat_template.is_file():
         raise DataError(f"data.raw.chat_template = {chat_template}: no such file")
     digests = [f"{file.relative_to(folder)} {compute_file_sha256(file)}" for file in files]

@@ -168,6 +168,12 @@ class PreprocessJob:
         Raises DataError if `append_eod` is set and it has no end token.
         """
         tokenizer = Tokenizer(self.tokenizer_path, specials_as_text=not self.parse_special_tokens)
+        if tokenizer.extension is not None and self.parse_special_tokens:
+            asked = f"--kind {self.chat.kind}" if self.chat else "--parse-special-tokens"
+            raise DataError(
+                f"{tokenizer.path}: {asked} is not supported with a tokenizer of an extension",
+                hint="use a tokenizer with tokenizer.json",
+            )
         if self.append_eod and tokenizer.eos_id is None:
             raise DataError(
                 f"{tokenizer.path}: --append-eod requires a tokenizer with an end-of-text token",
@@ -414,7 +420,7 @@ def _log_result(info: DatasetInfo, output: DatasetOutput, tokenizer: Tokenizer) 
         logger.warning("%d answers were truncated to %d tokens", info.chat.cut, info.chat.max_length)
     if info.chat is not None:
         log_chat_notes(info.chat.notes)
-    if output.done.ends:
+    if output.done.ends and tokenizer.extension is None:
         logger.warning(
             "%d documents spell the end token %r as text; pass --parse-special-tokens to encode it as the token",
             output.done.ends,

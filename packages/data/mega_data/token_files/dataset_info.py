@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+from pydantic import Field
 
 from mega_common.atomic_files import compute_file_sha256, write_json_atomically
 from mega_common.bounded_parsing import parse_json_text, read_json_file
@@ -30,12 +31,15 @@ class TokenizerInfo(StrictConfig):
     fingerprint: str
     vocab_size: int
     eos_id: int | None = None
+    extension: str | None = Field(None, description="name and version of the extension that has the tokenizer")
 
     @classmethod
     def from_tokenizer(cls, tokenizer: Tokenizer) -> TokenizerInfo:
         """Return the description of a loaded tokenizer for a data set's `PREFIX.info`."""
+        extension = tokenizer.extension and tokenizer.extension.extension
         return cls(
-            path=str(tokenizer.path.resolve()),
+            path=str(tokenizer.path if extension else tokenizer.path.resolve()),
+            extension=f"{extension.name} {extension.version}" if extension else None,
             fingerprint=tokenizer.fingerprint,
             vocab_size=tokenizer.vocab_size,
             eos_id=tokenizer.eos_id,

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 from anyio import CapacityLimiter, to_thread
 
-from mega_common.errors import DataError
+from mega_common.errors import ConfigError, DataError
+from mega_common.extension_entries import Sampler
 from mega_common.vision_config import VisionConfig
 from mega_data.chat.chat_template import ChatTemplate
 from mega_data.tokenizer import Tokenizer
@@ -87,6 +88,7 @@ class ModelService:
         embedder: embedder of texts, or the reason that embeddings are not supported (None: the kind of model).
         vision: settings of the vision encoder, if the model takes images.
         source: folder of the model, for adapters that are loaded later; None: `name`.
+        samplers: samplers of extensions that a request may name.
     """
 
     name: str
@@ -104,6 +106,7 @@ class ModelService:
     embedder: ServedEmbedder | str | None = None
     source: str | None = None
     vision: VisionConfig | None = None
+    samplers: Mapping[str, Sampler] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.created = int(time.time())
@@ -408,7 +411,10 @@ class ModelService:
             own |= {"min_new_tokens": body.min_tokens, "min_length": 0}
         if body.bad_words is not None:
             own["bad_words_ids"] = [tokens for word in body.bad_words for tokens in await self._encode_bad_word(word)]
-        return body.resolve_sampling(own)
+        try:
+            return body.resolve_sampling(own).bind_sampler(self.samplers)
+        except ConfigError as error:
+            raise ApiRequestError(400, f"{error.message}; {error.hint}", param="sampler") from None
 
     async def _encode_bad_word(self, word: str) -> list[list[int]]:
         """Return the token sequences of a word at the start of a text and after a space, as vLLM bans them."""

@@ -80,6 +80,8 @@ class GenerationRequestBody(RequestBody, ConstrainedRequest):
     ] = None
     allowed_token_ids: Annotated[TokenIds | None, Field(min_length=1)] = None
     bad_words: Annotated[Many[StopText] | None, Field(max_length=128)] = None
+    sampler: Annotated[str | None, Field(max_length=100, description="sampler of an extension of the server")] = None
+    sampler_options: Annotated[dict[str, Any] | None, Field(max_length=100, description="settings of `sampler`")] = None
     no_repeat_ngram_size: Annotated[int | None, Field(ge=0, lt=2**31, description="0: no restriction")] = None
     min_tokens: Annotated[int | None, Field(ge=0, lt=2**31)] = None
     stop: StopField | None = None

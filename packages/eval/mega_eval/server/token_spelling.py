@@ -102,6 +102,8 @@ def find_max_token_bytes(tokenizer: Tokenizer) -> int | None:
 
     The maximum exists for byte-pair encodings without normalization in which every byte has a token.
     """
+    if tokenizer.extension is not None:
+        return None
     raw = json.loads(tokenizer.backend.to_str())
     return (
         max(map(_count_bytes, tokenizer.backend.get_vocab(with_added_tokens=True)), default=1)

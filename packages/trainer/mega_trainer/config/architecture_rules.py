@@ -36,6 +36,10 @@ def find_architecture_problems(
     if parallel.cp > 1 and model.attention_scores is not None:
         rule = f"is not supported with model.attention_scores = {model.attention_scores}, which requires all keys on a rank"
         yield ConfigProblem("parallel.cp", rule, parallel.cp, "set parallel.cp=1")
+    if model.per_layer_input_size and tasks and (parallel.pp > 1 or parallel.zero == 3):
+        rule = "requires parallel.pp = 1 and parallel.zero <= 2 for a model with model.per_layer_input_size"
+        hint = "remove eval.tasks, and run mega eval --tasks on the checkpoints"
+        yield ConfigProblem("eval.tasks", rule, list(tasks), hint)
     if model.relative_bias:
         yield from _shared_bias_problems(parallel)
     yield from _bidirectional_problems(model, data, tasks)

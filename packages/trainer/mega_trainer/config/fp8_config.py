@@ -122,6 +122,8 @@ def _linear_widths(model: ModelConfig, parallel: ParallelConfig) -> Iterator[tup
     tp, mla, moe = parallel.tp, model.mla, model.moe
     heads = model.num_attention_heads // tp
     yield "hidden_size", model.hidden_size
+    if model.per_layer_input_size:
+        yield "per_layer_input_size", model.per_layer_input_size
     if mla is None:
         yield f"query heads x head_dim / tp {tp}", heads * model.query_key_head_dim
         yield f"key/value heads x head_dim / tp {tp}", max(1, model.key_value_heads // tp) * model.query_key_head_dim

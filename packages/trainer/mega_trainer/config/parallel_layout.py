@@ -88,7 +88,8 @@ def list_sharded_ffn_widths(model: ModelConfig) -> set[int]:
     """Return the feed-forward widths that tensor ranks split: the width of dense layers and of shared experts."""
     shared = {model.moe.shared_ffn_hidden_size} if model.moe else set()
     dense = any(kind.feed_forward == "mlp" for kind in model.layer_kinds)
-    return shared | {model.ffn_hidden_size} if dense else shared
+    wide = {model.shared_kv_ffn_hidden_size} if model.shared_kv_ffn_hidden_size else set()
+    return shared | wide | {model.ffn_hidden_size} if dense else shared
 
 
 def tensor_degree_rule(model: ModelConfig) -> str:

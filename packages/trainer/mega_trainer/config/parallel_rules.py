@@ -24,8 +24,13 @@ from mega_trainer.config.parallel_layout import (
 )
 from mega_trainer.config.sections import ParallelConfig
 
-FIXED_VIRTUAL_STAGES = {"zb-h1": 1, "zbv": 2}  # virtual stages of the schedules that have a fixed number
+# virtual stages of the schedules that have a fixed number
+FIXED_VIRTUAL_STAGES = {"zb-h1": 1, "zbv": 2, "dualpipev": 2}
 
+_OVERLAP = "parallel.overlap_expert_exchange"
+_LAST_STAGE = (
+    "requires the last {} layers on the last pipeline stage, as they share keys and values (model.shared_kv_layers)"
+)
 _FIRST_STAGE = (
     "requires the first {} layers on the first pipeline stage, as image features are added to their outputs "
     "(model.vision.native.deepstack)"
@@ -52,6 +57,7 @@ class ParallelRules:
         yield from self._expert_problems()
         yield from self._stage_problems()
         yield from self._schedule_problems()
+        yield from self._overlap_problems()
 
     def find_world_size_problems(self, world_size: int) -> Iterator[ConfigProblem]:
         """Yield degrees of parallelism and batch sizes that do not fit `world_size` ranks."""
@@ -77,6 +83,11 @@ class ParallelRules:
             key = "parallel.zero3_shard"
             hint = suggest_parallel_degree(key, shard, fitting) if fitting else f"remove {key}"
             yield ConfigProblem(key, f"must divide the {ranks} data ranks", shard, hint)
+        count = batch.global_ // (batch.micro * dp)
+        if parallel.overlap_expert_exchange and count < 2 * parallel.pp:
+            rule = f"requires 2 x parallel.pp = {2 * parallel.pp} micro-batches per step, found {count}"
+            hint = f"set {_OVERLAP}=false, or a larger batch.global or smaller batch.micro"
+            yield ConfigProblem(_OVERLAP, rule, True, hint)
         unit = batch.micro * dp
         for problem in batch.find_divisibility_problems(unit, f"batch.micro {batch.micro} x dp {dp} = {unit}"):
             yield replace(problem, path=f"batch.{problem.path}")
@@ -100,23 +111,25 @@ class ParallelRules:
         """Yield numbers of stages that the layers do not fill."""
         parallel, layers = self.parallel, self.model.num_layers
         stages, layout = parallel.pp * parallel.virtual_stages, parallel.pipeline_layout
-        first = self.model.first_stage_layers
+        first, last = self.model.first_stage_layers, self.model.last_stage_layers
         if layout is None:
             if layers < stages:
                 product = f"parallel.pp {parallel.pp} x parallel.virtual_stages {parallel.virtual_stages} = {stages}"
                 rule = f"requires a layer for each stage: {product}, found model.num_layers = {layers}"
                 yield ConfigProblem("parallel.pp", rule, parallel.pp, self._suggest_stages())
             elif self._most_stages < stages:
-                rule = f"{_FIRST_STAGE.format(first)}: {stages} stages need {stages + first - 1} layers, found {layers}"
+                rule = _LAST_STAGE.format(last) if last > first else _FIRST_STAGE.format(first)
+                needed = stages + layers - self._most_stages
+                rule += f": {stages} stages need {needed} layers, found {layers}"
                 yield ConfigProblem("parallel.pp", rule, parallel.pp, self._suggest_stages())
             return
         key = "parallel.pipeline_layout"
         fits = self._most_stages >= stages
-        even = (
-            [first, *_even_layout(layers - first, stages - 1)]
-            if first > layers // stages
-            else _even_layout(layers, stages)
-        )
+        even = _even_layout(layers, stages)
+        if first > layers // stages:
+            even = [first, *_even_layout(layers - first, stages - 1)]
+        elif last > layers // stages:
+            even = [*_even_layout(layers - last, stages - 1), last]
         hint = f"set {key}={even}" if fits else f"remove {key} and {self._suggest_stages()}"
         if len(layout) != stages:
             rule = f"must have parallel.pp x parallel.virtual_stages = {stages} stages, found {len(layout)}"
@@ -129,18 +142,20 @@ class ParallelRules:
             yield ConfigProblem(key, rule, layout, hint)
         elif layout[0] < first:
             yield ConfigProblem(key, _FIRST_STAGE.format(first), layout, hint)
+        elif layout[-1] < last:
+            yield ConfigProblem(key, _LAST_STAGE.format(last), layout, hint)
 
     @property
     def _most_stages(self) -> int:
-        """Largest number of pipeline stages: each has a layer, and the first one those that must be on it."""
-        return max(1, self.model.num_layers - max(0, self.model.first_stage_layers - 1))
+        """Largest number of pipeline stages: each has a layer, and the first and the last one those that must be on it."""
+        return self.model.most_pipeline_stages
 
     def _schedule_problems(self) -> Iterator[ConfigProblem]:
         """Yield virtual stages and schedules that conflict with each other or need a pipeline."""
         parallel, stages = self.parallel, self.parallel.virtual_stages
         if parallel.pp == 1 and stages > 1:
             rule, hint = "requires pipeline parallelism (parallel.pp > 1)", "set parallel.virtual_stages=1"
-            if parallel.schedule == "zbv":
+            if FIXED_VIRTUAL_STAGES.get(parallel.schedule) == stages:
                 hint += " and parallel.schedule=1f1b"
             yield ConfigProblem("parallel.virtual_stages", rule, stages, hint)
         if parallel.pp == 1 and parallel.schedule != "1f1b":
@@ -222,6 +237,20 @@ class ParallelRules:
         if rule := self._dispatch_rule():
             yield ConfigProblem("parallel.dispatch", rule, parallel.dispatch, "set parallel.dispatch=alltoall")
 
+    def _overlap_problems(self) -> Iterator[ConfigProblem]:
+        """Yield the setting with which the expert exchange cannot be hidden under another micro-batch's computation."""
+        parallel = self.parallel
+        if not parallel.overlap_expert_exchange:
+            return
+        needs = {
+            "expert parallelism (parallel.ep or parallel.expert_tp > 1)": parallel.ep * parallel.expert_tp > 1,
+            "parallel.dispatch = alltoall": parallel.dispatch == "alltoall",
+            "parallel.schedule = 1f1b or dualpipev": parallel.schedule in ("1f1b", "dualpipev"),
+            "parallel.zero < 3": parallel.zero < 3,
+        }
+        for need in (need for need, holds in needs.items() if not holds):
+            yield ConfigProblem(_OVERLAP, f"requires {need}", True, f"set {_OVERLAP}=false")
+
     def _dispatch_rule(self) -> str:
         """Return the rule of the expert dispatch library that the run violates, or an empty string."""
         parallel, width = self.parallel, self.model.hidden_size
@@ -302,3 +331,26 @@ def find_zero_problems(parallel: ParallelConfig, lora: LoraConfig | None) -> Ite
     if quantized:
         rule = f"is not supported with lora.quantize = {quantized}"
         yield ConfigProblem("parallel.zero", rule, zero, "set parallel.zero=2, or remove lora.quantize")
+
+
+def find_comm_overlap_problems(
+    parallel: ParallelConfig, precision: str, linear: str, *, ordered: bool
+) -> Iterator[ConfigProblem]:
+    """Yield settings under which GEMMs cannot overlap with the collectives of tensor parallelism.
+    `linear` is the configured library of linear layers, `ordered` is `debug.ordered_reductions`.
+    """
+    if not parallel.tp_comm_overlap:
+        return
+    key, off = "parallel.tp_comm_overlap", "set parallel.tp_comm_overlap=false"
+    if not parallel.sp or parallel.tp == 1:
+        rule = f"requires sequence parallelism over several tensor ranks, found tp = {parallel.tp}, sp = {parallel.sp}"
+        yield ConfigProblem(key, rule, True, off)
+    if precision == "fp8":
+        rule = "is not supported with precision = fp8, whose GEMMs quantise whole matrices"
+        yield ConfigProblem(key, rule, True, f"{off}, or set precision=bf16")
+    if linear == "te":
+        rule = "is not supported with kernels.linear = te, as only GEMMs of torch are split into pieces"
+        yield ConfigProblem(key, rule, True, f"{off}, or set kernels.linear=torch")
+    if ordered:
+        rule = "is not supported with debug.ordered_reductions, as a ring adds the ranks' sums in its own order"
+        yield ConfigProblem(key, rule, True, f"{off}, or set debug.ordered_reductions=false")

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from mega_common.errors import ConfigError
+from mega_common.extension_loader import is_extension_path
 from mega_common.lora_config import LoraConfig, is_trainable_tensor
 from mega_common.model_config import ModelConfig
 from mega_common.model_presets import load_model_preset
@@ -33,13 +34,16 @@ from mega_trainer.config.extensions import (
     add_block_declarations,
     add_function_declarations,
     find_extension_entry_problems,
-    is_extension_path,
     load_extensions,
 )
 from mega_trainer.config.fp8_config import Fp8Config, find_fp8_problems
 from mega_trainer.config.lr_schedule import LearningRateCurve, LRSchedule
 from mega_trainer.config.objective_config import ObjectiveConfig
-from mega_trainer.config.parallel_rules import ParallelRules, find_zero_problems
+from mega_trainer.config.parallel_rules import (
+    ParallelRules,
+    find_comm_overlap_problems,
+    find_zero_problems,
+)
 from mega_trainer.config.sections import (
     ActivationOffloadConfig,
     CheckpointConfig,
@@ -264,6 +268,17 @@ class RunConfig(StrictConfig):
             hint = f"set model.logit_scale={scale!r}"
             yield ConfigProblem("model.logit_scale", rule, model.logit_scale, hint)
 
+    def _quantized_optimizer_problems(self) -> Iterator[ConfigProblem]:
+        """Yield settings that conflict with optimizer moments in 8 bits."""
+        if self.optimizer.name != "adamw8bit":
+            return
+        if self.precision == "fp64":
+            rule = "requires fp32 main weights, and precision = fp64 has fp64 weights"
+            yield ConfigProblem("optimizer.name", rule, "adamw8bit", "set optimizer.name=adamw, or set precision=fp32")
+        if every := self.fault.hash_every:
+            rule = "is not supported with optimizer.name = adamw8bit, whose moments would be copied for each comparison"
+            yield ConfigProblem("fault.hash_every", rule, every, "set fault.hash_every=0, or set optimizer.name=adamw")
+
     def is_periodic_action_due(self, step: int, every: int) -> bool:
         """Return whether an action done every `every` steps and after the last step is due after `step`.
         `every` = 0 means that it is due only after the last step.
@@ -322,6 +337,9 @@ class RunConfig(StrictConfig):
         yield from self.checkpoint.find_run_problems(train.eval_every)
         yield from self.parallel_rules.find_parallel_degree_problems()
         yield from find_zero_problems(parallel, lora)
+        yield from find_comm_overlap_problems(
+            parallel, self.precision, self.kernels.linear, ordered=self.debug.ordered_reductions
+        )
         if self.precision == "fp8":
             yield from find_fp8_problems(self.fp8, model, parallel, data.seq_length, linear=self.kernels.linear)
         yield from find_lora_problems(lora, self.init_from, self.precision) if lora else ()
@@ -329,6 +347,7 @@ class RunConfig(StrictConfig):
         yield from (replace(problem, path=f"lr_schedule.{problem.path}") for problem in schedule)
         yield from self._decoupled_problems()
         yield from self._mup_problems()
+        yield from self._quantized_optimizer_problems()
         yield from self.profile.find_run_problems(train.steps) if self.profile else ()
         yield from self.fault.find_run_problems(
             zero=parallel.zero, deterministic=self.deterministic, device=self.device
@@ -350,6 +369,7 @@ class RunConfig(StrictConfig):
         for kind in sorted(data.dataset_kinds):
             options = data.options if kind in added or not added else {}
             yield from find("data_kinds", "data.kind", kind, options, "data.options")
+        yield from self.registry.find_kernel_problems(self.kernels.functions)
         for name, options in self.callbacks.items():
             yield from find("callbacks", f"callbacks.{name}", name, options, f"callbacks.{name}")
 

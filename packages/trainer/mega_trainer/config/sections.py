@@ -32,10 +32,17 @@ class ParallelConfig(StrictConfig):
     sp: bool = Field(
         False, description="sequence parallelism: split the residual stream over the sequence among tensor ranks"
     )
+    tp_comm_overlap: bool = Field(
+        False,
+        description="with sp, split the GEMMs of linear layers into a piece for each tensor rank, and compute one piece while "
+        "another is sent; by torch's symmetric memory between GPUs with peer access, else by a ring of sends and receives",
+    )
     pp: StageCount = 1
     virtual_stages: StageCount = 1
-    schedule: Literal["1f1b", "zb-h1", "zbv"] = Field(
-        "1f1b", description="zb-h1 and zbv (with 2 virtual stages) fill pipeline bubbles with deferred weight gradients"
+    schedule: Literal["1f1b", "zb-h1", "zbv", "dualpipev"] = Field(
+        "1f1b",
+        description="zb-h1, zbv and dualpipev (these two with 2 virtual stages) fill pipeline bubbles with deferred weight "
+        "gradients; dualpipev (DualPipeV) pairs each forward with a backward",
     )
     pipeline_layout: list[NonNegativeInt] | None = Field(None, description="layers of each stage, in stage order")
     cp: StageCount = Field(
@@ -60,6 +67,11 @@ class ParallelConfig(StrictConfig):
         ge=1,
         description="capacity of expert dispatch to each rank, as a multiple of an even load: the host then never waits for the "
         "device within a layer, and a step that exceeds the capacity ends the run; default: unbounded",
+    )
+    overlap_expert_exchange: bool = Field(
+        False,
+        description="run the forward of a micro-batch and the backward of another in turn, so that the expert exchange of each "
+        "is hidden under the computation of the other; 1f1b without virtual stages then keeps up to twice the activations",
     )
     dp: RankCount | None = Field(None, description="number of data-parallel ranks; default: from the number of ranks")
     zero: Literal[0, 1, 2, 3] = Field(
@@ -189,7 +201,7 @@ class SgdConfig(StrictConfig):
             yield ConfigProblem("nesterov", "requires momentum above 0", True, "set optimizer.sgd.momentum=0.9")
 
 
-OptimizerName = Literal["adamw", "muon", "lion", "sgd"]
+OptimizerName = Literal["adamw", "adamw8bit", "muon", "lion", "sgd"]
 
 
 class MupConfig(StrictConfig):
@@ -207,7 +219,8 @@ class OptimizerConfig(StrictConfig):
     """Optimizer settings: AdamW, Muon for hidden matrices, Lion or SGD, and the clip of the global gradient norm."""
 
     name: OptimizerName | ExtensionName = Field(
-        "adamw", description="adamw, muon, lion, sgd, or an optimizer of an extension"
+        "adamw",
+        description="adamw, adamw8bit (moments in 8 bits, by bitsandbytes), muon, lion, sgd, or an optimizer of an extension",
     )
     options: dict[str, Any] = Field({}, description="settings of an extension's optimizer")
     lr: float = Field(3e-4, gt=0)
@@ -231,9 +244,11 @@ class OptimizerConfig(StrictConfig):
     sgd: SgdConfig = SgdConfig()
 
     @property
-    def moments(self) -> int:
-        """Number of state values of the optimizer for each weight; an extension's optimizer is taken to have two."""
-        return {"lion": 1, "sgd": int(self.sgd.momentum > 0)}.get(self.name, 2)
+    def moments(self) -> float:
+        """Number of state values of the optimizer for each weight, of the size of a gradient's.
+        An extension's optimizer is taken to have two; a value in 8 bits is a quarter, and its share of a scale.
+        """
+        return {"lion": 1, "sgd": int(self.sgd.momentum > 0), "adamw8bit": 2 * (1 / 4 + 1 / 256)}.get(self.name, 2)
 
     def problems(self) -> Iterator[ConfigProblem]:
         """Yield a problem for Adam betas outside [0, 1)."""
@@ -297,6 +312,10 @@ class ActivationOffloadConfig(StrictConfig):
     min_bytes: int = Field(1 << 20, ge=0, description="smaller tensors stay on the device")
 
 
+def _split_commas(raw: Any) -> Any:
+    return raw.split(",") if isinstance(raw, str) else raw
+
+
 class KernelsConfig(StrictConfig):
     """Choice of the kernel library for each operation, such as attention and linear layers.
     `auto` selects the best that is installed; a run logs the choice and its reason at the start.
@@ -317,6 +336,9 @@ class KernelsConfig(StrictConfig):
     delta: Literal["auto", "torch", "fla"] = Field(
         "auto",
         description="delta rule of gated delta nets and of Kimi Delta Attention, without context parallelism; fla: flash-linear-attention",
+    )
+    functions: Annotated[list[str], BeforeValidator(_split_commas)] = Field(
+        [], description="kernels of extensions, by name, each for one operation; used for the calls that they support"
     )
 
 
@@ -351,10 +373,6 @@ class CheckpointConfig(StrictConfig):
         """Yield a problem if `checkpoint.best` is set in a run without validation."""
         if self.best and not eval_every:
             yield validation_required_problem("checkpoint.best", True)
-
-
-def _split_commas(raw: Any) -> Any:
-    return raw.split(",") if isinstance(raw, str) else raw
 
 
 class InTrainingEvalConfig(StrictConfig):

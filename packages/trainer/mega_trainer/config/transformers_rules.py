@@ -61,6 +61,8 @@ def _unsupported_settings(run: RunConfig) -> Iterator[tuple[str, bool, Any, str]
     for key in ("linear", "attention", "conv", "scan", "delta"):
         chosen = getattr(run.kernels, key)
         yield f"kernels.{key}", chosen not in ("auto", "torch"), chosen, f"remove kernels.{key}"
+    added = run.kernels.functions
+    yield "kernels.functions", bool(added), added, "remove kernels.functions"
 
 
 def pop_implementation(model: dict[str, Any]) -> Literal["mega", "transformers"]:

@@ -14,6 +14,7 @@ from mega_common.errors import ConfigError, DataError
 from mega_common.progress_logging import logger
 from mega_data.blended_dataset import DatasetUsage, plan_dataset_usage
 from mega_data.data_config import DataConfig
+from mega_data.extension_tokenizer import RECORD_FILE
 from mega_data.preprocessing.token_cache import resolve_source_prefix
 from mega_data.sampling.dataset_parts import find_matching_prefixes
 from mega_data.token_files.dataset_info import DatasetInfo, count_unpaired_answers, read_dataset_info
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model",
     "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja",
-    "generation_config.json",
+    "generation_config.json", RECORD_FILE,
 )  # fmt: skip
 
 
@@ -104,7 +105,10 @@ def extend_vocabulary(config: RunConfig, source: WeightSource, tokenizer: Tokeni
     files = (
         {}
         if first is None or tokenizer is None
-        else {name: path.read_bytes() for name, path in find_tokenizer_files(tokenizer).items()}
+        else {
+            name: file if isinstance(file, bytes) else file.read_bytes()
+            for name, file in find_tokenizer_files(tokenizer).items()
+        }
     )
     size = max(source.model.vocab_size, config.model.vocab_size)
     return ExtendedVocabularySource(source, size, first=first, files=files)
@@ -114,7 +118,8 @@ def _first_new_token(config: RunConfig, source: WeightSource, tokenizer: Tokeniz
     """Return the first token of the data's tokenizer that the tokenizer of the weights lacks, as far as both are known;
     None if there is none.
     """
-    original = source.asset_files().get("tokenizer.json")
+    assets = source.asset_files()
+    original = assets.get("tokenizer.json") or assets.get(RECORD_FILE)
     made = {
         info.tokenizer.fingerprint: path
         for path, info in _datasets_with_tokenizer(config.data).items()
@@ -126,9 +131,10 @@ def _first_new_token(config: RunConfig, source: WeightSource, tokenizer: Tokeniz
         return None
     content = original.read_bytes() if isinstance(original, Path) else original
     ((fingerprint, path),) = made.items()
-    if hashlib.sha256(content).hexdigest() == fingerprint:
+    extended = "tokenizer.json" not in assets  # by the tokenizer of an extension
+    if fingerprint == (parse_json_text(content)["fingerprint"] if extended else hashlib.sha256(content).hexdigest()):
         return None
-    if tokenizer is not None:
+    if tokenizer is not None and tokenizer.extension is None and not extended:
         old, new = parse_tokenizer_vocab(content), parse_tokenizer_vocab(tokenizer.path.read_bytes())
         more = new.keys() - old.keys()
         first = max(old.values(), default=-1) + 1
@@ -164,6 +170,12 @@ def _existing_tokenizer(made: dict[Path, DatasetInfo]) -> Tokenizer | None:
     for info in made.values():
         assert info.tokenizer is not None
         path = Path(info.tokenizer.path)
+        if info.tokenizer.extension is not None:
+            message = (
+                "the data's tokenizer is of the extension %s; set data.tokenizer=%s, else checkpoints have no tokenizer"
+            )
+            logger.warning(message, info.tokenizer.extension, path)
+            continue
         if path.exists():
             tokenizer = Tokenizer(path)
             if tokenizer.fingerprint == info.tokenizer.fingerprint:
@@ -172,10 +184,12 @@ def _existing_tokenizer(made: dict[Path, DatasetInfo]) -> Tokenizer | None:
     return None
 
 
-def find_tokenizer_files(tokenizer: Tokenizer) -> dict[str, Path]:
-    """Return the tokenizer files that are copied along with a model, such as `tokenizer.json`.
+def find_tokenizer_files(tokenizer: Tokenizer) -> dict[str, Path | bytes]:
+    """Return the tokenizer files, or their content, that are copied along with a model, such as `tokenizer.json`.
     The keys are their paths in the tokenizer's folder.
     """
+    if tokenizer.extension is not None:
+        return {RECORD_FILE: tokenizer.extension.make_record(tokenizer.path.name.rpartition(":")[2])}
     folder = tokenizer.path.parent
     paths = [path for glob in TOKENIZER_FILES for path in sorted(folder.glob(glob)) if path.is_file()]
     return {path.relative_to(folder).as_posix(): path for path in paths}

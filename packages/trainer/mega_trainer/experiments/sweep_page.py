@@ -18,6 +18,7 @@ from mega_trainer.pages.page_elements import (
     render_page,
     render_table,
 )
+from mega_trainer.pages.parallel_coordinates import CoordinateAxis, draw_parallel_coordinates
 
 MAX_CURVES = 10  # as many as there are colours
 LOG_RATIO = 20  # of the largest to the smallest value of a setting with a logarithmic axis
@@ -25,7 +26,10 @@ LOG_RATIO = 20  # of the largest to the smallest value of a setting with a logar
 
 def render_sweep_page(title: str, config: SweepConfig, results: Sequence[TrialResult]) -> str:
     """Return the HTML page of a sweep with these results, best first."""
-    sections = [_ranking_section(config, results), _curves_section(config, results), _settings_section(config, results)]
+    sections = [
+        _ranking_section(config, results), _coordinates_section(config, results), _curves_section(config, results),
+        _settings_section(config, results),
+    ]  # fmt: skip
     states = [result.state for result in results]
     tiles = [(f"of {config.num_trials:,} trials done", f"{states.count('done'):,}")]
     tiles += [("failed", str(states.count("failed")))] if "failed" in states else []
@@ -95,6 +99,27 @@ def _curves_section(config: SweepConfig, results: Sequence[TrialResult]) -> Page
     return PageSection("Curves", [draw_curves(title, key) for key, title in keys.items()], text)
 
 
+def _coordinates_section(config: SweepConfig, results: Sequence[TrialResult]) -> PageSection:
+    """Return the section with one line for each trial through its settings and its metric."""
+    finite = [result for result in results if math.isfinite(result.mean)]
+    axes = [CoordinateAxis(key, [_axis_value(result.settings[key]) for result in finite]) for key in config.settings]
+    axes.append(CoordinateAxis(config.metric, [result.mean for result in finite]))
+    items = [_describe_trial(config, result) for result in finite]
+    figure = draw_parallel_coordinates(f"Settings and {config.metric}", axes, items, log_from=LOG_RATIO)
+    text = "One line for each trial; the best has another colour, and worse ones are fainter."
+    return PageSection("Parallel coordinates", [figure], text, wide=True)
+
+
+def _axis_value(value: Any) -> float | str:
+    """Return a setting as a number, or as text if it is none."""
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else format_setting(value)
+
+
+def _describe_trial(config: SweepConfig, result: TrialResult) -> str:
+    """Return a trial, its metric and its settings as the text of a tooltip."""
+    return f"trial {result.number}: {config.metric} {format_metric(result)}, {format_settings(result.settings)}"
+
+
 def _settings_section(config: SweepConfig, results: Sequence[TrialResult]) -> PageSection:
     finite = [result for result in results if math.isfinite(result.mean)]
     if not finite:
@@ -111,8 +136,7 @@ def _draw_setting(config: SweepConfig, key: str, results: Sequence[TrialResult])
     points = [
         ScatterPoint(
             float(value) if numeric else float(names.index(format_setting(value))), result.mean, "",
-            f"trial {result.number}: {config.metric} {format_metric(result)}, {format_settings(result.settings)}",
-            result is results[0],
+            _describe_trial(config, result), result is results[0],
         )
         for value, result in zip(values, results, strict=True)
     ]  # fmt: skip

@@ -1,6 +1,6 @@
 """Time of each phase of a step, measured without waiting for the device.
 
-Phases: `data` (waiting for the loader), `forward` and `backward` of all micro-batches, `pipeline` (messages between stages, and
+Phases: `data` (waiting for the loader), `forward` and `backward` of all micro-batches, `forward_backward` (both in turn), `pipeline` (messages between stages, and
 waiting for them), `reduce` (gradient reduction that remains after the backwards), `norm` (and the all-reduce of the step's
 scalars), `update`, `evaluate`, `save`. A nested phase is not counted in the outer one, so phases add up to the measured time.
 On a GPU they are times of the current stream, between events that are read after the device has passed them; work on other

@@ -104,8 +104,8 @@ def _write_assets(config: RunConfig, tokenizer: Tokenizer | None, assets: Path) 
         for path in [path for glob in TOKENIZER_FILES for path in assets.glob(glob)]:
             path.unlink()
     if tokenizer is not None:
-        for name, path in find_tokenizer_files(tokenizer).items():
-            write_file_durably(assets / name, path)
+        for name, content in find_tokenizer_files(tokenizer).items():
+            write_file_durably(assets / name, content)
 
 
 def record_run_start(config: RunConfig, ranks: RankInfo, step: int, start: object, state_seconds: float) -> None:

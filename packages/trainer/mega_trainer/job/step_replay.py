@@ -16,8 +16,8 @@ from mega_ckpt.checkpoint_folders import latest_checkpoint_until_step
 from mega_ckpt.store import Checkpoint, Location
 from mega_common.atomic_files import write_json_atomically
 from mega_common.errors import CheckpointError, ConfigError
+from mega_common.extension_loader import is_extension_path
 from mega_common.strict_config import apply_overrides
-from mega_trainer.config.extensions import is_extension_path
 from mega_trainer.config.run_config import RunConfig, flatten_settings
 from mega_trainer.job.environment import describe_environment
 

@@ -12,6 +12,7 @@ On a CPU the copies are synchronous.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -244,7 +245,9 @@ class ActivationCheckpointer:
         self, module: RecomputedModule, y: Tensor, function: Callable[..., Tensor], *inputs: Tensor
     ) -> None:
         """Do not keep y, which equals `function(*inputs)`, for the backward if the policy recomputes `module`."""
-        if self._open is not None and self.recompute.recomputes_module(module):
+        # the open layer may be that of a forward in another thread, beside which this backward runs
+        own = self._open is not None and self._open.thread == threading.get_ident()
+        if self._open is not None and own and self.recompute.recomputes_module(module):
             self._open.drop_output(y, function, *inputs)
 
 
@@ -260,7 +263,7 @@ class _LayerHooks:
     """Saved-tensor hooks of one layer's forward."""
 
     def __init__(self, offloaded: OffloadedActivations | None) -> None:
-        self._offloaded = offloaded
+        self._offloaded, self.thread = offloaded, threading.get_ident()
         self._dropped: dict[int, _RecomputedTensor] = {}
 
     def drop_output(self, y: Tensor, function: Callable[..., Tensor], *inputs: Tensor) -> None:

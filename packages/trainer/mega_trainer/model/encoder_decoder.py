@@ -30,6 +30,7 @@ from mega_trainer.model.cross_attention import CrossAttention
 from mega_trainer.model.decoder import Decoder, StageLayers
 from mega_trainer.model.forward_context import EncoderContext, ForwardContext, SequenceMask, with_encoder_memory
 from mega_trainer.model.layer_builder import LayerBuilder
+from mega_trainer.model.layer_input_decoder import LayerInputDecoder, LayerInputTaskDecoder
 from mega_trainer.model.relative_position_bias import BucketedPositionBias
 from mega_trainer.model.retro import RetroDecoder
 from mega_trainer.parallel.expert_routing import MicroBatchRouting
@@ -184,11 +185,13 @@ class EncoderDecoderModel(Decoder):
 
 
 def select_model_class(config: ModelConfig) -> type[Decoder]:
-    """Return the model class for a configuration: `TaskOutputDecoder`, `RetroDecoder`, `EncoderDecoderModel` or `Decoder`."""
+    """Return the model class for a configuration: `Decoder`, or the one with the parts that the configuration adds."""
     if config.transformers is not None:
         from mega_trainer.model.transformers_decoder import TransformersDecoder  # only with transformers installed
 
         return TransformersDecoder
+    if config.per_layer_input_size or config.shared_kv_layers:
+        return LayerInputTaskDecoder if config.score or config.task_head else LayerInputDecoder
     if config.score or config.task_head:
         return TaskOutputDecoder
     if config.retro:

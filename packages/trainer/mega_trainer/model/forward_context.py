@@ -240,6 +240,8 @@ class ForwardContext:
         routes: rollout routing replay (R3) of given or recorded experts, or None.
         query_scale: factor of each token's query [B or 1, S, 1, 1], or None.
         positions: positions of the tokens int64 [B or 1, S] for the position encoding of an extension, or None.
+        layer_inputs: input of each layer [B, S or S/T, width], or None.
+        key_values: {window: (layer, keys, values)} of the layers whose keys and values later layers share.
         images: images with computed features, of which some are added to the outputs of the first layers; else None.
     """
 
@@ -255,6 +257,8 @@ class ForwardContext:
     query_scale: Tensor | None = None
     positions: Tensor | None = None
     images: BatchImages | None = None
+    layer_inputs: Sequence[Tensor] | None = None
+    key_values: dict[int | None, tuple[int, Tensor, Tensor]] = field(default_factory=dict)
 
     def with_chunks(self, size: int, rows: int) -> ForwardContext:
         """Return a copy for a layer whose queries attend within chunks of `size` tokens of each document, in `rows` rows."""

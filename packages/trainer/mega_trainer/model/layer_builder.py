@@ -20,7 +20,14 @@ from mega_trainer.model.parameter_builder import ParameterBuilder
 from mega_trainer.parallel.context_parallel import ContextParallelKind
 from mega_trainer.parallel.expert_parallel import ExpertDispatcher
 from mega_trainer.parallel.lora_layers import LoraAdapterLayer, PerRowAdapters
+from mega_trainer.parallel.overlapped_linear import (
+    OverlappedColumnFunction,
+    OverlappedGemms,
+    OverlappedRowFunction,
+    OverlappedRowLinear,
+)
 from mega_trainer.parallel.parallel_linear import ParallelLinearFunction
+from mega_trainer.parallel.pass_interleaver import PassInterleaver
 from mega_trainer.parallel.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -37,8 +44,10 @@ class LayerBuilder(ParameterBuilder):
         leaves: calls leaf functions outside the back end.
         by_layer: back end of the linear layers, for layers that have another one.
         products: back end of the linear layers of the current layer; None: `kernels`.
+        overlapped: GEMMs of tensor-parallel layers that overlap with their collectives; None: collectives beside whole GEMMs.
         cp_kind: kind of context-parallel attention.
         dispatcher: dispatcher of tokens to experts; None: `AllToAllDispatcher`.
+        interleaver: runs another pass while the all-to-all of experts is in flight; None: each pass runs alone.
         dispatch_bound: most rows of each rank's experts, as a multiple of an even load; None: unbounded.
         saved: policy of saved activations.
         blocks: mixers and feed-forward blocks of extensions, by name.
@@ -48,8 +57,10 @@ class LayerBuilder(ParameterBuilder):
     leaves: LeafCompiler = field(default_factory=LeafCompiler)
     by_layer: Mapping[int, Kernels] = field(default_factory=dict)
     products: Kernels | None = None
+    overlapped: OverlappedGemms | None = None
     cp_kind: ContextParallelKind = "ring"
     dispatcher: ExpertDispatcher | None = None
+    interleaver: PassInterleaver | None = None
     dispatch_bound: float | None = None
     saved: ActivationCheckpointer = field(default_factory=ActivationCheckpointer)
     blocks: Mapping[str, LayerFactory] = field(default_factory=dict)
@@ -94,6 +105,10 @@ class LayerBuilder(ParameterBuilder):
         layer = ColumnParallelLinear(
             self.linear_kernels, weights, biases, self.groups.tp, sp=self.sp, deferred=self.deferred
         )
+        if self.overlapped is not None:
+            layer.linear = OverlappedColumnFunction(
+                self.linear_kernels, self.deferred, self.groups.tp, self.sp, overlapped=self.overlapped
+            )
         layer.adapter = build_column_adapter(self, blocks, config.hidden_size)
         return layer
 
@@ -114,7 +129,12 @@ class LayerBuilder(ParameterBuilder):
         piece = TensorPiece(f"{name}.weight", (out, width), (0, tp.rank * own), (0, 0), (out, own))
         weight = self.build_parameter((out, own), [piece], std=self.residual_init_std)
         offset = self.build_replicated(f"{name}.bias", (out,)) if bias else None
-        layer = RowParallelLinear(self.linear_kernels, weight, offset, tp, sp=self.sp, deferred=self.deferred)
+        row_class = RowParallelLinear if self.overlapped is None else OverlappedRowLinear
+        layer = row_class(self.linear_kernels, weight, offset, tp, sp=self.sp, deferred=self.deferred)
+        if self.overlapped is not None:
+            layer.linear = OverlappedRowFunction(
+                self.linear_kernels, self.deferred, scatter=tp, overlapped=self.overlapped
+            )
         layer.adapter = build_row_adapter(self, name, width)
         return layer
 

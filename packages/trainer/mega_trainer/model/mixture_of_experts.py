@@ -44,7 +44,7 @@ class MixtureOfExperts(nn.Module):
         self.router = ExpertRouter(build, layer)
         self.experts = GroupedExperts(build, f"{name}.experts")
         self.dispatch = build.dispatcher or AllToAllDispatcher(
-            moe.num_experts, groups.ep, groups.expert_tp.size, build.dispatch_bound
+            moe.num_experts, groups.ep, groups.expert_tp.size, build.dispatch_bound, build.interleaver
         )
         self.linear, self.into_latent, self.out_of_latent = build.unsharded_linear, None, None
         if moe.latent_size:

@@ -29,6 +29,9 @@ from mega_trainer.model.lightning_attention import LightningAttention
 from mega_trainer.model.mamba import MambaMixer
 from mega_trainer.model.mixture_of_experts import MixtureOfExperts
 from mega_trainer.model.norms import Norm
+from mega_trainer.model.per_layer_input import LayerInputGate
+from mega_trainer.model.separately_normed_experts import SeparatelyNormedExperts
+from mega_trainer.model.shared_key_values import KeyValueSource, SharedKeyValueAttention
 from mega_trainer.model.sparse_attention import SparseLatentAttention
 from mega_trainer.parallel.parameter_info import NonTrainableBuffer
 
@@ -36,12 +39,21 @@ from mega_trainer.parallel.parameter_info import NonTrainableBuffer
 def _build_attention(build: LayerBuilder, layer: int) -> nn.Module:
     if build.config.mla:
         return (SparseLatentAttention if build.config.mla.indexer else MultiLatentAttention)(build, layer)
+    if not build.config.has_own_keys:
+        return SharedKeyValueAttention(build, layer)
+    if layer in build.config.key_value_sources:
+        return KeyValueSource(build, layer)
     usual = AsymmetricAttention if build.config.has_asymmetric_attention else SelfAttention
     return (EncodedPositionAttention if "position" in build.functions else usual)(build, layer)
 
 
 def _build_feed_forward(build: LayerBuilder, layer: int) -> nn.Module:
     return FeedForward(build, f"model.layers.{layer}.mlp", build.config.ffn_hidden_size)
+
+
+def _build_experts(build: LayerBuilder, layer: int) -> nn.Module:
+    separate = build.config.moe is not None and build.config.moe.separate_norms
+    return (SeparatelyNormedExperts if separate else MixtureOfExperts)(build, layer)
 
 
 MIXERS: Mapping[MixerKind, LayerFactory] = {
@@ -52,7 +64,7 @@ MIXERS: Mapping[MixerKind, LayerFactory] = {
     "lightning": LightningAttention,
     "conv": GatedConvolution,
 }
-FEEDS: Mapping[FeedForwardKind, LayerFactory] = {"mlp": _build_feed_forward, "moe": MixtureOfExperts}
+FEEDS: Mapping[FeedForwardKind, LayerFactory] = {"mlp": _build_feed_forward, "moe": _build_experts}
 
 
 def find_layer_factory(build: LayerBuilder, kind: MixerKind | FeedForwardKind) -> LayerFactory:
@@ -131,7 +143,8 @@ class TransformerLayer(nn.Module):
                 build, layer, "attention", find_layer_factory(build, mixer), first, "post_attention" if after else ""
             )
         if feed:
-            second = ("pre_feedforward" if after else "post_attention") if before and not config.shared_norm else ""
+            own_norm = before and config.has_norm_before_feed(feed)
+            second = ("pre_feedforward" if after else "post_attention") if own_norm else ""
             name = feed if feed in FEEDS else "mlp"  # an extension's block is recomputed as the one it replaces
             self.feed = ResidualBranch(
                 build, layer, name, find_layer_factory(build, feed), second, "post_feedforward" if after else ""
@@ -147,18 +160,25 @@ class TransformerLayer(nn.Module):
         return sum(added if self.parallel else added[-1:], start=x)
 
 
-class ScaledLayer(TransformerLayer):
-    """Transformer layer whose output is multiplied by a stored scalar that is not trained, as in Gemma 4."""
+class GemmaLayer(TransformerLayer):
+    """Transformer layer with a per-layer input and a stored scalar, as in Gemma 4; either may be missing.
+    The input is added to the layer's output, and the scalar, which is not trained, multiplies the sum.
+    """
 
     def __init__(self, build: LayerBuilder, layer: int) -> None:
         super().__init__(build, layer)
-        name = f"model.layers.{layer}.layer_scalar"
-        wide = torch.promote_types(build.dtype, torch.float32)
-        self.scalar = NonTrainableBuffer(name, (1,), dtype=wide, device=build.device, fill=1.0)
+        size, self.scalar = build.config.per_layer_input_size, None
+        self.gate = LayerInputGate(build.builder_for_layer(layer), layer, size) if size else None
+        if build.config.layer_scale:
+            name = f"model.layers.{layer}.layer_scalar"
+            wide = torch.promote_types(build.dtype, torch.float32)
+            self.scalar = NonTrainableBuffer(name, (1,), dtype=wide, device=build.device, fill=1.0)
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
-        """Return the scaled residual stream [B, S or S/T, D] (S/T under sequence parallelism over T ranks)."""
-        return super().forward(x, context) * self.scalar.values.to(x.dtype)
+        """Return the residual stream [B, S or S/T, D] (S/T under sequence parallelism over T ranks) after this layer."""
+        x = super().forward(x, context)
+        x = x if self.gate is None else self.gate(x, context)
+        return x if self.scalar is None else x * self.scalar.values.to(x.dtype)
 
 
 class HyperConnectedLayer(TransformerLayer):
@@ -233,7 +253,7 @@ def build_transformer_layer(build: LayerBuilder, layer: int) -> TransformerLayer
     post_norm = build.config.norm_position == "sum"
     layers = {"sum": PostNormLayer, "stream": NormedResidualLayer}
     several = HyperConnectedLayer if build.config.hyper_connections else TransformerLayer
-    usual = ScaledLayer if build.config.layer_scale else several
+    usual = GemmaLayer if build.config.layer_scale or build.config.per_layer_input_size else several
     block = layers.get(build.config.norm_position, usual)(build, layer)
     if build.config.has_cross_attention(layer):
         before = "" if post_norm else "cross_attn"

@@ -14,6 +14,7 @@ from torch import Tensor
 from mega_ckpt.tensor_pieces import ShardedTensor
 from mega_trainer.distributed.comm import CommGroup
 from mega_trainer.kernels.leaf_compiler import LeafCompiler
+from mega_trainer.optim.adamw8bit import AdamW8bitUpdateRule
 from mega_trainer.optim.gradient_clipping import compute_grad_norm
 from mega_trainer.optim.optimizer_slots import (
     CountedUpdateRule,
@@ -154,6 +155,12 @@ class ShardedOptimizer:
         """Set the main weights to the model's weights, after loading a checkpoint without main weights."""
         for slot in self.slots:
             slot.load_main_from_model()
+
+    def pack_loaded_state(self) -> None:
+        """Quantise optimizer state that was loaded into `checkpoint_tensors`, where it is kept in 8 bits."""
+        for rule in self._rules:
+            if isinstance(rule, AdamW8bitUpdateRule):
+                rule.pack_loaded_state()
 
     def copy_main_to_model(self) -> None:
         """Copy main weights, loaded from a checkpoint, to the model; under ZeRO-3 they are the model's only weights."""

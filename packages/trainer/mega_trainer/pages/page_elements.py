@@ -148,7 +148,7 @@ def draw_bar_figure(
     body = []
     for index, (row, total) in enumerate(zip(rows, totals, strict=True)):
         top, at = 8 + 24 * index, 0.0
-        body.append(_svg_text(left - 6, top + 13, row.label, "end"))
+        body.append(draw_svg_text(left - 6, top + 13, row.label, "end"))
         for kind, size in row.parts:
             wide, colour = x.to_position(at + size) - x.to_position(at), kinds.index(kind) % COLOURS
             body.append(
@@ -160,7 +160,7 @@ def draw_bar_figure(
             inside = x.to_position(total) + 6 + 7 * len(row.note) > WIDTH
             note_x = x.to_position(total) - 6 if inside else x.to_position(total) + 6
             body.append(
-                _svg_text(note_x, top + 13, row.note, "end" if inside else "start", "inside" if inside else "quiet")
+                draw_svg_text(note_x, top + 13, row.note, "end" if inside else "start", "inside" if inside else "quiet")
             )
     labelled = all([kind for kind, _ in row.parts] == [row.label] for row in rows)  # no need for a legend
     names = [] if labelled else [(kind, index % COLOURS, False) for index, kind in enumerate(kinds)]
@@ -196,8 +196,8 @@ def draw_scatter_figure(
     names = list(dict.fromkeys(dot.name for dot in found))
     body = [*_draw_grid(x, y, write_y, write_x)]
     body += [
-        _svg_text(WIDTH - RIGHT, HEIGHT - 6, x_name, "end", "quiet"),
-        _svg_text(LEFT + 6, TOP + 10, y_name, "start", "quiet"),
+        draw_svg_text(WIDTH - RIGHT, HEIGHT - 6, x_name, "end", "quiet"),
+        draw_svg_text(LEFT + 6, TOP + 10, y_name, "start", "quiet"),
     ]
     if limit is not None:
         body.append(f'<path class="event" d="M{x.to_position(limit):.1f},{TOP}V{HEIGHT - bottom}"/>')
@@ -216,14 +216,16 @@ def format_figure(title: str, picture: str, below: str = "") -> str:
     return f"<figure><figcaption>{escape(title)}</figcaption>{picture}{below}</figure>"
 
 
-def format_svg(title: str, body: Iterable[str], height: float = HEIGHT, axes: Sequence[AxisScale] = ()) -> str:
+def format_svg(
+    title: str, body: Iterable[str], height: float = HEIGHT, axes: Sequence[AxisScale] = (), width: float = WIDTH
+) -> str:
     """Return an SVG picture with a title and the elements `body`.
     With its `axes`, the page shows the values of its lines at the mouse pointer.
     """
     numbers = " ".join(f"{n:.9g}" for axis in axes for n in (axis.low, axis.high, axis.start, axis.length))
     data = f' data-axes="{numbers} {axes[-1].log:d}"' if axes else ""
     return (
-        f'<svg class="chart" viewBox="0 0 {WIDTH} {height:g}" role="img" aria-label="{escape(title)}"{data}>'
+        f'<svg class="chart" viewBox="0 0 {width:g} {height:g}" role="img" aria-label="{escape(title)}"{data}>'
         f"{''.join(body)}</svg>"
     )
 
@@ -323,7 +325,7 @@ def _draw_grid(
     """Yield the grid lines and tick labels of both axes."""
     for value in y.compute_ticks(5):
         at = y.to_position(value)
-        yield f'<path class="grid" d="M{LEFT},{at:.1f}H{WIDTH - RIGHT}"/>' + _svg_text(
+        yield f'<path class="grid" d="M{LEFT},{at:.1f}H{WIDTH - RIGHT}"/>' + draw_svg_text(
             LEFT - 6, at + 4, write_y(value), "end"
         )
     yield from _draw_x_ticks(x, y.start, write_x, 6)
@@ -335,7 +337,7 @@ def _draw_x_ticks(x: AxisScale, bottom: float, write: FormatNumber, most: int) -
         at = x.to_position(value)
         anchor = "middle" if at < WIDTH - 2 * RIGHT else "end"
         label_x = at if anchor == "middle" else WIDTH - 2
-        label = _svg_text(label_x, bottom + 17, write(value), anchor)
+        label = draw_svg_text(label_x, bottom + 17, write(value), anchor)
         yield f'<path class="grid" d="M{at:.1f},{TOP}V{bottom:.1f}"/>{label}'
 
 
@@ -346,7 +348,7 @@ def _draw_events(events: Sequence[FigureEvent], x: AxisScale) -> Iterator[str]:
         yield f'<path class="event" d="M{at:.1f},{TOP}V{HEIGHT - BOTTOM}"><title>{escape(event.what)}</title></path>'
 
 
-def _svg_text(x: float, y: float, content: str, anchor: str, name: str = "") -> str:
+def draw_svg_text(x: float, y: float, content: str, anchor: str, name: str = "") -> str:
     """Return an SVG text element."""
     kind = f' class="{name}"' if name else ""
     return f'<text{kind} x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(content)}</text>'

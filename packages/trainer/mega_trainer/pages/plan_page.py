@@ -19,7 +19,7 @@ from mega_trainer.pages.page_elements import (
     wrap_wide_picture,
 )
 from mega_trainer.pipeline.schedule_svg import draw_schedule_svg
-from mega_trainer.pipeline.schedules import PipelineOpCosts, make_schedule, simulate_schedule
+from mega_trainer.pipeline.schedules import SPLIT_BACKWARD, PipelineOpCosts, make_schedule, simulate_schedule
 from mega_trainer.plan.held_out_error import format_prediction_error
 
 MAX_OPERATIONS = 2400  # of a schedule's picture
@@ -34,6 +34,7 @@ class PipelineShape(NamedTuple):
     ranks: int
     stages: int
     microbatches: int
+    pairs_passes: bool = False
 
 
 @dataclass(frozen=True)
@@ -86,11 +87,15 @@ def draw_schedule(pipeline: PipelineShape, costs: PipelineOpCosts | None = None)
     """Return an SVG picture of a pipeline's schedule over time, and its caption.
     The picture has as many micro-batches as are readable.
     """
-    each = pipeline.ranks * pipeline.stages * (3 if pipeline.schedule.startswith("zb") else 2)
+    each = pipeline.ranks * pipeline.stages * (3 if pipeline.schedule in SPLIT_BACKWARD else 2)
     most = min(MAX_OPERATIONS // each, max(pipeline.ranks, MAX_RANK_OPERATIONS * pipeline.ranks // each))
     shown = max(1, min(pipeline.microbatches, most))
-    schedule = make_schedule(pipeline.schedule, pp=pipeline.ranks, microbatches=shown, virtual_stages=pipeline.stages)
+    schedule = make_schedule(
+        pipeline.schedule, pp=pipeline.ranks, microbatches=shown, virtual_stages=pipeline.stages,
+        pairs_passes=pipeline.pairs_passes,
+    )  # fmt: skip
     text = "Each row is a pipeline rank; the number in a box is the micro-batch."
+    text += " Boxes above each other run in turn, each hiding the other's expert exchange." * bool(schedule.pairs)
     if shown < pipeline.microbatches:
         text += f" Shows {shown} of {pipeline.microbatches} micro-batches; a full pipeline is periodic."
     return draw_schedule_svg(schedule, simulate_schedule(schedule, costs)), text

@@ -33,7 +33,7 @@ from mega_trainer.pages.page_elements import (
 from mega_trainer.pages.plan_page import PipelineShape, draw_schedule
 from mega_trainer.pages.run_log import RunLog
 
-PHASES = ("data", "forward", "backward", "pipeline", "reduce", "norm", "update", "evaluate", "save")
+PHASES = ("data", "forward", "backward", "forward_backward", "pipeline", "reduce", "norm", "update", "evaluate", "save")
 MAX_ROWS = 40  # rows of a table of checkpoints, starts or errors
 PredictedMetrics = Mapping[str, float]  # by key of metrics.jsonl
 
@@ -286,7 +286,8 @@ def _pipeline_shape(run: RunLog) -> PipelineShape | None:
         return None
     dp = run.starts[-1]["layout"]["ranks"] // (parallel.get("tp", 1) * parallel.get("cp", 1) * pp)
     micro = batch["global"] // (batch.get("micro", 1) * max(dp, 1))
-    return PipelineShape(parallel.get("schedule", "1f1b"), pp, parallel.get("virtual_stages", 1), max(micro, 1))
+    schedule, stages = parallel.get("schedule", "1f1b"), parallel.get("virtual_stages", 1)
+    return PipelineShape(schedule, pp, stages, max(micro, 1), parallel.get("overlap_expert_exchange", False))
 
 
 def _history_section(runs: Sequence[RunLog], names: Sequence[str]) -> PageSection:

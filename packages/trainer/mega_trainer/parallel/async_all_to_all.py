@@ -19,6 +19,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from mega_trainer.distributed.comm import CollectiveWork, CommGroup, all_to_all_into
+from mega_trainer.parallel.pass_interleaver import PassInterleaver
 
 # (rows, of which the first are sent; row counts to and from each rank; rows of the received table) -> (received table,
 # complete after the wait, with the received rows first; handle to wait for)
@@ -27,9 +28,12 @@ AllToAllFunction = Callable[[Tensor, Any, Any, int], tuple[Tensor, CollectiveWor
 
 @dataclass(frozen=True)
 class HostCountAllToAll:
-    """All-to-all of rows (`AllToAllFunction`) by torch.distributed, which needs the row counts on the host."""
+    """All-to-all of rows (`AllToAllFunction`) by torch.distributed, which needs the row counts on the host.
+    With an `interleaver`, another pass runs before the wait for the rows.
+    """
 
     group: CommGroup
+    interleaver: PassInterleaver | None = None
 
     def __call__(
         self, rows: Tensor, sent: Sequence[int], received: Sequence[int], length: int
@@ -41,7 +45,7 @@ class HostCountAllToAll:
         out, own = table[: sum(received)], rows[: sum(sent)].contiguous()
         work = all_to_all_into(out, own, self.group, received, sent, async_op=True)
         assert work is not None
-        return table, work
+        return table, work if self.interleaver is None else self.interleaver.interleave_wait(work)
 
 
 @dataclass

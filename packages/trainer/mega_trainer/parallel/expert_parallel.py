@@ -33,6 +33,7 @@ from mega_trainer.parallel.async_all_to_all import (
     start_host_copy,
     start_row_all_to_all,
 )
+from mega_trainer.parallel.pass_interleaver import PassInterleaver
 from mega_trainer.parallel.token_rows import (
     ExpertRowAssignment,
     gather_choice_values,
@@ -145,12 +146,14 @@ class AllToAllDispatcher:
         group: the ep x expert_tp ranks that hold all experts.
         parts: expert_tp, the ranks that share an expert.
         bound: rows to a rank, and of its experts, as a multiple of an even load. All ranks must have equally many tokens.
+        interleaver: runs another pass before a wait for exchanged rows, if there is one.
     """
 
     num_experts: int
     group: CommGroup
     parts: int = 1
     bound: float | None = None
+    interleaver: PassInterleaver | None = None
 
     def dispatch_tokens(self, x: Tensor, chosen: Tensor, weights: Tensor) -> TokenDispatch:
         """Start to send tokens to the ranks of their chosen experts by all-to-all.
@@ -160,6 +163,7 @@ class AllToAllDispatcher:
             rows = sort_rows_by_expert(x, chosen, weights, self.experts_per_rank, chosen.numel())
             return TokenDispatch(lambda: rows, lambda y: y, chosen.new_zeros(()))
         capacity, wire = self._rank_capacity(*chosen.shape), HostCountAllToAll(self.group)
+        hidden_wire = replace(wire, interleaver=self.interleaver)
         ranks = expert_ranks_of_tokens(chosen, self.experts_per_rank, self.parts)
         size = ranks.numel() if capacity is None else capacity * self.group.size
         slots = ExpertRowAssignment.assign_rows(ranks, self.group.size, size, capacity)
@@ -173,18 +177,18 @@ class AllToAllDispatcher:
         slots = slots.truncate_rows(sum(sent))
         wait_for_routing = start_row_all_to_all(packed, AsyncAllToAll(wire, sent, received, sum(received) + 1))
         wait_for_tokens = start_row_all_to_all(
-            gather_token_rows(x, slots), AsyncAllToAll(wire, sent, received, sum(received) + 1)
+            gather_token_rows(x, slots), AsyncAllToAll(hidden_wire, sent, received, sum(received) + 1)
         )
 
         def wait_for_rows() -> SortedExpertRows:
+            tokens = wait_for_tokens()  # first, as it may let another pass run; the routing was sent before the tokens
             recv_weights, recv_chosen = unpack_routing(wait_for_routing(), chosen.shape[1])
             local = local_expert_ids(recv_chosen, self.group.rank // self.parts, self.experts_per_rank)
-            return sort_rows_by_expert(wait_for_tokens(), local, recv_weights, self.experts_per_rank, count)
+            return sort_rows_by_expert(tokens, local, recv_weights, self.experts_per_rank, count)
 
         def combine_outputs(y: Tensor) -> Tensor:
-            return sum_token_rows(
-                start_row_all_to_all(y, AsyncAllToAll(wire, received, sent, slots.row_count + 1))(), slots
-            )
+            exchange = AsyncAllToAll(hidden_wire, received, sent, slots.row_count + 1)
+            return sum_token_rows(start_row_all_to_all(y, exchange)(), slots)
 
         return TokenDispatch(wait_for_rows, combine_outputs, slots.dropped)
 

@@ -161,9 +161,7 @@ class ParallelLinearFunction:
         ranks.
         """
         if not torch.is_grad_enabled():
-            return self.gemms.linear_forward(
-                self.gather_input(x), self.weight_operand(weight, get_weight_preparer(weight)), bias
-            )
+            return self.compute_output(x, self.weight_operand(weight, get_weight_preparer(weight)), bias)
         y: Tensor = _Linear.apply(x, weight, bias, self)  # type: ignore[no-untyped-call]
         return y
 
@@ -174,6 +172,10 @@ class ParallelLinearFunction:
         Called in each pass, so that the unpacked values of a packed weight are not kept between passes.
         """
         return weight if preparer is None else preparer.gemm_operand(weight, self.gemms.prepare_weight)
+
+    def compute_output(self, x: Tensor, weight: GemmOperand, bias: Tensor | None = None) -> Tensor:
+        """Return Y = X W^T + b, not differentiable, from a weight of `weight_operand`; otherwise as a call."""
+        return self.gemms.linear_forward(self.gather_input(x), weight, bias)
 
     def gather_input(self, x: Tensor) -> Tensor:
         """Return the input of all tensor ranks, [B, S, D], all-gathered along the sequence with `sp`."""
@@ -204,7 +206,7 @@ class _Linear(Function):
         ctx.save_for_backward(x if weight.requires_grad else None, weight)
         # taken here: in the backward, the weight may be a copy made by recomputation
         ctx.layer, ctx.main, ctx.preparer = layer, get_main_grad_writer(weight), get_weight_preparer(weight)
-        return layer.gemms.linear_forward(layer.gather_input(x), layer.weight_operand(weight, ctx.preparer), bias)
+        return layer.compute_output(x, layer.weight_operand(weight, ctx.preparer), bias)
 
     # not once_differentiable: its check costs 5 us of host time, a third of the rest of this function
     @staticmethod

@@ -32,12 +32,14 @@ from mega_trainer.parallel.expert_routing import (
 )
 from mega_trainer.parallel.fsdp import list_autograd_leaves
 from mega_trainer.parallel.parallel_linear import DeferredWgrad, run_deferred_wgrads
+from mega_trainer.parallel.pass_interleaver import PassInterleaver
 from mega_trainer.pipeline.schedules import PipelineOp, PipelineSchedule
 
 MicroBatchKey = tuple[int, int]  # (stage, microbatch)
 ParamGrads = list[tuple[Tensor, Tensor]]  # parameters, each with its gradient
 IN_FLIGHT = 4  # unfinished sends per rank, as a multiple of the ranks: a rank runs ahead of others by about as many
 FORWARD_ONLY = frozenset({"F", "SEND_F", "RECV_F"})
+PASS_PHASES = {"F": "forward", "B": "backward", "I": "backward", "W": "backward"}
 
 
 @dataclass
@@ -53,6 +55,7 @@ class PipelineExecutor:
         around_backward: makes the context of each backward, which reduces the gradients, from the stage's number and a
             flag for the stage's last backward of the step. Of a split backward, the weight half runs in it.
         phase: makes the context of a named part of a step, for timing.
+        interleaver: runs the pairs of the schedule, if it has any.
         loads: tokens per expert in the last run, by layer, as in `MicroBatchRouting.loads`.
         indexer_losses: this rank's part of the weighted loss of the indexers of sparse attention in the last run, fp64 [1],
             if they have one.
@@ -65,10 +68,12 @@ class PipelineExecutor:
     dropout_seed: int | None = None
     around_backward: Callable[[int, bool], AbstractContextManager[None]] = lambda stage, last: nullcontext()
     phase: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext()
+    interleaver: PassInterleaver | None = None
     loads: dict[int, Tensor] = field(default_factory=dict)
     losses: dict[int, Tensor] = field(default_factory=dict)
     _schedules: dict[int, PipelineSchedule] = field(default_factory=dict)
     _routings: Sequence[MicroBatchRouting] = ()
+    _remaining: dict[int, int] = field(default_factory=dict)
     _inputs: dict[MicroBatchKey, Tensor] = field(default_factory=dict)
     _outputs: dict[MicroBatchKey, Tensor] = field(default_factory=dict)
     _edges: dict[MicroBatchKey, GradientEdge] = field(default_factory=dict)
@@ -100,26 +105,22 @@ class PipelineExecutor:
         self._routings = (
             make_step_routings(batches, model.groups.dp, loss_scale) if has_layer_losses and model.training else ()
         )
-        remaining, self.losses = dict.fromkeys(self.stages, len(batches)), {}
-        for op in self._schedule_for(len(batches)).ranks[self.group.rank]:
-            key = (op.stage, op.microbatch)
+        self._remaining, self.losses = dict.fromkeys(self.stages, len(batches)), {}
+        schedule = self._schedule_for(len(batches))
+        operations = iter(schedule.ranks[self.group.rank])
+        for op in operations:
             if not torch.is_grad_enabled() and op.kind not in FORWARD_ONLY:
                 continue
-            match op.kind:
-                case "F":
-                    with self.phase("forward"):
-                        total += self._forward(key, batches[op.microbatch], scale)
-                case "I":
-                    with self.phase("backward"):
-                        self._backward_input(key)
-                case "B" | "W":
-                    remaining[op.stage] -= 1
-                    backward = self._backward if op.kind == "B" else self._backward_weights
-                    with self.phase("backward"), self.around_backward(op.stage, remaining[op.stage] == 0):
-                        backward(key)
-                case _:
-                    with self.phase("pipeline"):
-                        self._run_message(op, batches[op.microbatch])
+            if op in schedule.pairs and self.interleaver is not None and torch.is_grad_enabled():
+                runs = [partial(self._run_pass, each, batches, scale) for each in (op, next(operations))]
+                with self.phase("forward_backward"):
+                    total += self.interleaver.run_pair(*runs)
+            elif op.kind in PASS_PHASES:
+                with self.phase(PASS_PHASES[op.kind]):
+                    total += self._run_pass(op, batches, scale)
+            else:
+                with self.phase("pipeline"):
+                    self._run_message(op, batches[op.microbatch])
         with self.phase("pipeline"):
             for _, work in self._sends:
                 work.wait()
@@ -166,6 +167,20 @@ class PipelineExecutor:
         if microbatches not in self._schedules:
             self._schedules[microbatches] = self.schedule.with_microbatches(microbatches)
         return self._schedules[microbatches]
+
+    def _run_pass(self, op: PipelineOp, batches: Sequence[MicroBatch], scale: float) -> Tensor | float:
+        """Run a forward, a backward or half of one; return the loss sums of a forward through the last stage, else 0."""
+        key = (op.stage, op.microbatch)
+        if op.kind == "F":
+            return self._forward(key, batches[op.microbatch], scale)
+        if op.kind == "I":
+            self._backward_input(key)
+            return 0.0
+        self._remaining[op.stage] -= 1
+        backward = self._backward if op.kind == "B" else self._backward_weights
+        with self.around_backward(op.stage, self._remaining[op.stage] == 0):
+            backward(key)
+        return 0.0
 
     def _forward(self, key: MicroBatchKey, batch: MicroBatch, scale: float) -> Tensor | float:
         stage, microbatch = key

@@ -77,23 +77,29 @@ def _op_boxes(schedule: PipelineSchedule, timeline: PipelineTimeline) -> Iterato
     digits = len(str(schedule.microbatches - 1))
     for rank in range(schedule.pp):
         chunks = {stage: chunk for chunk, stage in enumerate(schedule.stages_of_rank(rank))}
-        for op in schedule.orders[rank]:
+        for before, op in zip([None, *schedule.orders[rank]], schedule.orders[rank], strict=False):
             start, end = timeline.spans[op]
             colour = _shade(_COLOURS[op.kind], chunks[op.stage], schedule.virtual_stages)
-            yield _op_box(op, _LEFT + start * scale, _row_top(rank), (end - start) * scale, colour, digits)
+            # of a pair, the forward is above the backward
+            upper, lower = op in schedule.pairs, before in schedule.pairs
+            height, top = _ROW / (1 + (upper or lower)), _row_top(rank) + _ROW / 2 * lower
+            yield _op_box(op, (_LEFT + start * scale, top, (end - start) * scale, height), colour, digits)
 
 
-def _op_box(op: PipelineOp, x: float, y: float, width: float, colour: RgbColour, digits: int) -> str:
-    """Return a rectangle with a tooltip and, if a legible number of `digits` fits, the number of the micro-batch."""
+def _op_box(op: PipelineOp, box: tuple[float, float, float, float], colour: RgbColour, digits: int) -> str:
+    """Return a rectangle with a tooltip and, if a legible number of `digits` fits, the number of the micro-batch.
+    `box` has left, top, width and height.
+    """
+    x, y, width, height = box
     size = min(12.0, (width - 2) / (0.6 * digits))
     number = ""
     if size >= 7:
         style = f'text-anchor="middle" font-size="{size:.3g}" fill="{_text_colour(colour)}"'
-        number = _svg_text(x + width / 2, y + _ROW / 2 + size * 0.36, str(op.microbatch), style)
+        number = _svg_text(x + width / 2, y + height / 2 + size * 0.36, str(op.microbatch), style)
     edge = min(0.75, width / 8)
     tooltip = f"<title>{escape(str(op))}</title>" if width >= _TOOLTIP_WIDTH else ""
     return (
-        f'<g>{tooltip}<rect x="{x:.2f}" y="{y}" width="{width:.2f}" height="{_ROW}" fill="{_hex_colour(colour)}" stroke="#ffffff" '
+        f'<g>{tooltip}<rect x="{x:.2f}" y="{y:g}" width="{width:.2f}" height="{height:g}" fill="{_hex_colour(colour)}" stroke="#ffffff" '
         f'stroke-width="{edge:.2g}"/>{number}</g>'
     )
 

@@ -24,15 +24,19 @@ from __future__ import annotations
 
 import difflib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Literal, NamedTuple
 
 from mega_common.errors import ConfigError
 
+V_SHAPED = frozenset({"zbv", "dualpipev"})  # schedules whose first and last stage are on one rank
+SPLIT_BACKWARD = frozenset({"zb-h1", "zbv", "dualpipev"})  # schedules with `I` and `W` in place of `B`
+
 PipelineOpKind = Literal["F", "B", "I", "W", "SEND_F", "RECV_F", "SEND_B", "RECV_B"]
-ScheduleStep = tuple[PipelineOpKind, int]
+# (kind, chunk); `F+` is a forward that forms a pair with the backward after it, if passes are paired
+ScheduleStep = tuple[PipelineOpKind | Literal["F+"], int]
 
 
 class PipelineOp(NamedTuple):
@@ -61,12 +65,14 @@ class PipelineSchedule:
     """Pipeline schedule: the operations of every pipeline rank in one training step, in order.
 
     Attributes:
-        name: `gpipe`, `1f1b`, `zb-h1` or `zbv`.
+        name: `gpipe`, `1f1b`, `zb-h1`, `zbv` or `dualpipev`.
         pp: number of pipeline ranks.
         virtual_stages: stages per rank.
         microbatches: microbatches per step.
         owners: the rank of each stage, in stage order.
         orders: the forwards and backwards of each rank, in the order in which it runs them.
+        pairs: forwards that run together with the `B` or `I` after them, which is of another micro-batch.
+        pairs_passes: the schedule has pairs if it has enough micro-batches.
     """
 
     name: str
@@ -75,11 +81,13 @@ class PipelineSchedule:
     microbatches: int
     owners: tuple[int, ...]
     orders: tuple[tuple[PipelineOp, ...], ...]
+    pairs: frozenset[PipelineOp] = frozenset()
+    pairs_passes: bool = False
 
     @cached_property
     def ranks(self) -> tuple[tuple[PipelineOp, ...], ...]:
         """Operations of each pipeline rank with the sends and receives of its messages, in the order in which it runs them."""
-        return _add_messages(self.orders, self.owners)
+        return _add_messages(self.orders, self.owners, self.pairs)
 
     def stages_of_rank(self, rank: int) -> list[int]:
         """Return the numbers of the pipeline stages that `rank` has, in model order."""
@@ -90,19 +98,28 @@ class PipelineSchedule:
         """True if the pipeline schedule splits each backward into two operations.
         They are `I`, the gradient of the input, and `W`, the gradient of the weights.
         """
-        return self.orders[0][-1].kind == "W"
+        return self.name in SPLIT_BACKWARD
 
     def with_microbatches(self, microbatches: int) -> PipelineSchedule:
         """Return the pipeline schedule of this kind for another number of micro-batches."""
-        return make_schedule(self.name, pp=self.pp, microbatches=microbatches, virtual_stages=self.virtual_stages)
+        return make_schedule(
+            self.name,
+            pp=self.pp,
+            microbatches=microbatches,
+            virtual_stages=self.virtual_stages,
+            pairs_passes=self.pairs_passes,
+        )
 
 
-def make_schedule(name: str, *, pp: int, microbatches: int, virtual_stages: int = 1) -> PipelineSchedule:
-    """Return a pipeline schedule by name: `gpipe`, `1f1b`, `zb-h1` or `zbv`.
-    It is for `pp` ranks with `virtual_stages` stages each and any number of micro-batches.
+def make_schedule(
+    name: str, *, pp: int, microbatches: int, virtual_stages: int = 1, pairs_passes: bool = False
+) -> PipelineSchedule:
+    """Return a pipeline schedule by name: `gpipe`, `1f1b`, `zb-h1`, `zbv` or `dualpipev`.
+    It is for `pp` ranks with `virtual_stages` stages each and any number of micro-batches. With `pairs_passes`, forwards
+    run together with backwards of other micro-batches (`1f1b` and `dualpipev`).
 
     Raises:
-        ConfigError: for an unknown name, or a number of virtual stages that the schedule does not support.
+        ConfigError: for an unknown name, or virtual stages or pairs that the schedule does not support.
     """
     if name not in _SCHEDULES:
         near = difflib.get_close_matches(name, _SCHEDULES, n=1)
@@ -115,37 +132,50 @@ def make_schedule(name: str, *, pp: int, microbatches: int, virtual_stages: int 
             f"{needed}",
             hint=f"set parallel.virtual_stages={needed}, or parallel.schedule=1f1b",
         )
+    if pairs_passes and name not in PAIRED:
+        raise ConfigError(
+            f"parallel.overlap_expert_exchange is not supported with parallel.schedule = {name}",
+            hint="set parallel.schedule=1f1b or dualpipev, or parallel.overlap_expert_exchange=false",
+        )
+    steps_of = PAIRED[name] if pairs_passes else steps_of
     owners = place_pipeline_stages(name, pp, virtual_stages)
-    orders = []
+    orders, pairs = [], set[PipelineOp]()
     for rank in range(pp):
         stages = [stage for stage, owner in enumerate(owners) if owner == rank]
         steps = steps_of(rank, pp, virtual_stages, microbatches)
-        orders.append(tuple(_number_microbatches(steps, stages, microbatches)))
-    return PipelineSchedule(name, pp, virtual_stages, microbatches, owners, tuple(orders))
+        orders.append(tuple(_number_microbatches(steps, stages, microbatches, pairs)))
+    found = frozenset(pairs) if pairs_passes else frozenset[PipelineOp]()
+    return PipelineSchedule(name, pp, virtual_stages, microbatches, owners, tuple(orders), found, pairs_passes)
 
 
 def place_pipeline_stages(name: str, pp: int, virtual_stages: int) -> tuple[int, ...]:
     """Return the pipeline rank of each stage in stage order.
-    `zbv` goes down the ranks and up again, like a V; other schedules are round-robin.
+    `zbv` and `dualpipev` go down the ranks and up again, like a V; other schedules are round-robin.
     """
-    if name == "zbv":
+    if name in V_SHAPED:
         return (*range(pp), *reversed(range(pp)))
     return tuple(stage % pp for stage in range(pp * virtual_stages))
 
 
-def _number_microbatches(steps: Sequence[ScheduleStep], stages: Sequence[int], microbatches: int) -> list[PipelineOp]:
-    """Return operations from steps, numbering the micro-batches of each kind and chunk.
+def _number_microbatches(
+    steps: Sequence[ScheduleStep], stages: Sequence[int], microbatches: int, pairs: set[PipelineOp]
+) -> list[PipelineOp]:
+    """Return operations from steps, numbering the micro-batches of each kind and chunk; add those in a pair to `pairs`.
 
     Steps may be those of more micro-batches, where a schedule needs a minimum for its shape; the surplus is left out,
     which is always legal: no operation needs one of another micro-batch.
     """
     counts: Counter[ScheduleStep] = Counter()
-    order = []
-    for kind, chunk in steps:
+    order: list[PipelineOp] = []
+    first: PipelineOp | None = None  # forward of a pair that waits for its backward
+    for step, chunk in steps:
+        kind: PipelineOpKind = "F" if step == "F+" else step
         microbatch = counts[kind, chunk]
         counts[kind, chunk] += 1
         if microbatch < microbatches:
             order.append(PipelineOp(kind, stages[chunk], microbatch))
+            pairs.update([first] if first else [])
+        first = order[-1] if step == "F+" and microbatch < microbatches else None
     return order
 
 
@@ -161,21 +191,29 @@ def _gpipe_steps(rank: int, pp: int, virtual_stages: int, microbatches: int) -> 
     return forward + backward
 
 
-def _one_f_one_b_steps(rank: int, pp: int, virtual_stages: int, microbatches: int) -> list[ScheduleStep]:
+def _one_f_one_b_steps(
+    rank: int, pp: int, virtual_stages: int, microbatches: int, *, paired: bool = False
+) -> list[ScheduleStep]:
     """Return one forward, one backward in turn, plain or interleaved (arXiv:2104.04473, sections 2.2.1 and 2.2.2).
 
     Interleaved, a rank takes a group of microbatches through one chunk, then through its next. Groups of `pp` keep all
     ranks busy. If `pp` does not divide the microbatches, groups are slightly larger: a group of fewer than `pp` makes
     ranks wait, and can deadlock.
+
+    If a forward and a backward run as one pair, neither passes its result on before the end of both. Each rank then needs
+    as many forwards ahead as if interleaved, and one more, so that the two are of different micro-batches.
     """
     groups = max(1, microbatches // pp)
     sizes = [microbatches // groups + (group < microbatches % groups) for group in range(groups)]
     chunks = range(virtual_stages)
     forward: list[ScheduleStep] = [("F", chunk) for size in sizes for chunk in chunks for _ in range(size)]
     backward: list[ScheduleStep] = [("B", chunk) for size in sizes for chunk in reversed(chunks) for _ in range(size)]
-    ahead = (pp - 1 - rank) * (1 if virtual_stages == 1 else 2) + (virtual_stages - 1) * sizes[0]
+    ahead = (
+        (pp - 1 - rank) * (1 if virtual_stages == 1 and not paired else 2) + (virtual_stages - 1) * sizes[0] + paired
+    )
     warm = min(len(forward), ahead)
-    steady = [step for pair in zip(forward[warm:], backward, strict=False) for step in pair]
+    both: list[ScheduleStep] = [("F+", chunk) for _, chunk in forward[warm:]]
+    steady = [step for pair in zip(both, backward, strict=False) for step in pair]
     return forward[:warm] + steady + backward[len(forward) - warm :]
 
 
@@ -211,13 +249,43 @@ def _zbv_steps(rank: int, pp: int, virtual_stages: int, microbatches: int) -> li
     return steps + [w1] * (count - steps.count(w1)) + [w0] * (count - steps.count(w0))
 
 
-_SPLIT: tuple[PipelineOpKind, ...] = ("F", "I", "W")
+def _dualpipev_steps(rank: int, pp: int, virtual_stages: int, microbatches: int) -> list[ScheduleStep]:
+    """Return DualPipeV: two chunks per rank in a V, a forward of one next to a backward of the other (arXiv:2412.19437).
+
+    The bubble is that of `zbv`, and a rank holds the activations of one more micro-batch in one chunk. For this, almost each
+    forward has a backward of another micro-batch next to it, under whose computation its communication can be hidden.
+    """
+    count, after = max(microbatches, 2 * pp), pp - 1 - rank
+    f0, i0, w0, f1, i1, w1 = ((kind, chunk) for chunk in (0, 1) for kind in _SPLIT)
+    steps: list[ScheduleStep] = [f0] * (2 * after) + [f0, f1] * (rank + 1) + [i1, w1, f1] * after
+    beside0: ScheduleStep = ("F+", 0)
+    beside1: ScheduleStep = ("F+", 1)
+    pairs = [beside0, i1, w1, beside1, i0, w0] * (count - 2 * pp + rank + 1)
+    if after == 0:
+        pairs[0] = f0  # the gradient of the turn of the V is not kept waiting
+    steps += [*pairs, *[i1, w1, beside1, i0, w0] * after]
+    # the weight halves of the last backwards wait, and fill the time in which this rank waits for gradients
+    last = ([i1, i0] * (rank + 1), [w1, w0] * (rank + 1))
+    steps += [step for both in zip(*(halves[: rank + 1] for halves in last), strict=True) for step in both]
+    waiting = [*last[1][rank + 1 :], *[w0] * after]
+    steps += last[0][rank + 1 :]
+    for weights in waiting[:after]:
+        steps += [weights, i0]
+    return steps + waiting[after:]
+
+
+_SPLIT: tuple[Literal["F+"] | PipelineOpKind, ...] = ("F", "I", "W")
 _SCHEDULES: dict[str, tuple[Callable[[int, int, int, int], list[ScheduleStep]], int | None]] = {
     # name: (steps of a rank, the number of virtual stages it requires; None: any)
     "gpipe": (_gpipe_steps, None),
     "1f1b": (_one_f_one_b_steps, None),
     "zb-h1": (_zb_h1_steps, 1),
     "zbv": (_zbv_steps, 2),
+    "dualpipev": (_dualpipev_steps, 2),
+}
+PAIRED: dict[str, Callable[[int, int, int, int], list[ScheduleStep]]] = {
+    "1f1b": partial(_one_f_one_b_steps, paired=True),
+    "dualpipev": _dualpipev_steps,
 }
 
 
@@ -249,6 +317,10 @@ class PipelineOpCosts:
         }[op.kind]
         return seconds * (self.stages[op.stage] if self.stages else 1.0)
 
+    def pair_duration(self, forward: PipelineOp, backward: PipelineOp) -> float:
+        """Return the time of a forward and a backward that run as one pair."""
+        return self.op_duration(forward) + self.op_duration(backward)
+
 
 @dataclass(frozen=True)
 class PipelineTimeline:
@@ -256,7 +328,8 @@ class PipelineTimeline:
 
     Attributes:
         costs: simulated costs of the operations.
-        spans: (start, end) of each operation, in the unit of the costs; the first starts at 0.
+        spans: (start, end) of each operation, in the unit of the costs; the first starts at 0. The two operations of a
+            pair have one span.
         makespan: end of the last operation.
         bubble: share of the makespan in which each rank is idle.
     """
@@ -280,9 +353,12 @@ def simulate_schedule(schedule: PipelineSchedule, costs: PipelineOpCosts | None 
     gradient : weight gradient = 1 : 1 : 1, are those of a GEMM.
     """
     costs = costs or PipelineOpCosts()
-    spans = _simulate_times(schedule.orders, schedule.owners, costs)
+    spans = _simulate_times(schedule.orders, schedule.owners, costs, schedule.pairs)
     makespan = max(end for _, end in spans.values())
-    busy = [sum(spans[op][1] - spans[op][0] for op in order) for order in schedule.orders]
+    seconds = [
+        [0.0 if op in schedule.pairs else spans[op][1] - spans[op][0] for op in order] for order in schedule.orders
+    ]
+    busy = [sum(each) for each in seconds]
     return PipelineTimeline(costs, spans, makespan, tuple(1 - time / makespan for time in busy))
 
 
@@ -292,15 +368,18 @@ def bubble_formula(schedule: PipelineSchedule, costs: PipelineOpCosts | None = N
 
     `gpipe` and `1f1b`: (p-1) / (v m + p-1), from p microbatches on. `zb-h1`: (p-1)(F+I-W) / (m (F+I+W) + (p-1)(F+I-W))
     where F = I >= W. `zbv`, where F = I = W: (p-1) / (6 m + p-1), only because ranks start one after another.
+    `dualpipev`: (p-1)(F+I-W) / (2 m (F+I+W) + (p-1)(F+I-W)) where F = I >= W. None is known with pairs.
     """
     costs = costs or PipelineOpCosts()
     p, v, m = schedule.pp, schedule.virtual_stages, schedule.microbatches
     forward, inputs, weights = costs.forward, costs.input_grad, costs.weight_grad
+    if schedule.pairs_passes:
+        return None
     if schedule.name in ("gpipe", "1f1b"):
         return (p - 1) / (v * m + p - 1) if m >= p or v == 1 else None
-    if schedule.name == "zb-h1" and m >= p and forward == inputs >= weights:
+    if (schedule.name, m >= v * p) in (("zb-h1", True), ("dualpipev", True)) and forward == inputs >= weights:
         idle = (p - 1) * (forward + inputs - weights)
-        return idle / (m * (forward + inputs + weights) + idle)
+        return idle / (v * m * (forward + inputs + weights) + idle)
     if schedule.name == "zbv" and m >= 2 * p - 1 and forward == inputs == weights:
         return (p - 1) / (6 * m + p - 1)
     return None
@@ -349,9 +428,9 @@ def _dependencies(op: PipelineOp, last_stage: int) -> Iterator[PipelineOp]:
 
 
 def _simulate_times(
-    orders: Sequence[Sequence[PipelineOp]], owners: Sequence[int], costs: PipelineOpCosts
+    orders: Sequence[Sequence[PipelineOp]], owners: Sequence[int], costs: PipelineOpCosts, pairs: Set[PipelineOp]
 ) -> dict[PipelineOp, tuple[float, float]]:
-    """Return start and end of every compute operation.
+    """Return start and end of every compute operation; those of a pair start and end together.
 
     Raises:
         ConfigError: on a deadlock.
@@ -365,46 +444,62 @@ def _simulate_times(
         moved = False
         for rank, order in enumerate(orders):
             while position[rank] < len(order):
-                op = order[position[rank]]
-                needs = list(_dependencies(op, last_stage))
+                ops = _next_ops(order, position[rank], pairs)
+                needs = [need for op in ops for need in _dependencies(op, last_stage)]
                 if not all(need in ready for need in needs):
                     break
                 arrivals = [ready[n] + (costs.message if owners[n.stage] != rank else 0.0) for n in needs]
                 start = max([clock[rank], *arrivals])
-                clock[rank] = start + costs.op_duration(op)
-                spans[op] = (start, clock[rank])
-                ready[op._replace(kind="B") if op.kind == "I" else op] = clock[rank]
-                position[rank] += 1
+                clock[rank] = start + (costs.pair_duration(*ops) if len(ops) == 2 else costs.op_duration(ops[0]))
+                spans.update(dict.fromkeys(ops, (start, clock[rank])))
+                ready.update({op._replace(kind="B") if op.kind == "I" else op: clock[rank] for op in ops})
+                position[rank] += len(ops)
                 moved = True
-    stuck = {rank: order[position[rank]] for rank, order in enumerate(orders) if position[rank] < len(order)}
+    stuck = {r: _next_ops(order, position[r], pairs) for r, order in enumerate(orders) if position[r] < len(order)}
     if stuck:
         raise ConfigError(f"the pipeline schedule deadlocks: {_explain_deadlock(stuck, ready, owners)}")
     return spans
 
 
-def _explain_deadlock(stuck: dict[int, PipelineOp], ready: dict[PipelineOp, float], owners: Sequence[int]) -> str:
+def _next_ops(order: Sequence[PipelineOp], position: int, pairs: Set[PipelineOp]) -> Sequence[PipelineOp]:
+    """Return the operation at a position of a rank's order, or both of a pair."""
+    return order[position : position + (2 if order[position] in pairs else 1)]
+
+
+def _explain_deadlock(
+    stuck: dict[int, Sequence[PipelineOp]], ready: dict[PipelineOp, float], owners: Sequence[int]
+) -> str:
     waits = []
-    for rank, op in stuck.items():
-        need = next(need for need in _dependencies(op, len(owners) - 1) if need not in ready)
+    for rank, ops in stuck.items():
+        last_stage = len(owners) - 1
+        op, need = next((op, need) for op in ops for need in _dependencies(op, last_stage) if need not in ready)
         owner = owners[need.stage]
         waits.append(f"rank {rank}, at {op}, waits for {need}" + (f" from rank {owner}" if owner != rank else ""))
     return "; ".join(waits)
 
 
-def _add_messages(orders: Sequence[Sequence[PipelineOp]], owners: Sequence[int]) -> tuple[tuple[PipelineOp, ...], ...]:
+def _add_messages(
+    orders: Sequence[Sequence[PipelineOp]], owners: Sequence[int], pairs: Set[PipelineOp] = frozenset()
+) -> tuple[tuple[PipelineOp, ...], ...]:
     """Insert sends and receives between the compute operations; see the top of this file for the rule."""
     # With messages that take no time, many operations would end at once, and the order of their messages would delay
     # some of them. A small latency sorts them as on a real machine.
-    ends = {op: end for op, (_, end) in _simulate_times(orders, owners, PipelineOpCosts(message=0.1)).items()}
-    sequence = sorted(ends, key=lambda op: (ends[op], owners[op.stage]))
+    spans = _simulate_times(orders, owners, PipelineOpCosts(message=0.1), pairs)
+    sequence = sorted(spans, key=lambda op: (spans[op][1], owners[op.stage]))  # a pair stays together
     ranks: list[list[PipelineOp]] = [[] for _ in orders]
-    for op in sequence:
-        kind, stage, microbatch = op
-        rank = owners[stage]
-        ranks[rank].append(op)
-        towards = stage + 1 if kind == "F" else stage - 1
-        if kind == "W" or not 0 <= towards < len(owners) or owners[towards] == rank:
-            continue
-        ranks[rank].append(PipelineOp("SEND_F" if kind == "F" else "SEND_B", stage, microbatch))
-        ranks[owners[towards]].append(PipelineOp("RECV_F" if kind == "F" else "RECV_B", towards, microbatch))
+    for before, op in zip([None, *sequence], sequence, strict=False):
+        ranks[owners[op.stage]].append(op)
+        done = [] if op in pairs else [before, op] if before in pairs else [op]  # the messages of a pair follow both
+        for finished in filter(None, done):
+            _append_message(ranks, owners, finished)
     return tuple(tuple(ops) for ops in ranks)
+
+
+def _append_message(ranks: Sequence[list[PipelineOp]], owners: Sequence[int], op: PipelineOp) -> None:
+    """Append the message with the result of a finished operation to the lists of both its ranks, if it has one."""
+    kind, stage, microbatch = op
+    towards = stage + 1 if kind == "F" else stage - 1
+    if kind == "W" or not 0 <= towards < len(owners) or owners[towards] == owners[stage]:
+        return
+    ranks[owners[stage]].append(PipelineOp("SEND_F" if kind == "F" else "SEND_B", stage, microbatch))
+    ranks[owners[towards]].append(PipelineOp("RECV_F" if kind == "F" else "RECV_B", towards, microbatch))

@@ -17,13 +17,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mega_ckpt.canonical_tensors import TensorShapes, canonical_tensors
-from mega_common.layer_kinds import FeedForwardKind, MixerKind
+from mega_common.layer_kinds import MixerKind
 from mega_common.model_config import ModelConfig
 from mega_common.vision_config import PROJECTOR, TOWER
 from mega_trainer.plan.layer_flops import (
     active_ffn_elements,
     active_ffn_width,
     hyper_connection_flops,
+    layer_input_shapes,
     mixing_flops,
     projection_shapes,
 )
@@ -113,14 +114,21 @@ def count_parameters_by_layer(model: ModelConfig, tensors: TensorShapes | None =
             ends["vision" if name.startswith((TOWER, PROJECTOR)) else name.split(".")[-2]] += math.prod(shape)
     tables = ends["encoder_relative_bias"] + ends["decoder_relative_bias"] + ends["relative_bias"]
     return ParameterCounts(
-        embedding=sum(ends[name] for name in ("embed_tokens", "embed_positions", "embed_types", "embed_proj")) + tables,
+        embedding=sum(ends[name] for name in _INPUTS) + tables,
         head=sum(ends[name] for name in ("lm_head", "dense", "pooler", "pair_head")),
-        final_norm=ends["norm"] + ends["embed_norm"] + ends["encoder_norm"] + ends["hc_head"],
+        final_norm=sum(
+            ends[name] for name in ("norm", "embed_norm", "encoder_norm", "per_layer_projection_norm", "hc_head")
+        ),
         vision=ends["vision"],
         layers=tuple(LayerParameterCounts(each["split"], each["whole"], each["experts"]) for each in layers),
         top_k=model.moe.top_k if model.moe else 0,
         num_experts=model.moe.num_experts if model.moe else 1,
     )
+
+
+_INPUTS = (
+    "embed_tokens", "embed_positions", "embed_types", "embed_proj", "embed_tokens_per_layer", "per_layer_model_projection",
+)  # fmt: skip
 
 
 def _parameter_group(name: str) -> str:
@@ -130,7 +138,8 @@ def _parameter_group(name: str) -> str:
     return (
         "whole"
         if re.search(
-            r"(?<!mamba\.)(?<!lightning\.)norm\b|_a_proj|^mlp\.gate\.|expert_gate|latent_proj|^eh_proj|_hc\.", name
+            r"(?<!mamba\.)(?<!lightning\.)norm\b|_a_proj|^mlp\.gate\.|expert_gate|latent_proj|^eh_proj|_hc\.|^per_layer_",
+            name,
         )
         else "split"
     )
@@ -149,9 +158,11 @@ def forward_flops(
     if model.encoder is not None:
         return _encoder_decoder_flops(model, seq_length, target or seq_length, causal=causal)
     parts = dict.fromkeys(("attention projections", "attention scores", "feed-forward"), 0.0)
-    for kind, layers in _count_layer_kinds(model).items():
-        for name, operations in _layer_flops(model, *kind, seq_length, causal=causal).items():
-            parts[name] = parts.get(name, 0.0) + layers * operations
+    for layer, count in _count_equal_layers(model).items():
+        for name, operations in _layer_flops(model, layer, seq_length, causal=causal).items():
+            parts[name] = parts.get(name, 0.0) + count * operations
+    if model.per_layer_input_size:
+        parts["per-layer inputs"] += 2.0 * model.hidden_size * model.num_layers * model.per_layer_input_size
     for layer in model.retrieval_layers:
         for name, operations in retrieval_flops(model, layer).items():
             parts[name] = parts.get(name, 0.0) + operations
@@ -225,19 +236,17 @@ def _encoder_decoder_flops(model: ModelConfig, source: int, target: int, *, caus
     return {name: operations / (source + target) for name, operations in parts.items()}
 
 
-def _layer_flops(
-    model: ModelConfig,
-    mixer: MixerKind | None,
-    feed: FeedForwardKind | None,
-    window: int | None,
-    seq_length: int,
-    *,
-    causal: bool,
-) -> dict[str, float]:
-    """Return the forward FLOPs per token of one layer, by part."""
+def _layer_flops(model: ModelConfig, layer: int, seq_length: int, *, causal: bool) -> dict[str, float]:
+    """Return the forward FLOPs per token of the layer with this index, by part."""
+    (mixer, feed), window, model = (
+        model.get_layer_kind(layer),
+        model.get_attention_window(layer),
+        model.get_layer_config(layer),
+    )
     parts = {"feed-forward": 2.0 * active_ffn_elements(model, feed)}
+    if model.per_layer_input_size:
+        parts["per-layer inputs"] = 2.0 * sum(map(math.prod, layer_input_shapes(model)))
     if mixer is not None:
-        model = model if window else model.full_layer_config
         first, second = MIXING.get(mixer, (f"{mixer} projections", f"{mixer} mixing"))
         parts[first] = 2.0 * sum(map(math.prod, itertools.chain(*projection_shapes(model, mixer))))
         parts[second] = mixing_flops(model, mixer, window, seq_length, causal=causal)
@@ -254,9 +263,12 @@ MIXING: dict[MixerKind, tuple[str, str]] = {
 }
 
 
-def _count_layer_kinds(model: ModelConfig) -> Counter[tuple[MixerKind | None, FeedForwardKind | None, int | None]]:
-    """Count the layers of each kind and window."""
-    return Counter((*kind, model.get_attention_window(layer)) for layer, kind in enumerate(model.layer_kinds))
+def _count_equal_layers(model: ModelConfig) -> dict[int, int]:
+    """Return {first layer of its kind and window: number of such layers}."""
+    found: dict[object, list[int]] = defaultdict(list)
+    for layer, kind in enumerate(model.layer_kinds):
+        found[kind, model.get_attention_window(layer), model.shares_keys(layer)].append(layer)
+    return {layers[0]: len(layers) for layers in found.values()}
 
 
 def model_flops(model: ModelConfig, seq_length: int, *, causal: bool = True, target: int | None = None) -> float:
@@ -321,10 +333,10 @@ def _megatron_flops(model: ModelConfig, seq_length: int) -> float:
     `--swiglu`.
     """
     routers, gates = 0.0, 0.0
-    for _, feed in model.layer_kinds:
+    for layer, (_, feed) in enumerate(model.layer_kinds):
         moe = model.moe if feed == "moe" else None
         routers += 2.0 * model.hidden_size * (moe.num_experts + moe.shared_gate) if moe else 0.0
-        gates += 2.0 * model.hidden_size * active_ffn_width(model, feed)
+        gates += 2.0 * model.hidden_size * active_ffn_width(model.get_layer_config(layer), feed)
     counts_gates = model.activation == "swiglu" and model.activation_limit is None
     without_window = model.model_copy(update={"sliding_window": None})
     forward = sum(forward_flops(without_window, seq_length).values()) - routers
@@ -349,13 +361,11 @@ def relative_layer_costs(model: ModelConfig, seq_length: int, target: int | None
         sizes = seq_length, target or seq_length
         stacks = [sum(stack_layer_flops(model, *sizes, encodes=encodes).values()) for encodes in (False, True)]
         work = [stacks[model.is_encoder_layer(layer)] for layer in range(model.num_layers)]
-    elif model.layers is None and model.retro is None:
+    elif model.layers is None and model.retro is None and not model.shared_kv_layers:
         return None
     else:
-        kinds = [(*kind, model.get_attention_window(layer)) for layer, kind in enumerate(model.layer_kinds)][
-            : model.num_layers
-        ]
-        work = [sum(_layer_flops(model, *kind, seq_length, causal=True).values()) for kind in kinds]
+        layers = range(model.num_layers)
+        work = [sum(_layer_flops(model, layer, seq_length, causal=True).values()) for layer in layers]
         for layer in model.retrieval_layers:
             work[layer] += sum(retrieval_flops(model, layer).values())
     return [each * len(work) / sum(work) for each in work]

@@ -23,9 +23,11 @@ from mega_trainer.plan.kernel_throughput import TILE, AttentionKernel, GpuThroug
 from mega_trainer.plan.layer_flops import (
     active_ffn_width,
     expert_row_width,
+    layer_input_shapes,
     max_active_ffn_width,
     mixing_flops,
     projection_shapes,
+    recurrence_bytes,
     recurrent_state_elements,
     saved_activation_elements,
 )
@@ -39,6 +41,7 @@ HEAD_BYTES = 7  # bytes that the loss moves per logit, forward and backward, in 
 NORM_ACTIVATION_SHARE = 0.7  # approximate share of norms and activations in elementwise work
 FFN_SHARE = 0.6  # approximate share of recomputed feed-forward GEMMs in a layer's GEMMs
 KERNELS = 6  # elementwise kernels of a layer, in each direction
+SCAN_KERNELS = (5, 14)  # kernels of Mamba-2's chunked recurrence, forward and backward
 BIAS_PASSES = 2  # of experts' outputs in each direction: a bias is added, its gradient is summed over rows
 EXPERT_KERNELS = 20  # kernels that route, sort and pack the rows of experts, in each direction
 
@@ -62,6 +65,13 @@ class TrainerProfile:
         graphs: share of a layer's launches that CUDA graphs replay, which take no time of the host.
         looped: seconds of starting the GEMM of an expert, if experts' GEMMs are launched one by one; 0: in one grouped kernel.
         hides_dispatch: compute of another micro-batch runs beside dispatch and combine.
+        split: how layers are split into pipeline stages: to balance their work, evenly, or by shares of the FLOPs
+            (`memory_prediction`).
+        overlaps_reduction: gradients are reduced over data ranks beside the last backward under ZeRO-1, and weights are gathered
+            beside the next forward; otherwise both are waited for, and gradients are all-reduced.
+        loss_bytes: bytes that the loss moves per logit, in addition to its GEMMs; None: those of a fused loss.
+        wgrad_bytes: bytes moved per weight and micro-batch to accumulate its gradient.
+        copies_shards: ZeRO-3 copies weights out of, and gradients into, the buffers of its collectives.
     """
 
     attention: AttentionKernel = "fused"
@@ -75,6 +85,11 @@ class TrainerProfile:
     graphs: float = 0.0
     looped: float = 0.0
     hides_dispatch: bool = False
+    split: Literal["balanced", "even", "shares"] = "balanced"
+    overlaps_reduction: bool = True
+    loss_bytes: float | None = None
+    wgrad_bytes: int = 8
+    copies_shards: bool = True
 
 
 class PassSeconds(NamedTuple):
@@ -136,8 +151,10 @@ class LayerCostModel:
 
     def predict_layer_seconds(self, index: int) -> PassWork:
         """Return the seconds of layer number `index` for one micro-batch, by kind of work."""
-        if self.model.full_attention is not None:
-            return replace(self, model=self.model.get_layer_config(index)).predict_layer_seconds(index)
+        return replace(self, model=self.model.get_layer_config(index))._predict_layer(index)
+
+    def _predict_layer(self, index: int) -> PassWork:
+        """Return `predict_layer_seconds`; `model` is the configuration of this layer."""
         kind = self.model.get_layer_kind(index)
         products = sum_pass_work([*self._dense_gemms(kind), *self._expert_work(index)])
         forward, inputs, weights = products.get("products", PassSeconds())
@@ -190,11 +207,11 @@ class LayerCostModel:
 
         moved = QUANTISED_BYTES.get(kind, 0) / self.rates.memory  # weights are quantised once a step
         quantised = [moved * (x + (w if self.run.zero == 3 else 0.0)), moved * y]
-        # the fp32 buffer that accumulates a weight gradient is read and written
+        # the buffer that accumulates a weight gradient is read and written
         return PassSeconds(
             gemm_seconds((rows, columns, inner), x + w, out * y) + quantised[0],
             gemm_seconds((rows, inner, columns), y + w, out * x) + quantised[1],
-            gemm_seconds((columns, inner, rows), x + y, 8 * w),
+            gemm_seconds((columns, inner, rows), x + y, self.profile.wgrad_bytes * w),
         )
 
     def _dense_gemms(self, kind: LayerKind) -> Iterator[PassWork]:
@@ -208,7 +225,7 @@ class LayerCostModel:
             yield {"products": self._gemm(self.micro_batch_tokens, out / run.tp, into)}
         for out, into in split[-1:]:
             yield {"products": self._gemm(self.micro_batch_tokens, out, into / run.tp)}
-        for out, into in latents:
+        for out, into in [*latents, *layer_input_shapes(model)]:
             yield {"products": self._gemm(self.micro_batch_tokens / (run.tp if run.sp else 1), out, into)}
         shared = model.moe.shared_ffn_hidden_size if model.moe else 0
         width = shared if kind.feed_forward == "moe" else active_ffn_width(model, kind.feed_forward)
@@ -228,8 +245,11 @@ class LayerCostModel:
             return self._attention_work(index)
         if mixer is None:
             return {}
-        one = self.micro_batch_tokens * mixing_flops(self.model, mixer, None, self.run.seq_length) / self.run.tp
-        return {"recurrence": PassSeconds(one / self.rates.scan, 3 * one / self.rates.scan)}
+        mine = self.micro_batch_tokens / self.run.tp
+        one = mine * mixing_flops(self.model, mixer, None, self.run.seq_length) / self.rates.scan
+        there, back = (moved * mine / self.rates.memory for moved in recurrence_bytes(self.model, mixer))
+        start, again = (count * self.rates.kernel for count in (SCAN_KERNELS if there else (0, 0)))
+        return {"recurrence": PassSeconds(one + there + start, 3 * one + back + again)}
 
     def _attention_work(self, index: int) -> PassWork:
         """Return the work of attention scores."""
@@ -395,7 +415,8 @@ class LayerCostModel:
 
     def _tensor_parallel_work(self, work: PassWork, halves: int) -> PassWork:
         """Return the tensor-parallel communication: four collectives forward and six backward for both halves of a
-        layer; without sequence parallelism four all-reduces, which are two each.
+        layer; without sequence parallelism four all-reduces, which are two each. With `tp_comm_overlap` all of them run
+        beside GEMMs, also those that full recomputation repeats.
         """
         run = self.run
         if run.tp == 1:
@@ -405,8 +426,9 @@ class LayerCostModel:
             self.interconnect.make_rank_group(run.tp, 1),
         )
         waited = self.profile.tp_waited if run.sp else max(self.profile.tp_waited, 6)
+        waited, again = (0, 0) if run.tp_comm_overlap else (waited, 2 if run.recompute == "full" else 0)
         overlapped = self.rates.exposed_seconds((10 - waited) * one, work["products"].total * (10 - waited) / 10)
-        forward = min(waited, 4) + (2 if run.recompute == "full" else 0)
+        forward = min(waited, 4) + again
         share = halves / 2
         return {"tensor": PassSeconds(share * forward * one, share * max(0, waited - 4) * one + overlapped)}
 
@@ -488,5 +510,6 @@ class LayerCostModel:
         rows = self.model.vocab_size / self.run.tp
         forward, inputs, weights = self._gemm(self.micro_batch_tokens, rows, self.model.hidden_size, precision="bf16")
         three = forward + inputs + (weights if self.trained.head else 0.0)
-        moved = HEAD_BYTES * self.profile.passes * self.micro_batch_tokens * rows / self.rates.memory
+        each = self.profile.loss_bytes or HEAD_BYTES * self.profile.passes
+        moved = each * self.micro_batch_tokens * rows / self.rates.memory
         return {"head": PassSeconds(three + moved)}

@@ -61,10 +61,8 @@ def _attention_shapes(model: ModelConfig) -> tuple[list[MatrixShape], list[Matri
     )
     out = (width, heads * model.attention_value_dim)
     if mla is None:
-        keys_values = [
-            key_value,
-            *([] if model.keys_are_values else [(model.key_value_heads * out[1] // heads, width)]),
-        ]
+        value = (model.key_value_heads * out[1] // heads, width)
+        keys_values = [key_value, *([] if model.keys_are_values else [value])] if model.has_own_keys else []
         gates = [query] if model.attention_gate else []
         gates += [(heads if model.softplus_gate == "head" else out[1], width)] if model.softplus_gate else []
         return [query, *gates, *keys_values, out], []
@@ -126,6 +124,23 @@ def mixing_flops(
     if not model.causal:  # as many keys after a query as before it
         pairs = min(2 * pairs - 1, seq_length)
     return 2 * pairs * model.num_attention_heads * (model.query_key_head_dim + model.attention_value_dim)
+
+
+def recurrence_bytes(model: ModelConfig, mixer: MixerKind) -> tuple[float, float]:
+    """Return the bytes per token that the kernels of Mamba-2's chunked recurrence move, forward and backward, beyond its inputs
+    and outputs read and written once; 0 for other mixers.
+
+    They are those of the Triton kernels of state-spaces/mamba (`ssd_combined`). The forward writes the states of each chunk in
+    fp32, passes them from chunk to chunk, writes products of B and C, and reads both for the outputs. The backward computes
+    states and products again, and has a kernel for each gradient, which reads inputs and gradients of outputs anew.
+    """
+    if mixer != "mamba" or model.mamba is None:
+        return 0.0, 0.0
+    mamba = model.mamba
+    inputs, states = 2 * mamba.inner_size, 2 * mamba.inner_size * mamba.state_size / mamba.chunk_size
+    matrices, products = 2 * mamba.num_groups * mamba.state_size, 4 * mamba.num_groups * mamba.chunk_size
+    forward = inputs + 6 * states + 2 * matrices + 2 * products
+    return forward, 7 * inputs + 13 * states + 9 * matrices + 6 * products
 
 
 def _sparse_attention_flops(model: ModelConfig, indexer: IndexerConfig, seq_length: int, *, causal: bool) -> float:
@@ -196,6 +211,12 @@ def active_ffn_elements(model: ModelConfig, feed: FeedForwardKind | None) -> int
     routed = matrices * moe.top_k * moe.ffn_hidden_size * expert_row_width(model)
     latent_and_router = 2 * width * (moe.latent_size or 0) + width * (moe.num_experts + moe.shared_gate)
     return routed + latent_and_router + matrices * width * moe.shared_ffn_hidden_size
+
+
+def layer_input_shapes(model: ModelConfig) -> list[MatrixShape]:
+    """Return the shapes [out, in] of the two matrices by which a layer adds its own input to the stream, if it has one."""
+    size, width = model.per_layer_input_size, model.hidden_size
+    return [(size, width), (width, size)] if size else []
 
 
 def max_active_ffn_width(model: ModelConfig) -> int:

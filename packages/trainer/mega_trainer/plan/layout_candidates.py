@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, Literal
@@ -19,15 +19,15 @@ from mega_trainer.plan.training_layout import RecomputeKind, TrainingLayout
 MIN_CONTEXT_TOKENS = 2048  # tokens of a context rank; with fewer, attention does not hide the communication
 LayoutSettings = dict[str, Any]  # values by path, as for `--set`
 ZERO_CHOICES: tuple[tuple[int, Literal["micro_batch", "step"]], ...] = (
-    (1, "micro_batch"), (2, "micro_batch"), (3, "micro_batch"), (3, "step"),
+    (0, "micro_batch"), (1, "micro_batch"), (2, "micro_batch"), (3, "micro_batch"), (3, "step"),
 )  # fmt: skip
 RECOMPUTE: tuple[RecomputeKind, ...] = ("none", "selective", "full")
 
 
 def generate_layout_candidates(
-    config: RunConfig, ranks: int, machine: MachineSpec
+    config: RunConfig, ranks: int, machine: MachineSpec, zero_levels: Collection[int] = (1, 2, 3)
 ) -> Iterator[tuple[LayoutSettings, TrainingLayout]]:
-    """Yield (run.yaml settings, training layout) of all candidate layouts of a run.
+    """Yield (run.yaml settings, training layout) of all candidate layouts of a run, at these levels of ZeRO.
     They divide the ranks, layers and batch evenly and keep tensor ranks on one node.
     """
     model, batch, length = config.model, config.batch.global_, config.data.seq_length
@@ -52,7 +52,7 @@ def generate_layout_candidates(
             micros,
             eps,
             list_pipeline_schedules(model.num_layers, pp),
-            ZERO_CHOICES,
+            [choice for choice in ZERO_CHOICES if choice[0] in zero_levels],
             RECOMPUTE,
             kinds,
         )
@@ -61,7 +61,7 @@ def generate_layout_candidates(
                 base, micro_batch=micro, microbatches=batch // (micro * dp), tp=tp, sp=tp > 1, pp=pp, virtual_stages=virtual,
                 schedule=schedule, pipeline_layout=None, cp=cp, cp_kind=kind, ep=ep, dp=dp, zero=zero, zero3_gather=gather,
                 recompute=recompute,
-                recompute_layers=None, offload=0, expert_tp=1, modules=("norm", "activation"),
+                recompute_layers=None, offload=0, overlap_expert_exchange=False, expert_tp=1, modules=("norm", "activation"),
             )  # fmt: skip
             yield list_layout_settings(run), run
 
@@ -73,6 +73,7 @@ def list_layout_settings(run: TrainingLayout) -> LayoutSettings:
         "parallel.schedule": run.schedule, "parallel.pipeline_layout": None, "parallel.cp": run.cp, "parallel.cp_kind": run.cp_kind,
         "parallel.ep": run.ep, "parallel.expert_tp": run.expert_tp, "parallel.dp": run.dp, "parallel.zero": run.zero,
         "parallel.zero3_shard": None, "parallel.zero3_layers": None,
+        "parallel.overlap_expert_exchange": run.overlap_expert_exchange,
         "parallel.zero3_gather": run.zero3_gather if run.zero == 3 else None, "batch.micro": run.micro_batch,
         "recompute": {"kind": run.recompute}, "offload.activations": 0,
     }  # fmt: skip

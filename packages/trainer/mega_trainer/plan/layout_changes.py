@@ -94,6 +94,12 @@ def _iterate_changes(config: RunConfig, machine: MachineSpec) -> Iterator[Layout
             }  # fmt: skip
     if parallel.pp > 1:
         yield {"parallel.pp": parallel.pp // 2, "parallel.dp": None, "parallel.pipeline_layout": None}
+    if parallel.ep > 1 and not parallel.overlap_expert_exchange:
+        yield {"parallel.overlap_expert_exchange": True}
+        yield {
+            "parallel.overlap_expert_exchange": True, "parallel.schedule": "dualpipev", "parallel.virtual_stages": 2,
+            "parallel.pipeline_layout": None,
+        }  # fmt: skip
     if parallel.ep > 1:
         yield {"parallel.ep": parallel.ep // 2}
     if parallel.zero == 3 and parallel.zero3_gather != "step":

@@ -32,6 +32,7 @@ from mega_trainer.plan.layout_candidates import (
 from mega_trainer.plan.machine import MachineSpec
 from mega_trainer.plan.memory_advice import apply_settings, format_overrides, make_training_layout
 from mega_trainer.plan.memory_prediction import predict_memory
+from mega_trainer.plan.other_trainers import OtherTrainer
 from mega_trainer.plan.step_time import PlannedRun, PredictedStepTime
 from mega_trainer.plan.training_layout import TrainingLayout
 
@@ -112,9 +113,11 @@ def make_trainer_profile(config: RunConfig) -> TrainerProfile:
 
 
 def make_planned_run(
-    config: RunConfig, ranks: int, machine: MachineSpec, count: ParameterCounts | None = None
-) -> PlannedRun:
-    """Return the run of `config` on `ranks` ranks of a machine as a `PlannedRun`, for prediction of its step time.
+    config: RunConfig, ranks: int, machine: MachineSpec, count: ParameterCounts | None = None,
+    like: OtherTrainer | None = None
+) -> PlannedRun:  # fmt: skip
+    """Return the run of `config` on `ranks` ranks of a machine as a `PlannedRun`, for prediction of its step time in mega or
+    another trainer.
 
     Raises:
         ConfigError: when the machine has no rate for the run's precision.
@@ -124,7 +127,7 @@ def make_planned_run(
         make_training_layout(config, ranks),
         machine,
         machine.achieved_efficiency,
-        make_trainer_profile(config),
+        make_trainer_profile(config) if like is None else like.profile,
         count,
     )
 
@@ -154,9 +157,11 @@ class _TimedCandidate:
 class _CandidateTimer:
     """Minimum times of candidate layouts; the work of a micro-batch is computed once for all layouts that share it."""
 
-    def __init__(self, config: RunConfig, machine: MachineSpec, count: ParameterCounts) -> None:
+    def __init__(
+        self, config: RunConfig, machine: MachineSpec, count: ParameterCounts, like: OtherTrainer | None
+    ) -> None:
         alone = config.model_copy(update={"parallel": type(config.parallel)()})
-        self.base = make_planned_run(alone, 1, machine, count)
+        self.base = make_planned_run(alone, 1, machine, count, like)
         self.works: dict[tuple[object, ...], PassWork] = {}
 
     def estimate_seconds(self, run: TrainingLayout) -> float:
@@ -177,11 +182,13 @@ def find_best_layouts(
     report: Callable[[str], object] = lambda text: None,
     fixed: Collection[str] = (),
     precisions: Collection[str] = (),
+    like: OtherTrainer | None = None,
 ) -> list[PlannedLayout]:
     """Return the layouts of a run that fit the memory by prediction, fastest first, at most `keep`.
     `report` is called with progress messages.
 
-    Settings whose paths are in `fixed` are unchanged. `precisions` are searched in addition to the run's own.
+    Settings whose paths are in `fixed` are unchanged. `precisions` are searched in addition to the run's own. With `like`, time
+    and memory are those of another trainer, of the layouts that it can run.
 
     Raises:
         NoLayoutFitsError: when no valid layout fits.
@@ -192,13 +199,15 @@ def find_best_layouts(
         return [
             replace(layout, settings={**layout.settings, **kind, **more})
             for kind in kinds
-            for layout in _search_layouts(apply_settings(config, {**kind, **more}), ranks, machine, keep, report, fixed)
+            for layout in _search_layouts(
+                apply_settings(config, {**kind, **more}), ranks, machine, keep, report, fixed, like
+            )
         ]
 
     found = search_variants({})
     best = min(found, key=lambda layout: layout.time.seconds, default=None)
     short_of_memory = best is None or best.settings.get("recompute") == {"kind": "full"}
-    if short_of_memory and not config.optimizer.offload and "optimizer.offload" not in fixed:
+    if short_of_memory and like is None and not config.optimizer.offload and "optimizer.offload" not in fixed:
         found += search_variants({"optimizer.offload": True})
     if not found:
         raise NoLayoutFitsError(
@@ -209,11 +218,12 @@ def find_best_layouts(
 
 
 def _search_layouts(
-    config: RunConfig, ranks: int, machine: MachineSpec, keep: int, report: Callable[[str], object], fixed: Collection[str]
+    config: RunConfig, ranks: int, machine: MachineSpec, keep: int, report: Callable[[str], object], fixed: Collection[str],
+    like: OtherTrainer | None
 ) -> list[PlannedLayout]:  # fmt: skip
     """Return `find_best_layouts` for one precision and one placement of the optimizer states."""
     count = count_parameters_by_layer(config.model)
-    rough = sorted(_time_candidates(config, ranks, machine, count, report, fixed), key=lambda layout: layout.seconds)
+    rough = sorted(_time_candidates(config, ranks, machine, count, report, fixed, like), key=lambda each: each.seconds)
     found: list[PlannedLayout] = []
     tried, ratios = 0, dict[tuple[object, ...], float]()  # smallest ratio of predicted to rough memory
     for candidate in rough:
@@ -227,13 +237,13 @@ def _search_layouts(
         tried += 1
         report(f"checked {tried} of the fastest of {len(rough)} layouts, {len(found)} fit")
         settings = {path: value for path, value in candidate.settings.items() if path not in fixed}
-        layout = plan_layout(config, settings, ranks, machine, count)
+        layout = plan_layout(config, settings, ranks, machine, count, like)
         if layout is None:
             continue
         ratio = layout.memory / candidate.memory
         ratios[candidate.estimate_kind] = min(ratio, ratios.get(candidate.estimate_kind, ratio))
         if layout.memory > machine.usable_memory_bytes:
-            layout = _offload_until_fit(config, settings, ranks, machine, count)
+            layout = None if like else _offload_until_fit(config, settings, ranks, machine, count)
         found += [layout] if layout is not None else []
     return found
 
@@ -260,14 +270,18 @@ def _offload_until_fit(
 
 
 def _time_candidates(
-    config: RunConfig, ranks: int, machine: MachineSpec, count: ParameterCounts, report: Callable[[str], object], fixed: Collection[str]
+    config: RunConfig, ranks: int, machine: MachineSpec, count: ParameterCounts, report: Callable[[str], object],
+    fixed: Collection[str], like: OtherTrainer | None
 ) -> Iterator[_TimedCandidate]:  # fmt: skip
     """Yield the candidates that may fit, with their minimum time."""
-    timer = _CandidateTimer(config, machine, count)
+    timer = _CandidateTimer(config, machine, count, like)
     given = {"batch.micro": config.batch.micro, "recompute": {"kind": config.recompute.kind}}
     kept = {path: value for path, value in given.items() if path in fixed}
     timed, rough = 0, RoughMemoryEstimate.from_parameters(config.model, count)
-    for settings, run in generate_layout_candidates(config, ranks, machine):
+    levels = (1, 2, 3) if like is None else like.zero
+    for settings, run in generate_layout_candidates(config, ranks, machine, levels):
+        if like is not None and not like.supports_layout(config.model, run):
+            continue
         needed = rough.estimate_bytes(run)
         if (
             any(settings[path] != value for path, value in kept.items())
@@ -285,17 +299,18 @@ def _time_candidates(
 
 def plan_layout(
     config: RunConfig, settings: LayoutSettings, ranks: int, machine: MachineSpec,
-    count: ParameterCounts | None = None
+    count: ParameterCounts | None = None, like: OtherTrainer | None = None
 ) -> PlannedLayout | None:  # fmt: skip
-    """Return the planned layout with given settings, or None if it is not legal."""
+    """Return the planned layout with given settings, in mega or another trainer, or None if it is not legal."""
     try:
         changed = apply_settings(config, settings)
         changed.check_world_size(ranks)
     except ConfigError:
         return None
     shape = make_training_layout(changed, ranks)
-    most = max(sum(add_non_tensor_memory(shape, kinds).values()) for kinds in predict_memory(changed.model, shape))
-    return PlannedLayout(settings, make_planned_run(changed, ranks, machine, count).predict_step_time(), most)
+    stages = predict_memory(changed.model, shape) if like is None else like.predict_memory(changed.model, shape)
+    most = max(sum(add_non_tensor_memory(shape, kinds).values()) for kinds in stages)
+    return PlannedLayout(settings, make_planned_run(changed, ranks, machine, count, like).predict_step_time(), most)
 
 
 def plan_if_fitting(

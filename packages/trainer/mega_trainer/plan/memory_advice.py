@@ -22,10 +22,10 @@ def make_training_layout(config: RunConfig, world_size: int) -> TrainingLayout:
     return TrainingLayout(
         seq_length=config.data.seq_length, target_length=config.sequence_lengths[1],
         micro_batch=config.batch.micro, microbatches=config.micro_batches_per_step(dp), tp=parallel.tp,
-        sp=parallel.sp, pp=parallel.pp, virtual_stages=parallel.virtual_stages, schedule=parallel.schedule,
+        sp=parallel.sp, tp_comm_overlap=parallel.tp_comm_overlap, pp=parallel.pp, virtual_stages=parallel.virtual_stages, schedule=parallel.schedule,
         pipeline_layout=tuple(parallel.pipeline_layout) if parallel.pipeline_layout else None,
         cp=parallel.cp, cp_kind=parallel.cp_kind, ep=parallel.ep, expert_tp=parallel.expert_tp,
-        dispatch_bound=parallel.dispatch_bound, dp=dp, zero=parallel.zero, zero3_shard=parallel.zero3_shard,
+        dispatch_bound=parallel.dispatch_bound, overlap_expert_exchange=parallel.overlap_expert_exchange, dp=dp, zero=parallel.zero, zero3_shard=parallel.zero3_shard,
         zero3_layers=parallel.zero3_layers, zero3_gather=parallel.zero3_gather or "micro_batch",
         bucket_elements=parallel.bucket_elements,
         precision=config.precision, recompute=config.recompute.kind,

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from mega_common.model_config import ModelConfig
@@ -51,8 +52,35 @@ def split_layers_into_stages(model: ModelConfig, run: TrainingLayout) -> list[ra
         model.num_layers, run.pp, run.virtual_stages, run.pipeline_layout,
         head_cost=head_cost_in_layers(model, run.seq_length, run.target_length),
         layer_costs=relative_layer_costs(model, run.seq_length, run.target_length),
-        first_stage_layers=model.first_stage_layers,
+        first_stage_layers=model.first_stage_layers, last_stage_layers=model.last_stage_layers,
     )  # fmt: skip
+
+
+def split_layers_evenly(model: ModelConfig, run: TrainingLayout) -> list[range]:
+    """Return the range of layer indices of each pipeline stage in Megatron-LM: as many layers each, where they divide; the
+    stages of `split_layers_into_stages` otherwise, which its option for uneven layouts describes.
+    """
+    stages = run.pp * run.virtual_stages
+    each = model.num_layers // stages
+    if model.num_layers % stages or run.pipeline_layout:
+        return split_layers_into_stages(model, run)
+    return [range(stage * each, (stage + 1) * each) for stage in range(stages)]
+
+
+def split_layers_by_shares(model: ModelConfig, run: TrainingLayout) -> list[range]:
+    """Return the range of layer indices of each pipeline stage in nanotron: a stage gets layers until the stages up to it reach
+    their share of the FLOPs of layers and head, so the first stages have more than their share.
+    """
+    stages = run.pp * run.virtual_stages
+    costs = [layer.split for layer in count_parameters_by_layer(model).layers[: model.num_layers]]
+    share = (sum(costs) + model.vocab_size * model.hidden_size) / stages
+    firsts, done = [0], 0
+    for index, cost in enumerate(costs):
+        done += cost
+        if done >= len(firsts) * share and len(firsts) < stages:
+            firsts.append(index + 1)
+    firsts += [model.num_layers] * (stages - len(firsts))
+    return [range(first, last) for first, last in pairwise([*firsts, model.num_layers])]
 
 
 def predict_memory(model: ModelConfig, run: TrainingLayout) -> list[dict[str, int]]:
@@ -77,8 +105,9 @@ def predict_peak_memory(model: ModelConfig, run: TrainingLayout) -> list[RankMem
 
     parts, stages = count_model_part_memory(model, run), split_layers_into_stages(model, run)
     schedule = make_planning_schedule(
-        run.schedule, pp=run.pp, microbatches=run.microbatches, virtual_stages=run.virtual_stages
-    )
+        run.schedule, pp=run.pp, microbatches=run.microbatches, virtual_stages=run.virtual_stages,
+        pairs_passes=run.overlap_expert_exchange,
+    )  # fmt: skip
     chunks = [_StageMemory.from_stage(model, run, parts, stages, index) for index in range(len(stages))]
     quantised = _quantised_layer_bytes(model, run)
     return [_rank_peak(model, run, parts, schedule, chunks, quantised, rank) for rank in range(run.pp)]
@@ -124,7 +153,8 @@ class _StageMemory:
         copied = [
             part.kept - part.small if is_offloaded else 0 for part, is_offloaded in zip(held, offloaded, strict=True)
         ]
-        before = [sum(kept[:number]) for number in range(len(held))]
+        received = 0 if first else _layer_input_bytes(model, run)  # with the hidden states, which the first layer keeps
+        before = [received + sum(kept[:number]) for number in range(len(held))]
         in_flight = [0, *copied[:-1]]  # activations of the layer before, being copied to or from host memory
         deferred = [part.deferred_wgrad for part in held]
         zero3 = Zero3StageMemory.from_parts(
@@ -139,7 +169,7 @@ class _StageMemory:
         weights = sum((part.weights for part in held), WeightCounts())
         largest = max((part.weights.largest for part in layers), default=0)
         return cls(
-            sum(kept), max(forward, key=sum), max(backward, key=sum), sum(deferred), zero3.weight_half_bytes,
+            received + sum(kept), max(forward, key=sum), max(backward, key=sum), sum(deferred), zero3.weight_half_bytes,
             zero3.gathered_bytes, weights, largest, stages[stage],
         )  # fmt: skip
 
@@ -204,6 +234,7 @@ def _rank_peak(
     in_forward, in_backward = (gathered + size for size in _bucket_bytes(run, mine))
     fed = run.microbatches * (parts.context + _batch_bytes(model, run))
     most, held, last = _PeakTracker(), fed, len(chunks) - 1
+    beside: _StageMemory | None = None  # the stage of a forward that runs in turn with the next backward
     messages = _MessageBuffer(_residual_bytes(model, run), IN_FLIGHT * run.pp)
     for op in schedule.ranks[rank]:
         kind, stage, micro = op
@@ -218,13 +249,17 @@ def _rank_peak(
             case "F":
                 messages.waiting.discard(PipelineOp("F", stage - 1, micro))
                 kept, work = chunk.forward
-                most.record_if_larger(held + messages.held_bytes + kept, work + in_forward, f"forward {moment}")
+                beside = chunk if op in schedule.pairs else None
+                if beside is None:
+                    most.record_if_larger(held + messages.held_bytes + kept, work + in_forward, f"forward {moment}")
                 held += chunk.kept
                 if stage < last:
                     messages.waiting.add(op)
             case "B" | "I":
                 messages.waiting.discard(PipelineOp("B", stage + 1, micro))
                 kept, work = chunk.backward
+                if beside is not None:
+                    kept, work = _pair_kept_bytes(model, beside, chunk) - beside.kept, work + beside.forward[1]
                 most.record_if_larger(
                     held + messages.held_bytes - chunk.kept + kept, work + in_backward, f"backward {moment}"
                 )
@@ -237,6 +272,16 @@ def _rank_peak(
                 held -= chunk.deferred_wgrad
     most.record_if_larger(0, _update_bytes(run, [chunk.weights for chunk in mine]), "update")
     return RankMemory({**states, "activations": most.kept, "work": most.work}, most.moment)
+
+
+def _pair_kept_bytes(model: ModelConfig, forward: _StageMemory, backward: _StageMemory) -> int:
+    """Return the most bytes that a forward and a backward in turn hold: one saves activations while the other frees its own.
+    Each runs from exchange to exchange, of which an expert layer has two; the forward is one such segment ahead.
+    """
+    ahead, behind = (1 + 2 * sum(map(model.is_moe_layer, chunk.layers)) for chunk in (forward, backward))
+    saved = [forward.kept * done / ahead for done in range(1, ahead + 1)]
+    left = [backward.kept * max(0.0, 1 - done / behind) for done in range(ahead)]
+    return round(max(map(sum, zip(saved, left, strict=True))))
 
 
 def _shard_counts(run: TrainingLayout) -> tuple[int, int]:
@@ -321,8 +366,14 @@ def _batch_bytes(model: ModelConfig, run: TrainingLayout) -> int:
     return run.micro_batch * ((run.target_length or run.seq_length) * each + source) // run.cp
 
 
+def _layer_input_bytes(model: ModelConfig, run: TrainingLayout) -> int:
+    """Return the bytes of the inputs of all layers for a micro-batch on a rank, which pipeline messages have."""
+    tokens = run.micro_batch * run.sample_tokens // run.cp // (run.tp if run.sp else 1)
+    return tokens * run.weight_bytes * model.num_layers * (model.per_layer_input_size or 0)
+
+
 def _residual_bytes(model: ModelConfig, run: TrainingLayout) -> int:
     """Return the bytes of a micro-batch's hidden states on a rank."""
     tokens = run.micro_batch * run.sample_tokens // run.cp // (run.tp if run.sp else 1)
     tokens *= 1 + 2 * model.retro.neighbors if model.retro else 1
-    return tokens * run.weight_bytes * model.stream_width
+    return tokens * run.weight_bytes * model.stream_width + _layer_input_bytes(model, run)

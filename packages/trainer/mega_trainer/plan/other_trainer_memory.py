@@ -14,7 +14,11 @@ from mega_common.model_config import ModelConfig
 from mega_trainer.pipeline.schedules import peak_in_flight_microbatches
 from mega_trainer.plan.flops import ParameterCounts, count_parameters_by_layer
 from mega_trainer.plan.layer_flops import active_ffn_width, expert_row_width
-from mega_trainer.plan.memory_prediction import split_layers_into_stages
+from mega_trainer.plan.memory_prediction import (
+    split_layers_by_shares,
+    split_layers_evenly,
+    split_layers_into_stages,
+)
 from mega_trainer.plan.pipeline_fill import make_planning_schedule
 from mega_trainer.plan.training_layout import TrainingLayout
 
@@ -134,16 +138,15 @@ def _pipelined(
     """Return the memory in Megatron and nanotron: bf16 weights, whole gradients, fp32 main weights and moments, sharded
     under ZeRO-1.
 
-    Logits are held in bf16, in fp32, and as exponentials, which become the gradient.
+    Logits are held in bf16, in fp32, and as exponentials, which become the gradient. In nanotron the backward of a layer holds
+    gradients of its feed-forward block, autograd keeps bf16 gradients of a whole
+    backward before they are added to the fp32 ones, and without ZeRO torch's DDP keeps them a second time in buckets.
     """
     schedule = make_planning_schedule(
         run.schedule, pp=run.pp, microbatches=run.microbatches, virtual_stages=run.virtual_stages
     )
-    flight, stages, count = (
-        peak_in_flight_microbatches(schedule),
-        split_layers_into_stages(model, run),
-        count_parameters_by_layer(model),
-    )
+    flight, count = peak_in_flight_microbatches(schedule), count_parameters_by_layer(model)
+    stages = split_layers_by_shares(model, run) if nanotron else split_layers_evenly(model, run)
     tokens = run.micro_batch * run.seq_length / run.cp
     shared = (run.dp * run.cp, max(1, run.dp * run.cp * run.tp // (run.ep * run.expert_tp))) if run.zero else (1, 1)
     ranks_bytes = []
@@ -154,12 +157,18 @@ def _pipelined(
             sum(_layer_bytes(model, run, index, options.recomputed, nanotron=nanotron) for index in layers)
             / run.virtual_stages
         )
-        loss = tokens * model.vocab_size / run.tp * (options.logits or 10) * (rank == run.pp - 1)
+        work = tokens * model.vocab_size / run.tp * (options.logits or 10) * (rank == run.pp - 1)
+        gradients = options.gradients
+        if nanotron:
+            gradients += 2 * (run.zero == 0 and run.dp > 1)
+            late = 2 * sum(held) - tokens * stage  # gradients of a backward, when its activations are freed
+            # of up and gate projections together, of each, and of the activation's output and the product
+            work = max(work, late, tokens * 12 * model.ffn_hidden_size / run.tp)
         ranks_bytes.append(
             {
-                "weights": round(2 * sum(held)), "gradients": round(options.gradients * sum(held)),
+                "weights": round(2 * sum(held)), "gradients": round(gradients * sum(held)),
                 "optimizer": round(options.optimizer * sum(n / ranks for n, ranks in zip(held, shared, strict=True))),
-                "activations": round(flight[rank] * tokens * stage), "work": round(loss),
+                "activations": round(flight[rank] * tokens * stage), "work": round(work),
             }
         )  # fmt: skip
     return ranks_bytes
@@ -169,7 +178,8 @@ def _count_held(
     count: ParameterCounts, run: TrainingLayout, layers: list[int], *, first: bool, last: bool
 ) -> tuple[float, float]:
     """Return the parameters of a rank: those replicated over data ranks, and experts."""
-    ends = (count.embedding * first + count.head * last) / run.tp
+    tied = 0 if first else count.embedding  # a last stage of its own has a copy of a tied table
+    ends = (count.embedding * first + (count.head or tied) * last) / run.tp
     dense = sum(count.layers[i].split / run.tp + count.layers[i].whole for i in layers) + ends
     return dense, sum(count.layers[i].experts for i in layers) / (run.ep * run.expert_tp)
 
@@ -179,8 +189,8 @@ def _layer_bytes(
 ) -> float:
     """Return the bytes per token of one layer's saved activations, without recomputed parts.
 
-    nanotron saves q and k before and after rotation, the outputs of silu and of its multiplication, and the gathered inputs of
-    column-parallel layers; Megatron gathers these again.
+    nanotron saves the outputs of silu and of its multiplication. Its host runs ahead of its collectives, so the allocator cannot
+    yet reuse the gathered inputs and whole outputs of linear layers; between none and all of them were seen, half is taken.
     """
     width, values = model.hidden_size, model.num_attention_heads * model.attention_value_dim
     if "full" in again:
@@ -189,10 +199,10 @@ def _layer_bytes(
     moe = model.moe if model.is_moe_layer(index) else None
     wide = model.ffn_hidden_size if moe is None else moe.shared_ffn_hidden_size + moe.top_k * moe.ffn_hidden_size
     norms = 0 if "norm" in again else 2 * width
-    stream = (2 * width + (0 if nanotron else norms)) / run.tp + (norms if nanotron else 0)
+    stream = (2 * width + norms) / run.tp + (2 * width * (1 - 1 / run.tp) if nanotron else 0.0)
     if model.mla:
         keys = query
-    heads = (2 if nanotron else 1) * (query + keys) + 2 * values
+    heads = query + keys + 2 * values
     if "mla_up_proj" in again:
         heads -= query + keys + values
     feed = (4 if nanotron else 3) * wide + (2 * moe.top_k * expert_row_width(model) if moe else 0)

@@ -47,6 +47,7 @@ from mega_trainer.model.decoder import Decoder, StageLayers
 from mega_trainer.model.encoder_decoder import EncoderDecoderModel, select_model_class
 from mega_trainer.model.forward_context import ForwardContext, with_encoder_memory
 from mega_trainer.model.layer_builder import LayerBuilder
+from mega_trainer.model.layer_input_decoder import LayerInputDecoder
 from mega_trainer.model.retro import NeighborEncodingLayer, RetroDecoder
 from mega_trainer.optim.muon import is_hidden_matrix
 from mega_trainer.parallel.context_parallel import residual_stream_token_ranges
@@ -59,6 +60,7 @@ from mega_trainer.parallel.parameter_info import (
     get_quantized_weight,
     is_trainable,
 )
+from mega_trainer.pipeline.schedules import V_SHAPED
 from mega_trainer.plan.meta_counting import (
     BalancedAllToAll,
     FakeGroups,
@@ -204,9 +206,7 @@ class PartMemoryCounter:
             if isinstance(model, RetroDecoder):
                 return self._count_retrieval_layer(model, context)
             if not isinstance(model, EncoderDecoderModel):
-                return self._count_part(
-                    model, lambda x: model(x, context), self.residual_shape, list(model.parameters())
-                )
+                return self._count_decoder_layer(model, self._add_stand_ins(context, index), whole=whole)
             encodes, read = self.model.is_encoder_layer(index), self._stack_shape(encodes=True)
             rows, memory = (self._make_input(shape) for shape in ((1, model.bias_table_rows, read[-1]), read))
             own = model.split_contexts(context, rows)[0 if encodes else 1]
@@ -214,6 +214,25 @@ class PartMemoryCounter:
             context = own if encodes else with_encoder_memory(own, memory)
             shape = self._stack_shape(encodes=encodes)
             return self._count_part(model, lambda x: forward(x, context), shape, list(model.parameters()))
+
+    def _count_decoder_layer(self, model: Decoder, context: ForwardContext, *, whole: bool) -> PartMemory:
+        """Count a layer of a decoder; recomputation keeps the layer's own input, where it has one."""
+        forward = partial(Decoder.forward, model) if isinstance(model, LayerInputDecoder) else model
+        part = self._count_part(model, lambda x: forward(x, context), self.residual_shape, list(model.parameters()))
+        rows, length, _ = self.residual_shape
+        more = rows * length * (self.model.per_layer_input_size or 0) * self.build.dtype.itemsize if whole else 0
+        return replace(part, kept=part.kept + more, forward=part.forward + more, backward=part.backward + more)
+
+    def _add_stand_ins(self, context: ForwardContext, index: int) -> ForwardContext:
+        """Return the context with stand-ins for inputs of layers, and for keys and values of an earlier layer."""
+        (rows, length, _), own = self.residual_shape, self.model.get_layer_config(index)
+        if size := self.model.per_layer_input_size:
+            context = replace(context, layer_inputs=[self._make_input((rows, length, size))] * self.model.num_layers)
+        if not own.has_own_keys:
+            heads = max(1, own.key_value_heads // self.run.tp)
+            shape = (rows, self.tokens_per_context_rank, heads, own.query_key_head_dim)
+            context.key_values[own.get_attention_window(index)] = (0, self._make_input(shape), self._make_input(shape))
+        return context
 
     def _count_retrieval_layer(self, model: RetroDecoder, context: ForwardContext) -> PartMemory:
         """Count a layer of a model with retrieval: a stage holds the neighbors once as given and once encoded."""
@@ -449,11 +468,11 @@ def count_model_part_memory(model: ModelConfig, run: TrainingLayout) -> ModelPar
     """Return the memory of all parts of a model.
     The result is cached and shared by all layouts whose ranks hold equal parts.
     """
-    alone, has_embedding_and_head = run.pp * run.virtual_stages == 1, run.schedule == "zbv"
+    alone, has_embedding_and_head = run.pp * run.virtual_stages == 1, run.schedule in V_SHAPED
     bare = replace(
         run, microbatches=1, pp=1, virtual_stages=1, schedule="zb-h1" if run.defers_wgrads else "1f1b", pipeline_layout=None,
         offload=0, offload_optimizer=False, fp8_layers=range(0), zero=3 if run.is_zero3_sharded else 0, zero3_layers=None,
-        zero3_shard=None, zero3_gather="micro_batch", bucket_elements=None, muon=False, dp=_minimum_data_ranks(run),
+        zero3_shard=None, zero3_gather="micro_batch", bucket_elements=None, muon=False, overlap_expert_exchange=False, dp=_minimum_data_ranks(run),
     )  # fmt: skip
     return _count_parts(model.model_dump_json(exclude_unset=True), bare, alone, has_embedding_and_head)
 
@@ -499,7 +518,11 @@ def _count_parts(text: str, run: TrainingLayout, alone: bool, has_embedding_and_
             normed,
             *own,
         )
-        kind += (model.has_cross_attention(index), index == min(model.retrieval_layers, default=None))
+        kind += (
+            model.shares_keys(index),
+            model.has_cross_attention(index),
+            index == min(model.retrieval_layers, default=None),
+        )
         if kind not in kinds:
             kinds[kind] = counter.count_layer(index, whole=False)
             wholes[kind] = counter.count_layer(index, whole=True) if run.recompute == "full" else kinds[kind]

@@ -16,7 +16,9 @@ MAX_OPERATIONS = 1_200_000  # operations of a schedule for planning memory
 
 
 @lru_cache(maxsize=2)  # the search plans one layout several times, with more and more of its activations in host memory
-def make_planning_schedule(name: str, *, pp: int, microbatches: int, virtual_stages: int) -> PipelineSchedule:
+def make_planning_schedule(
+    name: str, *, pp: int, microbatches: int, virtual_stages: int, pairs_passes: bool = False
+) -> PipelineSchedule:
     """Return a pipeline schedule with few micro-batches, but enough to fill the pipeline.
     `name` is the schedule, and `microbatches` the upper limit; gpipe, which holds all micro-batches in memory, gets
     all.
@@ -27,7 +29,7 @@ def make_planning_schedule(name: str, *, pp: int, microbatches: int, virtual_sta
     full = (4 * virtual_stages + 2 * IN_FLIGHT) * pp
     count = microbatches if name == "gpipe" else min(microbatches, full)
     check_operation_count(count, pp * virtual_stages, f"parallel.schedule = {name}")
-    return make_schedule(name, pp=pp, microbatches=count, virtual_stages=virtual_stages)
+    return make_schedule(name, pp=pp, microbatches=count, virtual_stages=virtual_stages, pairs_passes=pairs_passes)
 
 
 def check_operation_count(microbatches: int, stages: int, subject: str) -> None:
@@ -46,12 +48,20 @@ def check_operation_count(microbatches: int, stages: int, subject: str) -> None:
 
 
 def estimate_makespan(
-    name: str, *, pp: int, microbatches: int, virtual_stages: int, costs: PipelineOpCosts | None = None
+    name: str,
+    *,
+    pp: int,
+    microbatches: int,
+    virtual_stages: int,
+    pairs_passes: bool = False,
+    costs: PipelineOpCosts | None = None,
 ) -> float:
     """Return the time of all micro-batches of a step under the pipeline schedule `name`, in the unit of `costs`."""
 
     def simulate_makespan(count: int) -> float:
-        schedule = make_schedule(name, pp=pp, microbatches=count, virtual_stages=virtual_stages)
+        schedule = make_schedule(
+            name, pp=pp, microbatches=count, virtual_stages=virtual_stages, pairs_passes=pairs_passes
+        )
         return simulate_schedule(schedule, costs).makespan
 
     rounds = max(0, (microbatches - 3 * pp) // pp)
@@ -61,15 +71,19 @@ def estimate_makespan(
     return first + rounds * (simulate_makespan(microbatches - (rounds - 1) * pp) - first)
 
 
-def estimate_bubble(name: str, *, pp: int, microbatches: int, virtual_stages: int) -> float:
+def estimate_bubble(name: str, *, pp: int, microbatches: int, virtual_stages: int, pairs_passes: bool = False) -> float:
     """Return the pipeline bubble: the mean idle share of the ranks, 0 to 1, for equal stages.
     It is exact if a step has few operations.
     """
     if 3 * microbatches * pp * virtual_stages <= MAX_SIMULATED:
-        schedule = make_schedule(name, pp=pp, microbatches=microbatches, virtual_stages=virtual_stages)
+        schedule = make_schedule(
+            name, pp=pp, microbatches=microbatches, virtual_stages=virtual_stages, pairs_passes=pairs_passes
+        )
         return simulate_schedule(schedule).mean_bubble_share
     check_operation_count(min(microbatches, 5 * pp), pp * virtual_stages, f"parallel.schedule = {name}")
-    makespan = estimate_makespan(name, pp=pp, microbatches=microbatches, virtual_stages=virtual_stages)
+    makespan = estimate_makespan(
+        name, pp=pp, microbatches=microbatches, virtual_stages=virtual_stages, pairs_passes=pairs_passes
+    )
     costs = PipelineOpCosts()
     busy = (costs.forward + costs.input_grad + costs.weight_grad) * virtual_stages * microbatches
     return max(0.0, 1 - busy / makespan)

@@ -11,11 +11,12 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 
 from mega_common.errors import ConfigError
 from mega_common.model_config import ModelConfig
 from mega_trainer.parallel.zero_buffers import ZeroConfig
-from mega_trainer.pipeline.schedules import PipelineOp, PipelineOpCosts, place_pipeline_stages
+from mega_trainer.pipeline.schedules import V_SHAPED, PipelineOp, PipelineOpCosts, place_pipeline_stages
 from mega_trainer.plan.flops import ParameterCounts, count_parameters_by_layer
 from mega_trainer.plan.kernel_throughput import GpuThroughput
 from mega_trainer.plan.layer_cost import (
@@ -27,8 +28,12 @@ from mega_trainer.plan.layer_cost import (
     sum_pass_work,
 )
 from mega_trainer.plan.machine import Interconnect, MachineEfficiency, MachineSpec
-from mega_trainer.plan.memory_prediction import split_layers_into_stages
-from mega_trainer.plan.pipeline_fill import estimate_makespan
+from mega_trainer.plan.memory_prediction import (
+    split_layers_by_shares,
+    split_layers_evenly,
+    split_layers_into_stages,
+)
+from mega_trainer.plan.pipeline_fill import estimate_makespan, make_planning_schedule
 from mega_trainer.plan.trainable_parameters import TrainableParameters
 from mega_trainer.plan.training_layout import TrainingLayout
 from mega_trainer.plan.zero3_memory import zero3_unit_layers
@@ -41,22 +46,51 @@ HOST_WAIT = 1e-3  # seconds per step in which the host waits for results
 
 @dataclass(frozen=True)
 class PredictedStepTime:
-    """Predicted seconds of a step, and of the parts of a step on the slowest pipeline rank; the parts sum to the total."""
+    """Predicted seconds of a step, and of the parts of a step on the slowest pipeline rank; the parts sum to the total.
+
+    Attributes:
+        seconds: the total.
+        parts: seconds by kind of work; of the expert exchange what is not hidden.
+        hidden_exchange: seconds of expert exchange that the computation of another micro-batch hides.
+    """
 
     seconds: float
     parts: dict[str, float]
+    hidden_exchange: float = 0.0
 
 
 @dataclass(frozen=True)
 class StageCosts(PipelineOpCosts):
-    """Seconds of the forward and backward operations of each pipeline stage, as costs for schedule simulation."""
+    """Seconds of the forward and backward operations of each pipeline stage, as costs for schedule simulation.
+
+    Attributes:
+        passes: seconds of each stage.
+        exchanges: those of the expert exchange among them.
+        hiding: share of each stage's computation next to which an exchange of another pass can be: all but the part before
+            the first exchange of a forward, or after the last one of a backward.
+        contention: as `GpuThroughput.contention`.
+    """
 
     passes: tuple[PassSeconds, ...] = ()
+    exchanges: tuple[PassSeconds, ...] = ()
+    hiding: tuple[float, ...] = ()
+    contention: float = 0.0
 
     def op_duration(self, op: PipelineOp) -> float:
         """Return the seconds of one forward or backward operation in its pipeline stage."""
         cost = self.passes[op.stage]
         return {"F": cost.forward, "B": cost.inputs + cost.weights, "I": cost.inputs, "W": cost.weights}[op.kind]
+
+    def pair_duration(self, forward: PipelineOp, backward: PipelineOp) -> float:
+        """Return the seconds of a forward and a backward, each of which hides the other's expert exchange."""
+        return super().pair_duration(forward, backward) - self.hidden_seconds(forward, backward)
+
+    def hidden_seconds(self, forward: PipelineOp, backward: PipelineOp) -> float:
+        """Return the seconds of expert exchange that the computation of the other pass of a pair hides."""
+        exchanged = (self.exchanges[forward.stage].forward, self.exchanges[backward.stage].inputs)
+        computed = [self.op_duration(op) - each for op, each in zip((forward, backward), exchanged, strict=True)]
+        beside = (computed[1] * self.hiding[backward.stage], computed[0] * self.hiding[forward.stage])
+        return sum((1 - self.contention) * min(pair) for pair in zip(exchanged, beside, strict=True))
 
 
 @dataclass(frozen=True)
@@ -120,7 +154,8 @@ class PlannedRun:
         Raises:
             ConfigError: when the layers do not fit the stages.
         """
-        return split_layers_into_stages(self.model, self.run)
+        split = {"even": split_layers_evenly, "shares": split_layers_by_shares}
+        return split.get(self.cost_model.profile.split, split_layers_into_stages)(self.model, self.run)
 
     def _make_layer_summer(self) -> Callable[[range], PassWork]:
         """Return a function that sums the work of some layers; layers of one kind are computed once."""
@@ -197,17 +232,35 @@ class PlannedRun:
         totals = [sum(cost.total for cost in work.values()) for work in mine]
         slowest = totals.index(max(totals))
         parts = {kind: cost.total * run.microbatches for kind, cost in mine[slowest].items()}
-        waiting = max(0.0, makespan - totals[slowest] * run.microbatches) if run.pp > 1 else 0.0
+        hidden = self._hidden_exchange_seconds(works, slowest)
+        parts |= {"expert": parts["expert"] - hidden} if hidden else {}
+        waiting = max(0.0, makespan - totals[slowest] * run.microbatches + hidden) if run.pp > 1 else 0.0
         parts |= {"pipeline bubble": waiting, **self._per_step_seconds(slowest, mine[slowest])}
-        return PredictedStepTime(sum(parts.values()), {kind: seconds for kind, seconds in parts.items() if seconds})
+        found = {kind: seconds for kind, seconds in parts.items() if seconds}
+        return PredictedStepTime(sum(parts.values()), found, hidden)
+
+    def _hidden_exchange_seconds(self, works: Sequence[PassWork], rank: int) -> float:
+        """Return the seconds of a step's expert exchange on a pipeline rank that other micro-batches hide."""
+        run = self.run
+        if not run.overlap_expert_exchange:
+            return 0.0
+        schedule = make_planning_schedule(
+            run.schedule, pp=run.pp, microbatches=run.microbatches, virtual_stages=run.virtual_stages, pairs_passes=True
+        )
+        costs = self.make_stage_costs(works)
+        hidden = [costs.hidden_seconds(*pair) for pair in pairwise(schedule.orders[rank]) if pair[0] in schedule.pairs]
+        further = (run.microbatches - schedule.microbatches) * run.virtual_stages  # each with such a pair
+        return sum(hidden) * (1 + further / len(hidden)) if hidden else 0.0
 
     def _minimum_makespan(self, work: PassWork) -> float:
         """Return the minimum makespan of all micro-batches if the ranks share the `work` of each evenly."""
         run = self.run
         through = sum(cost.forward + cost.inputs for cost in work.values())  # lower bound: latency of one micro-batch
-        total = sum(cost.total for cost in work.values())
-        full = run.microbatches >= 1.5 * run.pp  # in a full pipeline, ZBV's bubble is half as long
-        share = {"zb-h1": 1 / 3, "zbv": 1 / 6 if full else 1 / 3}.get(run.schedule, 1 / run.virtual_stages)
+        total = sum(cost.total for kind, cost in work.items() if kind != "expert" or not run.overlap_expert_exchange)
+        full = run.microbatches >= 1.5 * run.pp  # in a full pipeline, the bubble of a V is half as long
+        share = {"zb-h1": 1 / 3, **dict.fromkeys(V_SHAPED, 1 / 6 if full else 1 / 3)}.get(
+            run.schedule, 1 / run.virtual_stages
+        )
         return max(through, (run.microbatches + (run.pp - 1) * share) * total / run.pp)
 
     def make_stage_costs(self, works: Sequence[PassWork]) -> StageCosts:
@@ -220,7 +273,18 @@ class PlannedRun:
         )
         stride = self.run.tp * self.run.cp * self.run.dp
         message = self.cost_model.interconnect.send_seconds(self.message_bytes, stride) if self.run.pp > 1 else 0.0
-        return StageCosts(message=message, passes=passes)
+        exchanges = tuple(work.get("expert", PassSeconds()) for work in works)
+        mtp = range(self.model.num_layers, self.model.num_layers + self.model.mtp_layers)
+        layers = [*self.stage_layers[:-1], [*self.stage_layers[-1], *mtp]]
+        experts = [sum(map(self.model.is_moe_layer, part)) for part in layers]
+        hiding = tuple(2 * count / (2 * count + 1) for count in experts)
+        return StageCosts(
+            message=message,
+            passes=passes,
+            exchanges=exchanges,
+            hiding=hiding,
+            contention=self.cost_model.rates.contention,
+        )
 
     @property
     def message_bytes(self) -> float:
@@ -233,11 +297,12 @@ class PlannedRun:
     def _simulate_makespan(self, works: Sequence[PassWork]) -> float:
         """Return the makespan of all micro-batches, from a simulation of enough micro-batches to fill the pipeline."""
         run, costs = self.run, self.make_stage_costs(works)
-        if run.pp == 1:
+        if run.pp == 1 and not run.overlap_expert_exchange:
             return run.microbatches * sum(cost.total for cost in costs.passes)
         return estimate_makespan(
-            run.schedule, pp=run.pp, microbatches=run.microbatches, virtual_stages=run.virtual_stages, costs=costs
-        )
+            run.schedule, pp=run.pp, microbatches=run.microbatches, virtual_stages=run.virtual_stages,
+            pairs_passes=run.overlap_expert_exchange, costs=costs,
+        )  # fmt: skip
 
     def _per_step_seconds(self, rank: int, work: PassWork) -> dict[str, float]:
         """Return the seconds of work outside the schedule on a pipeline rank: data-parallel communication and the
@@ -260,7 +325,8 @@ class PlannedRun:
             if run.zero == 3:
                 exposed += self._zero3_seconds(held, trained, stride, forward, backward)
                 gathers = 1 if run.zero3_gather == "step" else 2 * run.microbatches
-                gpu_bytes += (GATHER_BYTES * gathers + REDUCE_BYTES * run.microbatches) * held
+                copied = (GATHER_BYTES * gathers + REDUCE_BYTES * run.microbatches) * held
+                gpu_bytes += copied if cost_model.profile.copies_shards else 0.0
                 continue
             profile, own = cost_model.profile, ZeroConfig(shard_grads=True).min_bucket_elements(ranks)
             bucket = profile.bucket_bytes / profile.gradient_bytes if profile.bucket_bytes else own
@@ -269,14 +335,15 @@ class PlannedRun:
             reduce = (
                 cost_model.interconnect.all_gather_seconds(cost_model.profile.gradient_bytes * trained, group) + latency
             )
+            gather = (
+                cost_model.interconnect.all_gather_seconds(cost_model.bytes_per_activation * trained, group) + latency
+            )
+            if run.zero and not profile.overlaps_reduction:
+                exposed += 2 * reduce + gather
+                continue
             times = run.microbatches if run.zero == 2 else 1
             exposed += times * cost_model.rates.exposed_seconds(reduce if run.zero else 2 * reduce, backward)
-            if run.zero:
-                gather = (
-                    cost_model.interconnect.all_gather_seconds(cost_model.bytes_per_activation * trained, group)
-                    + latency
-                )
-                exposed += cost_model.rates.exposed_seconds(gather, forward)
+            exposed += cost_model.rates.exposed_seconds(gather, forward) if run.zero else 0.0
         seconds = gpu_bytes / cost_model.rates.memory + host_bytes / cost_model.interconnect.host + HOST_WAIT
         return {"data": exposed, "optimizer": seconds}
 

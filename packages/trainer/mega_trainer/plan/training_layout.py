@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from mega_trainer.pipeline.schedules import SPLIT_BACKWARD
+
 RecomputeKind = Literal["none", "selective", "full"]
 _ELEMENT = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2, "nvfp4": 2}
 
@@ -17,11 +19,13 @@ class TrainingLayout:
     Attributes:
         seq_length: tokens of a sample, before context parallelism splits them; of the encoder in an encoder-decoder model.
         micro_batch: samples of a micro-batch.
+        tp_comm_overlap: GEMMs of tensor-parallel layers overlap with their collectives piece by piece.
         microbatches: micro-batches of a step, per data-parallel rank.
         zero: ZeRO level: data-parallel ranks shard 1 optimizer states, 2 also gradients, 3 also weights.
         zero3_shard: number of data and context ranks that share one copy under ZeRO-3; None: all.
         zero3_layers: number of layers that ZeRO-3 gathers together; None: enough for an efficient message size.
         zero3_gather: ZeRO-3 gathers weights for each micro-batch's forward and again for its backward, or once a step.
+        overlap_expert_exchange: hide each expert exchange under another micro-batch's computation.
         bucket_elements: elements of a gradient bucket; None: the trainer's default.
         modules: modules of each layer that `selective` recomputes.
         recompute_layers: number of layers of each stage, from its first, that `full` recomputes; None: all.
@@ -44,6 +48,7 @@ class TrainingLayout:
     microbatches: int = 1
     tp: int = 1
     sp: bool = False
+    tp_comm_overlap: bool = False
     pp: int = 1
     virtual_stages: int = 1
     schedule: str = "1f1b"
@@ -53,6 +58,7 @@ class TrainingLayout:
     ep: int = 1
     expert_tp: int = 1
     dispatch_bound: float | None = None
+    overlap_expert_exchange: bool = False
     dp: int = 1
     zero: int = 0
     zero3_shard: int | None = None
@@ -66,7 +72,7 @@ class TrainingLayout:
     offload: int = 0
     offload_min_bytes: int = 1 << 20
     offload_optimizer: bool = False
-    moments: int = 2
+    moments: float = 2
     muon: bool = False
     fp8_layers: range = range(0)
     freeze: tuple[str, ...] = ()
@@ -94,7 +100,7 @@ class TrainingLayout:
     @property
     def defers_wgrads(self) -> bool:
         """True if the pipeline schedule defers weight-gradient GEMMs (zero-bubble schedules)."""
-        return self.schedule.startswith("zb")
+        return self.schedule in SPLIT_BACKWARD
 
     @property
     def weight_bytes(self) -> int:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mega_common.model_config import ModelConfig
+from mega_trainer.pipeline.schedules import V_SHAPED
 from mega_trainer.plan.flops import ParameterCounts, count_parameters_by_layer
 from mega_trainer.plan.training_layout import TrainingLayout
 
@@ -81,7 +82,7 @@ class Zero3StageMemory:
             embedding.dense if embedding else None, head.dense if head else None,
             head.trainable if head else 0, sum(end.trainable for end in ends),
             count * largest("dense") + largest("experts"), count, own, count * own + largest("trainable_experts"),
-            embedding is not None and run.schedule == "zbv" and (model.tie_embeddings or model.mtp_layers > 0),
+            embedding is not None and run.schedule in V_SHAPED and (model.tie_embeddings or model.mtp_layers > 0),
         )  # fmt: skip
 
     @property

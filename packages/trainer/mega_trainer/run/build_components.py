@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.distributed.fsdp import FSDPModule
 
 from mega_ckpt.lora_tensors import adapted_modules, quantized_tensors
 from mega_common.errors import ConfigError
+from mega_common.extension_entries import Kernel
 from mega_data.blended_dataset import BlendedDataset, build_blended_datasets
 from mega_data.tokenizer import Tokenizer
 from mega_trainer.config.fp8_config import check_fp8_device
@@ -22,6 +23,7 @@ from mega_trainer.data.data_check import open_prompts
 from mega_trainer.distributed.comm import CommTrafficCounter
 from mega_trainer.distributed.process_groups import ParallelGroups, ProcessGroupCache, RankInfo, build_parallel_groups
 from mega_trainer.kernels.backend_choice import BackendChoice, BackendFacts, choose_backends, installed_kernel_versions
+from mega_trainer.kernels.extension_kernels import ExtensionKernels
 from mega_trainer.kernels.flash_attention import FlashAttention2, FlashAttention3, FlashKernel, TorchFlashKernel
 from mega_trainer.kernels.flex_attention import FlexAttentionKernel
 from mega_trainer.kernels.fp8_kernels import E4M3, E5M2, Fp8Kernels
@@ -41,6 +43,7 @@ from mega_trainer.model.decoder import Decoder, StageLayers
 from mega_trainer.model.encoder_decoder import select_model_class
 from mega_trainer.model.layer_builder import LayerBuilder
 from mega_trainer.optim.adamw import AdamWUpdateRule
+from mega_trainer.optim.adamw8bit import AdamW8bitUpdateRule
 from mega_trainer.optim.elementwise import ElementwiseUpdate, ElementwiseUpdateRule, LionUpdate, SgdUpdate
 from mega_trainer.optim.gradient_clipping import LossScale
 from mega_trainer.optim.muon import MuonUpdateRule, is_hidden_matrix
@@ -50,9 +53,11 @@ from mega_trainer.parallel.deepep_dispatch import DeepEpDispatcher
 from mega_trainer.parallel.expert_parallel import ExpertDispatcher
 from mega_trainer.parallel.fsdp import FullyShardedStage, fully_shard_stage
 from mega_trainer.parallel.nvshmem_dispatch import NvshmemDispatcher
+from mega_trainer.parallel.overlapped_linear import choose_overlapped_gemms
 from mega_trainer.parallel.parallel_linear import DeferredWgradQueue
 from mega_trainer.parallel.parameter_info import freeze_parameters, is_trainable
 from mega_trainer.parallel.parameter_shards import ShardedStage
+from mega_trainer.parallel.pass_interleaver import PassInterleaver
 from mega_trainer.parallel.te_dispatch import TransformerEngineDispatcher
 from mega_trainer.parallel.zero_buffers import ZeroConfig, flatten_parameters
 from mega_trainer.pipeline.layer_partition import split_stage_layers
@@ -152,14 +157,22 @@ def create_kernels(choice: BackendChoice, leaves: LeafCompiler) -> Kernels:
     return (TeLinearKernels if choice.linear == "te" else TorchKernels)(leaves, flash, whole, recurrent)
 
 
+def select_extension_kernels(config: RunConfig) -> Sequence[Kernel]:
+    """Return the kernels of extensions that a run uses (`kernels.functions`)."""
+    return config.registry.select_kernels(config.kernels.functions)
+
+
 def make_layer_builder(
     config: RunConfig, groups: ParallelGroups, device: torch.device, choice: BackendChoice, leaves: LeafCompiler
 ) -> LayerBuilder:
     """Return the factory of all layers of a run's model, with its kernels, parallel groups, LoRA and quantization."""
+    kernels, added = create_kernels(choice, leaves), select_extension_kernels(config)
     return LayerBuilder(
-        config.model, groups, create_kernels(choice, leaves), leaves=leaves,
-        sp=config.parallel.sp, cp_kind=config.parallel.cp_kind, dispatcher=build_expert_dispatcher(config, groups, leaves),
-        dispatch_bound=config.parallel.dispatch_bound, dtype=compute_dtype(config), device=device,
+        config.model, groups, cast("Kernels", ExtensionKernels(kernels, added)) if added else kernels, leaves=leaves,
+        sp=config.parallel.sp, cp_kind=config.parallel.cp_kind,
+        overlapped=choose_overlapped_gemms(device, groups.tp) if config.parallel.tp_comm_overlap else None,
+        dispatcher=build_expert_dispatcher(config, groups, leaves), dispatch_bound=config.parallel.dispatch_bound,
+        interleaver=PassInterleaver() if config.parallel.overlap_expert_exchange else None, dtype=compute_dtype(config), device=device,
         adapts={} if config.lora is None else adapted_modules(config.model, config.lora),
         packed=quantized_tensors(config.model, config.lora, config.is_trainable),
         packing=Nf4Quantizer() if config.lora is not None and config.lora.quantize else None,
@@ -172,8 +185,9 @@ def build_schedule(config: RunConfig, groups: ParallelGroups) -> PipelineSchedul
     parallel = config.parallel
     microbatches = config.micro_batches_per_step(groups.dp.size)
     return make_schedule(
-        parallel.schedule, pp=parallel.pp, microbatches=microbatches, virtual_stages=parallel.virtual_stages
-    )
+        parallel.schedule, pp=parallel.pp, microbatches=microbatches, virtual_stages=parallel.virtual_stages,
+        pairs_passes=parallel.overlap_expert_exchange,
+    )  # fmt: skip
 
 
 def build_stages(
@@ -194,6 +208,7 @@ def build_stages(
         head_cost=head_cost_in_layers(config.model, *config.sequence_lengths),
         layer_costs=relative_layer_costs(config.model, *config.sequence_lengths),
         first_stage_layers=config.model.first_stage_layers,
+        last_stage_layers=config.model.last_stage_layers,
     )  # fmt: skip
     recompute = RecomputePolicy(config.recompute.kind, config.recompute.layers, tuple(config.recompute.modules))
     offload = (
@@ -261,8 +276,9 @@ def build_optimizer(
     settings, muon = config.optimizer, config.optimizer.muon
     decay, elementwise = settings.weight_decay, build_elementwise_update(config)
     adamw: Callable[[list[OptimizerSlot]], CountedUpdateRule] = partial(
-        AdamWUpdateRule, betas=settings.betas, eps=settings.eps, weight_decay=decay
-    )
+        AdamW8bitUpdateRule if settings.name == "adamw8bit" else AdamWUpdateRule,
+        betas=settings.betas, eps=settings.eps, weight_decay=decay,
+    )  # fmt: skip
     if elementwise is not None:
         adamw = partial(ElementwiseUpdateRule, rule=elementwise, weight_decay=decay)
     own_decay = decay if muon.weight_decay is None else muon.weight_decay

@@ -16,6 +16,7 @@ from mega_common.model_config import ModelConfig
 from mega_common.object_store import RemotePath, parse_location
 from mega_common.strict_config import ConfigProblem
 from mega_data.data_config import DatasetSource
+from mega_data.extension_tokenizer import TokenizerReference
 from mega_data.kinds.fill_in_middle import FillInTheMiddle
 from mega_data.reading.corpus_sources import find_corpus_sources
 from mega_data.sampling.dataset_parts import find_matching_prefixes
@@ -149,7 +150,13 @@ def _machine_problems(config: RunConfig) -> Iterator[ConfigProblem]:
 
 def _data_problems(config: RunConfig) -> Iterator[ConfigProblem]:
     data = config.data
-    yield from _existence_problem("data.tokenizer", data.tokenizer)
+    if data.tokenizer is not None and TokenizerReference.parse(data.tokenizer) is not None:
+        try:
+            Tokenizer(data.tokenizer)
+        except MegaError as error:
+            yield ConfigProblem("data.tokenizer", error.message, None, error.hint or "")
+    else:
+        yield from _existence_problem("data.tokenizer", data.tokenizer)
     yield from _folder_problem("data.image_folder", data.image_folder)
     if "fim" in data.dataset_kinds and data.tokenizer is not None and data.tokenizer.exists():
         try:

@@ -24,6 +24,7 @@ from mega_trainer.distributed.process_groups import ParallelGroups
 from mega_trainer.kernels.leaf_compiler import LeafCompiler, should_compile
 from mega_trainer.model.auxiliary_models import DistillationTeacher
 from mega_trainer.model.decoder import Decoder
+from mega_trainer.model.layer_input_decoder import LayerInputTeacher
 from mega_trainer.objectives.distillation_objective import (
     CachedTeacher,
     DistillationObjective,
@@ -196,7 +197,8 @@ def load_teacher_model(
     path = config.objective.teacher
     assert path is not None
     teacher_config = _replace_model(config, model, {}, f"objective.teacher = {path}")
-    executor = _load_frozen_model(teacher_config, groups, device, path, DistillationTeacher)
+    teacher = LayerInputTeacher if model.per_layer_input_size or model.shared_kv_layers else DistillationTeacher
+    executor = _load_frozen_model(teacher_config, groups, device, path, teacher)
     for stage in executor.stages.values():
         assert isinstance(stage, DistillationTeacher)
         stage.count = config.objective.top_k

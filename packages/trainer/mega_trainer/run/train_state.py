@@ -206,6 +206,7 @@ class TrainState:
 
     def _apply_loaded(self, step: int, state: Mapping[str, Any], loaded: Mapping[str, ShardedTensor]) -> None:
         """Set the state that goes with loaded tensors."""
+        self.optimizer.pack_loaded_state()
         if any(key.startswith("optimizer/main/") for key in loaded):
             self.optimizer.copy_main_to_model()
         else:

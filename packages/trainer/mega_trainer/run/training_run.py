@@ -232,15 +232,22 @@ def assemble_training(
     """
     schedule = build_schedule(config, groups)
     choice, leaves = choose_kernels(config, device), LeafCompiler(compiled=should_compile(config.compile, device))
-    logger.info("%s", choice)
+    added = ", ".join(
+        f"{kernel.operation} {name}"
+        for name, kernel in zip(
+            config.kernels.functions, config.registry.select_kernels(config.kernels.functions), strict=True
+        )
+    )
+    logger.info("%s%s", choice, f", of extensions: {added}" if added else "")
     builder = make_layer_builder(config, groups, device, choice, leaves)
     stages = build_stages(config, builder, schedule)
     sharded = shard_stages(config, stages)
     optimizer = build_optimizer(config, sharded, groups, leaves)
     state = TrainState(config, stages, optimizer, LossGuard(config.train), loss_scale=initial_loss_scale(config))
     executor = PipelineExecutor(
-        schedule, stages, groups.pp, config.train.seed, partial(reduce_during_backward, sharded), phase
-    )
+        schedule, stages, groups.pp, config.train.seed, partial(reduce_during_backward, sharded), phase,
+        builder.interleaver,
+    )  # fmt: skip
     return state, executor
 
 

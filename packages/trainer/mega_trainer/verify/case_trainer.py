@@ -107,13 +107,13 @@ class CaseTrainer:
         objective, _ = build_objectives(self.config, self.executor, self.device, 0, no_data, None)
         return objective.prepare_micro_batches(batch, micro), objective.count_step_terms(batch)
 
-    def step(self, number: int | None = None) -> StepResult:
+    def step(self, number: int | None = None, *, lr: float = LEARNING_RATE) -> StepResult:
         """Train on the batch of the next step, or of step `number`."""
         micro, tokens = self.make_micro_batches(self.state.step if number is None else number)
         settings = self.config.optimizer
         result = train_step(
             self.executor, self.optimizer, micro, tokens=tokens,
-            lr=LEARNING_RATE, decoupled_lr=settings.decoupled_lr, clip=settings.clip_grad,
+            lr=lr, decoupled_lr=settings.decoupled_lr, clip=settings.clip_grad,
             loss_scale=self.state.loss_scale,
         )  # fmt: skip
         self.state.advance_step(result)

@@ -126,6 +126,7 @@ def _list_single_settings(case: LayoutCase) -> list[LayoutCase]:
         add(degree, {"tp": degree})
         if layout["sp"]:
             add(degree, {"tp": degree, "sp": True})
+            add(degree, {"tp": degree, "sp": True, "tp_comm_overlap": layout["tp_comm_overlap"]})
     if layout["pp"] > 1:
         add(2, {"pp": 2}, micro=max(1, case.batch // 4))
         own = {key: parallel[key] for key in PIPELINE_KEYS if key in parallel}
@@ -154,7 +155,7 @@ def _list_simpler(case: LayoutCase) -> Iterator[LayoutCase]:
     """Yield the legal cases with one setting less than a case."""
     parallel = dict(case.parallel)
     without: list[Mapping[str, Any]] = [
-        {"sp": False}, dict.fromkeys(ZERO_KEYS) | {"zero": 0}, {"pipeline_layout": None}, {"cp_kind": "ring"},
+        {"sp": False}, {"tp_comm_overlap": False}, dict.fromkeys(ZERO_KEYS) | {"zero": 0}, {"pipeline_layout": None}, {"cp_kind": "ring"},
         {"virtual_stages": 1, "schedule": "1f1b", "pipeline_layout": None},
         *({"tp": degree, "sp": parallel.get("sp", False) and degree > 1} for degree in (1, 2)),
         *({"pp": degree, "virtual_stages": 1, "schedule": "1f1b", "pipeline_layout": None} for degree in (1, 2)),
@@ -163,6 +164,8 @@ def _list_simpler(case: LayoutCase) -> Iterator[LayoutCase]:
     layout = case.layout
     for settings in without:
         changed = {key: value for key, value in {**parallel, **settings}.items() if value is not None}
+        if not changed.get("sp"):
+            changed.pop("tp_comm_overlap", None)
         for dp in {layout["dp"], 1}:
             ranks = changed.get("tp", 1) * changed.get("pp", 1) * changed.get("cp", 1) * dp
             micro = next(
@@ -207,7 +210,7 @@ def record_first_step(case: LayoutCase, context: ContextFactory) -> StepRecord:
         handles = [
             module.register_forward_hook(_ActivationRecorder(name, layer, stage, batches, record))
             for stage in trainer.executor.stages.values()
-            for name, layer, module in _list_recorded_modules(stage)
+            for name, layer, module in list_recorded_modules(stage)
         ]
         result = trainer.step()
         for handle in handles:
@@ -218,7 +221,7 @@ def record_first_step(case: LayoutCase, context: ContextFactory) -> StepRecord:
     return record
 
 
-def _list_recorded_modules(stage: Decoder) -> Iterator[tuple[str, int | None, nn.Module]]:
+def list_recorded_modules(stage: Decoder) -> Iterator[tuple[str, int | None, nn.Module]]:
     """Yield (name, layer, module) of the modules whose outputs are residual streams or what is added to them."""
     if stage.stage.embeds and stage.config.encoder is None:
         yield "model.embeddings", None, stage.inputs

@@ -15,10 +15,11 @@ import numpy.typing as npt
 
 from mega_common.errors import ConfigError
 from mega_trainer.config.run_config import RunConfig, resolve_run_config
+from mega_trainer.pipeline.schedules import PAIRED
 
 STEPS = 3  # optimizer steps of a case
 ZERO_LEVELS = (0, 1, 2, 3)
-SCHEDULES = [("1f1b", 1), ("1f1b", 2), ("1f1b", 4), ("zb-h1", 1), ("zbv", 2)]  # with virtual stages
+SCHEDULES = [("1f1b", 1), ("1f1b", 2), ("1f1b", 4), ("zb-h1", 1), ("zbv", 2), ("dualpipev", 2)]  # with virtual stages
 CONTEXT_KINDS = ("ring", "allgather", "alltoall")
 MAX_STAGES = 8
 LARGE_BUCKET = 1 << 20  # elements of a gradient bucket that holds any tiny model whole
@@ -146,7 +147,16 @@ class LayoutCase:
     @property
     def layout(self) -> dict[str, Any]:
         """All degrees of the layout, with recomputation and optimizer."""
-        usual = {"tp": 1, "sp": False, "pp": 1, "virtual_stages": 1, "schedule": "1f1b", "cp": 1, "zero": 1}
+        usual = {
+            "tp": 1,
+            "sp": False,
+            "tp_comm_overlap": False,
+            "pp": 1,
+            "virtual_stages": 1,
+            "schedule": "1f1b",
+            "cp": 1,
+            "zero": 1,
+        }
         degrees = {**usual, "ep": 1, "expert_tp": 1, **self.parallel}
         dp = self.ranks // (degrees["tp"] * degrees["pp"] * degrees["cp"])
         return degrees | {"dp": dp, "recompute": self.recompute.get("kind", "none"), "optimizer": self.optimizer}
@@ -239,6 +249,9 @@ def sample_stages_and_batch(ranks: int, parallel: Mapping[str, Any], rng: random
     )
     if parallel["zero"] == 3:
         chosen |= {"zero3_layers": 1 + ranks % 2, "zero3_gather": rng.choice(GATHERS)}
+    elif parallel.get("ep", 1) * parallel.get("expert_tp", 1) > 1 and parallel.get("schedule", "1f1b") in PAIRED:
+        pairs = batch * parallel["tp"] * parallel["pp"] * parallel.get("cp", 1) >= 2 * parallel["pp"] * micro * ranks
+        chosen |= {"overlap_expert_exchange": True} if pairs and rng.random() < 0.5 else {}
     return layers, {"parallel": chosen, "micro": micro, "batch": batch}
 
 

@@ -70,6 +70,7 @@ class TinyRun:
 
     def model_fields(self, layers: int) -> dict[str, Any]:
         """Return the fields of the tiny `ModelConfig` with at least this number of layers."""
+        layers += self.config.model.shared_kv_layers and 3  # the last stage has up to four that share keys and values
         fields = shrink_model(self.config.model, max(layers, self.num_distinct_layers))
         for section, blocks in self._extension_options.items():
             fields[section] = {name: _shrink_options(options) for name, options in blocks.items()}
@@ -106,6 +107,8 @@ class TinyRun:
         sections: dict[str, Any] = {"optimizer": optimizer}
         if config.extensions:
             sections["extensions"] = list(config.extensions)
+        if config.kernels.functions:
+            sections["kernels"] = {"functions": list(config.kernels.functions)}
         if config.objective.kind not in USED:  # of an extension
             sections["objective"] = config.objective.model_dump(mode="json", exclude_unset=True)
         return {
@@ -155,7 +158,7 @@ def _without_layer_numbers(patterns: Iterable[str]) -> list[str]:
 
 
 def _find_source_layers(model: ModelConfig) -> list[int]:
-    """Return the first layer of each kind: mixer, feed-forward, window and rotary positions."""
+    """Return the first layer of each kind: mixer, feed-forward, window, rotary positions and shared keys."""
     if model.encoder is not None or model.retro is not None:
         return [0, model.num_layers - 1]
     found: dict[Any, int] = {}
@@ -164,7 +167,7 @@ def _find_source_layers(model: ModelConfig) -> list[int]:
         where = (
             (model.get_attention_window(layer), model.has_rotary_positions(layer)) if kind.mixer == "attention" else ()
         )
-        found.setdefault((kind, where), layer)
+        found.setdefault((kind, where, model.shares_keys(layer)), layer)
     return list(found.values())
 
 
@@ -176,6 +179,10 @@ def shrink_model(model: ModelConfig, layers: int) -> dict[str, Any]:
     fields["max_position"] = LENGTH if model.position == "learned" else max(LENGTH, min(model.max_position, 64))
     if model.sliding_window is not None:
         fields["sliding_window"] = min(model.sliding_window, WINDOW)
+    if model.per_layer_input_size:
+        fields["per_layer_input_size"] = 6
+    if model.shared_kv_ffn_hidden_size:
+        fields["shared_kv_ffn_hidden_size"] = 2 * fields["ffn_hidden_size"]
     if model.no_rope_scaling is not None:
         fields["no_rope_scaling"] = [model.no_rope_scaling[0], CHUNK]
     if model.moe is not None:
@@ -202,6 +209,8 @@ def _shrink_layers(model: ModelConfig, layers: int, fields: Mapping[str, Any]) -
             "+".join(half for half in model.get_layer_kind(source) if half)
             for source in (chosen if named else chosen[:layers])
         ]
+    if model.shared_kv_layers:
+        found["shared_kv_layers"] = sum(map(model.shares_keys, sources))
     for key in ("full_attention_layers", "no_rope_layers"):
         if key in fields and fields[key] is not None:
             found[key] = [layer for layer, source in enumerate(chosen) if source in fields[key]]

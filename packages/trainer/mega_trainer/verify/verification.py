@@ -27,6 +27,7 @@ from mega_trainer.verify.case_comparison import (
 )
 from mega_trainer.verify.case_trainer import CaseTrainer
 from mega_trainer.verify.failure_location import TensorDifference, find_first_differing_tensor, find_smallest_failure
+from mega_trainer.verify.kernel_comparison import KERNEL_BOUNDS, KernelFindings, compare_kernels
 from mega_trainer.verify.layout_case import (
     GATHERS,
     STEPS,
@@ -51,7 +52,7 @@ MOST_RESTORES = 4
 # Largest relative differences of bf16 from fp32 in the first step: loss, gradient norm.
 BF16_BOUNDS = {"loss": 0.02, "norm": 0.2}
 LAYOUT_KEYS = (
-    "tp", "sp", "pp", "virtual_stages", "schedule", "pipeline_layout", "cp", "cp_kind", "ep", "expert_tp", "dispatch_bound",
+    "tp", "sp", "tp_comm_overlap", "pp", "virtual_stages", "schedule", "pipeline_layout", "cp", "cp_kind", "ep", "expert_tp", "dispatch_bound",
     "zero", "zero3_shard", "zero3_layers", "zero3_gather", "dp", "micro", "batch", "bucket", "recompute",
     "recompute_layers", "offload", "optimizer",
 )  # fmt: skip
@@ -64,7 +65,7 @@ class CheckRow:
     """Result of one check.
 
     Attributes:
-        check: "layout", "restore", "chunk size", "bf16" or "generation".
+        check: "layout", "restore", "chunk size", "bf16", "kernel" or "generation".
         name: layout, as `--only` accepts it, or description.
         ranks: number of processes.
         error, bound: largest relative difference, and the largest that passes; None where bits are compared or nothing ran.
@@ -146,12 +147,14 @@ class Verification:
     @property
     def num_checks(self) -> int:
         """Number of rows that `run_checks` yields."""
-        return len(self.cases) + (0 if self._only else len(self._restore_pairs) + len(self._single_pairs) + 1)
+        kernels = len(self._tiny.config.kernels.functions)
+        return len(self.cases) + (0 if self._only else len(self._restore_pairs) + len(self._single_pairs) + kernels + 1)
 
     def run_checks(self) -> Iterator[CheckRow]:
         """Yield the result of each check as soon as it is known; failed layouts are kept in `failures`."""
         if self._only is None:
             yield from self._check_single_process()
+            yield from self._check_kernels()
             if self._check_generation is not None:
                 yield self._compare_generation(self._check_generation)
         begin = time.monotonic()
@@ -233,6 +236,17 @@ class Verification:
         except (RankError, TimeoutError) as error:
             raise ConfigError(f"one process cannot train the tiny model: {describe_rank_error(error)}") from error
 
+    def _check_kernels(self) -> Iterator[CheckRow]:
+        """Yield the comparison of each kernel of an extension with mega's."""
+        case, names, done = self._single_case, self._tiny.config.kernels.functions, 0
+        begin = time.monotonic()
+        try:
+            for (found,) in iterate_rank_results(compare_kernels, 1, case, names, timeout=CASE_SECONDS):
+                yield _judge_kernel(case, names[done], found, time.monotonic() - begin)
+                done, begin = done + 1, time.monotonic()
+        except (RankError, TimeoutError) as error:
+            yield CheckRow("kernel", names[done], 1, problem=describe_rank_error(error))
+
     def _compare_generation(self, check: GenerationCheck) -> CheckRow:
         begin, case = time.monotonic(), replace(self._single_case, steps=1)
         found = check(case)
@@ -274,6 +288,17 @@ class Verification:
 
 def _name_pair(before: LayoutCase, after: LayoutCase) -> str:
     return f"{before.layout_text} -> {after.layout_text}"
+
+
+def _judge_kernel(case: LayoutCase, name: str, found: KernelFindings, seconds: float) -> CheckRow:
+    """Return the result of the comparison of one kernel of an extension."""
+    operation = case.config.registry.entries("kernels")[name].operation
+    if found.precision is None or found.findings is None:
+        skipped = f"supports no call of {operation} in the tiny model on a CPU"
+        return CheckRow("kernel", f"{name} against mega's {operation}", 1, skipped=skipped)
+    bound, verdict = KERNEL_BOUNDS[found.precision], merge_rank_findings(case, [found.findings])
+    title = f"{name} against mega's {operation} in {found.precision}, {found.calls} calls"
+    return CheckRow("kernel", title, 1, verdict.largest_error, bound, verdict.describe_errors(bound), seconds)
 
 
 def _judge_restore(before: LayoutCase, after: LayoutCase, parts: Sequence[Any], seconds: float) -> CheckRow:
@@ -385,6 +410,7 @@ def sample_layout_case(tiny: TinyRun, ranks: int, parallel: dict[str, Any], rng:
     layers, fields = sample_stages_and_batch(ranks, parallel, rng)
     layers = max(layers, tiny.num_distinct_layers)
     chosen = fields["parallel"]
+    chosen["tp_comm_overlap"] = chosen["sp"] and tiny.config.parallel.tp_comm_overlap
     if chosen.get("pipeline_layout") and sum(chosen["pipeline_layout"]) != layers:
         del chosen["pipeline_layout"]
     fields |= sample_memory_settings(rng)

@@ -9,7 +9,7 @@ Legend: n images, U features of this rank's images, D model width.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -23,6 +23,7 @@ from mega_ckpt.transformers_library import (
     build_vision_module,
     compute_vision_buffers,
     convert_transformers_errors,
+    list_module_tensors,
     name_vision_tensor,
 )
 from mega_common.vision_config import TOWER
@@ -71,8 +72,20 @@ class TransformersVisionModule(nn.Module):
             for name, old in owner._parameters.items():
                 if old is not None:
                     owner._parameters[name] = self._place(own, f"{path}.{name}".removeprefix("."), old)
+        for owner in self.module.modules():
+            kept = {
+                name: value for name, value in owner._buffers.items() if name not in owner._non_persistent_buffers_set
+            }
+            owner._buffers.update({name: _cast_floating(value, build.dtype) for name, value in kept.items()})
         if build.device.type != "meta":
             self._move_buffers(build.device)
+
+    def saved_buffers(self) -> Iterator[tuple[Tensor, Sequence[TensorPiece]]]:
+        """Yield the module's persistent buffers, which checkpoints contain, with their positions in canonical tensors."""
+        parameters = dict(self.module.named_parameters())
+        for name, value in list_module_tensors(self.module).items():
+            if name not in parameters:
+                yield value, (TensorPiece.whole_tensor(name_vision_tensor(name), value.shape),)
 
     def _move_buffers(self, device: torch.device) -> None:
         for owner in self.module.modules():
@@ -125,6 +138,10 @@ class TransformersVisionModule(nn.Module):
             output = self.module.get_image_features(**inputs, return_dict=True).pooler_output
         parts = [output] if isinstance(output, Tensor) else output
         return torch.cat([part.reshape(-1, part.shape[-1]) for part in parts])
+
+
+def _cast_floating(value: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return value if value is None or not value.is_floating_point() else value.to(dtype)
 
 
 def _group_by_shape(images: Sequence[Mapping[str, Tensor]]) -> list[list[Mapping[str, Tensor]]]:

@@ -1,0 +1,85 @@
+"""Decoder whose layers have inputs of their own, or share keys and values (Gemma 3n, Gemma 4), cut into pipeline stages.
+
+All inputs are computed in the first stage. Between stages the stream is
+
+    [hidden states | inputs of all layers]        [B, S, D + L P]
+
+so no parameter is on two stages, and gradients of the inputs return like those of activations.
+
+Legend: B batch, S sequence, D model width, P width of an input, L layers, T tensor-parallel ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mega_trainer.data.micro_batch import MicroBatch
+from mega_trainer.model.activation_checkpointing import ActivationOffload, RecomputePolicy
+from mega_trainer.model.auxiliary_models import DistillationTeacher, TaskOutputDecoder
+from mega_trainer.model.decoder import Decoder, StageLayers
+from mega_trainer.model.forward_context import ForwardContext
+from mega_trainer.model.layer_builder import LayerBuilder
+from mega_trainer.model.per_layer_input import PerLayerEmbedding
+from mega_trainer.parallel.zero_buffers import ForwardUnit
+
+
+class LayerInputDecoder(Decoder):
+    """Decoder whose layers have inputs of their own or share keys and values, or the layers of it in one pipeline stage."""
+
+    def __init__(
+        self,
+        build: LayerBuilder,
+        stage: StageLayers | None = None,
+        recompute: RecomputePolicy | None = None,
+        offload: ActivationOffload | None = None,
+    ) -> None:
+        super().__init__(build, stage, recompute, offload)
+        self.input_size = self.config.per_layer_input_size or 0
+        embeds = self.stage.embeds and self.input_size
+        self.layer_embedding = PerLayerEmbedding(build, self.input_size) if embeds else None
+
+    def list_parameter_units(self) -> list[ForwardUnit]:
+        """Return the model's modules in forward order, with their parameters; see `Decoder.list_parameter_units`."""
+        first, *others = super().list_parameter_units()
+        if self.layer_embedding is not None:
+            first = ForwardUnit(first.module, [*first.parameters, *self.layer_embedding.parameters()])
+        return [first, *others]
+
+    def pipeline_message_shape(self, batch: MicroBatch) -> tuple[int, int, int]:
+        """Return the shape [B, S or S/T, D + L P] of a micro-batch's activations between two pipeline stages."""
+        rows, length, width = super().pipeline_message_shape(batch)
+        return rows, length, width + self.config.num_layers * self.input_size
+
+    def embed_inputs(self, tokens: Tensor, positions: Tensor, *more: Any, **named: Any) -> Tensor:
+        """Return the embedded tokens and the inputs of all layers, [B, S or S/T, D + L P]; see `Decoder.embed_inputs`."""
+        x = super().embed_inputs(tokens, positions, *more, **named)
+        if self.layer_embedding is None:
+            return x
+        vision = self.config.vision
+        if vision is not None and vision.layer_input_token is not None:
+            tokens = tokens.masked_fill(tokens == vision.image_token, vision.layer_input_token)
+        return torch.cat([x, self.layer_embedding(tokens, x)], -1)
+
+    def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
+        """Pass hidden states, followed by the inputs of all layers, through this stage's layers.
+        The result has the inputs too, except in the last stage.
+        """
+        own = replace(context, key_values={})  # of this forward alone: a step keeps the contexts of its micro-batches
+        if not self.input_size:
+            return super().forward(x, own)
+        x, inputs = torch.tensor_split(x, [self.config.hidden_size], -1)
+        own = replace(own, layer_inputs=torch.unflatten(inputs, -1, (-1, self.input_size)).unbind(-2))
+        y = super().forward(x.contiguous(), own)
+        return y if self.stage.heads else torch.cat([y, inputs], -1)
+
+
+class LayerInputTaskDecoder(LayerInputDecoder, TaskOutputDecoder):
+    """Model with a reward or task head whose layers have inputs of their own or share keys and values."""
+
+
+class LayerInputTeacher(LayerInputDecoder, DistillationTeacher):
+    """Teacher model for distillation whose layers have inputs of their own or share keys and values."""
