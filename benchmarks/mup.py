@@ -1,6 +1,6 @@
 """muP: the change of activations over widths, and the best learning rate of each width, with muP and without.
 
-    python benchmarks/mup.py [--steps 60] [--jobs 2]
+    python benchmarks/mup.py [--steps 40] [--jobs 2]
 
 A byte-level model of two layers reads the source and documents of this repository, at widths 64 to 512 and at learning
 rates a factor of two apart. The best rate is the one with the lowest mean loss over the last tenth of the steps. The
@@ -66,7 +66,7 @@ def last_loss(config: RunConfig) -> float:
 
 def measure() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--jobs", type=int, default=2)
     options = parser.parse_args()
     results: dict[str, Any] = {"steps": options.steps, "base_width": BASE_WIDTH, "learning_rates": RATES}

@@ -81,6 +81,22 @@ _MAMBA2 = {
     "vocab_size": 97, "hidden_size": 24, "num_hidden_layers": 2, "num_heads": 6, "head_dim": 8, "n_groups": 3, "state_size": 5,
     "conv_kernel": 3, "chunk_size": 8, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
 }  # fmt: skip
+_MAMBA1 = {
+    "vocab_size": 97, "hidden_size": 24, "num_hidden_layers": 2, "state_size": 5, "conv_kernel": 3, "bos_token_id": 1, "eos_token_id": 2,
+    "pad_token_id": 0,
+}  # fmt: skip
+_FALCON_H1 = {
+    **_SIZES, "num_hidden_layers": 2, "mamba_d_ssm": 36, "mamba_n_heads": 6, "mamba_d_head": 6, "mamba_n_groups": 2, "mamba_d_state": 5,
+    "mamba_d_conv": 3, "mamba_chunk_size": 8,
+}  # fmt: skip
+_MULTIPLIERS = {
+    "attention_in_multiplier": 0.7, "attention_out_multiplier": 1.4, "key_multiplier": 0.6, "ssm_in_multiplier": 1.25, "ssm_out_multiplier": 0.8,
+    "ssm_multipliers": [0.5, 1.5, 0.75, 1.25, 2.0], "mlp_multipliers": [0.9, 1.3], "embedding_multiplier": 2.5, "lm_head_multiplier": 0.4,
+}  # fmt: skip
+_JAMBA = {
+    **_SIZES, "num_hidden_layers": 5, "attn_layer_period": 3, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 0,
+    "num_experts": 5, "num_experts_per_tok": 2, "mamba_d_state": 5, "mamba_d_conv": 3,
+}  # fmt: skip
 _DELTA = {
     **_SIZES, "head_dim": 16, "layer_types": _KINDS, "linear_num_key_heads": 2, "linear_num_value_heads": 6,
     "linear_key_head_dim": 5, "linear_value_head_dim": 4, "linear_conv_kernel_dim": 3, "pad_token_id": None,
@@ -401,6 +417,26 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "mamba2-tied-bias-limits": (
         "mamba2", {**_MAMBA2, "use_bias": True, "use_conv_bias": False, "tie_word_embeddings": True, "n_groups": 1,
                    "time_step_limit": [0.02, 0.3]},
+    ),
+    "mamba": ("mamba", _MAMBA1),
+    "mamba-bias-untied": (
+        "mamba", {**_MAMBA1, "use_bias": True, "use_conv_bias": False, "tie_word_embeddings": False, "expand": 3, "time_step_rank": 5,
+                  "layer_norm_epsilon": 1e-3},
+    ),
+    "falcon_mamba": ("falcon_mamba", {**_MAMBA1, "mixer_rms_eps": 1e-3, "conv_kernel": 4, "tie_word_embeddings": False}),
+    "jamba": ("jamba", _JAMBA),
+    "jamba-dense-bias": (
+        "jamba", {**_JAMBA, "num_experts": 1, "expert_layer_offset": 1, "mamba_proj_bias": True, "mamba_conv_bias": False, "mamba_expand": 1, "mamba_dt_rank": 4,
+                  "attn_layer_period": 2, "attn_layer_offset": 0, "rms_norm_eps": 1e-3, "tie_word_embeddings": True, "num_key_value_heads": 4},
+    ),
+    "falcon_h1": ("falcon_h1", {**_FALCON_H1, **_MULTIPLIERS}),
+    "falcon_h1-norm-biases": (
+        "falcon_h1", {**_FALCON_H1, **_MULTIPLIERS, "mamba_rms_norm": True, "attention_bias": True, "mlp_bias": True, "mamba_proj_bias": True,
+                      "projectors_bias": True, "mamba_conv_bias": False, "tie_word_embeddings": True, "head_dim": 10,
+                      "num_key_value_heads": 4, "time_step_limit": [0.02, 0.3], "mamba_n_groups": 1, "rms_norm_eps": 1e-3},
+    ),
+    "falcon_h1-norm-after-gate": (
+        "falcon_h1", {**_FALCON_H1, "mamba_rms_norm": True, "mamba_norm_before_gate": False, "rope_parameters": dict(LLAMA3)},
     ),
     "bamba": ("bamba", {**_SIZES, **_MAMBA, "hidden_size": 32, "mamba_n_heads": 8, "attn_layer_indices": [1]}),
     "bamba-biases-yarn": (

@@ -337,6 +337,7 @@ VARIANTS |= {
     },
 }  # fmt: skip
 
+_MAMBA1: dict[str, Any] = {"inner_size": 48, "state_size": 5, "dt_rank": 3, "conv_kernel": 3, "chunk_size": 8}
 _MAMBA: dict[str, Any] = {"num_heads": 6, "head_dim": 8, "state_size": 5, "num_groups": 2, "chunk_size": 8}
 _ONE_HALF: dict[str, Any] = {"activation": "relu2", "position": "none", "head_dim": 10, "mamba": _MAMBA}
 _RELU_MOE: dict[str, Any] = {
@@ -357,6 +358,29 @@ VARIANTS |= {
     "mamba2": {"layers": "MM", "position": "none", "mamba": _MAMBA},
     "mamba2-limits-tied": {
         "layers": "MM", "position": "none", "mamba": {**_MAMBA, **_LIMITS}, "tie_embeddings": True, "norm_eps": 1e-3,
+    },
+    "mamba1": {"layers": ["mamba1"] * 2, "position": "none", "mamba1": _MAMBA1, "tie_embeddings": True},
+    "mamba1-biases": {
+        "layers": ["mamba1"] * 2, "position": "none", "mamba1": {**_MAMBA1, "bias": True, "conv_bias": False}, "norm_eps": 1e-3,
+    },
+    "falcon-mamba": {
+        "layers": ["mamba1"] * 2, "position": "none", "mamba1": {**_MAMBA1, "norms": "plain", "norm_eps": 1e-3},
+    },
+    "jamba": {
+        "layers": ["mamba1+moe", "attention+mlp", "mamba1+moe", "mamba1+mlp"], "num_layers": 4, "position": "none", "num_kv_heads": 2,
+        "mamba1": {**_MAMBA1, "norms": "weight"}, "moe": {**MOE, "ffn_hidden_size": 40, "normalize": False},
+    },
+    "jamba-dense-tied": {
+        "layers": ["attention+mlp", "mamba1+mlp"], "position": "none", "tie_embeddings": True,
+        "mamba1": {**_MAMBA1, "norms": "weight", "bias": True},
+    },
+    "falcon-h1": {
+        "layers": ["hybrid+mlp"] * 2, "mamba": {**_MAMBA, "norm": "none"}, "num_kv_heads": 2, "mlp_multipliers": [0.8, 1.4],
+        "hybrid": {"attention_input": 0.7, "keys": 0.6, "mamba_output": 0.8, "mamba_projections": [0.5, 1.5, 0.7, 1.2, 2.0]},
+        "embedding_multiplier": 2.5, "logit_scale": 0.4,
+    },
+    "falcon-h1-norm": {
+        "layers": ["hybrid+mlp"] * 2, "mamba": {**_MAMBA, "norm": "before_gate"}, "hybrid": {}, "tie_embeddings": True,
     },
     "bamba": {
         "layers": ["mamba+mlp", "attention+mlp", "mamba+mlp"], "num_layers": 3, "hidden_size": 32,

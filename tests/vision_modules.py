@@ -167,7 +167,7 @@ CASES["gemma4"] = (
             "use_clipped_linears": True,
         },
         "text_config": text(
-            "gemma4_text", num_hidden_layers=3, head_dim=8, global_head_dim=16, sliding_window=8, num_kv_shared_layers=1,
+            "gemma4_text", initializer_range=0.05, num_hidden_layers=3, head_dim=8, global_head_dim=16, sliding_window=8, num_kv_shared_layers=1,
             hidden_size_per_layer_input=6, vocab_size_per_layer_input=VOCAB,
             layer_types=["sliding_attention", "full_attention", "full_attention"],
         ),
@@ -201,6 +201,11 @@ def save_model(kind: str, folder: Path) -> Any:
     with torch.no_grad():  # numbers by which each part is seen in the result
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
+        for name, buffer in model.named_buffers():  # bounds and statistics of Gemma 4's encoder
+            if name.endswith(("_min", "_max")):
+                buffer.fill_(-1.5 if name.endswith("_min") else 1.5)
+            elif name.endswith(("std_bias", "std_scale")):
+                buffer.add_(torch.randn_like(buffer) * 0.1)
     model.save_pretrained(folder)
     train_tokenizer(["what is it? the end of the story"] * 3, 290, folder)
     backend = Backend.from_file(str(folder / "tokenizer.json"))

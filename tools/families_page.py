@@ -43,7 +43,7 @@ REASONS: tuple[tuple[str, str], ...] = (
     (r"module:.*(KimiDelta|DeltaAttention|KDA)", "Kimi Delta Attention in a layer of another form"),
     (r"module:.*LightningAttention", "lightning attention in a layer of another form"),
     (r"key:(conv_L_cache)|module:.*ShortConv", "short convolutions as mixers"),
-    (r"key:(mamba_dt_rank|time_step_rank|state_size|mamba_d_state|ssm_)|module:.*(Mamba|SSM)", "Mamba-1, or Mamba in a layer of another form"),
+    (r"key:(mamba_dt_rank|time_step_rank|state_size|mamba_d_state|ssm_)|module:.*(Mamba|SSM)", "Mamba in a layer of another form"),
     (r"module:.*(Rwkv|xLSTM|mLSTM|RecurrentBlock|RGLRU|Lru)", "another recurrent mixer"),
     (r"key:(attention_chunk_size|no_rope_layer_interval)|module:.*ChunkedAttention", "chunked attention"),
     (r"key:(hidden_size_per_layer_input|altup_|laurel_)", "embeddings in every layer"),
@@ -118,11 +118,16 @@ def supported() -> dict[str, list[tuple[str, str, str]]]:
     return rows
 
 
+LIMITS = {  # settings of a listed type that are refused by name
+    "gemma4": "; without sound; with `use_bidirectional_attention: vision` its text model alone",
+}
+
+
 def table(rows: list[tuple[str, str, str]]) -> Iterator[str]:
     """Yield the lines of one kind's table."""
     yield from ("| `model_type` | class in transformers |", "|---|---|")
     for name, architecture, outer in sorted(rows):
-        note = f"; also the text model of `{outer}`" if outer else ""
+        note = (f"; also the text model of `{outer}`" if outer else "") + LIMITS.get(name, "")
         yield f"| `{name}` | `{architecture}`{note} |"
 
 

@@ -170,7 +170,9 @@ def test_the_text_part_of_gemma_4(tmp_path: Path, case: str) -> None:
               "intermediate_size": 12, "position_embedding_size": 8, "mm_embed_dim": 8, "mm_posemb_size": 6}  # fmt: skip
     vision = {key: value for key, value in vision.items() if case == "gemma4" or key.startswith("mm_")}
     config = AutoConfig.for_model(
-        kind.removesuffix("_text"), text_config={**settings, "model_type": kind}, vision_config=vision
+        kind.removesuffix("_text"),
+        text_config={**settings, "model_type": kind, "use_bidirectional_attention": "vision"},
+        vision_config=vision,
     )
     model = AutoModelForImageTextToText.from_config(config)
     model.save_pretrained(whole)

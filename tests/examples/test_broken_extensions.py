@@ -9,8 +9,9 @@ import pytest
 from extension_cases import EXAMPLES, SIZES
 
 from mega_trainer.config.run_config import RunConfig, resolve_run_config
+from mega_trainer.verify.failure_location import find_first_differing_tensor
 from mega_trainer.verify.tiny_model import TinyRun
-from mega_trainer.verify.verification import Verification
+from mega_trainer.verify.verification import Verification, parse_layout
 
 DIFFERENTIAL: dict[str, Any] = {"layers": ["differential+mlp"] * 2, "mixers": {"differential": {}}}
 RETENTION: dict[str, Any] = {"layers": ["attention+mlp", "retention+mlp"], "mixers": {"retention": {}}}
@@ -48,3 +49,73 @@ def test_verification_names_the_layer_and_the_tensor(name: str, tmp_path: Path) 
     assert report.ranks == 2
     assert report.difference is not None
     assert (report.difference.kind, report.difference.name) == first
+
+
+DEPTHS: dict[str, Any] = {"layers": ["attention+depths"] * 2, "feed_forwards": {"depths": {}}}
+DENSE: dict[str, Any] = {"layers": ["attention+mlp"] * 2}
+Z_LOSS, SCHEDULE_FREE = {"objective": {"kind": "z_loss"}}, {"optimizer": {"name": "schedule_free_adamw"}}
+# File, model, further sections of run.yaml, line, what it becomes, layout, and the kind and name of the first tensor that differs.
+FURTHER: dict[str, tuple[str, dict[str, Any], dict[str, Any], str, str, str, tuple[str, str]]] = {
+    "differential attention: a mean over the heads of this rank": (
+        "differential_attention.py", DIFFERENTIAL, {}, "self.out(y.flatten(-2)", "self.out((y - y.mean(-2, True)).flatten(-2)",
+        "tp=2", ("activation", "model.layers.0.differential"),
+    ),
+    "retention: a forgotten reduction": (
+        "retention.py", RETENTION, {}, "fill=1.0, partial_grad=True)", "fill=1.0)",
+        "tp=2", ("gradient", "model.layers.1.retention.norm.weight"),
+    ),
+    "retention: heads numbered from 0 on each rank": (
+        "retention.py", RETENTION, {}, "range(tp.rank * heads // tp.size, (tp.rank + 1) * heads // tp.size)", "range(heads // tp.size)",
+        "tp=2", ("activation", "model.layers.1.retention"),
+    ),
+    "mixture of depths: a gradient counted twice": (
+        "mixture_of_depths.py", DEPTHS, {}, "fill=options.bias)", "fill=options.bias, partial_grad=True)",
+        "tp=2", ("gradient", "model.layers.1.mlp.router.bias"),
+    ),
+    "mixture of depths: a mean over the tokens of this rank": (
+        "mixture_of_depths.py", DEPTHS, {}, "self.linear(x, self.weight", "self.linear(x - x.mean(1, True), self.weight",
+        "cp=2", ("activation", "model.layers.0.depths"),
+    ),
+    "mixture of depths: a router that differs between ranks": (
+        "mixture_of_depths.py", DEPTHS, {}, "self.threshold = options.threshold", "self.threshold = options.threshold + 0.2 * build.groups.tp.rank",
+        "tp=2", ("activation", "model.layers.0.depths"),
+    ),
+    "z-loss: a mean over the tokens of a micro-batch": (
+        "z_loss.py", DENSE, Z_LOSS, "log_normalizers.square()", "log_normalizers.mean().square()", "dp=2", ("loss", "of rank 0"),
+    ),
+    "z-loss: the first token counted with each": (
+        "z_loss.py", DENSE, Z_LOSS, "-log_probs + ", "-log_probs - log_probs[:1] + ", "dp=2", ("loss", "of rank 0"),
+    ),
+    "z-loss: a sum over the tokens before": (
+        "z_loss.py", DENSE, Z_LOSS, "log_normalizers.square()", "log_normalizers.cumsum(0).square()", "cp=2", ("loss", "of rank 0"),
+    ),
+    "schedule-free: a mean over this rank's slice": (
+        "schedule_free.py", DENSE, SCHEDULE_FREE, "(second / (1 - beta2**step))", "(second.mean() / (1 - beta2**step))",
+        "dp=2 zero=1", ("update", ""),
+    ),
+    "schedule-free: a gradient divided by the norm of its slice": (
+        "schedule_free.py", DENSE, SCHEDULE_FREE, "addcmul_(grad, grad,", "addcmul_(grad, grad / grad.norm(),", "dp=2 zero=1", ("update", ""),
+    ),
+    "schedule-free: a state reset on its first element": (
+        "schedule_free.py", DENSE, SCHEDULE_FREE, "        mean.lerp_(z, 1 / step)\n", "        mean.lerp_(z, 1 / step)\n        z[0] = 0\n",
+        "dp=2 zero=1", ("update", ""),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", FURTHER)
+def test_the_first_tensor_that_differs_is_named(name: str, tmp_path: Path) -> None:
+    file, model, sections, line, broken, layout, (kind, tensor) = FURTHER[name]
+    source = (EXAMPLES / file).read_text()
+    assert source.count(line) == 1
+    (tmp_path / file).write_text(source.replace(line, broken))
+    raw = {
+        "extensions": [str(tmp_path / file)], "model": {**SIZES, "num_layers": 2, **model},
+        "data": {"train": "none", "seq_length": 32}, **sections,
+    }  # fmt: skip
+    tiny = TinyRun.from_run(RunConfig.parse(resolve_run_config(raw)))
+    difference = find_first_differing_tensor(parse_layout(tiny, layout))
+    assert difference is not None
+    assert difference.kind == kind
+    assert difference.name == tensor or (kind == "update" and "model." in difference.name)

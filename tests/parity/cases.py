@@ -114,7 +114,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         },
         {
             "embedding_multiplier": 4.0, "residual_multiplier": 0.4, "logit_scale": 0.25, "attention_scale": 0.3,
-            "no_rope_layers": [1], "num_kv_heads": 2,
+            "no_rope_layers": [1], "num_kv_heads": 2, "mlp_multipliers": [0.7, 1.6],
         },
         {
             "position": "alibi", "head_bias": True, "embedding_norm": True, "norm": "layernorm", "num_kv_heads": 4,
@@ -236,6 +236,25 @@ VARIANTS["hybrid"] = [
         "layers": ["lightning+moe", "attention+moe", "lightning+mlp", "lightning"], "position": "rope", "norm_position": "stream",
         "lightning": {"num_heads": 8, "head_dim": 3, "chunk_size": 5}, "residual_dropout": 0.1, "residual_multiplier": 1.0,
         "residual_factors": {"lightning": [2.0, 0.8], "attention": [0.9, 1.1], "moe": [1.5, 0.7]},
+    },
+    {
+        "layers": ["mamba1+moe", "attention+mlp", "mamba1+mlp", "mamba1"], "position": "none",
+        "mamba1": {"inner_size": 24, "state_size": 3, "dt_rank": 5, "conv_kernel": 3, "chunk_size": 5, "norms": "weight"},
+    },
+    {
+        "layers": ["mamba1", "mamba1+moe"], "mamba1": {
+            "inner_size": 16, "state_size": 4, "dt_rank": 2, "chunk_size": 8, "norms": "plain", "norm_eps": 1e-2, "bias": True,
+            "conv_bias": False,
+        },
+    },
+    {
+        "layers": ["hybrid+moe", "hybrid+mlp"], "position": "rope", "num_kv_heads": 2, "qkv_bias": True, "mamba": {
+            "num_heads": 8, "head_dim": 3, "state_size": 4, "num_groups": 2, "chunk_size": 5, "norm": "before_gate",
+        },
+        "hybrid": {
+            "attention_input": 0.7, "attention_output": 1.4, "keys": 0.6, "mamba_input": 1.2, "mamba_output": 0.8,
+            "mamba_projections": [0.5, 1.5, 0.7, 1.2, 2.0],
+        },
     },
     {
         "layers": ["delta+moe", "attention+mlp", "delta+mlp", "attention+moe"], "position": "rope", "norm_position": "post",

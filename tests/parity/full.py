@@ -29,7 +29,7 @@ INTRODUCTION = """\
 Written by `make parity`; do not edit. {models} models train in every combination of tensor parallelism (tp),
 sequence parallelism (sp), pipeline parallelism (pp) under each schedule (1F1B, ZB-H1, ZBV, DualPipeV), interleaved stages (vp), data
 parallelism (dp) and ZeRO (at level 3 also with several copies of the weights), {context} of them also with context
-parallelism of each kind (cp), {experts} with expert parallelism (ep), experts split as well (expert-tp), on up to {ranks}
+parallelism of each kind (cp), {experts} with expert parallelism (ep), experts split as well (expert-tp), half of these with the exchange beside another pass (overlap), on up to {ranks}
 ranks, in fp64 on gloo, with uneven documents and loss masks: three steps, or one where there are both cp and experts or many delta nets.
 Recomputation, uneven pipelines, micro-batch and bucket sizes, AdamW and Muon are drawn for each. Loss, gradient norm,
 every gradient after the clip, every weight and every optimizer moment are held against one process: the largest
@@ -45,7 +45,7 @@ difference, relative to the largest element of each tensor, must be below {toler
 - `moe`: a dense layer, then layers of eight experts of which a token takes two, and one that all take behind a gate;
   grouped heads, biases, a router's two losses, a bias of the choice that follows the load
 - `deepseek`: `mla` with such experts, by sigmoid scores and within groups of them
-- `hybrid`: layers of Mamba-2, gated delta nets, Kimi Delta Attention, lightning attention, short convolutions, attention,
+- `hybrid`: layers of Mamba-1 and 2, gated delta nets, Kimi Delta Attention, lightning attention, short convolutions, attention,
   dense and expert feed-forwards, or of some of these; groups and key heads fewer than tensor ranks, states passed or heads exchanged over context ranks, experts in a latent space
 - `vision`: a vision tower (as CLIP's, SigLIP's, Qwen2.5-VL's or Qwen3-VL's), frozen or not, and a projector, whole on ranks that share the images,
   in tiles, whole, or of any shape
@@ -102,6 +102,7 @@ def dimensions(case: LayoutCase) -> str:
         layout["schedule"]: layout["schedule"] != "1f1b", f"cp {layout.get('cp_kind')}": layout["cp"] > 1,
         "dp": layout["dp"] > 1, f"zero-{layout['zero']}": layout["zero"] > 0 and layout["dp"] * layout["cp"] > 1,
         "ep": layout["ep"] > 1, "expert-tp": layout["expert_tp"] > 1, "copies": "zero3_shard" in layout,
+        "overlap": layout.get("overlap_expert_exchange", False),
     }  # fmt: skip
     return " + ".join(name for name, used in names.items() if used) or "one process"
 

@@ -7,13 +7,21 @@ from typing import Any
 from unittest import mock
 
 import torch
-from parity.cases import case
-from parity.recurrence_mutations import Patch, _decay_across_documents, _without_sync, first_of_shared
+from parity.cases import VARIANTS, case
+from parity.recurrence_mutations import (
+    Patch,
+    _decay_across_documents,
+    _no_tokens_of_other_ranks,
+    _states_stay,
+    _without_sync,
+    first_of_shared,
+)
 from torch import Tensor
 
 from mega_trainer.kernels.sequence_chunks import SequenceChunks
 from mega_trainer.kernels.torch_kernels import TorchKernels
-from mega_trainer.model import mamba
+from mega_trainer.model import mamba, mamba1
+from mega_trainer.model.hybrid_mixer import ScaledProjection
 from mega_trainer.model.mamba import MambaMixer
 from mega_trainer.verify.layout_case import LayoutCase
 
@@ -21,6 +29,11 @@ swap = mock.patch.object
 PLAIN: dict[str, Any] = {"layers": ["mamba+mlp", "attention"], "moe": None}
 SHARED = case("hybrid", 4, parallel={"tp": 4, "sp": True}, variant=PLAIN, length=16)  # a group on every two ranks
 PASSED = case("hybrid", 2, parallel={"cp": 2}, variant=PLAIN)
+MAMBA1 = VARIANTS["hybrid"][9] | {"layers": ["mamba1+mlp", "attention"], "moe": None}
+MAMBA1_TP = case("hybrid", 2, parallel={"tp": 2, "sp": True}, variant=MAMBA1, length=16)
+HYBRID = VARIANTS["hybrid"][11] | {"layers": ["hybrid+mlp"], "moe": None, "mlp_multipliers": [0.7, 1.6]}
+HYBRID_TP = case("hybrid", 2, parallel={"tp": 2}, variant=HYBRID, length=16)
+MAMBA1_PASSED = case("hybrid", 2, parallel={"cp": 2}, variant=MAMBA1)
 EXCHANGED = case("hybrid", 2, parallel={"cp": 2, "cp_kind": "alltoall"}, variant=PLAIN, length=16)
 
 
@@ -55,6 +68,20 @@ def _no_state_behind_a_chunk() -> AbstractContextManager[Any]:
     return swap(TorchKernels, "selective_scan", lambda self, steps, chunks, states: real(self, steps, chunks, nothing))
 
 
+def _factors_of_the_next_rows() -> AbstractContextManager[Any]:
+    """The rows of a projection have the factors of the part behind them."""
+    real = ScaledProjection.__init__
+
+    def build(self: Any, linear: Any, factors: Any) -> None:
+        real(
+            self,
+            linear,
+            [(width, factor) for (width, _), (_, factor) in zip(factors, factors[1:] + factors[:1], strict=True)],
+        )
+
+    return swap(ScaledProjection, "__init__", build)
+
+
 MAMBAS: list[tuple[str, LayoutCase, Patch]] = [
     ("mamba: gradient of a shared group's projections not summed", SHARED, _without_sync("in_proj.B")),
     ("mamba: gradient of a shared group's convolution not summed", SHARED, _without_sync("conv1d.B")),
@@ -73,4 +100,19 @@ MAMBAS: list[tuple[str, LayoutCase, Patch]] = [
     ("mamba: a state decays on into the next document", PASSED, _decay_across_documents),
     ("mamba: a span's padding is a document of its own", PASSED, _padding_begins_a_document),
     ("mamba: nothing comes from the chunks before", PASSED, _no_state_behind_a_chunk),
+    (
+        "mamba1: step sizes, B and C from this rank's channels alone",
+        MAMBA1_TP,
+        lambda: swap(mamba1, "sum_partial_results", lambda x, group, sp: x),
+    ),
+    (
+        "mamba1: gradient of step sizes, B and C from this rank's channels alone",
+        MAMBA1_TP,
+        lambda: swap(mamba1, "sum_input_gradient", lambda x, group: x),
+    ),
+    ("mamba1: gradient of a norm's weight not summed", MAMBA1_TP, _without_sync("mamba1.B_norm")),
+    ("mamba1: states stay on their rank", MAMBA1_PASSED, _states_stay),
+    ("mamba1: a state decays on into the next document", MAMBA1_PASSED, _decay_across_documents),
+    ("hybrid: a projection has the factors of other rows", HYBRID_TP, _factors_of_the_next_rows),
+    ("mamba1: no tokens of other context ranks before the convolution", MAMBA1_PASSED, _no_tokens_of_other_ranks),
 ]

@@ -40,7 +40,7 @@ NEGATIVE = case(
     "hybrid",
     2,
     parallel={"tp": 2},
-    variant=VARIANTS["hybrid"][9] | {"layers": ["delta+mlp", "attention+mlp"], "moe": None},
+    variant=VARIANTS["hybrid"][12] | {"layers": ["delta+mlp", "attention+mlp"], "moe": None},
 )
 LIGHTNING = VARIANTS["hybrid"][8] | {"layers": ["lightning+mlp", "attention"], "moe": None, "residual_factors": {}}
 LIGHTNING_TP = case("hybrid", 2, parallel={"tp": 2}, variant=LIGHTNING, length=16)

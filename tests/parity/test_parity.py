@@ -113,6 +113,11 @@ def test_inputs_of_each_layer_shared_keys_and_experts_with_norms_of_their_own(ev
         case("moe", 4, layers=one.get("pp", 1) * 2, parallel=one, micro=2, variant=VARIANTS["moe"][5])
         for one in experts
     ]
+    images = {"per_layer_input_size": 6, "vision": {**MODELS["vision"]["vision"], "layer_input_token": 3}}
+    cases += [
+        case("vision", ranks, parallel=one, micro=2, variant=images, steps=1)
+        for ranks, one in ((2, {"zero": 3}), (4, {"tp": 2, "sp": True, "pp": 2}), (4, {"cp": 2, "tp": 2}))
+    ]
     assert not problems(cases[::every], 4)
 
 
@@ -181,9 +186,9 @@ def test_linear_biases_scaled_queries_norms_after_rotation_a_head_bias_and_heads
 
 
 @ONE_IN_THREE
-def test_linear_attention_with_decays_per_channel_and_fixed_decays(every: int) -> None:
-    """Kimi Delta Attention next to latent attention without positions; lightning attention, whose residual is normalized;
-    delta nets with negative eigenvalues and pre-norms next to attention with post-norms."""
+def test_recurrences_with_decays_per_channel_and_fixed_decays(every: int) -> None:
+    """Attention and Mamba-2 side by side; Kimi Delta Attention next to latent attention without positions; lightning attention, whose residual is normalized;
+    Mamba-1 with and without norms; delta nets with negative eigenvalues and pre-norms next to attention with post-norms."""
     shapes: list[tuple[int, dict[str, Any]]] = [
         (4, {"tp": 4, "sp": True}), (2, {"cp": 2}), (2, {"tp": 2}), (4, {"pp": 2, "cp": 2}), (4, {"ep": 4, "zero": 2}),
         (4, {"tp": 2, "sp": True, "cp": 2, "cp_kind": "alltoall"}), (4, {"tp": 2, "sp": True, "pp": 2, "zero": 1}),
@@ -192,7 +197,7 @@ def test_linear_attention_with_decays_per_channel_and_fixed_decays(every: int) -
     cases = [
         case("hybrid", ranks, layers=4, parallel=shape, micro=2, steps=1, variant=VARIANTS["hybrid"][number])
         for ranks, shape in shapes
-        for number in (6, 7, 8, 9)
+        for number in (6, 7, 8, 9, 10, 11, 12)
     ]
     assert not problems(cases[every // 2 :: 1 + every // 3 * 4], 4)
 

@@ -116,7 +116,7 @@ def ranks_per_model(draft: RunDraft) -> int | None:
 def translate_optimizer_flags(draft: RunDraft) -> None:
     """Add to `draft` the `optimizer` section of a run.yaml, from Megatron-LM flags."""
     put, name = draft.set_key, draft["optimizer"]
-    ours = {"adam": "adamw", "muon": "muon", "dist_muon": "muon", "sgd": "sgd", "lion": "lion"}
+    ours = {"adam": "adamw", "muon": "muon", "dist_muon": "muon", "soap": "soap", "sgd": "sgd", "lion": "lion"}
     put("optimizer.name", ours.get(name), "optimizer", ask=f"the optimizer {name} is not supported")
     if name == "sgd":
         put("optimizer.sgd.momentum", draft["sgd_momentum"], "sgd_momentum")

@@ -208,10 +208,12 @@ def _mixer(config: ModelConfig, kind: str | None) -> TensorShapes:
         return dict(config.mixers[kind].declaration.tensors)
     mixers = {
         "mamba": _mamba,
+        "mamba1": _mamba1,
         "delta": _delta,
         "kda": _kimi_delta,
         "lightning": _lightning,
         "conv": _short_convolution,
+        "hybrid": lambda config: _attention(config) | _mamba(config),
         "attention": _latent_attention if config.mla else _attention,
     }
     return mixers[kind](config)
@@ -371,8 +373,27 @@ def _mamba(config: ModelConfig) -> TensorShapes:
     return {
         **{name: shape for tensors in (*into, *taps) for name, shape in tensors.items()},
         **{f"mamba.{name}": (heads,) for name in ("dt_bias", "A_log", "D")},
-        "mamba.norm.weight": (inner,),
+        **({"mamba.norm.weight": (inner,)} if mamba.norm != "none" else {}),
         **_linear("mamba.out_proj", width, inner, mamba.bias),
+    }
+
+
+def _mamba1(config: ModelConfig) -> TensorShapes:
+    """Return the tensors of Mamba-1: `x_proj` has the rows of dt, B and C; each channel has its decays `A_log`."""
+    mamba, width = config.mamba1, config.hidden_size
+    assert mamba is not None
+    inner, states, sizes = mamba.inner_size, mamba.state_size, {"dt": mamba.dt_rank}
+    sizes |= {"B": states, "C": states}
+    return {
+        **_linear("mamba1.in_proj.x", inner, width, mamba.bias),
+        **_linear("mamba1.in_proj.z", inner, width, mamba.bias),
+        **_linear("mamba1.conv1d.x", inner, mamba.conv_kernel, mamba.conv_bias),
+        "mamba1.x_proj.weight": (sum(sizes.values()), inner),
+        **({f"mamba1.{part}_norm.weight": (size,) for part, size in sizes.items()} if mamba.norms == "weight" else {}),
+        **_linear("mamba1.dt_proj", inner, mamba.dt_rank, True),
+        "mamba1.A_log": (inner, states),
+        "mamba1.D": (inner,),
+        **_linear("mamba1.out_proj", width, inner, mamba.bias),
     }
 
 

@@ -72,6 +72,7 @@ def check_shrinkable(model: ModelConfig) -> None:
         "relative positions": model.has_position_bias, "a reward head": model.score,
         "norms before output projections": model.output_input_norms, "a transform before the output layer": model.masked_lm,
         "hyper-connections": model.hyper_connections, "MTP layers": model.mtp_layers, "layers of several kinds": model.layers,
+        "factors of its MLP": model.mlp_multipliers,
         "heads that differ by layer": model.full_attention, "keys as values": model.keys_are_values,
         "values of another size than keys, scaled values or a softplus gate": model.has_asymmetric_attention,
         "inputs of each layer": model.per_layer_input_size, "shared keys and values": model.shared_kv_layers,

@@ -1,8 +1,8 @@
 """Layer kinds of a model: their names and patterns, their configuration sections, and Megatron's hybrid layer patterns.
 
 A layer is a residual step by a token mixer, by a feed-forward block, or by both in this order: `attention+mlp`,
-`mamba`, `moe`. `MambaConfig`, `MlaConfig`, `GatedDeltaConfig`, `KimiDeltaConfig`, `LightningConfig` and
-`ShortConvolutionConfig` are the sections of the mixers.
+`mamba`, `moe`. `MambaConfig`, `Mamba1Config`, `MlaConfig`, `GatedDeltaConfig`, `KimiDeltaConfig`, `LightningConfig`,
+`ShortConvolutionConfig` and `HybridConfig` are the sections of the mixers.
 
 A hybrid layer pattern of Megatron-LM has one letter (`LETTERS`) per half layer, `|` between pipeline stages, and after
 each `/` the layers of an MTP depth. Source: Megatron-LM, megatron/core/models/hybrid and megatron/core/ssm.
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
@@ -20,7 +20,8 @@ from mega_common.strict_config import ConfigProblem, LayerCount, StrictConfig
 
 MixerKind = str  # one of MIXERS, or the name of an extension's mixer
 FeedForwardKind = str  # one of FEEDS, or the name of an extension's feed-forward block
-MIXERS: tuple[MixerKind, ...] = ("attention", "mamba", "delta", "kda", "lightning", "conv")
+MIXERS: tuple[MixerKind, ...] = ("attention", "mamba", "mamba1", "delta", "kda", "lightning", "conv", "hybrid")
+PARALLEL_MIXERS: dict[MixerKind, tuple[MixerKind, ...]] = {"hybrid": ("attention", "mamba")}  # side by side in a layer
 FEEDS: tuple[FeedForwardKind, ...] = ("mlp", "moe")
 LETTERS = {"M": "mamba", "G": "delta", "*": "attention", "-": "mlp", "E": "moe"}  # Megatron's letters of half layers
 
@@ -30,6 +31,11 @@ class LayerKind(NamedTuple):
 
     mixer: MixerKind | None
     feed_forward: FeedForwardKind | None
+
+    @property
+    def mixers(self) -> tuple[MixerKind, ...]:
+        """Token mixers of the layer: none, one, or those of a hybrid mixer."""
+        return () if self.mixer is None else PARALLEL_MIXERS.get(self.mixer, (self.mixer,))
 
     @classmethod
     def parse(cls, text: str, mixers: Iterable[MixerKind] = (), feeds: Iterable[FeedForwardKind] = ()) -> LayerKind:
@@ -113,6 +119,9 @@ class MambaConfig(StrictConfig):
     dt_limit: tuple[NonNegativeFloat, PositiveFloat | None] = Field((0.0, None), description="null: no upper limit")
     dt_init: tuple[PositiveFloat, PositiveFloat] = (0.001, 0.1)
     dt_init_floor: PositiveFloat = 1e-4
+    norm: Literal["gated", "before_gate", "none"] = Field(
+        "gated", description="output norm: of y silu(z); before_gate: norm(y) silu(z); none: y silu(z) without a norm"
+    )
     norm_eps: PositiveFloat | None = Field(None, description="epsilon of the output norm; default: the model's")
 
     @property
@@ -129,6 +138,54 @@ class MambaConfig(StrictConfig):
         for name, (low, high) in (("dt_limit", self.dt_limit), ("dt_init", self.dt_init)):
             if high is not None and low > high:
                 yield ConfigProblem(name, "the lower limit must be at most the upper limit", [low, high])
+
+
+class Mamba1Config(StrictConfig):
+    """Configuration of Mamba-1 layers (arXiv:2312.00752).
+    Each of `inner_size` channels has `state_size` states with decays of their own.
+
+    A projection of rank `dt_rank` gives each channel its step size softplus(dt + bias). The bias is initialised so that the step
+    size is log-uniform in `dt_init`, at least `dt_init_floor`.
+    """
+
+    inner_size: PositiveInt
+    state_size: int = Field(16, ge=1, le=512)
+    dt_rank: PositiveInt
+    conv_kernel: PositiveInt = Field(4, description="kernel size of the short convolution, in tokens")
+    conv_bias: bool = True
+    bias: bool = Field(False, description="bias of the input and output projections")
+    norms: Literal["none", "plain", "weight"] = Field(
+        "none", description="RMSNorm of dt, B and C: plain has no weights, as in Falcon-Mamba; weight has, as in Jamba"
+    )
+    norm_eps: PositiveFloat | None = Field(None, description="epsilon of these norms; default: the model's")
+    chunk_size: PositiveInt = Field(
+        64, description="tokens of a chunk, all of which are computed at once; the result does not depend on it"
+    )
+    dt_init: tuple[PositiveFloat, PositiveFloat] = (0.001, 0.1)
+    dt_init_floor: PositiveFloat = 1e-4
+
+    def problems(self) -> Iterator[ConfigProblem]:
+        """Yield violated rules of the Mamba-1 settings: the lower limit of dt_init must not be above the upper one."""
+        if self.dt_init[0] > self.dt_init[1]:
+            rule = "the lower limit must be at most the upper limit"
+            yield ConfigProblem("dt_init", rule, list(self.dt_init))
+
+
+class HybridConfig(StrictConfig):
+    """Configuration of hybrid mixers, attention and Mamba-2 side by side in a layer, as in Falcon-H1 (arXiv:2507.22448).
+
+    Both read the normalised stream, and their outputs are added. Attention is that of other layers, Mamba-2 that of `mamba`; these
+    are factors on their inputs, outputs and projections.
+    """
+
+    attention_input: PositiveFloat = 1.0
+    attention_output: PositiveFloat = 1.0
+    keys: PositiveFloat = 1.0
+    mamba_input: PositiveFloat = 1.0
+    mamba_output: PositiveFloat = 1.0
+    mamba_projections: tuple[PositiveFloat, PositiveFloat, PositiveFloat, PositiveFloat, PositiveFloat] = Field(
+        (1.0, 1.0, 1.0, 1.0, 1.0), description="factors on the projections z, x, B, C and dt"
+    )
 
 
 class FullAttentionConfig(StrictConfig):
@@ -292,7 +349,7 @@ def find_missing_sections(layers: Sequence[LayerKind], given: dict[str, bool]) -
     """Yield a problem for each layer kind in use whose section of the model configuration is missing.
     Layer kinds are used by `layers`; `given` is {kind: True if the section is present}.
     """
-    used = dict.fromkeys(half for layer in layers for half in layer)
+    used = dict.fromkeys(half for layer in layers for half in (*layer, *layer.mixers))
     for kind, is_given in given.items():
         if kind in used and not is_given:
             yield ConfigProblem(kind, "is required: layers names layers of this kind")

@@ -34,11 +34,13 @@ from mega_common.layer_kinds import (
     FeedForwardKind,
     FullAttentionConfig,
     GatedDeltaConfig,
+    HybridConfig,
     HyperConnectionConfig,
     KimiDeltaConfig,
     LayerKind,
     LayerPatternSpec,
     LightningConfig,
+    Mamba1Config,
     MambaConfig,
     MixerKind,
     MlaConfig,
@@ -228,7 +230,7 @@ class ModelConfig(StrictConfig):
     """Architecture of a language model: a decoder, an encoder (`causal: false`) or, with `encoder`, both.
 
     Sizes are counts of elements; see the README for presets. `layers` gives the kind of each layer: a mixer
-    ("attention", "mamba", "delta", "kda", "lightning" or "conv"), a feed-forward block ("mlp" or "moe"), or both, as
+    ("attention", "mamba", "mamba1", "delta", "kda", "lightning", "conv" or "hybrid"), a feed-forward block ("mlp" or "moe"), or both, as
     "attention+mlp";
     `{times: 3, of: [mamba, mlp]}` repeats several. A string has one letter per layer: M mamba, G delta, * attention,
     - mlp, E moe. Without `layers`, all layers have attention, and experts in the layers of `moe.layers`. The same holds
@@ -347,6 +349,9 @@ class ModelConfig(StrictConfig):
     hyper_connections: HyperConnectionConfig | None = Field(
         None, description="several residual streams that learned weights mix, as in DeepSeek-V4; default: one residual"
     )
+    mlp_multipliers: tuple[PositiveFloat, PositiveFloat] | None = Field(
+        None, description="factors on the MLP's gate before its activation, and on the MLP's output, as in Falcon-H1"
+    )
     layer_scale: bool = Field(
         False, description="each layer's output times a stored scalar that is not trained, as in Gemma 4"
     )
@@ -402,10 +407,12 @@ class ModelConfig(StrictConfig):
     moe: MoeConfig | None = None
     mla: MlaConfig | None = None
     mamba: MambaConfig | None = None
+    mamba1: Mamba1Config | None = None
     delta: GatedDeltaConfig | None = None
     kda: KimiDeltaConfig | None = None
     lightning: LightningConfig | None = None
     conv: ShortConvolutionConfig | None = None
+    hybrid: HybridConfig | None = None
     vision: VisionConfig | None = None
     encoder: EncoderDecoderConfig | None = None
     retro: RetroConfig | None = None
@@ -454,7 +461,7 @@ class ModelConfig(StrictConfig):
     def heads_by_mixer(self) -> dict[MixerKind, tuple[int, int]]:
         """Head counts of each mixer kind in use, as (heads, shared heads).
         Shared heads are key/value heads of attention, groups of Mamba-2, and key heads of gated delta nets.
-        A channel of a short convolution counts as a head.
+        A channel of a short convolution or of Mamba-1 counts as a head.
         """
         mamba, delta, used = self.mamba, self.delta, self._mixer_kinds
         every: dict[MixerKind, tuple[int, int]] = {
@@ -466,16 +473,26 @@ class ModelConfig(StrictConfig):
                 for name, section in (("kda", self.kda), ("lightning", self.lightning))
                 if section
             },
+            **({"mamba1": (self.mamba1.inner_size, self.mamba1.inner_size)} if self.mamba1 else {}),
             "conv": (self.hidden_size, self.hidden_size),
             **{name: (block.heads, block.shared_heads) for name, block in self._declared_mixers.items()},
         }
         return {kind: counts for kind, counts in every.items() if kind in used}
 
     @property
+    def cache_entries(self) -> int:
+        """Number of keys and values, or recurrent states, that generation caches: one for each layer, and for hybrid ones two."""
+        return (self.num_layers + self.mtp_layers) * (2 if self.hybrid else 1)
+
+    def recurrent_cache_entry(self, layer: int) -> int:
+        """Return the number in a cache of the recurrent state of a hybrid layer, whose own number is that of its attention."""
+        return self.num_layers + self.mtp_layers + layer
+
+    @property
     def is_recurrent(self) -> bool:
         """True if any layer of mega or of an extension carries a state from token to token."""
         added = {name for name, block in self._declared_mixers.items() if block.recurrent}
-        return not self._mixer_kinds.isdisjoint({"mamba", "delta", "kda", "lightning", "conv"} | added)
+        return not self._mixer_kinds.isdisjoint({"mamba", "mamba1", "delta", "kda", "lightning", "conv"} | added)
 
     @property
     def _declared_mixers(self) -> dict[MixerKind, BlockDeclaration]:
@@ -487,7 +504,8 @@ class ModelConfig(StrictConfig):
         """Mixer kinds in use, from the pattern alone, because `num_layers` is not validated yet."""
         names = expand_layer_pattern(self.layers or [])
         rest: set[MixerKind | None] = {"attention"} if len(names) < self.num_layers + self.mtp_layers else set()
-        return {LayerKind.parse(name, self.mixers, self.feed_forwards).mixer for name in set(names)} | rest
+        kinds = [LayerKind.parse(name, self.mixers, self.feed_forwards) for name in set(names)]
+        return {mixer for kind in kinds for mixer in kind.mixers} | rest
 
     @property
     def shared_head_counts(self) -> set[int]:
@@ -665,7 +683,7 @@ class ModelConfig(StrictConfig):
         return LayerKind("attention", "moe" if sparse else "mlp")
 
     def get_mixer_kind(self, layer: int) -> MixerKind | None:
-        """Return the token mixer of the layer with this index (attention, mamba, delta, kda, lightning or conv); None if it has none."""
+        """Return the token mixer of the layer with this index (one of MIXERS, or an extension's); None if it has none."""
         return self.get_layer_kind(layer).mixer
 
     def get_feed_forward_kind(self, layer: int) -> FeedForwardKind | None:

@@ -61,9 +61,7 @@ def find_model_config_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
         yield ConfigProblem("activation_limit", rule, model.activation_limit, "activation: swiglu")
     if model.activation == "xielu" and (model.moe or model.encoder or model.retro):
         yield ConfigProblem("activation", "is not supported with moe, encoder and retro", "xielu", "activation: swiglu")
-    if model.mlp_out_bias and (model.moe or model.mlp_bias):
-        rule = "is not supported with moe, and is part of mlp_bias"
-        yield ConfigProblem("mlp_out_bias", rule, True, "mlp_out_bias: false")
+    yield from _find_mlp_problems(model)
     if model.output_input_norms and (model.moe or model.mla or model.encoder or model.retro or model.layers):
         rule = "is not supported with moe, mla, encoder, retro and layers"
         yield ConfigProblem("output_input_norms", rule, True, "output_input_norms: false")
@@ -180,7 +178,7 @@ def _find_vision_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
 def _find_bidirectional_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
     """Yield violated rules of bidirectional attention and of encoder models."""
     if not model.causal and (model.is_recurrent or model.mtp_layers):
-        rule = "is not supported with recurrent layers (mamba, delta, kda, lightning, conv) or mtp_layers"
+        rule = "is not supported with recurrent layers (mamba, mamba1, delta, kda, lightning, conv) or mtp_layers"
         yield ConfigProblem("causal", rule, model.causal, "use attention in all layers, and mtp_layers: 0")
     if model.causal and model.masked_lm and (model.mtp_layers or model.score or model.task_head):
         yield ConfigProblem("masked_lm", "is not supported with causal: true and mtp_layers, score or task_head")
@@ -265,6 +263,16 @@ def _find_head_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
             yield ConfigProblem("position", "must be rope with mla.indexer", model.position, "position: rope")
 
 
+def _find_mlp_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
+    """Yield violated rules of the MLP's output bias and factors, which experts do not have."""
+    if model.mlp_out_bias and (model.moe or model.mlp_bias):
+        rule = "is not supported with moe, and is part of mlp_bias"
+        yield ConfigProblem("mlp_out_bias", rule, True, "mlp_out_bias: false")
+    if model.mlp_multipliers and (model.moe or not model.has_gated_mlp):
+        rule = "requires a gated activation, such as swiglu, and no moe"
+        yield ConfigProblem("mlp_multipliers", rule, list(model.mlp_multipliers), "leave it out")
+
+
 def _find_layer_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
     """Yield violated rules between the layer kinds and other fields."""
     named = len(expand_layer_pattern(model.layers or []))
@@ -280,13 +288,17 @@ def _find_layer_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
         yield ConfigProblem("moe", "requires a layer with experts in layers", hint="name one, or leave out moe")
     given = {
         "mamba": model.mamba is not None,
+        "mamba1": model.mamba1 is not None,
         "delta": model.delta is not None,
         "kda": model.kda is not None,
         "lightning": model.lightning is not None,
         "conv": model.conv is not None,
+        "hybrid": model.hybrid is not None,
         "moe": model.moe is not None,
     }
     yield from find_missing_sections(model.layer_kinds, given)
+    if model.hybrid and (model.mla or model.full_attention):
+        yield ConfigProblem("hybrid", "is not supported with mla or full_attention", hint="leave out these")
     if model.parallel_residual and any(None in layer for layer in model.layer_kinds):
         rule = "requires a mixer and a feed-forward block in every layer"
         yield ConfigProblem("parallel_residual", rule, hint="use layers such as attention+mlp")

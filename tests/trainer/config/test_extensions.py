@@ -48,6 +48,15 @@ def test_an_extension_that_cannot_be_used(tmp_path: Path, text: str, words: str)
     assert words in str(error.value)
 
 
+def test_an_extension_for_the_version_before_runs_with_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = write(tmp_path, "EXTENSION = Extension(name='x', version='1', api=1)")
+    monkeypatch.setattr("mega_common.extension_loader.EXTENSION_API", 2)
+    assert load_extensions([file]).versions == {"x": "1"}
+    assert "was written for version 1 of mega's interfaces; the next version will refuse it" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("reference", "words"),
     [

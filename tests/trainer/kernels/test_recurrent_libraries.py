@@ -114,6 +114,32 @@ def test_the_scan(monkeypatch: Any, kind: str) -> None:
     )  # states from elsewhere
 
 
+def scanned_channels(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Tensor:
+    """mamba-ssm's for Mamba-1, token by token."""
+    assert all(part.is_contiguous() and part.dtype == u.dtype for part in (u, delta, B, C))
+    state, out = u.new_zeros(*u.shape[:2], A.shape[1]), []
+    for t in range(u.shape[2]):
+        added = torch.einsum("bd,bd,bn->bdn", delta[:, :, t], u[:, :, t], B[:, :, t])
+        state = (delta[:, :, t, None] * A).exp() * state + added
+        out.append(torch.einsum("bdn,bn->bd", state, C[:, :, t]))
+    return torch.stack(out, 2)
+
+
+@pytest.mark.parametrize("kind", SIGHTS)
+def test_the_scan_of_channels(monkeypatch: Any, kind: str) -> None:
+    """It does not take documents, which are left to torch."""
+    library(monkeypatch, "mamba_ssm.ops.triton.ssd_combined", mamba_chunk_scan_combined=None)
+    function = scanned_channels if kind == "open" else None
+    library(monkeypatch, "mamba_ssm.ops.selective_scan_interface", selective_scan_fn=function)
+    steps = ScanInputs(
+        drawn(B, S, H, 1).float(), drawn(B, S, H).abs(), -drawn(H, N).abs(), drawn(B, S, 1, N), drawn(B, S, 1, N)
+    )
+    kernels, held = TorchKernels(recurrent=RecurrentLibraries(scan=MambaScanKernel())), chunks(SIGHTS[kind])
+    mine = TorchKernels().selective_scan(steps, held, alone)
+    torch.testing.assert_close(kernels.selective_scan(steps, held, alone), mine)
+    torch.testing.assert_close(kernels.selective_scan(steps, replace(held, whole=False), alone), mine)
+
+
 def ruled(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **how: Any) -> tuple[Tensor, None]:
     """flash-linear-attention's: documents as one row, cut where it says."""
     assert how.pop("use_qk_l2norm_in_kernel")

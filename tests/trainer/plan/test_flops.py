@@ -252,6 +252,7 @@ def test_devices_are_known_by_the_words_of_their_names(device, precision, tera) 
 HYBRID = {
     "hidden_size": 24, "ffn_hidden_size": 40, "num_attention_heads": 4, "num_kv_heads": 2, "vocab_size": 61,
     "mamba": {"num_heads": 4, "head_dim": 6, "state_size": 10, "num_groups": 2, "chunk_size": 8},
+    "mamba1": {"inner_size": 28, "state_size": 5, "dt_rank": 3, "norms": "weight", "chunk_size": 8},
     "delta": {"num_key_heads": 2, "num_value_heads": 4, "key_head_dim": 6, "value_head_dim": 10, "chunk_size": 8},
     "kda": {"num_heads": 4, "head_dim": 6, "chunk_size": 8}, "lightning": {"num_heads": 4, "head_dim": 10, "chunk_size": 8},
     "conv": {"kernel": 3}, "moe": {**MOE}, "attention_gate": True, "layers": ["mamba", "delta", "attention", "mlp", "moe"],
@@ -267,9 +268,13 @@ LING = {
 @pytest.mark.parametrize(
     ("layers", "changes"),
     [
-        *((layers, {}) for layers in (["mamba"], ["delta"], ["kda"], ["lightning"], ["conv"], ["attention", "mlp"])),
+        *(
+            (layers, {})
+            for layers in (["mamba"], ["mamba1"], ["delta"], ["kda"], ["lightning"], ["conv"], ["attention", "mlp"])
+        ),
         (HYBRID["layers"], {}),
         (["kda", "attention"], LING),
+        (["hybrid+mlp"], {"hybrid": {"keys": 0.5, "mamba_projections": [2, 1, 1, 1, 1]}, "mlp_multipliers": [0.5, 2]}),
     ],
 )
 def test_each_kind_of_layer_is_counted_as_it_multiplies(layers: list[str], changes: dict[str, Any]) -> None:

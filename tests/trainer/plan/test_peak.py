@@ -39,7 +39,8 @@ RECURRENT = {
 }
 INDEXER = {"num_heads": 4, "head_dim": 16, "top_k": 32, "kl_loss": 1.0}
 LINEAR = {
-    "layers": ["kda", "lightning", "mlp", "attention"],
+    "layers": ["kda", "lightning", "mlp", "mamba1"],
+    "mamba1": {"inner_size": 256, "state_size": 8, "dt_rank": 8, "chunk_size": 32, "norms": "weight"},
     "kda": {"num_heads": 4, "head_dim": 32, "chunk_size": 32},
     "lightning": {"num_heads": 8, "head_dim": 16, "chunk_size": 32},
 }
@@ -89,6 +90,12 @@ ONE = {
     "experts": layout(1, {}, model={"moe": EXPERTS}),
     "recurrences": layout(1, {}, model=RECURRENT),
     "linear attention": layout(1, {}, model=LINEAR),
+    "side by side": layout(
+        1, {}, model={
+            "layers": ["hybrid+mlp"] * 4, "mamba": RECURRENT["mamba"], "mlp_multipliers": [0.5, 2],
+            "hybrid": {"attention_input": 0.5, "mamba_output": 2, "mamba_projections": [2, 1, 1, 1, 1]},
+        },
+    ),
     "inputs of layers": layout(1, {}, model=INPUTS),
     "inputs of layers, full": layout(1, {}, model=INPUTS, recompute=FULL),
     "experts with norms": layout(1, {}, model=BESIDE),

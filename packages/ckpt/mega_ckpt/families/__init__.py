@@ -23,6 +23,7 @@ from mega_ckpt.families.bert_encoders import (
 from mega_ckpt.families.config_entries import ConfigDict
 from mega_ckpt.families.dbrx import DBRX
 from mega_ckpt.families.deepseek_glm import DEEPSEEK_V2, DEEPSEEK_V3, GLM, GLM4, GLM4_MOE, YOUTU
+from mega_ckpt.families.falcon_h1 import FALCON_H1
 from mega_ckpt.families.family import ModelFamily
 from mega_ckpt.families.further_decoders import (
     APERTUS,
@@ -93,6 +94,7 @@ from mega_ckpt.families.llama_decoders import (
     SEED_OSS,
     SMOLLM3,
 )
+from mega_ckpt.families.mamba1_decoders import FALCON_MAMBA, JAMBA, MAMBA1
 from mega_ckpt.families.mamba_decoders import BAMBA, GRANITE_MOE_HYBRID, MAMBA2
 from mega_ckpt.families.model_equivalence import is_equivalent_config
 from mega_ckpt.families.moe_decoders import (
@@ -150,7 +152,8 @@ FAMILIES: tuple[ModelFamily, ...] = (
     OLMO, NANOCHAT, MINICPM3, MISTRAL4, ARIA_TEXT, OPENAI_GPT, APERTUS, ERNIE, ROBERTA_PRE_LAYER_NORM, XLM_ROBERTA_XL,
     DEEPSEEK_V32, GLM_MOE_DSA,
     DISTILBERT, ELECTRA, ROFORMER, NOMIC_BERT, JINA_EMBEDDINGS_V3, GTE, EUROBERT, BITNET, PERSIMMON, DBRX, PHIMOE, FLINT, KOLIBRI1,
-    COHERE2_MOE, AXK1, MPNET, MODERNBERT_DECODER, BERT_GENERATION, MIMO_V2_FLASH, LAGUNA, OLMO_HYBRID,
+    COHERE2_MOE, AXK1, MPNET, MAMBA1, FALCON_MAMBA, JAMBA, FALCON_H1, MODERNBERT_DECODER, BERT_GENERATION, MIMO_V2_FLASH, LAGUNA,
+    OLMO_HYBRID,
 )  # fmt: skip
 
 VISION_FAMILIES: tuple[VisionLanguageFamily, ...] = (

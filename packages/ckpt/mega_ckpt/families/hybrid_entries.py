@@ -186,6 +186,8 @@ class MambaSectionEntry:
                 raise ConfigMismatchError(
                     f"mamba.num_heads x mamba.head_dim must be a multiple of hidden_size = {model.hidden_size}"
                 )
+        if section.norm != "gated" and not any("norm" in entry.handled_model_fields for entry in self.entries):
+            raise ConfigMismatchError(f"mamba.norm must be 'gated', not {section.norm!r}")
         if section.norm_eps not in (None, model.norm_eps):
             raise ConfigMismatchError(f"mamba.norm_eps must be norm_eps = {model.norm_eps}, not {section.norm_eps}")
         for entry in self.entries:

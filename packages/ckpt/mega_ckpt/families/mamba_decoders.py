@@ -138,6 +138,17 @@ class AttentionLayersEntry:
         return {"attn_layer_indices": [layer for layer, mixer in enumerate(mixers) if mixer == "attention"]}
 
 
+# Names on disk of Bamba, Jamba and Falcon-H1.
+FEED_FORWARD_RULES = (
+    TensorRule(f"{LAYER}.pre_ff_layernorm.weight", (f"{LAYER}.post_attention_layernorm.weight",)),
+    *(
+        rule
+        for name in ("gate_proj", "up_proj", "down_proj")
+        for rule in weight_bias_rules(f"{LAYER}.feed_forward.{name}", f"{LAYER}.mlp.{name}")
+    ),
+    TensorRule("model.final_layernorm.weight", ("model.norm.weight",)),
+)
+
 BAMBA = ModelFamily(
     name="bamba",
     architecture="BambaForCausalLM",
@@ -154,37 +165,38 @@ BAMBA = ModelFamily(
     ),
     rules=(
         *mamba_tensor_rules(f"{LAYER}.mamba"),
-        TensorRule(f"{LAYER}.pre_ff_layernorm.weight", (f"{LAYER}.post_attention_layernorm.weight",)),
-        *(
-            rule
-            for name in ("gate_proj", "up_proj", "down_proj")
-            for rule in weight_bias_rules(f"{LAYER}.feed_forward.{name}", f"{LAYER}.mlp.{name}")
-        ),
-        TensorRule("model.final_layernorm.weight", ("model.norm.weight",)),
+        *FEED_FORWARD_RULES,
     ),
     carried=frozenset({"num_logits_to_keep", "use_mamba_kernels", "z_loss_coefficient"}),
 )
 
 
-_BACKBONE = "backbone.layers.{i}"
+BACKBONE = "backbone.layers.{i}"
 
 
 @dataclass(frozen=True)
 class MambaLayersEntry:
-    """Translation to and from config.json of Mamba-2 in every layer, which no key of config.json selects."""
+    """Translation to and from config.json of one kind of Mamba in every layer, which no key of config.json selects.
 
+    Attributes:
+        mixer: "mamba" or "mamba1".
+        default: number of layers if the key is absent.
+    """
+
+    mixer: str = "mamba"
+    default: int = 64
     handled_config_keys: frozenset[str] = frozenset({"num_hidden_layers", "layer_types"})
     handled_model_fields: frozenset[str] = frozenset({"num_layers", "layers"})
 
     def fields_from_config(self, raw: ConfigDict) -> dict[str, Any]:
-        """Return, from config.json, the `ModelConfig` fields `num_layers` and `layers`, with Mamba-2 in every layer."""
-        layers = layer_indices({"num_hidden_layers": 64, **raw})
-        return {"num_layers": len(layers), "layers": ["mamba"] * len(layers)}
+        """Return, from config.json, the `ModelConfig` fields `num_layers` and `layers`, with the mixer in every layer."""
+        layers = layer_indices({"num_hidden_layers": self.default, **raw})
+        return {"num_layers": len(layers), "layers": [self.mixer] * len(layers)}
 
     def config_from_fields(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the config.json key `num_hidden_layers`; ConfigMismatchError unless every layer is Mamba-2."""
-        if any(kind != ("mamba", None) for kind in model.layer_kinds):
-            raise ConfigMismatchError("layers must all be 'mamba'")
+        """Return the config.json key `num_hidden_layers`; ConfigMismatchError unless every layer has the mixer alone."""
+        if any(kind != (self.mixer, None) for kind in model.layer_kinds):
+            raise ConfigMismatchError(f"layers must all be {self.mixer!r}")
         return {"num_hidden_layers": model.num_layers}
 
 
@@ -220,8 +232,8 @@ MAMBA2 = ModelFamily(
     prefix="backbone.",
     rules=(
         TensorRule("backbone.embeddings.weight", ("model.embed_tokens.weight",)),
-        TensorRule(f"{_BACKBONE}.norm.weight", ("model.layers.{i}.input_layernorm.weight",)),
-        *mamba_tensor_rules(f"{_BACKBONE}.mixer"),
+        TensorRule(f"{BACKBONE}.norm.weight", ("model.layers.{i}.input_layernorm.weight",)),
+        *mamba_tensor_rules(f"{BACKBONE}.mixer"),
         TensorRule("backbone.norm_f.weight", ("model.norm.weight",)),
     ),
     # Initialization of time steps, and the precision of the residual stream.

@@ -63,13 +63,13 @@ def canonicalize_model_config(model: ModelConfig) -> ModelConfig:
     """
     training = {name: ModelConfig.model_fields[name].default for name in TRAINING_FIELDS}
     kinds = model.layer_kinds
-    attends = any(kind.mixer == "attention" for kind in kinds)
+    attends = any("attention" in kind.mixers for kind in kinds)
     heads = {"num_kv_heads": model.key_value_heads, "head_dim": model.query_key_head_dim}
     unread = _NO_HEADS | ({} if model.position == "learned" else {"max_position": 1})
     width = {} if any(kind.feed_forward == "mlp" for kind in kinds) else {"ffn_hidden_size": 0}
     out = drop_redundant_model_fields(model).model_copy(update={**training, **(heads if attends else unread), **width})
     sections: dict[str, Any] = {}
-    for name in ("mamba", "delta", "kda", "lightning"):
+    for name in ("mamba", "mamba1", "delta", "kda", "lightning"):
         if section := getattr(out, name):
             own = ("norm_eps",) if section.norm_eps == model.norm_eps else ()
             sections[name] = _reset_fields(section, (*_MIXER_TRAINING, *own))
@@ -93,7 +93,7 @@ def _reset_fields(section: StrictConfig, names: Iterable[str]) -> StrictConfig:
 
 
 def _attention_layers(model: ModelConfig) -> list[int]:
-    return [layer for layer, kind in enumerate(model.layer_kinds) if kind.mixer == "attention"]
+    return [layer for layer, kind in enumerate(model.layer_kinds) if "attention" in kind.mixers]
 
 
 def _normalize_windows(model: ModelConfig) -> dict[str, Any]:
@@ -135,8 +135,8 @@ def _normalize_norm_positions(model: ModelConfig) -> dict[str, Any]:
 
 def _reset_unused_mixers(model: ModelConfig) -> dict[str, Any]:
     """Return default settings for the mixers that no layer has."""
-    used = {kind.mixer for kind in model.layer_kinds}
-    unused: dict[str, Any] = dict.fromkeys({"mamba", "delta", "kda", "lightning", "conv"} - used)
+    used = {mixer for kind in model.layer_kinds for mixer in (kind.mixer, *kind.mixers)}
+    unused: dict[str, Any] = dict.fromkeys({"mamba", "mamba1", "delta", "kda", "lightning", "conv", "hybrid"} - used)
     if "attention" not in used:
         unused |= {
             name: ModelConfig.model_fields[name].get_default(call_default_factory=True) for name in ATTENTION_FIELDS

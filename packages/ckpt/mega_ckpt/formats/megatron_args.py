@@ -152,15 +152,25 @@ class MegatronHybridLayersEntry(MegatronMultiKeyEntry):
         if model.layers is None:
             return {"is_hybrid_model": False}
         halves = [[half for half in kind if half] for kind in model.layer_kinds[: model.num_layers]]
-        if not all(len(half) == 1 for half in halves) or model.delta or model.kda or model.lightning or model.conv:
+        if (
+            not all(len(half) == 1 for half in halves)
+            or model.hybrid
+            or model.mamba1
+            or model.delta
+            or model.kda
+            or model.lightning
+            or model.conv
+        ):
             raise ConfigMismatchError(f"layers must each be one of mamba, attention, mlp and moe in {_CORE}")
         if model.mtp_layers:
             raise ConfigMismatchError(f"mtp_layers must be 0 in a hybrid model of {_CORE}")
         mamba = model.mamba or MambaConfig(num_heads=1, head_dim=64)
-        fixed = mamba.model_copy(update={"conv_kernel": 4, "conv_bias": True, "bias": False, "dt_limit": (0.0, None)})
+        fixed = mamba.model_copy(
+            update={"norm": "gated", "conv_kernel": 4, "conv_bias": True, "bias": False, "dt_limit": (0.0, None)}
+        )
         if mamba != fixed or (mamba.norm_eps or model.norm_eps) != NORM_EPS:
             raise ConfigMismatchError(
-                "mamba must have conv_kernel = 4, conv_bias = True, bias = False, no dt_limit and norm_eps = 1e-5"
+                "mamba must have norm = gated, conv_kernel = 4, conv_bias = True, bias = False, no dt_limit and norm_eps = 1e-5"
             )
         return {
             "is_hybrid_model": True,

@@ -106,7 +106,13 @@ def format_head_counts(model: ModelConfig, tp: int) -> tuple[str, str]:
     """Return two texts for error messages with the head counts, such as '8 attention heads' and '2 key/value heads'.
     The counts are those on one of `tp` tensor ranks, for each mixer kind.
     """
-    names = {"attention": "key/value heads", "mamba": "mamba groups", "delta": "delta key heads", "conv": "channels"}
+    names = {
+        "attention": "key/value heads",
+        "mamba": "mamba groups",
+        "delta": "delta key heads",
+        "conv": "channels",
+        "mamba1": "channels",
+    }
     heads = [f"{count // tp} {kind} heads" for kind, (count, _) in model.heads_by_mixer.items()]
     groups = [
         f"{max(1, count // tp)} {names.get(kind, f'shared {kind} heads')}"

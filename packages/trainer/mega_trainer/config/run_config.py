@@ -268,15 +268,17 @@ class RunConfig(StrictConfig):
             hint = f"set model.logit_scale={scale!r}"
             yield ConfigProblem("model.logit_scale", rule, model.logit_scale, hint)
 
-    def _quantized_optimizer_problems(self) -> Iterator[ConfigProblem]:
-        """Yield settings that conflict with optimizer moments in 8 bits."""
-        if self.optimizer.name != "adamw8bit":
-            return
-        if self.precision == "fp64":
+    def _optimizer_problems(self) -> Iterator[ConfigProblem]:
+        """Yield settings that conflict with optimizer state other than one value for each weight: AdamW in 8 bits, SOAP."""
+        name = self.optimizer.name
+        if name == "adamw8bit" and self.precision == "fp64":
             rule = "requires fp32 main weights, and precision = fp64 has fp64 weights"
-            yield ConfigProblem("optimizer.name", rule, "adamw8bit", "set optimizer.name=adamw, or set precision=fp32")
-        if every := self.fault.hash_every:
-            rule = "is not supported with optimizer.name = adamw8bit, whose moments would be copied for each comparison"
+            yield ConfigProblem("optimizer.name", rule, name, "set optimizer.name=adamw, or set precision=fp32")
+        if name == "soap" and self.lora is not None:
+            rule = "is not supported with lora, as parts of an adapter are no whole matrices"
+            yield ConfigProblem("optimizer.name", rule, name, "set optimizer.name=adamw, or remove lora")
+        if name in ("adamw8bit", "soap") and (every := self.fault.hash_every):
+            rule = f"is not supported with optimizer.name = {name}, whose state is not compared among ranks"
             yield ConfigProblem("fault.hash_every", rule, every, "set fault.hash_every=0, or set optimizer.name=adamw")
 
     def is_periodic_action_due(self, step: int, every: int) -> bool:
@@ -297,6 +299,11 @@ class RunConfig(StrictConfig):
             yield (
                 f"data.seq_length = {length} is larger than model.max_position = {model.max_position}, which an exported model "
                 f"declares as its longest context; set model.max_position={length}"
+            )
+        if self.optimizer.name == "soap":
+            yield (
+                "optimizer.name = soap keeps four square matrices for each weight matrix of M x N, 2 (M^2 + N^2) values on one "
+                "data rank, which the predictions of memory leave out; set optimizer.soap.max_width to bound them"
             )
         if model.moe and model.moe.aux_loss and model.moe.aux_loss_scope == "batch":
             yield (
@@ -347,7 +354,7 @@ class RunConfig(StrictConfig):
         yield from (replace(problem, path=f"lr_schedule.{problem.path}") for problem in schedule)
         yield from self._decoupled_problems()
         yield from self._mup_problems()
-        yield from self._quantized_optimizer_problems()
+        yield from self._optimizer_problems()
         yield from self.profile.find_run_problems(train.steps) if self.profile else ()
         yield from self.fault.find_run_problems(
             zero=parallel.zero, deterministic=self.deterministic, device=self.device

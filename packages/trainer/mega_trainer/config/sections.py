@@ -189,6 +189,18 @@ class MuonConfig(StrictConfig):
     rounds: PositiveInt = Field(5, description="steps of the Newton-Schulz iteration")
 
 
+class SoapConfig(StrictConfig):
+    """Settings of the SOAP optimizer, which updates hidden matrices by Adam in the eigenbasis of Shampoo's preconditioners.
+    Other parameters use AdamW; lr, betas, eps and weight_decay are common.
+    """
+
+    gram_beta: float | None = Field(
+        None, ge=0, lt=1, description="decay of the averages of G G^T and G^T G; default: the second of optimizer.betas"
+    )
+    frequency: PositiveInt = Field(10, description="updates between changes of the eigenvectors")
+    max_width: PositiveInt = Field(10_000, description="largest side of a matrix that is rotated into eigenvectors")
+
+
 class SgdConfig(StrictConfig):
     """Settings of stochastic gradient descent with momentum, as in torch.optim.SGD."""
 
@@ -201,7 +213,7 @@ class SgdConfig(StrictConfig):
             yield ConfigProblem("nesterov", "requires momentum above 0", True, "set optimizer.sgd.momentum=0.9")
 
 
-OptimizerName = Literal["adamw", "adamw8bit", "muon", "lion", "sgd"]
+OptimizerName = Literal["adamw", "adamw8bit", "muon", "soap", "lion", "sgd"]
 
 
 class MupConfig(StrictConfig):
@@ -216,11 +228,11 @@ class MupConfig(StrictConfig):
 
 
 class OptimizerConfig(StrictConfig):
-    """Optimizer settings: AdamW, Muon for hidden matrices, Lion or SGD, and the clip of the global gradient norm."""
+    """Optimizer settings: AdamW, Muon or SOAP for hidden matrices, Lion or SGD, and the clip of the global gradient norm."""
 
     name: OptimizerName | ExtensionName = Field(
         "adamw",
-        description="adamw, adamw8bit (moments in 8 bits, by bitsandbytes), muon, lion, sgd, or an optimizer of an extension",
+        description="adamw, adamw8bit (moments in 8 bits, by bitsandbytes), muon, soap, lion, sgd, or an optimizer of an extension",
     )
     options: dict[str, Any] = Field({}, description="settings of an extension's optimizer")
     lr: float = Field(3e-4, gt=0)
@@ -241,6 +253,7 @@ class OptimizerConfig(StrictConfig):
         None, description="maximal update parametrization: learning rates, initial scales and logits follow the width"
     )
     muon: MuonConfig = MuonConfig()
+    soap: SoapConfig = SoapConfig()
     sgd: SgdConfig = SgdConfig()
 
     @property
@@ -331,7 +344,8 @@ class KernelsConfig(StrictConfig):
         "auto", description="short convolutions of recurrent mixers"
     )
     scan: Literal["auto", "torch", "mamba_ssm"] = Field(
-        "auto", description="scan of Mamba-2 and of lightning attention, without context parallelism"
+        "auto",
+        description="scan of Mamba and of lightning attention, without context parallelism, of Mamba-1 without documents",
     )
     delta: Literal["auto", "torch", "fla"] = Field(
         "auto",

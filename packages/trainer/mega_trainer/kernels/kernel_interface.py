@@ -258,7 +258,7 @@ class Kernels(Protocol):
     def selective_scan(
         self, steps: ScanInputs, chunks: SequenceChunks, states: Callable[[Tensor, Tensor], Tensor]
     ) -> Tensor:
-        """Return the outputs of Mamba-2's recurrence, [B, S, heads, channels].
+        """Return the outputs of Mamba-2's recurrence, or of Mamba-1's if decays are of channels, [B, S, heads, channels].
         They have at least the precision of x; `states` passes states between chunks (a `ScanPass`).
         """
 

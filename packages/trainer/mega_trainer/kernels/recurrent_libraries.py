@@ -65,12 +65,28 @@ class MambaScanKernel:
 
         self.scan = mamba_chunk_scan_combined
 
+    def supports(self, steps: ScanInputs, chunks: SequenceChunks) -> bool:
+        """Return whether the package has the scan: Mamba-2's, and Mamba-1's where each row is one document."""
+        return steps.decay.dim() == 1 or chunks.preceding_tokens is None
+
     def __call__(self, steps: ScanInputs, chunks: SequenceChunks) -> Tensor:
-        """Compute Mamba-2's selective scan, with the arguments of `Kernels.selective_scan`."""
+        """Compute the selective scan of Mamba-2 or Mamba-1, with the arguments of `Kernels.selective_scan`."""
+        if steps.decay.dim() == 2:
+            return self._scan_channels(steps)
         size = max(LEAST_CHUNK, 1 << (chunks.size.bit_length() - 1))  # a power of two
         numbers = None if chunks.preceding_tokens is None else _document_numbers(chunks.preceding_tokens)
         y: Tensor = self.scan(steps.x, steps.d, steps.decay, steps.b, steps.c, chunk_size=size, seq_idx=numbers)
         return y
+
+    def _scan_channels(self, steps: ScanInputs) -> Tensor:
+        # imported here: the module needs the package's CUDA extension, which Mamba-2 does not
+        from mamba_ssm.ops.selective_scan_interface import selective_scan_fn
+
+        dtype = steps.d.dtype  # the kernel takes one dtype for x, the step sizes, B and C
+        parts = (steps.x.squeeze(-1), steps.d, steps.b.squeeze(2), steps.c.squeeze(2))
+        x, d, b, c = (part.to(dtype).transpose(1, 2).contiguous() for part in parts)
+        y: Tensor = selective_scan_fn(x, d, steps.decay, b, c)
+        return y.transpose(1, 2).unsqueeze(-1)
 
 
 class FlaDeltaRuleKernel:

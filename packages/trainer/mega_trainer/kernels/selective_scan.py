@@ -30,12 +30,13 @@ ScanPass = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class ScanInputs:
-    """Inputs of Mamba-2's selective scan for each token: x, step size, decay, B and C.
+    """Inputs of Mamba's selective scan for each token: x, step size, decay, B and C.
+    In Mamba-1 (`channel_scan`) each channel is a head of size 1, in one group.
 
     Attributes:
         x: [B, S, H, P].
         d: step size of each token, [B, S, H] in at least fp32.
-        decay: A, decay rate of the state, [H] in the dtype of d, negative.
+        decay: A, decay rate of the state, [H], in Mamba-1 [H, N], in the dtype of d, negative.
         b, c: [B, S, G, N].
     """
 

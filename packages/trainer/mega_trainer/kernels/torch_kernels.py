@@ -25,6 +25,7 @@ from mega_trainer.kernels.attention_masks import (
     PagedRows,
     materialize_dense_mask,
 )
+from mega_trainer.kernels.channel_scan import channel_scan
 from mega_trainer.kernels.flash_attention import FlashKernel, TorchFlashKernel
 from mega_trainer.kernels.fused_elementwise import upcast_to_fp32
 from mega_trainer.kernels.gated_delta_rule import DeltaRuleInputs, gated_delta_rule
@@ -203,10 +204,10 @@ class TorchKernels:
     def selective_scan(
         self, steps: ScanInputs, chunks: SequenceChunks, states: Callable[[Tensor, Tensor], Tensor]
     ) -> Tensor:
-        """Compute Mamba-2's selective scan."""
-        if chunks.whole and self.recurrent.scan is not None:
+        """Compute the selective scan of Mamba-2, or of Mamba-1."""
+        if chunks.whole and self.recurrent.scan is not None and self.recurrent.scan.supports(steps, chunks):
             return self.recurrent.scan(steps, chunks)
-        return selective_scan(steps, chunks, states)
+        return (selective_scan if steps.decay.dim() == 1 else channel_scan)(steps, chunks, states)
 
     def gated_delta_rule(
         self, updates: DeltaRuleInputs, chunks: SequenceChunks, states: Callable[[Tensor, Tensor], Tensor]

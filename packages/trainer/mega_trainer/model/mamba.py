@@ -2,7 +2,7 @@
 
     z, dt, x, B, C = projections of the stream          x, B, C = silu(short convolution)
     d = softplus(dt + bias), within limits              S[t] = exp(d A) S[t-1] + d x B^T,  y = S C + D x
-    out(norm(y silu(z)))                                the norm over the channels of each group
+    out(norm(y silu(z)))                                the norm over the channels of each group; or norm(y) silu(z), or none
 
 A group's B and C serve several heads. With fewer groups than tensor ranks, the ranks of a group hold the same B and C and
 share the mean of its norm. Context ranks pass states or exchange tokens for heads, whichever is cheaper.
@@ -61,7 +61,7 @@ class MambaMixer(nn.Module):
         )[0]
         self.a_log = build.build_head_parameters([each(f"{name}.A_log")], uniform=UniformInit(1, 16, torch.log))[0]
         self.skip = build.build_head_parameters([each(f"{name}.D")], fill=1.0)[0]
-        self.norm = GatedGroupNorm(build, f"{name}.norm.weight")
+        self.norm = GatedGroupNorm(build, f"{name}.norm.weight") if mamba.norm != "none" else None
         self.out = build.build_row_linear(f"{name}.out_proj", mamba.inner_size, bias=mamba.bias)
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
@@ -70,7 +70,7 @@ class MambaMixer(nn.Module):
         """
         z, dt, conv_input = torch.split(self.projection(x), self.widths, -1)
         y = self.recurrence(self._apply_scan, conv_input, (dt,), context)
-        out: Tensor = self.out(self.norm(y.flatten(-2), z))
+        out: Tensor = self.out(_apply_gate(y.flatten(-2), z) if self.norm is None else self.norm(y.flatten(-2), z))
         return out
 
     def _apply_scan(
@@ -85,8 +85,13 @@ class MambaMixer(nn.Module):
         return y + upcast_to_fp32(x) * upcast_to_fp32(self.skip[heads]).unsqueeze(-1)
 
 
+def _apply_gate(y: Tensor, z: Tensor) -> Tensor:
+    """Return y silu(z) in the dtype of z."""
+    return (upcast_to_fp32(y) * F.silu(upcast_to_fp32(z))).to(z.dtype)
+
+
 class GatedGroupNorm(nn.Module):
-    """Gated RMSNorm of Mamba-2: normalises y silu(z) over the channels of each group.
+    """Gated RMSNorm of Mamba-2: normalises y silu(z) over the channels of each group, or y before it is gated.
     The statistics include all ranks that share a group.
     """
 
@@ -94,7 +99,7 @@ class GatedGroupNorm(nn.Module):
         super().__init__()
         mamba, tp = build.config.mamba, build.groups.tp
         assert mamba is not None
-        self.eps = mamba.norm_eps or build.config.norm_eps
+        self.eps, self.before_gate = mamba.norm_eps or build.config.norm_eps, mamba.norm == "before_gate"
         self.groups = max(1, mamba.num_groups // tp.size)
         self.sharing = build.groups.head_sharing_group(mamba.num_groups)
         self.weight = build.build_head_parameters([SplitHeads(name, mamba.num_heads, mamba.head_dim)], fill=1.0)[0]
@@ -103,7 +108,9 @@ class GatedGroupNorm(nn.Module):
         """Apply the gated RMSNorm to y with gate z, both [B, S, H P], and return an equal shape.
         There are H heads of P channels. The result has the dtype of z; statistics are in at least fp32.
         """
-        gated = torch.unflatten(upcast_to_fp32(y) * F.silu(upcast_to_fp32(z)), -1, (self.groups, -1))
+        gate = F.silu(upcast_to_fp32(z))
+        gated = torch.unflatten(upcast_to_fp32(y) * (1 if self.before_gate else gate), -1, (self.groups, -1))
         mean = gated.square().mean(-1, keepdim=True) / self.sharing.size
         mean = sum_input_gradient(sum_partial_results(mean, self.sharing, sp=False), self.sharing)
-        return ((gated * torch.rsqrt(mean + self.eps)).flatten(-2) * upcast_to_fp32(self.weight)).to(z.dtype)
+        normed = (gated * torch.rsqrt(mean + self.eps)).flatten(-2) * upcast_to_fp32(self.weight)
+        return (normed * gate if self.before_gate else normed).to(z.dtype)

@@ -7,6 +7,7 @@ Mixers and feed-forwards are built from a `LayerBuilder` and the layer's number.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Literal
 
 import torch
@@ -21,12 +22,14 @@ from mega_trainer.model.feed_forward import FeedForward
 from mega_trainer.model.forward_context import ForwardContext
 from mega_trainer.model.gated_convolution import GatedConvolution
 from mega_trainer.model.gated_delta_net import GatedDeltaNet
+from mega_trainer.model.hybrid_mixer import HybridMixer, ScaledFeedForward
 from mega_trainer.model.hyper_connections import HyperConnection, expand_streams
 from mega_trainer.model.kimi_delta_attention import KimiDeltaAttention
 from mega_trainer.model.latent_attention import MultiLatentAttention
 from mega_trainer.model.layer_builder import LayerBuilder, LayerFactory
 from mega_trainer.model.lightning_attention import LightningAttention
 from mega_trainer.model.mamba import MambaMixer
+from mega_trainer.model.mamba1 import Mamba1Mixer
 from mega_trainer.model.mixture_of_experts import MixtureOfExperts
 from mega_trainer.model.norms import Norm
 from mega_trainer.model.per_layer_input import LayerInputGate
@@ -48,7 +51,8 @@ def _build_attention(build: LayerBuilder, layer: int) -> nn.Module:
 
 
 def _build_feed_forward(build: LayerBuilder, layer: int) -> nn.Module:
-    return FeedForward(build, f"model.layers.{layer}.mlp", build.config.ffn_hidden_size)
+    kind = FeedForward if build.config.mlp_multipliers is None else ScaledFeedForward
+    return kind(build, f"model.layers.{layer}.mlp", build.config.ffn_hidden_size)
 
 
 def _build_experts(build: LayerBuilder, layer: int) -> nn.Module:
@@ -59,10 +63,12 @@ def _build_experts(build: LayerBuilder, layer: int) -> nn.Module:
 MIXERS: Mapping[MixerKind, LayerFactory] = {
     "attention": _build_attention,
     "mamba": MambaMixer,
+    "mamba1": Mamba1Mixer,
     "delta": GatedDeltaNet,
     "kda": KimiDeltaAttention,
     "lightning": LightningAttention,
     "conv": GatedConvolution,
+    "hybrid": partial(HybridMixer, attention=_build_attention),
 }
 FEEDS: Mapping[FeedForwardKind, LayerFactory] = {"mlp": _build_feed_forward, "moe": _build_experts}
 

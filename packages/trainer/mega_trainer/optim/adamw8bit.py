@@ -7,7 +7,7 @@ moments in fp32 under the names of AdamW: they resume in any layout, in the same
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from mega_ckpt.tensor_pieces import ShardedTensor
 from mega_common.errors import ConfigError
 from mega_trainer.optim.adamw import MOMENTS
 from mega_trainer.optim.optimizer_slots import OptimizerOffloadTransfers, OptimizerSlot
@@ -111,6 +112,16 @@ class AdamW8bitUpdateRule:
         return {
             name: list(zip(self.slots, values, strict=True)) for name, values in zip(MOMENTS, by_moment, strict=True)
         }
+
+    def other_tensors(self) -> Iterator[Tensor]:
+        """Yield the codes and scales of all moments."""
+        for moments in self._moments:
+            for moment in moments:
+                yield from (moment.codes, moment.scales)
+
+    def other_checkpoint_tensors(self, *, to_save: bool) -> dict[str, ShardedTensor]:
+        """Return nothing, as `state_tensors` has all state."""
+        return {}
 
     def pack_loaded_state(self) -> None:
         """Quantise the values that were loaded into the tensors of the last `state_tensors`."""

@@ -80,16 +80,100 @@ def is_hidden_matrix(parameter: nn.Parameter) -> bool:
     return is_weight_matrix(parameter) and bool(names) and inside
 
 
-class MuonUpdateRule:
-    """`UpdateRule` that updates main weights, held in one slot per parameter shard, by Muon.
+class MatrixUpdateRule:
+    """`UpdateRule` that computes the update of each hidden matrix as a whole, on one of the data ranks.
+    Subclasses define the input of an update, such as the momentum, and the update.
 
     Args:
         slots: slots to update: slices of buckets of hidden matrices, or rows of these. Every data rank has the same number,
             some perhaps without elements.
         tensor_group: ranks that split a matrix, unless its `ParameterInfo` has its own `split` group.
-        momentum, nesterov: momentum of the gradient, as in torch's SGD.
-        lr_factor: Muon's learning rate as a multiple of the one passed to `update_slots`.
+        lr_factor: learning rate as a multiple of the one passed to `update_slots`.
         weight_decay: decoupled weight decay, as in AdamW.
+    """
+
+    def __init__(
+        self, slots: Sequence[OptimizerSlot], *, tensor_group: CommGroup, lr_factor: float, weight_decay: float
+    ) -> None:
+        self.slots, self.tensor_group, self.update_count = list(slots), tensor_group, 0
+        self.lr_factor, self.weight_decay = lr_factor, weight_decay
+
+    def update_slots(self, transfers: OptimizerOffloadTransfers, lr: float, decoupled_lr: float | None = None) -> None:
+        """Update the main weights of all parameter shards (slots) at learning rate `lr`.
+        Hidden matrices have no decoupled learning rate.
+        """
+        self.update_count += 1
+        for number, slot in enumerate(self.slots):
+            with transfers.overlap_copies_with_update([slot]):
+                self._update_slot(number, slot, lr * self.lr_factor * slot.kind.lr_factor)
+
+    def _update_slot(self, number: int, slot: OptimizerSlot, lr: float) -> None:
+        direction = self._update_input(number, slot)
+        own = direction[: slot.shard.weights.numel()].to(slot.shard.weights.device)
+        update = self._gather_and_update(number, slot, own).to(slot.main.device)
+        slot.main.mul_(1 - lr * self.weight_decay).add_(_pad_to_length(update, len(slot.main)), alpha=-lr)
+
+    def _update_input(self, number: int, slot: OptimizerSlot) -> Tensor:
+        """Return the tensor of slot `number` from which the updates of its matrices are computed: the gradient."""
+        return slot.grads
+
+    def _compute_matrix_update(self, matrix_index: tuple[int, int], matrix: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the update of a whole matrix [.., M, N] from the same matrix of `_update_input`.
+        `matrix_index` is the number of the slot and the index of the matrix in it, `dtype` that of the model.
+        """
+        raise NotImplementedError
+
+    def state_tensors(self) -> dict[str, list[tuple[OptimizerSlot, Tensor]]]:
+        """Return the state that has one tensor for each parameter shard (slot), by name: none."""
+        return {}
+
+    def _is_own_matrix(self, slot: OptimizerSlot, matrix_index: tuple[int, int]) -> bool:
+        """Return whether this data rank computes the update of a matrix, the first of them another one in each slot."""
+        return sum(matrix_index) % slot.kind.data.size == slot.kind.data.rank
+
+    def _gather_and_update(self, number: int, slot: OptimizerSlot, direction: Tensor) -> Tensor:
+        """Return the update of the shard of slot `number`, from the shards of all n data ranks; each computes every
+        n-th matrix.
+        """
+        data, sharded, gathered = slot.kind.data, slot.sharded, slot.shard.gathered
+        own = _pad_to_length(direction, gathered.rank_elements)
+        whole = own.new_empty(own.numel() * data.size) if sharded else own
+        if sharded:
+            all_gather_into(whole, own, data)
+        result = torch.zeros_like(whole)
+        low = torch.bfloat16 if slot.kind.dtype == torch.float16 else slot.kind.dtype
+        for index, (info, piece, source, target) in enumerate(iterate_matrices(gathered, whole, result)):
+            if self._is_own_matrix(slot, (number, index)):
+                target.copy_(self._update_own_part((number, index), info, piece, source, low))
+        if not sharded:
+            all_reduce(result, data)
+            return result
+        update = torch.empty_like(own)
+        reduce_scatter_into(update, result, data)
+        return update[: len(direction)]
+
+    def _update_own_part(
+        self, matrix_index: tuple[int, int], info: ParameterInfo, piece: TensorPiece, part: Tensor, dtype: torch.dtype
+    ) -> Tensor:
+        """Return this rank's part of the update of a canonical matrix, from its part of the input."""
+        rows, columns = piece.global_shape[-2:]
+        (top, left), (height, width) = piece.global_offset[-2:], piece.shape[-2:]
+        matrix = part
+        if (height, width) != (rows, columns):
+            matrix = part.new_zeros(*part.shape[:-2], rows, columns)
+            if all(group.rank == 0 for group in info.replicas):
+                matrix[..., top : top + height, left : left + width] = part
+            all_reduce(matrix, info.split or self.tensor_group)
+        update = self._compute_matrix_update(matrix_index, matrix, dtype)
+        return update[..., top : top + height, left : left + width]
+
+
+class MuonUpdateRule(MatrixUpdateRule):
+    """`UpdateRule` that updates main weights, held in one slot per parameter shard, by Muon.
+
+    Args:
+        slots, tensor_group, lr_factor, weight_decay: as for `MatrixUpdateRule`.
+        momentum, nesterov: momentum of the gradient, as in torch's SGD.
         rounds: rounds of the Newton-Schulz iteration, computed in the model's precision (bf16 for fp16).
     """
 
@@ -104,65 +188,20 @@ class MuonUpdateRule:
         weight_decay: float,
         rounds: int,
     ) -> None:
-        self.slots, self.tensor_group = list(slots), tensor_group
-        self.momentum, self.nesterov = momentum, nesterov
-        self.lr_factor, self.weight_decay, self.rounds = lr_factor, weight_decay, rounds
+        super().__init__(slots, tensor_group=tensor_group, lr_factor=lr_factor, weight_decay=weight_decay)
+        self.momentum, self.nesterov, self.rounds = momentum, nesterov, rounds
         self.momenta = [torch.zeros_like(slot.main) for slot in slots]
 
-    def update_slots(self, transfers: OptimizerOffloadTransfers, lr: float, decoupled_lr: float | None = None) -> None:
-        """Update the main weights of all parameter shards (slots) by Muon at learning rate `lr`.
-        Decoupled param groups use `decoupled_lr`.
-        """
-        for number, (slot, momentum) in enumerate(zip(self.slots, self.momenta, strict=True)):
-            with transfers.overlap_copies_with_update([slot]):
-                self._update_slot(number, slot, momentum, lr * self.lr_factor * slot.kind.lr_factor)
+    def _update_input(self, number: int, slot: OptimizerSlot) -> Tensor:
+        momentum = self.momenta[number].mul_(self.momentum).add_(slot.grads)
+        return slot.grads.add(momentum, alpha=self.momentum) if self.nesterov else momentum
 
-    def _update_slot(self, number: int, slot: OptimizerSlot, momentum: Tensor, lr: float) -> None:
-        grads = slot.grads
-        momentum.mul_(self.momentum).add_(grads)
-        direction = grads.add(momentum, alpha=self.momentum) if self.nesterov else momentum
-        own = direction[: slot.shard.weights.numel()].to(slot.shard.weights.device)
-        update = self._gather_and_orthogonalize(number, slot, own).to(slot.main.device)
-        update = _pad_to_length(update, len(momentum))
-        slot.main.mul_(1 - lr * self.weight_decay).add_(update, alpha=-lr)
+    def _compute_matrix_update(self, matrix_index: tuple[int, int], matrix: Tensor, dtype: torch.dtype) -> Tensor:
+        return orthogonalize(matrix, steps=self.rounds, dtype=dtype) * muon_update_scale(*matrix.shape[-2:])
 
     def state_tensors(self) -> dict[str, list[tuple[OptimizerSlot, Tensor]]]:
         """Return Muon's momentum, {name: one tensor for each parameter shard (slot)}."""
         return {"muon_momentum": list(zip(self.slots, self.momenta, strict=True))}
-
-    def _gather_and_orthogonalize(self, number: int, slot: OptimizerSlot, direction: Tensor) -> Tensor:
-        """Return the update of the shard of slot `number`, from the shards of all n data ranks; each computes every
-        n-th matrix, the first of them another one in each slot.
-        """
-        data, sharded, gathered = slot.kind.data, slot.sharded, slot.shard.gathered
-        own = _pad_to_length(direction, gathered.rank_elements)
-        whole = own.new_empty(own.numel() * data.size) if sharded else own
-        if sharded:
-            all_gather_into(whole, own, data)
-        result = torch.zeros_like(whole)
-        low = torch.bfloat16 if slot.kind.dtype == torch.float16 else slot.kind.dtype
-        for index, (info, piece, source, target) in enumerate(_iterate_matrices(gathered, whole, result)):
-            if (number + index) % data.size == data.rank:
-                target.copy_(self._matrix_update(info, piece, source, low))
-        if not sharded:
-            all_reduce(result, data)
-            return result
-        update = torch.empty_like(own)
-        reduce_scatter_into(update, result, data)
-        return update[: len(direction)]
-
-    def _matrix_update(self, info: ParameterInfo, piece: TensorPiece, part: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return this rank's part of the update of a canonical matrix, from its part of the momentum."""
-        rows, columns = piece.global_shape[-2:]
-        (top, left), (height, width) = piece.global_offset[-2:], piece.shape[-2:]
-        matrix = part
-        if (height, width) != (rows, columns):
-            matrix = part.new_zeros(*part.shape[:-2], rows, columns)
-            if all(group.rank == 0 for group in info.replicas):
-                matrix[..., top : top + height, left : left + width] = part
-            all_reduce(matrix, info.split or self.tensor_group)
-        update = orthogonalize(matrix, steps=self.rounds, dtype=dtype) * muon_update_scale(rows, columns)
-        return update[..., top : top + height, left : left + width]
 
 
 def _pad_to_length(tensor: Tensor, length: int) -> Tensor:
@@ -170,7 +209,7 @@ def _pad_to_length(tensor: Tensor, length: int) -> Tensor:
     return tensor if len(tensor) == length else pad(tensor, (0, length - len(tensor)))
 
 
-def _iterate_matrices(
+def iterate_matrices(
     gathered: GatheredShards, source: Tensor, target: Tensor
 ) -> Iterator[tuple[ParameterInfo, TensorPiece, Tensor, Tensor]]:
     """Yield the canonical matrices of gathered shards, each with this rank's part of two tensors of their length."""

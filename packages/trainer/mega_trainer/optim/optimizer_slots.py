@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -143,6 +143,7 @@ class UpdateRule(Protocol):
     """Interface of an optimizer's update of its slots of main weights, such as AdamW's or Muon's."""
 
     slots: list[OptimizerSlot]
+    update_count: int  # number of updates so far
 
     def update_slots(self, transfers: OptimizerOffloadTransfers, lr: float, decoupled_lr: float | None = None) -> None:
         """Update the main weights of all `slots` from their gradients at learning rate `lr`.
@@ -155,10 +156,20 @@ class UpdateRule(Protocol):
         """
 
 
-class CountedUpdateRule(UpdateRule, Protocol):
-    """Interface of the update of all ordinary slots, which counts its updates."""
+@runtime_checkable
+class OtherStateRule(Protocol):
+    """Interface of an `UpdateRule` whose state is not, or not only, one tensor of its values for each slot."""
 
-    update_count: int
+    def other_tensors(self) -> Iterable[Tensor]:
+        """Return the tensors that are kept between updates, in place of those of `state_tensors`."""
+
+    def other_checkpoint_tensors(self, *, to_save: bool) -> dict[str, ShardedTensor]:
+        """Return views of state that `state_tensors` does not have, by kind and canonical name.
+        With `to_save`, only this rank's share of replicated tensors is included.
+        """
+
+    def pack_loaded_state(self) -> None:
+        """Take over values that were loaded into copies of the state, if checkpoint tensors are copies."""
 
 
 def boxes_by_name(pairs: Iterable[tuple[OptimizerSlot, Tensor]]) -> dict[str, ShardedTensor]:

@@ -14,12 +14,11 @@ from torch import Tensor
 from mega_ckpt.tensor_pieces import ShardedTensor
 from mega_trainer.distributed.comm import CommGroup
 from mega_trainer.kernels.leaf_compiler import LeafCompiler
-from mega_trainer.optim.adamw8bit import AdamW8bitUpdateRule
 from mega_trainer.optim.gradient_clipping import compute_grad_norm
 from mega_trainer.optim.optimizer_slots import (
-    CountedUpdateRule,
     OptimizerOffloadTransfers,
     OptimizerSlot,
+    OtherStateRule,
     UpdateRule,
     boxes_by_name,
     checkpoint_boxes_by_name,
@@ -44,7 +43,7 @@ class ShardedOptimizer:
         self,
         stages: Sequence[ShardedStage],
         *,
-        adamw: Callable[[list[OptimizerSlot]], CountedUpdateRule],
+        adamw: Callable[[list[OptimizerSlot]], UpdateRule],
         separate: Callable[[list[OptimizerSlot]], UpdateRule] | None = None,
         model_groups: Sequence[CommGroup] = (),
         offload: bool = False,
@@ -67,6 +66,10 @@ class ShardedOptimizer:
         self._rules: list[UpdateRule] = [self._adamw]
         if separate is not None:
             self._rules.append(separate([slot for slot in self.slots if slot.kind.separate]))
+
+    @property
+    def _other_state_rules(self) -> list[OtherStateRule]:
+        return [rule for rule in self._rules if isinstance(rule, OtherStateRule)]
 
     def compute_grad_norm(self) -> Tensor:
         """Return the L2 norm of the gradients over the whole model, not only this rank's shards; fp64 scalar."""
@@ -105,7 +108,10 @@ class ShardedOptimizer:
             yield from (slot.shard.weights.detach(), slot.shard.grads, slot.main, slot.grads)
         yield from self._averages
         for rule in self._rules:
-            yield from (tensor for pairs in rule.state_tensors().values() for _, tensor in pairs)
+            if isinstance(rule, OtherStateRule):
+                yield from rule.other_tensors()
+            else:
+                yield from (tensor for pairs in rule.state_tensors().values() for _, tensor in pairs)
 
     def gradients_by_name(self) -> dict[str, ShardedTensor]:
         """Return views of the reduced gradients by canonical parameter name.
@@ -121,7 +127,8 @@ class ShardedOptimizer:
     @update_count.setter
     def update_count(self, value: int) -> None:
         """Number of optimizer updates so far."""
-        self._adamw.update_count = value
+        for rule in self._rules:
+            rule.update_count = value
 
     def checkpoint_tensors(self, *, to_save: bool = False) -> dict[str, ShardedTensor]:
         """Return views of the optimizer state by checkpoint name.
@@ -131,11 +138,12 @@ class ShardedOptimizer:
         that are more precise than the model's, and `optimizer/ema/<name>` for averages.
         """
         boxes = checkpoint_boxes_by_name if to_save else boxes_by_name
+        others = (rule.other_checkpoint_tensors(to_save=to_save) for rule in self._other_state_rules)
         return {
             f"optimizer/{kind}/{name}": tensor
             for kind, pairs in self.state_tensors()
             for name, tensor in boxes(pairs).items()
-        }
+        } | {f"optimizer/{name}": tensor for tensors in others for name, tensor in tensors.items()}
 
     def state_tensors(self) -> list[tuple[str, list[tuple[OptimizerSlot, Tensor]]]]:
         """Return the flat tensors of the optimizer state by kind, `main` (main weights) last.
@@ -157,10 +165,9 @@ class ShardedOptimizer:
             slot.load_main_from_model()
 
     def pack_loaded_state(self) -> None:
-        """Quantise optimizer state that was loaded into `checkpoint_tensors`, where it is kept in 8 bits."""
-        for rule in self._rules:
-            if isinstance(rule, AdamW8bitUpdateRule):
-                rule.pack_loaded_state()
+        """Take over state that was loaded into `checkpoint_tensors`, where these are copies: moments in 8 bits."""
+        for rule in self._other_state_rules:
+            rule.pack_loaded_state()
 
     def copy_main_to_model(self) -> None:
         """Copy main weights, loaded from a checkpoint, to the model; under ZeRO-3 they are the model's only weights."""

@@ -43,11 +43,11 @@ from mega_trainer.distributed.comm import (
 from mega_trainer.model.decoder import Decoder
 from mega_trainer.model.mixture_of_experts import GroupedExperts
 from mega_trainer.parallel.parameter_info import (
+    ModuleWithSavedBuffers,
     NonTrainableBuffer,
     get_local_values,
     get_parameter_info,
     is_trainable,
-    iterate_saved_buffers,
 )
 from mega_trainer.parallel.parameter_shards import (
     GatheredShards,
@@ -123,11 +123,12 @@ def fully_shard_stage(
 
 def _reset_saved_buffers(model: nn.Module) -> None:
     """Give the non-trainable tensors that checkpoints contain their initial values, in new memory."""
-    for values, _ in iterate_saved_buffers(model):
-        values.zero_()
     for module in model.modules():
         if isinstance(module, NonTrainableBuffer):
             module.values.fill_(module.fill)
+        elif isinstance(module, ModuleWithSavedBuffers) and not getattr(module, "keeps_buffers", False):
+            for values, _ in module.saved_buffers():
+                values.zero_()
 
 
 def _pad_uneven_shards(model: nn.Module) -> None:

@@ -238,15 +238,15 @@ def _encoder_decoder_flops(model: ModelConfig, source: int, target: int, *, caus
 
 def _layer_flops(model: ModelConfig, layer: int, seq_length: int, *, causal: bool) -> dict[str, float]:
     """Return the forward FLOPs per token of the layer with this index, by part."""
-    (mixer, feed), window, model = (
+    kind, window, model = (
         model.get_layer_kind(layer),
         model.get_attention_window(layer),
         model.get_layer_config(layer),
     )
-    parts = {"feed-forward": 2.0 * active_ffn_elements(model, feed)}
+    parts = {"feed-forward": 2.0 * active_ffn_elements(model, kind.feed_forward)}
     if model.per_layer_input_size:
         parts["per-layer inputs"] = 2.0 * sum(map(math.prod, layer_input_shapes(model)))
-    if mixer is not None:
+    for mixer in kind.mixers:
         first, second = MIXING.get(mixer, (f"{mixer} projections", f"{mixer} mixing"))
         parts[first] = 2.0 * sum(map(math.prod, itertools.chain(*projection_shapes(model, mixer))))
         parts[second] = mixing_flops(model, mixer, window, seq_length, causal=causal)
@@ -256,6 +256,7 @@ def _layer_flops(model: ModelConfig, layer: int, seq_length: int, *, causal: boo
 MIXING: dict[MixerKind, tuple[str, str]] = {
     "attention": ("attention projections", "attention scores"),
     "mamba": ("mamba projections", "mamba scan"),
+    "mamba1": ("mamba projections", "mamba scan"),
     "delta": ("delta projections", "delta rule"),
     "kda": ("KDA projections", "KDA delta rule"),
     "lightning": ("lightning projections", "lightning scan"),
@@ -301,7 +302,7 @@ def palm_flops(model: ModelConfig, seq_length: int, target: int | None = None) -
     tables = count.embedding - (model.vocab_size * model.embedding_width if model.tie_embeddings else 0)
     # H Q, where Q is the mean of the head sizes of keys and values
     pairs = model.num_attention_heads * (model.query_key_head_dim + model.attention_value_dim) // 2
-    attention = 12 * sum(kind.mixer == "attention" for kind in model.layer_kinds) * pairs * seq_length
+    attention = 12 * sum("attention" in kind.mixers for kind in model.layer_kinds) * pairs * seq_length
     return float(6 * (count.active_parameters - tables) + attention)
 
 

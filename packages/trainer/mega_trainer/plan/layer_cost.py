@@ -160,13 +160,13 @@ class LayerCostModel:
         forward, inputs, weights = products.get("products", PassSeconds())
         products["products"] = PassSeconds(forward, inputs, self.trained.shares[index] * weights)
         work = sum_pass_work(
-            [products, self._mixer_work(kind.mixer, index), self._elementwise_work(kind), *self._adapter_work(index)]
+            [products, *self._mixer_work(kind, index), self._elementwise_work(kind), *self._adapter_work(index)]
         )
         recomputed = self._recompute_work(work)
         communication = sum_pass_work(
             [
                 self._tensor_parallel_work(work, halves=sum(map(bool, kind))),
-                self._context_parallel_work(work, kind.mixer),
+                *(self._context_parallel_work(work, mixer) for mixer in kind.mixers),
             ]
         )
         whole = self._hide_dispatch(sum_pass_work([work, recomputed, communication]))
@@ -217,15 +217,9 @@ class LayerCostModel:
     def _dense_gemms(self, kind: LayerKind) -> Iterator[PassWork]:
         """Yield the GEMMs of a mixer's projections and of a dense feed-forward block."""
         model, run = self.model, self.run
-        split, latents = projection_shapes(model, kind.mixer)
-        widths: dict[int, int] = {}
-        for out, into in split[:-1]:
-            widths[into] = widths.get(into, 0) + out
-        for into, out in widths.items():
-            yield {"products": self._gemm(self.micro_batch_tokens, out / run.tp, into)}
-        for out, into in split[-1:]:
-            yield {"products": self._gemm(self.micro_batch_tokens, out, into / run.tp)}
-        for out, into in [*latents, *layer_input_shapes(model)]:
+        for mixer in kind.mixers:
+            yield from self._projection_gemms(mixer)
+        for out, into in layer_input_shapes(model):
             yield {"products": self._gemm(self.micro_batch_tokens / (run.tp if run.sp else 1), out, into)}
         shared = model.moe.shared_ffn_hidden_size if model.moe else 0
         width = shared if kind.feed_forward == "moe" else active_ffn_width(model, kind.feed_forward)
@@ -237,14 +231,28 @@ class LayerCostModel:
             }
             yield {"products": self._gemm(self.micro_batch_tokens, model.hidden_size, width / run.tp)}
 
-    def _mixer_work(self, mixer: MixerKind | None, index: int) -> PassWork:
-        """Return the work of attention scores or of a chunked recurrence, which its backward computes again before its
+    def _projection_gemms(self, mixer: MixerKind) -> Iterator[PassWork]:
+        """Yield the GEMMs of a mixer's projections."""
+        run, (split, latents) = self.run, projection_shapes(self.model, mixer)
+        widths: dict[int, int] = {}
+        for out, into in split[:-1]:
+            widths[into] = widths.get(into, 0) + out
+        for into, out in widths.items():
+            yield {"products": self._gemm(self.micro_batch_tokens, out / run.tp, into)}
+        for out, into in split[-1:]:
+            yield {"products": self._gemm(self.micro_batch_tokens, out, into / run.tp)}
+        for out, into in latents:
+            yield {"products": self._gemm(self.micro_batch_tokens / (run.tp if run.sp else 1), out, into)}
+
+    def _mixer_work(self, kind: LayerKind, index: int) -> Iterator[PassWork]:
+        """Yield the work of attention scores and of a chunked recurrence, which its backward computes again before its
         two gradients.
         """
-        if mixer == "attention":
-            return self._attention_work(index)
-        if mixer is None:
-            return {}
+        for mixer in kind.mixers:
+            yield self._attention_work(index) if mixer == "attention" else self._recurrence_work(mixer)
+
+    def _recurrence_work(self, mixer: MixerKind) -> PassWork:
+        """Return the work of a chunked recurrence."""
         mine = self.micro_batch_tokens / self.run.tp
         one = mine * mixing_flops(self.model, mixer, None, self.run.seq_length) / self.rates.scan
         there, back = (moved * mine / self.rates.memory for moved in recurrence_bytes(self.model, mixer))
@@ -283,14 +291,14 @@ class LayerCostModel:
         width = active_ffn_width(model, kind.feed_forward)
         residual = halves * 4 * model.stream_width / (run.tp if run.sp else 1)
         residual += halves * 2 * model.hidden_size / (run.tp if run.sp else 1) if model.residual_dropout else 0
-        there, back = self._mixer_elements(kind.mixer)
+        there, back = (sum(moved) for moved in zip((0, 0), *map(self._mixer_elements, kind.mixers), strict=True))
         forward = residual + (there + (3 if model.has_gated_mlp else 2) * width) / run.tp
         backward = residual + (back + (5 if model.has_gated_mlp else 3) * width) / run.tp
         scale = self.micro_batch_tokens * self.bytes_per_activation * self.profile.passes / self.rates.memory
         least = KERNELS * self.profile.passes * self.rates.kernel
         return {"elementwise": PassSeconds(max(least, forward * scale), max(least, backward * scale))}
 
-    def _mixer_elements(self, mixer: MixerKind | None) -> tuple[int, int]:
+    def _mixer_elements(self, mixer: MixerKind) -> tuple[int, int]:
         """Return the elements per token that a mixer reads and writes around its scores or states, forward and
         backward.
         """
@@ -302,8 +310,6 @@ class LayerCostModel:
             gated = 3 * model.num_attention_heads * model.attention_value_dim if has_gate else 0
             normed = (3 if model.qk_norm else 1) * rotated
             return normed + gated, normed + gated * 5 // 3
-        if mixer is None:
-            return 0, 0
         shapes = projection_shapes(model, mixer)[0]
         if mixer in model.mixers:  # its inputs and outputs, read and written once
             moved = 2 * sum(out for out, _ in shapes)
@@ -432,10 +438,10 @@ class LayerCostModel:
         share = halves / 2
         return {"tensor": PassSeconds(share * forward * one, share * max(0, waited - 4) * one + overlapped)}
 
-    def _context_parallel_work(self, work: PassWork, mixer: MixerKind | None) -> PassWork:
+    def _context_parallel_work(self, work: PassWork, mixer: MixerKind) -> PassWork:
         """Return the communication of context parallelism."""
         model, run = self.model, self.run
-        if run.cp == 1 or mixer is None:
+        if run.cp == 1:
             return {}
         ranks = self.interconnect.make_rank_group(run.cp, run.tp)
         if mixer != "attention":
@@ -479,7 +485,7 @@ class LayerCostModel:
         exchanged = (
             self.micro_batch_tokens * rows * self.bytes_per_activation / run.tp
         )  # without z, with y of equal width
-        if run.cp_kind == "alltoall" or exchanged < passed:
+        if mixer != "mamba1" and (run.cp_kind == "alltoall" or exchanged < passed):
             return self.interconnect.all_to_all_seconds(exchanged, ranks)
         return self.interconnect.all_gather_seconds(passed, ranks)
 

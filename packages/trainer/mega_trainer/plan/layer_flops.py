@@ -31,6 +31,9 @@ def projection_shapes(model: ModelConfig, mixer: MixerKind | None) -> tuple[list
     if mixer == "mamba" and (mamba := model.mamba):
         rows = 2 * mamba.inner_size + 2 * mamba.num_groups * mamba.state_size + mamba.num_heads
         return [(rows, width), (width, mamba.inner_size)], []
+    if mixer == "mamba1" and (mamba1 := model.mamba1):
+        inner, rank = mamba1.inner_size, mamba1.dt_rank
+        return [(2 * inner, width), (rank + 2 * mamba1.state_size, inner), (inner, rank), (width, inner)], []
     if mixer == "delta" and (delta := model.delta):
         values = delta.num_value_heads * delta.value_head_dim
         rows = 2 * delta.num_key_heads * delta.key_head_dim + 2 * values + 2 * delta.num_value_heads
@@ -104,6 +107,8 @@ def mixing_flops(
         pairs = mean_visible_keys(mamba.chunk_size, min(mamba.chunk_size, seq_length), causal=causal)
         scores = mamba.num_groups * mamba.state_size + mamba.inner_size
         return 2 * pairs * scores + 4.0 * mamba.state_size * mamba.inner_size
+    if mixer == "mamba1" and (mamba1 := model.mamba1):
+        return 2.0 * mamba1.state_size * mamba1.inner_size  # y = S C; the states are updated elementwise
     if mixer == "delta" and (delta := model.delta):
         pairs = mean_visible_keys(delta.chunk_size, min(delta.chunk_size, seq_length), causal=causal)
         key, value, heads = delta.key_head_dim, delta.value_head_dim, delta.num_value_heads
@@ -171,6 +176,8 @@ def recurrent_state_elements(model: ModelConfig, mixer: MixerKind) -> int:
     """
     if mixer == "mamba" and (mamba := model.mamba):
         return mamba.num_heads * (mamba.head_dim * mamba.state_size + 1)
+    if mixer == "mamba1" and (mamba1 := model.mamba1):
+        return 2 * mamba1.inner_size * mamba1.state_size
     if mixer == "delta" and (delta := model.delta):
         return delta.num_value_heads * delta.key_head_dim * (delta.key_head_dim + delta.value_head_dim)
     if mixer == "kda" and (kda := model.kda):

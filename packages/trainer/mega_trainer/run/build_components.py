@@ -47,8 +47,9 @@ from mega_trainer.optim.adamw8bit import AdamW8bitUpdateRule
 from mega_trainer.optim.elementwise import ElementwiseUpdate, ElementwiseUpdateRule, LionUpdate, SgdUpdate
 from mega_trainer.optim.gradient_clipping import LossScale
 from mega_trainer.optim.muon import MuonUpdateRule, is_hidden_matrix
-from mega_trainer.optim.optimizer_slots import CountedUpdateRule, OptimizerSlot
+from mega_trainer.optim.optimizer_slots import OptimizerSlot, UpdateRule
 from mega_trainer.optim.sharded_optimizer import ShardedOptimizer
+from mega_trainer.optim.soap import SoapUpdateRule
 from mega_trainer.parallel.deepep_dispatch import DeepEpDispatcher
 from mega_trainer.parallel.expert_parallel import ExpertDispatcher
 from mega_trainer.parallel.fsdp import FullyShardedStage, fully_shard_stage
@@ -125,12 +126,15 @@ def choose_kernels(config: RunConfig, device: torch.device) -> BackendChoice:
         head=max((each.query_key_head_dim, each.attention_value_dim) for each in (model, model.full_layer_config)),
         softcap=model.attention_softcap is not None,
         biased=model.has_position_bias,
-        taps=frozenset(recurrence.conv_kernel for recurrence in (model.mamba, model.delta, model.kda) if recurrence)
+        taps=frozenset(
+            recurrence.conv_kernel for recurrence in (model.mamba, model.mamba1, model.delta, model.kda) if recurrence
+        )
         | ({model.conv.kernel} if model.conv else frozenset()),
         compiler_problem=find_compiler_problem(device) if gpu else None,
     )
     parts = {
         "mamba": ("conv", "scan"),
+        "mamba1": ("conv", "scan"),
         "delta": ("conv", "delta"),
         "kda": ("conv", "delta"),
         "lightning": ("scan",),
@@ -273,15 +277,20 @@ def build_optimizer(
     config: RunConfig, shared: Mapping[int, ShardedStage], groups: ParallelGroups, leaves: LeafCompiler | None = None
 ) -> ShardedOptimizer:
     """Return the configured optimizer over the trainable weights of all of this rank's stages."""
-    settings, muon = config.optimizer, config.optimizer.muon
+    settings, muon, soap = config.optimizer, config.optimizer.muon, config.optimizer.soap
     decay, elementwise = settings.weight_decay, build_elementwise_update(config)
-    adamw: Callable[[list[OptimizerSlot]], CountedUpdateRule] = partial(
+    adamw: Callable[[list[OptimizerSlot]], UpdateRule] = partial(
         AdamW8bitUpdateRule if settings.name == "adamw8bit" else AdamWUpdateRule,
         betas=settings.betas, eps=settings.eps, weight_decay=decay,
     )  # fmt: skip
     if elementwise is not None:
         adamw = partial(ElementwiseUpdateRule, rule=elementwise, weight_decay=decay)
     own_decay = decay if muon.weight_decay is None else muon.weight_decay
+    soap_rule = partial(
+        SoapUpdateRule, tensor_group=groups.tp, weight_decay=decay, betas=settings.betas, eps=settings.eps,
+        gram_beta=settings.betas[1] if soap.gram_beta is None else soap.gram_beta, frequency=soap.frequency,
+        max_width=soap.max_width,
+    )  # fmt: skip
     muon_rule = partial(
         MuonUpdateRule, tensor_group=groups.tp, momentum=muon.momentum, nesterov=muon.nesterov, lr_factor=muon.lr_factor,
         weight_decay=own_decay, rounds=muon.rounds,
@@ -289,7 +298,7 @@ def build_optimizer(
     return ShardedOptimizer(
         list(shared.values()),
         adamw=adamw,
-        separate=muon_rule if settings.name == "muon" else None,
+        separate=muon_rule if settings.name == "muon" else soap_rule if settings.name == "soap" else None,
         model_groups=(groups.pp,),
         offload=settings.offload,
         leaves=leaves,
@@ -317,7 +326,7 @@ def shard_stages(config: RunConfig, stages: Mapping[int, Decoder]) -> dict[int, 
     zero_config = ZeroConfig(
         shard_grads=level > 0,
         reduce_every_microbatch=level == 2 or config.debug.reduce_every_microbatch,
-        separate=is_hidden_matrix if config.optimizer.name == "muon" else None,
+        separate=is_hidden_matrix if config.optimizer.name in ("muon", "soap") else None,
         decoupled=config.optimizer.decoupled_lr is not None,
         lr_factor=config.lr_factor_of,
         reduce_dtype=gradient_reduce_dtype(config),

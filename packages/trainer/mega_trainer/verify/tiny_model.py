@@ -165,7 +165,7 @@ def _find_source_layers(model: ModelConfig) -> list[int]:
     for layer in range(model.num_layers):
         kind = model.get_layer_kind(layer)
         where = (
-            (model.get_attention_window(layer), model.has_rotary_positions(layer)) if kind.mixer == "attention" else ()
+            (model.get_attention_window(layer), model.has_rotary_positions(layer)) if "attention" in kind.mixers else ()
         )
         found.setdefault((kind, where, model.shares_keys(layer)), layer)
     return list(found.values())
@@ -327,6 +327,11 @@ def _shrink_sections(model: ModelConfig) -> dict[str, dict[str, Any]]:
             "num_heads": heads, "head_dim": 2, "state_size": 4, "chunk_size": CHUNK,
             "num_groups": shrink_shared_head_count(mamba.num_heads, mamba.num_groups, heads),
             "conv_kernel": min(mamba.conv_kernel, CONVOLUTION),
+        }  # fmt: skip
+    if (mamba1 := model.mamba1) is not None:
+        found["mamba1"] = {
+            "inner_size": shrink_count(mamba1.inner_size), "state_size": 3, "dt_rank": 2, "chunk_size": CHUNK,
+            "conv_kernel": min(mamba1.conv_kernel, CONVOLUTION),
         }  # fmt: skip
     if (delta := model.delta) is not None:
         heads = shrink_count(delta.num_value_heads)

@@ -202,7 +202,7 @@ class Verification:
         case, model = self._single_case, dict(self._single_case.model)
         first = replace(case, steps=1, clip=0.0)
         found = [("bf16", "bf16 against fp32", replace(first, precision="bf16"), replace(first, precision="fp32"))]
-        for section in ("mamba", "delta", "kda", "lightning"):
+        for section in ("mamba", "mamba1", "delta", "kda", "lightning"):
             if section in model:
                 stepwise = {**model, section: {**model[section], "chunk_size": 1}}
                 name = f"{section}: token by token against chunks of {model[section]['chunk_size']}"

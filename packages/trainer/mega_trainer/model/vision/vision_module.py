@@ -58,6 +58,8 @@ class TransformersVisionModule(nn.Module):
         CheckpointError: from the constructor, when transformers cannot build it.
     """
 
+    keeps_buffers = True  # also where the parameters get new memory
+
     def __init__(self, build: LayerBuilder) -> None:
         super().__init__()
         vision = build.config.vision
