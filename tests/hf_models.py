@@ -105,6 +105,7 @@ _DELTA_MOE = {
     **_DELTA, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "shared_expert_intermediate_size": 20,
 }  # fmt: skip
 
+_OLMO_HYBRID = {**_SIZES, "layer_types": _KINDS, "pad_token_id": None}
 _KIMI = {
     **_LATENT_SIZES, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "num_local_experts": 6, "layer_types": _KINDS, "pad_token_id": None,
     "linear_head_dim": 5, "linear_num_heads": 4, "linear_conv_kernel_dim": 3,
@@ -735,6 +736,36 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "cohere2_moe-dense-unrotated": (
         "cohere2_moe", {**_SIZES, "head_dim": 6, "num_experts": 4, "sliding_window": 8, "mlp_layer_types": ["dense", "sparse", "sparse"],
                         "layer_types": KINDS, "prefix_dense_sliding_window_pattern": 2, "logit_scale": 1.0},
+    ),
+    "mimo_v2_flash": (
+        "mimo_v2_flash", {**_V3_EXPERTS, "n_group": 1, "topk_group": 1, "head_dim": 12, "v_head_dim": 10, "sliding_window": 8},
+    ),
+    "mimo_v2_flash-kinds-groups-bias": (
+        "mimo_v2_flash", {**_V3_EXPERTS, "head_dim": 18, "v_head_dim": 6, "sliding_window": 8, "layer_types": _WINDOWS,
+                          "attention_bias": True, "attention_value_scale": None, "routed_scaling_factor": 2.5, "norm_topk_prob": False,
+                          "mlp_layer_types": ["sparse", "dense", "sparse"], "num_key_value_heads": 1, "tie_word_embeddings": True,
+                          "rope_parameters": {
+                              "full_attention": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.7},
+                              "sliding_attention": {"rope_type": "default", "rope_theta": 100.0}}},
+    ),
+    "mimo_v2_flash-no-window": (
+        "mimo_v2_flash", {**_V3_EXPERTS, "head_dim": 12, "v_head_dim": 10, "layer_types": ["full_attention"] * 3},
+    ),
+    "laguna": ("laguna", {**_EXPERTS, "num_experts": 6, "head_dim": 12, "shared_expert_intermediate_size": 20}),
+    "laguna-heads-kinds-channels-capped": (
+        "laguna", {**_EXPERTS, "num_experts": 5, "head_dim": 8, "shared_expert_intermediate_size": 16, "layer_types": KINDS,
+                   "num_attention_heads_per_layer": [4, 6, 4], "sliding_window": 8, "gating": "per-element",
+                   "mlp_layer_types": ["sparse", "dense", "sparse"], "moe_routed_scaling_factor": 1.5, "tie_word_embeddings": True,
+                   "moe_router_logit_softcapping": 0.4, "rope_parameters": {
+                       "full_attention": YARN | {"partial_rotary_factor": 0.5},
+                       "sliding_attention": {"rope_type": "default", "rope_theta": 100.0}}},
+    ),
+    "olmo_hybrid": ("olmo_hybrid", _OLMO_HYBRID),
+    "olmo_hybrid-no-positions-bias": (
+        "olmo_hybrid", {**_OLMO_HYBRID, "rope_parameters": {"rope_type": None, "rope_theta": None}, "linear_num_key_heads": 2,
+                        "linear_key_head_dim": 5, "linear_value_head_dim": 3, "linear_conv_kernel_dim": 3, "attention_bias": True,
+                        "layer_types": ["full_attention", "linear_attention", "full_attention"], "linear_allow_neg_eigval": False,
+                        "num_key_value_heads": None, "tie_word_embeddings": True},
     ),
     "mpnet": ("mpnet", {**_BERT, "pad_token_id": 1, "hidden_act": "gelu_new"}),
     "modernbert-decoder": ("modernbert-decoder", {**_BERT, **_MODERNBERT}),

@@ -403,6 +403,13 @@ VARIANTS |= {
         "tie_embeddings": True, "qkv_bias": True, "attention_out_bias": True,
     },
     "qwen3.5": {**_DELTA, "layers": ["delta+mlp", "attention+mlp"], "num_kv_heads": 4, "rope": {"fraction": 0.5, "theta": 500.0}},
+    "olmo-hybrid": {
+        **OLMO2, "layers": ["delta+mlp", "attention+mlp", "delta+mlp"], "num_layers": 3, "norm_positions": {"delta": "pre"}, "num_kv_heads": 2,
+        "delta": {
+            "num_key_heads": 2, "num_value_heads": 4, "key_head_dim": 5, "value_head_dim": 8, "chunk_size": 8, "norm_eps": 1e-5,
+            "negative_eigenvalues": True,
+        },
+    },
     "lfm2": {
         "layers": ["conv+mlp", "attention+mlp", "conv+mlp"], "num_layers": 3, "conv": {}, "qk_norm": True, "num_kv_heads": 2,
     },
@@ -457,6 +464,20 @@ VARIANTS |= {
         **GEMMA, "zero_centered_norm": False, "full_attention_layers": [1], "qk_norm": True, "value_norm": True, "layer_scale": True,
         "attention_scale": 1.0, "full_attention": {"head_dim": 16, "num_kv_heads": 1, "keys_are_values": True},
         "rope": {"theta": 5000.0, "fraction": 0.25, "scaling": "proportional"}, "local_rope": {"theta": 100.0},
+    },
+    "mimo": {
+        "num_layers": 3, "num_kv_heads": 4, "head_dim": 12, "value_head_dim": 10, "value_scale": 0.7, "qkv_bias": True,
+        "sliding_window": 7, "full_attention_layers": [0], "attention_sinks": True,
+        "full_attention": {"head_dim": 12, "num_kv_heads": 2, "attention_sinks": False}, "rope": {"theta": 5000.0, "fraction": 0.5},
+        "local_rope": {"theta": 100.0, "fraction": 0.34}, "moe": {**MOE, "score": "sigmoid", "selection_bias": True, "layers": [1, 2]},
+    },
+    "laguna": {
+        "num_layers": 3, "num_attention_heads": 6, "num_kv_heads": 2, "head_dim": 8, "softplus_gate": "head", "qk_norm": True,
+        "sliding_window": 7, "full_attention_layers": [1], "full_attention": {"head_dim": 8, "num_kv_heads": 2, "num_attention_heads": 4},
+        "rope": {**YARN, "fraction": 0.5}, "local_rope": {"theta": 100.0},
+        "moe": {
+            **MOE, "score": "sigmoid", "selection_bias": True, "shared_ffn_hidden_size": 20, "logit_softcap": 0.5, "scaling": 1.5, "layers": [0, 2],
+        },
     },
     "gemma4-inputs": {
         **GEMMA, "zero_centered_norm": False, "num_layers": 4, "full_attention_layers": [1, 3], "qk_norm": True, "value_norm": True,

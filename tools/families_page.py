@@ -39,7 +39,7 @@ REASONS: tuple[tuple[str, str], ...] = (
     (r"key:(audio_config|sampling_rate|codec_|num_codebooks|max_source_positions)", "sound"),
     (r"key:(vision_config|vq_config|vision_feature_layer|image_token_id)", "a vision encoder or projector of its own"),
     (r"key:(index_topk|index_n_heads|indexer_types)|module:.*Indexer", "sparse attention with an indexer"),
-    (r"key:(hc_mult|hc_eps)|module:.*Hyper[Cc]onnection", "hyper-connections"),
+    (r"key:(hc_mult|hc_eps)|module:.*Hyper[Cc]onnection", "hyper-connections in a block of another form"),
     (r"module:.*(KimiDelta|DeltaAttention|KDA)", "Kimi Delta Attention in a layer of another form"),
     (r"module:.*LightningAttention", "lightning attention in a layer of another form"),
     (r"key:(conv_L_cache)|module:.*ShortConv", "short convolutions as mixers"),
@@ -81,6 +81,8 @@ SETTINGS = """
 - MiniMax-Text-01: transformers stores the decays of lightning attention, which follow from the number of layer and head. `mega` derives them; of a
   folder they are carried, and of models trained here not written: transformers then derives them, too.
 - Ling 3: the MTP layer of a folder is carried, not trained; transformers does not load it.
+- OLMo Hybrid: transformers 5.23 saves the convolution of queries, keys and values in three parts of equal size; `mega` reads these and those of the
+  hub, which have the sizes of queries, keys and values, and writes the latter for models trained here. `rope_type: null` means no positions, as on the hub.
 - A layer's experts are one tensor in a `mega` checkpoint, and one tensor per expert in most HuggingFace folders. Conversion needs memory for one
   expert at a time.
 

@@ -50,6 +50,13 @@ V3 = {
     "qk_rope_head_dim": 2, "v_head_dim": 3, "n_routed_experts": 16, "moe_intermediate_size": 8,
 }  # fmt: skip
 DSA = {**V3, "model_type": "glm_moe_dsa", "num_hidden_layers": 3}
+MIMO = {**V3, "model_type": "mimo_v2_flash", "head_dim": 6, "v_head_dim": 4, "num_key_value_heads": 1}
+LAGUNA = {
+    **LLAMA,
+    "model_type": "laguna",
+    "head_dim": 8,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}
 GPT2 = {"model_type": "gpt2", "vocab_size": 97, "n_embd": 24, "n_layer": 3, "n_head": 4, "n_positions": 32}
 
 
@@ -106,6 +113,7 @@ _FUSED_IN_MEMORY = {family.name for family in FAMILIES if family.has_per_expert_
     "granitemoehybrid",
     "mistral4",
     "granitemoeshared",
+    "olmo_hybrid",
 }
 
 
@@ -239,6 +247,16 @@ def test_rope_of_older_and_newer_folders(old: dict[str, Any], rope: RopeConfig) 
         ({**GEMMA, "use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
         ({**GEMMA, "hidden_activation": "gelu"}, "hidden_activation = 'gelu'"),
         ({**GEMMA, "rope_parameters": {"rope_type": "default"}}, "must be one set of parameters for each of"),
+        ({**MIMO, "rope_parameters": {"full_attention": YARN}}, "rope_type = 'yarn'"),
+        ({**MIMO, "layer_types": ["sliding_attention"]}, "layer_types has 1 layers"),
+        ({**MIMO, "rope_parameters": {"sliding_attention": {"partial_rotary_factor": 0.5}}}, "local_rope.fraction"),
+        (
+            {**LAGUNA, "num_attention_heads_per_layer": [4, 4, 6]},
+            "in all layers with a window, and in all layers without",
+        ),
+        ({**LAGUNA, "num_attention_heads_per_layer": [4, 4]}, "has 2 layers, not 3"),
+        ({**LAGUNA, "attention_bias": True}, "attention_bias = True"),
+        ({**LAGUNA, "moe_apply_router_weight_on_input": True}, "moe_apply_router_weight_on_input = True"),
     ],
 )
 def test_what_cannot_be_expressed_is_refused_by_name(raw: dict[str, Any], told: str) -> None:
@@ -307,11 +325,26 @@ GRANITE4 = {
         ({**LLAMA, "model_type": "bamba", "mamba_n_heads": 6, "mamba_d_head": 8, "layers_block_type": ["mamba"] * 3,
           "attn_layer_indices": [1]}, "conflicts with attn_layer_indices"),
         ({**LLAMA, "model_type": "qwen3_5_text", "attn_output_gate": False}, "attn_output_gate = False"),
+        ({**LLAMA, "model_type": "olmo_hybrid", "layer_types": ["mamba"] * 3}, "only a list of full_attention and"),
+        ({**LLAMA, "model_type": "olmo_hybrid", "linear_num_key_heads": 3}, "must divide num_value_heads = 4"),
     ],
 )  # fmt: skip
 def test_hybrids_that_cannot_be_expressed_are_refused_by_name(raw: dict[str, Any], told: str) -> None:
     with pytest.raises(CheckpointError, match=re.escape(told)):
         family_of_config(raw).read_config_json(raw)
+
+
+@pytest.mark.parametrize(
+    ("rope", "position"),
+    [
+        (None, "rope"), ({"rope_type": None}, "none"), ({"rope_type": "default", "rope_theta": None}, "none"),
+        ({"rope_type": "default", "rope_theta": 7.0}, "rope"),
+    ],
+)  # fmt: skip
+def test_positions_of_olmo_hybrid(rope: dict[str, Any] | None, position: str) -> None:
+    model = read({**LLAMA, "model_type": "olmo_hybrid", "rope_parameters": rope})
+    assert model.position == position
+    assert position == "none" or model.rope.theta == (rope or {"rope_theta": 10_000.0})["rope_theta"]
 
 
 def test_all_that_is_wrong_is_told_at_once() -> None:

@@ -69,6 +69,28 @@ def test_what_follows_from_what_is_given() -> None:
         ({"layers": ["hybrid", "mlp"], "hybrid": {}}, "mamba: is required: layers names layers of this kind"),
         ({"activation": "gelu", "mlp_multipliers": [2, 3]}, "requires a gated activation, such as swiglu, and no moe"),
         ({"mla": LATENT, "rope": {"fraction": 0.5}}, "-> position: rope, without rope.fraction"),
+        ({"hyper_connections": {}, "mtp_layers": 1}, "mtp_layers: is not supported with hyper_connections"),
+        ({"hyper_connections": {}, "norm_position": "post"}, "requires norm_position: pre and causal attention"),
+        ({"norm_positions": {"convolution": "pre"}}, "norm_positions = {'convolution': 'pre'}: must name mixers"),
+        (
+            {"norm_positions": {"delta": "pre"}, "norm_position": "sum"},
+            "is not supported with norm_position: sum or stream",
+        ),
+        (
+            {"value_head_dim": 4, "attention_gate": True},
+            "attention_gate: is not supported with value_head_dim, value_scale",
+        ),
+        ({"softplus_gate": "head", "qkv_bias": True}, "softplus_gate = 'head': is not supported with qkv_bias"),
+        ({"value_scale": 0.5, "position": "alibi"}, "position = 'alibi': must be rope or none with value_head_dim"),
+        ({"value_head_dim": 4, "mla": LATENT}, "value_head_dim: is not supported with mla, encoder and retro"),
+        (
+            {"head_dim": 10, "local_rope": {"fraction": 0.3}},
+            "local_rope.fraction = 0.3: must give an even number of rotated elements",
+        ),
+        (
+            {"sliding_window": 4, "full_attention": {"head_dim": 4, "num_kv_heads": 3, "num_attention_heads": 8}},
+            "full_attention.num_kv_heads = 3: must divide num_attention_heads = 8",
+        ),
         ({"mtp_layers": 1, "position": "learned"}, "mtp_layers = 1: is not supported with position: learned"),
         ({"mtp_layers": 1, "full_attention_layers": [3]}, "full_attention_layers = 3: must be layer numbers up to 2"),
         (

@@ -132,6 +132,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
             "output_input_norms": True, "activation": "reglu2", "qk_norm": True, "qk_norm_span": "layernorm", "num_kv_heads": 4,
             "masked_lm": {"dense_bias": False}, "tie_embeddings": True,
         },
+        {"hyper_connections": {"streams": 3, "iterations": 4, "eps": 1e-3}, "num_kv_heads": 2, "residual_dropout": 0.1},
     ],
     "gqa": [
         {}, {"attention_gate": True, "zero_centered_norm": True},
@@ -164,6 +165,17 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
             "norm_position": "both", "zero_centered_norm": True,
             "moe": MODELS["moe"]["moe"] | {"shared_gate": False, "shared_ffn_hidden_size": 48, "separate_norms": True},
         },
+        {
+            "value_head_dim": 6, "value_scale": 0.7, "qkv_bias": True, "sliding_window": 5, "full_attention_layers": [1],
+            "attention_sinks": True, "full_attention": {"head_dim": 4, "num_kv_heads": 2, "attention_sinks": False},
+            "rope": {"theta": 100.0, "fraction": 0.5}, "local_rope": {"theta": 20.0},
+        },
+        {
+            "softplus_gate": "head", "qk_norm": True, "sliding_window": 5, "full_attention_layers": [1],
+            "full_attention": {"head_dim": 4, "num_kv_heads": 4, "num_attention_heads": 16},
+            "moe": MODELS["moe"]["moe"] | {"score": "sigmoid", "logit_softcap": 0.8},
+        },
+        {"softplus_gate": "channel", "value_head_dim": 3, "qk_norm": True, "qk_norm_span": "all", "num_kv_heads": 2},
         {"moe": MODELS["moe"]["moe"] | SINKHORN},
     ],
     "mla": [
@@ -242,6 +254,13 @@ VARIANTS["hybrid"] = [
         "hybrid": {
             "attention_input": 0.7, "attention_output": 1.4, "keys": 0.6, "mamba_input": 1.2, "mamba_output": 0.8,
             "mamba_projections": [0.5, 1.5, 0.7, 1.2, 2.0],
+        },
+    },
+    {
+        "layers": ["delta+moe", "attention+mlp", "delta+mlp", "attention+moe"], "position": "rope", "norm_position": "post",
+        "norm_positions": {"delta": "pre"}, "qk_norm": True, "qk_norm_span": "all", "residual_multiplier": 1.0, "delta": {
+            "num_key_heads": 4, "num_value_heads": 8, "key_head_dim": 3, "value_head_dim": 2, "chunk_size": 5,
+            "negative_eigenvalues": True,
         },
     },
 ]  # fmt: skip

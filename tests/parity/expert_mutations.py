@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from mega_trainer.distributed.comm import CollectiveWork
 from mega_trainer.distributed.process_groups import ParallelGroups
 from mega_trainer.model import (
+    asymmetric_attention,
     attention,
     decoder,
     expert_router,
@@ -24,6 +25,7 @@ from mega_trainer.model import (
     parameter_builder,
     rotary_embedding,
     shared_key_values,
+    transformer_layer,
 )
 from mega_trainer.model.forward_context import SequenceMask
 from mega_trainer.model.layer_builder import LayerBuilder
@@ -53,6 +55,9 @@ CHUNKED = case("moe", 2, parallel={"cp": 2}, variant=VARIANTS["moe"][2])
 HEADS = case("gqa", 2, parallel={"tp": 2, "sp": True}, variant=VARIANTS["gqa"][3])
 PLAIN = case("dense", 2, parallel={"tp": 2, "sp": True}, variant=VARIANTS["dense"][4])
 NORMED = case("dense", 2, parallel={"tp": 2}, variant=VARIANTS["dense"][6])
+VALUES, GATED = (case("moe", 2, parallel={"tp": 2}, micro=2, variant=VARIANTS["moe"][number]) for number in (6, 7))
+STREAMS = case("dense", 2, parallel={"tp": 2, "sp": True}, variant=VARIANTS["dense"][7])
+WIDE = case("dense", 2, parallel={"zero": 0}, micro=2, variant=VARIANTS["dense"][7])
 MIXED, BY_LOGITS = (case("moe", 2, parallel={"ep": 2}, micro=2, variant=VARIANTS["moe"][number]) for number in (3, 4))
 SHARED = case("gqa", 2, layers=3, parallel={"tp": 2}, variant={"shared_kv_layers": 1, "value_norm": True})
 INPUTS = case("gqa", 2, parallel={"pp": 2}, variant=VARIANTS["gqa"][4])
@@ -352,6 +357,53 @@ def _chosen_by_scores() -> AbstractContextManager[Any]:
     return swap(expert_router.ExpertRouter, "_choice_scores", choice)
 
 
+def _sinks_in_all_layers() -> AbstractContextManager[Any]:
+    """Rank 0 has the sinks of its windowed layers in layers without a window, too."""
+    real = asymmetric_attention.AttentionCore
+
+    def core(build: Any, layer: int, **options: Any) -> Any:
+        first, heads = build.groups.tp.rank == 0, build.config.num_attention_heads // build.groups.tp.size
+        sinks = torch.zeros(heads, dtype=build.dtype) if first and options["sinks"] is None else options["sinks"]
+        return real(build, layer, **{**options, "sinks": sinks})
+
+    return swap(asymmetric_attention, "AttentionCore", core)
+
+
+def _gate_of_another_head() -> AbstractContextManager[Any]:
+    real = asymmetric_attention.apply_softplus_gate
+    return swap(asymmetric_attention, "apply_softplus_gate", lambda y, gate: real(y, gate.roll(1, -2)))
+
+
+def _values_unscaled_on_one_rank() -> AbstractContextManager[Any]:
+    real = asymmetric_attention.AsymmetricAttention.__init__
+
+    def build(self: Any, builder: Any, layer: int) -> None:
+        real(self, builder, layer)
+        self.scale = self.scale if builder.groups.tp.rank else 1.0
+
+    return swap(asymmetric_attention.AsymmetricAttention, "__init__", build)
+
+
+def _streams_without_sync() -> AbstractContextManager[Any]:
+    """Gradients of the weights that mix streams are of a tensor rank's tokens alone."""
+    real = parameter_builder.make_parameter
+
+    def make(shape: Any, pieces: Any, **options: Any) -> Any:
+        return real(shape, pieces, **(options | {"grad_sync": ()} if "_hc." in pieces[0].name else options))
+
+    return swap(parameter_builder, "make_parameter", make)
+
+
+def _streams_mixed_the_other_way() -> AbstractContextManager[Any]:
+    """Data rank 0 mixes streams by C, not by its transpose."""
+    real = transformer_layer.expand_streams
+
+    def expand(streams: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+        return real(streams, y, post, comb if torch.distributed.get_rank() else comb.mT)
+
+    return swap(transformer_layer, "expand_streams", expand)
+
+
 def _keys_detached() -> AbstractContextManager[Any]:
     """Layers that share keys and values send no gradient to them."""
     real = shared_key_values.SharedKeyValueAttention.forward
@@ -465,5 +517,10 @@ EXPERTS: list[tuple[str, LayoutCase, Patch]] = [
     ("key norms: gradient of the bias from a rank's heads alone", NORMED, _norm_bias_of_own_heads),
     ("experts: SparseMixer's second softmax has the first expert", MIXED, _second_share_of_all),
     ("experts: chosen by scores, not by logits", BY_LOGITS, _chosen_by_scores),
+    ("attention: sinks in layers without a window", VALUES, _sinks_in_all_layers),
+    ("attention: values of one rank are not scaled", VALUES, _values_unscaled_on_one_rank),
+    ("attention: the softplus gate of a neighboring head", GATED, _gate_of_another_head),
+    ("streams: gradients of their weights not summed under sequence parallelism", STREAMS, _streams_without_sync),
+    ("streams: mixed by C on one rank, not by its transpose", WIDE, _streams_mixed_the_other_way),
     ("experts: norm of this rank's experts alone", BOTH, _norm_without("ep")),
 ]

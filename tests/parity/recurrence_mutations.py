@@ -36,6 +36,12 @@ KDA = VARIANTS["hybrid"][6] | {"layers": ["kda+mlp", "attention"], "moe": None}
 KDA_TP = case("hybrid", 2, parallel={"tp": 2}, variant=KDA, length=16)
 KDA_PASSED = case("hybrid", 2, parallel={"cp": 2}, variant=KDA)
 KDA_EXCHANGED = case("hybrid", 2, parallel={"cp": 2, "cp_kind": "alltoall"}, variant=KDA, length=16)
+NEGATIVE = case(
+    "hybrid",
+    2,
+    parallel={"tp": 2},
+    variant=VARIANTS["hybrid"][12] | {"layers": ["delta+mlp", "attention+mlp"], "moe": None},
+)
 LIGHTNING = VARIANTS["hybrid"][8] | {"layers": ["lightning+mlp", "attention"], "moe": None, "residual_factors": {}}
 LIGHTNING_TP = case("hybrid", 2, parallel={"tp": 2}, variant=LIGHTNING, length=16)
 EXCHANGED = case("hybrid", 2, parallel={"cp": 2, "cp_kind": "alltoall"}, variant=GATED, length=16)
@@ -131,6 +137,17 @@ def _decays_of_the_first_heads(mixer: Any = GatedDeltaNet) -> AbstractContextMan
     return swap(mixer, "_apply_delta_rule", rule)
 
 
+def _weaker_on_one_rank() -> AbstractContextManager[Any]:
+    """The delta net of rank 0 writes with half the strength."""
+    real = GatedDeltaNet.__init__
+
+    def build(self: Any, builder: LayerBuilder, layer: int) -> None:
+        real(self, builder, layer)
+        self.strength = self.strength if builder.groups.tp.rank else 1.0
+
+    return swap(GatedDeltaNet, "__init__", build)
+
+
 def _latents_without_sum() -> AbstractContextManager[Any]:
     """The gradient of the gates' latents is of this rank's heads alone."""
     return swap(kimi_delta_attention, "gather_sequence", lambda x, group, sp: x)
@@ -210,6 +227,7 @@ RECURRENCES: list[tuple[str, LayoutCase, Patch]] = [
         KDA_EXCHANGED,
         lambda: _decays_of_the_first_heads(KimiDeltaAttention),
     ),
+    ("delta: strengths of one rank's heads are at most 1", NEGATIVE, _weaker_on_one_rank),
     ("lightning: every rank has the decays of the first heads", LIGHTNING_TP, _fixed_decays_of_the_first_rank),
     ("attention: the gate of a neighboring channel", TP, _gate_of_another_head),
 ]

@@ -188,7 +188,7 @@ def test_linear_biases_scaled_queries_norms_after_rotation_a_head_bias_and_heads
 @ONE_IN_THREE
 def test_recurrences_with_decays_per_channel_and_fixed_decays(every: int) -> None:
     """Attention and Mamba-2 side by side; Kimi Delta Attention next to latent attention without positions; lightning attention, whose residual is normalized;
-    Mamba-1 with and without norms."""
+    Mamba-1 with and without norms; delta nets with negative eigenvalues and pre-norms next to attention with post-norms."""
     shapes: list[tuple[int, dict[str, Any]]] = [
         (4, {"tp": 4, "sp": True}), (2, {"cp": 2}), (2, {"tp": 2}), (4, {"pp": 2, "cp": 2}), (4, {"ep": 4, "zero": 2}),
         (4, {"tp": 2, "sp": True, "cp": 2, "cp_kind": "alltoall"}), (4, {"tp": 2, "sp": True, "pp": 2, "zero": 1}),
@@ -197,9 +197,54 @@ def test_recurrences_with_decays_per_channel_and_fixed_decays(every: int) -> Non
     cases = [
         case("hybrid", ranks, layers=4, parallel=shape, micro=2, steps=1, variant=VARIANTS["hybrid"][number])
         for ranks, shape in shapes
-        for number in (6, 7, 8, 9, 10, 11)
+        for number in (6, 7, 8, 9, 10, 11, 12)
     ]
     assert not problems(cases[every // 2 :: 1 + every // 3 * 6], 4)
+
+
+@ONE_IN_THREE
+def test_several_residual_streams(every: int) -> None:
+    shapes: list[tuple[int, dict[str, Any]]] = [
+        (2, {"tp": 2}), (4, {"tp": 4, "sp": True}), (4, {"tp": 2, "sp": True, "pp": 2, "zero": 1}), (4, {"pp": 2, "virtual_stages": 2}),
+        (4, {"zero": 3}), (4, {"pp": 4, "schedule": "zb-h1"}), (4, {"tp": 2, "zero": 2}), (2, {"tp": 2, "sp": True, "zero": 0}),
+    ]  # fmt: skip
+    cases = [
+        case(
+            "dense",
+            ranks,
+            layers=shape.get("pp", 1) * shape.get("virtual_stages", 2),
+            parallel=shape,
+            micro=2,
+            variant=VARIANTS["dense"][7],
+        )
+        for ranks, shape in shapes
+    ]
+    of_moe = [
+        case("moe", 4, parallel=shape, micro=2, variant={"hyper_connections": {"streams": 2}})
+        for shape in ({"ep": 4}, {"cp": 2, "tp": 2, "sp": True}, {"cp": 4, "cp_kind": "alltoall"})
+    ]
+    again = [
+        case("dense", 2, parallel={"tp": 2, "sp": True}, variant=VARIANTS["dense"][7], recompute=how)
+        for how in ({"kind": "full"}, {"kind": "selective", "modules": ["norm", "attention", "mlp"]})
+    ]
+    assert not problems([*cases, *of_moe, *again][every // 2 :: every], 4)
+
+
+@ONE_IN_THREE
+def test_values_of_another_size_softplus_gates_and_heads_that_differ_by_layer(every: int) -> None:
+    shapes: list[tuple[int, dict[str, Any]]] = [
+        (2, {"tp": 2}), (4, {"tp": 4, "sp": True}), (4, {"tp": 2, "sp": True, "cp": 2}), (4, {"pp": 2, "cp": 2, "cp_kind": "alltoall"}),
+        (4, {"tp": 2, "ep": 2, "zero": 3}), (4, {"tp": 2, "sp": True, "pp": 2, "zero": 1}), (4, {"ep": 4, "zero": 2}),
+        (4, {"cp": 4, "cp_kind": "allgather"}), (2, {"cp": 2}),
+    ]  # fmt: skip
+    cases = [
+        case("moe", ranks, layers=shape.get("pp", 1) * 2, parallel=shape, micro=2, variant=VARIANTS["moe"][number])
+        for number in (6, 7, 8)
+        for ranks, shape in shapes
+    ]
+    again = {"kind": "selective", "modules": ["activation", "attention"]}
+    cases.append(case("moe", 2, parallel={"tp": 2}, variant=VARIANTS["moe"][7], recompute=again))
+    assert not problems(cases[::-every], 4)
 
 
 def test_images_in_different_numbers_of_tiles() -> None:

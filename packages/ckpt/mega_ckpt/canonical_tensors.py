@@ -49,6 +49,7 @@ def canonical_tensors(config: ModelConfig) -> TensorShapes:
             out |= _norm(config, "model.encoder_norm")
         out |= {f"model.layers.{index}.{name}": shape for name, shape in _layer(config, index).items()}
         out |= _retro_encoder(config, index)
+    out |= _hyper_connection(config, "model.hc_head.hc_", head=True) if config.hyper_connections else {}
     out |= _norm(config, "model.norm") if config.norm_position != "sum" else {}
     out |= _encoder_heads(config)
     if config.num_scores:
@@ -165,8 +166,8 @@ _KEYS = {"self_attn.k_", "self_attn.v_"}  # first letters of the tensors of keys
 
 
 def _layer(config: ModelConfig, index: int) -> TensorShapes:
-    before, after = config.norm_position in ("pre", "both", "stream"), config.norm_position not in ("pre", "stream")
     config = config.get_layer_config(index)
+    before, after = config.norm_position in ("pre", "both", "stream"), config.norm_position not in ("pre", "stream")
     mixer, feed = config.get_mixer_kind(index), config.get_feed_forward_kind(index)
     mlp_norm = "pre_feedforward_layernorm" if config.norm_position == "both" else "post_attention_layernorm"
     return {
@@ -183,6 +184,20 @@ def _layer(config: ModelConfig, index: int) -> TensorShapes:
         **(_norm(config, "post_feedforward_layernorm") if feed and after else {}),
         **(_layer_input_gate(config, config.per_layer_input_size) if config.per_layer_input_size else {}),
         **({"layer_scalar": (1,)} if config.layer_scale else {}),
+        **(_hyper_connection(config, "attn_hc.") if config.hyper_connections and mixer else {}),
+        **(_hyper_connection(config, "ffn_hc.") if config.hyper_connections and feed else {}),
+    }
+
+
+def _hyper_connection(config: ModelConfig, prefix: str, *, head: bool = False) -> TensorShapes:
+    """Return the tensors of hyper-connections around a block of a layer, or before the head."""
+    assert config.hyper_connections is not None
+    n = config.hyper_connections.streams
+    rows = n if head else (2 + n) * n
+    return {
+        f"{prefix}fn": (rows, config.stream_width),
+        f"{prefix}base": (rows,),
+        f"{prefix}scale": (1,) if head else (3,),
     }
 
 
@@ -239,14 +254,16 @@ def _linear(name: str, out: int, into: int, bias: bool) -> TensorShapes:
 
 
 def _attention(config: ModelConfig) -> TensorShapes:
-    width, head = config.hidden_size, config.query_key_head_dim
+    width, head, value = config.hidden_size, config.query_key_head_dim, config.attention_value_dim
     queries, keys = config.num_attention_heads * head, config.key_value_heads * head
+    values, out = config.key_value_heads * value, config.num_attention_heads * value
     spans: dict[str, tuple[TensorShape, TensorShape]] = {
         **dict.fromkeys(("head", "layernorm", "plain"), ((head,), (head,))),
         "all": ((queries,), (keys,)),
         "each": ((config.num_attention_heads, head), (config.key_value_heads, head)),
     }
     kinds = ("weight", "bias") if config.qk_norm_span == "layernorm" else ("weight",)
+    gates = {"head": config.num_attention_heads, "channel": out}
     norms: TensorShapes = {
         f"self_attn.{name}_norm.{kind}": span
         for name, span in zip("qk", spans[config.qk_norm_span], strict=True)
@@ -255,13 +272,14 @@ def _attention(config: ModelConfig) -> TensorShapes:
     return {
         **_linear("self_attn.q_proj", queries, width, config.qkv_bias),
         **_linear("self_attn.k_proj", keys, width, config.qkv_bias),
-        **({} if config.keys_are_values else _linear("self_attn.v_proj", keys, width, config.qkv_bias)),
+        **({} if config.keys_are_values else _linear("self_attn.v_proj", values, width, config.qkv_bias)),
         **(norms if config.qk_norm and config.qk_norm_span != "plain" else {}),
         **(_linear("self_attn.g_proj", queries, width, config.qkv_bias) if config.attention_gate else {}),
+        **({"self_attn.g_proj.weight": (gates[config.softplus_gate], width)} if config.softplus_gate else {}),
         **({"self_attn.sinks": (config.num_attention_heads,)} if config.attention_sinks else {}),
         **({"self_attn.relative_bias.weight": _relative(config)} if _own_table(config) else {}),
         **({"self_attn.o_norm.weight": (queries,)} if config.output_input_norms else {}),
-        **_linear("self_attn.o_proj", width, queries, config.attention_out_bias),
+        **_linear("self_attn.o_proj", width, out, config.attention_out_bias),
     }
 
 

@@ -71,9 +71,10 @@ def check_shrinkable(model: ModelConfig) -> None:
         "a vision encoder": model.vision, "an encoder": model.encoder or not model.causal,
         "relative positions": model.has_position_bias, "a reward head": model.score,
         "norms before output projections": model.output_input_norms, "a transform before the output layer": model.masked_lm,
-        "MTP layers": model.mtp_layers, "layers of several kinds": model.layers,
+        "hyper-connections": model.hyper_connections, "MTP layers": model.mtp_layers, "layers of several kinds": model.layers,
         "factors of its MLP": model.mlp_multipliers,
         "heads that differ by layer": model.full_attention, "keys as values": model.keys_are_values,
+        "values of another size than keys, scaled values or a softplus gate": model.has_asymmetric_attention,
         "inputs of each layer": model.per_layer_input_size, "shared keys and values": model.shared_kv_layers,
     }  # fmt: skip
     for part, present in parts.items():

@@ -193,7 +193,19 @@ class FullAttentionConfig(StrictConfig):
 
     head_dim: PositiveInt
     num_kv_heads: PositiveInt
+    num_attention_heads: PositiveInt | None = Field(None, description="query heads, as in Laguna; default: as others")
+    attention_sinks: bool | None = Field(None, description="sinks, which MiMo-V2 has in windows; default: as others")
     keys_are_values: bool = Field(False, description="no value projection: values are the projected keys")
+
+
+class HyperConnectionConfig(StrictConfig):
+    """Configuration of manifold-constrained hyper-connections (mHC, arXiv:2512.24880).
+    The residual has several streams, which learned weights mix around each mixer and feed-forward block.
+    """
+
+    streams: int = Field(4, ge=2, le=64)
+    iterations: int = Field(20, ge=1, le=1000, description="iterations of Sinkhorn-Knopp")
+    eps: PositiveFloat = 1e-6
 
 
 INDEXER = ".self_attn.indexer."  # in the names of the tensors of an indexer
@@ -261,6 +273,9 @@ class GatedDeltaConfig(StrictConfig):
     )
     norm_eps: PositiveFloat | None = Field(
         None, description="epsilon of the per-head output norm; default: the model's"
+    )
+    negative_eigenvalues: bool = Field(
+        False, description="write strengths between 0 and 2 instead of 1, as in OLMo Hybrid (arXiv:2411.12537)"
     )
 
     def problems(self) -> Iterator[ConfigProblem]:

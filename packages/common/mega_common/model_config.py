@@ -35,6 +35,7 @@ from mega_common.layer_kinds import (
     FullAttentionConfig,
     GatedDeltaConfig,
     HybridConfig,
+    HyperConnectionConfig,
     KimiDeltaConfig,
     LayerKind,
     LayerPatternSpec,
@@ -154,6 +155,7 @@ class MoeConfig(StrictConfig):
     weighted_inputs: bool = Field(
         False, description="a token's weights multiply the inputs of its experts instead of the outputs, as in Llama 4"
     )
+    logit_softcap: float | None = Field(None, gt=0, description="router logits become cap tanh(logits / cap)")
     z_loss: float = Field(0.0, ge=0, description="weight of the router's z-loss (arXiv:2202.08906)")
     sinkhorn: bool = Field(
         False, description="Sinkhorn routing in training: scores balanced over each sequence (arXiv:2202.01169)"
@@ -252,6 +254,10 @@ class ModelConfig(StrictConfig):
     vocab_size: DimensionSize
     num_kv_heads: PositiveInt | None = Field(None, description="grouped-query attention; default: num_attention_heads")
     head_dim: PositiveInt | None = Field(None, description="default: hidden_size / num_attention_heads")
+    value_head_dim: PositiveInt | None = Field(
+        None, description="size of each head's value, as in MiMo-V2; default: that of queries and keys"
+    )
+    value_scale: float = Field(1.0, gt=0, description="factor on attention values, as in MiMo-V2")
     max_position: PositiveInt = Field(4096, description="maximum sequence length, in tokens")
     tie_embeddings: bool = False
     causal: bool = Field(True, description="causal attention; false: bidirectional attention, as in BERT")
@@ -325,6 +331,10 @@ class ModelConfig(StrictConfig):
         "residual stream after each addition, as in BERT; `stream`: of the residual stream before attention and MLP, which the "
         "outputs are added to, as in MiniMax-Text-01",
     )
+    norm_positions: dict[str, Literal["pre", "post", "both"]] = Field(
+        {},
+        description="{mixer: norm_position} of the layers with that mixer, as in OLMo Hybrid; default: norm_position",
+    )
     residual_factors: dict[str, tuple[PositiveFloat, PositiveFloat]] = Field(
         {},
         description="with norm_position: stream, {mixer or feed-forward block: [alpha, beta]} of x = alpha norm(x) + beta "
@@ -336,6 +346,9 @@ class ModelConfig(StrictConfig):
         False, description="with parallel_residual: one norm before both, as in Falcon and Cohere"
     )
     residual_multiplier: float = Field(1.0, gt=0, description="factor on outputs of attention and MLP, as in Granite")
+    hyper_connections: HyperConnectionConfig | None = Field(
+        None, description="several residual streams that learned weights mix, as in DeepSeek-V4; default: one residual"
+    )
     mlp_multipliers: tuple[PositiveFloat, PositiveFloat] | None = Field(
         None, description="factors on the MLP's gate before its activation, and on the MLP's output, as in Falcon-H1"
     )
@@ -377,6 +390,9 @@ class ModelConfig(StrictConfig):
         False,
         description="attention's output times a sigmoid gate: of each channel, as in Qwen3-Next, or with mla of each head, as in "
         "Ling 3",
+    )
+    softplus_gate: Literal["head", "channel"] | None = Field(
+        None, description="attention's output times a softplus gate of each head or of each channel, as in Laguna"
     )
     head_bias: bool = Field(False, description="a bias per vocabulary token on the logits, as in Phi-2 and GPT-J")
     logit_scale: float = Field(1.0, gt=0, description="factor on logits, before the softcap, as in Cohere")
@@ -430,6 +446,11 @@ class ModelConfig(StrictConfig):
     def embedding_width(self) -> int:
         """Width of the token embeddings and of the output matrix."""
         return self.embedding_size or self.hidden_size
+
+    @property
+    def stream_width(self) -> int:
+        """Width of the residual between layers: the model's, or that of all streams of hyper-connections."""
+        return self.hidden_size * (self.hyper_connections.streams if self.hyper_connections else 1)
 
     @property
     def key_value_heads(self) -> int:
@@ -506,7 +527,12 @@ class ModelConfig(StrictConfig):
     @property
     def attention_value_dim(self) -> int:
         """Width of one attention head's value."""
-        return self.mla.v_head_dim if self.mla else self.query_key_head_dim
+        return self.mla.v_head_dim if self.mla else self.value_head_dim or self.query_key_head_dim
+
+    @property
+    def has_asymmetric_attention(self) -> bool:
+        """True if attention has values of another size than keys, a factor on values, or a softplus gate."""
+        return bool(self.value_head_dim or self.value_scale != 1 or self.softplus_gate)
 
     @property
     def rotary_dim(self) -> int:
@@ -521,7 +547,7 @@ class ModelConfig(StrictConfig):
         full = self.full_attention
         return [
             *self.heads_by_mixer.values(),
-            *([(self.num_attention_heads, full.num_kv_heads)] if full else []),
+            *([(full.num_attention_heads or self.num_attention_heads, full.num_kv_heads)] if full else []),
         ]
 
     @property
@@ -529,19 +555,21 @@ class ModelConfig(StrictConfig):
         """Configuration of the layers without a sliding window: this one, with the heads of `full_attention`."""
         if self.full_attention is None:
             return self
-        return self.model_copy(update={**self.full_attention.model_dump(), "full_attention": None})
+        return self.model_copy(update={**self.full_attention.model_dump(exclude_none=True), "full_attention": None})
 
     def get_layer_config(self, layer: int) -> ModelConfig:
-        """Return the configuration with the attention heads and the feed-forward width of the layer with this index.
+        """Return the configuration with the attention heads, the norm position and the feed-forward width of this layer.
         That of a layer with shared keys and values has `shared_kv_layers` = `num_layers`.
         """
+        position = self.norm_positions and self.norm_positions.get(self.get_mixer_kind(layer) or "")
+        config = self.model_copy(update={"norm_position": position}) if position else self
         if self.shares_keys(layer):
             width = self.shared_kv_ffn_hidden_size or self.ffn_hidden_size
             own = {"shared_kv_layers": self.num_layers, "ffn_hidden_size": width, "full_attention": None}
-            return (self if self.get_attention_window(layer) else self.full_layer_config).model_copy(update=own)
+            return (config if self.get_attention_window(layer) else config.full_layer_config).model_copy(update=own)
         if self.full_attention is None or self.get_attention_window(layer) is None:
-            return self.full_layer_config
-        return self.model_copy(update={"full_attention": None})
+            return config.full_layer_config
+        return config.model_copy(update={"full_attention": None})
 
     def shares_keys(self, layer: int) -> bool:
         """Return whether the layer with this index attends to the keys and values of an earlier one."""
@@ -673,8 +701,10 @@ class ModelConfig(StrictConfig):
 
     @property
     def first_stage_layers(self) -> int:
-        """Number of layers that must be on the first pipeline stage: those to whose outputs image features are added."""
-        return 0 if self.vision is None else len(self.vision.deepstack_layers)
+        """Number of layers that must be on the first pipeline stage.
+        They are those to whose outputs image features are added, and with hyper-connections the first, which widens the embeddings.
+        """
+        return int(self.hyper_connections is not None) if self.vision is None else len(self.vision.deepstack_layers)
 
     @property
     def last_stage_layers(self) -> int:

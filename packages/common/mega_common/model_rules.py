@@ -78,19 +78,50 @@ def find_model_config_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
 def _find_full_attention_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
     """Yield violated rules of layers that differ in heads, values, keys or inputs."""
     yield from _find_shared_input_problems(model)
-    for name in ("full_attention", "value_norm", "keys_are_values"):
+    for name in ("full_attention", "value_norm", "keys_are_values", "value_head_dim", "softplus_gate"):
         if getattr(model, name) and (model.mla or model.encoder or model.retro):
             rule = "is not supported with mla, encoder and retro"
             yield ConfigProblem(name, rule, hint=f"leave out {name}")
+    yield from _find_asymmetric_problems(model) if model.has_asymmetric_attention else ()
     full = model.full_attention
     if full is None:
         return
-    if model.num_attention_heads % full.num_kv_heads:
-        rule = f"must divide num_attention_heads = {model.num_attention_heads}"
+    if (heads := model.full_layer_config.num_attention_heads) % full.num_kv_heads:
+        rule = f"must divide num_attention_heads = {heads}"
         yield ConfigProblem("full_attention.num_kv_heads", rule, full.num_kv_heads)
+    if full.num_attention_heads and (model.has_position_bias or model.shared_kv_layers):
+        rule = "is not supported with position: alibi or relative, and shared_kv_layers"
+        yield ConfigProblem("full_attention.num_attention_heads", rule, hint="position: rope")
     if model.position == "rope" and model.full_layer_config.rotary_dim % 2:
         rule = "must give an even number of rotated elements"
         yield ConfigProblem("full_attention.head_dim", rule, full.head_dim)
+
+
+def _find_hyper_connection_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
+    """Yield settings that a model with hyper-connections does not have."""
+    names = ("mtp_layers", "encoder", "retro", "vision", "parallel_residual", "layer_scale", "norm_positions")
+    for name in (*names, "per_layer_input_size", "shared_kv_layers"):
+        if getattr(model, name):
+            yield ConfigProblem(name, "is not supported with hyper_connections", hint=f"leave out {name}")
+    if model.norm_position != "pre" or not model.causal:
+        rule = "requires norm_position: pre and causal attention"
+        yield ConfigProblem("hyper_connections", rule, hint="leave out hyper_connections")
+
+
+def _find_asymmetric_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
+    """Yield settings that attention with values of another size, a factor on values or a softplus gate does not have."""
+    names = ("attention_gate", "qkv_clip", "value_norm", "keys_are_values", "output_input_norms", "qk_norm_after_rope")
+    for name in (*names, "no_rope_scaling", "vision", "mla", "encoder", "retro", "shared_kv_layers"):
+        if getattr(model, name) or (model.full_attention and getattr(model.full_attention, name, False)):
+            rule = "is not supported with value_head_dim, value_scale and softplus_gate"
+            yield ConfigProblem(name, rule, hint=f"leave out {name}")
+    if model.rope.query_scaling:
+        yield ConfigProblem("rope.query_scaling", "is not supported with value_head_dim, value_scale and softplus_gate")
+    if model.softplus_gate and model.qkv_bias:
+        yield ConfigProblem("softplus_gate", "is not supported with qkv_bias", model.softplus_gate, "qkv_bias: false")
+    if model.position not in ("rope", "none"):
+        rule = "must be rope or none with value_head_dim, value_scale and softplus_gate"
+        yield ConfigProblem("position", rule, model.position, "position: rope")
 
 
 def _find_shared_input_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
@@ -171,6 +202,11 @@ def _find_bidirectional_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
     if model.position_offset and model.position != "learned":
         rule = "requires position: learned"
         yield ConfigProblem("position_offset", rule, model.position_offset, "position: learned")
+    yield from _find_hyper_connection_problems(model) if model.hyper_connections else ()
+    alone = model.norm_position in ("sum", "stream") or model.parallel_residual or model.has_encoder
+    if model.norm_positions and (alone or not set(model.norm_positions) <= {*MIXERS, *model.mixers}):
+        rule = "must name mixers, and is not supported with norm_position: sum or stream, parallel_residual, encoder and retro"
+        yield ConfigProblem("norm_positions", rule, model.norm_positions, "leave it out")
     unused = [kind for kind in model.residual_factors if all(kind not in layer for layer in model.layer_kinds)]
     if model.residual_factors and (unused or model.norm_position != "stream"):
         rule = "requires norm_position: stream, and must name mixers and feed-forward blocks that layers have"
@@ -203,6 +239,9 @@ def _find_head_problems(model: ModelConfig) -> Iterator[ConfigProblem]:
         where, value = ("rope.fraction", model.rope.fraction) if model.mla is None else ("mla", model.rotary_dim)
         rule = f"must give an even number of rotated elements of the head size {model.query_key_head_dim}"
         yield ConfigProblem(where, rule, value)
+    if model.local_rope and int(model.query_key_head_dim * model.local_rope.fraction) % 2 and model.mla is None:
+        rule = f"must give an even number of rotated elements of the head size {model.query_key_head_dim}"
+        yield ConfigProblem("local_rope.fraction", rule, model.local_rope.fraction)
     for name, rope in (("rope", model.rope), ("local_rope", model.local_rope)):
         yield from _find_rope_problems(name, rope, model.rotary_dim // 2) if rope else ()
     if model.mla and (model.qk_norm or model.key_value_heads != heads or model.head_dim or model.attention_sinks):

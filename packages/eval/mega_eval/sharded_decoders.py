@@ -68,7 +68,7 @@ class PipelineDecoder(Decoder):
         for stage, own in self._own.items():
             before, behind = self._adjacent_ranks(stage)
             if before != pp.rank:
-                x = torch.empty_like(x)
+                x = x.new_empty(*x.shape[:-1], self.config.stream_width)
                 dist.recv(x, pp.ranks[before], group=pp.process_group)
             for layer in own:
                 x = self.add_deepstack(next(layers)(x, context), context, layer)

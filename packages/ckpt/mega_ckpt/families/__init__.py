@@ -108,6 +108,7 @@ from mega_ckpt.families.moe_decoders import (
     QWEN3_MOE,
 )
 from mega_ckpt.families.nemotron_h import NEMOTRON_H
+from mega_ckpt.families.olmo_hybrid import OLMO_HYBRID
 from mega_ckpt.families.opt import OPT
 from mega_ckpt.families.qwen_hybrids import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from mega_ckpt.families.qwen_vision import QWEN2_5_VL, QWEN3_VL, QWEN3_VL_MOE
@@ -124,6 +125,7 @@ from mega_ckpt.families.t5 import MT5, T5, UMT5
 from mega_ckpt.families.vision_family import VisionLanguageFamily, text_only_config
 from mega_ckpt.families.vision_language import GEMMA3_VISION, LLAVA, LLAVA_NEXT
 from mega_ckpt.families.vision_modules import REFUSED, VISION_MODULE_FAMILIES
+from mega_ckpt.families.windowed_head_decoders import LAGUNA, MIMO_V2_FLASH
 from mega_common.bounded_parsing import describe_json_type
 from mega_common.errors import CheckpointError
 from mega_common.model_config import ModelConfig
@@ -150,7 +152,8 @@ FAMILIES: tuple[ModelFamily, ...] = (
     OLMO, NANOCHAT, MINICPM3, MISTRAL4, ARIA_TEXT, OPENAI_GPT, APERTUS, ERNIE, ROBERTA_PRE_LAYER_NORM, XLM_ROBERTA_XL,
     DEEPSEEK_V32, GLM_MOE_DSA,
     DISTILBERT, ELECTRA, ROFORMER, NOMIC_BERT, JINA_EMBEDDINGS_V3, GTE, EUROBERT, BITNET, PERSIMMON, DBRX, PHIMOE, FLINT, KOLIBRI1,
-    COHERE2_MOE, AXK1, MPNET, MAMBA1, FALCON_MAMBA, JAMBA, FALCON_H1, MODERNBERT_DECODER, BERT_GENERATION,
+    COHERE2_MOE, AXK1, MPNET, MAMBA1, FALCON_MAMBA, JAMBA, FALCON_H1, MODERNBERT_DECODER, BERT_GENERATION, MIMO_V2_FLASH, LAGUNA,
+    OLMO_HYBRID,
 )  # fmt: skip
 
 VISION_FAMILIES: tuple[VisionLanguageFamily, ...] = (

@@ -19,7 +19,7 @@ _NO_HEADS = {"num_attention_heads": 1, "num_kv_heads": 1, "head_dim": 1}
 ATTENTION_FIELDS = frozenset({
     "num_kv_heads", "head_dim", "rope", "local_rope", "no_rope_layers", "qkv_bias", "qkv_clip", "attention_out_bias", "output_input_norms", "qk_norm",
     "qk_norm_span", "qk_norm_after_rope", "sliding_window", "full_attention_layers", "chunked_window", "no_rope_scaling", "attention_scale", "attention_softcap", "attention_sinks",
-    "attention_gate", "full_attention", "value_norm", "keys_are_values",
+    "attention_gate", "full_attention", "value_norm", "keys_are_values", "value_head_dim", "value_scale", "softplus_gate",
     "shared_kv_layers", "shared_kv_ffn_hidden_size",
 })  # fmt: skip
 MOE_TRAINING_FIELDS = frozenset({"aux_loss", "aux_loss_scope", "bias_rate", "capacity_factor", "sinkhorn", "z_loss"})
@@ -50,6 +50,7 @@ def drop_redundant_model_fields(model: ModelConfig) -> ModelConfig:
             **_normalize_windows(model),
             **_normalize_no_rope(model),
             **_normalize_layers(model),
+            **_normalize_norm_positions(model),
             **unused,
             **_reset_unused_mixers(model),
         }
@@ -118,6 +119,18 @@ def _normalize_layers(model: ModelConfig) -> dict[str, Any]:
     some = sparse if usual and len(sparse) < len(kinds) else None
     moe = model.moe.model_copy(update={"layers": some}) if model.moe and sparse else None
     return {"layers": None if usual else ["+".join(filter(None, kind)) for kind in kinds], "moe": moe}
+
+
+def _normalize_norm_positions(model: ModelConfig) -> dict[str, Any]:
+    """Return the norm position of the first mixer by name, and of other mixers where it differs."""
+    mixers = sorted({kind.mixer or "" for kind in model.layer_kinds})
+    if not model.norm_positions or "" in mixers:
+        return {
+            "norm_positions": {mixer: model.norm_positions[mixer] for mixer in mixers if mixer in model.norm_positions}
+        }
+    positions = {mixer: model.norm_positions.get(mixer, model.norm_position) for mixer in mixers}
+    first = positions[mixers[0]]
+    return {"norm_position": first, "norm_positions": {name: each for name, each in positions.items() if each != first}}
 
 
 def _reset_unused_mixers(model: ModelConfig) -> dict[str, Any]:

@@ -73,6 +73,8 @@ class GatedDeltaNetEntry:
         delta = model.delta or GatedDeltaConfig(num_key_heads=1, num_value_heads=1, key_head_dim=1, value_head_dim=1)
         if delta.norm_eps not in (None, model.norm_eps):
             raise ConfigMismatchError(f"delta.norm_eps must be norm_eps = {model.norm_eps}, not {delta.norm_eps}")
+        if delta.negative_eigenvalues:
+            raise ConfigMismatchError("delta.negative_eigenvalues must be False")
         return {key: value for entry in _SIZES for key, value in entry.config_from_fields(delta).items()}
 
 

@@ -127,7 +127,14 @@ def _linear_widths(model: ModelConfig, parallel: ParallelConfig) -> Iterator[tup
     if mla is None:
         yield f"query heads x head_dim / tp {tp}", heads * model.query_key_head_dim
         yield f"key/value heads x head_dim / tp {tp}", max(1, model.key_value_heads // tp) * model.query_key_head_dim
+        if model.has_asymmetric_attention:
+            values = model.attention_value_dim
+            yield f"query heads x value_head_dim / tp {tp}", heads * values
+            yield f"key/value heads x value_head_dim / tp {tp}", max(1, model.key_value_heads // tp) * values
+        if model.softplus_gate == "head":
+            yield f"query heads (softplus_gate) / tp {tp}", heads
         if full := model.full_attention:
+            heads = (full.num_attention_heads or model.num_attention_heads) // tp
             yield f"query heads x full_attention.head_dim / tp {tp}", heads * full.head_dim
             keys = max(1, full.num_kv_heads // tp) * full.head_dim
             yield f"full_attention.num_kv_heads x head_dim / tp {tp}", keys

@@ -342,7 +342,7 @@ class Decoder(nn.Module):
         """
         rows, length = batch.tokens.shape
         local_length = len(range(length)[local_sequence_slice(length, self.groups.tp, sp=self.sp)])
-        return rows, local_length, self.config.hidden_size
+        return rows, local_length, self.config.stream_width
 
     def embed_inputs(
         self,

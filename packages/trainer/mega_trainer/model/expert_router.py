@@ -119,6 +119,8 @@ class ExpertRouter(nn.Module):
         """
         logits, x = compute_router_logits(x, self.weight)
         logits = logits if self.bias is None else logits + self.bias
+        if (cap := self.moe.logit_softcap) is not None:
+            logits = cap * torch.tanh(logits / cap)
         if self.moe.score == "sparsemixer":
             scores = sparse_mixer_scores(logits, self.moe.jitter)
         else:

@@ -2,6 +2,7 @@
 
     q, k, v, z, b, a = projections of the stream            q, k, v = silu(short convolution)
     g = -exp(A) softplus(a + bias), beta = sigmoid(b)       y = delta rule (q, k, v, g, beta)
+    or beta = 2 sigmoid(b), by which a transition may have negative eigenvalues (arXiv:2411.12537)
     out(norm(y) silu(z))                                    the norm over each value head, with one weight
 
 A key head serves several value heads. With fewer key heads than tensor ranks, consecutive ranks hold the same key head.
@@ -54,6 +55,7 @@ class GatedDeltaNet(nn.Module):
             heads=values("v"), state=delta.key_head_dim * (delta.key_head_dim + delta.value_head_dim),
         )  # fmt: skip
         heads = delta.num_value_heads // tp.size
+        self.strength = 2.0 if delta.negative_eigenvalues else 1.0
         self.widths = [self.recurrence.convolved_channels, heads * delta.value_head_dim, heads, heads]
         self.a_log = build.build_head_parameters([each(f"{name}.A_log")], uniform=UniformInit(0.01, 16, torch.log))[0]
         self.dt_bias = build.build_head_parameters([each(f"{name}.dt_bias")], fill=1.0)[0]
@@ -83,4 +85,5 @@ class GatedDeltaNet(nn.Module):
         q, k, v = parts
         b, a = (upcast_to_fp32(step) for step in steps)
         g = -upcast_to_fp32(self.a_log[heads]).exp() * F.softplus(a + upcast_to_fp32(self.dt_bias[heads]))
-        return self.kernels.gated_delta_rule(DeltaRuleInputs(q, k, v, g, b.sigmoid()), chunks, states)
+        beta = b.sigmoid() if self.strength == 1 else b.sigmoid() * self.strength
+        return self.kernels.gated_delta_rule(DeltaRuleInputs(q, k, v, g, beta), chunks, states)

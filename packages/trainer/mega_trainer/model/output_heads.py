@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from mega_trainer.data.micro_batch import HeadTargets, SegmentOrderTargets
 from mega_trainer.distributed.comm import all_gather
 from mega_trainer.kernels.fused_elementwise import upcast_to_fp32
+from mega_trainer.model.hyper_connections import build_final_norm
 from mega_trainer.model.layer_builder import LayerBuilder
 from mega_trainer.model.vocab_parallel_loss import (
     LossTargets,
@@ -131,7 +132,7 @@ class OutputHead(nn.Module):
         super().__init__()
         config = build.config
         self.config, self.tp, self.sp, self.leaves = config, build.groups.tp, build.sp, build.leaves
-        self.norm = build.build_residual_norm("model.norm") if config.norm_position != "sum" else nn.Identity()
+        self.norm = build_final_norm(build)
         self.transform = MaskedLanguageHead(build) if config.masked_lm and config.masked_lm.dense else None
         self.pooler = SequencePooler(build) if config.pooler else None
 

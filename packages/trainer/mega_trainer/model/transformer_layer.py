@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from mega_common.errors import ConfigError
 from mega_common.layer_kinds import FeedForwardKind, MixerKind
+from mega_trainer.model.asymmetric_attention import AsymmetricAttention
 from mega_trainer.model.attention import EncodedPositionAttention, SelfAttention
 from mega_trainer.model.cross_attention import CrossAttention
 from mega_trainer.model.feed_forward import FeedForward
@@ -22,6 +23,7 @@ from mega_trainer.model.forward_context import ForwardContext
 from mega_trainer.model.gated_convolution import GatedConvolution
 from mega_trainer.model.gated_delta_net import GatedDeltaNet
 from mega_trainer.model.hybrid_mixer import HybridMixer, ScaledFeedForward
+from mega_trainer.model.hyper_connections import HyperConnection, expand_streams
 from mega_trainer.model.kimi_delta_attention import KimiDeltaAttention
 from mega_trainer.model.latent_attention import MultiLatentAttention
 from mega_trainer.model.layer_builder import LayerBuilder, LayerFactory
@@ -44,7 +46,8 @@ def _build_attention(build: LayerBuilder, layer: int) -> nn.Module:
         return SharedKeyValueAttention(build, layer)
     if layer in build.config.key_value_sources:
         return KeyValueSource(build, layer)
-    return (EncodedPositionAttention if "position" in build.functions else SelfAttention)(build, layer)
+    usual = AsymmetricAttention if build.config.has_asymmetric_attention else SelfAttention
+    return (EncodedPositionAttention if "position" in build.functions else usual)(build, layer)
 
 
 def _build_feed_forward(build: LayerBuilder, layer: int) -> nn.Module:
@@ -134,7 +137,8 @@ class TransformerLayer(nn.Module):
 
     def __init__(self, build: LayerBuilder, layer: int) -> None:
         super().__init__()
-        (mixer, feed), config, build = build.config.get_layer_kind(layer), build.config, build.builder_for_layer(layer)
+        build = build.builder_for_layer(layer)
+        (mixer, feed), config = build.config.get_layer_kind(layer), build.config
         before, after = config.norm_position in ("pre", "both", "stream"), config.norm_position in ("post", "both")
         self.parallel, self.shared_norm = config.parallel_residual, config.shared_norm
         self.mixer = self.feed = None
@@ -142,12 +146,7 @@ class TransformerLayer(nn.Module):
         if mixer:
             first = "input" if before and (layer > 0 or config.first_norm) else ""
             self.mixer = ResidualBranch(
-                build,
-                layer,
-                "attention",
-                find_layer_factory(build, mixer),
-                first,
-                "post_attention" if after else "",
+                build, layer, "attention", find_layer_factory(build, mixer), first, "post_attention" if after else ""
             )
         if feed:
             own_norm = before and config.has_norm_before_feed(feed)
@@ -186,6 +185,30 @@ class GemmaLayer(TransformerLayer):
         x = super().forward(x, context)
         x = x if self.gate is None else self.gate(x, context)
         return x if self.scalar is None else x * self.scalar.values.to(x.dtype)
+
+
+class HyperConnectedLayer(TransformerLayer):
+    """Layer on several residual streams, which learned weights mix around each branch (arXiv:2512.24880).
+    The first layer of a model gets embeddings, which are each stream at first.
+    """
+
+    def __init__(self, build: LayerBuilder, layer: int) -> None:
+        super().__init__(build, layer)
+        assert build.config.hyper_connections is not None
+        self.streams, self.width = build.config.hyper_connections.streams, build.config.hidden_size
+        names = {"attn_hc": self.mixer, "ffn_hc": self.feed}
+        self.connections = nn.ModuleList(
+            HyperConnection(build, f"model.layers.{layer}.{name}") for name, branch in names.items() if branch
+        )
+
+    def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
+        """Return the streams [B, S or S/T, n D] after this layer, of streams, or in the first layer of embeddings [.., D]."""
+        streams = torch.unflatten(x, -1, (-1, self.width)).expand(*x.shape[:-1], self.streams, -1)
+        branches = [branch for branch in (self.mixer, self.feed) if branch is not None]
+        for branch, connection in zip(branches, self.connections, strict=True):
+            collapsed, post, comb = connection(streams)
+            streams = expand_streams(streams, branch(branch.add_and_norm(collapsed)[1], context), post, comb)
+        return streams.flatten(-2)
 
 
 class PostNormLayer(TransformerLayer):
@@ -235,7 +258,8 @@ def build_transformer_layer(build: LayerBuilder, layer: int) -> TransformerLayer
     """
     post_norm = build.config.norm_position == "sum"
     layers = {"sum": PostNormLayer, "stream": NormedResidualLayer}
-    usual = GemmaLayer if build.config.layer_scale or build.config.per_layer_input_size else TransformerLayer
+    several = HyperConnectedLayer if build.config.hyper_connections else TransformerLayer
+    usual = GemmaLayer if build.config.layer_scale or build.config.per_layer_input_size else several
     block = layers.get(build.config.norm_position, usual)(build, layer)
     if build.config.has_cross_attention(layer):
         before = "" if post_norm else "cross_attn"

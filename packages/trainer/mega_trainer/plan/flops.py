@@ -23,6 +23,7 @@ from mega_common.vision_config import PROJECTOR, TOWER
 from mega_trainer.plan.layer_flops import (
     active_ffn_elements,
     active_ffn_width,
+    hyper_connection_flops,
     layer_input_shapes,
     mixing_flops,
     projection_shapes,
@@ -115,7 +116,9 @@ def count_parameters_by_layer(model: ModelConfig, tensors: TensorShapes | None =
     return ParameterCounts(
         embedding=sum(ends[name] for name in _INPUTS) + tables,
         head=sum(ends[name] for name in ("lm_head", "dense", "pooler", "pair_head")),
-        final_norm=sum(ends[name] for name in ("norm", "embed_norm", "encoder_norm", "per_layer_projection_norm")),
+        final_norm=sum(
+            ends[name] for name in ("norm", "embed_norm", "encoder_norm", "per_layer_projection_norm", "hc_head")
+        ),
         vision=ends["vision"],
         layers=tuple(LayerParameterCounts(each["split"], each["whole"], each["experts"]) for each in layers),
         top_k=model.moe.top_k if model.moe else 0,
@@ -135,7 +138,7 @@ def _parameter_group(name: str) -> str:
     return (
         "whole"
         if re.search(
-            r"(?<!mamba\.)(?<!lightning\.)norm\b|_a_proj|^mlp\.gate\.|expert_gate|latent_proj|^eh_proj|^per_layer_",
+            r"(?<!mamba\.)(?<!lightning\.)norm\b|_a_proj|^mlp\.gate\.|expert_gate|latent_proj|^eh_proj|_hc\.|^per_layer_",
             name,
         )
         else "split"
@@ -167,6 +170,7 @@ def forward_flops(
     dense = (model.masked_lm is not None and model.masked_lm.dense) + (model.embedding_size is not None)
     return {
         **parts,
+        **hyper_connection_flops(model),
         **({"further tokens": 4.0 * width * width * model.mtp_layers} if model.mtp_layers else {}),
         "head": 2.0 * narrow * (model.vocab_size * (1 + model.mtp_layers) + width * dense),
     }

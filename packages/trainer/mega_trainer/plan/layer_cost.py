@@ -289,7 +289,7 @@ class LayerCostModel:
         """Return the work of norms with residual sums, and of elementwise operations between projections."""
         model, run, halves = self.model, self.run, sum(map(bool, kind))
         width = active_ffn_width(model, kind.feed_forward)
-        residual = halves * 4 * model.hidden_size / (run.tp if run.sp else 1)
+        residual = halves * 4 * model.stream_width / (run.tp if run.sp else 1)
         residual += halves * 2 * model.hidden_size / (run.tp if run.sp else 1) if model.residual_dropout else 0
         there, back = (sum(moved) for moved in zip((0, 0), *map(self._mixer_elements, kind.mixers), strict=True))
         forward = residual + (there + (3 if model.has_gated_mlp else 2) * width) / run.tp
@@ -306,7 +306,8 @@ class LayerCostModel:
         if mixer == "attention":
             heads = model.num_attention_heads + model.key_value_heads
             rotated = 2 * heads * (model.query_key_head_dim if model.position == "rope" else 0)
-            gated = 3 * model.num_attention_heads * model.attention_value_dim if model.attention_gate else 0
+            has_gate = model.attention_gate or model.softplus_gate is not None
+            gated = 3 * model.num_attention_heads * model.attention_value_dim if has_gate else 0
             normed = (3 if model.qk_norm else 1) * rotated
             return normed + gated, normed + gated * 5 // 3
         shapes = projection_shapes(model, mixer)[0]

@@ -64,8 +64,11 @@ def _attention_shapes(model: ModelConfig) -> tuple[list[MatrixShape], list[Matri
     )
     out = (width, heads * model.attention_value_dim)
     if mla is None:
-        keys_values = [key_value] * ((1 if model.keys_are_values else 2) if model.has_own_keys else 0)
-        return [query, *([query] if model.attention_gate else []), *keys_values, out], []
+        value = (model.key_value_heads * out[1] // heads, width)
+        keys_values = [key_value, *([] if model.keys_are_values else [value])] if model.has_own_keys else []
+        gates = [query] if model.attention_gate else []
+        gates += [(heads if model.softplus_gate == "head" else out[1], width)] if model.softplus_gate else []
+        return [query, *gates, *keys_values, out], []
     unfolded = (heads * (mla.qk_nope_head_dim + mla.v_head_dim), mla.kv_lora_rank)
     latent = (mla.kv_lora_rank + mla.qk_rope_head_dim, width)
     split = [(query[0] + (heads if model.attention_gate else 0), mla.q_lora_rank or width), unfolded, out]
@@ -156,6 +159,15 @@ def _sparse_attention_flops(model: ModelConfig, indexer: IndexerConfig, seq_leng
     heads = model.num_attention_heads * (model.query_key_head_dim + model.attention_value_dim)
     scored = indexer.kl_loss or (not indexer.dense and seq_length > indexer.top_k)
     return 2 * chosen * heads + (2 * every * indexer.num_heads * (indexer.head_dim + 1) if scored else 0.0)
+
+
+def hyper_connection_flops(model: ModelConfig) -> dict[str, float]:
+    """Return the forward FLOPs per token of the weights and the mixing of all streams, summed over layers, or nothing without hyper-connections."""
+    if model.hyper_connections is None:
+        return {}
+    n, width = model.hyper_connections.streams, model.stream_width
+    branches = sum(half is not None for kind in model.layer_kinds for half in kind)
+    return {"hyper-connections": 2.0 * width * (branches * ((2 + n) * n + n) + n)}
 
 
 def recurrent_state_elements(model: ModelConfig, mixer: MixerKind) -> int:

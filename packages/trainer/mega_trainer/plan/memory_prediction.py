@@ -376,4 +376,4 @@ def _residual_bytes(model: ModelConfig, run: TrainingLayout) -> int:
     """Return the bytes of a micro-batch's hidden states on a rank."""
     tokens = run.micro_batch * run.sample_tokens // run.cp // (run.tp if run.sp else 1)
     tokens *= 1 + 2 * model.retro.neighbors if model.retro else 1
-    return tokens * run.weight_bytes * model.hidden_size + _layer_input_bytes(model, run)
+    return tokens * run.weight_bytes * model.stream_width + _layer_input_bytes(model, run)

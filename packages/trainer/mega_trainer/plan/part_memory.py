@@ -309,7 +309,7 @@ class PartMemoryCounter:
         return (
             self.run.micro_batch,
             self.tokens_per_context_rank // (self.run.tp if self.run.sp else 1),
-            self.model.hidden_size,
+            self.model.stream_width,
         )
 
     def _stack_shape(self, *, encodes: bool) -> tuple[int, ...]:

@@ -291,7 +291,7 @@ class PlannedRun:
         """Bytes of a micro-batch's hidden states on a rank, which a pipeline stage sends to the next one."""
         share = self.run.tp if self.run.sp else 1
         return (
-            self.cost_model.micro_batch_tokens * self.model.hidden_size * self.cost_model.bytes_per_activation / share
+            self.cost_model.micro_batch_tokens * self.model.stream_width * self.cost_model.bytes_per_activation / share
         )
 
     def _simulate_makespan(self, works: Sequence[PassWork]) -> float:

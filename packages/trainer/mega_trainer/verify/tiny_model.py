@@ -267,7 +267,12 @@ def _shrink_attention(model: ModelConfig) -> dict[str, Any]:
             found |= {"hidden_size": heads * size} | ({"head_dim": size} if model.head_dim is not None else {})
     if full := model.full_attention:
         shared = shrink_shared_head_count(model.num_attention_heads, full.num_kv_heads, heads)
-        found["full_attention"] = {**full.model_dump(), "head_dim": 2 * size, "num_kv_heads": shared}
+        wide = size if full.head_dim == model.query_key_head_dim else 2 * size
+        found["full_attention"] = {**full.model_dump(), "head_dim": wide, "num_kv_heads": shared}
+        if full.num_attention_heads not in (None, model.num_attention_heads):
+            found["full_attention"]["num_attention_heads"] = 2 * heads
+    if model.value_head_dim:
+        found["value_head_dim"] = size + 2
     for key, rope in (("rope", model.rope), ("local_rope", model.local_rope)):
         if rope is not None and key in model.model_fields_set:
             found[key] = _shrink_rope(rope, rotated // 2)
@@ -279,7 +284,8 @@ def _choose_head_size(model: ModelConfig, heads: int) -> tuple[int, int]:
     for size in HEAD_SIZES:
         rotated = int(size * model.rope.fraction)
         pairs = 3 if model.rope.sections else 1
-        fits = model.position != "rope" or (rotated % 2 == 0 and rotated >= 2 * pairs)
+        even = not any(int(size * rope.fraction) % 2 for rope in (model.rope, model.local_rope) if rope)
+        fits = model.position != "rope" or (even and rotated >= 2 * pairs)
         if fits and heads * size >= HIDDEN // 2:
             return size, rotated
     raise ConfigError(f"no tiny head size fits rope.fraction = {model.rope.fraction}")
