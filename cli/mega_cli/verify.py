@@ -129,7 +129,6 @@ def _check_coordinates(config: RunConfig, run: Path, widths: str, out: Path, jso
     from rich.console import Console
     from rich.progress import Progress
 
-    from mega_cli.compare import format_columns
     from mega_common.atomic_files import write_json_atomically
     from mega_common.errors import ConfigError
     from mega_trainer.pages.page_elements import write_html_page
@@ -150,7 +149,10 @@ def _check_coordinates(config: RunConfig, run: Path, widths: str, out: Path, jso
     else:
         if json_file is not None:
             write_json_atomically(json_file, found.as_json())
-        print(format_columns(found.list_rows()))
+        rows = found.list_rows()
+        sizes = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        for row in rows:
+            print("  ".join(cell.ljust(size) for cell, size in zip(row, sizes, strict=True)).rstrip())
         print(found.problem or "with muP the change of the logits does not depend on the width")
         print(out)
     if found.problem:
