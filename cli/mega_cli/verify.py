@@ -131,12 +131,14 @@ def _check_coordinates(config: RunConfig, run: Path, widths: str, out: Path, jso
 
     from mega_common.atomic_files import write_json_atomically
     from mega_common.errors import ConfigError
+    from mega_common.progress_logging import logger
     from mega_trainer.pages.page_elements import write_html_page
     from mega_trainer.verify.coordinate_check import check_coordinates
 
     parts = [part.strip() for part in widths.split(",")]
     if not all(part.isdecimal() for part in parts):
         raise ConfigError(f"--widths must be whole numbers, found {widths!r}", hint="--widths 64,128,256,512")
+    logger.setLevel("WARNING")
     screen = Console(stderr=True)
     with Progress(console=screen, transient=True, disable=not screen.is_terminal) as progress:
         task = progress.add_task("coordinate check", total=2 * len(set(parts)))
