@@ -131,13 +131,14 @@ def _check_coordinates(config: RunConfig, run: Path, widths: str, out: Path, jso
 
     from mega_common.atomic_files import write_json_atomically
     from mega_common.errors import ConfigError
-    from mega_common.progress_logging import format_columns
+    from mega_common.progress_logging import logger
     from mega_trainer.pages.page_elements import write_html_page
     from mega_trainer.verify.coordinate_check import check_coordinates
 
     parts = [part.strip() for part in widths.split(",")]
     if not all(part.isdecimal() for part in parts):
         raise ConfigError(f"--widths must be whole numbers, found {widths!r}", hint="--widths 64,128,256,512")
+    logger.setLevel("WARNING")
     screen = Console(stderr=True)
     with Progress(console=screen, transient=True, disable=not screen.is_terminal) as progress:
         task = progress.add_task("coordinate check", total=2 * len(set(parts)))
@@ -150,7 +151,10 @@ def _check_coordinates(config: RunConfig, run: Path, widths: str, out: Path, jso
     else:
         if json_file is not None:
             write_json_atomically(json_file, found.as_json())
-        print(format_columns(found.list_rows()))
+        rows = found.list_rows()
+        sizes = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        for row in rows:
+            print("  ".join(cell.ljust(size) for cell, size in zip(row, sizes, strict=True)).rstrip())
         print(found.problem or "with muP the change of the logits does not depend on the width")
         print(out)
     if found.problem:
